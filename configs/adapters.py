@@ -1,0 +1,65 @@
+"""Adapters as values: how a client names one, what it resolved to, what it needs."""
+
+from enum import StrEnum
+from typing import NewType
+
+import msgspec
+
+AdapterKey = NewType("AdapterKey", int)
+"""The driver's short name for one content digest; 0 is never used."""
+
+
+class AdapterSource(StrEnum):
+    """Where an adapter's files come from."""
+
+    HUB = "hub"
+    LOCAL = "local"
+    S3 = "s3"
+
+
+class AdapterReference(msgspec.Struct, frozen=True):
+    """How a client names an adapter: (source, id, revision)."""
+
+    source: AdapterSource
+    id: str
+    revision: str | None = None
+
+
+class FetchedAdapter(msgspec.Struct, frozen=True):
+    """An adapter whose files lie in `folder` on this node; `digest` is that of their content."""
+
+    key: AdapterKey
+    name: str
+    folder: str
+    digest: str
+
+
+class AdapterShape(msgspec.Struct, frozen=True):
+    """What a staged adapter takes: pages of 8 rank rows for each projection, and host bytes.
+
+    num_pages: one count for each of the model's projections, in the model's order.
+    host_bytes: bytes of this rank's slices in the host tier.
+    """
+
+    num_pages: tuple[int, ...]
+    host_bytes: int
+
+
+class AdapterRefusal(StrEnum):
+    """Why an adapter is not served."""
+
+    NOT_FOUND = "adapter_not_found"
+    FORBIDDEN = "adapter_forbidden"
+    UNSUPPORTED = "adapter_unsupported"
+    TOO_LARGE = "adapter_too_large"
+    UNAVAILABLE = "adapter_unavailable"
+
+
+class AdapterError(Exception):
+    """An adapter that cannot be served exactly; `message` says why and what to do."""
+
+    def __init__(self, refusal: AdapterRefusal, message: str) -> None:
+        """Keep both parts: the kind for the table of statuses, the message for the client."""
+        super().__init__(message)
+        self.refusal = refusal
+        self.message = message

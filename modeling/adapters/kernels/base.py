@@ -1,0 +1,30 @@
+"""The contract of the multi-adapter product.
+
+    y[t, o + j] += sum_r ( sum_i x[t, i] * A[row(t, r), i] ) * Bt[row(t, r), j]
+
+t: token; r: rank row of t's adapter, r < rank(t); row(t, r): the pool row that the adapter's
+page table names. Tokens of the base model (slot -1) are left untouched. The scaling is already
+in B. x: [tokens, in]; A pool: [pages, layers, 8, in]; Bt pool: [pages, layers, 8, out].
+Several projections that share the input x add into column ranges of one y.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where one projection's delta goes: columns offset .. offset + local_outputs of y."""
+
+    projection: int
+    offset: int
+
+
+class AdapterData(Protocol):
+    """The adapters of one step, as layers see them (the seeds' `adapter_data`)."""
+
+    def add(self, y: Tensor, x: Tensor, layer: int, targets: tuple[Target, ...]) -> None:
+        """Add the deltas of `targets` at `layer` into y [tokens, out] in place; x: [tokens, in]."""
+        ...

@@ -1,0 +1,74 @@
+"""ForwardBatch: one step as numbers on the host, before a runner makes tensors of it.
+
+`deployments/rank/batch.py` translates a plan into it; a runner keeps each place's tokens,
+block table, adapter slot and sampling parameters, so that a running row is four numbers.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from configs.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class BatchJoin:
+    """A request that takes a place: its known tokens, prompt first; slot -1 is the base model."""
+
+    place: int
+    tokens: list[int]
+    prompt_length: int
+    slot: int
+    sampling: Sampling
+
+
+@dataclass(frozen=True)
+class BatchRow:
+    """Compute positions start .. start + length - 1 of the request at `place`.
+
+    blocks: cache blocks to append to the place's block table first.
+    samples: whether the last position's logits choose the token at start + length.
+    """
+
+    place: int
+    start: int
+    length: int
+    blocks: list[int]
+    samples: bool
+
+
+@dataclass(frozen=True)
+class ForwardBatch:
+    """The rows of one step, in the order in which their tokens are answered."""
+
+    joins: list[BatchJoin]
+    rows: list[BatchRow]
+
+
+@dataclass(frozen=True)
+class RowLogprobs:
+    """Natural logprobs of one sampled token and of the most likely alternatives, best first."""
+
+    logprob: float
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+@dataclass(frozen=True)
+class SampledTokens:
+    """What one step sampled: one token for each row with `samples`, in row order.
+
+    logprobs: None when no row asked, else one entry (or None) for each token.
+    """
+
+    tokens: list[int]
+    logprobs: list[RowLogprobs | None] | None = None
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """A step that was launched; `wait()` blocks until its tokens are on the host.
+
+    A runner may be given the next batch before `wait()` is called on this one.
+    """
+
+    wait: Callable[[], SampledTokens] = field(repr=False)
