@@ -25,6 +25,20 @@ class AdapterReference(msgspec.Struct, frozen=True):
     revision: str | None = None
 
 
+def parse_reference(text: str, default_source: AdapterSource) -> AdapterReference:
+    """Read "[source:]id[@revision]", e.g. "local:pirate" or "acme/sql@v2".
+
+    Raises ValueError for an empty id. An unknown prefix is part of the id, not a source.
+    """
+    source, found, rest = text.partition(":")
+    if found and source.lower() in {known.value for known in AdapterSource}:
+        default_source, text = AdapterSource(source.lower()), rest
+    adapter_id, _, revision = text.partition("@")
+    if not adapter_id.strip():
+        raise ValueError(f"an adapter needs a name, got {text!r}")
+    return AdapterReference(default_source, adapter_id, revision or None)
+
+
 class FetchedAdapter(msgspec.Struct, frozen=True):
     """An adapter whose files lie in `folder` on this node; `digest` is that of their content."""
 

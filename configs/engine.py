@@ -4,6 +4,7 @@ from enum import StrEnum
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
+from configs.adapters import AdapterSource
 from configs.base import Config
 from configs.model import ModelConfig
 
@@ -42,7 +43,7 @@ class CacheConfig(Config):
 
     block_size: PositiveInt = 16
     num_blocks: PositiveInt | None = None
-    device_memory_fraction: float = Field(0.9, gt=0, le=1)
+    device_memory_fraction: float = Field(default=0.9, gt=0, le=1)
     dtype: CacheDType = CacheDType.AUTO
     prefix_caching: bool = True
 
@@ -78,10 +79,10 @@ class AdaptersConfig(Config):
     """
 
     enabled: bool = True
-    default_source: str = "hub"
+    default_source: AdapterSource = AdapterSource.HUB
     local_roots: tuple[str, ...] = ()
     device_pages: PositiveInt | None = None
-    memory_fraction: float = Field(0.1, gt=0, lt=1)
+    memory_fraction: float = Field(default=0.1, gt=0, lt=1)
     max_device_adapters: PositiveInt = 64
     max_rank: PositiveInt = 128
     host_bytes: PositiveInt = 4 * 2**30
@@ -105,7 +106,7 @@ class EngineConfig(Config):
     tensor_parallel: PositiveInt = 1
     device: Device = Device.AUTO
     attention: AttentionBackend = AttentionBackend.AUTO
-    cpu_threads: PositiveInt = Field(1, description="torch threads of a CPU rank")
+    cpu_threads: PositiveInt = Field(default=1, description="torch threads of a CPU rank")
     cache: CacheConfig = CacheConfig()
     limits: LimitsConfig = LimitsConfig()
     adapters: AdaptersConfig = AdaptersConfig()

@@ -32,7 +32,9 @@ class ModelConfig(Config):
 
     id: str
     revision: str | None = None
-    name: str | None = Field(None, description="what clients call it; default: the id's last part")
+    name: str | None = Field(
+        default=None, description="what clients call it; default: the id's last part"
+    )
     dtype: DType = DType.AUTO
     load_format: LoadFormat = LoadFormat.SAFETENSORS
 

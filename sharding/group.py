@@ -6,6 +6,7 @@ from typing import Protocol, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore, Store
 
 
 class TensorParallel(Protocol):
@@ -64,16 +65,21 @@ class ProcessGroupRanks:
 
 
 def connect(
-    store: dist.Store, rank: int, size: int, device: torch.device, timeout_s: float
+    store: Store, rank: int, size: int, device: torch.device, timeout_s: float
 ) -> TensorParallel:
     """Join a group through `store`; every collective fails after timeout_s (a peer hangs)."""
     if size == 1:
         return SingleRank()
     timeout = timedelta(seconds=timeout_s)
     if device.type == "cpu":
-        return ProcessGroupRanks(dist.ProcessGroupGloo(store, rank, size, timeout))
+        gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        return ProcessGroupRanks(cast(dist.ProcessGroup, gloo))
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    return ProcessGroupRanks(
-        cast(dist.ProcessGroup, dist.ProcessGroupNCCL(store, rank, size, options))
-    )
+    nccl = dist.ProcessGroupNCCL(store, rank, size, options)
+    return ProcessGroupRanks(cast(dist.ProcessGroup, nccl))
+
+
+def memory_store() -> Store:
+    """Where ranks that are threads of one process meet."""
+    return HashStore()

@@ -2,13 +2,9 @@
 
 from dataclasses import dataclass
 
-Segments = tuple[tuple[int, int], ...]
-"""Half-open index ranges in the checkpoint's order, concatenated in this rank's order."""
+from sharding.slicing import Segments, width
 
-
-def width(segments: Segments) -> int:
-    """How many indices the segments hold."""
-    return sum(stop - start for start, stop in segments)
+__all__ = ["Projection", "Segments", "width"]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,46 @@
+# LoRay: `make serve` and `make test` set up what they need by themselves.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: setup serve test test-gpu check fmt parity bench clean
+
+setup: $(READY)
+
+$(READY): pyproject.toml
+	@echo "==> setting up $(VENV) (a few minutes at the first time)"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || (echo "LoRay needs Python 3.11 or newer: make PYTHON=python3.11 ..." && exit 1)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off "torch>=2.11,<2.14"
+	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -e ".[dev]"
+	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off --no-deps "lorax-client==0.6.3"
+	@touch $(READY)
+
+serve: $(READY)
+	@$(BIN)/loray serve serve_config.yaml
+
+test: $(READY)
+	$(BIN)/python -m pytest -m "not gpu"
+
+test-gpu: $(READY)
+	$(BIN)/python -m pytest -m gpu
+
+check: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+fmt: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+parity: $(READY)
+	$(BIN)/python -m pytest tests/modeling/test_parity.py tests/modeling/test_mutants.py -v
+
+bench: $(READY)
+	$(BIN)/python -m benchmarks.serving --help
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

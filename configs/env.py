@@ -1,0 +1,31 @@
+"""The only reader and writer of the environment."""
+
+import os
+
+THROUGHPUT_ENVIRONMENT = {
+    # HAProxy instead of Serve's Python proxy, and replicas that answer it directly: read when
+    # Ray's processes start, so they must be set before that on every node.
+    "RAY_SERVE_ENABLE_HA_PROXY": "1",
+    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+    "RAY_SERVE_HAPROXY_NBTHREAD": "2",
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
+    # The network time-outs of a hub that is out of reach must not hold up a request for long.
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+
+
+def export_throughput_mode() -> None:
+    """Set what LoRay's start script recommends, keeping what the user has set."""
+    for name, value in THROUGHPUT_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+
+def proxy_mode() -> str:
+    """Which HTTP front Serve runs in this process's cluster, in words."""
+    if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1":
+        throughput = os.environ.get("RAY_SERVE_THROUGHPUT_OPTIMIZED") == "1"
+        return "haproxy, throughput mode" if throughput else "haproxy"
+    return "python proxy (set RAY_SERVE_ENABLE_HA_PROXY=1 before Ray starts to be faster)"

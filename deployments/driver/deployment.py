@@ -1,0 +1,46 @@
+"""The Serve shell of a driver: start, health, drain."""
+
+import logging
+
+from ray.util import get_current_placement_group
+
+from configs.serve import ServeConfig
+from deployments.contract import Completion, EngineInfo, GenerateRequest, ReplyAddress
+from deployments.driver.engine import Engine
+from deployments.observability.logs import configure_logs
+from deployments.rank.group import RayRanks
+from sharding.sources import fetch_model
+
+logger = logging.getLogger("loray.driver")
+
+
+class DriverDeployment:
+    """One driver replica and the ranks in its placement group."""
+
+    async def __init__(self, config: ServeConfig) -> None:  # type: ignore[misc]
+        """Start the ranks and load what is to be there before the first request."""
+        configure_logs("driver")
+        folder = fetch_model(config.engine.model)
+        logger.info("loading %s over %d ranks", folder.name, config.engine.tensor_parallel)
+        group = RayRanks(config.engine, str(folder), get_current_placement_group())
+        self._engine = Engine(config.engine, folder, group)
+        await self._engine.start()
+        for what, choice in (await self._engine.describe()).chosen.items():
+            logger.info("%s: %s", what, choice)
+
+    async def generate(self, request: GenerateRequest, reply_to: ReplyAddress) -> Completion:
+        """One HTTP request, to its end."""
+        return await self._engine.generate(request, reply_to)
+
+    async def describe(self) -> EngineInfo:
+        """What is served."""
+        return await self._engine.describe()
+
+    async def check_health(self) -> None:
+        """Healthy while it works or rebuilds its ranks; Serve replaces it when it cannot."""
+        if self._engine.failure is not None:
+            raise RuntimeError(self._engine.failure)
+
+    async def __del__(self) -> None:
+        """Serve's way to say that the replica is going: leave no rank behind."""
+        await self._engine.stop()

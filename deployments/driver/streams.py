@@ -1,0 +1,135 @@
+"""A request's way back to its client: frames while it runs, one completion at its end.
+
+Lives on the replica's event loop. Tokens reach the ingress twice: at once in frames, and whole
+in the completion that the unary call returns; each sequence ends exactly once.
+"""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable
+
+from configs.adapters import AdapterRefusal
+from configs.sampling import FinishReason
+from deployments.contract import (
+    Cancelled,
+    Completion,
+    Ending,
+    ErrorKind,
+    Failed,
+    Finished,
+    GenerateRequest,
+    ReplyAddress,
+    SequenceOutcome,
+    TokenFrame,
+    TokenRun,
+)
+from scheduler import events
+
+
+class _Stream:
+    """One HTTP request's outcomes so far and the future that its unary call awaits."""
+
+    def __init__(self, num_sequences: int, reply_to: ReplyAddress) -> None:
+        self.reply_to = reply_to
+        self.outcomes: list[SequenceOutcome | None] = [None] * num_sequences
+        self.completion: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+
+    @property
+    def open_indices(self) -> list[int]:
+        """Sequences that have not ended."""
+        return [i for i, outcome in enumerate(self.outcomes) if outcome is None]
+
+    def end(self, index: int, outcome: SequenceOutcome) -> None:
+        """Set a sequence's outcome; the last one completes the request."""
+        assert self.outcomes[index] is None, f"sequence {index} ended twice"
+        self.outcomes[index] = outcome
+        if not self.open_indices and not self.completion.done():
+            self.completion.set_result(Completion([o for o in self.outcomes if o is not None]))
+
+
+class Streams:
+    """Every open request of one driver."""
+
+    def __init__(self, send: Callable[[ReplyAddress, TokenFrame], None]) -> None:
+        """Frames leave through `send`, which must not block."""
+        self._send = send
+        self._streams: dict[str, _Stream] = {}
+        self._runs: defaultdict[ReplyAddress, list[TokenRun]] = defaultdict(list)
+
+    def __len__(self) -> int:
+        """How many requests are open."""
+        return len(self._streams)
+
+    def open(
+        self, request: GenerateRequest, reply_to: ReplyAddress
+    ) -> "asyncio.Future[Completion]":
+        """Begin a request; the future completes when its last sequence ended."""
+        assert request.id not in self._streams, f"request {request.id} is open already"
+        stream = self._streams[request.id] = _Stream(len(request.sequences), reply_to)
+        return stream.completion
+
+    def close(self, request_id: str) -> list[int]:
+        """Forget a request (its client left, or it ended); returns the sequences still open."""
+        stream = self._streams.pop(request_id, None)
+        return stream.open_indices if stream is not None else []
+
+    def take(self, event: events.Event) -> None:
+        """Account for one event of the scheduler; `flush` sends the tokens."""
+        request_id, index = event.request_id
+        stream = self._streams.get(request_id)
+        if stream is None:
+            return
+        if isinstance(event, events.Ended):
+            stream.end(index, _outcome(event))
+        else:
+            run = TokenRun(request_id, index, event.start, event.tokens, event.logprobs)
+            self._runs[stream.reply_to].append(run)
+
+    def flush(self) -> None:
+        """Send what `take` gathered: one frame for each ingress replica."""
+        for address, runs in self._runs.items():
+            self._send(address, TokenFrame(runs))
+        self._runs.clear()
+
+    def fail(self, request_id: str, failure: Failed) -> None:
+        """End what is open of one request with an error."""
+        stream = self._streams.get(request_id)
+        for index in stream.open_indices if stream is not None else ():
+            assert stream is not None
+            stream.end(index, SequenceOutcome([], failure))
+
+    def fail_all(self, failure: Failed) -> None:
+        """End everything that is open with an error (the engine cannot go on)."""
+        for request_id in list(self._streams):
+            self.fail(request_id, failure)
+
+    def abandon(self, address: ReplyAddress) -> None:
+        """An ingress replica is gone: end its requests as cancelled."""
+        for stream in self._streams.values():
+            if stream.reply_to == address:
+                for index in stream.open_indices:
+                    stream.end(index, SequenceOutcome([], Cancelled()))
+
+
+def _outcome(event: events.Ended) -> SequenceOutcome:
+    return SequenceOutcome(
+        tokens=event.tokens,
+        ending=_ending(event.ending),
+        logprobs=event.logprobs,
+        cached_tokens=event.cached_tokens,
+        queue_seconds=_since(event.arrival, event.first_scheduled),
+        first_token_seconds=_since(event.arrival, event.first_token),
+    )
+
+
+def _ending(ending: events.Ending) -> Ending:
+    if isinstance(ending, FinishReason):
+        return Finished(ending)
+    if isinstance(ending, events.Cancelled):
+        return Cancelled()
+    retry = 5.0 if ending.refusal is AdapterRefusal.UNAVAILABLE else None
+    return Failed(ErrorKind(ending.refusal.value), ending.message, retry)
+
+
+def _since(start: float, end: float | None) -> float:
+    return end - start if end is not None else 0.0

@@ -1,0 +1,167 @@
+"""The socket on which token frames travel from drivers to an ingress replica.
+
+One connection from each driver to each ingress replica, length-prefixed msgpack, a secret
+first. The driver never waits for it: frames that do not fit a slow replica's buffer are
+dropped, for the unary call's completion repairs them. On the way back the ingress says where a
+stop string ended a sequence; its hanging up tells the driver that the clients are gone.
+"""
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import secrets
+import struct
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from deployments.contract import ReplyAddress, TokenFrame
+
+_LENGTH = struct.Struct("!I")
+_MAX_HELLO_BYTES = 1024
+_MAX_FRAME_BYTES = 64 << 20
+_MAX_UNSENT_BYTES = 8 << 20
+_GREETING_SECONDS = 5.0
+
+logger = logging.getLogger("loray.frames")
+
+
+class Finish(msgspec.Struct, frozen=True, array_like=True):
+    """Keep `at` generated tokens of this sequence and end it: a stop string was matched."""
+
+    request_id: str
+    index: int
+    at: int
+
+
+class FrameReceiver:
+    """The ingress replica's end: takes frames from every driver that knows the secret."""
+
+    def __init__(self, deliver: Callable[[TokenFrame], None]) -> None:
+        """Frames go to `deliver`, on the event loop."""
+        self._deliver = deliver
+        self._secret = secrets.token_urlsafe(32)
+        self._server: asyncio.Server | None = None
+        self._drivers: set[asyncio.StreamWriter] = set()
+        self._decoder = msgspec.msgpack.Decoder(TokenFrame)
+
+    async def start(self, host: str) -> ReplyAddress:
+        """Listen on a free port of `host`; the address is what drivers are told."""
+        self._server = await asyncio.start_server(self._serve, host, 0)
+        port = self._server.sockets[0].getsockname()[1]
+        return ReplyAddress(host, port, self._secret)
+
+    def finish(self, request_id: str, index: int, at: int) -> None:
+        """Tell every driver (those that do not run the request ignore it)."""
+        for writer in self._drivers:
+            _write_frame(writer, msgspec.msgpack.encode(Finish(request_id, index, at)))
+
+    async def close(self) -> None:
+        """Stop listening and hang up."""
+        if self._server is not None:
+            self._server.close()
+        for writer in self._drivers:
+            writer.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            async with asyncio.timeout(_GREETING_SECONDS):
+                secret = await _read_frame(reader, _MAX_HELLO_BYTES)
+            if not hmac.compare_digest(secret, self._secret.encode()):
+                logger.warning("refused a connection that does not know the secret")
+                return
+            self._drivers.add(writer)
+            while True:
+                self._deliver(self._decoder.decode(await _read_frame(reader, _MAX_FRAME_BYTES)))
+        except (ConnectionError, asyncio.IncompleteReadError, TimeoutError) as end:
+            logger.info("a driver's connection ended: %r", end)
+        finally:
+            self._drivers.discard(writer)
+            writer.close()
+
+
+class FrameEvents(Protocol):
+    """What comes back on a driver's connections."""
+
+    def on_finish(self, finish: Finish) -> None:
+        """A stop string was matched."""
+        ...
+
+    def on_lost(self, address: ReplyAddress) -> None:
+        """The ingress replica is gone, and its clients with it."""
+        ...
+
+
+class FrameSender:
+    """The driver's end: one connection to each ingress replica, dialled at first use."""
+
+    def __init__(self, events: FrameEvents) -> None:
+        """No connection yet."""
+        self._events = events
+        self._writers: dict[ReplyAddress, asyncio.StreamWriter] = {}
+        self._dials: dict[ReplyAddress, asyncio.Task[None]] = {}
+        self._connected: dict[ReplyAddress, asyncio.Future[None]] = {}
+        self._encoder = msgspec.msgpack.Encoder()
+        self.dropped_frames = 0
+
+    async def connect(self, address: ReplyAddress) -> None:
+        """Return once frames to `address` would arrive, or dialling failed and they are dropped."""
+        if address in self._writers:
+            return
+        if address not in self._dials:
+            loop = asyncio.get_running_loop()
+            self._connected[address] = loop.create_future()
+            self._dials[address] = loop.create_task(self._dial(address))
+        await asyncio.shield(self._connected[address])
+
+    def send(self, address: ReplyAddress, frame: TokenFrame) -> None:
+        """Send without waiting; a frame for a replica that is slow or gone is dropped."""
+        writer = self._writers.get(address)
+        if writer is None or writer.transport.get_write_buffer_size() > _MAX_UNSENT_BYTES:
+            self.dropped_frames += 1
+            return
+        _write_frame(writer, self._encoder.encode(frame))
+
+    def close(self) -> None:
+        """Hang up everywhere."""
+        for dial in self._dials.values():
+            dial.cancel()
+
+    async def _dial(self, address: ReplyAddress) -> None:
+        """Hold one connection from its beginning to its end."""
+        decoder = msgspec.msgpack.Decoder(Finish)
+        writer: asyncio.StreamWriter | None = None
+        try:
+            async with asyncio.timeout(_GREETING_SECONDS):
+                reader, writer = await asyncio.open_connection(address.host, address.port)
+            _write_frame(writer, address.secret.encode())
+            self._writers[address] = writer
+            self._connected[address].set_result(None)
+            while True:
+                frame = await _read_frame(reader, _MAX_HELLO_BYTES)
+                self._events.on_finish(decoder.decode(frame))
+        except (OSError, asyncio.IncompleteReadError, TimeoutError) as end:
+            logger.info("an ingress connection ended: %r", end)
+            if address in self._writers:
+                self._events.on_lost(address)
+        finally:
+            del self._dials[address]
+            self._writers.pop(address, None)
+            if not (connected := self._connected.pop(address)).done():
+                connected.set_result(None)
+            if writer is not None:
+                with contextlib.suppress(RuntimeError):  # the loop may be closing
+                    writer.close()
+
+
+def _write_frame(writer: asyncio.StreamWriter, payload: bytes) -> None:
+    writer.write(_LENGTH.pack(len(payload)) + payload)
+
+
+async def _read_frame(reader: asyncio.StreamReader, limit: int) -> bytes:
+    (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+    if length > limit:
+        raise ConnectionError(f"a frame of {length} bytes is over the limit of {limit}")
+    return await reader.readexactly(length)

@@ -1,0 +1,150 @@
+"""One HTTP request's call of the driver: tokens come by frames, the truth by the call itself."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from typing import NamedTuple
+
+from configs.sampling import FinishReason
+from deployments.contract import (
+    Cancelled,
+    Completion,
+    Driver,
+    Ending,
+    ErrorKind,
+    Failed,
+    GenerateRequest,
+    ReplyAddress,
+)
+from deployments.ingress.errors import RequestError
+from deployments.ingress.frames import Mailbox, Update
+from deployments.ingress.transcript import Piece, Transcript
+
+logger = logging.getLogger(__name__)
+
+
+class Event(NamedTuple):
+    """What is new of one sequence: pieces of text, and with the last one why it ended.
+
+    rest: text after the last piece, known only at the end.
+    """
+
+    sequence: int
+    pieces: list[Piece]
+    rest: str
+    reason: FinishReason | None
+
+    @property
+    def text(self) -> str:
+        """All new text."""
+        return "".join([piece.text for piece in self.pieces]) + self.rest
+
+
+class Call:
+    """A running `Driver.generate` and the tokens that it has produced so far.
+
+    An async context manager: leaving it cancels the call if it still runs, which is how a
+    client's disconnect reaches the driver. frames=False takes all tokens from the completion.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        mailbox: Mailbox,
+        reply_to: ReplyAddress,
+        request: GenerateRequest,
+        frames: bool = True,
+    ) -> None:
+        """Nothing runs before the context is entered."""
+        self._driver = driver
+        self._mailbox = mailbox
+        self._reply_to = reply_to
+        self._request = request
+        self._inbox = mailbox.open(request.id, len(request.sequences), listen=frames)
+        self._running: asyncio.Task[None] | None = None
+        self._finishing: set[asyncio.Task[None]] = set()
+        self.completion: Completion | None = None
+
+    async def __aenter__(self) -> "Call":
+        """Start the call."""
+        self._running = asyncio.create_task(self._run())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Cancel what still runs and take no more frames."""
+        self._mailbox.close(self._request.id)
+        tasks = [*self._finishing, *([self._running] if self._running else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def updates(self) -> AsyncIterator[list[Update]]:
+        """Batches of news until every sequence has ended; a failed call raises RequestError."""
+        while updates := await self._inbox.take():
+            yield updates
+
+    def finish(self, index: int, at: int) -> None:
+        """Tell the driver that a stop string ended this sequence after `at` tokens."""
+        task = asyncio.create_task(self._finish(index, at))
+        self._finishing.add(task)
+        task.add_done_callback(self._finishing.discard)
+
+    async def _finish(self, index: int, at: int) -> None:
+        try:
+            await self._driver.finish(self._request.id, index, at)
+        except Exception:
+            # The text is already right; the sequence only runs on to its token limit.
+            logger.warning("finish was not delivered for %s", self._request.id, exc_info=True)
+
+    async def _run(self) -> None:
+        try:
+            self.completion = await self._driver.generate(self._request, self._reply_to)
+            self._inbox.complete(self.completion)
+        except RequestError as error:
+            self._inbox.fail(error)
+        except asyncio.CancelledError:
+            self._inbox.fail(RequestError(ErrorKind.UNAVAILABLE, "the engine cancelled the call"))
+            raise
+        except Exception as fault:
+            # Whatever carries the call may break in its own ways; the client gets one of ours.
+            logger.exception("generate failed for %s", self._request.id)
+            message = f"the engine did not answer ({type(fault).__name__})"
+            self._inbox.fail(RequestError(ErrorKind.UNAVAILABLE, message))
+
+
+async def events(call: Call, transcripts: Sequence[Transcript]) -> AsyncIterator[list[Event]]:
+    """Batches of events of all sequences; a failure of any of them raises RequestError."""
+    async for updates in call.updates():
+        batch = [
+            event for update in updates if (event := _event(call, transcripts, update)) is not None
+        ]
+        if batch:
+            yield batch
+
+
+def _event(call: Call, transcripts: Sequence[Transcript], update: Update) -> Event | None:
+    """What a client sees of one update."""
+    transcript = transcripts[update.index]
+    if transcript.stopped:
+        return None
+    pieces = transcript.feed(update.tokens, update.logprobs)
+    if transcript.stopped:
+        if update.ending is None:
+            call.finish(update.index, transcript.num_tokens)
+        return Event(update.index, pieces, "", FinishReason.STOP_STRING)
+    if update.ending is None:
+        return Event(update.index, pieces, "", None) if pieces else None
+    reason = _reason(update.ending)
+    rest = transcript.end()
+    return Event(
+        update.index, pieces, rest, FinishReason.STOP_STRING if transcript.stopped else reason
+    )
+
+
+def _reason(ending: Ending) -> FinishReason:
+    """Why a sequence finished; other endings raise."""
+    if isinstance(ending, Failed):
+        raise RequestError.of(ending)
+    if isinstance(ending, Cancelled):
+        raise RequestError(ErrorKind.UNAVAILABLE, "the request was cancelled")
+    return ending.reason

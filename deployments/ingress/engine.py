@@ -1,0 +1,133 @@
+"""What all routes need of the engine behind them: its description, its text, calls to it."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from configs.adapters import AdapterSource
+from deployments.contract import (
+    Driver,
+    EngineInfo,
+    ErrorKind,
+    GenerateRequest,
+    ReplyAddress,
+)
+from deployments.ingress.calls import Call
+from deployments.ingress.detokenize import StopStrings
+from deployments.ingress.errors import RequestError
+from deployments.ingress.frames import Mailbox
+from deployments.ingress.text import Text
+from deployments.ingress.transcript import Transcript
+
+_INFO_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class IngressSettings:
+    """What the ingress decides by itself.
+
+    max_choices: the largest `n`. max_sequences: prompts times choices of one request.
+    max_logprobs: alternatives a client may ask for with each token.
+    """
+
+    default_source: AdapterSource = AdapterSource.HUB
+    max_stop_sequences: int = 4
+    max_best_of: int = 2
+    max_choices: int = 16
+    max_sequences: int = 256
+    max_logprobs: int = 20
+    version: str = "0.1.0"
+
+
+class Served(NamedTuple):
+    """What a driver serves, and the tokenizer that goes with it."""
+
+    info: EngineInfo
+    text: Text
+
+
+@dataclass(frozen=True)
+class Job:
+    """A validated request: what goes to the driver, and how its tokens become text.
+
+    stops: stop strings; keep_stops leaves the matched one in the text. per_token: whether the
+    reply tells tokens apart. characters: of the prompts, for the reply's headers.
+    """
+
+    request: GenerateRequest
+    stops: Sequence[str]
+    keep_stops: bool
+    per_token: bool
+    characters: int
+    started: float = field(default_factory=time.monotonic)
+
+    def transcripts(self, text: Text) -> list[Transcript]:
+        """One for each sequence."""
+        return [
+            Transcript(
+                text.stream(frozenset(sequence.stopping.stop_token_ids)),
+                StopStrings(self.stops, self.keep_stops),
+                per_token=self.per_token or bool(self.stops),
+            )
+            for sequence in self.request.sequences
+        ]
+
+
+class Engine:
+    """The driver as the routes see it. Its description is asked for once a second at most."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        mailbox: Mailbox,
+        reply_to: Callable[[], ReplyAddress],
+        settings: IngressSettings,
+    ) -> None:
+        """`reply_to` is asked with each call: the socket may be bound after this."""
+        self.settings = settings
+        self._driver = driver
+        self._mailbox = mailbox
+        self._reply_to = reply_to
+        self._asking = asyncio.Lock()
+        self._asked = float("-inf")
+        self._served: Served | None = None
+
+    async def served(self) -> Served:
+        """The engine as last described, whenever that was."""
+        return self._served or await self._refresh()
+
+    async def info(self) -> EngineInfo:
+        """The engine as described within the last second."""
+        return (await self._refresh()).info
+
+    def call(self, job: Job, streams: bool) -> Call:
+        """A call of the driver; without stop strings a whole reply needs no frames."""
+        listens = streams or bool(job.stops)
+        return Call(self._driver, self._mailbox, self._reply_to(), job.request, frames=listens)
+
+    async def _refresh(self) -> Served:
+        async with self._asking:
+            if self._served is None or time.monotonic() - self._asked > _INFO_SECONDS:
+                info = await self._describe()
+                self._served = Served(info, await self._text_of(info))
+                self._asked = time.monotonic()
+            return self._served
+
+    async def _describe(self) -> EngineInfo:
+        try:
+            return await self._driver.describe()
+        except Exception as fault:
+            message = f"the engine did not answer ({type(fault).__name__})"
+            raise RequestError(ErrorKind.UNAVAILABLE, message) from fault
+
+    async def _text_of(self, info: EngineInfo) -> Text:
+        if self._served is not None:
+            return self._served.text
+        return await asyncio.to_thread(Text.load, info.tokenizer)
+
+
+def stop_ids(info: EngineInfo, ignored: bool | None) -> tuple[int, ...]:
+    """The tokens that end a sequence, unless the client wants them ignored."""
+    return () if ignored else info.stop_token_ids

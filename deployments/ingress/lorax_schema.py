@@ -1,0 +1,205 @@
+"""LoRAX's native requests, its validation rules in its order, and what is not built yet."""
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
+
+from configs.sampling import Sampling
+from deployments.contract import EngineInfo
+from deployments.ingress.engine import IngressSettings
+from deployments.ingress.errors import invalid
+
+_Range = tuple[Callable[[float], bool], str]
+
+# A row goes away when its parameter is built; the values are those that change nothing.
+NOT_YET: Mapping[str, tuple[object, ...]] = {
+    "merged_adapters": (None,),
+    "best_of": (None, 1),
+    "repetition_penalty": (None, 1.0),
+    "frequency_penalty": (None, 0.0),
+    "presence_penalty": (None, 0.0),
+    "typical_p": (None, 1.0),
+    "watermark": (None, False),
+    "truncate": (None,),
+    "decoder_input_details": (None, False),
+    "return_k_alternatives": (None,),
+    "response_format": (None,),
+}
+
+_POSITIVE: _Range = (lambda value: value > 0, "strictly positive")
+_PENALTY: _Range = (lambda value: -2 <= value <= 2, ">= -2.0 and <= 2.0")
+# The words say "< 1.0" where 1.0 is accepted: LoRAX's own, which its users match.
+_FRACTION: _Range = (lambda value: 0 < value <= 1, "> 0.0 and < 1.0")
+
+_RANGES: Mapping[str, _Range] = {
+    "temperature": (lambda value: value >= 0, "non-negative"),
+    "repetition_penalty": _POSITIVE,
+    "frequency_penalty": _PENALTY,
+    "presence_penalty": _PENALTY,
+    "top_p": _FRACTION,
+    "typical_p": _FRACTION,
+    "top_k": _POSITIVE,
+    "return_k_alternatives": _POSITIVE,
+    "max_new_tokens": _POSITIVE,
+}
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False, extra="ignore")
+
+
+class MergedAdapters(_Body):
+    """Several adapters merged into one for a request."""
+
+    ids: list[str] = Field(default_factory=list, max_length=64)
+    weights: list[float] = Field(default_factory=list, max_length=64)
+
+
+class GenerateParameters(_Body):
+    """LoRAX's generation parameters; None means the default."""
+
+    adapter_id: Annotated[str, Field(max_length=1024)] | None = None
+    adapter_source: str | None = None
+    merged_adapters: MergedAdapters | None = None
+    api_token: str | None = None
+    best_of: NonNegativeInt | None = None
+    temperature: float | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    typical_p: float | None = None
+    do_sample: bool = False
+    max_new_tokens: int | None = None
+    ignore_eos_token: bool = False
+    return_full_text: bool | None = None
+    stop: list[str] = []
+    truncate: int | None = None
+    watermark: bool = False
+    details: bool = False
+    decoder_input_details: bool = False
+    return_k_alternatives: int | None = None
+    apply_chat_template: bool = False
+    seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
+    response_format: dict[str, Any] | None = None
+
+
+class GenerateRequestBody(_Body):
+    """POST /generate and POST /generate_stream."""
+
+    inputs: str
+    parameters: GenerateParameters | None = None
+
+    @property
+    def settled(self) -> GenerateParameters:
+        """The parameters, defaults when none were given."""
+        return self.parameters or GenerateParameters()
+
+
+class CompatGenerateBody(GenerateRequestBody):
+    """POST /: the same with `stream` in the body."""
+
+    stream: bool = False
+
+
+class TokenizeBody(_Body):
+    """POST /tokenize."""
+
+    inputs: str
+    add_special_tokens: bool = True
+
+
+def check(inputs: str, given: GenerateParameters, settings: IngressSettings, streams: bool) -> None:
+    """LoRAX's rules in LoRAX's order, up to those that need the tokens; then NOT_YET."""
+    _check_adapters(given)
+    _check_best_of(given, settings, streams)
+    _check_ranges(given)
+    if len(given.stop) > settings.max_stop_sequences:
+        raise invalid(
+            f"`stop` supports up to {settings.max_stop_sequences} stop sequences. "
+            f"Given: {len(given.stop)}"
+        )
+    if not all(given.stop):
+        raise invalid("`stop` sequences cannot be empty")
+    if given.seed is not None and (given.best_of or 1) > 1:
+        raise invalid("`seed` must not be set when `best_of` > 1")
+    if not inputs:
+        raise invalid("`inputs` cannot be empty")
+    if streams and given.decoder_input_details:
+        raise invalid("`decoder_input_details` == true is not supported when streaming tokens")
+    for name, neutral in NOT_YET.items():
+        if getattr(given, name) not in neutral:
+            raise invalid(f"`{name}` is not supported yet")
+
+
+def check_lengths(num_input: int, max_new_tokens: int | None, info: EngineInfo) -> int:
+    """How many tokens may be generated: as asked, else all that is left."""
+    left = info.max_total_tokens - num_input
+    wanted = max_new_tokens if max_new_tokens is not None else max(1, left)
+    if wanted > left:
+        raise invalid(
+            f"`inputs` tokens + `max_new_tokens` must be <= {info.max_total_tokens}. "
+            f"Given: {num_input} `inputs` tokens and {wanted} `max_new_tokens`"
+        )
+    if num_input > info.max_input_tokens:
+        raise invalid(
+            f"`inputs` must have less than {info.max_input_tokens} tokens. Given: {num_input}"
+        )
+    if num_input == 0:
+        raise invalid("`inputs` cannot be empty")
+    return wanted
+
+
+def sampled(given: GenerateParameters) -> bool:
+    """Whether tokens are drawn: temperature 0 never, else if anything but the defaults asks."""
+    if given.temperature == 0:
+        return False
+    warped = given.temperature not in (None, 1.0) or given.top_k is not None
+    return given.do_sample or warped or given.top_p not in (None, 1.0)
+
+
+def sampling(given: GenerateParameters, seed: int, logprobs: bool) -> Sampling:
+    """The driver's words for these parameters."""
+    reported = 0 if logprobs else -1
+    if not sampled(given):
+        return Sampling(seed=seed, logprobs=reported)
+    return Sampling(
+        temperature=1.0 if given.temperature is None else given.temperature,
+        top_k=given.top_k or 0,
+        top_p=1.0 if given.top_p is None else given.top_p,
+        seed=seed,
+        logprobs=reported,
+    )
+
+
+def _check_adapters(given: GenerateParameters) -> None:
+    merged = given.merged_adapters
+    if merged is None:
+        return
+    if given.adapter_id is not None:
+        raise invalid("at most one of `adapter_id` or `adapters` may be provided")
+    if not merged.ids:
+        raise invalid("at least one adapter ID must be provided when setting `adapters`")
+    if len(merged.ids) != len(merged.weights):
+        raise invalid("number of adapter IDs must match number of adapter weights")
+
+
+def _check_best_of(given: GenerateParameters, settings: IngressSettings, streams: bool) -> None:
+    best_of = 1 if given.best_of is None else given.best_of
+    if not 1 <= best_of <= settings.max_best_of:
+        raise invalid(f"`best_of` must be > 0 and <= {settings.max_best_of}. Given: {best_of}")
+    if streams and best_of != 1:
+        raise invalid("`best_of` != 1 is not supported when streaming tokens")
+    chosen = (given.temperature, given.top_k, given.top_p, given.typical_p)
+    if best_of > 1 and not given.do_sample and all(value is None for value in chosen):
+        raise invalid("you must use sampling when `best_of` is > 1")
+
+
+def _check_ranges(given: GenerateParameters) -> None:
+    """Rules 5 to 9: the first parameter out of its range, in LoRAX's order."""
+    for name, (holds, words) in _RANGES.items():
+        value = getattr(given, name)
+        if value is not None and not holds(value):
+            raise invalid(f"`{name}` must be {words}")

@@ -1,0 +1,112 @@
+"""How both dialects answer: whole, or as a stream whose status waits for the first token."""
+
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from typing import NamedTuple
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from configs.sampling import FinishReason
+from deployments.contract import Completion
+from deployments.ingress.calls import Call, Event, events
+from deployments.ingress.engine import Engine, Job, Served
+from deployments.ingress.errors import RequestError
+from deployments.ingress.headers import reply_headers, stream_headers
+from deployments.ingress.sse import EventStream, unless_gone
+from deployments.ingress.text import Text
+from deployments.ingress.transcript import Piece, Transcript
+
+_encode = msgspec.json.Encoder().encode
+
+
+class Choice(NamedTuple):
+    """One sequence at its end."""
+
+    text: str
+    pieces: list[Piece]
+    num_tokens: int
+    reason: FinishReason
+
+
+class Running(NamedTuple):
+    """A call under way, for those who write its stream."""
+
+    call: Call
+    transcripts: list[Transcript]
+    text: Text
+
+    def events(self) -> AsyncIterator[list[Event]]:
+        """Batches of events of all sequences."""
+        return events(self.call, self.transcripts)
+
+
+Chunks = Callable[[Running], AsyncGenerator[bytes, None]]
+
+
+class Whole(NamedTuple):
+    """All sequences at their end."""
+
+    choices: list[Choice]
+    completion: Completion
+
+
+def json_response(
+    value: object, status: int = 200, headers: dict[str, str] | None = None
+) -> Response:
+    """A JSON reply."""
+    return Response(_encode(value), status, headers, media_type="application/json")
+
+
+async def whole(
+    request: Request, engine: Engine, job: Job, body: Callable[[Whole], object]
+) -> Response:
+    """Run a job to its end and answer with `body` of it and the headers of a whole reply."""
+    served = await engine.served()
+    submitted = time.monotonic()
+    result = await unless_gone(request.receive, _collect(engine, served, job))
+    generated = sum(choice.num_tokens for choice in result.choices)
+    headers = reply_headers(served.info, job, result.completion, submitted, generated)
+    return json_response(body(result), headers=headers)
+
+
+async def _collect(engine: Engine, served: Served, job: Job) -> Whole:
+    transcripts = job.transcripts(served.text)
+    texts: list[list[str]] = [[] for _ in transcripts]
+    pieces: list[list[Piece]] = [[] for _ in transcripts]
+    reasons: dict[int, FinishReason] = {}
+    async with engine.call(job, streams=False) as call:
+        async for batch in events(call, transcripts):
+            for event in batch:
+                texts[event.sequence].append(event.text)
+                pieces[event.sequence] += event.pieces
+                if event.reason is not None:
+                    reasons[event.sequence] = event.reason
+    assert call.completion is not None, "the events ended before the call"
+    choices = [
+        Choice("".join(texts[i]), pieces[i], transcript.num_tokens, reasons[i])
+        for i, transcript in enumerate(transcripts)
+    ]
+    return Whole(choices, call.completion)
+
+
+async def stream(
+    request: Request,
+    engine: Engine,
+    job: Job,
+    chunks: Chunks,
+    error_body: Callable[[RequestError], object],
+) -> Response:
+    """Run a job as a stream of chunks; a failure before the first one is raised."""
+    info, text = await engine.served()
+    running = Running(engine.call(job, streams=True), job.transcripts(text), text)
+    body = _within_call(running, chunks)
+    first = await unless_gone(request.receive, anext(body))
+    return EventStream(first, body, error_body, stream_headers(info, job))
+
+
+async def _within_call(running: Running, chunks: Chunks) -> AsyncGenerator[bytes, None]:
+    async with running.call:
+        async for chunk in chunks(running):
+            yield chunk

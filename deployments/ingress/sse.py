@@ -1,0 +1,93 @@
+"""Server-sent events: framing, and a response that ends its work when the client leaves."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from deployments.ingress.errors import RequestError
+
+DONE = b"data: [DONE]\n\n"
+
+R = TypeVar("R")
+
+_encode = msgspec.json.Encoder().encode
+
+
+def data(value: object) -> bytes:
+    """One event; JSON never holds a raw line break, so one `data:` line is enough."""
+    return b"data: " + _encode(value) + b"\n\n"
+
+
+class ClientGone(Exception):
+    """The client closed the connection; nobody reads a reply any more."""
+
+
+async def unless_gone(receive: Receive, work: Awaitable[R]) -> R:
+    """The result of `work`, which is cancelled, raising ClientGone, if the client leaves."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGone
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Sends events as they come; a RequestError on the way becomes the last event.
+
+    `first` was made before: a failure up to then still had a status of its own.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        first: bytes,
+        events: AsyncGenerator[bytes, None],
+        error_body: Callable[[RequestError], object],
+        headers: Mapping[str, str],
+    ) -> None:
+        """`events` is closed in the end, whatever happens."""
+        self.status_code = 200
+        self.background = None
+        self._first = first
+        self._events = events
+        self._error_body = error_body
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send until the events end or the client is gone."""
+        try:
+            await unless_gone(receive, self._send_all(send))
+        except (ClientGone, OSError):
+            pass
+        finally:
+            await self._events.aclose()
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await send(_body(self._first))
+        try:
+            async for event in self._events:
+                await send(_body(event))
+        except RequestError as error:
+            await send(_body(data(self._error_body(error))))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _body(chunk: bytes) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": chunk, "more_body": True}

@@ -1,0 +1,44 @@
+"""The Ray shell of one rank: it starts what `host.py` defines and keeps its loop running."""
+
+import ray
+
+from configs.engine import EngineConfig
+from deployments.observability.logs import configure_logs
+from deployments.rank.host import RankHost, StoreAddress, open_store
+from deployments.rank.messages import LoadReport
+from deployments.rank.transport import Address, dial
+
+
+class RankActor:
+    """One process of a tensor-parallel group; Ray runs its methods on plain threads."""
+
+    def __init__(self, config: EngineConfig, folder: str, rank: int) -> None:
+        """Remember what to load; `measure` loads it."""
+        configure_logs(f"rank-{rank}")
+        self._host = RankHost(config, folder, rank)
+        self._rank = rank
+
+    def __repr__(self) -> str:
+        """The name that Ray puts before this actor's log lines."""
+        return f"rank-{self._rank}"
+
+    def node(self) -> tuple[str, str]:
+        """This rank's node: (Ray's node id, address)."""
+        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+
+    def open_store(self, size: int, timeout_s: float) -> StoreAddress:
+        """Open the group's rendezvous on a free port of this node (rank 0 only)."""
+        self._store, address = open_store(ray.util.get_node_ip_address(), size, timeout_s)
+        return address
+
+    def measure(self, store: StoreAddress, timeout_s: float) -> int:
+        """Join the group, load the weights; returns how many cache blocks there is room for."""
+        return self._host.measure(store.connect(timeout_s), timeout_s)
+
+    def allocate(self, num_blocks: int) -> LoadReport:
+        """Allocate the cache and warm up."""
+        return self._host.allocate(num_blocks)
+
+    def run(self, address: Address, same_node: bool) -> None:
+        """Work until the driver hangs up; the pending call tells Ray's watcher of a death."""
+        self._host.run(dial(address, self._rank, same_node))

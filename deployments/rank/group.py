@@ -1,0 +1,117 @@
+"""The Ray shell of a group: one actor a rank in the driver's placement group.
+
+Ray places, starts and kills the ranks and says when one died; plans travel by socket.
+"""
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable
+
+import ray
+from ray.actor import ActorHandle
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from configs.engine import EngineConfig
+from deployments.rank.actor import RankActor
+from deployments.rank.messages import LoadReport
+from deployments.rank.transport import Listener, RankLinks, RanksLost
+
+logger = logging.getLogger("loray.rank.group")
+
+
+class RayRanks:
+    """Rank actors of one driver replica; `start` may be called again after `stop`."""
+
+    def __init__(self, config: EngineConfig, folder: str, bundles: PlacementGroup | None) -> None:
+        """`bundles`: the replica's placement group, bundle 0 the driver's, then one a rank."""
+        self._config = config
+        self._folder = folder
+        self._bundles = bundles
+        self._namespace = f"loray-{secrets.token_hex(4)}"
+        self._actors: list[ActorHandle] = []
+        self._links: RankLinks | None = None
+
+    def start(self) -> tuple[RankLinks, list[LoadReport]]:
+        """Start, load and connect every rank; RanksLost says which step failed."""
+        timeout_s = self._config.recovery.start_timeout_s
+        size = self._config.tensor_parallel
+        began = time.monotonic()
+        self._actors = [self._spawn(rank) for rank in range(size)]
+        try:
+            nodes = ray.get([actor.node.remote() for actor in self._actors], timeout=timeout_s)
+            store = ray.get(self._actors[0].open_store.remote(size, timeout_s), timeout=timeout_s)
+            logger.info("%d ranks placed in %.1f s, loading", size, time.monotonic() - began)
+            measured = [actor.measure.remote(store, timeout_s) for actor in self._actors]
+            num_blocks = min(ray.get(measured, timeout=timeout_s))
+            allocated = [actor.allocate.remote(num_blocks) for actor in self._actors]
+            reports: list[LoadReport] = ray.get(allocated, timeout=timeout_s)
+            self._links = self._connect([node for node, _ in nodes])
+        except (ray.exceptions.RayError, RanksLost) as error:
+            self.stop()
+            raise RanksLost(f"the ranks did not start: {error}") from error
+        return self._links, reports
+
+    def stop(self) -> None:
+        """Kill every rank: graphs and communicators of survivors hold the dead."""
+        if self._links is not None:
+            self._links.close()
+            self._links = None
+        for actor in self._actors:
+            ray.kill(actor, no_restart=True)
+        self._actors = []
+
+    def _spawn(self, rank: int) -> ActorHandle:
+        on_gpu = self._rank_bundle(rank).get("GPU", 0) > 0
+        strategy = (
+            PlacementGroupSchedulingStrategy(self._bundles, placement_group_bundle_index=1 + rank)
+            if self._bundles is not None
+            else "DEFAULT"
+        )
+        actor = ray.remote(RankActor).options(
+            name=f"rank-{rank}",
+            namespace=f"{self._namespace}-{secrets.token_hex(2)}",
+            num_cpus=self._rank_bundle(rank).get("CPU", 0),
+            num_gpus=1 if on_gpu else 0,
+            max_concurrency=2,
+            scheduling_strategy=strategy,
+        )
+        return actor.remote(self._config, self._folder, rank)
+
+    def _rank_bundle(self, rank: int) -> dict[str, float]:
+        if self._bundles is None:
+            return {}
+        specs: list[dict[str, float]] = self._bundles.bundle_specs
+        return specs[1 + rank]
+
+    def _connect(self, nodes: list[str]) -> RankLinks:
+        here = ray.get_runtime_context().get_node_id()
+        listener = Listener(ray.util.get_node_ip_address(), secrets.token_urlsafe(32))
+        try:
+            runs = [
+                actor.run.remote(listener.address, node == here)
+                for actor, node in zip(self._actors, nodes, strict=True)
+            ]
+            links = RankLinks(listener.accept(len(runs), self._config.recovery.start_timeout_s))
+        finally:
+            listener.close()
+        _watch(runs, links.report_loss)
+        return links
+
+
+def _watch(runs: list["ray.ObjectRef[None]"], lost: Callable[[str], None]) -> None:
+    """Tell `lost` as soon as any rank's never-ending call ends."""
+
+    def wait() -> None:
+        done, _ = ray.wait(runs, num_returns=1)
+        rank = runs.index(done[0])
+        try:
+            ray.get(done[0])
+        except ray.exceptions.RayError as error:
+            lost(f"rank-{rank} died: {str(error).splitlines()[0]}")
+        else:
+            lost(f"rank-{rank} left its loop")
+
+    threading.Thread(target=wait, name="watch-ranks", daemon=True).start()

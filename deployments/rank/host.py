@@ -1,0 +1,101 @@
+"""What a rank does from its start to its end, whatever process it lives in."""
+
+import time
+from datetime import timedelta
+
+import msgspec
+import torch
+from torch._C._distributed_c10d import Store, TCPStore
+
+from configs.engine import EngineConfig
+from deployments.rank.messages import LoadReport
+from deployments.rank.transport import Channel
+from deployments.rank.worker import Worker
+from modeling.loading import pick_device
+from modeling.runner import ModelRunner
+from scheduler.plan import Capacity
+from sharding.group import connect
+
+
+class StoreAddress(msgspec.Struct, frozen=True):
+    """Where a group's ranks find each other."""
+
+    host: str
+    port: int
+    size: int
+
+    def connect(self, timeout_s: float) -> Store:
+        """Open a client of the store."""
+        timeout = timedelta(seconds=timeout_s)
+        return TCPStore(self.host, self.port, self.size, False, timeout, wait_for_workers=False)
+
+
+def open_store(host: str, size: int, timeout_s: float) -> tuple[Store, StoreAddress]:
+    """Open a group's store on a port that the system chooses, so that none can be stolen."""
+    timeout = timedelta(seconds=timeout_s)
+    store = TCPStore(host, 0, size, True, timeout, wait_for_workers=False)
+    return store, StoreAddress(host, store.port, size)
+
+
+class RankHost:
+    """Loads one rank's share, then runs plans for a driver."""
+
+    def __init__(self, config: EngineConfig, folder: str, rank: int) -> None:
+        """`folder` holds the base model's files on this node."""
+        self._config = config.model_copy(
+            update={"model": config.model.model_copy(update={"id": folder})}
+        )
+        self._rank = rank
+        self._runner: ModelRunner | None = None
+        self._started = time.monotonic()
+
+    def measure(self, store: Store, timeout_s: float) -> int:
+        """Join the group and load the weights; returns how many cache blocks would fit."""
+        device = self._enter_thread()
+        group = connect(store, self._rank, self._config.tensor_parallel, device, timeout_s)
+        self._runner = ModelRunner(self._config, group, device)
+        return self._runner.measure()
+
+    def allocate(self, num_blocks: int) -> LoadReport:
+        """Allocate num_blocks of cache (the group's minimum) and report what this rank holds."""
+        self._enter_thread()
+        assert self._runner is not None, "measure comes first"
+        report = self._runner.allocate(num_blocks)
+        capacity = Capacity(
+            num_blocks=report.num_blocks,
+            block_size=report.block_size,
+            projections=report.projections,
+            adapter_pages=report.adapter_pages,
+            adapter_slots=report.adapter_slots,
+            host_bytes=report.host_bytes,
+            max_total_tokens=report.max_total_tokens,
+        )
+        return LoadReport(
+            kind="load_report",
+            rank=self._rank,
+            capacity=capacity,
+            dtype=report.dtype,
+            device=report.device,
+            attention=f"{report.attention} ({report.attention_reason})",
+            adapter_kernel=f"{report.adapter_kernel} ({report.adapter_kernel_reason})",
+            weight_bytes_read=report.weight_bytes_read,
+            weight_bytes_resident=report.weight_bytes_resident,
+            cache_bytes=report.kv_bytes,
+            adapter_bytes=report.adapter_pool_bytes,
+            load_seconds=time.monotonic() - self._started,
+        )
+
+    def run(self, channel: Channel) -> None:
+        """Run plans until the driver hangs up or a step fails."""
+        self._enter_thread()
+        assert self._runner is not None, "measure comes first"
+        Worker(self._runner, self._rank, channel).run()
+
+    def _enter_thread(self) -> torch.device:
+        """Set what torch keeps for each thread; Ray may run every method on another one."""
+        device = pick_device(self._config.device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        else:
+            torch.set_num_threads(self._config.cpu_threads)
+        return device

@@ -1,0 +1,55 @@
+"""The same group of ranks inside this process, one thread a rank: tests and benchmarks."""
+
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+from configs.engine import EngineConfig
+from deployments.rank.host import RankHost
+from deployments.rank.messages import LoadReport
+from deployments.rank.transport import Channel, RankLinks
+from sharding.group import memory_store
+from sharding.sources import fetch_model
+
+
+class LocalRanks:
+    """Ranks as threads over socket pairs and, for more than one, gloo."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Nothing is loaded before `start`."""
+        self._config = config
+        self._links: RankLinks | None = None
+        self._threads: list[threading.Thread] = []
+
+    def start(self) -> tuple[RankLinks, list[LoadReport]]:
+        """Load every rank; returns the links and what each rank reported."""
+        size = self._config.tensor_parallel
+        timeout_s = self._config.recovery.start_timeout_s
+        folder = str(fetch_model(self._config.model))
+        hosts = [RankHost(self._config, folder, rank) for rank in range(size)]
+        store = memory_store()
+        with ThreadPoolExecutor(size) as pool:
+            measured = pool.map(lambda host: host.measure(store, timeout_s), hosts)
+            num_blocks = min(measured)
+            reports = list(pool.map(lambda host: host.allocate(num_blocks), hosts))
+        pairs = [socket.socketpair() for _ in hosts]
+        for rank, (host, (_, theirs)) in enumerate(zip(hosts, pairs, strict=True)):
+            self._spawn(rank, partial(host.run, Channel(theirs)))
+        self._links = RankLinks([Channel(ours) for ours, _ in pairs])
+        return self._links, reports
+
+    def stop(self) -> None:
+        """Hang up and wait for the threads."""
+        if self._links is not None:
+            self._links.close()
+            self._links = None
+        for thread in self._threads:
+            thread.join(timeout=10.0)
+        self._threads.clear()
+
+    def _spawn(self, rank: int, work: Callable[[], None]) -> None:
+        thread = threading.Thread(target=work, name=f"rank-{rank}", daemon=True)
+        self._threads.append(thread)
+        thread.start()

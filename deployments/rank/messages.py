@@ -1,0 +1,85 @@
+"""What the driver and a rank say over their socket, besides plans and results."""
+
+from typing import Literal
+
+import msgspec
+
+from configs.adapters import AdapterKey, AdapterRefusal, AdapterShape, FetchedAdapter
+from scheduler.plan import Capacity, StepPlan, StepResult
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """A rank's first words; a wrong secret ends the connection."""
+
+    secret: str
+    rank: int
+
+
+class Step(msgspec.Struct, frozen=True, tag="step"):
+    """Run this plan."""
+
+    plan: StepPlan
+
+
+class Stage(msgspec.Struct, frozen=True, tag="stage"):
+    """Bring this adapter into the host tier, beside the steps."""
+
+    adapter: FetchedAdapter
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    """Leave the loop."""
+
+
+class Stepped(msgspec.Struct, frozen=True, tag="stepped"):
+    """Rank 0's answer to a step."""
+
+    result: StepResult
+
+
+class Staged(msgspec.Struct, frozen=True, tag="staged"):
+    """This rank has the adapter in its host tier."""
+
+    rank: int
+    key: AdapterKey
+    shape: AdapterShape
+
+
+class StageFailed(msgspec.Struct, frozen=True, tag="stage_failed"):
+    """This rank refuses the adapter."""
+
+    rank: int
+    key: AdapterKey
+    refusal: AdapterRefusal
+    message: str
+
+
+class Broken(msgspec.Struct, frozen=True, tag="broken"):
+    """A step raised on this rank: the group is unusable from here on."""
+
+    rank: int
+    message: str
+
+
+Command = Step | Stage | Stop
+Report = Stepped | Staged | StageFailed | Broken
+
+
+class LoadReport(msgspec.Struct, frozen=True):
+    """What a rank measured after its weights and its cache were there.
+
+    weight_bytes_read, weight_bytes_resident, cache_bytes, adapter_bytes: of this rank alone.
+    """
+
+    kind: Literal["load_report"]
+    rank: int
+    capacity: Capacity
+    dtype: str
+    device: str
+    attention: str
+    adapter_kernel: str
+    weight_bytes_read: int
+    weight_bytes_resident: int
+    cache_bytes: int
+    adapter_bytes: int
+    load_seconds: float

@@ -1,0 +1,64 @@
+"""The multi-adapter product in plain torch: the CPU path, and what other kernels are held to.
+
+It computes in x's type, as PEFT does once its weights are cast to the model's: in half
+precision x A^T is rounded to half before it meets Bt.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from modeling.adapters.bank import AdapterBank, Placement
+from modeling.adapters.kernels.base import AdapterData, Target
+from modeling.transfer import to_device
+
+
+@dataclass(frozen=True)
+class Group:
+    """The tokens of one adapter: a slice where they lie together, else their int64 indices."""
+
+    rows: slice | Tensor
+    placement: Placement
+
+
+class ReferenceBatch:
+    """The adapters of one step, grouped once for all layers."""
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        """Keep the groups."""
+        self._groups = tuple(groups)
+
+    def add(self, y: Tensor, x: Tensor, layer: int, targets: tuple[Target, ...]) -> None:
+        """Add the deltas of `targets` at `layer` into y [tokens, out] in place; x: [tokens, in].
+
+        y[t, o + j] += sum_r (sum_i x[t, i] * A[r, i]) * Bt[r, j], r below the true rank.
+        """
+        for group in self._groups:
+            wanted = [t for t in targets if group.placement.rank(t.projection, layer)]
+            if not wanted:
+                continue
+            rows = group.rows
+            inputs = x[rows]
+            for target in wanted:
+                factors = group.placement.factors(target.projection, layer)
+                part = y[:, target.offset : target.offset + factors.bt.shape[1]]
+                if isinstance(rows, slice):
+                    part[rows].addmm_(inputs @ factors.a, factors.bt)
+                else:
+                    part.index_add_(0, rows, inputs @ factors.a @ factors.bt)
+
+
+def reference_batch(bank: AdapterBank, slots: Sequence[int], lengths: Sequence[int]) -> AdapterData:
+    """Group a step's tokens by adapter; one slot (-1: base) and one length for each row."""
+    of_token = np.repeat(np.asarray(slots, dtype=np.int64), np.asarray(lengths, dtype=np.int64))
+    device = bank.page_table.device
+    groups = []
+    for slot in sorted(set(slots) - {-1}):
+        rows = np.flatnonzero(of_token == slot)
+        start, stop = int(rows[0]), int(rows[-1]) + 1
+        together = stop - start == len(rows)
+        index = slice(start, stop) if together else to_device(rows, device)
+        groups.append(Group(index, bank.placement(slot)))
+    return ReferenceBatch(groups)

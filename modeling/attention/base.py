@@ -1,0 +1,95 @@
+"""The contract of paged attention.
+
+    o[t, h] = sum_j softmax_j( scale * q[t, h] . K[j, h // group] ) V[j, h // group]
+
+t: a token of a row with query length n and key length s, the i-th of its n tokens; j runs over
+the row's positions 0 .. s - n + i (causal, aligned to the end). K[j], V[j] lie where the row's
+block table says: page table[j // page_size], offset j % page_size. group: query heads that
+share a KV head. A step mixes rows of any lengths: prefill, chunk and decode differ in numbers.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from modeling.attention.kv_cache import LayerCache
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """What a backend is built for.
+
+    num_heads, num_kv_heads: this rank's. dtype: of q and of the output. scale: of the scores,
+    before the softmax. page_size: tokens in a page.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    page_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class AttentionStep:
+    """One step's lengths and the backend that prepared it (the seeds' `seqlen`).
+
+    query_lengths: tokens of each row in this step. key_lengths: of each row after this step,
+    cached ones included. Backends extend it with their own plan.
+    """
+
+    backend: "AttentionBackend"
+    query_lengths: tuple[int, ...]
+    key_lengths: tuple[int, ...]
+
+    @property
+    def max_key_length(self) -> int:
+        """The longest row's keys (the seeds' `max_s`); 0 without rows."""
+        return max(self.key_lengths, default=0)
+
+
+class AttentionBackend(ABC):
+    """One way to compute paged attention."""
+
+    name: str
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        """Build for one model on one device; ValueError says what this backend lacks for it."""
+        reason = self.lacks(spec)
+        if reason is not None:
+            raise ValueError(f"attention backend {self.name!r}: {reason}")
+        self.spec = spec
+
+    @classmethod
+    @abstractmethod
+    def lacks(cls, spec: AttentionSpec) -> str | None:
+        """Why this backend cannot serve `spec` (page size, head size, type), or None."""
+
+    @abstractmethod
+    def prepare(
+        self, query_lengths: Sequence[int], key_lengths: Sequence[int], block_tables: Tensor
+    ) -> AttentionStep:
+        """Plan one step, once for all layers.
+
+        block_tables: int32 [rows, max_blocks] on the device; entries beyond a row's keys are
+        never read as keys. Every row has 1 <= query length <= key length.
+        """
+
+    @abstractmethod
+    def forward(
+        self,
+        q: Tensor,
+        cache: LayerCache,
+        cu_seqlen: Tensor,
+        block_tables: Tensor,
+        step: AttentionStep,
+    ) -> Tensor:
+        """q [tokens, heads, head_dim] to the same shape; this step's k and v are stored already.
+
+        cu_seqlen: int32 [rows + 1], where each row's tokens start. step: from `prepare`.
+        """

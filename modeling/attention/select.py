@@ -1,0 +1,62 @@
+"""The one place that chooses an attention backend."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from configs import engine
+from modeling.attention.base import AttentionBackend, AttentionSpec
+
+
+def _sdpa() -> type[AttentionBackend]:
+    from modeling.attention.sdpa import SdpaAttention
+
+    return SdpaAttention
+
+
+BACKENDS: dict[engine.AttentionBackend, Callable[[], type[AttentionBackend]]] = {
+    engine.AttentionBackend.SDPA: _sdpa,
+}
+"""Backends by name, best first, each imported on demand; ImportError means not installed."""
+
+
+@dataclass(frozen=True)
+class AttentionChoice:
+    """The chosen backend, and for people: which it is and why."""
+
+    backend: AttentionBackend
+    reason: str
+
+
+def select_attention(wanted: engine.AttentionBackend, spec: AttentionSpec) -> AttentionChoice:
+    """Build the wanted backend, or for AUTO the best that imports and fits.
+
+    ValueError if the wanted one is not available or lacks something that the model needs.
+    """
+    if wanted is not engine.AttentionBackend.AUTO:
+        return AttentionChoice(_load(wanted)(spec), f"{wanted}: asked for")
+    passed_over: list[str] = []
+    for name in BACKENDS:
+        try:
+            backend = _load(name)
+        except ValueError as error:
+            passed_over.append(str(error))
+            continue
+        lack = backend.lacks(spec)
+        if lack is None:
+            why = "; ".join(passed_over) or "the best available"
+            return AttentionChoice(backend(spec), f"{name}: {why}")
+        passed_over.append(f"{name}: {lack}")
+    raise ValueError("no attention backend fits: " + "; ".join(passed_over))
+
+
+def _load(name: engine.AttentionBackend) -> type[AttentionBackend]:
+    """Import a backend; ValueError if this build or this machine has none of that name."""
+    if name not in BACKENDS:
+        raise ValueError(
+            f"attention backend {name.value!r} is not available in this build; "
+            f"available: {', '.join(BACKENDS)}"
+        )
+    try:
+        return BACKENDS[name]()
+    except ImportError as error:
+        raise ValueError(f"attention backend {name.value!r} is not installed: {error}") from error

@@ -1,0 +1,35 @@
+"""What self-attention layers do between their two projections, whatever the model."""
+
+from torch import Tensor
+
+from modeling.attention.kv_cache import LayerCache
+from modeling.layers.rotary import rotate
+from sharding.slicing import HeadCut
+
+
+def rotate_and_store(
+    qkv: Tensor,
+    heads: HeadCut,
+    angles: tuple[Tensor, Tensor] | None,
+    cache: LayerCache,
+    slots: Tensor,
+    stored: Tensor | None,
+) -> Tensor:
+    """Rotate q and k of a fused product, put k and v into the cache, return q.
+
+    qkv: [tokens, (heads + 2 * kv_heads) * head_dim], q first. angles: (cos, sin) or None for
+    models without rotation. slots: int64 [tokens]. stored: int64 [n], the tokens whose k and v
+    are stored (None: all); the others' are taken to be in the cache already.
+    Returns [tokens, heads, head_dim].
+    """
+    num_rotated = heads.num_heads + heads.num_kv_heads
+    split = qkv.view(qkv.shape[0], num_rotated + heads.num_kv_heads, -1)
+    rotated, values = split[:, :num_rotated], split[:, num_rotated:]
+    if angles is not None:
+        rotated = rotate(rotated, *angles)
+    keys = rotated[:, heads.num_heads :]
+    if stored is None:
+        cache.store(keys, values, slots)
+    else:
+        cache.store(keys[stored], values[stored], slots[stored])
+    return rotated[:, : heads.num_heads]

@@ -1,0 +1,27 @@
+"""Feed-forward layers."""
+
+from torch import Tensor, nn
+
+from configs.architecture import Activation
+from modeling.adapters.kernels.base import AdapterData
+from modeling.adapters.linear import AdapterColumnLinear, AdapterRowLinear
+from modeling.layers.activation import ACTIVATIONS
+
+
+class GatedMLP(nn.Module):
+    """down( act(gate x) * (up x) ), gate and up as one product (arXiv:2002.05202)."""
+
+    def __init__(
+        self, gate_up_proj: AdapterColumnLinear, down_proj: AdapterRowLinear, activation: Activation
+    ) -> None:
+        """gate_up_proj: two parts of equal size, gate first."""
+        super().__init__()
+        self.gate_up_proj = gate_up_proj
+        self.down_proj = down_proj
+        self._act = ACTIVATIONS[activation]
+
+    def forward(self, hidden_states: Tensor, adapter_data: AdapterData | None) -> Tensor:
+        """[tokens, hidden] to the same shape, equal on every rank."""
+        gate, up = self.gate_up_proj(hidden_states, adapter_data).chunk(2, dim=-1)
+        out: Tensor = self.down_proj(self._act(gate) * up, adapter_data)
+        return out

@@ -1,0 +1,95 @@
+"""A model's share from its folder: architecture, type, weights, and what they took."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import nn
+
+from configs.architecture import Architecture, load_architecture
+from configs.engine import Device, EngineConfig
+from configs.model import DType, LoadFormat
+from modeling.models.base import PagedModel
+from modeling.models.select import build_model
+from sharding.checkpoint import DummySource, SafetensorsCheckpoint
+from sharding.group import TensorParallel
+from sharding.loader import Weights
+from sharding.sources import fetch_model
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A rank's share of the model, and the bytes and seconds that it took."""
+
+    model: PagedModel
+    architecture: Architecture
+    bytes_read: int
+    bytes_resident: int
+    seconds: float
+
+
+def pick_device(wanted: Device) -> torch.device:
+    """Return what AUTO means here; ValueError when CUDA is asked for and there is none."""
+    has_cuda = torch.cuda.is_available()
+    if wanted is Device.CUDA and not has_cuda:
+        raise ValueError("device: cuda is asked for, but this machine has none; use cpu or auto")
+    if wanted is Device.CPU or not has_cuda:
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def load_model(config: EngineConfig, group: TensorParallel, device: torch.device) -> LoadedModel:
+    """Read this rank's share of the model that `config.model` names."""
+    started = time.monotonic()
+    folder = fetch_model(config.model)
+    architecture = load_architecture(folder)
+    source: SafetensorsCheckpoint | DummySource
+    if config.model.load_format is LoadFormat.DUMMY:
+        dtype = _dtype(config.model.dtype, architecture, torch.float32)
+        source = DummySource(device, dtype)
+    else:
+        source = SafetensorsCheckpoint(folder)
+        dtype = _dtype(config.model.dtype, architecture, _stored_dtype(source, folder))
+    model = build_model(architecture, Weights(source, group, dtype, device))
+    # A tied head shares its tensor with the embedding; parameters() yields it once.
+    resident = sum(p.nbytes for p in cast(nn.Module, model).parameters())
+    seconds = time.monotonic() - started
+    return LoadedModel(model, architecture, source.bytes_read, resident, seconds)
+
+
+def total_tokens(config: EngineConfig, architecture: Architecture) -> int:
+    """Return the longest sequence; ValueError when the model was not made for the one asked."""
+    longest = architecture.max_position_embeddings
+    wanted = config.limits.max_total_tokens
+    if wanted is not None and wanted > longest:
+        raise ValueError(
+            f"limits.max_total_tokens ({wanted}) is above the model's own "
+            f"max_position_embeddings ({longest}): lower it"
+        )
+    return wanted or longest
+
+
+def _dtype(wanted: DType, architecture: Architecture, stored: torch.dtype) -> torch.dtype:
+    """Return what AUTO means: the config's type, else that of the tensors."""
+    name = architecture.checkpoint_dtype if wanted is DType.AUTO else wanted.value
+    return stored if name is None else torch_dtype(name)
+
+
+def _stored_dtype(source: SafetensorsCheckpoint, folder: Path) -> torch.dtype:
+    """Return the type of the checkpoint's first tensor."""
+    names = sorted(source.names())
+    if not names:
+        raise ValueError(f"{folder}: the checkpoint holds no tensors")
+    return source.dtype(names[0])
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return the torch type of that name."""
+    dtypes = {
+        "float32": torch.float32,
+        "float16": torch.float16,
+        "bfloat16": torch.bfloat16,
+    }
+    return dtypes[name]

@@ -1,0 +1,79 @@
+"""What a model on the paged engine owes its runner."""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from modeling.adapters.kernels.base import AdapterData
+from modeling.adapters.projection import Projection
+from modeling.attention.base import AttentionSpec, AttentionStep
+from modeling.attention.kv_cache import CacheSpec, LayerCache
+
+
+class PagedModel(Protocol):
+    """One rank's share of a decoder over a paged cache.
+
+    projections: the linear maps that adapters may change; a Target names one by its index.
+    num_heads, num_kv_heads: this rank's attention heads. attention_scale: of the scores.
+    """
+
+    projections: tuple[Projection, ...]
+    vocab_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    attention_scale: float
+    dtype: torch.dtype
+    device: torch.device
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        cu_seqlen_prefill: Tensor,
+        kv_cache: list[LayerCache],
+        block_tables: Tensor,
+        slots: Tensor,
+        seqlen: AttentionStep,
+        max_s: int,
+        adapter_data: AdapterData | None,
+        prefill_cache_indices: Tensor | None = None,
+        lm_head_indices: Tensor | None = None,
+        cross_attention_states: Tensor | None = None,
+        skip_lm_head: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """(logits [n, vocab_size], or hidden states without a head; speculative logits or None).
+
+        input_ids, position_ids: int64 [tokens], the rows' tokens packed one row after the other.
+        cu_seqlen_prefill: int32 [rows + 1], where each row starts. kv_cache: one a layer.
+        block_tables: int32 [rows, max_blocks]. slots: int64 [tokens], page * page_size + offset
+        where each token's k and v go. seqlen: from the attention backend's `prepare`.
+        max_s: the longest row's keys. lm_head_indices: int64, the tokens that get logits.
+        """
+        ...
+
+
+def attention_spec(model: PagedModel, page_size: int) -> AttentionSpec:
+    """What an attention backend must serve for this model."""
+    return AttentionSpec(
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        scale=model.attention_scale,
+        page_size=page_size,
+        dtype=model.dtype,
+        device=model.device,
+    )
+
+
+def cache_spec(model: PagedModel, page_size: int, dtype: torch.dtype | None = None) -> CacheSpec:
+    """What this model's pages are; dtype None: the model's own."""
+    return CacheSpec(
+        num_layers=model.num_layers,
+        page_size=page_size,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        dtype=dtype or model.dtype,
+    )

@@ -1,0 +1,286 @@
+"""ModelRunner: one rank's door. Numbers in, tensors inside, sampled tokens out.
+
+Life: `measure` loads and says how many cache blocks would fit, `allocate` is given the minimum
+over ranks, then `step` as often as wanted. `step`, `place` and `drop` belong to one thread, in
+the order of the plans; `stage` may run beside them on another.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from configs.adapters import AdapterError, AdapterKey, AdapterRefusal, AdapterShape, FetchedAdapter
+from configs.engine import CacheDType, EngineConfig
+from configs.sampling import Sampling
+from modeling.adapters.bank import AdapterBank, BankSize, page_bytes
+from modeling.adapters.kernels.base import AdapterData
+from modeling.adapters.kernels.select import select_kernel
+from modeling.attention.kv_cache import CacheSpec, LayerCache, allocate
+from modeling.attention.select import AttentionChoice, select_attention
+from modeling.batch import (
+    BatchJoin,
+    BatchRow,
+    ForwardBatch,
+    RowLogprobs,
+    SampledTokens,
+    StepOutput,
+)
+from modeling.loading import LoadedModel, load_model, torch_dtype, total_tokens
+from modeling.memory import adapter_pages, cpu_blocks, cuda_blocks, device_memory
+from modeling.models.base import attention_spec, cache_spec
+from modeling.sampling.sampler import Chosen, ChosenLogprobs, choose, no_rows
+from modeling.sampling.tensors import sampling_tensors
+from modeling.state import PlaceState, StateSize, StepInputs
+from modeling.transfer import HostCopy
+from sharding.group import TensorParallel
+
+
+@dataclass(frozen=True)
+class RunnerReport:
+    """What a rank can hold, what it took to get there, and what it chose.
+
+    The first seven fields are the scheduler's Capacity. attention, adapter_kernel: names;
+    the reasons say why they were taken. Everything named bytes is this rank's.
+    """
+
+    num_blocks: int
+    block_size: int
+    projections: tuple[str, ...]
+    adapter_pages: int
+    adapter_slots: int
+    host_bytes: int
+    max_total_tokens: int
+    dtype: str
+    device: str
+    attention: str
+    attention_reason: str
+    adapter_kernel: str
+    adapter_kernel_reason: str
+    weight_bytes_read: int
+    weight_bytes_resident: int
+    kv_bytes: int
+    adapter_pool_bytes: int
+    load_seconds: float
+
+
+class ModelRunner:
+    """One rank of a model: weights, cache pages, adapter rows, and the places' tokens."""
+
+    def __init__(self, config: EngineConfig, group: TensorParallel, device: torch.device) -> None:
+        """Load nothing yet; `device` as pick_device returns it."""
+        self._config = config
+        self._group = group
+        self._device = device
+        self._kernel = select_kernel(device)
+        self._loaded: LoadedModel
+        self._attention: AttentionChoice
+        self._bank: AdapterBank
+        self._cache_spec: CacheSpec
+        self._size: StateSize
+        self._state: PlaceState
+        self._cache: list[LayerCache]
+
+    def load(self) -> RunnerReport:
+        """Measure and allocate at once, for a group whose ranks need not agree."""
+        return self.allocate(self.measure())
+
+    def measure(self) -> int:
+        """Load the weights, make the adapter pools, and return how many cache blocks fit.
+
+        All ranks call it together: on CUDA it runs the largest step once to see its peak.
+        """
+        with self._on_device():
+            return self._measure()
+
+    def allocate(self, num_blocks: int) -> RunnerReport:
+        """Take the cache and the places' buffers; `num_blocks` is the same on every rank."""
+        with self._on_device():
+            self._cache = allocate(self._cache_spec, num_blocks, self._device)
+            self._state = PlaceState(self._size, self._device)
+        return self._report(num_blocks)
+
+    @torch.inference_mode()
+    def step(self, batch: ForwardBatch) -> StepOutput:
+        """Launch one step; every rank calls it with the same batch, in the same order.
+
+        The next step may be launched before `wait` is called on this one's output.
+        """
+        with self._on_device():
+            self._state.join(batch.joins)
+            if not batch.rows:
+                return _output(no_rows(self._device), [])
+            inputs = self._state.inputs(batch.rows)
+            logits = self._forward(inputs)
+            if not inputs.sampling:
+                return _output(no_rows(self._device), [])
+            params = sampling_tensors(inputs.sampling, inputs.sample_positions, self._device)
+            chosen = choose(logits, params)
+            self._state.write(inputs.targets, chosen.tokens)
+            return _output(chosen, inputs.sampling)
+
+    def stage(self, adapter: FetchedAdapter) -> AdapterShape:
+        """Read an adapter into host memory; AdapterError when it cannot be served exactly."""
+        if not self._config.adapters.enabled:
+            raise AdapterError(
+                AdapterRefusal.UNSUPPORTED,
+                "this server serves no adapters: set adapters.enabled to true",
+            )
+        with self._on_device():
+            return self._bank.stage(adapter)
+
+    @torch.inference_mode()
+    def place(self, key: AdapterKey, slot: int, pages: Sequence[Sequence[int]]) -> None:
+        """Move a staged adapter to the device, behind every step that was launched before."""
+        with self._on_device():
+            self._bank.place(key, slot, pages)
+
+    def drop(self, key: AdapterKey) -> None:
+        """Forget the host copy of an adapter."""
+        self._bank.drop(key)
+
+    def check(self) -> None:
+        """Assert what must hold between steps."""
+        self._bank.check()
+
+    def _measure(self) -> int:
+        config, device = self._config, self._device
+        self._loaded = load_model(config, self._group, device)
+        model = self._loaded.model
+        cache_dtype = None
+        if config.cache.dtype is not CacheDType.AUTO:
+            cache_dtype = torch_dtype(config.cache.dtype.value)
+        block_size = config.cache.block_size
+        self._cache_spec = cache_spec(model, block_size, cache_dtype)
+        self._attention = select_attention(config.attention, attention_spec(model, block_size))
+        longest = total_tokens(config, self._loaded.architecture)
+        self._size = StateSize(config.limits.max_running, longest, block_size)
+        memory = device_memory(device) if device.type == "cuda" else None
+        pages = adapter_pages(config.adapters, page_bytes(model.projections, model.dtype), memory)
+        size = BankSize(
+            pages=pages,
+            slots=config.adapters.max_device_adapters if pages else 0,
+            max_rank=config.adapters.max_rank,
+            host_bytes=config.adapters.host_bytes,
+        )
+        self._bank = AdapterBank(model.projections, size, model.dtype, device)
+        if config.cache.num_blocks is not None:
+            return config.cache.num_blocks
+        if device.type == "cpu":
+            return cpu_blocks(self._size, self._cache_spec.bytes_per_page)
+        peak = self._step_peak()
+        memory = device_memory(device)
+        return cuda_blocks(config, memory, peak, self._cache_spec.bytes_per_page)
+
+    def _step_peak(self) -> int:
+        """Return the bytes that the widest step takes beyond weights, pools and cache."""
+        limits = self._config.limits
+        length = min(limits.max_step_tokens // limits.max_running, self._size.max_total_tokens)
+        blocks = -(-length // self._size.block_size)
+        self.allocate(limits.max_running * blocks)
+        batch = _widest(limits.max_running, length, blocks)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before = torch.cuda.memory_allocated(self._device)
+        self.step(batch).wait()
+        peak = torch.cuda.max_memory_allocated(self._device) - before
+        del self._cache, self._state
+        return peak
+
+    def _forward(self, inputs: StepInputs) -> Tensor:
+        """Return logits [sampling rows, vocab]; hidden states when no row samples."""
+        attention = self._attention.backend.prepare(
+            inputs.query_lengths, inputs.key_lengths, inputs.block_tables
+        )
+        logits, _ = self._loaded.model.forward(
+            inputs.input_ids,
+            inputs.positions,
+            inputs.cu_seqlens,
+            self._cache,
+            inputs.block_tables,
+            inputs.slots,
+            attention,
+            attention.max_key_length,
+            self._adapters(inputs),
+            lm_head_indices=inputs.last_tokens,
+            skip_lm_head=not inputs.sampling,
+        )
+        return logits
+
+    def _adapters(self, inputs: StepInputs) -> AdapterData | None:
+        """Return the step's adapters, None where all rows are the base model's."""
+        if max(inputs.adapter_slots) < 0:
+            return None
+        return self._kernel.batch(self._bank, inputs.adapter_slots, inputs.query_lengths)
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        """Make this rank's device the thread's own: pinning and events look at it."""
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
+
+    def _report(self, num_blocks: int) -> RunnerReport:
+        loaded, size = self._loaded, self._bank.size
+        return RunnerReport(
+            num_blocks=num_blocks,
+            block_size=self._size.block_size,
+            projections=tuple(p.name for p in loaded.model.projections),
+            adapter_pages=size.pages,
+            adapter_slots=size.slots,
+            host_bytes=size.host_bytes,
+            max_total_tokens=self._size.max_total_tokens,
+            dtype=str(loaded.model.dtype).removeprefix("torch."),
+            device=str(self._device),
+            attention=self._attention.backend.name,
+            attention_reason=self._attention.reason,
+            adapter_kernel=self._kernel.name,
+            adapter_kernel_reason=self._kernel.reason,
+            weight_bytes_read=loaded.bytes_read,
+            weight_bytes_resident=loaded.bytes_resident,
+            kv_bytes=num_blocks * self._cache_spec.bytes_per_page,
+            adapter_pool_bytes=self._bank.pool_bytes,
+            load_seconds=loaded.seconds,
+        )
+
+
+def _widest(num_rows: int, length: int, num_blocks: int) -> ForwardBatch:
+    """Return a step in which every place computes `length` tokens and draws one at random."""
+    sampling = Sampling(temperature=1.0, top_p=0.9, logprobs=0)
+
+    def blocks(place: int) -> list[int]:
+        return list(range(place * num_blocks, (place + 1) * num_blocks))
+
+    return ForwardBatch(
+        joins=[BatchJoin(place, [0] * length, length, -1, sampling) for place in range(num_rows)],
+        rows=[
+            BatchRow(
+                place, 0, length, list(range(place * num_blocks, (place + 1) * num_blocks)), True
+            )
+            for place in range(num_rows)
+        ],
+    )
+
+
+def _output(chosen: Chosen, asked: list[Sampling]) -> StepOutput:
+    """Start the tokens' way to the host; `asked` are the sampling rows' parameters."""
+    tensors = [chosen.tokens]
+    if chosen.logprobs is not None:
+        found = chosen.logprobs
+        tensors += [found.logprob, found.top_ids, found.top_logprobs]
+    copy = HostCopy(tensors)
+
+    def wait() -> SampledTokens:
+        tokens, *logprobs = copy.wait()
+        if not logprobs:
+            return SampledTokens(tokens.tolist())
+        return SampledTokens(tokens.tolist(), _rows(ChosenLogprobs(*logprobs), asked))
+
+    return StepOutput(wait)
+
+
+def _rows(found: ChosenLogprobs, asked: list[Sampling]) -> list[RowLogprobs | None]:
+    """Cut the step's logprobs to what each row asked for."""
+    columns = (found.logprob.tolist(), found.top_ids.tolist(), found.top_logprobs.tolist())
+    return [
+        RowLogprobs(own, ids[: row.logprobs], top[: row.logprobs]) if row.logprobs >= 0 else None
+        for row, own, ids, top in zip(asked, *columns, strict=True)
+    ]

@@ -1,0 +1,71 @@
+"""The sampler: from logits to tokens, and to the logprobs that somebody asked for."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from modeling.sampling.noise import exponential_noise
+from modeling.sampling.tensors import RandomRows, SamplingTensors
+from modeling.sampling.warpers import keep_best, warp_temperature
+
+
+@dataclass(frozen=True)
+class ChosenLogprobs:
+    """Natural logprobs under the model's own distribution, before any warping.
+
+    logprob: float32 [n], of the chosen tokens. top_ids: int64 [n, num_top] and top_logprobs:
+    float32 [n, num_top], best first.
+    """
+
+    logprob: Tensor
+    top_ids: Tensor
+    top_logprobs: Tensor
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Tokens int64 [n], and their logprobs where a row asked."""
+
+    tokens: Tensor
+    logprobs: ChosenLogprobs | None
+
+
+def choose(logits: Tensor, sampling: SamplingTensors) -> Chosen:
+    """Choose each row's token: logits [n, vocab], without padded columns.
+
+    Greedy rows take the best raw logit, the lowest id among equals.
+    """
+    tokens = logits.argmax(dim=-1)
+    random = sampling.random
+    if random is not None:
+        tokens[random.rows] = _sample(logits[random.rows].float(), random)
+    if sampling.num_top < 0:
+        return Chosen(tokens, None)
+    return Chosen(tokens, _logprobs(logits, tokens, sampling.num_top))
+
+
+def _sample(logits: Tensor, random: RandomRows) -> Tensor:
+    """Draw from softmax(logits / T) over the kept tokens, [m, vocab] to [m].
+
+    argmin of E / p = argmax of logit / T - log E, with E exponential noise: the same token on
+    every rank, from the request's own seed and position (the Gumbel-max trick).
+    """
+    warped = warp_temperature(logits, random.temperature)
+    filtered = random.filtered
+    if filtered is not None:
+        warped[filtered.rows] = keep_best(warped[filtered.rows], filtered.top_k, filtered.top_p)
+    noise = exponential_noise(random.keys, logits.shape[-1])
+    return (warped - noise.log()).argmax(dim=-1)
+
+
+def _logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> ChosenLogprobs:
+    logprobs = logits.float().log_softmax(dim=-1)
+    best = logprobs.topk(min(num_top, logits.shape[-1]), dim=-1)
+    chosen = logprobs.gather(1, tokens[:, None])[:, 0]
+    return ChosenLogprobs(chosen, best.indices, best.values)
+
+
+def no_rows(device: torch.device) -> Chosen:
+    """Return what a step without sampling rows chose."""
+    return Chosen(torch.empty(0, dtype=torch.int64, device=device), None)

@@ -1,0 +1,151 @@
+"""What a rank keeps for each place, and how a step's rows become its input tensors.
+
+The token buffer lives on the device: a step reads its input ids there and leaves its samples
+there, so the next step may name a token before the host has seen it. Block tables live on the
+host, where slots are computed from them; a step ships the rows that it uses.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from configs.sampling import Sampling
+from modeling.batch import BatchJoin, BatchRow
+from modeling.transfer import pack_to_device, to_device
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class StateSize:
+    """How many places there are, and how long a sequence may get in tokens."""
+
+    max_running: int
+    max_total_tokens: int
+    block_size: int
+
+    @property
+    def max_blocks(self) -> int:
+        """Blocks of the longest sequence."""
+        return -(-self.max_total_tokens // self.block_size)
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """One step's tensors for T tokens in n rows, of which s sample; int64 unless said.
+
+    input_ids, positions, slots: [T]; a slot is block * block_size + offset. cu_seqlens: int32
+    [n + 1], where rows start. block_tables: int32 [n, most blocks used]. query_lengths,
+    key_lengths: n each, key lengths after this step. last_tokens: [s], the sampling rows' last
+    tokens among the T. targets: [s], where in the flat token buffer the samples go.
+    sampling: s parameters. sample_positions: s positions of the tokens to be.
+    adapter_slots: n, -1 for the base model.
+    """
+
+    input_ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    cu_seqlens: Tensor
+    block_tables: Tensor
+    query_lengths: list[int]
+    key_lengths: list[int]
+    last_tokens: Tensor
+    targets: Tensor
+    sampling: list[Sampling]
+    sample_positions: list[int]
+    adapter_slots: list[int]
+
+
+class PlaceState:
+    """Token buffer, block tables, adapter slots and sampling parameters of all places."""
+
+    def __init__(self, size: StateSize, device: torch.device) -> None:
+        """Allocate everything; nobody has joined."""
+        self.size = size
+        self._device = device
+        # One more than the longest sequence: its last token is sampled and never computed.
+        self._width = size.max_total_tokens + 1
+        self._tokens = torch.zeros(size.max_running * self._width, dtype=torch.int64, device=device)
+        self._blocks = np.zeros((size.max_running, size.max_blocks), dtype=np.int32)
+        self._num_blocks = np.zeros(size.max_running, dtype=np.int64)
+        self._adapter_slots = np.full(size.max_running, -1, dtype=np.int64)
+        self._sampling = [Sampling()] * size.max_running
+
+    def join(self, joins: Sequence[BatchJoin]) -> None:
+        """Give each request its place, with its tokens and an empty block table."""
+        for join in joins:
+            count = len(join.tokens)
+            assert 0 <= join.place < self.size.max_running, join.place
+            assert 1 <= count <= self.size.max_total_tokens, (join.place, count)
+            first = join.place * self._width
+            tokens = to_device(np.array(join.tokens, dtype=np.int64), self._device)
+            self._tokens[first : first + count].copy_(tokens, non_blocking=True)
+            self._num_blocks[join.place] = 0
+            self._adapter_slots[join.place] = join.slot
+            self._sampling[join.place] = join.sampling
+
+    def inputs(self, rows: Sequence[BatchRow]) -> StepInputs:
+        """Append the rows' blocks to their tables and make the step's tensors."""
+        self._append_blocks(rows)
+        places = np.array([row.place for row in rows], dtype=np.int64)
+        starts = np.array([row.start for row in rows], dtype=np.int64)
+        lengths = np.array([row.length for row in rows], dtype=np.int64)
+        ends = starts + lengths
+        self._check(places, starts, ends)
+        bounds = np.concatenate([np.zeros(1, dtype=np.int64), lengths.cumsum()])
+        row_of = np.repeat(np.arange(len(rows)), lengths)
+        positions = np.arange(bounds[-1]) + (starts - bounds[:-1])[row_of]
+        place_of = places[row_of]
+        block_size = self.size.block_size
+        blocks = self._blocks[place_of, positions // block_size].astype(np.int64)
+        sampled = np.flatnonzero([row.samples for row in rows])
+        ids_at, positions_, slots, last_tokens, targets = pack_to_device(
+            [
+                place_of * self._width + positions,
+                positions,
+                blocks * block_size + positions % block_size,
+                bounds[1:][sampled] - 1,
+                places[sampled] * self._width + ends[sampled],
+            ],
+            self._device,
+        )
+        most_blocks = -(-int(ends.max()) // block_size)
+        return StepInputs(
+            input_ids=self._tokens[ids_at],
+            positions=positions_,
+            slots=slots,
+            cu_seqlens=to_device(bounds.astype(np.int32), self._device),
+            block_tables=to_device(self._blocks[places, :most_blocks], self._device),
+            query_lengths=lengths.tolist(),
+            key_lengths=ends.tolist(),
+            last_tokens=last_tokens,
+            targets=targets,
+            sampling=[self._sampling[place] for place in places[sampled].tolist()],
+            sample_positions=ends[sampled].tolist(),
+            adapter_slots=self._adapter_slots[places].tolist(),
+        )
+
+    def write(self, targets: Tensor, tokens: Tensor) -> None:
+        """Leave a step's samples in the token buffer, where the next step finds them."""
+        self._tokens[targets] = tokens
+
+    def _append_blocks(self, rows: Sequence[BatchRow]) -> None:
+        for row in rows:
+            if row.blocks:
+                first = self._num_blocks[row.place]
+                last = first + len(row.blocks)
+                assert last <= self.size.max_blocks, (row, first, self.size)
+                self._blocks[row.place, first:last] = row.blocks
+                self._num_blocks[row.place] = last
+
+    def _check(self, places: Ints, starts: Ints, ends: Ints) -> None:
+        """Assert that every row computes something, within its table and the longest sequence."""
+        assert ((starts >= 0) & (starts < ends)).all(), (starts, ends)
+        assert (ends <= self.size.max_total_tokens).all(), (places, ends, self.size)
+        room = self._num_blocks[places] * self.size.block_size
+        assert (ends <= room).all(), f"rows beyond their block tables: {places[ends > room]}"
+        assert len(np.unique(places)) == len(places), f"a place twice in one step: {places}"

@@ -1,0 +1,140 @@
+"""DeviceTier: which adapters hold a slot and pages on the device, and who must make room.
+
+Slot and pages are taken back only while no request holds the adapter and no plan in flight
+fills it, least recently admitting first. A reservation closes the residents that stand in the
+way of an adapter that has waited for long: they admit nobody, so what they hold comes free.
+"""
+
+from collections import OrderedDict
+
+from configs.adapters import AdapterKey
+from scheduler.pages import AdapterPages
+from scheduler.plan import Capacity
+from scheduler.resident import Resident
+
+
+class DeviceTier:
+    """Placed adapters in the order of their last admission."""
+
+    def __init__(self, capacity: Capacity) -> None:
+        """Start empty."""
+        num_projections = len(capacity.projections)
+        self._none = [0] * num_projections
+        self._pages = AdapterPages(num_projections, capacity.adapter_pages, capacity.adapter_slots)
+        self._placed: OrderedDict[AdapterKey, Resident] = OrderedDict()
+        self._idle_slots = 0
+        self._idle_pages = [0] * num_projections
+        self._reserved: AdapterKey | None = None
+        self._closed: set[AdapterKey] = set()
+        self._reopened: list[AdapterKey] = []
+
+    @property
+    def reserved(self) -> AdapterKey | None:
+        """The adapter for whose sake others admit nobody."""
+        return self._reserved
+
+    def is_closed(self, key: AdapterKey) -> bool:
+        """Whether the adapter admits nobody for the sake of another."""
+        return key in self._closed
+
+    def has_room(self, resident: Resident) -> bool:
+        """Whether the adapter could be placed now, in free or idle slots and pages."""
+        assert resident.shape is not None
+        if self._reserved not in (None, resident.key):
+            return False
+        return self._pages.fits(resident.shape.num_pages, self._idle_slots, self._idle_pages)
+
+    def place(self, resident: Resident) -> list[Resident]:
+        """Give the adapter a slot and pages; returns the idle ones that were evicted for it."""
+        assert resident.shape is not None
+        assert not resident.on_device, resident
+        evicted = []
+        # Least recent first, but those that no request awaits before those that some do.
+        idle = sorted(
+            (r for r in self._placed.values() if r.evictable), key=lambda r: r.waiting > 0
+        )
+        for victim in idle:
+            if self._pages.fits(resident.shape.num_pages, 0, self._none):
+                break
+            self.evict(victim)
+            evicted.append(victim)
+        resident.slot, resident.pages = self._pages.allocate(resident.shape.num_pages)
+        self._placed[resident.key] = resident
+        if resident.key == self._reserved:
+            self.end_reservation()
+        return evicted
+
+    def evict(self, resident: Resident) -> None:
+        """Take back slot and pages; all plans that named them were applied."""
+        assert resident.evictable, resident
+        self._pages.release(resident.slot, resident.pages)
+        del self._placed[resident.key]
+        self._count(resident, False)
+        resident.slot, resident.pages = -1, []
+
+    def touch(self, resident: Resident) -> None:
+        """The adapter admitted a request."""
+        self._placed.move_to_end(resident.key)
+        self.refresh(resident)
+
+    def refresh(self, resident: Resident) -> None:
+        """Users, fills or the pin have changed: count the adapter among the idle ones or not."""
+        self._count(resident, self._is_evictable(resident))
+
+    def reserve(self, resident: Resident) -> None:
+        """Close the least recently admitting adapters until this one has room among them.
+
+        Pinned ones are closed only if the rest is not enough: a pin yields to an adapter that
+        could never be served beside the pinned ones, and to no other.
+        """
+        assert self._reserved is None, self._reserved
+        assert resident.shape is not None
+        self._reserved = resident.key
+        slots, pages = 0, self._none
+        for other in sorted(self._placed.values(), key=lambda r: r.pinned):
+            if self._pages.fits(resident.shape.num_pages, slots, pages):
+                break
+            self._closed.add(other.key)
+            slots += 1
+            pages = [have + len(own) for have, own in zip(pages, other.pages, strict=True)]
+            self.refresh(other)
+        assert self._pages.fits(resident.shape.num_pages, slots, pages), resident
+
+    def end_reservation(self) -> None:
+        """Whoever was closed and is still placed admits again."""
+        closed, self._closed, self._reserved = self._closed, set(), None
+        for key in sorted(closed):
+            if key in self._placed:
+                self.refresh(self._placed[key])
+            self._reopened.append(key)
+
+    def take_reopened(self) -> list[AdapterKey]:
+        """Adapters that a reservation had closed, each named once when it is over."""
+        reopened, self._reopened = self._reopened, []
+        return reopened
+
+    def check(self, residents: dict[AdapterKey, Resident]) -> None:
+        """Assert that slots and pages are each in one place and that the idle sums are right."""
+        placed = list(self._placed.values())
+        self._pages.check([r.slot for r in placed], [r.pages for r in placed])
+        assert self._placed.keys() == {key for key, r in residents.items() if r.on_device}
+        assert all(residents[r.key] is r for r in placed)
+        idle = [r for r in placed if self._is_evictable(r)]
+        assert all(r.evictable == self._is_evictable(r) for r in residents.values())
+        assert self._idle_slots == len(idle)
+        for index, count in enumerate(self._idle_pages):
+            assert count == sum(len(r.pages[index]) for r in idle)
+
+    def _is_evictable(self, resident: Resident) -> bool:
+        free = resident.on_device and resident.users == 0 and resident.filling == 0
+        return free and (not resident.pinned or resident.key in self._closed)
+
+    def _count(self, resident: Resident, evictable: bool) -> None:
+        """Keep the sums of what could be taken back at once."""
+        if evictable == resident.evictable:
+            return
+        resident.evictable = evictable
+        sign = 1 if evictable else -1
+        self._idle_slots += sign
+        for index, pages in enumerate(resident.pages):
+            self._idle_pages[index] += sign * len(pages)

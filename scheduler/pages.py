@@ -1,0 +1,53 @@
+"""AdapterPages: the device slots and the pages of each projection's pool, free or taken."""
+
+from collections.abc import Iterable, Sequence
+
+
+class AdapterPages:
+    """Slots 0 .. num_slots - 1 and, for each projection, pages 0 .. num_pages - 1."""
+
+    def __init__(self, num_projections: int, num_pages: int, num_slots: int) -> None:
+        """Start with everything free."""
+        self.num_pages = num_pages
+        self.num_slots = num_slots
+        self._slots = list(range(num_slots - 1, -1, -1))
+        self._pages = [list(range(num_pages - 1, -1, -1)) for _ in range(num_projections)]
+
+    @property
+    def num_free_slots(self) -> int:
+        """How many adapters could still come in."""
+        return len(self._slots)
+
+    @property
+    def num_free_pages(self) -> list[int]:
+        """How many pages each projection's pool has left."""
+        return [len(pages) for pages in self._pages]
+
+    def fits(self, counts: Sequence[int], extra_slots: int, extra_pages: Sequence[int]) -> bool:
+        """Whether an adapter of `counts` pages fits, were these extras free as well."""
+        if len(self._slots) + extra_slots < 1:
+            return False
+        rows = zip(self._pages, counts, extra_pages, strict=True)
+        return all(len(free) + extra >= count for free, count, extra in rows)
+
+    def allocate(self, counts: Sequence[int]) -> tuple[int, list[list[int]]]:
+        """Take a slot and `counts[i]` pages of projection i."""
+        pages = []
+        for free, count in zip(self._pages, counts, strict=True):
+            assert count <= len(free), (count, len(free))
+            pages.append([free.pop() for _ in range(count)])
+        return self._slots.pop(), pages
+
+    def release(self, slot: int, pages: Sequence[Sequence[int]]) -> None:
+        """Give back what `allocate` gave."""
+        self._slots.append(slot)
+        for free, taken in zip(self._pages, pages, strict=True):
+            free.extend(taken)
+
+    def check(self, slots: Iterable[int], pages: Iterable[Sequence[Sequence[int]]]) -> None:
+        """Assert that every slot and page is either free or in exactly one of those taken."""
+        assert sorted([*self._slots, *slots]) == list(range(self.num_slots)), "slots"
+        taken = list(pages)
+        for index, free in enumerate(self._pages):
+            found = sorted([*free, *(page for each in taken for page in each[index])])
+            assert found == list(range(self.num_pages)), f"pages of projection {index}"

@@ -1,0 +1,103 @@
+"""Limits, and the refusals that follow from them."""
+
+from dataclasses import dataclass
+
+from configs.engine import EngineConfig
+from scheduler.plan import Capacity
+from scheduler.request import Request
+
+SHORTEST_RETRY_S = 1.0
+LONGEST_RETRY_S = 60.0
+
+
+class InvalidRequest(ValueError):
+    """A request that these limits can never serve; the message says which and what to do."""
+
+
+class Overloaded(Exception):
+    """As many requests wait as may wait; trying again after `retry_after_s` makes sense."""
+
+    def __init__(self, num_waiting: int, retry_after_s: float) -> None:
+        """Tell how many wait and when to come back."""
+        super().__init__(f"{num_waiting} requests are waiting, try again in {retry_after_s:.0f} s")
+        self.retry_after_s = retry_after_s
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the scheduler admits; `configs.engine.LimitsConfig` explains the first four.
+
+    steps_ahead: plans that may be in flight at once. quantum_tokens: what each adapter's queue
+    earns in a round. patience_steps: how long an adapter waits for room on the device before
+    resident ones stop admitting for its sake.
+    """
+
+    max_step_tokens: int = 2048
+    max_running: int = 256
+    max_queued: int = 1024
+    max_total_tokens: int | None = None
+    prefix_caching: bool = True
+    steps_ahead: int = 2
+    quantum_tokens: int = 2048
+    patience_steps: int = 64
+
+    def __post_init__(self) -> None:
+        """Refuse limits under which nothing could run."""
+        if min(self.max_step_tokens, self.max_running, self.steps_ahead, self.quantum_tokens) < 1:
+            raise ValueError(f"limits must be at least 1: {self}")
+        if self.max_queued < 0 or self.patience_steps < 0:
+            raise ValueError(f"max_queued and patience_steps must not be negative: {self}")
+
+    @classmethod
+    def from_config(cls, config: EngineConfig, steps_ahead: int = 2) -> "Limits":
+        """The limits of one engine; steps_ahead is 1 for models that cannot run ahead."""
+        return cls(
+            max_step_tokens=config.limits.max_step_tokens,
+            max_running=config.limits.max_running,
+            max_queued=config.limits.max_queued,
+            max_total_tokens=config.limits.max_total_tokens,
+            prefix_caching=config.cache.prefix_caching,
+            steps_ahead=steps_ahead,
+            quantum_tokens=config.limits.max_step_tokens,
+        )
+
+
+def refuse_impossible(request: Request, limits: Limits, capacity: Capacity) -> None:
+    """Raise InvalidRequest for a request that could not run even if it were alone."""
+    if not request.prompt:
+        raise InvalidRequest("the prompt has no tokens; send at least one")
+    longest = min(limits.max_total_tokens or capacity.max_total_tokens, capacity.max_total_tokens)
+    prompt, new = len(request.prompt), request.stopping.max_new_tokens
+    if prompt + new > longest:
+        raise InvalidRequest(
+            f"{prompt} prompt tokens and max_new_tokens {new} make {prompt + new} tokens, "
+            f"but at most {longest} are served; shorten one of them"
+        )
+    # The last token is only handed out: no step computes keys and values for it.
+    held = capacity.num_blocks * capacity.block_size
+    if prompt + new - 1 > held:
+        raise InvalidRequest(
+            f"{prompt} prompt tokens and max_new_tokens {new} do not fit into the cache, "
+            f"which holds {held} tokens; shorten one of them"
+        )
+
+
+class Pace:
+    """How fast requests leave, for telling clients when to come back."""
+
+    def __init__(self) -> None:
+        """Know nothing yet."""
+        self._interval_s = 0.0
+        self._last: float | None = None
+
+    def left(self, count: int, now: float) -> None:
+        """`count` requests ended at `now`, in seconds."""
+        if self._last is not None:
+            interval = max(now - self._last, 0.0) / count
+            self._interval_s += 0.1 * (interval - self._interval_s)
+        self._last = now
+
+    def retry_after_s(self, num_waiting: int) -> float:
+        """Seconds until about half of those waiting have left, within sane bounds."""
+        estimate = self._interval_s * num_waiting / 2
+        return min(max(estimate, SHORTEST_RETRY_S), LONGEST_RETRY_S)

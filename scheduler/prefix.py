@@ -1,0 +1,84 @@
+"""PrefixCache: which computed blocks hold which tokens, so that nobody computes them twice.
+
+A full block is named by blake2b over (the digest of the block before it, its token ids); the
+chain starts at a salt made of the adapter, whose weights shape keys and values as much as the
+tokens do. A digest therefore says everything about a block's content.
+"""
+
+from array import array
+from hashlib import blake2b
+
+from configs.adapters import AdapterKey
+from scheduler.blocks import BlockPool
+from scheduler.request import Request
+
+DIGEST_BYTES = 16
+
+
+def salt_of(adapter: AdapterKey | None) -> bytes:
+    """The root of an adapter's chains; keys are per content digest, and 0 is the base model."""
+    return (adapter or 0).to_bytes(DIGEST_BYTES, "little")
+
+
+def extend_chain(request: Request, num_blocks: int, block_size: int) -> list[bytes]:
+    """The digests of the request's first `num_blocks` full blocks; known ones are kept."""
+    digests = request.digests
+    assert num_blocks * block_size <= len(request.tokens), (num_blocks, len(request.tokens))
+    for index in range(len(digests), num_blocks):
+        parent = digests[-1] if digests else salt_of(request.adapter)
+        ids = array("q", request.tokens[index * block_size : (index + 1) * block_size])
+        digests.append(blake2b(parent + ids.tobytes(), digest_size=DIGEST_BYTES).digest())
+    return digests
+
+
+class PrefixCache:
+    """Digest → block for computed full blocks, over a pool that evicts the idle ones."""
+
+    def __init__(self, num_blocks: int, block_size: int, enabled: bool) -> None:
+        """Start empty; when not enabled nothing is found and nothing is kept."""
+        self.enabled = enabled
+        self.block_size = block_size
+        self.pool = BlockPool(num_blocks, self._forget)
+        self._block_of: dict[bytes, int] = {}
+        self._digest_of: dict[int, bytes] = {}
+
+    def __len__(self) -> int:
+        """How many blocks can be found."""
+        return len(self._block_of)
+
+    def match(self, request: Request) -> list[int]:
+        """The blocks that hold the request's first tokens; at least one token stays to compute."""
+        if not self.enabled:
+            return []
+        limit = (len(request.tokens) - 1) // self.block_size
+        found = []
+        for digest in extend_chain(request, limit, self.block_size)[:limit]:
+            block = self._block_of.get(digest)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def register(self, request: Request) -> None:
+        """Make the request's computed full blocks findable; call it only when they are applied."""
+        full = request.computed // self.block_size
+        if not self.enabled or full <= request.registered:
+            return
+        digests = extend_chain(request, full, self.block_size)
+        for index in range(request.registered, full):
+            digest, block = digests[index], request.blocks[index]
+            # Two requests may compute the same tokens at once: the first block stays the one found.
+            if digest not in self._block_of:
+                self._block_of[digest] = block
+                self._digest_of[block] = digest
+                self.pool.keep(block)
+        request.registered = full
+
+    def check(self) -> None:
+        """Assert that both directions of the map agree."""
+        assert len(self._block_of) == len(self._digest_of)
+        for digest, block in self._block_of.items():
+            assert self._digest_of[block] == digest, block
+
+    def _forget(self, block: int) -> None:
+        del self._block_of[self._digest_of.pop(block)]

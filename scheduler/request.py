@@ -1,0 +1,125 @@
+"""Request: one prompt on its way to one completion, told in lengths rather than phases.
+
+Prefill, a chunk of it and decode are one mechanism: a row computes positions
+scheduled .. scheduled + length - 1, and samples when it reaches the end of all tokens.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from configs.adapters import AdapterKey
+from configs.sampling import FinishReason, Sampling, Stopping
+from scheduler.events import Ended, Ending, RequestId
+from scheduler.plan import TokenLogprobs
+
+
+class Status(Enum):
+    """Where a request is; LEAVING is preempted while plans in flight still name it."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    LEAVING = "leaving"
+    ENDED = "ended"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A sequence, its tokens and what it holds on the ranks.
+
+    arrival: seconds on the caller's clock. tokens: all known ids, prompt first.
+    computed: positions whose step was applied; scheduled: positions that plans name;
+    pending: tokens that plans in flight will sample. in_flight: plans in flight with its row.
+    registered: leading blocks whose content the prefix cache knows.
+    """
+
+    id: RequestId
+    prompt: list[int]
+    sampling: Sampling
+    stopping: Stopping
+    adapter: AdapterKey | None = None
+    arrival: float = 0.0
+
+    status: Status = field(default=Status.WAITING, init=False)
+    serial: int = field(default=-1, init=False)
+    tokens: list[int] = field(init=False)
+    logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)
+    computed: int = field(default=0, init=False)
+    scheduled: int = field(default=0, init=False)
+    pending: int = field(default=0, init=False)
+    in_flight: int = field(default=0, init=False)
+    place: int = field(default=-1, init=False)
+    blocks: list[int] = field(default_factory=list, init=False)
+    digests: list[bytes] = field(default_factory=list, init=False)
+    registered: int = field(default=0, init=False)
+    cached_tokens: int = field(default=0, init=False)
+    first_scheduled: float | None = field(default=None, init=False)
+    first_token: float | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        """Start with the prompt as the known tokens."""
+        self.tokens = list(self.prompt)
+
+    @property
+    def num_generated(self) -> int:
+        """How many generated tokens are known."""
+        return len(self.tokens) - len(self.prompt)
+
+    @property
+    def total(self) -> int:
+        """Known tokens plus those that plans in flight will sample."""
+        return len(self.tokens) + self.pending
+
+    @property
+    def max_total(self) -> int:
+        """The most tokens that the sequence may come to."""
+        return len(self.prompt) + self.stopping.max_new_tokens
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the plans in flight certainly bring its last permitted token."""
+        return self.total >= self.max_total
+
+    def accept(self, token: int) -> FinishReason | None:
+        """Append a sampled token; to end by a stop token goes before ending by length."""
+        self.tokens.append(token)
+        stopping = self.stopping
+        count = len(self.tokens) - len(self.prompt)
+        if token in stopping.stop_token_ids and count >= stopping.min_new_tokens:
+            return FinishReason.STOP_TOKEN
+        return FinishReason.LENGTH if count >= stopping.max_new_tokens else None
+
+    def truncate(self, num_generated: int) -> None:
+        """Forget the generated tokens beyond the first `num_generated`."""
+        keep = max(num_generated, 0)
+        del self.tokens[len(self.prompt) + keep :]
+        del self.logprobs[keep:]
+
+    def rewind(self) -> None:
+        """Be as new but for the tokens, which the next Join brings back to the ranks."""
+        self.status = Status.WAITING
+        self.computed = self.scheduled = self.pending = self.in_flight = self.registered = 0
+        self.place = -1
+        self.blocks = []
+
+    def ended(self, ending: Ending) -> Ended:
+        """Mark the request as ended and tell its whole story."""
+        assert self.status is not Status.ENDED, f"{self.id} ended twice"
+        self.status = Status.ENDED
+        return Ended(
+            request_id=self.id,
+            ending=ending,
+            tokens=self.tokens[len(self.prompt) :],
+            logprobs=self.logprobs if self.sampling.logprobs >= 0 else None,
+            cached_tokens=self.cached_tokens,
+            arrival=self.arrival,
+            first_scheduled=self.first_scheduled,
+            first_token=self.first_token,
+        )
+
+    def check(self, block_size: int) -> None:
+        """Assert the order of the lengths and that blocks cover what is scheduled."""
+        lengths = (self.id, self.computed, self.scheduled, self.total)
+        assert 0 <= self.computed <= self.scheduled <= self.total <= self.max_total, lengths
+        assert self.registered * block_size <= max(self.computed, self.scheduled), lengths
+        assert (len(self.blocks) - 1) * block_size < max(self.scheduled, 1), lengths
+        assert len(self.blocks) * block_size >= self.scheduled, lengths

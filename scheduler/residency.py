@@ -1,0 +1,232 @@
+"""Residency: the map of adapters over disk, host memory and device, and who moves next.
+
+An adapter is on disk, staging, on the host, filling, or on the device (with or without a host
+copy). The tiers (host.py, device.py) know memory; this file knows requests, pins and plans.
+"""
+
+from collections import Counter
+from enum import Enum
+
+from configs.adapters import AdapterKey, AdapterRefusal, AdapterShape
+from scheduler.device import DeviceTier
+from scheduler.events import AdapterFailure
+from scheduler.host import HostTier
+from scheduler.plan import Capacity
+from scheduler.request import Request
+from scheduler.resident import AdapterState, Resident
+from scheduler.step import Step
+
+
+class Standing(Enum):
+    """What an adapter could do for a request now."""
+
+    READY = "on the device, admitting"
+    PLACEABLE = "staged, and the device has room"
+    BLOCKED = "staged, but it must wait for the device"
+    ABSENT = "not staged"
+
+
+class Residency:
+    """Every adapter that anybody uses, awaits or pins, and every one that holds memory."""
+
+    def __init__(self, capacity: Capacity) -> None:
+        """Start with every adapter on disk."""
+        self.host = HostTier(capacity.host_bytes)
+        self.device = DeviceTier(capacity)
+        self._capacity = capacity
+        self._residents: dict[AdapterKey, Resident] = {}
+        self._unplaced_pins: dict[AdapterKey, Resident] = {}
+
+    def states(self) -> dict[AdapterKey, AdapterState]:
+        """Where each known adapter is."""
+        return {key: resident.state for key, resident in self._residents.items()}
+
+    def standing(self, key: AdapterKey) -> Standing:
+        """What a request of this adapter would meet; changes nothing."""
+        resident = self._residents[key]
+        if resident.on_device:
+            return Standing.BLOCKED if self.device.is_closed(key) else Standing.READY
+        if not resident.on_host:
+            return Standing.ABSENT
+        return Standing.PLACEABLE if self.device.has_room(resident) else Standing.BLOCKED
+
+    def enlist(self, key: AdapterKey) -> None:
+        """A request waits for the adapter; staging starts now, not when its turn comes."""
+        resident = self._know(key)
+        resident.waiting += 1
+        resident.unloading = False
+        self.host.want(resident)
+
+    def delist(self, key: AdapterKey) -> None:
+        """A request waits no longer: it was admitted or ended."""
+        resident = self._residents[key]
+        resident.waiting -= 1
+        assert resident.waiting >= 0, resident
+        if resident.waiting == 0 and key == self.device.reserved:
+            self.device.end_reservation()
+        self._settle(resident)
+
+    def acquire(self, key: AdapterKey, step: Step) -> int:
+        """Hold the adapter's slot for a request of this step; a fill joins the step if needed."""
+        resident = self._residents[key]
+        if not resident.on_device:
+            self._place(resident, step)
+        resident.users += 1
+        self.device.touch(resident)
+        self.host.touch(resident)
+        return resident.slot
+
+    def release(self, key: AdapterKey) -> None:
+        """A request that held the adapter is gone, and so are all plans that named it."""
+        resident = self._residents[key]
+        resident.users -= 1
+        assert resident.users >= 0, resident
+        self._settle(resident)
+
+    def reserve(self, key: AdapterKey) -> None:
+        """Have others make room for an adapter that has waited for long."""
+        self.device.reserve(self._residents[key])
+
+    def staged(self, key: AdapterKey, shape: AdapterShape) -> AdapterFailure | None:
+        """The ranks hold the adapter in host memory; a failure if it can never be placed."""
+        resident = self._residents.get(key)
+        if resident is None or not resident.staging:
+            return None  # The answer to a question of ranks that are gone.
+        assert len(shape.num_pages) == len(self._capacity.projections), shape
+        resident.shape = shape
+        self.host.staged(resident)
+        failure = self._too_large(shape)
+        if failure is not None:
+            self._unpin(resident)
+            self.host.discard(resident)
+        self._settle(resident)
+        return failure
+
+    def failed(self, key: AdapterKey) -> None:
+        """The adapter could not be staged; the next request for it tries again."""
+        resident = self._residents.get(key)
+        if resident is not None and resident.staging:
+            self.host.failed(resident)
+            self._unpin(resident)
+            self._settle(resident)
+
+    def pin(self, key: AdapterKey, pinned: bool) -> None:
+        """Keep the adapter on the device from when there is room, or no longer."""
+        resident = self._know(key)
+        self._unpin(resident)
+        if pinned:
+            resident.pinned = True
+            resident.unloading = False
+            if not resident.on_device:
+                self._unplaced_pins[key] = resident
+        if self.device.reserved is not None:
+            self.device.end_reservation()  # What stands in whose way has changed.
+        self.host.want(resident)
+        self._settle(resident)
+
+    def unload(self, key: AdapterKey) -> None:
+        """Forget the adapter once nobody uses or awaits it."""
+        resident = self._know(key)
+        resident.unloading = True
+        self.pin(key, False)
+
+    def fill_pins(self, step: Step) -> None:
+        """Place staged pinned adapters that have room, without waiting for a request."""
+        for key in list(self._unplaced_pins):
+            if self.standing(key) is Standing.PLACEABLE:
+                self._place(self._residents[key], step)
+
+    def applied(self, step: Step) -> None:
+        """A plan with fills and drops was executed by all ranks."""
+        for resident in step.filled:
+            resident.filling -= 1
+            self._settle(resident)
+        for resident in step.dropped:
+            self.host.dropped(resident)
+            self._settle(resident)
+
+    def lost(self) -> None:
+        """The ranks are gone: every adapter is back on disk, and nobody holds any."""
+        self.host = HostTier(self._capacity.host_bytes, self.host.largest)
+        self.device = DeviceTier(self._capacity)
+        self._unplaced_pins = {}
+        for key, resident in list(self._residents.items()):
+            fresh = Resident(key, waiting=resident.waiting, pinned=resident.pinned)
+            self._residents[key] = fresh
+            if fresh.pinned:
+                self._unplaced_pins[key] = fresh
+            self.host.want(fresh)
+            self._settle(fresh)
+
+    def check(self, held: list[Request], waiting: list[Request]) -> None:
+        """Assert that memory adds up and that users and waiting count exactly these requests."""
+        self.host.check()
+        self.device.check(self._residents)
+        users = Counter(request.adapter for request in held)
+        waits = Counter(request.adapter for request in waiting)
+        for key, resident in self._residents.items():
+            assert (resident.users, resident.waiting) == (users[key], waits[key]), resident
+            assert not resident.forgettable, resident
+        assert {*users, *waits} - {None} <= set(self._residents)
+        pins = {key for key, r in self._residents.items() if r.pinned and not r.on_device}
+        assert self._unplaced_pins.keys() == pins
+
+    def _know(self, key: AdapterKey) -> Resident:
+        if key not in self._residents:
+            self._residents[key] = Resident(key)
+        return self._residents[key]
+
+    def _unpin(self, resident: Resident) -> None:
+        resident.pinned = False
+        self._unplaced_pins.pop(resident.key, None)
+
+    def _too_large(self, shape: AdapterShape) -> AdapterFailure | None:
+        """The reason why an adapter of this shape can never be placed."""
+        capacity = self._capacity
+        if capacity.adapter_slots < 1:
+            message = "the device has no room for adapters; raise max_device_adapters"
+            return AdapterFailure(AdapterRefusal.TOO_LARGE, message)
+        for name, count in zip(capacity.projections, shape.num_pages, strict=True):
+            if count > capacity.adapter_pages:
+                message = (
+                    f"the adapter needs {count} pages of 8 rank rows for {name}, but the device "
+                    f"has {capacity.adapter_pages}; lower its rank or raise device_pages"
+                )
+                return AdapterFailure(AdapterRefusal.TOO_LARGE, message)
+        if shape.host_bytes > capacity.host_bytes:
+            message = (
+                f"the adapter needs {shape.host_bytes} bytes of host memory on each rank, but "
+                f"the tier has {capacity.host_bytes}; raise host_bytes"
+            )
+            return AdapterFailure(AdapterRefusal.TOO_LARGE, message)
+        return None
+
+    def _place(self, resident: Resident, step: Step) -> None:
+        """Bring a staged adapter to the device with this step."""
+        assert resident.on_host, resident
+        for victim in self.device.place(resident):
+            self._evicted(victim)
+        resident.filling += 1
+        self._unplaced_pins.pop(resident.key, None)
+        step.add_fill(resident)
+
+    def _evicted(self, resident: Resident) -> None:
+        """It may be wanted again, on the host and then on the device."""
+        if resident.pinned:
+            self._unplaced_pins[resident.key] = resident
+        self.host.want(resident)
+        if resident.forgettable:
+            del self._residents[resident.key]
+
+    def _settle(self, resident: Resident) -> None:
+        """Follow up on a count that fell: unload what was to be unloaded, forget empty records."""
+        self.device.refresh(resident)
+        busy = resident.users or resident.filling or resident.waiting or resident.staging
+        if resident.unloading and not busy:
+            resident.unloading = False
+            if resident.on_device:
+                self.device.evict(resident)
+            if resident.on_host:
+                self.host.discard(resident)
+        if resident.forgettable:
+            self._residents.pop(resident.key, None)

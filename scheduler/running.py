@@ -1,0 +1,174 @@
+"""Running: the requests on the ranks, their places and blocks, and what happens when those end.
+
+Blocks are taken as tokens come. When none is left the youngest request is preempted, never one
+as old as the request that needs the block; whatever plans in flight name is given back only
+when the last of them was applied, so the one in need may have to pause for them.
+"""
+
+from collections.abc import Callable
+
+from scheduler.plan import Capacity
+from scheduler.prefix import PrefixCache
+from scheduler.request import Request, Status
+from scheduler.step import Step
+
+
+class Running:
+    """Requests in the order of their age, and those that leave while plans still name them.
+
+    freed: called when a request holds nothing on the ranks any more. stalled: whether the last
+    step left somebody without a block. owed: blocks that known tokens of admitted requests
+    will still take.
+    """
+
+    def __init__(
+        self,
+        capacity: Capacity,
+        num_places: int,
+        prefix_caching: bool,
+        freed: Callable[[Request], None],
+    ) -> None:
+        """Start with nobody running."""
+        self.num_places = num_places
+        self.block_size = capacity.block_size
+        self.members: list[Request] = []
+        self.draining: dict[int, Request] = {}
+        self.stalled = False
+        self.owed = 0
+        self.num_preemptions = 0
+        self._freed = freed
+        self._places = list(range(num_places - 1, -1, -1))
+        self.prefix = PrefixCache(capacity.num_blocks, capacity.block_size, prefix_caching)
+        self._pool = self.prefix.pool
+
+    @property
+    def num_held(self) -> int:
+        """How many requests hold a place."""
+        return len(self.members) + len(self.draining)
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that nobody holds, with or without content worth keeping."""
+        return self._pool.available
+
+    def advance(self, step: Step) -> None:
+        """Give every running request its token, then the longer ones their next chunks."""
+        self.stalled = False
+        self.owed = 0
+        longer = []
+        for request in self.members:  # Preemption takes younger ones off the end as we go.
+            ahead = len(request.tokens) + request.pending - request.scheduled
+            if ahead > 1:
+                longer.append(request)
+            elif step.budget > 0 and not request.exhausted:
+                self._extend(request, 1, step)
+        for request in longer:
+            if request.status is Status.RUNNING:
+                ahead = request.total - request.scheduled
+                if step.budget > 0:
+                    self._extend(request, min(ahead, step.budget), step)
+                self.owed += self._blocks_for(request.total) - len(request.blocks)
+
+    def fits(self, request: Request) -> list[int] | None:
+        """The cached blocks that a new request would start with; None if it must wait.
+
+        All its known tokens must fit beside what others are owed and some room to grow, or it
+        would only be preempted again. Alone it always fits: its length was checked.
+        """
+        cached = self.prefix.match(request)
+        idle = sum(1 for block in cached if self._pool.is_idle(block))
+        needed = self._blocks_for(len(request.tokens)) - len(cached)
+        room = self._pool.available - idle - self.owed - len(self.members) // 2
+        return cached if needed <= room else None
+
+    def join(self, request: Request, cached: list[int], slot: int, step: Step) -> None:
+        """Give a waiting request a place and its first row, behind its cached blocks."""
+        assert request.status is Status.WAITING, request.id
+        self._pool.share(cached)
+        request.status = Status.RUNNING
+        request.place = self._places.pop()
+        request.registered = len(cached)
+        request.computed = request.scheduled = len(cached) * self.block_size
+        length = min(len(request.tokens) - request.scheduled, step.budget)
+        end = request.scheduled + length
+        request.blocks = cached + self._pool.allocate(self._blocks_for(end) - len(cached))
+        self.owed += self._blocks_for(len(request.tokens)) - len(request.blocks)
+        step.add_join(request, slot)
+        step.add_row(request, length, list(request.blocks))
+        index = len(self.members)
+        while index > 0 and self.members[index - 1].serial > request.serial:
+            index -= 1
+        self.members.insert(index, request)
+
+    def leave(self, request: Request) -> None:
+        """Give back what the request holds once no plan in flight names it."""
+        if request.serial in self.draining:
+            return
+        self.members.remove(request)
+        if request.in_flight:
+            self.draining[request.serial] = request
+        else:
+            self._free(request)
+
+    def drained(self, request: Request) -> None:
+        """The last plan that named a leaving request was applied."""
+        del self.draining[request.serial]
+        self._free(request)
+
+    def computed(self, request: Request, end: int) -> None:
+        """Positions below `end` were computed; full blocks of them can be found from now on."""
+        request.computed = end
+        if end // self.block_size > request.registered:
+            self.prefix.register(request)
+
+    def check(self) -> None:
+        """Assert that blocks and places are each in one place and that ages and lengths are."""
+        held = [*self.members, *self.draining.values()]
+        self._pool.check(request.blocks for request in held)
+        self.prefix.check()
+        taken = [request.place for request in held]
+        assert sorted([*self._places, *taken]) == list(range(self.num_places)), "places"
+        serials = [request.serial for request in self.members]
+        assert serials == sorted(set(serials)), serials
+        assert all(request.status is Status.RUNNING for request in self.members)
+        assert all(request.in_flight > 0 for request in self.draining.values())
+        for request in held:
+            if request.status is not Status.ENDED:
+                request.check(self.block_size)
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def _extend(self, request: Request, length: int, step: Step) -> None:
+        """Add a row of up to `length` positions, as far as there are blocks for them."""
+        have = len(request.blocks)
+        room = have * self.block_size - request.scheduled
+        blocks: list[int] = []
+        if length > room:
+            if room == 0 and not self._find_block(request):
+                self.stalled = True
+                return
+            missing = self._blocks_for(length - room)
+            blocks = self._pool.allocate(min(missing, self._pool.available))
+            request.blocks += blocks
+            length = min(length, room + len(blocks) * self.block_size)
+        step.add_row(request, length, blocks)
+
+    def _find_block(self, request: Request) -> bool:
+        """Make sure that one block is available, preempting younger requests if need be."""
+        while self._pool.available == 0:
+            if self.draining:
+                return False  # What they hold comes back within two steps.
+            victim = self.members[-1]
+            if victim.serial <= request.serial:
+                return False
+            self.num_preemptions += 1
+            victim.status = Status.LEAVING
+            self.leave(victim)
+        return True
+
+    def _free(self, request: Request) -> None:
+        self._pool.release(request.blocks)
+        self._places.append(request.place)
+        request.blocks, request.place = [], -1
+        self._freed(request)

@@ -1,0 +1,61 @@
+"""Step: a plan in the making, and afterwards what it named until its result is applied."""
+
+from scheduler.plan import Fill, Join, Row, StepPlan
+from scheduler.request import Request
+from scheduler.resident import Resident
+
+
+class Step:
+    """The rows, joins, fills and drops of one step, and whose they are.
+
+    budget: tokens that may still be added. number: the plan's step once it is sealed.
+    requests[i] is the one of rows[i]; filled and dropped are the adapters of fills and drops.
+    """
+
+    def __init__(self, budget: int) -> None:
+        """Start empty."""
+        self.budget = budget
+        self.number = -1
+        self.joins: list[Join] = []
+        self.rows: list[Row] = []
+        self.requests: list[Request] = []
+        self.fills: list[Fill] = []
+        self.filled: list[Resident] = []
+        self.dropped: list[Resident] = []
+
+    @property
+    def empty(self) -> bool:
+        """Whether the ranks would have nothing to do."""
+        return not (self.rows or self.fills or self.dropped)
+
+    def add_row(self, request: Request, length: int, blocks: list[int]) -> None:
+        """Let the request compute its next `length` positions, after appending `blocks`."""
+        start = request.scheduled
+        end = start + length
+        total = len(request.tokens) + request.pending
+        assert start < end <= total, (request.id, start, length, total)
+        samples = end == total
+        self.rows.append(Row(request.place, start, length, blocks, samples))
+        self.requests.append(request)
+        self.budget -= length
+        request.scheduled = end
+        request.in_flight += 1
+        if samples:
+            request.pending += 1
+
+    def add_join(self, request: Request, slot: int) -> None:
+        """Bring the request's tokens to its place."""
+        assert request.pending == 0, f"{request.id} joins while a token of it is in flight"
+        tokens, sampling = list(request.tokens), request.sampling
+        self.joins.append(Join(request.place, tokens, len(request.prompt), slot, sampling))
+
+    def add_fill(self, resident: Resident) -> None:
+        """Move an adapter from host memory to the slot and pages that it was given."""
+        self.fills.append(Fill(resident.key, resident.slot, resident.pages))
+        self.filled.append(resident)
+
+    def seal(self, epoch: int, number: int) -> StepPlan:
+        """The plan as it is sent."""
+        self.number = number
+        drops = [resident.key for resident in self.dropped]
+        return StepPlan(epoch, number, self.joins, self.rows, self.fills, drops)

@@ -1,0 +1,74 @@
+"""Tensor-parallel linear layers, each built straight from the checkpoint's slices."""
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sharding.loader import Weights
+from sharding.slicing import Segments, width
+
+
+@dataclass(frozen=True)
+class ColumnPart:
+    """One linear map of a fused layer: its module path, whole output size, this rank's rows."""
+
+    name: str
+    out_features: int
+    rows: Segments
+
+
+class ColumnParallelLinear(nn.Module):
+    """y = x W^T + b, cut along the output: each rank computes its own columns, nothing is sent.
+
+    Several parts that share x are one product; their outputs stand side by side in y.
+    offsets: each part's first column in y.
+    """
+
+    def __init__(
+        self, in_features: int, parts: tuple[ColumnPart, ...], bias: bool, weights: Weights
+    ) -> None:
+        """Read this rank's rows of every part into one matrix [local_out, in]."""
+        super().__init__()
+        sizes = [width(part.rows) for part in parts]
+        self.offsets = tuple(sum(sizes[:i]) for i in range(len(sizes)))
+        self.weight = nn.Parameter(weights.empty(sum(sizes), in_features), requires_grad=False)
+        self.bias = nn.Parameter(weights.empty(sum(sizes)), requires_grad=False) if bias else None
+        for part, offset, size in zip(parts, self.offsets, sizes, strict=True):
+            shape = (part.out_features, in_features)
+            place = slice(offset, offset + size)
+            self.weight[place] = weights.read(f"{part.name}.weight", shape, rows=part.rows)
+            if self.bias is not None:
+                self.bias[place] = weights.read(f"{part.name}.bias", shape[:1], rows=part.rows)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[tokens, in] to [tokens, local_out]."""
+        return F.linear(x, self.weight, self.bias)
+
+
+class RowParallelLinear(nn.Module):
+    """y = x W^T + b, cut along the input: the ranks' partial products are summed, b joins once."""
+
+    def __init__(
+        self, name: str, shape: tuple[int, int], columns: Segments, bias: bool, weights: Weights
+    ) -> None:
+        """Read this rank's columns of the matrix; shape: the whole (out, in)."""
+        super().__init__()
+        self._group = weights.group
+        self.weight = nn.Parameter(
+            weights.read(f"{name}.weight", shape, columns=columns), requires_grad=False
+        )
+        whole_bias = weights.parameter(f"{name}.bias", shape[:1]) if bias else None
+        self.bias = whole_bias if weights.group.rank == 0 else None
+
+    def partial(self, x: Tensor) -> Tensor:
+        """[tokens, local_in] to this rank's summand of [tokens, out]; the bias is in rank 0's."""
+        return F.linear(x, self.weight, self.bias)
+
+    def reduce(self, partial: Tensor) -> Tensor:
+        """Sum the ranks' summands."""
+        return self._group.all_reduce(partial)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[tokens, local_in] to [tokens, out], the same on every rank."""
+        return self.reduce(self.partial(x))

@@ -1,0 +1,88 @@
+"""Which indices of a whole tensor belong to one rank: pure arithmetic, no tensors."""
+
+from dataclasses import dataclass
+
+Segments = tuple[tuple[int, int], ...]
+"""Half-open index ranges in the checkpoint's order, concatenated in this rank's order."""
+
+
+def width(segments: Segments) -> int:
+    """How many indices the segments hold."""
+    return sum(stop - start for start, stop in segments)
+
+
+def whole(size: int) -> Segments:
+    """All indices of a dimension of `size`."""
+    return ((0, size),)
+
+
+def even_cut(size: int, rank: int, ranks: int, what: str) -> Segments:
+    """This rank's equal share of `size` indices; ValueError if ranks do not divide it."""
+    if size % ranks:
+        raise ValueError(
+            f"{what} ({size}) cannot be cut evenly over tensor_parallel = {ranks} ranks: "
+            f"set tensor_parallel to a divisor of {size}"
+        )
+    share = size // ranks
+    return ((rank * share, (rank + 1) * share),)
+
+
+@dataclass(frozen=True)
+class HeadCut:
+    """One rank's attention heads.
+
+    num_heads, num_kv_heads: how many this rank has (a KV head may live on several ranks).
+    queries, keys: this rank's columns of the query and of the key (and value) projections.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    queries: Segments
+    keys: Segments
+
+
+def cut_heads(num_heads: int, num_kv_heads: int, head_dim: int, rank: int, ranks: int) -> HeadCut:
+    """Cut query heads evenly; cut KV heads too, or replicate them when there are fewer than ranks.
+
+    A rank always gets the KV heads that its own query heads read. ValueError if the head counts
+    and the number of ranks do not fit each other.
+    """
+    ((first, last),) = even_cut(num_heads, rank, ranks, "num_attention_heads")
+    if num_kv_heads % ranks and ranks % num_kv_heads:
+        raise ValueError(
+            f"num_key_value_heads ({num_kv_heads}) can be neither cut nor replicated over "
+            f"tensor_parallel = {ranks} ranks: one of the two must be a multiple of the other"
+        )
+    share = max(1, num_kv_heads // ranks)
+    kv_first = rank * num_kv_heads // ranks
+    return HeadCut(
+        num_heads=last - first,
+        num_kv_heads=share,
+        queries=((first * head_dim, last * head_dim),),
+        keys=((kv_first * head_dim, (kv_first + share) * head_dim),),
+    )
+
+
+@dataclass(frozen=True)
+class VocabularyCut:
+    """One rank's rows of the vocabulary, which is padded to a multiple of the ranks.
+
+    start, stop: the rank's real token ids (stop == start where all of its rows are padding).
+    num_rows: rows that the rank holds, the same on every rank.
+    """
+
+    start: int
+    stop: int
+    num_rows: int
+
+    @property
+    def rows(self) -> Segments:
+        """The rank's real rows."""
+        return ((self.start, self.stop),)
+
+
+def cut_vocabulary(vocab_size: int, rank: int, ranks: int) -> VocabularyCut:
+    """Cut the vocabulary into equal runs; the last ranks' runs may end in padding."""
+    share = -(-vocab_size // ranks)
+    start = min(rank * share, vocab_size)
+    return VocabularyCut(start, min(start + share, vocab_size), share)

@@ -1,0 +1,162 @@
+"""Tiny random models and LoRA adapters, written on the spot by transformers and PEFT themselves."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import transformers
+from peft import LoraConfig, PeftModel, get_peft_model
+
+LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+DTypeName = Literal["float32", "float16", "bfloat16"]
+
+LLAMA: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+
+LLAMA3_ROPE: dict[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "mha": {},
+    "gqa": {
+        "num_key_value_heads": 2,
+        "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"},
+    },
+    "mqa": {"num_key_value_heads": 1},
+    "tied": {"num_key_value_heads": 2, "tie_word_embeddings": True},
+    "llama3_rope": {"num_key_value_heads": 2, "rope_parameters": LLAMA3_ROPE},
+    "linear_rope": {
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+    },
+    "biases": {"num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True},
+    "odd_vocab": {"vocab_size": 99},
+    "odd_vocab_tied": {"vocab_size": 97, "tie_word_embeddings": True},
+    "wide_heads": {"head_dim": 16, "num_key_value_heads": 2},
+}
+"""Llama variants by name: what each changes of LLAMA."""
+
+
+def write_llama(
+    folder: Path,
+    variant: str = "gqa",
+    *,
+    seed: int = 0,
+    dtype: DTypeName = "float32",
+    max_shard_size: str = "5GB",
+    **changes: Any,
+) -> Path:
+    """Write a tiny random Llama into `folder` and return it.
+
+    Weights are large, so that the best token leads by a comfortable margin (logits' std: 3.5).
+    max_shard_size: e.g. "20KB" gives several files and an index.
+    """
+    config = transformers.LlamaConfig(**{**LLAMA, **VARIANTS[variant], **changes})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = transformers.LlamaForCausalLM(config)
+        for name, parameter in model.named_parameters():
+            _randomise(name, parameter)
+        if config.tie_word_embeddings:
+            model.tie_weights()
+    model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=max_shard_size)
+    return folder
+
+
+@torch.no_grad()
+def _randomise(name: str, parameter: torch.nn.Parameter) -> None:
+    """Norms near one (the last one near four), everything else (biases too) of std 0.15."""
+    if "norm" in name:
+        parameter.uniform_(0.7, 1.3).mul_(4.0 if name == "model.norm.weight" else 1.0)
+    else:
+        parameter.normal_(std=0.15)
+
+
+@dataclass(frozen=True)
+class AdapterRecipe:
+    """What a random adapter looks like; the fields are those of PEFT's LoraConfig.
+
+    std: of B's entries; A's are normal with std 0.3. The default moves the logits by about two.
+    extra: further keywords for LoraConfig (rank_pattern, alpha_pattern, ...).
+    """
+
+    r: int = 4
+    alpha: float = 8.0
+    target_modules: Sequence[str] = LINEARS
+    use_rslora: bool = False
+    layers_to_transform: list[int] | None = None
+    seed: int = 1
+    std: float = 0.1
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def write_adapter(folder: Path, model_folder: Path, recipe: AdapterRecipe | None = None) -> Path:
+    """Write a PEFT LoRA adapter with random non-zero A and B for the model; returns `folder`."""
+    recipe = recipe or AdapterRecipe()
+    config = LoraConfig(
+        r=recipe.r,
+        lora_alpha=recipe.alpha,
+        target_modules=list(recipe.target_modules),
+        use_rslora=recipe.use_rslora,
+        layers_to_transform=recipe.layers_to_transform,
+        task_type="CAUSAL_LM",
+        **recipe.extra,
+    )
+    model = get_peft_model(load_oracle(model_folder), config)
+    generator = torch.Generator().manual_seed(recipe.seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                std = recipe.std if "lora_B" in name else 0.3
+                parameter.normal_(std=std, generator=generator)
+    model.save_pretrained(str(folder))
+    return folder
+
+
+def load_oracle(folder: Path, dtype: DTypeName = "float32") -> Any:
+    """The transformers model in `folder`, on CPU, in eval mode."""
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=getattr(torch, dtype), attn_implementation="eager"
+    )
+    return model.eval()
+
+
+def load_adapted_oracle(folder: Path, adapter_folder: Path) -> Any:
+    """The transformers model with a PEFT adapter on top, unmerged, in eval mode."""
+    model: Any = PeftModel.from_pretrained(load_oracle(folder), str(adapter_folder))
+    return model.eval()
+
+
+@torch.no_grad()
+def oracle_logits(model: Callable[..., Any], tokens: Sequence[int]) -> torch.Tensor:
+    """Logits [len(tokens), vocab_size] of one whole sequence."""
+    logits: torch.Tensor = model(torch.tensor([list(tokens)])).logits[0]
+    return logits
+
+
+@torch.no_grad()
+def oracle_greedy(model: Callable[..., Any], prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """Greedy continuation, one whole forward a token; stop tokens are ignored."""
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        tokens.append(int(oracle_logits(model, tokens)[-1].argmax()))
+    return tokens[len(prompt) :]

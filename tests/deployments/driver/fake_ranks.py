@@ -1,0 +1,156 @@
+"""A group of ranks without a model: the real worker and sockets over a token automaton.
+
+The next token depends on the adapter's content and on every token before it, so a mixed-up
+batch, a stale place or a wrong slot shows up as wrong tokens.
+"""
+
+import socket
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from configs.adapters import (
+    AdapterError,
+    AdapterKey,
+    AdapterRefusal,
+    AdapterShape,
+    FetchedAdapter,
+)
+from deployments.rank.messages import LoadReport
+from deployments.rank.transport import Channel, RankLinks, RanksLost
+from deployments.rank.worker import Worker
+from modeling.batch import ForwardBatch, SampledTokens, StepOutput
+from scheduler.plan import Capacity
+
+VOCABULARY = 1000
+
+
+def next_token(adapter: str, tokens: Sequence[int]) -> int:
+    """What the automaton says after `tokens` under `adapter` ("" is the base)."""
+    digest = blake2b(f"{adapter}:{list(tokens)}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % VOCABULARY
+
+
+def continuation(adapter: str, prompt: Sequence[int], count: int) -> list[int]:
+    """The `count` tokens that a request generates when it is alone."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(adapter, tokens))
+    return tokens[len(prompt) :]
+
+
+@dataclass
+class FakeRunner:
+    """Speaks `deployments.rank.worker.Runner`; adapters are named by their digest.
+
+    gate: steps wait for it, so that a test can hold a step in flight.
+    """
+
+    gate: threading.Event
+    tokens: dict[int, dict[int, int]] = field(default_factory=dict)
+    slots: dict[int, int] = field(default_factory=dict)
+    staged: dict[AdapterKey, str] = field(default_factory=dict)
+    placed: dict[int, str] = field(default_factory=dict)
+    batch_sizes: list[int] = field(default_factory=list)
+
+    def step(self, batch: ForwardBatch) -> StepOutput:
+        for join in batch.joins:
+            self.tokens[join.place] = dict(enumerate(join.tokens))
+            self.slots[join.place] = join.slot
+        self.batch_sizes.append(len(batch.rows))
+        sampled = []
+        for row in batch.rows:
+            if row.samples:
+                known = self.tokens[row.place]
+                end = row.start + row.length
+                adapter = self.placed[slot] if (slot := self.slots[row.place]) >= 0 else ""
+                known[end] = next_token(adapter, [known[i] for i in range(end)])
+                sampled.append(known[end])
+
+        def wait() -> SampledTokens:
+            self.gate.wait(20.0)
+            return SampledTokens(sampled)
+
+        return StepOutput(wait)
+
+    def stage(self, adapter: FetchedAdapter) -> AdapterShape:
+        if "broken" in adapter.name:
+            raise AdapterError(AdapterRefusal.UNSUPPORTED, f"{adapter.name} is not a LoRA")
+        if "crash" in adapter.name:
+            raise RuntimeError("disk on fire")
+        self.staged[adapter.key] = adapter.digest
+        return AdapterShape((1,), 100)
+
+    def place(self, key: AdapterKey, slot: int, pages: Sequence[Sequence[int]]) -> None:
+        self.placed[slot] = self.staged[key]
+
+    def drop(self, key: AdapterKey) -> None:
+        self.staged.pop(key, None)
+
+
+class FakeGroup:
+    """`deployments.driver.loop.RankGroup` over threads; ranks can be killed and starts failed."""
+
+    def __init__(self, num_ranks: int = 2, capacity: Capacity | None = None) -> None:
+        self.num_ranks = num_ranks
+        self.capacity = capacity or Capacity(
+            num_blocks=64,
+            block_size=4,
+            projections=("q_proj",),
+            adapter_pages=4,
+            adapter_slots=4,
+            host_bytes=1000,
+            max_total_tokens=128,
+        )
+        self.gate = threading.Event()
+        self.gate.set()
+        self.starts = 0
+        self.failing_starts = 0
+        self.runners: list[FakeRunner] = []
+        self._ends: list[Channel] = []
+        self._threads: list[threading.Thread] = []
+        self._links: RankLinks | None = None
+
+    def start(self) -> tuple[RankLinks, list[LoadReport]]:
+        self.starts += 1
+        if self.failing_starts:
+            self.failing_starts -= 1
+            raise RanksLost("no room")
+        pairs = [socket.socketpair() for _ in range(self.num_ranks)]
+        self.runners = [FakeRunner(self.gate) for _ in pairs]
+        self._ends = [Channel(theirs) for _, theirs in pairs]
+        for rank, (runner, end) in enumerate(zip(self.runners, self._ends, strict=True)):
+            thread = threading.Thread(target=Worker(runner, rank, end).run, daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        self._links = RankLinks([Channel(ours) for ours, _ in pairs])
+        return self._links, [self._report(rank) for rank in range(self.num_ranks)]
+
+    def stop(self) -> None:
+        self.gate.set()
+        if self._links is not None:
+            self._links.close()
+        for thread in self._threads:
+            thread.join(10.0)
+        self._threads.clear()
+
+    def kill(self, rank: int) -> None:
+        """As SIGKILL does: the rank's socket closes."""
+        self._ends[rank].close()
+
+    def _report(self, rank: int) -> LoadReport:
+        return LoadReport(
+            kind="load_report",
+            rank=rank,
+            capacity=self.capacity,
+            dtype="float32",
+            device="fake",
+            attention="none",
+            adapter_kernel="none",
+            weight_bytes_read=0,
+            weight_bytes_resident=0,
+            cache_bytes=0,
+            adapter_bytes=0,
+            load_seconds=0.0,
+        )

@@ -1,0 +1,268 @@
+"""The engine over fake ranks: every story ends once, with the tokens of a request alone."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from configs.adapters import AdapterReference, AdapterSource
+from configs.engine import EngineConfig
+from configs.sampling import FinishReason, Sampling, Stopping
+from deployments.contract import (
+    Completion,
+    ErrorKind,
+    Failed,
+    Finished,
+    GenerateRequest,
+    ReplyAddress,
+    SequenceRequest,
+    TokenFrame,
+)
+from deployments.driver.engine import Engine
+from deployments.frames import FrameReceiver
+from tests.deployments.driver.fake_ranks import FakeGroup, continuation
+
+Story = Callable[[Engine, FakeGroup], Awaitable[None]]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A model folder, and adapter folders whose content is their name."""
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 1000, "eos_token_id": 7}))
+    for name in ("red", "blue", "broken", "crash", *(f"a{i}" for i in range(8))):
+        folder = tmp_path / "adapters" / name
+        folder.mkdir(parents=True)
+        (folder / "adapter_config.json").write_text(json.dumps({"name": name}))
+    return tmp_path
+
+
+def config(root: Path, **changes: object) -> EngineConfig:
+    return EngineConfig.model_validate(
+        {
+            "model": {"id": str(root)},
+            "tensor_parallel": 2,
+            "adapters": {"local_roots": [str(root / "adapters")], "default_source": "local"},
+            "limits": {"max_step_tokens": 16, "max_running": 8, "max_queued": 64},
+            "recovery": {"step_timeout_s": 2.0, "recovery_timeout_s": 5.0},
+            **changes,
+        }
+    )
+
+
+def play(root: Path, story: Story, group: FakeGroup | None = None, **changes: object) -> FakeGroup:
+    """Run a story on a started engine; afterwards nothing may be left open."""
+    group = group or FakeGroup()
+
+    async def act() -> None:
+        engine = Engine(config(root, **changes), root, group)
+        await engine.start()
+        try:
+            await story(engine, group)
+            assert not engine._streams, "a stream was left open"
+        finally:
+            await engine.stop()
+
+    asyncio.run(asyncio.wait_for(act(), 30))
+    return group
+
+
+def request(
+    name: str, prompt: list[int], count: int = 5, adapter: str | None = None, num: int = 1
+) -> GenerateRequest:
+    sequence = SequenceRequest(prompt, Sampling(), Stopping(count))
+    reference = AdapterReference(AdapterSource.LOCAL, adapter) if adapter else None
+    return GenerateRequest(name, [sequence] * num, reference)
+
+
+NOWHERE = ReplyAddress("127.0.0.1", 1, "nobody listens here")
+
+
+def tokens(completion: Completion) -> list[list[int]]:
+    assert all(isinstance(s.ending, Finished) for s in completion.sequences), completion.sequences
+    return [sequence.tokens for sequence in completion.sequences]
+
+
+def digest_of(engine: Engine, adapter: str) -> str:
+    directory = engine._directory
+    reference = AdapterReference(AdapterSource.LOCAL, adapter)
+    return directory.fetched(directory._references[reference]).digest
+
+
+def test_many_requests_over_base_and_adapters_get_their_own_tokens(root: Path) -> None:
+    async def story(engine: Engine, group: FakeGroup) -> None:
+        names = [None, "red", "blue", *(f"a{i}" for i in range(8))]
+        asked = [
+            request(f"r{i}", [i, i + 1, i % 3], 3 + i % 7, names[i % len(names)]) for i in range(60)
+        ]
+        answers = await asyncio.gather(*(engine.generate(r, NOWHERE) for r in asked))
+        for r, answer in zip(asked, answers, strict=True):
+            digest = digest_of(engine, r.adapter.id) if r.adapter else ""
+            sequence = r.sequences[0]
+            expected = continuation(digest, sequence.prompt, sequence.stopping.max_new_tokens)
+            assert tokens(answer) == [expected], r.id
+
+    group = play(root, story)
+    assert max(group.runners[0].batch_sizes) >= 8, "requests did not share steps"
+    assert group.runners[0].batch_sizes == group.runners[1].batch_sizes
+
+
+def test_frames_and_completion_tell_the_same(root: Path) -> None:
+    async def story(engine: Engine, group: FakeGroup) -> None:
+        heard: dict[int, list[int]] = {0: [], 1: [], 2: []}
+        complete = asyncio.Event()
+
+        def deliver(frame: TokenFrame) -> None:
+            for run in frame.runs:
+                assert run.start == len(heard[run.index])
+                heard[run.index] += run.tokens
+            if all(len(run) == 9 for run in heard.values()):
+                complete.set()
+
+        receiver = FrameReceiver(deliver)
+        address = await receiver.start("127.0.0.1")
+        answer = await engine.generate(request("r", [1, 2], 9, num=3), address)
+        await complete.wait()
+        assert [heard[i] for i in range(3)] == tokens(answer)
+        await receiver.close()
+
+    play(root, story)
+
+
+def test_a_stop_string_ends_a_sequence_where_it_was_matched(root: Path) -> None:
+    async def story(engine: Engine, group: FakeGroup) -> None:
+        def deliver(frame: TokenFrame) -> None:
+            if any(run.start + len(run.tokens) >= 3 for run in frame.runs):
+                receiver.finish("r", 0, 3)
+
+        receiver = FrameReceiver(deliver)
+        address = await receiver.start("127.0.0.1")
+        answer = await engine.generate(request("r", [5], 120), address)
+        [sequence] = answer.sequences
+        assert sequence.ending == Finished(FinishReason.STOP_STRING)
+        assert sequence.tokens == continuation("", [5], 3)
+        await receiver.close()
+
+    play(root, story)
+
+
+def test_bad_adapters_are_refused_and_disturb_nobody(root: Path) -> None:
+    async def story(engine: Engine, group: FakeGroup) -> None:
+        good = [engine.generate(request(f"g{i}", [i], 40, "red"), NOWHERE) for i in range(4)]
+        bad = [
+            engine.generate(request(f"b-{name}", [1], 5, name), NOWHERE)
+            for name in ("missing", "../adapters/red/../../..", "broken", "crash")
+        ]
+        answers = await asyncio.gather(*good, *bad)
+        for i, answer in enumerate(answers[:4]):
+            assert tokens(answer) == [continuation(digest_of(engine, "red"), [i], 40)]
+        endings = [answer.sequences[0].ending for answer in answers[4:]]
+        assert all(isinstance(ending, Failed) for ending in endings)
+        kinds = [ending.kind for ending in endings if isinstance(ending, Failed)]
+        assert kinds == [
+            ErrorKind.ADAPTER_NOT_FOUND,
+            ErrorKind.ADAPTER_NOT_FOUND,
+            ErrorKind.ADAPTER_UNSUPPORTED,
+            ErrorKind.ADAPTER_UNAVAILABLE,
+        ]
+
+    play(root, story)
+
+
+def test_a_client_that_leaves_frees_its_request(root: Path) -> None:
+    async def story(engine: Engine, group: FakeGroup) -> None:
+        leaving = asyncio.create_task(engine.generate(request("gone", [1], 100), NOWHERE))
+        await engine.generate(request("first", [2], 2), NOWHERE)
+        leaving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+        # As large as the whole cache: it only fits when nothing of the other is left.
+        answer = await engine.generate(request("next", [3], 100), NOWHERE)
+        assert tokens(answer) == [continuation("", [3], 100)]
+
+    play(root, story)
+
+
+def test_too_many_requests_are_told_to_come_back(root: Path) -> None:
+    async def story(engine: Engine, group: FakeGroup) -> None:
+        group.gate.clear()
+        asked = [engine.generate(request(f"r{i}", [i], 3), NOWHERE) for i in range(12)]
+        answers = asyncio.gather(*asked)
+        await asyncio.sleep(0)
+        asyncio.get_running_loop().call_later(0.3, group.gate.set)
+        endings = [answer.sequences[0].ending for answer in await answers]
+        refused = [e for e in endings if isinstance(e, Failed)]
+        assert all(e.kind is ErrorKind.OVERLOADED and e.retry_after_s for e in refused)
+        assert 0 < len(refused) < 12
+
+    limits = {"max_step_tokens": 16, "max_running": 2, "max_queued": 3}
+    play(root, story, limits=limits)
+
+
+def test_an_impossible_request_is_refused_with_numbers(root: Path) -> None:
+    async def story(engine: Engine, group: FakeGroup) -> None:
+        ending = (await engine.generate(request("r", [1], 500), NOWHERE)).sequences[0].ending
+        assert isinstance(ending, Failed)
+        assert ending.kind is ErrorKind.VALIDATION
+        assert "128" in ending.message
+
+    play(root, story)
+
+
+def test_a_dead_rank_is_replaced_and_requests_go_on(root: Path) -> None:
+    async def story(engine: Engine, group: FakeGroup) -> None:
+        asked = [
+            engine.generate(request(f"r{i}", [i], 60, "red" if i % 2 else None), NOWHERE)
+            for i in range(6)
+        ]
+        await engine.generate(request("first", [50], 3), NOWHERE)
+        group.gate.clear()
+        answers = asyncio.gather(*asked)
+        await asyncio.sleep(0.05)
+        group.kill(1)
+        for i, answer in enumerate(await answers):
+            digest = digest_of(engine, "red") if i % 2 else ""
+            assert tokens(answer) == [continuation(digest, [i], 60)]
+        assert (await engine.describe()).healthy
+
+    assert play(root, story).starts == 2
+
+
+def test_a_rank_that_hangs_is_replaced(root: Path) -> None:
+    async def story(engine: Engine, group: FakeGroup) -> None:
+        await engine.generate(request("warm", [9], 2), NOWHERE)
+        group.gate.clear()
+        answer = await engine.generate(request("r", [4], 10), NOWHERE)
+        assert tokens(answer) == [continuation("", [4], 10)]
+
+    recovery = {"step_timeout_s": 0.3, "recovery_timeout_s": 20.0}
+    assert play(root, story, recovery=recovery).starts == 2
+
+
+def test_ranks_that_do_not_come_back_end_requests_with_a_retryable_error(root: Path) -> None:
+    async def story(engine: Engine, group: FakeGroup) -> None:
+        answer = asyncio.create_task(engine.generate(request("r", [4], 120), NOWHERE))
+        group.gate.clear()
+        await asyncio.sleep(0.05)
+        group.failing_starts = 100
+        group.kill(0)
+        ending = (await answer).sequences[0].ending
+        assert isinstance(ending, Failed)
+        assert ending.kind is ErrorKind.UNAVAILABLE
+        assert ending.retry_after_s is not None
+        assert engine.failure is not None
+        later = (await engine.generate(request("later", [4], 1), NOWHERE)).sequences[0].ending
+        assert isinstance(later, Failed)
+
+    play(root, story)
+
+
+def test_preloaded_adapters_are_there_and_a_bad_one_stops_the_start(root: Path) -> None:
+    async def story(engine: Engine, group: FakeGroup) -> None:
+        assert set(group.runners[0].placed.values()) == {digest_of(engine, "red")}
+
+    adapters = {"local_roots": [str(root / "adapters")], "default_source": "local"}
+    play(root, story, adapters={**adapters, "preload": ["red"]})
+    with pytest.raises(ValueError, match=r"preload.*broken is not a LoRA"):
+        play(root, story, adapters={**adapters, "preload": ["local:broken"]})

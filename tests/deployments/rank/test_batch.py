@@ -1,0 +1,56 @@
+import msgspec
+
+from configs.adapters import AdapterKey
+from configs.sampling import Sampling
+from deployments.rank.batch import forward_batch, step_result
+from modeling.batch import BatchJoin, BatchRow, ForwardBatch, RowLogprobs, SampledTokens
+from scheduler.plan import Fill, Join, Row, StepPlan, StepResult, TokenLogprobs
+
+SAMPLING = Sampling(temperature=0.5, top_k=3, top_p=0.9, seed=2**64 - 1, logprobs=2)
+
+PLAN = StepPlan(
+    epoch=3,
+    step=41,
+    joins=[Join(place=5, tokens=[7, 8, 9], prompt_length=2, slot=1, sampling=SAMPLING)],
+    rows=[
+        Row(place=5, start=0, length=3, blocks=[4, 6], samples=True),
+        Row(place=0, start=9, length=4, blocks=[], samples=False),
+        Row(place=2, start=17, length=1, blocks=[1], samples=True),
+    ],
+    fills=[Fill(key=AdapterKey(9), slot=1, pages=[[0], []])],
+    drops=[AdapterKey(4)],
+)
+
+
+def test_a_plan_becomes_a_batch_number_by_number() -> None:
+    # Through the wire, as ranks get it.
+    plan = msgspec.msgpack.decode(msgspec.msgpack.encode(PLAN), type=StepPlan)
+    assert forward_batch(plan) == ForwardBatch(
+        joins=[BatchJoin(5, [7, 8, 9], 2, 1, SAMPLING)],
+        rows=[
+            BatchRow(5, 0, 3, [4, 6], True),
+            BatchRow(0, 9, 4, [], False),
+            BatchRow(2, 17, 1, [1], True),
+        ],
+    )
+
+
+def test_a_batch_names_every_field_of_a_plan() -> None:
+    # A field added to one side and forgotten on the other would travel nowhere.
+    assert [f.name for f in msgspec.structs.fields(Join)] == list(BatchJoin.__annotations__)
+    assert [f.name for f in msgspec.structs.fields(Row)] == list(BatchRow.__annotations__)
+    assert [f.name for f in msgspec.structs.fields(TokenLogprobs)] == list(
+        RowLogprobs.__annotations__
+    )
+
+
+def test_tokens_answer_the_plan() -> None:
+    sampled = SampledTokens([11, 12], [None, RowLogprobs(-0.5, [12, 3], [-0.5, -1.5])])
+    assert step_result(PLAN, sampled, 0.25) == StepResult(
+        epoch=3,
+        step=41,
+        tokens=[11, 12],
+        logprobs=[None, TokenLogprobs(-0.5, [12, 3], [-0.5, -1.5])],
+        compute_seconds=0.25,
+    )
+    assert step_result(PLAN, SampledTokens([11, 12]), 0.0).logprobs is None

@@ -1,0 +1,134 @@
+"""The ranks' socket: frames whole, strangers refused, deaths seen, wakes from any thread."""
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
+import pytest
+
+from configs.sampling import Sampling
+from deployments.rank.messages import Hello, Step, Stepped, Stop
+from deployments.rank.transport import Address, Channel, Listener, RankLinks, RanksLost, dial
+from scheduler.plan import Join, Row, StepPlan, StepResult
+
+SECRET = "a-secret-that-only-ranks-know"
+
+
+@contextmanager
+def linked(num_ranks: int, same_node: bool = True) -> Iterator[tuple[RankLinks, list[Channel]]]:
+    """The driver's links and the ranks' ends, connected through a listener."""
+    listener = Listener("127.0.0.1", SECRET)
+    ends: dict[int, Channel] = {}
+
+    def connect(rank: int) -> None:
+        ends[rank] = dial(listener.address, rank, same_node)
+
+    threads = [threading.Thread(target=connect, args=(rank,)) for rank in range(num_ranks)]
+    for thread in threads:
+        thread.start()
+    links = RankLinks(listener.accept(num_ranks, 10.0))
+    for thread in threads:
+        thread.join()
+    listener.close()
+    yield links, [ends[rank] for rank in range(num_ranks)]
+    links.close()
+    for end in ends.values():
+        end.close()
+
+
+def plan(num_tokens: int) -> StepPlan:
+    join = Join(3, list(range(num_tokens)), num_tokens, -1, Sampling(seed=2**64 - 1))
+    return StepPlan(1, 7, [join], [Row(3, 0, num_tokens, [0, 1], True)], [], [])
+
+
+@pytest.mark.parametrize("same_node", [True, False])
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_every_rank_gets_the_same_plan_and_rank_zero_answers(
+    num_ranks: int, same_node: bool
+) -> None:
+    sent = plan(200_000)
+    received: list[bytes | None] = [None] * num_ranks
+    with linked(num_ranks, same_node) as (links, ends):
+
+        def take(rank: int) -> None:
+            received[rank] = ends[rank].receive()
+
+        threads = [threading.Thread(target=take, args=(rank,)) for rank in range(num_ranks)]
+        for thread in threads:
+            thread.start()
+        links.send(Step(sent))
+        for thread in threads:
+            thread.join()
+        for frame in received:
+            assert frame is not None
+            assert msgspec.msgpack.decode(frame, type=Step | Stop) == Step(sent)
+        answer = Stepped(StepResult(1, 7, [42]))
+        ends[0].send(msgspec.msgpack.encode(answer))
+        assert links.receive(10.0) == [answer]
+
+
+def test_a_dead_rank_is_seen_and_named() -> None:
+    with linked(2) as (links, ends):
+        ends[1].close()
+        with pytest.raises(RanksLost, match="rank-1"):
+            links.receive(10.0)
+
+
+def test_a_reported_loss_ends_a_blocked_receive() -> None:
+    with linked(1) as (links, _):
+        threading.Timer(0.05, links.report_loss, ["rank-0 died"]).start()
+        assert links.receive(10.0) == []
+        with pytest.raises(RanksLost, match="rank-0 died"):
+            links.receive(10.0)
+
+
+def test_wakes_never_block_and_are_taken_together() -> None:
+    with linked(1) as (links, _):
+        for _ in range(100_000):
+            links.wake()
+        assert links.receive(10.0) == []
+        assert links.receive(0.0) == []
+
+
+def knock(address: Address, greeting: bytes) -> bytes:
+    with socket.create_connection((address.host, address.port)) as sock:
+        sock.sendall(greeting)
+        sock.shutdown(socket.SHUT_WR)
+        return sock.recv(16)
+
+
+@pytest.mark.parametrize(
+    "greeting",
+    [
+        b"",
+        b"\xff\xff\xff\xff",
+        b"\x00\x00\x00\x04junk",
+        len(h := msgspec.msgpack.encode(Hello("wrong", 0))).to_bytes(4, "big") + h,
+        len(h := msgspec.msgpack.encode(Hello(SECRET, 9))).to_bytes(4, "big") + h,
+    ],
+)
+def test_strangers_are_refused_and_ranks_still_get_in(greeting: bytes) -> None:
+    listener = Listener("127.0.0.1", SECRET)
+    answers: list[bytes] = []
+    stranger = threading.Thread(target=lambda: answers.append(knock(listener.address, greeting)))
+    stranger.start()
+    ends: list[Channel] = []
+    rank = threading.Timer(0.1, lambda: ends.append(dial(listener.address, 0, True)))
+    rank.start()
+    channels = listener.accept(1, 10.0)
+    stranger.join()
+    rank.join()
+    assert answers == [b""]
+    assert len(channels) == 1
+    listener.close()
+    for channel in channels + ends:
+        channel.close()
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    listener = Listener("127.0.0.1", SECRET)
+    with pytest.raises(RanksLost, match=r"\[0, 1\]"):
+        listener.accept(2, 0.05)
+    listener.close()

@@ -1,0 +1,84 @@
+"""Token frames: strangers are refused, frames arrive, finishes come back, hang-ups are told."""
+
+import asyncio
+import struct
+
+import pytest
+
+from deployments.contract import ReplyAddress, TokenFrame, TokenRun
+from deployments.frames import Finish, FrameReceiver, FrameSender
+
+
+class Recorder:
+    """Takes what comes back on a driver's connections."""
+
+    def __init__(self) -> None:
+        self.finishes: asyncio.Queue[Finish] = asyncio.Queue()
+        self.lost: asyncio.Queue[ReplyAddress] = asyncio.Queue()
+
+    def on_finish(self, finish: Finish) -> None:
+        self.finishes.put_nowait(finish)
+
+    def on_lost(self, address: ReplyAddress) -> None:
+        self.lost.put_nowait(address)
+
+
+def frame(*tokens: int) -> TokenFrame:
+    return TokenFrame([TokenRun("r", 0, 0, list(tokens))])
+
+
+def run(story: "asyncio.Future[None] | object") -> None:
+    asyncio.run(asyncio.wait_for(story, 20))  # type: ignore[arg-type]
+
+
+def test_frames_arrive_in_order_and_finishes_come_back() -> None:
+    async def story() -> None:
+        received: asyncio.Queue[TokenFrame] = asyncio.Queue()
+        receiver, recorder = FrameReceiver(received.put_nowait), Recorder()
+        address = await receiver.start("127.0.0.1")
+        sender = FrameSender(recorder)
+        await sender.connect(address)
+        for token in range(50):
+            sender.send(address, frame(token))
+        tokens = [(await received.get()).runs[0].tokens[0] for _ in range(50)]
+        assert tokens == list(range(50))
+        receiver.finish("r", 0, 7)
+        assert await recorder.finishes.get() == Finish("r", 0, 7)
+        await receiver.close()
+        assert await recorder.lost.get() == address
+        assert sender.dropped_frames == 0
+
+    run(story())
+
+
+@pytest.mark.parametrize(
+    "hello", [b"\x00\x00\x00\x05wrong", struct.pack("!I", 1 << 30), b"GET / HTTP/1.1\r\n\r\n"]
+)
+def test_strangers_are_refused(hello: bytes) -> None:
+    async def story() -> None:
+        received: asyncio.Queue[TokenFrame] = asyncio.Queue()
+        receiver = FrameReceiver(received.put_nowait)
+        address = await receiver.start("127.0.0.1")
+        reader, writer = await asyncio.open_connection(address.host, address.port)
+        writer.write(hello)
+        assert await reader.read() == b""
+        writer.close()
+        assert received.empty()
+        await receiver.close()
+
+    run(story())
+
+
+def test_nobody_listening_drops_frames_and_does_not_block() -> None:
+    async def story() -> None:
+        recorder = Recorder()
+        receiver = FrameReceiver(lambda _: None)
+        address = await receiver.start("127.0.0.1")
+        await receiver.close()
+        sender = FrameSender(recorder)
+        await sender.connect(address)
+        sender.send(address, frame(1))
+        assert sender.dropped_frames == 1
+        assert recorder.lost.empty(), "a replica that was never reached has no requests to lose"
+
+    run(story())

@@ -1,0 +1,39 @@
+"""Adapter folders written tensor by tensor, so that each can be wrong in its own way."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from modeling.adapters.projection import Projection
+
+UP = Projection("up", "model.layers.{layer}.up", 6, 10, ((0, 6),), ((0, 10),), 3)
+DOWN = Projection("down", "model.layers.{layer}.down", 10, 6, ((0, 10),), ((0, 6),), 3)
+
+
+def factors(
+    projection: Projection, ranks: list[int], seed: int = 0, dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
+    """Random A and B for each layer whose rank is not 0."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for layer, rank in enumerate(ranks):
+        if rank:
+            module = f"base_model.model.{projection.module.format(layer=layer)}"
+            a = torch.randn(rank, projection.in_features, generator=generator)
+            b = torch.randn(projection.out_features, rank, generator=generator)
+            tensors[f"{module}.lora_A.weight"] = a.to(dtype)
+            tensors[f"{module}.lora_B.weight"] = b.to(dtype)
+    return tensors
+
+
+def write_lora(folder: Path, tensors: dict[str, Tensor], **fields: Any) -> Path:
+    """Write both files; fields go into adapter_config.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, **fields}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder

@@ -1,0 +1,173 @@
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from configs.adapters import AdapterError, AdapterRefusal
+from modeling.adapters.peft import Place, open_adapter
+from tests.modeling.adapters.lora_files import DOWN, UP, factors, write_lora
+
+PROJECTIONS = (UP, DOWN)
+
+
+def refusal(folder: Path, max_rank: int = 64) -> AdapterError:
+    with pytest.raises(AdapterError) as caught:
+        for _ in open_adapter(folder, PROJECTIONS, max_rank).read():
+            pass
+    return caught.value
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_factors_come_with_the_scaling_in_b(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensors = factors(UP, [4, 4, 4], dtype=dtype)
+    adapter = open_adapter(write_lora(tmp_path, tensors), PROJECTIONS, 64)
+    modules = list(adapter.read())
+    assert [m.place for m in modules] == [Place(0, 0), Place(0, 1), Place(0, 2)]
+    for layer, module in enumerate(modules):
+        name = f"base_model.model.model.layers.{layer}.up.lora_"
+        assert torch.equal(module.a, tensors[f"{name}A.weight"].float())
+        assert torch.equal(module.b, tensors[f"{name}B.weight"].float() * 2)
+
+
+def test_each_module_has_its_own_rank_and_scaling(tmp_path: Path) -> None:
+    tensors = {**factors(UP, [4, 9, 0]), **factors(DOWN, [0, 0, 2])}
+    fields = {
+        "rank_pattern": {"layers.1.up": 9, "down": 2},
+        "alpha_pattern": {"down": 3},
+        "use_rslora": True,
+    }
+    adapter = open_adapter(write_lora(tmp_path, tensors, **fields), PROJECTIONS, 64)
+    assert adapter.ranks == {Place(0, 0): 4, Place(0, 1): 9, Place(1, 2): 2}
+    scales = {
+        module.place: float((module.b / tensors[key]).mean())
+        for module, key in zip(
+            adapter.read(), [k for k in tensors if k.endswith("B.weight")], strict=True
+        )
+    }
+    expected = {Place(0, 0): 8 / 2, Place(0, 1): 8 / 3, Place(1, 2): 3 / 2**0.5}
+    assert scales == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_tensor_without_a_place_is_refused_by_name(tmp_path: Path) -> None:
+    for key in (
+        "base_model.model.model.layers.3.up.lora_A.weight",
+        "base_model.model.model.layers.0.gate.lora_A.weight",
+        "model.layers.0.up.lora_A.weight",
+        "base_model.model.model.layers.0.up.lora_A.default.weight",
+        "base_model.model.model.layers.0.up.lora_magnitude_vector",
+        "base_model.model.model.layers.0.up.lora_B.bias",
+        "base_model.model.model.layers.0.up.weight",
+    ):
+        folder = write_lora(tmp_path, {**factors(UP, [4, 4, 4]), key: torch.ones(4, 6)})
+        error = refusal(folder)
+        assert error.refusal is AdapterRefusal.UNSUPPORTED
+        assert key in error.message
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "base_model.model.lm_head.lora_A.weight",
+        "base_model.model.model.embed_tokens.lora_embedding_A",
+        "base_model.model.lm_head.weight",
+    ],
+)
+def test_the_vocabulary_is_refused_with_its_own_reason(tmp_path: Path, key: str) -> None:
+    error = refusal(write_lora(tmp_path, {**factors(UP, [4]), key: torch.ones(4, 6)}))
+    assert key in error.message
+    assert "vocabulary" in error.message
+
+
+@pytest.mark.parametrize("side", ["A", "B"])
+def test_a_lone_half_is_refused(tmp_path: Path, side: str) -> None:
+    tensors = factors(UP, [4, 4, 4])
+    key = f"base_model.model.model.layers.1.up.lora_{side}.weight"
+    del tensors[key]
+    error = refusal(write_lora(tmp_path, tensors))
+    assert f"{key} is missing" in error.message
+
+
+@pytest.mark.parametrize(("side", "shape"), [("A", (4, 7)), ("B", (9, 4))])
+def test_sizes_of_another_model_are_refused(
+    tmp_path: Path, side: str, shape: tuple[int, ...]
+) -> None:
+    key = f"base_model.model.model.layers.2.up.lora_{side}.weight"
+    error = refusal(write_lora(tmp_path, {**factors(UP, [4, 4, 4]), key: torch.ones(shape)}))
+    assert error.message.startswith("adapter for another base model: ")
+    assert key in error.message
+
+
+def test_a_rank_that_the_config_does_not_say_is_refused(tmp_path: Path) -> None:
+    error = refusal(write_lora(tmp_path, factors(UP, [4, 5, 4])))
+    assert "has rank 5, but adapter_config.json" in error.message
+    assert "says 4" in error.message
+
+
+def test_a_factor_that_is_no_matrix_is_refused(tmp_path: Path) -> None:
+    key = "base_model.model.model.layers.0.up.lora_A.weight"
+    error = refusal(write_lora(tmp_path, {**factors(UP, [4]), key: torch.ones(4, 6, 1)}))
+    assert "not a matrix" in error.message
+
+
+def test_a_rank_above_the_limit_is_too_large(tmp_path: Path) -> None:
+    folder = write_lora(tmp_path, factors(UP, [9, 9, 9]), r=9)
+    open_adapter(folder, PROJECTIONS, 9)
+    error = refusal(folder, max_rank=8)
+    assert error.refusal is AdapterRefusal.TOO_LARGE
+    assert "rank 9" in error.message
+    assert "max_rank 8" in error.message
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("side", ["A", "B"])
+def test_values_that_are_not_finite_are_refused(tmp_path: Path, side: str, value: float) -> None:
+    tensors = factors(UP, [4, 4, 4])
+    key = f"base_model.model.model.layers.1.up.lora_{side}.weight"
+    tensors[key][1, 2] = value
+    error = refusal(write_lora(tmp_path, tensors))
+    assert key in error.message
+    assert "not finite" in error.message
+
+
+def test_a_type_that_is_no_float_is_refused(tmp_path: Path) -> None:
+    tensors = {key: value.to(torch.int8) for key, value in factors(UP, [4]).items()}
+    assert "has type I8" in refusal(write_lora(tmp_path, tensors)).message
+
+
+def test_no_safetensors_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    folder = write_lora(tmp_path, factors(UP, [4]))
+    (folder / "adapter_model.safetensors").unlink()
+    assert "no adapter_model.safetensors" in refusal(folder).message
+    (folder / "adapter_model.bin").write_bytes(b"pickle")
+    error = refusal(folder)
+    assert "only a .bin" in error.message
+    assert "safe_serialization" in error.message
+
+
+def test_no_tensor_at_all_is_refused(tmp_path: Path) -> None:
+    assert "adapts nothing" in refusal(write_lora(tmp_path, {})).message
+
+
+@pytest.mark.parametrize("keep", [0, 7, 60, -1])
+def test_half_a_file_is_refused(tmp_path: Path, keep: int) -> None:
+    path = write_lora(tmp_path, factors(UP, [4, 4, 4])) / "adapter_model.safetensors"
+    size = os.path.getsize(path)
+    os.truncate(path, keep if keep >= 0 else size + keep)
+    assert "cannot be read" in refusal(tmp_path).message
+
+
+def test_the_file_says_what_is_adapted_not_the_config(tmp_path: Path) -> None:
+    fields = {"target_modules": "all-linear", "layers_to_transform": [0], "exclude_modules": ["x"]}
+    folder = write_lora(tmp_path, factors(UP, [0, 4, 0]), **fields)
+    assert open_adapter(folder, PROJECTIONS, 64).ranks == {Place(0, 1): 4}
+
+
+def test_metadata_in_the_file_does_no_harm(tmp_path: Path) -> None:
+    folder = write_lora(tmp_path, factors(UP, [4]))
+    path = folder / "adapter_model.safetensors"
+    tensors: dict[str, Tensor] = load_file(path)
+    save_file(tensors, path, metadata={"format": "pt"})
+    assert len(open_adapter(folder, PROJECTIONS, 64).modules) == 1

@@ -1,0 +1,175 @@
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+from peft.utils.other import get_pattern_key
+
+from configs.adapters import AdapterError, AdapterRefusal
+from modeling.adapters.peft_config import (
+    HARMLESS_INITS,
+    IGNORED,
+    REFUSED,
+    SERVED,
+    parse_config,
+    read_config,
+)
+
+PLAIN: dict[str, Any] = {"peft_type": "LORA", "r": 8, "lora_alpha": 16}
+
+MODULES = [
+    f"model.layers.{layer}.{name}"
+    for layer in (0, 1, 10, 11)
+    for name in ("self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj", "mlp.down_proj")
+]
+
+
+def refusal(**fields: Any) -> AdapterError:
+    with pytest.raises(AdapterError) as caught:
+        parse_config({**PLAIN, **fields})
+    assert caught.value.refusal is AdapterRefusal.UNSUPPORTED
+    return caught.value
+
+
+def test_every_field_of_peft_is_decided_once() -> None:
+    # A field that a new PEFT brings fails here until somebody has thought about it.
+    fields = {field.name for field in dataclasses.fields(peft.LoraConfig)}
+    decided = [*SERVED, *IGNORED, *REFUSED]
+    assert fields - set(decided) == set()
+    assert len(decided) == len(set(decided))
+
+
+def test_what_peft_saves_by_default_is_served(tmp_path: Path) -> None:
+    peft.LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj"]).save_pretrained(str(tmp_path))
+    plan = read_config(tmp_path)
+    assert plan.rank_of("model.layers.0.self_attn.q_proj") == 4
+    assert plan.scaling_of("model.layers.0.self_attn.q_proj") == 1.5
+
+
+@pytest.mark.parametrize("fields", [{}, {"use_rslora": True}])
+@pytest.mark.parametrize(
+    ("ranks", "alphas"),
+    [
+        ({}, {}),
+        ({"v_proj": 3}, {"q_proj": 7.5}),
+        ({"proj": 3, "up_proj": 5}, {}),
+        ({"layers.1.self_attn.v_proj": 2}, {"layers.1.self_attn.v_proj": 32}),
+        ({r"layers\.\d+\.mlp\..*": 6, "up_proj": 4}, {"(q|v)_proj": 9}),
+        ({"^model.layers.1.mlp.up_proj": 6}, {r".*\.1\..*": 1}),
+        ({"_proj": 3, ".*_proj": 5}, {"model": 3}),
+    ],
+)
+def test_patterns_match_as_in_peft(
+    ranks: dict[str, int], alphas: dict[str, float], fields: dict[str, Any]
+) -> None:
+    plan = parse_config({**PLAIN, "rank_pattern": ranks, "alpha_pattern": alphas, **fields})
+    for module in MODULES:
+        rank = ranks.get(get_pattern_key(list(ranks), module), PLAIN["r"])
+        alpha = alphas.get(get_pattern_key(list(alphas), module), PLAIN["lora_alpha"])
+        assert plan.rank_of(module) == rank
+        scale = alpha / (math.sqrt(rank) if fields else rank)
+        assert plan.scaling_of(module) == pytest.approx(scale, rel=1e-15)
+
+
+@pytest.mark.parametrize("init", [True, False, *HARMLESS_INITS, "Gaussian", None])
+def test_inits_that_keep_the_base_are_served(init: object) -> None:
+    parse_config({**PLAIN, "init_lora_weights": init})
+
+
+@pytest.mark.parametrize(
+    "init", ["pissa", "pissa_niter_16", "olora", "loftq", "corda", "lora_ga", "tomorrow", 1]
+)
+def test_inits_that_change_the_base_are_refused(init: object) -> None:
+    error = refusal(init_lora_weights=init)
+    assert repr(init) in error.message
+    assert "init_lora_weights" in error.message
+
+
+SET: dict[str, object] = {
+    "bias": "lora_only",
+    "lora_bias": True,
+    "use_dora": True,
+    "modules_to_save": ["lm_head"],
+    "trainable_token_indices": [5],
+    "alora_invocation_tokens": [1, 2],
+    "target_parameters": ["experts.up"],
+    "layer_replication": [[0, 4], [2, 6]],
+    "megatron_config": {"a": 1},
+    "use_qalora": True,
+    "use_bdlora": {"nblocks": 2},
+    "monteclora_config": {"a": 1},
+    "arrow_config": {"top_k": 3},
+    "kasa_config": {"beta": 1e-4},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_served_is_refused_by_name(name: str) -> None:
+    error = refusal(**{name: SET[name]})
+    assert error.message.startswith(f"{name}={SET[name]!r}")
+    assert REFUSED[name] in error.message
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("value", [None, False, [], {}, ""])
+def test_a_field_that_is_off_is_no_refusal(name: str, value: object) -> None:
+    parse_config({**PLAIN, name: value})
+
+
+@pytest.mark.parametrize("value", [0, 1, "x", True, [0], 0.0])
+def test_an_unknown_field_that_is_set_is_refused(value: object) -> None:
+    assert "use_something_new" in refusal(use_something_new=value).message
+
+
+@pytest.mark.parametrize("value", [None, False, [], {}, ""])
+def test_an_unknown_field_that_is_off_is_no_refusal(value: object) -> None:
+    parse_config({**PLAIN, "use_something_new": value})
+
+
+@pytest.mark.parametrize("peft_type", ["LOHA", "ADALORA", None, "lora", "IA3"])
+def test_other_methods_are_refused(peft_type: object) -> None:
+    assert repr(peft_type) in refusal(peft_type=peft_type).message
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"r": 0},
+        {"r": -1},
+        {"r": True},
+        {"r": "8"},
+        {"lora_alpha": "16"},
+        {"lora_alpha": float("nan")},
+        {"lora_alpha": 10**400},
+        {"use_rslora": "yes"},
+        {"rank_pattern": {"q_proj": 0}},
+        {"rank_pattern": ["q_proj"]},
+        {"alpha_pattern": {"q_proj": None}},
+        {"rank_pattern": {"(q_proj": 4}},
+    ],
+)
+def test_values_of_the_wrong_kind_are_refused(fields: dict[str, Any]) -> None:
+    assert next(iter(fields)) in refusal(**fields).message
+
+
+@pytest.mark.parametrize("key", ["(a+)+", "(.*)*x", "(a|b){9}", ".*.*.*.*x"])
+def test_a_pattern_that_could_run_for_ever_is_refused(key: str) -> None:
+    assert "bounded time" in refusal(rank_pattern={key: 4}).message
+
+
+def test_files_that_are_no_config_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "adapter_config.json"
+    with pytest.raises(AdapterError, match=r"no adapter_config\.json"):
+        read_config(tmp_path)
+    for text in ("{", "[]", "\x00"):
+        path.write_text(text)
+        with pytest.raises(AdapterError, match="adapter_config"):
+            read_config(tmp_path)
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(AdapterError):
+        read_config(tmp_path)
+    path.write_text(json.dumps(PLAIN))
+    assert read_config(tmp_path).rank == 8

@@ -1,0 +1,131 @@
+"""Paged SDPA against the equation of base.py, written as a loop."""
+
+import math
+from dataclasses import dataclass
+from itertools import accumulate
+
+import pytest
+import torch
+from torch import Tensor
+
+from modeling.attention.base import AttentionSpec
+from modeling.attention.kv_cache import CacheSpec, LayerCache, allocate
+from modeling.attention.sdpa import SdpaAttention, SdpaStep
+
+CPU = torch.device("cpu")
+
+# (query length, key length) of each row
+STEPS: dict[str, list[tuple[int, int]]] = {
+    "one prefill": [(7, 7)],
+    "prefills": [(7, 7), (300, 300), (2, 2)],
+    "chunks": [(5, 40), (16, 16), (33, 290)],
+    "decode, equal": [(1, 20), (1, 20), (1, 20)],
+    "decode, mixed": [(1, 1), (1, 17), (1, 255), (1, 16)],
+    "decode, far apart": [(1, 3), (1, 700), (1, 257), (1, 600)],
+    "all kinds": [(1, 9), (12, 12), (1, 400), (4, 31), (1, 1)],
+}
+
+
+@dataclass
+class Paged:
+    """Random rows in shuffled pages. Whatever belongs to no row is NaN."""
+
+    lengths: list[tuple[int, int]]
+    page_size: int
+    heads: tuple[int, int] = (4, 2)
+    head_dim: int = 8
+    dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator().manual_seed(3)
+        counts = [-(-keys // self.page_size) for _, keys in self.lengths]
+        num_pages = sum(counts) + 2
+        spec = CacheSpec(1, self.page_size, self.heads[1], self.head_dim, self.dtype)
+        self.cache: LayerCache = allocate(spec, num_pages, CPU)[0]
+        self.cache.keys.fill_(math.nan)
+        self.cache.values.fill_(math.nan)
+        pages = iter(torch.randperm(num_pages, generator=generator).tolist())
+        self.tables = torch.full((len(counts), max(counts) + 1), 10**6, dtype=torch.int32)
+        self.rows: list[tuple[Tensor, Tensor, Tensor]] = []
+        for row, (queries, keys) in enumerate(self.lengths):
+            table = [next(pages) for _ in range(counts[row])]
+            self.tables[row, : len(table)] = torch.tensor(table)
+            slots = torch.tensor(
+                [
+                    table[j // self.page_size] * self.page_size + j % self.page_size
+                    for j in range(keys)
+                ]
+            )
+            sizes = ((queries, self.heads[0]), (keys, self.heads[1]), (keys, self.heads[1]))
+            q, k, v = (
+                torch.randn(*size, self.head_dim, generator=generator).to(self.dtype)
+                for size in sizes
+            )
+            self.cache.store(k, v, slots)
+            self.rows.append((q, k, v))
+
+    def run(self, scale: float = 0.4) -> Tensor:
+        spec = AttentionSpec(*self.heads, self.head_dim, scale, self.page_size, self.dtype, CPU)
+        backend = SdpaAttention(spec)
+        queries, keys = zip(*self.lengths, strict=True)
+        step = backend.prepare(queries, keys, self.tables)
+        assert isinstance(step, SdpaStep)
+        assert step.max_key_length == max(keys)
+        q = torch.cat([q for q, _, _ in self.rows])
+        starts = torch.tensor([0, *accumulate(queries)], dtype=torch.int32)
+        return backend.forward(q, self.cache, starts, self.tables, step)
+
+
+def naive(q: Tensor, k: Tensor, v: Tensor, scale: float = 0.4) -> Tensor:
+    """One row, one query and one head at a time, in float64."""
+    q, k, v = q.double(), k.double(), v.double()
+    out = torch.empty_like(q)
+    group = q.shape[1] // k.shape[1]
+    for i in range(len(q)):
+        seen = len(k) - len(q) + i + 1
+        for head in range(q.shape[1]):
+            weights = (scale * k[:seen, head // group] @ q[i, head]).softmax(0)
+            out[i, head] = weights @ v[:seen, head // group]
+    return out
+
+
+def check(paged: Paged, tolerance: float = 1e-5) -> None:
+    expected = torch.cat([naive(*row) for row in paged.rows])
+    torch.testing.assert_close(paged.run().double(), expected, atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("page_size", [16, 128, 256])
+@pytest.mark.parametrize("lengths", STEPS.values(), ids=STEPS)
+def test_equals_the_equation(lengths: list[tuple[int, int]], page_size: int) -> None:
+    check(Paged(lengths, page_size))
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 1), (8, 2)])
+@pytest.mark.parametrize("head_dim", [8, 20])
+def test_head_shapes(heads: tuple[int, int], head_dim: int) -> None:
+    check(Paged(STEPS["all kinds"], 16, heads, head_dim))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_types(dtype: torch.dtype) -> None:
+    check(Paged(STEPS["all kinds"], 16, dtype=dtype), tolerance=0.03)
+
+
+def test_a_row_never_reads_what_another_left_behind() -> None:
+    """Pages are NaN outside the rows' own keys: zero weight times NaN would show."""
+    assert not Paged(STEPS["decode, mixed"], 128).run().isnan().any()
+
+
+def test_decode_rows_share_calls() -> None:
+    paged = Paged([(1, n) for n in (1, 5, 200, 256, 257, 512, 513)], 16)
+    spec = AttentionSpec(4, 2, 8, 1.0, 16, torch.float32, CPU)
+    queries, keys = zip(*paged.lengths, strict=True)
+    step = SdpaAttention(spec).prepare(queries, keys, paged.tables)
+    assert sorted(len(group.slots) for group in step.groups) == [513, 2 * 512, 4 * 256]
+    assert not step.long_rows
+
+
+def test_lengths_must_be_possible() -> None:
+    spec = AttentionSpec(4, 2, 8, 1.0, 16, torch.float32, CPU)
+    with pytest.raises(AssertionError):
+        SdpaAttention(spec).prepare([5], [4], torch.zeros(1, 1, dtype=torch.int32))

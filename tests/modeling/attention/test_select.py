@@ -1,0 +1,53 @@
+"""Which backend is chosen, what is said about it, and what cannot be had."""
+
+import pytest
+import torch
+
+from configs.engine import AttentionBackend as Name
+from modeling.attention import select
+from modeling.attention.base import AttentionBackend, AttentionSpec
+from modeling.attention.sdpa import SdpaAttention
+from modeling.attention.select import select_attention
+
+SPEC = AttentionSpec(4, 2, 8, 1.0, 16, torch.float32, torch.device("cpu"))
+
+
+class Choosy(SdpaAttention):
+    name = "choosy"
+
+    @classmethod
+    def lacks(cls, spec: AttentionSpec) -> str | None:
+        return f"head_dim {spec.head_dim} is not 128"
+
+
+def not_installed() -> type[AttentionBackend]:
+    raise ImportError("No module named 'flash_attn'")
+
+
+@pytest.mark.parametrize("name", [Name.AUTO, Name.SDPA])
+def test_sdpa_serves_anything(name: Name) -> None:
+    choice = select_attention(name, SPEC)
+    assert isinstance(choice.backend, SdpaAttention)
+    assert choice.reason.startswith("sdpa: ")
+
+
+@pytest.mark.parametrize("name", [Name.FLASH_ATTN, Name.FLASHINFER])
+def test_backends_that_this_build_lacks(name: Name) -> None:
+    with pytest.raises(ValueError, match=f"{name.value!r} is not available in this build.*sdpa"):
+        select_attention(name, SPEC)
+
+
+def test_auto_says_whom_it_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = {Name.FLASH_ATTN: not_installed, Name.FLASHINFER: lambda: Choosy, **select.BACKENDS}
+    monkeypatch.setattr(select, "BACKENDS", table)
+    reason = select_attention(Name.AUTO, SPEC).reason
+    assert "'flash_attn' is not installed" in reason
+    assert "flashinfer: head_dim 8 is not 128" in reason
+    with pytest.raises(ValueError, match="'choosy': head_dim 8 is not 128"):
+        select_attention(Name.FLASHINFER, SPEC)
+
+
+def test_when_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select, "BACKENDS", {Name.FLASH_ATTN: not_installed})
+    with pytest.raises(ValueError, match=r"no attention backend fits: .*not installed"):
+        select_attention(Name.AUTO, SPEC)

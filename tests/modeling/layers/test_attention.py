@@ -1,0 +1,38 @@
+"""Splitting a fused q, k, v: what is rotated, what is stored, what comes back."""
+
+import pytest
+import torch
+
+from configs.architecture import Rope
+from modeling.attention.kv_cache import CacheSpec, LayerCache, allocate
+from modeling.layers.attention import rotate_and_store
+from modeling.layers.rotary import Rotary, rotate
+from sharding.slicing import cut_heads
+
+CPU = torch.device("cpu")
+HEADS = cut_heads(4, 2, 8, 0, 1)
+SLOTS = torch.tensor([3, 0, 6])
+
+
+@pytest.fixture
+def cache() -> LayerCache:
+    return allocate(CacheSpec(1, 4, 2, 8, torch.float32), 2, CPU)[0]
+
+
+@pytest.mark.parametrize("rotated", [True, False])
+def test_parts_go_where_they_belong(cache: LayerCache, rotated: bool) -> None:
+    q, k, v = torch.randn(3, 4, 8), torch.randn(3, 2, 8), torch.randn(3, 2, 8)
+    fused = torch.cat([part.flatten(1) for part in (q, k, v)], dim=1)
+    angles = Rotary(Rope(), 8, torch.float32, CPU).angles(torch.arange(3)) if rotated else None
+    got = rotate_and_store(fused, HEADS, angles, cache, SLOTS, None)
+    if angles is not None:
+        q, k = rotate(q, *angles), rotate(k, *angles)
+    assert torch.equal(got, q)
+    assert torch.equal(cache.flat_keys[SLOTS], k)
+    assert torch.equal(cache.flat_values[SLOTS], v)
+
+
+def test_only_the_asked_for_tokens_are_stored(cache: LayerCache) -> None:
+    fused = torch.randn(3, 8 * 8)
+    rotate_and_store(fused, HEADS, None, cache, SLOTS, torch.tensor([0, 2]))
+    assert cache.flat_keys[SLOTS].flatten(1).any(dim=1).tolist() == [True, False, True]

@@ -1,0 +1,103 @@
+"""Runs a paged model by hand: rows of tokens in, logits out, pages in a shuffled order."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from configs.architecture import load_architecture
+from configs.engine import AttentionBackend
+from modeling.adapters.kernels.base import AdapterData
+from modeling.attention.kv_cache import allocate
+from modeling.attention.select import select_attention
+from modeling.models.base import PagedModel, attention_spec, cache_spec
+from modeling.models.select import build_model
+from sharding.checkpoint import SafetensorsCheckpoint
+from sharding.group import TensorParallel
+from sharding.loader import Weights
+
+CPU = torch.device("cpu")
+
+
+def load(folder: Path, group: TensorParallel, dtype: torch.dtype = torch.float32) -> PagedModel:
+    """One rank's share of the checkpoint in `folder`."""
+    weights = Weights(SafetensorsCheckpoint(folder), group, dtype, CPU)
+    return build_model(load_architecture(folder), weights)
+
+
+@dataclass
+class Stepper:
+    """A model with a cache of its own; sequences are known by their index.
+
+    Pages are handed out from a shuffled list, so tables are never in order.
+    """
+
+    model: PagedModel
+    page_size: int = 16
+    num_pages: int = 24
+    lengths: dict[int, int] = field(default_factory=dict)
+    tables: dict[int, list[int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.cache = allocate(cache_spec(self.model, self.page_size), self.num_pages, CPU)
+        spec = attention_spec(self.model, self.page_size)
+        self.backend = select_attention(AttentionBackend.AUTO, spec).backend
+        order = torch.randperm(self.num_pages, generator=torch.Generator().manual_seed(7))
+        self.free = order.tolist()
+
+    def step(self, rows: Sequence[tuple[int, Sequence[int]]]) -> list[Tensor]:
+        """Append tokens to sequences, one row each; returns each row's logits [tokens, vocab]."""
+        return list(torch.split(self.run(rows), [len(tokens) for _, tokens in rows]))
+
+    @torch.inference_mode()
+    def run(
+        self,
+        rows: Sequence[tuple[int, Sequence[int]]],
+        adapter_data: AdapterData | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """One forward over the packed rows; options: the last ones of the model's forward."""
+        positions: list[int] = []
+        slots: list[int] = []
+        for sequence, tokens in rows:
+            start = self.lengths.get(sequence, 0)
+            self.lengths[sequence] = start + len(tokens)
+            table = self._grown_table(sequence)
+            new = range(start, start + len(tokens))
+            positions += new
+            slots += [table[p // self.page_size] * self.page_size + p % self.page_size for p in new]
+        sequences = [sequence for sequence, _ in rows]
+        queries = [len(tokens) for _, tokens in rows]
+        tables = self._block_tables(sequences)
+        step = self.backend.prepare(queries, [self.lengths[s] for s in sequences], tables)
+        out, speculative = self.model.forward(
+            torch.tensor([token for _, tokens in rows for token in tokens]),
+            torch.tensor(positions),
+            torch.tensor([0, *accumulate(queries)], dtype=torch.int32),
+            self.cache,
+            tables,
+            torch.tensor(slots),
+            step,
+            step.max_key_length,
+            adapter_data,
+            **options,
+        )
+        assert speculative is None
+        return out
+
+    def _grown_table(self, sequence: int) -> list[int]:
+        """The sequence's pages, enough for its length."""
+        table = self.tables.setdefault(sequence, [])
+        while len(table) * self.page_size < self.lengths[sequence]:
+            table.append(self.free.pop())
+        return table
+
+    def _block_tables(self, sequences: list[int]) -> Tensor:
+        """Block tables padded with a page that no row may read."""
+        longest = max(len(self.tables[sequence]) for sequence in sequences) + 1
+        rows = [self.tables[s] + [10**6] * (longest - len(self.tables[s])) for s in sequences]
+        return torch.tensor(rows, dtype=torch.int32)

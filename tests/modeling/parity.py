@@ -1,0 +1,180 @@
+"""A runner against the oracle: the same tokens, the same logits, on every rank."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from configs.adapters import AdapterKey, FetchedAdapter
+from configs.engine import AdaptersConfig, CacheConfig, Device, EngineConfig, LimitsConfig
+from configs.model import ModelConfig
+from configs.sampling import Sampling
+from modeling.runner import ModelRunner
+from sharding.group import TensorParallel
+from tests.checkpoints import AdapterRecipe, write_adapter, write_llama
+from tests.modeling.stepping import Answer, Asked, generate
+from tests.oracle import NUM_TOKENS, TOLERANCE, Truth, prompt_truth
+from tests.ranks import run_ranks
+
+BASE = "base"
+NUM_BLOCKS = 64
+BLOCK_SIZE = 16
+
+ADAPTERS: dict[str, AdapterRecipe] = {
+    "r4": AdapterRecipe(r=4, seed=11),
+    "r8": AdapterRecipe(r=8, alpha=16.0, seed=12),
+    "r24": AdapterRecipe(r=24, alpha=32.0, seed=13),
+    "rslora": AdapterRecipe(r=8, alpha=6.0, use_rslora=True, seed=14),
+    "last_layer": AdapterRecipe(r=4, layers_to_transform=[1], std=0.2, seed=15),
+    "columns": AdapterRecipe(r=5, target_modules=("q_proj", "v_proj"), std=0.2, seed=16),
+    "rows": AdapterRecipe(r=6, target_modules=("o_proj", "down_proj"), std=0.2, seed=17),
+    "patterns": AdapterRecipe(
+        r=4,
+        seed=18,
+        extra={
+            "rank_pattern": {"v_proj": 12, r"layers\.0\.mlp\..*": 2},
+            "alpha_pattern": {"o_proj": 3, "layers.1.self_attn.q_proj": 20},
+        },
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """One kind of model: how to write a tiny one of a variant, and an adapter for it."""
+
+    write: Callable[..., Path]
+    adapters: dict[str, AdapterRecipe] = field(default_factory=lambda: dict(ADAPTERS))
+
+
+FAMILIES: dict[str, Family] = {"llama": Family(write_llama)}
+"""Another model is another row; its adapters name its own modules."""
+
+
+class Mismatch(AssertionError):
+    """The runner and the oracle do not say the same."""
+
+
+class World:
+    """Tiny models and adapters on disk, written when first asked for."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def model(self, family: str, variant: str) -> Path:
+        """The folder of a model."""
+        folder = self._root / family / variant / "model"
+        if not folder.exists():
+            FAMILIES[family].write(folder, variant)
+        return folder
+
+    def adapter(self, family: str, variant: str, name: str) -> Path | None:
+        """The folder of an adapter for that model; None for the base."""
+        if name == BASE:
+            return None
+        folder = self._root / family / variant / name
+        if not folder.exists():
+            write_adapter(folder, self.model(family, variant), FAMILIES[family].adapters[name])
+        return folder
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One comparison: a model on some ranks, and the adapters that share its batch."""
+
+    family: str
+    variant: str
+    ranks: int
+    names: Sequence[str]
+    chunk: int = 5
+
+
+def engine_config(model: Path, **changes: Any) -> EngineConfig:
+    """A small engine on the CPU."""
+    fields: dict[str, Any] = {
+        "model": ModelConfig(id=str(model)),
+        "device": Device.CPU,
+        "cache": CacheConfig(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE),
+        "limits": LimitsConfig(max_running=16, max_step_tokens=256),
+        "adapters": AdaptersConfig(device_pages=40, max_device_adapters=10, max_rank=64),
+    }
+    return EngineConfig(**{**fields, **changes})
+
+
+def place_all(runner: ModelRunner, folders: Sequence[Path]) -> None:
+    """Stage the adapters and place each at its index, on pages that interleave."""
+    free = list(range(40))
+    random.Random(1).shuffle(free)
+    for slot, folder in enumerate(folders):
+        key = AdapterKey(slot + 1)
+        shape = runner.stage(FetchedAdapter(key, folder.name, str(folder), folder.name))
+        taken = [free.pop() for _ in range(max(shape.num_pages))]
+        runner.place(key, slot, [taken[:count] for count in shape.num_pages])
+
+
+def compare(world: World, setting: Setting) -> None:
+    """Generate for every adapter of the setting in one batch; Mismatch where the oracle differs."""
+    model = world.model(setting.family, setting.variant)
+    folders = [world.adapter(setting.family, setting.variant, name) for name in setting.names]
+    told = [prompt_truth(model, folder, 7 + 4 * i) for i, folder in enumerate(folders)]
+    vocab_size = told[0][1].logits.shape[1]
+    adapters = [folder for folder in folders if folder is not None]
+    requests = [
+        Asked(
+            prompt=prompt,
+            num_tokens=NUM_TOKENS,
+            slot=-1 if folder is None else adapters.index(folder),
+            sampling=Sampling(logprobs=vocab_size),
+            chunk=setting.chunk + i,
+            joins_at=2 * i,
+        )
+        for i, (folder, (prompt, _)) in enumerate(zip(folders, told, strict=True))
+    ]
+    results = run_ranks(setting.ranks, partial(_answers, engine_config(model), adapters, requests))
+    for rank, answers in enumerate(results):
+        for name, answer, (_, truth) in zip(setting.names, answers, told, strict=True):
+            _judge(f"{setting.variant}, rank {rank} of {setting.ranks}, {name}", answer, truth)
+
+
+def _answers(
+    config: EngineConfig, adapters: list[Path], requests: list[Asked], group: TensorParallel
+) -> list[Answer]:
+    runner = ModelRunner(config, group, torch.device("cpu"))
+    runner.load()
+    place_all(runner, adapters)
+    answers = generate(runner, requests, NUM_BLOCKS, BLOCK_SIZE)
+    runner.check()
+    return answers
+
+
+def _judge(what: str, answer: Answer, truth: Truth) -> None:
+    found = full_logprobs(answer)
+    # Where a token differs, later rows answer another question.
+    equal = [a == b for a, b in zip(answer.tokens, truth.tokens, strict=True)]
+    same = equal.index(False) if False in equal else len(equal)
+    error = float((found - truth.logprobs)[: same + 1].abs().max())
+    if answer.tokens != truth.tokens or not error <= TOLERANCE:
+        raise Mismatch(f"{what}: {same} tokens are equal, logprobs differ by {error}")
+
+
+def full_logprobs(answer: Answer) -> Tensor:
+    """[tokens, vocab], where every row asked for the whole vocabulary."""
+    rows = []
+    for own in answer.logprobs:
+        assert own is not None
+        row = torch.full((len(own.top_ids),), float("nan"), dtype=torch.float64)
+        row[own.top_ids] = torch.tensor(own.top_logprobs, dtype=torch.float64)
+        rows.append(row)
+    return torch.stack(rows)
+
+
+def expect_mismatch(world: World, setting: Setting) -> None:
+    """The comparison must notice; only a Mismatch counts, never an accident."""
+    with pytest.raises(Mismatch):
+        compare(world, setting)

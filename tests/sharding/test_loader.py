@@ -1,0 +1,48 @@
+"""Weights: types, slices, and the proof that the whole checkpoint was used."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from sharding.checkpoint import CheckpointError, DummySource, SafetensorsCheckpoint
+from sharding.group import SingleRank
+from sharding.loader import Weights
+
+CPU = torch.device("cpu")
+
+
+def weights(folder: Path, dtype: torch.dtype = torch.float32) -> Weights:
+    return Weights(SafetensorsCheckpoint(folder), SingleRank(), dtype, CPU)
+
+
+def test_slices_arrive_in_the_wanted_type(tmp_path: Path) -> None:
+    save_file({"m": torch.arange(12.0).view(3, 4)}, tmp_path / "model.safetensors")
+    got = weights(tmp_path, torch.bfloat16).read("m", (3, 4), rows=((1, 3),), columns=((0, 2),))
+    assert got.dtype == torch.bfloat16
+    assert got.tolist() == [[4, 5], [8, 9]]
+
+
+def test_left_over_tensors_are_listed(tmp_path: Path) -> None:
+    names = ["a", "extra.weight", "model.layers.0.self_attn.rotary_emb.inv_freq", "lm_head.weight"]
+    save_file({name: torch.ones(1) for name in names}, tmp_path / "model.safetensors")
+    loaded = weights(tmp_path)
+    loaded.parameter("a", (1,))
+    with pytest.raises(CheckpointError, match=r"2 tensors.*: extra\.weight, lm_head\.weight$"):
+        loaded.finish()
+    loaded.parameter("extra.weight", (1,))
+    loaded.finish(ignored=frozenset({"lm_head.weight"}))
+
+
+def test_a_long_list_is_cut(tmp_path: Path) -> None:
+    save_file({f"x{i}": torch.ones(1) for i in range(20)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"20 tensors.*x0.*, \.\.\.$"):
+        weights(tmp_path).finish()
+
+
+def test_a_made_up_source_is_never_left_over() -> None:
+    source = DummySource(CPU, torch.float16)
+    loaded = Weights(source, SingleRank(), torch.float16, CPU)
+    assert loaded.read("a.weight", (4, 2), rows=()).shape == (0, 2)
+    loaded.finish()
