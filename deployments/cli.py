@@ -54,7 +54,7 @@ def _serve(parsed: argparse.Namespace) -> int:
         _say(f"deploying {parsed.config}")
         _deploy(parsed.config, dashboard)
         if _wait_until_running(serve, leaving):
-            _announce(config, dashboard)
+            _announce(config, dashboard, context.address_info["gcs_address"])
             leaving.wait()
         status = 0 if leaving.is_set() else 1
     finally:
@@ -91,7 +91,7 @@ def _wait_until_running(serve: Any, leaving: threading.Event) -> bool:
     return False
 
 
-def _announce(config: dict[str, Any], dashboard: str) -> None:
+def _announce(config: dict[str, Any], dashboard: str, address: str) -> None:
     """The URL, a line to try, the dashboard, and what was chosen."""
     options = config.get("http_options", {})
     url = f"http://{options.get('host', '127.0.0.1')}:{options.get('port', 8000)}"
@@ -99,7 +99,8 @@ def _announce(config: dict[str, Any], dashboard: str) -> None:
     print(f"\nLoRay serves {info.get('model_id')} on {url}")
     for what, choice in {**info.get("chosen", {}), "http front": proxy_mode()}.items():
         print(f"  {what:14} {choice}")
-    print(f"  {'dashboard':14} {dashboard}")
+    print(f"  {'ray dashboard':14} {dashboard}")
+    print(f"  {'ray address':14} {address}")
     body = {"inputs": "What is the capital of France?", "parameters": {"adapter_id": "pirate"}}
     print(f"\nTry:\n  curl {url}/generate -H 'content-type: application/json' \\")
     print(f"    -d '{json.dumps(body)}'\n\nCtrl-C ends it.", flush=True)

@@ -8,7 +8,8 @@ from typing import cast
 import torch
 from torch import nn
 
-from configs.architecture import Architecture, load_architecture
+from configs.architectures.base import ModelArchitecture
+from configs.architectures.select import load_architecture
 from configs.engine import Device, EngineConfig
 from configs.model import DType, LoadFormat
 from modeling.models.base import PagedModel
@@ -24,7 +25,7 @@ class LoadedModel:
     """A rank's share of the model, and the bytes and seconds that it took."""
 
     model: PagedModel
-    architecture: Architecture
+    architecture: ModelArchitecture
     bytes_read: int
     bytes_resident: int
     seconds: float
@@ -59,7 +60,7 @@ def load_model(config: EngineConfig, group: TensorParallel, device: torch.device
     return LoadedModel(model, architecture, source.bytes_read, resident, seconds)
 
 
-def total_tokens(config: EngineConfig, architecture: Architecture) -> int:
+def total_tokens(config: EngineConfig, architecture: ModelArchitecture) -> int:
     """Return the longest sequence; ValueError when the model was not made for the one asked."""
     longest = architecture.max_position_embeddings
     wanted = config.limits.max_total_tokens
@@ -71,7 +72,7 @@ def total_tokens(config: EngineConfig, architecture: Architecture) -> int:
     return wanted or longest
 
 
-def _dtype(wanted: DType, architecture: Architecture, stored: torch.dtype) -> torch.dtype:
+def _dtype(wanted: DType, architecture: ModelArchitecture, stored: torch.dtype) -> torch.dtype:
     """Return what AUTO means: the config's type, else that of the tensors."""
     name = architecture.checkpoint_dtype if wanted is DType.AUTO else wanted.value
     return stored if name is None else torch_dtype(name)

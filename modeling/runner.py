@@ -193,7 +193,7 @@ class ModelRunner:
         attention = self._attention.backend.prepare(
             inputs.query_lengths, inputs.key_lengths, inputs.block_tables
         )
-        logits, _ = self._loaded.model.forward(
+        logits, _ = self._loaded.model.paged(
             inputs.input_ids,
             inputs.positions,
             inputs.cu_seqlens,

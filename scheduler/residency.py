@@ -37,6 +37,13 @@ class Residency:
         self._residents: dict[AdapterKey, Resident] = {}
         self._unplaced_pins: dict[AdapterKey, Resident] = {}
 
+    @property
+    def has_moves(self) -> bool:
+        """Whether the next plan has an adapter to drop or a pinned one to fill."""
+        if self.host.has_unsent_drops:
+            return True
+        return any(self.standing(key) is Standing.PLACEABLE for key in self._unplaced_pins)
+
     def states(self) -> dict[AdapterKey, AdapterState]:
         """Where each known adapter is."""
         return {key: resident.state for key, resident in self._residents.items()}

@@ -75,8 +75,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request lives, any plan is in flight, or any drop is still to be sent."""
-        return bool(self._requests or self._flights or self._residency.host.has_unsent_drops)
+        """Whether any request lives, any plan is in flight, or an adapter is to be moved."""
+        return bool(self._requests or self._flights or self._residency.has_moves)
 
     def add(self, request: Request, now: float) -> None:
         """Queue a request; `now` in seconds.

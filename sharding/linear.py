@@ -26,9 +26,17 @@ class ColumnParallelLinear(nn.Module):
     """
 
     def __init__(
-        self, in_features: int, parts: tuple[ColumnPart, ...], bias: bool, weights: Weights
+        self,
+        in_features: int,
+        parts: tuple[ColumnPart, ...],
+        bias: bool,
+        weights: Weights,
+        stored_transposed: bool = False,
     ) -> None:
-        """Read this rank's rows of every part into one matrix [local_out, in]."""
+        """Read this rank's rows of every part into one matrix [local_out, in].
+
+        stored_transposed: the checkpoint's matrices are [in, out] (GPT-2's Conv1D).
+        """
         super().__init__()
         sizes = [width(part.rows) for part in parts]
         self.offsets = tuple(sum(sizes[:i]) for i in range(len(sizes)))
@@ -37,7 +45,12 @@ class ColumnParallelLinear(nn.Module):
         for part, offset, size in zip(parts, self.offsets, sizes, strict=True):
             shape = (part.out_features, in_features)
             place = slice(offset, offset + size)
-            self.weight[place] = weights.read(f"{part.name}.weight", shape, rows=part.rows)
+            name = f"{part.name}.weight"
+            self.weight[place] = (
+                weights.read(name, shape[::-1], columns=part.rows).t()
+                if stored_transposed
+                else weights.read(name, shape, rows=part.rows)
+            )
             if self.bias is not None:
                 self.bias[place] = weights.read(f"{part.name}.bias", shape[:1], rows=part.rows)
 
@@ -50,14 +63,26 @@ class RowParallelLinear(nn.Module):
     """y = x W^T + b, cut along the input: the ranks' partial products are summed, b joins once."""
 
     def __init__(
-        self, name: str, shape: tuple[int, int], columns: Segments, bias: bool, weights: Weights
+        self,
+        name: str,
+        shape: tuple[int, int],
+        columns: Segments,
+        bias: bool,
+        weights: Weights,
+        stored_transposed: bool = False,
     ) -> None:
-        """Read this rank's columns of the matrix; shape: the whole (out, in)."""
+        """Read this rank's columns of the matrix; shape: the whole (out, in).
+
+        stored_transposed: the checkpoint's matrix is [in, out] (GPT-2's Conv1D).
+        """
         super().__init__()
         self._group = weights.group
-        self.weight = nn.Parameter(
-            weights.read(f"{name}.weight", shape, columns=columns), requires_grad=False
+        matrix = (
+            weights.read(f"{name}.weight", shape[::-1], rows=columns).t().contiguous()
+            if stored_transposed
+            else weights.read(f"{name}.weight", shape, columns=columns)
         )
+        self.weight = nn.Parameter(matrix, requires_grad=False)
         whole_bias = weights.parameter(f"{name}.bias", shape[:1]) if bias else None
         self.bias = whole_bias if weights.group.rank == 0 else None
 

@@ -1,5 +1,7 @@
 """Weights: what a layer's constructor asks for its own slices, and the proof that all were used."""
 
+import re
+
 import torch
 from torch import Tensor, nn
 
@@ -48,6 +50,11 @@ class Weights:
         self._used.add(name)
         return self._source.read(name, shape, cut).to(self.device, self.dtype)
 
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint holds tensor `name`; a source that makes tensors has them all."""
+        names = self._source.names()
+        return names is None or name in names
+
     def parameter(self, name: str, shape: tuple[int, ...]) -> nn.Parameter:
         """A whole tensor as a parameter that needs no gradient, the same on every rank."""
         return nn.Parameter(self.read(name, shape), requires_grad=False)
@@ -56,20 +63,16 @@ class Weights:
         """Memory for a layer's own slice, to be filled piece by piece."""
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
-    def finish(self, ignored: frozenset[str] = frozenset()) -> None:
+    def finish(self, unread: tuple[str, ...] = ()) -> None:
         """Prove that nothing is left over; CheckpointError lists tensors that no layer read.
 
-        Rotary frequencies, which old checkpoints hold and layers compute, and the names in
-        `ignored` (a tied head's own copy) may be left.
+        unread: regular expressions of whole names that may be left.
         """
         names = self._source.names()
         if names is None:
             return
-        left = sorted(
-            name
-            for name in names - self._used - ignored
-            if not name.endswith(".rotary_emb.inv_freq")
-        )
+        allowed = re.compile("|".join(f"(?:{pattern})" for pattern in unread) or r"(?!)")
+        left = sorted(n for n in names - self._used if not allowed.fullmatch(n))
         if left:
             shown = ", ".join(left[:8]) + (", ..." if len(left) > 8 else "")
             raise CheckpointError(

@@ -1,6 +1,7 @@
 """The Serve shell of a driver: start, health, drain."""
 
 import logging
+from collections.abc import Sequence
 
 from ray.util import get_current_placement_group
 
@@ -8,6 +9,7 @@ from configs.serve import ServeConfig
 from deployments.contract import Completion, EngineInfo, GenerateRequest, ReplyAddress
 from deployments.driver.engine import Engine
 from deployments.observability.logs import configure_logs
+from deployments.observability.steps import StepRecord
 from deployments.rank.group import RayRanks
 from sharding.sources import fetch_model
 
@@ -35,6 +37,10 @@ class DriverDeployment:
     async def describe(self) -> EngineInfo:
         """What is served."""
         return await self._engine.describe()
+
+    async def steps(self) -> Sequence[StepRecord]:
+        """The last steps, for benchmarks and tests."""
+        return self._engine.steps.last()
 
     async def check_health(self) -> None:
         """Healthy while it works or rebuilds its ranks; Serve replaces it when it cannot."""

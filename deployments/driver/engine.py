@@ -29,9 +29,9 @@ from deployments.driver.loop import EngineLoop, LoopSettings, RankGroup
 from deployments.driver.readiness import AdapterDirectory
 from deployments.driver.streams import Streams
 from deployments.frames import Finish, FrameSender
+from deployments.observability.steps import StepLog
 from deployments.rank.messages import LoadReport
 from scheduler.events import AdapterPinned, Event
-from scheduler.plan import StepPlan
 from scheduler.policy import InvalidRequest, Limits, Overloaded
 from scheduler.request import Request
 from scheduler.scheduler import Scheduler
@@ -54,9 +54,10 @@ class Engine:
         self._sender = FrameSender(self)
         self._streams = Streams(self._sender.send)
         self._reports: list[LoadReport] = []
+        self.steps = StepLog()
         self._loop: EngineLoop | None = None
 
-    async def start(self, step_log: Callable[[StepPlan, float], None] | None = None) -> None:
+    async def start(self) -> None:
         """Start the ranks and the loop, then load what is to be there before the first request."""
         self._replica = replica = asyncio.get_running_loop()
         links, self._reports = await replica.run_in_executor(None, self._group.start)
@@ -66,7 +67,7 @@ class Engine:
             fetched=self._directory.fetched,
             emit=lambda events: self._soon(self._on_events, events),
             fail=lambda message: self._soon(self._on_failure, message),
-            step_log=step_log,
+            applied=self.steps.record,
         )
         self._loop = EngineLoop(scheduler, self._group, links, settings)
         self._loop.start()

@@ -13,8 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from scheduler.scheduler import Scheduler
-
 from configs.adapters import AdapterKey, AdapterShape, FetchedAdapter
 from configs.engine import RecoveryConfig
 from deployments.rank.messages import (
@@ -31,6 +29,7 @@ from deployments.rank.messages import (
 from deployments.rank.transport import RankLinks, RanksLost
 from scheduler.events import AdapterFailed, AdapterStaged, Event
 from scheduler.plan import StepPlan
+from scheduler.scheduler import Scheduler
 
 _STEPS_AHEAD = 2
 _IDLE_SECONDS = 60.0
@@ -57,14 +56,14 @@ class RankGroup(Protocol):
 class LoopSettings:
     """What the loop is told once: how to find an adapter's files, where events go.
 
-    fail ends every open request with a message; step_log sees each plan and its seconds.
+    fail ends every open request with a message; applied sees each plan and its seconds.
     """
 
     recovery: RecoveryConfig
     fetched: Callable[[AdapterKey], FetchedAdapter]
     emit: Callable[[Sequence[Event]], None]
     fail: Callable[[str], None]
-    step_log: Callable[[StepPlan, float], None] | None = None
+    applied: Callable[[StepPlan, float], None]
 
 
 class EngineLoop:
@@ -172,8 +171,7 @@ class EngineLoop:
         assert plan.step == report.result.step, f"answer to {report.result.step}, not {plan.step}"
         self._oldest_since = time.monotonic()
         self._emit(self._scheduler.apply(plan, report.result, self._oldest_since))
-        if self._settings.step_log is not None:
-            self._settings.step_log(plan, report.result.compute_seconds)
+        self._settings.applied(plan, report.result.compute_seconds)
 
     def _collect_staging(self, report: Staged | StageFailed) -> None:
         """Wait for every rank's answer: an adapter is staged on all of them or on none."""

@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from deployments.contract import Driver, ErrorKind, ReplyAddress
 from deployments.ingress import lorax, openai
+from deployments.ingress.bodies import BodyLimit
 from deployments.ingress.engine import Engine, IngressSettings
 from deployments.ingress.errors import (
     SPELLINGS,
@@ -47,6 +48,7 @@ def build_app(
     app = FastAPI(title="LoRay", version=settings.version, lifespan=lifespan)
     app.include_router(lorax.routes(engine))
     app.include_router(openai.routes(engine))
+    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     app.add_middleware(
         CORSMiddleware, allow_origins=["*"], allow_methods=["GET", "POST"], allow_headers=["*"],
         expose_headers=["*"],

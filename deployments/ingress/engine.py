@@ -22,6 +22,8 @@ from deployments.ingress.text import Text
 from deployments.ingress.transcript import Transcript
 
 _INFO_SECONDS = 1.0
+# A health check must answer even when the engine does not.
+_DESCRIBE_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class IngressSettings:
     max_choices: int = 16
     max_sequences: int = 256
     max_logprobs: int = 20
+    max_body_bytes: int = 8 * 2**20
     version: str = "0.1.0"
 
 
@@ -117,7 +120,8 @@ class Engine:
 
     async def _describe(self) -> EngineInfo:
         try:
-            return await self._driver.describe()
+            async with asyncio.timeout(_DESCRIBE_SECONDS):
+                return await self._driver.describe()
         except Exception as fault:
             message = f"the engine did not answer ({type(fault).__name__})"
             raise RequestError(ErrorKind.UNAVAILABLE, message) from fault

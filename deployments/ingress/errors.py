@@ -23,9 +23,10 @@ class RequestError(Exception):
         retry_after_s: float | None = None,
     ) -> None:
         """Keep the parts; both dialects are made from them when the reply is written."""
-        super().__init__(message)
+        # A message may quote what the client sent, and that may have no encoding.
+        self.message = message.encode("utf-8", "replace").decode()
+        super().__init__(self.message)
         self.kind = kind
-        self.message = message
         self.param = param
         self.code = code
         self.retry_after_s = retry_after_s

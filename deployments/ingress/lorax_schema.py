@@ -9,6 +9,7 @@ from configs.sampling import Sampling
 from deployments.contract import EngineInfo
 from deployments.ingress.engine import IngressSettings
 from deployments.ingress.errors import invalid
+from deployments.ingress.unicode import Unicode
 
 _Range = tuple[Callable[[float], bool], str]
 
@@ -59,10 +60,10 @@ class MergedAdapters(_Body):
 class GenerateParameters(_Body):
     """LoRAX's generation parameters; None means the default."""
 
-    adapter_id: Annotated[str, Field(max_length=1024)] | None = None
-    adapter_source: str | None = None
+    adapter_id: Annotated[Unicode, Field(max_length=1024)] | None = None
+    adapter_source: Unicode | None = None
     merged_adapters: MergedAdapters | None = None
-    api_token: str | None = None
+    api_token: Unicode | None = None
     best_of: NonNegativeInt | None = None
     temperature: float | None = None
     repetition_penalty: float | None = None
@@ -75,7 +76,7 @@ class GenerateParameters(_Body):
     max_new_tokens: int | None = None
     ignore_eos_token: bool = False
     return_full_text: bool | None = None
-    stop: list[str] = []
+    stop: list[Unicode] = []
     truncate: int | None = None
     watermark: bool = False
     details: bool = False
@@ -89,7 +90,7 @@ class GenerateParameters(_Body):
 class GenerateRequestBody(_Body):
     """POST /generate and POST /generate_stream."""
 
-    inputs: str
+    inputs: Unicode
     parameters: GenerateParameters | None = None
 
     @property
@@ -107,7 +108,7 @@ class CompatGenerateBody(GenerateRequestBody):
 class TokenizeBody(_Body):
     """POST /tokenize."""
 
-    inputs: str
+    inputs: Unicode
     add_special_tokens: bool = True
 
 

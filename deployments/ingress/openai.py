@@ -199,8 +199,14 @@ def _job(
         adapter=model_reference(body.model, info, default_source),
         api_token=body.api_token or bearer_token(caller.request),
     )
-    characters = sum(len(text) for text, _ in prompts)
-    return Job(request, body.stops, False, body.num_logprobs >= 0, characters, caller.started)
+    return Job(
+        request=request,
+        stops=body.stops,
+        keep_stops=False,
+        per_token=body.num_logprobs >= 0,
+        characters=sum(len(text) for text, _ in prompts),
+        started=caller.started,
+    )
 
 
 def _sampling(body: Body, seed: int) -> Sampling:

@@ -6,6 +6,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, field_validator
 
 from deployments.ingress.errors import invalid
+from deployments.ingress.unicode import Unicode, is_encodable
 
 # A row goes away when its parameter is built; the values are those that change nothing.
 NOT_YET: Mapping[str, tuple[object, ...]] = {
@@ -53,20 +54,20 @@ class _Body(BaseModel):
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False, extra="allow")
 
-    model: str = Field(max_length=1024)
+    model: Unicode = Field(max_length=1024)
     max_tokens: PositiveInt | None = None
     temperature: float | None = Field(None, ge=0)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
-    stop: str | list[str] | None = None
+    stop: Unicode | list[Unicode] | None = None
     n: PositiveInt | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
     min_tokens: NonNegativeInt | None = None
-    adapter_source: str | None = None
-    api_token: str | None = None
+    adapter_source: Unicode | None = None
+    api_token: Unicode | None = None
 
     @property
     def choices(self) -> int:
@@ -134,14 +135,7 @@ def _is_ids(value: object) -> bool:
 
 
 def _is_text(value: object) -> bool:
-    """Whether this is a string that has an encoding; JSON can hold half a surrogate pair."""
-    if not isinstance(value, str):
-        return False
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return isinstance(value, str) and is_encodable(value)
 
 
 class ContentPart(BaseModel):
@@ -149,8 +143,8 @@ class ContentPart(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
-    type: str
-    text: str | None = None
+    type: Unicode
+    text: Unicode | None = None
 
 
 class Message(BaseModel):
@@ -158,8 +152,8 @@ class Message(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
-    role: str
-    content: str | list[ContentPart] | None = None
+    role: Unicode
+    content: Unicode | list[ContentPart] | None = None
 
 
 class ChatBody(_Body):

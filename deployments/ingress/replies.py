@@ -73,22 +73,22 @@ async def whole(
 
 async def _collect(engine: Engine, served: Served, job: Job) -> Whole:
     transcripts = job.transcripts(served.text)
-    texts: list[list[str]] = [[] for _ in transcripts]
-    pieces: list[list[Piece]] = [[] for _ in transcripts]
-    reasons: dict[int, FinishReason] = {}
+    gathered: list[list[Event]] = [[] for _ in transcripts]
     async with engine.call(job, streams=False) as call:
         async for batch in events(call, transcripts):
             for event in batch:
-                texts[event.sequence].append(event.text)
-                pieces[event.sequence] += event.pieces
-                if event.reason is not None:
-                    reasons[event.sequence] = event.reason
+                gathered[event.sequence].append(event)
     assert call.completion is not None, "the events ended before the call"
-    choices = [
-        Choice("".join(texts[i]), pieces[i], transcript.num_tokens, reasons[i])
-        for i, transcript in enumerate(transcripts)
-    ]
-    return Whole(choices, call.completion)
+    pairs = zip(gathered, transcripts, strict=True)
+    return Whole([_choice(parts, one.num_tokens) for parts, one in pairs], call.completion)
+
+
+def _choice(parts: list[Event], num_tokens: int) -> Choice:
+    """One sequence from all of its events."""
+    reason = parts[-1].reason
+    assert reason is not None, "a sequence without an end"
+    text = "".join([event.text for event in parts])
+    return Choice(text, [piece for event in parts for piece in event.pieces], num_tokens, reason)
 
 
 async def stream(

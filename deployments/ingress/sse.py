@@ -32,9 +32,10 @@ async def unless_gone(receive: Receive, work: Awaitable[R]) -> R:
     leaving = asyncio.ensure_future(_gone(receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
+        # A receive that breaks says nothing about the client.
+        if not working.done() and leaving.exception() is None:
             raise ClientGone
-        return working.result()
+        return await working
     finally:
         working.cancel()
         leaving.cancel()

@@ -42,9 +42,13 @@ class AdapterRowLinear(nn.Module):
         self._layer = layer
         self._targets = (Target(projection, 0),)
 
-    def forward(self, x: Tensor, adapter_data: AdapterData | None) -> Tensor:
-        """[tokens, local_in] to [tokens, out], the same on every rank."""
+    def partial(self, x: Tensor, adapter_data: AdapterData | None) -> Tensor:
+        """[tokens, local_in] to this rank's summand of [tokens, out], deltas included."""
         y = self.base.partial(x)
         if adapter_data is not None:
             adapter_data.add(y, x, self._layer, self._targets)
-        return self.base.reduce(y)
+        return y
+
+    def forward(self, x: Tensor, adapter_data: AdapterData | None) -> Tensor:
+        """[tokens, local_in] to [tokens, out], the same on every rank."""
+        return self.base.reduce(self.partial(x, adapter_data))

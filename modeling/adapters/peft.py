@@ -58,12 +58,8 @@ class PeftAdapter:
                 a = cast(Tensor, file.get_tensor(_key(module, "A"))).float()
                 b = cast(Tensor, file.get_tensor(_key(module, "B"))).float()
                 b = b * self.plan.scaling_of(module)
-                for side, tensor in (("A", a), ("B", b)):
-                    if not bool(torch.isfinite(tensor).all()):
-                        refuse(
-                            f"{_key(module, side)} holds values that are not finite "
-                            "(NaN or infinity): the training diverged; save a good checkpoint"
-                        )
+                _check_finite(_key(module, "A"), a)
+                _check_finite(_key(module, "B"), b)
                 yield LoraModule(place, a, b)
 
 
@@ -144,6 +140,14 @@ def _refuse_tensor(key: str, known: dict[str, Place]) -> NoReturn:
 def _check_type(key: str, dtype: str) -> None:
     if dtype not in FLOATS:
         refuse(f"{key} has type {dtype}: save the adapter in float32, float16 or bfloat16")
+
+
+def _check_finite(key: str, tensor: Tensor) -> None:
+    if not bool(torch.isfinite(tensor).all()):
+        refuse(
+            f"{key} holds values that are not finite (NaN or infinity): the training diverged; "
+            "save a good checkpoint"
+        )
 
 
 def _check_shape(

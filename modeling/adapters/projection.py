@@ -11,7 +11,7 @@ __all__ = ["Projection", "Segments", "width"]
 class Projection:
     """One adaptable linear map, named as PEFT names it.
 
-    name: the last part of its module path, e.g. "q_proj".
+    name: the end of its module path, as long as it takes to be unique, e.g. "q_proj", "mlp.c_proj".
     module: path template, e.g. "model.layers.{layer}.self_attn.q_proj".
     in_features, out_features: whole sizes, as in the checkpoint ([out, in], nn.Linear's view).
     inputs: columns of A that this rank keeps (all for column-parallel, its cut for row-parallel).

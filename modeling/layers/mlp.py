@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from configs.architecture import Activation
+from configs.architectures.base import Activation
 from modeling.adapters.kernels.base import AdapterData
 from modeling.adapters.linear import AdapterColumnLinear, AdapterRowLinear
 from modeling.layers.activation import ACTIVATIONS
@@ -24,4 +24,28 @@ class GatedMLP(nn.Module):
         """[tokens, hidden] to the same shape, equal on every rank."""
         gate, up = self.gate_up_proj(hidden_states, adapter_data).chunk(2, dim=-1)
         out: Tensor = self.down_proj(self._act(gate) * up, adapter_data)
+        return out
+
+
+class PlainMLP(nn.Module):
+    """down( act(up x) )."""
+
+    def __init__(
+        self, up_proj: AdapterColumnLinear, down_proj: AdapterRowLinear, activation: Activation
+    ) -> None:
+        """up_proj: one part."""
+        super().__init__()
+        self.up_proj = up_proj
+        self.down_proj = down_proj
+        self._act = ACTIVATIONS[activation]
+
+    def partial(self, hidden_states: Tensor, adapter_data: AdapterData | None) -> Tensor:
+        """[tokens, hidden] to this rank's summand of the same shape."""
+        inner: Tensor = self.up_proj(hidden_states, adapter_data)
+        return self.down_proj.partial(self._act(inner), adapter_data)
+
+    def forward(self, hidden_states: Tensor, adapter_data: AdapterData | None) -> Tensor:
+        """[tokens, hidden] to the same shape, equal on every rank."""
+        inner: Tensor = self.up_proj(hidden_states, adapter_data)
+        out: Tensor = self.down_proj(self._act(inner), adapter_data)
         return out

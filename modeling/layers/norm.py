@@ -20,3 +20,21 @@ class RMSNorm(nn.Module):
         if residual is not None:
             x = x + residual
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps), x
+
+
+class LayerNorm(nn.Module):
+    """y = w * (x - mean(x)) / sqrt(var(x) + eps) + b (arXiv:1607.06450), over the last dimension."""
+
+    def __init__(
+        self, prefix: str, size: int, eps: float, weights: Weights, affine: bool = True
+    ) -> None:
+        """Read `prefix`.weight and `prefix`.bias, [size] each; affine False: w = 1, b = 0."""
+        super().__init__()
+        self.weight = weights.parameter(f"{prefix}.weight", (size,)) if affine else None
+        self.bias = weights.parameter(f"{prefix}.bias", (size,)) if affine else None
+        self.size = (size,)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[tokens, size] to the same shape."""
+        return F.layer_norm(x, self.size, self.weight, self.bias, self.eps)

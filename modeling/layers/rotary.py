@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from configs.architecture import Rope, RopeType
+from configs.architectures.llama import Rope, RopeType
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:

@@ -12,10 +12,12 @@ from modeling.attention.kv_cache import CacheSpec, LayerCache
 
 
 class PagedModel(Protocol):
-    """One rank's share of a decoder over a paged cache.
+    """One rank's share of a decoder over a paged cache; `paged` is the engine's one way in.
 
     projections: the linear maps that adapters may change; a Target names one by its index.
     num_heads, num_kv_heads: this rank's attention heads. attention_scale: of the scores.
+    unread: regular expressions of whole names that a checkpoint may hold and the model does
+    not read.
     """
 
     projections: tuple[Projection, ...]
@@ -27,8 +29,9 @@ class PagedModel(Protocol):
     attention_scale: float
     dtype: torch.dtype
     device: torch.device
+    unread: tuple[str, ...]
 
-    def forward(
+    def paged(
         self,
         input_ids: Tensor,
         position_ids: Tensor,

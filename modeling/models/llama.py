@@ -10,7 +10,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor, nn
 
-from configs.architecture import Architecture
+from configs.architectures.llama import Architecture
 from modeling.adapters.kernels.base import AdapterData
 from modeling.adapters.linear import AdapterColumnLinear, AdapterRowLinear
 from modeling.adapters.projection import Projection
@@ -286,8 +286,17 @@ class FlashLlamaForCausalLM(nn.Module):
         self.dtype: torch.dtype = weights.dtype
         self.device: torch.device = weights.device
         self.model = FlashLlamaModel(inner, config, weights, create_layer_fn)
+        self.unread = (
+            r".*\.rotary_emb\.inv_freq",
+            *([head + r"\.weight"] if config.tie_word_embeddings else []),
+        )
         tied = self.model.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = ParallelHead(head, config.vocab_size, config.hidden_size, weights, tied)
+
+    @classmethod
+    def build(cls, config: LlamaConfig, weights: Weights) -> "FlashLlamaForCausalLM":
+        """The model of a checkpoint that holds nothing else."""
+        return cls("", config, weights)
 
     def forward(
         self,
@@ -325,3 +334,6 @@ class FlashLlamaForCausalLM(nn.Module):
         if skip_lm_head:
             return hidden, None
         return self.lm_head(hidden), None
+
+    paged = forward
+    """The engine's way in; this family has no other."""

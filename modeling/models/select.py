@@ -3,18 +3,25 @@
 from importlib import import_module
 from typing import Any, cast
 
-from configs.architecture import Architecture, ArchitectureError
+from configs.architectures.base import ArchitectureError, ModelArchitecture
 from modeling.models.base import PagedModel
 from sharding.loader import Weights
 
 MODELS: dict[str, tuple[str, str]] = {
+    "GPT2LMHeadModel": ("modeling.models.gpt2", "FlashGPT2ForCausalLM"),
+    "GPTNeoXForCausalLM": ("modeling.models.gpt_neox", "GPTNeoXForCausalLM"),
     "LlamaForCausalLM": ("modeling.models.llama", "FlashLlamaForCausalLM"),
     "MistralForCausalLM": ("modeling.models.llama", "FlashLlamaForCausalLM"),
+    "OPTForCausalLM": ("modeling.models.opt", "OPTForCausalLM"),
 }
-"""Architecture in config.json to (module, class); a module is imported when it is asked for."""
+"""Architecture in config.json to (module, class); a module is imported when it is asked for.
+
+The class is built as `class.build(config, weights)`, and its `unread` names the checkpoint's
+tensors that it has no use for (a tied head's own copy, buffers of old versions).
+"""
 
 
-def build_model(config: Architecture, weights: Weights) -> PagedModel:
+def build_model(config: ModelArchitecture, weights: Weights) -> PagedModel:
     """Build this rank's share of the model and prove that the checkpoint fits it exactly.
 
     ArchitectureError for an unknown architecture, CheckpointError for missing, misshapen or
@@ -27,6 +34,6 @@ def build_model(config: Architecture, weights: Weights) -> PagedModel:
         )
     module, name = MODELS[config.architecture]
     model_class: Any = getattr(import_module(module), name)
-    model = cast(PagedModel, model_class("", config, weights))
-    weights.finish(frozenset({"lm_head.weight"}) if config.tie_word_embeddings else frozenset())
+    model = cast(PagedModel, model_class.build(config, weights))
+    weights.finish(model.unread)
     return model

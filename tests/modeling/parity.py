@@ -95,7 +95,7 @@ class Setting:
     chunk: int = 5
 
 
-def engine_config(model: Path, **changes: Any) -> EngineConfig:
+def engine_config(model: Path, /, **changes: Any) -> EngineConfig:
     """A small engine on the CPU."""
     fields: dict[str, Any] = {
         "model": ModelConfig(id=str(model)),
@@ -105,6 +105,16 @@ def engine_config(model: Path, **changes: Any) -> EngineConfig:
         "adapters": AdaptersConfig(device_pages=40, max_device_adapters=10, max_rank=64),
     }
     return EngineConfig(**{**fields, **changes})
+
+
+def poison(runner: ModelRunner) -> None:
+    """Leave NaN wherever a request or an adapter before might have left anything."""
+    for pool in runner._bank.pools:
+        pool.a.fill_(float("nan"))
+        pool.bt.fill_(float("nan"))
+    for layer in runner._cache:
+        layer.keys.fill_(float("nan"))
+        layer.values.fill_(float("nan"))
 
 
 def place_all(runner: ModelRunner, folders: Sequence[Path]) -> None:
@@ -147,6 +157,7 @@ def _answers(
 ) -> list[Answer]:
     runner = ModelRunner(config, group, torch.device("cpu"))
     runner.load()
+    poison(runner)
     place_all(runner, adapters)
     answers = generate(runner, requests, NUM_BLOCKS, BLOCK_SIZE)
     runner.check()

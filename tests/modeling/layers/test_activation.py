@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.activations import ACT2FN
 
-from configs.architecture import Activation
+from configs.architectures.base import Activation
 from modeling.layers.activation import ACTIVATIONS
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from configs.architecture import Rope
+from configs.architectures.llama import Rope
 from modeling.attention.kv_cache import CacheSpec, LayerCache, allocate
 from modeling.layers.attention import rotate_and_store
 from modeling.layers.rotary import Rotary, rotate

@@ -5,7 +5,7 @@ import torch
 import transformers
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from configs.architecture import Rope, RopeType
+from configs.architectures.llama import Rope, RopeType
 from modeling.layers.rotary import Rotary, inverse_frequencies, rotate
 
 CPU = torch.device("cpu")

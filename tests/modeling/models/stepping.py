@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from configs.architecture import load_architecture
+from configs.architectures.select import load_architecture
 from configs.engine import AttentionBackend
 from modeling.adapters.kernels.base import AdapterData
 from modeling.attention.kv_cache import allocate
@@ -74,7 +74,7 @@ class Stepper:
         queries = [len(tokens) for _, tokens in rows]
         tables = self._block_tables(sequences)
         step = self.backend.prepare(queries, [self.lengths[s] for s in sequences], tables)
-        out, speculative = self.model.forward(
+        out, speculative = self.model.paged(
             torch.tensor([token for _, tokens in rows for token in tokens]),
             torch.tensor(positions),
             torch.tensor([0, *accumulate(queries)], dtype=torch.int32),

@@ -195,7 +195,7 @@ def test_projections_are_named_as_in_the_checkpoint(gqa: Checkpoint) -> None:
 
 
 def test_another_kind_of_layer_can_be_created(gqa: Checkpoint) -> None:
-    from configs.architecture import load_architecture
+    from configs.architectures.select import load_architecture
     from sharding.checkpoint import SafetensorsCheckpoint
     from sharding.loader import Weights
 
@@ -207,7 +207,9 @@ def test_another_kind_of_layer_can_be_created(gqa: Checkpoint) -> None:
 
     source = SafetensorsCheckpoint(gqa.folder)
     weights = Weights(source, SingleRank(), torch.float32, torch.device("cpu"))
-    model = llama.FlashLlamaForCausalLM("", load_architecture(gqa.folder), weights, create)
+    config = load_architecture(gqa.folder)
+    assert isinstance(config, llama.LlamaConfig)
+    model = llama.FlashLlamaForCausalLM("", config, weights, create)
     weights.finish()
     assert made == [(0, "model"), (1, "model")]
     logits = Stepper(model).step([(0, SEQUENCE)])

@@ -9,7 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from configs.architecture import Architecture, ArchitectureError, load_architecture
+from configs.architectures.base import ArchitectureError, ModelArchitecture
+from configs.architectures.llama import Architecture
+from configs.architectures.select import load_architecture
 from modeling.models.base import PagedModel, attention_spec, cache_spec
 from modeling.models.llama import FlashLlamaForCausalLM
 from modeling.models.select import build_model
@@ -29,7 +31,7 @@ def build(folder: Path, rank: int = 0, size: int = 1) -> tuple[PagedModel, Tenso
     return build_model(load_architecture(folder), weights), source
 
 
-def dummy(config: Architecture, group: TensorParallel) -> PagedModel:
+def dummy(config: ModelArchitecture, group: TensorParallel) -> PagedModel:
     source = DummySource(CPU, torch.bfloat16)
     return build_model(config, Weights(source, group, torch.bfloat16, CPU))
 
@@ -45,6 +47,7 @@ def test_each_rank_reads_and_holds_its_share(tmp_path: Path, variant: str, ranks
     """1/N of everything but the norms, which are whole, and KV heads, of which one is the least."""
     folder = write_llama(tmp_path, variant)
     config = load_architecture(folder)
+    assert isinstance(config, Architecture)
     shapes = {name: value.shape for name, value in load_file(folder / "model.safetensors").items()}
 
     def share(name: str) -> float:

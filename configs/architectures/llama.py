@@ -1,22 +1,26 @@
-"""A model's architecture as one frozen spec, read from a Hugging Face config.json.
+"""The Llama family as one frozen spec, read from a Hugging Face config.json.
 
 Keys and defaults are those of transformers' LlamaConfig and MistralConfig. What would change
 results and is not computed here is refused by its name, never ignored.
 """
 
-import json
 from collections.abc import Mapping
 from enum import StrEnum
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import PositiveFloat, PositiveInt, model_validator
 
+from configs.architectures.base import (
+    Activation,
+    ArchitectureError,
+    ModelArchitecture,
+    activation,
+    checkpoint_dtype,
+    refuse_quantised,
+    required,
+    token_ids,
+)
 from configs.base import Config
-
-
-class ArchitectureError(ValueError):
-    """A config.json that cannot be served exactly; the message names the key and the reason."""
 
 
 class RopeType(StrEnum):
@@ -41,43 +45,19 @@ class Rope(Config):
     original_max_position_embeddings: PositiveInt = 8192
 
 
-class Activation(StrEnum):
-    """The feed-forward's activation; values are transformers' names."""
+class Architecture(ModelArchitecture):
+    """A pre-norm decoder of the Llama family."""
 
-    SILU = "silu"
-    SWISH = "swish"
-    GELU = "gelu"
-    GELU_NEW = "gelu_new"
-    GELU_TANH = "gelu_pytorch_tanh"
-    RELU = "relu"
-
-
-class Architecture(Config):
-    """A pre-norm decoder of the Llama family.
-
-    architecture: the class name in config.json. max_position_embeddings: in tokens.
-    checkpoint_dtype: the type the weights were saved in (None: not said).
-    eos_token_ids: every token that ends a sequence by the model's own config.
-    """
-
-    architecture: str
-    vocab_size: PositiveInt
     hidden_size: PositiveInt
     intermediate_size: PositiveInt
-    num_layers: PositiveInt
     num_heads: PositiveInt
     num_kv_heads: PositiveInt
     head_dim: PositiveInt
     rms_norm_eps: PositiveFloat
     hidden_act: Activation
     rope: Rope
-    max_position_embeddings: PositiveInt
-    tie_word_embeddings: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
-    bos_token_id: int | None = None
-    eos_token_ids: tuple[int, ...] = ()
-    checkpoint_dtype: Literal["float32", "float16", "bfloat16"] | None = None
 
     @model_validator(mode="after")
     def _heads_fit(self) -> "Architecture":
@@ -121,66 +101,36 @@ _ROPE_KEYS = frozenset(
 )
 
 
-def load_architecture(folder: Path) -> Architecture:
-    """Read `folder`/config.json; ArchitectureError says what is missing or not supported."""
-    path = folder / "config.json"
-    if not path.is_file():
-        raise ArchitectureError(f"{folder} holds no config.json: is this a model's folder?")
-    return parse_architecture(json.loads(path.read_text(encoding="utf-8")))
-
-
-def parse_architecture(config: Mapping[str, Any]) -> Architecture:
-    """Normalise a config.json; ArchitectureError for unknown architectures and settings."""
-    name = _architecture_name(config)
+def parse(name: str, config: Mapping[str, Any]) -> Architecture:
+    """Normalise the config.json of architecture `name`; ArchitectureError names what is wrong."""
     known = {**_DEFAULTS, **FAMILY[name], **config}
     _refuse_unsupported(known)
-    heads = _required(known, "num_attention_heads")
+    heads = required(known, "num_attention_heads")
     return Architecture(
         architecture=name,
-        vocab_size=_required(known, "vocab_size"),
-        hidden_size=_required(known, "hidden_size"),
-        intermediate_size=_required(known, "intermediate_size"),
-        num_layers=_required(known, "num_hidden_layers"),
+        vocab_size=required(known, "vocab_size"),
+        hidden_size=required(known, "hidden_size"),
+        intermediate_size=required(known, "intermediate_size"),
+        num_layers=required(known, "num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=known.get("num_key_value_heads") or heads,
         head_dim=known.get("head_dim") or known["hidden_size"] // heads,
         rms_norm_eps=known["rms_norm_eps"],
-        hidden_act=_activation(known["hidden_act"]),
+        hidden_act=activation(known["hidden_act"]),
         rope=_rope(known),
         max_position_embeddings=known["max_position_embeddings"],
         tie_word_embeddings=known.get("tie_word_embeddings", False),
         attention_bias=known.get("attention_bias", False),
         mlp_bias=known.get("mlp_bias", False),
         bos_token_id=known["bos_token_id"],
-        eos_token_ids=_token_ids(known["eos_token_id"]),
-        checkpoint_dtype=_checkpoint_dtype(known),
+        eos_token_ids=token_ids(known["eos_token_id"]),
+        checkpoint_dtype=checkpoint_dtype(known),
     )
-
-
-def _architecture_name(config: Mapping[str, Any]) -> str:
-    """The one architecture of the config, if it is in the table."""
-    names = config.get("architectures") or []
-    for name in names:
-        if name in FAMILY:
-            return str(name)
-    raise ArchitectureError(
-        f"architecture {', '.join(map(str, names)) or '(none named)'} is not supported; "
-        f"known: {', '.join(sorted(FAMILY))}"
-    )
-
-
-def _required(config: Mapping[str, Any], key: str) -> int:
-    """A key that has no honest default."""
-    if config.get(key) is None:
-        raise ArchitectureError(f"config.json does not give {key}")
-    return int(config[key])
 
 
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:
     """Refuse settings that would change results: quantised weights, windows, partial rotation."""
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "unknown")
-        raise ArchitectureError(f"quantization_config ({method}) is not supported")
+    refuse_quantised(config)
     window = config.get("sliding_window")
     if window is not None and window < config["max_position_embeddings"]:
         raise ArchitectureError(
@@ -191,15 +141,6 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
         raise ArchitectureError(
             f"partial_rotary_factor ({config['partial_rotary_factor']}) is not supported"
         )
-
-
-def _activation(name: str) -> Activation:
-    """The activation of that name."""
-    if name not in list(Activation):
-        raise ArchitectureError(
-            f"hidden_act {name!r} is not supported; known: {', '.join(Activation)}"
-        )
-    return Activation(name)
 
 
 def _rope(config: Mapping[str, Any]) -> Rope:
@@ -236,16 +177,3 @@ def _rope_value(given: Mapping[str, Any], key: str) -> float:
     if given.get(key) is None:
         raise ArchitectureError(f"the rope settings do not give {key}")
     return float(given[key])
-
-
-def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    """`eos_token_id` is one id, several, or none."""
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
-
-
-def _checkpoint_dtype(config: Mapping[str, Any]) -> Any:
-    """`dtype` (transformers 5) or `torch_dtype`, where it is one that is computed in."""
-    name = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
-    return name if name in ("float32", "float16", "bfloat16") else None

@@ -7,16 +7,17 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from configs.architecture import (
-    Activation,
-    Architecture,
-    ArchitectureError,
-    Rope,
-    RopeType,
-    load_architecture,
-    parse_architecture,
-)
+from configs.architectures.base import Activation, ArchitectureError
+from configs.architectures.llama import Architecture, Rope, RopeType
+from configs.architectures.select import load_architecture, parse_architecture
 from tests.checkpoints import VARIANTS, write_llama
+
+
+def load(folder: Path) -> Architecture:
+    loaded = load_architecture(folder)
+    assert isinstance(loaded, Architecture)
+    return loaded
+
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -42,7 +43,9 @@ LLAMA3: dict[str, Any] = {
 
 
 def parse(**changes: Any) -> Architecture:
-    return parse_architecture({**LLAMA, **changes})
+    parsed = parse_architecture({**LLAMA, **changes})
+    assert isinstance(parsed, Architecture)
+    return parsed
 
 
 def test_reads_the_layout_before_transformers_5() -> None:
@@ -78,7 +81,7 @@ def test_defaults_are_transformers_own() -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_reads_what_transformers_writes(tmp_path: Path, variant: str) -> None:
-    spec = load_architecture(write_llama(tmp_path, variant))
+    spec = load(write_llama(tmp_path, variant))
     wanted = VARIANTS[variant]
     assert spec.vocab_size == wanted.get("vocab_size", 96)
     assert spec.tie_word_embeddings == wanted.get("tie_word_embeddings", False)
@@ -99,7 +102,7 @@ def test_reads_what_transformers_writes(tmp_path: Path, variant: str) -> None:
         ({"rope_parameters": {"full_attention": {}}}, "rope settings full_attention"),
         ({"sliding_window": 4096}, r"sliding_window \(4096\)"),
         ({"quantization_config": {"quant_method": "gptq"}}, r"quantization_config \(gptq\)"),
-        ({"hidden_act": "mish"}, "hidden_act 'mish'"),
+        ({"hidden_act": "prelu"}, "hidden_act 'prelu'"),
         ({"vocab_size": None}, "does not give vocab_size"),
     ],
 )
@@ -118,15 +121,14 @@ def test_sizes_that_contradict_each_other(changes: dict[str, Any], message: str)
 
 
 def test_mistral_is_the_same_family_without_a_window() -> None:
-    mistral = {**LLAMA, "architectures": ["MistralForCausalLM"]}
-    spec = parse_architecture({**mistral, "sliding_window": None, "num_key_value_heads": 4})
+    spec = parse(architectures=["MistralForCausalLM"], sliding_window=None, num_key_value_heads=4)
     assert (spec.architecture, spec.num_kv_heads) == ("MistralForCausalLM", 4)
     with pytest.raises(ArchitectureError, match="sliding_window"):
-        parse_architecture(mistral)  # transformers' default is 4096
+        parse(architectures=["MistralForCausalLM"])  # transformers' default is 4096
 
 
 def test_a_folder_without_config(tmp_path: Path) -> None:
     with pytest.raises(ArchitectureError, match=r"no config\.json"):
-        load_architecture(tmp_path)
+        load(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    assert load_architecture(tmp_path).vocab_size == 128256
+    assert load(tmp_path).vocab_size == 128256

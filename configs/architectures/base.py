@@ -1,0 +1,95 @@
+"""What every architecture says, whatever its family, and how a config.json is read."""
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any, Literal
+
+from pydantic import PositiveInt
+
+from configs.base import Config
+
+
+class ArchitectureError(ValueError):
+    """A config.json that cannot be served exactly; the message names the key and the reason."""
+
+
+class Activation(StrEnum):
+    """The feed-forward's activation; values are transformers' names.
+
+    Those with weights of their own (prelu, xielu) are not among them.
+    """
+
+    SILU = "silu"
+    SWISH = "swish"
+    GELU = "gelu"
+    GELU_NEW = "gelu_new"
+    GELU_TANH = "gelu_pytorch_tanh"
+    GELU_FAST = "gelu_fast"
+    GELU_PYTHON = "gelu_python"
+    GELU_PYTHON_TANH = "gelu_python_tanh"
+    GELU_ACCURATE = "gelu_accurate"
+    GELU_10 = "gelu_10"
+    QUICK_GELU = "quick_gelu"
+    RELU = "relu"
+    RELU2 = "relu2"
+    RELU6 = "relu6"
+    LEAKY_RELU = "leaky_relu"
+    HARDSWISH = "hardswish"
+    LAPLACE = "laplace"
+    LINEAR = "linear"
+    MISH = "mish"
+    SIGMOID = "sigmoid"
+    SQRT_SOFTPLUS = "sqrtsoftplus"
+    TANH = "tanh"
+
+
+class ModelArchitecture(Config):
+    """What the engine asks of any family's spec.
+
+    architecture: the class name in config.json. max_position_embeddings: in tokens.
+    checkpoint_dtype: the type the weights were saved in (None: not said).
+    eos_token_ids: every token that ends a sequence by the model's own config.
+    """
+
+    architecture: str
+    vocab_size: PositiveInt
+    num_layers: PositiveInt
+    max_position_embeddings: PositiveInt
+    tie_word_embeddings: bool = False
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    checkpoint_dtype: Literal["float32", "float16", "bfloat16"] | None = None
+
+
+def required(config: Mapping[str, Any], key: str) -> int:
+    """A whole number that has no honest default; ArchitectureError when it is not given."""
+    if config.get(key) is None:
+        raise ArchitectureError(f"config.json does not give {key}")
+    return int(config[key])
+
+
+def activation(name: str, key: str = "hidden_act") -> Activation:
+    """The activation of that name; ArchitectureError lists those that are known."""
+    if name not in list(Activation):
+        raise ArchitectureError(f"{key} {name!r} is not supported; known: {', '.join(Activation)}")
+    return Activation(name)
+
+
+def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
+    """`eos_token_id` is one id, several, or none."""
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(value)
+
+
+def checkpoint_dtype(config: Mapping[str, Any]) -> Any:
+    """`dtype` (transformers 5) or `torch_dtype`, where it is one that is computed in."""
+    name = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
+    return name if name in ("float32", "float16", "bfloat16") else None
+
+
+def refuse_quantised(config: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint of quantised weights by its method's name."""
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method", "unknown")
+        raise ArchitectureError(f"quantization_config ({method}) is not supported")

@@ -1,0 +1,23 @@
+"""Strings that have an encoding: JSON can hold half of a surrogate pair, nothing else can."""
+
+from typing import Annotated
+
+from pydantic import AfterValidator
+
+
+def is_encodable(text: str) -> bool:
+    """Whether the text can be written as UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _encodable(text: str) -> str:
+    if not is_encodable(text):
+        raise ValueError("must be valid Unicode")
+    return text
+
+
+Unicode = Annotated[str, AfterValidator(_encodable)]

@@ -1,0 +1,55 @@
+"""What the last steps were: the rows, tokens and adapters that shared each, and its time."""
+
+from collections import deque
+from collections.abc import Sequence
+
+import msgspec
+
+from scheduler.plan import StepPlan
+
+_KEPT_STEPS = 8192
+
+
+class StepRecord(msgspec.Struct, frozen=True):
+    """One step: rows, computed tokens, sampled tokens, distinct adapters (base not counted).
+
+    seconds: from the plan's arrival at rank 0 to its tokens on the host.
+    """
+
+    step: int
+    num_rows: int
+    num_tokens: int
+    num_sampled: int
+    num_adapters: int
+    num_fills: int
+    seconds: float
+
+
+class StepLog:
+    """The last steps of one driver; written by the loop's thread, read by any."""
+
+    def __init__(self) -> None:
+        """Empty."""
+        self._records: deque[StepRecord] = deque(maxlen=_KEPT_STEPS)
+        self._slots: dict[int, int] = {}
+
+    def record(self, plan: StepPlan, seconds: float) -> None:
+        """Take an applied plan."""
+        for join in plan.joins:
+            self._slots[join.place] = join.slot
+        slots = {self._slots[row.place] for row in plan.rows}
+        self._records.append(
+            StepRecord(
+                step=plan.step,
+                num_rows=len(plan.rows),
+                num_tokens=sum(row.length for row in plan.rows),
+                num_sampled=sum(row.samples for row in plan.rows),
+                num_adapters=len(slots - {-1}),
+                num_fills=len(plan.fills),
+                seconds=seconds,
+            )
+        )
+
+    def last(self) -> Sequence[StepRecord]:
+        """The kept steps, oldest first."""
+        return list(self._records)

@@ -1,0 +1,134 @@
+"""A client that leaves must free its request on the driver, wherever the request is."""
+
+import asyncio
+import json
+import socket
+from typing import Any
+
+import httpx
+import pytest
+
+from deployments.contract import ReplyAddress
+from deployments.ingress.api import build_app
+from deployments.ingress.engine import IngressSettings
+from deployments.ingress.frames import Mailbox
+from deployments.ingress.sse import ClientGone, unless_gone
+from tests.deployments.ingress.conftest import Server
+from tests.fakes import FakeDriver, engine_info, write_tokenizer
+
+PATIENCE = 30
+
+
+def _open(server: Server, path: str, body: dict[str, Any]) -> socket.socket:
+    """Send a request by hand; the caller owns the connection."""
+    payload = json.dumps(body).encode()
+    address = httpx.URL(server.url)
+    connection = socket.create_connection((address.host, address.port or 80), timeout=PATIENCE)
+    head = (
+        f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(payload)}\r\n\r\n"
+    )
+    connection.sendall(head.encode() + payload)
+    return connection
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"model": "tiny", "prompt": "a", "max_tokens": 50, "stream": True}),
+        ("/generate_stream", {"inputs": "a"}),
+    ],
+)
+def test_leaving_a_stream_cancels(server: Server, path: str, body: dict[str, Any]) -> None:
+    server.driver.hold_after = 5
+    connection = _open(server, path, body)
+    assert b"200 OK" in connection.recv(4096)
+    assert not server.driver.cancelled.is_set()
+    connection.close()
+    assert server.driver.cancelled.wait(PATIENCE)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"model": "tiny", "prompt": "a", "stream": True}),
+        ("/v1/completions", {"model": "tiny", "prompt": "a"}),
+        ("/generate_stream", {"inputs": "a"}),
+        ("/generate", {"inputs": "a"}),
+    ],
+)
+def test_leaving_before_the_first_token_cancels(
+    server: Server, path: str, body: dict[str, Any]
+) -> None:
+    server.driver.hold_after = 0
+    connection = _open(server, path, body)
+    assert server.driver.arrived.wait(PATIENCE)
+    connection.close()
+    assert server.driver.cancelled.wait(PATIENCE)
+
+
+def test_a_cancelled_request_task_cancels_the_driver(tmp_path: Any) -> None:
+    """Serve cancels the task that runs the application instead of closing a connection."""
+
+    async def story() -> None:
+        tokenizer = write_tokenizer(tmp_path)
+        driver = FakeDriver(engine_info(tmp_path, tokenizer), tokenizer)
+        mailbox = Mailbox()
+        driver.deliver = mailbox.deliver
+        driver.hold_after = 2
+        app = build_app(driver, mailbox, lambda: ReplyAddress("h", 1, "hush"), IngressSettings())
+        sent: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        body = json.dumps({"model": "tiny", "prompt": "a", "stream": True}).encode()
+        messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> dict[str, Any]:
+            if not messages:
+                await asyncio.Event().wait()
+            return messages.pop()
+
+        scope = {
+            "type": "http", "asgi": {"version": "3.0", "spec_version": "2.4"}, "method": "POST",
+            "path": "/v1/completions", "raw_path": b"/v1/completions", "query_string": b"",
+            "headers": [(b"content-type", b"application/json")], "http_version": "1.1",
+            "root_path": "", "scheme": "http", "server": ("h", 1), "client": ("c", 2),
+        }  # fmt: skip
+        request = asyncio.create_task(app(scope, receive, sent.put))  # type: ignore[arg-type]
+        assert (await sent.get())["status"] == 200
+        request.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await request
+        assert driver.cancelled.is_set()
+        assert len(mailbox) == 0
+
+    asyncio.run(story())
+
+
+def test_work_ends_with_its_result_or_its_client() -> None:
+    async def forever() -> Any:
+        await asyncio.Event().wait()
+
+    async def gone() -> Any:
+        return {"type": "http.disconnect"}
+
+    async def value() -> int:
+        return 7
+
+    async def broken() -> int:
+        raise ValueError("ours")
+
+    async def unknown() -> Any:
+        raise KeyError("receive")
+
+    async def later() -> int:
+        await asyncio.sleep(0)
+        return 8
+
+    async def story() -> None:
+        assert await unless_gone(forever, value()) == 7
+        assert await unless_gone(unknown, later()) == 8
+        with pytest.raises(ClientGone):
+            await unless_gone(gone, forever())
+        with pytest.raises(ValueError, match="ours"):
+            await unless_gone(forever, broken())
+
+    asyncio.run(story())

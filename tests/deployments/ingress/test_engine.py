@@ -1,0 +1,45 @@
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from deployments.contract import EngineInfo, ErrorKind, ReplyAddress
+from deployments.ingress.engine import Engine, IngressSettings
+from deployments.ingress.errors import RequestError
+from deployments.ingress.frames import Mailbox
+from tests.fakes import FakeDriver, engine_info, write_tokenizer
+
+
+@pytest.fixture
+def driver(tmp_path: Path) -> FakeDriver:
+    tokenizer = write_tokenizer(tmp_path)
+    return FakeDriver(engine_info(tmp_path, tokenizer), tokenizer)
+
+
+def _engine(driver: FakeDriver) -> Engine:
+    return Engine(driver, Mailbox(), lambda: ReplyAddress("h", 1, "hush"), IngressSettings())
+
+
+def test_many_requests_at_once_ask_once(driver: FakeDriver) -> None:
+    async def story() -> None:
+        engine = _engine(driver)
+        answers = await asyncio.gather(*(engine.served() for _ in range(20)))
+        assert {id(served.text) for served in answers} == {id(answers[0].text)}
+        infos: list[EngineInfo] = await asyncio.gather(*(engine.info() for _ in range(20)))
+        assert infos == [driver.info] * 20
+
+    asyncio.run(story())
+    assert driver.descriptions == 1
+
+
+def test_an_engine_that_is_not_there_yet_is_asked_again(driver: FakeDriver) -> None:
+    async def story() -> None:
+        engine = _engine(driver)
+        driver.broken = ConnectionError("starting")
+        with pytest.raises(RequestError, match="did not answer") as caught:
+            await engine.served()
+        assert caught.value.kind is ErrorKind.UNAVAILABLE
+        driver.broken = None
+        assert (await engine.served()).info == driver.info
+
+    asyncio.run(story())

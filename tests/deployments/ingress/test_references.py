@@ -1,0 +1,43 @@
+import pytest
+
+from configs.adapters import AdapterReference, AdapterSource
+from deployments.contract import AdapterInfo
+from deployments.ingress.errors import RequestError
+from deployments.ingress.references import listed_name, parse_reference, parse_source
+
+HUB, LOCAL, S3 = AdapterSource.HUB, AdapterSource.LOCAL, AdapterSource.S3
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("org/poet", AdapterReference(HUB, "org/poet")),
+        ("local:poet", AdapterReference(LOCAL, "poet")),
+        ("hub:org/poet@v2", AdapterReference(HUB, "org/poet", "v2")),
+        ("org/poet@abc", AdapterReference(HUB, "org/poet", "abc")),
+        ("s3:bucket/prefix", AdapterReference(S3, "bucket/prefix")),
+        ("s3://bucket/prefix", AdapterReference(S3, "s3://bucket/prefix")),
+        ("odd:name", AdapterReference(HUB, "odd:name")),
+        ("trailing@", AdapterReference(HUB, "trailing@")),
+        ("@only", AdapterReference(HUB, "@only")),
+    ],
+)
+def test_names_become_references(name: str, expected: AdapterReference) -> None:
+    assert parse_reference(name, HUB) == expected
+
+
+def test_a_source_without_an_id_is_refused() -> None:
+    with pytest.raises(RequestError, match="names no adapter"):
+        parse_reference("local:", HUB)
+
+
+def test_sources_are_known_in_any_case() -> None:
+    assert parse_source("Local") is LOCAL
+    with pytest.raises(RequestError, match="must be one of hub, local, s3"):
+        parse_source("pbase")
+
+
+def test_listed_names_lead_back_to_the_adapter() -> None:
+    for source in AdapterSource:
+        name = listed_name(AdapterInfo("a/b", source.value, "disk"), LOCAL)
+        assert parse_reference(name, LOCAL) == AdapterReference(source, "a/b")

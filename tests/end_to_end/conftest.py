@@ -1,0 +1,109 @@
+"""One served demo for the whole session: `loray serve` in its own process, as users have it."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+READY_SECONDS = 180.0
+
+
+@dataclass(frozen=True)
+class Served:
+    """A running app: where it answers, Ray's address, and everything it has printed."""
+
+    url: str
+    ray_address: str
+    output: list[str]
+    process: "subprocess.Popen[str]"
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port: int = sock.getsockname()[1]
+        return port
+
+
+def demo_config(port: int) -> dict[str, Any]:
+    config: dict[str, Any] = yaml.safe_load((ROOT / "serve_config.yaml").read_text())
+    config["http_options"]["port"] = port
+    return config
+
+
+def environment() -> dict[str, str]:
+    """Ports of its own, so that a server which runs beside the tests is not disturbed."""
+    ports = {
+        name: str(free_port())
+        for name in ("RAY_SERVE_HAPROXY_METRICS_PORT", "RAY_SERVE_HAPROXY_STATS_PORT")
+    }
+    return {**os.environ, **ports, "RAY_AUTH_MODE": "disabled", "PYTHONUNBUFFERED": "1"}
+
+
+def start(config: Path, port: int) -> Served:
+    """Run `loray serve` until it has announced itself."""
+    command = [str(Path(sys.executable).with_name("loray")), "serve", str(config)]
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    output: list[str] = []
+    announced = threading.Event()
+
+    def listen() -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            output.append(line.rstrip())
+            if "Ctrl-C ends it" in line:
+                announced.set()
+        announced.set()
+
+    threading.Thread(target=listen, daemon=True).start()
+    ready = announced.wait(READY_SECONDS) and process.poll() is None
+    text = "\n".join(output)
+    found = re.search(r"ray address\s+(\S+)", text)
+    if not ready or found is None:
+        process.kill()
+        pytest.fail(f"the server did not come up:\n{text}")
+    return Served(f"http://127.0.0.1:{port}", found[1], output, process)
+
+
+def stop(served: Served) -> int:
+    """Ctrl-C; returns the exit status."""
+    served.process.send_signal(signal.SIGINT)
+    return served.process.wait(60)
+
+
+@pytest.fixture(scope="session")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """The demo of serve_config.yaml: two ranks, four adapters."""
+    port = free_port()
+    path = tmp_path_factory.mktemp("serve") / "config.yaml"
+    path.write_text(yaml.safe_dump(demo_config(port)))
+    running = start(path, port)
+    yield running
+    if running.process.poll() is None:
+        assert stop(running) == 0, "\n".join(running.output[-20:])
+
+
+@pytest.fixture(scope="session")
+def answers() -> dict[str, dict[str, dict[str, str]]]:
+    """What transformers + PEFT answer: model, question, "raw" or "chat"."""
+    content: dict[str, Any] = json.loads((ROOT / "configs/demo/answers.json").read_text())
+    told: dict[str, dict[str, dict[str, str]]] = content["answers"]
+    return told

@@ -1,0 +1,255 @@
+"""Fakes with behaviour: a driver that answers from a small automaton, and a real tiny tokenizer."""
+
+import asyncio
+import json
+import threading
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.processors import TemplateProcessing
+from tokenizers.trainers import BpeTrainer
+
+from configs.adapters import AdapterReference
+from configs.sampling import FinishReason
+from deployments.contract import (
+    AdapterInfo,
+    Completion,
+    EngineInfo,
+    Failed,
+    Finished,
+    GenerateRequest,
+    ReplyAddress,
+    SequenceOutcome,
+    SequenceRequest,
+    TokenFrame,
+    TokenRun,
+)
+from scheduler.plan import TokenLogprobs
+
+TALE = "The naïve fox 🦊 jumps over 東京 tower, über-lazy dogs watch; café END! 👩‍🚀 flies. "
+BOS, EOS, USER, ASSISTANT = "<s>", "</s>", "<|user|>", "<|assistant|>"
+SPECIALS = [BOS, EOS, USER, ASSISTANT]
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message.role not in ['system', 'user', 'assistant'] %}"
+    "{{ raise_exception('unknown role ' + message.role) }}{% endif %}"
+    "<|{{ message.role }}|>{{ message.content }}{{ eos_token }}\n"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def byte_level_tokenizer() -> Tokenizer:
+    """A byte-level BPE with a few merges; it puts BOS before raw prompts."""
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = ByteLevelDecoder()
+    trainer = BpeTrainer(
+        vocab_size=320,
+        special_tokens=SPECIALS,
+        initial_alphabet=ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([TALE, " END! END! END!", "the fox the dog"] * 4, trainer)
+    tokenizer.post_processor = TemplateProcessing(
+        single=f"{BOS} $A", special_tokens=[(BOS, token_id(tokenizer, BOS))]
+    )
+    # An added token that is not special is text like any other.
+    tokenizer.add_tokens([AddedToken("<think>", special=False)])
+    return tokenizer
+
+
+def token_id(tokenizer: Tokenizer, token: str) -> int:
+    """The id of a token that exists."""
+    id = tokenizer.token_to_id(token)
+    assert id is not None, f"{token} is no token"
+    return id
+
+
+def write_tokenizer(folder: Path, template: str | None = TEMPLATE) -> Tokenizer:
+    """Save the tokenizer as a model's folder has it."""
+    tokenizer = byte_level_tokenizer()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config: dict[str, object] = {"bos_token": BOS, "eos_token": {"content": EOS}}
+    if template is not None:
+        config["chat_template"] = template
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), "utf-8")
+    return tokenizer
+
+
+def engine_info(folder: Path, tokenizer: Tokenizer) -> EngineInfo:
+    """A small engine over that tokenizer."""
+    return EngineInfo(
+        model_id="org/tiny-base",
+        model_name="tiny",
+        model_revision="abc123",
+        tokenizer=str(folder),
+        dtype="float32",
+        device="cpu",
+        vocab_size=tokenizer.get_vocab_size(),
+        stop_token_ids=(token_id(tokenizer, EOS),),
+        max_total_tokens=512,
+        max_input_tokens=500,
+        max_batch_total_tokens=4096,
+        max_running=8,
+        max_queued=16,
+        chosen={"attention": "sdpa"},
+        adapters=[
+            AdapterInfo("org/pirate", "hub", "device"),
+            AdapterInfo("poet", "local", "host"),
+        ],
+        healthy=True,
+    )
+
+
+def reliable(frame: TokenFrame) -> list[TokenFrame]:
+    """A link that loses nothing."""
+    return [frame]
+
+
+def deaf(frame: TokenFrame) -> list[TokenFrame]:
+    """A link that loses everything."""
+    return []
+
+
+class Unreliable:
+    """Loses, doubles and swaps frames by turns, never the first."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._late: list[TokenFrame] = []
+
+    def __call__(self, frame: TokenFrame) -> list[TokenFrame]:
+        self._count += 1
+        if self._count % 5 == 2:
+            return [frame, frame]
+        if self._count % 5 == 3:
+            self._late.append(frame)
+            return []
+        if self._count == 9:
+            return []
+        late, self._late = self._late, []
+        return [frame, *late]
+
+
+class FakeDriver:
+    """Answers each sequence with a walk through TALE that depends on prompt and adapter.
+
+    replies: texts that some adapters answer instead (None: the base), with EOS at the end.
+    faults: adapters that fail, after `fail_after` tokens. hold_after: tokens after which
+    nothing comes any more until the call is cancelled. link: what becomes of frames.
+    broken: an exception that generate raises.
+    """
+
+    def __init__(self, info: EngineInfo, tokenizer: Tokenizer) -> None:
+        self.info = info
+        self.tokenizer = tokenizer
+        self.deliver: Callable[[TokenFrame], None] = lambda frame: None
+        self.replies: dict[str | None, str] = {}
+        self.faults: dict[str | None, Failed] = {}
+        self.fail_after = 0
+        self.hold_after: int | None = None
+        self.link: Callable[[TokenFrame], list[TokenFrame]] = reliable
+        self.broken: Exception | None = None
+        self.requests: list[GenerateRequest] = []
+        self.finishes: list[tuple[int, int]] = []
+        self.descriptions = 0
+        self.arrived = threading.Event()
+        self.cancelled = threading.Event()
+        self._kept: dict[tuple[str, int], int] = {}
+
+    async def generate(self, request: GenerateRequest, reply_to: ReplyAddress) -> Completion:
+        assert reply_to.secret == "hush"
+        self.requests.append(request)
+        self.arrived.set()
+        if self.broken is not None:
+            raise self.broken
+        try:
+            return await self._generate(request)
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+
+    async def finish(self, request_id: str, index: int, at: int) -> None:
+        self.finishes.append((index, at))
+        self._kept[request_id, index] = at
+
+    async def describe(self) -> EngineInfo:
+        self.descriptions += 1
+        if self.broken is not None:
+            raise self.broken
+        return self.info
+
+    def answer(self, sequence: SequenceRequest, adapter: AdapterReference | None) -> list[int]:
+        """All tokens of one sequence, were it not stopped by a stop string."""
+        name = adapter.id if adapter else None
+        limit = sequence.stopping.max_new_tokens
+        tale = self.tokenizer.encode(self.replies.get(name, TALE), add_special_tokens=False).ids
+        if name in self.replies:
+            return [*tale, token_id(self.tokenizer, EOS)][:limit]
+        seed = sequence.sampling.seed if sequence.sampling.temperature else 0
+        start = zlib.crc32(repr((name, sequence.prompt, seed)).encode()) % len(tale)
+        return [tale[(start + place) % len(tale)] for place in range(limit)]
+
+    async def _generate(self, request: GenerateRequest) -> Completion:
+        name = request.adapter.id if request.adapter else None
+        fault = self.faults.get(name)
+        answers = [self.answer(sequence, request.adapter) for sequence in request.sequences]
+        longest = max(len(answer) for answer in answers) if fault is None else self.fail_after
+        for step in range(longest):
+            if step == self.hold_after:
+                await asyncio.Event().wait()
+            self._push(request, answers, step)
+            await asyncio.sleep(0)
+        outcomes = [
+            self._outcome(request, index, answer, fault) for index, answer in enumerate(answers)
+        ]
+        return Completion(outcomes)
+
+    def _push(self, request: GenerateRequest, answers: list[list[int]], step: int) -> None:
+        runs = []
+        for index, answer in enumerate(answers):
+            if step < len(answer) and step < self._kept.get((request.id, index), step + 1):
+                logprobs = self._logprobs(request.sequences[index], [answer[step]])
+                runs.append(TokenRun(request.id, index, step, [answer[step]], logprobs))
+        for frame in self.link(TokenFrame(runs)):
+            self.deliver(frame)
+
+    def _outcome(
+        self, request: GenerateRequest, index: int, answer: list[int], fault: Failed | None
+    ) -> SequenceOutcome:
+        if fault is not None:
+            return SequenceOutcome(answer[: self.fail_after], fault)
+        sequence = request.sequences[index]
+        kept = self._kept.get((request.id, index))
+        tokens = answer[:kept]
+        if kept is not None:
+            reason = FinishReason.STOP_STRING
+        elif tokens[-1] in sequence.stopping.stop_token_ids:
+            reason = FinishReason.STOP_TOKEN
+        else:
+            reason = FinishReason.LENGTH
+        return SequenceOutcome(
+            tokens=tokens,
+            ending=Finished(reason),
+            logprobs=self._logprobs(sequence, tokens),
+            cached_tokens=min(4, len(sequence.prompt)),
+            queue_seconds=0.25,
+            first_token_seconds=0.5,
+        )
+
+    def _logprobs(self, sequence: SequenceRequest, tokens: list[int]) -> list[TokenLogprobs] | None:
+        wanted = sequence.sampling.logprobs
+        return None if wanted < 0 else [token_logprobs(token, wanted) for token in tokens]
+
+
+def token_logprobs(token: int, num_top: int) -> TokenLogprobs:
+    """What the fake model thinks of a token and of its neighbours in the vocabulary."""
+    top = [token + place for place in range(num_top)]
+    return TokenLogprobs(
+        -(token % 8) / 4, top, [-(token % 8) / 4 - place for place in range(num_top)]
+    )

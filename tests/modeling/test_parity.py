@@ -1,0 +1,46 @@
+"""The proof of the house: transformers + PEFT and the runner give the same tokens and logits."""
+
+import pytest
+
+from tests.modeling.parity import ADAPTERS, BASE, Setting, World, compare
+
+MODELS = [
+    ("llama", "gqa"),
+    ("llama", "mha"),
+    ("llama", "tied"),
+    ("llama", "llama3_rope"),
+    ("llama", "odd_vocab"),
+]
+OTHER_SHAPES = [
+    ("llama", "mqa"),
+    ("llama", "biases"),
+    ("llama", "wide_heads"),
+    ("llama", "linear_rope"),
+]
+"""(family, variant): a new family joins here and in parity.FAMILIES."""
+
+EVERYONE = [BASE, *ADAPTERS]
+
+
+@pytest.mark.parametrize("name", EVERYONE)
+@pytest.mark.parametrize(("family", "variant"), MODELS)
+def test_alone(world: World, family: str, variant: str, name: str) -> None:
+    compare(world, Setting(family, variant, 1, [name], chunk=10**6))
+
+
+@pytest.mark.parametrize("name", [BASE, "columns", "rows"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_alone_on_ranks(world: World, ranks: int, name: str) -> None:
+    compare(world, Setting("llama", "gqa", ranks, [name], chunk=10**6))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize(("family", "variant"), MODELS)
+def test_together(world: World, family: str, variant: str, ranks: int) -> None:
+    """All adapters and the base in one batch, prompts in chunks beside rows that decode."""
+    compare(world, Setting(family, variant, ranks, EVERYONE))
+
+
+@pytest.mark.parametrize(("family", "variant"), OTHER_SHAPES)
+def test_other_shapes(world: World, family: str, variant: str) -> None:
+    compare(world, Setting(family, variant, 2, [BASE, "r8", "rows", "patterns"]))

@@ -1,0 +1,443 @@
+"""Ranks that keep books instead of tensors, and a loop that plays whole stories on them.
+
+The ranks execute plans literally and look at everything that a real rank would trust: that the
+positions below a row were computed, in these very blocks, from these tokens, with this adapter,
+by a step whose result the scheduler has seen; that nothing is given away while a plan in flight
+names it. The next token is a hash of the adapter and of all tokens before it, so that any
+mix-up shows as other tokens than the request gives alone.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from configs.adapters import AdapterKey, AdapterRefusal, AdapterShape
+from configs.sampling import FinishReason, Sampling, Stopping
+from scheduler.events import (
+    AdapterEvent,
+    AdapterFailed,
+    AdapterFailure,
+    AdapterPinned,
+    AdapterStaged,
+    AdapterUnloaded,
+    Cancelled,
+    Ended,
+    Event,
+    NewTokens,
+    RequestId,
+)
+from scheduler.plan import Capacity, Fill, Join, Row, StepPlan, StepResult, TokenLogprobs
+from scheduler.policy import InvalidRequest
+from scheduler.request import Request
+from scheduler.scheduler import Scheduler
+from tests.strategies import (
+    VOCABULARY,
+    Action,
+    Arrive,
+    Cancel,
+    LoseGroup,
+    Pin,
+    Story,
+    Turns,
+    Unload,
+)
+
+
+def root(adapter: AdapterKey | None) -> int:
+    """The state of a sequence before its first token."""
+    return hash((17, adapter or 0))
+
+
+def link(state: int, token: int) -> int:
+    """The state after one more token: it depends on the adapter and on every token so far."""
+    return hash((state, token))
+
+
+def next_token(state: int) -> int:
+    """What the model says after these tokens."""
+    return hash((state, 99)) % VOCABULARY
+
+
+def alone(
+    prompt: tuple[int, ...], stopping: Stopping, adapter: AdapterKey | None
+) -> tuple[list[int], FinishReason]:
+    """What a request generates when nothing else happens: the slower truth."""
+    state = root(adapter)
+    for token in prompt:
+        state = link(state, token)
+    generated: list[int] = []
+    while True:
+        token = next_token(state)
+        state = link(state, token)
+        generated.append(token)
+        if token in stopping.stop_token_ids and len(generated) >= stopping.min_new_tokens:
+            return generated, FinishReason.STOP_TOKEN
+        if len(generated) == stopping.max_new_tokens:
+            return generated, FinishReason.LENGTH
+
+
+@dataclass
+class Seat:
+    """What a rank keeps at a place."""
+
+    tokens: list[int]
+    slot: int
+    adapter: AdapterKey | None
+    logprobs: int
+    blocks: list[int] = field(default_factory=list)
+
+    def states(self, stop: int) -> list[int]:
+        """The state after each of the first `stop` tokens."""
+        state, states = root(self.adapter), []
+        for token in self.tokens[:stop]:
+            state = link(state, token)
+            states.append(state)
+        return states
+
+
+@dataclass(frozen=True)
+class Named:
+    """What a plan in flight names."""
+
+    places: frozenset[int]
+    blocks: frozenset[int]
+    slots: frozenset[int]
+    keys: frozenset[AdapterKey]
+
+
+class FakeRanks:
+    """A group of ranks as a set of books."""
+
+    def __init__(self, capacity: Capacity, num_places: int, epoch: int) -> None:
+        self.capacity = capacity
+        self.num_places = num_places
+        self.epoch = epoch
+        self.seats: dict[int, Seat] = {}
+        self.cache: dict[tuple[int, int], tuple[int, int]] = {}  # (block, offset): (state, step)
+        self.host: dict[AdapterKey, AdapterShape] = {}
+        self.slots: dict[int, tuple[AdapterKey, list[list[int]]]] = {}
+        self.owners: dict[tuple[int, int], int] = {}  # (projection, page): slot
+        self.in_flight: deque[Named] = deque()
+        self.last_step = 0
+        self.last_applied = 0
+
+    def stage(self, key: AdapterKey, shape: AdapterShape) -> None:
+        assert key not in self.host, f"adapter {key} staged twice"
+        self.host[key] = shape
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        assert plan.epoch == self.epoch
+        assert not plan.empty
+        assert plan.step == self.last_step + 1 or self.last_step == 0
+        self.last_step = plan.step
+        for fill in plan.fills:
+            self._fill(fill)
+        self._drop(plan)
+        for join in plan.joins:
+            self._join(join)
+        self._append_blocks(plan.rows)
+        for row in plan.rows:
+            self._verify(row)
+        tokens, logprobs = self._compute(plan)
+        seats = [self.seats[row.place] for row in plan.rows]
+        self.in_flight.append(
+            Named(
+                places=frozenset(row.place for row in plan.rows),
+                blocks=frozenset(block for seat in seats for block in seat.blocks),
+                slots=frozenset([*(s.slot for s in seats), *(f.slot for f in plan.fills)]) - {-1},
+                keys=frozenset(fill.key for fill in plan.fills),
+            )
+        )
+        return StepResult(plan.epoch, plan.step, tokens, logprobs)
+
+    def applied(self, plan: StepPlan) -> None:
+        self.in_flight.popleft()
+        self.last_applied = plan.step
+
+    def _fill(self, fill: Fill) -> None:
+        assert fill.key in self.host, f"adapter {fill.key} is not staged"
+        assert 0 <= fill.slot < self.capacity.adapter_slots
+        assert [len(pages) for pages in fill.pages] == list(self.host[fill.key].num_pages)
+        named = {slot for plan in self.in_flight for slot in plan.slots}
+        assert fill.slot not in named, f"slot {fill.slot} is named by a plan in flight"
+        self.owners = {page: slot for page, slot in self.owners.items() if slot != fill.slot}
+        for index, pages in enumerate(fill.pages):
+            assert len(set(pages)) == len(pages)
+            for page in pages:
+                assert 0 <= page < self.capacity.adapter_pages
+                owner = self.owners.get((index, page))
+                assert owner is None or owner not in named, f"page {page} is in use"
+                self.owners[index, page] = fill.slot
+        self.slots[fill.slot] = (fill.key, fill.pages)
+
+    def _drop(self, plan: StepPlan) -> None:
+        filled = {key for named in self.in_flight for key in named.keys}
+        filled |= {fill.key for fill in plan.fills}
+        for key in plan.drops:
+            assert key in self.host, f"adapter {key} is dropped but not staged"
+            assert key not in filled, f"adapter {key} is dropped while it is filled"
+            del self.host[key]
+
+    def _join(self, join: Join) -> None:
+        assert 0 <= join.place < self.num_places
+        for named in self.in_flight:
+            assert join.place not in named.places, f"place {join.place} is in use"
+        adapter = None if join.slot < 0 else self.slots[join.slot][0]
+        logprobs = join.sampling.logprobs
+        self.seats[join.place] = Seat(list(join.tokens), join.slot, adapter, logprobs)
+        assert 0 < join.prompt_length <= len(join.tokens)
+
+    def _append_blocks(self, rows: list[Row]) -> None:
+        size = self.capacity.block_size
+        fresh: set[int] = set()
+        for row in rows:
+            seat = self.seats[row.place]
+            for block in row.blocks:
+                assert 0 <= block < self.capacity.num_blocks
+                if (len(seat.blocks) + 1) * size > row.start:
+                    assert block not in fresh, f"block {block} is given to two requests"
+                    fresh.add(block)
+                seat.blocks.append(block)
+        for named in self.in_flight:
+            assert fresh.isdisjoint(named.blocks), "a block is given away under a plan in flight"
+        held = [block for row in rows for block in set(self.seats[row.place].blocks)]
+        assert all(held.count(block) == 1 for block in fresh), "a fresh block is shared"
+
+    def _verify(self, row: Row) -> None:
+        """Everything that attention over this row would read is there."""
+        seat, size = self.seats[row.place], self.capacity.block_size
+        assert row.length > 0
+        assert row.start + row.length <= len(seat.tokens), "a token is not known"
+        assert len(seat.blocks) * size >= row.start + row.length, "blocks are missing"
+        assert len(set(seat.blocks)) == len(seat.blocks), "a block twice in one table"
+        hits = len(row.blocks) * size if len(row.blocks) == len(seat.blocks) else 0
+        for position, state in enumerate(seat.states(row.start)):
+            cell = (seat.blocks[position // size], position % size)
+            found, step = self.cache.get(cell, (None, 0))
+            assert found == state, f"position {position} is not cached for this request"
+            if position < hits:
+                assert step <= self.last_applied, "cached before it was computed"
+        if seat.slot >= 0:
+            key, pages = self.slots[seat.slot]
+            assert key == seat.adapter, "another adapter is in the slot"
+            for index, each in enumerate(pages):
+                assert all(self.owners[index, page] == seat.slot for page in each), "page taken"
+
+    def _compute(self, plan: StepPlan) -> tuple[list[int], list[TokenLogprobs | None] | None]:
+        """Write keys and values, sample, and keep the sampled tokens in their places."""
+        size = self.capacity.block_size
+        tokens: list[int] = []
+        logprobs: list[TokenLogprobs | None] = []
+        for row in plan.rows:
+            seat, end = self.seats[row.place], row.start + row.length
+            states = seat.states(end)
+            for position in range(row.start, end):
+                cell = (seat.blocks[position // size], position % size)
+                self.cache[cell] = (states[position], plan.step)
+            if row.samples:
+                assert len(seat.tokens) == end, "sampling would overwrite a token"
+                tokens.append(next_token(states[-1]))
+                seat.tokens.append(tokens[-1])
+                asked = seat.logprobs >= 0
+                logprobs.append(TokenLogprobs(-float(tokens[-1]), [], []) if asked else None)
+        return tokens, logprobs if any(each is not None for each in logprobs) else None
+
+
+@dataclass
+class Client:
+    """One arrival and what came of it."""
+
+    arrival: Arrive
+    id: RequestId
+    arrived: int
+    received: list[int] = field(default_factory=list)
+    ended: Ended | None = None
+    cancelled: bool = False
+    stop_due: int | None = None
+    first_turn: int | None = None
+
+
+class Stage:
+    """The loop of a driver over fake ranks; every transition is followed by `check`."""
+
+    def __init__(self, story: Story) -> None:
+        self.story = story
+        self.scheduler = Scheduler(story.limits, story.capacity)
+        self.clients: list[Client] = []
+        self.turn = 0
+        self.in_flight: deque[tuple[StepPlan, StepResult]] = deque()
+        self.staging: dict[AdapterKey, int] = {}
+        self.has_failed: set[AdapterKey] = set()
+        self.ranks = self._new_ranks()
+
+    def play(self) -> None:
+        """Act the story, then run until all is quiet; a story without end is an error."""
+        for action in self.story.actions:
+            self.act(action)
+        self.run(self.patience())
+        self.check_end()
+
+    def run(self, max_turns: int) -> None:
+        deadline = self.turn + max_turns
+        while self.scheduler.has_work:
+            assert self.turn < deadline, f"still at work: {self.scheduler.snapshot()}"
+            self.go_round()
+
+    def patience(self) -> int:
+        """Turns that surely suffice if every turn computes something for somebody."""
+        work = sum(client.arrival.stopping.max_new_tokens + 20 for client in self.clients)
+        claims = 5 * (self.story.limits.patience_steps + max(self.story.delays.values(), default=0))
+        return 100 + 4 * work + (len(self.clients) + 5) * claims
+
+    def act(self, action: Action) -> None:
+        match action:
+            case Arrive():
+                self.arrive(action)
+            case Cancel(index) if index < len(self.clients):
+                self.clients[index].cancelled = True
+                self.hear(self.scheduler.cancel(self.clients[index].id))
+            case Turns(count):
+                for _ in range(count):
+                    self.go_round()
+            case LoseGroup():
+                self.lose_group()
+            case Pin(key, pinned):
+                self.tell(AdapterPinned(key, pinned))
+            case Unload(key):
+                self.tell(AdapterUnloaded(key))
+        self.scheduler.check()
+
+    def arrive(self, arrival: Arrive) -> Client:
+        client = Client(arrival, ("r", len(self.clients)), self.turn)
+        request = Request(
+            id=client.id,
+            prompt=list(arrival.prompt),
+            sampling=Sampling(logprobs=0 if arrival.logprobs else -1),
+            stopping=arrival.stopping,
+            adapter=arrival.adapter,
+            arrival=float(self.turn),
+        )
+        try:
+            self.scheduler.add(request, float(self.turn))
+        except InvalidRequest:
+            return client
+        self.clients.append(client)
+        return client
+
+    def go_round(self) -> None:
+        """One turn of the loop: answer, schedule, send, and apply when enough is in flight."""
+        self.turn += 1
+        self.answer_staging()
+        self.match_stop_strings()
+        plan = self.scheduler.schedule(float(self.turn))
+        self.scheduler.check()
+        if not plan.empty:
+            self.in_flight.append((plan, self.ranks.execute(plan)))
+        if plan.empty or len(self.in_flight) >= self.story.limits.steps_ahead:
+            self.apply_oldest()
+
+    def apply_oldest(self) -> None:
+        if not self.in_flight:
+            return
+        plan, result = self.in_flight.popleft()
+        events = self.scheduler.apply(plan, result, float(self.turn))
+        self.ranks.applied(plan)
+        self.hear(events)
+        self.scheduler.check()
+
+    def answer_staging(self) -> None:
+        for key in self.scheduler.to_stage():
+            assert key not in self.staging, f"adapter {key} is named twice"
+            self.staging[key] = self.turn + self.story.delays.get(key, 0)
+        for key in [key for key, due in self.staging.items() if due <= self.turn]:
+            del self.staging[key]
+            if key in self.story.failing and key not in self.has_failed:
+                self.has_failed.add(key)
+                self.tell(AdapterFailed(key, AdapterRefusal.UNAVAILABLE, "no such file"))
+            else:
+                shape = self.story.shapes[key]
+                self.ranks.stage(key, shape)
+                self.tell(AdapterStaged(key, shape))
+
+    def match_stop_strings(self) -> None:
+        for client in self.clients:
+            at = client.arrival.stop_at
+            if client.stop_due is not None and client.stop_due <= self.turn and at is not None:
+                client.stop_due = None
+                self.hear(self.scheduler.finish(client.id, at))
+                self.scheduler.check()
+
+    def lose_group(self) -> None:
+        stale = list(self.in_flight)
+        self.in_flight.clear()
+        self.staging.clear()
+        self.hear(self.scheduler.group_lost(float(self.turn)))
+        self.scheduler.check()
+        self.ranks = self._new_ranks()
+        for plan, result in stale:
+            assert self.scheduler.apply(plan, result, float(self.turn)) == []
+
+    def tell(self, event: AdapterEvent) -> None:
+        self.hear(self.scheduler.adapter(event, float(self.turn)))
+        self.scheduler.check()
+
+    def hear(self, events: list[Event]) -> None:
+        for event in events:
+            client = self.clients[event.request_id[1]]
+            assert client.ended is None, f"{event} after the end"
+            if isinstance(event, NewTokens):
+                self._hear_tokens(client, event)
+            else:
+                client.ended = event
+                self.check_ended(client, event)
+
+    def check_ended(self, client: Client, event: Ended) -> None:
+        arrival = client.arrival
+        expected, reason = alone(arrival.prompt, arrival.stopping, arrival.adapter)
+        assert event.tokens == expected[: len(event.tokens)], "tokens differ from those alone"
+        assert event.tokens == client.received[: len(event.tokens)]
+        assert 0 <= event.cached_tokens <= len(arrival.prompt)
+        if arrival.logprobs:
+            assert event.logprobs is not None
+            assert [-each.logprob for each in event.logprobs] == event.tokens
+        else:
+            assert event.logprobs is None
+        match event.ending:
+            case FinishReason.STOP_STRING:
+                assert len(event.tokens) == arrival.stop_at
+            case FinishReason():
+                assert (event.tokens, event.ending) == (expected, reason)
+            case Cancelled():
+                assert client.cancelled
+            case AdapterFailure(refusal):
+                assert arrival.adapter is not None
+                large = refusal is AdapterRefusal.TOO_LARGE
+                assert large or arrival.adapter in self.has_failed
+
+    def check_end(self) -> None:
+        """Everybody got an end, and nothing is held any more."""
+        assert all(client.ended is not None for client in self.clients)
+        snapshot = self.scheduler.snapshot()
+        assert snapshot.queued == snapshot.running == snapshot.draining == 0
+        assert snapshot.plans_in_flight == 0
+        assert snapshot.free_blocks == snapshot.num_blocks
+        self.scheduler.check()
+
+    def _hear_tokens(self, client: Client, event: NewTokens) -> None:
+        assert event.start == len(client.received), "a gap or an overlap"
+        if client.first_turn is None:
+            client.first_turn = self.turn
+        client.received += event.tokens
+        at = client.arrival.stop_at
+        if at is not None and client.stop_due is None and len(client.received) >= at:
+            client.stop_due = self.turn + 1 + client.arrival.late
+
+    def _new_ranks(self) -> FakeRanks:
+        epoch, story = self.scheduler.epoch, self.story
+        return FakeRanks(story.capacity, story.limits.max_running, epoch)
+
+
+def play(story: Story) -> Stage:
+    """Play a whole story; any broken promise is an AssertionError."""
+    stage = Stage(story)
+    stage.play()
+    return stage

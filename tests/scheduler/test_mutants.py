@@ -1,0 +1,121 @@
+"""The stories must notice the mistakes that schedulers of this kind make."""
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import HealthCheck, Phase, find, settings
+from hypothesis.errors import NoSuchExample
+
+from scheduler import prefix
+from scheduler.device import DeviceTier
+from scheduler.prefix import PrefixCache
+from scheduler.request import Request
+from scheduler.resident import Resident
+from scheduler.running import Running
+from scheduler.scheduler import Scheduler
+from scheduler.step import Step
+from tests.scheduler.automaton import play
+from tests.strategies import Story, stories
+
+Patch = pytest.MonkeyPatch
+
+HUNT = settings(
+    max_examples=1500,
+    deadline=None,
+    database=None,
+    derandomize=True,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+
+
+def no_checks(patch: Patch) -> None:
+    """Leave only the ranks and the clients to notice; a mutant must not be caught by itself."""
+
+    def check(self: Scheduler) -> None:
+        """Look away."""
+
+    patch.setattr(Scheduler, "check", check)
+
+
+def free_before_apply(patch: Patch) -> None:
+    """Blocks and places come free when a request ends, although a plan still names them."""
+
+    def leave(self: Running, request: Request) -> None:
+        self.members.remove(request)
+        self._free(request)
+
+    patch.setattr(Running, "leave", leave)
+
+
+def register_before_computed(patch: Patch) -> None:
+    """The prefix cache learns of blocks when they are scheduled."""
+    join = Running.join
+
+    def join_and_register(
+        self: Running, request: Request, cached: list[int], slot: int, step: Step
+    ) -> None:
+        join(self, request, cached, slot, step)
+        request.computed = request.scheduled
+        self.prefix.register(request)
+
+    patch.setattr(Running, "join", join_and_register)
+
+
+def forget_the_salt(patch: Patch) -> None:
+    """Adapters share cached blocks."""
+    patch.setattr(prefix, "salt_of", lambda _: b"")
+
+
+def serve_full_hits(patch: Patch) -> None:
+    """A full hit leaves nothing to compute, so nothing would be sampled."""
+
+    def match(self: PrefixCache, request: Request) -> list[int]:
+        limit = len(request.tokens) // self.block_size
+        digests = prefix.extend_chain(request, limit, self.block_size)[:limit]
+        found = [self._block_of.get(digest) for digest in digests]
+        whole = None not in found and limit * self.block_size == len(request.tokens)
+        return [block for block in found if block is not None] if whole else []
+
+    patch.setattr(PrefixCache, "match", match)
+
+
+def reuse_adapter_pages(patch: Patch) -> None:
+    """An adapter's pages come free when its last request ends, under plans in flight."""
+
+    def is_evictable(self: DeviceTier, resident: Resident) -> bool:
+        return resident.on_device and not resident.pinned
+
+    patch.setattr(DeviceTier, "_is_evictable", is_evictable)
+
+
+MUTANTS: list[Callable[[Patch], None]] = [
+    free_before_apply,
+    register_before_computed,
+    forget_the_salt,
+    serve_full_hits,
+    reuse_adapter_pages,
+]
+
+
+def goes_wrong(story: Story) -> bool:
+    """Whether the story breaks a promise; a mutant may also break the machinery."""
+    try:
+        play(story)
+    except (AssertionError, KeyError, ValueError, IndexError, AttributeError):
+        return True
+    return False
+
+
+@pytest.mark.parametrize("mutate", MUTANTS)
+def test_a_planted_bug_is_found(mutate: Callable[[Patch], None], monkeypatch: Patch) -> None:
+    mutate(monkeypatch)
+    no_checks(monkeypatch)
+    find(stories(), goes_wrong, settings=HUNT)
+
+
+def test_the_hunt_finds_nothing_without_a_bug() -> None:
+    """The same stories end well when nothing is planted, so what is found is the bug."""
+    calm = settings(HUNT, max_examples=60)
+    with pytest.raises(NoSuchExample):
+        find(stories(), goes_wrong, settings=calm)

@@ -1,0 +1,140 @@
+"""Queues: whose turn it is, counted in tokens."""
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from configs.adapters import AdapterKey
+from scheduler.queues import AdapterQueues, cost
+from scheduler.request import Request
+from tests.scheduler.small import request
+
+ONE, TWO, THREE = AdapterKey(1), AdapterKey(2), AdapterKey(3)
+
+
+def queued(queues: AdapterQueues, asked: Request, serial: int) -> Request:
+    asked.serial = serial
+    queues.append(asked)
+    queues.resume(asked.adapter)
+    return asked
+
+
+def take(queues: AdapterQueues) -> Request | None:
+    asked = queues.in_turn()
+    if asked is not None:
+        assert queues.in_turn() is asked, "asking twice changes the turn"
+        queues.admit(asked)
+    queues.check()
+    return asked
+
+
+def test_one_queue_is_first_come_first_served() -> None:
+    queues = AdapterQueues(10)
+    asked = [queued(queues, request(i), i) for i in range(3)]
+    assert [take(queues) for _ in range(4)] == [*asked, None]
+
+
+def test_a_flood_of_one_adapter_lets_the_others_through() -> None:
+    queues = AdapterQueues(7)
+    for index in range(20):
+        queued(queues, request(index, adapter=1), index)
+    late = queued(queues, request(20, adapter=2), 20)
+    order = [take(queues) for _ in range(21)]
+    assert order.index(late) <= 2
+
+
+def test_turns_are_fair_in_tokens_not_in_requests() -> None:
+    queues = AdapterQueues(50)
+    for index in range(200):
+        queued(queues, request(index, [1] * 45, 5, adapter=1), index)
+        queued(queues, request(300 + index, [1] * 5, 5, adapter=2), 300 + index)
+    tokens: Counter[int | None] = Counter()
+    for _ in range(110):
+        asked = take(queues)
+        assert asked is not None
+        tokens[asked.adapter] += cost(asked)
+    assert abs(tokens[1] - tokens[2]) <= 100
+
+
+def test_a_request_that_comes_back_is_first_and_free() -> None:
+    queues = AdapterQueues(1)
+    for index in range(1, 4):
+        queued(queues, request(index), index)
+    for serial in (7, 0):
+        asked = request(serial)
+        asked.serial, asked.first_scheduled = serial, 0.0
+        queues.bring_back(asked)
+        assert cost(asked) == 0
+    order = [take(queues) for _ in range(5)]
+    assert [each.serial for each in order if each] == [0, 7, 1, 2, 3]
+
+
+def test_a_parked_queue_is_passed_by_and_keeps_its_seniority() -> None:
+    queues = AdapterQueues(100)
+    for serial, key in enumerate((1, 2, 3)):
+        queued(queues, request(serial, adapter=key), serial)
+    queues.park(TWO, 5)
+    queues.park(ONE, 9)
+    assert queues.parked(9) == [TWO, ONE]
+    assert queues.parked(1) == [TWO]
+    asked = take(queues)
+    assert asked is not None
+    assert asked.adapter == THREE
+    assert take(queues) is None
+    queues.resume(TWO)
+    assert queues.parked_since(TWO) is None
+    queues.park(TWO, 20)
+    assert queues.parked(9) == [TWO, ONE]
+    assert queues.parked_since(TWO) == 5
+    queues.check()
+
+
+def test_a_suspended_queue_is_in_neither_until_it_is_resumed() -> None:
+    queues = AdapterQueues(100)
+    queued(queues, request(0, adapter=1), 0)
+    queues.suspend(ONE)
+    assert take(queues) is None
+    assert len(queues) == 1
+    queues.resume(ONE, first=True)
+    assert take(queues) is not None
+    queues.resume(TWO)  # Nobody waits for it: nothing happens.
+    assert take(queues) is None
+
+
+def test_removing_the_last_request_removes_the_queue_wherever_it_is() -> None:
+    queues = AdapterQueues(100)
+    asked = [queued(queues, request(i, adapter=i + 1), i) for i in range(3)]
+    queues.park(ONE, 0)
+    queues.suspend(TWO)
+    for each in asked:
+        assert queues.waiting_for(each.adapter) == [each]
+        queues.remove(each)
+        queues.check()
+    assert len(queues) == 0
+    assert list(queues) == []
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.integers(1, 30)), min_size=1, max_size=60),
+    st.integers(1, 40),
+)
+def test_between_two_turns_others_take_a_quantum_and_a_request_each(
+    arrivals: list[tuple[int, int]], quantum: int
+) -> None:
+    """The bound of the module: rounds are counted in the longest request over the quantum."""
+    queues = AdapterQueues(quantum)
+    for serial, (key, length) in enumerate(arrivals):
+        queued(queues, request(serial, [1] * length, 1, adapter=key + 1), serial)
+    longest = max(length for _, length in arrivals) + 1
+    rounds = -(-longest // quantum) + 1
+    bound = rounds * quantum + longest
+    waited: Counter[int] = Counter()
+    while (asked := take(queues)) is not None:
+        served = asked.adapter or 0
+        waited.pop(served, None)
+        for key in {each.adapter or 0 for each in queues}:
+            if key != served:
+                waited[key] += cost(asked)
+                others = len({each.adapter for each in queues}) + 1
+                assert waited[key] <= bound * others

@@ -1,0 +1,180 @@
+"""The map of adapters: from disk to the device and back, and what is refused on the way."""
+
+from configs.adapters import AdapterKey, AdapterRefusal, AdapterShape
+from scheduler.plan import Capacity
+from scheduler.residency import Residency, Standing
+from scheduler.resident import AdapterState
+from scheduler.step import Step
+from tests.scheduler.small import capacity
+
+ONE, TWO = AdapterKey(1), AdapterKey(2)
+SMALL = AdapterShape((1, 1), 10)
+
+
+def staged(residency: Residency, key: AdapterKey, shape: AdapterShape = SMALL) -> None:
+    residency.enlist(key)
+    assert residency.host.to_stage() == [key]
+    assert residency.staged(key, shape) is None
+
+
+def used(residency: Residency, key: AdapterKey) -> Step:
+    """A request of a staged adapter is admitted."""
+    step = Step(10)
+    residency.acquire(key, step)
+    residency.delist(key)
+    return step
+
+
+def state(residency: Residency, key: AdapterKey) -> AdapterState | None:
+    return residency.states().get(key)
+
+
+def test_from_disk_to_the_device_and_to_rest() -> None:
+    residency = Residency(capacity())
+    residency.enlist(ONE)
+    assert state(residency, ONE) is AdapterState.DISK
+    assert residency.host.to_stage() == [1]
+    assert state(residency, ONE) is AdapterState.STAGING
+    assert residency.standing(ONE) is Standing.ABSENT
+    residency.staged(ONE, SMALL)
+    assert state(residency, ONE) is AdapterState.HOST
+    assert residency.standing(ONE) is Standing.PLACEABLE
+    step = used(residency, ONE)
+    assert [(fill.key, len(fill.pages)) for fill in step.fills] == [(1, 2)]
+    assert state(residency, ONE) is AdapterState.FILLING
+    assert residency.standing(ONE) is Standing.READY
+    residency.applied(step)
+    assert state(residency, ONE) is AdapterState.DEVICE
+    residency.release(ONE)
+    residency.check([], [])
+    assert state(residency, ONE) is AdapterState.DEVICE
+
+
+def test_a_second_request_needs_no_second_fill() -> None:
+    residency = Residency(capacity())
+    staged(residency, ONE)
+    used(residency, ONE)
+    residency.enlist(ONE)
+    assert used(residency, ONE).fills == []
+
+
+def test_without_idle_room_an_adapter_is_blocked() -> None:
+    residency = Residency(capacity(adapter_slots=1))
+    staged(residency, ONE)
+    step = used(residency, ONE)
+    staged(residency, TWO)
+    assert residency.standing(TWO) is Standing.BLOCKED
+    residency.release(ONE)
+    assert residency.standing(TWO) is Standing.BLOCKED, "the fill is still in flight"
+    residency.applied(step)
+    assert residency.standing(TWO) is Standing.PLACEABLE
+    used(residency, TWO)
+    assert state(residency, ONE) is AdapterState.HOST
+
+
+def refusal(ranks: Capacity, shape: AdapterShape) -> str:
+    residency = Residency(ranks)
+    residency.enlist(ONE)
+    residency.host.to_stage()
+    failure = residency.staged(ONE, shape)
+    assert failure is not None
+    assert failure.refusal is AdapterRefusal.TOO_LARGE
+    residency.delist(ONE)
+    step = Step(1)
+    step.dropped = residency.host.drops()
+    assert [resident.key for resident in step.dropped] == [1], "the copy is of no use"
+    residency.applied(step)
+    residency.check([], [])
+    assert residency.states() == {}
+    return failure.message
+
+
+def test_what_can_never_be_placed_is_refused_with_numbers() -> None:
+    too_many = AdapterShape((1, 9), 10)
+    message = refusal(capacity(adapter_pages=8), too_many)
+    assert "9 pages of 8 rank rows for down_proj" in message
+    assert "has 8" in message
+    assert "1001 bytes" in refusal(capacity(host_bytes=1000), AdapterShape((1, 1), 1001))
+    assert "max_device_adapters" in refusal(capacity(adapter_slots=0), SMALL)
+
+
+def test_a_failed_adapter_is_tried_again_by_the_next_request() -> None:
+    residency = Residency(capacity())
+    residency.enlist(ONE)
+    residency.host.to_stage()
+    residency.failed(ONE)
+    residency.delist(ONE)
+    assert residency.states() == {}
+    residency.enlist(ONE)
+    assert residency.host.to_stage() == [1]
+
+
+def test_answers_that_nobody_asked_for_are_ignored() -> None:
+    residency = Residency(capacity())
+    assert residency.staged(ONE, SMALL) is None
+    residency.failed(ONE)
+    assert residency.states() == {}
+    staged(residency, TWO)
+    residency.failed(TWO)
+    assert state(residency, TWO) is AdapterState.HOST
+
+
+def test_a_pinned_adapter_is_staged_and_filled_unasked_and_stays() -> None:
+    residency = Residency(capacity(adapter_slots=1))
+    residency.pin(ONE, True)
+    assert residency.host.to_stage() == [1]
+    residency.staged(ONE, SMALL)
+    assert residency.has_moves
+    step = Step(10)
+    residency.fill_pins(step)
+    assert [fill.key for fill in step.fills] == [1]
+    assert not residency.has_moves
+    residency.applied(step)
+    staged(residency, TWO)
+    assert residency.standing(TWO) is Standing.BLOCKED
+    residency.pin(ONE, False)
+    assert residency.standing(TWO) is Standing.PLACEABLE
+
+
+def test_an_unloaded_adapter_goes_once_nobody_uses_it() -> None:
+    residency = Residency(capacity())
+    staged(residency, ONE)
+    step = used(residency, ONE)
+    residency.unload(ONE)
+    assert state(residency, ONE) is AdapterState.FILLING
+    residency.applied(step)
+    assert state(residency, ONE) is AdapterState.DEVICE
+    residency.release(ONE)
+    last = Step(1)
+    last.dropped = residency.host.drops()
+    assert [resident.key for resident in last.dropped] == [1]
+    residency.applied(last)
+    assert residency.states() == {}
+    residency.unload(TWO)
+    assert residency.states() == {}
+
+
+def test_a_new_request_calls_an_unloading_off() -> None:
+    residency = Residency(capacity())
+    staged(residency, ONE)
+    step = used(residency, ONE)
+    residency.unload(ONE)
+    residency.enlist(ONE)
+    residency.applied(step)
+    residency.release(ONE)
+    residency.delist(ONE)
+    assert state(residency, ONE) is AdapterState.DEVICE
+
+
+def test_when_the_ranks_are_lost_only_who_is_wanted_is_remembered() -> None:
+    residency = Residency(capacity(adapter_slots=3))
+    for key in (ONE, TWO):
+        staged(residency, key)
+        used(residency, key)
+    residency.enlist(TWO)
+    residency.pin(AdapterKey(3), True)
+    residency.lost()
+    assert residency.states() == {2: AdapterState.DISK, 3: AdapterState.DISK}
+    assert residency.host.to_stage() == [2, 3]
+    assert residency.staged(TWO, SMALL) is None
+    assert residency.standing(TWO) is Standing.PLACEABLE

@@ -1,0 +1,187 @@
+"""Hypothesis strategies: whole stories of a server's life, small enough to shrink."""
+
+from dataclasses import dataclass, field
+
+from hypothesis import strategies as st
+
+from configs.adapters import AdapterKey, AdapterShape
+from configs.sampling import Stopping
+from scheduler.plan import Capacity
+from scheduler.policy import Limits
+
+PROJECTIONS = ("q_proj", "down_proj")
+VOCABULARY = 11
+
+
+@dataclass(frozen=True)
+class Arrive:
+    """A request comes; the ingress will match a stop string at `stop_at`, `late` turns later."""
+
+    prompt: tuple[int, ...]
+    stopping: Stopping
+    adapter: AdapterKey | None = None
+    logprobs: bool = False
+    stop_at: int | None = None
+    late: int = 0
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """The client of the index-th arrival leaves."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Turns:
+    """The loop goes round `count` times."""
+
+    count: int
+
+
+@dataclass(frozen=True)
+class LoseGroup:
+    """The ranks die and new ones come."""
+
+
+@dataclass(frozen=True)
+class Pin:
+    """An adapter is pinned or unpinned."""
+
+    key: AdapterKey
+    pinned: bool
+
+
+@dataclass(frozen=True)
+class Unload:
+    """An adapter is unloaded."""
+
+    key: AdapterKey
+
+
+Action = Arrive | Cancel | Turns | LoseGroup | Pin | Unload
+
+
+@dataclass(frozen=True)
+class Story:
+    """A server and what happens to it.
+
+    shapes: what each adapter takes. failing: adapters whose first staging fails. delays: turns
+    that staging takes, per adapter.
+    """
+
+    capacity: Capacity
+    limits: Limits
+    actions: tuple[Action, ...]
+    shapes: dict[AdapterKey, AdapterShape] = field(default_factory=dict)
+    failing: frozenset[AdapterKey] = frozenset()
+    delays: dict[AdapterKey, int] = field(default_factory=dict)
+
+
+def keys(count: int) -> list[AdapterKey]:
+    """The adapters 1 .. count."""
+    return [AdapterKey(index) for index in range(1, count + 1)]
+
+
+@st.composite
+def capacities(draw: st.DrawFn) -> Capacity:
+    """Ranks so small that everything runs short; mostly a request or two fit."""
+    block_size = draw(st.sampled_from([1, 2, 4]))
+    capacity = st.builds(
+        Capacity,
+        num_blocks=st.integers(10, 70).map(lambda tokens: -(-tokens // block_size)),
+        block_size=st.just(block_size),
+        projections=st.just(PROJECTIONS),
+        adapter_pages=st.integers(2, 5),
+        adapter_slots=st.integers(1, 3),
+        host_bytes=st.sampled_from([30, 60, 1000]),
+        max_total_tokens=st.just(40),
+    )
+    return draw(capacity)
+
+
+def limits() -> st.SearchStrategy[Limits]:
+    """Budgets from one token a step up, one or two steps in flight."""
+    return st.builds(
+        Limits,
+        max_step_tokens=st.integers(1, 24),
+        max_running=st.integers(1, 6),
+        max_queued=st.just(1000),
+        prefix_caching=st.booleans(),
+        steps_ahead=st.sampled_from([1, 2, 2]),
+        quantum_tokens=st.sampled_from([1, 8, 50]),
+        patience_steps=st.sampled_from([0, 3, 10]),
+    )
+
+
+def shapes() -> st.SearchStrategy[AdapterShape]:
+    """Adapters of mixed ranks; some can never be placed."""
+    pages = st.integers(0, 3)
+    return st.builds(AdapterShape, st.tuples(pages, pages), st.integers(5, 25))
+
+
+def prompts() -> st.SearchStrategy[tuple[int, ...]]:
+    """Prompts of which many share their beginning."""
+    shared = st.integers(0, 12).map(lambda length: tuple(i % 5 for i in range(length)))
+    own = st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=6).map(tuple)
+    return st.tuples(shared, own).map(lambda parts: (*parts[0], *parts[1]))
+
+
+def stoppings() -> st.SearchStrategy[Stopping]:
+    """Short budgets, sometimes with a stop token, sometimes with a minimum."""
+    return st.builds(
+        Stopping,
+        max_new_tokens=st.integers(1, 12),
+        stop_token_ids=st.sampled_from([(), (3,), (3, 7)]),
+        min_new_tokens=st.sampled_from([0, 0, 3]),
+    )
+
+
+def adapter_choices(count: int) -> st.SearchStrategy[st.SearchStrategy[AdapterKey | None]]:
+    """Who asks for what: base only, identical, distinct or uniform, Zipf, skewed."""
+    known = keys(count)
+    zipf = [key for rank, key in enumerate(known, 1) for _ in range(12 // rank)]
+    skewed: list[AdapterKey | None] = [*([known[0]] * 8), None, *known[1:]]
+    return st.sampled_from(
+        [
+            st.none(),
+            st.just(known[0]),
+            st.sampled_from(known),
+            st.sampled_from([None, *known]),
+            st.sampled_from(zipf),
+            st.sampled_from(skewed),
+        ]
+    )
+
+
+@st.composite
+def stories(draw: st.DrawFn, num_adapters: int = 5, max_actions: int = 30) -> Story:
+    """A server, its adapters, and arrivals among everything that can go wrong."""
+    adapters = draw(adapter_choices(num_adapters))
+    known = st.sampled_from(keys(num_adapters))
+    arrive = st.builds(
+        Arrive,
+        prompt=prompts(),
+        stopping=stoppings(),
+        adapter=adapters,
+        logprobs=st.booleans(),
+        stop_at=st.one_of(st.none(), st.none(), st.integers(0, 6)),
+        late=st.integers(0, 2),
+    )
+    turns = st.builds(Turns, st.integers(1, 4))
+    rare = st.one_of(
+        st.builds(Cancel, st.integers(0, 20)),
+        st.builds(Pin, known, st.booleans()),
+        st.builds(Unload, known),
+        st.builds(LoseGroup),
+    )
+    action = st.one_of(arrive, arrive, arrive, arrive, turns, rare)
+    num_actions = draw(st.integers(1, max_actions))  # A list of its own choice stays too short.
+    return Story(
+        capacity=draw(capacities()),
+        limits=draw(limits()),
+        actions=tuple(draw(st.lists(action, min_size=num_actions, max_size=num_actions))),
+        shapes={key: draw(shapes()) for key in keys(num_adapters)},
+        failing=draw(st.frozensets(known, max_size=1)),
+        delays={key: draw(st.integers(0, 9)) for key in keys(num_adapters)},
+    )
