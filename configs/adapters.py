@@ -26,17 +26,21 @@ class AdapterReference(msgspec.Struct, frozen=True):
 
 
 def parse_reference(text: str, default_source: AdapterSource) -> AdapterReference:
-    """Read "[source:]id[@revision]", e.g. "local:pirate" or "acme/sql@v2".
+    """Read "[hub:|local:|s3:]id[@revision]", e.g. "local:pirate" or "acme/sql@v2".
 
-    Raises ValueError for an empty id. An unknown prefix is part of the id, not a source.
+    An unknown prefix is part of the id; s3://bucket/prefix is an id of source s3. Raises
+    ValueError for an empty id.
     """
-    source, found, rest = text.partition(":")
-    if found and source.lower() in {known.value for known in AdapterSource}:
-        default_source, text = AdapterSource(source.lower()), rest
-    adapter_id, _, revision = text.partition("@")
-    if not adapter_id.strip():
-        raise ValueError(f"an adapter needs a name, got {text!r}")
-    return AdapterReference(default_source, adapter_id, revision or None)
+    head, colon, rest = text.partition(":")
+    known = bool(colon) and head.lower() in {source.value for source in AdapterSource}
+    source = AdapterSource(head.lower()) if known else default_source
+    name = rest if known and not rest.startswith("//") else text
+    path, _, revision = name.rpartition("@")
+    if not path or not revision:
+        path, revision = name, ""
+    if not path.strip():
+        raise ValueError(f"`{text}` names no adapter: it needs a name")
+    return AdapterReference(source, path, revision or None)
 
 
 class FetchedAdapter(msgspec.Struct, frozen=True):

@@ -23,6 +23,18 @@ def export_throughput_mode() -> None:
         os.environ.setdefault(name, value)
 
 
+RANK_ENVIRONMENT = {
+    # Every rank of a node sees all of its GPUs: peers' memory cannot be mapped otherwise.
+    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+}
+
+
+def cuda_ordinal(gpu_id: str) -> int:
+    """CUDA's number, in this process, for the GPU that Ray assigned by its id."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",").index(gpu_id) if visible else int(gpu_id)
+
+
 def proxy_mode() -> str:
     """Which HTTP front Serve runs in this process's cluster, in words."""
     if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1":

@@ -28,6 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True)
     serve = commands.add_parser("serve", help="start Ray here, serve a config until Ctrl-C")
     serve.add_argument("config", nargs="?", default="serve_config.yaml", type=Path)
+    serve.add_argument("--no-dashboard", action="store_true", help="start Ray without its page")
     serve.set_defaults(run=_serve)
     parsed = parser.parse_args(arguments)
     status: int = parsed.run(parsed)
@@ -48,13 +49,16 @@ def _serve(parsed: argparse.Namespace) -> int:
     from ray import serve
 
     _say("starting Ray")
-    context = ray.init(namespace="serve", include_dashboard=True, logging_level="warning")
-    dashboard = f"http://{context.dashboard_url}"
+    context = ray.init(
+        namespace="serve", include_dashboard=not parsed.no_dashboard, logging_level="warning"
+    )
+    address = context.address_info["gcs_address"]
+    dashboard = f"http://{context.dashboard_url}" if context.dashboard_url else "off"
     try:
         _say(f"deploying {parsed.config}")
-        _deploy(parsed.config, dashboard)
+        _deploy(parsed.config, address)
         if _wait_until_running(serve, leaving):
-            _announce(config, dashboard, context.address_info["gcs_address"])
+            _announce(config, dashboard, address)
             leaving.wait()
         status = 0 if leaving.is_set() else 1
     finally:
@@ -64,9 +68,10 @@ def _serve(parsed: argparse.Namespace) -> int:
     return status
 
 
-def _deploy(config: Path, dashboard: str) -> None:
-    command = Path(sys.executable).with_name("serve")
-    arguments = [str(command), "deploy", "--address", dashboard, str(config)]
+def _deploy(config: Path, address: str) -> None:
+    """Hand the config to Serve's own command, which needs no dashboard for it."""
+    command = [sys.executable, "-m", "ray.serve.scripts", "run", "--non-blocking"]
+    arguments = [*command, "--address", address, str(config)]
     done = subprocess.run(arguments, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"loray: the config was refused:\n{done.stderr}{done.stdout}")

@@ -46,6 +46,7 @@ def load_model(config: EngineConfig, group: TensorParallel, device: torch.device
     started = time.monotonic()
     folder = fetch_model(config.model)
     architecture = load_architecture(folder)
+    architecture = architecture.with_total_tokens(total_tokens(config, architecture))
     source: SafetensorsCheckpoint | DummySource
     if config.model.load_format is LoadFormat.DUMMY:
         dtype = _dtype(config.model.dtype, architecture, torch.float32)
@@ -64,7 +65,7 @@ def total_tokens(config: EngineConfig, architecture: ModelArchitecture) -> int:
     """Return the longest sequence; ValueError when the model was not made for the one asked."""
     longest = architecture.max_position_embeddings
     wanted = config.limits.max_total_tokens
-    if wanted is not None and wanted > longest:
+    if wanted is not None and wanted > longest and not architecture.stretches:
         raise ValueError(
             f"limits.max_total_tokens ({wanted}) is above the model's own "
             f"max_position_embeddings ({longest}): lower it"

@@ -8,8 +8,10 @@ from typing import Any, Literal
 import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+FUSED_LINEARS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 
 DTypeName = Literal["float32", "float16", "bfloat16"]
 
@@ -55,6 +57,93 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 """Llama variants by name: what each changes of LLAMA."""
 
+WINDOW = 9
+"""In tokens: shorter than every test's continuation."""
+
+LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.3],
+    "long_factor": [1.2, 2.5, 4.0],
+}
+
+RELATIVES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mistral": ("Mistral", {"num_key_value_heads": 2, "sliding_window": WINDOW}),
+    "mistral_full": ("Mistral", {"num_key_value_heads": 1, "sliding_window": None}),
+    "qwen2": ("Qwen2", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
+    "qwen2_window": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+    ),
+    "qwen3": ("Qwen3", {"num_key_value_heads": 2, "head_dim": 16}),
+    "qwen3_window": (
+        "Qwen3",
+        {
+            "head_dim": 16,
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "granite": (
+        "Granite",
+        {
+            "num_key_value_heads": 2,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.7,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 0.6,
+        },
+    ),
+    "phi3": ("Phi3", {"num_key_value_heads": 2, "sliding_window": WINDOW}),
+    "phi3_partial": (
+        "Phi3",
+        {
+            "rope_parameters": {"rope_theta": 100.0, "partial_rotary_factor": 0.5},
+            "tie_word_embeddings": True,
+        },
+    ),
+    "phi3_longrope": (
+        "Phi3",
+        {
+            "num_key_value_heads": 2,
+            "original_max_position_embeddings": 32,
+            "rope_parameters": {**LONGROPE, "partial_rotary_factor": 0.75},
+        },
+    ),
+    "yarn": (
+        "Llama",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    ),
+    "longrope": (
+        "Llama",
+        {
+            "rope_parameters": {
+                **LONGROPE,
+                "short_factor": [1.0, 1.1, 1.3, 1.4],
+                "long_factor": [1.2, 2.5, 4.0, 6.0],
+                "original_max_position_embeddings": 32,
+            }
+        },
+    ),
+    "dynamic": (
+        "Llama",
+        {
+            "max_position_embeddings": 32,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+        },
+    ),
+}
+"""Relatives of Llama by name: the model's name in transformers, and what changes of LLAMA."""
+
 
 def write_llama(
     folder: Path,
@@ -71,9 +160,23 @@ def write_llama(
     max_shard_size: e.g. "20KB" gives several files and an index.
     """
     config = transformers.LlamaConfig(**{**LLAMA, **VARIANTS[variant], **changes})
+    return _write(folder, transformers.LlamaForCausalLM, config, seed, dtype, max_shard_size)
+
+
+def write_relative(folder: Path, relative: str, *, seed: int = 0, **changes: Any) -> Path:
+    """Write a tiny random relative of Llama into `folder` and return it; weights as Llama's."""
+    name, own = RELATIVES[relative]
+    config = getattr(transformers, f"{name}Config")(**{**LLAMA, **own, **changes})
+    model_class = getattr(transformers, f"{name}ForCausalLM")
+    return _write(folder, model_class, config, seed, "float32", "5GB")
+
+
+def _write(
+    folder: Path, model_class: Any, config: Any, seed: int, dtype: DTypeName, max_shard_size: str
+) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = transformers.LlamaForCausalLM(config)
+        model = model_class(config)
         for name, parameter in model.named_parameters():
             _randomise(name, parameter)
         if config.tie_word_embeddings:
@@ -132,12 +235,29 @@ def write_adapter(folder: Path, model_folder: Path, recipe: AdapterRecipe | None
     return folder
 
 
-def load_oracle(folder: Path, dtype: DTypeName = "float32") -> Any:
-    """The transformers model in `folder`, on CPU, in eval mode."""
+def load_oracle(
+    folder: Path, dtype: DTypeName = "float32", total_tokens: int | None = None
+) -> Any:
+    """The transformers model in `folder`, on CPU, in eval mode.
+
+    total_tokens: the longest sequence of the server that is compared (None: the model's own
+    length). Rotary frequencies that depend on a sequence's length are fixed to those for it.
+    """
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=getattr(torch, dtype), attn_implementation="eager"
     )
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in ("longrope", "dynamic"):
+        _fix_frequencies(model, total_tokens or model.config.max_position_embeddings)
     return model.eval()
+
+
+def _fix_frequencies(model: Any, total_tokens: int) -> None:
+    """Compute the frequencies once by transformers' own rule, and never again."""
+    rotary: Any = model.model.rotary_emb
+    rule = ROPE_INIT_FUNCTIONS[rotary.rope_type]
+    rotary.inv_freq, rotary.attention_scaling = rule(model.config, seq_len=total_tokens)
+    rotary.rope_type = "fixed"
 
 
 def load_adapted_oracle(folder: Path, adapter_folder: Path) -> Any:

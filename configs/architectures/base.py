@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import PositiveInt
 
@@ -59,6 +59,18 @@ class ModelArchitecture(Config):
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     checkpoint_dtype: Literal["float32", "float16", "bfloat16"] | None = None
+
+    @property
+    def stretches(self) -> bool:
+        """Whether sequences above max_position_embeddings are what it was made for."""
+        return False
+
+    def with_total_tokens(self, total: int) -> Self:
+        """The same model on a server whose longest sequence is `total` tokens.
+
+        Only position embeddings whose frequencies depend on the length look at it.
+        """
+        return self
 
 
 def required(config: Mapping[str, Any], key: str) -> int:

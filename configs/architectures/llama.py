@@ -1,12 +1,12 @@
 """The Llama family as one frozen spec, read from a Hugging Face config.json.
 
-Keys and defaults are those of transformers' LlamaConfig and MistralConfig. What would change
-results and is not computed here is refused by its name, never ignored.
+Keys and defaults are those of transformers' configs (Llama, Mistral, Qwen2, Qwen3, Granite,
+Phi3). What would change results and is not computed here is refused by its name, never ignored.
 """
 
 from collections.abc import Mapping
-from enum import StrEnum
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Self
 
 from pydantic import PositiveFloat, PositiveInt, model_validator
 
@@ -20,33 +20,21 @@ from configs.architectures.base import (
     required,
     token_ids,
 )
-from configs.base import Config
+from configs.architectures.rope import Rope, RopeType, read_rope
 
-
-class RopeType(StrEnum):
-    """How rotary frequencies are derived from theta."""
-
-    DEFAULT = "default"
-    LINEAR = "linear"
-    LLAMA3 = "llama3"
-
-
-class Rope(Config):
-    """Rotary position embedding (arXiv:2104.09864), full head width, rotate-half layout.
-
-    factor: LINEAR and LLAMA3 divide (low) frequencies by it. The last three are LLAMA3's.
-    """
-
-    type: RopeType = RopeType.DEFAULT
-    theta: PositiveFloat = 10000.0
-    factor: PositiveFloat = 1.0
-    low_freq_factor: PositiveFloat = 1.0
-    high_freq_factor: PositiveFloat = 4.0
-    original_max_position_embeddings: PositiveInt = 8192
+__all__ = ["FAMILY", "Architecture", "Member", "Rope", "RopeType", "parse"]
 
 
 class Architecture(ModelArchitecture):
-    """A pre-norm decoder of the Llama family."""
+    """A pre-norm decoder of the Llama family.
+
+    qkv_bias, output_bias: of the attention's projections. qk_norm: queries and keys pass an
+    RMSNorm over each head before they are rotated. fused: the checkpoint holds one qkv_proj and
+    one gate_up_proj, and so do its adapters. attention_scale: of the scores. windows: one a
+    layer, how many tokens back a token sees, itself included (None: all).
+    embedding_multiplier: of the embedded tokens. residual_multiplier: of what a sublayer adds.
+    logits_divisor: logits are divided by it (Granite's logits_scaling).
+    """
 
     hidden_size: PositiveInt
     intermediate_size: PositiveInt
@@ -56,27 +44,117 @@ class Architecture(ModelArchitecture):
     rms_norm_eps: PositiveFloat
     hidden_act: Activation
     rope: Rope
-    attention_bias: bool = False
+    attention_scale: PositiveFloat
+    windows: tuple[PositiveInt | None, ...]
+    qkv_bias: bool = False
+    output_bias: bool = False
     mlp_bias: bool = False
+    qk_norm: bool = False
+    fused: bool = False
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_divisor: PositiveFloat = 1.0
+
+    @property
+    def stretches(self) -> bool:
+        """Dynamic rope is made for sequences above max_position_embeddings."""
+        return self.rope.type is RopeType.DYNAMIC
+
+    def with_total_tokens(self, total: int) -> Self:
+        """The same model on a server whose longest sequence is `total` tokens."""
+        return self.model_copy(update={"rope": self.rope.with_total_tokens(total)})
 
     @model_validator(mode="after")
-    def _heads_fit(self) -> "Architecture":
-        """Query heads share KV heads evenly; rotation pairs the halves of a head."""
+    def _sizes_fit(self) -> "Architecture":
+        """Query heads share KV heads evenly; rotation works on pairs; every layer has a window."""
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_attention_heads ({self.num_heads}) must be a multiple of "
                 f"num_key_value_heads ({self.num_kv_heads})"
             )
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim ({self.head_dim}) must be even for rotary embeddings")
+        width = self.rope.width(self.head_dim)
+        if width % 2 or width < 2:
+            raise ValueError(
+                f"head_dim ({self.head_dim}) must be even for rotary embeddings, and so must its "
+                f"rotated part ({width}, by partial_rotary_factor)"
+            )
+        for name in ("short_factors", "long_factors"):
+            count = len(getattr(self.rope, name))
+            if self.rope.type is RopeType.LONGROPE and count != width // 2:
+                raise ValueError(f"longrope's {name} must be {width // 2} numbers, found {count}")
+        if len(self.windows) != self.num_layers:
+            raise ValueError(f"layer_types must name {self.num_layers} layers")
         return self
 
 
-FAMILY: dict[str, dict[str, Any]] = {
-    "LlamaForCausalLM": {},
-    "MistralForCausalLM": {"num_key_value_heads": 8, "sliding_window": 4096},
+@dataclass(frozen=True)
+class Member:
+    """One architecture of the family: what its config.json may say, and what goes unsaid.
+
+    defaults: where not LlamaConfig's. honours: the keys of `_NEUTRAL` that it computes.
+    traits: fields of the spec that its class in transformers fixes.
+    rope_aliases: its own names for rope types.
+    """
+
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    honours: frozenset[str] = frozenset()
+    traits: Mapping[str, Any] = field(default_factory=dict)
+    rope_aliases: Mapping[str, str] = field(default_factory=dict)
+
+
+_QWEN: dict[str, Any] = {
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+    "bos_token_id": None,
+    "eos_token_id": None,
 }
-"""The architectures that this spec describes, and their defaults where not LlamaConfig's."""
+_MULTIPLIERS = frozenset(
+    {"embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"}
+)
+_SKIPS = ("bskcn_1", "bskcn_2", "bskcn_3", "bskcn_4")
+
+FAMILY: dict[str, Member] = {
+    "LlamaForCausalLM": Member(honours=frozenset({"attention_bias", "mlp_bias"})),
+    "MistralForCausalLM": Member(
+        {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072},
+        honours=frozenset({"sliding_window"}),
+    ),
+    "Qwen2ForCausalLM": Member(
+        _QWEN,
+        honours=frozenset(
+            {"sliding_window", "use_sliding_window", "layer_types", "attention_bias"}
+        ),
+        traits={"qkv_bias": True, "output_bias": False},
+    ),
+    "Qwen3ForCausalLM": Member(
+        {**_QWEN, "head_dim": 128},
+        honours=frozenset(
+            {"sliding_window", "use_sliding_window", "layer_types", "attention_bias"}
+        ),
+        traits={"qk_norm": True},
+    ),
+    "GraniteForCausalLM": Member(
+        {"attention_multiplier": 1.0},
+        honours=frozenset({"attention_bias", "mlp_bias"}) | _MULTIPLIERS,
+    ),
+    "Phi3ForCausalLM": Member(
+        {
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096,
+            "eos_token_id": 32000,
+        },
+        honours=frozenset({"sliding_window", "partial_rotary_factor"}),
+        traits={"fused": True},
+        rope_aliases={"su": "longrope", "yarn": "longrope"},
+    ),
+    # The remote code's own defaults have skip connections, so they must be switched off by name.
+    "SolarForCausalLM": Member(dict.fromkeys(_SKIPS, "its default")),
+}
+"""The architectures that this spec describes."""
 
 _DEFAULTS: dict[str, Any] = {
     "hidden_act": "silu",
@@ -87,25 +165,25 @@ _DEFAULTS: dict[str, Any] = {
     "eos_token_id": 2,
 }
 
-_ROPE_KEYS = frozenset(
-    {
-        "rope_type",
-        "type",
-        "rope_theta",
-        "partial_rotary_factor",
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-    }
-)
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "use_sliding_window": (None, False),
+    "layer_types": (None,),
+    "partial_rotary_factor": (None, 1.0),
+    "attention_bias": (None, False),
+    "mlp_bias": (None, False),
+    **dict.fromkeys(sorted(_MULTIPLIERS), (None, 1.0)),
+    **dict.fromkeys(_SKIPS, (None, [])),
+}
+"""Keys that only some members compute, and the values by which they ask for nothing."""
 
 
 def parse(name: str, config: Mapping[str, Any]) -> Architecture:
     """Normalise the config.json of architecture `name`; ArchitectureError names what is wrong."""
-    known = {**_DEFAULTS, **FAMILY[name], **config}
-    _refuse_unsupported(known)
+    member = FAMILY[name]
+    known = {**_DEFAULTS, **member.defaults, **config}
+    _refuse_unsupported(name, known)
     heads = required(known, "num_attention_heads")
+    head_dim = known.get("head_dim") or required(known, "hidden_size") // heads
     return Architecture(
         architecture=name,
         vocab_size=required(known, "vocab_size"),
@@ -114,66 +192,80 @@ def parse(name: str, config: Mapping[str, Any]) -> Architecture:
         num_layers=required(known, "num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=known.get("num_key_value_heads") or heads,
-        head_dim=known.get("head_dim") or known["hidden_size"] // heads,
+        head_dim=head_dim,
         rms_norm_eps=known["rms_norm_eps"],
         hidden_act=activation(known["hidden_act"]),
-        rope=_rope(known),
+        rope=read_rope(known, member.rope_aliases),
+        windows=_windows(name, known),
         max_position_embeddings=known["max_position_embeddings"],
         tie_word_embeddings=known.get("tie_word_embeddings", False),
-        attention_bias=known.get("attention_bias", False),
-        mlp_bias=known.get("mlp_bias", False),
         bos_token_id=known["bos_token_id"],
         eos_token_ids=token_ids(known["eos_token_id"]),
         checkpoint_dtype=checkpoint_dtype(known),
+        **_scales(known, head_dim),
+        **{**_biases(known), **member.traits},
     )
 
 
-def _refuse_unsupported(config: Mapping[str, Any]) -> None:
-    """Refuse settings that would change results: quantised weights, windows, partial rotation."""
-    refuse_quantised(config)
-    window = config.get("sliding_window")
-    if window is not None and window < config["max_position_embeddings"]:
-        raise ArchitectureError(
-            f"sliding_window ({window}) shorter than max_position_embeddings "
-            f"({config['max_position_embeddings']}) is not supported"
-        )
-    if config.get("partial_rotary_factor") not in (None, 1.0):
-        raise ArchitectureError(
-            f"partial_rotary_factor ({config['partial_rotary_factor']}) is not supported"
-        )
+def _biases(config: Mapping[str, Any]) -> dict[str, Any]:
+    """`attention_bias` is one key for all four projections."""
+    attention = bool(config.get("attention_bias"))
+    return {
+        "qkv_bias": attention,
+        "output_bias": attention,
+        "mlp_bias": bool(config.get("mlp_bias")),
+    }
 
 
-def _rope(config: Mapping[str, Any]) -> Rope:
-    """Read `rope_parameters` (transformers 5), or `rope_scaling` beside `rope_theta` (before)."""
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = given.get("rope_type") or given.get("type") or RopeType.DEFAULT
-    if kind not in list(RopeType):
-        raise ArchitectureError(
-            f"rope type {kind!r} is not supported; known: {', '.join(RopeType)}"
-        )
-    unknown = sorted(key for key in given if key not in _ROPE_KEYS)
+def _scales(config: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
+    """What is multiplied where; Granite's keys, neutral for the others."""
+    scale, divisor = config.get("attention_multiplier"), config.get("logits_scaling")
+    embedding, residual = config.get("embedding_multiplier"), config.get("residual_multiplier")
+    return {
+        "attention_scale": head_dim**-0.5 if scale is None else scale,
+        "embedding_multiplier": 1.0 if embedding is None else embedding,
+        "residual_multiplier": 1.0 if residual is None else residual,
+        "logits_divisor": 1.0 if divisor is None else divisor,
+    }
+
+
+def _windows(name: str, config: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """One window a layer: the same for all, or as `layer_types` (or Qwen's rule) says."""
+    honours, window = FAMILY[name].honours, config.get("sliding_window")
+    layers = required(config, "num_hidden_layers")
+    if "sliding_window" not in honours:
+        return (None,) * layers
+    if "layer_types" not in honours:
+        return (window,) * layers
+    window = window if config["use_sliding_window"] else None
+    first = config["max_window_layers"] if window is not None else layers
+    kinds = config.get("layer_types") or [
+        "sliding_attention" if layer >= first else "full_attention" for layer in range(layers)
+    ]
+    unknown = sorted(set(kinds) - {"sliding_attention", "full_attention"})
     if unknown:
-        raise ArchitectureError(f"rope settings {', '.join(unknown)} are not supported")
-    if given.get("partial_rotary_factor") not in (None, 1.0):
-        raise ArchitectureError("partial_rotary_factor other than 1 is not supported")
-    theta = given.get("rope_theta") or config["rope_theta"]
-    if kind == RopeType.DEFAULT:
-        return Rope(theta=theta)
-    if kind == RopeType.LINEAR:
-        return Rope(type=RopeType.LINEAR, theta=theta, factor=_rope_value(given, "factor"))
-    return Rope(
-        type=RopeType.LLAMA3,
-        theta=theta,
-        factor=_rope_value(given, "factor"),
-        low_freq_factor=_rope_value(given, "low_freq_factor"),
-        high_freq_factor=_rope_value(given, "high_freq_factor"),
-        original_max_position_embeddings=given.get("original_max_position_embeddings")
-        or config["max_position_embeddings"],
-    )
+        raise ArchitectureError(f"layer_types {', '.join(unknown)} are not supported")
+    if window is None and "sliding_attention" in kinds:
+        raise ArchitectureError(
+            "layer_types names sliding_attention, but use_sliding_window or sliding_window is off"
+        )
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _rope_value(given: Mapping[str, Any], key: str) -> float:
-    """A number that this rope type cannot do without."""
-    if given.get(key) is None:
-        raise ArchitectureError(f"the rope settings do not give {key}")
-    return float(given[key])
+def _refuse_unsupported(name: str, config: Mapping[str, Any]) -> None:
+    """Refuse quantised weights and settings that this member does not compute."""
+    refuse_quantised(config)
+    honours = FAMILY[name].honours
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    fraction = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor")
+    asked = {**config, "partial_rotary_factor": fraction}
+    for key, neutral in _NEUTRAL.items():
+        if key not in honours and asked.get(key) not in neutral:
+            raise ArchitectureError(f"{key} ({asked[key]}) is not supported for {name}")
+    window, length = config.get("sliding_window"), config["max_position_embeddings"]
+    # Where transformers' class computes full attention, its cache still forgets by this key.
+    if window is not None and window < length and "sliding_window" not in honours:
+        raise ArchitectureError(
+            f"sliding_window ({window}) shorter than max_position_embeddings ({length}) "
+            f"is not supported for {name}"
+        )

@@ -13,6 +13,11 @@ FAMILIES: dict[str, str] = {
     "GPTNeoXForCausalLM": "configs.architectures.gpt_neox",
     "LlamaForCausalLM": "configs.architectures.llama",
     "MistralForCausalLM": "configs.architectures.llama",
+    "Qwen2ForCausalLM": "configs.architectures.llama",
+    "Qwen3ForCausalLM": "configs.architectures.llama",
+    "GraniteForCausalLM": "configs.architectures.llama",
+    "Phi3ForCausalLM": "configs.architectures.llama",
+    "SolarForCausalLM": "configs.architectures.llama",
     "OPTForCausalLM": "configs.architectures.opt",
 }
 """Architecture to the module whose `parse(name, config)` makes its frozen spec."""

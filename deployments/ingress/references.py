@@ -1,23 +1,10 @@
 """How clients name adapters: an optional source before a colon, an optional revision after @."""
 
-from configs.adapters import AdapterReference, AdapterSource
+from configs.adapters import AdapterReference, AdapterSource, parse_reference
 from deployments.contract import AdapterInfo, EngineInfo
 from deployments.ingress.errors import invalid
 
 _SOURCES = {source.value: source for source in AdapterSource}
-
-
-def parse_reference(name: str, default_source: AdapterSource) -> AdapterReference:
-    """`[hub:|local:|s3:]id[@revision]`; s3://bucket/prefix is an id of source s3."""
-    head, colon, rest = name.partition(":")
-    source = _SOURCES.get(head) if colon else None
-    id = name if source is None or rest.startswith("//") else rest
-    path, at, revision = id.rpartition("@")
-    if at and path and revision:
-        return AdapterReference(source or default_source, path, revision)
-    if not id:
-        raise invalid(f"`{name}` names no adapter", "model")
-    return AdapterReference(source or default_source, id)
 
 
 def parse_source(name: str) -> AdapterSource:
@@ -35,7 +22,10 @@ def model_reference(
     """What OpenAI's `model` names: None for the base model, else an adapter."""
     if model in ("", info.model_name, info.model_id):
         return None
-    return parse_reference(model, default_source)
+    try:
+        return parse_reference(model, default_source)
+    except ValueError as error:
+        raise invalid(str(error), "model") from error
 
 
 def listed_name(adapter: AdapterInfo, default_source: AdapterSource) -> str:

@@ -3,6 +3,7 @@
 import ray
 
 from configs.engine import EngineConfig
+from configs.env import cuda_ordinal
 from deployments.observability.logs import configure_logs
 from deployments.rank.host import RankHost, StoreAddress, open_store
 from deployments.rank.messages import LoadReport
@@ -15,7 +16,9 @@ class RankActor:
     def __init__(self, config: EngineConfig, folder: str, rank: int) -> None:
         """Remember what to load; `measure` loads it."""
         configure_logs(f"rank-{rank}")
-        self._host = RankHost(config, folder, rank)
+        gpus = ray.get_gpu_ids()
+        ordinal = cuda_ordinal(str(gpus[0])) if gpus else None
+        self._host = RankHost(config, folder, rank, ordinal)
         self._rank = rank
 
     def __repr__(self) -> str:

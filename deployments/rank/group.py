@@ -15,6 +15,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from configs.engine import EngineConfig
+from configs.env import RANK_ENVIRONMENT
 from deployments.rank.actor import RankActor
 from deployments.rank.messages import LoadReport
 from deployments.rank.transport import Listener, RankLinks, RanksLost
@@ -76,6 +77,7 @@ class RayRanks:
             num_cpus=self._rank_bundle(rank).get("CPU", 0),
             num_gpus=1 if on_gpu else 0,
             max_concurrency=2,
+            runtime_env={"env_vars": RANK_ENVIRONMENT} if on_gpu else None,
             scheduling_strategy=strategy,
         )
         return actor.remote(self._config, self._folder, rank)

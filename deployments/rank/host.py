@@ -40,8 +40,11 @@ def open_store(host: str, size: int, timeout_s: float) -> tuple[Store, StoreAddr
 class RankHost:
     """Loads one rank's share, then runs plans for a driver."""
 
-    def __init__(self, config: EngineConfig, folder: str, rank: int) -> None:
-        """`folder` holds the base model's files on this node."""
+    def __init__(
+        self, config: EngineConfig, folder: str, rank: int, cuda_ordinal: int | None = None
+    ) -> None:
+        """`folder` holds the base model's files here; cuda_ordinal is this rank's own GPU."""
+        self._cuda_ordinal = cuda_ordinal
         self._config = config.model_copy(
             update={"model": config.model.model_copy(update={"id": folder})}
         )
@@ -93,6 +96,8 @@ class RankHost:
 
     def _enter_thread(self) -> torch.device:
         """Set what torch keeps for each thread; Ray may run every method on another one."""
+        if self._cuda_ordinal is not None:
+            torch.cuda.set_device(self._cuda_ordinal)
         device = pick_device(self._config.device)
         if device.type == "cuda":
             torch.cuda.set_device(device)

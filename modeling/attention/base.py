@@ -3,9 +3,10 @@
     o[t, h] = sum_j softmax_j( scale * q[t, h] . K[j, h // group] ) V[j, h // group]
 
 t: a token of a row with query length n and key length s, the i-th of its n tokens; j runs over
-the row's positions 0 .. s - n + i (causal, aligned to the end). K[j], V[j] lie where the row's
-block table says: page table[j // page_size], offset j % page_size. group: query heads that
-share a KV head. A step mixes rows of any lengths: prefill, chunk and decode differ in numbers.
+the row's positions 0 .. s - n + i (causal, aligned to the end), in a layer with a window w only
+over the last w of them. K[j], V[j] lie where the row's block table says: page
+table[j // page_size], offset j % page_size. group: query heads that share a KV head. A step
+mixes rows of any lengths: prefill, chunk and decode differ in numbers.
 """
 
 from abc import ABC, abstractmethod
@@ -23,7 +24,8 @@ class AttentionSpec:
     """What a backend is built for.
 
     num_heads, num_kv_heads: this rank's. dtype: of q and of the output. scale: of the scores,
-    before the softmax. page_size: tokens in a page.
+    before the softmax. page_size: tokens in a page. windows: every window that some layer has,
+    in tokens; None is a layer that sees all.
     """
 
     num_heads: int
@@ -33,6 +35,7 @@ class AttentionSpec:
     page_size: int
     dtype: torch.dtype
     device: torch.device
+    windows: tuple[int | None, ...] = (None,)
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class AttentionBackend(ABC):
     @classmethod
     @abstractmethod
     def lacks(cls, spec: AttentionSpec) -> str | None:
-        """Why this backend cannot serve `spec` (page size, head size, type), or None."""
+        """Why this backend cannot serve `spec` (page size, head size, type, windows), or None."""
 
     @abstractmethod
     def prepare(
@@ -88,8 +91,10 @@ class AttentionBackend(ABC):
         cu_seqlen: Tensor,
         block_tables: Tensor,
         step: AttentionStep,
+        window: int | None = None,
     ) -> Tensor:
         """q [tokens, heads, head_dim] to the same shape; this step's k and v are stored already.
 
         cu_seqlen: int32 [rows + 1], where each row's tokens start. step: from `prepare`.
+        window: this layer's, one of the spec's.
         """

@@ -3,10 +3,11 @@
 Rows of one token are gathered together, padded, into few calls; longer rows go one by one.
 Gathers are by token and not by page, so a row never touches what another one left in a page
 (padding repeats the row's own first token), not even where zero weight would meet a NaN.
+A layer with a window gathers only the keys that some query of the row sees.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -50,15 +51,36 @@ class LongRow:
 
 
 @dataclass(frozen=True)
-class SdpaStep(AttentionStep):
-    """A step as gathers and masks, made once for all layers."""
+class SdpaPlan:
+    """A step as gathers and masks, for all layers of one window."""
 
     groups: tuple[DecodeGroup, ...]
     long_rows: tuple[LongRow, ...]
 
 
+@dataclass(frozen=True)
+class SdpaStep(AttentionStep):
+    """A step's plan for each of the model's windows."""
+
+    plans: Mapping[int | None, SdpaPlan]
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """One step's rows as one window sees them.
+
+    starts: where each row begins in the packed step. firsts: the first key position it reads.
+    """
+
+    starts: tuple[int, ...]
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+    firsts: tuple[int, ...]
+    tables: Tensor
+
+
 class SdpaAttention(AttentionBackend):
-    """Runs anywhere torch does, with any page size, head size and type."""
+    """Runs anywhere torch does, with any page size, head size, type and windows."""
 
     name = "sdpa"
 
@@ -70,22 +92,20 @@ class SdpaAttention(AttentionBackend):
     def prepare(
         self, query_lengths: Sequence[int], key_lengths: Sequence[int], block_tables: Tensor
     ) -> SdpaStep:
-        """Make the slots and masks of every row."""
+        """Make the slots and masks of every row, once for each window that cuts something off."""
         queries, keys = tuple(query_lengths), tuple(key_lengths)
         assert len(queries) == len(keys) <= block_tables.shape[0], (queries, keys)
-        starts = (0, *accumulate(queries))
-        buckets: dict[int, list[int]] = defaultdict(list)
-        long_rows = []
         for row, (num_queries, num_keys) in enumerate(zip(queries, keys, strict=True)):
             assert 1 <= num_queries <= num_keys, (row, num_queries, num_keys)
-            if num_queries == 1:
-                buckets[max(num_keys - 1, MIN_PADDED_LENGTH - 1).bit_length()].append(row)
-            else:
-                slots = self._slots(block_tables[row : row + 1], num_keys)[0]
-                mask = self._causal_mask(num_queries, num_keys)
-                long_rows.append(LongRow(starts[row], starts[row + 1], slots, mask))
-        groups = tuple(self._group(rows, starts, keys, block_tables) for rows in buckets.values())
-        return SdpaStep(self, queries, keys, groups, tuple(long_rows))
+        longest = max(keys, default=0)
+        made: dict[int, SdpaPlan] = {}
+        plans: dict[int | None, SdpaPlan] = {}
+        for window in self.spec.windows:
+            seen = longest if window is None else min(window, longest)
+            if seen not in made:
+                made[seen] = self._plan(queries, keys, block_tables, seen)
+            plans[window] = made[seen]
+        return SdpaStep(self, queries, keys, plans)
 
     def forward(
         self,
@@ -94,30 +114,52 @@ class SdpaAttention(AttentionBackend):
         cu_seqlen: Tensor,
         block_tables: Tensor,
         step: AttentionStep,
+        window: int | None = None,
     ) -> Tensor:
         """Compute each group and each long row into its place."""
         assert isinstance(step, SdpaStep), type(step)
-        if len(step.groups) == 1 and step.groups[0].tokens is None:
-            return self._decode(q, cache, step.groups[0])
+        plan = step.plans[window]
+        if len(plan.groups) == 1 and plan.groups[0].tokens is None:
+            return self._decode(q, cache, plan.groups[0])
         out = torch.empty_like(q)
-        for group in step.groups:
+        for group in plan.groups:
             assert group.tokens is not None
             out[group.tokens] = self._decode(q[group.tokens], cache, group)
-        for row in step.long_rows:
+        for row in plan.long_rows:
             out[row.start : row.stop] = self._attend(q[row.start : row.stop], cache, row)
         return out
 
-    def _group(
-        self, rows: list[int], starts: tuple[int, ...], keys: tuple[int, ...], tables: Tensor
-    ) -> DecodeGroup:
-        """Plan rows of one token as one padded call."""
-        device = tables.device
-        everything = len(rows) == len(keys)  # all rows have one token: packed order is row order
-        tokens = None if everything else torch.tensor([starts[row] for row in rows], device=device)
-        lengths = [keys[row] for row in rows]
+    def _plan(
+        self, queries: tuple[int, ...], keys: tuple[int, ...], tables: Tensor, window: int
+    ) -> SdpaPlan:
+        """The gathers and masks of layers in which a token sees `window` positions at most."""
+        # The row's first query stands at key - query, and sees back from there.
+        firsts = tuple(max(0, k - q - window + 1) for q, k in zip(queries, keys, strict=True))
+        rows = _Rows((0, *accumulate(queries)), queries, keys, firsts, tables)
+        buckets: dict[int, list[int]] = defaultdict(list)
+        long_rows = []
+        for row, num_queries in enumerate(queries):
+            if num_queries == 1:
+                length = keys[row] - firsts[row]
+                buckets[max(length - 1, MIN_PADDED_LENGTH - 1).bit_length()].append(row)
+            else:
+                long_rows.append(self._long_row(rows, row, window))
+        groups = tuple(self._group(rows, members) for members in buckets.values())
+        return SdpaPlan(groups, tuple(long_rows))
+
+    def _group(self, rows: _Rows, members: list[int]) -> DecodeGroup:
+        """Plan rows of one token as one padded call; a window is fewer keys, and no mask."""
+        device = rows.tables.device
+        everything = len(members) == len(rows.keys)  # each has one token: packed is row order
+        starts = [rows.starts[row] for row in members]
+        tokens = None if everything else torch.tensor(starts, device=device)
+        firsts = [rows.firsts[row] for row in members]
+        lengths = [rows.keys[row] - first for row, first in zip(members, firsts, strict=True)]
         longest = max(lengths)
-        own = tables[: len(rows)] if everything else tables[torch.tensor(rows, device=device)]
-        slots = self._slots(own, longest)
+        own = rows.tables[: len(members)]
+        if not everything:
+            own = rows.tables[torch.tensor(members, device=device)]
+        slots = self._slots(own, firsts, longest)
         if min(lengths) == longest:
             return DecodeGroup(tokens, slots.flatten(), None)
         position = torch.arange(longest, device=device)
@@ -126,19 +168,31 @@ class SdpaAttention(AttentionBackend):
         bias = bias.masked_fill_(padding, float("-inf"))[:, None, None]
         return DecodeGroup(tokens, torch.where(padding, slots[:, :1], slots).flatten(), bias)
 
-    def _slots(self, tables: Tensor, num_keys: int) -> Tensor:
-        """Slots int64 [rows, num_keys] of the rows' first positions."""
+    def _long_row(self, rows: _Rows, row: int, window: int) -> LongRow:
+        """Plan a row of several tokens."""
+        num_keys = rows.keys[row] - rows.firsts[row]
+        slots = self._slots(rows.tables[row : row + 1], [rows.firsts[row]], num_keys)[0]
+        mask = self._mask(rows.queries[row], num_keys, window)
+        return LongRow(rows.starts[row], rows.starts[row + 1], slots, mask)
+
+    def _slots(self, tables: Tensor, firsts: list[int], num_keys: int) -> Tensor:
+        """Slots int64 [rows, num_keys] of the rows' positions from `firsts` on."""
         page_size = self.spec.page_size
         position = torch.arange(num_keys, device=tables.device)
-        pages = tables[:, position // page_size].to(torch.int64)
-        return pages * page_size + position % page_size
+        if not any(firsts):
+            pages = tables[:, position // page_size].to(torch.int64)
+            return pages * page_size + position % page_size
+        positions = torch.tensor(firsts, device=tables.device).unsqueeze(1) + position
+        pages = tables.gather(1, positions // page_size).to(torch.int64)
+        return pages * page_size + positions % page_size
 
-    def _causal_mask(self, num_queries: int, num_keys: int) -> Tensor | None:
-        """Query i sees keys 0 .. num_keys - num_queries + i."""
-        if num_queries == num_keys:
+    def _mask(self, num_queries: int, num_keys: int, window: int) -> Tensor | None:
+        """Query i stands at key num_keys - num_queries + i, and sees `window` keys up to it."""
+        if num_queries == num_keys <= window:
             return None
         ones = torch.ones(num_queries, num_keys, dtype=torch.bool, device=self.spec.device)
-        return ones.tril(num_keys - num_queries)
+        own = num_keys - num_queries
+        return ones.tril(own).triu(own - window + 1)
 
     def _decode(self, q: Tensor, cache: LayerCache, group: DecodeGroup) -> Tensor:
         """[n, heads, head_dim]: the heads that share a KV head stand where queries would."""

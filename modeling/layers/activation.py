@@ -23,7 +23,7 @@ def _quick_gelu(x: Tensor) -> Tensor:
 
 
 def _laplace(x: Tensor) -> Tensor:
-    """0.5 (1 + erf((x - mu) / (sigma sqrt 2))), mu^2 = 1/2, sigma^2 = 1/(4 pi) (arXiv:2209.10655)."""
+    """0.5 (1 + erf((x - mu) / (sigma sqrt 2))) (arXiv:2209.10655)."""
     return 0.5 * (1 + torch.erf((x - 0.707107) / (0.282095 * 2**0.5)))
 
 

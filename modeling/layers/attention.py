@@ -1,10 +1,19 @@
 """What self-attention layers do between their two projections, whatever the model."""
 
+import torch
 from torch import Tensor
 
 from modeling.attention.kv_cache import LayerCache
+from modeling.layers.norm import RMSNorm
 from modeling.layers.rotary import rotate
 from sharding.slicing import HeadCut
+
+
+def norm_heads(qkv: Tensor, heads: HeadCut, q_norm: RMSNorm, k_norm: RMSNorm) -> Tensor:
+    """Norm each head of q and each of k in a fused product [tokens, all heads * head_dim]."""
+    counts = [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads]
+    q, k, v = torch.split(qkv.view(qkv.shape[0], sum(counts), -1), counts, dim=1)
+    return torch.cat((q_norm(q)[0], k_norm(k)[0], v), dim=1).flatten(1)
 
 
 def rotate_and_store(

@@ -23,7 +23,7 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """y = w * (x - mean(x)) / sqrt(var(x) + eps) + b (arXiv:1607.06450), over the last dimension."""
+    """y = w * (x - mean(x)) / sqrt(var(x) + eps) + b (arXiv:1607.06450), over the last axis."""
 
     def __init__(
         self, prefix: str, size: int, eps: float, weights: Weights, affine: bool = True

@@ -5,18 +5,29 @@ import math
 import torch
 from torch import Tensor
 
-from configs.architectures.llama import Rope, RopeType
+from configs.architectures.rope import Rope, RopeType
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """float32 [head_dim / 2] on the CPU: theta^(-2i / head_dim), scaled as rope.type says."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-    plain = 1.0 / rope.theta**exponents
-    if rope.type is RopeType.DEFAULT:
-        return plain
+    """float32 [rope.width(head_dim) / 2] on the CPU: theta^(-2i / width), scaled as the type says.
+
+    width: the rotated part of a head.
+    """
+    width = rope.width(head_dim)
+    exponents = torch.arange(0, width, 2, dtype=torch.int64).float() / width
+    if rope.type is RopeType.DYNAMIC:
+        return 1.0 / _dynamic_theta(rope, width) ** exponents
+    steps = rope.theta**exponents
     if rope.type is RopeType.LINEAR:
-        return plain / rope.factor
-    return _llama3(plain, rope)
+        return 1.0 / steps / rope.factor
+    if rope.type is RopeType.LLAMA3:
+        return _llama3(1.0 / steps, rope)
+    if rope.type is RopeType.YARN:
+        return _yarn(steps, rope)
+    if rope.type is RopeType.LONGROPE:
+        # In transformers' order: far positions turn the last bit of a frequency into an angle.
+        return 1.0 / (_longrope_factors(rope) * steps)
+    return 1.0 / steps
 
 
 def _llama3(plain: Tensor, rope: Rope) -> Tensor:
@@ -30,26 +41,73 @@ def _llama3(plain: Tensor, rope: Rope) -> Tensor:
     return (1 - blend) * plain / rope.factor + blend * plain
 
 
+def _yarn(steps: Tensor, rope: Rope) -> Tensor:
+    """YaRN's rule (arXiv:2309.00071): as Llama 3's, with the blend linear in the pair's index.
+
+    Pairs that turn more than beta_fast times over the trained length are kept, those that turn
+    less than beta_slow times are stretched by factor.
+    """
+    width = 2 * len(steps)
+
+    def pair_turning(times: float) -> float:
+        ratio = rope.original_max_position_embeddings / (times * 2 * math.pi)
+        return width * math.log(ratio) / (2 * math.log(rope.theta))
+
+    first, last = pair_turning(rope.beta_fast), pair_turning(rope.beta_slow)
+    if rope.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, width - 1)
+    span = last - first or 0.001  # transformers' own guard against a step of no width
+    kept = 1 - ((torch.arange(width // 2).float() - first) / span).clamp(0.0, 1.0)
+    return (1 - kept) / (rope.factor * steps) + kept / steps
+
+
+def _longrope_factors(rope: Rope) -> Tensor:
+    """LongRoPE's divisors, one set for the whole server: a cached key never changes its angle."""
+    assert rope.total_tokens is not None
+    is_long = rope.total_tokens > rope.original_max_position_embeddings
+    return torch.tensor(rope.long_factors if is_long else rope.short_factors)
+
+
+def _dynamic_theta(rope: Rope, width: int) -> float:
+    """NTK-aware theta for the server's longest sequence; the plain one up to the trained length."""
+    assert rope.total_tokens is not None
+    stretch = max(rope.total_tokens / rope.original_max_position_embeddings, 1.0)
+    growth = rope.factor * stretch - (rope.factor - 1)
+    exponent: float = width / (width - 2)
+    return float(rope.theta * growth**exponent)
+
+
 class Rotary:
     """Cosines and sines of a step, and their use on queries and keys."""
 
     def __init__(self, rope: Rope, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Angles are computed for each step's positions, so no length is fixed here."""
+        """Angles are computed for each step's positions; only frequencies are fixed here."""
         self._frequencies = inverse_frequencies(rope, head_dim).to(device)
+        self._scale = rope.attention_factor
         self._dtype = dtype
 
     def angles(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """(cos, sin), each [tokens, 1, head_dim], for int positions [tokens].
+        """(cos, sin), each [tokens, 1, width], for int positions [tokens].
 
-        sin bears the signs of the rotation, so that rotating needs no negation.
+        sin bears the signs of the rotation, so that rotating needs no negation. Both bear the
+        rope's attention_factor.
         """
         angles = position_ids.unsqueeze(-1).float() * self._frequencies
         cos, sin = angles.cos(), angles.sin()
+        if self._scale != 1.0:
+            cos, sin = cos * self._scale, sin * self._scale
         cos = torch.cat((cos, cos), dim=-1).to(self._dtype).unsqueeze(1)
         return cos, torch.cat((-sin, sin), dim=-1).to(self._dtype).unsqueeze(1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate [tokens, heads, head_dim] by the step's angles: pairs are (i, i + head_dim / 2)."""
+    """Rotate [tokens, heads, head_dim] by the step's angles: pairs are (i, i + width / 2).
+
+    width: the angles' last dimension; what lies beyond it in a head stays as it is.
+    """
+    width = cos.shape[-1]
+    if width < x.shape[-1]:
+        return torch.cat((rotate(x[..., :width], cos, sin), x[..., width:]), dim=-1)
     low, high = x.chunk(2, dim=-1)
     return torch.addcmul(x * cos, torch.cat((high, low), dim=-1), sin)

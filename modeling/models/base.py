@@ -1,6 +1,6 @@
 """What a model on the paged engine owes its runner."""
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -58,6 +58,13 @@ class PagedModel(Protocol):
         ...
 
 
+@runtime_checkable
+class Windowed(Protocol):
+    """A model some of whose layers see only the last tokens; windows: as in AttentionSpec."""
+
+    windows: tuple[int | None, ...]
+
+
 def attention_spec(model: PagedModel, page_size: int) -> AttentionSpec:
     """What an attention backend must serve for this model."""
     return AttentionSpec(
@@ -68,6 +75,7 @@ def attention_spec(model: PagedModel, page_size: int) -> AttentionSpec:
         page_size=page_size,
         dtype=model.dtype,
         device=model.device,
+        windows=model.windows if isinstance(model, Windowed) else (None,),
     )
 
 

@@ -5,7 +5,6 @@ is; nothing here asks for a name.
 """
 
 from collections.abc import Callable
-from enum import IntEnum
 
 import torch
 from torch import Tensor, nn
@@ -13,68 +12,24 @@ from torch import Tensor, nn
 from configs.architectures.llama import Architecture
 from modeling.adapters.kernels.base import AdapterData
 from modeling.adapters.linear import AdapterColumnLinear, AdapterRowLinear
-from modeling.adapters.projection import Projection
 from modeling.attention.base import AttentionStep
 from modeling.attention.kv_cache import LayerCache
-from modeling.layers.attention import rotate_and_store
+from modeling.layers.attention import norm_heads, rotate_and_store
 from modeling.layers.mlp import GatedMLP
 from modeling.layers.norm import RMSNorm
 from modeling.layers.rotary import Rotary
+from modeling.models.llama_projections import (
+    attention_projections,
+    column_parts,
+    llama_heads,
+    llama_projections,
+    mlp_projections,
+)
 from sharding.embedding import ParallelHead, VocabParallelEmbedding
-from sharding.group import TensorParallel
-from sharding.linear import ColumnParallelLinear, ColumnPart, RowParallelLinear
+from sharding.linear import ColumnParallelLinear, RowParallelLinear
 from sharding.loader import Weights
-from sharding.slicing import HeadCut, cut_heads, even_cut, whole
 
 LlamaConfig = Architecture
-
-
-class Adaptable(IntEnum):
-    """The model's adaptable linear maps, in the order of `projections`."""
-
-    Q = 0
-    K = 1
-    V = 2
-    O = 3  # noqa: E741
-    GATE = 4
-    UP = 5
-    DOWN = 6
-
-
-def _heads(config: LlamaConfig, group: TensorParallel) -> HeadCut:
-    """This rank's attention heads."""
-    return cut_heads(config.num_heads, config.num_kv_heads, config.head_dim, group.rank, group.size)
-
-
-def llama_projections(
-    prefix: str, config: LlamaConfig, group: TensorParallel
-) -> tuple[Projection, ...]:
-    """The adaptable linear maps with this rank's cuts; prefix: the decoder's, e.g. "model"."""
-    heads = _heads(config, group)
-    inner = even_cut(config.intermediate_size, group.rank, group.size, "intermediate_size")
-    hidden = config.hidden_size
-    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    attention, mlp = f"{prefix}.layers.{{layer}}.self_attn", f"{prefix}.layers.{{layer}}.mlp"
-
-    def column(parent: str, name: str, out: int, cut: tuple[tuple[int, int], ...]) -> Projection:
-        return Projection(
-            name, f"{parent}.{name}", hidden, out, whole(hidden), cut, config.num_layers
-        )
-
-    def row(parent: str, name: str, size: int, cut: tuple[tuple[int, int], ...]) -> Projection:
-        return Projection(
-            name, f"{parent}.{name}", size, hidden, cut, whole(hidden), config.num_layers
-        )
-
-    return (
-        column(attention, "q_proj", queries, heads.queries),
-        column(attention, "k_proj", keys, heads.keys),
-        column(attention, "v_proj", keys, heads.keys),
-        row(attention, "o_proj", queries, heads.queries),
-        column(mlp, "gate_proj", config.intermediate_size, inner),
-        column(mlp, "up_proj", config.intermediate_size, inner),
-        row(mlp, "down_proj", config.intermediate_size, inner),
-    )
 
 
 class LlamaRMSNorm(RMSNorm):
@@ -87,25 +42,27 @@ class FlashLlamaAttention(nn.Module):
     def __init__(self, prefix: str, config: LlamaConfig, weights: Weights, layer_id: int) -> None:
         """prefix: e.g. "model.layers.0.self_attn"."""
         super().__init__()
-        self.heads = _heads(config, weights.group)
-        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        parts = (
-            ColumnPart(f"{prefix}.q_proj", queries, self.heads.queries),
-            ColumnPart(f"{prefix}.k_proj", keys, self.heads.keys),
-            ColumnPart(f"{prefix}.v_proj", keys, self.heads.keys),
-        )
-        bias = config.attention_bias
+        self.heads = llama_heads(config, weights.group)
+        *columns, out = attention_projections(prefix, config, weights.group)
+        parts = column_parts(tuple(columns))
         self.qkv_proj = AdapterColumnLinear(
-            ColumnParallelLinear(config.hidden_size, parts, bias, weights),
+            ColumnParallelLinear(config.hidden_size, parts, config.qkv_bias, weights),
             layer_id,
-            (Adaptable.Q, Adaptable.K, Adaptable.V),
+            tuple(range(len(columns))),
         )
-        shape = (config.hidden_size, queries)
+        shape = (config.hidden_size, out.in_features)
         self.o_proj = AdapterRowLinear(
-            RowParallelLinear(f"{prefix}.o_proj", shape, self.heads.queries, bias, weights),
+            RowParallelLinear(out.module, shape, out.inputs, config.output_bias, weights),
             layer_id,
-            Adaptable.O,
+            len(columns),
         )
+        self.q_norm, self.k_norm = (
+            LlamaRMSNorm(f"{prefix}.{name}", config.head_dim, config.rms_norm_eps, weights)
+            if config.qk_norm
+            else None
+            for name in ("q_norm", "k_norm")
+        )
+        self._window = config.windows[layer_id]
 
     def forward(
         self,
@@ -123,8 +80,12 @@ class FlashLlamaAttention(nn.Module):
     ) -> Tensor:
         """[tokens, hidden] to the same shape; k and v of the step go to `slots` on the way."""
         qkv: Tensor = self.qkv_proj(hidden_states, adapter_data)
+        if self.q_norm is not None and self.k_norm is not None:
+            qkv = norm_heads(qkv, self.heads, self.q_norm, self.k_norm)
         q = rotate_and_store(qkv, self.heads, (cos, sin), kv_cache, slots, prefill_cache_indices)
-        attended = seqlen.backend.forward(q, kv_cache, cu_seqlen_prefill, block_tables, seqlen)
+        attended = seqlen.backend.forward(
+            q, kv_cache, cu_seqlen_prefill, block_tables, seqlen, self._window
+        )
         out: Tensor = self.o_proj(attended.flatten(1), adapter_data)
         return out
 
@@ -134,19 +95,21 @@ class LlamaMLP(GatedMLP):
 
     def __init__(self, prefix: str, config: LlamaConfig, weights: Weights, layer_id: int) -> None:
         """prefix: e.g. "model.layers.0.mlp"."""
-        size, hidden = config.intermediate_size, config.hidden_size
-        cut = even_cut(size, weights.group.rank, weights.group.size, "intermediate_size")
-        parts = (
-            ColumnPart(f"{prefix}.gate_proj", size, cut),
-            ColumnPart(f"{prefix}.up_proj", size, cut),
-        )
-        gate_up = ColumnParallelLinear(hidden, parts, config.mlp_bias, weights)
-        down = RowParallelLinear(
-            f"{prefix}.down_proj", (hidden, size), cut, config.mlp_bias, weights
-        )
+        *columns, down = mlp_projections(prefix, config, weights.group)
+        first = len(attention_projections(prefix, config, weights.group))
+        parts, bias = column_parts(tuple(columns)), config.mlp_bias
+        shape = (config.hidden_size, down.in_features)
         super().__init__(
-            AdapterColumnLinear(gate_up, layer_id, (Adaptable.GATE, Adaptable.UP)),
-            AdapterRowLinear(down, layer_id, Adaptable.DOWN),
+            AdapterColumnLinear(
+                ColumnParallelLinear(config.hidden_size, parts, bias, weights),
+                layer_id,
+                tuple(range(first, first + len(columns))),
+            ),
+            AdapterRowLinear(
+                RowParallelLinear(down.module, shape, down.inputs, bias, weights),
+                layer_id,
+                first + len(columns),
+            ),
             config.hidden_act,
         )
 
@@ -165,6 +128,7 @@ class FlashLlamaLayer(nn.Module):
         self.post_attention_layernorm = LlamaRMSNorm(
             f"{prefix}.post_attention_layernorm", size, eps, weights
         )
+        self._multiplier = config.residual_multiplier
 
     def forward(
         self,
@@ -196,8 +160,12 @@ class FlashLlamaLayer(nn.Module):
             adapter_data,
             prefill_cache_indices,
         )
-        normed, stream = self.post_attention_layernorm(attended, residual)
-        return self.mlp(normed, adapter_data), stream
+        normed, stream = self.post_attention_layernorm(self._weighed(attended), residual)
+        return self._weighed(self.mlp(normed, adapter_data)), stream
+
+    def _weighed(self, added: Tensor) -> Tensor:
+        """What a sublayer adds to the residual stream."""
+        return added if self._multiplier == 1.0 else added * self._multiplier
 
 
 CreateLayer = Callable[[int, str, LlamaConfig, Weights], nn.Module]
@@ -225,6 +193,7 @@ class FlashLlamaModel(nn.Module):
         )
         self.norm = LlamaRMSNorm(f"{prefix}.norm", config.hidden_size, config.rms_norm_eps, weights)
         self._rotary = Rotary(config.rope, config.head_dim, weights.dtype, weights.device)
+        self._multiplier = config.embedding_multiplier
 
     def forward(
         self,
@@ -241,6 +210,8 @@ class FlashLlamaModel(nn.Module):
     ) -> Tensor:
         """[tokens] ids to normed hidden states [tokens, hidden], equal on every rank."""
         hidden: Tensor = self.embed_tokens(input_ids)
+        if self._multiplier != 1.0:
+            hidden = hidden * self._multiplier
         residual: Tensor | None = None
         cos, sin = self._rotary.angles(position_ids)
         for layer, cache in zip(self.layers, kv_cache, strict=True):
@@ -275,14 +246,15 @@ class FlashLlamaForCausalLM(nn.Module):
         """prefix: "" for a checkpoint of this model alone."""
         super().__init__()
         inner, head = (f"{prefix}.model", f"{prefix}.lm_head") if prefix else ("model", "lm_head")
-        heads = _heads(config, weights.group)
+        heads = llama_heads(config, weights.group)
         self.config = config
         self.projections = llama_projections(inner, config, weights.group)
         self.vocab_size = config.vocab_size
         self.num_layers = config.num_layers
         self.num_heads, self.num_kv_heads = heads.num_heads, heads.num_kv_heads
         self.head_dim = config.head_dim
-        self.attention_scale = config.head_dim**-0.5
+        self.attention_scale = config.attention_scale
+        self.windows = tuple(dict.fromkeys(config.windows))
         self.dtype: torch.dtype = weights.dtype
         self.device: torch.device = weights.device
         self.model = FlashLlamaModel(inner, config, weights, create_layer_fn)
@@ -333,7 +305,9 @@ class FlashLlamaForCausalLM(nn.Module):
             hidden = hidden[lm_head_indices]
         if skip_lm_head:
             return hidden, None
-        return self.lm_head(hidden), None
+        logits: Tensor = self.lm_head(hidden)
+        divisor = self.config.logits_divisor
+        return logits if divisor == 1.0 else logits / divisor, None
 
     paged = forward
     """The engine's way in; this family has no other."""

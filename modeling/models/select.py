@@ -12,6 +12,11 @@ MODELS: dict[str, tuple[str, str]] = {
     "GPTNeoXForCausalLM": ("modeling.models.gpt_neox", "GPTNeoXForCausalLM"),
     "LlamaForCausalLM": ("modeling.models.llama", "FlashLlamaForCausalLM"),
     "MistralForCausalLM": ("modeling.models.llama", "FlashLlamaForCausalLM"),
+    "Qwen2ForCausalLM": ("modeling.models.llama", "FlashLlamaForCausalLM"),
+    "Qwen3ForCausalLM": ("modeling.models.llama", "FlashLlamaForCausalLM"),
+    "GraniteForCausalLM": ("modeling.models.llama", "FlashLlamaForCausalLM"),
+    "Phi3ForCausalLM": ("modeling.models.llama", "FlashLlamaForCausalLM"),
+    "SolarForCausalLM": ("modeling.models.llama", "FlashLlamaForCausalLM"),
     "OPTForCausalLM": ("modeling.models.opt", "OPTForCausalLM"),
 }
 """Architecture in config.json to (module, class); a module is imported when it is asked for.

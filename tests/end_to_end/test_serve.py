@@ -113,8 +113,8 @@ def test_bad_adapters_get_a_clear_4xx_in_both_dialects(served: Served) -> None:
     assert native.json()["error_type"] == "generation"
     assert native.json()["code"] == "adapter_not_found"
     for stream in (False, True):
-        body = {"model": "../../model", "prompt": "Hi", "stream": stream}
-        reply = httpx.post(f"{served.url}/v1/completions", json=body)
+        asked = {"model": "../../model", "prompt": "Hi", "stream": stream}
+        reply = httpx.post(f"{served.url}/v1/completions", json=asked)
         assert reply.status_code == 404
         assert "was not found" in reply.json()["error"]["message"]
 

@@ -18,6 +18,14 @@ from configs.sampling import Sampling
 from modeling.runner import ModelRunner
 from sharding.group import TensorParallel
 from tests.checkpoints import AdapterRecipe, write_adapter, write_llama
+from tests.checkpoints_others import (
+    GPT2_ADAPTERS,
+    GPT_NEOX_ADAPTERS,
+    OPT_ADAPTERS,
+    write_gpt2,
+    write_gpt_neox,
+    write_opt,
+)
 from tests.modeling.stepping import Answer, Asked, generate
 from tests.oracle import NUM_TOKENS, TOLERANCE, Truth, prompt_truth
 from tests.ranks import run_ranks
@@ -53,7 +61,12 @@ class Family:
     adapters: dict[str, AdapterRecipe] = field(default_factory=lambda: dict(ADAPTERS))
 
 
-FAMILIES: dict[str, Family] = {"llama": Family(write_llama)}
+FAMILIES: dict[str, Family] = {
+    "llama": Family(write_llama),
+    "gpt2": Family(write_gpt2, GPT2_ADAPTERS),
+    "opt": Family(write_opt, OPT_ADAPTERS),
+    "gpt_neox": Family(write_gpt_neox, GPT_NEOX_ADAPTERS),
+}
 """Another model is another row; its adapters name its own modules."""
 
 

@@ -1,11 +1,13 @@
 """Nobody starves: bounds in steps, under loads that never end."""
 
+from itertools import pairwise
+
 import pytest
 
 from configs.adapters import AdapterKey
 from scheduler.policy import Limits
-from tests.scheduler.automaton import Client, Stage
 from tests.scheduler.small import arrive, capacity, story
+from tests.scheduler.stage import Client, Stage
 from tests.strategies import Arrive
 
 PATIENCE = 12
@@ -73,7 +75,7 @@ def test_every_adapter_of_many_under_constant_load_is_served_again_and_again() -
     bound = num_adapters * (PATIENCE + 2 * steps + 6)
     for turns in served.values():
         turns.sort()
-        gaps = [later - earlier for earlier, later in zip(turns, turns[1:], strict=False)]
+        gaps = [later - earlier for earlier, later in pairwise(turns)]
         assert max([turns[0], stage.turn - turns[-1], *gaps]) <= bound
 
 

@@ -14,7 +14,7 @@ from scheduler.resident import Resident
 from scheduler.running import Running
 from scheduler.scheduler import Scheduler
 from scheduler.step import Step
-from tests.scheduler.automaton import play
+from tests.scheduler.stage import play
 from tests.strategies import Story, stories
 
 Patch = pytest.MonkeyPatch

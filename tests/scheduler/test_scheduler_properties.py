@@ -2,13 +2,13 @@
 
 from hypothesis import HealthCheck, given, settings
 
-from tests.scheduler.automaton import play
+from tests.scheduler.stage import play
 from tests.strategies import Story, stories
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=1000, deadline=None, suppress_health_check=SLOW)
 @given(stories())
 def test_every_story_ends_well(story: Story) -> None:
     play(story)

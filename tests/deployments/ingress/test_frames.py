@@ -3,7 +3,7 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.sampling import FinishReason
@@ -60,6 +60,7 @@ def test_frames_come_out_in_order_and_the_end_comes_last() -> None:
     run(story())
 
 
+@settings(deadline=None)
 @given(
     total=st.integers(1, 20),
     cuts=st.lists(st.tuples(st.integers(0, 19), st.integers(1, 6)), max_size=30),

@@ -1,9 +1,10 @@
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deployments.ingress.headers import safe
 
 
+@settings(deadline=None)
 @given(value=st.text(st.characters(), max_size=30))
 def test_any_string_is_a_header_value(value: str) -> None:
     assert all(0x21 <= ord(char) <= 0x7E for char in safe(value))

@@ -1,9 +1,9 @@
 import pytest
 
-from configs.adapters import AdapterReference, AdapterSource
+from configs.adapters import AdapterReference, AdapterSource, parse_reference
 from deployments.contract import AdapterInfo
 from deployments.ingress.errors import RequestError
-from deployments.ingress.references import listed_name, parse_reference, parse_source
+from deployments.ingress.references import listed_name, parse_source
 
 HUB, LOCAL, S3 = AdapterSource.HUB, AdapterSource.LOCAL, AdapterSource.S3
 
@@ -27,7 +27,7 @@ def test_names_become_references(name: str, expected: AdapterReference) -> None:
 
 
 def test_a_source_without_an_id_is_refused() -> None:
-    with pytest.raises(RequestError, match="names no adapter"):
+    with pytest.raises(ValueError, match="names no adapter"):
         parse_reference("local:", HUB)
 
 

@@ -35,6 +35,7 @@ class Paged:
     heads: tuple[int, int] = (4, 2)
     head_dim: int = 8
     dtype: torch.dtype = torch.float32
+    window: int | None = None
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(3)
@@ -65,7 +66,9 @@ class Paged:
             self.rows.append((q, k, v))
 
     def run(self, scale: float = 0.4) -> Tensor:
-        spec = AttentionSpec(*self.heads, self.head_dim, scale, self.page_size, self.dtype, CPU)
+        spec = AttentionSpec(
+            *self.heads, self.head_dim, scale, self.page_size, self.dtype, CPU, (None, self.window)
+        )
         backend = SdpaAttention(spec)
         queries, keys = zip(*self.lengths, strict=True)
         step = backend.prepare(queries, keys, self.tables)
@@ -73,24 +76,25 @@ class Paged:
         assert step.max_key_length == max(keys)
         q = torch.cat([q for q, _, _ in self.rows])
         starts = torch.tensor([0, *accumulate(queries)], dtype=torch.int32)
-        return backend.forward(q, self.cache, starts, self.tables, step)
+        return backend.forward(q, self.cache, starts, self.tables, step, self.window)
 
 
-def naive(q: Tensor, k: Tensor, v: Tensor, scale: float = 0.4) -> Tensor:
+def naive(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float = 0.4) -> Tensor:
     """One row, one query and one head at a time, in float64."""
     q, k, v = q.double(), k.double(), v.double()
     out = torch.empty_like(q)
     group = q.shape[1] // k.shape[1]
     for i in range(len(q)):
-        seen = len(k) - len(q) + i + 1
+        stop = len(k) - len(q) + i + 1
+        seen = slice(0 if window is None else max(0, stop - window), stop)
         for head in range(q.shape[1]):
-            weights = (scale * k[:seen, head // group] @ q[i, head]).softmax(0)
-            out[i, head] = weights @ v[:seen, head // group]
+            weights = (scale * k[seen, head // group] @ q[i, head]).softmax(0)
+            out[i, head] = weights @ v[seen, head // group]
     return out
 
 
 def check(paged: Paged, tolerance: float = 1e-5) -> None:
-    expected = torch.cat([naive(*row) for row in paged.rows])
+    expected = torch.cat([naive(*row, paged.window) for row in paged.rows])
     torch.testing.assert_close(paged.run().double(), expected, atol=tolerance, rtol=0)
 
 
@@ -121,8 +125,37 @@ def test_decode_rows_share_calls() -> None:
     spec = AttentionSpec(4, 2, 8, 1.0, 16, torch.float32, CPU)
     queries, keys = zip(*paged.lengths, strict=True)
     step = SdpaAttention(spec).prepare(queries, keys, paged.tables)
-    assert sorted(len(group.slots) for group in step.groups) == [513, 2 * 512, 4 * 256]
-    assert not step.long_rows
+    plan = step.plans[None]
+    assert sorted(len(group.slots) for group in plan.groups) == [513, 2 * 512, 4 * 256]
+    assert not plan.long_rows
+
+
+@pytest.mark.parametrize("page_size", [16, 128])
+@pytest.mark.parametrize("window", [1, 6, 40, 256, 10**6])
+@pytest.mark.parametrize("lengths", STEPS.values(), ids=STEPS)
+def test_windows(lengths: list[tuple[int, int]], window: int, page_size: int) -> None:
+    check(Paged(lengths, page_size, window=window))
+
+
+def test_a_windowed_layer_reads_only_the_keys_that_it_sees() -> None:
+    paged = Paged([(1, 700), (1, 90), (6, 300), (8, 8)], 16)
+    spec = AttentionSpec(4, 2, 8, 1.0, 16, torch.float32, CPU, windows=(None, 50, 800))
+    queries, keys = zip(*paged.lengths, strict=True)
+    step = SdpaAttention(spec).prepare(queries, keys, paged.tables)
+    plan = step.plans[50]
+    assert [len(group.slots) for group in plan.groups] == [2 * 50]
+    assert [len(row.slots) for row in plan.long_rows] == [50 + 5, 8]
+    assert step.plans[800] is step.plans[None]  # wider than every row
+
+
+def test_a_window_that_the_spec_does_not_name() -> None:
+    paged = Paged([(1, 7)], 16)
+    spec = AttentionSpec(4, 2, 8, 1.0, 16, torch.float32, CPU)
+    backend = SdpaAttention(spec)
+    step = backend.prepare([1], [7], paged.tables)
+    starts = torch.tensor([0, 1], dtype=torch.int32)
+    with pytest.raises(KeyError):
+        backend.forward(paged.rows[0][0], paged.cache, starts, paged.tables, step, 4)
 
 
 def test_lengths_must_be_possible() -> None:

@@ -1,0 +1,180 @@
+"""Closed-loop load through HTTP on the standard workload: throughput, TTFT, ITL, TPOT.
+
+Streamed greedy completions of fixed lengths over prompts of random words. Each case is one line
+of JSON that names the server's own choices too, so that no row can hide how it ran.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+MILLISECONDS = 1e3
+
+
+@dataclass(frozen=True)
+class Case:
+    """One closed loop: `concurrency` requests in flight until `requests` are done.
+
+    models: names taken by turns, or by Zipf's law where zipf > 0. Lengths in tokens.
+    """
+
+    name: str
+    models: tuple[str, ...]
+    concurrency: int
+    requests: int
+    input_length: int = 512
+    output_length: int = 256
+    zipf: float = 0.0
+
+
+@dataclass
+class Measured:
+    """What the clients saw; times in seconds."""
+
+    tokens: int = 0
+    first: list[float] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+    per_token: list[float] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+
+
+def standard_cases(base: str, adapters: int) -> list[Case]:
+    """The table of the one-GPU figures: names, concurrency and request counts."""
+    many = tuple(f"a{i}" for i in range(adapters))
+    return [
+        Case("base-c1", (base,), 1, 3),
+        Case("lora1-c1", many[:1], 1, 3),
+        Case("base-c64", (base,), 64, 256),
+        Case("lora1-c64", many[:1], 64, 256),
+        Case(f"lora{adapters}-c64", many, 64, 256),
+        Case("base-c256", (base,), 256, 768),
+        Case(f"lora{adapters}-c256", many, 256, 768),
+    ]
+
+
+async def ask(
+    session: aiohttp.ClientSession, url: str, body: dict[str, Any], measured: Measured
+) -> None:
+    """Send one request and time its chunks."""
+    began = time.perf_counter()
+    first = last = 0.0
+    count = 0
+    async with session.post(f"{url}/v1/completions", json=body) as reply:
+        if reply.status != 200:
+            measured.errors.append(f"{reply.status} {(await reply.text())[:200]}")
+            return
+        async for line in reply.content:
+            if not line.startswith(b"data:") or line.startswith(b"data: [DONE]"):
+                continue
+            chunk = json.loads(line[5:])
+            now = time.perf_counter()
+            if chunk.get("usage"):
+                count = chunk["usage"]["completion_tokens"]
+            if chunk.get("choices"):
+                if first:
+                    measured.gaps.append(now - last)
+                first, last = first or now, now
+    if count < body["max_tokens"]:
+        measured.errors.append(f"{count} tokens instead of {body['max_tokens']}")
+    measured.tokens += count
+    measured.first.append(first - began)
+    measured.per_token.append((last - first) / max(1, count - 1))
+
+
+def bodies(case: Case, vocabulary: int, seed: int) -> Iterator[dict[str, Any]]:
+    """The requests of a case; no two prompts share a prefix."""
+    chooser = random.Random(seed)
+    weights = [1 / (i + 1) ** case.zipf for i in range(len(case.models))]
+    for i in range(case.requests):
+        words = random.Random(seed * 1_000_003 + i)
+        model = case.models[i % len(case.models)]
+        if case.zipf:
+            [model] = chooser.choices(case.models, weights)
+        prompt = " ".join(f"t{words.randrange(2, vocabulary)}" for _ in range(case.input_length))
+        yield {
+            "model": model,
+            "prompt": prompt,
+            "max_tokens": case.output_length,
+            "temperature": 0,
+            "stream": True,
+            "ignore_eos": True,
+            "stream_options": {"include_usage": True},
+        }
+
+
+async def run(url: str, case: Case, vocabulary: int, seed: int = 0) -> dict[str, Any]:
+    """Play one case; returns its row."""
+    measured = Measured()
+    waiting = bodies(case, vocabulary, seed)
+    timeout = aiohttp.ClientTimeout(total=None)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+
+        async def client() -> None:
+            for body in waiting:
+                await ask(session, url, body, measured)
+
+        began = time.perf_counter()
+        await asyncio.gather(*(client() for _ in range(case.concurrency)))
+        seconds = time.perf_counter() - began
+    return {
+        "case": case.name,
+        "concurrency": case.concurrency,
+        "requests": case.requests,
+        "output_tokens_per_s": round(measured.tokens / seconds, 1),
+        "tpot_p50_ms": percentile(measured.per_token, 0.5),
+        "itl_p50_ms": percentile(measured.gaps, 0.5),
+        "itl_p99_ms": percentile(measured.gaps, 0.99),
+        "ttft_p50_ms": percentile(measured.first, 0.5),
+        "ttft_p99_ms": percentile(measured.first, 0.99),
+        "errors": len(measured.errors),
+        "first_error": measured.errors[:1],
+    }
+
+
+def percentile(values: Sequence[float], share: float) -> float | None:
+    """The value below which `share` of them lie, in milliseconds."""
+    if not values:
+        return None
+    return round(sorted(values)[min(len(values) - 1, int(share * len(values)))] * MILLISECONDS, 2)
+
+
+async def describe(url: str) -> dict[str, Any]:
+    """What the server says of itself."""
+    async with aiohttp.ClientSession() as session, session.get(f"{url}/info") as reply:
+        info: dict[str, Any] = await reply.json()
+        return info
+
+
+async def play(parsed: argparse.Namespace) -> None:
+    """Warm up, then run and print every chosen case."""
+    info = await describe(parsed.url)
+    print(json.dumps({"server": info.get("chosen"), "version": info.get("version")}), flush=True)
+    cases = standard_cases(parsed.base, parsed.adapters)
+    warm = Case("warm", (*cases[-1].models, parsed.base), 64, 128, 64, 16)
+    await run(parsed.url, warm, parsed.vocabulary, seed=99)
+    for case in cases:
+        if not parsed.cases or case.name in parsed.cases:
+            print(json.dumps(await run(parsed.url, case, parsed.vocabulary)), flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the standard cases against a running server."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--url", default="http://127.0.0.1:8000")
+    parser.add_argument("--base", default="base", help="the base model's served name")
+    parser.add_argument("--adapters", type=int, default=32, help="a0 .. aN-1 are asked for")
+    parser.add_argument("--vocabulary", type=int, default=120_000)
+    parser.add_argument("--cases", nargs="*", help="names of the cases to run (default: all)")
+    asyncio.run(play(parser.parse_args(arguments)))
+
+
+if __name__ == "__main__":
+    main()

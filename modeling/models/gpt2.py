@@ -1,0 +1,311 @@
+"""Flash GPT-2: over a paged cache, tensor-parallel, with adapters.
+
+The class names and signatures are LoRAX's. Weights are Conv1D's, [in, out]; the fused c_attn is
+cut for each of q, k and v by heads, and so is its adapters' B.
+"""
+
+from enum import IntEnum
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from configs.architectures.gpt2 import GPT2Architecture
+from modeling.adapters.kernels.base import AdapterData
+from modeling.adapters.linear import AdapterColumnLinear, AdapterRowLinear
+from modeling.adapters.projection import Projection
+from modeling.attention.base import AttentionStep
+from modeling.attention.kv_cache import LayerCache
+from modeling.layers.attention import rotate_and_store
+from modeling.layers.mlp import PlainMLP
+from modeling.layers.norm import LayerNorm
+from sharding.embedding import ParallelHead, VocabParallelEmbedding
+from sharding.group import TensorParallel
+from sharding.linear import ColumnParallelLinear, ColumnPart, RowParallelLinear
+from sharding.loader import Weights
+from sharding.slicing import HeadCut, Segments, cut_heads, even_cut, whole
+
+PEFT_PREFIX = "transformer"
+"""Where PEFT finds the decoder, however the checkpoint's own names begin."""
+
+
+class Adaptable(IntEnum):
+    """The model's adaptable linear maps, in the order of `projections`."""
+
+    C_ATTN = 0
+    ATTN_C_PROJ = 1
+    C_FC = 2
+    MLP_C_PROJ = 3
+
+
+def _heads(config: GPT2Architecture, group: TensorParallel) -> HeadCut:
+    """This rank's attention heads."""
+    return cut_heads(config.num_heads, config.num_heads, config.head_dim, group.rank, group.size)
+
+
+def _inner(config: GPT2Architecture, group: TensorParallel) -> Segments:
+    """This rank's part of the feed-forward's width."""
+    return even_cut(config.intermediate_size, group.rank, group.size, "n_inner")
+
+
+def fused_qkv(heads: Segments, size: int) -> Segments:
+    """The outputs of a [q | k | v] matrix, `size` each, that belong to `heads` of one of them."""
+    return tuple(
+        (part * size + start, part * size + stop) for part in range(3) for start, stop in heads
+    )
+
+
+def gpt2_projections(config: GPT2Architecture, group: TensorParallel) -> tuple[Projection, ...]:
+    """The adaptable linear maps with this rank's cuts."""
+    heads, inner = _heads(config, group).queries, _inner(config, group)
+    hidden, size = config.hidden_size, config.intermediate_size
+    layer, count = f"{PEFT_PREFIX}.h.{{layer}}", config.num_layers
+    fused = fused_qkv(heads, hidden)
+    every = whole(hidden)
+    return (
+        Projection("c_attn", f"{layer}.attn.c_attn", hidden, 3 * hidden, every, fused, count),
+        Projection("attn.c_proj", f"{layer}.attn.c_proj", hidden, hidden, heads, every, count),
+        Projection("c_fc", f"{layer}.mlp.c_fc", hidden, size, every, inner, count),
+        Projection("mlp.c_proj", f"{layer}.mlp.c_proj", size, hidden, inner, every, count),
+    )
+
+
+class FlashGPT2Attention(nn.Module):
+    """Self-attention of one layer."""
+
+    def __init__(
+        self, prefix: str, config: GPT2Architecture, weights: Weights, layer_id: int
+    ) -> None:
+        """prefix: e.g. "transformer.h.0.attn"."""
+        super().__init__()
+        self.heads = _heads(config, weights.group)
+        hidden = config.hidden_size
+        part = ColumnPart(f"{prefix}.c_attn", 3 * hidden, fused_qkv(self.heads.queries, hidden))
+        self.c_attn = AdapterColumnLinear(
+            ColumnParallelLinear(hidden, (part,), True, weights, stored_transposed=True),
+            layer_id,
+            (Adaptable.C_ATTN,),
+        )
+        self.c_proj = AdapterRowLinear(
+            RowParallelLinear(
+                f"{prefix}.c_proj",
+                (hidden, hidden),
+                self.heads.queries,
+                True,
+                weights,
+                stored_transposed=True,
+            ),
+            layer_id,
+            Adaptable.ATTN_C_PROJ,
+        )
+        # A backend has one scale for all layers (flashinfer plans with it); a layer's own share
+        # of it goes into the queries.
+        self.query_scale = 1 / (layer_id + 1) if config.scale_attn_by_inverse_layer_idx else 1.0
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        cu_seqlen_prefill: Tensor,
+        kv_cache: LayerCache,
+        block_tables: Tensor,
+        slots: Tensor,
+        seqlen: AttentionStep,
+        max_s: int,
+        adapter_data: AdapterData | None,
+        prefill_cache_indices: Tensor | None = None,
+    ) -> Tensor:
+        """[tokens, hidden] to the same shape; k and v of the step go to `slots` on the way."""
+        qkv: Tensor = self.c_attn(hidden_states, adapter_data)
+        q = rotate_and_store(qkv, self.heads, None, kv_cache, slots, prefill_cache_indices)
+        if self.query_scale != 1.0:
+            q = q * self.query_scale
+        attended = seqlen.backend.forward(q, kv_cache, cu_seqlen_prefill, block_tables, seqlen)
+        out: Tensor = self.c_proj(attended.flatten(1), adapter_data)
+        return out
+
+
+class GPT2MLP(PlainMLP):
+    """The family's feed-forward."""
+
+    def __init__(
+        self, prefix: str, config: GPT2Architecture, weights: Weights, layer_id: int
+    ) -> None:
+        """prefix: e.g. "transformer.h.0.mlp"."""
+        size, hidden = config.intermediate_size, config.hidden_size
+        cut = _inner(config, weights.group)
+        part = ColumnPart(f"{prefix}.c_fc", size, cut)
+        up = ColumnParallelLinear(hidden, (part,), True, weights, stored_transposed=True)
+        down = RowParallelLinear(
+            f"{prefix}.c_proj", (hidden, size), cut, True, weights, stored_transposed=True
+        )
+        super().__init__(
+            AdapterColumnLinear(up, layer_id, (Adaptable.C_FC,)),
+            AdapterRowLinear(down, layer_id, Adaptable.MLP_C_PROJ),
+            config.activation,
+        )
+
+
+class GPT2Block(nn.Module):
+    """One pre-norm decoder layer."""
+
+    def __init__(
+        self, layer_id: int, prefix: str, config: GPT2Architecture, weights: Weights
+    ) -> None:
+        """prefix: the layer's, e.g. "transformer.h.0"."""
+        super().__init__()
+        size, eps = config.hidden_size, config.layer_norm_eps
+        self.ln_1 = LayerNorm(f"{prefix}.ln_1", size, eps, weights)
+        self.attn = FlashGPT2Attention(f"{prefix}.attn", config, weights, layer_id)
+        self.ln_2 = LayerNorm(f"{prefix}.ln_2", size, eps, weights)
+        self.mlp = GPT2MLP(f"{prefix}.mlp", config, weights, layer_id)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        cu_seqlen_prefill: Tensor,
+        kv_cache: LayerCache,
+        block_tables: Tensor,
+        slots: Tensor,
+        seqlen: AttentionStep,
+        max_s: int,
+        adapter_data: AdapterData | None,
+        prefill_cache_indices: Tensor | None = None,
+    ) -> Tensor:
+        """The residual stream [tokens, hidden] to the same shape."""
+        hidden_states = hidden_states + self.attn(
+            self.ln_1(hidden_states),
+            cu_seqlen_prefill,
+            kv_cache,
+            block_tables,
+            slots,
+            seqlen,
+            max_s,
+            adapter_data,
+            prefill_cache_indices,
+        )
+        out: Tensor = hidden_states + self.mlp(self.ln_2(hidden_states), adapter_data)
+        return out
+
+
+class FlashGPT2Model(nn.Module):
+    """The decoder: token and position embeddings, blocks, last norm."""
+
+    def __init__(self, prefix: str, config: GPT2Architecture, weights: Weights) -> None:
+        """prefix: e.g. "transformer"; "" for a checkpoint of the decoder alone."""
+        super().__init__()
+        dot = f"{prefix}." if prefix else ""
+        size = config.hidden_size
+        self.wte = VocabParallelEmbedding(f"{dot}wte", config.vocab_size, size, weights)
+        shape = (config.max_position_embeddings, size)
+        self.wpe = weights.parameter(f"{dot}wpe.weight", shape)
+        self.h = nn.ModuleList(
+            GPT2Block(layer_id, f"{dot}h.{layer_id}", config, weights)
+            for layer_id in range(config.num_layers)
+        )
+        self.ln_f = LayerNorm(f"{dot}ln_f", size, config.layer_norm_eps, weights)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        cu_seqlen_prefill: Tensor,
+        kv_cache: list[LayerCache],
+        block_tables: Tensor,
+        slots: Tensor,
+        seqlen: AttentionStep,
+        max_s: int,
+        adapter_data: AdapterData | None,
+        prefill_cache_indices: Tensor | None = None,
+    ) -> Tensor:
+        """[tokens] ids to normed hidden states [tokens, hidden], equal on every rank."""
+        hidden: Tensor = self.wte(input_ids) + F.embedding(position_ids, self.wpe)
+        for block, cache in zip(self.h, kv_cache, strict=True):
+            hidden = block(
+                hidden,
+                cu_seqlen_prefill,
+                cache,
+                block_tables,
+                slots,
+                seqlen,
+                max_s,
+                adapter_data,
+                prefill_cache_indices,
+            )
+        normed: Tensor = self.ln_f(hidden)
+        return normed
+
+
+class FlashGPT2ForCausalLM(nn.Module):
+    """The decoder and its head; a `PagedModel`."""
+
+    def __init__(self, prefix: str, config: GPT2Architecture, weights: Weights) -> None:
+        """prefix: "" for a checkpoint of this model alone, whose names may begin with
+        "transformer." or, saved without a head, with nothing.
+        """
+        super().__init__()
+        dot = f"{prefix}." if prefix else ""
+        inner = f"{dot}transformer" if weights.has(f"{dot}transformer.wte.weight") else prefix
+        heads = _heads(config, weights.group)
+        self.config = config
+        self.projections = gpt2_projections(config, weights.group)
+        self.vocab_size = config.vocab_size
+        self.num_layers = config.num_layers
+        self.num_heads = self.num_kv_heads = heads.num_heads
+        self.head_dim = config.head_dim
+        self.attention_scale = config.head_dim**-0.5 if config.scale_attn_weights else 1.0
+        self.dtype: torch.dtype = weights.dtype
+        self.device: torch.device = weights.device
+        self.transformer = FlashGPT2Model(inner, config, weights)
+        head = f"{dot}lm_head"
+        # Old checkpoints hold the causal mask beside the weights.
+        self.unread = (
+            r".*\.attn\.(bias|masked_bias)",
+            *([head + r"\.weight"] if config.tie_word_embeddings else []),
+        )
+        tied = self.transformer.wte if config.tie_word_embeddings else None
+        self.lm_head = ParallelHead(head, config.vocab_size, config.hidden_size, weights, tied)
+
+    @classmethod
+    def build(cls, config: GPT2Architecture, weights: Weights) -> "FlashGPT2ForCausalLM":
+        """The model of a checkpoint that holds nothing else."""
+        return cls("", config, weights)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        cu_seqlen_prefill: Tensor,
+        kv_cache: list[LayerCache],
+        block_tables: Tensor,
+        slots: Tensor,
+        seqlen: AttentionStep,
+        max_s: int,
+        adapter_data: AdapterData | None,
+        prefill_cache_indices: Tensor | None = None,
+        lm_head_indices: Tensor | None = None,
+        cross_attention_states: Tensor | None = None,
+        skip_lm_head: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """(logits [n, vocab_size] or hidden states [tokens, hidden], None); see `PagedModel`."""
+        if cross_attention_states is not None:
+            raise ValueError("cross_attention_states: this model has no cross-attention layers")
+        hidden: Tensor = self.transformer(
+            input_ids,
+            position_ids,
+            cu_seqlen_prefill,
+            kv_cache,
+            block_tables,
+            slots,
+            seqlen,
+            max_s,
+            adapter_data,
+            prefill_cache_indices,
+        )
+        if lm_head_indices is not None:
+            hidden = hidden[lm_head_indices]
+        if skip_lm_head:
+            return hidden, None
+        return self.lm_head(hidden), None
+
+    paged = forward
+    """The engine's way in; this family has no other."""

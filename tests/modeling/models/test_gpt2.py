@@ -1,0 +1,151 @@
+"""Flash GPT-2 against transformers: logits on 1, 2 and 4 ranks, and every way to cut the work."""
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from modeling.attention.base import AttentionSpec
+from modeling.attention.kv_cache import CacheSpec, allocate
+from modeling.attention.sdpa import SdpaAttention
+from modeling.models import gpt2
+from sharding.checkpoint import CheckpointError
+from sharding.group import SingleRank
+from tests.checkpoints_others import GPT2_VARIANTS, write_gpt2
+from tests.modeling.models import paged_checks as checks
+from tests.modeling.models.paged_checks import Checkpoint, opened
+from tests.modeling.models.stepping import Stepper, load
+from tests.sharding.views import LoneRank
+
+
+@pytest.fixture(scope="module", params=GPT2_VARIANTS)
+def variant(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return opened(write_gpt2(tmp_path_factory.mktemp("gpt2"), request.param))
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return opened(write_gpt2(tmp_path_factory.mktemp("plain")))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_logits_equal_transformers(variant: Checkpoint, ranks: int) -> None:
+    checks.check_logits(variant, ranks)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_greedy_continuations(variant: Checkpoint, ranks: int) -> None:
+    checks.check_greedy(variant, ranks)
+
+
+@pytest.mark.parametrize("page_size", [16, 128])
+@pytest.mark.parametrize("cuts", checks.CUTS)
+def test_whole_and_cut_prefills_are_equal(
+    plain: Checkpoint, cuts: tuple[int, ...], page_size: int
+) -> None:
+    checks.check_cut_prefill(plain, cuts, page_size)
+
+
+def test_prefill_chunk_and_decode_share_a_step(plain: Checkpoint) -> None:
+    checks.check_mixed_step(plain)
+
+
+def test_only_the_asked_for_tokens(plain: Checkpoint) -> None:
+    checks.check_asked_for_tokens(plain)
+
+
+@pytest.mark.parametrize("variant_name", ["plain", "upcast"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_types_stay_near_float32(tmp_path: Path, dtype: Any, variant_name: str) -> None:
+    checks.check_half(write_gpt2(tmp_path, variant_name, dtype=dtype), dtype)
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_scores_are_float32_whatever_the_type(tokens: int) -> None:
+    """What reorder_and_upcast_attn asks for: scores beyond float16's 65504 do no harm."""
+    cpu, half = torch.device("cpu"), torch.float16
+    cache = allocate(CacheSpec(1, 16, 1, 8, half), 1, cpu)[0]
+    k = torch.linspace(90, 110, tokens).view(-1, 1, 1).expand(-1, 1, 8).to(half)
+    v = torch.arange(tokens).view(-1, 1, 1).expand(-1, 1, 8).to(half)
+    cache.store(k, v, torch.arange(tokens))
+    backend = SdpaAttention(AttentionSpec(1, 1, 8, 1.0, 16, half, cpu))
+    tables = torch.zeros(1, 1, dtype=torch.int32)
+    step = backend.prepare([1], [tokens], tables)
+    q = torch.full((1, 1, 8), 120.0, dtype=half)
+    starts = torch.tensor([0, 1], dtype=torch.int32)
+    out = backend.forward(q, cache, starts, tables, step)
+    assert out.flatten().tolist() == [tokens - 1.0] * 8
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_every_projection_of_every_layer_asks_for_its_delta(plain: Checkpoint, ranks: int) -> None:
+    checks.check_every_projection_asks(plain.folder, ranks, [0, 0, 0, 0])
+
+
+def test_projections_are_named_as_peft_names_them(plain: Checkpoint) -> None:
+    names = ["c_attn", "attn.c_proj", "c_fc", "mlp.c_proj"]
+    checks.check_projection_names(plain, names, conv1d=True)
+
+
+def test_adapters_names_do_not_follow_the_checkpoints(tmp_path: Path) -> None:
+    model = load(write_gpt2(tmp_path, "bare_names"), SingleRank())
+    assert model.projections[0].module == "transformer.h.{layer}.attn.c_attn"
+
+
+def test_c_attn_is_cut_for_each_of_its_three_parts(plain: Checkpoint) -> None:
+    """Rank 1 of 4 has head 1 of q, of k and of v: 8 columns in each 32."""
+    fused = load(plain.folder, LoneRank(1, 4)).projections[0]
+    assert fused.outputs == ((8, 16), (40, 48), (72, 80))
+
+
+def test_old_causal_masks_are_left_unread(tmp_path: Path) -> None:
+    folder = write_gpt2(tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    masks = {
+        "transformer.h.0.attn.bias": torch.ones(1, 1, 4, 4),
+        "transformer.h.1.attn.masked_bias": torch.tensor(-1e4),
+        "lm_head.weight": tensors["transformer.wte.weight"].clone(),
+    }
+    save_file({**tensors, **masks}, folder / "model.safetensors")
+    load(folder, SingleRank())
+    save_file(
+        {**tensors, "transformer.h.0.attn.other": torch.ones(1)}, folder / "model.safetensors"
+    )
+    with pytest.raises(CheckpointError, match=r"no place for 1 tensors.*attn\.other"):
+        load(folder, SingleRank())
+
+
+def test_cross_attention_is_refused(plain: Checkpoint) -> None:
+    stepper = Stepper(load(plain.folder, SingleRank()))
+    with pytest.raises(ValueError, match="cross_attention_states"):
+        stepper.run([(0, [1])], cross_attention_states=torch.zeros(1))
+
+
+def test_heads_that_the_ranks_cannot_share(tmp_path: Path) -> None:
+    folder = write_gpt2(tmp_path, n_embd=24, n_head=3)
+    with pytest.raises(ValueError, match=r"num_attention_heads \(3\)"):
+        load(folder, LoneRank(0, 2))
+
+
+def test_the_seeds_signatures() -> None:
+    def names(function: Any) -> list[str]:
+        return list(inspect.signature(function).parameters)[1:]
+
+    for part in (gpt2.FlashGPT2ForCausalLM, gpt2.FlashGPT2Model):
+        assert names(part.__init__) == ["prefix", "config", "weights"]
+    for part in (gpt2.FlashGPT2Attention, gpt2.GPT2MLP):
+        assert names(part.__init__)[:3] == ["prefix", "config", "weights"]
+    assert names(gpt2.GPT2Block.__init__) == ["layer_id", "prefix", "config", "weights"]
+    assert ", ".join(names(gpt2.FlashGPT2ForCausalLM.forward)) == checks.PAGED
+    assert gpt2.FlashGPT2ForCausalLM.paged is gpt2.FlashGPT2ForCausalLM.forward
+    signature = inspect.signature(gpt2.FlashGPT2ForCausalLM.forward)
+    defaults = {n: p.default for n, p in signature.parameters.items() if p.default is not p.empty}
+    assert defaults == {
+        "prefill_cache_indices": None,
+        "lm_head_indices": None,
+        "cross_attention_states": None,
+        "skip_lm_head": False,
+    }

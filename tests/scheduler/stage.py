@@ -1,0 +1,227 @@
+"""A stage for stories: the loop of a driver over fake ranks, and the clients who listen."""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from configs.adapters import AdapterKey, AdapterRefusal
+from configs.sampling import FinishReason, Sampling
+from scheduler.events import (
+    AdapterEvent,
+    AdapterFailed,
+    AdapterFailure,
+    AdapterPinned,
+    AdapterStaged,
+    AdapterUnloaded,
+    Cancelled,
+    Ended,
+    Event,
+    NewTokens,
+    RequestId,
+)
+from scheduler.plan import StepPlan, StepResult
+from scheduler.policy import InvalidRequest
+from scheduler.request import Request
+from scheduler.scheduler import Scheduler
+from tests.scheduler.automaton import FakeRanks, alone
+from tests.strategies import Action, Arrive, Cancel, LoseGroup, Pin, Story, Turns, Unload
+
+
+@dataclass
+class Client:
+    """One arrival and what came of it."""
+
+    arrival: Arrive
+    id: RequestId
+    arrived: int
+    received: list[int] = field(default_factory=list)
+    ended: Ended | None = None
+    cancelled: bool = False
+    stop_due: int | None = None
+    first_turn: int | None = None
+
+
+class Stage:
+    """The loop of a driver over fake ranks; every transition is followed by `check`."""
+
+    def __init__(self, story: Story) -> None:
+        self.story = story
+        self.scheduler = Scheduler(story.limits, story.capacity)
+        self.clients: list[Client] = []
+        self.turn = 0
+        self.in_flight: deque[tuple[StepPlan, StepResult]] = deque()
+        self.staging: dict[AdapterKey, int] = {}
+        self.has_failed: set[AdapterKey] = set()
+        self.ranks = self._new_ranks()
+
+    def play(self) -> None:
+        """Act the story, then run until all is quiet; a story without end is an error."""
+        for action in self.story.actions:
+            self.act(action)
+        self.run(self.patience())
+        self.check_end()
+
+    def run(self, max_turns: int) -> None:
+        deadline = self.turn + max_turns
+        while self.scheduler.has_work:
+            assert self.turn < deadline, f"still at work: {self.scheduler.snapshot()}"
+            self.go_round()
+
+    def patience(self) -> int:
+        """Turns that surely suffice if every turn computes something for somebody."""
+        work = sum(client.arrival.stopping.max_new_tokens + 20 for client in self.clients)
+        claims = 5 * (self.story.limits.patience_steps + max(self.story.delays.values(), default=0))
+        return 100 + 4 * work + (len(self.clients) + 5) * claims
+
+    def act(self, action: Action) -> None:
+        match action:
+            case Arrive():
+                self.arrive(action)
+            case Cancel(index) if index < len(self.clients):
+                self.clients[index].cancelled = True
+                self.hear(self.scheduler.cancel(self.clients[index].id))
+            case Turns(count):
+                for _ in range(count):
+                    self.go_round()
+            case LoseGroup():
+                self.lose_group()
+            case Pin(key, pinned):
+                self.tell(AdapterPinned(key, pinned))
+            case Unload(key):
+                self.tell(AdapterUnloaded(key))
+        self.scheduler.check()
+
+    def arrive(self, arrival: Arrive) -> Client:
+        client = Client(arrival, ("r", len(self.clients)), self.turn)
+        request = Request(
+            id=client.id,
+            prompt=list(arrival.prompt),
+            sampling=Sampling(logprobs=0 if arrival.logprobs else -1),
+            stopping=arrival.stopping,
+            adapter=arrival.adapter,
+            arrival=float(self.turn),
+        )
+        try:
+            self.scheduler.add(request, float(self.turn))
+        except InvalidRequest:
+            return client
+        self.clients.append(client)
+        return client
+
+    def go_round(self) -> None:
+        """One turn of the loop: answer, schedule, send, and apply when enough is in flight."""
+        self.turn += 1
+        self.answer_staging()
+        self.match_stop_strings()
+        plan = self.scheduler.schedule(float(self.turn))
+        self.scheduler.check()
+        if not plan.empty:
+            self.in_flight.append((plan, self.ranks.execute(plan)))
+        if plan.empty or len(self.in_flight) >= self.story.limits.steps_ahead:
+            self.apply_oldest()
+
+    def apply_oldest(self) -> None:
+        if not self.in_flight:
+            return
+        plan, result = self.in_flight.popleft()
+        events = self.scheduler.apply(plan, result, float(self.turn))
+        self.ranks.applied(plan)
+        self.hear(events)
+        self.scheduler.check()
+
+    def answer_staging(self) -> None:
+        for key in self.scheduler.to_stage():
+            assert key not in self.staging, f"adapter {key} is named twice"
+            self.staging[key] = self.turn + self.story.delays.get(key, 0)
+        for key in [key for key, due in self.staging.items() if due <= self.turn]:
+            del self.staging[key]
+            if key in self.story.failing and key not in self.has_failed:
+                self.has_failed.add(key)
+                self.tell(AdapterFailed(key, AdapterRefusal.UNAVAILABLE, "no such file"))
+            else:
+                shape = self.story.shapes[key]
+                self.ranks.stage(key, shape)
+                self.tell(AdapterStaged(key, shape))
+
+    def match_stop_strings(self) -> None:
+        for client in self.clients:
+            at = client.arrival.stop_at
+            if client.stop_due is not None and client.stop_due <= self.turn and at is not None:
+                client.stop_due = None
+                self.hear(self.scheduler.finish(client.id, at))
+                self.scheduler.check()
+
+    def lose_group(self) -> None:
+        stale = list(self.in_flight)
+        self.in_flight.clear()
+        self.staging.clear()
+        self.hear(self.scheduler.group_lost(float(self.turn)))
+        self.scheduler.check()
+        self.ranks = self._new_ranks()
+        for plan, result in stale:
+            assert self.scheduler.apply(plan, result, float(self.turn)) == []
+
+    def tell(self, event: AdapterEvent) -> None:
+        self.hear(self.scheduler.adapter(event, float(self.turn)))
+        self.scheduler.check()
+
+    def hear(self, events: list[Event]) -> None:
+        for event in events:
+            client = self.clients[event.request_id[1]]
+            assert client.ended is None, f"{event} after the end"
+            if isinstance(event, NewTokens):
+                self._hear_tokens(client, event)
+            else:
+                client.ended = event
+                self.check_ended(client, event)
+
+    def check_ended(self, client: Client, event: Ended) -> None:
+        arrival = client.arrival
+        expected, reason = alone(arrival.prompt, arrival.stopping, arrival.adapter)
+        assert event.tokens == expected[: len(event.tokens)], "tokens differ from those alone"
+        assert event.tokens == client.received[: len(event.tokens)]
+        assert 0 <= event.cached_tokens <= len(arrival.prompt)
+        if arrival.logprobs:
+            assert event.logprobs is not None
+            assert [-each.logprob for each in event.logprobs] == event.tokens
+        else:
+            assert event.logprobs is None
+        match event.ending:
+            case FinishReason.STOP_STRING:
+                assert len(event.tokens) == arrival.stop_at
+            case FinishReason():
+                assert (event.tokens, event.ending) == (expected, reason)
+            case Cancelled():
+                assert client.cancelled
+            case AdapterFailure(refusal):
+                assert arrival.adapter is not None
+                large = refusal is AdapterRefusal.TOO_LARGE
+                assert large or arrival.adapter in self.has_failed
+
+    def check_end(self) -> None:
+        """Everybody got an end, and nothing is held any more."""
+        assert all(client.ended is not None for client in self.clients)
+        snapshot = self.scheduler.snapshot()
+        assert snapshot.queued == snapshot.running == snapshot.draining == 0
+        assert snapshot.plans_in_flight == 0
+        assert snapshot.free_blocks == snapshot.num_blocks
+        self.scheduler.check()
+
+    def _hear_tokens(self, client: Client, event: NewTokens) -> None:
+        assert event.start == len(client.received), "a gap or an overlap"
+        if client.first_turn is None:
+            client.first_turn = self.turn
+        client.received += event.tokens
+        at = client.arrival.stop_at
+        if at is not None and client.stop_due is None and len(client.received) >= at:
+            client.stop_due = self.turn + 1 + client.arrival.late
+
+    def _new_ranks(self) -> FakeRanks:
+        epoch, story = self.scheduler.epoch, self.story
+        return FakeRanks(story.capacity, story.limits.max_running, epoch)
+
+
+def play(story: Story) -> Stage:
+    """Play a whole story; any broken promise is an AssertionError."""
+    stage = Stage(story)
+    stage.play()
+    return stage
