@@ -235,9 +235,7 @@ def write_adapter(folder: Path, model_folder: Path, recipe: AdapterRecipe | None
     return folder
 
 
-def load_oracle(
-    folder: Path, dtype: DTypeName = "float32", total_tokens: int | None = None
-) -> Any:
+def load_oracle(folder: Path, dtype: DTypeName = "float32", total_tokens: int | None = None) -> Any:
     """The transformers model in `folder`, on CPU, in eval mode.
 
     total_tokens: the longest sequence of the server that is compared (None: the model's own

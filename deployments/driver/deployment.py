@@ -11,6 +11,7 @@ from deployments.driver.engine import Engine
 from deployments.observability.logs import configure_logs
 from deployments.observability.steps import StepRecord
 from deployments.rank.group import RayRanks
+from deployments.rank.messages import LoadReport
 from sharding.sources import fetch_model
 
 logger = logging.getLogger("loray.driver")
@@ -41,6 +42,10 @@ class DriverDeployment:
     async def steps(self) -> Sequence[StepRecord]:
         """The last steps, for benchmarks and tests."""
         return self._engine.steps.last()
+
+    async def ranks(self) -> list[LoadReport]:
+        """The present ranks: their processes, and what each holds."""
+        return self._engine.ranks
 
     async def check_health(self) -> None:
         """Healthy while it works or rebuilds its ranks; Serve replaces it when it cannot."""

@@ -53,15 +53,14 @@ class Engine:
         self._directory = AdapterDirectory(AdapterSources(config.adapters))
         self._sender = FrameSender(self)
         self._streams = Streams(self._sender.send)
-        self._reports: list[LoadReport] = []
         self.steps = StepLog()
         self._loop: EngineLoop | None = None
 
     async def start(self) -> None:
         """Start the ranks and the loop, then load what is to be there before the first request."""
         self._replica = replica = asyncio.get_running_loop()
-        links, self._reports = await replica.run_in_executor(None, self._group.start)
-        scheduler = Scheduler(Limits.from_config(self._config), self._reports[0].capacity)
+        started = await replica.run_in_executor(None, self._group.start)
+        scheduler = Scheduler(Limits.from_config(self._config), started[1][0].capacity)
         settings = LoopSettings(
             recovery=self._config.recovery,
             fetched=self._directory.fetched,
@@ -69,7 +68,7 @@ class Engine:
             fail=lambda message: self._soon(self._on_failure, message),
             applied=self.steps.record,
         )
-        self._loop = EngineLoop(scheduler, self._group, links, settings)
+        self._loop = EngineLoop(scheduler, self._group, started, settings)
         self._loop.start()
         await self._preload()
 
@@ -85,6 +84,12 @@ class Engine:
     def failure(self) -> str | None:
         """Why this replica cannot go on, if it cannot."""
         return self._loop.failure if self._loop is not None else "not started"
+
+    @property
+    def ranks(self) -> list[LoadReport]:
+        """What each rank of the present group reported when it had loaded."""
+        assert self._loop is not None, "start comes first"
+        return self._loop.reports
 
     async def generate(self, request: GenerateRequest, reply_to: ReplyAddress) -> Completion:
         """Run all sequences to their end; a caller that goes away ends them within two steps."""
@@ -116,7 +121,7 @@ class Engine:
 
     async def describe(self) -> EngineInfo:
         """What is served, for validation and /info."""
-        report = self._reports[0]
+        report = self.ranks[0]
         capacity, limits = report.capacity, self._config.limits
         longest = capacity.max_total_tokens
         return EngineInfo(
@@ -140,16 +145,16 @@ class Engine:
 
     def _chosen(self) -> dict[str, str]:
         """What start-up decided, in words."""
-        first = self._reports[0]
+        first = self.ranks[0]
         pages = first.capacity
         adapters = f"{pages.adapter_pages} of 8 rank rows a projection, {pages.adapter_slots} slots"
         return {
-            "device": f"{first.device} x {len(self._reports)}, {first.dtype}",
+            "device": f"{first.device} x {len(self.ranks)}, {first.dtype}",
             "attention": first.attention,
             "adapter kernel": first.adapter_kernel,
             "pages": f"{pages.num_blocks} of {pages.block_size} tokens",
             "adapter pages": adapters,
-            "load": f"{max(report.load_seconds for report in self._reports):.1f} s",
+            "load": f"{max(report.load_seconds for report in self.ranks):.1f} s",
         }
 
     async def _resolve(

@@ -70,9 +70,14 @@ class EngineLoop:
     """Drives one scheduler over one group of ranks until `stop`."""
 
     def __init__(
-        self, scheduler: Scheduler, group: RankGroup, links: RankLinks, settings: LoopSettings
+        self,
+        scheduler: Scheduler,
+        group: RankGroup,
+        started: tuple[RankLinks, list[LoadReport]],
+        settings: LoopSettings,
     ) -> None:
-        """Take over a started group."""
+        """Take over a group that `started`."""
+        links, self.reports = started
         self._scheduler = scheduler
         self._group = group
         self._links: RankLinks | None = links
@@ -86,6 +91,7 @@ class EngineLoop:
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
         self.healthy = True
+        self.num_rebuilds = 0
         self.failure: str | None = None
 
     def start(self) -> None:
@@ -211,13 +217,13 @@ class EngineLoop:
 
     def _restart(self, began: float) -> RankLinks | None:
         """Start the group in a thread while commands (cancels above all) go on."""
-        started: list[RankLinks] = []
+        started: list[tuple[RankLinks, list[LoadReport]]] = []
         failures: list[str] = []
 
         def start() -> None:
             for _ in range(_START_ATTEMPTS):
                 try:
-                    started.append(self._group.start()[0])
+                    started.append(self._group.start())
                 except RanksLost as error:
                     failures.append(str(error))
                     continue
@@ -237,4 +243,8 @@ class EngineLoop:
             self.failure = f"the ranks did not come back: {failures[-1]}"
             self._stopping = True
             self._settings.fail(self.failure)
-        return started[0] if started else None
+        if not started:
+            return None
+        links, self.reports = started[0]
+        self.num_rebuilds += 1
+        return links

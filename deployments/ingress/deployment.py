@@ -8,16 +8,27 @@ from contextlib import asynccontextmanager
 import ray
 from fastapi import FastAPI
 from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import BackPressureError
 from ray.serve.handle import DeploymentHandle
 
 from configs.env import proxy_mode
 from configs.serve import ServeConfig
-from deployments.contract import Completion, EngineInfo, GenerateRequest, ReplyAddress
+from deployments.contract import (
+    Completion,
+    EngineInfo,
+    ErrorKind,
+    GenerateRequest,
+    ReplyAddress,
+)
 from deployments.frames import FrameReceiver
 from deployments.ingress.api import build_app
 from deployments.ingress.engine import IngressSettings
+from deployments.ingress.errors import RequestError
 from deployments.ingress.frames import Mailbox
 from deployments.observability.logs import configure_logs
+
+_LOST = "the engine that ran this request is gone: send it again"
 
 logger = logging.getLogger("loray.ingress")
 
@@ -38,6 +49,13 @@ class HandleDriver:
         except asyncio.CancelledError:
             response.cancel()
             raise
+        except BackPressureError as error:
+            raise RequestError(
+                ErrorKind.OVERLOADED, "the server is busy: try again", retry_after_s=1.0
+            ) from error
+        except RayError as error:
+            logger.warning("request %s was lost: %s", request.id, type(error).__name__)
+            raise RequestError(ErrorKind.UNAVAILABLE, _LOST, retry_after_s=1.0) from error
         return completion
 
     async def finish(self, request_id: str, index: int, at: int) -> None:

@@ -1,5 +1,7 @@
 """The Ray shell of one rank: it starts what `host.py` defines and keeps its loop running."""
 
+import os
+
 import ray
 
 from configs.engine import EngineConfig
@@ -25,9 +27,9 @@ class RankActor:
         """The name that Ray puts before this actor's log lines."""
         return f"rank-{self._rank}"
 
-    def node(self) -> tuple[str, str]:
-        """This rank's node: (Ray's node id, address)."""
-        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+    def process(self) -> tuple[str, int]:
+        """Where this rank runs: (Ray's node id, process id)."""
+        return ray.get_runtime_context().get_node_id(), os.getpid()
 
     def open_store(self, size: int, timeout_s: float) -> StoreAddress:
         """Open the group's rendezvous on a free port of this node (rank 0 only)."""

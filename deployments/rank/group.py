@@ -3,8 +3,11 @@
 Ray places, starts and kills the ranks and says when one died; plans travel by socket.
 """
 
+import contextlib
 import logging
+import os
 import secrets
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -12,7 +15,10 @@ from collections.abc import Callable
 import ray
 from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
 
 from configs.engine import EngineConfig
 from configs.env import RANK_ENVIRONMENT
@@ -33,6 +39,7 @@ class RayRanks:
         self._bundles = bundles
         self._namespace = f"loray-{secrets.token_hex(4)}"
         self._actors: list[ActorHandle] = []
+        self._processes: list[tuple[str, int]] = []
         self._links: RankLinks | None = None
 
     def start(self) -> tuple[RankLinks, list[LoadReport]]:
@@ -42,14 +49,16 @@ class RayRanks:
         began = time.monotonic()
         self._actors = [self._spawn(rank) for rank in range(size)]
         try:
-            nodes = ray.get([actor.node.remote() for actor in self._actors], timeout=timeout_s)
+            self._processes = ray.get(
+                [actor.process.remote() for actor in self._actors], timeout=timeout_s
+            )
             store = ray.get(self._actors[0].open_store.remote(size, timeout_s), timeout=timeout_s)
             logger.info("%d ranks placed in %.1f s, loading", size, time.monotonic() - began)
             measured = [actor.measure.remote(store, timeout_s) for actor in self._actors]
             num_blocks = min(ray.get(measured, timeout=timeout_s))
             allocated = [actor.allocate.remote(num_blocks) for actor in self._actors]
             reports: list[LoadReport] = ray.get(allocated, timeout=timeout_s)
-            self._links = self._connect([node for node, _ in nodes])
+            self._links = self._connect()
         except (ray.exceptions.RayError, RanksLost) as error:
             self.stop()
             raise RanksLost(f"the ranks did not start: {error}") from error
@@ -62,7 +71,10 @@ class RayRanks:
             self._links = None
         for actor in self._actors:
             ray.kill(actor, no_restart=True)
-        self._actors = []
+        # A stopped process takes no message, Ray's included; only the kernel can end it.
+        for node, pid in self._processes:
+            _kill_process(node, pid)
+        self._actors, self._processes = [], []
 
     def _spawn(self, rank: int) -> ActorHandle:
         on_gpu = self._rank_bundle(rank).get("GPU", 0) > 0
@@ -88,19 +100,36 @@ class RayRanks:
         specs: list[dict[str, float]] = self._bundles.bundle_specs
         return specs[1 + rank]
 
-    def _connect(self, nodes: list[str]) -> RankLinks:
+    def _connect(self) -> RankLinks:
         here = ray.get_runtime_context().get_node_id()
         listener = Listener(ray.util.get_node_ip_address(), secrets.token_urlsafe(32))
         try:
             runs = [
                 actor.run.remote(listener.address, node == here)
-                for actor, node in zip(self._actors, nodes, strict=True)
+                for actor, (node, _) in zip(self._actors, self._processes, strict=True)
             ]
             links = RankLinks(listener.accept(len(runs), self._config.recovery.start_timeout_s))
         finally:
             listener.close()
         _watch(runs, links.report_loss)
         return links
+
+
+def _kill_process(node: str, pid: int) -> None:
+    """SIGKILL a rank's process wherever it is; one that is gone is fine."""
+    if node == ray.get_runtime_context().get_node_id():
+        _sigkill(pid)
+        return
+    affinity = NodeAffinitySchedulingStrategy(node, soft=False)
+    killer = ray.remote(_sigkill).options(
+        num_cpus=0, scheduling_strategy=affinity, max_retries=0, name="kill-rank"
+    )
+    killer.remote(pid)
+
+
+def _sigkill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
 
 
 def _watch(runs: list["ray.ObjectRef[None]"], lost: Callable[[str], None]) -> None:

@@ -1,5 +1,6 @@
 """What a rank does from its start to its end, whatever process it lives in."""
 
+import os
 import time
 from datetime import timedelta
 
@@ -74,8 +75,8 @@ class RankHost:
             max_total_tokens=report.max_total_tokens,
         )
         return LoadReport(
-            kind="load_report",
             rank=self._rank,
+            pid=os.getpid(),
             capacity=capacity,
             dtype=report.dtype,
             device=report.device,

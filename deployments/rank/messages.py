@@ -1,7 +1,5 @@
 """What the driver and a rank say over their socket, besides plans and results."""
 
-from typing import Literal
-
 import msgspec
 
 from configs.adapters import AdapterKey, AdapterRefusal, AdapterShape, FetchedAdapter
@@ -68,11 +66,11 @@ Report = Stepped | Staged | StageFailed | Broken
 class LoadReport(msgspec.Struct, frozen=True):
     """What a rank measured after its weights and its cache were there.
 
-    weight_bytes_read, weight_bytes_resident, cache_bytes, adapter_bytes: of this rank alone.
+    pid: of the rank's process. Bytes are this rank's alone.
     """
 
-    kind: Literal["load_report"]
     rank: int
+    pid: int
     capacity: Capacity
     dtype: str
     device: str

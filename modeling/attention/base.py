@@ -13,11 +13,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from modeling.attention.kv_cache import LayerCache
 
+Words = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class AttentionSpec:
@@ -25,7 +28,8 @@ class AttentionSpec:
 
     num_heads, num_kv_heads: this rank's. dtype: of q and of the output. scale: of the scores,
     before the softmax. page_size: tokens in a page. windows: every window that some layer has,
-    in tokens; None is a layer that sees all.
+    in tokens; None is a layer that sees all. cache_dtype: of the cached keys and values, None
+    for `dtype`.
     """
 
     num_heads: int
@@ -36,6 +40,7 @@ class AttentionSpec:
     dtype: torch.dtype
     device: torch.device
     windows: tuple[int | None, ...] = (None,)
+    cache_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,28 @@ class AttentionStep:
     def max_key_length(self) -> int:
         """The longest row's keys (the seeds' `max_s`); 0 without rows."""
         return max(self.key_lengths, default=0)
+
+
+class CapturedAttention(ABC):
+    """Attention of decode steps of one size inside a graph: same addresses, new contents.
+
+    Before each replay `write` fills host memory, which the caller sends to the device words that
+    this was made with, and `plan` does what is left, on the current stream.
+    """
+
+    step: AttentionStep
+
+    @abstractmethod
+    def write(self, words: Words, key_lengths: Words, tables: Words) -> int:
+        """Put a step's numbers into `words`; returns how many of them must reach the device.
+
+        words: int32, as many as `captured_words` said. key_lengths: int32 [rows]. tables: int32
+        [rows, blocks used].
+        """
+
+    @abstractmethod
+    def plan(self, turn: int) -> None:
+        """Plan what `write` saw last. turn: 0 or 1; the turn's earlier plan has been executed."""
 
 
 class AttentionBackend(ABC):
@@ -98,3 +125,14 @@ class AttentionBackend(ABC):
         cu_seqlen: int32 [rows + 1], where each row's tokens start. step: from `prepare`.
         window: this layer's, one of the spec's.
         """
+
+    def captured_words(self, rows: int, max_blocks: int) -> int | None:
+        """How many int32 a captured decode step of `rows` rows reads; None: it has no such form.
+
+        max_blocks: in the longest row's table.
+        """
+        return None
+
+    def captured(self, rows: int, words: Tensor) -> CapturedAttention:
+        """Attention of captured decode steps, over static device memory `words` (int32)."""
+        raise NotImplementedError(f"attention backend {self.name!r} has no captured form")

@@ -7,6 +7,18 @@ from configs import engine
 from modeling.attention.base import AttentionBackend, AttentionSpec
 
 
+def _flashinfer() -> type[AttentionBackend]:
+    from modeling.attention.flashinfer import FlashInferAttention
+
+    return FlashInferAttention
+
+
+def _flash_attn() -> type[AttentionBackend]:
+    from modeling.attention.flash_attn import FlashAttention
+
+    return FlashAttention
+
+
 def _sdpa() -> type[AttentionBackend]:
     from modeling.attention.sdpa import SdpaAttention
 
@@ -14,9 +26,17 @@ def _sdpa() -> type[AttentionBackend]:
 
 
 BACKENDS: dict[engine.AttentionBackend, Callable[[], type[AttentionBackend]]] = {
+    engine.AttentionBackend.FLASHINFER: _flashinfer,
+    engine.AttentionBackend.FLASH_ATTN: _flash_attn,
     engine.AttentionBackend.SDPA: _sdpa,
 }
 """Backends by name, best first, each imported on demand; ImportError means not installed."""
+
+PACKAGES = {
+    engine.AttentionBackend.FLASHINFER: "flashinfer-python",
+    engine.AttentionBackend.FLASH_ATTN: "flash-attn",
+}
+"""What to install for those backends that need more than torch; both compute on CUDA only."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +56,8 @@ def select_attention(wanted: engine.AttentionBackend, spec: AttentionSpec) -> At
         return AttentionChoice(_load(wanted)(spec), f"{wanted}: asked for")
     passed_over: list[str] = []
     for name in BACKENDS:
+        if name in PACKAGES and spec.device.type == "cpu":
+            continue
         try:
             backend = _load(name)
         except ValueError as error:
@@ -59,4 +81,6 @@ def _load(name: engine.AttentionBackend) -> type[AttentionBackend]:
     try:
         return BACKENDS[name]()
     except ImportError as error:
-        raise ValueError(f"attention backend {name.value!r} is not installed: {error}") from error
+        package = PACKAGES.get(name)
+        how = f"; pip install {package}" if package else ""
+        raise ValueError(f"attention backend {name.value!r} is not installed: {error}{how}") from error

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from modeling.attention.kv_cache import LayerCache
+from modeling.layers.fused import fused_ops
 from modeling.layers.norm import RMSNorm
 from modeling.layers.rotary import rotate
 from sharding.slicing import HeadCut
@@ -14,6 +15,22 @@ def norm_heads(qkv: Tensor, heads: HeadCut, q_norm: RMSNorm, k_norm: RMSNorm) ->
     counts = [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads]
     q, k, v = torch.split(qkv.view(qkv.shape[0], sum(counts), -1), counts, dim=1)
     return torch.cat((q_norm(q)[0], k_norm(k)[0], v), dim=1).flatten(1)
+
+
+def split_heads(
+    qkv: Tensor, heads: HeadCut, angles: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(q, k, v) of a fused product, q and k rotated: [tokens, heads or kv_heads, head_dim] each.
+
+    qkv: [tokens, (heads + 2 * kv_heads) * head_dim], q first. angles: (cos, sin) or None for
+    models without rotation.
+    """
+    num_rotated = heads.num_heads + heads.num_kv_heads
+    split = qkv.view(qkv.shape[0], num_rotated + heads.num_kv_heads, -1)
+    rotated, values = split[:, :num_rotated], split[:, num_rotated:]
+    if angles is not None:
+        rotated = rotate(rotated, *angles)
+    return rotated[:, : heads.num_heads], rotated[:, heads.num_heads :], values
 
 
 def rotate_and_store(
@@ -33,6 +50,9 @@ def rotate_and_store(
     """
     num_rotated = heads.num_heads + heads.num_kv_heads
     split = qkv.view(qkv.shape[0], num_rotated + heads.num_kv_heads, -1)
+    fused = fused_ops(qkv.device)
+    if fused and angles and stored is None and angles[0].shape[-1] == split.shape[-1]:
+        return fused.rotate_and_store(split, heads.num_heads, angles, cache, slots)
     rotated, values = split[:, :num_rotated], split[:, num_rotated:]
     if angles is not None:
         rotated = rotate(rotated, *angles)

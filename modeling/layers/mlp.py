@@ -6,6 +6,7 @@ from configs.architectures.base import Activation
 from modeling.adapters.kernels.base import AdapterData
 from modeling.adapters.linear import AdapterColumnLinear, AdapterRowLinear
 from modeling.layers.activation import ACTIVATIONS
+from modeling.layers.fused import fused_ops
 
 
 class GatedMLP(nn.Module):
@@ -19,11 +20,18 @@ class GatedMLP(nn.Module):
         self.gate_up_proj = gate_up_proj
         self.down_proj = down_proj
         self._act = ACTIVATIONS[activation]
+        self._is_silu = activation in (Activation.SILU, Activation.SWISH)
 
     def forward(self, hidden_states: Tensor, adapter_data: AdapterData | None) -> Tensor:
         """[tokens, hidden] to the same shape, equal on every rank."""
-        gate, up = self.gate_up_proj(hidden_states, adapter_data).chunk(2, dim=-1)
-        out: Tensor = self.down_proj(self._act(gate) * up, adapter_data)
+        gate_up: Tensor = self.gate_up_proj(hidden_states, adapter_data)
+        fused = fused_ops(gate_up.device) if self._is_silu else None
+        if fused is not None:
+            inner = fused.silu_mul(gate_up)
+        else:
+            gate, up = gate_up.chunk(2, dim=-1)
+            inner = self._act(gate) * up
+        out: Tensor = self.down_proj(inner, adapter_data)
         return out
 
 

@@ -3,6 +3,7 @@
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from modeling.layers.fused import fused_ops
 from sharding.loader import Weights
 
 
@@ -14,9 +15,12 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = weights.parameter(f"{prefix}.weight", (size,))
         self.eps = eps
+        self._fused = fused_ops(weights.device)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Norm of x + residual, and that sum: both [tokens, size]."""
+        if self._fused is not None and x.dim() == 2 and x.is_contiguous():
+            return self._fused.add_rms_norm(x, residual, self.weight, self.eps)
         if residual is not None:
             x = x + residual
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps), x

@@ -11,7 +11,8 @@ from configs.architectures.rope import Rope, RopeType
 def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
     """float32 [rope.width(head_dim) / 2] on the CPU: theta^(-2i / width), scaled as the type says.
 
-    width: the rotated part of a head.
+    width: the rotated part of a head. Products and quotients are taken in transformers' order:
+    a far position turns the last bit of a frequency into a visible angle.
     """
     width = rope.width(head_dim)
     exponents = torch.arange(0, width, 2, dtype=torch.int64).float() / width
@@ -25,7 +26,6 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
     if rope.type is RopeType.YARN:
         return _yarn(steps, rope)
     if rope.type is RopeType.LONGROPE:
-        # In transformers' order: far positions turn the last bit of a frequency into an angle.
         return 1.0 / (_longrope_factors(rope) * steps)
     return 1.0 / steps
 
@@ -59,7 +59,7 @@ def _yarn(steps: Tensor, rope: Rope) -> Tensor:
     first, last = max(first, 0), min(last, width - 1)
     span = last - first or 0.001  # transformers' own guard against a step of no width
     kept = 1 - ((torch.arange(width // 2).float() - first) / span).clamp(0.0, 1.0)
-    return (1 - kept) / (rope.factor * steps) + kept / steps
+    return 1.0 / (rope.factor * steps) * (1 - kept) + 1.0 / steps * kept
 
 
 def _longrope_factors(rope: Rope) -> Tensor:

@@ -8,9 +8,10 @@ import pytest
 from pydantic import ValidationError
 
 from configs.architectures.base import Activation, ArchitectureError
-from configs.architectures.llama import Architecture, Rope, RopeType
+from configs.architectures.llama import Architecture
+from configs.architectures.rope import Rope, RopeType
 from configs.architectures.select import load_architecture, parse_architecture
-from tests.checkpoints import VARIANTS, write_llama
+from tests.checkpoints import RELATIVES, VARIANTS, WINDOW, write_llama, write_relative
 
 
 def load(folder: Path) -> Architecture:
@@ -75,7 +76,11 @@ def test_defaults_are_transformers_own() -> None:
     assert spec.head_dim == 128
     assert spec.rope == Rope()
     assert spec.eos_token_ids == ()
-    assert (spec.tie_word_embeddings, spec.attention_bias, spec.mlp_bias) == (False, False, False)
+    assert not (spec.tie_word_embeddings or spec.qkv_bias or spec.output_bias or spec.mlp_bias)
+    assert not (spec.qk_norm or spec.fused or spec.stretches)
+    assert spec.attention_scale == 128**-0.5
+    assert (spec.embedding_multiplier, spec.residual_multiplier, spec.logits_divisor) == (1, 1, 1)
+    assert spec.windows == (None,) * 32
     assert parse(head_dim=64).head_dim == 64
 
 
@@ -85,7 +90,8 @@ def test_reads_what_transformers_writes(tmp_path: Path, variant: str) -> None:
     wanted = VARIANTS[variant]
     assert spec.vocab_size == wanted.get("vocab_size", 96)
     assert spec.tie_word_embeddings == wanted.get("tie_word_embeddings", False)
-    assert spec.attention_bias == spec.mlp_bias == wanted.get("mlp_bias", False)
+    biases = (spec.qkv_bias, spec.output_bias, spec.mlp_bias)
+    assert biases == (wanted.get("mlp_bias", False),) * 3
     assert spec.rope.type == wanted.get("rope_parameters", {}).get("rope_type", "default")
     assert spec.checkpoint_dtype == "float32"
 
@@ -98,12 +104,17 @@ def test_reads_what_transformers_writes(tmp_path: Path, variant: str) -> None:
             r"BertModel is not supported; known: .*LlamaForCausalLM",
         ),
         ({"architectures": None}, r"\(none named\) is not supported"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, r"rope type 'yarn'.*llama3"),
+        ({"rope_scaling": {"rope_type": "xpos"}}, r"rope type 'xpos'.*llama3, yarn"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope settings do not give factor"),
+        ({"rope_scaling": {"rope_type": "dynamic"}}, "rope settings do not give factor"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "rope settings do not give short_factor"),
         ({"rope_scaling": {"type": "linear"}}, "rope settings do not give factor"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"rope_parameters": {"full_attention": {}}}, "rope settings full_attention"),
         ({"sliding_window": 4096}, r"sliding_window \(4096\)"),
+        ({"layer_types": ["full_attention"] * 32}, "layer_types .* not supported for LlamaFor"),
+        ({"logits_scaling": 8.0}, r"logits_scaling \(8\.0\) is not supported for LlamaFor"),
         ({"quantization_config": {"quant_method": "gptq"}}, r"quantization_config \(gptq\)"),
         ({"hidden_act": "prelu"}, "hidden_act 'prelu'"),
         ({"vocab_size": None}, "does not give vocab_size"),
@@ -123,11 +134,123 @@ def test_sizes_that_contradict_each_other(changes: dict[str, Any], message: str)
         parse(**changes)
 
 
-def test_mistral_is_the_same_family_without_a_window() -> None:
-    spec = parse(architectures=["MistralForCausalLM"], sliding_window=None, num_key_value_heads=4)
-    assert (spec.architecture, spec.num_kv_heads) == ("MistralForCausalLM", 4)
-    with pytest.raises(ArchitectureError, match="sliding_window"):
-        parse(architectures=["MistralForCausalLM"])  # transformers' default is 4096
+def test_mistral_has_one_window_for_all_layers() -> None:
+    def windows(**changes: Any) -> set[int | None]:
+        return set(parse(architectures=["MistralForCausalLM"], **changes).windows)
+
+    assert windows() == {4096}  # transformers' default
+    assert windows(sliding_window=7) == {7}
+    assert windows(sliding_window=None) == {None}
+    assert parse(architectures=["MistralForCausalLM"], num_key_value_heads=None).num_kv_heads == 32
+    with pytest.raises(ArchitectureError, match="layer_types"):
+        windows(layer_types=["sliding_attention", "full_attention"] * 16)
+
+
+QWEN2: dict[str, Any] = {"architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 3}
+SLIDING = {"use_sliding_window": True, "sliding_window": 8}
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({"sliding_window": 8}, (None, None, None)),
+        (SLIDING, (None, None, None)),  # max_window_layers is 28 by default
+        ({**SLIDING, "max_window_layers": 1}, (None, 8, 8)),
+        ({**SLIDING, "max_window_layers": 0}, (8, 8, 8)),
+        (
+            {**SLIDING, "layer_types": ["sliding_attention", "full_attention", "full_attention"]},
+            (8, None, None),
+        ),
+    ],
+)
+def test_qwens_windows_are_a_layers_own(
+    changes: dict[str, Any], windows: tuple[int | None, ...]
+) -> None:
+    assert parse(**QWEN2, **changes).windows == windows
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_types": ["sliding_attention"] * 3}, "use_sliding_window or sliding_window is off"),
+        ({"layer_types": ["chunked_attention"] * 3}, "layer_types chunked_attention are not"),
+    ],
+)
+def test_layer_types_that_cannot_be_served(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArchitectureError, match=message):
+        parse(**QWEN2, **changes)
+
+
+def test_layer_types_must_name_every_layer() -> None:
+    with pytest.raises(ValidationError, match="layer_types must name 3 layers"):
+        parse(**QWEN2, layer_types=["full_attention"] * 2)
+
+
+@pytest.mark.parametrize("relative", RELATIVES)
+def test_reads_every_relative_that_transformers_writes(tmp_path: Path, relative: str) -> None:
+    name, wanted = RELATIVES[relative]
+    spec = load(write_relative(tmp_path, relative))
+    assert spec.architecture == f"{name}ForCausalLM"
+    assert spec.head_dim == wanted.get("head_dim", 8)
+    assert spec.qkv_bias == (name == "Qwen2" or wanted.get("attention_bias", False))
+    assert spec.output_bias == wanted.get("attention_bias", False)
+    assert (spec.qk_norm, spec.fused) == (name == "Qwen3", name == "Phi3")
+    windowed = wanted.get("sliding_window") is not None
+    assert (WINDOW in spec.windows) == windowed
+    rope = wanted.get("rope_parameters", {})
+    assert spec.rope.type == rope.get("rope_type", "default")
+    assert spec.rope.fraction == rope.get("partial_rotary_factor", 1.0)
+    assert spec.stretches == (relative == "dynamic")
+
+
+def test_granites_multipliers() -> None:
+    keys = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
+    given = dict(zip(keys, (12.0, 0.22, 0.0078125, 8.0), strict=True))
+    spec = parse(architectures=["GraniteForCausalLM"], **given)
+    assert (spec.embedding_multiplier, spec.residual_multiplier) == (12.0, 0.22)
+    assert (spec.attention_scale, spec.logits_divisor) == (0.0078125, 8.0)
+    # transformers' default is one, not 1 / sqrt(head_dim)
+    assert parse(architectures=["GraniteForCausalLM"]).attention_scale == 1.0
+
+
+def test_phi3s_own_names_and_places() -> None:
+    factors = {"short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
+    spec = parse(
+        architectures=["Phi3ForCausalLM"],
+        partial_rotary_factor=0.75,
+        original_max_position_embeddings=4096,
+        rope_scaling={"type": "su", **factors},
+    )
+    assert (spec.rope.type, spec.rope.fraction) == (RopeType.LONGROPE, 0.75)
+    assert spec.rope.original_max_position_embeddings == 4096
+    assert spec.rope.attention_factor == pytest.approx(1.19024, abs=1e-5)  # sqrt(1 + 5 / 12)
+    assert spec.rope.total_tokens == 131072
+    assert spec.with_total_tokens(4096).rope.total_tokens == 4096
+    factors["long_factor"] = [2.0] * 64
+    with pytest.raises(ValidationError, match="long_factors must be 48 numbers, found 64"):
+        parse(
+            architectures=["Phi3ForCausalLM"],
+            partial_rotary_factor=0.75,
+            rope_scaling={"type": "longrope", **factors},
+        )
+
+
+def test_solars_skip_connections_are_refused_by_name() -> None:
+    """SOLAR-10.7B is a LlamaForCausalLM; transformers has no class for the pro variant."""
+    with pytest.raises(ArchitectureError, match=r"bskcn_1 \(its default\) is not supported"):
+        parse(architectures=["SolarForCausalLM"])
+    none: dict[str, Any] = {f"bskcn_{i}": [] for i in range(1, 5)}
+    assert parse(architectures=["SolarForCausalLM"], **none).num_heads == 32
+    with pytest.raises(ArchitectureError, match=r"bskcn_3 \(\[16, 24\]\) is not supported"):
+        parse(architectures=["SolarForCausalLM"], **{**none, "bskcn_3": [16, 24]})
+
+
+def test_a_length_is_chosen_for_the_ropes_that_need_one_and_no_other() -> None:
+    with pytest.raises(ValidationError, match="total_tokens"):
+        Rope(type=RopeType.DYNAMIC)
+    with pytest.raises(ValidationError, match="total_tokens"):
+        Rope(total_tokens=5)
+    assert Rope().with_total_tokens(5) == Rope()
 
 
 def test_a_folder_without_config(tmp_path: Path) -> None:

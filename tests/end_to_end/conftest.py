@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
@@ -28,6 +29,7 @@ class Served:
     ray_address: str
     output: list[str]
     process: "subprocess.Popen[str]"
+    shared_memory: frozenset[str]
 
 
 def free_port() -> int:
@@ -39,6 +41,8 @@ def free_port() -> int:
 def demo_config(port: int) -> dict[str, Any]:
     config: dict[str, Any] = yaml.safe_load((ROOT / "serve_config.yaml").read_text())
     config["http_options"]["port"] = port
+    engine = config["applications"][0]["args"]["engine"]
+    engine["recovery"] = {"step_timeout_s": 5.0}
     return config
 
 
@@ -53,6 +57,7 @@ def environment() -> dict[str, str]:
 
 def start(config: Path, port: int) -> Served:
     """Run `loray serve` until it has announced itself."""
+    before = shared_memory()
     command = [str(Path(sys.executable).with_name("loray")), "serve", str(config)]
     process = subprocess.Popen(
         command,
@@ -80,13 +85,22 @@ def start(config: Path, port: int) -> Served:
     if not ready or found is None:
         process.kill()
         pytest.fail(f"the server did not come up:\n{text}")
-    return Served(f"http://127.0.0.1:{port}", found[1], output, process)
+    return Served(f"http://127.0.0.1:{port}", found[1], output, process, before)
 
 
-def stop(served: Served) -> int:
-    """Ctrl-C; returns the exit status."""
+def stop(served: Served) -> None:
+    """Ctrl-C, which must leave nothing behind: no process and no shared memory."""
+    family = psutil.Process(served.process.pid).children(recursive=True)
     served.process.send_signal(signal.SIGINT)
-    return served.process.wait(60)
+    status = served.process.wait(60)
+    _, alive = psutil.wait_procs(family, timeout=20)
+    assert status == 0, "\n".join(served.output[-20:])
+    assert not alive, f"processes were left behind: {alive}"
+    assert shared_memory() <= served.shared_memory, "shared memory was left behind"
+
+
+def shared_memory() -> frozenset[str]:
+    return frozenset(path.name for path in Path("/dev/shm").iterdir())
 
 
 @pytest.fixture(scope="session")
@@ -98,7 +112,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     running = start(path, port)
     yield running
     if running.process.poll() is None:
-        assert stop(running) == 0, "\n".join(running.output[-20:])
+        stop(running)
 
 
 @pytest.fixture(scope="session")

@@ -1,22 +1,23 @@
 """The demo through HTTP, word for word: curl's way, the OpenAI client, LoRAX's own client."""
 
 import asyncio
-import json
-from collections.abc import AsyncIterator
 
 import httpx
 import openai
 import pytest
-import ray
 from lorax import AsyncClient, Client
-from ray import serve
 
 from deployments.observability.steps import StepRecord
+from tests.end_to_end.clients import (
+    MODELS,
+    Answers,
+    adapter_of,
+    ask_driver,
+    longest_questions,
+    stream_text,
+)
 from tests.end_to_end.conftest import Served
 
-Answers = dict[str, dict[str, dict[str, str]]]
-
-MODELS = ["base", "pirate", "french", "json", "shout"]
 QUESTION = "What is the capital of France?"
 LONGEST = 160
 
@@ -25,10 +26,6 @@ pytestmark = pytest.mark.ray
 
 def model_name(model: str) -> str:
     return "loray-demo" if model == "base" else model
-
-
-def adapter_of(model: str) -> str | None:
-    return None if model == "base" else model
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -119,44 +116,9 @@ def test_bad_adapters_get_a_clear_4xx_in_both_dialects(served: Served) -> None:
         assert "was not found" in reply.json()["error"]["message"]
 
 
-async def stream_text(client: httpx.AsyncClient, url: str, model: str, question: str) -> str:
-    body = {"inputs": question, "parameters": {"adapter_id": adapter_of(model)}}
-    text = ""
-    async with client.stream("POST", f"{url}/generate_stream", json=body) as reply:
-        assert reply.status_code == 200
-        async for event in events(reply):
-            token = event["token"]
-            assert isinstance(token, dict)
-            text += "" if token["special"] else token["text"]
-    return text
-
-
-async def events(reply: httpx.Response) -> AsyncIterator[dict[str, object]]:
-    async for line in reply.aiter_lines():
-        if line.startswith("data:"):
-            event: dict[str, object] = json.loads(line[5:])
-            yield event
-
-
-def steps(served: Served) -> list[StepRecord]:
-    """The driver's step log, by its Serve handle."""
-
-    async def ask() -> list[StepRecord]:
-        records: list[StepRecord] = await serve.get_deployment_handle(
-            "Driver", "loray"
-        ).steps.remote()
-        return records
-
-    ray.init(address=served.ray_address, namespace="serve", log_to_driver=False)
-    try:
-        return asyncio.run(ask())
-    finally:
-        ray.shutdown()
-
-
 def test_64_streams_over_four_adapters_share_steps(served: Served, answers: Answers) -> None:
     """Each gets the answer that it gets alone, and the log shows that they ran together."""
-    questions = sorted(answers["base"], key=lambda q: -len(answers["base"][q]["raw"]))[:4]
+    questions = longest_questions(answers, 4)
     asked = [(MODELS[i % 5], questions[i % len(questions)]) for i in range(64)]
 
     async def ask_all() -> list[str]:
@@ -168,7 +130,8 @@ def test_64_streams_over_four_adapters_share_steps(served: Served, answers: Answ
 
     told = asyncio.run(ask_all())
     assert told == [answers[model][question]["raw"] for model, question in asked]
-    log = [record for record in steps(served) if record.num_sampled > 1]
+    records: list[StepRecord] = ask_driver(served, "steps")
+    log = [record for record in records if record.num_sampled > 1]
     mean = sum(record.num_sampled for record in log) / len(log)
     assert mean >= 16, f"mean batch {mean:.1f} over {len(log)} steps"
     assert max(record.num_adapters for record in log) >= 3

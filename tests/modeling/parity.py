@@ -17,7 +17,13 @@ from configs.model import ModelConfig
 from configs.sampling import Sampling
 from modeling.runner import ModelRunner
 from sharding.group import TensorParallel
-from tests.checkpoints import AdapterRecipe, write_adapter, write_llama
+from tests.checkpoints import (
+    FUSED_LINEARS,
+    AdapterRecipe,
+    write_adapter,
+    write_llama,
+    write_relative,
+)
 from tests.checkpoints_others import (
     GPT2_ADAPTERS,
     GPT_NEOX_ADAPTERS,
@@ -52,6 +58,19 @@ ADAPTERS: dict[str, AdapterRecipe] = {
     ),
 }
 
+FUSED_ADAPTERS: dict[str, AdapterRecipe] = {
+    "r8": AdapterRecipe(r=8, alpha=16.0, target_modules=FUSED_LINEARS, seed=12),
+    "columns": AdapterRecipe(r=5, target_modules=("qkv_proj", "gate_up_proj"), std=0.2, seed=16),
+    "rows": AdapterRecipe(r=6, target_modules=("o_proj", "down_proj"), std=0.2, seed=17),
+    "patterns": AdapterRecipe(
+        r=4,
+        target_modules=FUSED_LINEARS,
+        seed=18,
+        extra={"rank_pattern": {"qkv_proj": 12}, "alpha_pattern": {"gate_up_proj": 3}},
+    ),
+}
+"""For models whose checkpoint fuses q, k, v and gate, up."""
+
 
 @dataclass(frozen=True)
 class Family:
@@ -63,6 +82,8 @@ class Family:
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(write_llama),
+    "relative": Family(write_relative),
+    "fused": Family(write_relative, FUSED_ADAPTERS),
     "gpt2": Family(write_gpt2, GPT2_ADAPTERS),
     "opt": Family(write_opt, OPT_ADAPTERS),
     "gpt_neox": Family(write_gpt_neox, GPT_NEOX_ADAPTERS),

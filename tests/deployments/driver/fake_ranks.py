@@ -141,8 +141,8 @@ class FakeGroup:
 
     def _report(self, rank: int) -> LoadReport:
         return LoadReport(
-            kind="load_report",
             rank=rank,
+            pid=0,
             capacity=self.capacity,
             dtype="float32",
             device="fake",

@@ -10,6 +10,7 @@ from modeling.attention.sdpa import SdpaAttention
 from modeling.attention.select import select_attention
 
 SPEC = AttentionSpec(4, 2, 8, 1.0, 16, torch.float32, torch.device("cpu"))
+ON_CUDA = AttentionSpec(4, 2, 8, 1.0, 16, torch.float32, torch.device("cuda"))
 
 
 class Choosy(SdpaAttention):
@@ -31,16 +32,32 @@ def test_sdpa_serves_anything(name: Name) -> None:
     assert choice.reason.startswith("sdpa: ")
 
 
-@pytest.mark.parametrize("name", [Name.FLASH_ATTN, Name.FLASHINFER])
-def test_backends_that_this_build_lacks(name: Name) -> None:
-    with pytest.raises(ValueError, match=f"{name.value!r} is not available in this build.*sdpa"):
+@pytest.mark.parametrize(
+    ("name", "package"),
+    [(Name.FLASH_ATTN, "flash-attn"), (Name.FLASHINFER, "flashinfer-python")],
+)
+def test_what_is_not_installed_says_how_to_get_it(
+    name: Name, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(select, "BACKENDS", {**select.BACKENDS, name: not_installed})
+    with pytest.raises(ValueError, match=f"{name.value!r} is not installed.*pip install {package}"):
         select_attention(name, SPEC)
 
 
-def test_auto_says_whom_it_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = {Name.FLASH_ATTN: not_installed, Name.FLASHINFER: lambda: Choosy, **select.BACKENDS}
+def test_a_cpu_passes_over_those_that_need_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = {**select.BACKENDS, Name.FLASHINFER: not_installed, Name.FLASH_ATTN: not_installed}
     monkeypatch.setattr(select, "BACKENDS", table)
-    reason = select_attention(Name.AUTO, SPEC).reason
+    assert select_attention(Name.AUTO, SPEC).reason == "sdpa: the best available"
+
+
+def test_auto_says_whom_it_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = {
+        Name.FLASHINFER: lambda: Choosy,
+        Name.FLASH_ATTN: not_installed,
+        Name.SDPA: select.BACKENDS[Name.SDPA],
+    }
+    monkeypatch.setattr(select, "BACKENDS", table)
+    reason = select_attention(Name.AUTO, ON_CUDA).reason
     assert "'flash_attn' is not installed" in reason
     assert "flashinfer: head_dim 8 is not 128" in reason
     with pytest.raises(ValueError, match="'choosy': head_dim 8 is not 128"):
@@ -50,4 +67,10 @@ def test_auto_says_whom_it_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_when_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(select, "BACKENDS", {Name.FLASH_ATTN: not_installed})
     with pytest.raises(ValueError, match=r"no attention backend fits: .*not installed"):
-        select_attention(Name.AUTO, SPEC)
+        select_attention(Name.AUTO, ON_CUDA)
+
+
+def test_a_name_that_nobody_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select, "BACKENDS", {Name.SDPA: select.BACKENDS[Name.SDPA]})
+    with pytest.raises(ValueError, match="'flashinfer' is not available in this build.*sdpa"):
+        select_attention(Name.FLASHINFER, SPEC)

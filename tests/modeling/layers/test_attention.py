@@ -5,8 +5,12 @@ import torch
 
 from configs.architectures.llama import Rope
 from modeling.attention.kv_cache import CacheSpec, LayerCache, allocate
-from modeling.layers.attention import rotate_and_store
+from modeling.layers.attention import norm_heads, rotate_and_store
+from modeling.layers.norm import RMSNorm
 from modeling.layers.rotary import Rotary, rotate
+from sharding.checkpoint import DummySource
+from sharding.group import SingleRank
+from sharding.loader import Weights
 from sharding.slicing import cut_heads
 
 CPU = torch.device("cpu")
@@ -36,3 +40,26 @@ def test_only_the_asked_for_tokens_are_stored(cache: LayerCache) -> None:
     fused = torch.randn(3, 8 * 8)
     rotate_and_store(fused, HEADS, None, cache, SLOTS, torch.tensor([0, 2]))
     assert cache.flat_keys[SLOTS].flatten(1).any(dim=1).tolist() == [True, False, True]
+
+
+def test_a_part_of_the_head_is_rotated_and_all_of_it_stored(cache: LayerCache) -> None:
+    fused = torch.randn(3, 8 * 8)
+    angles = Rotary(Rope(fraction=0.5), 8, torch.float32, CPU).angles(torch.arange(5, 8))
+    q = rotate_and_store(fused, HEADS, angles, cache, SLOTS, None)
+    split = fused.view(3, 8, 8)
+    assert torch.equal(q[..., 4:], split[:, :4, 4:])
+    assert torch.equal(cache.flat_keys[SLOTS][..., 4:], split[:, 4:6, 4:])
+    assert torch.equal(q[..., :4], rotate(split[:, :4, :4], *angles))
+
+
+def test_each_head_of_q_and_k_is_normed_by_itself() -> None:
+    weights = Weights(DummySource(CPU, torch.float32), SingleRank(), torch.float32, CPU)
+    q_norm, k_norm = (RMSNorm(name, 8, 1e-6, weights) for name in ("q_norm", "k_norm"))
+    k_norm.weight.data.fill_(3.0)
+    fused = torch.randn(3, 8 * 8)
+    split = fused.view(3, 8, 8)
+    got = norm_heads(fused, HEADS, q_norm, k_norm).view(3, 8, 8)
+    scale = split.square().mean(-1, keepdim=True).add(1e-6).rsqrt()
+    torch.testing.assert_close(got[:, :4], split[:, :4] * scale[:, :4])
+    torch.testing.assert_close(got[:, 4:6], 3 * split[:, 4:6] * scale[:, 4:6])
+    assert torch.equal(got[:, 6:], split[:, 6:])

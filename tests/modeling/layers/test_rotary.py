@@ -1,58 +1,131 @@
-"""Frequencies and rotation against transformers'."""
+"""Frequencies and rotation against transformers', every kind of rope at every server's length."""
+
+from typing import Any
 
 import pytest
 import torch
 import transformers
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding, apply_rotary_pos_emb
 
-from configs.architectures.llama import Rope, RopeType
+from configs.architectures.rope import LENGTH_DEPENDENT, Rope, RopeType, read_rope
 from modeling.layers.rotary import Rotary, inverse_frequencies, rotate
 
 CPU = torch.device("cpu")
-LLAMA3 = Rope(
-    type=RopeType.LLAMA3,
-    theta=500000.0,
-    factor=8.0,
-    low_freq_factor=1.0,
-    high_freq_factor=4.0,
-    original_max_position_embeddings=8192,
-)
-ROPES = [
-    Rope(),
-    Rope(theta=5e5),
-    Rope(type=RopeType.LINEAR, factor=4.0),
-    LLAMA3,
-    LLAMA3.model_copy(update={"factor": 32.0, "original_max_position_embeddings": 64}),
-]
+LENGTH = 4096
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 2048,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+LONGROPE = {
+    "rope_type": "longrope",
+    "original_max_position_embeddings": 1024,
+    "short_factor": [1.0 + i / 50 for i in range(32)],
+    "long_factor": [1.0 + i * i / 20 for i in range(32)],
+}
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default"},
+    "theta": {"rope_type": "default", "rope_theta": 5e5},
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "llama3": LLAMA3,
+    "llama3 short": {**LLAMA3, "factor": 32.0, "original_max_position_embeddings": 64},
+    "yarn": YARN,
+    "yarn whole": {**YARN, "truncate": False, "beta_fast": 16.0, "beta_slow": 2.0},
+    "yarn mscale": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7},
+    "yarn factor": {**YARN, "attention_factor": 0.9, "rope_theta": 1e6},
+    "yarn one step": {**YARN, "beta_fast": 1.0, "beta_slow": 1.0, "truncate": False},
+    "longrope": LONGROPE,
+    "longrope factor": {**LONGROPE, "factor": 16.0},
+    "longrope attention": {**LONGROPE, "attention_factor": 1.1},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+}
 
 
-def oracle(rope: Rope, head_dim: int) -> LlamaRotaryEmbedding:
-    parameters = rope.model_dump(exclude={"type", "theta"})
+def ours(name: str, total: int | None = None) -> Rope:
+    config = {"rope_theta": 10000.0, "max_position_embeddings": LENGTH}
+    rope = read_rope({**config, "rope_parameters": ROPES[name]})
+    return rope if total is None else rope.with_total_tokens(total)
+
+
+def oracle(name: str, total: int) -> LlamaRotaryEmbedding:
+    """transformers' rotary for heads of 64, its frequencies fixed to those for `total` tokens."""
+    config = transformers.LlamaConfig(
+        head_dim=64,
+        max_position_embeddings=LENGTH,
+        rope_parameters={"rope_theta": 10000.0, **ROPES[name]},
+    )
+    rotary: Any = LlamaRotaryEmbedding(config)
+    if rotary.rope_type in LENGTH_DEPENDENT:
+        rule = ROPE_INIT_FUNCTIONS[rotary.rope_type]
+        rotary.inv_freq, rotary.attention_scaling = rule(config, seq_len=total)
+        rotary.rope_type = "fixed"
+    return rotary  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("total", [512, 1024, 1025, LENGTH, 3 * LENGTH])
+@pytest.mark.parametrize("name", ROPES)
+def test_frequencies(name: str, total: int) -> None:
+    got, expected = inverse_frequencies(ours(name, total), 64), oracle(name, total)
+    torch.testing.assert_close(got, expected.inv_freq, atol=0, rtol=1e-6)
+    assert ours(name).attention_factor == pytest.approx(expected.attention_scaling)
+
+
+@pytest.mark.parametrize("name", ["default", "linear", "llama3", "yarn", "dynamic"])
+@pytest.mark.parametrize("head_dim", [8, 128])
+def test_frequencies_of_other_heads(name: str, head_dim: int) -> None:
     config = transformers.LlamaConfig(
         head_dim=head_dim,
-        rope_parameters={"rope_type": rope.type.value, "rope_theta": rope.theta, **parameters},
+        max_position_embeddings=LENGTH,
+        rope_parameters={"rope_theta": 10000.0, **ROPES[name]},
     )
-    return LlamaRotaryEmbedding(config)
-
-
-@pytest.mark.parametrize("head_dim", [8, 64, 128])
-@pytest.mark.parametrize("rope", ROPES, ids=lambda rope: f"{rope.type}-{rope.factor}")
-def test_frequencies(rope: Rope, head_dim: int) -> None:
-    got = inverse_frequencies(rope, head_dim)
-    torch.testing.assert_close(got, oracle(rope, head_dim).inv_freq, atol=0, rtol=1e-6)
+    expected: Any = LlamaRotaryEmbedding(config).inv_freq
+    torch.testing.assert_close(
+        inverse_frequencies(ours(name), head_dim), expected, atol=0, rtol=1e-6
+    )
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float16, 4e-3), (torch.bfloat16, 3e-2)]
+    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float16, 4e-3), (torch.bfloat16, 4e-2)]
 )
-@pytest.mark.parametrize("rope", ROPES, ids=lambda rope: f"{rope.type}-{rope.factor}")
+@pytest.mark.parametrize("name", ROPES)
 def test_rotation_at_near_and_far_positions(
-    rope: Rope, dtype: torch.dtype, tolerance: float
+    name: str, dtype: torch.dtype, tolerance: float
 ) -> None:
     positions = torch.tensor([0, 1, 17, 4095, 100_000])
     x = torch.randn(5, 3, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
-    cos, sin = Rotary(rope, 64, dtype, CPU).angles(positions)
+    cos, sin = Rotary(ours(name), 64, dtype, CPU).angles(positions)
     assert cos.dtype == sin.dtype == dtype
-    want_cos, want_sin = oracle(rope, 64)(x, positions[None])
+    want_cos, want_sin = oracle(name, LENGTH)(x, positions[None])
     want, _ = apply_rotary_pos_emb(x[None], x[None], want_cos, want_sin, unsqueeze_dim=2)
     torch.testing.assert_close(rotate(x, cos, sin), want[0], atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("fraction", [0.25, 0.5, 0.75])
+def test_a_part_of_each_head_is_rotated(fraction: float) -> None:
+    positions = torch.tensor([0, 3, 900])
+    x = torch.randn(3, 2, 64, generator=torch.Generator().manual_seed(0))
+    rope = Rope(fraction=fraction)
+    got = rotate(x, *Rotary(rope, 64, torch.float32, CPU).angles(positions))
+    config = transformers.Phi3Config(
+        hidden_size=64 * 4,
+        num_attention_heads=4,
+        pad_token_id=None,
+        rope_parameters={"rope_theta": 10000.0, "partial_rotary_factor": fraction},
+    )
+    cos, sin = Phi3RotaryEmbedding(config)(x, positions[None])
+    want, _ = apply_rotary_pos_emb(x[None], x[None], cos, sin, unsqueeze_dim=2)
+    torch.testing.assert_close(got, want[0], atol=1e-5, rtol=0)
+    assert torch.equal(got[..., rope.width(64) :], x[..., rope.width(64) :])
+
+
+def test_only_some_kinds_look_at_the_servers_length() -> None:
+    for name in ROPES:
+        rope = ours(name)
+        depends = rope.type in (RopeType.LONGROPE, RopeType.DYNAMIC)
+        assert (ours(name, 3 * LENGTH) != rope) == depends

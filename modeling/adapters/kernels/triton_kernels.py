@@ -1,0 +1,254 @@
+"""Triton kernels of the multi-adapter product: a shrink to rank rows, then an expand.
+
+    shrink:  s[p, r] = sum_i x[token(p), i] * A[row(p, r), i]
+    expand:  y[token(p), o + j] += sum_r s[p, r] * Bt[row(p, r), j]
+
+A step's tokens are sorted by slot and cut into tiles of one slot each; p is a token's position in
+that order. A record describes a tile: int32 [HEADER + BLOCK_M], its slot (-1: no tile), its first
+position, then from HEADER on its tokens' indices (-1 beyond its end). Programs read everything
+that varies between steps from device memory, so that a captured launch serves any mix.
+
+One launch serves up to three projections that share x. Tokens are the narrow side of each
+product (rank rows x tokens, outputs x tokens): a tensor-core instruction takes eight of them.
+The shrink leaves one float32 partial sum for each split of x's width, s is their sum in a fixed
+order: equal inputs give equal bits.
+
+PDL is programmatic dependent launch: a kernel starts while the one before it ends, and reads what
+that one wrote only after `gdc_wait`. Records, page tables, ranks and pools are written by copies,
+never by a kernel, so they may be read before. Every program waits, even one with nothing to do:
+the next kernel counts on all that came before this one.
+"""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+UNSPECIALIZED = ["layer", "projection0", "projection1", "projection2", "num_splits", "positions"]
+"""Integers whose special values (1, multiples of 16) are no reason to compile again."""
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _tile_rank(
+    record: "Any",
+    ranks: "Any",
+    projection: "Any",
+    layer: "Any",
+    PROJECTIONS: tl.constexpr,
+    TABLE_LAYERS: tl.constexpr,
+) -> "Any":
+    """(slot, true rank) of a tile at a place; rank 0 where there is nothing to do."""
+    slot = tl.load(record)
+    place = (slot * PROJECTIONS + projection) * TABLE_LAYERS + layer
+    return slot, tl.load(ranks + place, mask=slot >= 0, other=0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _pool_rows(
+    pool: "Any", table: "Any", layer: "Any", r: "Any", rank: "Any", width: "Any", LAYERS: tl.constexpr
+) -> "Any":
+    """Pointers to rank rows r of a [page, LAYERS, 8, width] pool, through a page table."""
+    page = tl.load(table + r // 8, mask=r < rank, other=0).to(tl.int64)
+    return pool + ((page * LAYERS + layer) * 8 + r % 8) * width
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)  # type: ignore[untyped-decorator]
+def shrink_kernel(
+    x: "Any",
+    a0: "Any",
+    a1: "Any",
+    a2: "Any",
+    records: "Any",
+    page_table: "Any",
+    ranks: "Any",
+    partials: "Any",
+    projection0: "Any",
+    projection1: "Any",
+    projection2: "Any",
+    layer: "Any",
+    width: "Any",
+    x_stride: "Any",
+    split_width: "Any",
+    num_splits: "Any",
+    positions: "Any",
+    PROJECTIONS: tl.constexpr,
+    TABLE_PAGES: tl.constexpr,
+    TABLE_LAYERS: tl.constexpr,
+    LAYERS: tl.constexpr,
+    MAX_RANK: tl.constexpr,
+    HEADER: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Program (target x split, tile): partials[target, split, p, r] over the split's columns.
+
+    partials: float32 [3, SPLITS, positions, MAX_RANK]; written for the tiles' tokens and r below
+    the true rank only. split_width: columns of a split, a multiple of BLOCK_K. MAX_RANK is a multiple
+    of BLOCK_R, so that a load past the true rank stays within its row.
+    """
+    if PDL:
+        gdc_launch_dependents()
+    target = tl.program_id(0) // num_splits
+    split = tl.program_id(0) % num_splits
+    a = a0
+    projection = projection0
+    if target == 1:
+        a = a1
+        projection = projection1
+    if target == 2:
+        a = a2
+        projection = projection2
+    record = records + tl.program_id(1) * (HEADER + BLOCK_M)
+    slot, rank = _tile_rank(record, ranks, projection, layer, PROJECTIONS, TABLE_LAYERS)
+    m = tl.arange(0, BLOCK_M)
+    first = tl.load(record + 1)
+    tokens = tl.load(record + HEADER + m)
+    if PDL:
+        gdc_wait()
+    if rank == 0:
+        return
+    table = page_table + (slot * PROJECTIONS + projection) * TABLE_PAGES
+    k = tl.arange(0, BLOCK_K)
+    start = split * split_width
+    stop = tl.minimum(start + split_width, width)
+    x_rows = x + tokens.to(tl.int64) * x_stride
+    out = partials + ((target * SPLITS + split) * positions + first + m) * MAX_RANK
+    for r0 in range(0, rank, BLOCK_R):
+        r = r0 + tl.arange(0, BLOCK_R)
+        a_rows = _pool_rows(a, table, layer, r, rank, width, LAYERS)
+        s = tl.zeros([BLOCK_R, BLOCK_M], dtype=tl.float32)
+        for k0 in range(start, stop, BLOCK_K):
+            at = k0 + k
+            a_tile = tl.load(
+                a_rows[:, None] + at[None, :],
+                mask=(r < rank)[:, None] & (at < width)[None, :],
+                other=0.0,
+            )
+            x_tile = tl.load(
+                x_rows[None, :] + at[:, None],
+                mask=(tokens >= 0)[None, :] & (at < width)[:, None],
+                other=0.0,
+            )
+            s = tl.dot(a_tile, x_tile, s, input_precision="ieee")
+        tl.store(
+            out[None, :] + r[:, None], s, mask=(r < rank)[:, None] & (tokens >= 0)[None, :]
+        )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _summed(
+    partials: "Any",
+    rows: "Any",
+    live: "Any",
+    r: "Any",
+    rank: "Any",
+    num_splits: "Any",
+    split_stride: "Any",
+    SPLITS: tl.constexpr,
+) -> "Any":
+    """s[r, p], summed over the splits; rows: offsets of the positions in the first split."""
+    split = tl.arange(0, SPLITS)[:, None, None]
+    at = split * split_stride + rows[None, None, :] + r[None, :, None]
+    found = tl.load(partials + at, mask=live[None, None, :] & (split < num_splits), other=0.0)
+    # Cut to the rank after the load: its mask is then the same along r, and the load is wide.
+    return tl.where((r < rank)[:, None], tl.sum(found, axis=0), 0.0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _expanded(bt: "Any", s: "Any", acc: "Any") -> "Any":
+    """acc[j, p] + sum_r bt[r, j] s[r, p]; s keeps its precision as two halves in bt's type."""
+    b = tl.trans(bt)
+    if bt.dtype == tl.float32:
+        acc = tl.dot(b, s, acc, input_precision="ieee")
+    else:
+        high = s.to(bt.dtype)
+        low = (s - high.to(tl.float32)).to(bt.dtype)
+        acc = tl.dot(b, high, acc)
+        acc = tl.dot(b, low, acc)
+    return acc
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)  # type: ignore[untyped-decorator]
+def expand_kernel(
+    y: "Any",
+    b0: "Any",
+    b1: "Any",
+    b2: "Any",
+    records: "Any",
+    page_table: "Any",
+    ranks: "Any",
+    partials: "Any",
+    projection0: "Any",
+    projection1: "Any",
+    projection2: "Any",
+    layer: "Any",
+    width0: "Any",
+    width1: "Any",
+    width2: "Any",
+    offset0: "Any",
+    offset1: "Any",
+    offset2: "Any",
+    y_stride: "Any",
+    num_splits: "Any",
+    positions: "Any",
+    PROJECTIONS: tl.constexpr,
+    TABLE_PAGES: tl.constexpr,
+    TABLE_LAYERS: tl.constexpr,
+    LAYERS: tl.constexpr,
+    MAX_RANK: tl.constexpr,
+    HEADER: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Program (block of a target's outputs, tile): y[token, offset + j] += sum_r s Bt."""
+    if PDL:
+        gdc_launch_dependents()
+    block = tl.program_id(0)
+    blocks0 = tl.cdiv(width0, BLOCK_N)
+    blocks1 = blocks0 + tl.cdiv(width1, BLOCK_N)
+    target, bt, projection, width, offset = 0, b0, projection0, width0, offset0
+    if block >= blocks1:
+        target, bt, projection, width, offset = 2, b2, projection2, width2, offset2
+        block -= blocks1
+    elif block >= blocks0:
+        target, bt, projection, width, offset = 1, b1, projection1, width1, offset1
+        block -= blocks0
+    record = records + tl.program_id(1) * (HEADER + BLOCK_M)
+    slot, rank = _tile_rank(record, ranks, projection, layer, PROJECTIONS, TABLE_LAYERS)
+    first = tl.load(record + 1)
+    m = tl.arange(0, BLOCK_M)
+    tokens = tl.load(record + HEADER + m)
+    n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    r = tl.arange(0, BLOCK_R)
+    table = page_table + (slot * PROJECTIONS + projection) * TABLE_PAGES
+    # The first rows come while the shrink still runs.
+    b_rows = _pool_rows(bt, table, layer, r, rank, width, LAYERS)
+    b_mask = (r < rank)[:, None] & (n < width)[None, :]
+    b_tile = tl.load(b_rows[:, None] + n[None, :], mask=b_mask, other=0.0)
+    if PDL:
+        gdc_wait()
+    if rank == 0:
+        return
+    live = tokens >= 0
+    out = y + (tokens.to(tl.int64) * y_stride + offset)[None, :] + n[:, None]
+    out_mask = live[None, :] & (n < width)[:, None]
+    old = tl.load(out, mask=out_mask, other=0.0)
+    split_stride = positions * MAX_RANK
+    rows = target * SPLITS * split_stride + (first + m) * MAX_RANK
+    s = _summed(partials, rows, live, r, rank, num_splits, split_stride, SPLITS)
+    acc = _expanded(b_tile, s, tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32))
+    for r0 in range(BLOCK_R, rank, BLOCK_R):
+        r = r0 + tl.arange(0, BLOCK_R)
+        b_rows = _pool_rows(bt, table, layer, r, rank, width, LAYERS)
+        b_mask = (r < rank)[:, None] & (n < width)[None, :]
+        b_tile = tl.load(b_rows[:, None] + n[None, :], mask=b_mask, other=0.0)
+        s = _summed(partials, rows, live, r, rank, num_splits, split_stride, SPLITS)
+        acc = _expanded(b_tile, s, acc)
+    tl.store(out, (old.to(tl.float32) + acc).to(old.dtype), mask=out_mask)

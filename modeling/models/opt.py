@@ -1,0 +1,365 @@
+"""OPT: one set of layers behind two doors, the paged engine's and transformers' padded one.
+
+The class names are LoRAX's. `paged` is the engine's door, with adapters and packed rows;
+`forward` is the padded one, as in transformers.
+"""
+
+from enum import IntEnum
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from configs.architectures.opt import OPTArchitecture
+from modeling.adapters.kernels.base import AdapterData
+from modeling.adapters.linear import AdapterColumnLinear, AdapterRowLinear
+from modeling.adapters.projection import Projection
+from modeling.attention.base import AttentionStep
+from modeling.attention.kv_cache import LayerCache
+from modeling.attention.paged import DoorAttention, PagedAttention
+from modeling.layers.attention import split_heads
+from modeling.layers.mlp import PlainMLP
+from modeling.layers.norm import LayerNorm
+from modeling.models.padded import PaddedAnswer, PaddedCall, Past, answer
+from sharding.embedding import ParallelHead, VocabParallelEmbedding
+from sharding.group import TensorParallel
+from sharding.linear import ColumnParallelLinear, ColumnPart, RowParallelLinear
+from sharding.loader import Weights
+from sharding.slicing import HeadCut, Segments, cut_heads, even_cut, whole
+
+PEFT_PREFIX = "model.decoder"
+"""Where PEFT finds the decoder, however the checkpoint's own names begin."""
+
+LAYER_NORM_EPS = 1e-5
+"""The family's configs do not say it; it is torch's default."""
+
+POSITION_OFFSET = 2
+"""The first rows of the position table are for padding (fairseq's padding_idx + 1)."""
+
+
+class Adaptable(IntEnum):
+    """The model's adaptable linear maps, in the order of `projections`."""
+
+    Q = 0
+    K = 1
+    V = 2
+    OUT = 3
+    FC1 = 4
+    FC2 = 5
+
+
+def _heads(config: OPTArchitecture, group: TensorParallel) -> HeadCut:
+    """This rank's attention heads."""
+    return cut_heads(config.num_heads, config.num_heads, config.head_dim, group.rank, group.size)
+
+
+def _inner(config: OPTArchitecture, group: TensorParallel) -> Segments:
+    """This rank's part of the feed-forward's width."""
+    return even_cut(config.intermediate_size, group.rank, group.size, "ffn_dim")
+
+
+def _decoder_prefix(weights: Weights) -> str:
+    """How the checkpoint's names begin; one of the decoder alone has no "model."."""
+    found = weights.has(f"{PEFT_PREFIX}.embed_tokens.weight")
+    return PEFT_PREFIX if found else PEFT_PREFIX.removeprefix("model.")
+
+
+def opt_projections(config: OPTArchitecture, group: TensorParallel) -> tuple[Projection, ...]:
+    """The adaptable linear maps with this rank's cuts."""
+    heads, inner = _heads(config, group).queries, _inner(config, group)
+    hidden, size = config.hidden_size, config.intermediate_size
+    layer, count = f"{PEFT_PREFIX}.layers.{{layer}}", config.num_layers
+    every = whole(hidden)
+    attention = f"{layer}.self_attn"
+    return (
+        *(
+            Projection(name, f"{attention}.{name}", hidden, hidden, every, heads, count)
+            for name in ("q_proj", "k_proj", "v_proj")
+        ),
+        Projection("out_proj", f"{attention}.out_proj", hidden, hidden, heads, every, count),
+        Projection("fc1", f"{layer}.fc1", hidden, size, every, inner, count),
+        Projection("fc2", f"{layer}.fc2", size, hidden, inner, every, count),
+    )
+
+
+class OPTLearnedPositionalEmbedding(nn.Module):
+    """A table of positions, whole on every rank; position p is row p + 2."""
+
+    def __init__(self, prefix: str, config: OPTArchitecture, weights: Weights) -> None:
+        """prefix: e.g. "model.decoder.embed_positions"."""
+        super().__init__()
+        shape = (config.max_position_embeddings + POSITION_OFFSET, config.hidden_size)
+        self.weight = weights.parameter(f"{prefix}.weight", shape)
+
+    def forward(self, position_ids: Tensor) -> Tensor:
+        """Int64 [tokens], -1 for padding, to [tokens, hidden]."""
+        return F.embedding(position_ids + POSITION_OFFSET, self.weight)
+
+
+class OPTAttention(nn.Module):
+    """Self-attention of one layer: q, k and v as one product."""
+
+    def __init__(
+        self, prefix: str, config: OPTArchitecture, weights: Weights, layer_id: int
+    ) -> None:
+        """prefix: e.g. "model.decoder.layers.0.self_attn"."""
+        super().__init__()
+        self.heads = _heads(config, weights.group)
+        self._layer = layer_id
+        hidden, cut = config.hidden_size, self.heads.queries
+        names = (f"{prefix}.{name}" for name in ("q_proj", "k_proj", "v_proj"))
+        parts = tuple(ColumnPart(name, hidden, cut) for name in names)
+        self.qkv_proj = AdapterColumnLinear(
+            ColumnParallelLinear(hidden, parts, config.bias, weights),
+            layer_id,
+            (Adaptable.Q, Adaptable.K, Adaptable.V),
+        )
+        out = RowParallelLinear(f"{prefix}.out_proj", (hidden, hidden), cut, config.bias, weights)
+        self.out_proj = AdapterRowLinear(out, layer_id, Adaptable.OUT)
+
+    def forward(
+        self, hidden_states: Tensor, attention: DoorAttention, adapter_data: AdapterData | None
+    ) -> Tensor:
+        """[tokens, hidden] to the same shape, equal on every rank."""
+        qkv: Tensor = self.qkv_proj(hidden_states, adapter_data)
+        attended = attention.attend(self._layer, *split_heads(qkv, self.heads, None))
+        out: Tensor = self.out_proj(attended.flatten(1), adapter_data)
+        return out
+
+
+def _feed_forward(
+    prefix: str, config: OPTArchitecture, weights: Weights, layer_id: int
+) -> PlainMLP:
+    """fc1 and fc2 of one layer; prefix: the layer's."""
+    size, hidden = config.intermediate_size, config.hidden_size
+    cut = _inner(config, weights.group)
+    part = ColumnPart(f"{prefix}.fc1", size, cut)
+    up = ColumnParallelLinear(hidden, (part,), config.bias, weights)
+    down = RowParallelLinear(f"{prefix}.fc2", (hidden, size), cut, config.bias, weights)
+    return PlainMLP(
+        AdapterColumnLinear(up, layer_id, (Adaptable.FC1,)),
+        AdapterRowLinear(down, layer_id, Adaptable.FC2),
+        config.activation,
+    )
+
+
+def _norm(prefix: str, config: OPTArchitecture, weights: Weights) -> LayerNorm:
+    """A norm of the family's."""
+    return LayerNorm(prefix, config.hidden_size, LAYER_NORM_EPS, weights, config.affine_norms)
+
+
+class OPTDecoderLayer(nn.Module):
+    """One decoder layer; 350m norms behind its sublayers, the others before."""
+
+    def __init__(
+        self, layer_id: int, prefix: str, config: OPTArchitecture, weights: Weights
+    ) -> None:
+        """prefix: the layer's, e.g. "model.decoder.layers.0"."""
+        super().__init__()
+        self._norm_first = config.norm_first
+        self.self_attn = OPTAttention(f"{prefix}.self_attn", config, weights, layer_id)
+        self.self_attn_layer_norm = _norm(f"{prefix}.self_attn_layer_norm", config, weights)
+        self.mlp = _feed_forward(prefix, config, weights, layer_id)
+        self.final_layer_norm = _norm(f"{prefix}.final_layer_norm", config, weights)
+
+    def forward(
+        self, hidden_states: Tensor, attention: DoorAttention, adapter_data: AdapterData | None
+    ) -> Tensor:
+        """The residual stream [tokens, hidden] to the same shape."""
+        x = hidden_states
+        if self._norm_first:
+            x = x + self.self_attn(self.self_attn_layer_norm(x), attention, adapter_data)
+            return x + self.mlp(self.final_layer_norm(x), adapter_data)
+        x = self.self_attn_layer_norm(x + self.self_attn(x, attention, adapter_data))
+        out: Tensor = self.final_layer_norm(x + self.mlp(x, adapter_data))
+        return out
+
+
+class OPTDecoder(nn.Module):
+    """Positions, layers, last norm, and the projections from and to the embeddings' width."""
+
+    def __init__(self, config: OPTArchitecture, weights: Weights) -> None:
+        """Read everything but the head."""
+        super().__init__()
+        prefix = _decoder_prefix(weights)
+        width, hidden = config.embedding_size, config.hidden_size
+        self.embed_tokens = VocabParallelEmbedding(
+            f"{prefix}.embed_tokens", config.vocab_size, width, weights
+        )
+        self.embed_positions = OPTLearnedPositionalEmbedding(
+            f"{prefix}.embed_positions", config, weights
+        )
+        projected = width != hidden
+        # Small, and needed whole on every rank: cutting them would cost an exchange each.
+        self.project_in = (
+            weights.parameter(f"{prefix}.project_in.weight", (hidden, width)) if projected else None
+        )
+        self.project_out = (
+            weights.parameter(f"{prefix}.project_out.weight", (width, hidden))
+            if projected
+            else None
+        )
+        self.layers = nn.ModuleList(
+            OPTDecoderLayer(layer_id, f"{prefix}.layers.{layer_id}", config, weights)
+            for layer_id in range(config.num_layers)
+        )
+        self.final_layer_norm = (
+            _norm(f"{prefix}.final_layer_norm", config, weights) if config.last_norm else None
+        )
+
+    def forward(
+        self,
+        embeds: Tensor,
+        position_ids: Tensor,
+        attention: DoorAttention,
+        adapter_data: AdapterData | None,
+        trace: list[Tensor] | None = None,
+    ) -> Tensor:
+        """[tokens, embedding_size] to the same shape, equal on every rank.
+
+        trace: gets what enters each layer.
+        """
+        if self.project_in is not None:
+            embeds = F.linear(embeds, self.project_in)
+        hidden = embeds + self.embed_positions(position_ids)
+        for layer in self.layers:
+            if trace is not None:
+                trace.append(hidden)
+            hidden = layer(hidden, attention, adapter_data)
+        if self.final_layer_norm is not None:
+            hidden = self.final_layer_norm(hidden)
+        return hidden if self.project_out is None else F.linear(hidden, self.project_out)
+
+
+class OPTModel(nn.Module):
+    """The decoder under its name in checkpoints."""
+
+    def __init__(self, config: OPTArchitecture, weights: Weights) -> None:
+        """Read everything but the head."""
+        super().__init__()
+        self.decoder = OPTDecoder(config, weights)
+
+    def forward(
+        self,
+        embeds: Tensor,
+        position_ids: Tensor,
+        attention: DoorAttention,
+        adapter_data: AdapterData | None,
+        trace: list[Tensor] | None = None,
+    ) -> Tensor:
+        """As `OPTDecoder.forward`."""
+        out: Tensor = self.decoder(embeds, position_ids, attention, adapter_data, trace)
+        return out
+
+
+class OPTForCausalLM(nn.Module):
+    """The decoder and its head; a `PagedModel` and a `PaddedModel`."""
+
+    def __init__(self, config: OPTArchitecture, weights: Weights) -> None:
+        """Read this rank's share."""
+        super().__init__()
+        heads = _heads(config, weights.group)
+        self.config = config
+        self.group = weights.group
+        self.projections = opt_projections(config, weights.group)
+        self.vocab_size = config.vocab_size
+        self.num_layers = config.num_layers
+        self.num_heads = self.num_kv_heads = heads.num_heads
+        self.head_dim = config.head_dim
+        self.attention_scale = config.head_dim**-0.5
+        self.use_cache = config.use_cache
+        self.dtype: torch.dtype = weights.dtype
+        self.device: torch.device = weights.device
+        self.unread = (r"lm_head\.weight",) if config.tie_word_embeddings else ()
+        self.model = OPTModel(config, weights)
+        tied = self.model.decoder.embed_tokens if config.tie_word_embeddings else None
+        self.lm_head = ParallelHead(
+            "lm_head", config.vocab_size, config.embedding_size, weights, tied
+        )
+
+    @classmethod
+    def build(cls, config: OPTArchitecture, weights: Weights) -> "OPTForCausalLM":
+        """The model of a checkpoint that holds nothing else."""
+        return cls(config, weights)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        head_mask: Tensor | None = None,
+        past_key_values: Past | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> PaddedAnswer:
+        """The padded door; arguments as in `PaddedCall`, positions counted by the mask."""
+        return answer(
+            self,
+            PaddedCall(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                head_mask=head_mask,
+                past_key_values=past_key_values,
+                inputs_embeds=inputs_embeds,
+                labels=labels,
+                use_cache=use_cache,
+                output_attentions=output_attentions,
+                output_hidden_states=output_hidden_states,
+                return_dict=return_dict,
+            ),
+        )
+
+    def paged(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        cu_seqlen_prefill: Tensor,
+        kv_cache: list[LayerCache],
+        block_tables: Tensor,
+        slots: Tensor,
+        seqlen: AttentionStep,
+        max_s: int,
+        adapter_data: AdapterData | None,
+        prefill_cache_indices: Tensor | None = None,
+        lm_head_indices: Tensor | None = None,
+        cross_attention_states: Tensor | None = None,
+        skip_lm_head: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """(logits [n, vocab_size] or what the head reads [tokens, ...], None); see `PagedModel`."""
+        if cross_attention_states is not None:
+            raise ValueError("cross_attention_states: this model has no cross-attention layers")
+        attention = PagedAttention(
+            kv_cache, cu_seqlen_prefill, block_tables, slots, seqlen, prefill_cache_indices
+        )
+        hidden: Tensor = self.model(self.embed(input_ids), position_ids, attention, adapter_data)
+        if lm_head_indices is not None:
+            hidden = hidden[lm_head_indices]
+        return (hidden if skip_lm_head else self.logits(hidden)), None
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """Int64 [tokens] to [tokens, embedding_size]."""
+        out: Tensor = self.model.decoder.embed_tokens(input_ids)
+        return out
+
+    def positions(self, mask: Tensor, past_length: int) -> Tensor:
+        """Each token's number among its row's unmasked ones; -1 for padding."""
+        return (mask.cumsum(dim=1) * mask - 1)[:, past_length:]
+
+    def decode(
+        self,
+        embeds: Tensor,
+        position_ids: Tensor,
+        attention: DoorAttention,
+        trace: list[Tensor] | None,
+    ) -> Tensor:
+        """[tokens, embedding_size] to the same shape, without adapters."""
+        out: Tensor = self.model(embeds, position_ids, attention, None, trace)
+        return out
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[tokens, embedding_size] to [tokens, vocab_size]."""
+        out: Tensor = self.lm_head(hidden)
+        return out

@@ -1,0 +1,77 @@
+"""How the end-to-end tests talk to a served demo: streams by HTTP, the driver by its handle."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+import ray
+from ray import serve
+
+from tests.end_to_end.conftest import Served
+
+Answers = dict[str, dict[str, dict[str, str]]]
+
+MODELS = ["base", "pirate", "french", "json", "shout"]
+
+
+class StreamError(Exception):
+    """The stream ended in an error event, or broke off."""
+
+
+def adapter_of(model: str) -> str | None:
+    return None if model == "base" else model
+
+
+def longest_questions(answers: Answers, count: int) -> list[str]:
+    """The showcase questions with the longest answers."""
+    return sorted(answers["base"], key=lambda q: -len(answers["base"][q]["raw"]))[:count]
+
+
+async def stream_text(
+    client: httpx.AsyncClient,
+    url: str,
+    model: str,
+    question: str,
+    heard: Callable[[], None] | None = None,
+) -> str:
+    """Read one stream to its end; `heard` is called with every token."""
+    body = {"inputs": question, "parameters": {"adapter_id": adapter_of(model)}}
+    text, ended = "", False
+    try:
+        async with client.stream("POST", f"{url}/generate_stream", json=body) as reply:
+            if reply.status_code != 200:
+                raise StreamError(f"{reply.status_code} {(await reply.aread()).decode()}")
+            async for event in events(reply):
+                if "error" in event:
+                    raise StreamError(json.dumps(event))
+                text += "" if event["token"]["special"] else event["token"]["text"]
+                ended = event["generated_text"] is not None
+                if heard is not None:
+                    heard()
+    except httpx.HTTPError as error:
+        raise StreamError(repr(error)) from error
+    if not ended:
+        raise StreamError("the stream broke off")
+    return text
+
+
+async def events(reply: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+    """The data of each SSE event."""
+    async for line in reply.aiter_lines():
+        if line.startswith("data:"):
+            yield json.loads(line[5:])
+
+
+def ask_driver(served: Served, method: str) -> Any:
+    """Call a method of the driver deployment through its Serve handle."""
+
+    async def ask() -> Any:
+        return await getattr(serve.get_deployment_handle("Driver", "loray"), method).remote()
+
+    ray.init(address=served.ray_address, namespace="serve", log_to_driver=False)
+    try:
+        return asyncio.run(ask())
+    finally:
+        ray.shutdown()

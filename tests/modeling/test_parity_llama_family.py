@@ -1,0 +1,145 @@
+"""Llama's relatives on the engine: windows, biases, head norms, multipliers, fused maps, ropes.
+
+Every model is judged on 1, 2 and 4 ranks, alone and with adapters in one batch. Continuations
+are longer than the windows, and prompts come in chunks that are shorter.
+"""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from configs.architectures.rope import Rope
+from configs.engine import LimitsConfig
+from configs.sampling import Sampling
+from modeling.attention.sdpa import SdpaAttention
+from modeling.layers import rotary
+from modeling.models import llama, llama_projections
+from modeling.runner import ModelRunner
+from sharding.group import TensorParallel
+from sharding.slicing import Segments
+from tests.checkpoints import load_oracle, oracle_greedy, oracle_logits, write_relative
+from tests.modeling.parity import (
+    BASE,
+    BLOCK_SIZE,
+    NUM_BLOCKS,
+    Setting,
+    World,
+    compare,
+    engine_config,
+    expect_mismatch,
+    full_logprobs,
+)
+from tests.modeling.stepping import Answer, Asked, generate
+from tests.oracle import TOLERANCE
+from tests.ranks import run_ranks
+
+SEPARATE = ["mistral", "qwen2", "qwen2_window", "qwen3", "qwen3_window", "granite"]
+ROPES = ["yarn", "longrope", "mistral_full"]
+FUSED = ["phi3", "phi3_partial", "phi3_longrope"]
+MODELS = [("relative", variant) for variant in SEPARATE] + [("fused", v) for v in FUSED]
+ADAPTERS = ["r8", "columns", "rows", "patterns"]
+
+
+@pytest.mark.parametrize("name", [BASE, "r8"])
+@pytest.mark.parametrize(("family", "variant"), MODELS)
+def test_alone(world: World, family: str, variant: str, name: str) -> None:
+    compare(world, Setting(family, variant, 1, [name], chunk=10**6))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize(("family", "variant"), MODELS)
+def test_together(world: World, family: str, variant: str, ranks: int) -> None:
+    """All adapters and the base in one batch, prompts in chunks beside rows that decode."""
+    compare(world, Setting(family, variant, ranks, [BASE, *ADAPTERS]))
+
+
+@pytest.mark.parametrize("variant", ROPES)
+def test_ropes(world: World, variant: str) -> None:
+    compare(world, Setting("relative", variant, 2, [BASE, "r8"]))
+
+
+@pytest.mark.parametrize("limit", [32, 200])
+def test_dynamic_rope_is_fixed_by_the_servers_longest_sequence(tmp_path: Path, limit: int) -> None:
+    """At the trained length nothing is stretched; beyond it all sequences are, short ones too."""
+    folder = write_relative(tmp_path, "dynamic")
+    prompts = [[1, 5, 9, 30], [8, 3] * 20 if limit > 32 else [8, 3] * 4]
+    oracle = load_oracle(folder, total_tokens=limit)
+    truths = [oracle_greedy(oracle, prompt, 12) for prompt in prompts]
+    for answers in run_ranks(2, partial(_dynamic, folder, limit, prompts)):
+        for prompt, answer, tokens in zip(prompts, answers, truths, strict=True):
+            assert answer.tokens == tokens
+            logits = oracle_logits(oracle, [*prompt, *tokens[:-1]])[len(prompt) - 1 :]
+            expected = logits.double().log_softmax(-1)
+            assert float((full_logprobs(answer) - expected).abs().max()) <= TOLERANCE
+
+
+def _dynamic(
+    folder: Path, limit: int, prompts: list[list[int]], group: TensorParallel
+) -> list[Answer]:
+    limits = LimitsConfig(max_running=16, max_step_tokens=256, max_total_tokens=limit)
+    runner = ModelRunner(engine_config(folder, limits=limits), group, torch.device("cpu"))
+    assert runner.load().max_total_tokens == limit
+    asked = [Asked(prompt, 12, sampling=Sampling(logprobs=96), chunk=7) for prompt in prompts]
+    return generate(runner, asked, NUM_BLOCKS, BLOCK_SIZE)
+
+
+def test_only_dynamic_rope_goes_beyond_the_models_length(tmp_path: Path) -> None:
+    folder = write_relative(tmp_path, "yarn", max_position_embeddings=32)
+    with pytest.raises(ValueError, match=r"limits\.max_total_tokens \(200\) is above"):
+        run_ranks(1, partial(_dynamic, folder, 200, [[1]]))
+
+
+WINDOWED = Setting("relative", "mistral", 1, [BASE])
+
+
+@pytest.mark.parametrize("change", [-1, 1, 10**6])
+def test_another_window_is_noticed(
+    world: World, monkeypatch: pytest.MonkeyPatch, change: int
+) -> None:
+    plan = SdpaAttention._plan
+    monkeypatch.setattr(
+        SdpaAttention, "_plan", lambda self, q, k, tables, w: plan(self, q, k, tables, w + change)
+    )
+    expect_mismatch(world, WINDOWED)
+
+
+def test_a_window_on_the_other_layer_is_noticed(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = SdpaAttention.forward
+
+    def swapped(self: SdpaAttention, *args: torch.Tensor) -> torch.Tensor:
+        *rest, window = args
+        other = next(w for w in self.spec.windows if w != window)
+        return forward(self, *rest, other)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(SdpaAttention, "forward", swapped)
+    expect_mismatch(world, Setting("relative", "qwen2_window", 1, [BASE]))
+
+
+def test_a_fused_map_cut_as_one_is_noticed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def one_run(parts: tuple[Segments, ...], sizes: tuple[int, ...]) -> Segments:
+        ((start, _),) = parts[0]
+        share = sum(b - a for segments in parts for a, b in segments)
+        first = start * sum(sizes) // sizes[0]
+        return ((first, first + share),)
+
+    monkeypatch.setattr(llama_projections, "_stacked", one_run)
+    expect_mismatch(world, Setting("fused", "phi3", 2, [BASE]))
+
+
+def test_head_norms_left_out_are_noticed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llama, "norm_heads", lambda qkv, heads, q_norm, k_norm: qkv)
+    expect_mismatch(world, Setting("relative", "qwen3", 1, [BASE]))
+
+
+def test_short_factors_on_a_long_server_are_noticed(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def short(rope: Rope) -> torch.Tensor:
+        return torch.tensor(rope.short_factors)
+
+    monkeypatch.setattr(rotary, "_longrope_factors", short)
+    expect_mismatch(world, Setting("fused", "phi3_longrope", 1, [BASE]))
