@@ -24,7 +24,8 @@ test: $(READY)
 	$(BIN)/python -m pytest -m "not gpu"
 
 test-gpu: $(READY)
-	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python -c 'import torch; assert torch.cuda.is_available(), "no CUDA device here"'
+	$(BIN)/python -m pytest -m "gpu or ray" -rs
 
 check: $(READY)
 	$(BIN)/ruff format --check .

@@ -23,11 +23,22 @@ class LoadFormat(StrEnum):
     DUMMY = "dummy"
 
 
+class Quantize(StrEnum):
+    """Weights in 8 or 4 bits as they are loaded, by bitsandbytes; the values are LoRAX's words."""
+
+    NONE = "none"
+    BITSANDBYTES = "bitsandbytes"
+    BITSANDBYTES_NF4 = "bitsandbytes-nf4"
+
+
 class ModelConfig(Config):
     """The base model.
 
     id: a folder, or a hub id. `configs/...` paths are looked up beside the installed package
-    too, so the demo is found from any working directory.
+    too, so the demo is found from any working directory. allow_pickle: read the tensors of
+    pytorch_model.bin where there are no safetensors; nothing else in it is unpickled.
+    trust_remote_code: run the Python files of the model's own repository, for architectures that
+    only those know. quantize: needs a GPU; such models run in transformers' code, on one rank.
     """
 
     id: str
@@ -37,6 +48,9 @@ class ModelConfig(Config):
     )
     dtype: DType = DType.AUTO
     load_format: LoadFormat = LoadFormat.SAFETENSORS
+    allow_pickle: bool = False
+    trust_remote_code: bool = False
+    quantize: Quantize = Quantize.NONE
 
     @property
     def served_name(self) -> str:

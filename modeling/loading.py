@@ -14,7 +14,7 @@ from configs.engine import Device, EngineConfig
 from configs.model import DType, LoadFormat
 from modeling.models.base import PagedModel
 from modeling.models.select import build_model
-from sharding.checkpoint import DummySource, SafetensorsCheckpoint
+from sharding.checkpoint import Checkpoint, DummySource, open_checkpoint
 from sharding.group import TensorParallel
 from sharding.loader import Weights
 from sharding.sources import fetch_model
@@ -47,12 +47,12 @@ def load_model(config: EngineConfig, group: TensorParallel, device: torch.device
     folder = fetch_model(config.model)
     architecture = load_architecture(folder)
     architecture = architecture.with_total_tokens(total_tokens(config, architecture))
-    source: SafetensorsCheckpoint | DummySource
+    source: Checkpoint | DummySource
     if config.model.load_format is LoadFormat.DUMMY:
         dtype = _dtype(config.model.dtype, architecture, torch.float32)
         source = DummySource(device, dtype)
     else:
-        source = SafetensorsCheckpoint(folder)
+        source = open_checkpoint(folder, config.model.allow_pickle)
         dtype = _dtype(config.model.dtype, architecture, _stored_dtype(source, folder))
     model = build_model(architecture, Weights(source, group, dtype, device))
     # A tied head shares its tensor with the embedding; parameters() yields it once.
@@ -79,7 +79,7 @@ def _dtype(wanted: DType, architecture: ModelArchitecture, stored: torch.dtype) 
     return stored if name is None else torch_dtype(name)
 
 
-def _stored_dtype(source: SafetensorsCheckpoint, folder: Path) -> torch.dtype:
+def _stored_dtype(source: Checkpoint, folder: Path) -> torch.dtype:
     """Return the type of the checkpoint's first tensor."""
     names = sorted(source.names())
     if not names:

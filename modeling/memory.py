@@ -14,6 +14,9 @@ DEFAULT_RANK = 16
 CPU_POOL_BYTES = 256 * 2**20
 CPU_CACHE_BYTES = 512 * 2**20
 
+GRAPH_BYTES = 16 * 2**20
+"""What the driver keeps for one more captured step of some hundred launches, with room."""
+
 
 @dataclass(frozen=True)
 class DeviceMemory:
@@ -61,7 +64,8 @@ def cuda_blocks(
 ) -> int:
     """Blocks in what cache.device_memory_fraction leaves; ValueError when that is none.
 
-    activation_bytes: the peak of the largest step, beyond what is allocated now.
+    activation_bytes: what steps will take beyond what is allocated now: the peak of the largest
+    one, and the captured ones' memory.
     """
     taken = memory.total - memory.free + activation_bytes
     room = int(memory.total * config.cache.device_memory_fraction) - taken

@@ -7,7 +7,7 @@ the order of the plans; `stage` may run beside them on another.
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,23 +17,19 @@ from configs.engine import CacheDType, EngineConfig
 from configs.sampling import Sampling
 from modeling.adapters.bank import AdapterBank, BankSize, page_bytes
 from modeling.adapters.kernels.base import AdapterData
-from modeling.adapters.kernels.select import select_kernel
+from modeling.adapters.kernels.select import AdapterPlan, select_kernel
+from modeling.attention.base import AttentionStep
 from modeling.attention.kv_cache import CacheSpec, LayerCache, allocate
 from modeling.attention.select import AttentionChoice, select_attention
-from modeling.batch import (
-    BatchJoin,
-    BatchRow,
-    ForwardBatch,
-    RowLogprobs,
-    SampledTokens,
-    StepOutput,
-)
+from modeling.batch import ForwardBatch, RowLogprobs, SampledTokens, StepOutput
+from modeling.graphs import CapturedSteps, CaptureParts, captured_sizes
 from modeling.loading import LoadedModel, load_model, torch_dtype, total_tokens
-from modeling.memory import adapter_pages, cpu_blocks, cuda_blocks, device_memory
+from modeling.memory import GRAPH_BYTES, adapter_pages, cpu_blocks, cuda_blocks, device_memory
 from modeling.models.base import attention_spec, cache_spec
+from modeling.rehearsal import rehearsals, widest_step
 from modeling.sampling.sampler import Chosen, ChosenLogprobs, choose, no_rows
 from modeling.sampling.tensors import sampling_tensors
-from modeling.state import PlaceState, StateSize, StepInputs
+from modeling.state import PlaceState, StateSize, StepInputs, StepLayout, StepTensors
 from modeling.transfer import HostCopy
 from sharding.group import TensorParallel
 
@@ -43,7 +39,8 @@ class RunnerReport:
     """What a rank can hold, what it took to get there, and what it chose.
 
     The first seven fields are the scheduler's Capacity. attention, adapter_kernel: names;
-    the reasons say why they were taken. Everything named bytes is this rank's.
+    the reasons say why they were taken. captured_rows: the sizes of captured decode steps.
+    Everything named bytes is this rank's.
     """
 
     num_blocks: int
@@ -64,10 +61,16 @@ class RunnerReport:
     kv_bytes: int
     adapter_pool_bytes: int
     load_seconds: float
+    captured_rows: tuple[int, ...] = ()
 
 
 class ModelRunner:
-    """One rank of a model: weights, cache pages, adapter rows, and the places' tokens."""
+    """One rank of a model: weights, cache pages, adapter rows, and the places' tokens.
+
+    Matrix products of float32 models are in full float32: TF32, torch's switch for less, stays
+    off as torch starts with it. num_steps, num_captured: steps launched with rows in them, and
+    how many of those were replays.
+    """
 
     def __init__(self, config: EngineConfig, group: TensorParallel, device: torch.device) -> None:
         """Load nothing yet; `device` as pick_device returns it."""
@@ -82,6 +85,10 @@ class ModelRunner:
         self._size: StateSize
         self._state: PlaceState
         self._cache: list[LayerCache]
+        self._plan: AdapterPlan | None = None
+        self._captured: CapturedSteps | None = None
+        self.num_steps = 0
+        self.num_captured = 0
 
     def load(self) -> RunnerReport:
         """Measure and allocate at once, for a group whose ranks need not agree."""
@@ -96,10 +103,17 @@ class ModelRunner:
             return self._measure()
 
     def allocate(self, num_blocks: int) -> RunnerReport:
-        """Take the cache and the places' buffers; `num_blocks` is the same on every rank."""
+        """Take the cache and the places' buffers; `num_blocks` is the same on every rank.
+
+        On CUDA, decode steps are captured and every kernel is run once: no request waits for a
+        compiler.
+        """
         with self._on_device():
-            self._cache = allocate(self._cache_spec, num_blocks, self._device)
-            self._state = PlaceState(self._size, self._device)
+            self._take(num_blocks)
+            if self._device.type == "cuda":
+                self._warm_up(num_blocks)
+                self._captured = self._capture(self._captured_sizes(), num_blocks)
+            self.num_steps = self.num_captured = 0
         return self._report(num_blocks)
 
     @torch.inference_mode()
@@ -112,14 +126,9 @@ class ModelRunner:
             self._state.join(batch.joins)
             if not batch.rows:
                 return _output(no_rows(self._device), [])
-            inputs = self._state.inputs(batch.rows)
-            logits = self._forward(inputs)
-            if not inputs.sampling:
-                return _output(no_rows(self._device), [])
-            params = sampling_tensors(inputs.sampling, inputs.sample_positions, self._device)
-            chosen = choose(logits, params)
-            self._state.write(inputs.targets, chosen.tokens)
-            return _output(chosen, inputs.sampling)
+            self.num_steps += 1
+            layout = self._state.layout(batch.rows)
+            return _output(self._replay(layout) or self._compute(layout), layout.sampling)
 
     def stage(self, adapter: FetchedAdapter) -> AdapterShape:
         """Read an adapter into host memory; AdapterError when it cannot be served exactly."""
@@ -154,7 +163,8 @@ class ModelRunner:
             cache_dtype = torch_dtype(config.cache.dtype.value)
         block_size = config.cache.block_size
         self._cache_spec = cache_spec(model, block_size, cache_dtype)
-        self._attention = select_attention(config.attention, attention_spec(model, block_size))
+        spec = replace(attention_spec(model, block_size), cache_dtype=self._cache_spec.dtype)
+        self._attention = select_attention(config.attention, spec)
         longest = total_tokens(config, self._loaded.architecture)
         self._size = StateSize(config.limits.max_running, longest, block_size)
         memory = device_memory(device) if device.type == "cuda" else None
@@ -166,21 +176,26 @@ class ModelRunner:
             host_bytes=config.adapters.host_bytes,
         )
         self._bank = AdapterBank(model.projections, size, model.dtype, device)
+        if self._kernel.plan is not None and pages:
+            self._plan = self._kernel.plan(self._bank, config.limits.max_step_tokens)
         if config.cache.num_blocks is not None:
             return config.cache.num_blocks
         if device.type == "cpu":
             return cpu_blocks(self._size, self._cache_spec.bytes_per_page)
-        peak = self._step_peak()
+        taken = self._step_peak() + self._graph_bytes()
         memory = device_memory(device)
-        return cuda_blocks(config, memory, peak, self._cache_spec.bytes_per_page)
+        return cuda_blocks(config, memory, taken, self._cache_spec.bytes_per_page)
+
+    def _take(self, num_blocks: int) -> None:
+        """Allocate the cache and the places' state; a CUDA cache has one page more, for padding."""
+        spare = 1 if self._device.type == "cuda" else 0
+        self._cache = allocate(self._cache_spec, num_blocks + spare, self._device)
+        self._state = PlaceState(self._size, self._device)
 
     def _step_peak(self) -> int:
         """Return the bytes that the widest step takes beyond weights, pools and cache."""
-        limits = self._config.limits
-        length = min(limits.max_step_tokens // limits.max_running, self._size.max_total_tokens)
-        blocks = -(-length // self._size.block_size)
-        self.allocate(limits.max_running * blocks)
-        batch = _widest(limits.max_running, length, blocks)
+        batch = widest_step(self._size, self._config.limits.max_step_tokens)
+        self._take(1 + max(block for row in batch.rows for block in row.blocks))
         torch.cuda.reset_peak_memory_stats(self._device)
         before = torch.cuda.memory_allocated(self._device)
         self.step(batch).wait()
@@ -188,31 +203,108 @@ class ModelRunner:
         del self._cache, self._state
         return peak
 
-    def _forward(self, inputs: StepInputs) -> Tensor:
-        """Return logits [sampling rows, vocab]; hidden states when no row samples."""
+    def _captured_sizes(self) -> tuple[int, ...]:
+        """Sizes of captured steps; none where the attention has no captured form."""
+        if self._attention.backend.captured_words(1, self._size.max_blocks) is None:
+            return ()
+        return captured_sizes(self._config.limits.max_running)
+
+    def _graph_bytes(self) -> int:
+        """Return what captured steps will take: the largest is tried, the others share with it."""
+        sizes = self._captured_sizes()
+        if not sizes:
+            return 0
+        self._take(1)
+        before = device_memory(self._device).free
+        captured = self._capture(sizes[-1:], 1)
+        largest = before - device_memory(self._device).free
+        del captured, self._cache, self._state
+        kinds = 1 if self._plan is None else 2
+        return max(0, largest) + kinds * (len(sizes) - 1) * GRAPH_BYTES
+
+    @torch.inference_mode()
+    def _capture(self, sizes: tuple[int, ...], scratch_page: int) -> CapturedSteps | None:
+        if not sizes:
+            return None
+        model = self._loaded.model
+        parts = CaptureParts(
+            forward=self._forward,
+            backend=self._attention.backend,
+            state=self._state,
+            scratch_page=scratch_page,
+            vocab_size=model.vocab_size,
+            dtype=model.dtype,
+            adapters=self._plan,
+        )
+        return CapturedSteps(parts, sizes, self._device)
+
+    def _warm_up(self, scratch_page: int) -> None:
+        """Run steps for every kernel, all of them in a page that nobody owns."""
+        slots = [-1] if self._plan is None else [-1, 0]
+        most = self._config.limits.max_step_tokens
+        for batch in rehearsals(self._size, most, scratch_page, slots):
+            self.step(batch).wait()
+
+    def _replay(self, layout: StepLayout) -> Chosen | None:
+        """Run a captured step; None when this is none."""
+        found = self._captured.run(layout) if self._captured is not None else None
+        if found is None:
+            return None
+        self.num_captured += 1
+        params = sampling_tensors(layout.sampling, layout.sample_positions, self._device)
+        if params.random is None and params.num_top < 0:
+            return Chosen(found.tokens, None)
+        chosen = choose(found.logits, params)
+        self._state.write(found.targets, chosen.tokens)
+        return chosen
+
+    def _compute(self, layout: StepLayout) -> Chosen:
+        """Run a step launch by launch."""
+        inputs = self._state.inputs(layout)
         attention = self._attention.backend.prepare(
             inputs.query_lengths, inputs.key_lengths, inputs.block_tables
         )
+        adapters = self._adapters(inputs)
+        if not inputs.sampling:
+            self._forward(inputs, attention, adapters, skip_head=True)
+            return no_rows(self._device)
+        logits = self._forward(inputs, attention, adapters)
+        params = sampling_tensors(inputs.sampling, inputs.sample_positions, self._device)
+        chosen = choose(logits, params)
+        self._state.write(inputs.targets, chosen.tokens)
+        return chosen
+
+    def _forward(
+        self,
+        tensors: StepTensors,
+        attention: AttentionStep,
+        adapters: AdapterData | None,
+        skip_head: bool = False,
+    ) -> Tensor:
+        """Return logits [sampling rows, vocab]; hidden states without the head."""
         logits, _ = self._loaded.model.paged(
-            inputs.input_ids,
-            inputs.positions,
-            inputs.cu_seqlens,
+            tensors.input_ids,
+            tensors.positions,
+            tensors.cu_seqlens,
             self._cache,
-            inputs.block_tables,
-            inputs.slots,
+            tensors.block_tables,
+            tensors.slots,
             attention,
             attention.max_key_length,
-            self._adapters(inputs),
-            lm_head_indices=inputs.last_tokens,
-            skip_lm_head=not inputs.sampling,
+            adapters,
+            lm_head_indices=tensors.last_tokens,
+            skip_lm_head=skip_head,
         )
         return logits
 
     def _adapters(self, inputs: StepInputs) -> AdapterData | None:
         """Return the step's adapters, None where all rows are the base model's."""
-        if max(inputs.adapter_slots) < 0:
+        slots, lengths = inputs.adapter_slots, inputs.query_lengths
+        if max(slots) < 0:
             return None
-        return self._kernel.batch(self._bank, inputs.adapter_slots, inputs.query_lengths)
+        if self._plan is None:
+            return self._kernel.batch(self._bank, slots, lengths)
+        return self._plan.batch(sum(lengths), self._plan.update(slots, lengths))
 
     def _on_device(self) -> AbstractContextManager[object]:
         """Make this rank's device the thread's own: pinning and events look at it."""
@@ -239,25 +331,8 @@ class ModelRunner:
             kv_bytes=num_blocks * self._cache_spec.bytes_per_page,
             adapter_pool_bytes=self._bank.pool_bytes,
             load_seconds=loaded.seconds,
+            captured_rows=self._captured.sizes if self._captured is not None else (),
         )
-
-
-def _widest(num_rows: int, length: int, num_blocks: int) -> ForwardBatch:
-    """Return a step in which every place computes `length` tokens and draws one at random."""
-    sampling = Sampling(temperature=1.0, top_p=0.9, logprobs=0)
-
-    def blocks(place: int) -> list[int]:
-        return list(range(place * num_blocks, (place + 1) * num_blocks))
-
-    return ForwardBatch(
-        joins=[BatchJoin(place, [0] * length, length, -1, sampling) for place in range(num_rows)],
-        rows=[
-            BatchRow(
-                place, 0, length, list(range(place * num_blocks, (place + 1) * num_blocks)), True
-            )
-            for place in range(num_rows)
-        ],
-    )
 
 
 def _output(chosen: Chosen, asked: list[Sampling]) -> StepOutput:

@@ -35,15 +35,55 @@ class StateSize:
 
 
 @dataclass(frozen=True)
-class StepInputs:
-    """One step's tensors for T tokens in n rows, of which s sample; int64 unless said.
+class StepLayout:
+    """One step on the host: T tokens in n rows, of which s sample; int64 unless said.
 
-    input_ids, positions, slots: [T]; a slot is block * block_size + offset. cu_seqlens: int32
-    [n + 1], where rows start. block_tables: int32 [n, most blocks used]. query_lengths,
-    key_lengths: n each, key lengths after this step. last_tokens: [s], the sampling rows' last
-    tokens among the T. targets: [s], where in the flat token buffer the samples go.
-    sampling: s parameters. sample_positions: s positions of the tokens to be.
-    adapter_slots: n, -1 for the base model.
+    Rows of one token come first, in the plan's order, then the others in theirs; what belongs to
+    samples stays in the plan's order throughout.
+
+    ids_at: [T], where in the flat token buffer the inputs lie. positions, slots: [T]; a slot is
+    block * block_size + offset. bounds: [n + 1], where rows start. tables: int32 [n, most blocks
+    used]. key_lengths: [n], after this step. last_tokens: [s], the sampling rows' last tokens
+    among the T. targets: [s], where in the flat token buffer the samples go. sampling: s
+    parameters. sample_positions: s positions of the tokens to be. adapter_slots: n, -1 for the
+    base model.
+    """
+
+    ids_at: Ints
+    positions: Ints
+    slots: Ints
+    bounds: Ints
+    tables: npt.NDArray[np.int32]
+    key_lengths: Ints
+    last_tokens: Ints
+    targets: Ints
+    sampling: list[Sampling]
+    sample_positions: list[int]
+    adapter_slots: list[int]
+
+    @property
+    def num_rows(self) -> int:
+        """How many requests take part."""
+        return len(self.key_lengths)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether every row computes one token and samples the next."""
+        return len(self.positions) == self.num_rows == len(self.targets)
+
+    @classmethod
+    def empty(cls) -> "StepLayout":
+        """A step of nobody: what is left of a captured one when all its rows are padding."""
+        none = np.zeros(0, dtype=np.int64)
+        tables = np.zeros((0, 0), dtype=np.int32)
+        return cls(none, none, none, none, tables, none, none, none, [], [], [])
+
+
+@dataclass(frozen=True)
+class StepTensors:
+    """What a model reads, on the device; see StepLayout.
+
+    input_ids: [T], the tokens themselves. cu_seqlens: int32 [n + 1]. block_tables: int32.
     """
 
     input_ids: Tensor
@@ -51,10 +91,16 @@ class StepInputs:
     slots: Tensor
     cu_seqlens: Tensor
     block_tables: Tensor
+    last_tokens: Tensor
+
+
+@dataclass(frozen=True)
+class StepInputs(StepTensors):
+    """One step's tensors, and what of the layout the host still needs."""
+
+    targets: Tensor
     query_lengths: list[int]
     key_lengths: list[int]
-    last_tokens: Tensor
-    targets: Tensor
     sampling: list[Sampling]
     sample_positions: list[int]
     adapter_slots: list[int]
@@ -69,7 +115,9 @@ class PlaceState:
         self._device = device
         # One more than the longest sequence: its last token is sampled and never computed.
         self._width = size.max_total_tokens + 1
-        self._tokens = torch.zeros(size.max_running * self._width, dtype=torch.int64, device=device)
+        # One place more, of one token: where padding rows of captured steps leave theirs.
+        self.scratch_token = size.max_running * self._width
+        self.tokens = torch.zeros(self.scratch_token + 1, dtype=torch.int64, device=device)
         self._blocks = np.zeros((size.max_running, size.max_blocks), dtype=np.int32)
         self._num_blocks = np.zeros(size.max_running, dtype=np.int64)
         self._adapter_slots = np.full(size.max_running, -1, dtype=np.int64)
@@ -83,55 +131,79 @@ class PlaceState:
             assert 1 <= count <= self.size.max_total_tokens, (join.place, count)
             first = join.place * self._width
             tokens = to_device(np.array(join.tokens, dtype=np.int64), self._device)
-            self._tokens[first : first + count].copy_(tokens, non_blocking=True)
+            self.tokens[first : first + count].copy_(tokens, non_blocking=True)
             self._num_blocks[join.place] = 0
             self._adapter_slots[join.place] = join.slot
             self._sampling[join.place] = join.sampling
 
-    def inputs(self, rows: Sequence[BatchRow]) -> StepInputs:
-        """Append the rows' blocks to their tables and make the step's tensors."""
+    def layout(self, rows: Sequence[BatchRow]) -> StepLayout:
+        """Append the rows' blocks to their tables and lay the step out."""
         self._append_blocks(rows)
         places = np.array([row.place for row in rows], dtype=np.int64)
         starts = np.array([row.start for row in rows], dtype=np.int64)
         lengths = np.array([row.length for row in rows], dtype=np.int64)
+        sampled = np.flatnonzero([row.samples for row in rows])
         ends = starts + lengths
         self._check(places, starts, ends)
+        targets = places[sampled] * self._width + ends[sampled]
+        sampling = [self._sampling[place] for place in places[sampled].tolist()]
+        sample_positions = ends[sampled].tolist()
+        order = np.argsort(lengths > 1, kind="stable")
+        now_at = np.empty_like(order)
+        now_at[order] = np.arange(len(order))
+        places, starts, lengths, ends = (a[order] for a in (places, starts, lengths, ends))
         bounds = np.concatenate([np.zeros(1, dtype=np.int64), lengths.cumsum()])
         row_of = np.repeat(np.arange(len(rows)), lengths)
         positions = np.arange(bounds[-1]) + (starts - bounds[:-1])[row_of]
         place_of = places[row_of]
         block_size = self.size.block_size
         blocks = self._blocks[place_of, positions // block_size].astype(np.int64)
-        sampled = np.flatnonzero([row.samples for row in rows])
-        ids_at, positions_, slots, last_tokens, targets = pack_to_device(
+        return StepLayout(
+            ids_at=place_of * self._width + positions,
+            positions=positions,
+            slots=blocks * block_size + positions % block_size,
+            bounds=bounds,
+            tables=self._blocks[places, : -(-int(ends.max()) // block_size)],
+            key_lengths=ends,
+            last_tokens=bounds[1:][now_at[sampled]] - 1,
+            targets=targets,
+            sampling=sampling,
+            sample_positions=sample_positions,
+            adapter_slots=self._adapter_slots[places].tolist(),
+        )
+
+    def inputs(self, layout: StepLayout) -> StepInputs:
+        """Send a step to the device, in one transfer."""
+        ids_at, positions, slots, last_tokens, targets, cu_seqlens, tables = pack_to_device(
             [
-                place_of * self._width + positions,
-                positions,
-                blocks * block_size + positions % block_size,
-                bounds[1:][sampled] - 1,
-                places[sampled] * self._width + ends[sampled],
+                layout.ids_at,
+                layout.positions,
+                layout.slots,
+                layout.last_tokens,
+                layout.targets,
+                layout.bounds.astype(np.int32),
+                layout.tables,
             ],
             self._device,
         )
-        most_blocks = -(-int(ends.max()) // block_size)
         return StepInputs(
-            input_ids=self._tokens[ids_at],
-            positions=positions_,
+            input_ids=self.tokens[ids_at],
+            positions=positions,
             slots=slots,
-            cu_seqlens=to_device(bounds.astype(np.int32), self._device),
-            block_tables=to_device(self._blocks[places, :most_blocks], self._device),
-            query_lengths=lengths.tolist(),
-            key_lengths=ends.tolist(),
+            cu_seqlens=cu_seqlens,
+            block_tables=tables,
             last_tokens=last_tokens,
             targets=targets,
-            sampling=[self._sampling[place] for place in places[sampled].tolist()],
-            sample_positions=ends[sampled].tolist(),
-            adapter_slots=self._adapter_slots[places].tolist(),
+            query_lengths=np.diff(layout.bounds).tolist(),
+            key_lengths=layout.key_lengths.tolist(),
+            sampling=layout.sampling,
+            sample_positions=layout.sample_positions,
+            adapter_slots=layout.adapter_slots,
         )
 
     def write(self, targets: Tensor, tokens: Tensor) -> None:
         """Leave a step's samples in the token buffer, where the next step finds them."""
-        self._tokens[targets] = tokens
+        self.tokens[targets] = tokens
 
     def _append_blocks(self, rows: Sequence[BatchRow]) -> None:
         for row in rows:

@@ -9,8 +9,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-ALIGNMENT = 16
-"""Elements: 128 bytes of int64, a line of a GPU's cache."""
+LINE_BYTES = 128
+"""A line of a GPU's cache: kernels are compiled for aligned and for unaligned pointers, so let
+there be one kind only."""
+
+TURNS = 2
+"""How many steps may be in flight: each has host memory of its own."""
 
 
 def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
@@ -25,19 +29,68 @@ def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def pack_to_device(
-    arrays: Sequence[npt.NDArray[np.int64]], device: torch.device
-) -> tuple[Tensor, ...]:
-    """Copy several one-dimensional int64 arrays to the device in one transfer."""
-    # Kernels are compiled for aligned and for unaligned pointers: let there be one kind only.
-    starts = [0, *accumulate(-(-len(array) // ALIGNMENT) * ALIGNMENT for array in arrays)]
-    packed = np.zeros(starts[-1], dtype=np.int64)
-    for array, start in zip(arrays, starts, strict=False):
-        packed[start : start + len(array)] = array
+def pack_to_device(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> tuple[Tensor, ...]:
+    """Copy several arrays to the device in one transfer; shapes and types stay."""
+    bounds = [0, *accumulate(aligned(array.nbytes) for array in arrays)]
+    packed = np.zeros(bounds[-1], dtype=np.uint8)
+    for array, start in zip(arrays, bounds, strict=False):
+        packed[start : start + array.nbytes] = (
+            np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        )
     whole = to_device(packed, device)
     return tuple(
-        whole[start : start + len(array)] for array, start in zip(arrays, starts, strict=False)
+        whole[start : start + array.nbytes].view(_torch_type(array)).view(array.shape)
+        for array, start in zip(arrays, bounds, strict=False)
     )
+
+
+def aligned(num_bytes: int) -> int:
+    """The next whole number of cache lines."""
+    return -(-num_bytes // LINE_BYTES) * LINE_BYTES
+
+
+def _torch_type(array: npt.NDArray[Any]) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, dtype=array.dtype)).dtype
+
+
+class Staging:
+    """Static device bytes, rewritten each step from host memory that exists twice.
+
+    A step calls `begin`, writes, `send`, and `sent` once it has queued all that reads the turn's
+    host memory. `begin` waits for the step before the last, which a runner that is one step ahead
+    has waited for already.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        """Allocate all of it, zeroed."""
+        self.device_bytes = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        self._pinned = device.type == "cuda"
+        self._host = [
+            torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self._pinned) for _ in range(TURNS)
+        ]
+        self._events: list[torch.cuda.Event | None] = [None] * TURNS
+        self._turn = 0
+
+    def begin(self) -> tuple[int, npt.NDArray[np.uint8]]:
+        """Take the next turn: its number and its host bytes, which nothing reads any more."""
+        self._turn = (self._turn + 1) % TURNS
+        event = self._events[self._turn]
+        if event is not None:
+            event.synchronize()
+        host: npt.NDArray[np.uint8] = self._host[self._turn].numpy()
+        return self._turn, host
+
+    def send(self, num_bytes: int) -> None:
+        """Copy the first bytes to the device, behind what the current stream does."""
+        host = self._host[self._turn][:num_bytes]
+        self.device_bytes[:num_bytes].copy_(host, non_blocking=True)
+
+    def sent(self) -> None:
+        """Note that all readers of the turn's host memory are queued."""
+        if self._pinned:
+            event = self._events[self._turn] or torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(self.device_bytes.device))
+            self._events[self._turn] = event
 
 
 class HostCopy:

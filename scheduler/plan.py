@@ -100,7 +100,8 @@ class Capacity(msgspec.Struct, frozen=True):
     num_blocks, block_size: of the KV cache. projections: the adaptable linear maps' names, in
     the order of every per-projection list. adapter_pages: pages in each projection's pool.
     adapter_slots: adapters that may be on the device at once. host_bytes: the host tier.
-    max_total_tokens: the longest sequence that the ranks' buffers take.
+    max_total_tokens: the longest sequence that the ranks' buffers take. chunked: whether a
+    sequence may be computed in several rows; prefix_caching: whether blocks can be shared.
     """
 
     num_blocks: int
@@ -110,3 +111,5 @@ class Capacity(msgspec.Struct, frozen=True):
     adapter_slots: int
     host_bytes: int
     max_total_tokens: int
+    chunked: bool = True
+    prefix_caching: bool = True

@@ -27,13 +27,16 @@ def cost(request: Request) -> int:
 
 
 class AdapterQueue:
-    """The waiting requests of one adapter: those that come back first, then first come first."""
+    """The waiting requests of one adapter: those that come back first, then first come first.
+
+    claim: (since which step, a number that breaks ties) its adapter awaits room on the device.
+    """
 
     def __init__(self, key: QueueKey, credit: int) -> None:
         """Start empty, with one turn's credit."""
         self.key = key
         self.credit = credit
-        self.parked_since: int | None = None
+        self.claim: tuple[int, int] | None = None
         self._resumed: list[Request] = []
         self._fresh: OrderedDict[int, Request] = OrderedDict()
 
@@ -72,7 +75,8 @@ class AdapterQueues:
         self.quantum_tokens = quantum_tokens
         self._queues: dict[QueueKey, AdapterQueue] = {}
         self._ring: OrderedDict[QueueKey, AdapterQueue] = OrderedDict()
-        self._parked: list[tuple[int, AdapterKey]] = []
+        self._parked: list[tuple[tuple[int, int], AdapterKey]] = []
+        self._num_claims = 0
         self._num_waiting = 0
 
     def __len__(self) -> int:
@@ -83,6 +87,10 @@ class AdapterQueues:
         """All waiting requests, adapter by adapter."""
         for queue in self._queues.values():
             yield from queue
+
+    def __contains__(self, key: QueueKey) -> bool:
+        """Whether any request of this adapter waits."""
+        return key in self._queues
 
     def waiting_for(self, key: QueueKey) -> list[Request]:
         """The requests of one adapter, first to be served first."""
@@ -111,7 +119,7 @@ class AdapterQueues:
         """Take out the request in turn and charge its queue."""
         queue = self._queues[request.adapter]
         queue.credit -= cost(request)
-        queue.parked_since = None
+        queue.claim = None
         self.remove(request)
 
     def in_turn(self) -> Request | None:
@@ -136,10 +144,17 @@ class AdapterQueues:
 
     def park(self, key: AdapterKey, step: int) -> None:
         """The adapter must wait for the device, since `step` unless it has waited before."""
-        queue = self._ring.pop(key)
-        if queue.parked_since is None:
-            queue.parked_since = step
-        insort(self._parked, (queue.parked_since, key))
+        queue = self._queues[key]
+        self._ring.pop(key, None)
+        self._unpark(queue)
+        if queue.claim is None:
+            self._num_claims += 1
+            queue.claim = (step, self._num_claims)
+        insort(self._parked, (queue.claim, key))
+
+    def in_round(self, key: QueueKey) -> bool:
+        """Whether the queue takes part in the round."""
+        return key in self._ring
 
     def suspend(self, key: QueueKey) -> None:
         """Take the queue out of the round until it is resumed; it keeps its seniority."""
@@ -152,9 +167,9 @@ class AdapterQueues:
 
     def parked_since(self, key: AdapterKey) -> int | None:
         """The step since which the adapter waits for the device; None if it does not."""
-        queue = self._queues[key]
-        parked = (queue.parked_since, key) in self._parked
-        return queue.parked_since if parked else None
+        claim = self._queues[key].claim
+        parked = claim is not None and (claim, key) in self._parked
+        return claim[0] if claim is not None and parked else None
 
     def check(self) -> None:
         """Assert that every queue is in one place and that requests are counted."""
@@ -171,8 +186,8 @@ class AdapterQueues:
         return self._queues[key]
 
     def _unpark(self, queue: AdapterQueue) -> None:
-        if queue.key is None or queue.parked_since is None:
+        if queue.key is None or queue.claim is None:
             return
-        entry = (queue.parked_since, queue.key)
+        entry = (queue.claim, queue.key)
         if entry in self._parked:
             self._parked.remove(entry)

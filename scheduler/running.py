@@ -38,6 +38,7 @@ class Running:
         self.num_preemptions = 0
         self._freed = freed
         self._places = list(range(num_places - 1, -1, -1))
+        self._chunked = capacity.chunked
         self.prefix = PrefixCache(capacity.num_blocks, capacity.block_size, prefix_caching)
         self._pool = self.prefix.pool
 
@@ -69,6 +70,16 @@ class Running:
                     self._extend(request, min(ahead, step.budget), step)
                 self.owed += self._blocks_for(request.total) - len(request.blocks)
 
+    def in_budget(self, request: Request, step: Step) -> bool:
+        """Whether a step has tokens left for a new request.
+
+        A sequence that cannot be cut takes what it takes where no other joins, or it would wait
+        for ever when it is longer than any budget.
+        """
+        if self._chunked or not step.joins:
+            return step.budget > 0
+        return len(request.tokens) <= step.budget
+
     def fits(self, request: Request) -> list[int] | None:
         """The cached blocks that a new request would start with; None if it must wait.
 
@@ -89,7 +100,9 @@ class Running:
         request.place = self._places.pop()
         request.registered = len(cached)
         request.computed = request.scheduled = len(cached) * self.block_size
-        length = min(len(request.tokens) - request.scheduled, step.budget)
+        length = len(request.tokens) - request.scheduled
+        if self._chunked:
+            length = min(length, step.budget)
         end = request.scheduled + length
         request.blocks = cached + self._pool.allocate(self._blocks_for(end) - len(cached))
         self.owed += self._blocks_for(len(request.tokens)) - len(request.blocks)

@@ -161,7 +161,7 @@ class Scheduler:
             failure = self._residency.staged(event.key, event.shape)
             if failure is not None:
                 return self._fail(event.key, failure)
-            self._queues.resume(event.key)
+            self._seat(event.key)
         elif isinstance(event, AdapterFailed):
             self._residency.failed(event.key)
             return self._fail(event.key, AdapterFailure(event.refusal, event.message))
@@ -201,7 +201,7 @@ class Scheduler:
         """Go on under other limits; no more may run than the ranks had places for at start."""
         self._limits = limits
         self._queues.quantum_tokens = limits.quantum_tokens
-        self._running.prefix.enabled = limits.prefix_caching
+        self._running.prefix.enabled = limits.prefix_caching and self._capacity.prefix_caching
 
     def snapshot(self) -> Snapshot:
         """Count everything."""
@@ -244,18 +244,32 @@ class Scheduler:
         self._residency.check(held, list(self._queues))
 
     def _new_running(self) -> Running:
-        caching = self._limits.prefix_caching
+        caching = self._limits.prefix_caching and self._capacity.prefix_caching
         return Running(self._capacity, self._num_places, caching, self._freed)
 
     def _enlist(self, request: Request) -> None:
-        """Let a queued request wait for its turn, and for its adapter if that is not staged."""
-        key = request.adapter
-        if key is not None:
-            self._residency.enlist(key)
-            if self._residency.standing(key) is Standing.ABSENT:
-                return
-        if key is None or self._queues.parked_since(key) is None:
+        """Let a queued request wait for its turn, and for its adapter before that."""
+        if request.adapter is None:
+            self._queues.resume(None)
+        else:
+            self._residency.enlist(request.adapter)
+            self._seat(request.adapter)
+
+    def _seat(self, key: AdapterKey) -> None:
+        """Put a queue where its adapter lets it be: in the round, among the claims, or aside.
+
+        An adapter that is not on the device always begins as a claim, behind the older ones:
+        it must not take the room that they wait for because it happens to come at its turn.
+        """
+        if key not in self._queues or self._queues.in_round(key):
+            return
+        standing = self._residency.standing(key)
+        if standing is Standing.READY:
             self._queues.resume(key)
+        elif standing is Standing.ABSENT:
+            self._queues.suspend(key)
+        else:
+            self._queues.park(key, self._num_steps)
 
     def _admit(self, step: Step, now: float) -> None:
         """Let waiting requests join, in turn, while there are tokens, places and blocks."""
@@ -268,6 +282,8 @@ class Scheduler:
             key = request.adapter
             if key is not None and not self._may_use(key):
                 continue
+            if not self._running.in_budget(request, step):
+                return
             cached = self._running.fits(request)
             if cached is None:
                 return  # It keeps its turn, so that blocks gather for it.
@@ -291,7 +307,7 @@ class Scheduler:
     def _revive_claims(self) -> None:
         """Bring claims that the device has room for back into the round, oldest first."""
         for key in self._residency.device.take_reopened():
-            self._queues.resume(key)
+            self._seat(key)
         for key in self._queues.parked(MAX_CLAIMS_SEEN):
             self._reserve_if_due(key)
             standing = self._residency.standing(key)

@@ -27,6 +27,7 @@ from configs.model import ModelConfig
 _PACKAGE_ROOT = Path(__file__).resolve().parent.parent
 _ADAPTER_FILES = ["adapter_config.json", "adapter_model*.safetensors*"]
 _MODEL_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+_PICKLED_FILES = ["pytorch_model*.bin"]
 _HASH_BYTES = 1 << 20
 
 Fingerprint = tuple[tuple[str, int, int], ...]
@@ -50,9 +51,10 @@ def fetch_model(config: ModelConfig) -> Path:
     for folder in (Path(config.id), _PACKAGE_ROOT / config.id):
         if (folder / "config.json").is_file():
             return folder.resolve()
+    patterns = [*_MODEL_FILES, *(_PICKLED_FILES if config.allow_pickle else [])]
     try:
         found = snapshot_download(
-            config.id, revision=config.revision, allow_patterns=_MODEL_FILES, etag_timeout=10
+            config.id, revision=config.revision, allow_patterns=patterns, etag_timeout=10
         )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ModelNotFound(

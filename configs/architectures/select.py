@@ -6,6 +6,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from configs.architectures import padded
 from configs.architectures.base import ArchitectureError, ModelArchitecture
 
 FAMILIES: dict[str, str] = {
@@ -25,20 +26,46 @@ FAMILIES: dict[str, str] = {
 
 def load_architecture(folder: Path) -> ModelArchitecture:
     """Read `folder`/config.json; ArchitectureError says what is missing or not supported."""
-    path = folder / "config.json"
-    if not path.is_file():
-        raise ArchitectureError(f"{folder} holds no config.json: is this a model's folder?")
-    return parse_architecture(json.loads(path.read_text(encoding="utf-8")))
+    return parse_architecture(_read(folder))
+
+
+def load_padded(folder: Path) -> padded.PaddedArchitecture:
+    """Read `folder`/config.json for the padded model, which serves known families too."""
+    config = _read(folder)
+    name = next((n for n in config.get("architectures") or [] if padded.is_causal(n)), None)
+    if name is None:
+        raise _unsupported(config)
+    return padded.parse(name, config)
 
 
 def parse_architecture(config: Mapping[str, Any]) -> ModelArchitecture:
-    """Normalise a config.json; ArchitectureError for unknown architectures and settings."""
+    """Normalise a config.json; ArchitectureError for settings that are not served.
+
+    A causal language model of no known family is a PaddedArchitecture.
+    """
     names = config.get("architectures") or []
     for name in names:
         if name in FAMILIES:
             parsed: ModelArchitecture = import_module(FAMILIES[name]).parse(name, config)
             return parsed
-    raise ArchitectureError(
+    for name in names:
+        if padded.is_causal(name):
+            return padded.parse(name, config)
+    raise _unsupported(config)
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ArchitectureError(f"{folder} holds no config.json: is this a model's folder?")
+    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return config
+
+
+def _unsupported(config: Mapping[str, Any]) -> ArchitectureError:
+    names = config.get("architectures") or []
+    return ArchitectureError(
         f"architecture {', '.join(map(str, names)) or '(none named)'} is not supported; "
-        f"known: {', '.join(sorted(FAMILIES))}"
+        f"known: {', '.join(sorted(FAMILIES))}, and any other causal language model "
+        "(...ForCausalLM, ...LMHeadModel) of transformers"
     )

@@ -2,9 +2,11 @@
 
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 from ray.util import get_current_placement_group
 
+from configs.runtime import RuntimeConfig
 from configs.serve import ServeConfig
 from deployments.contract import Completion, EngineInfo, GenerateRequest, ReplyAddress
 from deployments.driver.engine import Engine
@@ -30,6 +32,10 @@ class DriverDeployment:
         await self._engine.start()
         for what, choice in (await self._engine.describe()).chosen.items():
             logger.info("%s: %s", what, choice)
+
+    async def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Serve's way to apply a changed `user_config`: nothing restarts."""
+        await self._engine.reconfigure(RuntimeConfig.model_validate(user_config))
 
     async def generate(self, request: GenerateRequest, reply_to: ReplyAddress) -> Completion:
         """One HTTP request, to its end."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from configs.adapters import AdapterError, AdapterKey, AdapterReference, parse_reference
 from configs.engine import EngineConfig
+from configs.runtime import RuntimeConfig
 from configs.sampling import FinishReason, Sampling, Stopping
 from deployments.contract import (
     Completion,
@@ -53,6 +54,7 @@ class Engine:
         self._directory = AdapterDirectory(AdapterSources(config.adapters))
         self._sender = FrameSender(self)
         self._streams = Streams(self._sender.send)
+        self._pins: set[AdapterKey] = set()
         self.steps = StepLog()
         self._loop: EngineLoop | None = None
 
@@ -90,6 +92,26 @@ class Engine:
         """What each rank of the present group reported when it had loaded."""
         assert self._loop is not None, "start comes first"
         return self._loop.reports
+
+    async def reconfigure(self, runtime: RuntimeConfig) -> None:
+        """Apply an operator's settings in place; AdapterError names a pin that cannot be had."""
+        changes = {
+            name: value
+            for name in ("max_queued", "max_step_tokens")
+            if (value := getattr(runtime, name)) is not None
+        }
+        config = self._config.model_copy(
+            update={"limits": self._config.limits.model_copy(update=changes)}
+        )
+        limits = Limits.from_config(EngineConfig.model_validate(config.model_dump()))
+        references = [self._reference(text) for text in runtime.pinned_adapters]
+        pins = {await self._directory.resolve(reference, None) for reference in references}
+        self._post(lambda scheduler, now: _reconfigured(scheduler, limits))
+        for key in self._pins - pins:
+            self._pin(key, False)
+        for key in pins - self._pins:
+            self._pin(key, True)
+        self._pins = pins
 
     async def generate(self, request: GenerateRequest, reply_to: ReplyAddress) -> Completion:
         """Run all sequences to their end; a caller that goes away ends them within two steps."""
@@ -186,9 +208,9 @@ class Engine:
         """Pin the configured adapters and run a token through each; a bad one ends start-up."""
         adapters = self._config.adapters
         for text in adapters.preload:
-            reference = parse_reference(text, adapters.default_source)
+            reference = self._reference(text)
             key = await self._directory.resolve(reference, None)
-            self._pin(key)
+            self._pin(key, True)
             one_token = SequenceRequest([0], Sampling(), Stopping(1))
             trial = GenerateRequest(f"preload-{reference.id}", [one_token], reference)
             ending = (await self._run(trial, key, time.monotonic(), _NOWHERE)).sequences[0].ending
@@ -196,8 +218,11 @@ class Engine:
                 raise ValueError(f"adapters.preload: {text!r}: {ending.message}")
             logger.info("adapter %s is loaded", reference.id)
 
-    def _pin(self, key: AdapterKey) -> None:
-        self._post(lambda scheduler, now: scheduler.adapter(AdapterPinned(key, True), now))
+    def _reference(self, text: str) -> AdapterReference:
+        return parse_reference(text, self._config.adapters.default_source)
+
+    def _pin(self, key: AdapterKey, pinned: bool) -> None:
+        self._post(lambda scheduler, now: scheduler.adapter(AdapterPinned(key, pinned), now))
 
     def _post(self, command: Callable[[Scheduler, float], Sequence[Event]]) -> None:
         assert self._loop is not None, "start comes first"
@@ -248,6 +273,11 @@ def stop_token_ids(folder: Path) -> tuple[int, ...]:
         if found is not None:
             return tuple(found) if isinstance(found, list) else (found,)
     return ()
+
+
+def _reconfigured(scheduler: Scheduler, limits: Limits) -> Sequence[Event]:
+    scheduler.reconfigure(limits)
+    return []
 
 
 def _refusal(request: GenerateRequest, failure: Failed) -> Completion:

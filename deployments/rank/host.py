@@ -13,6 +13,7 @@ from deployments.rank.messages import LoadReport
 from deployments.rank.transport import Channel
 from deployments.rank.worker import Worker
 from modeling.loading import pick_device
+from modeling.padded_runner import PaddedRunner
 from modeling.runner import ModelRunner
 from scheduler.plan import Capacity
 from sharding.group import connect
@@ -50,14 +51,14 @@ class RankHost:
             update={"model": config.model.model_copy(update={"id": folder})}
         )
         self._rank = rank
-        self._runner: ModelRunner | None = None
+        self._runner: ModelRunner | PaddedRunner | None = None
         self._started = time.monotonic()
 
     def measure(self, store: Store, timeout_s: float) -> int:
         """Join the group and load the weights; returns how many cache blocks would fit."""
         device = self._enter_thread()
         group = connect(store, self._rank, self._config.tensor_parallel, device, timeout_s)
-        self._runner = ModelRunner(self._config, group, device)
+        self._runner = self._make_runner(group, device)
         return self._runner.measure()
 
     def allocate(self, num_blocks: int) -> LoadReport:
@@ -73,6 +74,8 @@ class RankHost:
             adapter_slots=report.adapter_slots,
             host_bytes=report.host_bytes,
             max_total_tokens=report.max_total_tokens,
+            chunked=self._runner.chunked,
+            prefix_caching=self._runner.prefix_caching,
         )
         return LoadReport(
             rank=self._rank,

@@ -22,6 +22,7 @@ from modeling.attention.kv_cache import LayerCache
 
 Words = npt.NDArray[np.int32]
 
+
 @dataclass(frozen=True)
 class AttentionSpec:
     """What a backend is built for.

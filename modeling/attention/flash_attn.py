@@ -131,9 +131,7 @@ class FlashAttention(AttentionBackend):
         )
         return out.squeeze(1)
 
-    def _prefill(
-        self, q: Tensor, cache: LayerCache, rows: LongRows, window: int | None
-    ) -> Tensor:
+    def _prefill(self, q: Tensor, cache: LayerCache, rows: LongRows, window: int | None) -> Tensor:
         out: Tensor = flash_attn_varlen_func(
             q,
             cache.keys,

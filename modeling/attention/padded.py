@@ -9,7 +9,7 @@ transformers, so that even what nobody reads is equal.
 """
 
 from collections.abc import Sequence
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ class GrowingCache:
         self._pairs: list[tuple[Tensor, Tensor]] = []
         self._cache: KeyValueCache | None = None
         if given is None or isinstance(given, Sequence):
-            self._pairs = [(pair[0], pair[1]) for pair in cast(Pairs, given or ())]
+            self._pairs = [(pair[0], pair[1]) for pair in given or ()]
             self.length = self._pairs[0][0].shape[2] if self._pairs else 0
         else:
             self._cache = given
@@ -110,7 +110,7 @@ class PaddedAttention:
 
     def _rows(self, x: Tensor) -> Tensor:
         """[batch * n, heads, head_dim] to [batch, heads, n, head_dim]."""
-        return x.unflatten(0, (self._batch, -1)).transpose(1, 2)
+        return x.view(self._batch, -1, *x.shape[1:]).transpose(1, 2)
 
     def _gathered(self, weights: Tensor) -> Tensor:
         """All ranks' heads."""

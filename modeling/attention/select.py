@@ -83,4 +83,6 @@ def _load(name: engine.AttentionBackend) -> type[AttentionBackend]:
     except ImportError as error:
         package = PACKAGES.get(name)
         how = f"; pip install {package}" if package else ""
-        raise ValueError(f"attention backend {name.value!r} is not installed: {error}{how}") from error
+        raise ValueError(
+            f"attention backend {name.value!r} is not installed: {error}{how}"
+        ) from error

@@ -53,12 +53,9 @@ def rotate_and_store(
     fused = fused_ops(qkv.device)
     if fused and angles and stored is None and angles[0].shape[-1] == split.shape[-1]:
         return fused.rotate_and_store(split, heads.num_heads, angles, cache, slots)
-    rotated, values = split[:, :num_rotated], split[:, num_rotated:]
-    if angles is not None:
-        rotated = rotate(rotated, *angles)
-    keys = rotated[:, heads.num_heads :]
+    queries, keys, values = split_heads(qkv, heads, angles)
     if stored is None:
         cache.store(keys, values, slots)
     else:
         cache.store(keys[stored], values[stored], slots[stored])
-    return rotated[:, : heads.num_heads]
+    return queries

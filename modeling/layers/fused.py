@@ -21,9 +21,7 @@ class FusedOps:
 
     add_rms_norm: Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]]
     silu_mul: Callable[[Tensor], Tensor]
-    rotate_and_store: Callable[
-        [Tensor, int, tuple[Tensor, Tensor], LayerCache, Tensor], Tensor
-    ]
+    rotate_and_store: Callable[[Tensor, int, tuple[Tensor, Tensor], LayerCache, Tensor], Tensor]
 
 
 def fused_ops(device: torch.device) -> FusedOps | None:

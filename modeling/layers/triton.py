@@ -48,9 +48,7 @@ def _add_rms_norm(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _silu_mul(
-    gate_up: Pointer, out: Pointer, size: tl.constexpr, width: tl.constexpr
-) -> None:
+def _silu_mul(gate_up: Pointer, out: Pointer, size: tl.constexpr, width: tl.constexpr) -> None:
     """One run of `width` columns of one row."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * width + tl.arange(0, width)

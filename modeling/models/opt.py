@@ -169,10 +169,11 @@ class OPTDecoderLayer(nn.Module):
         x = hidden_states
         if self._norm_first:
             x = x + self.self_attn(self.self_attn_layer_norm(x), attention, adapter_data)
-            return x + self.mlp(self.final_layer_norm(x), adapter_data)
-        x = self.self_attn_layer_norm(x + self.self_attn(x, attention, adapter_data))
-        out: Tensor = self.final_layer_norm(x + self.mlp(x, adapter_data))
-        return out
+            x = x + self.mlp(self.final_layer_norm(x), adapter_data)
+        else:
+            x = self.self_attn_layer_norm(x + self.self_attn(x, attention, adapter_data))
+            x = self.final_layer_norm(x + self.mlp(x, adapter_data))
+        return x
 
 
 class OPTDecoder(nn.Module):

@@ -108,16 +108,16 @@ def answer(model: PaddedModel, call: PaddedCall) -> PaddedAnswer:
     trace: list[Tensor] | None = [] if call.output_hidden_states else None
     flat = positions.expand(batch, num_queries).flatten()
     last = model.decode(embeds.flatten(0, 1), flat, attention, trace)
-    logits = model.logits(last).unflatten(0, (batch, -1))
+    logits = _rows(model.logits(last), batch)
     keeps = model.use_cache if call.use_cache is None else call.use_cache
     # transformers types its fields for no kind of cache but its own.
     past: Any = cache.result if keeps else None
     output = CausalLMOutputWithPast(
-        loss=None if call.labels is None else _loss(logits, call.labels),  # type: ignore[arg-type]
-        logits=logits,  # type: ignore[arg-type]
+        loss=None if call.labels is None else _loss(logits, call.labels),
+        logits=logits,
         past_key_values=past,
         hidden_states=_unpacked(trace, last, batch),
-        attentions=None if attention.weights is None else tuple(attention.weights),  # type: ignore[arg-type]
+        attentions=None if attention.weights is None else tuple(attention.weights),
     )
     return output if call.return_dict in (None, True) else output.to_tuple()
 
@@ -128,7 +128,7 @@ def _embeds(model: PaddedModel, call: PaddedCall) -> Tensor:
         return call.inputs_embeds
     if call.input_ids is None or call.inputs_embeds is not None:
         raise ValueError("exactly one of input_ids and inputs_embeds must be given")
-    return model.embed(call.input_ids.flatten()).unflatten(0, tuple(call.input_ids.shape))
+    return _rows(model.embed(call.input_ids.flatten()), len(call.input_ids))
 
 
 def _mask(given: Tensor | None, shape: tuple[int, int], device: torch.device) -> Tensor:
@@ -153,4 +153,9 @@ def _unpacked(trace: list[Tensor] | None, last: Tensor, batch: int) -> Any:
     """One [batch, n, width] for what enters each layer, and what the head reads."""
     if trace is None:
         return None
-    return tuple(hidden.unflatten(0, (batch, -1)) for hidden in (*trace, last))
+    return tuple(_rows(hidden, batch) for hidden in (*trace, last))
+
+
+def _rows(packed: Tensor, batch: int) -> Tensor:
+    """[batch * n, width] to [batch, n, width]."""
+    return packed.view(batch, -1, packed.shape[-1])

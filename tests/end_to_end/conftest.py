@@ -10,11 +10,13 @@ import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import torch
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,10 +41,14 @@ def free_port() -> int:
 
 
 def demo_config(port: int) -> dict[str, Any]:
+    """serve_config.yaml on a port of its own; on a GPU host over its GPUs, two at most."""
     config: dict[str, Any] = yaml.safe_load((ROOT / "serve_config.yaml").read_text())
     config["http_options"]["port"] = port
     engine = config["applications"][0]["args"]["engine"]
     engine["recovery"] = {"step_timeout_s": 5.0}
+    if torch.cuda.is_available():
+        engine["device"] = "cuda"
+        engine["tensor_parallel"] = min(2, torch.cuda.device_count())
     return config
 
 
@@ -58,7 +64,9 @@ def environment() -> dict[str, str]:
 def start(config: Path, port: int) -> Served:
     """Run `loray serve` until it has announced itself."""
     before = shared_memory()
-    command = [str(Path(sys.executable).with_name("loray")), "serve", str(config)]
+    command = [sys.executable, "-m", "deployments.cli", "serve", str(config)]
+    if find_spec("aiohttp_cors") is None:
+        command.append("--no-dashboard")  # Ray's page needs packages that are not here
     process = subprocess.Popen(
         command,
         cwd=ROOT,

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable
+from functools import partial
 
 import httpx
 import psutil
@@ -19,17 +20,12 @@ from tests.end_to_end.clients import (
     stream_text,
 )
 from tests.end_to_end.conftest import Served
+from tests.end_to_end.processes import drivers, processes
 
 NUM_STREAMS = 10
 TOKENS_BEFORE = 3
 
 pytestmark = pytest.mark.ray
-
-
-def processes(served: Served, title: str) -> list[psutil.Process]:
-    """The app's processes whose title, as Ray sets it, holds `title`."""
-    family = psutil.Process(served.process.pid).children(recursive=True)
-    return [p for p in family if p.is_running() and title in " ".join(p.cmdline())]
 
 
 def rank_pids(served: Served) -> list[int]:
@@ -55,7 +51,7 @@ def struck(
         statuses: set[int] = set()
         async with httpx.AsyncClient(timeout=120) as client:
             streams = [
-                asyncio.create_task(stream_text(client, served.url, model, q, lambda i=i: heard(i)))
+                asyncio.create_task(stream_text(client, served.url, model, q, partial(heard, i)))
                 for i, (model, q) in enumerate(asked)
             ]
             await asyncio.wait_for(speaking.wait(), 60)
@@ -81,13 +77,14 @@ def test_a_rank_dies_or_hangs_and_every_stream_goes_on(
     served: Served, answers: Answers, rank: int, blow: signal.Signals
 ) -> None:
     pids = rank_pids(served)
-    [driver] = processes(served, "ServeReplica:loray:Driver")
-    told, expected, statuses = struck(served, answers, lambda: os.kill(pids[rank], blow))
+    victim = pids[rank % len(pids)]
+    [driver] = drivers(served)
+    told, expected, statuses = struck(served, answers, lambda: os.kill(victim, blow))
     assert told == expected
     assert 503 in statuses, "/health did not say that the ranks were being rebuilt"
     assert not set(rank_pids(served)) & set(pids), "the ranks were not replaced"
     assert not [pid for pid in pids if psutil.pid_exists(pid)], "old ranks were left behind"
-    assert processes(served, "ServeReplica:loray:Driver") == [driver]
+    assert drivers(served) == [driver]
     assert httpx.get(f"{served.url}/health").status_code == 200
 
 
@@ -107,7 +104,7 @@ def wait_until_healthy(served: Served) -> None:
 
 def test_a_driver_dies_and_its_streams_end_with_an_error(served: Served, answers: Answers) -> None:
     pids = rank_pids(served)
-    [driver] = processes(served, "ServeReplica:loray:Driver")
+    [driver] = drivers(served)
     told, expected, _ = struck(served, answers, driver.kill)
     for said, right in zip(told, expected, strict=True):
         assert said == right or isinstance(said, StreamError), said

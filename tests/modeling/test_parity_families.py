@@ -1,8 +1,20 @@
 """GPT-2, OPT and GPT-NeoX: transformers + PEFT and the runner give the same tokens and logits."""
 
-import pytest
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
 
-from modeling.models import gpt2
+import pytest
+from torch import Tensor
+from torch.nn import functional as F
+
+from configs.architectures.rope import Rope
+from modeling.adapters.kernels.base import AdapterData
+from modeling.adapters.linear import AdapterRowLinear
+from modeling.adapters.projection import Projection
+from modeling.models import gpt2, gpt_neox, opt
+from sharding.group import TensorParallel
+from sharding.linear import RowParallelLinear
 from sharding.slicing import Segments
 from tests.checkpoints_others import (
     GPT2_ADAPTERS,
@@ -25,6 +37,7 @@ OTHERS = [
     for variant in VARIANTS[family]
     if variant != FIRST[family]
 ]
+Cut = Callable[[Segments, int], Segments]
 MIXED = [BASE, "r4", "r16", "rows"]
 
 
@@ -53,8 +66,111 @@ def test_other_shapes(world: World, family: str, variant: str) -> None:
     compare(world, Setting(family, variant, 2, MIXED))
 
 
-GPT2_ALONE = Setting("gpt2", "plain", 2, ["columns"])
+GPT2_COLUMNS = Setting("gpt2", "plain", 2, ["columns"])
 GPT2_BY_LAYER = Setting("gpt2", "by_layer", 1, [BASE])
-OPT_ALONE = Setting("opt", "plain", 1, [BASE])
-NEOX_ALONE = Setting("gpt_neox", "parallel", 2, ["columns"])
+OPT_BASE = Setting("opt", "plain", 1, [BASE])
+NEOX_COLUMNS = Setting("gpt_neox", "parallel", 2, ["columns"])
+NEOX_BASE = Setting("gpt_neox", "parallel", 2, [BASE])
 NEOX_ROWS = Setting("gpt_neox", "parallel", 2, ["rows"])
+
+
+def one_block(heads: Segments, size: int) -> Segments:
+    """The rank's run of a [q | k | v] matrix as if it were one map. heads: its columns of q."""
+    ((start, stop),) = heads
+    return ((3 * start, 3 * stop),)
+
+
+def plain_parts(heads: Segments, size: int) -> Segments:
+    """GPT-2's cut: [q | k | v] one behind the other."""
+    return gpt2.fused_qkv(heads, 64)
+
+
+def in_projections_only(
+    monkeypatch: pytest.MonkeyPatch, family: ModuleType, builder: str, cut: Cut
+) -> None:
+    """Cut adapters' fused matrix by another rule than the base weight's."""
+    real = getattr(family, builder)
+
+    def projections(config: Any, group: TensorParallel) -> tuple[Projection, ...]:
+        with pytest.MonkeyPatch.context() as inside:
+            inside.setattr(family, "fused_qkv", cut)
+            found: tuple[Projection, ...] = real(config, group)
+            return found
+
+    monkeypatch.setattr(family, builder, projections)
+
+
+def test_gpt2_adapter_cut_as_one_block(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_projections_only(monkeypatch, gpt2, "gpt2_projections", one_block)
+    expect_mismatch(world, GPT2_COLUMNS)
+
+
+def test_gpt2_weight_cut_as_one_block(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpt2, "fused_qkv", one_block)
+    expect_mismatch(world, Setting("gpt2", "plain", 2, [BASE]))
+
+
+def test_gpt2_layer_scaling_dropped(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = gpt2.FlashGPT2Attention.__init__
+
+    def unscaled(self: gpt2.FlashGPT2Attention, *args: Any) -> None:
+        real(self, *args)
+        self.query_scale = 1.0
+
+    monkeypatch.setattr(gpt2.FlashGPT2Attention, "__init__", unscaled)
+    expect_mismatch(world, GPT2_BY_LAYER)
+
+
+def test_opt_positions_from_zero(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lookup(self: opt.OPTLearnedPositionalEmbedding, position_ids: Tensor) -> Tensor:
+        return F.embedding(position_ids, self.weight)
+
+    monkeypatch.setattr(opt.OPTLearnedPositionalEmbedding, "forward", lookup)
+    expect_mismatch(world, OPT_BASE)
+
+
+@pytest.mark.parametrize("cut", [plain_parts, one_block])
+def test_neox_adapter_cut_as_if_not_per_head(
+    world: World, monkeypatch: pytest.MonkeyPatch, cut: Cut
+) -> None:
+    in_projections_only(monkeypatch, gpt_neox, "gpt_neox_projections", cut)
+    expect_mismatch(world, NEOX_COLUMNS)
+
+
+def test_neox_weight_read_as_plain_parts(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpt_neox, "fused_qkv", plain_parts)
+    expect_mismatch(world, NEOX_BASE)
+
+
+def test_neox_whole_head_rotated(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Rope, "width", lambda self, head_dim: head_dim)
+    expect_mismatch(world, NEOX_BASE)
+
+
+def test_neox_second_bias_on_every_rank(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Biases join once, in rank 0's summand."""
+    real = RowParallelLinear.__init__
+
+    def biased(self: RowParallelLinear, name: str, shape: Any, cut: Any, *rest: Any) -> None:
+        real(self, name, shape, cut, *rest)
+        self.bias = rest[1].parameter(f"{name}.bias", shape[:1])
+
+    monkeypatch.setattr(RowParallelLinear, "__init__", biased)
+    expect_mismatch(world, NEOX_BASE)
+
+
+def test_neox_row_deltas_dropped_from_the_shared_sum(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def partial(self: AdapterRowLinear, x: Tensor, adapter_data: AdapterData | None) -> Tensor:
+        return self.base.partial(x)
+
+    monkeypatch.setattr(AdapterRowLinear, "partial", partial)
+    expect_mismatch(world, NEOX_ROWS)
+
+
+@pytest.mark.parametrize(
+    "setting", [GPT2_COLUMNS, GPT2_BY_LAYER, OPT_BASE, NEOX_COLUMNS, NEOX_BASE, NEOX_ROWS]
+)
+def test_without_a_fault_nothing_differs(world: World, setting: Setting) -> None:
+    compare(world, setting)

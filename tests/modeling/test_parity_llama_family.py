@@ -4,19 +4,25 @@ Every model is judged on 1, 2 and 4 ranks, alone and with adapters in one batch.
 are longer than the windows, and prompts come in chunks that are shorter.
 """
 
+import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from configs.architectures.rope import Rope
 from configs.engine import LimitsConfig
+from configs.model import ModelConfig
 from configs.sampling import Sampling
-from modeling.attention.sdpa import SdpaAttention
+from modeling.attention.sdpa import SdpaAttention, SdpaStep
 from modeling.layers import rotary
 from modeling.models import llama, llama_projections
 from modeling.runner import ModelRunner
+from sharding.checkpoint import CheckpointError
 from sharding.group import TensorParallel
 from sharding.slicing import Segments
 from tests.checkpoints import load_oracle, oracle_greedy, oracle_logits, write_relative
@@ -91,6 +97,35 @@ def test_only_dynamic_rope_goes_beyond_the_models_length(tmp_path: Path) -> None
         run_ranks(1, partial(_dynamic, folder, 200, [[1]]))
 
 
+@pytest.mark.parametrize("shards", [1, 3])
+def test_pickled_weights_give_the_same_model(tmp_path: Path, shards: int) -> None:
+    folder = write_relative(tmp_path, "phi3")
+    oracle = load_oracle(folder)
+    path = folder / "model.safetensors"
+    tensors = sorted(load_file(path).items())
+    path.unlink()
+    with pytest.raises(CheckpointError, match=r"model\.allow_pickle"):
+        run_ranks(1, partial(_pickled, folder, False))
+    names = (
+        [f"pytorch_model-{i}.bin" for i in range(shards)] if shards > 1 else ["pytorch_model.bin"]
+    )
+    for i, name in enumerate(names):
+        torch.save(dict(tensors[i::shards]), folder / name)
+    if shards > 1:
+        weight_map = {key: names[i % shards] for i, (key, _) in enumerate(tensors)}
+        index = json.dumps({"weight_map": weight_map})
+        (folder / "pytorch_model.bin.index.json").write_text(index)
+    expected = oracle_greedy(oracle, [1, 5, 9], 12)
+    assert run_ranks(2, partial(_pickled, folder, True)) == [expected] * 2
+
+
+def _pickled(folder: Path, allow_pickle: bool, group: TensorParallel) -> list[int]:
+    model = ModelConfig(id=str(folder), allow_pickle=allow_pickle)
+    runner = ModelRunner(engine_config(folder, model=model), group, torch.device("cpu"))
+    runner.load()
+    return generate(runner, [Asked([1, 5, 9], 12)], NUM_BLOCKS, BLOCK_SIZE)[0].tokens
+
+
 WINDOWED = Setting("relative", "mistral", 1, [BASE])
 
 
@@ -108,14 +143,14 @@ def test_another_window_is_noticed(
 def test_a_window_on_the_other_layer_is_noticed(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forward = SdpaAttention.forward
+    prepare = SdpaAttention.prepare
 
-    def swapped(self: SdpaAttention, *args: torch.Tensor) -> torch.Tensor:
-        *rest, window = args
-        other = next(w for w in self.spec.windows if w != window)
-        return forward(self, *rest, other)  # type: ignore[arg-type]
+    def swapped(self: SdpaAttention, *lengths: Any) -> SdpaStep:
+        step = prepare(self, *lengths)
+        first, second = step.plans
+        return replace(step, plans={first: step.plans[second], second: step.plans[first]})
 
-    monkeypatch.setattr(SdpaAttention, "forward", swapped)
+    monkeypatch.setattr(SdpaAttention, "prepare", swapped)
     expect_mismatch(world, Setting("relative", "qwen2_window", 1, [BASE]))
 
 

@@ -1,17 +1,41 @@
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
-from modeling.transfer import ALIGNMENT, HostCopy, pack_to_device, to_device
+from modeling.transfer import LINE_BYTES, HostCopy, Staging, pack_to_device, to_device
 
 CPU = torch.device("cpu")
 
 
 def test_packed_arrays_come_apart_again() -> None:
-    arrays = [np.arange(n, dtype=np.int64) + n for n in (3, 0, 17, 16, 1)]
+    arrays: list[npt.NDArray[Any]] = [np.arange(n, dtype=np.int64) + n for n in (3, 0, 17, 16, 1)]
+    arrays += [np.arange(6, dtype=np.int32).reshape(2, 3), np.zeros((2, 0), dtype=np.int32)]
     parts = pack_to_device(arrays, CPU)
     assert [part.tolist() for part in parts] == [array.tolist() for array in arrays]
-    assert all(part.storage_offset() % ALIGNMENT == 0 for part in parts)
+    assert [part.dtype for part in parts] == [torch.int64] * 5 + [torch.int32] * 2
+    assert all(part.storage_offset() * part.itemsize % LINE_BYTES == 0 for part in parts)
+
+
+def test_packing_follows_indices_and_not_memory() -> None:
+    transposed = np.arange(6, dtype=np.int32).reshape(2, 3).T
+    (part,) = pack_to_device([transposed], CPU)
+    assert part.tolist() == transposed.tolist()
+
+
+def test_staging_takes_turns() -> None:
+    staging = Staging(8, CPU)
+    turns = []
+    for step in range(4):
+        turn, host = staging.begin()
+        host[:] = step
+        staging.send(4)
+        staging.sent()
+        turns.append(turn)
+        assert staging.device_bytes.tolist() == [step] * 4 + [0] * 4
+    assert turns == [1, 0, 1, 0]
 
 
 def test_an_array_keeps_its_type_and_order() -> None:
@@ -30,3 +54,17 @@ def test_a_copy_is_not_overwritten_by_a_later_step() -> None:
     device = torch.device("cuda")
     copies = [HostCopy([to_device(np.full(1000, n), device) * 2]) for n in range(50)]
     assert all(set(copy.wait()[0].tolist()) == {2 * n} for n, copy in enumerate(copies))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_turn_is_not_rewritten_before_it_was_read() -> None:
+    staging = Staging(1 << 20, torch.device("cuda"))
+    seen = []
+    for step in range(60):
+        _, host = staging.begin()
+        host[:] = step
+        staging.send(len(host))
+        staging.sent()
+        seen.append(staging.device_bytes.float().mean())
+    assert [int(value) for value in seen] == list(range(60))

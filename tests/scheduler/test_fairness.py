@@ -40,6 +40,19 @@ def flood(stage: Stage, arrivals: list[Arrive], turns: int, depth: int = 6) -> N
         stage.go_round()
 
 
+def test_a_newcomer_does_not_overtake_older_claims() -> None:
+    """With a slot free now and then, everybody waits about as long as everybody else."""
+    steps, num_adapters = 10, 8
+    stage = Stage(story(ranks=capacity(adapter_slots=2), limits=limits(max_running=8)))
+    for index in range(60):
+        stage.arrive(arrive(new=steps, adapter=index % num_adapters + 1))
+        for _ in range(steps // 2):
+            stage.go_round()
+    stage.run(1000)
+    turns = sorted(waited(stage, client) for client in stage.clients[10:50])
+    assert turns[-1] <= 3 * turns[len(turns) // 2]
+
+
 @pytest.mark.parametrize("steps_of_a_request", [4, 20])
 def test_an_adapter_gets_room_though_another_never_stops(steps_of_a_request: int) -> None:
     stage = Stage(story(ranks=capacity(adapter_slots=1), limits=limits()))

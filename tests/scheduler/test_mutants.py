@@ -8,7 +8,6 @@ from hypothesis.errors import NoSuchExample
 
 from scheduler import prefix
 from scheduler.device import DeviceTier
-from scheduler.prefix import PrefixCache
 from scheduler.request import Request
 from scheduler.resident import Resident
 from scheduler.running import Running
@@ -67,19 +66,6 @@ def forget_the_salt(patch: Patch) -> None:
     patch.setattr(prefix, "salt_of", lambda _: b"")
 
 
-def serve_full_hits(patch: Patch) -> None:
-    """A full hit leaves nothing to compute, so nothing would be sampled."""
-
-    def match(self: PrefixCache, request: Request) -> list[int]:
-        limit = len(request.tokens) // self.block_size
-        digests = prefix.extend_chain(request, limit, self.block_size)[:limit]
-        found = [self._block_of.get(digest) for digest in digests]
-        whole = None not in found and limit * self.block_size == len(request.tokens)
-        return [block for block in found if block is not None] if whole else []
-
-    patch.setattr(PrefixCache, "match", match)
-
-
 def reuse_adapter_pages(patch: Patch) -> None:
     """An adapter's pages come free when its last request ends, under plans in flight."""
 
@@ -93,7 +79,6 @@ MUTANTS: list[Callable[[Patch], None]] = [
     free_before_apply,
     register_before_computed,
     forget_the_salt,
-    serve_full_hits,
     reuse_adapter_pages,
 ]
 

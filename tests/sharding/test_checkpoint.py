@@ -1,27 +1,54 @@
 """Lazy reading by slices, its byte count, and its refusals; the made-up source."""
 
 import json
+import pickle
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from sharding.checkpoint import CheckpointError, DummySource, SafetensorsCheckpoint
+from sharding.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    DummySource,
+    PickledCheckpoint,
+    SafetensorsCheckpoint,
+    open_checkpoint,
+)
 from sharding.slicing import Segments, whole
 
 CPU = torch.device("cpu")
 
 
+def _write_safetensors(tensors: dict[str, Any], folder: Path) -> Checkpoint:
+    save_file(tensors, folder / "model.safetensors")
+    return SafetensorsCheckpoint(folder)
+
+
+def _write_pickle(tensors: dict[str, Any], folder: Path) -> Checkpoint:
+    torch.save(tensors, folder / "pytorch_model.bin")
+    return PickledCheckpoint(folder)
+
+
+Write = Callable[[dict[str, Any], Path], Checkpoint]
+
+
+@pytest.fixture(params=[_write_safetensors, _write_pickle], ids=["safetensors", "pickle"])
+def write(request: pytest.FixtureRequest) -> Write:
+    chosen: Write = request.param
+    return chosen
+
+
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def checkpoint(tmp_path: Path, write: Write) -> Checkpoint:
     matrix = torch.arange(48, dtype=torch.float32).view(8, 6)
-    save_file({"m": matrix, "v": torch.arange(8).half()}, tmp_path / "model.safetensors")
-    return tmp_path
+    return write({"m": matrix, "v": torch.arange(8).half()}, tmp_path)
 
 
-def test_names_shapes_and_types_without_reading(folder: Path) -> None:
-    checkpoint = SafetensorsCheckpoint(folder)
+def test_names_shapes_and_types_without_reading(checkpoint: Checkpoint) -> None:
     assert checkpoint.names() == {"m", "v"}
     assert (checkpoint.shape("m"), checkpoint.shape("v")) == ((8, 6), (8,))
     assert (checkpoint.dtype("m"), checkpoint.dtype("v")) == (torch.float32, torch.float16)
@@ -39,9 +66,8 @@ def test_names_shapes_and_types_without_reading(folder: Path) -> None:
     ],
 )
 def test_reads_the_cut_and_counts_only_its_bytes(
-    folder: Path, rows: Segments, columns: Segments
+    checkpoint: Checkpoint, rows: Segments, columns: Segments
 ) -> None:
-    checkpoint = SafetensorsCheckpoint(folder)
     got = checkpoint.read("m", (8, 6), (rows, columns))
     whole_matrix = torch.arange(48, dtype=torch.float32).view(8, 6)
     pick_rows = [i for start, stop in rows for i in range(start, stop)]
@@ -50,36 +76,93 @@ def test_reads_the_cut_and_counts_only_its_bytes(
     assert checkpoint.bytes_read == 4 * len(pick_rows) * len(pick_columns)
 
 
-def test_a_missing_tensor_and_another_shape_are_named(folder: Path) -> None:
-    checkpoint = SafetensorsCheckpoint(folder)
+def test_a_missing_tensor_and_another_shape_are_named(checkpoint: Checkpoint) -> None:
     with pytest.raises(CheckpointError, match=r"no tensor 'model\.norm\.weight'"):
         checkpoint.read("model.norm.weight", (8,), (whole(8),))
     with pytest.raises(CheckpointError, match=r"'m' has shape \(8, 6\), the model needs \(6, 8\)"):
         checkpoint.read("m", (6, 8), (whole(6), whole(8)))
 
 
-def test_integer_weights_are_refused(tmp_path: Path) -> None:
-    save_file({"q": torch.zeros(4, dtype=torch.int8)}, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match="'q' is stored as I8"):
-        SafetensorsCheckpoint(tmp_path).read("q", (4,), (whole(4),))
+def test_integer_weights_are_refused(tmp_path: Path, write: Write) -> None:
+    checkpoint = write({"q": torch.zeros(4, dtype=torch.int8)}, tmp_path)
+    with pytest.raises(CheckpointError, match=r"'q' is stored as (I8|torch\.int8)"):
+        checkpoint.read("q", (4,), (whole(4),))
 
 
-def test_shards_are_found_by_the_index(tmp_path: Path) -> None:
-    save_file({"a": torch.ones(2)}, tmp_path / "one.safetensors")
-    save_file({"b": torch.zeros(3)}, tmp_path / "two.safetensors")
-    index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    checkpoint = SafetensorsCheckpoint(tmp_path)
+def write_shards(folder: Path, suffix: str, save: Callable[[dict[str, Any], Path], Any]) -> None:
+    save({"a": torch.ones(2)}, folder / f"one.{suffix}")
+    save({"b": torch.zeros(3)}, folder / f"two.{suffix}")
+    name = "model.safetensors" if suffix == "safetensors" else "pytorch_model.bin"
+    index = {"weight_map": {"a": f"one.{suffix}", "b": f"two.{suffix}"}}
+    (folder / f"{name}.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(("suffix", "save"), [("safetensors", save_file), ("bin", torch.save)])
+def test_shards_are_found_by_the_index(tmp_path: Path, suffix: str, save: Any) -> None:
+    write_shards(tmp_path, suffix, save)
+    checkpoint = open_checkpoint(tmp_path, allow_pickle=True)
     assert checkpoint.names() == {"a", "b"}
     assert checkpoint.read("b", (3,), (whole(3),)).tolist() == [0, 0, 0]
-    (tmp_path / "two.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"lacks two\.safetensors"):
-        SafetensorsCheckpoint(tmp_path)
+    (tmp_path / f"two.{suffix}").unlink()
+    with pytest.raises(CheckpointError, match=rf"lacks two\.{suffix}"):
+        open_checkpoint(tmp_path, allow_pickle=True)
 
 
-def test_a_folder_without_safetensors(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"lacks model\.safetensors: only safetensors"):
-        SafetensorsCheckpoint(tmp_path)
+def test_a_folder_without_weights(tmp_path: Path) -> None:
+    for allow_pickle in (False, True):
+        with pytest.raises(CheckpointError, match=r"lacks model\.safetensors: only safetensors"):
+            open_checkpoint(tmp_path, allow_pickle)
+
+
+def test_pickles_are_opened_only_when_allowed(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(2)}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"set model\.allow_pickle to true"):
+        open_checkpoint(tmp_path, allow_pickle=False)
+    assert isinstance(open_checkpoint(tmp_path, allow_pickle=True), PickledCheckpoint)
+
+
+def test_safetensors_are_preferred(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"never opened")
+    save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
+    assert open_checkpoint(tmp_path, allow_pickle=True).names() == {"a"}
+
+
+class Command:
+    """What a hostile pickle would run."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (pytest.fail, ("code of a pickle was run",))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"a": Command()}, "cannot be read as tensors alone"),
+        ({"a": torch.ones(2), "step": 7}, "holds more than named tensors"),
+        ([torch.ones(2)], "holds more than named tensors"),
+    ],
+)
+def test_a_pickle_may_hold_tensors_alone(tmp_path: Path, content: Any, message: str) -> None:
+    torch.save(content, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=message):
+        PickledCheckpoint(tmp_path)
+
+
+@pytest.mark.parametrize("old", [True, False])
+def test_files_that_cannot_be_mapped(tmp_path: Path, old: bool) -> None:
+    path = tmp_path / "pytorch_model.bin"
+    if old:
+        torch.save({"a": torch.ones(2)}, path, _use_new_zipfile_serialization=False)
+    else:
+        path.write_bytes(pickle.dumps({"a": 1})[:-1])
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin cannot be read.*safetensors"):
+        PickledCheckpoint(tmp_path)
+
+
+def test_what_was_read_does_not_hold_the_file(tmp_path: Path) -> None:
+    checkpoint = _write_pickle({"a": torch.arange(6.0).view(3, 2)}, tmp_path)
+    rows = checkpoint.read("a", (3, 2), (((1, 2),), whole(2)))
+    assert rows.untyped_storage().nbytes() == rows.nbytes == 8
 
 
 def test_dummy_values_depend_on_name_and_cut_alone() -> None:

@@ -45,12 +45,19 @@ def _tile_rank(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _pages(table: "Any", slot: "Any", r: "Any", TABLE_PAGES: tl.constexpr) -> "Any":
+    """Pages of rank rows r; page 0 beyond the adapter's own, which no one reads through."""
+    # Not masked by the rank: that is on its way too, and the two loads need not wait in line.
+    page = r // 8
+    return tl.load(table + page, mask=(slot >= 0) & (page < TABLE_PAGES), other=0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _pool_rows(
-    pool: "Any", table: "Any", layer: "Any", r: "Any", rank: "Any", width: "Any", LAYERS: tl.constexpr
+    pool: "Any", pages: "Any", layer: "Any", r: "Any", width: "Any", LAYERS: tl.constexpr
 ) -> "Any":
-    """Pointers to rank rows r of a [page, LAYERS, 8, width] pool, through a page table."""
-    page = tl.load(table + r // 8, mask=r < rank, other=0).to(tl.int64)
-    return pool + ((page * LAYERS + layer) * 8 + r % 8) * width
+    """Pointers to rank rows r of a [page, LAYERS, 8, width] pool."""
+    return pool + ((pages.to(tl.int64) * LAYERS + layer) * 8 + r % 8) * width
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)  # type: ignore[untyped-decorator]
@@ -107,19 +114,20 @@ def shrink_kernel(
     m = tl.arange(0, BLOCK_M)
     first = tl.load(record + 1)
     tokens = tl.load(record + HEADER + m)
+    table = page_table + (slot * PROJECTIONS + projection) * TABLE_PAGES
+    r = tl.arange(0, BLOCK_R)
+    pages = _pages(table, slot, r, TABLE_PAGES)
     if PDL:
         gdc_wait()
     if rank == 0:
         return
-    table = page_table + (slot * PROJECTIONS + projection) * TABLE_PAGES
     k = tl.arange(0, BLOCK_K)
     start = split * split_width
     stop = tl.minimum(start + split_width, width)
     x_rows = x + tokens.to(tl.int64) * x_stride
     out = partials + ((target * SPLITS + split) * positions + first + m) * MAX_RANK
-    for r0 in range(0, rank, BLOCK_R):
-        r = r0 + tl.arange(0, BLOCK_R)
-        a_rows = _pool_rows(a, table, layer, r, rank, width, LAYERS)
+    for _ in range(0, rank, BLOCK_R):
+        a_rows = _pool_rows(a, pages, layer, r, width, LAYERS)
         s = tl.zeros([BLOCK_R, BLOCK_M], dtype=tl.float32)
         for k0 in range(start, stop, BLOCK_K):
             at = k0 + k
@@ -137,6 +145,8 @@ def shrink_kernel(
         tl.store(
             out[None, :] + r[:, None], s, mask=(r < rank)[:, None] & (tokens >= 0)[None, :]
         )
+        r += BLOCK_R
+        pages = _pages(table, slot, r, TABLE_PAGES)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -229,7 +239,7 @@ def expand_kernel(
     r = tl.arange(0, BLOCK_R)
     table = page_table + (slot * PROJECTIONS + projection) * TABLE_PAGES
     # The first rows come while the shrink still runs.
-    b_rows = _pool_rows(bt, table, layer, r, rank, width, LAYERS)
+    b_rows = _pool_rows(bt, _pages(table, slot, r, TABLE_PAGES), layer, r, width, LAYERS)
     b_mask = (r < rank)[:, None] & (n < width)[None, :]
     b_tile = tl.load(b_rows[:, None] + n[None, :], mask=b_mask, other=0.0)
     if PDL:
@@ -244,11 +254,12 @@ def expand_kernel(
     rows = target * SPLITS * split_stride + (first + m) * MAX_RANK
     s = _summed(partials, rows, live, r, rank, num_splits, split_stride, SPLITS)
     acc = _expanded(b_tile, s, tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32))
-    for r0 in range(BLOCK_R, rank, BLOCK_R):
-        r = r0 + tl.arange(0, BLOCK_R)
-        b_rows = _pool_rows(bt, table, layer, r, rank, width, LAYERS)
-        b_mask = (r < rank)[:, None] & (n < width)[None, :]
-        b_tile = tl.load(b_rows[:, None] + n[None, :], mask=b_mask, other=0.0)
-        s = _summed(partials, rows, live, r, rank, num_splits, split_stride, SPLITS)
-        acc = _expanded(b_tile, s, acc)
+    if MAX_RANK > BLOCK_R:
+        for _ in range(BLOCK_R, rank, BLOCK_R):
+            r += BLOCK_R
+            b_rows = _pool_rows(bt, _pages(table, slot, r, TABLE_PAGES), layer, r, width, LAYERS)
+            b_mask = (r < rank)[:, None] & (n < width)[None, :]
+            b_tile = tl.load(b_rows[:, None] + n[None, :], mask=b_mask, other=0.0)
+            s = _summed(partials, rows, live, r, rank, num_splits, split_stride, SPLITS)
+            acc = _expanded(b_tile, s, acc)
     tl.store(out, (old.to(tl.float32) + acc).to(old.dtype), mask=out_mask)

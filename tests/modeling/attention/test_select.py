@@ -72,5 +72,5 @@ def test_when_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_name_that_nobody_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(select, "BACKENDS", {Name.SDPA: select.BACKENDS[Name.SDPA]})
-    with pytest.raises(ValueError, match="'flashinfer' is not available in this build.*sdpa"):
+    with pytest.raises(ValueError, match=r"'flashinfer' is not available in this build.*sdpa"):
         select_attention(Name.FLASHINFER, SPEC)

@@ -7,13 +7,14 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.phi3 import modeling_phi3
 
 from configs.architectures.rope import LENGTH_DEPENDENT, Rope, RopeType, read_rope
 from modeling.layers.rotary import Rotary, inverse_frequencies, rotate
 
 CPU = torch.device("cpu")
 LENGTH = 4096
+APPLY: Any = modeling_phi3.apply_rotary_pos_emb
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -102,7 +103,7 @@ def test_rotation_at_near_and_far_positions(
     cos, sin = Rotary(ours(name), 64, dtype, CPU).angles(positions)
     assert cos.dtype == sin.dtype == dtype
     want_cos, want_sin = oracle(name, LENGTH)(x, positions[None])
-    want, _ = apply_rotary_pos_emb(x[None], x[None], want_cos, want_sin, unsqueeze_dim=2)
+    want, _ = APPLY(x[None], x[None], want_cos, want_sin, unsqueeze_dim=2)
     torch.testing.assert_close(rotate(x, cos, sin), want[0], atol=tolerance, rtol=0)
 
 
@@ -118,8 +119,8 @@ def test_a_part_of_each_head_is_rotated(fraction: float) -> None:
         pad_token_id=None,
         rope_parameters={"rope_theta": 10000.0, "partial_rotary_factor": fraction},
     )
-    cos, sin = Phi3RotaryEmbedding(config)(x, positions[None])
-    want, _ = apply_rotary_pos_emb(x[None], x[None], cos, sin, unsqueeze_dim=2)
+    cos, sin = modeling_phi3.Phi3RotaryEmbedding(config)(x, positions[None])
+    want, _ = APPLY(x[None], x[None], cos, sin, unsqueeze_dim=2)
     torch.testing.assert_close(got, want[0], atol=1e-5, rtol=0)
     assert torch.equal(got[..., rope.width(64) :], x[..., rope.width(64) :])
 

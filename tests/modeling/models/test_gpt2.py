@@ -134,10 +134,10 @@ def test_the_seeds_signatures() -> None:
     def names(function: Any) -> list[str]:
         return list(inspect.signature(function).parameters)[1:]
 
-    for part in (gpt2.FlashGPT2ForCausalLM, gpt2.FlashGPT2Model):
-        assert names(part.__init__) == ["prefix", "config", "weights"]
-    for part in (gpt2.FlashGPT2Attention, gpt2.GPT2MLP):
-        assert names(part.__init__)[:3] == ["prefix", "config", "weights"]
+    assert names(gpt2.FlashGPT2ForCausalLM.__init__) == ["prefix", "config", "weights"]
+    assert names(gpt2.FlashGPT2Model.__init__) == ["prefix", "config", "weights"]
+    assert names(gpt2.FlashGPT2Attention.__init__)[:3] == ["prefix", "config", "weights"]
+    assert names(gpt2.GPT2MLP.__init__)[:3] == ["prefix", "config", "weights"]
     assert names(gpt2.GPT2Block.__init__) == ["layer_id", "prefix", "config", "weights"]
     assert ", ".join(names(gpt2.FlashGPT2ForCausalLM.forward)) == checks.PAGED
     assert gpt2.FlashGPT2ForCausalLM.paged is gpt2.FlashGPT2ForCausalLM.forward

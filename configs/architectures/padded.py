@@ -1,0 +1,69 @@
+"""Any causal language model that has no paged implementation here, read for what a server asks.
+
+transformers itself knows the rest; this file only finds the few numbers under their many names.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from configs.architectures.base import (
+    ArchitectureError,
+    ModelArchitecture,
+    checkpoint_dtype,
+    refuse_quantised,
+    required,
+    token_ids,
+)
+
+DEFAULT_LENGTH = 2048
+"""Tokens of the longest sequence where a model names no limit of its own: LoRAX's default."""
+
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx")
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_CAUSAL = ("ForCausalLM", "LMHeadModel")
+
+
+class PaddedArchitecture(ModelArchitecture):
+    """A model that runs in transformers' own code, over padded batches.
+
+    limited: whether max_position_embeddings is the model's own (else DEFAULT_LENGTH, a guess).
+    """
+
+    limited: bool
+
+    @property
+    def stretches(self) -> bool:
+        """A model without position embeddings (ALiBi) takes what it is asked to."""
+        return not self.limited
+
+
+def is_causal(name: str) -> bool:
+    """Whether an architecture's name is that of a causal language model."""
+    return any(part in name for part in _CAUSAL)
+
+
+def parse(name: str, config: Mapping[str, Any]) -> PaddedArchitecture:
+    """Normalise the config.json of architecture `name`; ArchitectureError names what is wrong."""
+    refuse_quantised(config)
+    if config.get("is_encoder_decoder"):
+        raise ArchitectureError("is_encoder_decoder: only decoders are served")
+    # Falcon keeps max_position_embeddings in its config when ALiBi makes it meaningless.
+    length = None if config.get("alibi") else _first(config, _LENGTHS)
+    layers = _first(config, _LAYERS)
+    if layers is None:
+        raise ArchitectureError(f"config.json gives none of {', '.join(_LAYERS)}")
+    return PaddedArchitecture(
+        architecture=name,
+        vocab_size=required(config, "vocab_size"),
+        num_layers=layers,
+        max_position_embeddings=length or DEFAULT_LENGTH,
+        limited=length is not None,
+        bos_token_id=config.get("bos_token_id"),
+        eos_token_ids=token_ids(config.get("eos_token_id")),
+        checkpoint_dtype=checkpoint_dtype(config),
+    )
+
+
+def _first(config: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
+    """The first of `keys` that is given."""
+    return next((int(config[key]) for key in keys if config.get(key) is not None), None)

@@ -1,0 +1,57 @@
+"""How the kernels cut a step: tables found with `python -m benchmarks.kernels --tune`."""
+
+from dataclasses import dataclass
+
+import torch
+
+ANY = 2**31 - 1
+"""The largest number of tokens: the last form of a table takes what the others do not."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """How one kernel works: columns a program takes at once, its warps, stages, registers.
+
+    stages: depth of the pipeline that loads ahead. registers: limit a thread; None: as needed.
+    """
+
+    columns: int
+    warps: int
+    stages: int = 1
+    registers: int | None = None
+
+
+@dataclass(frozen=True)
+class Form:
+    """The kernels' sizes for steps of up to `max_tokens` tokens.
+
+    tile_tokens: tokens of one adapter that a program serves. rank_rows: rank rows it takes at
+    once, a multiple of 16. splits: the most parts that the shrink cuts x's width into, a power
+    of two.
+    """
+
+    max_tokens: int
+    tile_tokens: int
+    rank_rows: int
+    splits: int
+    shrink: Blocks
+    expand: Blocks
+
+
+HALF = (
+    Form(128, 8, 16, 16, Blocks(256, 4, 3), Blocks(256, 4)),
+    Form(512, 16, 16, 16, Blocks(256, 4, 3), Blocks(256, 4)),
+    Form(ANY, 64, 16, 4, Blocks(128, 4, 3), Blocks(256, 8)),
+)
+"""bfloat16 and float16. Small tiles while weights are the bytes, large ones when tokens are."""
+
+FLOAT32 = (
+    Form(512, 16, 16, 8, Blocks(64, 4, 2), Blocks(64, 4)),
+    Form(ANY, 32, 16, 4, Blocks(64, 4, 2), Blocks(64, 4)),
+)
+"""float32 without tensor cores: for comparison with the reference, not for speed."""
+
+
+def forms_of(dtype: torch.dtype) -> tuple[Form, ...]:
+    """Return the table of a type, by rising `max_tokens`."""
+    return FLOAT32 if dtype == torch.float32 else HALF

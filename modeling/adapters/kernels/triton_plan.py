@@ -1,0 +1,266 @@
+"""A step's adapters as the Triton kernels see them: tokens cut into tiles, in fixed buffers.
+
+Everything that varies between steps lies in buffers of a `TritonPlan`, at addresses that never
+move; `TritonBatch` launches with grids that hold for any mix of as many tokens. So a captured
+`add` stays right: call `update` before each replay, on the stream of the replay.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from modeling.adapters.bank import AdapterBank
+from modeling.adapters.kernels.base import Target
+from modeling.adapters.kernels.triton_forms import Form, forms_of
+from modeling.adapters.kernels.triton_kernels import expand_kernel, shrink_kernel
+
+HEADER = 8
+"""Integers of a record before its tokens: the slot, the first position, then room: 32 bytes."""
+
+MAX_TARGETS = 3
+"""Projections of one launch."""
+
+Ints = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Projections of one launch, padded to three with places of width 0.
+
+    a, bt: their pools. outputs, offsets: columns of y. inputs: columns of x. layers: of a pool.
+    """
+
+    count: int
+    a: tuple[Tensor, ...]
+    bt: tuple[Tensor, ...]
+    projections: tuple[int, ...]
+    outputs: tuple[int, ...]
+    offsets: tuple[int, ...]
+    inputs: int
+    layers: int
+
+
+class TritonPlan:
+    """The buffers of steps of up to `max_tokens` tokens, written by `update`.
+
+    Steps share them in the order of their stream, so one plan serves a runner.
+    """
+
+    def __init__(
+        self, bank: AdapterBank, max_tokens: int, forms: Sequence[Form] | None = None
+    ) -> None:
+        """Allocate for the bank's device; forms: the tuned table unless given."""
+        self.bank = bank
+        self.forms = tuple(forms) if forms is not None else forms_of(bank.pools[0].a.dtype)
+        self.max_tokens = max_tokens
+        device = bank.page_table.device
+        widest = max(form.rank_rows for form in self.forms)
+        self.max_rank = -(-bank.size.max_rank // widest) * widest
+        self.dependent_launch = _has_dependent_launch(device)
+        used = self._used_forms()
+        records = max(
+            self.max_tiles(tokens) * (HEADER + form.tile_tokens) for form, tokens in used
+        )
+        partials = max(form.splits * tokens for form, tokens in used)
+        partials *= MAX_TARGETS * self.max_rank
+        assert partials < 2**31, "kernels count partial sums in 32 bits"
+        self.records = torch.full((records,), -1, dtype=torch.int32, device=device)
+        self.partials = torch.empty(partials, dtype=torch.float32, device=device)
+        self._groups: dict[tuple[Target, ...], Group] = {}
+
+    def form(self, num_tokens: int) -> Form:
+        """Return how a step of so many tokens is cut."""
+        return next(form for form in self.forms if num_tokens <= form.max_tokens)
+
+    def max_tiles(self, num_tokens: int) -> int:
+        """Return the most tiles that any mix of so many tokens is cut into."""
+        # n tokens of a slot give at most one tile, and one more for each whole tile beyond.
+        distinct = min(self.bank.size.slots, num_tokens)
+        return distinct + (num_tokens - distinct) // self.form(num_tokens).tile_tokens
+
+    def update(self, slots: Sequence[int], lengths: Sequence[int]) -> int:
+        """Describe the next step: a slot (-1: base) and a length for each row, in x's order.
+
+        Returns the number of its tiles. A captured step is padded with rows of slot -1.
+        """
+        of_token = np.repeat(np.asarray(slots, dtype=np.int32), np.asarray(lengths))
+        assert len(of_token) <= self.max_tokens, (len(of_token), self.max_tokens)
+        size = self.form(len(of_token)).tile_tokens
+        records, num_tiles = cut_tiles(of_token, size, self.max_tiles(len(of_token)))
+        host = torch.from_numpy(records.reshape(-1))
+        if self.records.device.type == "cuda":
+            # torch gives pinned memory back only after the copy: two steps may be in flight.
+            host = host.pin_memory()
+        self.records[: len(host)].copy_(host, non_blocking=True)
+        return num_tiles
+
+    def batch(self, num_tokens: int, num_tiles: int | None = None) -> "TritonBatch":
+        """Return the data of steps of so many tokens, with `update`'s tiles or, to capture, any."""
+        tiles = self.max_tiles(num_tokens) if num_tiles is None else num_tiles
+        return TritonBatch(self, num_tokens, tiles)
+
+    def group(self, targets: tuple[Target, ...]) -> Group:
+        """Return what a launch for these targets reads, made once."""
+        found = self._groups.get(targets)
+        if found is None:
+            found = self._groups[targets] = _group(self.bank, targets)
+        return found
+
+    def _used_forms(self) -> list[tuple[Form, int]]:
+        """Each form that steps may take, with the most tokens of such a step."""
+        used = []
+        smaller = 0
+        for form in self.forms:
+            if smaller < self.max_tokens:
+                used.append((form, min(form.max_tokens, self.max_tokens)))
+            smaller = form.max_tokens
+        return used
+
+
+class TritonBatch:
+    """The adapters of one step of `num_tokens` tokens, as the plan's buffers describe it."""
+
+    def __init__(self, plan: TritonPlan, num_tokens: int, num_tiles: int) -> None:
+        """num_tiles: how many records of the plan are looked at."""
+        self._plan = plan
+        self._num_tokens = num_tokens
+        self._num_tiles = num_tiles
+        self._form = plan.form(num_tokens)
+        bank = plan.bank
+        self._tables = (plan.records, bank.page_table, bank.ranks, plan.partials)
+        self._constants: dict[str, Any] = {
+            "PROJECTIONS": bank.ranks.shape[1],
+            "TABLE_PAGES": bank.page_table.shape[2],
+            "TABLE_LAYERS": bank.ranks.shape[2],
+            "MAX_RANK": plan.max_rank,
+            "HEADER": HEADER,
+            "SPLITS": self._form.splits,
+            "BLOCK_M": self._form.tile_tokens,
+            "BLOCK_R": self._form.rank_rows,
+            "PDL": plan.dependent_launch,
+            **({"launch_pdl": True} if plan.dependent_launch else {}),
+        }
+
+    def add(self, y: Tensor, x: Tensor, layer: int, targets: tuple[Target, ...]) -> None:
+        """Add the deltas of `targets` at `layer` into y [tokens, out] in place; x: [tokens, in].
+
+        y[t, o + j] += sum_r (sum_i x[t, i] * A[r, i]) * Bt[r, j], r below the true rank.
+        """
+        assert x.shape[0] == y.shape[0] == self._num_tokens, (x.shape, y.shape, self._num_tokens)
+        assert x.stride(1) == y.stride(1) == 1, (x.stride(), y.stride())
+        if self._num_tiles == 0:
+            return
+        for first in range(0, len(targets), MAX_TARGETS):
+            group = self._plan.group(targets[first : first + MAX_TARGETS])
+            num_splits = self._shrink(x, layer, group)
+            self._expand(y, layer, group, num_splits)
+
+    def _shrink(self, x: Tensor, layer: int, group: Group) -> int:
+        """Leave the partial sums of x A^T and return into how many splits."""
+        blocks = self._form.shrink
+        columns = -(-group.inputs // blocks.columns)
+        split_width = -(-columns // self._form.splits) * blocks.columns
+        num_splits = -(-group.inputs // split_width)
+        shrink_kernel[group.count * num_splits, self._num_tiles](
+            x,
+            *group.a,
+            *self._tables,
+            *group.projections,
+            layer,
+            group.inputs,
+            x.stride(0),
+            split_width,
+            num_splits,
+            self._num_tokens,
+            LAYERS=group.layers,
+            BLOCK_K=blocks.columns,
+            num_warps=blocks.warps,
+            num_stages=blocks.stages,
+            maxnreg=blocks.registers,
+            **self._constants,
+        )
+        return num_splits
+
+    def _expand(self, y: Tensor, layer: int, group: Group, num_splits: int) -> None:
+        """Add the partial sums, times Bt, into y."""
+        blocks = self._form.expand
+        num_blocks = sum(-(-width // blocks.columns) for width in group.outputs)
+        expand_kernel[num_blocks, self._num_tiles](
+            y,
+            *group.bt,
+            *self._tables,
+            *group.projections,
+            layer,
+            *group.outputs,
+            *group.offsets,
+            y.stride(0),
+            num_splits,
+            self._num_tokens,
+            LAYERS=group.layers,
+            BLOCK_N=blocks.columns,
+            num_warps=blocks.warps,
+            num_stages=blocks.stages,
+            maxnreg=blocks.registers,
+            **self._constants,
+        )
+
+
+def triton_batch(bank: AdapterBank, slots: Sequence[int], lengths: Sequence[int]) -> TritonBatch:
+    """Describe one step in buffers of its own; one slot (-1: base) and one length for each row."""
+    num_tokens = sum(lengths)
+    plan = TritonPlan(bank, num_tokens)
+    return plan.batch(num_tokens, plan.update(slots, lengths))
+
+
+def cut_tiles(of_token: Ints, size: int, max_tiles: int) -> tuple[Ints, int]:
+    """Sort tokens by slot and cut them into tiles of up to `size` tokens of one slot.
+
+    of_token: int32 [tokens], -1 for the base. Returns records int32 [max_tiles, HEADER + size],
+    the rest of which is -1, and how many are tiles.
+    """
+    records = np.full((max_tiles, HEADER + size), -1, dtype=np.int32)
+    order = np.argsort(of_token, kind="stable")
+    order = order[np.searchsorted(of_token[order], 0) :]
+    if len(order) == 0:
+        return records, 0
+    slots, starts, counts = np.unique(of_token[order], return_index=True, return_counts=True)
+    tiles = -(-counts // size)
+    first_tiles = np.cumsum(tiles) - tiles
+    positions = np.arange(len(order))
+    within = positions - np.repeat(starts, counts)
+    tile_of = np.repeat(first_tiles, counts) + within // size
+    heads = within % size == 0
+    records[tile_of[heads], 0] = np.repeat(slots, tiles)
+    records[tile_of[heads], 1] = positions[heads]
+    records[tile_of, HEADER + within % size] = order
+    return records, int(tiles.sum())
+
+
+def _group(bank: AdapterBank, targets: tuple[Target, ...]) -> Group:
+    """Gather the pools of up to three projections that share x."""
+    indices = [target.projection for target in targets]
+    layers = {bank.projections[index].num_layers for index in indices}
+    inputs = {bank.projections[index].local_inputs for index in indices}
+    assert len(layers) == len(inputs) == 1, f"projections of one x differ: {indices}"
+    padding = MAX_TARGETS - len(targets)
+    padded = indices + indices[-1:] * padding
+    return Group(
+        count=len(targets),
+        a=tuple(bank.pools[index].a for index in padded),
+        bt=tuple(bank.pools[index].bt for index in padded),
+        projections=tuple(padded),
+        outputs=(*(bank.projections[i].local_outputs for i in indices), *[0] * padding),
+        offsets=(*(target.offset for target in targets), *[0] * padding),
+        inputs=inputs.pop(),
+        layers=layers.pop(),
+    )
+
+
+def _has_dependent_launch(device: torch.device) -> bool:
+    """Whether kernels may start before the one ahead of them has ended: Hopper and later."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

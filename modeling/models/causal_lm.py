@@ -1,0 +1,180 @@
+"""CausalLM: any AutoModelForCausalLM, in transformers' own code, over padded batches.
+
+The way for architectures without a paged implementation. Adapters join each linear module's
+output as everywhere else; what a model does with its cache, its positions and its padding is
+proved by a trial at start, because nothing else says it.
+"""
+
+import inspect
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from modeling.adapters.kernels.base import AdapterData
+from modeling.adapters.projection import Projection
+from modeling.batch import BatchJoin
+from modeling.models.causal_lm_adapters import AdapterHooks, Calls, Spot, place
+from modeling.models.causal_lm_batch import CausalLMBatch
+from modeling.models.causal_lm_cache import Past, cache_bytes, keys_head_dim_last
+from modeling.sampling.sampler import Chosen, choose
+from modeling.sampling.tensors import sampling_tensors
+from configs.sampling import Sampling
+
+__all__ = ["CausalLM", "CausalLMBatch"]
+
+TRIAL = ([5, 3, 7, 1, 4, 6, 2], [6, 1, 3])
+"""Tokens of two rows of unequal length; 7 is the width of no model's heads."""
+
+
+class CausalLM:
+    """A transformers model with adapters, and what its trial showed.
+
+    projections: the linear maps that adapters may change. bytes_per_token: of the cache.
+    keys_head_dim_last: see causal_lm_cache. exact: False where the weights' quantisation makes
+    rows depend on their batch, so that the trial cannot judge padding.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, pad_token_id: int, device: torch.device, exact: bool = True
+    ) -> None:
+        """Try the model out; ValueError when rows of unequal length cannot share its batches.
+
+        device: where its inputs, its logits and all adapters lie.
+        """
+        self.model = model
+        self.pad_token_id = pad_token_id
+        self.device = device
+        self.dtype = model.dtype
+        parameters = inspect.signature(model.forward).parameters
+        self._takes_positions = "position_ids" in parameters
+        self._takes_num_logits = "logits_to_keep" in parameters
+        # Code from elsewhere may know tuples only: it makes its own first cache.
+        self._takes_cache = type(model).__module__.startswith("transformers.")
+        self._hooks = AdapterHooks([], device)
+        self.keys_head_dim_last = True
+        trial = self._try(exact)
+        self.keys_head_dim_last = trial.keys_head_dim_last
+        self.bytes_per_token = trial.bytes_per_token
+        self.projections: tuple[Projection, ...]
+        self.projections, placed = place(trial.spots)
+        self._hooks = AdapterHooks(placed, device)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        position_ids: Tensor,
+        past_key_values: Past | None = None,
+        adapter_data: AdapterData | None = None,
+        last_only: bool = False,
+    ) -> tuple[Tensor, Past]:
+        """(logits [rows, length, vocab], the cache with these tokens in it).
+
+        input_ids, position_ids: int64 [rows, length]. attention_mask: int64 [rows, cached
+        columns + length]. adapter_data: of the rows' tokens in order, padding included.
+        last_only: length is 1 in the logits.
+        """
+        options: dict[str, object] = {}
+        if self._takes_positions:
+            options["position_ids"] = position_ids
+        if last_only and self._takes_num_logits:
+            options["logits_to_keep"] = 1
+        if past_key_values is None and self._takes_cache:
+            # Whole in every layer: one cut to a sliding window could not be padded on its left.
+            past_key_values = DynamicCache()
+        with self._hooks.using(adapter_data):
+            out = self.model(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                past_key_values=past_key_values,
+                use_cache=True,
+                return_dict=True,
+                **options,
+            )
+        logits = out.logits[:, -1:] if last_only else out.logits
+        return logits.to(self.device), out.past_key_values
+
+    def next_logits(self, batch: CausalLMBatch, adapter_data: AdapterData | None = None) -> Tensor:
+        """Compute a batch's inputs into its cache: logits [rows, vocab] of the tokens to be."""
+        logits, batch.past_key_values = self.forward(
+            batch.input_ids,
+            batch.seen,
+            batch.position_ids,
+            batch.past_key_values,
+            adapter_data,
+            last_only=True,
+        )
+        return logits[:, -1]
+
+    def generate_token(
+        self, batch: CausalLMBatch, adapter_data: AdapterData | None = None
+    ) -> tuple[Chosen, CausalLMBatch]:
+        """Choose every row's next token and give the batch that goes on from there."""
+        logits = self.next_logits(batch, adapter_data)
+        params = [request.sampling for request in batch.requests]
+        chosen = choose(logits, sampling_tensors(params, batch.input_lengths, self.device))
+        batch.advance(chosen.tokens)
+        return chosen, batch
+
+    def prompt_logprobs(
+        self, batch: CausalLMBatch, adapter_data: AdapterData | None = None
+    ) -> list[list[float]]:
+        """Natural logprobs of each row's tokens, NaN for the first, before the batch's prefill."""
+        assert batch.past_key_values is None, "the prompt was computed already"
+        logits, _ = self.forward(
+            batch.input_ids, batch.seen, batch.position_ids, adapter_data=adapter_data
+        )
+        known = batch.input_ids[:, 1:, None]
+        found = logits[:, :-1].float().log_softmax(-1).gather(2, known)[:, :, 0].tolist()
+        return [
+            [math.nan, *row[len(row) - length + 1 :]]
+            for row, length in zip(found, batch.input_lengths, strict=True)
+        ]
+
+    def batch(self, requests: list[BatchJoin]) -> CausalLMBatch:
+        """Return a batch of whole sequences for this model."""
+        return CausalLMBatch.from_requests(
+            requests, self.pad_token_id, self.device, self.keys_head_dim_last
+        )
+
+    @torch.inference_mode()
+    def _try(self, exact: bool) -> "_Trial":
+        """Prefill two unequal rows, decode one token, and compare with a row of its own."""
+        calls = Calls(self.model)
+        rows = [BatchJoin(i, tokens, len(tokens), -1, Sampling()) for i, tokens in enumerate(TRIAL)]
+        batch = self.batch(rows)
+        with calls.watch():
+            tokens = self.next_logits(batch).argmax(-1)
+        past = batch.past_key_values
+        assert past is not None
+        size = (len(rows), len(TRIAL[0]))
+        spots = calls.adaptable(*size, self.dtype)
+        trial = _Trial(keys_head_dim_last(past, *size), cache_bytes(past) // math.prod(size), spots)
+        batch.advance(tokens)
+        together = self.next_logits(batch)[1]
+        alone = self.batch([BatchJoin(0, [*TRIAL[1], int(tokens[1])], 1, -1, Sampling())])
+        if exact:
+            _compare(together, self.next_logits(alone)[0])
+        return trial
+
+
+@dataclass(frozen=True)
+class _Trial:
+    keys_head_dim_last: bool
+    bytes_per_token: int
+    spots: list[Spot]
+
+
+def _compare(together: Tensor, alone: Tensor) -> None:
+    """ValueError where padding and a cache change a row's logits by more than rounding."""
+    tolerance = 1e-3 if alone.dtype == torch.float32 else 0.1
+    error = float((together - alone).abs().max())
+    largest = float(alone.abs().max())
+    if not error <= tolerance * largest:
+        raise ValueError(
+            f"the model's logits move by {error:.3g} of {largest:.3g} when a row is padded on its "
+            "left: rows of different lengths cannot share its batches; it is not served"
+        )

@@ -1,0 +1,204 @@
+"""Adapters on a model that knows nothing of them: which of its modules take one, and how.
+
+A linear module takes part when a trial forward showed that it is called once, with every token
+of the batch in order, in the model's own type. What is called otherwise (experts that see some
+tokens, routers in float32, shared modules) is no projection, and adapters on it are refused.
+"""
+
+import logging
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from modeling.adapters.kernels.base import AdapterData, Target
+from modeling.adapters.projection import Projection
+
+logger = logging.getLogger("loray.modeling.causal_lm")
+
+LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+@dataclass(frozen=True)
+class Call:
+    """How a module was called: its input's leading dimensions, and both types."""
+
+    leading: tuple[int, ...]
+    input_dtype: torch.dtype
+    output_dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Spot:
+    """A linear module inside a layer: its path, the layer, and nn.Linear's view of its sizes."""
+
+    path: str
+    layer: int
+    in_features: int
+    out_features: int
+    module: nn.Module
+
+    @property
+    def template(self) -> str:
+        """The path with the layer left open."""
+        return LAYER.sub("{layer}", self.path)
+
+
+class Calls:
+    """What a trial forward shows of a model's linear modules."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Look at every nn.Linear and Conv1D whose path names exactly one layer."""
+        found = (_spot(path, module) for path, module in model.named_modules())
+        self.spots = [spot for spot in found if spot is not None]
+        self._seen: dict[str, list[Call]] = defaultdict(list)
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Note how each module is called meanwhile."""
+        hooks = [
+            spot.module.register_forward_hook(self._note(spot.path)) for spot in self.spots
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def adaptable(self, rows: int, length: int, dtype: torch.dtype) -> list[Spot]:
+        """Return the modules that saw all tokens of a [rows, length] batch, once, in `dtype`."""
+        good = [
+            [Call(leading, dtype, dtype)] for leading in ((rows, length), (rows * length,))
+        ]
+        kept = [spot for spot in self.spots if self._seen[spot.path] in good]
+        left_out = sorted({s.template for s in self.spots} - {s.template for s in kept})
+        if left_out:
+            logger.info("modules that take no adapters: %s", ", ".join(left_out))
+        return kept
+
+    def _note(self, path: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
+        def hook(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+            # An input by keyword would not reach the hook that adds deltas.
+            x = inputs[0] if inputs else output.new_empty(())
+            self._seen[path].append(Call(tuple(x.shape[:-1]), x.dtype, output.dtype))
+
+        return hook
+
+
+def _spot(path: str, module: nn.Module) -> Spot | None:
+    numbers = LAYER.findall(path)
+    if len(numbers) != 1:
+        return None
+    if isinstance(module, nn.Linear):
+        sizes = (module.in_features, module.out_features)
+    elif isinstance(module, Conv1D):
+        sizes = (int(module.nx), int(module.nf))  # Its weight lies as [in, out].
+    else:
+        return None
+    return Spot(path, int(numbers[0]), *sizes, module)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Where a module's delta comes from: index of the projection, and its layer there."""
+
+    spot: Spot
+    projection: int
+    layer: int
+
+
+def place(spots: Sequence[Spot]) -> tuple[tuple[Projection, ...], list[Placed]]:
+    """Make a projection of each kind of module, over all layers.
+
+    Kinds that some layers lack, or have in another size, make one projection for each module.
+    """
+    kinds: dict[str, list[Spot]] = defaultdict(list)
+    for spot in spots:
+        kinds[spot.template].append(spot)
+    groups: dict[str, list[Spot]] = {}
+    for template, members in kinds.items():
+        sizes = {(spot.in_features, spot.out_features) for spot in members}
+        whole = [spot.layer for spot in members] == list(range(len(members)))
+        if whole and len(sizes) == 1:
+            groups[template] = members
+        else:
+            groups.update({spot.path: [spot] for spot in members})
+    names = shortest_names(list(groups))
+    projections = tuple(_projection(names[key], key, group) for key, group in groups.items())
+    placed = [
+        Placed(spot, index, layer)
+        for index, group in enumerate(groups.values())
+        for layer, spot in enumerate(group)
+    ]
+    return projections, placed
+
+
+def _projection(name: str, module: str, group: Sequence[Spot]) -> Projection:
+    inputs, outputs = group[0].in_features, group[0].out_features
+    return Projection(
+        name=name,
+        module=module,
+        in_features=inputs,
+        out_features=outputs,
+        inputs=((0, inputs),),
+        outputs=((0, outputs),),
+        num_layers=len(group),
+    )
+
+
+def shortest_names(paths: Sequence[str]) -> Mapping[str, str]:
+    """Return each path's end, as long as it takes to be unique among them."""
+    ends = {path: path.split(".") for path in paths}
+
+    def name(path: str) -> str:
+        parts = ends[path]
+        for length in range(1, len(parts)):
+            end = parts[-length:]
+            if sum(other[-length:] == end for other in ends.values()) == 1:
+                return ".".join(end)
+        return path
+
+    return {path: name(path) for path in paths}
+
+
+class AdapterHooks:
+    """Adds the step's deltas to what the placed modules return."""
+
+    def __init__(self, placed: Sequence[Placed], device: torch.device) -> None:
+        """Hook the modules; `device` is where adapters lie."""
+        self._data: AdapterData | None = None
+        self._device = device
+        for each in placed:
+            each.spot.module.register_forward_hook(self._hook(each))
+
+    @contextmanager
+    def using(self, data: AdapterData | None) -> Iterator[None]:
+        """Apply `data` to the forwards meanwhile; None is the base model."""
+        self._data = data
+        try:
+            yield
+        finally:
+            self._data = None
+
+    def _hook(self, placed: Placed) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Any]:
+        layer, targets = placed.layer, (Target(placed.projection, 0),)
+
+        def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
+            if self._data is None:
+                return None
+            x, y = inputs[0].flatten(0, -2), output.flatten(0, -2)
+            if y.device == self._device:
+                self._data.add(y, x, layer, targets)
+                return y.view(output.shape)
+            # A layer on another GPU of a model that is spread over several.
+            delta = torch.zeros(y.shape, dtype=y.dtype, device=self._device)
+            self._data.add(delta, x.to(self._device), layer, targets)
+            return output + delta.to(y.device).view(output.shape)
+
+        return hook

@@ -1,0 +1,208 @@
+"""A padded model from its folder: options, pad token, and proof that every weight was there."""
+
+import importlib.util
+import json
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+
+from configs.architectures.base import ArchitectureError
+from configs.architectures.padded import PaddedArchitecture
+from configs.architectures.select import load_padded
+from configs.model import DType, LoadFormat, ModelConfig, Quantize
+from modeling.loading import torch_dtype
+from modeling.models.causal_lm import CausalLM
+from sharding.checkpoint import CheckpointError
+from sharding.sources import fetch_model
+
+logger = logging.getLogger("loray.modeling.causal_lm")
+
+PAD_TOKEN = "[PAD]"
+
+PADDABLE_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+"""The kinds of `layer_types` whose state is one key and value for each position."""
+
+
+@dataclass(frozen=True)
+class LoadedCausalLM:
+    """A padded model, and the bytes and seconds that it took."""
+
+    model: CausalLM
+    architecture: PaddedArchitecture
+    bytes_read: int
+    bytes_resident: int
+    seconds: float
+
+
+def load_causal_lm(config: ModelConfig, device: torch.device, spread: bool) -> LoadedCausalLM:
+    """Read the model that `config` names.
+
+    spread: whether it may lie on all visible GPUs. ArchitectureError and ValueError say what is
+    not served, CheckpointError which weights are missing.
+    """
+    started = time.monotonic()
+    folder = fetch_model(config)
+    architecture = load_padded(folder)
+    _check_quantize(config.quantize, device)
+    model_config = _model_config(config, folder)
+    _check_state(model_config)
+    if config.load_format is LoadFormat.DUMMY:
+        model = _dummy(config, model_config, device)
+        bytes_read = 0
+    else:
+        model = _read(config, folder, device, spread)
+        bytes_read = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    model.eval().requires_grad_(False)
+    pad = pad_token_id(model_config, folder, model.get_input_embeddings().num_embeddings)
+    first = model.get_input_embeddings().weight.device
+    causal = CausalLM(model, pad, first, exact=config.quantize is Quantize.NONE)
+    resident = sum(parameter.nbytes for parameter in model.parameters())
+    seconds = time.monotonic() - started
+    return LoadedCausalLM(causal, architecture, bytes_read, resident, seconds)
+
+
+def pad_token_id(config: PretrainedConfig, folder: Path, vocab_size: int) -> int:
+    """Return the first that the embedding has of: the config's pad and end-of-sequence tokens,
+    the tokenizer's, and a new "[PAD]"; 0 when there is none, for padding is never looked at.
+    """
+    return next((token for token in _candidates(config, folder) if 0 <= token < vocab_size), 0)
+
+
+def _candidates(config: PretrainedConfig, folder: Path) -> Iterator[int]:
+    for name in ("pad_token_id", "eos_token_id"):
+        value = getattr(config, name, None)
+        if value is not None:
+            yield value[0] if isinstance(value, list) else value
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, KeyError):
+        return  # A folder without a tokenizer serves token ids all the same.
+    if tokenizer.eos_token_id is not None:
+        yield tokenizer.eos_token_id
+    tokenizer.add_special_tokens({"pad_token": PAD_TOKEN})
+    yield tokenizer.pad_token_id
+
+
+def _check_quantize(quantize: Quantize, device: torch.device) -> None:
+    if quantize is Quantize.NONE:
+        return
+    if device.type == "cpu":
+        raise ValueError(
+            f"model.quantize: {quantize.value}: quantization is not available on CPU; "
+            "set it to none, or device to cuda"
+        )
+    for package in ("bitsandbytes", "accelerate"):
+        if importlib.util.find_spec(package) is None:
+            raise ValueError(
+                f"model.quantize: {quantize.value} needs the package {package}: "
+                "pip install bitsandbytes accelerate"
+            )
+
+
+def _check_state(config: PretrainedConfig) -> None:
+    """Refuse models whose layers keep anything but keys and values."""
+    kinds = set(getattr(config.get_text_config(decoder=True), "layer_types", None) or ())
+    if kinds - PADDABLE_LAYERS:
+        raise ArchitectureError(
+            f"layer_types {', '.join(sorted(kinds - PADDABLE_LAYERS))}: recurrent layers are "
+            "not served, padding would enter their state"
+        )
+
+
+def _model_config(config: ModelConfig, folder: Path) -> PretrainedConfig:
+    try:
+        found: PretrainedConfig = AutoConfig.from_pretrained(
+            folder, trust_remote_code=config.trust_remote_code
+        )
+    except (ValueError, KeyError) as error:
+        raise _not_built(config, folder, error) from error
+    return found
+
+
+def _read(
+    config: ModelConfig, folder: Path, device: torch.device, spread: bool
+) -> PreTrainedModel:
+    """Read the checkpoint; transformers would fill in random weights for missing ones."""
+    options: dict[str, Any] = {}
+    on_many = spread and device.type == "cuda" and torch.cuda.device_count() > 1
+    quantization = quantization_config(config.quantize, _dtype(config.dtype, device))
+    if quantization is not None:
+        options |= {"quantization_config": quantization, "device_map": {"": device}}
+    if on_many:
+        options["device_map"] = "auto"
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=_dtype(config.dtype, device),
+            trust_remote_code=config.trust_remote_code,
+            use_safetensors=None if config.allow_pickle else True,
+            output_loading_info=True,
+            **options,
+        )
+    except (ValueError, KeyError) as error:
+        raise _not_built(config, folder, error) from error
+    if info["missing_keys"]:
+        names = sorted(info["missing_keys"])
+        raise CheckpointError(f"{folder}: the checkpoint lacks {', '.join(names[:5])}")
+    if info["unexpected_keys"]:
+        names = sorted(info["unexpected_keys"])
+        logger.warning("%d tensors have no use here: %s", len(names), ", ".join(names[:5]))
+    loaded: PreTrainedModel = model if "device_map" in options else model.to(device)
+    return loaded
+
+
+def quantization_config(quantize: Quantize, dtype: torch.dtype) -> BitsAndBytesConfig | None:
+    """Return what transformers is told; None for weights as they are."""
+    if quantize is Quantize.BITSANDBYTES:
+        return BitsAndBytesConfig(load_in_8bit=True)
+    if quantize is Quantize.BITSANDBYTES_NF4:
+        return BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
+        )
+    return None
+
+
+def _dummy(
+    config: ModelConfig, model_config: PretrainedConfig, device: torch.device
+) -> PreTrainedModel:
+    """Seeded random weights of the model's shape."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            model_config,
+            dtype=_dtype(config.dtype, device),
+            trust_remote_code=config.trust_remote_code,
+        )
+    moved: PreTrainedModel = model.to(device)
+    return moved
+
+
+def _dtype(wanted: DType, device: torch.device) -> torch.dtype:
+    """Return what AUTO means here, as in LoRAX: half precision on a GPU, single on a CPU."""
+    if wanted is not DType.AUTO:
+        return torch_dtype(wanted.value)
+    return torch.float16 if device.type == "cuda" else torch.float32
+
+
+def _not_built(config: ModelConfig, folder: Path, error: Exception) -> ArchitectureError:
+    """Say why transformers cannot build a model, and what to do where we know."""
+    told = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if told.get("auto_map") and not config.trust_remote_code:
+        return ArchitectureError(
+            f"{folder.name} brings its own code ({', '.join(sorted(told['auto_map']))}), which is "
+            "not run unless model.trust_remote_code is true: set it if you trust that code"
+        )
+    return ArchitectureError(f"transformers cannot build {folder.name}: {error}")

@@ -1,0 +1,355 @@
+"""GPT-NeoX: one set of layers behind two doors, the paged engine's and transformers' padded one.
+
+The class names are LoRAX's. `paged` is the engine's door, with adapters and packed rows;
+`forward` is the padded one, as in transformers.
+"""
+
+from enum import IntEnum
+
+import torch
+from torch import Tensor, nn
+
+from configs.architectures.gpt_neox import GPTNeoXArchitecture
+from modeling.adapters.kernels.base import AdapterData
+from modeling.adapters.linear import AdapterColumnLinear, AdapterRowLinear
+from modeling.adapters.projection import Projection
+from modeling.attention.base import AttentionStep
+from modeling.attention.kv_cache import LayerCache
+from modeling.attention.paged import DoorAttention, PagedAttention
+from modeling.layers.attention import split_heads
+from modeling.layers.mlp import PlainMLP
+from modeling.layers.norm import LayerNorm
+from modeling.layers.rotary import Rotary
+from modeling.models.padded import PaddedAnswer, PaddedCall, Past, answer
+from sharding.embedding import ParallelHead, VocabParallelEmbedding
+from sharding.group import TensorParallel
+from sharding.linear import ColumnParallelLinear, ColumnPart, RowParallelLinear
+from sharding.loader import Weights
+from sharding.slicing import HeadCut, Segments, cut_heads, even_cut, whole
+
+PEFT_PREFIX = "gpt_neox"
+"""Where PEFT finds the decoder, however the checkpoint's own names begin."""
+
+Angles = tuple[Tensor, Tensor]
+"""Cosines and sines of a step, [tokens, 1, rotated width] each."""
+
+
+class Adaptable(IntEnum):
+    """The model's adaptable linear maps, in the order of `projections`."""
+
+    QUERY_KEY_VALUE = 0
+    DENSE = 1
+    H_TO_4H = 2
+    FOUR_H_TO_H = 3
+
+
+def _heads(config: GPTNeoXArchitecture, group: TensorParallel) -> HeadCut:
+    """This rank's attention heads."""
+    return cut_heads(config.num_heads, config.num_heads, config.head_dim, group.rank, group.size)
+
+
+def _inner(config: GPTNeoXArchitecture, group: TensorParallel) -> Segments:
+    """This rank's part of the feed-forward's width."""
+    return even_cut(config.intermediate_size, group.rank, group.size, "intermediate_size")
+
+
+def fused_qkv(heads: Segments, head_dim: int) -> Segments:
+    """The rows of query_key_value that belong to `heads`, in the order q, k, v of the layers.
+
+    The matrix lies head by head, each head's q, k and v together: row (3 * head + part) *
+    head_dim. heads: one run of columns of q alone.
+    """
+    ((start, stop),) = heads
+    return tuple(
+        ((3 * head + part) * head_dim, (3 * head + part + 1) * head_dim)
+        for part in range(3)
+        for head in range(start // head_dim, stop // head_dim)
+    )
+
+
+def gpt_neox_projections(
+    config: GPTNeoXArchitecture, group: TensorParallel
+) -> tuple[Projection, ...]:
+    """The adaptable linear maps with this rank's cuts."""
+    heads, inner = _heads(config, group).queries, _inner(config, group)
+    hidden, size = config.hidden_size, config.intermediate_size
+    layer, count = f"{PEFT_PREFIX}.layers.{{layer}}", config.num_layers
+    fused, every = fused_qkv(heads, config.head_dim), whole(hidden)
+    attention, mlp = f"{layer}.attention", f"{layer}.mlp"
+    up, down = "dense_h_to_4h", "dense_4h_to_h"
+    return (
+        Projection(
+            "query_key_value",
+            f"{attention}.query_key_value",
+            hidden,
+            3 * hidden,
+            every,
+            fused,
+            count,
+        ),
+        Projection("dense", f"{attention}.dense", hidden, hidden, heads, every, count),
+        Projection(up, f"{mlp}.{up}", hidden, size, every, inner, count),
+        Projection(down, f"{mlp}.{down}", size, hidden, inner, every, count),
+    )
+
+
+class RotaryEmbedding(Rotary):
+    """Angles of the rotated part of a head, computed for each position: no length is fixed."""
+
+    def __init__(self, config: GPTNeoXArchitecture, weights: Weights) -> None:
+        """Nothing is read: the frequencies that old checkpoints hold are computed."""
+        super().__init__(config.rope, config.head_dim, weights.dtype, weights.device)
+
+
+class GPTNeoXAttention(nn.Module):
+    """Self-attention of one layer, without the sum over ranks."""
+
+    def __init__(
+        self, prefix: str, config: GPTNeoXArchitecture, weights: Weights, layer_id: int
+    ) -> None:
+        """prefix: e.g. "gpt_neox.layers.0.attention"."""
+        super().__init__()
+        self.heads = _heads(config, weights.group)
+        self._layer = layer_id
+        hidden, bias = config.hidden_size, config.attention_bias
+        part = ColumnPart(
+            f"{prefix}.query_key_value",
+            3 * hidden,
+            fused_qkv(self.heads.queries, config.head_dim),
+        )
+        self.query_key_value = AdapterColumnLinear(
+            ColumnParallelLinear(hidden, (part,), bias, weights),
+            layer_id,
+            (Adaptable.QUERY_KEY_VALUE,),
+        )
+        shape = (hidden, hidden)
+        dense = RowParallelLinear(f"{prefix}.dense", shape, self.heads.queries, bias, weights)
+        self.dense = AdapterRowLinear(dense, layer_id, Adaptable.DENSE)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        angles: Angles,
+        attention: DoorAttention,
+        adapter_data: AdapterData | None,
+    ) -> Tensor:
+        """[tokens, hidden] to this rank's summand of the same shape."""
+        qkv: Tensor = self.query_key_value(hidden_states, adapter_data)
+        attended = attention.attend(self._layer, *split_heads(qkv, self.heads, angles))
+        return self.dense.partial(attended.flatten(1), adapter_data)
+
+
+class GPTNeoXMLP(PlainMLP):
+    """The family's feed-forward."""
+
+    def __init__(
+        self, prefix: str, config: GPTNeoXArchitecture, weights: Weights, layer_id: int
+    ) -> None:
+        """prefix: e.g. "gpt_neox.layers.0.mlp"."""
+        size, hidden = config.intermediate_size, config.hidden_size
+        cut = _inner(config, weights.group)
+        part = ColumnPart(f"{prefix}.dense_h_to_4h", size, cut)
+        up = ColumnParallelLinear(hidden, (part,), True, weights)
+        down = RowParallelLinear(f"{prefix}.dense_4h_to_h", (hidden, size), cut, True, weights)
+        super().__init__(
+            AdapterColumnLinear(up, layer_id, (Adaptable.H_TO_4H,)),
+            AdapterRowLinear(down, layer_id, Adaptable.FOUR_H_TO_H),
+            config.hidden_act,
+        )
+
+
+class GPTNeoXLayer(nn.Module):
+    """One decoder layer; with a parallel residual both branches share one sum over ranks."""
+
+    def __init__(
+        self, layer_id: int, prefix: str, config: GPTNeoXArchitecture, weights: Weights
+    ) -> None:
+        """prefix: the layer's, e.g. "gpt_neox.layers.0"."""
+        super().__init__()
+        size, eps = config.hidden_size, config.layer_norm_eps
+        self._parallel = config.parallel_residual
+        self._group = weights.group
+        self.input_layernorm = LayerNorm(f"{prefix}.input_layernorm", size, eps, weights)
+        self.post_attention_layernorm = LayerNorm(
+            f"{prefix}.post_attention_layernorm", size, eps, weights
+        )
+        self.attention = GPTNeoXAttention(f"{prefix}.attention", config, weights, layer_id)
+        self.mlp = GPTNeoXMLP(f"{prefix}.mlp", config, weights, layer_id)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        angles: Angles,
+        attention: DoorAttention,
+        adapter_data: AdapterData | None,
+    ) -> Tensor:
+        """The residual stream [tokens, hidden] to the same shape, equal on every rank."""
+        x = hidden_states
+        attended = self.attention(self.input_layernorm(x), angles, attention, adapter_data)
+        if self._parallel:
+            fed = self.mlp.partial(self.post_attention_layernorm(x), adapter_data)
+            return x + self._group.all_reduce(attended + fed)
+        x = x + self._group.all_reduce(attended)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x), adapter_data)
+        return out
+
+
+class GPTNeoXModel(nn.Module):
+    """The decoder: embedding, layers, last norm."""
+
+    def __init__(self, config: GPTNeoXArchitecture, weights: Weights) -> None:
+        """Read everything but the head; a checkpoint of the decoder alone has bare names."""
+        super().__init__()
+        prefixed = weights.has(f"{PEFT_PREFIX}.embed_in.weight")
+        dot = f"{PEFT_PREFIX}." if prefixed else ""
+        size = config.hidden_size
+        self.embed_in = VocabParallelEmbedding(f"{dot}embed_in", config.vocab_size, size, weights)
+        self.layers = nn.ModuleList(
+            GPTNeoXLayer(layer_id, f"{dot}layers.{layer_id}", config, weights)
+            for layer_id in range(config.num_layers)
+        )
+        self.final_layer_norm = LayerNorm(
+            f"{dot}final_layer_norm", size, config.layer_norm_eps, weights
+        )
+        self.rotary_emb = RotaryEmbedding(config, weights)
+
+    def forward(
+        self,
+        embeds: Tensor,
+        position_ids: Tensor,
+        attention: DoorAttention,
+        adapter_data: AdapterData | None,
+        trace: list[Tensor] | None = None,
+    ) -> Tensor:
+        """[tokens, hidden] to the same shape, equal on every rank.
+
+        trace: gets what enters each layer.
+        """
+        hidden = embeds
+        angles = self.rotary_emb.angles(position_ids)
+        for layer in self.layers:
+            if trace is not None:
+                trace.append(hidden)
+            hidden = layer(hidden, angles, attention, adapter_data)
+        normed: Tensor = self.final_layer_norm(hidden)
+        return normed
+
+
+class GPTNeoXForCausalLM(nn.Module):
+    """The decoder and its head; a `PagedModel` and a `PaddedModel`."""
+
+    def __init__(self, config: GPTNeoXArchitecture, weights: Weights) -> None:
+        """Read this rank's share."""
+        super().__init__()
+        heads = _heads(config, weights.group)
+        self.config = config
+        self.group = weights.group
+        self.projections = gpt_neox_projections(config, weights.group)
+        self.vocab_size = config.vocab_size
+        self.num_layers = config.num_layers
+        self.num_heads = self.num_kv_heads = heads.num_heads
+        self.head_dim = config.head_dim
+        self.attention_scale = config.head_dim**-0.5
+        self.use_cache = config.use_cache
+        self.dtype: torch.dtype = weights.dtype
+        self.device: torch.device = weights.device
+        # Old checkpoints hold the causal mask and the frequencies beside the weights.
+        self.unread = (
+            r".*\.attention\.(bias|masked_bias)",
+            r".*\.rotary_emb\.inv_freq",
+            *([r"(embed_out|lm_head)\.weight"] if config.tie_word_embeddings else []),
+        )
+        self.gpt_neox = GPTNeoXModel(config, weights)
+        tied = self.gpt_neox.embed_in if config.tie_word_embeddings else None
+        # transformers calls the head lm_head in memory and embed_out on disk.
+        head = "embed_out" if weights.has("embed_out.weight") else "lm_head"
+        self.embed_out = ParallelHead(head, config.vocab_size, config.hidden_size, weights, tied)
+
+    @classmethod
+    def build(cls, config: GPTNeoXArchitecture, weights: Weights) -> "GPTNeoXForCausalLM":
+        """The model of a checkpoint that holds nothing else."""
+        return cls(config, weights)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        head_mask: Tensor | None = None,
+        past_key_values: Past | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> PaddedAnswer:
+        """The padded door; arguments as in `PaddedCall`, positions counted from the first place."""
+        return answer(
+            self,
+            PaddedCall(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                head_mask=head_mask,
+                past_key_values=past_key_values,
+                inputs_embeds=inputs_embeds,
+                labels=labels,
+                use_cache=use_cache,
+                output_attentions=output_attentions,
+                output_hidden_states=output_hidden_states,
+                return_dict=return_dict,
+            ),
+        )
+
+    def paged(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        cu_seqlen_prefill: Tensor,
+        kv_cache: list[LayerCache],
+        block_tables: Tensor,
+        slots: Tensor,
+        seqlen: AttentionStep,
+        max_s: int,
+        adapter_data: AdapterData | None,
+        prefill_cache_indices: Tensor | None = None,
+        lm_head_indices: Tensor | None = None,
+        cross_attention_states: Tensor | None = None,
+        skip_lm_head: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """(logits [n, vocab_size] or hidden states [tokens, hidden], None); see `PagedModel`."""
+        if cross_attention_states is not None:
+            raise ValueError("cross_attention_states: this model has no cross-attention layers")
+        attention = PagedAttention(
+            kv_cache, cu_seqlen_prefill, block_tables, slots, seqlen, prefill_cache_indices
+        )
+        hidden: Tensor = self.gpt_neox(self.embed(input_ids), position_ids, attention, adapter_data)
+        if lm_head_indices is not None:
+            hidden = hidden[lm_head_indices]
+        return (hidden if skip_lm_head else self.logits(hidden)), None
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """Int64 [tokens] to [tokens, hidden]."""
+        out: Tensor = self.gpt_neox.embed_in(input_ids)
+        return out
+
+    def positions(self, mask: Tensor, past_length: int) -> Tensor:
+        """Places, padding counted in, as in transformers: [1, n]."""
+        return torch.arange(past_length, mask.shape[1], device=mask.device)[None]
+
+    def decode(
+        self,
+        embeds: Tensor,
+        position_ids: Tensor,
+        attention: DoorAttention,
+        trace: list[Tensor] | None,
+    ) -> Tensor:
+        """[tokens, hidden] to the same shape, without adapters."""
+        out: Tensor = self.gpt_neox(embeds, position_ids, attention, None, trace)
+        return out
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[tokens, hidden] to [tokens, vocab_size]."""
+        out: Tensor = self.embed_out(hidden)
+        return out

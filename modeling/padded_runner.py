@@ -1,0 +1,280 @@
+"""PaddedRunner: ModelRunner's door over a padded CausalLM, for models without paged attention.
+
+Every row that samples is in one padded batch, which lives from step to step: rows that a plan
+leaves out leave it, rows that it names for the first time are prefilled whole beside it and
+joined. Nothing is kept of a row that left but its tokens; if a plan names it again, it is
+prefilled again. So any plan is answered rightly; which ones are answered fast is told to the
+scheduler as data (no chunks, no prefix cache). Cache blocks are a token budget only.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from configs.adapters import AdapterError, AdapterKey, AdapterRefusal, AdapterShape, FetchedAdapter
+from configs.engine import EngineConfig
+from configs.sampling import Sampling
+from modeling.adapters.bank import AdapterBank, BankSize, page_bytes
+from modeling.adapters.kernels.base import AdapterData
+from modeling.adapters.kernels.select import select_kernel
+from modeling.answers import step_output
+from modeling.batch import BatchJoin, BatchRow, ForwardBatch, StepOutput
+from modeling.loading import total_tokens
+from modeling.memory import adapter_pages, cpu_blocks, cuda_blocks, device_memory
+from modeling.models.causal_lm import CausalLM, CausalLMBatch
+from modeling.models.causal_lm_loading import LoadedCausalLM, load_causal_lm
+from modeling.runner import RunnerReport
+from modeling.sampling.sampler import choose, no_rows
+from modeling.sampling.tensors import sampling_tensors
+from modeling.state import StateSize
+from modeling.transfer import to_device
+from sharding.group import TensorParallel
+
+MAX_PADDING = 2
+"""How many times a row's own length it may be padded to in a prefill, and what CUDA's token
+budget allows for in the cache."""
+
+
+class PaddedRunner:
+    """One whole model, its padded batch, adapter rows, and the places' tokens."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        group: TensorParallel,
+        device: torch.device,
+        spread: bool = False,
+    ) -> None:
+        """Load nothing yet; spread: the model may lie on all GPUs that this process sees.
+
+        ValueError for more than one rank.
+        """
+        if group.size != 1:
+            raise ValueError(
+                f"tensor_parallel ({group.size}) must be 1: this model has no paged "
+                "implementation and runs whole in one rank"
+            )
+        self._config = config
+        self._device = device
+        self._spread = spread
+        self._kernel = select_kernel(device)
+        self._loaded: LoadedCausalLM
+        self._model: CausalLM
+        self._bank: AdapterBank
+        self._size: StateSize
+        self._tokens: Tensor
+        self._seats: dict[int, BatchJoin] = {}
+        self._running: CausalLMBatch | None = None
+
+    def load(self) -> RunnerReport:
+        """Measure and allocate at once."""
+        return self.allocate(self.measure())
+
+    def measure(self) -> int:
+        """Load the model, make the adapter pools, and return the token budget in blocks."""
+        with self._on_device():
+            return self._measure()
+
+    def allocate(self, num_blocks: int) -> RunnerReport:
+        """Take the places' token buffer; the cache itself grows with its rows."""
+        with self._on_device():
+            # One more than the longest sequence: its last token is sampled and never computed.
+            width = self._size.max_total_tokens + 1
+            self._tokens = torch.zeros(
+                self._size.max_running, width, dtype=torch.int64, device=self._device
+            )
+        return self._report(num_blocks)
+
+    @torch.inference_mode()
+    def step(self, batch: ForwardBatch) -> StepOutput:
+        """Launch one step; the next may be launched before `wait` is called on its output."""
+        with self._on_device():
+            self._join(batch.joins)
+            # A chunk that samples nothing waits for the prefill of its last one.
+            rows = [row for row in batch.rows if row.samples]
+            if not rows:
+                return step_output(no_rows(self._device), [])
+            return self._step(rows)
+
+    def stage(self, adapter: FetchedAdapter) -> AdapterShape:
+        """Read an adapter into host memory; AdapterError when it cannot be served exactly."""
+        if not self._config.adapters.enabled:
+            raise AdapterError(
+                AdapterRefusal.UNSUPPORTED,
+                "this server serves no adapters: set adapters.enabled to true",
+            )
+        with self._on_device():
+            return self._bank.stage(adapter)
+
+    @torch.inference_mode()
+    def place(self, key: AdapterKey, slot: int, pages: Sequence[Sequence[int]]) -> None:
+        """Move a staged adapter to the device, behind every step that was launched before."""
+        with self._on_device():
+            self._bank.place(key, slot, pages)
+
+    def drop(self, key: AdapterKey) -> None:
+        """Forget the host copy of an adapter."""
+        self._bank.drop(key)
+
+    def check(self) -> None:
+        """Assert what must hold between steps."""
+        self._bank.check()
+        if self._running is not None:
+            self._running.check()
+            assert set(self._running.places) <= self._seats.keys()
+
+    def _measure(self) -> int:
+        config = self._config
+        self._loaded = load_causal_lm(config.model, self._device, self._spread)
+        self._model = model = self._loaded.model
+        self._device = model.device
+        longest = total_tokens(config, self._loaded.architecture)
+        block_size = config.cache.block_size
+        self._size = StateSize(config.limits.max_running, longest, block_size)
+        on_cuda = self._device.type == "cuda"
+        pages = 0
+        if model.projections:
+            memory = device_memory(self._device) if on_cuda else None
+            width = page_bytes(model.projections, model.dtype)
+            pages = adapter_pages(config.adapters, width, memory)
+        size = BankSize(
+            pages=pages,
+            slots=config.adapters.max_device_adapters if pages else 0,
+            max_rank=config.adapters.max_rank,
+            host_bytes=config.adapters.host_bytes,
+        )
+        self._bank = AdapterBank(model.projections, size, model.dtype, self._device)
+        if config.cache.num_blocks is not None:
+            return config.cache.num_blocks
+        block_bytes = block_size * model.bytes_per_token
+        if not on_cuda:
+            return cpu_blocks(self._size, block_bytes)
+        peak = self._step_peak()
+        return cuda_blocks(config, device_memory(self._device), peak, block_bytes * MAX_PADDING)
+
+    def _step_peak(self) -> int:
+        """Return the bytes that the longest prefill takes beyond weights and pools."""
+        length = max(self._config.limits.max_step_tokens, self._size.max_total_tokens)
+        length = min(length, self._size.max_total_tokens)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before = torch.cuda.memory_allocated(self._device)
+        with torch.inference_mode():
+            join = BatchJoin(0, [0] * length, length, -1, Sampling())
+            self._model.generate_token(self._model.batch([join]))
+        return torch.cuda.max_memory_allocated(self._device) - before
+
+    def _join(self, joins: Sequence[BatchJoin]) -> None:
+        """Give each request its place; whoever had it before has left."""
+        for join in joins:
+            count = len(join.tokens)
+            assert 0 <= join.place < self._size.max_running, join.place
+            assert 1 <= count <= self._size.max_total_tokens, (join.place, count)
+            tokens = to_device(np.array(join.tokens, dtype=np.int64), self._device)
+            self._tokens[join.place, :count].copy_(tokens, non_blocking=True)
+            self._seats[join.place] = join
+        taken = {join.place for join in joins}
+        if self._running is not None and not taken.isdisjoint(self._running.places):
+            self._keep([place for place in self._running.places if place not in taken])
+
+    def _step(self, rows: Sequence[BatchRow]) -> StepOutput:
+        ends = [row.start + row.length for row in rows]
+        batches = self._batches(rows)
+        logits = torch.cat([self._model.next_logits(b, self._adapters(b)) for b in batches])
+        # From the batches' order to the plan's, and the tokens back again.
+        at = {place: index for index, place in enumerate(p for b in batches for p in b.places)}
+        order = _indices([at[row.place] for row in rows], self._device)
+        asked = [self._seats[row.place].sampling for row in rows]
+        chosen = choose(logits[order], sampling_tensors(asked, ends, self._device))
+        places = _indices([row.place for row in rows], self._device)
+        self._tokens[places, _indices(ends, self._device)] = chosen.tokens
+        tokens = torch.empty_like(chosen.tokens)
+        tokens[order] = chosen.tokens
+        for batch, part in zip(batches, tokens.split([len(b) for b in batches]), strict=True):
+            batch.advance(part)
+        self._running = batches[0] if len(batches) == 1 else CausalLMBatch.concatenate(batches)
+        return step_output(chosen, asked)
+
+    def _batches(self, rows: Sequence[BatchRow]) -> list[CausalLMBatch]:
+        """Cut the running batch to the rows that go on, and make others of the rest."""
+        lengths: dict[int, int] = {}
+        if self._running is not None:
+            lengths = dict(zip(self._running.places, self._running.input_lengths, strict=True))
+        going = [row for row in rows if lengths.get(row.place) == row.start + 1 == _end(row)]
+        self._keep([row.place for row in going])
+        fresh = [self._request(row) for row in rows if row not in going]
+        batches = [] if self._running is None else [self._running]
+        self._running = None
+        return batches + [self._model.batch(group) for group in groups_of_like_length(fresh)]
+
+    def _keep(self, places: Sequence[int]) -> None:
+        """Let all rows leave the running batch but those at `places`."""
+        if self._running is None or self._running.places == places:
+            return
+        self._running = self._running.filter(places) if places else None
+
+    def _request(self, row: BatchRow) -> BatchJoin:
+        """Return a row's request with all tokens up to the row's last."""
+        seat, end = self._seats[row.place], _end(row)
+        tokens = seat.tokens[:end]
+        if len(tokens) < end:
+            # It paused, and only the device knows what it has sampled.
+            tokens = self._tokens[row.place, :end].tolist()
+        return replace(seat, tokens=tokens)
+
+    def _adapters(self, batch: CausalLMBatch) -> AdapterData | None:
+        """Return a batch's adapters, None where all rows are the base model's."""
+        slots = [request.slot for request in batch.requests]
+        if max(slots) < 0:
+            return None
+        return self._kernel.batch(self._bank, slots, [batch.input_ids.shape[1]] * len(batch))
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        """Make this rank's device the thread's own: pinning and events look at it."""
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
+
+    def _report(self, num_blocks: int) -> RunnerReport:
+        loaded, size = self._loaded, self._bank.size
+        model = loaded.model
+        return RunnerReport(
+            num_blocks=num_blocks,
+            block_size=self._size.block_size,
+            projections=tuple(p.name for p in model.projections),
+            adapter_pages=size.pages,
+            adapter_slots=size.slots,
+            host_bytes=size.host_bytes,
+            max_total_tokens=self._size.max_total_tokens,
+            dtype=str(model.dtype).removeprefix("torch."),
+            device=str(self._device),
+            attention="padded",
+            attention_reason=f"{loaded.architecture.architecture} in transformers' own code",
+            adapter_kernel=self._kernel.name,
+            adapter_kernel_reason=self._kernel.reason,
+            weight_bytes_read=loaded.bytes_read,
+            weight_bytes_resident=loaded.bytes_resident,
+            kv_bytes=num_blocks * self._size.block_size * model.bytes_per_token,
+            adapter_pool_bytes=self._bank.pool_bytes,
+            load_seconds=loaded.seconds,
+        )
+
+
+def groups_of_like_length(requests: Sequence[BatchJoin]) -> list[list[BatchJoin]]:
+    """Group requests, longest first, so that none is padded to more than MAX_PADDING times."""
+    groups: list[list[BatchJoin]] = []
+    for request in sorted(requests, key=lambda each: -len(each.tokens)):
+        if groups and len(groups[-1][0].tokens) <= MAX_PADDING * len(request.tokens):
+            groups[-1].append(request)
+        else:
+            groups.append([request])
+    return groups
+
+
+def _end(row: BatchRow) -> int:
+    return row.start + row.length
+
+
+def _indices(values: Sequence[int], device: torch.device) -> Tensor:
+    return to_device(np.array(values, dtype=np.int64), device)

@@ -1,0 +1,142 @@
+"""The yaml is edited while clients keep asking: no request fails, and only what must restarts."""
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import yaml
+
+from tests.end_to_end.clients import MODELS, Answers, adapter_of
+from tests.end_to_end.conftest import Served, demo_config
+from tests.end_to_end.processes import drivers
+
+QUESTION = "What is the capital of France?"
+NUM_CLIENTS = 4
+PATIENCE_SECONDS = 120.0
+
+pytestmark = pytest.mark.ray
+
+
+class Load:
+    """Clients that ask again and again; every answer must be the right one."""
+
+    def __init__(self, served: Served, answers: Answers) -> None:
+        self.served, self.answers = served, answers
+        self.num_answered = 0
+        self.failures: list[str] = []
+        self._ending = threading.Event()
+        self._threads = [threading.Thread(target=self._ask, args=(i,)) for i in range(NUM_CLIENTS)]
+
+    def __enter__(self) -> "Load":
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ending.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _ask(self, i: int) -> None:
+        with httpx.Client(timeout=120) as client:
+            while not self._ending.is_set():
+                i += 1
+                model = MODELS[i % 5]
+                body = {"inputs": QUESTION, "parameters": {"adapter_id": adapter_of(model)}}
+                try:
+                    reply = client.post(f"{self.served.url}/generate", json=body)
+                except httpx.HTTPError as error:
+                    self.failures.append(repr(error))
+                    continue
+                self.num_answered += 1
+                expected = self.answers[model][QUESTION]["raw"]
+                if reply.status_code != 200 or reply.json()["generated_text"] != expected:
+                    self.failures.append(f"{reply.status_code} {reply.text[:300]}")
+
+
+def deploy(served: Served, config: dict[str, Any], path: Path) -> None:
+    """`serve deploy`, as an operator does after editing the yaml."""
+    path.write_text(yaml.safe_dump(config))
+    command = [sys.executable, "-m", "ray.serve.scripts", "run", "--non-blocking"]
+    subprocess.run(
+        [*command, "--address", served.ray_address, str(path)], check=True, capture_output=True
+    )
+
+
+def driver_options(config: dict[str, Any]) -> dict[str, Any]:
+    [options] = [d for d in config["applications"][0]["deployments"] if d["name"] == "Driver"]
+    found: dict[str, Any] = options
+    return found
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Poll until it holds."""
+    polls = threading.Event()
+    for _ in range(int(PATIENCE_SECONDS / 0.25)):
+        if condition():
+            return
+        polls.wait(0.25)
+    pytest.fail("it did not come to that")
+
+
+@contextmanager
+def restored(served: Served, path: Path) -> Iterator[dict[str, Any]]:
+    """A copy of the config to edit; afterwards the original is deployed again."""
+    port = int(served.url.rsplit(":", 1)[1])
+    yield demo_config(port)
+    deploy(served, demo_config(port), path)
+    wait_for(lambda: len(drivers(served)) == 1)
+
+
+def test_replicas_come_and_go_without_restarting_the_first(
+    served: Served, answers: Answers, tmp_path: Path
+) -> None:
+    path = tmp_path / "config.yaml"
+    [first] = drivers(served)
+    with restored(served, path) as config, Load(served, answers) as load:
+        options = driver_options(config)
+        options["autoscaling_config"] = {"min_replicas": 2, "max_replicas": 3}
+        deploy(served, config, path)
+        wait_for(lambda: len(drivers(served)) == 2)
+        assert first in drivers(served), "the first driver was restarted"
+        asked_before = load.num_answered
+        wait_for(lambda: load.num_answered > asked_before + 20)
+        options["autoscaling_config"] = {
+            "min_replicas": 1,
+            "max_replicas": 1,
+            "downscale_delay_s": 0.5,
+        }
+        deploy(served, config, path)
+        wait_for(lambda: len(drivers(served)) == 1)
+        assert drivers(served) == [first], "scaling down stopped the first driver"
+        asked_before = load.num_answered
+        wait_for(lambda: load.num_answered > asked_before + 20)
+    assert load.failures == []
+    assert drivers(served) == [first], "going back to a fixed number restarted the driver"
+
+
+def test_a_change_of_user_config_restarts_nothing(
+    served: Served, answers: Answers, tmp_path: Path
+) -> None:
+    path = tmp_path / "config.yaml"
+    [first] = drivers(served)
+    with restored(served, path) as config, Load(served, answers) as load:
+        driver_options(config)["user_config"] = {"pinned_adapters": ["pirate"], "max_queued": 77}
+        deploy(served, config, path)
+        # The ingress asks the driver for its description, so the new limit shows in /info.
+        wait_for(
+            lambda: (
+                httpx.get(f"{served.url}/info").json()["max_concurrent_requests"] != 0
+                and load.num_answered > 20
+            )
+        )
+        assert drivers(served) == [first]
+        assert psutil.pid_exists(first.pid)
+    assert load.failures == []
