@@ -5,11 +5,12 @@ earns a quantum and the round goes on. So between two turns of one queue every o
 admits at most a quantum and one longest request, and a request that heads its queue is in turn
 after at most ceil(longest request / quantum) rounds, whatever the others hold.
 
-A queue whose adapter waits for room on the device is parked: it keeps its credit and its
-seniority, and the round passes it by. One whose adapter is not staged is in neither.
+A queue whose adapter waits for room on the device is a claim, and the round passes it by until
+there is room; claims are served in the order in which they began to wait. One whose adapter is
+not staged is in neither.
 """
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Iterator
 from itertools import islice
@@ -75,7 +76,7 @@ class AdapterQueues:
         self.quantum_tokens = quantum_tokens
         self._queues: dict[QueueKey, AdapterQueue] = {}
         self._ring: OrderedDict[QueueKey, AdapterQueue] = OrderedDict()
-        self._parked: list[tuple[tuple[int, int], AdapterKey]] = []
+        self._claims: list[tuple[tuple[int, int], AdapterKey]] = []
         self._num_claims = 0
         self._num_waiting = 0
 
@@ -119,6 +120,7 @@ class AdapterQueues:
         """Take out the request in turn and charge its queue."""
         queue = self._queues[request.adapter]
         queue.credit -= cost(request)
+        self._unlist(queue)
         queue.claim = None
         self.remove(request)
 
@@ -138,7 +140,6 @@ class AdapterQueues:
         queue = self._queues.get(key)
         if queue is None or key in self._ring:
             return
-        self._unpark(queue)
         self._ring[key] = queue
         self._ring.move_to_end(key, last=not first)
 
@@ -146,48 +147,58 @@ class AdapterQueues:
         """The adapter must wait for the device, since `step` unless it has waited before."""
         queue = self._queues[key]
         self._ring.pop(key, None)
-        self._unpark(queue)
         if queue.claim is None:
             self._num_claims += 1
             queue.claim = (step, self._num_claims)
-        insort(self._parked, (queue.claim, key))
+        if self._index(queue) is None:
+            insort(self._claims, (queue.claim, key))
+
+    def suspend(self, key: QueueKey) -> None:
+        """Take the queue out of the round until it is resumed; it keeps its seniority."""
+        self._ring.pop(key, None)
+        self._unlist(self._queues[key])
 
     def in_round(self, key: QueueKey) -> bool:
         """Whether the queue takes part in the round."""
         return key in self._ring
 
-    def suspend(self, key: QueueKey) -> None:
-        """Take the queue out of the round until it is resumed; it keeps its seniority."""
-        self._ring.pop(key, None)
-        self._unpark(self._queues[key])
+    def claims(self, limit: int) -> list[AdapterKey]:
+        """The first `limit` adapters that wait for the device, the longest waiting first.
 
-    def parked(self, limit: int) -> list[AdapterKey]:
-        """The first `limit` adapters that wait for the device, the longest waiting first."""
-        return [key for _, key in islice(self._parked, limit)]
+        They stay claims until a request of theirs is admitted, in the round or not.
+        """
+        return [key for _, key in islice(self._claims, limit)]
 
-    def parked_since(self, key: AdapterKey) -> int | None:
+    def waits_since(self, key: AdapterKey) -> int | None:
         """The step since which the adapter waits for the device; None if it does not."""
         claim = self._queues[key].claim
-        parked = claim is not None and (claim, key) in self._parked
-        return claim[0] if claim is not None and parked else None
+        return None if claim is None else claim[0]
 
     def check(self) -> None:
         """Assert that every queue is in one place and that requests are counted."""
         assert self._num_waiting == sum(len(queue) for queue in self._queues.values())
         assert all(len(queue) for queue in self._queues.values()), "an empty queue"
-        parked = [key for _, key in self._parked]
-        assert len(set(parked)) == len(parked)
-        assert set(parked).isdisjoint(self._ring)
-        assert set(parked) | set(self._ring) <= set(self._queues)
+        listed = [key for _, key in self._claims]
+        assert self._claims == sorted(self._claims)
+        assert len(set(listed)) == len(listed)
+        assert {*listed, *self._ring} <= set(self._queues)
+        assert all(self._queues[key].claim == claim for claim, key in self._claims)
 
     def _queue(self, key: QueueKey) -> AdapterQueue:
         if key not in self._queues:
             self._queues[key] = AdapterQueue(key, self.quantum_tokens)
         return self._queues[key]
 
-    def _unpark(self, queue: AdapterQueue) -> None:
-        if queue.key is None or queue.claim is None:
-            return
+    def _index(self, queue: AdapterQueue) -> int | None:
+        """Where the queue stands among the claims."""
+        if queue.claim is None or queue.key is None:
+            return None
         entry = (queue.claim, queue.key)
-        if entry in self._parked:
-            self._parked.remove(entry)
+        index = bisect_left(self._claims, entry)
+        found = index < len(self._claims) and self._claims[index] == entry
+        return index if found else None
+
+    def _unlist(self, queue: AdapterQueue) -> None:
+        index = self._index(queue)
+        if index is not None:
+            del self._claims[index]

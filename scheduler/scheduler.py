@@ -308,19 +308,24 @@ class Scheduler:
         """Bring claims that the device has room for back into the round, oldest first."""
         for key in self._residency.device.take_reopened():
             self._seat(key)
-        for key in self._queues.parked(MAX_CLAIMS_SEEN):
-            self._reserve_if_due(key)
+        claims = self._queues.claims(MAX_CLAIMS_SEEN)
+        if claims:
+            self._reserve_if_due(claims[0])
+        reserved = self._residency.device.reserved
+        for key in claims if reserved is None else [reserved, *claims]:
+            if self._queues.in_round(key):
+                continue
             standing = self._residency.standing(key)
             if standing is Standing.ABSENT:
                 self._queues.suspend(key)
             elif standing is not Standing.BLOCKED:
-                self._queues.resume(key, first=key == self._residency.device.reserved)
+                self._queues.resume(key, first=key == reserved)
 
     def _reserve_if_due(self, key: AdapterKey) -> None:
         """Reserve room for a claim that has waited for its patience, or that nobody will free."""
         if self._residency.device.reserved is not None:
             return
-        since = self._queues.parked_since(key)
+        since = self._queues.waits_since(key)
         if since is None or self._residency.standing(key) is not Standing.BLOCKED:
             return
         waited = self._num_steps - since

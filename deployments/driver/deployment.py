@@ -1,5 +1,6 @@
 """The Serve shell of a driver: start, health, drain."""
 
+import asyncio
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -11,10 +12,13 @@ from configs.serve import ServeConfig
 from deployments.contract import Completion, EngineInfo, GenerateRequest, ReplyAddress
 from deployments.driver.engine import Engine
 from deployments.observability.logs import configure_logs
+from deployments.observability.metrics import EngineMetrics
 from deployments.observability.steps import StepRecord
 from deployments.rank.group import RayRanks
 from deployments.rank.messages import LoadReport
 from sharding.sources import fetch_model
+
+_METRICS_SECONDS = 1.0
 
 logger = logging.getLogger("loray.driver")
 
@@ -32,6 +36,21 @@ class DriverDeployment:
         await self._engine.start()
         for what, choice in (await self._engine.describe()).chosen.items():
             logger.info("%s: %s", what, choice)
+
+        self._reporting = asyncio.create_task(self._report())
+
+    async def _report(self) -> None:
+        """Feed the metrics while the replica lives."""
+        metrics = EngineMetrics()
+        while True:
+            await asyncio.sleep(_METRICS_SECONDS)
+            metrics.healthy(self._engine.healthy)
+            metrics.update(
+                await self._engine.snapshot(),
+                self._engine.steps.last(),
+                rebuilds=self._engine.num_rebuilds,
+                dropped=self._engine.dropped_frames,
+            )
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Serve's way to apply a changed `user_config`: nothing restarts."""
@@ -60,4 +79,5 @@ class DriverDeployment:
 
     async def __del__(self) -> None:
         """Serve's way to say that the replica is going: leave no rank behind."""
+        self._reporting.cancel()
         await self._engine.stop()

@@ -36,6 +36,7 @@ from scheduler.events import AdapterPinned, Event
 from scheduler.policy import InvalidRequest, Limits, Overloaded
 from scheduler.request import Request
 from scheduler.scheduler import Scheduler
+from scheduler.snapshot import Snapshot
 from sharding.sources import AdapterSources
 
 _NOWHERE = ReplyAddress("", 0, "")
@@ -141,6 +142,32 @@ class Engine:
         """An ingress replica is gone: nobody waits for its requests any more."""
         self._streams.abandon(address)
 
+    async def snapshot(self) -> Snapshot:
+        """The scheduler in numbers, taken between two steps."""
+        taken: asyncio.Future[Snapshot] = self._replica.create_future()
+
+        def take(scheduler: Scheduler, now: float) -> Sequence[Event]:
+            self._soon(_deliver, taken, scheduler.snapshot())
+            return []
+
+        self._post(take)
+        return await taken
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the ranks serve; False while they are rebuilt."""
+        return self._loop is not None and self._loop.healthy
+
+    @property
+    def num_rebuilds(self) -> int:
+        """How often the ranks were made anew."""
+        return self._loop.num_rebuilds if self._loop is not None else 0
+
+    @property
+    def dropped_frames(self) -> int:
+        """Token frames that were not sent because an ingress replica was slow or gone."""
+        return self._sender.dropped_frames
+
     async def describe(self) -> EngineInfo:
         """What is served, for validation and /info."""
         report = self.ranks[0]
@@ -162,7 +189,7 @@ class Engine:
             max_queued=limits.max_queued,
             chosen=self._chosen(),
             adapters=self._directory.listing(),
-            healthy=self._loop is not None and self._loop.healthy,
+            healthy=self.healthy,
         )
 
     def _chosen(self) -> dict[str, str]:
@@ -273,6 +300,11 @@ def stop_token_ids(folder: Path) -> tuple[int, ...]:
         if found is not None:
             return tuple(found) if isinstance(found, list) else (found,)
     return ()
+
+
+def _deliver(taken: "asyncio.Future[Snapshot]", snapshot: Snapshot) -> None:
+    if not taken.done():
+        taken.set_result(snapshot)
 
 
 def _reconfigured(scheduler: Scheduler, limits: Limits) -> Sequence[Event]:

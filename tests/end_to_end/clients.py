@@ -75,3 +75,14 @@ def ask_driver(served: Served, method: str) -> Any:
         return asyncio.run(ask())
     finally:
         ray.shutdown()
+
+
+def ray_metrics(served: Served) -> str:
+    """What Ray's metrics endpoint of the head node shows, in Prometheus' text form."""
+    ray.init(address=served.ray_address, namespace="serve", log_to_driver=False)
+    try:
+        [node] = ray.nodes()
+    finally:
+        ray.shutdown()
+    url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+    return httpx.get(url, timeout=30).text

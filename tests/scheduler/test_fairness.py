@@ -5,6 +5,7 @@ from itertools import pairwise
 import pytest
 
 from configs.adapters import AdapterKey
+from scheduler import scheduler
 from scheduler.policy import Limits
 from tests.scheduler.small import arrive, capacity, story
 from tests.scheduler.stage import Client, Stage
@@ -90,6 +91,22 @@ def test_every_adapter_of_many_under_constant_load_is_served_again_and_again() -
         turns.sort()
         gaps = [later - earlier for earlier, later in pairwise(turns)]
         assert max([turns[0], stage.turn - turns[-1], *gaps]) <= bound
+
+
+@pytest.mark.parametrize("budget", [8, 16])
+def test_far_more_claims_than_a_step_looks_at_are_all_served(
+    budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Claims that got room but lack tokens must not let younger ones reserve over them."""
+    monkeypatch.setattr(scheduler, "MAX_CLAIMS_SEEN", 2)
+    steps, num_adapters = 5, 30
+    tight = limits(max_running=8, max_step_tokens=budget)
+    stage = Stage(story(ranks=capacity(adapter_slots=4), limits=tight))
+    for index in range(4 * num_adapters):
+        stage.arrive(arrive(length=20, new=steps, adapter=index % num_adapters + 1))
+    stage.run(4 * num_adapters * (20 // (budget - 4) + steps))
+    first = [stage.clients[index].first_turn or 0 for index in range(num_adapters)]
+    assert all(later >= earlier - 8 for earlier, later in pairwise(first))
 
 
 def test_a_large_adapter_is_not_overtaken_for_ever_by_small_ones() -> None:

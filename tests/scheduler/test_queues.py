@@ -70,24 +70,39 @@ def test_a_request_that_comes_back_is_first_and_free() -> None:
     assert [each.serial for each in order if each] == [0, 7, 1, 2, 3]
 
 
-def test_a_parked_queue_is_passed_by_and_keeps_its_seniority() -> None:
+def test_a_claim_is_passed_by_and_keeps_its_seniority() -> None:
     queues = AdapterQueues(100)
     for serial, key in enumerate((1, 2, 3)):
         queued(queues, request(serial, adapter=key), serial)
     queues.park(TWO, 5)
     queues.park(ONE, 9)
-    assert queues.parked(9) == [TWO, ONE]
-    assert queues.parked(1) == [TWO]
+    assert queues.claims(9) == [TWO, ONE]
+    assert queues.claims(1) == [TWO]
     asked = take(queues)
     assert asked is not None
     assert asked.adapter == THREE
     assert take(queues) is None
-    queues.resume(TWO)
-    assert queues.parked_since(TWO) is None
+    queues.suspend(TWO)
+    assert queues.claims(9) == [ONE]
     queues.park(TWO, 20)
-    assert queues.parked(9) == [TWO, ONE]
-    assert queues.parked_since(TWO) == 5
+    assert queues.claims(9) == [TWO, ONE]
+    assert queues.waits_since(TWO) == 5
     queues.check()
+
+
+def test_a_claim_in_the_round_stays_a_claim_until_it_is_served() -> None:
+    queues = AdapterQueues(100)
+    for serial in range(2):
+        queued(queues, request(serial, adapter=1), serial)
+    queues.park(ONE, 5)
+    queues.resume(ONE)
+    assert queues.in_round(ONE)
+    assert queues.claims(9) == [ONE]
+    assert take(queues) is not None
+    assert queues.claims(9) == []
+    assert queues.waits_since(ONE) is None
+    queues.park(ONE, 8)
+    assert queues.waits_since(ONE) == 8
 
 
 def test_a_suspended_queue_is_in_neither_until_it_is_resumed() -> None:

@@ -1,14 +1,24 @@
 """Whole stories, whatever happens in them: every promise of the scheduler at once."""
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 
+from scheduler import scheduler
 from tests.scheduler.stage import play
 from tests.strategies import Story, stories
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
 
-@settings(max_examples=600, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=400, deadline=None, suppress_health_check=SLOW)
 @given(stories())
 def test_every_story_ends_well(story: Story) -> None:
     play(story)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=SLOW)
+@given(stories(num_adapters=8))
+def test_every_story_ends_well_when_more_claims_wait_than_a_step_looks_at(story: Story) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduler, "MAX_CLAIMS_SEEN", 1)
+        play(story)

@@ -1,0 +1,89 @@
+"""Every metric of a driver, named once; fed with snapshots, shown by Ray's metrics endpoint.
+
+Ray adds "ray_" in front of each name and the deployment, replica and application as tags.
+"""
+
+from collections.abc import Sequence
+
+from ray.serve.metrics import Counter, Gauge, Histogram
+
+from deployments.observability.steps import StepRecord
+from scheduler.snapshot import Snapshot
+
+_STEP_SECONDS = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0]
+_ROWS = [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0]
+
+GAUGES = {
+    "loray_queue_length": "Requests that wait for a place.",
+    "loray_running_requests": "Requests that hold a place on the ranks.",
+    "loray_cache_blocks": "Blocks of the KV cache.",
+    "loray_free_cache_blocks": "Blocks that no request holds.",
+    "loray_prefix_cache_blocks": "Blocks that the prefix cache can find.",
+    "loray_healthy": "1 while the ranks serve, 0 while they are rebuilt.",
+}
+
+COUNTERS = {
+    "loray_steps": "Steps planned.",
+    "loray_preemptions": "Requests preempted for lack of blocks.",
+    "loray_prompt_tokens": "Prompt tokens of requests that were given a place.",
+    "loray_cached_prompt_tokens": "Prompt tokens that came from the prefix cache.",
+    "loray_generated_tokens": "Tokens generated.",
+    "loray_rank_rebuilds": "Times the group of ranks was made anew.",
+    "loray_dropped_frames": "Token frames that a slow ingress replica did not take.",
+}
+
+
+class EngineMetrics:
+    """The metrics of one driver replica."""
+
+    def __init__(self) -> None:
+        """Register every metric; must run inside a Serve replica."""
+        self._gauges = {name: Gauge(name, text) for name, text in GAUGES.items()}
+        self._counters = {name: Counter(name, text) for name, text in COUNTERS.items()}
+        self._adapters = Gauge(
+            "loray_adapters", "Adapters by where their bytes are.", tag_keys=("state",)
+        )
+        self._step_seconds = Histogram(
+            "loray_step_seconds", "Seconds of a step on rank 0.", boundaries=_STEP_SECONDS
+        )
+        self._step_rows = Histogram("loray_step_rows", "Requests in a step.", boundaries=_ROWS)
+        self._totals = dict.fromkeys(COUNTERS, 0)
+        self._last_step = 0
+
+    def update(
+        self, snapshot: Snapshot, steps: Sequence[StepRecord], *, rebuilds: int, dropped: int
+    ) -> None:
+        """Take the scheduler's numbers and the steps since the last call."""
+        self._gauges["loray_queue_length"].set(snapshot.queued)
+        self._gauges["loray_running_requests"].set(snapshot.running)
+        self._gauges["loray_cache_blocks"].set(snapshot.num_blocks)
+        self._gauges["loray_free_cache_blocks"].set(snapshot.free_blocks)
+        self._gauges["loray_prefix_cache_blocks"].set(snapshot.cached_blocks)
+        for state, count in snapshot.adapters.items():
+            self._adapters.set(count, tags={"state": str(state)})
+        self._raise_to("loray_steps", snapshot.num_steps)
+        self._raise_to("loray_preemptions", snapshot.num_preemptions)
+        self._raise_to("loray_prompt_tokens", snapshot.num_prompt_tokens)
+        self._raise_to("loray_cached_prompt_tokens", snapshot.num_cached_tokens)
+        self._raise_to("loray_generated_tokens", snapshot.num_generated_tokens)
+        self._raise_to("loray_rank_rebuilds", rebuilds)
+        self._raise_to("loray_dropped_frames", dropped)
+        self._observe(steps)
+
+    def healthy(self, healthy: bool) -> None:
+        """Say whether the ranks serve."""
+        self._gauges["loray_healthy"].set(1 if healthy else 0)
+
+    def _observe(self, steps: Sequence[StepRecord]) -> None:
+        for record in steps:
+            if record.step > self._last_step:
+                # Ray's histograms refuse zero.
+                self._step_seconds.observe(max(record.seconds, 1e-9))
+                self._step_rows.observe(max(record.num_rows, 1))
+        if steps:
+            self._last_step = steps[-1].step
+
+    def _raise_to(self, name: str, total: int) -> None:
+        if total > self._totals[name]:
+            self._counters[name].inc(total - self._totals[name])
+            self._totals[name] = total
