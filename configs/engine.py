@@ -76,6 +76,8 @@ class AdaptersConfig(Config):
     host_bytes: the host tier of each rank.
     preload: references loaded before the server is ready.
     memory_fraction: share of device memory for the pools when device_pages is None.
+    vocabulary: serve LoRA on embeddings and head too; their pools are as wide as the vocabulary,
+    and decode steps with such adapters are not captured.
     """
 
     enabled: bool = True
@@ -85,6 +87,7 @@ class AdaptersConfig(Config):
     memory_fraction: float = Field(default=0.1, gt=0, lt=1)
     max_device_adapters: PositiveInt = 64
     max_rank: PositiveInt = 128
+    vocabulary: bool = False
     host_bytes: PositiveInt = 4 * 2**30
     preload: tuple[str, ...] = ()
     max_file_bytes: PositiveInt = 8 * 2**30

@@ -1,8 +1,13 @@
 """What one sequence asks of the sampler and when it ends; plain values that travel in plans."""
 
+from collections.abc import Callable, Mapping
 from enum import StrEnum
+from math import isfinite
 
 import msgspec
+
+MAX_LOGIT_BIAS = 300
+"""Biased tokens of one sequence: OpenAI's limit."""
 
 
 class FinishReason(StrEnum):
@@ -16,10 +21,15 @@ class FinishReason(StrEnum):
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
     """How the next token is chosen from the logits.
 
-    temperature 0 means greedy; top_k 0 and top_p 1 mean off. The noise depends on
-    (seed, position, vocabulary id) alone, so batch mates never change a sample.
+    The logits are adjusted first: logit_bias (pairs of token id and what is added) and
+    masked_ids (never chosen as one of the first masked_tokens generated ones), repetition_penalty
+    (over the sequence's own prompt and output), frequency_penalty and presence_penalty (over its
+    output), watermark. Then, unless temperature is 0, which means greedy: temperature, top_k,
+    top_p, min_p, typical_p. Off are penalties of 1, 0 and 0, top_k 0, top_p 1, min_p 0 and
+    typical_p 1. The noise depends on (seed, position, vocabulary id) alone, so batch mates never
+    change a sample.
     logprobs is the number of most likely alternatives to report with each token, -1 for
-    no logprobs at all; they are those of the model's own distribution (before temperature).
+    no logprobs at all; they are those of the model's own distribution (before all of this).
     """
 
     temperature: float = 0.0
@@ -27,17 +37,60 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     top_p: float = 1.0
     seed: int = 0
     logprobs: int = -1
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    watermark: bool = False
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    masked_ids: tuple[int, ...] = ()
+    masked_tokens: int = 0
 
     def __post_init__(self) -> None:
         """Refuse values outside their domain; the messages name the field."""
-        if not 0.0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature must be >= 0 and finite, got {self.temperature}")
-        if self.top_k < 0:
-            raise ValueError(f"top_k must be >= 0 (0 = off), got {self.top_k}")
-        if not 0.0 < self.top_p <= 1.0:
-            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
-        if not 0 <= self.seed < 2**64:
-            raise ValueError(f"seed must be in [0, 2**64), got {self.seed}")
+        for name, (holds, words) in _DOMAINS.items():
+            value = getattr(self, name)
+            if not holds(value):
+                raise ValueError(f"{name} must be {words}, got {value}")
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            count = len(self.logit_bias)
+            raise ValueError(f"logit_bias has {count} tokens; at most {MAX_LOGIT_BIAS} are allowed")
+        if not all(id >= 0 and isfinite(bias) for id, bias in self.logit_bias):
+            raise ValueError("logit_bias must have ids >= 0 and finite values")
+
+    @property
+    def penalised(self) -> bool:
+        """Whether tokens that the sequence has already change the next one's logits."""
+        return bool(self.repetition_penalty != 1 or self.frequency_penalty or self.presence_penalty)
+
+    @property
+    def adjusted(self) -> bool:
+        """Whether the logits may change before anything is chosen."""
+        return bool(self.logit_bias or self.masked_ids or self.watermark) or self.penalised
+
+    @property
+    def filtered(self) -> bool:
+        """Whether a draw leaves some tokens out."""
+        return bool(self.top_k or self.top_p < 1 or self.min_p or self.typical_p < 1)
+
+
+_Domain = tuple[Callable[[float], bool], str]
+
+_PENALTY: _Domain = (lambda value: -2 <= value <= 2, "in [-2, 2]")
+_SHARE: _Domain = (lambda value: 0 < value <= 1, "in (0, 1]")
+
+_DOMAINS: Mapping[str, _Domain] = {
+    "temperature": (lambda value: 0 <= value < float("inf"), ">= 0 and finite"),
+    "top_k": (lambda value: value >= 0, ">= 0 (0 = off)"),
+    "top_p": _SHARE,
+    "seed": (lambda value: 0 <= value < 2**64, "in [0, 2**64)"),
+    "min_p": (lambda value: 0 <= value <= 1, "in [0, 1]"),
+    "typical_p": _SHARE,
+    "repetition_penalty": (lambda value: 0 < value < float("inf"), "> 0 and finite"),
+    "frequency_penalty": _PENALTY,
+    "presence_penalty": _PENALTY,
+}
 
 
 class Stopping(msgspec.Struct, frozen=True, array_like=True):
@@ -45,6 +98,7 @@ class Stopping(msgspec.Struct, frozen=True, array_like=True):
 
     max_new_tokens counts every generated token, the end-of-sequence token included.
     stop_token_ids end the sequence once min_new_tokens are there; () when they are ignored.
+    Whoever wants none of them among the first tokens masks them too, see Sampling.
     """
 
     max_new_tokens: int

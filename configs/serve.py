@@ -2,7 +2,7 @@
 
 from enum import StrEnum
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 
 from configs.base import Config
 from configs.engine import EngineConfig
@@ -30,5 +30,4 @@ class ServeConfig(Config):
     rank_cpus: NonNegativeFloat = 1.0
     ingress_cpus: NonNegativeFloat = 1.0
     request_timeout_s: PositiveFloat = 600.0
-    drain_seconds: PositiveFloat = Field(default=60.0)
     max_ongoing_requests: PositiveInt = 2048

@@ -8,6 +8,7 @@ one key: they read and write a page that nobody owns, and leave their tokens whe
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +31,10 @@ INT64_BYTES, INT32_BYTES = 8, 4
 
 Forward = Callable[[StepTensors, AttentionStep, AdapterData | None], Tensor]
 """From a step's tensors, planned attention and adapters to logits [sampling rows, vocab]."""
+
+
+Record = Callable[[Callable[[], None]], Callable[[], None]]
+"""From a computation on fixed addresses to its replay."""
 
 
 def captured_sizes(max_running: int) -> tuple[int, ...]:
@@ -129,11 +134,38 @@ def _words(parts: CaptureParts, size: int) -> int:
     return words
 
 
-class CapturedSteps:
-    """All graphs of one runner; they share one pool of memory, for they never run together."""
+class GraphRecorder:
+    """Makes graphs that share one pool of memory, for they never run together."""
 
-    def __init__(self, parts: CaptureParts, sizes: Sequence[int], device: torch.device) -> None:
-        """Capture every size, the largest first, so that the others fit into its memory."""
+    def __init__(self, device: torch.device) -> None:
+        """Captures run on a stream of their own."""
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def __call__(self, compute: Callable[[], None]) -> Callable[[], None]:
+        """Return what repeats the launches of `compute`, on the caller's stream."""
+        here = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(here)
+        with torch.cuda.stream(self._stream):
+            for _ in range(WARM_UPS):
+                compute()
+        here.wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads go on meanwhile: only this one's calls are held to a capture's rules.
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        ):
+            compute()
+        return graph.replay
+
+
+class CapturedSteps:
+    """All captured steps of one runner, by size, for base rows alone and with adapters."""
+
+    def __init__(
+        self, parts: CaptureParts, sizes: Sequence[int], device: torch.device, record: Record
+    ) -> None:
+        """Record every size, the largest first, so that the others fit into its memory."""
         self.sizes = tuple(sorted(sizes))
         largest = self.sizes[-1]
         self._parts = parts
@@ -141,28 +173,28 @@ class CapturedSteps:
         # Graphs write here at last: outputs of their own would keep apart what they may share.
         self._logits = torch.empty(largest, parts.vocab_size, dtype=parts.dtype, device=device)
         self._tokens = torch.zeros(largest, dtype=torch.int64, device=device)
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._steps: dict[int, PaddedStep] = {}
-        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self._replays: dict[tuple[int, bool], Callable[[], None]] = {}
         kinds = (False,) if parts.adapters is None else (False, True)
         for size in reversed(self.sizes):
             step = PaddedStep(parts, size, self._staging.device_bytes)
             self._steps[size] = step
             for with_adapters in kinds:
                 self._bring(step, StepLayout.empty(), with_adapters)
-                self._graphs[size, with_adapters] = self._capture(step, with_adapters)
+                adapters = parts.adapters.batch(size) if parts.adapters and with_adapters else None
+                compute = partial(self._compute, step, adapters)
+                self._replays[size, with_adapters] = record(compute)
 
     def run(self, layout: StepLayout) -> CapturedOutput | None:
         """Replay a step; None when no graph serves it."""
         rows = layout.num_rows
         size = size_for(self.sizes, rows)
         with_adapters = max(layout.adapter_slots) >= 0
-        if size is None or not layout.decodes or (size, with_adapters) not in self._graphs:
+        if size is None or not layout.decodes or (size, with_adapters) not in self._replays:
             return None
         step = self._steps[size]
         self._bring(step, layout, with_adapters)
-        self._graphs[size, with_adapters].replay()
+        self._replays[size, with_adapters]()
         return CapturedOutput(self._tokens[:rows], self._logits[:rows], step.targets[:rows])
 
     def _bring(self, step: PaddedStep, layout: StepLayout, with_adapters: bool) -> None:
@@ -174,23 +206,6 @@ class CapturedSteps:
         if with_adapters and self._parts.adapters is not None:
             padding = [-1] * (step.size - layout.num_rows)
             self._parts.adapters.update(layout.adapter_slots + padding, [1] * step.size)
-
-    def _capture(self, step: PaddedStep, with_adapters: bool) -> torch.cuda.CUDAGraph:
-        adapters = None
-        if with_adapters and self._parts.adapters is not None:
-            adapters = self._parts.adapters.batch(step.size)
-        here = torch.cuda.current_stream(self._stream.device)
-        self._stream.wait_stream(here)
-        with torch.cuda.stream(self._stream):
-            for _ in range(WARM_UPS):
-                self._compute(step, adapters)
-        here.wait_stream(self._stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(
-            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-        ):
-            self._compute(step, adapters)
-        return graph
 
     def _compute(self, step: PaddedStep, adapters: AdapterData | None) -> None:
         """What a graph holds: from the token buffer back to the token buffer."""

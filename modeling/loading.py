@@ -12,7 +12,7 @@ from configs.architectures.base import ModelArchitecture
 from configs.architectures.select import load_architecture
 from configs.engine import Device, EngineConfig
 from configs.model import DType, LoadFormat
-from modeling.models.base import PagedModel
+from modeling.models.base import AdaptableVocabulary, PagedModel
 from modeling.models.select import build_model
 from sharding.checkpoint import Checkpoint, DummySource, open_checkpoint
 from sharding.group import TensorParallel
@@ -55,10 +55,22 @@ def load_model(config: EngineConfig, group: TensorParallel, device: torch.device
         source = open_checkpoint(folder, config.model.allow_pickle)
         dtype = _dtype(config.model.dtype, architecture, _stored_dtype(source, folder))
     model = build_model(architecture, Weights(source, group, dtype, device))
+    if config.adapters.enabled and config.adapters.vocabulary:
+        _adapt_vocabulary(model, architecture)
     # A tied head shares its tensor with the embedding; parameters() yields it once.
     resident = sum(p.nbytes for p in cast(nn.Module, model).parameters())
     seconds = time.monotonic() - started
     return LoadedModel(model, architecture, source.bytes_read, resident, seconds)
+
+
+def _adapt_vocabulary(model: PagedModel, architecture: ModelArchitecture) -> None:
+    """Open the model's two ends to adapters; ValueError where its class cannot."""
+    if not isinstance(model, AdaptableVocabulary):
+        raise ValueError(
+            f"adapters.vocabulary: embeddings and head of {architecture.architecture} cannot be "
+            "adapted yet: set it to false"
+        )
+    model.adapt_vocabulary()
 
 
 def total_tokens(config: EngineConfig, architecture: ModelArchitecture) -> int:

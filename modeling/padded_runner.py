@@ -7,7 +7,7 @@ prefilled again. So any plan is answered rightly; which ones are answered fast i
 scheduler as data (no chunks, no prefix cache). Cache blocks are a token budget only.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
@@ -28,6 +28,7 @@ from modeling.memory import adapter_pages, cpu_blocks, cuda_blocks, device_memor
 from modeling.models.causal_lm import CausalLM, CausalLMBatch
 from modeling.models.causal_lm_loading import LoadedCausalLM, load_causal_lm
 from modeling.runner import RunnerReport
+from modeling.sampling.history import TokenHistory
 from modeling.sampling.sampler import choose, no_rows
 from modeling.sampling.tensors import sampling_tensors
 from modeling.state import StateSize
@@ -157,15 +158,29 @@ class PaddedRunner:
         return cuda_blocks(config, device_memory(self._device), peak, block_bytes * MAX_PADDING)
 
     def _step_peak(self) -> int:
-        """Return the bytes that the longest prefill takes beyond weights and pools."""
-        length = max(self._config.limits.max_step_tokens, self._size.max_total_tokens)
-        length = min(length, self._size.max_total_tokens)
+        """Return the bytes that the widest prefills take beyond weights and pools."""
+        longest, budget = self._size.max_total_tokens, self._config.limits.max_step_tokens
+        num_rows = min(self._size.max_running, MAX_PADDING * budget)
+        length = min(longest, MAX_PADDING * budget // num_rows)
         torch.cuda.reset_peak_memory_stats(self._device)
         before = torch.cuda.memory_allocated(self._device)
-        with torch.inference_mode():
-            join = BatchJoin(0, [0] * length, length, -1, Sampling())
-            self._model.generate_token(self._model.batch([join]))
+        try:
+            self._rehearse(1, longest)
+            self._rehearse(num_rows, length)
+        except torch.OutOfMemoryError as error:
+            raise ValueError(
+                f"no memory is left for a prompt of {longest} tokens, which this model computes "
+                f"whole, or for {num_rows} of {length}: lower limits.max_total_tokens or "
+                "limits.max_step_tokens"
+            ) from error
         return torch.cuda.max_memory_allocated(self._device) - before
+
+    @torch.inference_mode()
+    def _rehearse(self, num_rows: int, length: int) -> None:
+        """Prefill so many rows and draw a token for each at random."""
+        sampling = Sampling(temperature=1.0, top_p=0.9, typical_p=0.9, logprobs=0)
+        joins = [BatchJoin(i, [0] * length, length, -1, sampling) for i in range(num_rows)]
+        self._model.generate_token(self._model.batch(joins))
 
     def _join(self, joins: Sequence[BatchJoin]) -> None:
         """Give each request its place; whoever had it before has left."""
@@ -176,9 +191,8 @@ class PaddedRunner:
             tokens = to_device(np.array(join.tokens, dtype=np.int64), self._device)
             self._tokens[join.place, :count].copy_(tokens, non_blocking=True)
             self._seats[join.place] = join
-        taken = {join.place for join in joins}
-        if self._running is not None and not taken.isdisjoint(self._running.places):
-            self._keep([place for place in self._running.places if place not in taken])
+        if self._running is not None:
+            self._keep(set(self._running.places) - {join.place for join in joins})
 
     def _step(self, rows: Sequence[BatchRow]) -> StepOutput:
         ends = [row.start + row.length for row in rows]
@@ -188,33 +202,49 @@ class PaddedRunner:
         at = {place: index for index, place in enumerate(p for b in batches for p in b.places)}
         order = _indices([at[row.place] for row in rows], self._device)
         asked = [self._seats[row.place].sampling for row in rows]
-        chosen = choose(logits[order], sampling_tensors(asked, ends, self._device))
+        chosen = choose(
+            logits[order], sampling_tensors(asked, ends, self._device, self._history(rows, ends))
+        )
         places = _indices([row.place for row in rows], self._device)
         self._tokens[places, _indices(ends, self._device)] = chosen.tokens
         tokens = torch.empty_like(chosen.tokens)
         tokens[order] = chosen.tokens
-        for batch, part in zip(batches, tokens.split([len(b) for b in batches]), strict=True):
+        parts = torch.split(tokens, [len(batch) for batch in batches])
+        for batch, part in zip(batches, parts, strict=True):
             batch.advance(part)
         self._running = batches[0] if len(batches) == 1 else CausalLMBatch.concatenate(batches)
         return step_output(chosen, asked)
+
+    def _history(self, rows: Sequence[BatchRow], ends: Sequence[int]) -> TokenHistory | None:
+        """Where the rows' own tokens lie; None where no row looks at them."""
+        seats = [self._seats[row.place] for row in rows]
+        if not any(seat.sampling.adjusted for seat in seats):
+            return None
+        places = np.array([row.place for row in rows], dtype=np.int64)
+        prompts = np.array([seat.prompt_length for seat in seats], dtype=np.int64)
+        return TokenHistory(
+            self._tokens.view(-1), places * self._tokens.shape[1] + np.array(ends), prompts
+        )
 
     def _batches(self, rows: Sequence[BatchRow]) -> list[CausalLMBatch]:
         """Cut the running batch to the rows that go on, and make others of the rest."""
         lengths: dict[int, int] = {}
         if self._running is not None:
             lengths = dict(zip(self._running.places, self._running.input_lengths, strict=True))
-        going = [row for row in rows if lengths.get(row.place) == row.start + 1 == _end(row)]
-        self._keep([row.place for row in going])
-        fresh = [self._request(row) for row in rows if row not in going]
+        going = {row.place for row in rows if lengths.get(row.place) == row.start + 1 == _end(row)}
+        self._keep(going)
+        fresh = [self._request(row) for row in rows if row.place not in going]
         batches = [] if self._running is None else [self._running]
         self._running = None
         return batches + [self._model.batch(group) for group in groups_of_like_length(fresh)]
 
-    def _keep(self, places: Sequence[int]) -> None:
-        """Let all rows leave the running batch but those at `places`."""
-        if self._running is None or self._running.places == places:
+    def _keep(self, places: Set[int]) -> None:
+        """Let all rows leave the running batch but those at `places`; copies only if some do."""
+        if self._running is None:
             return
-        self._running = self._running.filter(places) if places else None
+        kept = [place for place in self._running.places if place in places]
+        if len(kept) < len(self._running):
+            self._running = self._running.filter(kept) if kept else None
 
     def _request(self, row: BatchRow) -> BatchJoin:
         """Return a row's request with all tokens up to the row's last."""

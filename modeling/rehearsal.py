@@ -6,8 +6,16 @@ from configs.sampling import Sampling
 from modeling.batch import BatchJoin, BatchRow, ForwardBatch
 from modeling.state import StateSize
 
-EVERYTHING = Sampling(temperature=1.0, top_k=5, top_p=0.9, logprobs=1)
+EVERYTHING = Sampling(
+    temperature=1.0, top_k=5, top_p=0.9, logprobs=1, min_p=0.01, typical_p=0.9,
+    repetition_penalty=1.1, frequency_penalty=0.1, watermark=True, logit_bias=((0, 1.0),),
+)  # fmt: skip
 """Parameters that take every path of the sampler."""
+
+WIDEST = Sampling(
+    temperature=1.0, top_p=0.9, typical_p=0.9, logprobs=0, repetition_penalty=1.1, watermark=True
+)
+"""Parameters whose rows take the most memory."""
 
 TOKENS = (64, 512)
 """Tokens of rehearsed steps beside the most: kernels come in sizes for few, for some, for many."""
@@ -19,7 +27,7 @@ def widest_step(size: StateSize, max_step_tokens: int) -> ForwardBatch:
     count = -(-length // size.block_size)
     places = range(size.max_running)
     blocks = [list(range(place * count, (place + 1) * count)) for place in places]
-    return _prefill(blocks, length, -1, Sampling(temperature=1.0, top_p=0.9, logprobs=0))
+    return _prefill(blocks, length, -1, WIDEST)
 
 
 def rehearsals(

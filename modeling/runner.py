@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,17 +19,18 @@ from configs.sampling import Sampling
 from modeling.adapters.bank import AdapterBank, BankSize, page_bytes
 from modeling.adapters.kernels.base import AdapterData
 from modeling.adapters.kernels.select import AdapterPlan, select_kernel
+from modeling.adapters.vocabulary import VocabularyAdapters, adapts_vocabulary
 from modeling.attention.base import AttentionStep
 from modeling.attention.kv_cache import CacheSpec, LayerCache, allocate
 from modeling.attention.select import AttentionChoice, select_attention
 from modeling.batch import ForwardBatch, RowLogprobs, SampledTokens, StepOutput
-from modeling.graphs import CapturedSteps, CaptureParts, captured_sizes
+from modeling.graphs import CapturedSteps, CaptureParts, GraphRecorder, captured_sizes
 from modeling.loading import LoadedModel, load_model, torch_dtype, total_tokens
 from modeling.memory import GRAPH_BYTES, adapter_pages, cpu_blocks, cuda_blocks, device_memory
 from modeling.models.base import attention_spec, cache_spec
 from modeling.rehearsal import rehearsals, widest_step
 from modeling.sampling.sampler import Chosen, ChosenLogprobs, choose, no_rows
-from modeling.sampling.tensors import sampling_tensors
+from modeling.sampling.tensors import SamplingTensors, sampling_tensors
 from modeling.state import PlaceState, StateSize, StepInputs, StepLayout, StepTensors
 from modeling.transfer import HostCopy
 from sharding.group import TensorParallel
@@ -105,8 +107,8 @@ class ModelRunner:
     def allocate(self, num_blocks: int) -> RunnerReport:
         """Take the cache and the places' buffers; `num_blocks` is the same on every rank.
 
-        On CUDA, decode steps are captured and every kernel is run once: no request waits for a
-        compiler.
+        All ranks call it together: on CUDA, decode steps are captured and every kernel is run
+        once, so that no request waits for a compiler.
         """
         with self._on_device():
             self._take(num_blocks)
@@ -236,7 +238,7 @@ class ModelRunner:
             dtype=model.dtype,
             adapters=self._plan,
         )
-        return CapturedSteps(parts, sizes, self._device)
+        return CapturedSteps(parts, sizes, self._device, GraphRecorder(self._device))
 
     def _warm_up(self, scratch_page: int) -> None:
         """Run steps for every kernel, all of them in a page that nobody owns."""
@@ -247,12 +249,14 @@ class ModelRunner:
 
     def _replay(self, layout: StepLayout) -> Chosen | None:
         """Run a captured step; None when this is none."""
-        found = self._captured.run(layout) if self._captured is not None else None
+        if self._captured is None or adapts_vocabulary(self._bank, layout.adapter_slots):
+            return None
+        found = self._captured.run(layout)
         if found is None:
             return None
         self.num_captured += 1
-        params = sampling_tensors(layout.sampling, layout.sample_positions, self._device)
-        if params.random is None and params.num_top < 0:
+        params = self._sampling(layout)
+        if params.plain:
             return Chosen(found.tokens, None)
         chosen = choose(found.logits, params)
         self._state.write(found.targets, chosen.tokens)
@@ -264,15 +268,20 @@ class ModelRunner:
         attention = self._attention.backend.prepare(
             inputs.query_lengths, inputs.key_lengths, inputs.block_tables
         )
-        adapters = self._adapters(inputs)
+        adapters = self._with_vocabulary(self._adapters(inputs), layout)
         if not inputs.sampling:
             self._forward(inputs, attention, adapters, skip_head=True)
             return no_rows(self._device)
         logits = self._forward(inputs, attention, adapters)
-        params = sampling_tensors(inputs.sampling, inputs.sample_positions, self._device)
+        params = self._sampling(layout)
         chosen = choose(logits, params)
         self._state.write(inputs.targets, chosen.tokens)
         return chosen
+
+    def _sampling(self, layout: StepLayout) -> SamplingTensors:
+        """Return how the step's samples are chosen."""
+        history = self._state.history(layout)
+        return sampling_tensors(layout.sampling, layout.sample_positions, self._device, history)
 
     def _forward(
         self,
@@ -305,6 +314,15 @@ class ModelRunner:
         if self._plan is None:
             return self._kernel.batch(self._bank, slots, lengths)
         return self._plan.batch(sum(lengths), self._plan.update(slots, lengths))
+
+    def _with_vocabulary(
+        self, adapters: AdapterData | None, layout: StepLayout
+    ) -> AdapterData | None:
+        """Join what the step's adapters change of embedding and head, where some do."""
+        if adapters is None or not adapts_vocabulary(self._bank, layout.adapter_slots):
+            return adapters
+        slots = np.repeat(np.array(layout.adapter_slots), np.diff(layout.bounds))
+        return VocabularyAdapters(adapters, self._bank, slots, slots[layout.last_tokens])
 
     def _on_device(self) -> AbstractContextManager[object]:
         """Make this rank's device the thread's own: pinning and events look at it."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from configs.sampling import Sampling
 from modeling.batch import BatchJoin, BatchRow
+from modeling.sampling.history import TokenHistory
 from modeling.transfer import pack_to_device, to_device
 
 Ints = npt.NDArray[np.int64]
@@ -46,7 +47,7 @@ class StepLayout:
     used]. key_lengths: [n], after this step. last_tokens: [s], the sampling rows' last tokens
     among the T. targets: [s], where in the flat token buffer the samples go. sampling: s
     parameters. sample_positions: s positions of the tokens to be. adapter_slots: n, -1 for the
-    base model.
+    base model. prompt_lengths: [s], None where no sample looks at the tokens before it.
     """
 
     ids_at: Ints
@@ -60,6 +61,7 @@ class StepLayout:
     sampling: list[Sampling]
     sample_positions: list[int]
     adapter_slots: list[int]
+    prompt_lengths: Ints | None = None
 
     @property
     def num_rows(self) -> int:
@@ -122,6 +124,8 @@ class PlaceState:
         self._num_blocks = np.zeros(size.max_running, dtype=np.int64)
         self._adapter_slots = np.full(size.max_running, -1, dtype=np.int64)
         self._sampling = [Sampling()] * size.max_running
+        self._adjusted = np.zeros(size.max_running, dtype=np.bool_)
+        self._prompt_lengths = np.zeros(size.max_running, dtype=np.int64)
 
     def join(self, joins: Sequence[BatchJoin]) -> None:
         """Give each request its place, with its tokens and an empty block table."""
@@ -135,6 +139,8 @@ class PlaceState:
             self._num_blocks[join.place] = 0
             self._adapter_slots[join.place] = join.slot
             self._sampling[join.place] = join.sampling
+            self._adjusted[join.place] = join.sampling.adjusted
+            self._prompt_lengths[join.place] = join.prompt_length
 
     def layout(self, rows: Sequence[BatchRow]) -> StepLayout:
         """Append the rows' blocks to their tables and lay the step out."""
@@ -148,6 +154,8 @@ class PlaceState:
         targets = places[sampled] * self._width + ends[sampled]
         sampling = [self._sampling[place] for place in places[sampled].tolist()]
         sample_positions = ends[sampled].tolist()
+        seats = places[sampled]
+        prompt_lengths = self._prompt_lengths[seats] if self._adjusted[seats].any() else None
         order = np.argsort(lengths > 1, kind="stable")
         now_at = np.empty_like(order)
         now_at[order] = np.arange(len(order))
@@ -170,6 +178,7 @@ class PlaceState:
             sampling=sampling,
             sample_positions=sample_positions,
             adapter_slots=self._adapter_slots[places].tolist(),
+            prompt_lengths=prompt_lengths,
         )
 
     def inputs(self, layout: StepLayout) -> StepInputs:
@@ -200,6 +209,12 @@ class PlaceState:
             sample_positions=layout.sample_positions,
             adapter_slots=layout.adapter_slots,
         )
+
+    def history(self, layout: StepLayout) -> TokenHistory | None:
+        """Where the samples' own tokens lie; None where no sample looks at them."""
+        if layout.prompt_lengths is None:
+            return None
+        return TokenHistory(self.tokens, layout.targets, layout.prompt_lengths)
 
     def write(self, targets: Tensor, tokens: Tensor) -> None:
         """Leave a step's samples in the token buffer, where the next step finds them."""

@@ -100,8 +100,8 @@ class HostCopy:
         """Start the copies behind what the current stream does; at least one tensor, one device."""
         self._event: torch.cuda.Event | None = None
         # A non-blocking copy to the CPU lands in pinned memory of its own, so nothing that a
-        # later step does can overwrite it.
-        self._host = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
+        # later step does can overwrite it: not even where the CPU is the device.
+        self._host = [tensor.to("cpu", non_blocking=True, copy=True) for tensor in tensors]
         device = tensors[0].device
         if device.type == "cuda":
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -8,24 +8,39 @@ from sharding.slicing import cut_vocabulary
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Token ids to vectors; each rank holds a run of the vocabulary, padded to equal size."""
+    """Token ids to vectors; each rank holds a run of the vocabulary, padded to equal size.
+
+    cut: this rank's run.
+    """
 
     def __init__(self, name: str, vocab_size: int, hidden_size: int, weights: Weights) -> None:
         """Read this rank's rows; padding rows are zero."""
         super().__init__()
         self._group = weights.group
-        self._cut = cut_vocabulary(vocab_size, weights.group.rank, weights.group.size)
+        self.cut = cut_vocabulary(vocab_size, weights.group.rank, weights.group.size)
         self.vocab_size = vocab_size
         self.weight = _vocabulary_rows(name, vocab_size, hidden_size, weights)
 
-    def forward(self, input_ids: Tensor) -> Tensor:
-        """[tokens] to [tokens, hidden]: zero for another rank's ids, then summed over ranks."""
+    def local_ids(self, input_ids: Tensor) -> tuple[Tensor, Tensor | None]:
+        """This rank's row of each token, and which tokens are another rank's (None: no other)."""
         if self._group.size == 1:
-            return F.embedding(input_ids, self.weight)
-        local = input_ids - self._cut.start
-        foreign = (input_ids < self._cut.start) | (input_ids >= self._cut.stop)
-        rows = F.embedding(local.masked_fill(foreign, 0), self.weight)
-        return self._group.all_reduce(rows.masked_fill(foreign.unsqueeze(-1), 0))
+            return input_ids, None
+        foreign = (input_ids < self.cut.start) | (input_ids >= self.cut.stop)
+        return (input_ids - self.cut.start).masked_fill(foreign, 0), foreign
+
+    def partial(self, input_ids: Tensor) -> Tensor:
+        """This rank's summand of [tokens, hidden]: zero for another rank's ids."""
+        local, foreign = self.local_ids(input_ids)
+        rows = F.embedding(local, self.weight)
+        return rows if foreign is None else rows.masked_fill(foreign.unsqueeze(-1), 0)
+
+    def reduce(self, partial: Tensor) -> Tensor:
+        """Sum the ranks' summands."""
+        return self._group.all_reduce(partial)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """[tokens] to [tokens, hidden], the same on every rank."""
+        return self.reduce(self.partial(input_ids))
 
 
 class ParallelHead(nn.Module):
@@ -49,10 +64,17 @@ class ParallelHead(nn.Module):
             else tied.weight
         )
 
+    def partial(self, hidden: Tensor) -> Tensor:
+        """[n, hidden] to the logits of this rank's run, padding columns included."""
+        return F.linear(hidden, self.weight)
+
+    def gather(self, partial: Tensor) -> Tensor:
+        """Join the ranks' runs to [n, vocab_size]; padding columns are dropped."""
+        return self._group.all_gather(partial)[:, : self.vocab_size]
+
     def forward(self, hidden: Tensor) -> Tensor:
-        """[n, hidden] to [n, vocab_size], the same on every rank; padding columns are dropped."""
-        logits = self._group.all_gather(F.linear(hidden, self.weight))
-        return logits[:, : self.vocab_size]
+        """[n, hidden] to [n, vocab_size], the same on every rank."""
+        return self.gather(self.partial(hidden))
 
 
 def _vocabulary_rows(

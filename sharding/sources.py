@@ -28,6 +28,7 @@ _PACKAGE_ROOT = Path(__file__).resolve().parent.parent
 _ADAPTER_FILES = ["adapter_config.json", "adapter_model*.safetensors*"]
 _MODEL_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 _PICKLED_FILES = ["pytorch_model*.bin"]
+_CODE_FILES = ["*.py"]
 _HASH_BYTES = 1 << 20
 
 Fingerprint = tuple[tuple[str, int, int], ...]
@@ -51,7 +52,11 @@ def fetch_model(config: ModelConfig) -> Path:
     for folder in (Path(config.id), _PACKAGE_ROOT / config.id):
         if (folder / "config.json").is_file():
             return folder.resolve()
-    patterns = [*_MODEL_FILES, *(_PICKLED_FILES if config.allow_pickle else [])]
+    patterns = [
+        *_MODEL_FILES,
+        *(_PICKLED_FILES if config.allow_pickle else []),
+        *(_CODE_FILES if config.trust_remote_code else []),
+    ]
     try:
         found = snapshot_download(
             config.id, revision=config.revision, allow_patterns=patterns, etag_timeout=10

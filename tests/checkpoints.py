@@ -200,6 +200,7 @@ class AdapterRecipe:
 
     std: of B's entries; A's are normal with std 0.3. The default moves the logits by about two.
     extra: further keywords for LoraConfig (rank_pattern, alpha_pattern, ...).
+    save_embeddings: whether the base weights of adapted embeddings and heads are saved too.
     """
 
     r: int = 4
@@ -210,6 +211,7 @@ class AdapterRecipe:
     seed: int = 1
     std: float = 0.1
     extra: dict[str, Any] = field(default_factory=dict)
+    save_embeddings: bool | Literal["auto"] = "auto"
 
 
 def write_adapter(folder: Path, model_folder: Path, recipe: AdapterRecipe | None = None) -> Path:
@@ -229,9 +231,9 @@ def write_adapter(folder: Path, model_folder: Path, recipe: AdapterRecipe | None
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_" in name:
-                std = recipe.std if "lora_B" in name else 0.3
+                std = recipe.std if "_B" in name else 0.3
                 parameter.normal_(std=std, generator=generator)
-    model.save_pretrained(str(folder))
+    model.save_pretrained(str(folder), save_embedding_layers=recipe.save_embeddings)
     return folder
 
 

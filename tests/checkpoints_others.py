@@ -34,6 +34,7 @@ GPT2_VARIANTS: dict[str, dict[str, Any]] = {
     "unscaled": {"scale_attn_weights": False, "activation_function": "quick_gelu"},
     "untied": {"tie_word_embeddings": False, "activation_function": "relu"},
     "bare_names": {"vocab_size": 99},
+    "head_64": {"n_embd": 256, "n_layer": 3, "scale_attn_by_inverse_layer_idx": True},
 }
 """GPT-2 variants by name: what each changes of GPT2. bare_names: h.0... for transformer.h.0..."""
 
@@ -57,6 +58,7 @@ OPT_VARIANTS: dict[str, dict[str, Any]] = {
     "no_last_norm": {"_remove_final_layer_norm": True},
     "untied": {"tie_word_embeddings": False},
     "bare_names": {"vocab_size": 99},
+    "head_64": {"hidden_size": 256, "word_embed_proj_dim": 256},
 }
 """OPT variants by name: what each changes of OPT. bare_names: decoder... for model.decoder..."""
 
@@ -80,6 +82,7 @@ GPT_NEOX_VARIANTS: dict[str, dict[str, Any]] = {
     },
     "tied": {"tie_word_embeddings": True, "vocab_size": 97},
     "no_bias": {"attention_bias": False, "vocab_size": 99},
+    "head_64": {"hidden_size": 256},
     "head_80": {"hidden_size": 320},
 }
 """GPT-NeoX variants by name: what each changes of GPT_NEOX."""

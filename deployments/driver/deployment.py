@@ -26,6 +26,9 @@ logger = logging.getLogger("loray.driver")
 class DriverDeployment:
     """One driver replica and the ranks in its placement group."""
 
+    _engine: Engine | None = None
+    _reporting: asyncio.Task[None] | None = None
+
     async def __init__(self, config: ServeConfig) -> None:  # type: ignore[misc]
         """Start the ranks and load what is to be there before the first request."""
         configure_logs("driver")
@@ -36,7 +39,6 @@ class DriverDeployment:
         await self._engine.start()
         for what, choice in (await self._engine.describe()).chosen.items():
             logger.info("%s: %s", what, choice)
-
         self._reporting = asyncio.create_task(self._report())
 
     async def _report(self) -> None:
@@ -44,40 +46,47 @@ class DriverDeployment:
         metrics = EngineMetrics()
         while True:
             await asyncio.sleep(_METRICS_SECONDS)
-            metrics.healthy(self._engine.healthy)
+            metrics.healthy(self._running.healthy)
             metrics.update(
-                await self._engine.snapshot(),
-                self._engine.steps.last(),
-                rebuilds=self._engine.num_rebuilds,
-                dropped=self._engine.dropped_frames,
+                await self._running.snapshot(),
+                self._running.steps.last(),
+                rebuilds=self._running.num_rebuilds,
+                dropped=self._running.dropped_frames,
             )
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Serve's way to apply a changed `user_config`: nothing restarts."""
-        await self._engine.reconfigure(RuntimeConfig.model_validate(user_config))
+        await self._running.reconfigure(RuntimeConfig.model_validate(user_config))
 
     async def generate(self, request: GenerateRequest, reply_to: ReplyAddress) -> Completion:
         """One HTTP request, to its end."""
-        return await self._engine.generate(request, reply_to)
+        return await self._running.generate(request, reply_to)
 
     async def describe(self) -> EngineInfo:
         """What is served."""
-        return await self._engine.describe()
+        return await self._running.describe()
 
     async def steps(self) -> Sequence[StepRecord]:
         """The last steps, for benchmarks and tests."""
-        return self._engine.steps.last()
+        return self._running.steps.last()
 
     async def ranks(self) -> list[LoadReport]:
         """The present ranks: their processes, and what each holds."""
-        return self._engine.ranks
+        return self._running.ranks
 
     async def check_health(self) -> None:
         """Healthy while it works or rebuilds its ranks; Serve replaces it when it cannot."""
-        if self._engine.failure is not None:
-            raise RuntimeError(self._engine.failure)
+        if self._running.failure is not None:
+            raise RuntimeError(self._running.failure)
 
     async def __del__(self) -> None:
         """Serve's way to say that the replica is going: leave no rank behind."""
-        self._reporting.cancel()
-        await self._engine.stop()
+        if self._reporting is not None:
+            self._reporting.cancel()
+        if self._engine is not None:
+            await self._engine.stop()
+
+    @property
+    def _running(self) -> Engine:
+        assert self._engine is not None, "Serve calls nothing before __init__ is done"
+        return self._engine

@@ -55,6 +55,7 @@ class Engine:
         self._directory = AdapterDirectory(AdapterSources(config.adapters))
         self._sender = FrameSender(self)
         self._streams = Streams(self._sender.send)
+        self._limits = config.limits
         self._pins: set[AdapterKey] = set()
         self.steps = StepLog()
         self._loop: EngineLoop | None = None
@@ -101,12 +102,14 @@ class Engine:
             for name in ("max_queued", "max_step_tokens")
             if (value := getattr(runtime, name)) is not None
         }
-        config = self._config.model_copy(
-            update={"limits": self._config.limits.model_copy(update=changes)}
+        changed = self._config.limits.model_copy(update=changes)
+        config = EngineConfig.model_validate(
+            {**self._config.model_dump(), "limits": changed.model_dump()}
         )
-        limits = Limits.from_config(EngineConfig.model_validate(config.model_dump()))
+        limits = Limits.from_config(config)
         references = [self._reference(text) for text in runtime.pinned_adapters]
         pins = {await self._directory.resolve(reference, None) for reference in references}
+        self._limits = config.limits
         self._post(lambda scheduler, now: _reconfigured(scheduler, limits))
         for key in self._pins - pins:
             self._pin(key, False)
@@ -171,7 +174,7 @@ class Engine:
     async def describe(self) -> EngineInfo:
         """What is served, for validation and /info."""
         report = self.ranks[0]
-        capacity, limits = report.capacity, self._config.limits
+        capacity, limits = report.capacity, self._limits
         longest = capacity.max_total_tokens
         return EngineInfo(
             model_id=self._config.model.id,

@@ -10,7 +10,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from deployments.contract import Driver, ErrorKind, ReplyAddress
-from deployments.ingress import lorax, openai
+from deployments.ingress import lorax, openai, probes
 from deployments.ingress.bodies import BodyLimit
 from deployments.ingress.engine import Engine, IngressSettings
 from deployments.ingress.errors import (
@@ -27,6 +27,9 @@ from deployments.ingress.sse import ClientGone
 
 # Nobody reads it; it shows up in access logs.
 _CLIENT_CLOSED_REQUEST = 499
+
+_GENERATING = frozenset({"/", "/generate", "/generate_stream", "/invocations",
+                         "/v1/completions", "/v1/chat/completions"})  # fmt: skip
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
@@ -46,6 +49,8 @@ def build_app(
     """
     engine = Engine(driver, mailbox, reply_to, settings)
     app = FastAPI(title="LoRay", version=settings.version, lifespan=lifespan)
+    app.state.metrics = engine.metrics
+    app.include_router(probes.routes(engine))
     app.include_router(lorax.routes(engine))
     app.include_router(openai.routes(engine))
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
@@ -100,13 +105,24 @@ async def _our_fault(request: Request, error: Exception) -> Response:
 
 def error_response(request: Request, error: RequestError, status: int | None = None) -> Response:
     """An error in the dialect of the route that was asked."""
+    _count(request, error)
     row = SPELLINGS[error.kind]
     known = row.openai_status if _speaks_openai(request) else row.lorax_status
     body = openai_error(error) if _speaks_openai(request) else lorax_error(error)
     return json_response(body, status or known, retry_headers(error))
 
 
+def _count(request: Request, error: RequestError) -> None:
+    """Count a request that was refused before the driver was asked."""
+    if _path(request) in _GENERATING and not error.counted:
+        request.app.state.metrics.refused(SPELLINGS[error.kind].metric)
+
+
 def _speaks_openai(request: Request) -> bool:
     """Whether the path, without the prefix that a proxy may have added, is one of OpenAI's."""
+    return _path(request).startswith("/v1/")
+
+
+def _path(request: Request) -> str:
     root = request.scope.get("root_path", "")
-    return str(request.scope["path"]).removeprefix(root).startswith("/v1/")
+    return str(request.scope["path"]).removeprefix(root)

@@ -20,6 +20,7 @@ from deployments.ingress.errors import RequestError
 from deployments.ingress.frames import Mailbox
 from deployments.ingress.text import Text
 from deployments.ingress.transcript import Transcript
+from deployments.observability.lorax_metrics import RequestMetrics
 
 _INFO_SECONDS = 1.0
 # A health check must answer even when the engine does not.
@@ -31,7 +32,8 @@ class IngressSettings:
     """What the ingress decides by itself.
 
     max_choices: the largest `n`. max_sequences: prompts times choices of one request.
-    max_logprobs: alternatives a client may ask for with each token.
+    max_logprobs: alternatives a client may ask for with each token. keep_alive_seconds: how
+    long a stream may be silent.
     """
 
     default_source: AdapterSource = AdapterSource.HUB
@@ -41,6 +43,7 @@ class IngressSettings:
     max_sequences: int = 256
     max_logprobs: int = 20
     max_body_bytes: int = 8 * 2**20
+    keep_alive_seconds: float = 15.0
     version: str = "0.1.0"
 
 
@@ -56,7 +59,8 @@ class Job:
     """A validated request: what goes to the driver, and how its tokens become text.
 
     stops: stop strings; keep_stops leaves the matched one in the text. per_token: whether the
-    reply tells tokens apart. characters: of the prompts, for the reply's headers.
+    reply tells tokens apart. characters: of the prompts, for the reply's headers. choices:
+    sequences of each prompt, of which best_of may be more than the client is shown.
     """
 
     request: GenerateRequest
@@ -64,6 +68,7 @@ class Job:
     keep_stops: bool
     per_token: bool
     characters: int
+    choices: int = 1
     started: float = field(default_factory=time.monotonic)
 
     def transcripts(self, text: Text) -> list[Transcript]:
@@ -90,6 +95,7 @@ class Engine:
     ) -> None:
         """`reply_to` is asked with each call: the socket may be bound after this."""
         self.settings = settings
+        self.metrics = RequestMetrics()
         self._driver = driver
         self._mailbox = mailbox
         self._reply_to = reply_to

@@ -10,6 +10,7 @@ class RequestError(Exception):
     """A request that cannot be served: its kind chooses the status, its message is the client's.
 
     param: the field at fault, for OpenAI's dialect. code: overrides the table's OpenAI code.
+    counted: whether the metrics have it already.
     A `Driver` may raise it too, for what it knows before any sequence exists.
     """
 
@@ -30,6 +31,7 @@ class RequestError(Exception):
         self.param = param
         self.code = code
         self.retry_after_s = retry_after_s
+        self.counted = False
 
     @classmethod
     def of(cls, failed: Failed) -> "RequestError":
@@ -44,7 +46,10 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
 
 @dataclass(frozen=True)
 class Spelling:
-    """How one kind is written: (status, type, code) for OpenAI, (status, error_type) for LoRAX."""
+    """How one kind is written: (status, type, code) for OpenAI, (status, error_type) for LoRAX.
+
+    metric: the failure's label in LoRAX's metrics.
+    """
 
     openai_status: int
     openai_type: str
@@ -52,35 +57,47 @@ class Spelling:
     lorax_status: int
     lorax_type: str
     lorax_text: str
+    metric: str
 
 
 _BAD = "invalid_request_error"
+_OURS = "server_error"
 _FAILED = "Request failed during generation: {}"
 
 SPELLINGS: dict[ErrorKind, Spelling] = {
     ErrorKind.VALIDATION: Spelling(
-        400, _BAD, None, 422, "validation", "Input validation error: {}"
+        400, _BAD, None, 422, "validation", "Input validation error: {}", "validation"
     ),
-    ErrorKind.ADAPTER_NOT_FOUND: Spelling(404, _BAD, "model_not_found", 424, "generation", _FAILED),
+    ErrorKind.ADAPTER_NOT_FOUND: Spelling(
+        404, _BAD, "model_not_found", 424, "generation", _FAILED, "download_adapter"
+    ),
     ErrorKind.ADAPTER_FORBIDDEN: Spelling(
-        403, _BAD, "adapter_forbidden", 424, "generation", _FAILED
+        403, _BAD, "adapter_forbidden", 424, "generation", _FAILED, "download_adapter"
     ),
     ErrorKind.ADAPTER_UNSUPPORTED: Spelling(
-        400, _BAD, "adapter_unsupported", 424, "generation", _FAILED
+        400, _BAD, "adapter_unsupported", 424, "generation", _FAILED, "load_adapter"
     ),
     ErrorKind.ADAPTER_TOO_LARGE: Spelling(
-        400, _BAD, "adapter_too_large", 424, "generation", _FAILED
+        400, _BAD, "adapter_too_large", 424, "generation", _FAILED, "load_adapter"
     ),
     ErrorKind.ADAPTER_UNAVAILABLE: Spelling(
-        503, "server_error", "adapter_unavailable", 424, "generation", _FAILED
+        503, _OURS, "adapter_unavailable", 424, "generation", _FAILED, "download_adapter"
     ),
     ErrorKind.OVERLOADED: Spelling(
-        429, "rate_limit_error", "overloaded", 429, "overloaded", "Model is overloaded"
+        429,
+        "rate_limit_error",
+        "overloaded",
+        429,
+        "overloaded",
+        "Model is overloaded",
+        "overloaded",
     ),
     ErrorKind.UNAVAILABLE: Spelling(
-        503, "server_error", "unavailable", 503, "unavailable", "Service unavailable: {}"
+        503, _OURS, "unavailable", 503, "unavailable", "Service unavailable: {}", "unavailable"
     ),
-    ErrorKind.GENERATION: Spelling(500, "server_error", "generation", 424, "generation", _FAILED),
+    ErrorKind.GENERATION: Spelling(
+        500, _OURS, "generation", 424, "generation", _FAILED, "generation"
+    ),
 }
 
 _ADAPTER_KINDS = frozenset(kind for kind in ErrorKind if kind.value.startswith("adapter_"))

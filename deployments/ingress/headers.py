@@ -1,6 +1,7 @@
 """The response headers that LoRAX's users read; all times are whole milliseconds."""
 
 import time
+from typing import NamedTuple
 from urllib.parse import quote
 
 from deployments.contract import Completion, EngineInfo
@@ -27,26 +28,46 @@ def stream_headers(info: EngineInfo, job: Job) -> dict[str, str]:
     return headers
 
 
-def reply_headers(
-    info: EngineInfo, job: Job, completion: Completion, submitted: float, generated: int
-) -> dict[str, str]:
-    """Counts and times of a whole reply; `submitted` is when the driver was called."""
-    outcomes = completion.sequences
-    total = time.monotonic() - job.started
-    validation = submitted - job.started
-    queue = max(outcome.queue_seconds for outcome in outcomes)
-    first = validation + max(outcome.first_token_seconds for outcome in outcomes)
-    inference = max(0.0, total - validation - queue)
-    prompt = sum(len(sequence.prompt) for sequence in job.request.sequences)
+class Times(NamedTuple):
+    """Where the seconds of a request went; first: to the first token of all sequences."""
+
+    total: float
+    validation: float
+    queue: float
+    first: float
+
+    @property
+    def inference(self) -> float:
+        """After the queue."""
+        return max(0.0, self.total - self.validation - self.queue)
+
+    @classmethod
+    def of(cls, job: Job, completion: Completion, submitted: float) -> "Times":
+        """The times of a job that ends now; `submitted` is when the driver was called."""
+        validation = submitted - job.started
+        outcomes = completion.sequences
+        return cls(
+            total=time.monotonic() - job.started,
+            validation=validation,
+            queue=max(outcome.queue_seconds for outcome in outcomes),
+            first=validation + max(outcome.first_token_seconds for outcome in outcomes),
+        )
+
+
+def reply_headers(info: EngineInfo, job: Job, times: Times, generated: int) -> dict[str, str]:
+    """Counts and times of a whole reply."""
+    sequences = job.request.sequences
+    prompt = sum(len(sequence.prompt) for sequence in sequences)
+    after_first = max(0.0, times.total - times.first)
     seconds = {
-        "x-compute-time": total,
-        "x-total-time": total,
-        "x-validation-time": validation,
-        "x-queue-time": queue,
-        "x-inference-time": inference,
-        "x-time-per-token": inference / max(1, generated),
-        "x-time-to-first-token": first,
-        "x-time-per-output-token": max(0.0, total - first) / max(1, generated - len(outcomes)),
+        "x-compute-time": times.total,
+        "x-total-time": times.total,
+        "x-validation-time": times.validation,
+        "x-queue-time": times.queue,
+        "x-inference-time": times.inference,
+        "x-time-per-token": times.inference / max(1, generated),
+        "x-time-to-first-token": times.first,
+        "x-time-per-output-token": after_first / max(1, generated - len(sequences)),
     }
     counts = {
         "x-prompt-tokens": prompt,

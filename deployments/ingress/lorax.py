@@ -1,4 +1,4 @@
-"""LoRAX's native routes: /, /generate, /generate_stream, /tokenize, /info, /health."""
+"""LoRAX's native routes: /, /generate, /generate_stream, /invocations, /tokenize, /info."""
 
 import secrets
 import time
@@ -12,8 +12,9 @@ from configs.adapters import AdapterReference, AdapterSource
 from configs.sampling import Stopping
 from deployments.contract import EngineInfo, GenerateRequest, SequenceRequest
 from deployments.ingress.authorization import bearer_token
+from deployments.ingress.choices import spread_seed
 from deployments.ingress.engine import Engine, Job, stop_ids
-from deployments.ingress.errors import RequestError, lorax_error
+from deployments.ingress.errors import invalid, lorax_error
 from deployments.ingress.lorax_replies import Writer
 from deployments.ingress.lorax_schema import (
     CompatGenerateBody,
@@ -23,6 +24,7 @@ from deployments.ingress.lorax_schema import (
     check,
     check_lengths,
     sampling,
+    truncated,
 )
 from deployments.ingress.references import model_reference, parse_source
 from deployments.ingress.replies import Whole, json_response, stream, whole
@@ -33,6 +35,7 @@ def routes(engine: Engine) -> APIRouter:
     router = APIRouter()
 
     @router.post("/")
+    @router.post("/invocations")
     async def compat_generate(request: Request, body: CompatGenerateBody) -> Response:
         return await _reply(engine, request, body, body.stream, listed=True)
 
@@ -54,12 +57,14 @@ def routes(engine: Engine) -> APIRouter:
     async def info() -> Response:
         return json_response(_info(await engine.info(), engine))
 
-    @router.get("/")
-    @router.get("/health")
-    async def health() -> Response:
-        if await _healthy(engine):
-            return Response()
-        return json_response({"error": "unhealthy", "error_type": "healthcheck"}, 503)
+    @router.post("/embed")
+    async def embed() -> Response:
+        raise invalid("Text generation models don't support embeddings")
+
+    @router.post("/classify")
+    @router.post("/classify_batch")
+    async def classify() -> Response:
+        raise invalid("Text generation models don't support classification")
 
     return router
 
@@ -69,7 +74,7 @@ async def _reply(
 ) -> Response:
     """Check, run, answer; `listed` wraps a whole reply in a list of one."""
     job = await _job(engine, request, body, streams)
-    writer = Writer(body, job.request.sequences[0], (await engine.served()).text)
+    writer = Writer(body, job.request.sequences, (await engine.served()).text)
     if streams:
         return await stream(request, engine, job, writer.chunks, lorax_error)
 
@@ -86,18 +91,25 @@ async def _job(engine: Engine, request: Request, body: GenerateRequestBody, stre
     given = body.settled
     check(body.inputs, given, engine.settings, streams)
     info, text = await engine.served()
-    ids = await text.encode(body.inputs)
+    ids = truncated(await text.encode(body.inputs), given, info)
     stopping = Stopping(
         max_new_tokens=check_lengths(len(ids), given.max_new_tokens, info),
         stop_token_ids=stop_ids(info, given.ignore_eos_token),
     )
     seed = secrets.randbits(63) if given.seed is None else given.seed
     told_apart = streams or given.details
-    sequence = SequenceRequest(ids, sampling(given, seed, told_apart), stopping)
+    logprobs = given.return_k_alternatives or 0 if told_apart else -1
+    choices = given.best_of or 1
+    if choices > 1:
+        logprobs = max(0, logprobs)
+    sequences = [
+        SequenceRequest(ids, sampling(given, spread_seed(seed, choice), logprobs), stopping)
+        for choice in range(choices)
+    ]
     return Job(
         request=GenerateRequest(
             id=f"gen-{uuid.uuid4().hex}",
-            sequences=[sequence],
+            sequences=sequences,
             adapter=_adapter(given, info, engine.settings.default_source),
             api_token=given.api_token or bearer_token(request),
         ),
@@ -105,6 +117,7 @@ async def _job(engine: Engine, request: Request, body: GenerateRequestBody, stre
         keep_stops=True,
         per_token=told_apart,
         characters=len(body.inputs),
+        choices=choices,
         started=started,
     )
 
@@ -115,13 +128,6 @@ def _adapter(
     """The adapter that is asked for, None for the base model."""
     source = parse_source(given.adapter_source) if given.adapter_source else default_source
     return model_reference(given.adapter_id or "", info, source)
-
-
-async def _healthy(engine: Engine) -> bool:
-    try:
-        return (await engine.info()).healthy
-    except RequestError:
-        return False
 
 
 def _info(info: EngineInfo, engine: Engine) -> dict[str, object]:

@@ -1,27 +1,37 @@
 """LoRAX's reply objects, whole and as events of a stream."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 
 import msgspec
 
 from configs.sampling import FinishReason
 from deployments.contract import SequenceRequest
-from deployments.ingress.logprobs import sampled_logprob
+from deployments.ingress.choices import best_first
+from deployments.ingress.logprobs import finite, sampled_logprob
 from deployments.ingress.lorax_schema import GenerateRequestBody
-from deployments.ingress.replies import Running, Whole
+from deployments.ingress.replies import Choice, Running, Whole
 from deployments.ingress.sse import data
 from deployments.ingress.text import Text
 from deployments.ingress.transcript import Piece
 
 
+class Alternative(msgspec.Struct):
+    """One token that could have stood there."""
+
+    id: int
+    text: str
+    logprob: float
+
+
 class Token(msgspec.Struct):
-    """One generated token as LoRAX shows it."""
+    """One generated token as LoRAX shows it; alternatives only where the client asked."""
 
     id: int
     text: str
     logprob: float
     special: bool
     skipped: bool = False
+    alternative_tokens: list[Alternative] | msgspec.UnsetType = msgspec.UNSET
 
 
 class StreamDetails(msgspec.Struct):
@@ -34,11 +44,23 @@ class StreamDetails(msgspec.Struct):
     skipped_tokens: int = 0
 
 
+class OtherSequence(msgspec.Struct):
+    """One of the sequences that were not the best."""
+
+    generated_text: str
+    finish_reason: FinishReason
+    generated_tokens: int
+    seed: int | None
+    tokens: list[Token]
+    prefill: list[Token] = []
+
+
 class Details(StreamDetails, kw_only=True):
-    """Details of a whole reply."""
+    """Details of a whole reply; the other sequences only where the client asked for several."""
 
     tokens: list[Token]
     prefill: list[Token] = []
+    best_of_sequences: list[OtherSequence] | msgspec.UnsetType = msgspec.UNSET
 
 
 class StreamEvent(msgspec.Struct):
@@ -52,33 +74,51 @@ class StreamEvent(msgspec.Struct):
 class Writer:
     """Writes the reply to one native request."""
 
-    def __init__(self, body: GenerateRequestBody, sequence: SequenceRequest, text: Text) -> None:
-        """`sequence` is what the driver was asked for."""
+    def __init__(
+        self, body: GenerateRequestBody, sequences: Sequence[SequenceRequest], text: Text
+    ) -> None:
+        """`sequences` are what the driver was asked for, one unless best_of asked for more."""
+        first = sequences[0]
         self._prefix = body.inputs if body.settled.return_full_text else ""
         self._details = body.settled.details
-        self._num_input = len(sequence.prompt)
-        self._stopping = sequence.stopping
-        self._seed = sequence.sampling.seed if sequence.sampling.temperature > 0 else None
-        self._text = text
+        self._num_input = len(first.prompt)
+        self._stopping = first.stopping
+        drawn = first.sampling.temperature > 0
+        self._seeds = [each.sampling.seed if drawn else None for each in sequences]
+        self._spell = _Speller(text, first.sampling.logprobs > 0)
 
     def body(self, result: Whole) -> dict[str, object]:
-        """A whole reply."""
-        choice = result.choices[0]
-        reply: dict[str, object] = {"generated_text": self._prefix + choice.text}
+        """A whole reply: the best sequence, and the others in its details."""
+        choices = result.choices
+        best, *others = best_first(
+            result.completion.sequences, [choice.num_tokens for choice in choices]
+        )
+        reply: dict[str, object] = {"generated_text": self._prefix + choices[best].text}
         if self._details:
-            rest = choice.text[sum(len(piece.text) for piece in choice.pieces) :]
+            choice = choices[best]
             reply["details"] = Details(
                 finish_reason=choice.reason,
                 prompt_tokens=self._num_input,
                 generated_tokens=choice.num_tokens,
-                seed=self._seed,
-                tokens=_tokens(choice.pieces, rest, self._text),
+                seed=self._seeds[best],
+                tokens=self._spell.all_of(choice),
+                best_of_sequences=[self._other(choices[i], self._seeds[i]) for i in others]
+                or msgspec.UNSET,
             )
         return reply
 
+    def _other(self, choice: Choice, seed: int | None) -> OtherSequence:
+        return OtherSequence(
+            generated_text=self._prefix + choice.text,
+            finish_reason=choice.reason,
+            generated_tokens=choice.num_tokens,
+            seed=seed,
+            tokens=self._spell.all_of(choice),
+        )
+
     async def chunks(self, running: Running) -> AsyncGenerator[bytes, None]:
         """One event a token; a token that may be the last waits for its sequence's end."""
-        text = self._text
+        spell = self._spell
         transcript = running.transcripts[0]
         held: list[Piece] = []
         shown: list[str] = []
@@ -87,14 +127,14 @@ class Writer:
             pieces = held + event.pieces
             shown.append(event.text)
             if event.reason is not None:
-                *others, last = _tokens(pieces, event.rest, text) or [_NO_TOKEN]
+                *others, last = spell.tokens(pieces, event.rest) or [_NO_TOKEN]
                 ending = self._ending(last, "".join(shown), event.reason, transcript.num_tokens)
                 yield b"".join([data(StreamEvent(token)) for token in others]) + data(ending)
                 continue
             sendable = len(pieces) - self._may_end(pieces[-1], transcript.num_tokens)
             pieces, held = pieces[:sendable], pieces[sendable:]
             if pieces:
-                yield b"".join([data(StreamEvent(_token(piece, text))) for piece in pieces])
+                yield b"".join([data(StreamEvent(spell.token(piece))) for piece in pieces])
 
     def _may_end(self, last: Piece, num_tokens: int) -> bool:
         """Whether the driver may end the sequence with this token."""
@@ -104,7 +144,7 @@ class Writer:
     def _ending(
         self, token: Token, text: str, reason: FinishReason, num_tokens: int
     ) -> StreamEvent:
-        details = StreamDetails(reason, self._num_input, num_tokens, self._seed)
+        details = StreamDetails(reason, self._num_input, num_tokens, self._seeds[0])
         return StreamEvent(token, self._prefix + text, details if self._details else None)
 
 
@@ -112,16 +152,34 @@ class Writer:
 _NO_TOKEN = Token(id=0, text="", logprob=0.0, special=True)
 
 
-def _token(piece: Piece, text: Text) -> Token:
-    special = piece.token in text.special_ids
-    shown = text.token_text(piece.token) if special else piece.text
-    return Token(piece.token, shown, sampled_logprob(piece), special)
+class _Speller:
+    """From pieces to tokens as LoRAX shows them."""
 
+    def __init__(self, text: Text, alternatives: bool) -> None:
+        self._text = text
+        self._alternatives = alternatives
 
-def _tokens(pieces: list[Piece], rest: str, text: Text) -> list[Token]:
-    """All tokens; text that came only with the end belongs to the last that has text."""
-    tokens = [_token(piece, text) for piece in pieces]
-    owner = next((token for token in reversed(tokens) if not token.special), None)
-    if owner is not None:
-        owner.text += rest
-    return tokens
+    def token(self, piece: Piece) -> Token:
+        """One token."""
+        special = piece.token in self._text.special_ids
+        shown = self._text.token_text(piece.token) if special else piece.text
+        token = Token(piece.token, shown, sampled_logprob(piece), special)
+        if self._alternatives and piece.logprobs is not None:
+            pairs = zip(piece.logprobs.top_ids, piece.logprobs.top_logprobs, strict=True)
+            token.alternative_tokens = [
+                Alternative(id, self._text.token_text(id), finite(value)) for id, value in pairs
+            ]
+        return token
+
+    def tokens(self, pieces: Sequence[Piece], rest: str) -> list[Token]:
+        """All tokens; text that came only with the end belongs to the last that has text."""
+        tokens = [self.token(piece) for piece in pieces]
+        owner = next((token for token in reversed(tokens) if not token.special), None)
+        if owner is not None:
+            owner.text += rest
+        return tokens
+
+    def all_of(self, choice: Choice) -> list[Token]:
+        """The tokens of a whole sequence."""
+        rest = choice.text[sum(len(piece.text) for piece in choice.pieces) :]
+        return self.tokens(choice.pieces, rest)

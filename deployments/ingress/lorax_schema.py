@@ -16,16 +16,8 @@ _Range = tuple[Callable[[float], bool], str]
 # A row goes away when its parameter is built; the values are those that change nothing.
 NOT_YET: Mapping[str, tuple[object, ...]] = {
     "merged_adapters": (None,),
-    "best_of": (None, 1),
-    "repetition_penalty": (None, 1.0),
-    "frequency_penalty": (None, 0.0),
-    "presence_penalty": (None, 0.0),
-    "typical_p": (None, 1.0),
-    "watermark": (None, False),
-    "truncate": (None,),
     "decoder_input_details": (None, False),
-    "return_k_alternatives": (None,),
-    "response_format": (None,),
+    "response_format": (None, {"type": "text"}, {"type": "Text"}),
 }
 
 _POSITIVE: _Range = (lambda value: value > 0, "strictly positive")
@@ -128,11 +120,28 @@ def check(inputs: str, given: GenerateParameters, settings: IngressSettings, str
         raise invalid("`seed` must not be set when `best_of` > 1")
     if not inputs:
         raise invalid("`inputs` cannot be empty")
+    alternatives = given.return_k_alternatives or 0
+    if alternatives > settings.max_logprobs:
+        raise invalid(
+            f"`return_k_alternatives` must be <= {settings.max_logprobs}. Given: {alternatives}"
+        )
     if streams and given.decoder_input_details:
         raise invalid("`decoder_input_details` == true is not supported when streaming tokens")
     for name, neutral in NOT_YET.items():
         if getattr(given, name) not in neutral:
             raise invalid(f"`{name}` is not supported yet")
+
+
+def truncated(ids: list[int], given: GenerateParameters, info: EngineInfo) -> list[int]:
+    """The last `truncate` ids, or all of them."""
+    if given.truncate is None:
+        return ids
+    if not 0 < given.truncate <= info.max_input_tokens:
+        raise invalid(
+            f"`truncate` must be strictly positive and less than {info.max_input_tokens}. "
+            f"Given: {given.truncate}"
+        )
+    return ids[-given.truncate :]
 
 
 def check_lengths(num_input: int, max_new_tokens: int | None, info: EngineInfo) -> int:
@@ -158,21 +167,29 @@ def sampled(given: GenerateParameters) -> bool:
     if given.temperature == 0:
         return False
     warped = given.temperature not in (None, 1.0) or given.top_k is not None
-    return given.do_sample or warped or given.top_p not in (None, 1.0)
+    cut = given.top_p not in (None, 1.0) or given.typical_p not in (None, 1.0)
+    return given.do_sample or warped or cut
 
 
-def sampling(given: GenerateParameters, seed: int, logprobs: bool) -> Sampling:
-    """The driver's words for these parameters."""
-    reported = 0 if logprobs else -1
-    if not sampled(given):
-        return Sampling(seed=seed, logprobs=reported)
+def sampling(given: GenerateParameters, seed: int, logprobs: int) -> Sampling:
+    """The driver's words for these parameters; logprobs as in Sampling."""
+    drawn = sampled(given)
     return Sampling(
-        temperature=1.0 if given.temperature is None else given.temperature,
-        top_k=given.top_k or 0,
-        top_p=1.0 if given.top_p is None else given.top_p,
+        temperature=_or(given.temperature, 1.0) if drawn else 0.0,
+        top_k=(given.top_k or 0) if drawn else 0,
+        top_p=_or(given.top_p, 1.0) if drawn else 1.0,
+        typical_p=_or(given.typical_p, 1.0) if drawn else 1.0,
         seed=seed,
-        logprobs=reported,
+        logprobs=logprobs,
+        repetition_penalty=_or(given.repetition_penalty, 1.0),
+        frequency_penalty=given.frequency_penalty or 0.0,
+        presence_penalty=given.presence_penalty or 0.0,
+        watermark=given.watermark,
     )
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value
 
 
 def _check_adapters(given: GenerateParameters) -> None:

@@ -1,28 +1,31 @@
 """OpenAI's requests as a 2026 client sends them, and what is not built yet."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, field_validator
 
+from configs.sampling import MAX_LOGIT_BIAS
 from deployments.ingress.errors import invalid
 from deployments.ingress.unicode import Unicode, is_encodable
 
 # A row goes away when its parameter is built; the values are those that change nothing.
 NOT_YET: Mapping[str, tuple[object, ...]] = {
     "suffix": (None, ""),
-    "logit_bias": (None, {}),
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
-    "repetition_penalty": (None, 1),
-    "typical_p": (None, 1),
-    "min_p": (None, 0),
     "length_penalty": (None, 1),
     "use_beam_search": (None, False),
     "prompt_logprobs": (None,),
     "prompt_embeds": (None,),
     "truncate_prompt_tokens": (None,),
-    "stop_token_ids": (None, []),
+    "bad_words": (None, []),
+    "allowed_token_ids": (None, []),
+    "logits_processors": (None, []),
+    "truncate": (None,),
+    "merged_adapters": (None,),
+    "return_k_alternatives": (None,),
+    "decoder_input_details": (None, False),
+    "guideline": (None, ""),
+    "tool_prompt": (None, ""),
     "response_format": (None, {"type": "text"}),
     "structured_outputs": (None,),
     "guided_json": (None,),
@@ -38,6 +41,9 @@ NOT_YET: Mapping[str, tuple[object, ...]] = {
     "prediction": (None,),
     "web_search_options": (None,),
 }
+
+_MAX_STOP_IDS = 256
+_Bias = Annotated[float, Field(ge=-100, le=100)]
 
 # What clients may write as `prompt`, for the API's documentation.
 PromptInput = str | list[str] | list[int] | list[list[int]]
@@ -59,20 +65,34 @@ class _Body(BaseModel):
     temperature: float | None = Field(None, ge=0)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    typical_p: float | None = Field(None, gt=0, le=1)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0)
+    logit_bias: dict[NonNegativeInt, _Bias] | None = Field(None, max_length=MAX_LOGIT_BIAS)
+    watermark: bool | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     stop: Unicode | list[Unicode] | None = None
     n: PositiveInt | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    stop_token_ids: list[NonNegativeInt] | None = Field(None, max_length=_MAX_STOP_IDS)
     ignore_eos: bool | None = None
+    ignore_eos_token: bool | None = None
     min_tokens: NonNegativeInt | None = None
     adapter_source: Unicode | None = None
     api_token: Unicode | None = None
 
     @property
     def choices(self) -> int:
-        """How many choices for each prompt."""
+        """How many choices the client is shown for each prompt."""
         return self.n or 1
+
+    @property
+    def candidates(self) -> int:
+        """How many sequences are generated for each prompt."""
+        return self.choices
 
     @property
     def stops(self) -> list[str]:
@@ -109,6 +129,11 @@ class CompletionBody(_Body):
         """Alternatives wanted with each token; -1 for no logprobs at all."""
         return -1 if self.logprobs is None else self.logprobs
 
+    @property
+    def candidates(self) -> int:
+        """How many sequences are generated for each prompt; the best of them are shown."""
+        return max(self.choices, self.best_of or 1)
+
     @field_validator("prompt", mode="plain", json_schema_input_type=PromptInput)
     @classmethod
     def _prompts(cls, given: object) -> list[str | list[int]]:
@@ -121,9 +146,6 @@ class CompletionBody(_Body):
     def refuse_unbuilt(self) -> None:
         """Raise for a parameter that would change the result and is not built."""
         super().refuse_unbuilt()
-        if self.best_of is not None and self.best_of != self.choices:
-            message = "`best_of` other than `n` is not supported yet"
-            raise invalid(message, "best_of", "unsupported_parameter")
         if self.echo and self.logprobs is not None:
             message = "`echo` together with `logprobs` is not supported yet"
             raise invalid(message, "echo", "unsupported_parameter")

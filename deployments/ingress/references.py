@@ -30,6 +30,13 @@ def model_reference(
 
 def listed_name(adapter: AdapterInfo, default_source: AdapterSource) -> str:
     """The name by which a client reaches a listed adapter."""
-    if adapter.source == default_source.value:
-        return adapter.id
-    return f"{adapter.source}:{adapter.id}"
+    return _name(adapter.source, adapter.id, default_source)
+
+
+def listed_reference(adapter: AdapterReference, default_source: AdapterSource) -> str:
+    """The same name for what a client asked for, without its revision."""
+    return _name(adapter.source.value, adapter.id, default_source)
+
+
+def _name(source: str, id: str, default_source: AdapterSource) -> str:
+    return id if source == default_source.value else f"{source}:{id}"

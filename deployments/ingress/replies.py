@@ -1,6 +1,6 @@
 """How both dialects answer: whole, or as a stream whose status waits for the first token."""
 
-import time
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import NamedTuple
 
@@ -14,7 +14,8 @@ from deployments.ingress.calls import Call, Event, events
 from deployments.ingress.engine import Engine, Job, Served
 from deployments.ingress.errors import RequestError
 from deployments.ingress.headers import reply_headers, stream_headers
-from deployments.ingress.sse import EventStream, unless_gone
+from deployments.ingress.observed import observed
+from deployments.ingress.sse import KEEP_ALIVE, EventStream, unless_gone
 from deployments.ingress.text import Text
 from deployments.ingress.transcript import Piece, Transcript
 
@@ -64,14 +65,16 @@ async def whole(
 ) -> Response:
     """Run a job to its end and answer with `body` of it and the headers of a whole reply."""
     served = await engine.served()
-    submitted = time.monotonic()
-    result = await unless_gone(request.receive, _collect(engine, served, job))
-    generated = sum(choice.num_tokens for choice in result.choices)
-    headers = reply_headers(served.info, job, result.completion, submitted, generated)
+    with observed(engine, job) as watch:
+        result = await unless_gone(request.receive, collect(engine, served, job))
+        generated = sum(choice.num_tokens for choice in result.choices)
+        times = watch.ended(result.completion, generated)
+    headers = reply_headers(served.info, job, times, generated)
     return json_response(body(result), headers=headers)
 
 
-async def _collect(engine: Engine, served: Served, job: Job) -> Whole:
+async def collect(engine: Engine, served: Served, job: Job) -> Whole:
+    """Run a job to its end."""
     transcripts = job.transcripts(served.text)
     gathered: list[list[Event]] = [[] for _ in transcripts]
     async with engine.call(job, streams=False) as call:
@@ -98,15 +101,50 @@ async def stream(
     chunks: Chunks,
     error_body: Callable[[RequestError], object],
 ) -> Response:
-    """Run a job as a stream of chunks; a failure before the first one is raised."""
+    """Run a job as a stream of chunks; a failure before the first one is raised.
+
+    If the first one is late, the stream begins with a comment, and a failure is its last event.
+    """
     info, text = await engine.served()
     running = Running(engine.call(job, streams=True), job.transcripts(text), text)
-    body = _within_call(running, chunks)
-    first = await unless_gone(request.receive, anext(body))
-    return EventStream(first, body, error_body, stream_headers(info, job))
+    body = _within_call(engine, job, running, chunks)
+    first = asyncio.ensure_future(anext(body))
+    keep_alive = engine.settings.keep_alive_seconds
+    try:
+        await unless_gone(request.receive, asyncio.wait({first}, timeout=keep_alive))
+    except BaseException:
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        raise
+    headers = stream_headers(info, job)
+    if first.done():
+        return EventStream(first.result(), body, error_body, headers, keep_alive)
+    late = _late(first, body)
+    return EventStream(await anext(late), late, error_body, headers, keep_alive)
 
 
-async def _within_call(running: Running, chunks: Chunks) -> AsyncGenerator[bytes, None]:
-    async with running.call:
-        async for chunk in chunks(running):
+async def _late(
+    first: asyncio.Future[bytes], body: AsyncGenerator[bytes, None]
+) -> AsyncGenerator[bytes, None]:
+    """A comment, then the body whose first chunk is still awaited; closing this closes both."""
+    try:
+        yield KEEP_ALIVE
+        yield await first
+        async for chunk in body:
             yield chunk
+    finally:
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        await body.aclose()
+
+
+async def _within_call(
+    engine: Engine, job: Job, running: Running, chunks: Chunks
+) -> AsyncGenerator[bytes, None]:
+    with observed(engine, job) as watch:
+        async with running.call:
+            async for chunk in chunks(running):
+                yield chunk
+        assert running.call.completion is not None, "the events ended before the call"
+        generated = sum(transcript.num_tokens for transcript in running.transcripts)
+        watch.ended(running.call.completion, generated)

@@ -1,8 +1,10 @@
 """Server-sent events: framing, and a response that ends its work when the client leaves."""
 
 import asyncio
+import contextlib
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 from starlette.responses import Response
@@ -11,6 +13,8 @@ from starlette.types import Receive, Scope, Send
 from deployments.ingress.errors import RequestError
 
 DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b":\n\n"
+"""A comment, which clients skip: proxies close connections that are silent for too long."""
 
 R = TypeVar("R")
 
@@ -50,7 +54,8 @@ async def _gone(receive: Receive) -> None:
 class EventStream(Response):
     """Sends events as they come; a RequestError on the way becomes the last event.
 
-    `first` was made before: a failure up to then still had a status of its own.
+    `first` was made before: a failure up to then still had a status of its own. A comment is
+    sent whenever nothing was for `keep_alive` seconds.
     """
 
     media_type = "text/event-stream"
@@ -61,6 +66,7 @@ class EventStream(Response):
         events: AsyncGenerator[bytes, None],
         error_body: Callable[[RequestError], object],
         headers: Mapping[str, str],
+        keep_alive: float,
     ) -> None:
         """`events` is closed in the end, whatever happens."""
         self.status_code = 200
@@ -68,6 +74,8 @@ class EventStream(Response):
         self._first = first
         self._events = events
         self._error_body = error_body
+        self._keep_alive = keep_alive
+        self._sent = 0.0
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -81,14 +89,28 @@ class EventStream(Response):
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        await send(_body(self._first))
+        await self._send(send, self._first)
+        heart = asyncio.create_task(self._beat(send))
         try:
             async for event in self._events:
-                await send(_body(event))
+                await self._send(send, event)
         except RequestError as error:
-            await send(_body(data(self._error_body(error))))
+            await self._send(send, data(self._error_body(error)))
+        finally:
+            heart.cancel()
+            await asyncio.gather(heart, return_exceptions=True)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
+    async def _send(self, send: Send, chunk: bytes) -> None:
+        self._sent = time.monotonic()
+        await send({"type": "http.response.body", "body": chunk, "more_body": True})
 
-def _body(chunk: bytes) -> dict[str, Any]:
-    return {"type": "http.response.body", "body": chunk, "more_body": True}
+    async def _beat(self, send: Send) -> None:
+        """Break every silence; one sleeper a stream, so that events cost nothing more."""
+        with contextlib.suppress(OSError):
+            while True:
+                silent = time.monotonic() - self._sent
+                if silent >= self._keep_alive:
+                    await self._send(send, KEEP_ALIVE)
+                    silent = 0.0
+                await asyncio.sleep(self._keep_alive - silent)

@@ -13,8 +13,7 @@ from deployments.rank.messages import LoadReport
 from deployments.rank.transport import Channel
 from deployments.rank.worker import Worker
 from modeling.loading import pick_device
-from modeling.padded_runner import PaddedRunner
-from modeling.runner import ModelRunner
+from modeling.runners import RunnerChoice, choose_runner
 from scheduler.plan import Capacity
 from sharding.group import connect
 
@@ -51,21 +50,23 @@ class RankHost:
             update={"model": config.model.model_copy(update={"id": folder})}
         )
         self._rank = rank
-        self._runner: ModelRunner | PaddedRunner | None = None
+        self._chosen: RunnerChoice | None = None
         self._started = time.monotonic()
 
     def measure(self, store: Store, timeout_s: float) -> int:
         """Join the group and load the weights; returns how many cache blocks would fit."""
         device = self._enter_thread()
         group = connect(store, self._rank, self._config.tensor_parallel, device, timeout_s)
-        self._runner = self._make_runner(group, device)
-        return self._runner.measure()
+        # Under Ray this process sees GPUs that are not its own.
+        spread = self._cuda_ordinal is None
+        self._chosen = choose_runner(self._config, group, device, spread)
+        return self._chosen.runner.measure()
 
     def allocate(self, num_blocks: int) -> LoadReport:
         """Allocate num_blocks of cache (the group's minimum) and report what this rank holds."""
         self._enter_thread()
-        assert self._runner is not None, "measure comes first"
-        report = self._runner.allocate(num_blocks)
+        assert self._chosen is not None, "measure comes first"
+        report = self._chosen.runner.allocate(num_blocks)
         capacity = Capacity(
             num_blocks=report.num_blocks,
             block_size=report.block_size,
@@ -74,8 +75,8 @@ class RankHost:
             adapter_slots=report.adapter_slots,
             host_bytes=report.host_bytes,
             max_total_tokens=report.max_total_tokens,
-            chunked=self._runner.chunked,
-            prefix_caching=self._runner.prefix_caching,
+            chunked=self._chosen.paged,
+            prefix_caching=self._chosen.paged,
         )
         return LoadReport(
             rank=self._rank,
@@ -95,8 +96,8 @@ class RankHost:
     def run(self, channel: Channel) -> None:
         """Run plans until the driver hangs up or a step fails."""
         self._enter_thread()
-        assert self._runner is not None, "measure comes first"
-        Worker(self._runner, self._rank, channel).run()
+        assert self._chosen is not None, "measure comes first"
+        Worker(self._chosen.runner, self._rank, channel).run()
 
     def _enter_thread(self) -> torch.device:
         """Set what torch keeps for each thread; Ray may run every method on another one."""

@@ -202,6 +202,11 @@ class AdapterBank:
         assert placement is not None, f"slot {slot} is used before anything was placed there"
         return placement
 
+    def adapts(self, slot: int, projection: int) -> bool:
+        """Whether what lies at a slot changes a projection's first layer; no, if nothing does."""
+        placement = self._placements[slot]
+        return placement is not None and placement.rank(projection, 0) > 0
+
     def check(self) -> None:
         """Assert that no page is out of its pool; slots may name pages that were reused since."""
         for placement in self._placements:

@@ -18,7 +18,7 @@ CONFIG_NAME = "adapter_config.json"
 
 SERVED = frozenset(
     {"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"}
-    | {"init_lora_weights"}
+    | {"init_lora_weights", "ensure_weight_tying"}
 )
 
 IGNORED: Mapping[str, str] = {
@@ -42,7 +42,6 @@ IGNORED: Mapping[str, str] = {
     "velora_config": "changes the backward pass only",
     "qalora_group_size": "read only when use_qalora is set",
     "runtime_config": "never saved",
-    "ensure_weight_tying": "about embeddings and heads, whose tensors are refused by name",
 }
 
 REFUSED: Mapping[str, str] = {
@@ -75,6 +74,7 @@ class LoraPlan:
     """What an adapter_config.json says about ranks and scalings, module by module.
 
     rank_pattern, alpha_pattern: compiled in the file's order; the first match wins, as in PEFT.
+    ensure_weight_tying: an adapted embedding and head were trained as one.
     """
 
     rank: int
@@ -82,6 +82,7 @@ class LoraPlan:
     use_rslora: bool
     rank_pattern: tuple[tuple[re.Pattern[str], int], ...]
     alpha_pattern: tuple[tuple[re.Pattern[str], float], ...]
+    ensure_weight_tying: bool = False
 
     def rank_of(self, module: str) -> int:
         """Return the rank of a module, named by its path in the base model."""
@@ -136,6 +137,7 @@ def parse_config(fields: Mapping[str, object]) -> LoraPlan:
             (_pattern("alpha_pattern", key), _alpha(f"alpha_pattern[{key!r}]", value))
             for key, value in _mapping("alpha_pattern", fields.get("alpha_pattern")).items()
         ),
+        ensure_weight_tying=_flag("ensure_weight_tying", fields.get("ensure_weight_tying")),
     )
 
 

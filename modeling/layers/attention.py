@@ -50,7 +50,7 @@ def rotate_and_store(
     """
     num_rotated = heads.num_heads + heads.num_kv_heads
     split = qkv.view(qkv.shape[0], num_rotated + heads.num_kv_heads, -1)
-    fused = fused_ops(qkv.device)
+    fused = fused_ops(qkv.device) if split.is_contiguous() else None
     if fused and angles and stored is None and angles[0].shape[-1] == split.shape[-1]:
         return fused.rotate_and_store(split, heads.num_heads, angles, cache, slots)
     queries, keys, values = split_heads(qkv, heads, angles)

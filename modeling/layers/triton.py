@@ -21,11 +21,11 @@ Pointer = Any
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _add_rms_norm(
-    x: Pointer,
-    residual: Pointer,
-    weight: Pointer,
-    normed: Pointer,
-    total: Pointer,
+    x: "Pointer",
+    residual: "Pointer",
+    weight: "Pointer",
+    normed: "Pointer",
+    total: "Pointer",
     eps: float,
     size: tl.constexpr,
     width: tl.constexpr,
@@ -48,7 +48,7 @@ def _add_rms_norm(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _silu_mul(gate_up: Pointer, out: Pointer, size: tl.constexpr, width: tl.constexpr) -> None:
+def _silu_mul(gate_up: "Pointer", out: "Pointer", size: tl.constexpr, width: tl.constexpr) -> None:
     """One run of `width` columns of one row."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * width + tl.arange(0, width)
@@ -62,12 +62,12 @@ def _silu_mul(gate_up: Pointer, out: Pointer, size: tl.constexpr, width: tl.cons
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _rotate_and_store(
-    qkv: Pointer,
-    cos: Pointer,
-    sin: Pointer,
-    keys: Pointer,
-    values: Pointer,
-    slots: Pointer,
+    qkv: "Pointer",
+    cos: "Pointer",
+    sin: "Pointer",
+    keys: "Pointer",
+    values: "Pointer",
+    slots: "Pointer",
     num_heads: tl.constexpr,
     num_kv_heads: tl.constexpr,
     half: tl.constexpr,

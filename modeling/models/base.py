@@ -65,6 +65,15 @@ class Windowed(Protocol):
     windows: tuple[int | None, ...]
 
 
+@runtime_checkable
+class AdaptableVocabulary(Protocol):
+    """A model whose embedding and head adapters may change."""
+
+    def adapt_vocabulary(self) -> None:
+        """Add the two ends to `projections`; called once, before anything reads those."""
+        ...
+
+
 def attention_spec(model: PagedModel, page_size: int) -> AttentionSpec:
     """What an attention backend must serve for this model."""
     return AttentionSpec(

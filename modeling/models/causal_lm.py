@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from configs.sampling import Sampling
 from modeling.adapters.kernels.base import AdapterData
 from modeling.adapters.projection import Projection
 from modeling.batch import BatchJoin
@@ -21,7 +22,6 @@ from modeling.models.causal_lm_batch import CausalLMBatch
 from modeling.models.causal_lm_cache import Past, cache_bytes, keys_head_dim_last
 from modeling.sampling.sampler import Chosen, choose
 from modeling.sampling.tensors import sampling_tensors
-from configs.sampling import Sampling
 
 __all__ = ["CausalLM", "CausalLMBatch"]
 
@@ -94,8 +94,11 @@ class CausalLM:
                 return_dict=True,
                 **options,
             )
+        past: Past | None = getattr(out, "past_key_values", None)
+        if past is None:
+            raise ValueError("the model keeps no cache of keys and values: it is not served")
         logits = out.logits[:, -1:] if last_only else out.logits
-        return logits.to(self.device), out.past_key_values
+        return logits.to(self.device), past
 
     def next_logits(self, batch: CausalLMBatch, adapter_data: AdapterData | None = None) -> Tensor:
         """Compute a batch's inputs into its cache: logits [rows, vocab] of the tokens to be."""
@@ -115,6 +118,8 @@ class CausalLM:
         """Choose every row's next token and give the batch that goes on from there."""
         logits = self.next_logits(batch, adapter_data)
         params = [request.sampling for request in batch.requests]
+        if any(asked.adjusted for asked in params):
+            raise ValueError("penalties, biases and watermarks need PaddedRunner's token buffer")
         chosen = choose(logits, sampling_tensors(params, batch.input_lengths, self.device))
         batch.advance(chosen.tokens)
         return chosen, batch

@@ -2,7 +2,8 @@
 
 A linear module takes part when a trial forward showed that it is called once, with every token
 of the batch in order, in the model's own type. What is called otherwise (experts that see some
-tokens, routers in float32, shared modules) is no projection, and adapters on it are refused.
+tokens, routers in float32, shared modules) is no projection, and adapters on it are refused; so
+is whatever has two numbers in its path, for an expert may see all tokens of a trial by chance.
 """
 
 import logging
@@ -22,7 +23,8 @@ from modeling.adapters.projection import Projection
 
 logger = logging.getLogger("loray.modeling.causal_lm")
 
-LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
+NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
+"""A part of a path that counts: the layer's number, or an expert's."""
 
 
 @dataclass(frozen=True)
@@ -47,14 +49,14 @@ class Spot:
     @property
     def template(self) -> str:
         """The path with the layer left open."""
-        return LAYER.sub("{layer}", self.path)
+        return NUMBER.sub("{layer}", self.path)
 
 
 class Calls:
     """What a trial forward shows of a model's linear modules."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Look at every nn.Linear and Conv1D whose path names exactly one layer."""
+        """Look at every nn.Linear and Conv1D whose path holds exactly one number."""
         found = (_spot(path, module) for path, module in model.named_modules())
         self.spots = [spot for spot in found if spot is not None]
         self._seen: dict[str, list[Call]] = defaultdict(list)
@@ -62,9 +64,7 @@ class Calls:
     @contextmanager
     def watch(self) -> Iterator[None]:
         """Note how each module is called meanwhile."""
-        hooks = [
-            spot.module.register_forward_hook(self._note(spot.path)) for spot in self.spots
-        ]
+        hooks = [spot.module.register_forward_hook(self._note(spot.path)) for spot in self.spots]
         try:
             yield
         finally:
@@ -73,9 +73,7 @@ class Calls:
 
     def adaptable(self, rows: int, length: int, dtype: torch.dtype) -> list[Spot]:
         """Return the modules that saw all tokens of a [rows, length] batch, once, in `dtype`."""
-        good = [
-            [Call(leading, dtype, dtype)] for leading in ((rows, length), (rows * length,))
-        ]
+        good = [[Call(leading, dtype, dtype)] for leading in ((rows, length), (rows * length,))]
         kept = [spot for spot in self.spots if self._seen[spot.path] in good]
         left_out = sorted({s.template for s in self.spots} - {s.template for s in kept})
         if left_out:
@@ -85,14 +83,18 @@ class Calls:
     def _note(self, path: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
         def hook(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
             # An input by keyword would not reach the hook that adds deltas.
-            x = inputs[0] if inputs else output.new_empty(())
-            self._seen[path].append(Call(tuple(x.shape[:-1]), x.dtype, output.dtype))
+            if inputs and isinstance(output, Tensor):
+                x = inputs[0]
+                call = Call(tuple(x.shape[:-1]), x.dtype, output.dtype)
+            else:
+                call = Call((), torch.bool, torch.bool)
+            self._seen[path].append(call)
 
         return hook
 
 
 def _spot(path: str, module: nn.Module) -> Spot | None:
-    numbers = LAYER.findall(path)
+    numbers = NUMBER.findall(path)
     if len(numbers) != 1:
         return None
     if isinstance(module, nn.Linear):
@@ -192,13 +194,14 @@ class AdapterHooks:
         def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
             if self._data is None:
                 return None
-            x, y = inputs[0].flatten(0, -2), output.flatten(0, -2)
+            # A model that is spread over several GPUs has inputs and layers on others.
+            x = inputs[0].flatten(0, -2).to(self._device)
+            y = output.flatten(0, -2)
             if y.device == self._device:
                 self._data.add(y, x, layer, targets)
                 return y.view(output.shape)
-            # A layer on another GPU of a model that is spread over several.
             delta = torch.zeros(y.shape, dtype=y.dtype, device=self._device)
-            self._data.add(delta, x.to(self._device), layer, targets)
+            self._data.add(delta, x, layer, targets)
             return output + delta.to(y.device).view(output.shape)
 
         return hook

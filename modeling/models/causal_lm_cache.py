@@ -8,6 +8,7 @@ first token is padding that the attention mask hides.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 from transformers import Cache
@@ -29,7 +30,8 @@ def cached_layers(past: Past) -> list[KeyValue]:
     """Return the layers that hold something; some models share one layer's keys among several."""
     if not isinstance(past, Cache):
         return list(past)
-    return [(layer.keys, layer.values) for layer in past.layers if layer.keys is not None]
+    layers: list[Any] = past.layers
+    return [(layer.keys, layer.values) for layer in layers if layer.keys is not None]
 
 
 def filter_cache(

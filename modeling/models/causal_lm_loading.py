@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -65,10 +66,11 @@ def load_causal_lm(config: ModelConfig, device: torch.device, spread: bool) -> L
     else:
         model = _read(config, folder, device, spread)
         bytes_read = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    model.eval().requires_grad_(False)
-    pad = pad_token_id(model_config, folder, model.get_input_embeddings().num_embeddings)
-    first = model.get_input_embeddings().weight.device
-    causal = CausalLM(model, pad, first, exact=config.quantize is Quantize.NONE)
+    model.requires_grad_(False).train(False)
+    embedding = model.get_input_embeddings().weight
+    assert isinstance(embedding, Tensor)
+    pad = pad_token_id(model_config, folder, embedding.shape[0])
+    causal = CausalLM(model, pad, embedding.device, exact=config.quantize is Quantize.NONE)
     resident = sum(parameter.nbytes for parameter in model.parameters())
     seconds = time.monotonic() - started
     return LoadedCausalLM(causal, architecture, bytes_read, resident, seconds)
@@ -88,7 +90,7 @@ def _candidates(config: PretrainedConfig, folder: Path) -> Iterator[int]:
             yield value[0] if isinstance(value, list) else value
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return  # A folder without a tokenizer serves token ids all the same.
     if tokenizer.eos_token_id is not None:
         yield tokenizer.eos_token_id
@@ -132,9 +134,7 @@ def _model_config(config: ModelConfig, folder: Path) -> PretrainedConfig:
     return found
 
 
-def _read(
-    config: ModelConfig, folder: Path, device: torch.device, spread: bool
-) -> PreTrainedModel:
+def _read(config: ModelConfig, folder: Path, device: torch.device, spread: bool) -> PreTrainedModel:
     """Read the checkpoint; transformers would fill in random weights for missing ones."""
     options: dict[str, Any] = {}
     on_many = spread and device.type == "cuda" and torch.cuda.device_count() > 1
@@ -143,8 +143,9 @@ def _read(
         options |= {"quantization_config": quantization, "device_map": {"": device}}
     if on_many:
         options["device_map"] = "auto"
+    auto: Any = AutoModelForCausalLM
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        model, info = auto.from_pretrained(
             folder,
             dtype=_dtype(config.dtype, device),
             trust_remote_code=config.trust_remote_code,
@@ -166,28 +167,31 @@ def _read(
 
 def quantization_config(quantize: Quantize, dtype: torch.dtype) -> BitsAndBytesConfig | None:
     """Return what transformers is told; None for weights as they are."""
-    if quantize is Quantize.BITSANDBYTES:
-        return BitsAndBytesConfig(load_in_8bit=True)
-    if quantize is Quantize.BITSANDBYTES_NF4:
-        return BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
-        )
-    return None
+    options: dict[Quantize, dict[str, Any]] = {
+        Quantize.BITSANDBYTES: {"load_in_8bit": True},
+        Quantize.BITSANDBYTES_NF4: {
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_compute_dtype": dtype,
+        },
+    }
+    build: Any = BitsAndBytesConfig
+    return build(**options[quantize]) if quantize in options else None
 
 
 def _dummy(
     config: ModelConfig, model_config: PretrainedConfig, device: torch.device
 ) -> PreTrainedModel:
     """Seeded random weights of the model's shape."""
+    auto: Any = AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        model: PreTrainedModel = auto.from_config(
             model_config,
             dtype=_dtype(config.dtype, device),
             trust_remote_code=config.trust_remote_code,
-        )
-    moved: PreTrainedModel = model.to(device)
-    return moved
+        ).to(device)
+    return model
 
 
 def _dtype(wanted: DType, device: torch.device) -> torch.dtype:

@@ -258,7 +258,7 @@ class FlashGPT2ForCausalLM(nn.Module):
         self.transformer = FlashGPT2Model(inner, config, weights)
         head = f"{dot}lm_head"
         # Old checkpoints hold the causal mask beside the weights.
-        self.unread = (
+        self.unread: tuple[str, ...] = (
             r".*\.attn\.(bias|masked_bias)",
             *([head + r"\.weight"] if config.tie_word_embeddings else []),
         )

@@ -254,7 +254,7 @@ class GPTNeoXForCausalLM(nn.Module):
         self.dtype: torch.dtype = weights.dtype
         self.device: torch.device = weights.device
         # Old checkpoints hold the causal mask and the frequencies beside the weights.
-        self.unread = (
+        self.unread: tuple[str, ...] = (
             r".*\.attention\.(bias|masked_bias)",
             r".*\.rotary_emb\.inv_freq",
             *([r"(embed_out|lm_head)\.weight"] if config.tie_word_embeddings else []),

@@ -12,6 +12,11 @@ from torch import Tensor, nn
 from configs.architectures.llama import Architecture
 from modeling.adapters.kernels.base import AdapterData
 from modeling.adapters.linear import AdapterColumnLinear, AdapterRowLinear
+from modeling.adapters.vocabulary import (
+    embed_adapted,
+    logits_adapted,
+    vocabulary_projections,
+)
 from modeling.attention.base import AttentionStep
 from modeling.attention.kv_cache import LayerCache
 from modeling.layers.attention import norm_heads, rotate_and_store
@@ -209,7 +214,7 @@ class FlashLlamaModel(nn.Module):
         prefill_cache_indices: Tensor | None = None,
     ) -> Tensor:
         """[tokens] ids to normed hidden states [tokens, hidden], equal on every rank."""
-        hidden: Tensor = self.embed_tokens(input_ids)
+        hidden = embed_adapted(self.embed_tokens, input_ids, adapter_data)
         if self._multiplier != 1.0:
             hidden = hidden * self._multiplier
         residual: Tensor | None = None
@@ -247,6 +252,7 @@ class FlashLlamaForCausalLM(nn.Module):
         super().__init__()
         inner, head = (f"{prefix}.model", f"{prefix}.lm_head") if prefix else ("model", "lm_head")
         heads = llama_heads(config, weights.group)
+        self._embedding_name, self._head_name = f"{inner}.embed_tokens", head
         self.config = config
         self.projections = llama_projections(inner, config, weights.group)
         self.vocab_size = config.vocab_size
@@ -264,6 +270,12 @@ class FlashLlamaForCausalLM(nn.Module):
         )
         tied = self.model.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = ParallelHead(head, config.vocab_size, config.hidden_size, weights, tied)
+
+    def adapt_vocabulary(self) -> None:
+        """Let adapters change the embedding and the head too."""
+        names = (self._embedding_name, self._head_name)
+        ends = vocabulary_projections(names, self.model.embed_tokens, self.lm_head)
+        self.projections = (*self.projections, *ends)
 
     @classmethod
     def build(cls, config: LlamaConfig, weights: Weights) -> "FlashLlamaForCausalLM":
@@ -305,7 +317,7 @@ class FlashLlamaForCausalLM(nn.Module):
             hidden = hidden[lm_head_indices]
         if skip_lm_head:
             return hidden, None
-        logits: Tensor = self.lm_head(hidden)
+        logits = logits_adapted(self.lm_head, hidden, adapter_data)
         divisor = self.config.logits_divisor
         return logits if divisor == 1.0 else logits / divisor, None
 

@@ -168,12 +168,12 @@ class OPTDecoderLayer(nn.Module):
         """The residual stream [tokens, hidden] to the same shape."""
         x = hidden_states
         if self._norm_first:
-            x = x + self.self_attn(self.self_attn_layer_norm(x), attention, adapter_data)
-            x = x + self.mlp(self.final_layer_norm(x), adapter_data)
-        else:
-            x = self.self_attn_layer_norm(x + self.self_attn(x, attention, adapter_data))
-            x = self.final_layer_norm(x + self.mlp(x, adapter_data))
-        return x
+            attended = x + self.self_attn(self.self_attn_layer_norm(x), attention, adapter_data)
+            out: Tensor = attended + self.mlp(self.final_layer_norm(attended), adapter_data)
+            return out
+        attended = self.self_attn_layer_norm(x + self.self_attn(x, attention, adapter_data))
+        out = self.final_layer_norm(attended + self.mlp(attended, adapter_data))
+        return out
 
 
 class OPTDecoder(nn.Module):
@@ -271,7 +271,7 @@ class OPTForCausalLM(nn.Module):
         self.use_cache = config.use_cache
         self.dtype: torch.dtype = weights.dtype
         self.device: torch.device = weights.device
-        self.unread = (r"lm_head\.weight",) if config.tie_word_embeddings else ()
+        self.unread: tuple[str, ...] = (r"lm_head\.weight",) if config.tie_word_embeddings else ()
         self.model = OPTModel(config, weights)
         tied = self.model.decoder.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = ParallelHead(

@@ -37,14 +37,14 @@ def exponential_noise(keys: Tensor, vocab_size: int) -> Tensor:
 
     E = -log1p(-v), v = (h + 0.5) / 2**32 with h the hash of (key, vocabulary id).
     """
-    h = _hash(keys, vocab_size).to(torch.float32)
+    h = vocabulary_hash(keys, vocab_size).to(torch.float32)
     # Signed to unsigned. A small h, where the smallest noise lives, stays exact in float32.
     v = (torch.where(h < 0, h + 2.0**32, h) + 0.5) * 2.0**-32
     # float32 rounds the last v to 1, whose noise would be infinite.
     return -torch.log1p(-v.clamp_(max=1 - 2.0**-24))
 
 
-def _hash(keys: Tensor, vocab_size: int) -> Tensor:
+def vocabulary_hash(keys: Tensor, vocab_size: int) -> Tensor:
     """Mix each row's keys with each vocabulary id: int32 [n, 2] to int32 [n, vocab_size].
 
     Two rounds of lowbias32 (C. Wellons' hash prospector), keyed before each.

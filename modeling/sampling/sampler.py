@@ -5,14 +5,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from modeling.sampling.adjust import adjust
 from modeling.sampling.noise import exponential_noise
-from modeling.sampling.tensors import RandomRows, SamplingTensors
-from modeling.sampling.warpers import keep_best, warp_temperature
+from modeling.sampling.tensors import FilteredRows, RandomRows, SamplingTensors
+from modeling.sampling.warpers import keep_best, keep_likely, keep_typical, warp_temperature
 
 
 @dataclass(frozen=True)
 class ChosenLogprobs:
-    """Natural logprobs under the model's own distribution, before any warping.
+    """Natural logprobs under the model's own distribution, before any adjustment or warping.
 
     logprob: float32 [n], of the chosen tokens. top_ids: int64 [n, num_top] and top_logprobs:
     float32 [n, num_top], best first.
@@ -34,12 +35,13 @@ class Chosen:
 def choose(logits: Tensor, sampling: SamplingTensors) -> Chosen:
     """Choose each row's token: logits [n, vocab], without padded columns.
 
-    Greedy rows take the best raw logit, the lowest id among equals.
+    Greedy rows take the best logit, the lowest id among equals.
     """
-    tokens = logits.argmax(dim=-1)
+    asked = logits if sampling.adjustments is None else adjust(logits, sampling.adjustments)
+    tokens = asked.argmax(dim=-1)
     random = sampling.random
     if random is not None:
-        tokens[random.rows] = _sample(logits[random.rows].float(), random)
+        tokens[random.rows] = _sample(asked[random.rows].float(), random)
     if sampling.num_top < 0:
         return Chosen(tokens, None)
     return Chosen(tokens, _logprobs(logits, tokens, sampling.num_top))
@@ -54,9 +56,20 @@ def _sample(logits: Tensor, random: RandomRows) -> Tensor:
     warped = warp_temperature(logits, random.temperature)
     filtered = random.filtered
     if filtered is not None:
-        warped[filtered.rows] = keep_best(warped[filtered.rows], filtered.top_k, filtered.top_p)
+        warped[filtered.rows] = _filter(warped[filtered.rows], filtered)
     noise = exponential_noise(random.keys, logits.shape[-1])
     return (warped - noise.log()).argmax(dim=-1)
+
+
+def _filter(warped: Tensor, asked: FilteredRows) -> Tensor:
+    """Leave out what each row does not want, [f, vocab]."""
+    if asked.top_k is not None or asked.top_p is not None:
+        warped = keep_best(warped, asked.top_k, asked.top_p)
+    if asked.min_p is not None:
+        warped = keep_likely(warped, asked.min_p)
+    if asked.typical_p is not None:
+        warped = keep_typical(warped, asked.typical_p)
+    return warped
 
 
 def _logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> ChosenLogprobs:

@@ -8,21 +8,25 @@ import torch
 from torch import Tensor
 
 from configs.sampling import Sampling
+from modeling.sampling.adjustments import Adjustments, adjustments
+from modeling.sampling.history import TokenHistory
 from modeling.sampling.noise import noise_keys
 from modeling.transfer import to_device
 
 
 @dataclass(frozen=True)
 class FilteredRows:
-    """Those of the random rows that ask for top-k or top-p; everything is [f] for f of them.
+    """Those of the random rows that leave tokens out; everything is [f] for f of them.
 
-    rows: int64 indices into the random rows. top_k: int64, TOP_K_OFF where off; None if off
-    everywhere. top_p: float32, 1 where off; None if off everywhere.
+    rows: int64 indices into the random rows. The others are None if off everywhere. top_k:
+    int64, TOP_K_OFF where off. top_p, min_p, typical_p: float32; 1, 0 and 1 where off.
     """
 
     rows: Tensor
     top_k: Tensor | None
     top_p: Tensor | None
+    min_p: Tensor | None
+    typical_p: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -44,27 +48,41 @@ class SamplingTensors:
     """How each of a step's n sampling rows chooses its token.
 
     random: None for a greedy batch. num_top: how many alternatives to report with each
-    logprob, the most that any row asks; -1 when no row asks for logprobs.
+    logprob, the most that any row asks; -1 when no row asks for logprobs. adjustments: None
+    where all rows choose from the model's own logits.
     """
 
     random: RandomRows | None
     num_top: int
+    adjustments: Adjustments | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether each row's best logit is all that is asked for."""
+        return self.random is None and self.num_top < 0 and self.adjustments is None
 
 
 TOP_K_OFF = 2**31 - 1
 
 
 def sampling_tensors(
-    params: Sequence[Sampling], positions: Sequence[int], device: torch.device
+    params: Sequence[Sampling],
+    positions: Sequence[int],
+    device: torch.device,
+    history: TokenHistory | None = None,
 ) -> SamplingTensors:
     """Gather the parameters of a step's sampling rows.
 
-    positions: of each row's token to be, 0 for the first token of the prompt.
+    positions: of each row's token to be, 0 for the first token of the prompt. history: None
+    promises that no row's logits are adjusted, so that nobody need look.
     """
     num_top = max((p.logprobs for p in params), default=-1)
+    adjusted = None
+    if history is not None:
+        adjusted = adjustments(params, positions, history, device)
     rows = [index for index, p in enumerate(params) if p.temperature > 0]
     if not rows:
-        return SamplingTensors(None, num_top)
+        return SamplingTensors(None, num_top, adjusted)
     chosen = [params[index] for index in rows]
     keys = noise_keys(
         np.array([p.seed for p in chosen], dtype=np.uint64),
@@ -76,19 +94,31 @@ def sampling_tensors(
         keys=to_device(keys, device),
         filtered=_filtered(chosen, device),
     )
-    return SamplingTensors(random, num_top)
+    return SamplingTensors(random, num_top, adjusted)
 
 
 def _filtered(params: Sequence[Sampling], device: torch.device) -> FilteredRows | None:
-    rows = [index for index, p in enumerate(params) if p.top_k or p.top_p < 1]
+    rows = [index for index, p in enumerate(params) if p.filtered]
     if not rows:
         return None
-    top_k = top_p = None
-    if any(params[index].top_k for index in rows):
-        top_k = _tensor([params[i].top_k or TOP_K_OFF for i in rows], np.int64, device)
-    if any(params[index].top_p < 1 for index in rows):
-        top_p = _tensor([params[index].top_p for index in rows], np.float32, device)
-    return FilteredRows(_tensor(rows, np.int64, device), top_k, top_p)
+    asked = [params[index] for index in rows]
+    top_k = None
+    if any(p.top_k for p in asked):
+        top_k = _tensor([p.top_k or TOP_K_OFF for p in asked], np.int64, device)
+    return FilteredRows(
+        rows=_tensor(rows, np.int64, device),
+        top_k=top_k,
+        top_p=_floats([p.top_p for p in asked], 1.0, device),
+        min_p=_floats([p.min_p for p in asked], 0.0, device),
+        typical_p=_floats([p.typical_p for p in asked], 1.0, device),
+    )
+
+
+def _floats(values: list[float], off: float, device: torch.device) -> Tensor | None:
+    """One value a row; None where all are off."""
+    if all(value == off for value in values):
+        return None
+    return _tensor(values, np.float32, device)
 
 
 def _tensor(

@@ -1,4 +1,4 @@
-"""Temperature, top-k and top-p: pure functions over [n, vocab] with one parameter a row.
+"""Temperature and what leaves tokens out: pure functions over [n, vocab], a parameter a row.
 
 A dropped token's logit is minus infinity. Among equal logits the lower id counts as better, so
 the outcome never depends on a sort's whims: every rank must drop the same tokens.
@@ -41,8 +41,31 @@ def keep_best(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Ten
     return logits.masked_fill(dropped, float("-inf"))
 
 
+def keep_likely(logits: Tensor, min_p: Tensor) -> Tensor:
+    """Drop tokens less likely than min_p [n] times the likeliest one; 0 keeps all."""
+    limit = logits.amax(dim=-1) + min_p.log()
+    return logits.masked_fill(logits < limit[:, None], float("-inf"))
+
+
+def keep_typical(logits: Tensor, typical_p: Tensor) -> Tensor:
+    """Drop all but the tokens whose surprise is nearest to the mean of it, the entropy.
+
+    typical_p: float [n], 1 is off. Tokens are kept, nearest first, until their probability
+    reaches typical_p; the one that crosses is kept (Meister et al., TACL 2023).
+    """
+    logprobs = logits.log_softmax(dim=-1)
+    # What is dropped already has no probability and no part in the mean.
+    parts = (-logprobs * logprobs.exp()).masked_fill(logprobs == float("-inf"), 0.0)
+    entropy = (parts * FIXED_POINT).round().to(torch.int64).sum(dim=-1, keepdim=True) / FIXED_POINT
+    distance = (logprobs + entropy).abs()
+    ids = distance.sort(dim=-1, stable=True).indices
+    kept = _within(logits.gather(1, ids), typical_p)
+    dropped = torch.empty_like(kept).scatter_(1, ids, ~kept)
+    return logits.masked_fill(dropped, float("-inf"))
+
+
 def _within(ordered: Tensor, top_p: Tensor) -> Tensor:
-    """Which tokens, best first, come before the probability reaches top_p [n]; 1 keeps all."""
+    """Which tokens, in that order, come before the probability reaches top_p [n]; 1 keeps all."""
     # Integers: a sum of floats in parallel differs from run to run on CUDA, and ranks that
     # disagree about one token would go on with different sequences.
     parts = (ordered.softmax(dim=-1, dtype=torch.float32) * FIXED_POINT).round().to(torch.int64)

@@ -76,8 +76,8 @@ def test_defaults_are_transformers_own() -> None:
     assert spec.head_dim == 128
     assert spec.rope == Rope()
     assert spec.eos_token_ids == ()
-    assert not (spec.tie_word_embeddings or spec.qkv_bias or spec.output_bias or spec.mlp_bias)
-    assert not (spec.qk_norm or spec.fused or spec.stretches)
+    switches = (spec.tie_word_embeddings, spec.qkv_bias, spec.output_bias, spec.mlp_bias)
+    assert not any((*switches, spec.qk_norm, spec.fused, spec.stretches))
     assert spec.attention_scale == 128**-0.5
     assert (spec.embedding_multiplier, spec.residual_multiplier, spec.logits_divisor) == (1, 1, 1)
     assert spec.windows == (None,) * 32

@@ -122,21 +122,23 @@ def test_replicas_come_and_go_without_restarting_the_first(
     assert drivers(served) == [first], "going back to a fixed number restarted the driver"
 
 
+def concurrency(served: Served) -> int:
+    """How many requests the driver takes at once, waiting ones included, as /info tells it."""
+    limit: int = httpx.get(f"{served.url}/info").json()["max_concurrent_requests"]
+    return limit
+
+
 def test_a_change_of_user_config_restarts_nothing(
     served: Served, answers: Answers, tmp_path: Path
 ) -> None:
     path = tmp_path / "config.yaml"
     [first] = drivers(served)
     with restored(served, path) as config, Load(served, answers) as load:
+        before = concurrency(served)
         driver_options(config)["user_config"] = {"pinned_adapters": ["pirate"], "max_queued": 77}
         deploy(served, config, path)
         # The ingress asks the driver for its description, so the new limit shows in /info.
-        wait_for(
-            lambda: (
-                httpx.get(f"{served.url}/info").json()["max_concurrent_requests"] != 0
-                and load.num_answered > 20
-            )
-        )
+        wait_for(lambda: concurrency(served) == before - 512 + 77 and load.num_answered > 20)
         assert drivers(served) == [first]
         assert psutil.pid_exists(first.pid)
     assert load.failures == []

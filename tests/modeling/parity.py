@@ -19,6 +19,7 @@ from modeling.runner import ModelRunner
 from sharding.group import TensorParallel
 from tests.checkpoints import (
     FUSED_LINEARS,
+    LINEARS,
     AdapterRecipe,
     write_adapter,
     write_llama,
@@ -71,6 +72,31 @@ FUSED_ADAPTERS: dict[str, AdapterRecipe] = {
 }
 """For models whose checkpoint fuses q, k, v and gate, up."""
 
+VOCABULARY_ADAPTERS: dict[str, AdapterRecipe] = {
+    "r8": ADAPTERS["r8"],
+    "head": AdapterRecipe(r=5, target_modules=("lm_head",), std=0.2, seed=21, save_embeddings=True),
+    "embedding": AdapterRecipe(
+        r=6, target_modules=("embed_tokens",), std=0.2, seed=22, save_embeddings=False
+    ),
+    "everything": AdapterRecipe(
+        r=12,
+        use_rslora=True,
+        target_modules=(*LINEARS, "embed_tokens", "lm_head"),
+        seed=23,
+        save_embeddings=True,
+    ),
+    "ends": AdapterRecipe(
+        target_modules=("embed_tokens", "q_proj", "lm_head"),
+        seed=24,
+        extra={
+            "rank_pattern": {"lm_head": 11, "embed_tokens": 3},
+            "alpha_pattern": {"model.embed_tokens": 5},
+        },
+        save_embeddings=True,
+    ),
+}
+"""For servers whose adapters may change the vocabulary's two ends."""
+
 
 @dataclass(frozen=True)
 class Family:
@@ -84,6 +110,8 @@ FAMILIES: dict[str, Family] = {
     "llama": Family(write_llama),
     "relative": Family(write_relative),
     "fused": Family(write_relative, FUSED_ADAPTERS),
+    "vocabulary": Family(write_llama, VOCABULARY_ADAPTERS),
+    "vocabulary_relative": Family(write_relative, VOCABULARY_ADAPTERS),
     "gpt2": Family(write_gpt2, GPT2_ADAPTERS),
     "opt": Family(write_opt, OPT_ADAPTERS),
     "gpt_neox": Family(write_gpt_neox, GPT_NEOX_ADAPTERS),
@@ -120,13 +148,17 @@ class World:
 
 @dataclass(frozen=True)
 class Setting:
-    """One comparison: a model on some ranks, and the adapters that share its batch."""
+    """One comparison: a model on some ranks, and the adapters that share its batch.
+
+    vocabulary: whether adapters may change embedding and head.
+    """
 
     family: str
     variant: str
     ranks: int
     names: Sequence[str]
     chunk: int = 5
+    vocabulary: bool = False
 
 
 def engine_config(model: Path, /, **changes: Any) -> EngineConfig:
@@ -180,7 +212,10 @@ def compare(world: World, setting: Setting) -> None:
         )
         for i, (folder, (prompt, _)) in enumerate(zip(folders, told, strict=True))
     ]
-    results = run_ranks(setting.ranks, partial(_answers, engine_config(model), adapters, requests))
+    config = engine_config(model)
+    opened = config.adapters.model_copy(update={"vocabulary": setting.vocabulary})
+    config = config.model_copy(update={"adapters": opened})
+    results = run_ranks(setting.ranks, partial(_answers, config, adapters, requests))
     for rank, answers in enumerate(results):
         for name, answer, (_, truth) in zip(setting.names, answers, told, strict=True):
             _judge(f"{setting.variant}, rank {rank} of {setting.ranks}, {name}", answer, truth)

@@ -27,7 +27,9 @@ class Form:
 
     tile_tokens: tokens of one adapter that a program serves. rank_rows: rank rows it takes at
     once, a multiple of 16. splits: the most parts that the shrink cuts x's width into, a power
-    of two.
+    of two. programs: about how many of a launch are enough, 16 for each multiprocessor: a captured
+    launch must hold for the mix with the most tiles, programs without work are not free, so
+    beyond this number each takes several tiles in turn.
     """
 
     max_tokens: int
@@ -36,12 +38,13 @@ class Form:
     splits: int
     shrink: Blocks
     expand: Blocks
+    programs: int = 2048
 
 
 HALF = (
-    Form(128, 8, 16, 16, Blocks(256, 4, 3), Blocks(256, 4)),
-    Form(512, 16, 16, 16, Blocks(256, 4, 3), Blocks(256, 4)),
-    Form(ANY, 64, 16, 4, Blocks(128, 4, 3), Blocks(256, 8)),
+    Form(128, 8, 16, 8, Blocks(256, 4, 4), Blocks(256, 4)),
+    Form(512, 16, 16, 8, Blocks(256, 4, 3), Blocks(256, 4)),
+    Form(ANY, 64, 16, 4, Blocks(128, 4, 3), Blocks(128, 8)),
 )
 """bfloat16 and float16. Small tiles while weights are the bytes, large ones when tokens are."""
 

@@ -4,9 +4,10 @@
     expand:  y[token(p), o + j] += sum_r s[p, r] * Bt[row(p, r), j]
 
 A step's tokens are sorted by slot and cut into tiles of one slot each; p is a token's position in
-that order. A record describes a tile: int32 [HEADER + BLOCK_M], its slot (-1: no tile), its first
-position, then from HEADER on its tokens' indices (-1 beyond its end). Programs read everything
-that varies between steps from device memory, so that a captured launch serves any mix.
+that order. A record describes a tile: int32 [HEADER + BLOCK_M], its slot, its first position, the
+number of tiles in the step, then from HEADER on its tokens' indices (-1 beyond its end). Programs
+read everything that varies between steps from device memory and stride over as many tiles as
+there are, so that a captured launch serves any mix.
 
 One launch serves up to three projections that share x. Tokens are the narrow side of each
 product (rank rows x tokens, outputs x tokens): a tensor-core instruction takes eight of them.
@@ -30,26 +31,22 @@ UNSPECIALIZED = ["layer", "projection0", "projection1", "projection2", "num_spli
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _tile_rank(
-    record: "Any",
-    ranks: "Any",
-    projection: "Any",
-    layer: "Any",
-    PROJECTIONS: tl.constexpr,
-    TABLE_LAYERS: tl.constexpr,
-) -> "Any":
-    """(slot, true rank) of a tile at a place; rank 0 where there is nothing to do."""
-    slot = tl.load(record)
-    place = (slot * PROJECTIONS + projection) * TABLE_LAYERS + layer
-    return slot, tl.load(ranks + place, mask=slot >= 0, other=0)
+def _chosen(target: "Any", first: "Any", second: "Any", third: "Any") -> "Any":
+    """What a launch was given for its first, second or third target."""
+    value = first
+    if target == 1:
+        value = second
+    if target == 2:
+        value = third
+    return value
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _pages(table: "Any", slot: "Any", r: "Any", TABLE_PAGES: tl.constexpr) -> "Any":
+def _pages(table: "Any", r: "Any", TABLE_PAGES: tl.constexpr) -> "Any":
     """Pages of rank rows r; page 0 beyond the adapter's own, which no one reads through."""
     # Not masked by the rank: that is on its way too, and the two loads need not wait in line.
     page = r // 8
-    return tl.load(table + page, mask=(slot >= 0) & (page < TABLE_PAGES), other=0)
+    return tl.load(table + page, mask=page < TABLE_PAGES, other=0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -91,62 +88,56 @@ def shrink_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Program (target x split, tile): partials[target, split, p, r] over the split's columns.
+    """Program (target x split, tiles): partials[target, split, p, r] over the split's columns.
 
-    partials: float32 [3, SPLITS, positions, MAX_RANK]; written for the tiles' tokens and r below
-    the true rank only. split_width: columns of a split, a multiple of BLOCK_K. MAX_RANK is a multiple
-    of BLOCK_R, so that a load past the true rank stays within its row.
+    partials: float32 [3, SPLITS, positions, MAX_RANK]; written for the tiles' tokens, r below the
+    true rank. split_width: columns of a split, a multiple of BLOCK_K. MAX_RANK is a multiple of
+    BLOCK_R, so that a load past the true rank stays within its row.
     """
     if PDL:
         gdc_launch_dependents()
     target = tl.program_id(0) // num_splits
     split = tl.program_id(0) % num_splits
-    a = a0
-    projection = projection0
-    if target == 1:
-        a = a1
-        projection = projection1
-    if target == 2:
-        a = a2
-        projection = projection2
-    record = records + tl.program_id(1) * (HEADER + BLOCK_M)
-    slot, rank = _tile_rank(record, ranks, projection, layer, PROJECTIONS, TABLE_LAYERS)
+    a = _chosen(target, a0, a1, a2)
+    projection = _chosen(target, projection0, projection1, projection2)
     m = tl.arange(0, BLOCK_M)
-    first = tl.load(record + 1)
-    tokens = tl.load(record + HEADER + m)
-    table = page_table + (slot * PROJECTIONS + projection) * TABLE_PAGES
-    r = tl.arange(0, BLOCK_R)
-    pages = _pages(table, slot, r, TABLE_PAGES)
-    if PDL:
-        gdc_wait()
-    if rank == 0:
-        return
     k = tl.arange(0, BLOCK_K)
     start = split * split_width
     stop = tl.minimum(start + split_width, width)
-    x_rows = x + tokens.to(tl.int64) * x_stride
-    out = partials + ((target * SPLITS + split) * positions + first + m) * MAX_RANK
-    for _ in range(0, rank, BLOCK_R):
-        a_rows = _pool_rows(a, pages, layer, r, width, LAYERS)
-        s = tl.zeros([BLOCK_R, BLOCK_M], dtype=tl.float32)
-        for k0 in range(start, stop, BLOCK_K):
-            at = k0 + k
-            a_tile = tl.load(
-                a_rows[:, None] + at[None, :],
-                mask=(r < rank)[:, None] & (at < width)[None, :],
-                other=0.0,
-            )
-            x_tile = tl.load(
-                x_rows[None, :] + at[:, None],
-                mask=(tokens >= 0)[None, :] & (at < width)[:, None],
-                other=0.0,
-            )
-            s = tl.dot(a_tile, x_tile, s, input_precision="ieee")
-        tl.store(
-            out[None, :] + r[:, None], s, mask=(r < rank)[:, None] & (tokens >= 0)[None, :]
-        )
-        r += BLOCK_R
-        pages = _pages(table, slot, r, TABLE_PAGES)
+    record = records + tl.program_id(1) * (HEADER + BLOCK_M)
+    slot = tl.load(record)
+    num_tiles = tl.load(record + 2)
+    for tile in range(tl.program_id(1), num_tiles, tl.num_programs(1)):
+        record = records + tile * (HEADER + BLOCK_M)
+        place = slot * PROJECTIONS + projection
+        rank = tl.load(ranks + place * TABLE_LAYERS + layer)
+        r = tl.arange(0, BLOCK_R)
+        pages = _pages(page_table + place * TABLE_PAGES, r, TABLE_PAGES)
+        first = tl.load(record + 1)
+        tokens = tl.load(record + HEADER + m)
+        later = tile + tl.num_programs(1)
+        slot = tl.load(records + later * (HEADER + BLOCK_M), mask=later < num_tiles, other=0)
+        if PDL:
+            gdc_wait()
+        live = tokens >= 0
+        x_rows = x + tokens.to(tl.int64) * x_stride
+        out = partials + ((target * SPLITS + split) * positions + first + m) * MAX_RANK
+        for _ in range(0, rank, BLOCK_R):
+            a_rows = _pool_rows(a, pages, layer, r, width, LAYERS)
+            s = tl.zeros([BLOCK_R, BLOCK_M], dtype=tl.float32)
+            for k0 in range(start, stop, BLOCK_K):
+                at = k0 + k
+                a_mask = (r < rank)[:, None] & (at < width)[None, :]
+                a_tile = tl.load(a_rows[:, None] + at[None, :], mask=a_mask, other=0.0)
+                x_mask = live[None, :] & (at < width)[:, None]
+                x_tile = tl.load(x_rows[None, :] + at[:, None], mask=x_mask, other=0.0)
+                s = tl.dot(a_tile, x_tile, s, input_precision="ieee")
+            out_mask = (r < rank)[:, None] & live[None, :]
+            tl.store(out[None, :] + r[:, None], s, mask=out_mask)
+            r += BLOCK_R
+            pages = _pages(page_table + place * TABLE_PAGES, r, TABLE_PAGES)
+    if PDL:
+        gdc_wait()
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -217,49 +208,55 @@ def expand_kernel(
     BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Program (block of a target's outputs, tile): y[token, offset + j] += sum_r s Bt."""
+    """Program (block of a target's outputs, tiles): y[token, offset + j] += sum_r s Bt."""
     if PDL:
         gdc_launch_dependents()
     block = tl.program_id(0)
     blocks0 = tl.cdiv(width0, BLOCK_N)
     blocks1 = blocks0 + tl.cdiv(width1, BLOCK_N)
-    target, bt, projection, width, offset = 0, b0, projection0, width0, offset0
-    if block >= blocks1:
-        target, bt, projection, width, offset = 2, b2, projection2, width2, offset2
-        block -= blocks1
-    elif block >= blocks0:
-        target, bt, projection, width, offset = 1, b1, projection1, width1, offset1
-        block -= blocks0
-    record = records + tl.program_id(1) * (HEADER + BLOCK_M)
-    slot, rank = _tile_rank(record, ranks, projection, layer, PROJECTIONS, TABLE_LAYERS)
-    first = tl.load(record + 1)
-    m = tl.arange(0, BLOCK_M)
-    tokens = tl.load(record + HEADER + m)
+    target = (block >= blocks0).to(tl.int32) + (block >= blocks1).to(tl.int32)
+    block -= _chosen(target, 0 * blocks0, blocks0, blocks1)
+    bt = _chosen(target, b0, b1, b2)
+    projection = _chosen(target, projection0, projection1, projection2)
+    width = _chosen(target, width0, width1, width2)
+    offset = _chosen(target, offset0, offset1, offset2)
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    r = tl.arange(0, BLOCK_R)
-    table = page_table + (slot * PROJECTIONS + projection) * TABLE_PAGES
-    # The first rows come while the shrink still runs.
-    b_rows = _pool_rows(bt, _pages(table, slot, r, TABLE_PAGES), layer, r, width, LAYERS)
-    b_mask = (r < rank)[:, None] & (n < width)[None, :]
-    b_tile = tl.load(b_rows[:, None] + n[None, :], mask=b_mask, other=0.0)
+    m = tl.arange(0, BLOCK_M)
+    split_stride = positions * MAX_RANK
+    record = records + tl.program_id(1) * (HEADER + BLOCK_M)
+    slot = tl.load(record)
+    num_tiles = tl.load(record + 2)
+    for tile in range(tl.program_id(1), num_tiles, tl.num_programs(1)):
+        record = records + tile * (HEADER + BLOCK_M)
+        place = slot * PROJECTIONS + projection
+        rank = tl.load(ranks + place * TABLE_LAYERS + layer)
+        r = tl.arange(0, BLOCK_R)
+        table = page_table + place * TABLE_PAGES
+        first = tl.load(record + 1)
+        tokens = tl.load(record + HEADER + m)
+        later = tile + tl.num_programs(1)
+        slot = tl.load(records + later * (HEADER + BLOCK_M), mask=later < num_tiles, other=0)
+        # The first rows come while the shrink still runs.
+        b_rows = _pool_rows(bt, _pages(table, r, TABLE_PAGES), layer, r, width, LAYERS)
+        b_mask = (r < rank)[:, None] & (n < width)[None, :]
+        b_tile = tl.load(b_rows[:, None] + n[None, :], mask=b_mask, other=0.0)
+        if PDL:
+            gdc_wait()
+        if rank > 0:
+            live = tokens >= 0
+            out = y + (tokens.to(tl.int64) * y_stride + offset)[None, :] + n[:, None]
+            out_mask = live[None, :] & (n < width)[:, None]
+            old = tl.load(out, mask=out_mask, other=0.0)
+            rows = target * SPLITS * split_stride + (first + m) * MAX_RANK
+            s = _summed(partials, rows, live, r, rank, num_splits, split_stride, SPLITS)
+            acc = _expanded(b_tile, s, tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32))
+            for _ in range(BLOCK_R, tl.minimum(rank, MAX_RANK), BLOCK_R):
+                r += BLOCK_R
+                b_rows = _pool_rows(bt, _pages(table, r, TABLE_PAGES), layer, r, width, LAYERS)
+                b_mask = (r < rank)[:, None] & (n < width)[None, :]
+                b_tile = tl.load(b_rows[:, None] + n[None, :], mask=b_mask, other=0.0)
+                s = _summed(partials, rows, live, r, rank, num_splits, split_stride, SPLITS)
+                acc = _expanded(b_tile, s, acc)
+            tl.store(out, (old.to(tl.float32) + acc).to(old.dtype), mask=out_mask)
     if PDL:
         gdc_wait()
-    if rank == 0:
-        return
-    live = tokens >= 0
-    out = y + (tokens.to(tl.int64) * y_stride + offset)[None, :] + n[:, None]
-    out_mask = live[None, :] & (n < width)[:, None]
-    old = tl.load(out, mask=out_mask, other=0.0)
-    split_stride = positions * MAX_RANK
-    rows = target * SPLITS * split_stride + (first + m) * MAX_RANK
-    s = _summed(partials, rows, live, r, rank, num_splits, split_stride, SPLITS)
-    acc = _expanded(b_tile, s, tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32))
-    if MAX_RANK > BLOCK_R:
-        for _ in range(BLOCK_R, rank, BLOCK_R):
-            r += BLOCK_R
-            b_rows = _pool_rows(bt, _pages(table, slot, r, TABLE_PAGES), layer, r, width, LAYERS)
-            b_mask = (r < rank)[:, None] & (n < width)[None, :]
-            b_tile = tl.load(b_rows[:, None] + n[None, :], mask=b_mask, other=0.0)
-            s = _summed(partials, rows, live, r, rank, num_splits, split_stride, SPLITS)
-            acc = _expanded(b_tile, s, acc)
-    tl.store(out, (old.to(tl.float32) + acc).to(old.dtype), mask=out_mask)

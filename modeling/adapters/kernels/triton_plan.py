@@ -10,22 +10,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from modeling.adapters.bank import AdapterBank
 from modeling.adapters.kernels.base import Target
+from modeling.adapters.kernels.tiles import HEADER, cut_tiles
 from modeling.adapters.kernels.triton_forms import Form, forms_of
 from modeling.adapters.kernels.triton_kernels import expand_kernel, shrink_kernel
 
-HEADER = 8
-"""Integers of a record before its tokens: the slot, the first position, then room: 32 bytes."""
-
 MAX_TARGETS = 3
 """Projections of one launch."""
-
-Ints = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True)
@@ -63,9 +58,7 @@ class TritonPlan:
         self.max_rank = -(-bank.size.max_rank // widest) * widest
         self.dependent_launch = _has_dependent_launch(device)
         used = self._used_forms()
-        records = max(
-            self.max_tiles(tokens) * (HEADER + form.tile_tokens) for form, tokens in used
-        )
+        records = max(self.max_tiles(tokens) * (HEADER + form.tile_tokens) for form, tokens in used)
         partials = max(form.splits * tokens for form, tokens in used)
         partials *= MAX_TARGETS * self.max_rank
         assert partials < 2**31, "kernels count partial sums in 32 bits"
@@ -160,13 +153,17 @@ class TritonBatch:
             num_splits = self._shrink(x, layer, group)
             self._expand(y, layer, group, num_splits)
 
+    def _grid(self, num_blocks: int) -> tuple[int, int]:
+        """Programs for each block of columns: a tile each, or several tiles in turn."""
+        return num_blocks, min(self._num_tiles, -(-self._form.programs // num_blocks))
+
     def _shrink(self, x: Tensor, layer: int, group: Group) -> int:
         """Leave the partial sums of x A^T and return into how many splits."""
         blocks = self._form.shrink
         columns = -(-group.inputs // blocks.columns)
         split_width = -(-columns // self._form.splits) * blocks.columns
         num_splits = -(-group.inputs // split_width)
-        shrink_kernel[group.count * num_splits, self._num_tiles](
+        shrink_kernel[self._grid(group.count * num_splits)](
             x,
             *group.a,
             *self._tables,
@@ -190,7 +187,7 @@ class TritonBatch:
         """Add the partial sums, times Bt, into y."""
         blocks = self._form.expand
         num_blocks = sum(-(-width // blocks.columns) for width in group.outputs)
-        expand_kernel[num_blocks, self._num_tiles](
+        expand_kernel[self._grid(num_blocks)](
             y,
             *group.bt,
             *self._tables,
@@ -215,30 +212,6 @@ def triton_batch(bank: AdapterBank, slots: Sequence[int], lengths: Sequence[int]
     num_tokens = sum(lengths)
     plan = TritonPlan(bank, num_tokens)
     return plan.batch(num_tokens, plan.update(slots, lengths))
-
-
-def cut_tiles(of_token: Ints, size: int, max_tiles: int) -> tuple[Ints, int]:
-    """Sort tokens by slot and cut them into tiles of up to `size` tokens of one slot.
-
-    of_token: int32 [tokens], -1 for the base. Returns records int32 [max_tiles, HEADER + size],
-    the rest of which is -1, and how many are tiles.
-    """
-    records = np.full((max_tiles, HEADER + size), -1, dtype=np.int32)
-    order = np.argsort(of_token, kind="stable")
-    order = order[np.searchsorted(of_token[order], 0) :]
-    if len(order) == 0:
-        return records, 0
-    slots, starts, counts = np.unique(of_token[order], return_index=True, return_counts=True)
-    tiles = -(-counts // size)
-    first_tiles = np.cumsum(tiles) - tiles
-    positions = np.arange(len(order))
-    within = positions - np.repeat(starts, counts)
-    tile_of = np.repeat(first_tiles, counts) + within // size
-    heads = within % size == 0
-    records[tile_of[heads], 0] = np.repeat(slots, tiles)
-    records[tile_of[heads], 1] = positions[heads]
-    records[tile_of, HEADER + within % size] = order
-    return records, int(tiles.sum())
 
 
 def _group(bank: AdapterBank, targets: tuple[Target, ...]) -> Group:

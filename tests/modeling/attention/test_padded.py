@@ -1,5 +1,7 @@
 """Padded attention against the equation of padded.py, written as a loop, and the growing cache."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -48,7 +50,7 @@ def attend(parts: list[Tensor], mask: Tensor, cache: GrowingCache, layer: int = 
 def test_equals_the_equation() -> None:
     parts = random_qkv()
     out = attend(parts, MASK, GrowingCache(None))
-    torch.testing.assert_close(out.double(), naive(*parts), atol=1e-5, rtol=0)
+    torch.testing.assert_close(out.double(), naive(parts[0], parts[1], parts[2]), atol=1e-5, rtol=0)
 
 
 def test_heads_can_be_masked() -> None:
@@ -56,7 +58,9 @@ def test_heads_can_be_masked() -> None:
     rows = local_head_mask(head_mask, 2, HEADS, SingleRank())
     attention = PaddedAttention(MASK, GrowingCache(None), SCALE, SingleRank(), rows)
     out = attention.attend(1, *(part.flatten(0, 1) for part in parts)).view(parts[0].shape)
-    torch.testing.assert_close(out.double(), naive(*parts, head_mask), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        out.double(), naive(parts[0], parts[1], parts[2], head_mask), atol=1e-5, rtol=0
+    )
 
 
 @pytest.mark.parametrize("kind", ["pairs", "dynamic", "static"])
@@ -64,7 +68,10 @@ def test_a_cache_grows_in_its_own_kind(kind: str) -> None:
     parts = random_qkv()
     whole = attend(parts, MASK, GrowingCache(None))
     config = CacheConfig(num_hidden_layers=1)
-    made = {"dynamic": DynamicCache(), "static": StaticCache(config, max_cache_len=9)}
+    made: dict[str, Any] = {
+        "dynamic": DynamicCache(),
+        "static": StaticCache(config, max_cache_len=9),
+    }
     past = made.get(kind)
     outs = []
     for start, stop in ((0, 4), (4, 5), (5, 6)):

@@ -79,7 +79,7 @@ class Paged:
         return backend.forward(q, self.cache, starts, self.tables, step, self.window)
 
 
-def naive(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float = 0.4) -> Tensor:
+def naive(q: Tensor, k: Tensor, v: Tensor, scale: float = 0.4, window: int | None = None) -> Tensor:
     """One row, one query and one head at a time, in float64."""
     q, k, v = q.double(), k.double(), v.double()
     out = torch.empty_like(q)
@@ -94,7 +94,7 @@ def naive(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float = 0.
 
 
 def check(paged: Paged, tolerance: float = 1e-5) -> None:
-    expected = torch.cat([naive(*row, paged.window) for row in paged.rows])
+    expected = torch.cat([naive(*row, window=paged.window) for row in paged.rows])
     torch.testing.assert_close(paged.run().double(), expected, atol=tolerance, rtol=0)
 
 

@@ -1,20 +1,30 @@
 """What every paged model is checked for, whatever its family."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
+from configs.architectures.select import load_architecture
 from modeling.adapters.kernels.base import Target
 from modeling.models.base import PagedModel
+from modeling.models.gpt2 import FlashGPT2ForCausalLM
+from modeling.models.gpt_neox import GPTNeoXForCausalLM
+from modeling.models.opt import OPTForCausalLM
+from modeling.models.select import build_model
+from sharding.checkpoint import DummySource, SafetensorsCheckpoint
 from sharding.group import SingleRank, TensorParallel
+from sharding.loader import Weights
 from sharding.slicing import width
 from tests.checkpoints import load_oracle, oracle_greedy, oracle_logits
-from tests.modeling.models.stepping import Stepper, load
+from tests.modeling.models.stepping import CPU, Stepper, load
 from tests.ranks import run_ranks
+from tests.sharding.views import LoneRank
 
 PROMPTS = [[1, 5, 9, 30, 44, 7, 3], [2], [8, 9] * 9 + [60]]
 SEQUENCE = [(7 * i + i * i) % 96 for i in range(40)]
@@ -111,7 +121,8 @@ def check_asked_for_tokens(checkpoint: Checkpoint) -> None:
     assert_close([logits], [whole[indices]])
     hidden = Stepper(model).run([(0, SEQUENCE)], lm_head_indices=indices, skip_lm_head=True)
     assert len(hidden) == 2
-    assert_close([model.lm_head(hidden)], [whole[indices]])
+    head = model.logits if hasattr(model, "logits") else model.lm_head
+    assert_close([head(hidden)], [whole[indices]])
     stepper = Stepper(model)
     stepper.step([(0, SEQUENCE[:8])])
     kept = [layer.keys.clone() for layer in stepper.cache]
@@ -164,3 +175,57 @@ def check_projection_names(checkpoint: Checkpoint, names: Sequence[str], conv1d:
         assert width(projection.inputs) == projection.in_features
         assert width(projection.outputs) == projection.out_features
     assert [projection.name for projection in model.projections] == list(names)
+
+
+@dataclass
+class CountingRank:
+    """Rank 0 of two, without the other; counts its sums."""
+
+    sums: int = 0
+    rank = 0
+    size = 2
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        self.sums += 1
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return torch.cat((x, x), dim=-1)
+
+
+def count_sums(folder: Path) -> int:
+    """How often one step's layers sum over the ranks; the embedding does so once before."""
+    rank = CountingRank()
+    Stepper(load(folder, rank)).step([(0, SEQUENCE)])
+    return rank.sums - 1
+
+
+def check_shares(folder: Path, whole: str) -> None:
+    """Each of two ranks reads half of every tensor but those whose names match `whole`."""
+    tensors = load_file(folder / "model.safetensors")
+    expected = sum(
+        value.nbytes if re.search(whole, name) else value.nbytes // 2
+        for name, value in tensors.items()
+    )
+    for rank in range(2):
+        source = SafetensorsCheckpoint(folder)
+        weights = Weights(source, LoneRank(rank, 2), torch.float32, CPU)
+        build_model(load_architecture(folder), weights)
+        assert source.bytes_read == expected
+
+
+def check_dummy_weights(folder: Path) -> None:
+    """A model of no files: every name is to be had."""
+    config = load_architecture(folder)
+    source = DummySource(CPU, torch.float32)
+    model = build_model(config, Weights(source, SingleRank(), torch.float32, CPU))
+    logits = Stepper(model).step([(0, [1, 2, 3])])[0]
+    assert logits.shape == (3, config.vocab_size)
+    assert logits.isfinite().all()
+
+
+def conform(
+    one: FlashGPT2ForCausalLM, two: OPTForCausalLM, three: GPTNeoXForCausalLM
+) -> tuple[PagedModel, ...]:
+    """For the type checker: they are what the runner asks for."""
+    return one, two, three

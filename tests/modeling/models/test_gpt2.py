@@ -130,6 +130,14 @@ def test_heads_that_the_ranks_cannot_share(tmp_path: Path) -> None:
         load(folder, LoneRank(0, 2))
 
 
+def test_each_rank_reads_its_share(plain: Checkpoint) -> None:
+    checks.check_shares(plain.folder, r"ln_|wpe|c_proj\.bias")
+
+
+def test_dummy_weights_need_no_files(plain: Checkpoint) -> None:
+    checks.check_dummy_weights(plain.folder)
+
+
 def test_the_seeds_signatures() -> None:
     def names(function: Any) -> list[str]:
         return list(inspect.signature(function).parameters)[1:]

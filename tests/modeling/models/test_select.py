@@ -124,9 +124,7 @@ def test_an_architecture_without_a_class(tmp_path: Path) -> None:
     config = load_architecture(write_llama(tmp_path))
     other = config.model_copy(update={"architecture": "OtherForCausalLM"})
     weights = Weights(DummySource(CPU, torch.float32), SingleRank(), torch.float32, CPU)
-    with pytest.raises(
-        ArchitectureError, match=r"OtherForCausalLM is not supported; .*Llama"
-    ):
+    with pytest.raises(ArchitectureError, match=r"OtherForCausalLM is not supported; .*Llama"):
         build_model(other, weights)
 
 

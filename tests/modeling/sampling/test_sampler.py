@@ -8,6 +8,7 @@ from configs.sampling import Sampling
 from modeling.sampling import sampler
 from modeling.sampling.sampler import choose, no_rows
 from modeling.sampling.tensors import sampling_tensors
+from tests.modeling.sampling.plain import plain_kept
 
 CPU = torch.device("cpu")
 VOCAB = 12
@@ -21,19 +22,9 @@ def draw(logits: Tensor, params: Sequence[Sampling], positions: Sequence[int]) -
 
 def plain_distribution(logits: Tensor, params: Sampling) -> Tensor:
     """The distribution asked for, in float64, step by step as it is defined."""
-    scaled = logits.double() / params.temperature
-    order = sorted(range(len(scaled)), key=lambda i: (-float(scaled[i]), i))
-    if params.top_k:
-        order = order[: params.top_k]
-    weights = scaled[order].softmax(0)
-    kept, mass = [], 0.0
-    for token, weight in zip(order, weights.tolist(), strict=True):
-        if mass >= params.top_p:
-            break
-        kept.append(token)
-        mass += weight
-    result = torch.zeros(len(scaled), dtype=torch.float64)
-    result[kept] = scaled[kept].softmax(0)
+    kept = plain_kept(logits.double().tolist(), params)
+    result = torch.zeros(len(logits), dtype=torch.float64)
+    result[kept] = (logits.double()[kept] / params.temperature).softmax(0)
     return result
 
 
@@ -45,6 +36,9 @@ def plain_distribution(logits: Tensor, params: Sampling) -> Tensor:
         Sampling(temperature=1.7, top_k=4),
         Sampling(temperature=1.0, top_p=0.7),
         Sampling(temperature=0.9, top_k=6, top_p=0.85, seed=3),
+        Sampling(temperature=1.2, min_p=0.21),
+        Sampling(temperature=0.8, typical_p=0.55, seed=8),
+        Sampling(temperature=1.1, top_k=9, top_p=0.93, min_p=0.07, typical_p=0.8),
     ],
 )
 def test_frequencies_are_those_of_the_plain_sampler(params: Sampling) -> None:
@@ -65,7 +59,14 @@ def test_a_token_depends_on_its_row_alone() -> None:
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(40, 300, generator=generator)
     params = [
-        Sampling(temperature=0.3 * (i % 4), top_k=(i % 3) * 5, top_p=1 - 0.2 * (i % 2), seed=i % 7)
+        Sampling(
+            temperature=0.3 * (i % 4),
+            top_k=(i % 3) * 5,
+            top_p=1 - 0.2 * (i % 2),
+            seed=i % 7,
+            min_p=0.05 * (i % 5),
+            typical_p=1 - 0.1 * (i % 6),
+        )
         for i in range(40)
     ]
     positions = [i * 13 % 50 for i in range(40)]

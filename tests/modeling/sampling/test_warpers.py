@@ -2,7 +2,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from modeling.sampling.warpers import keep_best, warp_temperature
+from configs.sampling import Sampling
+from modeling.sampling.warpers import keep_best, keep_likely, keep_typical, warp_temperature
+from tests.modeling.sampling.plain import plain_kept
 
 INF = float("inf")
 
@@ -76,3 +78,36 @@ def test_temperature_divides_and_overflows_nothing() -> None:
     assert torch.allclose(warped[0].softmax(0), torch.tensor([2.0, 6.0, 4.0]).softmax(0))
     assert int(warped[1].argmax()) == 0
     assert not bool(warped.isnan().any())
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.integers(-40, 40), min_size=2, max_size=24),
+    st.sampled_from([0.013, 0.107, 0.53, 1.0]),
+    st.sampled_from([0.999, 0.91, 0.61, 0.37, 0.05]),
+)
+def test_min_p_and_typical_p_are_those_of_the_definition(
+    values: list[int], min_p: float, typical_p: float
+) -> None:
+    logits = torch.tensor([[v / 7.3 for v in values]])
+    plain = logits[0].double().tolist()
+    likely = keep_likely(logits, torch.tensor([min_p]))
+    assert kept_ids(likely[0]) == plain_kept(plain, Sampling(temperature=1.0, min_p=min_p))
+    typical = keep_typical(logits, torch.tensor([typical_p]))[0]
+    expected = plain_kept(plain, Sampling(temperature=1.0, typical_p=typical_p))
+    assert kept_ids(typical) == expected
+    assert torch.equal(typical[expected], logits[0, expected])
+
+
+def test_rows_that_are_off_keep_all() -> None:
+    logits = torch.randn(2, 30, generator=torch.Generator().manual_seed(1))
+    logits[:, 4] = -INF
+    assert torch.equal(keep_likely(logits, torch.tensor([0.0, 0.2]))[0], logits[0])
+    typical = keep_typical(logits, torch.tensor([1.0, 0.2]))
+    assert torch.equal(typical[0], logits[0])
+    assert torch.equal(keep_typical(logits[1:], torch.tensor([0.2]))[0], typical[1])
+
+
+def test_typical_p_may_drop_the_best() -> None:
+    logits = torch.log(torch.tensor([[0.4] + [0.1] * 6]))
+    assert kept_ids(keep_typical(logits, torch.tensor([0.25]))[0]) == [1, 2, 3]

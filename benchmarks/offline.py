@@ -1,0 +1,311 @@
+"""Step times of one runner on one GPU: no Ray, no HTTP, no scheduler, random weights.
+
+    python -m benchmarks.offline --batches 1 64 256 --adapters 0 1 32 --profile out/
+
+One JSON line for each case, on standard output. Decode: milliseconds a step, launched one step
+ahead as a server does, after `context` random tokens of prefill for each row. Prefill: one step of
+`limits.max_step_tokens` tokens, in prompts of 512.
+"""
+
+import argparse
+import json
+import platform
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.offline_setup import SHAPES, engine_config, write_adapter, write_model
+from configs.adapters import AdapterKey, FetchedAdapter
+from configs.engine import AttentionBackend, Device
+from configs.model import DType
+from configs.sampling import Sampling
+from modeling.batch import BatchJoin, BatchRow, ForwardBatch, StepOutput
+from modeling.loading import pick_device
+from modeling.runner import ModelRunner
+from sharding.group import SingleRank
+
+PROMPT = 512
+TOP_KERNELS = 25
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured: rows in a step, tokens before it, adapters by turns (0: base only)."""
+
+    batch: int
+    context: int
+    adapters: int
+    temperature: float = 0.0
+
+
+class Driver:
+    """Keeps each place's length and blocks, as a scheduler would."""
+
+    def __init__(self, runner: ModelRunner, block_size: int, vocab_size: int) -> None:
+        """The runner is loaded; blocks of a place lie together."""
+        self._runner = runner
+        self._block_size = block_size
+        self._vocab_size = vocab_size
+        self._lengths: dict[int, int] = {}
+        self._held: dict[int, int] = {}
+        self._free: list[int] = []
+        self._random = random.Random(0)
+
+    def reset(self, num_blocks: int) -> None:
+        """Take back all blocks, in a random order."""
+        self._lengths.clear()
+        self._held.clear()
+        self._free = list(range(num_blocks))
+        self._random.shuffle(self._free)
+
+    def joins(self, places: range, length: int, case: Case) -> list[BatchJoin]:
+        """New requests of random tokens, each with its adapter's slot."""
+        sampling = Sampling(temperature=case.temperature, seed=1)
+        found = []
+        for place in places:
+            self._lengths[place] = self._held[place] = 0
+            tokens = [self._random.randrange(self._vocab_size) for _ in range(length)]
+            slot = place % case.adapters if case.adapters else -1
+            found.append(BatchJoin(place, tokens, length, slot, sampling))
+        return found
+
+    def rows(self, places: range, length: int) -> list[BatchRow]:
+        """Compute the next `length` tokens of each place."""
+        return [self._row(place, length) for place in places]
+
+    def decode(self, places: range) -> StepOutput:
+        """Launch one token for each place."""
+        return self._runner.step(ForwardBatch([], self.rows(places, 1)))
+
+    def prefill(self, places: range, length: int, case: Case, budget: int) -> None:
+        """Let places join with `length` tokens each, in steps of up to `budget` tokens."""
+        group = max(1, budget // length)
+        for first in range(places.start, places.stop, group):
+            some = range(first, min(first + group, places.stop))
+            joins = self.joins(some, length, case)
+            self._runner.step(ForwardBatch(joins, self.rows(some, length))).wait()
+
+    def _row(self, place: int, length: int) -> BatchRow:
+        start = self._lengths[place]
+        self._lengths[place] = start + length
+        lacking = -(-(start + length) // self._block_size) - self._held[place]
+        self._held[place] += lacking
+        return BatchRow(place, start, length, [self._free.pop() for _ in range(lacking)], True)
+
+
+class Benchmark:
+    """One loaded runner and the cases to run on it."""
+
+    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+        """Write the model's folder and load it; adapters are staged where a case asks."""
+        self._options = options
+        shape = SHAPES[options.shape]
+        write_model(folder / "model", shape)
+        self._config = engine_config(options, folder / "model")
+        device = pick_device(Device(options.device))
+        self._runner = ModelRunner(self._config, SingleRank(), device)
+        started = time.perf_counter()
+        self.report = self._runner.load()
+        self.load_seconds = time.perf_counter() - started
+        self._device = device
+        vocab_size = shape["vocab_size"]
+        self._driver = Driver(self._runner, self._config.cache.block_size, vocab_size)
+        if max(options.adapters) > 0:
+            write_adapter(folder / "adapter", shape)
+            self._place(folder / "adapter", max(options.adapters))
+
+    def decode(self, case: Case) -> dict[str, Any]:
+        """Milliseconds of a decode step, and how many of the steps were captured."""
+        places = range(case.batch)
+        self._fill(case, places)
+        steps, captured = self._runner.num_steps, self._runner.num_captured
+        times = []
+        flying = [self._driver.decode(places)]
+        for _ in range(self._options.steps):
+            started = time.perf_counter()
+            flying.append(self._driver.decode(places))
+            flying.pop(0).wait()
+            times.append(1000 * (time.perf_counter() - started))
+        flying.pop().wait()
+        share = (self._runner.num_captured - captured) / (self._runner.num_steps - steps)
+        middle = statistics.median(times)
+        return {
+            "case": "decode",
+            "batch": case.batch,
+            "context": case.context,
+            "adapters": case.adapters,
+            "temperature": case.temperature,
+            "ms_per_step": round(middle, 3),
+            "ms_mean": round(statistics.fmean(times), 3),
+            "ms_p99": round(sorted(times)[int(0.99 * (len(times) - 1))], 3),
+            "tokens_per_s": round(1000 * case.batch / middle),
+            "captured_share": round(share, 3),
+            "launch_ms": round(self._launch_time(places), 3),
+        }
+
+    def prefill(self, adapters: int) -> dict[str, Any]:
+        """Milliseconds of a step that fills the token budget with prompts."""
+        budget = self._config.limits.max_step_tokens
+        length = min(PROMPT, budget)
+        case = Case(budget // length, length, adapters)
+        times = []
+        for _ in range(self._options.repeats + 2):
+            self._driver.reset(self.report.num_blocks)
+            batch = self._prompts(case, length)
+            self._synchronize()
+            started = time.perf_counter()
+            self._runner.step(batch).wait()
+            times.append(1000 * (time.perf_counter() - started))
+        middle = statistics.median(times[2:])
+        tokens = case.batch * length
+        return {
+            "case": "prefill",
+            "tokens": tokens,
+            "adapters": adapters,
+            "ms_per_step": round(middle, 3),
+            "tokens_per_s": round(1000 * tokens / middle),
+        }
+
+    def profile(self, case: Case, folder: Path) -> None:
+        """Write the costliest kernels of a decode step and of a mixed step, as text."""
+        places = range(case.batch)
+        self._fill(case, places)
+        self._driver.decode(places).wait()
+        name = f"b{case.batch}_a{case.adapters}.txt"
+        folder.mkdir(parents=True, exist_ok=True)
+        decode = ForwardBatch([], self._driver.rows(places, 1))
+        (folder / f"decode_{name}").write_text(self._kernels(decode))
+        rows = self._driver.rows(range(case.batch - 1), 1)
+        newcomer = range(case.batch - 1, case.batch)
+        joins = self._driver.joins(newcomer, PROMPT, case)
+        mixed = ForwardBatch(joins, rows + self._driver.rows(newcomer, PROMPT))
+        (folder / f"mixed_{name}").write_text(self._kernels(mixed))
+
+    def _fill(self, case: Case, places: range) -> None:
+        self._driver.reset(self.report.num_blocks)
+        self._driver.prefill(places, case.context, case, self._config.limits.max_step_tokens)
+        for _ in range(3):
+            self._driver.decode(places).wait()
+
+    def _prompts(self, case: Case, length: int) -> ForwardBatch:
+        places = range(case.batch)
+        return ForwardBatch(
+            self._driver.joins(places, length, case), self._driver.rows(places, length)
+        )
+
+    def _launch_time(self, places: range) -> float:
+        """Milliseconds of Python for one step: what must stay below the step's own time."""
+        self._synchronize()
+        started = time.perf_counter()
+        output = self._driver.decode(places)
+        taken = 1000 * (time.perf_counter() - started)
+        output.wait()
+        return taken
+
+    def _kernels(self, batch: ForwardBatch) -> str:
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if self._device.type == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        with torch.profiler.profile(activities=activities) as profiler:
+            started = time.perf_counter()
+            self._runner.step(batch).wait()
+            taken = 1000 * (time.perf_counter() - started)
+            self._synchronize()
+        # Kernels only: the operations that launched them bear the same times once more.
+        events = [e for e in profiler.key_averages() if e.device_type.name == "CUDA"]
+        events.sort(key=lambda event: -event.self_device_time_total)
+        total = sum(event.self_device_time_total for event in events)
+        count = sum(event.count for event in events)
+        lines = [f"{taken:.3f} ms with the profiler, {total / 1000:.3f} ms of {count} kernels"]
+        for event in events[:TOP_KERNELS]:
+            micros = event.self_device_time_total
+            share = 100 * micros / max(total, 1e-9)
+            lines.append(f"{micros:10.1f} us {share:5.1f} % {event.count:5d} x  {event.key[:150]}")
+        return "\n".join(lines) + "\n"
+
+    def _place(self, folder: Path, count: int) -> None:
+        """Stage one adapter, and place it `count` times, each in pages of its own."""
+        key = AdapterKey(1)
+        shape = self._runner.stage(FetchedAdapter(key, "bench", str(folder), "bench"))
+        for slot in range(count):
+            pages = [list(range(slot * n, (slot + 1) * n)) for n in shape.num_pages]
+            self._runner.place(key, slot, pages)
+        self._synchronize()
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def _versions(benchmark: Benchmark) -> dict[str, Any]:
+    report = benchmark.report
+    found = {
+        "case": "setup",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "device": report.device,
+        "attention": report.attention_reason,
+        "adapter_kernel": f"{report.adapter_kernel}: {report.adapter_kernel_reason}",
+        "captured_rows": report.captured_rows,
+        "num_blocks": report.num_blocks,
+        "weight_gb": round(report.weight_bytes_resident / 1e9, 2),
+        "start_seconds": round(benchmark.load_seconds, 1),
+    }
+    if report.device != "cpu":
+        free, total = torch.cuda.mem_get_info()
+        found["gpu"] = torch.cuda.get_device_name()
+        found["memory_gb_taken"] = round((total - free) / 1e9, 2)
+    return found
+
+
+def _results(benchmark: Benchmark, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    yield _versions(benchmark)
+    for adapters in options.adapters:
+        for batch in options.batches:
+            yield benchmark.decode(Case(batch, options.context, adapters))
+        yield benchmark.prefill(adapters)
+    yield benchmark.decode(Case(max(options.batches), options.context, 0, temperature=0.8))
+    if options.profile is not None:
+        for adapters in sorted({0, max(options.adapters)}):
+            for batch in options.batches:
+                benchmark.profile(Case(batch, options.context, adapters), options.profile)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama3-8b")
+    parser.add_argument("--device", choices=[d.value for d in Device], default="auto")
+    parser.add_argument("--dtype", choices=[d.value for d in DType], default="bfloat16")
+    parser.add_argument("--attention", choices=[a.value for a in AttentionBackend], default="auto")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 64, 256])
+    parser.add_argument("--adapters", type=int, nargs="+", default=[0])
+    parser.add_argument("--context", type=int, default=640)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--num-blocks", type=int, default=None)
+    parser.add_argument("--max-step-tokens", type=int, default=2048)
+    parser.add_argument("--max-total-tokens", type=int, default=4096)
+    parser.add_argument("--profile", type=Path, default=None)
+    return parser
+
+
+def main() -> None:
+    """Run all cases and print a JSON line for each."""
+    options = _parser().parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        benchmark = Benchmark(options, Path(folder))
+        for result in _results(benchmark, options):
+            print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""What operators' machines ask: is it alive, does it generate, how much has it done."""
+
+import uuid
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from configs.sampling import Sampling, Stopping
+from deployments.contract import GenerateRequest, SequenceRequest
+from deployments.ingress.engine import Engine, Job
+from deployments.ingress.errors import RequestError
+from deployments.ingress.replies import collect, json_response
+from deployments.observability.lorax_metrics import CONTENT_TYPE
+
+_QUESTION = "Who?"
+
+
+def routes(engine: Engine) -> APIRouter:
+    """Health, start-up and metrics of this replica and of the engine behind it."""
+    router = APIRouter()
+
+    @router.get("/")
+    @router.get("/health")
+    @router.get("/ping")
+    async def health() -> Response:
+        if await _healthy(engine):
+            return Response()
+        return json_response({"error": "unhealthy", "error_type": "healthcheck"}, 503)
+
+    @router.get("/startup")
+    async def startup() -> Response:
+        try:
+            await _generate(engine)
+        except RequestError as error:
+            body = {"error": error.message, "error_type": "failed healthcheck"}
+            return json_response(body, 500)
+        return Response()
+
+    @router.get("/metrics")
+    async def metrics(request: Request) -> Response:
+        if "application/json" in request.headers.get("accept", ""):
+            return json_response(engine.metrics.json())
+        return Response(engine.metrics.text(), media_type=CONTENT_TYPE)
+
+    return router
+
+
+async def _healthy(engine: Engine) -> bool:
+    try:
+        return (await engine.info()).healthy
+    except RequestError:
+        return False
+
+
+async def _generate(engine: Engine) -> None:
+    """One greedy token of the base model through the queue that requests take."""
+    served = await engine.served()
+    ids = await served.text.encode(_QUESTION)
+    sequence = SequenceRequest(ids, Sampling(), Stopping(1))
+    request = GenerateRequest(f"startup-{uuid.uuid4().hex}", [sequence])
+    job = Job(request, [], keep_stops=True, per_token=False, characters=len(_QUESTION))
+    await collect(engine, served, job)

@@ -1,0 +1,82 @@
+"""Which runner serves a model: paged where it has a paged implementation, padded elsewhere."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from configs.adapters import AdapterKey, AdapterShape, FetchedAdapter
+from configs.architectures.padded import PaddedArchitecture
+from configs.architectures.select import load_architecture
+from configs.engine import EngineConfig
+from configs.model import Quantize
+from modeling.batch import ForwardBatch, StepOutput
+from modeling.runner import ModelRunner, RunnerReport
+from sharding.group import TensorParallel
+from sharding.sources import fetch_model
+
+logger = logging.getLogger("loray.modeling")
+
+
+class Runner(Protocol):
+    """One rank's door, as `modeling.runner.ModelRunner` describes it."""
+
+    def measure(self) -> int:
+        """Load the weights and return how many cache blocks fit."""
+        ...
+
+    def allocate(self, num_blocks: int) -> RunnerReport:
+        """Take the buffers for so many blocks."""
+        ...
+
+    def step(self, batch: ForwardBatch) -> StepOutput:
+        """Launch one step."""
+        ...
+
+    def stage(self, adapter: FetchedAdapter) -> AdapterShape:
+        """Read an adapter into host memory; AdapterError if it is refused."""
+        ...
+
+    def place(self, key: AdapterKey, slot: int, pages: Sequence[Sequence[int]]) -> None:
+        """Move a staged adapter to device pages, ordered before the next step."""
+        ...
+
+    def drop(self, key: AdapterKey) -> None:
+        """Forget a host copy."""
+        ...
+
+    def check(self) -> None:
+        """Assert what must hold between steps."""
+        ...
+
+
+@dataclass(frozen=True)
+class RunnerChoice:
+    """A runner, and whether sequences may be cut into chunks and share cached blocks on it."""
+
+    runner: Runner
+    paged: bool
+
+
+def choose_runner(
+    config: EngineConfig, group: TensorParallel, device: torch.device, spread: bool
+) -> RunnerChoice:
+    """Return the runner for the model that `config` names; nothing is loaded yet.
+
+    spread: whether a model that is not paged may lie on all GPUs that this process sees.
+    """
+    architecture = load_architecture(fetch_model(config.model))
+    why = None
+    if isinstance(architecture, PaddedArchitecture):
+        why = "it has no paged implementation here"
+    elif config.model.quantize is not Quantize.NONE:
+        why = f"model.quantize is {config.model.quantize.value}"
+    if why is None:
+        return RunnerChoice(ModelRunner(config, group, device), paged=True)
+    logger.info("%s runs in transformers' padded code: %s", architecture.architecture, why)
+    # Here, not above: paged models start without transformers.
+    from modeling.padded_runner import PaddedRunner
+
+    return RunnerChoice(PaddedRunner(config, group, device, spread), paged=False)

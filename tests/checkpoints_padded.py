@@ -1,0 +1,104 @@
+"""Tiny random models of families that have no paged implementation, written by transformers."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from tests.checkpoints import AdapterRecipe
+from tests.checkpoints_others import adapters
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+
+WIDE: dict[str, Any] = {
+    **SIZES,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+}
+
+SHORT: dict[str, Any] = {**SIZES, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
+
+CONFIGS: dict[str, tuple[type[transformers.PretrainedConfig], dict[str, Any]]] = {
+    "bloom": (
+        transformers.BloomConfig,
+        {**SIZES, "hidden_size": 32, "n_layer": 2, "n_head": 4},
+    ),
+    "mpt": (
+        transformers.MptConfig,
+        {
+            **SIZES,
+            "d_model": 32,
+            "n_layers": 2,
+            "n_heads": 4,
+            "max_seq_len": 256,
+            "expansion_ratio": 2,
+        },
+    ),
+    "falcon": (transformers.FalconConfig, {**WIDE, "new_decoder_architecture": True}),
+    "falcon_alibi": (transformers.FalconConfig, {**WIDE, "alibi": True, "multi_query": False}),
+    "gptj": (transformers.GPTJConfig, {**SHORT, "rotary_dim": 4, "n_inner": 48}),
+    "stablelm": (
+        transformers.StableLmConfig,
+        {**WIDE, "intermediate_size": 48, "num_key_value_heads": 2},
+    ),
+    "gpt_bigcode": (transformers.GPTBigCodeConfig, {**SHORT, "n_inner": 48}),
+    "gemma2": (
+        transformers.Gemma2Config,
+        {
+            **WIDE,
+            "intermediate_size": 48,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "sliding_window": 8,
+        },
+    ),
+}
+"""Kinds of model by name. gemma2: every other layer sees eight tokens back."""
+
+_NEOX_LIKE = adapters(["query_key_value", "dense_h_to_4h"], ["dense", "dense_4h_to_h"])
+_LLAMA_LIKE = adapters(
+    ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"], ["o_proj", "down_proj"]
+)
+
+ADAPTERS: dict[str, dict[str, AdapterRecipe]] = {
+    "bloom": _NEOX_LIKE,
+    "mpt": adapters(["Wqkv", "up_proj"], ["out_proj", "down_proj"]),
+    "falcon": _NEOX_LIKE,
+    "falcon_alibi": _NEOX_LIKE,
+    "gptj": adapters(["q_proj", "k_proj", "v_proj", "fc_in"], ["out_proj", "fc_out"]),
+    "stablelm": _LLAMA_LIKE,
+    "gpt_bigcode": adapters(["c_attn", "c_fc"], ["attn.c_proj", "mlp.c_proj"]),
+    "gemma2": _LLAMA_LIKE,
+}
+"""Adapters of each kind, by the model's own module names."""
+
+
+def write_padded(folder: Path, kind: str, **changes: Any) -> Path:
+    """Write a tiny random model of a kind into `folder` and return it."""
+    config_class, fields = CONFIGS[kind]
+    config = config_class(**{**fields, **changes})
+    build: Any = transformers.AutoModelForCausalLM
+    model = build.from_config(config)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            _randomise(name, parameter, generator)
+    model.tie_weights()
+    model.save_pretrained(folder)
+    return folder
+
+
+def _randomise(name: str, parameter: torch.nn.Parameter, generator: torch.Generator) -> None:
+    """Norms near one, all else (biases too) of std 0.2: tokens are won by comfortable margins."""
+    if name.endswith("weight") and ("norm" in name or ".ln_" in name):
+        parameter.uniform_(0.7, 1.3, generator=generator)
+    else:
+        parameter.normal_(std=0.2, generator=generator)

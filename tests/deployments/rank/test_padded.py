@@ -1,0 +1,89 @@
+"""From the driver's door to a padded model and back: the engine over a rank in this process."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+
+from configs.adapters import AdapterReference, AdapterSource
+from configs.engine import EngineConfig
+from configs.sampling import FinishReason, Sampling, Stopping
+from deployments.contract import Finished, GenerateRequest, ReplyAddress, SequenceRequest
+from deployments.driver.engine import Engine
+from deployments.rank.local import LocalRanks
+from tests.checkpoints import write_adapter
+from tests.checkpoints_padded import ADAPTERS, write_padded
+from tests.oracle import NUM_TOKENS, prompt_truth
+
+NAMES = [None, "r4", "rows", "r16", None, "r4", "columns", "r16"]
+NOWHERE = ReplyAddress("127.0.0.1", 1, "nobody listens here")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def engine_config(root: Path, **changes: object) -> EngineConfig:
+    """Few blocks, so that requests are preempted and come back; a small budget of tokens."""
+    return EngineConfig.model_validate(
+        {
+            "model": {"id": str(root / "bloom")},
+            "device": "cpu",
+            "cache": {"num_blocks": 24, "block_size": 4},
+            "limits": {"max_running": 6, "max_step_tokens": 24, "max_total_tokens": 96},
+            "adapters": {"local_roots": [str(root)], "default_source": "local"},
+            **changes,
+        }
+    )
+
+
+def test_a_padded_model_serves_base_and_adapters_together(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = write_padded(tmp_path / "bloom", "bloom")
+    for name in {name for name in NAMES if name is not None}:
+        write_adapter(tmp_path / name, model, ADAPTERS["bloom"][name])
+    told = [
+        prompt_truth(model, None if name is None else tmp_path / name, 3 + 5 * i)
+        for i, name in enumerate(NAMES)
+    ]
+    counts = [NUM_TOKENS - 2 * (i % 4) for i in range(len(NAMES))]
+    requests = [
+        GenerateRequest(
+            f"r{i}",
+            [SequenceRequest(prompt, Sampling(), Stopping(counts[i]))],
+            None if name is None else AdapterReference(AdapterSource.LOCAL, name),
+        )
+        for i, (name, (prompt, _)) in enumerate(zip(NAMES, told, strict=True))
+    ]
+
+    async def serve() -> None:
+        config = engine_config(tmp_path)
+        engine = Engine(config, model, LocalRanks(config))
+        await engine.start()
+        try:
+            answers = await asyncio.gather(*(engine.generate(r, NOWHERE) for r in requests))
+            for count, answer, (_, truth) in zip(counts, answers, told, strict=True):
+                (sequence,) = answer.sequences
+                assert sequence.ending == Finished(FinishReason.LENGTH)
+                assert sequence.tokens == truth.tokens[:count]
+                assert sequence.cached_tokens == 0
+            assert engine._loop is not None
+            assert engine._loop._scheduler.snapshot().num_preemptions > 0
+            info = await engine.describe()
+            assert info.chosen["attention"].startswith("padded (BloomForCausalLM")
+        finally:
+            await engine.stop()
+
+    with caplog.at_level("INFO", "loray.modeling"):
+        asyncio.run(asyncio.wait_for(serve(), 60))
+    assert "BloomForCausalLM runs in transformers' padded code" in caplog.text
+
+
+def test_two_ranks_are_refused_with_what_to_do(tmp_path: Path) -> None:
+    write_padded(tmp_path / "bloom", "bloom")
+    ranks = LocalRanks(engine_config(tmp_path, tensor_parallel=2))
+    with pytest.raises(ValueError, match=r"tensor_parallel \(2\) must be 1"):
+        ranks.start()

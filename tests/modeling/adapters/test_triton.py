@@ -1,0 +1,204 @@
+"""The Triton kernels against the equation in float64: every rank, width, mix and type."""
+
+import random
+from importlib.util import find_spec
+
+import pytest
+import torch
+from torch import Tensor
+
+from modeling.adapters.bank import AdapterBank
+from modeling.adapters.kernels.base import AdapterData, Target
+from modeling.adapters.kernels.select import AdapterPlan, select_kernel
+from tests.modeling.adapters.filled_bank import NUM_LAYERS, Case, fill_bank, truth
+
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+SHAPES = [
+    *[(1024, 4096), (1024, 128), (1024, 64)],
+    *[(4096, 1024), (14336, 64), (64, 14336), (128, 64), (100, 40)],
+]
+CASES = [
+    Case(1024, (Target(0, 16), Target(1, 4112), Target(2, 4240)), 4320),
+    Case(1024, (Target(0, 0), Target(2, 4096)), 4160),
+    *[Case(SHAPES[p][0], (Target(p, 16),), SHAPES[p][1] + 32) for p in range(3, 7)],
+    Case(100, (Target(7, 3),), 47),
+]
+RANKS = [1, 4, 8, 16, 24, 64, 128]
+NUM_SLOTS = len(RANKS) + 2
+TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 6e-4, torch.float32: 1e-5}
+Rows = list[tuple[int, int]]
+
+
+def mix(kind: str, num_tokens: int, longest: int) -> Rows:
+    """(slot, length) of rows of up to `longest` tokens that sum to `num_tokens`."""
+    draw = random.Random(num_tokens)
+    weights = [1 / (1 + i) for i in range(NUM_SLOTS)]
+    rows: Rows = []
+    left = num_tokens
+    while left:
+        slot = {
+            "identical": 3,
+            "distinct": len(rows) % NUM_SLOTS,
+            "uniform": draw.randrange(-1, NUM_SLOTS),
+            "zipf": draw.choices(range(NUM_SLOTS), weights)[0],
+            "skewed": draw.choice([5] * 8 + [-1, len(rows) % NUM_SLOTS]),
+            "base": -1,
+        }[kind]
+        length = min(left, draw.randint(1, longest))
+        rows.append((slot, length))
+        left -= length
+    return rows
+
+
+def columns(rows: Rows) -> tuple[list[int], list[int]]:
+    return [slot for slot, _ in rows], [length for _, length in rows]
+
+
+def tokens_of(rows: Rows) -> Tensor:
+    return torch.tensor([slot for slot, length in rows for _ in range(length)])
+
+
+@pytest.fixture(scope="module")
+def banks() -> dict[torch.dtype, AdapterBank]:
+    return {}
+
+
+def make_bank(banks: dict[torch.dtype, AdapterBank], dtype: torch.dtype) -> AdapterBank:
+    """Slots of one rank each, then two with a rank of its own at each place, some 0."""
+    if dtype not in banks:
+        generator = torch.Generator().manual_seed(1)
+        shape = (NUM_SLOTS, len(SHAPES), NUM_LAYERS)
+        own = torch.tensor([0, *RANKS])[torch.randint(8, shape, generator=generator)]
+        one = torch.tensor(RANKS)[:, None, None].expand(-1, *shape[1:])
+        ranks = torch.cat([one, own[len(RANKS) :]])
+        banks[dtype] = fill_bank(SHAPES, ranks, dtype, torch.device("cuda"))
+    return banks[dtype]
+
+
+def make_plan(bank: AdapterBank, num_tokens: int) -> AdapterPlan:
+    """A plan whose scratch holds NaN."""
+    from modeling.adapters.kernels.triton_plan import TritonPlan
+
+    plan = TritonPlan(bank, num_tokens)
+    plan.partials.fill_(float("nan"))
+    return plan
+
+
+def inputs(case: Case, of: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x with NaN in the base's rows, y with NaN beside the targets' columns."""
+    generator = torch.Generator("cuda").manual_seed(len(of))
+    x = torch.randn(len(of), case.inputs, generator=generator, device="cuda").to(dtype)
+    y = torch.randn(len(of), case.outputs, generator=generator, device="cuda").to(dtype)
+    x[(of < 0).cuda()] = float("nan")
+    first = case.targets[0].offset
+    last = case.targets[-1].offset + SHAPES[case.targets[-1].projection][1]
+    y[:, :first], y[:, last:] = float("nan"), float("nan")
+    return x, y
+
+
+def check(bank: AdapterBank, data: AdapterData, case: Case, of: Tensor, layer: int) -> None:
+    dtype = bank.pools[0].a.dtype
+    x, y = inputs(case, of, dtype)
+    expected = truth(bank, y, x, layer, case.targets, of)
+    before = y.clone()
+    data.add(y, x, layer, case.targets)
+    torch.testing.assert_close(
+        y.double(), expected, rtol=TOLERANCE[dtype], atol=2e-4, equal_nan=True
+    )
+    base = (of < 0).cuda()
+    assert torch.equal(y[base].nan_to_num(7), before[base].nan_to_num(7))
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("kind", ["identical", "distinct", "uniform", "zipf", "skewed", "base"])
+@pytest.mark.parametrize("longest", [1, 90], ids=["decode", "prefill"])
+def test_deltas_follow_the_equation(
+    banks: dict[torch.dtype, AdapterBank], dtype: torch.dtype, kind: str, longest: int
+) -> None:
+    bank = make_bank(banks, dtype)
+    for num_tokens in (1, 3, 64, 200, 512, 777):
+        rows = mix(kind, num_tokens, longest)
+        plan = make_plan(bank, num_tokens + 5)
+        tiles = plan.update(*columns(rows))
+        for at, case in enumerate(CASES):
+            # By turns the step's own tiles, and the grid that a captured step has.
+            data = plan.batch(num_tokens, tiles if at % 2 else None)
+            check(bank, data, case, tokens_of(rows), at % NUM_LAYERS)
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_half_of_a_step_may_be_thousands_of_tokens(
+    banks: dict[torch.dtype, AdapterBank],
+) -> None:
+    bank = make_bank(banks, torch.bfloat16)
+    rows: Rows = [(6, 1500), (-1, 700), (2, 3), *[(slot, 1) for slot in range(NUM_SLOTS)], (8, 800)]
+    data = select_kernel(torch.device("cuda")).batch(bank, *columns(rows))
+    for at, case in enumerate(CASES[:4]):
+        check(bank, data, case, tokens_of(rows), at % NUM_LAYERS)
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("num_tokens", [1, 16, 64, 256])
+def test_a_captured_step_serves_any_mix(
+    banks: dict[torch.dtype, AdapterBank], num_tokens: int
+) -> None:
+    bank, case = make_bank(banks, torch.bfloat16), CASES[0]
+    plan = make_plan(bank, 256)
+    data = plan.batch(num_tokens)
+    x, start = inputs(case, torch.zeros(num_tokens), torch.bfloat16)
+    y = start.clone()
+    plan.update([-1] * num_tokens, [1] * num_tokens)
+    data.add(y, x, 1, case.targets)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y.copy_(start)
+        for layer in range(NUM_LAYERS):
+            data.add(y, x, layer, case.targets)
+    for kind in ("distinct", "base", "zipf", "identical", "skewed"):
+        rows = columns(mix(kind, num_tokens, 1))
+        plan.update(*rows)
+        graph.replay()
+        eager = start.clone()
+        for layer in range(NUM_LAYERS):
+            select_kernel(torch.device("cuda")).batch(bank, *rows).add(
+                eager, x, layer, case.targets
+            )
+        assert torch.equal(y.nan_to_num(7), eager.nan_to_num(7)), kind
+        if kind in ("distinct", "identical"):
+            assert not torch.equal(y.nan_to_num(7), start.nan_to_num(7)), kind
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_steps_in_flight_keep_their_own_mix(banks: dict[torch.dtype, AdapterBank]) -> None:
+    bank, case = make_bank(banks, torch.bfloat16), CASES[0]
+    plan = make_plan(bank, 64)
+    x, start = inputs(case, torch.zeros(64), torch.bfloat16)
+    mixes = [columns(mix("uniform", 64 - i % 7, 1)) for i in range(40)]
+    found = []
+    for slots, lengths in mixes:
+        rows = (slots + [-1] * (64 - len(slots)), lengths + [1] * (64 - len(lengths)))
+        plan.update(*rows)
+        y = start.clone()
+        plan.batch(64).add(y, x, 0, case.targets)
+        found.append((rows, y))
+    for rows, y in found:
+        own = start.clone()
+        select_kernel(torch.device("cuda")).batch(bank, *rows).add(own, x, 0, case.targets)
+        assert torch.equal(y.nan_to_num(7), own.nan_to_num(7))
+
+
+def test_without_triton_the_reference_serves_and_says_why() -> None:
+    choice = select_kernel(torch.device("cuda"))
+    if find_spec("triton") is None:
+        assert choice.name == "reference"
+        assert "triton" in choice.reason
+        assert choice.plan is None
+    else:
+        assert choice.name == "triton"
+        assert choice.plan is not None

@@ -1,0 +1,146 @@
+"""OPT's paged door against transformers, and every way to cut the work."""
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from modeling.models import opt
+from sharding.checkpoint import CheckpointError
+from sharding.group import SingleRank
+from tests.checkpoints_others import OPT_VARIANTS, write_opt
+from tests.modeling.models import paged_checks as checks
+from tests.modeling.models.paged_checks import Checkpoint, opened
+from tests.modeling.models.stepping import Stepper, load
+from tests.sharding.views import LoneRank
+
+
+@pytest.fixture(scope="module", params=OPT_VARIANTS)
+def variant(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return opened(write_opt(tmp_path_factory.mktemp("opt"), request.param))
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return opened(write_opt(tmp_path_factory.mktemp("plain")))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_logits_equal_transformers(variant: Checkpoint, ranks: int) -> None:
+    checks.check_logits(variant, ranks)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_greedy_continuations(variant: Checkpoint, ranks: int) -> None:
+    checks.check_greedy(variant, ranks)
+
+
+@pytest.mark.parametrize("page_size", [16, 128])
+@pytest.mark.parametrize("cuts", checks.CUTS)
+def test_whole_and_cut_prefills_are_equal(
+    plain: Checkpoint, cuts: tuple[int, ...], page_size: int
+) -> None:
+    checks.check_cut_prefill(plain, cuts, page_size)
+
+
+def test_prefill_chunk_and_decode_share_a_step(plain: Checkpoint) -> None:
+    checks.check_mixed_step(plain)
+
+
+def test_only_the_asked_for_tokens(plain: Checkpoint) -> None:
+    checks.check_asked_for_tokens(plain)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_types_stay_near_float32(tmp_path: Path, dtype: Any) -> None:
+    checks.check_half(write_opt(tmp_path, dtype=dtype), dtype)
+
+
+def test_cross_attention_is_refused(plain: Checkpoint) -> None:
+    stepper = Stepper(load(plain.folder, SingleRank()))
+    with pytest.raises(ValueError, match="cross_attention_states"):
+        stepper.run([(0, [1])], cross_attention_states=torch.zeros(1))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_every_projection_of_every_layer_asks_for_its_delta(plain: Checkpoint, ranks: int) -> None:
+    share = 32 // ranks
+    checks.check_every_projection_asks(plain.folder, ranks, [0, share, 2 * share, 0, 0, 0])
+
+
+def test_projections_are_named_as_peft_names_them(plain: Checkpoint) -> None:
+    names = ["q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"]
+    checks.check_projection_names(plain, names, conv1d=False)
+
+
+def test_adapters_names_do_not_follow_the_checkpoints(tmp_path: Path) -> None:
+    model = load(write_opt(tmp_path, "bare_names"), SingleRank())
+    assert model.projections[4].module == "model.decoder.layers.{layer}.fc1"
+
+
+def test_two_sums_a_layer(plain: Checkpoint) -> None:
+    assert checks.count_sums(plain.folder) == 2 * 2
+
+
+def test_a_position_is_two_rows_down_the_table(plain: Checkpoint) -> None:
+    model = load(plain.folder, SingleRank())
+    assert isinstance(model, opt.OPTForCausalLM)
+    table = model.model.decoder.embed_positions
+    theirs = plain.oracle.model.decoder.embed_positions.weight
+    assert torch.equal(table(torch.tensor([-1, 0, 7])), theirs[[1, 2, 9]])
+
+
+def test_positions_count_what_the_mask_shows(plain: Checkpoint) -> None:
+    model = load(plain.folder, SingleRank())
+    assert isinstance(model, opt.OPTForCausalLM)
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+    assert model.positions(mask, 0).tolist() == [[-1, -1, 0, 1, 2], [0, 1, 2, 3, 4]]
+    assert model.positions(mask, 4).tolist() == [[2], [4]]
+
+
+def test_a_tied_heads_own_copy_is_left_unread(tmp_path: Path) -> None:
+    folder = write_opt(tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    copy = tensors["model.decoder.embed_tokens.weight"].clone()
+    save_file({**tensors, "lm_head.weight": copy}, folder / "model.safetensors")
+    load(folder, SingleRank())
+    left = {"model.decoder.project_in.weight": torch.ones(32, 32)}
+    save_file({**tensors, **left}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"no place for 1 tensors.*project_in"):
+        load(folder, SingleRank())
+
+
+def test_sizes_that_the_ranks_cannot_share(tmp_path: Path) -> None:
+    folder = write_opt(tmp_path, ffn_dim=50)
+    with pytest.raises(ValueError, match=r"ffn_dim \(50\)"):
+        load(folder, LoneRank(0, 4))
+
+
+def test_each_rank_reads_its_share(plain: Checkpoint) -> None:
+    checks.check_shares(plain.folder, r"norm|embed_positions|(out_proj|fc2)\.bias")
+
+
+def test_dummy_weights_need_no_files(plain: Checkpoint) -> None:
+    checks.check_dummy_weights(plain.folder)
+
+
+def test_the_seeds_signatures() -> None:
+    def names(function: Any) -> list[str]:
+        return list(inspect.signature(function).parameters)[1:]
+
+    assert names(opt.OPTForCausalLM.__init__) == ["config", "weights"]
+    assert names(opt.OPTModel.__init__) == ["config", "weights"]
+    assert names(opt.OPTDecoder.__init__) == ["config", "weights"]
+    assert names(opt.OPTDecoderLayer.__init__) == ["layer_id", "prefix", "config", "weights"]
+    assert names(opt.OPTAttention.__init__)[:3] == ["prefix", "config", "weights"]
+    assert names(opt.OPTLearnedPositionalEmbedding.__init__) == ["prefix", "config", "weights"]
+    assert ", ".join(names(opt.OPTForCausalLM.paged)) == checks.PAGED
+    assert ", ".join(names(opt.OPTForCausalLM.forward)) == (
+        "input_ids, attention_mask, head_mask, past_key_values, inputs_embeds, labels, "
+        "use_cache, output_attentions, output_hidden_states, return_dict"
+    )
+    parameters = inspect.signature(opt.OPTForCausalLM.forward).parameters
+    assert {parameters[name].default for name in names(opt.OPTForCausalLM.forward)} == {None}

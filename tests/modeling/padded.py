@@ -1,0 +1,93 @@
+"""A padded runner against the oracle: tiny models on disk, and a runner for each."""
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from configs.adapters import AdapterKey, FetchedAdapter
+from configs.engine import AdaptersConfig, CacheConfig, Device, EngineConfig, LimitsConfig
+from configs.model import ModelConfig
+from modeling.padded_runner import PaddedRunner
+from modeling.runner import ModelRunner
+from sharding.group import SingleRank
+from tests.checkpoints import write_adapter
+from tests.checkpoints_others import GPT2_ADAPTERS, write_gpt2
+from tests.checkpoints_padded import ADAPTERS, write_padded
+from tests.modeling.stepping import Answer, Asked, generate
+
+NUM_BLOCKS = 64
+BLOCK_SIZE = 16
+NUM_PAGES = 40
+CPU = torch.device("cpu")
+
+RECIPES = {**ADAPTERS, "gpt2": GPT2_ADAPTERS}
+"""gpt2: has a paged implementation, and Conv1D modules, which no other kind here has."""
+
+
+class PaddedWorld:
+    """Tiny models and adapters on disk, written when first asked for."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def model(self, kind: str) -> Path:
+        """The folder of a model."""
+        folder = self._root / kind / "model"
+        if not folder.exists():
+            if kind == "gpt2":
+                return write_gpt2(folder)
+            write_padded(folder, kind)
+        return folder
+
+    def adapter(self, kind: str, name: str) -> Path:
+        """The folder of an adapter for that model."""
+        folder = self._root / kind / name
+        if not folder.exists():
+            write_adapter(folder, self.model(kind), RECIPES[kind][name])
+        return folder
+
+
+@cache
+def padded_config(model: Path) -> EngineConfig:
+    """A small engine on the CPU."""
+    return EngineConfig(
+        model=ModelConfig(id=str(model)),
+        device=Device.CPU,
+        cache=CacheConfig(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE),
+        limits=LimitsConfig(max_running=8, max_step_tokens=256),
+        adapters=AdaptersConfig(device_pages=NUM_PAGES, max_device_adapters=10, max_rank=64),
+    )
+
+
+def padded_runner(
+    model: Path,
+    folders: Sequence[Path] = (),
+    /,
+    device: torch.device = CPU,
+    spread: bool = False,
+    **changes: Any,
+) -> PaddedRunner:
+    """A loaded runner with the adapters placed at their indices; pools hold NaN elsewhere."""
+    fields = padded_config(model).model_dump() | changes
+    runner = PaddedRunner(EngineConfig.model_validate(fields), SingleRank(), device, spread)
+    runner.load()
+    for pool in runner._bank.pools:
+        pool.a.fill_(float("nan"))
+        pool.bt.fill_(float("nan"))
+    free = list(range(NUM_PAGES))
+    for slot, folder in enumerate(folders):
+        key = AdapterKey(slot + 1)
+        shape = runner.stage(FetchedAdapter(key, folder.name, str(folder), folder.name))
+        taken = [free.pop() for _ in range(max(shape.num_pages))]
+        runner.place(key, slot, [taken[:count] for count in shape.num_pages])
+    return runner
+
+
+def generate_padded(runner: PaddedRunner, requests: Sequence[Asked]) -> list[Answer]:
+    """As `generate` does for the paged runner, whose door this is."""
+    answers = generate(cast(ModelRunner, runner), requests, NUM_BLOCKS, BLOCK_SIZE)
+    runner.check()
+    return answers

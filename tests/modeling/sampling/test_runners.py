@@ -1,0 +1,66 @@
+"""Penalties in both runners, which are a step ahead of the host: whole sequences tell."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from configs.sampling import Sampling
+from modeling.batch import BatchJoin
+from modeling.runner import ModelRunner
+from sharding.group import SingleRank
+from tests.modeling.padded import PaddedWorld, generate_padded, padded_runner
+from tests.modeling.parity import BLOCK_SIZE, NUM_BLOCKS, World, engine_config
+from tests.modeling.stepping import Asked, generate
+
+PROMPTS = [[5, 9, 33, 71, 8, 60, 12], [44, 3, 17], [80] * 19, [9, 8, 7, 6, 5]]
+NO_REPEATS = Sampling(repetition_penalty=1e6, seed=1)
+NO_OWN_REPEATS = Sampling(temperature=0.9, seed=2, frequency_penalty=2.0, presence_penalty=2.0)
+ASKED = [
+    NO_REPEATS,
+    Sampling(),
+    Sampling(temperature=0.7, seed=4, watermark=True, typical_p=0.9, min_p=0.01),
+    NO_OWN_REPEATS,
+]
+
+Run = Callable[[list[Asked]], list[list[int]]]
+
+
+@pytest.fixture(params=["paged", "padded"])
+def run(request: pytest.FixtureRequest, world: World, tmp_path: Path) -> Run:
+    if request.param == "padded":
+        padded = padded_runner(PaddedWorld(tmp_path).model("gptj"), [])
+        return lambda requests: [a.tokens for a in generate_padded(padded, requests)]
+    paged = ModelRunner(
+        engine_config(world.model("llama", "gqa")), SingleRank(), torch.device("cpu")
+    )
+    paged.load()
+    return lambda requests: [a.tokens for a in generate(paged, requests, NUM_BLOCKS, BLOCK_SIZE)]
+
+
+def test_a_repetition_penalty_sees_every_token_in_time(run: Run) -> None:
+    requests = [Asked(prompt, 20, sampling=NO_REPEATS, joins_at=i) for i, prompt in
+                enumerate(PROMPTS)]  # fmt: skip
+    for request, tokens in zip(requests, run(requests), strict=True):
+        assert len({*tokens, *request.prompt}) == 20 + len(set(request.prompt))
+
+
+def test_tokens_depend_on_their_request_alone(run: Run) -> None:
+    requests = [Asked(prompt, 16, sampling=sampling, joins_at=3 - i) for i, (prompt, sampling) in
+                enumerate(zip(PROMPTS, ASKED, strict=True))]  # fmt: skip
+    assert run(requests) == [run([request])[0] for request in requests]
+
+
+def test_masked_ids_come_only_later(run: Run) -> None:
+    free = run([Asked(PROMPTS[0], 12)])[0]
+    masked = Sampling(masked_ids=tuple(set(free)), masked_tokens=5)
+    late = run([Asked(PROMPTS[0], 12, sampling=masked)])[0]
+    assert not set(late[:5]) & set(free)
+
+
+def test_a_batch_without_a_buffer_refuses(tmp_path: Path) -> None:
+    model = padded_runner(PaddedWorld(tmp_path).model("gptj"), [])._model
+    batch = model.batch([BatchJoin(0, [1, 2], 2, -1, NO_REPEATS)])
+    with pytest.raises(ValueError, match="token buffer"):
+        model.generate_token(batch)

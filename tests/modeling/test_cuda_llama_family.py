@@ -1,0 +1,63 @@
+"""Llama's relatives and adapters of the vocabulary on a GPU: float32 gives the oracle's tokens."""
+
+import pytest
+import torch
+
+from configs.engine import AdaptersConfig, Device
+from modeling.loading import pick_device
+from modeling.runner import ModelRunner
+from sharding.group import SingleRank
+from tests.modeling.parity import (
+    BASE,
+    BLOCK_SIZE,
+    FAMILIES,
+    NUM_BLOCKS,
+    World,
+    engine_config,
+    place_all,
+    poison,
+)
+from tests.modeling.stepping import Asked, generate
+from tests.oracle import NUM_TOKENS, prompt_truth
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+MODELS = [
+    ("relative", "mistral"),
+    ("relative", "qwen2_window"),
+    ("relative", "qwen3_window"),
+    ("relative", "granite"),
+    ("relative", "yarn"),
+    ("fused", "phi3_longrope"),
+    ("fused", "phi3_partial"),
+    ("vocabulary", "gqa"),
+    ("vocabulary", "odd_vocab_tied"),
+]
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
+@pytest.mark.parametrize(("family", "variant"), MODELS)
+def test_greedy_tokens_are_the_oracles(world: World, family: str, variant: str) -> None:
+    """The base alone (captured steps where there are any), then everyone in one batch."""
+    model = world.model(family, variant)
+    adapters = AdaptersConfig(
+        device_pages=40, max_device_adapters=10, max_rank=64, vocabulary=family == "vocabulary"
+    )
+    config = engine_config(model, device=Device.CUDA, adapters=adapters)
+    runner = ModelRunner(config, SingleRank(), pick_device(Device.CUDA))
+    runner.load()
+    poison(runner)
+    folders = [world.adapter(family, variant, name) for name in (BASE, *FAMILIES[family].adapters)]
+    place_all(runner, [folder for folder in folders if folder is not None])
+    told = [prompt_truth(model, folder, 7 + 4 * i) for i, folder in enumerate(folders)]
+    requests = [
+        Asked(prompt, NUM_TOKENS, slot=i - 1, chunk=3 + i, joins_at=i)
+        for i, (prompt, _) in enumerate(told)
+    ]
+    for asked in (requests[:1], requests):
+        answers = generate(runner, asked, NUM_BLOCKS, BLOCK_SIZE)
+        expected = [truth.tokens for _, truth in told[: len(asked)]]
+        assert [answer.tokens for answer in answers] == expected

@@ -1,0 +1,177 @@
+"""Adapters of embedding and head against PEFT, on vocabularies that the ranks cut unevenly."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from configs.adapters import AdapterError, AdapterKey, AdapterRefusal, FetchedAdapter
+from configs.engine import AdaptersConfig
+from modeling.adapters import vocabulary
+from modeling.runner import ModelRunner
+from sharding.embedding import ParallelHead, VocabParallelEmbedding
+from sharding.group import SingleRank
+from tests.checkpoints import AdapterRecipe, write_adapter, write_llama
+from tests.checkpoints_others import write_gpt2
+from tests.modeling.parity import BASE, Setting, World, compare, engine_config, expect_mismatch
+
+pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
+
+NAMES = [BASE, "r8", "head", "embedding", "everything", "ends"]
+OPEN = AdaptersConfig(device_pages=40, max_device_adapters=10, max_rank=64, vocabulary=True)
+
+
+def setting(variant: str, ranks: int, names: list[str], family: str = "vocabulary") -> Setting:
+    return Setting(family, variant, ranks, names, vocabulary=True)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_alone(world: World, name: str) -> None:
+    compare(world, setting("gqa", 1, [name]))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("variant", ["gqa", "tied", "odd_vocab", "odd_vocab_tied"])
+def test_together(world: World, variant: str, ranks: int) -> None:
+    """Rows with and without such adapters in one batch, prompts in chunks beside decodes."""
+    compare(world, setting(variant, ranks, NAMES))
+
+
+@pytest.mark.parametrize("variant", ["granite", "qwen2"])
+def test_multipliers_come_after_the_deltas(world: World, variant: str) -> None:
+    compare(world, setting(variant, 2, NAMES, "vocabulary_relative"))
+
+
+@pytest.mark.parametrize("end", ["embed", "logits"])
+def test_a_delta_left_out_is_noticed(
+    world: World, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    monkeypatch.setattr(vocabulary.VocabularyAdapters, end, lambda *args: None)
+    expect_mismatch(world, setting("gqa", 1, ["everything"]))
+
+
+def test_an_embedding_delta_after_the_sum_is_noticed(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def after(base: VocabParallelEmbedding, input_ids: Tensor, adapter_data: Any) -> Tensor:
+        y: Tensor = base(input_ids)
+        if isinstance(adapter_data, vocabulary.VocabularyAdapters):
+            adapter_data.embed(y, *base.local_ids(input_ids))
+        return y
+
+    monkeypatch.setattr("modeling.models.llama.embed_adapted", after)
+    expect_mismatch(world, setting("gqa", 2, ["embedding"]))
+
+
+def test_a_head_delta_on_the_neighbours_columns_is_noticed(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gather = ParallelHead.gather
+    monkeypatch.setattr(ParallelHead, "gather", lambda self, z: gather(self, z.roll(1, dims=1)))
+    expect_mismatch(world, setting("odd_vocab", 4, ["head"]))
+
+
+def runner_for(folder: Path, adapters: AdaptersConfig = OPEN) -> ModelRunner:
+    config = engine_config(folder, adapters=adapters)
+    runner = ModelRunner(config, SingleRank(), torch.device("cpu"))
+    runner.load()
+    return runner
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_llama(tmp_path / "model")
+
+
+def written(model: Path, **fields: Any) -> Path:
+    targets = ("q_proj", "embed_tokens", "lm_head")
+    recipe = AdapterRecipe(target_modules=targets, save_embeddings=True, **fields)
+    return write_adapter(model.parent / "adapter", model, recipe)
+
+
+def refusal(runner: ModelRunner, folder: Path) -> str:
+    with pytest.raises(AdapterError) as caught:
+        runner.stage(FetchedAdapter(AdapterKey(1), "a", str(folder), "a"))
+    assert caught.value.refusal is AdapterRefusal.UNSUPPORTED
+    return caught.value.message
+
+
+def change_tensors(folder: Path, **changes: Tensor | None) -> None:
+    path = folder / "adapter_model.safetensors"
+    tensors: dict[str, Tensor | None] = {**load_file(path)}
+    for end, tensor in changes.items():
+        (key,) = (key for key in tensors if key.endswith(end.replace("__", ".")))
+        tensors[key] = tensor
+    save_file({key: value for key, value in tensors.items() if value is not None}, path)
+
+
+def test_a_server_that_was_not_opened_says_how(model: Path) -> None:
+    closed = OPEN.model_copy(update={"vocabulary": False})
+    message = refusal(runner_for(model, closed), written(model))
+    assert "start the server with adapters.vocabulary true" in message
+
+
+def test_a_whole_embedding_is_refused_by_an_open_server_too(model: Path) -> None:
+    folder = written(model)
+    path = folder / "adapter_model.safetensors"
+    whole = {"base_model.model.model.embed_tokens.weight": torch.zeros(99, 32)}
+    save_file({**load_file(path), **whole}, path)
+    message = refusal(runner_for(model), folder)
+    assert "embed_tokens.weight adapts the vocabulary" in message
+    assert message.endswith("retrain it as LoRA factors alone")
+
+
+def test_pools_are_told_to_the_scheduler(model: Path) -> None:
+    config = engine_config(model, adapters=OPEN)
+    report = ModelRunner(config, SingleRank(), torch.device("cpu")).load()
+    assert report.projections[-2:] == ("embed_tokens", "lm_head")
+    runner = runner_for(model)
+    shape = runner.stage(FetchedAdapter(AdapterKey(1), "a", str(written(model, r=12)), "a"))
+    assert shape.num_pages == (2, 0, 0, 0, 0, 0, 0, 2, 2)
+
+
+def test_models_that_cannot_say_so_at_start(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"adapters\.vocabulary: .* GPT2LMHeadModel cannot"):
+        runner_for(write_gpt2(tmp_path))
+
+
+def test_a_trained_copy_of_the_base_weight_is_refused(model: Path) -> None:
+    folder = written(model)
+    copy = load_file(folder / "adapter_model.safetensors")
+    (key,) = (key for key in copy if key.endswith("embed_tokens.base_layer.weight"))
+    copy[key][77, 3] += 1
+    change_tensors(folder, embed_tokens__base_layer__weight=copy[key])
+    message = refusal(runner_for(model), folder)
+    assert "embed_tokens.base_layer.weight is not this model's weight" in message
+
+
+def test_a_resized_vocabulary_is_refused(model: Path) -> None:
+    folder = written(model)
+    change_tensors(folder, lm_head__base_layer__weight=torch.zeros(99, 32))
+    assert "lm_head.base_layer.weight has shape [99, 32]" in refusal(runner_for(model), folder)
+
+
+@pytest.mark.parametrize("end", ["lm_head__lora_A__weight", "embed_tokens__lora_embedding_B"])
+def test_half_an_end_is_refused(model: Path, end: str) -> None:
+    folder = written(model)
+    change_tensors(folder, **{end: None})
+    message = refusal(runner_for(model), folder)
+    assert f"{end.replace('__', '.')} is missing beside its partner" in message
+
+
+def test_ends_that_were_trained_as_one_are_refused(model: Path) -> None:
+    folder = written(model)
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "ensure_weight_tying": True}))
+    assert "ensure_weight_tying=True is not served" in refusal(runner_for(model), folder)
+
+
+def test_whole_weights_in_place_of_factors_are_refused(model: Path) -> None:
+    folder = written(model)
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "modules_to_save": ["lm_head"]}))
+    assert "modules_to_save=['lm_head'] is not served" in refusal(runner_for(model), folder)
