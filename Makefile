@@ -40,8 +40,10 @@ fmt: $(READY)
 parity: $(READY)
 	$(BIN)/python -m pytest tests/modeling/test_parity.py tests/modeling/test_mutants.py -v
 
+# BENCH=serving|offline|kernels|workload, ARGS=...: see each one's --help.
+BENCH ?= serving
 bench: $(READY)
-	$(BIN)/python -m benchmarks.serving --help
+	$(BIN)/python -m benchmarks.$(BENCH) $(ARGS)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.offline_setup import SHAPES, engine_config, write_adapter, write_model
+from benchmarks.offline_setup import RANK, engine_config
+from benchmarks.workload import SHAPES, write_adapter, write_model
 from configs.adapters import AdapterKey, FetchedAdapter
 from configs.engine import AttentionBackend, Device
 from configs.model import DType
@@ -106,8 +107,7 @@ class Benchmark:
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         """Write the model's folder and load it; adapters are staged where a case asks."""
         self._options = options
-        shape = SHAPES[options.shape]
-        write_model(folder / "model", shape)
+        write_model(folder / "model", options.shape)
         self._config = engine_config(options, folder / "model")
         device = pick_device(Device(options.device))
         self._runner = ModelRunner(self._config, SingleRank(), device)
@@ -115,10 +115,10 @@ class Benchmark:
         self.report = self._runner.load()
         self.load_seconds = time.perf_counter() - started
         self._device = device
-        vocab_size = shape["vocab_size"]
+        vocab_size = SHAPES[options.shape]["vocab_size"]
         self._driver = Driver(self._runner, self._config.cache.block_size, vocab_size)
         if max(options.adapters) > 0:
-            write_adapter(folder / "adapter", shape)
+            write_adapter(folder / "adapter", options.shape, RANK, seed=0)
             self._place(folder / "adapter", max(options.adapters))
 
     def decode(self, case: Case) -> dict[str, Any]:

@@ -28,6 +28,7 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     top_p, min_p, typical_p. Off are penalties of 1, 0 and 0, top_k 0, top_p 1, min_p 0 and
     typical_p 1. The noise depends on (seed, position, vocabulary id) alone, so batch mates never
     change a sample.
+    json_schema is the text of a schema that the answer must fit, "" for none.
     logprobs is the number of most likely alternatives to report with each token, -1 for
     no logprobs at all; they are those of the model's own distribution (before all of this).
     """
@@ -46,6 +47,7 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     logit_bias: tuple[tuple[int, float], ...] = ()
     masked_ids: tuple[int, ...] = ()
     masked_tokens: int = 0
+    json_schema: str = ""
 
     def __post_init__(self) -> None:
         """Refuse values outside their domain; the messages name the field."""
@@ -67,7 +69,8 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     @property
     def adjusted(self) -> bool:
         """Whether the logits may change before anything is chosen."""
-        return bool(self.logit_bias or self.masked_ids or self.watermark) or self.penalised
+        own = self.logit_bias or self.masked_ids or self.watermark or self.json_schema
+        return bool(own) or self.penalised
 
     @property
     def filtered(self) -> bool:

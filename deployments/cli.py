@@ -78,37 +78,43 @@ def _deploy(config: Path, address: str) -> None:
 
 
 def _wait_until_running(serve: Any, leaving: threading.Event) -> bool:
-    """Print each change of status; False when the app failed or the user left."""
-    told = ""
+    """Print each change of status; False when an app failed or the user left."""
+    told: dict[str, str] = {}
     deadline = time.monotonic() + _READY_SECONDS
     while not leaving.wait(_POLL_SECONDS) and time.monotonic() < deadline:
-        for app in serve.status().applications.values():
+        apps = serve.status().applications
+        for title, app in apps.items():
             parts = [f"{name} {part.status.value}" for name, part in app.deployments.items()]
-            line = ", ".join([app.status.value, *parts])
-            if line != told:
-                told = line
-                _say(line.lower())
+            line = ", ".join([app.status.value, *parts]).lower()
+            if line != told.get(title):
+                told[title] = line
+                _say(line if len(apps) == 1 else f"{title}: {line}")
             if app.status.value in ("DEPLOY_FAILED", "UNHEALTHY"):
                 print(app.message, file=sys.stderr)
                 return False
-            if app.status.value == "RUNNING":
-                return True
+        if apps and all(app.status.value == "RUNNING" for app in apps.values()):
+            return True
     return False
 
 
 def _announce(config: dict[str, Any], dashboard: str, address: str) -> None:
-    """The URL, a line to try, the dashboard, and what was chosen."""
+    """Each app's URL and what was chosen for it, the dashboard, a line to try."""
     options = config.get("http_options", {})
-    url = f"http://{options.get('host', '127.0.0.1')}:{options.get('port', 8000)}"
-    info = _fetch_info(url)
-    print(f"\nLoRay serves {info.get('model_id')} on {url}")
-    for what, choice in {**info.get("chosen", {}), "http front": proxy_mode()}.items():
-        print(f"  {what:14} {choice}")
-    print(f"  {'ray dashboard':14} {dashboard}")
-    print(f"  {'ray address':14} {address}")
+    server = f"http://{options.get('host', '127.0.0.1')}:{options.get('port', 8000)}"
+    urls = [f"{server}{app.get('route_prefix', '/')}".rstrip("/") for app in config["applications"]]
+    for url in urls:
+        info = _fetch_info(url)
+        print(f"\nLoRay serves {info.get('model_id')} on {url}")
+        _tell(info.get("chosen", {}))
+    _tell({"http front": proxy_mode(), "ray dashboard": dashboard, "ray address": address})
     body = {"inputs": "What is the capital of France?", "parameters": {"adapter_id": "pirate"}}
-    print(f"\nTry:\n  curl {url}/generate -H 'content-type: application/json' \\")
+    print(f"\nTry:\n  curl {urls[0]}/generate -H 'content-type: application/json' \\")
     print(f"    -d '{json.dumps(body)}'\n\nCtrl-C ends it.", flush=True)
+
+
+def _tell(choices: dict[str, str]) -> None:
+    for what, choice in choices.items():
+        print(f"  {what:14} {choice}")
 
 
 def _fetch_info(url: str) -> dict[str, Any]:

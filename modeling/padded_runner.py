@@ -28,12 +28,14 @@ from modeling.memory import adapter_pages, cpu_blocks, cuda_blocks, device_memor
 from modeling.models.causal_lm import CausalLM, CausalLMBatch
 from modeling.models.causal_lm_loading import LoadedCausalLM, load_causal_lm
 from modeling.runner import RunnerReport
+from modeling.sampling.grammars import Grammars
 from modeling.sampling.history import TokenHistory
 from modeling.sampling.sampler import choose, no_rows
 from modeling.sampling.tensors import sampling_tensors
 from modeling.state import StateSize
 from modeling.transfer import to_device
 from sharding.group import TensorParallel
+from sharding.sources import fetch_model
 
 MAX_PADDING = 2
 """How many times a row's own length it may be padded to in a prefill, and what CUDA's token
@@ -67,6 +69,7 @@ class PaddedRunner:
         self._model: CausalLM
         self._bank: AdapterBank
         self._size: StateSize
+        self._grammars: Grammars
         self._tokens: Tensor
         self._seats: dict[int, BatchJoin] = {}
         self._running: CausalLMBatch | None = None
@@ -133,6 +136,9 @@ class PaddedRunner:
         self._loaded = load_causal_lm(config.model, self._device, self._spread)
         self._model = model = self._loaded.model
         self._device = model.device
+        embedding = model.model.get_input_embeddings().weight
+        assert isinstance(embedding, Tensor)
+        self._grammars = Grammars(lambda: fetch_model(config.model), len(embedding))
         longest = total_tokens(config, self._loaded.architecture)
         block_size = config.cache.block_size
         self._size = StateSize(config.limits.max_running, longest, block_size)
@@ -191,6 +197,7 @@ class PaddedRunner:
             tokens = to_device(np.array(join.tokens, dtype=np.int64), self._device)
             self._tokens[join.place, :count].copy_(tokens, non_blocking=True)
             self._seats[join.place] = join
+            self._grammars.join(join.place, join.sampling.json_schema)
         if self._running is not None:
             self._keep(set(self._running.places) - {join.place for join in joins})
 
@@ -222,9 +229,8 @@ class PaddedRunner:
             return None
         places = np.array([row.place for row in rows], dtype=np.int64)
         prompts = np.array([seat.prompt_length for seat in seats], dtype=np.int64)
-        return TokenHistory(
-            self._tokens.view(-1), places * self._tokens.shape[1] + np.array(ends), prompts
-        )
+        targets = places * self._tokens.shape[1] + np.array(ends)
+        return TokenHistory(self._tokens.view(-1), targets, prompts, places, self._grammars)
 
     def _batches(self, rows: Sequence[BatchRow]) -> list[CausalLMBatch]:
         """Cut the running batch to the rows that go on, and make others of the rest."""

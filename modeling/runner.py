@@ -15,25 +15,26 @@ from torch import Tensor
 
 from configs.adapters import AdapterError, AdapterKey, AdapterRefusal, AdapterShape, FetchedAdapter
 from configs.engine import CacheDType, EngineConfig
-from configs.sampling import Sampling
 from modeling.adapters.bank import AdapterBank, BankSize, page_bytes
 from modeling.adapters.kernels.base import AdapterData
 from modeling.adapters.kernels.select import AdapterPlan, select_kernel
 from modeling.adapters.vocabulary import VocabularyAdapters, adapts_vocabulary
+from modeling.answers import step_output
 from modeling.attention.base import AttentionStep
 from modeling.attention.kv_cache import CacheSpec, LayerCache, allocate
 from modeling.attention.select import AttentionChoice, select_attention
-from modeling.batch import ForwardBatch, RowLogprobs, SampledTokens, StepOutput
+from modeling.batch import ForwardBatch, StepOutput
 from modeling.graphs import CapturedSteps, CaptureParts, GraphRecorder, captured_sizes
 from modeling.loading import LoadedModel, load_model, torch_dtype, total_tokens
 from modeling.memory import GRAPH_BYTES, adapter_pages, cpu_blocks, cuda_blocks, device_memory
 from modeling.models.base import attention_spec, cache_spec
 from modeling.rehearsal import rehearsals, widest_step
-from modeling.sampling.sampler import Chosen, ChosenLogprobs, choose, no_rows
+from modeling.sampling.grammars import Grammars
+from modeling.sampling.sampler import Chosen, choose, no_rows
 from modeling.sampling.tensors import SamplingTensors, sampling_tensors
 from modeling.state import PlaceState, StateSize, StepInputs, StepLayout, StepTensors
-from modeling.transfer import HostCopy
 from sharding.group import TensorParallel
+from sharding.sources import fetch_model
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,7 @@ class ModelRunner:
         self._bank: AdapterBank
         self._cache_spec: CacheSpec
         self._size: StateSize
+        self._grammars: Grammars
         self._state: PlaceState
         self._cache: list[LayerCache]
         self._plan: AdapterPlan | None = None
@@ -127,10 +129,10 @@ class ModelRunner:
         with self._on_device():
             self._state.join(batch.joins)
             if not batch.rows:
-                return _output(no_rows(self._device), [])
+                return step_output(no_rows(self._device), [])
             self.num_steps += 1
             layout = self._state.layout(batch.rows)
-            return _output(self._replay(layout) or self._compute(layout), layout.sampling)
+            return step_output(self._replay(layout) or self._compute(layout), layout.sampling)
 
     def stage(self, adapter: FetchedAdapter) -> AdapterShape:
         """Read an adapter into host memory; AdapterError when it cannot be served exactly."""
@@ -160,6 +162,7 @@ class ModelRunner:
         config, device = self._config, self._device
         self._loaded = load_model(config, self._group, device)
         model = self._loaded.model
+        self._grammars = Grammars(lambda: fetch_model(config.model), model.vocab_size)
         cache_dtype = None
         if config.cache.dtype is not CacheDType.AUTO:
             cache_dtype = torch_dtype(config.cache.dtype.value)
@@ -192,7 +195,7 @@ class ModelRunner:
         """Allocate the cache and the places' state; a CUDA cache has one page more, for padding."""
         spare = 1 if self._device.type == "cuda" else 0
         self._cache = allocate(self._cache_spec, num_blocks + spare, self._device)
-        self._state = PlaceState(self._size, self._device)
+        self._state = PlaceState(self._size, self._device, self._grammars)
 
     def _step_peak(self) -> int:
         """Return the bytes that the widest step takes beyond weights, pools and cache."""
@@ -351,29 +354,3 @@ class ModelRunner:
             load_seconds=loaded.seconds,
             captured_rows=self._captured.sizes if self._captured is not None else (),
         )
-
-
-def _output(chosen: Chosen, asked: list[Sampling]) -> StepOutput:
-    """Start the tokens' way to the host; `asked` are the sampling rows' parameters."""
-    tensors = [chosen.tokens]
-    if chosen.logprobs is not None:
-        found = chosen.logprobs
-        tensors += [found.logprob, found.top_ids, found.top_logprobs]
-    copy = HostCopy(tensors)
-
-    def wait() -> SampledTokens:
-        tokens, *logprobs = copy.wait()
-        if not logprobs:
-            return SampledTokens(tokens.tolist())
-        return SampledTokens(tokens.tolist(), _rows(ChosenLogprobs(*logprobs), asked))
-
-    return StepOutput(wait)
-
-
-def _rows(found: ChosenLogprobs, asked: list[Sampling]) -> list[RowLogprobs | None]:
-    """Cut the step's logprobs to what each row asked for."""
-    columns = (found.logprob.tolist(), found.top_ids.tolist(), found.top_logprobs.tolist())
-    return [
-        RowLogprobs(own, ids[: row.logprobs], top[: row.logprobs]) if row.logprobs >= 0 else None
-        for row, own, ids, top in zip(asked, *columns, strict=True)
-    ]

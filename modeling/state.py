@@ -15,6 +15,7 @@ from torch import Tensor
 
 from configs.sampling import Sampling
 from modeling.batch import BatchJoin, BatchRow
+from modeling.sampling.grammars import Grammars
 from modeling.sampling.history import TokenHistory
 from modeling.transfer import pack_to_device, to_device
 
@@ -111,8 +112,11 @@ class StepInputs(StepTensors):
 class PlaceState:
     """Token buffer, block tables, adapter slots and sampling parameters of all places."""
 
-    def __init__(self, size: StateSize, device: torch.device) -> None:
+    def __init__(
+        self, size: StateSize, device: torch.device, grammars: Grammars | None = None
+    ) -> None:
         """Allocate everything; nobody has joined."""
+        self._grammars = grammars
         self.size = size
         self._device = device
         # One more than the longest sequence: its last token is sampled and never computed.
@@ -141,6 +145,8 @@ class PlaceState:
             self._sampling[join.place] = join.sampling
             self._adjusted[join.place] = join.sampling.adjusted
             self._prompt_lengths[join.place] = join.prompt_length
+            if self._grammars is not None:
+                self._grammars.join(join.place, join.sampling.json_schema)
 
     def layout(self, rows: Sequence[BatchRow]) -> StepLayout:
         """Append the rows' blocks to their tables and lay the step out."""
@@ -214,7 +220,10 @@ class PlaceState:
         """Where the samples' own tokens lie; None where no sample looks at them."""
         if layout.prompt_lengths is None:
             return None
-        return TokenHistory(self.tokens, layout.targets, layout.prompt_lengths)
+        places = layout.targets // self._width
+        return TokenHistory(
+            self.tokens, layout.targets, layout.prompt_lengths, places, self._grammars
+        )
 
     def write(self, targets: Tensor, tokens: Tensor) -> None:
         """Leave a step's samples in the token buffer, where the next step finds them."""

@@ -141,8 +141,8 @@ class FakeDriver:
 
     replies: texts that some adapters answer instead (None: the base), with EOS at the end.
     faults: adapters that fail, after `fail_after` tokens. hold_after: tokens after which
-    nothing comes any more until the call is cancelled. link: what becomes of frames.
-    broken: an exception that generate raises.
+    nothing comes any more until the call is cancelled. delay: seconds before anything comes.
+    link: what becomes of frames. broken: an exception that generate raises.
     """
 
     def __init__(self, info: EngineInfo, tokenizer: Tokenizer) -> None:
@@ -153,6 +153,7 @@ class FakeDriver:
         self.faults: dict[str | None, Failed] = {}
         self.fail_after = 0
         self.hold_after: int | None = None
+        self.delay = 0.0
         self.link: Callable[[TokenFrame], list[TokenFrame]] = reliable
         self.broken: Exception | None = None
         self.requests: list[GenerateRequest] = []
@@ -169,6 +170,7 @@ class FakeDriver:
         if self.broken is not None:
             raise self.broken
         try:
+            await asyncio.sleep(self.delay)
             return await self._generate(request)
         except asyncio.CancelledError:
             self.cancelled.set()

@@ -16,6 +16,7 @@ from deployments.observability.metrics import EngineMetrics
 from deployments.observability.steps import StepRecord
 from deployments.rank.group import RayRanks
 from deployments.rank.messages import LoadReport
+from scheduler.snapshot import Snapshot
 from sharding.sources import fetch_model
 
 _METRICS_SECONDS = 1.0
@@ -69,6 +70,10 @@ class DriverDeployment:
     async def steps(self) -> Sequence[StepRecord]:
         """The last steps, for benchmarks and tests."""
         return self._running.steps.last()
+
+    async def snapshot(self) -> Snapshot:
+        """The scheduler in numbers."""
+        return await self._running.snapshot()
 
     async def ranks(self) -> list[LoadReport]:
         """The present ranks: their processes, and what each holds."""

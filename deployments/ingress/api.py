@@ -10,7 +10,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from deployments.contract import Driver, ErrorKind, ReplyAddress
-from deployments.ingress import lorax, openai, probes
+from deployments.ingress import lorax, openai, playground, probes
 from deployments.ingress.bodies import BodyLimit
 from deployments.ingress.engine import Engine, IngressSettings
 from deployments.ingress.errors import (
@@ -53,6 +53,7 @@ def build_app(
     app.include_router(probes.routes(engine))
     app.include_router(lorax.routes(engine))
     app.include_router(openai.routes(engine))
+    app.include_router(playground.routes())
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     app.add_middleware(
         CORSMiddleware, allow_origins=["*"], allow_methods=["GET", "POST"], allow_headers=["*"],

@@ -28,6 +28,7 @@ from deployments.ingress.lorax_schema import (
 )
 from deployments.ingress.references import model_reference, parse_source
 from deployments.ingress.replies import Whole, json_response, stream, whole
+from deployments.ingress.schemas import check_endings, schema_text
 
 
 def routes(engine: Engine) -> APIRouter:
@@ -96,6 +97,8 @@ async def _job(engine: Engine, request: Request, body: GenerateRequestBody, stre
         max_new_tokens=check_lengths(len(ids), given.max_new_tokens, info),
         stop_token_ids=stop_ids(info, given.ignore_eos_token),
     )
+    schema = await schema_text(given.response_format, info)
+    check_endings(schema, given.ignore_eos_token, 0)
     seed = secrets.randbits(63) if given.seed is None else given.seed
     told_apart = streams or given.details
     logprobs = given.return_k_alternatives or 0 if told_apart else -1
@@ -103,7 +106,7 @@ async def _job(engine: Engine, request: Request, body: GenerateRequestBody, stre
     if choices > 1:
         logprobs = max(0, logprobs)
     sequences = [
-        SequenceRequest(ids, sampling(given, spread_seed(seed, choice), logprobs), stopping)
+        SequenceRequest(ids, sampling(given, spread_seed(seed, choice), logprobs, schema), stopping)
         for choice in range(choices)
     ]
     return Job(

@@ -1,7 +1,7 @@
 """LoRAX's native requests, its validation rules in its order, and what is not built yet."""
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 
@@ -9,6 +9,7 @@ from configs.sampling import Sampling
 from deployments.contract import EngineInfo
 from deployments.ingress.engine import IngressSettings
 from deployments.ingress.errors import invalid
+from deployments.ingress.schemas import ResponseFormat
 from deployments.ingress.unicode import Unicode
 
 _Range = tuple[Callable[[float], bool], str]
@@ -17,7 +18,6 @@ _Range = tuple[Callable[[float], bool], str]
 NOT_YET: Mapping[str, tuple[object, ...]] = {
     "merged_adapters": (None,),
     "decoder_input_details": (None, False),
-    "response_format": (None, {"type": "text"}, {"type": "Text"}),
 }
 
 _POSITIVE: _Range = (lambda value: value > 0, "strictly positive")
@@ -76,7 +76,7 @@ class GenerateParameters(_Body):
     return_k_alternatives: int | None = None
     apply_chat_template: bool = False
     seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
-    response_format: dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
 
 
 class GenerateRequestBody(_Body):
@@ -171,8 +171,8 @@ def sampled(given: GenerateParameters) -> bool:
     return given.do_sample or warped or cut
 
 
-def sampling(given: GenerateParameters, seed: int, logprobs: int) -> Sampling:
-    """The driver's words for these parameters; logprobs as in Sampling."""
+def sampling(given: GenerateParameters, seed: int, logprobs: int, schema: str) -> Sampling:
+    """The driver's words for these parameters; logprobs and schema as in Sampling."""
     drawn = sampled(given)
     return Sampling(
         temperature=_or(given.temperature, 1.0) if drawn else 0.0,
@@ -185,6 +185,7 @@ def sampling(given: GenerateParameters, seed: int, logprobs: int) -> Sampling:
         frequency_penalty=given.frequency_penalty or 0.0,
         presence_penalty=given.presence_penalty or 0.0,
         watermark=given.watermark,
+        json_schema=schema,
     )
 
 

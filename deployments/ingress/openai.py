@@ -1,19 +1,18 @@
 """OpenAI's routes: /v1/completions, /v1/chat/completions, /v1/models."""
 
-import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from configs.sampling import Sampling, Stopping
-from deployments.contract import EngineInfo, ErrorKind, GenerateRequest, SequenceRequest
+from deployments.contract import EngineInfo, ErrorKind
 from deployments.ingress.authorization import bearer_token
-from deployments.ingress.engine import Engine, IngressSettings, Job, Served, stop_ids
-from deployments.ingress.errors import RequestError, invalid, openai_error
+from deployments.ingress.choices import best_first
+from deployments.ingress.engine import Engine, Job, Served
+from deployments.ingress.errors import RequestError, openai_error
+from deployments.ingress.openai_jobs import Body, Caller, Prompt, check, job_of
 from deployments.ingress.openai_replies import (
     ChatWriter,
     CompletionWriter,
@@ -22,16 +21,10 @@ from deployments.ingress.openai_replies import (
     usage_of,
 )
 from deployments.ingress.openai_schema import ChatBody, CompletionBody
-from deployments.ingress.references import listed_name, model_reference, parse_source
-from deployments.ingress.replies import Running, Whole, json_response, stream, whole
+from deployments.ingress.references import listed_name
+from deployments.ingress.replies import Choice, Running, Whole, json_response, stream, whole
 from deployments.ingress.sse import DONE
 from deployments.ingress.text import Text
-
-_DEFAULT_MAX_TOKENS = 16
-# Spreads the seeds of one prompt's choices, so that seed 1's second is not seed 2's first.
-_SEED_STRIDE = 0x9E3779B97F4A7C15
-
-Body = CompletionBody | ChatBody
 
 
 def routes(engine: Engine) -> APIRouter:
@@ -41,28 +34,27 @@ def routes(engine: Engine) -> APIRouter:
 
     @router.post("/completions")
     async def completions(request: Request, body: CompletionBody) -> Response:
-        started = time.monotonic()
-        _check(body, engine.settings)
+        caller = Caller(bearer_token(request))
+        check(body, engine.settings)
         served = await engine.served()
         prompts = await _prompts(body, served.text)
-        job = _job(engine, served.info, body, prompts, _Caller(request, started))
-        echo = [text for text, _ in prompts for _ in range(body.choices)] if body.echo else ()
-        writer = CompletionWriter(_envelope("cmpl", body, served), echo)
+        job = await job_of(body, prompts, served, engine.settings, caller)
+        echo = [prompt.text for prompt in prompts for _ in range(body.choices)]
+        writer = CompletionWriter(_envelope("cmpl", body, served), echo if body.echo else ())
         return await _reply(request, engine, job, body, writer)
 
     @router.post("/chat/completions")
     async def chat_completions(request: Request, body: ChatBody) -> Response:
-        started = time.monotonic()
-        _check(body, engine.settings)
+        caller = Caller(bearer_token(request))
+        check(body, engine.settings)
         served = await engine.served()
         variables = {
             **body.chat_template_kwargs, "add_generation_prompt": body.add_generation_prompt,
         }  # fmt: skip
-        prompt = await served.text.encode_chat(body.rendered_messages(), variables)
-        job = _job(engine, served.info, body, [prompt], _Caller(request, started))
-        return await _reply(
-            request, engine, job, body, ChatWriter(_envelope("chatcmpl", body, served))
-        )
+        prompt = Prompt(*await served.text.encode_chat(body.rendered_messages(), variables))
+        job = await job_of(body, [prompt], served, engine.settings, caller)
+        writer = ChatWriter(_envelope("chatcmpl", body, served))
+        return await _reply(request, engine, job, body, writer)
 
     @router.get("/models")
     async def models() -> Response:
@@ -82,12 +74,15 @@ def routes(engine: Engine) -> APIRouter:
     return router
 
 
-@dataclass(frozen=True)
-class _Caller:
-    """Who asked, and when."""
-
-    request: Request
-    started: float
+async def _prompts(body: CompletionBody, text: Text) -> list[Prompt]:
+    """Each prompt as text (for echo) and as ids."""
+    prompts = []
+    for given in body.prompt:
+        if isinstance(given, str):
+            prompts.append(Prompt(given, await text.encode(given)))
+        else:
+            prompts.append(Prompt(text.decode(given) if body.echo else "", given))
+    return prompts
 
 
 async def _reply(
@@ -106,17 +101,31 @@ async def _reply(
         completion = running.call.completion
         assert completion is not None, "the events ended before the call"
         generated = sum(transcript.num_tokens for transcript in running.transcripts)
-        usage = usage_of(sequences, body.choices, generated, completion)
+        usage = usage_of(sequences, job.choices, generated, completion)
         yield (writer.usage_chunk(usage) if body.includes_usage else b"") + DONE
 
     def complete(result: Whole) -> object:
         generated = sum(choice.num_tokens for choice in result.choices)
-        usage = usage_of(sequences, body.choices, generated, result.completion)
-        return writer.body(result.choices, usage)
+        usage = usage_of(sequences, job.choices, generated, result.completion)
+        return writer.body(_shown(result, body), usage)
 
     if body.stream:
         return await stream(request, engine, job, chunks, openai_error)
     return await whole(request, engine, job, complete)
+
+
+def _shown(result: Whole, body: Body) -> list[Choice]:
+    """The choices that the client is shown: of each prompt's candidates the best, best first."""
+    if body.candidates == body.choices:
+        return result.choices
+    shown = []
+    for start in range(0, len(result.choices), body.candidates):
+        own = slice(start, start + body.candidates)
+        candidates = result.choices[own]
+        counts = [candidate.num_tokens for candidate in candidates]
+        order = best_first(result.completion.sequences[own], counts)
+        shown += [candidates[index] for index in order[: body.choices]]
+    return shown
 
 
 def _envelope(prefix: str, body: Body, served: Served) -> Envelope:

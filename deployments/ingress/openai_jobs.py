@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from configs.sampling import Sampling, Stopping
 from deployments.contract import EngineInfo, GenerateRequest, SequenceRequest
 from deployments.ingress.choices import spread_seed
-from deployments.ingress.engine import IngressSettings, Job, stop_ids
+from deployments.ingress.engine import IngressSettings, Job, Served, stop_ids
 from deployments.ingress.errors import invalid
 from deployments.ingress.openai_schema import ChatBody, CompletionBody
 from deployments.ingress.references import model_reference, parse_source
+from deployments.ingress.schemas import check_endings, schema_text
 
 _DEFAULT_MAX_TOKENS = 16
 
@@ -87,20 +88,25 @@ def _check_prompts(body: CompletionBody, settings: IngressSettings) -> None:
         )
 
 
-def job(
+async def job_of(
     body: Body,
     prompts: Sequence[Prompt],
-    info: EngineInfo,
+    served: Served,
     settings: IngressSettings,
     caller: Caller,
 ) -> Job:
     """The driver's request: for each prompt its candidates, in order."""
+    info = served.info
+    schema = await schema_text(body.response_format, info)
+    check_endings(schema, _ignores_end(body), body.min_tokens or 0)
     default_source = settings.default_source
     if body.adapter_source is not None:
         default_source = parse_source(body.adapter_source)
     seed = secrets.randbits(63) if body.seed is None else body.seed
     sequences = [
-        SequenceRequest(prompt.ids, _sampling(body, spread_seed(seed, i), stopping), stopping)
+        SequenceRequest(
+            prompt.ids, _sampling(body, spread_seed(seed, i), stopping, schema), stopping
+        )
         for prompt in prompts
         for stopping in [_stopping(body, len(_checked_ids(prompt.ids, info)), info)]
         for i in range(body.candidates)
@@ -124,7 +130,7 @@ def job(
     )
 
 
-def _sampling(body: Body, seed: int, stopping: Stopping) -> Sampling:
+def _sampling(body: Body, seed: int, stopping: Stopping, schema: str) -> Sampling:
     temperature = _or(body.temperature, 1.0)
     drawn = temperature > 0
     masked = stopping.min_new_tokens > 0
@@ -144,6 +150,7 @@ def _sampling(body: Body, seed: int, stopping: Stopping) -> Sampling:
         logit_bias=tuple((body.logit_bias or {}).items()),
         masked_ids=stopping.stop_token_ids if masked else (),
         masked_tokens=stopping.min_new_tokens,
+        json_schema=schema,
     )
 
 
@@ -172,9 +179,13 @@ def _stopping(body: Body, num_prompt: int, info: EngineInfo) -> Stopping:
     shortest = body.min_tokens or 0
     if shortest > limit:
         raise invalid(f"`min_tokens` ({shortest}) is more than max_tokens ({limit})", "min_tokens")
-    ends = stop_ids(info, body.ignore_eos or body.ignore_eos_token)
+    ends = stop_ids(info, _ignores_end(body))
     # A set's order would do too, but the same request should make the same plan.
     return Stopping(limit, tuple(dict.fromkeys([*ends, *(body.stop_token_ids or ())])), shortest)
+
+
+def _ignores_end(body: Body) -> bool:
+    return bool(body.ignore_eos or body.ignore_eos_token)
 
 
 def _wanted_tokens(body: Body) -> int | None:

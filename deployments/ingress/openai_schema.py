@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, 
 
 from configs.sampling import MAX_LOGIT_BIAS
 from deployments.ingress.errors import invalid
+from deployments.ingress.schemas import ResponseFormat
 from deployments.ingress.unicode import Unicode, is_encodable
 
 # A row goes away when its parameter is built; the values are those that change nothing.
@@ -26,7 +27,6 @@ NOT_YET: Mapping[str, tuple[object, ...]] = {
     "decoder_input_details": (None, False),
     "guideline": (None, ""),
     "tool_prompt": (None, ""),
-    "response_format": (None, {"type": "text"}),
     "structured_outputs": (None,),
     "guided_json": (None,),
     "guided_regex": (None,),
@@ -81,6 +81,7 @@ class _Body(BaseModel):
     ignore_eos: bool | None = None
     ignore_eos_token: bool | None = None
     min_tokens: NonNegativeInt | None = None
+    response_format: ResponseFormat | None = None
     adapter_source: Unicode | None = None
     api_token: Unicode | None = None
 

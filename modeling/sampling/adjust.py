@@ -2,15 +2,16 @@
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from modeling.sampling.adjustments import Adjustments, Biases, Penalties
+from modeling.sampling.adjustments import Adjustments, Allowed, Biases, Penalties
 from modeling.sampling.watermark import GREEN_BONUS, green
 
 
 def adjust(logits: Tensor, asked: Adjustments) -> Tensor:
     """Change what rows ask to be changed: logits [n, vocab] to float32 [n, vocab], a copy.
 
-    The order is biases and masks, repetition, frequency and presence, watermark.
+    The order is biases and masks, repetition, frequency and presence, watermark, schema.
     """
     result = logits.to(torch.float32, copy=True)
     if asked.biases is not None:
@@ -21,7 +22,19 @@ def adjust(logits: Tensor, asked: Adjustments) -> Tensor:
     marked = asked.watermarks
     if marked is not None:
         result[marked.rows] += GREEN_BONUS * green(marked.previous, logits.shape[-1])
+    if asked.allowed is not None:
+        _allow(result, asked.allowed)
     return result
+
+
+def _allow(logits: Tensor, asked: Allowed) -> None:
+    """Mask in place what the rows' schemas do not allow."""
+    bits = torch.arange(32, dtype=torch.int32, device=logits.device)
+    allowed = ((asked.words[:, :, None] >> bits) & 1).flatten(1)
+    # Columns that no token of the tokenizer has are never allowed.
+    allowed = pad(allowed, (0, max(0, logits.shape[-1] - allowed.shape[-1])))
+    allowed = allowed[:, : logits.shape[-1]]
+    logits[asked.rows] = logits[asked.rows].masked_fill(allowed == 0, float("-inf"))
 
 
 def _bias(logits: Tensor, asked: Biases) -> None:

@@ -53,12 +53,21 @@ class Watermarks:
 
 
 @dataclass(frozen=True)
+class Allowed:
+    """The rows whose answers have a schema: int64 indices [g], and int32 [g, words] bits."""
+
+    rows: Tensor
+    words: Tensor
+
+
+@dataclass(frozen=True)
 class Adjustments:
     """All changes of a step's logits; at least one is there."""
 
     biases: Biases | None
     penalties: Penalties | None
     watermarks: Watermarks | None
+    allowed: Allowed | None = None
 
 
 def adjustments(
@@ -71,12 +80,14 @@ def adjustments(
     asking = [row for row, p in enumerate(params) if p.adjusted]
     if not asking:
         return None
-    biases = _biases(params, asking, history.generated(positions).tolist(), device)
+    generated = history.generated(positions).tolist()
+    biases = _biases(params, asking, generated, device)
     penalties = _penalties(params, positions, history, device)
     watermarks = _watermarks(params, history, device)
-    if biases is None and penalties is None and watermarks is None:
+    allowed = _allowed(params, generated, history, device)
+    if biases is None and penalties is None and watermarks is None and allowed is None:
         return None
-    return Adjustments(biases, penalties, watermarks)
+    return Adjustments(biases, penalties, watermarks, allowed)
 
 
 def _biases(
@@ -124,6 +135,28 @@ def _watermarks(
         return None
     newest = to_device(history.targets[rows] - 1, device)
     return Watermarks(_ints(rows, device), history.buffer[newest])
+
+
+def _allowed(
+    params: Sequence[Sampling], generated: list[int], history: TokenHistory, device: torch.device
+) -> Allowed | None:
+    """Tell the grammars the newest tokens, which waits for the step before."""
+    grammars = history.grammars
+    rows = [row for row, p in enumerate(params) if p.json_schema]
+    if not rows or grammars is None:
+        return None
+    places = history.places[rows].tolist()
+    ends = history.targets[rows].tolist()
+    news = [
+        generated[row] - grammars.num_tokens(place) for row, place in zip(rows, places, strict=True)
+    ]
+    at = [index for end, new in zip(ends, news, strict=True) for index in range(end - new, end)]
+    # One wait for all rows.
+    told = torch.split(history.buffer[_ints(at, device)].cpu(), news)
+    words = [
+        grammars.allowed(place, tokens.tolist()) for place, tokens in zip(places, told, strict=True)
+    ]
+    return Allowed(_ints(rows, device), to_device(np.stack(words), device))
 
 
 def _ints(values: Sequence[int], device: torch.device) -> Tensor:

@@ -7,6 +7,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from modeling.sampling.grammars import Grammars
+
 Ints = npt.NDArray[np.int64]
 
 
@@ -15,13 +17,15 @@ class TokenHistory:
     """Where the tokens of a step's n sampling rows lie, each row's in one piece, prompt first.
 
     buffer: int64, flat, on the device. targets: [n], where in it each row's next token goes.
-    prompt_lengths: [n]. The buffer is read behind the step that writes the newest tokens, so
-    nobody waits for their values.
+    prompt_lengths: [n]. places: [n], by which `grammars` knows the rows. The buffer is read
+    behind the step that writes the newest tokens: only grammars wait for their values.
     """
 
     buffer: Tensor
     targets: Ints
     prompt_lengths: Ints
+    places: Ints
+    grammars: Grammars | None = None
 
     def generated(self, positions: Sequence[int]) -> Ints:
         """How many tokens each row has generated, given the positions of the next ones."""

@@ -1,15 +1,15 @@
 """How the end-to-end tests talk to a served demo: streams by HTTP, the driver by its handle."""
 
-import asyncio
 import json
+import pickle
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx
-import ray
-from ray import serve
 
-from tests.end_to_end.conftest import Served
+from tests.end_to_end.conftest import ROOT, Served
 
 Answers = dict[str, dict[str, dict[str, str]]]
 
@@ -66,23 +66,14 @@ async def events(reply: httpx.Response) -> AsyncIterator[dict[str, Any]]:
 
 def ask_driver(served: Served, method: str) -> Any:
     """Call a method of the driver deployment through its Serve handle."""
-
-    async def ask() -> Any:
-        return await getattr(serve.get_deployment_handle("Driver", "loray"), method).remote()
-
-    ray.init(address=served.ray_address, namespace="serve", log_to_driver=False)
-    try:
-        return asyncio.run(ask())
-    finally:
-        ray.shutdown()
+    command = [sys.executable, "-m", "tests.end_to_end.ask", served.ray_address, method]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr.decode()
+    return pickle.loads(done.stdout.partition(b"ANSWER")[2])
 
 
 def ray_metrics(served: Served) -> str:
     """What Ray's metrics endpoint of the head node shows, in Prometheus' text form."""
-    ray.init(address=served.ray_address, namespace="serve", log_to_driver=False)
-    try:
-        [node] = ray.nodes()
-    finally:
-        ray.shutdown()
+    [node] = ask_driver(served, "nodes")
     url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
     return httpx.get(url, timeout=30).text

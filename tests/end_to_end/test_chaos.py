@@ -9,6 +9,7 @@ import threading
 import httpx
 import pytest
 
+from scheduler.snapshot import Snapshot
 from tests.end_to_end.clients import (
     MODELS,
     Answers,
@@ -124,6 +125,9 @@ def test_chaos(served: Served, answers: Answers) -> None:
     assert asyncio.run(asyncio.wait_for(settle(), 120)) == answers["base"]["Hello"]["raw"]
     assert len(drivers(served)) == 1
     assert len(ask_driver(served, "ranks")) == len(processes(served, "RankActor"))
+    left: Snapshot = ask_driver(served, "snapshot")
+    assert (left.queued, left.running, left.draining, left.plans_in_flight) == (0, 0, 0, 0)
+    assert left.free_blocks == left.num_blocks, "blocks were left behind"
 
 
 def test_metrics_are_in_rays_endpoint(served: Served) -> None:

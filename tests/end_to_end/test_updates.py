@@ -5,6 +5,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -87,12 +88,22 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 @contextmanager
-def restored(served: Served, path: Path) -> Iterator[dict[str, Any]]:
-    """A copy of the config to edit; afterwards the original is deployed again."""
+def restored(served: Served, path: Path, surge: bool = False) -> Iterator[dict[str, Any]]:
+    """A copy of the config to edit; afterwards the original is deployed again, and is up.
+
+    surge: replacements start before the old ones stop, in both directions.
+    """
     port = int(served.url.rsplit(":", 1)[1])
-    yield demo_config(port)
-    deploy(served, demo_config(port), path)
-    wait_for(lambda: len(drivers(served)) == 1)
+    original = demo_config(port)
+    if surge:
+        for options in original["applications"][0]["deployments"]:
+            options["max_surge_percent"] = 100
+        deploy(served, original, path)
+    yield deepcopy(original)
+    before = drivers(served)
+    deploy(served, original, path)
+    wait_for(lambda: len(drivers(served)) == 1 and (not surge or drivers(served) != before))
+    wait_for(lambda: httpx.get(f"{served.url}/health", timeout=30).status_code == 200)
 
 
 def test_replicas_come_and_go_without_restarting_the_first(
@@ -120,6 +131,40 @@ def test_replicas_come_and_go_without_restarting_the_first(
         wait_for(lambda: load.num_answered > asked_before + 20)
     assert load.failures == []
     assert drivers(served) == [first], "going back to a fixed number restarted the driver"
+
+
+def test_a_rolling_update_serves_without_a_gap(
+    served: Served, answers: Answers, tmp_path: Path
+) -> None:
+    """New arguments are a new version: replacements start before the old replicas stop."""
+    path = tmp_path / "config.yaml"
+    with restored(served, path, surge=True) as config:
+        with Load(served, answers) as load:
+            [first] = drivers(served)
+            engine = config["applications"][0]["args"]["engine"]
+            engine["limits"]["max_queued"] = 100
+            deploy(served, config, path)
+            wait_for(lambda: drivers(served) != [first] and len(drivers(served)) == 1)
+            asked_before = load.num_answered
+            wait_for(lambda: load.num_answered > asked_before + 20)
+        assert load.failures == []
+
+
+def test_to_zero_replicas_and_back(served: Served, answers: Answers, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    with restored(served, path) as config:
+        driver_options(config)["autoscaling_config"] = {
+            "min_replicas": 0,
+            "max_replicas": 1,
+            "downscale_delay_s": 0.5,
+            "upscale_delay_s": 0.0,
+            "look_back_period_s": 2.0,
+        }
+        deploy(served, config, path)
+        wait_for(lambda: drivers(served) == [])
+        body = {"inputs": QUESTION, "parameters": {"adapter_id": "pirate"}}
+        reply = httpx.post(f"{served.url}/generate", json=body, timeout=120)
+        assert reply.json()["generated_text"] == answers["pirate"][QUESTION]["raw"]
 
 
 def concurrency(served: Served) -> int:

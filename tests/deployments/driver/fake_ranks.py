@@ -107,12 +107,15 @@ class FakeGroup:
         self.gate.set()
         self.starts = 0
         self.failing_starts = 0
+        self.may_start = threading.Event()
+        self.may_start.set()
         self.runners: list[FakeRunner] = []
         self._ends: list[Channel] = []
         self._threads: list[threading.Thread] = []
         self._links: RankLinks | None = None
 
     def start(self) -> tuple[RankLinks, list[LoadReport]]:
+        self.may_start.wait(20.0)
         self.starts += 1
         if self.failing_starts:
             self.failing_starts -= 1

@@ -258,6 +258,31 @@ def test_ranks_that_do_not_come_back_end_requests_with_a_retryable_error(root: P
     play(root, story)
 
 
+def test_a_rebuild_that_takes_too_long_ends_requests_and_later_ones_are_served(
+    root: Path,
+) -> None:
+    async def story(engine: Engine, group: FakeGroup) -> None:
+        await engine.generate(request("first", [50], 3), NOWHERE)
+        group.gate.clear()
+        group.may_start.clear()
+        answer = asyncio.create_task(engine.generate(request("r", [4], 60), NOWHERE))
+        await asyncio.sleep(0.05)
+        group.kill(0)
+        ending = (await answer).sequences[0].ending
+        assert isinstance(ending, Failed)
+        assert ending.kind is ErrorKind.UNAVAILABLE
+        assert not (await engine.describe()).healthy
+        assert engine.failure is None, "the replica is still waiting for its ranks"
+        group.may_start.set()
+        while not engine.healthy:
+            await asyncio.sleep(0.01)
+        later = await engine.generate(request("later", [4], 6), NOWHERE)
+        assert tokens(later) == [continuation("", [4], 6)]
+
+    recovery = {"step_timeout_s": 20.0, "recovery_timeout_s": 0.3}
+    assert play(root, story, recovery=recovery).starts == 2
+
+
 def test_preloaded_adapters_are_there_and_a_bad_one_stops_the_start(root: Path) -> None:
     async def story(engine: Engine, group: FakeGroup) -> None:
         assert set(group.runners[0].placed.values()) == {digest_of(engine, "red")}

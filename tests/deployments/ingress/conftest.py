@@ -35,7 +35,7 @@ class Server:
         self._thread = threading.Thread(target=self._uvicorn.run, daemon=True)
         self._app = self.fresh_app()
 
-    def fresh_app(self) -> FastAPI:
+    def fresh_app(self, settings: IngressSettings = IngressSettings()) -> FastAPI:  # noqa: B008
         """A new driver and a new application over it, behind the same port."""
         self.driver = FakeDriver(engine_info(self._folder, self.tokenizer), self.tokenizer)
         self.mailbox = Mailbox()
@@ -44,7 +44,7 @@ class Server:
             self.driver,
             self.mailbox,
             lambda: ReplyAddress("127.0.0.1", 1, "hush"),
-            IngressSettings(),
+            settings,
         )
         return self._app
 

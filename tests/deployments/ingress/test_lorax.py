@@ -134,6 +134,8 @@ def test_the_prompt_can_come_back(http: httpx.Client, driver: FakeDriver) -> Non
         ({"temperature": 0.7}, (0.7, 0, 1.0)),
         ({"top_k": 5}, (1.0, 5, 1.0)),
         ({"top_p": 0.5}, (1.0, 0, 0.5)),
+        ({"typical_p": 0.5}, (1.0, 0, 1.0)),
+        ({"typical_p": 1.0, "repetition_penalty": 1.2}, (0.0, 0, 1.0)),
         ({"temperature": 1.0, "do_sample": True, "top_k": 3, "top_p": 0.9}, (1.0, 3, 0.9)),
     ],
 )
@@ -205,11 +207,9 @@ def test_the_token_in_the_body_goes_before_the_header(
         ({"best_of": 0}, "`best_of` must be > 0 and <= 2. Given: 0"),
         ({"max_new_tokens": 600}, "`inputs` tokens + `max_new_tokens` must be <= 512. "
          "Given: 5 `inputs` tokens and 600 `max_new_tokens`"),
-        ({"repetition_penalty": 1.2}, "`repetition_penalty` is not supported yet"),
-        ({"typical_p": 0.5}, "`typical_p` is not supported yet"),
-        ({"watermark": True}, "`watermark` is not supported yet"),
-        ({"truncate": 5}, "`truncate` is not supported yet"),
-        ({"return_k_alternatives": 2}, "`return_k_alternatives` is not supported yet"),
+        ({"truncate": 0}, "`truncate` must be strictly positive and less than 500. Given: 0"),
+        ({"truncate": 501}, "`truncate` must be strictly positive and less than 500. Given: 501"),
+        ({"return_k_alternatives": 21}, "`return_k_alternatives` must be <= 20. Given: 21"),
         ({"merged_adapters": {"ids": ["a"], "weights": [1]}},
          "`merged_adapters` is not supported yet"),
         ({"response_format": {"type": "json_object"}}, "`response_format` is not supported yet"),
@@ -232,7 +232,6 @@ def test_bad_input_has_loraxs_words(
         ("/generate", {"best_of": 2}, "you must use sampling when `best_of` is > 1"),
         ("/generate", {"best_of": 2, "do_sample": True, "seed": 1},
          "`seed` must not be set when `best_of` > 1"),
-        ("/generate", {"best_of": 2, "do_sample": True}, "`best_of` is not supported yet"),
         ("/generate_stream", {"best_of": 2, "do_sample": True},
          "`best_of` != 1 is not supported when streaming tokens"),
         ("/generate", {"decoder_input_details": True},
@@ -264,7 +263,7 @@ def test_neutral_values_of_what_is_not_built_are_fine(http: httpx.Client) -> Non
     _post(
         http, best_of=1, repetition_penalty=1, frequency_penalty=0.0, presence_penalty=0,
         typical_p=1.0, watermark=False, truncate=None, decoder_input_details=False,
-        return_k_alternatives=None, response_format=None, merged_adapters=None,
+        return_k_alternatives=None, response_format={"type": "text"}, merged_adapters=None,
         apply_chat_template=True, max_new_tokens=1, something_new=3,
     )  # fmt: skip
 
@@ -346,7 +345,7 @@ def test_info_and_health_follow_the_engine(http: httpx.Client, server: Server) -
     assert info["model_id"] == "org/tiny-base"
     assert info["max_total_tokens"] == 512
     assert info["max_stop_sequences"] == 4
-    for path in ("/", "/health"):
+    for path in ("/", "/health", "/ping"):
         assert http.get(path).status_code == 200
     assert server.driver.descriptions == 1
     server.fresh_app()

@@ -24,11 +24,24 @@ def test_generate(server: Server) -> None:
 def test_generate_with_options(server: Server) -> None:
     reply = lorax.Client(server.url).generate(
         "hello", temperature=0.7, seed=5, stop_sequences=["END"], max_new_tokens=200,
-        top_k=4, top_p=0.9, return_full_text=True, best_of=1, repetition_penalty=1.0,
+        top_k=4, top_p=0.9, return_full_text=True, best_of=1, repetition_penalty=1.3,
+        typical_p=0.9, truncate=3, watermark=True, return_k_alternatives=2,
     )  # fmt: skip
+    assert all(len(token.alternative_tokens or []) == 2 for token in reply.details.tokens)
+    sampling = server.driver.requests[-1].sequences[0].sampling
+    assert (sampling.repetition_penalty, sampling.typical_p, sampling.watermark) == (1.3, 0.9, True)
     assert reply.generated_text.startswith("hello")
     assert reply.generated_text.endswith("END")
     assert (reply.details.seed, reply.details.finish_reason) == (5, "stop_sequence")
+
+
+def test_best_of(server: Server) -> None:
+    reply = lorax.Client(server.url).generate("hello", do_sample=True, best_of=2, max_new_tokens=9)
+    [other] = reply.details.best_of_sequences
+    assert {reply.generated_text, other.generated_text} == {
+        spoken(server.driver, index) for index in range(2)
+    }
+    assert reply.details.seed != other.seed
 
 
 def test_generate_stream(server: Server) -> None:
@@ -61,4 +74,4 @@ def test_errors_are_the_clients_own(server: Server) -> None:
     with pytest.raises(lorax.errors.OverloadedError):
         client.generate("hello")
     with pytest.raises(lorax.errors.ValidationError, match="not supported yet"):
-        client.generate("hello", watermark=True)
+        client.generate("hello", decoder_input_details=True)

@@ -154,6 +154,8 @@ class TestBothRoutes:
         assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.5, 9, 0.4)
         assert sampling.seed == 2**64 - 1
         assert sequence.stopping.min_new_tokens == 2
+        assert sampling.masked_ids == sequence.stopping.stop_token_ids
+        assert sampling.masked_tokens == 2
         post(http, path, **prompt, temperature=0, top_k=-1, top_p=0.4)
         assert driver.requests[-1].sequences[0].sampling.top_p == 1.0
 
@@ -230,8 +232,17 @@ class TestBothRoutes:
             ({"stop": list("abcde")}, "stop", "up to 4"),
             ({"stop": ""}, "stop", None),
             ({"stop": ["a", ""]}, "stop", "cannot be empty"),
-            ({"presence_penalty": 0.5}, "presence_penalty", "not supported yet"),
-            ({"logit_bias": {"5": 1}}, "logit_bias", "not supported yet"),
+            ({"presence_penalty": 2.5}, "presence_penalty", "less than or equal to 2"),
+            ({"frequency_penalty": -3}, "frequency_penalty", "greater than or equal to -2"),
+            ({"repetition_penalty": 0}, "repetition_penalty", "greater than 0"),
+            ({"min_p": 1.5}, "min_p", "less than or equal to 1"),
+            ({"logit_bias": {"5": 101}}, "logit_bias.5", "less than or equal to 100"),
+            ({"logit_bias": {"x": 1}}, "logit_bias.x.[key]", "valid integer"),
+            ({"logit_bias": {"9999": 1}}, "logit_bias", "token 9999; ids must be in"),
+            ({"logit_bias": {str(i): 1 for i in range(301)}}, "logit_bias", "at most 300"),
+            ({"stop_token_ids": [9999]}, "stop_token_ids", "token 9999; ids must be in"),
+            ({"guideline": "be kind"}, "guideline", "not supported yet"),
+            ({"merged_adapters": {"ids": ["a"]}}, "merged_adapters", "not supported yet"),
             ({"response_format": {"type": "json_object"}}, "response_format", "not supported yet"),
             ({"tools": [{"type": "function"}]}, "tools", "not supported yet"),
             ({"adapter_source": "pbase"}, "adapter_source", "must be one of"),

@@ -75,6 +75,27 @@ def test_chat_stream(client: openai.OpenAI, driver: FakeDriver) -> None:
     assert chunks[-1].usage.completion_tokens == 25
 
 
+def test_what_shapes_samples(client: openai.OpenAI, driver: FakeDriver) -> None:
+    reply = client.completions.create(
+        model="tiny", prompt="hello", n=2, best_of=3, presence_penalty=0.5, max_tokens=9,
+        frequency_penalty=-1, logit_bias={"7": -100}, extra_body={"min_p": 0.1, "min_tokens": 4},
+    )  # fmt: skip
+    assert len(reply.choices) == 2
+    sampling = driver.requests[-1].sequences[2].sampling
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, -1.0)
+    assert (sampling.logit_bias, sampling.min_p) == (((7, -100.0),), 0.1)
+    assert sampling.masked_tokens == 4
+    client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "hello"}],
+        presence_penalty=0.5,
+        logit_bias={"7": 1},
+        extra_body={"repetition_penalty": 1.1, "top_k": 4, "ignore_eos_token": True},
+    )
+    sampling = driver.requests[-1].sequences[0].sampling
+    assert (sampling.repetition_penalty, sampling.top_k) == (1.1, 4)
+
+
 def test_models(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["tiny", "org/pirate", "local:poet"]
     assert client.models.retrieve("org/pirate").id == "org/pirate"
@@ -89,7 +110,7 @@ def test_errors_are_the_clients_own(client: openai.OpenAI, driver: FakeDriver) -
     with pytest.raises(openai.RateLimitError):
         client.completions.create(model="tiny", prompt="a")
     with pytest.raises(openai.BadRequestError, match="not supported yet"):
-        client.completions.create(model="tiny", prompt="a", presence_penalty=1)
+        client.completions.create(model="tiny", prompt="a", suffix="b")
 
 
 def test_a_failure_on_the_way_raises(client: openai.OpenAI, driver: FakeDriver) -> None:

@@ -140,7 +140,8 @@ def test_chat_logprobs(http: httpx.Client, driver: FakeDriver) -> None:
     [
         (COMPLETIONS, {"prompt": "a", "logprobs": 21}, "logprobs"),
         (COMPLETIONS, {"prompt": "a", "logprobs": 1, "echo": True}, "echo"),
-        (COMPLETIONS, {"prompt": "a", "best_of": 3}, "best_of"),
+        (COMPLETIONS, {"prompt": "a", "best_of": 2, "n": 3}, "best_of"),
+        (COMPLETIONS, {"prompt": "a", "best_of": 17}, "best_of"),
         (COMPLETIONS, {"prompt": "a", "suffix": "b"}, "suffix"),
         (CHAT, {"messages": HELLO, "top_logprobs": 2}, "top_logprobs"),
         (CHAT, {"messages": HELLO, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),

@@ -48,7 +48,7 @@ def history(rows: Sequence[PlainRow]) -> TokenHistory:
         buffer[place, : len(row.tokens)] = torch.tensor(row.tokens)
     ends = [place * WIDTH + len(row.tokens) for place, row in enumerate(rows)]
     prompts = np.array([len(row.prompt) for row in rows])
-    return TokenHistory(buffer.view(-1), np.array(ends), prompts)
+    return TokenHistory(buffer.view(-1), np.array(ends), prompts, np.arange(len(rows)))
 
 
 def adjusted(logits: Tensor, rows: Sequence[PlainRow]) -> Tensor:

@@ -7,12 +7,14 @@ import pytest
 import torch
 
 from configs.sampling import Sampling
-from modeling.batch import BatchJoin
+from modeling.batch import BatchJoin, BatchRow, ForwardBatch
 from modeling.runner import ModelRunner
-from sharding.group import SingleRank
+from sharding.group import SingleRank, TensorParallel
 from tests.modeling.padded import PaddedWorld, generate_padded, padded_runner
 from tests.modeling.parity import BLOCK_SIZE, NUM_BLOCKS, World, engine_config
 from tests.modeling.stepping import Asked, generate
+from tests.modeling.test_graphs import capture_on_cpu
+from tests.ranks import run_ranks
 
 PROMPTS = [[5, 9, 33, 71, 8, 60, 12], [44, 3, 17], [80] * 19, [9, 8, 7, 6, 5]]
 NO_REPEATS = Sampling(repetition_penalty=1e6, seed=1)
@@ -27,15 +29,18 @@ ASKED = [
 Run = Callable[[list[Asked]], list[list[int]]]
 
 
+def paged_runner(world: World, group: TensorParallel) -> ModelRunner:
+    runner = ModelRunner(engine_config(world.model("llama", "gqa")), group, torch.device("cpu"))
+    runner.load()
+    return runner
+
+
 @pytest.fixture(params=["paged", "padded"])
 def run(request: pytest.FixtureRequest, world: World, tmp_path: Path) -> Run:
     if request.param == "padded":
         padded = padded_runner(PaddedWorld(tmp_path).model("gptj"), [])
         return lambda requests: [a.tokens for a in generate_padded(padded, requests)]
-    paged = ModelRunner(
-        engine_config(world.model("llama", "gqa")), SingleRank(), torch.device("cpu")
-    )
-    paged.load()
+    paged = paged_runner(world, SingleRank())
     return lambda requests: [a.tokens for a in generate(paged, requests, NUM_BLOCKS, BLOCK_SIZE)]
 
 
@@ -57,6 +62,42 @@ def test_masked_ids_come_only_later(run: Run) -> None:
     masked = Sampling(masked_ids=tuple(set(free)), masked_tokens=5)
     late = run([Asked(PROMPTS[0], 12, sampling=masked)])[0]
     assert not set(late[:5]) & set(free)
+
+
+def test_ranks_agree(world: World) -> None:
+    requests = [Asked(prompt, 12, sampling=sampling) for prompt, sampling in
+                zip(PROMPTS, ASKED, strict=True)]  # fmt: skip
+
+    def tokens(group: TensorParallel) -> list[list[int]]:
+        answers = generate(paged_runner(world, group), requests, NUM_BLOCKS, BLOCK_SIZE)
+        return [answer.tokens for answer in answers]
+
+    (one,) = run_ranks(1, tokens)
+    assert run_ranks(2, tokens) == [one, one]
+
+
+@pytest.mark.parametrize("sampling", ASKED)
+def test_a_request_that_comes_back_goes_on_as_it_would(world: World, sampling: Sampling) -> None:
+    """Its output is among the tokens that it joins with, and counts as output still."""
+    runner = paged_runner(world, SingleRank())
+    prompt = PROMPTS[1]
+    [answer] = generate(runner, [Asked(prompt, 12, sampling=sampling)], NUM_BLOCKS, BLOCK_SIZE)
+    for known in (1, 7):
+        tokens = [*prompt, *answer.tokens[:known]]
+        blocks = list(range(-(-len(tokens) // BLOCK_SIZE)))
+        join = BatchJoin(1, tokens, len(prompt), -1, sampling)
+        row = BatchRow(1, 0, len(tokens), blocks, True)
+        assert runner.step(ForwardBatch([join], [row])).wait().tokens == [answer.tokens[known]]
+
+
+def test_replays_of_captured_steps_are_adjusted(world: World) -> None:
+    runner = paged_runner(world, SingleRank())
+    requests = [Asked(prompt, 12, sampling=sampling, joins_at=i) for i, (prompt, sampling) in
+                enumerate(zip(PROMPTS, ASKED, strict=True))]  # fmt: skip
+    expected = generate(runner, requests, NUM_BLOCKS, BLOCK_SIZE)
+    runner._captured = capture_on_cpu(runner)
+    assert generate(runner, requests, NUM_BLOCKS, BLOCK_SIZE) == expected
+    assert runner.num_captured > 5
 
 
 def test_a_batch_without_a_buffer_refuses(tmp_path: Path) -> None:

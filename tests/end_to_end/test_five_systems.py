@@ -1,0 +1,249 @@
+"""Five applications behind one front, one of each system, word for word as transformers + PEFT."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+
+from tests.checkpoints import AdapterRecipe, write_adapter, write_llama
+from tests.checkpoints_others import (
+    GPT2_ADAPTERS,
+    GPT_NEOX_ADAPTERS,
+    OPT_ADAPTERS,
+    write_gpt2,
+    write_gpt_neox,
+    write_opt,
+)
+from tests.checkpoints_padded import ADAPTERS, write_padded
+from tests.end_to_end.conftest import Served, free_port, start, stop
+from tests.oracle import prompt_truth
+
+NUM_TOKENS = 16
+VOCAB_SIZE = 96
+LARGE = "r16"
+
+pytestmark = pytest.mark.ray
+
+
+@dataclass(frozen=True)
+class System:
+    """How to write a tiny model of it, its adapters, and over how many ranks it is served."""
+
+    write: Callable[[Path], Path]
+    adapters: Mapping[str, AdapterRecipe]
+    ranks: int = 2
+
+
+LLAMA_ADAPTERS = {
+    "r4": AdapterRecipe(r=4, seed=11),
+    LARGE: AdapterRecipe(r=16, alpha=32.0, std=0.05, seed=13),
+}
+
+SYSTEMS: Mapping[str, System] = {
+    "llama": System(write_llama, LLAMA_ADAPTERS),
+    "gpt2": System(write_gpt2, GPT2_ADAPTERS),
+    "opt": System(write_opt, OPT_ADAPTERS),
+    "neox": System(write_gpt_neox, GPT_NEOX_ADAPTERS),
+    "padded": System(partial(write_padded, kind="bloom"), ADAPTERS["bloom"], ranks=1),
+}
+"""By route prefix."""
+
+NEIGHBOURS = dict(zip(SYSTEMS, [*list(SYSTEMS)[1:], *SYSTEMS], strict=False))
+"""Whose adapters each system is asked for, and must refuse."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a client asks of a system, and what transformers + PEFT answer; both token ids."""
+
+    system: str
+    model: str
+    prompt: list[int]
+    tokens: list[int]
+
+
+@dataclass(frozen=True)
+class Five:
+    """The served systems, and every question: the base and both adapters of each."""
+
+    served: Served
+    questions: list[Question]
+
+
+def write_words(folder: Path) -> None:
+    """A tokenizer in which the word "tK" is token K."""
+    vocabulary = {f"t{i}": i for i in range(VOCAB_SIZE)}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="t0"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def words(tokens: list[int]) -> str:
+    return " ".join(f"t{token}" for token in tokens)
+
+
+def write_system(root: Path, name: str) -> list[Question]:
+    """Model and adapters on disk, and three questions of different lengths."""
+    system = SYSTEMS[name]
+    model = system.write(root / name)
+    write_words(model)
+    folders: list[Path | None] = [None]
+    for rank in ("r4", LARGE):
+        folder = root / "adapters" / f"{name}-{rank}"
+        folders.append(write_adapter(folder, model, system.adapters[rank]))
+    questions = []
+    for i, adapter in enumerate(folders):
+        prompt, truth = prompt_truth(model, adapter, 7 + 9 * i)
+        asked = name if adapter is None else adapter.name
+        questions.append(Question(name, asked, prompt, truth.tokens[:NUM_TOKENS]))
+    return questions
+
+
+def application(root: Path, name: str) -> dict[str, Any]:
+    """One application of the config: small enough for many of them on two cores."""
+    engine = {
+        "model": {"id": str(root / name), "dtype": "float32"},
+        "tensor_parallel": SYSTEMS[name].ranks,
+        "device": "cpu",
+        "cache": {"num_blocks": 64},
+        "limits": {"max_step_tokens": 128, "max_running": 16, "max_total_tokens": 128},
+        "adapters": {
+            "default_source": "local",
+            "local_roots": [str(root / "adapters")],
+            "device_pages": 16,
+            "max_device_adapters": 4,
+            "max_rank": 16,
+            "host_bytes": 2**24,
+        },
+    }
+    cpus = {"driver_cpus": 0.05, "rank_cpus": 0.05, "ingress_cpus": 0.05}
+    return {
+        "name": name,
+        "route_prefix": f"/{name}",
+        "import_path": "deployments.app:build",
+        "args": {"engine": engine, **cpus},
+    }
+
+
+@pytest.fixture(scope="module")
+def five(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Five]:
+    root = tmp_path_factory.mktemp("five")
+    questions = [question for name in SYSTEMS for question in write_system(root, name)]
+    port = free_port()
+    config = {
+        "proxy_location": "EveryNode",
+        "http_options": {"host": "127.0.0.1", "port": port},
+        "applications": [application(root, name) for name in SYSTEMS],
+    }
+    path = root / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    served = start(path, port)
+    yield Five(served, questions)
+    stop(served)
+
+
+def together(
+    five: Five, asks: list[Callable[[httpx.AsyncClient], Coroutine[Any, Any, httpx.Response]]]
+) -> list[httpx.Response]:
+    """All replies, asked at once, in order."""
+
+    async def story() -> list[httpx.Response]:
+        async with httpx.AsyncClient(base_url=five.served.url, timeout=60) as client:
+            return await asyncio.gather(*(ask(client) for ask in asks))
+
+    return asyncio.run(story())
+
+
+async def complete(
+    system: str, model: str, prompt: list[int], client: httpx.AsyncClient
+) -> httpx.Response:
+    """Ask in OpenAI's dialect, by token ids."""
+    body = {
+        "model": model, "prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0,
+        "ignore_eos": True,
+    }  # fmt: skip
+    return await client.post(f"/{system}/v1/completions", json=body)
+
+
+async def generate(
+    system: str, adapter: str | None, prompt: list[int], client: httpx.AsyncClient
+) -> httpx.Response:
+    """Ask in LoRAX's dialect, by text."""
+    parameters = {
+        "adapter_id": adapter, "max_new_tokens": NUM_TOKENS, "ignore_eos_token": True,
+        "details": True,
+    }  # fmt: skip
+    body = {"inputs": words(prompt), "parameters": parameters}
+    return await client.post(f"/{system}/generate", json=body)
+
+
+def right(question: Question, reply: httpx.Response) -> None:
+    """The completion is the oracle's, token for token."""
+    where = f"{question.system}, {question.model}"
+    assert reply.status_code == 200, f"{where}: {reply.text}"
+    [choice] = reply.json()["choices"]
+    assert choice["text"].split() == words(question.tokens).split(), where
+    assert reply.json()["usage"]["completion_tokens"] == NUM_TOKENS, where
+
+
+def test_each_answers_under_its_prefix(five: Five) -> None:
+    text = "\n".join(five.served.output)
+    for system in SYSTEMS:
+        url = f"{five.served.url}/{system}"
+        assert f" on {url}\n" in text
+        assert httpx.get(f"{url}/health").status_code == 200
+        listed = {model["id"] for model in httpx.get(f"{url}/v1/models").json()["data"]}
+        assert system in listed
+        assert not listed & (SYSTEMS.keys() - {system})
+    assert httpx.get(f"{five.served.url}/nobody/health").status_code == 404
+
+
+def test_bases_and_adapters_of_all_at_once(five: Five) -> None:
+    replies = together(
+        five, [partial(complete, q.system, q.model, q.prompt) for q in five.questions]
+    )
+    for question, reply in zip(five.questions, replies, strict=True):
+        right(question, reply)
+
+
+@pytest.mark.parametrize("system", ["neox"])
+def test_text_in_the_other_dialect(five: Five, system: str) -> None:
+    own = [question for question in five.questions if question.system == system]
+    adapters = [None if q.model == system else q.model for q in own]
+    replies = together(
+        five,
+        [partial(generate, system, a, q.prompt) for a, q in zip(adapters, own, strict=True)],
+    )
+    for question, reply in zip(own, replies, strict=True):
+        assert reply.status_code == 200, reply.text
+        answer = reply.json()
+        assert answer["generated_text"].split() == words(question.tokens).split()
+        assert [token["id"] for token in answer["details"]["tokens"]] == question.tokens
+
+
+def test_adapters_of_another_system_are_refused_while_others_go_on(five: Five) -> None:
+    prompt = five.questions[0].prompt
+    strange = [(system, f"{other}-{LARGE}") for system, other in NEIGHBOURS.items()]
+    replies = together(
+        five,
+        [
+            *(partial(complete, q.system, q.model, q.prompt) for q in five.questions),
+            *(partial(complete, system, adapter, prompt) for system, adapter in strange),
+            *(partial(generate, system, adapter, prompt) for system, adapter in strange),
+        ],
+    )
+    count = len(five.questions)
+    for question, reply in zip(five.questions, replies[:count], strict=True):
+        right(question, reply)
+    refused = [*replies[count : count + 5], *replies[count + 5 :]]
+    for (system, adapter), reply in zip([*strange, *strange], refused, strict=True):
+        print(system, adapter, reply.status_code, reply.text)

@@ -1,0 +1,118 @@
+"""Answers under a schema: every one is JSON that fits, whatever the model would say."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from configs.sampling import Sampling
+from modeling.sampling.grammars import Grammars
+from modeling.sampling.history import TokenHistory
+from modeling.sampling.sampler import choose
+from modeling.sampling.tensors import sampling_tensors
+from tests.fakes import EOS, token_id, write_tokenizer
+
+pytest.importorskip("llguidance")
+
+CPU = torch.device("cpu")
+WIDTH = 400
+PERSON = json.dumps({
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 6}, "age": {"enum": [7, 77]}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+})  # fmt: skip
+
+
+class Ranks:
+    """Rows over random logits: the same model for everybody, with a buffer as a rank has it."""
+
+    def __init__(self, folder: Path, params: Sequence[Sampling]) -> None:
+        self.tokenizer = write_tokenizer(folder)
+        self.eos = token_id(self.tokenizer, EOS)
+        (folder / "config.json").write_text(json.dumps({"eos_token_id": [self.eos]}))
+        # A head has more rows than the tokenizer has tokens.
+        self.vocab_size = self.tokenizer.get_vocab_size() + 9
+        self.grammars = Grammars(lambda: folder, self.vocab_size)
+        self.params = params
+        self.buffer = torch.zeros(len(params) * WIDTH, dtype=torch.int64)
+        self.lengths = [3] * len(params)
+        for place, asked in enumerate(params):
+            self.grammars.join(place, asked.json_schema)
+
+    def step(self, seed: int) -> list[int]:
+        places = np.arange(len(self.params))
+        targets = places * WIDTH + np.array(self.lengths)
+        prompts = np.full(len(self.params), 3)
+        history = TokenHistory(self.buffer, targets, prompts, places, self.grammars)
+        generator = torch.Generator().manual_seed(seed)
+        logits = torch.randn(1, self.vocab_size, generator=generator) * 2
+        logits = logits.repeat(len(self.params), 1)
+        asked = sampling_tensors(self.params, self.lengths, CPU, history)
+        tokens: list[int] = choose(logits, asked).tokens.tolist()
+        self.buffer[targets] = torch.tensor(tokens)
+        self.lengths = [length + 1 for length in self.lengths]
+        return tokens
+
+    def answer(self, place: int) -> list[int]:
+        start = place * WIDTH
+        output: list[int] = self.buffer[start + 3 : start + self.lengths[place]].tolist()
+        return output[: output.index(self.eos)] if self.eos in output else output
+
+
+def decoded(tokenizer: Tokenizer, ids: list[int]) -> str:
+    text: str = tokenizer.decode(ids, skip_special_tokens=False)
+    return text
+
+
+def test_answers_fit_their_schemas(tmp_path: Path) -> None:
+    params = [
+        Sampling(json_schema=PERSON),
+        Sampling(temperature=1.0, seed=3, json_schema=PERSON),
+        Sampling(temperature=0.7, seed=4, top_p=0.9, json_schema='{"enum": ["fox", [1, true]]}'),
+        Sampling(),
+    ]
+    ranks = Ranks(tmp_path, params)
+    steps = [ranks.step(seed) for seed in range(150)]
+    for place in (0, 1):
+        person = json.loads(decoded(ranks.tokenizer, ranks.answer(place)))
+        assert person.keys() == {"name", "age"}
+        assert person["age"] in (7, 77)
+    assert json.loads(decoded(ranks.tokenizer, ranks.answer(2))) in ("fox", [1, True])
+    # Rows that were planned beyond the end do no harm, and others are as they would be.
+    assert {row[2] for row in steps[100:]} == {ranks.eos}
+    alone = Ranks(tmp_path, [Sampling()])
+    assert [alone.step(seed)[0] for seed in range(150)] == [row[3] for row in steps]
+
+
+def test_a_request_that_comes_back_goes_on(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path, [Sampling(json_schema=PERSON)])
+    for seed in range(5):
+        ranks.step(seed)
+    ranks.grammars.join(0, PERSON)
+    for seed in range(5, 120):
+        ranks.step(seed)
+    assert json.loads(decoded(ranks.tokenizer, ranks.answer(0))).keys() == {"name", "age"}
+
+
+def test_a_place_is_anybodys_afterwards(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path, [Sampling(json_schema=PERSON)])
+    ranks.step(0)
+    assert ranks.grammars.num_tokens(0) == 0
+    ranks.step(1)
+    assert ranks.grammars.num_tokens(0) == 1
+    ranks.grammars.join(0, "")
+    assert ranks.grammars.num_tokens(0) == 0
+
+
+def test_what_cannot_be_compiled_stops_nobody(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    grammars = Grammars(lambda: tmp_path / "nowhere", 40)
+    grammars.join(0, PERSON)
+    assert grammars.allowed(0, []).tolist() == [-1, -1]
+    assert "without its schema" in caplog.text
