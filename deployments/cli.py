@@ -106,6 +106,8 @@ def _announce(config: dict[str, Any], dashboard: str, address: str) -> None:
         info = _fetch_info(url)
         print(f"\nLoRay serves {info.get('model_id')} on {url}")
         _tell(info.get("chosen", {}))
+    if len(urls) > 1:
+        print("\nall of them")
     _tell({"http front": proxy_mode(), "ray dashboard": dashboard, "ray address": address})
     body = {"inputs": "What is the capital of France?", "parameters": {"adapter_id": "pirate"}}
     print(f"\nTry:\n  curl {urls[0]}/generate -H 'content-type: application/json' \\")

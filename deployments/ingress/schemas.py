@@ -1,4 +1,4 @@
-"""JSON schemas for answers: LoRAX's and OpenAI's `response_format`, compiled before anybody waits."""
+"""JSON schemas for answers: both vendors' `response_format`, tried before the driver is asked."""
 
 import asyncio
 import json
@@ -61,8 +61,7 @@ async def schema_text(asked: ResponseFormat | None, info: EngineInfo) -> str:
     text = json.dumps(schema, separators=(",", ":"))
     if len(text) > MAX_CHARACTERS:
         raise invalid(f"the schema is longer than {MAX_CHARACTERS} characters", _FIELD)
-    fault = await asyncio.to_thread(_fault, text)
-    if fault:
+    if fault := await asyncio.to_thread(_fault, text):
         raise invalid(f"the schema is not supported: {fault}", _FIELD)
     return text
 
@@ -82,5 +81,8 @@ def _fault(text: str) -> str:
     """What is wrong with a schema, in a line."""
     from llguidance import LLMatcher
 
-    found = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(text))
+    try:
+        found: str = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(text))
+    except ValueError as fault:
+        found = str(fault)
     return found.strip().split("\n")[0]

@@ -35,6 +35,14 @@ def test_generate_with_options(server: Server) -> None:
     assert (reply.details.seed, reply.details.finish_reason) == (5, "stop_sequence")
 
 
+def test_response_format(server: Server) -> None:
+    pytest.importorskip("llguidance")
+    lorax.Client(server.url).generate(
+        "hello", response_format={"type": "json_object", "schema": {"type": "object"}}
+    )
+    assert server.driver.requests[-1].sequences[0].sampling.json_schema == '{"type":"object"}'
+
+
 def test_best_of(server: Server) -> None:
     reply = lorax.Client(server.url).generate("hello", do_sample=True, best_of=2, max_new_tokens=9)
     [other] = reply.details.best_of_sequences
