@@ -84,6 +84,15 @@ def tokens(completion: Completion) -> list[list[int]]:
     return [sequence.tokens for sequence in completion.sequences]
 
 
+async def healthy(engine: Engine) -> None:
+    """Ask until the ranks serve."""
+    asked = asyncio.Event()
+    while not engine.healthy:
+        asyncio.get_running_loop().call_later(0.01, asked.set)
+        await asked.wait()
+        asked.clear()
+
+
 def digest_of(engine: Engine, adapter: str) -> str:
     directory = engine._directory
     reference = AdapterReference(AdapterSource.LOCAL, adapter)
@@ -274,8 +283,7 @@ def test_a_rebuild_that_takes_too_long_ends_requests_and_later_ones_are_served(
         assert not (await engine.describe()).healthy
         assert engine.failure is None, "the replica is still waiting for its ranks"
         group.may_start.set()
-        while not engine.healthy:
-            await asyncio.sleep(0.01)
+        await healthy(engine)
         later = await engine.generate(request("later", [4], 6), NOWHERE)
         assert tokens(later) == [continuation("", [4], 6)]
 
