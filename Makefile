@@ -38,7 +38,9 @@ fmt: $(READY)
 	$(BIN)/ruff check --fix .
 
 parity: $(READY)
-	$(BIN)/python -m pytest tests/modeling/test_parity.py tests/modeling/test_mutants.py -v
+	$(BIN)/python -m pytest -p tests.parity_report --disable-warnings \
+		--deselect tests/modeling/test_parity_doc.py \
+		tests/modeling/test_parity*.py tests/modeling/test_mutants*.py
 
 # BENCH=serving|offline|kernels|workload, ARGS=...: see each one's --help.
 BENCH ?= serving

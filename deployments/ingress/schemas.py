@@ -13,6 +13,14 @@ from deployments.ingress.errors import RequestError, invalid
 MAX_CHARACTERS = 64 * 1024
 
 _FIELD = "response_format"
+# How llguidance is to read a schema, whatever the schema itself says about that.
+_OPTIONS = {
+    # A space, or a new line and its indentation: a model that likes blanks would never end.
+    "whitespace_flexible": True,
+    "whitespace_pattern": r"( |\n {0,16})",
+    # A keyword that would not be enforced is refused.
+    "lenient": False,
+}
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 _KINDS = {
     "text": "text", "json_object": "json_object", "json_schema": "json_schema",
@@ -58,7 +66,7 @@ async def schema_text(asked: ResponseFormat | None, info: EngineInfo) -> str:
         raise _unsupported("this server has no compiler for schemas (pip install llguidance)")
     if not info.stop_token_ids:
         raise _unsupported("this model has no token that ends an answer")
-    text = json.dumps(schema, separators=(",", ":"))
+    text = json.dumps({**schema, "x-guidance": _OPTIONS}, separators=(",", ":"))
     if len(text) > MAX_CHARACTERS:
         raise invalid(f"the schema is longer than {MAX_CHARACTERS} characters", _FIELD)
     if fault := await asyncio.to_thread(_fault, text):

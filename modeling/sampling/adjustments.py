@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -93,14 +94,24 @@ def adjustments(
 def _biases(
     params: Sequence[Sampling], asking: Sequence[int], generated: list[int], device: torch.device
 ) -> Biases | None:
-    moved = [(row, id, value) for row in asking for id, value in params[row].logit_bias]
-    for row in asking:
-        if generated[row] < params[row].masked_tokens:
-            moved += [(row, id, float("-inf")) for id in params[row].masked_ids]
-    if not moved:
+    moved = [params[row].logit_bias + _masks(params[row], generated[row]) for row in asking]
+    counts = [len(pairs) for pairs in moved]
+    if not any(counts):
         return None
-    rows, ids, values = zip(*moved, strict=True)
-    return Biases(_ints(rows, device), _ints(ids, device), _floats(values, device))
+    # Flattened by the library's loops: there may be 300 biases in every row of every step.
+    flat = np.array(list(chain.from_iterable(chain.from_iterable(moved)))).reshape(-1, 2)
+    return Biases(
+        rows=to_device(np.repeat(np.array(asking, dtype=np.int64), counts), device),
+        ids=to_device(flat[:, 0].astype(np.int64), device),
+        values=to_device(flat[:, 1].astype(np.float32), device),
+    )
+
+
+def _masks(asked: Sampling, generated: int) -> tuple[tuple[int, float], ...]:
+    """What the row must not choose yet."""
+    if generated >= asked.masked_tokens:
+        return ()
+    return tuple((id, float("-inf")) for id in asked.masked_ids)
 
 
 def _penalties(

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
-from tests.checkpoints import AdapterRecipe, write_adapter, write_llama
+from tests.checkpoints import AdapterRecipe, load_oracle, oracle_greedy, write_adapter, write_llama
 from tests.checkpoints_others import (
     GPT2_ADAPTERS,
     GPT_NEOX_ADAPTERS,
@@ -55,7 +55,7 @@ SYSTEMS: Mapping[str, System] = {
     "gpt2": System(write_gpt2, GPT2_ADAPTERS),
     "opt": System(write_opt, OPT_ADAPTERS),
     "neox": System(write_gpt_neox, GPT_NEOX_ADAPTERS),
-    "padded": System(partial(write_padded, kind="bloom"), ADAPTERS["bloom"], ranks=1),
+    "padded": System(partial(write_padded, kind="gptj"), ADAPTERS["gptj"], ranks=1),
 }
 """By route prefix."""
 
@@ -106,7 +106,11 @@ def write_system(root: Path, name: str) -> list[Question]:
     for i, adapter in enumerate(folders):
         prompt, truth = prompt_truth(model, adapter, 7 + 9 * i)
         asked = name if adapter is None else adapter.name
-        questions.append(Question(name, asked, prompt, truth.tokens[:NUM_TOKENS]))
+        tokens = truth.tokens[:NUM_TOKENS]
+        if adapter is not None:
+            alone = oracle_greedy(load_oracle(model), prompt, NUM_TOKENS)
+            assert alone != tokens, f"nobody would notice if {asked} were ignored"
+        questions.append(Question(name, asked, prompt, tokens))
     return questions
 
 

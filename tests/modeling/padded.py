@@ -10,13 +10,16 @@ import torch
 from configs.adapters import AdapterKey, FetchedAdapter
 from configs.engine import AdaptersConfig, CacheConfig, Device, EngineConfig, LimitsConfig
 from configs.model import ModelConfig
+from configs.sampling import Sampling
 from modeling.padded_runner import PaddedRunner
 from modeling.runner import ModelRunner
 from sharding.group import SingleRank
 from tests.checkpoints import write_adapter
 from tests.checkpoints_others import GPT2_ADAPTERS, write_gpt2
 from tests.checkpoints_padded import ADAPTERS, write_padded
+from tests.modeling.parity import BASE, Record, Setting, judge
 from tests.modeling.stepping import Answer, Asked, generate
+from tests.oracle import NUM_TOKENS, Truth, prompt_truth
 
 NUM_BLOCKS = 64
 BLOCK_SIZE = 16
@@ -32,6 +35,7 @@ class PaddedWorld:
 
     def __init__(self, root: Path) -> None:
         self._root = root
+        self.record = Record()
 
     def model(self, kind: str) -> Path:
         """The folder of a model."""
@@ -91,3 +95,31 @@ def generate_padded(runner: PaddedRunner, requests: Sequence[Asked]) -> list[Ans
     answers = generate(cast(ModelRunner, runner), requests, NUM_BLOCKS, BLOCK_SIZE)
     runner.check()
     return answers
+
+
+def compare_padded(padded: PaddedWorld, setting: Setting) -> None:
+    """As `compare` does; the answers are of unequal lengths, so that rows leave one by one."""
+    kind = setting.variant
+    model = padded.model(kind)
+    seen = padded.record.begin(setting, model)
+    folders = [None if name == BASE else padded.adapter(kind, name) for name in setting.names]
+    adapters = [folder for folder in folders if folder is not None]
+    told = [prompt_truth(model, folder, 3 + 5 * i) for i, folder in enumerate(folders)]
+    lengths = [NUM_TOKENS - 3 * (i % 3) for i in range(len(told))]
+    requests = [
+        Asked(
+            prompt=prompt,
+            num_tokens=length,
+            slot=-1 if folder is None else adapters.index(folder),
+            sampling=Sampling(logprobs=truth.logits.shape[1]),
+            chunk=setting.chunk + i,
+            joins_at=3 * i,
+            rejoins_at=None if setting.rejoins_at is None else setting.rejoins_at + i,
+        )
+        for i, (length, folder, (prompt, truth)) in enumerate(
+            zip(lengths, folders, told, strict=True)
+        )
+    ]
+    answers = generate_padded(padded_runner(model, adapters), requests)
+    asked = zip(lengths, (truth for _, truth in told), strict=True)
+    judge(seen, [answers], [Truth(t.tokens[:length], t.logits[:length]) for length, t in asked])

@@ -1,5 +1,6 @@
 """A runner against the oracle: the same tokens, the same logits, on every rank."""
 
+import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -40,6 +41,11 @@ from tests.ranks import run_ranks
 BASE = "base"
 NUM_BLOCKS = 64
 BLOCK_SIZE = 16
+WHOLE = 10**6
+"""A chunk that holds any prompt."""
+
+RANKS = ("r1", "r16", "r64")
+"""Adapters that every paged family has: the smallest rank, a common one, the largest permitted."""
 
 ADAPTERS: dict[str, AdapterRecipe] = {
     "r4": AdapterRecipe(r=4, seed=11),
@@ -59,6 +65,16 @@ ADAPTERS: dict[str, AdapterRecipe] = {
     ),
 }
 
+
+def _ranks(targets: tuple[str, ...]) -> dict[str, AdapterRecipe]:
+    def recipe(r: int) -> AdapterRecipe:
+        # The wider the rank, the smaller its entries: the logits move about as much.
+        std = 0.2 * r**-0.5
+        return AdapterRecipe(r=r, alpha=2.0 * r, target_modules=targets, std=std, seed=30 + r)
+
+    return {name: recipe(r) for name, r in zip(RANKS, (1, 16, 64), strict=True)}
+
+
 FUSED_ADAPTERS: dict[str, AdapterRecipe] = {
     "r8": AdapterRecipe(r=8, alpha=16.0, target_modules=FUSED_LINEARS, seed=12),
     "columns": AdapterRecipe(r=5, target_modules=("qkv_proj", "gate_up_proj"), std=0.2, seed=16),
@@ -69,6 +85,7 @@ FUSED_ADAPTERS: dict[str, AdapterRecipe] = {
         seed=18,
         extra={"rank_pattern": {"qkv_proj": 12}, "alpha_pattern": {"gate_up_proj": 3}},
     ),
+    **_ranks(FUSED_LINEARS),
 }
 """For models whose checkpoint fuses q, k, v and gate, up."""
 
@@ -103,7 +120,9 @@ class Family:
     """One kind of model: how to write a tiny one of a variant, and an adapter for it."""
 
     write: Callable[..., Path]
-    adapters: dict[str, AdapterRecipe] = field(default_factory=lambda: dict(ADAPTERS))
+    adapters: dict[str, AdapterRecipe] = field(
+        default_factory=lambda: {**ADAPTERS, **_ranks(LINEARS)}
+    )
 
 
 FAMILIES: dict[str, Family] = {
@@ -123,11 +142,57 @@ class Mismatch(AssertionError):
     """The runner and the oracle do not say the same."""
 
 
+@dataclass(frozen=True)
+class Setting:
+    """One comparison: a model on some ranks, and the adapters that share its batch.
+
+    vocabulary: whether adapters may change embedding and head. rejoins_at: after how many tokens
+    the first request is preempted, each other one token later; None for never.
+    """
+
+    family: str
+    variant: str
+    ranks: int
+    names: Sequence[str]
+    chunk: int = 5
+    vocabulary: bool = False
+    rejoins_at: int | None = None
+
+
+@dataclass
+class Comparison:
+    """A setting that is tried, of which nothing is right until it was judged.
+
+    faulty: the code was broken on purpose. right: the adapters whose answers are the oracle's on
+    every rank. error: the largest difference of a logprob among them.
+    """
+
+    setting: Setting
+    architecture: str
+    faulty: bool = False
+    right: set[str] = field(default_factory=set)
+    error: float = 0.0
+
+
+class Record:
+    """What was compared, in order, for whoever wants a report of it."""
+
+    def __init__(self) -> None:
+        self.comparisons: list[Comparison] = []
+
+    def begin(self, setting: Setting, model: Path, *, faulty: bool = False) -> Comparison:
+        """Note that a setting is about to be tried on the model of that folder."""
+        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+        self.comparisons.append(Comparison(setting, config["architectures"][0], faulty))
+        return self.comparisons[-1]
+
+
 class World:
     """Tiny models and adapters on disk, written when first asked for."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
+        self.record = Record()
 
     def model(self, family: str, variant: str) -> Path:
         """The folder of a model."""
@@ -144,21 +209,6 @@ class World:
         if not folder.exists():
             write_adapter(folder, self.model(family, variant), FAMILIES[family].adapters[name])
         return folder
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One comparison: a model on some ranks, and the adapters that share its batch.
-
-    vocabulary: whether adapters may change embedding and head.
-    """
-
-    family: str
-    variant: str
-    ranks: int
-    names: Sequence[str]
-    chunk: int = 5
-    vocabulary: bool = False
 
 
 def engine_config(model: Path, /, **changes: Any) -> EngineConfig:
@@ -194,9 +244,10 @@ def place_all(runner: ModelRunner, folders: Sequence[Path]) -> None:
         runner.place(key, slot, [taken[:count] for count in shape.num_pages])
 
 
-def compare(world: World, setting: Setting) -> None:
+def compare(world: World, setting: Setting, *, faulty: bool = False) -> None:
     """Generate for every adapter of the setting in one batch; Mismatch where the oracle differs."""
     model = world.model(setting.family, setting.variant)
+    seen = world.record.begin(setting, model, faulty=faulty)
     folders = [world.adapter(setting.family, setting.variant, name) for name in setting.names]
     told = [prompt_truth(model, folder, 7 + 4 * i) for i, folder in enumerate(folders)]
     vocab_size = told[0][1].logits.shape[1]
@@ -209,6 +260,7 @@ def compare(world: World, setting: Setting) -> None:
             sampling=Sampling(logprobs=vocab_size),
             chunk=setting.chunk + i,
             joins_at=2 * i,
+            rejoins_at=None if setting.rejoins_at is None else setting.rejoins_at + i,
         )
         for i, (folder, (prompt, _)) in enumerate(zip(folders, told, strict=True))
     ]
@@ -216,9 +268,7 @@ def compare(world: World, setting: Setting) -> None:
     opened = config.adapters.model_copy(update={"vocabulary": setting.vocabulary})
     config = config.model_copy(update={"adapters": opened})
     results = run_ranks(setting.ranks, partial(_answers, config, adapters, requests))
-    for rank, answers in enumerate(results):
-        for name, answer, (_, truth) in zip(setting.names, answers, told, strict=True):
-            _judge(f"{setting.variant}, rank {rank} of {setting.ranks}, {name}", answer, truth)
+    judge(seen, results, [truth for _, truth in told])
 
 
 def _answers(
@@ -233,14 +283,32 @@ def _answers(
     return answers
 
 
-def _judge(what: str, answer: Answer, truth: Truth) -> None:
+def judge(seen: Comparison, results: Sequence[Sequence[Answer]], truths: Sequence[Truth]) -> None:
+    """Note which answers are right on every rank; Mismatch tells of all that are not."""
+    wrong = []
+    for i, (name, truth) in enumerate(zip(seen.setting.names, truths, strict=True)):
+        found = [_difference(answers[i], truth) for answers in results]
+        faults = [f"rank {rank}: {fault}" for rank, (fault, _) in enumerate(found) if fault]
+        if faults:
+            wrong.append(f"{name}: {'; '.join(faults)}")
+        else:
+            seen.right.add(name)
+            seen.error = max(seen.error, *(error for _, error in found))
+    if wrong:
+        where = f"{seen.architecture}, {seen.setting.variant}, {seen.setting.ranks} ranks"
+        raise Mismatch("\n".join([where, *wrong]))
+
+
+def _difference(answer: Answer, truth: Truth) -> tuple[str, float]:
+    """What is wrong with an answer, empty if nothing, and how far its logprobs are off."""
     found = full_logprobs(answer)
     # Where a token differs, later rows answer another question.
     equal = [a == b for a, b in zip(answer.tokens, truth.tokens, strict=True)]
     same = equal.index(False) if False in equal else len(equal)
     error = float((found - truth.logprobs)[: same + 1].abs().max())
     if answer.tokens != truth.tokens or not error <= TOLERANCE:
-        raise Mismatch(f"{what}: {same} tokens are equal, logprobs differ by {error}")
+        return f"{same} tokens are equal, logprobs differ by {error}", error
+    return "", error
 
 
 def full_logprobs(answer: Answer) -> Tensor:
@@ -257,4 +325,4 @@ def full_logprobs(answer: Answer) -> Tensor:
 def expect_mismatch(world: World, setting: Setting) -> None:
     """The comparison must notice; only a Mismatch counts, never an accident."""
     with pytest.raises(Mismatch):
-        compare(world, setting)
+        compare(world, setting, faulty=True)

@@ -11,7 +11,11 @@ from modeling.runner import ModelRunner
 
 @dataclass(frozen=True)
 class Asked:
-    """One request: `chunk` tokens of its prompt a step, joining at step `joins_at`."""
+    """One request: `chunk` tokens of its prompt a step, joining at step `joins_at`.
+
+    rejoins_at: after how many tokens of its answer it is preempted: it gives its blocks back and
+    joins once more, with all its tokens; None for never.
+    """
 
     prompt: Sequence[int]
     num_tokens: int
@@ -19,6 +23,7 @@ class Asked:
     sampling: Sampling = field(default_factory=Sampling)
     chunk: int = 10**6
     joins_at: int = 0
+    rejoins_at: int | None = None
 
 
 @dataclass
@@ -36,13 +41,60 @@ class BlockPile:
         self._free = list(range(num_blocks))
         random.Random(num_blocks).shuffle(self._free)
         self._block_size = block_size
-        self._held: dict[int, int] = {}
+        self._held: dict[int, list[int]] = {}
 
     def reach(self, place: int, end: int) -> list[int]:
         """The blocks that a place lacks to hold positions 0 .. end - 1."""
-        lacking = -(-end // self._block_size) - self._held.get(place, 0)
-        self._held[place] = self._held.get(place, 0) + lacking
-        return [self._free.pop() for _ in range(lacking)]
+        lacking = -(-end // self._block_size) - len(self._held.get(place, []))
+        taken = [self._free.pop() for _ in range(lacking)]
+        self._held.setdefault(place, []).extend(taken)
+        return taken
+
+    def release(self, place: int) -> None:
+        """Take a place's blocks back, to be given out last."""
+        self._free[:0] = self._held.pop(place)
+
+
+@dataclass
+class _Run:
+    """How far one request is. known: the tokens that it brought when it last joined."""
+
+    place: int
+    asked: Asked
+    answer: Answer
+    known: list[int]
+    computed: int = 0
+    rejoined: bool = False
+
+    @property
+    def done(self) -> bool:
+        """Whether all is computed: the last token is sampled and never computed."""
+        return self.computed >= len(self.asked.prompt) + self.asked.num_tokens - 1
+
+    def take_part(self, batch: ForwardBatch, pile: BlockPile) -> None:
+        """Add this request's row, if it has one in this step, and its join before the first."""
+        if self.done or self._pauses(pile):
+            return
+        asked, start, known = self.asked, self.computed, len(self.known)
+        if start == 0:
+            tokens, length = list(self.known), len(asked.prompt)
+            batch.joins.append(BatchJoin(self.place, tokens, length, asked.slot, asked.sampling))
+        length = min(asked.chunk, known - start) if start < known else 1
+        self.computed = end = start + length
+        blocks = pile.reach(self.place, end)
+        batch.rows.append(BatchRow(self.place, start, length, blocks, end >= known))
+
+    def _pauses(self, pile: BlockPile) -> bool:
+        """Whether a preempted request waits for its tokens; with all of them it starts anew."""
+        prompt, after = list(self.asked.prompt), self.asked.rejoins_at
+        if after is None or self.rejoined or self.computed < len(prompt) + after - 1:
+            return False
+        if len(self.answer.tokens) < after:
+            return True
+        pile.release(self.place)
+        self.known = prompt + self.answer.tokens
+        self.computed, self.rejoined = 0, True
+        return False
 
 
 def generate(
@@ -51,41 +103,25 @@ def generate(
     """Run all requests together, one step ahead: step n + 1 goes out before n is waited for."""
     pile = BlockPile(num_blocks, block_size)
     answers = [Answer() for _ in requests]
-    computed = [0] * len(requests)
+    runs = [
+        _Run(place, asked, answer, list(asked.prompt))
+        for place, (asked, answer) in enumerate(zip(requests, answers, strict=True))
+    ]
     flying: list[tuple[list[int], StepOutput]] = []
     step = 0
-    while any(done < _length(asked) for done, asked in zip(computed, requests, strict=True)):
-        batch = _batch(requests, computed, pile, step)
-        flying.append(([r.place for r in batch.rows if r.samples], runner.step(batch)))
-        for row in batch.rows:
-            computed[row.place] = row.start + row.length
-        if len(flying) > 1:
+    while not all(run.done for run in runs):
+        batch = ForwardBatch([], [])
+        for run in runs:
+            if step >= run.asked.joins_at:
+                run.take_part(batch, pile)
+        if batch.rows:
+            flying.append(([r.place for r in batch.rows if r.samples], runner.step(batch)))
+        if len(flying) > (1 if batch.rows else 0):
             _note(answers, *_landed(flying))
         step += 1
     while flying:
         _note(answers, *_landed(flying))
     return answers
-
-
-def _length(asked: Asked) -> int:
-    """Positions to compute: the last token is sampled and never computed."""
-    return len(asked.prompt) + asked.num_tokens - 1
-
-
-def _batch(
-    requests: Sequence[Asked], computed: list[int], pile: BlockPile, step: int
-) -> ForwardBatch:
-    joins, rows = [], []
-    for place, asked in enumerate(requests):
-        start, prompt = computed[place], len(asked.prompt)
-        if step < asked.joins_at or start >= _length(asked):
-            continue
-        if start == 0:
-            joins.append(BatchJoin(place, list(asked.prompt), prompt, asked.slot, asked.sampling))
-        length = min(asked.chunk, prompt - start) if start < prompt else 1
-        end = start + length
-        rows.append(BatchRow(place, start, length, pile.reach(place, end), end >= prompt))
-    return ForwardBatch(joins, rows)
 
 
 def _landed(flying: list[tuple[list[int], StepOutput]]) -> tuple[list[int], SampledTokens]:

@@ -1,5 +1,7 @@
 """Faults on purpose: a parity check that lets one of these pass proves nothing."""
 
+from dataclasses import replace
+
 import pytest
 from torch import Tensor
 
@@ -9,6 +11,7 @@ from modeling.adapters.kernels.base import AdapterData
 from modeling.adapters.linear import AdapterRowLinear
 from modeling.adapters.peft_config import LoraPlan
 from modeling.adapters.projection import Segments, width
+from modeling.batch import BatchJoin
 from modeling.sampling.sampler import Chosen, choose
 from modeling.sampling.tensors import SamplingTensors
 from modeling.state import PlaceState
@@ -18,9 +21,10 @@ ONE = Setting("llama", "gqa", 1, ["r8"])
 TWO = Setting("llama", "gqa", 1, ["r4", "r8"])
 COLUMNS = Setting("llama", "gqa", 2, ["columns"])
 ROWS = Setting("llama", "gqa", 2, ["rows"])
+REJOINED = Setting("llama", "gqa", 1, ["r8"], rejoins_at=9)
 
 
-@pytest.mark.parametrize("setting", [ONE, TWO, COLUMNS, ROWS])
+@pytest.mark.parametrize("setting", [ONE, TWO, COLUMNS, ROWS, REJOINED])
 def test_without_a_fault_nothing_differs(world: World, setting: Setting) -> None:
     compare(world, setting)
 
@@ -98,3 +102,19 @@ def test_last_token_of_the_wrong_row(world: World, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr("modeling.runner.choose", rolled)
     expect_mismatch(world, TWO)
+
+
+@pytest.mark.parametrize("lost", ["adapter", "last_token"])
+def test_preempted_request_joins_without(
+    world: World, monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    def forget(join: BatchJoin) -> BatchJoin:
+        if len(join.tokens) == join.prompt_length:
+            return join
+        if lost == "adapter":
+            return replace(join, slot=-1)
+        return replace(join, tokens=[*join.tokens[:-1], 0])
+
+    real = PlaceState.join
+    monkeypatch.setattr(PlaceState, "join", lambda self, joins: real(self, [*map(forget, joins)]))
+    expect_mismatch(world, REJOINED)

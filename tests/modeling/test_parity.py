@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.modeling.parity import ADAPTERS, BASE, Setting, World, compare
+from tests.modeling.parity import ADAPTERS, BASE, RANKS, WHOLE, Setting, World, compare
 
 MODELS = [
     ("llama", "gqa"),
@@ -25,13 +25,13 @@ EVERYONE = [BASE, *ADAPTERS]
 @pytest.mark.parametrize("name", EVERYONE)
 @pytest.mark.parametrize(("family", "variant"), MODELS)
 def test_alone(world: World, family: str, variant: str, name: str) -> None:
-    compare(world, Setting(family, variant, 1, [name], chunk=10**6))
+    compare(world, Setting(family, variant, 1, [name], chunk=WHOLE))
 
 
 @pytest.mark.parametrize("name", [BASE, "columns", "rows"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_alone_on_ranks(world: World, ranks: int, name: str) -> None:
-    compare(world, Setting("llama", "gqa", ranks, [name], chunk=10**6))
+    compare(world, Setting("llama", "gqa", ranks, [name], chunk=WHOLE))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -44,3 +44,15 @@ def test_together(world: World, family: str, variant: str, ranks: int) -> None:
 @pytest.mark.parametrize(("family", "variant"), OTHER_SHAPES)
 def test_other_shapes(world: World, family: str, variant: str) -> None:
     compare(world, Setting(family, variant, 2, [BASE, "r8", "rows", "patterns"]))
+
+
+@pytest.mark.parametrize("name", RANKS)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_adapter_ranks_alone(world: World, ranks: int, name: str) -> None:
+    compare(world, Setting("llama", "gqa", ranks, [name], chunk=WHOLE))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_adapter_ranks_together(world: World, ranks: int) -> None:
+    """From one row of a page to eight pages, in one batch."""
+    compare(world, Setting("llama", "gqa", ranks, [BASE, "r8", *RANKS, "r24"]))

@@ -24,7 +24,7 @@ from tests.checkpoints_others import (
     OPT_ADAPTERS,
     OPT_VARIANTS,
 )
-from tests.modeling.parity import BASE, Setting, World, compare, expect_mismatch
+from tests.modeling.parity import BASE, WHOLE, Setting, World, compare, expect_mismatch
 
 FIRST = {"gpt2": "plain", "opt": "plain", "gpt_neox": "parallel"}
 """The variant that each family is tried with in every way."""
@@ -44,14 +44,14 @@ MIXED = [BASE, "r4", "r16", "rows"]
 @pytest.mark.parametrize("name", [BASE, *GPT2_ADAPTERS])
 @pytest.mark.parametrize("family", FIRST)
 def test_alone(world: World, family: str, name: str) -> None:
-    compare(world, Setting(family, FIRST[family], 1, [name], chunk=10**6))
+    compare(world, Setting(family, FIRST[family], 1, [name], chunk=WHOLE))
 
 
 @pytest.mark.parametrize("name", [BASE, "columns", "rows"])
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("family", FIRST)
 def test_alone_on_ranks(world: World, family: str, ranks: int, name: str) -> None:
-    compare(world, Setting(family, FIRST[family], ranks, [name], chunk=10**6))
+    compare(world, Setting(family, FIRST[family], ranks, [name], chunk=WHOLE))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

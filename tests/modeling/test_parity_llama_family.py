@@ -30,6 +30,7 @@ from tests.modeling.parity import (
     BASE,
     BLOCK_SIZE,
     NUM_BLOCKS,
+    WHOLE,
     Setting,
     World,
     compare,
@@ -51,7 +52,7 @@ ADAPTERS = ["r8", "columns", "rows", "patterns"]
 @pytest.mark.parametrize("name", [BASE, "r8"])
 @pytest.mark.parametrize(("family", "variant"), MODELS)
 def test_alone(world: World, family: str, variant: str, name: str) -> None:
-    compare(world, Setting(family, variant, 1, [name], chunk=10**6))
+    compare(world, Setting(family, variant, 1, [name], chunk=WHOLE))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

@@ -40,7 +40,8 @@ def test_response_format(server: Server) -> None:
     lorax.Client(server.url).generate(
         "hello", response_format={"type": "json_object", "schema": {"type": "object"}}
     )
-    assert server.driver.requests[-1].sequences[0].sampling.json_schema == '{"type":"object"}'
+    schema = server.driver.requests[-1].sequences[0].sampling.json_schema
+    assert schema.startswith('{"type":"object"')
 
 
 def test_best_of(server: Server) -> None:

@@ -19,7 +19,11 @@ OPENAI = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "s
 
 def last(driver: FakeDriver) -> Any:
     text = driver.requests[-1].sequences[0].sampling.json_schema
-    return json.loads(text) if text else None
+    if not text:
+        return None
+    schema = json.loads(text)
+    assert schema.pop("x-guidance")["lenient"] is False
+    return schema
 
 
 @pytest.mark.parametrize(
@@ -28,6 +32,7 @@ def last(driver: FakeDriver) -> Any:
         (OPENAI, SCHEMA),
         ({"type": "json_object"}, {"type": "object"}),
         ({"type": "json_object", "schema": SCHEMA}, SCHEMA),
+        ({"type": "json_object", "schema": {**SCHEMA, "x-guidance": {"lenient": True}}}, SCHEMA),
         ({"type": "JsonSchema", "schema": SCHEMA}, SCHEMA),
         ({"type": "text"}, None),
         ({"type": "Text", "schema": SCHEMA}, None),
@@ -64,6 +69,21 @@ def test_schemas_that_cannot_be_compiled(
     assert error["param"] == "response_format"
     assert words in error["message"]
     assert driver.requests == []
+
+
+def test_blanks_between_tokens_are_few(http: httpx.Client, driver: FakeDriver) -> None:
+    """A model that likes blanks must come to an end."""
+    from llguidance import LLMatcher, LLTokenizer
+
+    post(http, COMPLETIONS, prompt="a", response_format={"type": "json_object"})
+    text = driver.requests[-1].sequences[0].sampling.json_schema
+    tokenizer = LLTokenizer(f"{driver.info.tokenizer}/tokenizer.json")
+    grammar = LLMatcher.grammar_from_json_schema(text)
+    for answer, fits in (('{"a": {"b":1}}', True), ('{\n  "a": 1\n}', True), ('{"a":  1}', False),
+                         ('{\n\n"a": 1}', False), ('{"a":\t1}', False)):  # fmt: skip
+        ids = driver.tokenizer.encode(answer, add_special_tokens=False).ids
+        matcher = LLMatcher(tokenizer, grammar)
+        assert (matcher.try_consume_tokens(ids) == len(ids)) == fits, answer
 
 
 def test_half_characters_break_nothing(http: httpx.Client) -> None:

@@ -10,11 +10,16 @@ import torch
 from tokenizers import Tokenizer
 
 from configs.sampling import Sampling
+from modeling.runner import ModelRunner
 from modeling.sampling.grammars import Grammars
 from modeling.sampling.history import TokenHistory
 from modeling.sampling.sampler import choose
 from modeling.sampling.tensors import sampling_tensors
+from sharding.group import SingleRank
+from tests.checkpoints import write_llama
 from tests.fakes import EOS, token_id, write_tokenizer
+from tests.modeling.parity import BLOCK_SIZE, NUM_BLOCKS, engine_config
+from tests.modeling.stepping import Asked, generate
 
 pytest.importorskip("llguidance")
 
@@ -116,3 +121,29 @@ def test_what_cannot_be_compiled_stops_nobody(
     grammars.join(0, PERSON)
     assert grammars.allowed(0, []).tolist() == [-1, -1]
     assert "without its schema" in caplog.text
+
+
+def test_a_runner_is_a_step_ahead_of_everybody_else(tmp_path: Path) -> None:
+    tokenizer = write_tokenizer(tmp_path)
+    eos = token_id(tokenizer, EOS)
+    model = write_llama(tmp_path, vocab_size=336, eos_token_id=eos)
+    runner = ModelRunner(engine_config(model), SingleRank(), CPU)
+    runner.load()
+    schema = json.dumps({
+        "type": "object",
+        "properties": {"kind": {"enum": ["fox", "dog"]}, "old": {"type": "boolean"}},
+        "required": ["kind", "old"], "additionalProperties": False,
+        "x-guidance": {"whitespace_flexible": False},
+    })  # fmt: skip
+    requests = [
+        Asked([5, 9, 33], 90, sampling=Sampling(json_schema=schema)),
+        Asked([7, 8], 90, sampling=Sampling(temperature=0.9, seed=2, json_schema=schema),
+              joins_at=2),
+        Asked([44, 3, 17], 90),
+    ]  # fmt: skip
+    answers = [a.tokens for a in generate(runner, requests, NUM_BLOCKS, BLOCK_SIZE)]
+    for tokens in answers[:2]:
+        text = decoded(tokenizer, tokens[: tokens.index(eos)])
+        assert json.loads(text).keys() == {"kind", "old"}, text
+    for request, tokens in zip(requests, answers, strict=True):
+        assert [a.tokens for a in generate(runner, [request], NUM_BLOCKS, BLOCK_SIZE)] == [tokens]

@@ -1,0 +1,43 @@
+from pathlib import Path
+
+from modeling.adapters.peft_config import HARMLESS_INITS
+from tests.modeling.parity import BASE, WHOLE, Comparison, Setting
+from tests.parity_page import Fault, Outcome, cells_table, page, peft_table, undecided_fields
+
+PAGE = Path(__file__).parents[2] / "docs" / "parity.md"
+
+
+def test_every_field_of_peft_is_decided() -> None:
+    assert undecided_fields() == []
+
+
+def test_the_page_holds_the_table_of_peft_as_it_is() -> None:
+    _, found = PAGE.read_text(encoding="utf-8").split("## PEFT's fields\n")
+    assert found.endswith(f"\n\n{peft_table()}"), "run `make parity`"
+    assert all(f"`{init}`" in found for init in HARMLESS_INITS)
+
+
+def test_the_page_tells_of_no_wrong_cell() -> None:
+    assert " cells, 0 wrong; " in PAGE.read_text(encoding="utf-8")
+
+
+def test_cells_are_counted_once_and_stay_wrong() -> None:
+    outcome = Outcome()
+    setting = Setting("llama", "gqa", 2, [BASE, "r8"], rejoins_at=3)
+    half = Comparison(setting, "Llama", right={BASE}, error=2e-6)
+    assert not outcome.add(half)
+    assert outcome.add(Comparison(setting, "Llama", right={BASE, "r8"}))
+    assert outcome.add(Comparison(Setting("llama", "gqa", 1, ["r8"], WHOLE), "Llama", right={"r8"}))
+    outcome.faults.append(Fault("scale dropped", "Llama", noticed=False))
+    summary = "parity: 3 cells, 1 wrong; 1 faults on purpose, 1 unnoticed"
+    assert outcome.summary == summary
+    assert cells_table(outcome.cells).splitlines() == [
+        "| model | variant | compared | 1 rank | 2 ranks |",
+        "|---|---|---|---|---|",
+        "| Llama | gqa | mixed, in chunks, preempted |  | 1/2 |",
+        "| Llama | gqa | alone, whole | 1/1 |  |",
+    ]
+    text = page(outcome)
+    assert summary in text
+    assert "**unnoticed**" in text
+    assert "2.0e-06" in text

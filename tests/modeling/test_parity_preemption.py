@@ -1,0 +1,39 @@
+"""Requests that are preempted amid their answers and join anew with all their tokens."""
+
+import pytest
+
+from tests.modeling.parity import BASE, RANKS, Setting, World, compare
+from tests.modeling.test_parity_vocabulary import NAMES
+
+pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
+
+MODELS = [
+    ("llama", "gqa"),
+    ("relative", "mistral"),
+    ("relative", "qwen2"),
+    ("relative", "qwen3"),
+    ("relative", "granite"),
+    ("fused", "phi3"),
+    ("gpt2", "plain"),
+    ("opt", "plain"),
+    ("gpt_neox", "parallel"),
+]
+"""(family, variant): the first variant of each paged architecture."""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("family", "variant"), MODELS)
+def test_preempted(world: World, family: str, variant: str, ranks: int) -> None:
+    """Adapters of all sizes and the base, each preempted at another token of its answer."""
+    names = [BASE, *RANKS, "columns", "rows"]
+    compare(world, Setting(family, variant, ranks, names, rejoins_at=4))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_preempted_with_an_adapted_vocabulary(world: World, ranks: int) -> None:
+    compare(world, Setting("vocabulary", "gqa", ranks, NAMES, vocabulary=True, rejoins_at=4))
+
+
+def test_preempted_after_the_first_token_and_before_the_last(world: World) -> None:
+    compare(world, Setting("llama", "gqa", 1, ["r8"], rejoins_at=1))
+    compare(world, Setting("llama", "gqa", 1, ["r8"], rejoins_at=23))

@@ -1,0 +1,196 @@
+"""docs/parity.md as text: the conditions, the tables of outcomes, and PEFT's fields."""
+
+import dataclasses
+import importlib.metadata
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import peft
+
+from modeling.adapters.peft_config import HARMLESS_INITS, IGNORED, REFUSED, SERVED
+from tests.modeling.parity import WHOLE, Comparison, Setting
+from tests.oracle import MIN_MARGIN, MIN_SHIFT, NUM_TOKENS, TOLERANCE
+
+PADDED = "padded"
+"""What the settings of models without a paged implementation call their family."""
+
+SERVED_NOTES: Mapping[str, str] = {
+    "peft_type": "`LORA`; other methods are refused",
+    "r": "up to `adapters.max_rank` of the server",
+    "init_lora_weights": f"true, false, {', '.join(f'`{name}`' for name in sorted(HARMLESS_INITS))}"
+    "; the others change the base weights and are refused",
+    "ensure_weight_tying": "refused where the file adapts embedding or head",
+}
+"""What else there is to say of fields that are served."""
+
+INTRO = """\
+# Parity
+
+`make parity` writes this page. transformers and PEFT compute the truth on tiny random checkpoints
+that the tests make; the engine must give the same tokens and the same logprobs.
+
+| condition | value |
+|---|---|
+"""
+
+READING = """\
+A cell is one adapter (or the base model) on one model, on so many ranks, compared in one way;
+`9/9` means nine cells, all right. A cell is right when every token and every logprob of the whole
+vocabulary is the oracle's, on every rank. Alone: the only request. Mixed: all adapters and the base
+in one batch, joining at different steps. In chunks: prompts are cut, beside rows that decode.
+Preempted: each request gives its blocks back amid its answer and joins anew with all its tokens.
+"""
+
+
+PEFT_READING = """\
+Every field of `peft.LoraConfig` is decided in
+[peft_config.py](../modeling/adapters/peft_config.py): an adapter is served exactly or not at all.
+A field that the table lacks is refused when it is set.
+"""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What one entry of the tables counts."""
+
+    padded: bool
+    model: tuple[str, str]
+    way: str
+    ranks: int
+    name: str
+
+
+@dataclass(frozen=True)
+class Fault:
+    """The code broken on purpose, and whether the comparison noticed."""
+
+    name: str
+    where: str
+    noticed: bool
+
+
+@dataclass
+class Outcome:
+    """All that a run compared. cells: whether each is right. failed: tests wrong otherwise."""
+
+    cells: dict[Cell, bool] = field(default_factory=dict)
+    faults: list[Fault] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    error: float = 0.0
+
+    def add(self, seen: Comparison) -> bool:
+        """Take a comparison of sound code in; returns whether all of it is right."""
+        setting = seen.setting
+        model = (seen.architecture, setting.variant)
+        for name in setting.names:
+            cell = Cell(setting.family == PADDED, model, way(setting), setting.ranks, name)
+            self.cells[cell] = self.cells.get(cell, True) and name in seen.right
+        self.error = max(self.error, seen.error)
+        return seen.right >= set(setting.names)
+
+    @property
+    def summary(self) -> str:
+        """The numbers in one line."""
+        wrong = sum(not right for right in self.cells.values())
+        missed = sum(not fault.noticed for fault in self.faults)
+        line = f"parity: {len(self.cells)} cells, {wrong} wrong; "
+        line += f"{len(self.faults)} faults on purpose, {missed} unnoticed"
+        return line + (f"; {len(self.failed)} other tests failed" if self.failed else "")
+
+
+def way(setting: Setting) -> str:
+    """How a setting compares, in words."""
+    words = ["alone" if len(setting.names) == 1 else "mixed"]
+    words.append("whole" if setting.chunk >= WHOLE else "in chunks")
+    if setting.rejoins_at is not None:
+        words.append("preempted")
+    if setting.vocabulary:
+        words.append("vocabulary adapted")
+    return ", ".join(words)
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A markdown table."""
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([f"| {' | '.join(head)} |", f"|{'---|' * len(head)}", *lines]) + "\n"
+
+
+def cells_table(cells: Mapping[Cell, bool]) -> str:
+    """Rows are models and ways, columns numbers of ranks; entries are right/compared."""
+    columns = sorted({cell.ranks for cell in cells})
+    counts: dict[tuple[str, str, str], dict[int, list[bool]]] = {}
+    first = list(dict.fromkeys(cell.model for cell in cells))
+    for cell in sorted(cells, key=lambda cell: first.index(cell.model)):
+        row = counts.setdefault((*cell.model, cell.way), {})
+        row.setdefault(cell.ranks, []).append(cells[cell])
+    rows = [
+        [*key, *(f"{sum(row[n])}/{len(row[n])}" if n in row else "" for n in columns)]
+        for key, row in counts.items()
+    ]
+    ranks = [f"{n} rank{'s' * (n > 1)}" for n in columns]
+    return table(["model", "variant", "compared", *ranks], rows)
+
+
+def faults_table(faults: Iterable[Fault]) -> str:
+    """One row for each fault."""
+    rows = [[f.name, f.where, "noticed" if f.noticed else "**unnoticed**"] for f in faults]
+    return table(["fault", "on", "outcome"], rows)
+
+
+def outcome_text(outcome: Outcome) -> str:
+    """All tables of outcomes."""
+    paged = {cell: right for cell, right in outcome.cells.items() if not cell.padded}
+    padded = {cell: right for cell, right in outcome.cells.items() if cell.padded}
+    parts = ["## Paged models\n", cells_table(paged), "## Padded models\n"]
+    parts += ["transformers' own code, batched by padding; on one rank.\n", cells_table(padded)]
+    parts += ["## Faults on purpose\n", "Each breaks the code; the comparison must notice.\n"]
+    parts += [faults_table(outcome.faults)]
+    if outcome.failed:
+        parts += ["## Tests that failed otherwise\n", "\n".join(f"- `{t}`" for t in outcome.failed)]
+    return "\n".join(parts)
+
+
+def undecided_fields() -> list[str]:
+    """The fields of peft.LoraConfig that modeling/adapters/peft_config.py does not know."""
+    return [name for name in _fields() if name not in {*SERVED, *IGNORED, *REFUSED}]
+
+
+def peft_table() -> str:
+    """Every field of peft.LoraConfig, and what becomes of it."""
+    return table(["field", "decision", "note"], [_decision(name) for name in _fields()])
+
+
+def _fields() -> list[str]:
+    return [field.name for field in dataclasses.fields(peft.LoraConfig)]
+
+
+def _decision(name: str) -> tuple[str, str, str]:
+    if name in SERVED:
+        return f"`{name}`", "served", SERVED_NOTES.get(name, "")
+    if name in IGNORED:
+        return f"`{name}`", "ignored", IGNORED[name]
+    return f"`{name}`", "refused when set", REFUSED.get(name, "**undecided**")
+
+
+def page(outcome: Outcome) -> str:
+    """The whole of docs/parity.md."""
+    versions = [
+        f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers", "peft")
+    ]
+    conditions = {
+        "numbers": "float32 on the CPU, one thread a rank",
+        "ranks": "1, 2 and 4, in one process over gloo",
+        "answers": f"{NUM_TOKENS} greedy tokens (padded models: {NUM_TOKENS - 6} to {NUM_TOKENS})",
+        "tolerance of a logprob": f"{TOLERANCE:.0e}",
+        "largest difference seen": f"{outcome.error:.1e}",
+        "every token of the oracle leads by": f"{MIN_MARGIN:.0e} at least, in logits",
+        "every adapter moves the base's logits by": f"{MIN_SHIFT:.0e} at least, at every token",
+        "caches and adapter pages": "hold NaN before anything is written",
+        "versions": f"Python {platform.python_version()}, {', '.join(versions)}",
+        "outcome": f"**{outcome.summary}**",
+    }
+    rows = [f"| {name} | {value} |" for name, value in conditions.items()]
+    parts = [INTRO + "\n".join(rows) + "\n", READING, outcome_text(outcome)]
+    parts += ["## PEFT's fields\n", PEFT_READING, peft_table()]
+    return "\n".join(parts)
