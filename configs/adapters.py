@@ -44,12 +44,17 @@ def parse_reference(text: str, default_source: AdapterSource) -> AdapterReferenc
 
 
 class FetchedAdapter(msgspec.Struct, frozen=True):
-    """An adapter whose files lie in `folder` on this node; `digest` is that of their content."""
+    """An adapter whose files lie in `folder` on this node; `digest` is that of their content.
+
+    fingerprint: name, size in bytes and modification time in ns of the files that were digested;
+    a reader compares it, so that other bytes are never served under this key. () is not compared.
+    """
 
     key: AdapterKey
     name: str
     folder: str
     digest: str
+    fingerprint: tuple[tuple[str, int, int], ...] = ()
 
 
 class AdapterShape(msgspec.Struct, frozen=True):

@@ -95,9 +95,10 @@ class AdaptersConfig(Config):
 
 
 class RecoveryConfig(Config):
-    """How long a step may take and how long requests wait for a rebuilt group."""
+    """How long a step and the reading of an adapter may take, and the wait for new ranks."""
 
     step_timeout_s: PositiveFloat = 60.0
+    stage_timeout_s: PositiveFloat = 120.0
     start_timeout_s: PositiveFloat = 900.0
     recovery_timeout_s: PositiveFloat = 120.0
 

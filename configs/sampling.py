@@ -78,6 +78,9 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
         return bool(self.top_k or self.top_p < 1 or self.min_p or self.typical_p < 1)
 
 
+LARGEST_TOP_K = 2**31 - 1
+"""More than any vocabulary: a larger one means the same."""
+
 _Domain = tuple[Callable[[float], bool], str]
 
 _PENALTY: _Domain = (lambda value: -2 <= value <= 2, "in [-2, 2]")
@@ -85,7 +88,7 @@ _SHARE: _Domain = (lambda value: 0 < value <= 1, "in (0, 1]")
 
 _DOMAINS: Mapping[str, _Domain] = {
     "temperature": (lambda value: 0 <= value < float("inf"), ">= 0 and finite"),
-    "top_k": (lambda value: value >= 0, ">= 0 (0 = off)"),
+    "top_k": (lambda value: 0 <= value <= LARGEST_TOP_K, "in [0, 2**31) (0 = off)"),
     "top_p": _SHARE,
     "seed": (lambda value: 0 <= value < 2**64, "in [0, 2**64)"),
     "min_p": (lambda value: 0 <= value <= 1, "in [0, 1]"),

@@ -21,7 +21,13 @@ class Cancelled(msgspec.Struct, frozen=True):
     """The client left."""
 
 
-Ending = FinishReason | AdapterFailure | Cancelled
+class RanksFailure(msgspec.Struct, frozen=True):
+    """The ranks were lost again and again while the request ran; it is not tried once more."""
+
+    message: str
+
+
+Ending = FinishReason | AdapterFailure | Cancelled | RanksFailure
 
 
 class NewTokens(msgspec.Struct, frozen=True):

@@ -29,7 +29,8 @@ class Request:
     arrival: seconds on the caller's clock. tokens: all known ids, prompt first.
     computed: positions whose step was applied; scheduled: positions that plans name;
     pending: tokens that plans in flight will sample. in_flight: plans in flight with its row.
-    registered: leading blocks whose content the prefix cache knows.
+    registered: leading blocks whose content the prefix cache knows. losses: how often the ranks
+    were lost while it was in a step, since its last token.
     """
 
     id: RequestId
@@ -54,6 +55,7 @@ class Request:
     cached_tokens: int = field(default=0, init=False)
     first_scheduled: float | None = field(default=None, init=False)
     first_token: float | None = field(default=None, init=False)
+    losses: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         """Start with the prompt as the known tokens."""
@@ -82,6 +84,7 @@ class Request:
     def accept(self, token: int) -> FinishReason | None:
         """Append a sampled token; to end by a stop token goes before ending by length."""
         self.tokens.append(token)
+        self.losses = 0
         stopping = self.stopping
         count = len(self.tokens) - len(self.prompt)
         if token in stopping.stop_token_ids and count >= stopping.min_new_tokens:

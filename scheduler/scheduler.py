@@ -29,6 +29,7 @@ from scheduler.events import (
     Ending,
     Event,
     NewTokens,
+    RanksFailure,
     RequestId,
 )
 from scheduler.plan import Capacity, StepPlan, StepResult, TokenLogprobs
@@ -40,6 +41,11 @@ from scheduler.resident import AdapterState
 from scheduler.running import Running
 from scheduler.snapshot import Snapshot
 from scheduler.step import Step
+
+MAX_LOSSES = 3
+"""Losses of the ranks in a row that a request may live through while it is in a step."""
+
+_LOST_TOO_OFTEN = f"the ranks failed {MAX_LOSSES} times in a row while this request ran"
 
 MAX_CLAIMS_SEEN = 16
 """How many claims a step looks at, so that its cost does not grow with the adapters waiting."""
@@ -179,7 +185,8 @@ class Scheduler:
         """The ranks are gone: all running requests wait again with their tokens, next epoch.
 
         All adapters are back on disk, all plans in flight are void. Answers to keys that
-        `to_stage` named before must not be brought any more.
+        `to_stage` named before must not be brought any more. A request that was in a step at
+        MAX_LOSSES losses in a row ends: it may well be what the ranks die of.
         """
         self._epoch += 1
         self._flights.clear()
@@ -187,15 +194,22 @@ class Scheduler:
         self._num_preemptions += self._running.num_preemptions
         self._running = self._new_running()
         self._residency.lost()
+        events: list[Event] = []
         for request in held:
-            if request.status is not Status.ENDED:
-                request.rewind()
-                self._queues.bring_back(request)
-                self._enlist(request)
+            if request.status is Status.ENDED:
+                continue
+            request.losses += request.in_flight > 0
+            if request.losses >= MAX_LOSSES:
+                del self._requests[request.id]
+                events.append(request.ended(RanksFailure(_LOST_TOO_OFTEN)))
+                continue
+            request.rewind()
+            self._queues.bring_back(request)
+            self._enlist(request)
         for key in {request.adapter for request in self._queues}:
             if key is not None:
                 self._queues.suspend(key)
-        return []
+        return events
 
     def reconfigure(self, limits: Limits) -> None:
         """Go on under other limits; no more may run than the ranks had places for at start."""

@@ -5,6 +5,7 @@ through huggingface_hub, safetensors only, and works offline when the files are 
 """
 
 import hashlib
+import posixpath
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +30,14 @@ _ADAPTER_FILES = ["adapter_config.json", "adapter_model*.safetensors*"]
 _MODEL_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 _PICKLED_FILES = ["pytorch_model*.bin"]
 _CODE_FILES = ["*.py"]
+_LONGEST_ID = 255
+_SERVER_FAULTS, _TOO_MANY_REQUESTS = 500, 429
 _HASH_BYTES = 1 << 20
+
+HTTPError: type[Exception] = next(
+    base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError"
+)
+"""What the hub's client raises when it does not get through, whichever HTTP library it uses."""
 
 Fingerprint = tuple[tuple[str, int, int], ...]
 """Name, size in bytes and modification time in ns of every file: cheap to compare."""
@@ -61,7 +69,7 @@ def fetch_model(config: ModelConfig) -> Path:
         found = snapshot_download(
             config.id, revision=config.revision, allow_patterns=patterns, etag_timeout=10
         )
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+    except (HTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ModelNotFound(
             f"model {config.id!r} is not a folder with a config.json and could not be had from "
             f"the hub: {error}. Give a folder's path, or a hub id that this machine can reach"
@@ -77,8 +85,20 @@ class AdapterSources:
         self._config = config
         self._roots = [_find_root(root) for root in config.local_roots]
 
-    def fetch(self, reference: AdapterReference, api_token: str | None) -> AdapterFolder:
-        """Bring the adapter's files to this node; blocks on disk and network."""
+    def fetch(self, reference: AdapterReference, api_token: str | bool) -> AdapterFolder:
+        """Bring the adapter's files to this node; blocks on disk and network.
+
+        api_token: the caller's, False for none, True for the server's own.
+        """
+        try:
+            return self._fetch(reference, api_token)
+        except (OSError, ValueError) as error:
+            # Files that vanish meanwhile, names that no file system takes.
+            raise AdapterError(
+                AdapterRefusal.UNAVAILABLE, f"adapter {reference.id!r} cannot be read: {error}"
+            ) from error
+
+    def _fetch(self, reference: AdapterReference, api_token: str | bool) -> AdapterFolder:
         if reference.source is AdapterSource.LOCAL:
             folder = self._local(reference.id)
         elif reference.source is AdapterSource.HUB:
@@ -97,7 +117,8 @@ class AdapterSources:
         )
 
     def _local(self, adapter_id: str) -> Path:
-        for root in self._roots:
+        plain = "\0" not in adapter_id and posixpath.normpath(adapter_id) == adapter_id
+        for root in self._roots if plain and len(adapter_id) <= _LONGEST_ID else ():
             folder = (root / adapter_id).resolve()
             if folder.is_relative_to(root) and (folder / "adapter_config.json").is_file():
                 return folder
@@ -107,7 +128,7 @@ class AdapterSources:
             "adapter_config.json lies under the server's local adapter roots",
         )
 
-    def _hub(self, reference: AdapterReference, api_token: str | None) -> Path:
+    def _hub(self, reference: AdapterReference, api_token: str | bool) -> Path:
         name = reference.id
         try:
             return Path(self._download(reference, api_token))
@@ -132,13 +153,13 @@ class AdapterSources:
             raise AdapterError(
                 AdapterRefusal.NOT_FOUND, f"{name!r} is not a valid adapter id: {error}"
             ) from error
-        except (HfHubHTTPError, OSError) as error:
+        except (HTTPError, OSError) as error:
             raise AdapterError(
                 AdapterRefusal.UNAVAILABLE,
                 f"adapter {name!r} could not be downloaded ({type(error).__name__}): try again",
             ) from error
 
-    def _download(self, reference: AdapterReference, api_token: str | None) -> str:
+    def _download(self, reference: AdapterReference, api_token: str | bool) -> str:
         try:
             info = HfApi().model_info(
                 reference.id,
@@ -149,7 +170,8 @@ class AdapterSources:
             )
         except (RepositoryNotFoundError, RevisionNotFoundError, GatedRepoError):
             raise
-        except (HfHubHTTPError, OfflineModeIsEnabled, OSError):
+        except (HTTPError, OfflineModeIsEnabled, OSError) as error:
+            _refuse_if_forbidden(error, reference.id)
             # No hub in reach: what the cache holds is still good.
             return snapshot_download(
                 reference.id,
@@ -169,14 +191,13 @@ class AdapterSources:
 
     def _inspect(self, folder: Path, name: str) -> Fingerprint:
         """Stat the files that make the adapter; refuses one that is too large to read."""
-        paths = [folder / "adapter_config.json", *sorted(folder.glob("adapter_model*"))]
-        if not paths[0].is_file():
+        if not (folder / "adapter_config.json").is_file():
             raise AdapterError(
                 AdapterRefusal.NOT_FOUND, f"{name!r} has no adapter_config.json: not an adapter"
             )
-        stats = [(path, path.stat()) for path in paths]
-        self._check_size(sum(stat.st_size for _, stat in stats), name)
-        return tuple((path.name, stat.st_size, stat.st_mtime_ns) for path, stat in stats)
+        found = fingerprint(folder)
+        self._check_size(sum(size for _, size, _ in found), name)
+        return found
 
     def _check_size(self, num_bytes: int, name: str) -> None:
         if num_bytes > self._config.max_file_bytes:
@@ -185,6 +206,22 @@ class AdapterSources:
                 f"adapter {name!r} has {num_bytes} bytes, over the server's limit of "
                 f"{self._config.max_file_bytes} (adapters.max_file_bytes)",
             )
+
+
+def _refuse_if_forbidden(error: Exception, name: str) -> None:
+    """A hub that answers "no" is in reach: its cached copy is not this caller's to use."""
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status is not None and status < _SERVER_FAULTS and status != _TOO_MANY_REQUESTS:
+        raise AdapterError(
+            AdapterRefusal.FORBIDDEN, f"adapter {name!r}: the hub refused this api_token ({status})"
+        ) from error
+
+
+def fingerprint(folder: Path) -> Fingerprint:
+    """Stat the files that make an adapter; OSError when they are gone."""
+    paths = [folder / "adapter_config.json", *sorted(folder.glob("adapter_model*"))]
+    stats = [(path, path.stat()) for path in paths]
+    return tuple((path.name, stat.st_size, stat.st_mtime_ns) for path, stat in stats)
 
 
 def content_digest(folder: AdapterFolder) -> str:

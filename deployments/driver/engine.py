@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from configs.adapters import AdapterError, AdapterKey, AdapterReference, parse_reference
 from configs.engine import EngineConfig
 from configs.runtime import RuntimeConfig
@@ -33,6 +35,7 @@ from deployments.frames import Finish, FrameSender
 from deployments.observability.steps import StepLog
 from deployments.rank.messages import LoadReport
 from scheduler.events import AdapterPinned, Event
+from scheduler.plan import Capacity
 from scheduler.policy import InvalidRequest, Limits, Overloaded
 from scheduler.request import Request
 from scheduler.scheduler import Scheduler
@@ -64,7 +67,8 @@ class Engine:
         """Start the ranks and the loop, then load what is to be there before the first request."""
         self._replica = replica = asyncio.get_running_loop()
         started = await replica.run_in_executor(None, self._group.start)
-        scheduler = Scheduler(Limits.from_config(self._config), started[1][0].capacity)
+        capacity = _common([report.capacity for report in started[1]])
+        scheduler = Scheduler(Limits.from_config(self._config), capacity)
         settings = LoopSettings(
             recovery=self._config.recovery,
             fetched=self._directory.fetched,
@@ -78,8 +82,8 @@ class Engine:
 
     async def stop(self) -> None:
         """End the loop and the ranks; open requests end as unavailable."""
-        if self._loop is not None:
-            await asyncio.get_running_loop().run_in_executor(None, self._loop.stop)
+        end = self._loop.stop if self._loop is not None else self._group.stop
+        await asyncio.get_running_loop().run_in_executor(None, end)
         self._on_failure("the server is shutting down")
         self._sender.close()
         self._directory.close()
@@ -108,7 +112,7 @@ class Engine:
         )
         limits = Limits.from_config(config)
         references = [self._reference(text) for text in runtime.pinned_adapters]
-        pins = {await self._directory.resolve(reference, None) for reference in references}
+        pins = {await self._directory.resolve(reference, True) for reference in references}
         self._limits = config.limits
         self._post(lambda scheduler, now: _reconfigured(scheduler, limits))
         for key in self._pins - pins:
@@ -146,7 +150,9 @@ class Engine:
         self._streams.abandon(address)
 
     async def snapshot(self) -> Snapshot:
-        """The scheduler in numbers, taken between two steps."""
+        """The scheduler in numbers, taken between two steps; RuntimeError once the loop failed."""
+        if self.failure is not None:
+            raise RuntimeError(self.failure)
         taken: asyncio.Future[Snapshot] = self._replica.create_future()
 
         def take(scheduler: Scheduler, now: float) -> Sequence[Event]:
@@ -214,7 +220,7 @@ class Engine:
     ) -> AdapterKey | None:
         if reference is None:
             return None
-        return await self._directory.resolve(reference, api_token)
+        return await self._directory.resolve(reference, api_token or False)
 
     async def _run(
         self,
@@ -227,7 +233,14 @@ class Engine:
             Request((request.id, i), s.prompt, s.sampling, s.stopping, key, arrived)
             for i, s in enumerate(request.sequences)
         ]
+        try:
+            msgspec.msgpack.encode(request.sequences)
+        except (OverflowError, UnicodeEncodeError) as error:
+            # What cannot travel to the ranks would end the loop, and everybody's requests.
+            return _refusal(request, Failed(ErrorKind.VALIDATION, f"not a token request: {error}"))
         completion = self._streams.open(request, reply_to)
+        if self.failure is not None:  # since this request was asked for
+            self._on_failure(self.failure)
         try:
             self._post(lambda scheduler, now: self._admit(scheduler, sequences, now))
             return await completion
@@ -239,7 +252,7 @@ class Engine:
         adapters = self._config.adapters
         for text in adapters.preload:
             reference = self._reference(text)
-            key = await self._directory.resolve(reference, None)
+            key = await self._directory.resolve(reference, True)
             self._pin(key, True)
             one_token = SequenceRequest([0], Sampling(), Stopping(1))
             trial = GenerateRequest(f"preload-{reference.id}", [one_token], reference)
@@ -313,6 +326,17 @@ def _deliver(taken: "asyncio.Future[Snapshot]", snapshot: Snapshot) -> None:
 def _reconfigured(scheduler: Scheduler, limits: Limits) -> Sequence[Event]:
     scheduler.reconfigure(limits)
     return []
+
+
+def _common(capacities: Sequence[Capacity]) -> Capacity:
+    """What every rank can hold."""
+    return msgspec.structs.replace(
+        capacities[0],
+        num_blocks=min(c.num_blocks for c in capacities),
+        adapter_pages=min(c.adapter_pages for c in capacities),
+        adapter_slots=min(c.adapter_slots for c in capacities),
+        host_bytes=min(c.host_bytes for c in capacities),
+    )
 
 
 def _refusal(request: GenerateRequest, failure: Failed) -> Completion:

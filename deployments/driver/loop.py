@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from configs.adapters import AdapterKey, AdapterShape, FetchedAdapter
+from configs.adapters import AdapterKey, AdapterRefusal, AdapterShape, FetchedAdapter
 from configs.engine import RecoveryConfig
 from deployments.rank.messages import (
     Broken,
@@ -88,7 +88,9 @@ class EngineLoop:
         self._in_flight: deque[StepPlan] = deque()
         self._oldest_since = 0.0
         self._staging: dict[AdapterKey, dict[int, Staged | StageFailed]] = {}
+        self._staging_since: dict[AdapterKey, float] = {}
         self._stopping = False
+        self._starter: threading.Thread | None = None
         self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
         self.healthy = True
         self.num_rebuilds = 0
@@ -112,6 +114,9 @@ class EngineLoop:
         if self._thread.is_alive():
             self._thread.join(timeout=30.0)
         self._group.stop()
+        if self._starter is not None:
+            self._starter.join(timeout=30.0)
+            self._group.stop()  # what it may have started meanwhile
 
     def _run(self) -> None:
         try:
@@ -119,7 +124,8 @@ class EngineLoop:
                 try:
                     self._turn()
                 except RanksLost as loss:
-                    self._rebuild(str(loss))
+                    if not self._stopping:
+                        self._rebuild(str(loss))
             if self._links is not None:
                 self._links.send(Stop())
         except Exception as error:
@@ -136,7 +142,9 @@ class EngineLoop:
         self._run_commands()
         self._request_staging(self._links)
         self._launch(self._links)
-        timeout_s = self._settings.recovery.step_timeout_s if self._in_flight else _IDLE_SECONDS
+        self._give_up_staging()
+        watching = self._in_flight or self._staging
+        timeout_s = self._settings.recovery.step_timeout_s if watching else _IDLE_SECONDS
         for report in self._links.receive(timeout_s):
             self._take(report)
         stuck_for = time.monotonic() - self._oldest_since
@@ -152,7 +160,19 @@ class EngineLoop:
     def _request_staging(self, links: RankLinks) -> None:
         for key in self._scheduler.to_stage():
             self._staging[key] = {}
+            self._staging_since[key] = time.monotonic()
             links.send(Stage(self._settings.fetched(key)))
+
+    def _give_up_staging(self) -> None:
+        """Fail adapters that some rank has been reading for too long (a disk that hangs)."""
+        limit = self._settings.recovery.stage_timeout_s
+        now = time.monotonic()
+        late = [key for key, since in self._staging_since.items() if now - since > limit]
+        for key in late:
+            del self._staging[key], self._staging_since[key]
+            message = f"the adapter could not be read within {limit:.0f} s: try again later"
+            failed = AdapterFailed(key, AdapterRefusal.UNAVAILABLE, message)
+            self._emit(self._scheduler.adapter(failed, now))
 
     def _launch(self, links: RankLinks) -> None:
         while len(self._in_flight) < _STEPS_AHEAD:
@@ -181,11 +201,13 @@ class EngineLoop:
 
     def _collect_staging(self, report: Staged | StageFailed) -> None:
         """Wait for every rank's answer: an adapter is staged on all of them or on none."""
-        answers = self._staging[report.key]
+        answers = self._staging.get(report.key)
+        if answers is None:
+            return  # it took too long and was given up
         answers[report.rank] = report
         if len(answers) < self._num_ranks:
             return
-        del self._staging[report.key]
+        del self._staging[report.key], self._staging_since[report.key]
         now = time.monotonic()
         for answer in answers.values():
             if isinstance(answer, StageFailed):
@@ -207,6 +229,7 @@ class EngineLoop:
         self._links = None
         self._in_flight.clear()
         self._staging.clear()
+        self._staging_since.clear()
         self._group.stop()
         self._emit(self._scheduler.group_lost(time.monotonic()))
         began = time.monotonic()
@@ -222,16 +245,22 @@ class EngineLoop:
 
         def start() -> None:
             for _ in range(_START_ATTEMPTS):
+                if self._stopping:
+                    break
                 try:
                     started.append(self._group.start())
-                except RanksLost as error:
-                    failures.append(str(error))
+                except Exception as error:
+                    # Whatever kept the ranks from starting, the next attempt starts afresh.
+                    logger.exception("the ranks did not start")
+                    self._group.stop()
+                    failures.append(f"{type(error).__name__}: {error}")
                     continue
                 break
             self._posted.set()
 
         starter = threading.Thread(target=start, name="restart-ranks", daemon=True)
         starter.start()
+        self._starter = starter
         deadline = began + self._settings.recovery.recovery_timeout_s
         while starter.is_alive() and not self._stopping:
             self._posted.wait(timeout=max(0.05, min(1.0, deadline - time.monotonic())))

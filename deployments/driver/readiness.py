@@ -7,10 +7,11 @@ cache, and changed bytes under an old name never meet what the old ones computed
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
+from pathlib import Path
 
 from configs.adapters import AdapterKey, AdapterReference, FetchedAdapter
 from deployments.contract import AdapterInfo
-from sharding.sources import AdapterFolder, AdapterSources, content_digest
+from sharding.sources import AdapterFolder, AdapterSources, Fingerprint, content_digest
 
 _FETCH_THREADS = 8
 
@@ -24,15 +25,17 @@ class AdapterDirectory:
         self._threads = ThreadPoolExecutor(_FETCH_THREADS, thread_name_prefix="fetch")
         self._next_key = count(1)
         self._keys: dict[str, AdapterKey] = {}
-        self._digests: dict[AdapterFolder, str] = {}
+        self._digests: dict[Path, tuple[Fingerprint, str]] = {}
         self._fetched: dict[AdapterKey, FetchedAdapter] = {}
         self._references: dict[AdapterReference, AdapterKey] = {}
         self._pending: dict[
-            tuple[AdapterReference, str | None], asyncio.Future[tuple[AdapterFolder, str]]
+            tuple[AdapterReference, str | bool], asyncio.Future[tuple[AdapterFolder, str]]
         ] = {}
 
-    async def resolve(self, reference: AdapterReference, api_token: str | None) -> AdapterKey:
+    async def resolve(self, reference: AdapterReference, api_token: str | bool) -> AdapterKey:
         """Fetch the adapter, or find that it is here; AdapterError when it cannot be had.
+
+        api_token: the caller's, False for none, True for the server's own.
 
         Callers that ask for the same thing at once share one download; a caller that leaves
         does not end it for the others.
@@ -71,14 +74,14 @@ class AdapterDirectory:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _fetch(
-        self, reference: AdapterReference, api_token: str | None
+        self, reference: AdapterReference, api_token: str | bool
     ) -> tuple[AdapterFolder, str]:
         folder = self._sources.fetch(reference, api_token)
         # Hashing is skipped while no file's size or time has changed.
-        digest = self._digests.get(folder)
-        if digest is None:
-            digest = self._digests[folder] = content_digest(folder)
-        return folder, digest
+        known = self._digests.get(folder.folder)
+        if known is None or known[0] != folder.fingerprint:
+            known = self._digests[folder.folder] = (folder.fingerprint, content_digest(folder))
+        return folder, known[1]
 
     def _register(
         self, reference: AdapterReference, folder: AdapterFolder, digest: str
@@ -86,6 +89,9 @@ class AdapterDirectory:
         key = self._keys.get(digest)
         if key is None:
             key = self._keys[digest] = AdapterKey(next(self._next_key))
-            self._fetched[key] = FetchedAdapter(key, reference.id, str(folder.folder), digest)
+        # Names may share content: the folder to read is the one that was verified last.
+        self._fetched[key] = FetchedAdapter(
+            key, reference.id, str(folder.folder), digest, folder.fingerprint
+        )
         self._references[reference] = key
         return key

@@ -27,11 +27,16 @@ from scheduler import events
 
 
 class _Stream:
-    """One HTTP request's outcomes so far and the future that its unary call awaits."""
+    """One HTTP request's outcomes so far and the future that its unary call awaits.
+
+    scheduled: sequences that the scheduler has not ended; one may have its outcome already, when
+    it was failed or abandoned from here.
+    """
 
     def __init__(self, num_sequences: int, reply_to: ReplyAddress) -> None:
         self.reply_to = reply_to
         self.outcomes: list[SequenceOutcome | None] = [None] * num_sequences
+        self.scheduled = set(range(num_sequences))
         self.completion: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
 
     @property
@@ -69,9 +74,9 @@ class Streams:
         return stream.completion
 
     def close(self, request_id: str) -> list[int]:
-        """Forget a request (its client left, or it ended); returns the sequences still open."""
+        """Forget a request (its client left, or it ended); returns what the scheduler still has."""
         stream = self._streams.pop(request_id, None)
-        return stream.open_indices if stream is not None else []
+        return sorted(stream.scheduled) if stream is not None else []
 
     def take(self, event: events.Event) -> None:
         """Account for one event of the scheduler; `flush` sends the tokens."""
@@ -80,7 +85,9 @@ class Streams:
         if stream is None:
             return
         if isinstance(event, events.Ended):
-            stream.end(index, _outcome(event))
+            stream.scheduled.discard(index)
+            if stream.outcomes[index] is None:
+                stream.end(index, _outcome(event))
         else:
             run = TokenRun(request_id, index, event.start, event.tokens, event.logprobs)
             self._runs[stream.reply_to].append(run)
@@ -127,6 +134,8 @@ def _ending(ending: events.Ending) -> Ending:
         return Finished(ending)
     if isinstance(ending, events.Cancelled):
         return Cancelled()
+    if isinstance(ending, events.RanksFailure):
+        return Failed(ErrorKind.GENERATION, ending.message)
     retry = 5.0 if ending.refusal is AdapterRefusal.UNAVAILABLE else None
     return Failed(ErrorKind(ending.refusal.value), ending.message, retry)
 

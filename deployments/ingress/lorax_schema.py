@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 
-from configs.sampling import Sampling
+from configs.sampling import LARGEST_TOP_K, Sampling
 from deployments.contract import EngineInfo
 from deployments.ingress.engine import IngressSettings
 from deployments.ingress.errors import invalid
@@ -176,7 +176,7 @@ def sampling(given: GenerateParameters, seed: int, logprobs: int, schema: str) -
     drawn = sampled(given)
     return Sampling(
         temperature=_or(given.temperature, 1.0) if drawn else 0.0,
-        top_k=(given.top_k or 0) if drawn else 0,
+        top_k=min(given.top_k or 0, LARGEST_TOP_K) if drawn else 0,
         top_p=_or(given.top_p, 1.0) if drawn else 1.0,
         typical_p=_or(given.typical_p, 1.0) if drawn else 1.0,
         seed=seed,

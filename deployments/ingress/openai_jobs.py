@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from configs.sampling import Sampling, Stopping
+from configs.sampling import LARGEST_TOP_K, Sampling, Stopping
 from deployments.contract import EngineInfo, GenerateRequest, SequenceRequest
 from deployments.ingress.choices import spread_seed
 from deployments.ingress.engine import IngressSettings, Job, Served, stop_ids
@@ -136,7 +136,7 @@ def _sampling(body: Body, seed: int, stopping: Stopping, schema: str) -> Samplin
     masked = stopping.min_new_tokens > 0
     return Sampling(
         temperature=temperature,
-        top_k=max(0, body.top_k or 0) if drawn else 0,
+        top_k=min(max(0, body.top_k or 0), LARGEST_TOP_K) if drawn else 0,
         top_p=_or(body.top_p, 1.0) if drawn else 1.0,
         min_p=_or(body.min_p, 0.0) if drawn else 0.0,
         typical_p=_or(body.typical_p, 1.0) if drawn else 1.0,

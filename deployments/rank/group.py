@@ -41,6 +41,7 @@ class RayRanks:
         self._actors: list[ActorHandle] = []
         self._processes: list[tuple[str, int]] = []
         self._links: RankLinks | None = None
+        self._num_blocks: int | None = None
 
     def start(self) -> tuple[RankLinks, list[LoadReport]]:
         """Start, load and connect every rank; RanksLost says which step failed."""
@@ -55,7 +56,7 @@ class RayRanks:
             store = ray.get(self._actors[0].open_store.remote(size, timeout_s), timeout=timeout_s)
             logger.info("%d ranks placed in %.1f s, loading", size, time.monotonic() - began)
             measured = [actor.measure.remote(store, timeout_s) for actor in self._actors]
-            num_blocks = min(ray.get(measured, timeout=timeout_s))
+            num_blocks = self._agree(min(ray.get(measured, timeout=timeout_s)))
             allocated = [actor.allocate.remote(num_blocks) for actor in self._actors]
             reports: list[LoadReport] = ray.get(allocated, timeout=timeout_s)
             self._links = self._connect()
@@ -75,6 +76,17 @@ class RayRanks:
         for node, pid in self._processes:
             _kill_process(node, pid)
         self._actors, self._processes = [], []
+
+    def _agree(self, num_blocks: int) -> int:
+        """What the first group had room for; requests were admitted by it."""
+        if self._num_blocks is None:
+            self._num_blocks = num_blocks
+        if num_blocks < self._num_blocks:
+            raise RanksLost(
+                f"there is room for {num_blocks} cache blocks, not for {self._num_blocks} as at "
+                "the first start: the memory of the lost ranks is not free yet"
+            )
+        return self._num_blocks
 
     def _spawn(self, rank: int) -> ActorHandle:
         on_gpu = self._rank_bundle(rank).get("GPU", 0) > 0

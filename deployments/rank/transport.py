@@ -61,6 +61,10 @@ class Channel:
         with self._send_lock:
             self._socket.sendall(_LENGTH.pack(len(payload)) + payload)
 
+    def limit_sends(self, timeout_s: float) -> None:
+        """Have `send` raise TimeoutError (an OSError) when the peer takes nothing for so long."""
+        self._socket.settimeout(timeout_s)
+
     def receive(self) -> bytes | None:
         """Block for the next frame; None at the end of the stream."""
         while (frame := self._take_frame()) is None:
@@ -167,7 +171,8 @@ class Listener:
             hello = msgspec.msgpack.decode(frame, type=Hello)
         except (ConnectionError, msgspec.DecodeError):
             return None
-        return hello.rank if hmac.compare_digest(hello.secret, self._secret) else None
+        known = hmac.compare_digest(hello.secret.encode(), self._secret.encode())
+        return hello.rank if known else None
 
 
 def dial(address: Address, rank: int, same_node: bool) -> Channel:
@@ -186,8 +191,8 @@ def dial(address: Address, rank: int, same_node: bool) -> Channel:
 class RankLinks:
     """The driver's side of all ranks' channels; one thread sends and receives, any may wake."""
 
-    def __init__(self, channels: Sequence[Channel]) -> None:
-        """Take over connected channels, in rank order."""
+    def __init__(self, channels: Sequence[Channel], send_timeout_s: float = 30.0) -> None:
+        """Take over connected channels, in rank order; a send that takes longer is a loss."""
         self._channels = list(channels)
         self.num_ranks = len(self._channels)
         self._selector = selectors.DefaultSelector()
@@ -201,6 +206,7 @@ class RankLinks:
         self._wake_writer.setblocking(False)
         self._selector.register(self._wake_reader, selectors.EVENT_READ, None)
         for rank, channel in enumerate(self._channels):
+            channel.limit_sends(send_timeout_s)
             self._selector.register(channel, selectors.EVENT_READ, rank)
 
     def send(self, command: Command) -> None:

@@ -39,7 +39,7 @@ from deployments.rank.transport import Channel
 from modeling.batch import ForwardBatch, StepOutput
 from scheduler.plan import StepPlan
 
-_STAGING_THREADS = 2
+_STAGING_THREADS = 4
 
 logger = logging.getLogger("loray.rank.worker")
 

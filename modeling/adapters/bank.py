@@ -13,6 +13,7 @@ from configs.adapters import AdapterError, AdapterKey, AdapterRefusal, AdapterSh
 from modeling.adapters.peft import PeftAdapter, open_adapter
 from modeling.adapters.projection import Projection, Segments
 from modeling.transfer import to_device
+from sharding.sources import fingerprint
 
 PAGE_ROWS = 8
 
@@ -168,7 +169,13 @@ class AdapterBank:
         with self._lock:
             staged = self._staged.get(adapter.key)
         if staged is None:
-            staged = self._read(Path(adapter.folder))
+            folder = Path(adapter.folder)
+            staged = self._read(folder)
+            if adapter.fingerprint and fingerprint(folder) != adapter.fingerprint:
+                raise AdapterError(
+                    AdapterRefusal.UNAVAILABLE,
+                    f"adapter {adapter.name!r} changed while it was read: try again",
+                )
             with self._lock:
                 self._staged[adapter.key] = staged
         return staged.shape

@@ -4,6 +4,7 @@ The next token depends on the adapter's content and on every token before it, so
 batch, a stale place or a wrong slot shows up as wrong tokens.
 """
 
+import contextlib
 import socket
 import threading
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from modeling.batch import ForwardBatch, SampledTokens, StepOutput
 from scheduler.plan import Capacity
 
 VOCABULARY = 1000
+POISON = 5000
 
 
 def next_token(adapter: str, tokens: Sequence[int]) -> int:
@@ -44,10 +46,13 @@ def continuation(adapter: str, prompt: Sequence[int], count: int) -> list[int]:
 class FakeRunner:
     """Speaks `deployments.rank.worker.Runner`; adapters are named by their digest.
 
-    gate: steps wait for it, so that a test can hold a step in flight.
+    gate: steps wait for it, so that a test can hold a step in flight; staging_gate: adapters
+    whose name holds "slow" wait for that. poison: a token whose row breaks the step.
     """
 
     gate: threading.Event
+    staging_gate: threading.Event
+    poison: int
     tokens: dict[int, dict[int, int]] = field(default_factory=dict)
     slots: dict[int, int] = field(default_factory=dict)
     staged: dict[AdapterKey, str] = field(default_factory=dict)
@@ -63,6 +68,8 @@ class FakeRunner:
         for row in batch.rows:
             if row.samples:
                 known = self.tokens[row.place]
+                if self.poison in known.values():
+                    raise RuntimeError("this token breaks the step")
                 end = row.start + row.length
                 adapter = self.placed[slot] if (slot := self.slots[row.place]) >= 0 else ""
                 known[end] = next_token(adapter, [known[i] for i in range(end)])
@@ -79,6 +86,8 @@ class FakeRunner:
             raise AdapterError(AdapterRefusal.UNSUPPORTED, f"{adapter.name} is not a LoRA")
         if "crash" in adapter.name:
             raise RuntimeError("disk on fire")
+        if "slow" in adapter.name:
+            self.staging_gate.wait(20.0)
         self.staged[adapter.key] = adapter.digest
         return AdapterShape((1,), 100)
 
@@ -87,6 +96,12 @@ class FakeRunner:
 
     def drop(self, key: AdapterKey) -> None:
         self.staged.pop(key, None)
+
+
+def _work(worker: Worker) -> None:
+    """As an actor does: a step that raises ends the process, here the thread."""
+    with contextlib.suppress(RuntimeError):
+        worker.run()
 
 
 class FakeGroup:
@@ -105,6 +120,7 @@ class FakeGroup:
         )
         self.gate = threading.Event()
         self.gate.set()
+        self.staging_gate = threading.Event()
         self.starts = 0
         self.failing_starts = 0
         self.may_start = threading.Event()
@@ -121,10 +137,10 @@ class FakeGroup:
             self.failing_starts -= 1
             raise RanksLost("no room")
         pairs = [socket.socketpair() for _ in range(self.num_ranks)]
-        self.runners = [FakeRunner(self.gate) for _ in pairs]
+        self.runners = [FakeRunner(self.gate, self.staging_gate, POISON) for _ in pairs]
         self._ends = [Channel(theirs) for _, theirs in pairs]
         for rank, (runner, end) in enumerate(zip(self.runners, self._ends, strict=True)):
-            thread = threading.Thread(target=Worker(runner, rank, end).run, daemon=True)
+            thread = threading.Thread(target=_work, args=(Worker(runner, rank, end),), daemon=True)
             self._threads.append(thread)
             thread.start()
         self._links = RankLinks([Channel(ours) for ours, _ in pairs])
@@ -132,6 +148,7 @@ class FakeGroup:
 
     def stop(self) -> None:
         self.gate.set()
+        self.staging_gate.set()
         if self._links is not None:
             self._links.close()
         for thread in self._threads:

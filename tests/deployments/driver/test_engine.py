@@ -11,6 +11,7 @@ from configs.adapters import AdapterReference, AdapterSource
 from configs.engine import EngineConfig
 from configs.sampling import FinishReason, Sampling, Stopping
 from deployments.contract import (
+    Cancelled,
     Completion,
     ErrorKind,
     Failed,
@@ -22,7 +23,7 @@ from deployments.contract import (
 )
 from deployments.driver.engine import Engine
 from deployments.frames import FrameReceiver
-from tests.deployments.driver.fake_ranks import FakeGroup, continuation
+from tests.deployments.driver.fake_ranks import POISON, FakeGroup, continuation
 
 Story = Callable[[Engine, FakeGroup], Awaitable[None]]
 
@@ -31,7 +32,7 @@ Story = Callable[[Engine, FakeGroup], Awaitable[None]]
 def root(tmp_path: Path) -> Path:
     """A model folder, and adapter folders whose content is their name."""
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 1000, "eos_token_id": 7}))
-    for name in ("red", "blue", "broken", "crash", *(f"a{i}" for i in range(8))):
+    for name in ("red", "blue", "broken", "crash", "slow1", "slow2", *(f"a{i}" for i in range(8))):
         folder = tmp_path / "adapters" / name
         folder.mkdir(parents=True)
         (folder / "adapter_config.json").write_text(json.dumps({"name": name}))
@@ -236,6 +237,106 @@ def test_a_dead_rank_is_replaced_and_requests_go_on(root: Path) -> None:
         assert (await engine.describe()).healthy
 
     assert play(root, story).starts == 2
+
+
+def test_a_request_that_breaks_every_step_ends_and_the_others_go_on(root: Path) -> None:
+    """It is tried again after a loss of the ranks, but not for ever."""
+
+    async def story(engine: Engine, group: FakeGroup) -> None:
+        poison = engine.generate(request("poison", [1, POISON], 5), NOWHERE)
+        # Not in the poison's steps, or they would count as suspects too.
+        ending = (await poison).sequences[0].ending
+        assert isinstance(ending, Failed)
+        assert ending.kind is ErrorKind.GENERATION
+        assert "3 times in a row" in ending.message
+        answer = await engine.generate(request("good", [3], 9), NOWHERE)
+        assert tokens(answer) == [continuation("", [3], 9)]
+
+    assert play(root, story).starts == 4
+
+
+def test_requests_of_a_lost_ingress_are_cancelled_at_the_ranks(root: Path) -> None:
+    async def story(engine: Engine, group: FakeGroup) -> None:
+        group.gate.clear()
+        gone = asyncio.create_task(engine.generate(request("r", [5], 120), NOWHERE))
+        await asyncio.sleep(0.05)
+        engine.on_lost(NOWHERE)
+        assert isinstance((await gone).sequences[0].ending, Cancelled)
+        group.gate.set()
+        left = await engine.snapshot()
+        while left.running or left.draining or left.queued:
+            left = await engine.snapshot()
+        assert left.num_generated_tokens < 20, "it ran on for nobody"
+
+    play(root, story)
+
+
+def test_one_of_several_sequences_is_too_much_and_nobody_else_is_forgotten(root: Path) -> None:
+    """Both ends of such a request may reach the streams in any order."""
+
+    async def story(engine: Engine, group: FakeGroup) -> None:
+        asked = [engine.generate(request(f"r{i}", [i], 4, num=2), NOWHERE) for i in range(12)]
+        for answer in await asyncio.gather(*asked):
+            assert len({type(sequence.ending) for sequence in answer.sequences}) == 1
+
+    limits = {"max_step_tokens": 16, "max_running": 2, "max_queued": 3}
+    play(root, story, limits=limits)
+
+
+def test_a_value_that_no_plan_can_carry_is_refused(root: Path) -> None:
+    async def story(engine: Engine, group: FakeGroup) -> None:
+        bad = GenerateRequest("bad", [SequenceRequest([2**70], Sampling(), Stopping(3))])
+        ending = (await engine.generate(bad, NOWHERE)).sequences[0].ending
+        assert isinstance(ending, Failed)
+        assert ending.kind is ErrorKind.VALIDATION
+        answer = await engine.generate(request("good", [3], 9), NOWHERE)
+        assert tokens(answer) == [continuation("", [3], 9)]
+
+    play(root, story)
+
+
+def test_adapters_that_cannot_be_read_in_time_fail_and_others_are_served(root: Path) -> None:
+    async def story(engine: Engine, group: FakeGroup) -> None:
+        slow = [engine.generate(request(f"s{i}", [i], 5, f"slow{i}"), NOWHERE) for i in (1, 2)]
+        good = engine.generate(request("good", [3], 9, "red"), NOWHERE)
+        *late, answer = await asyncio.gather(*slow, good)
+        assert tokens(answer) == [continuation(digest_of(engine, "red"), [3], 9)]
+        for completion in late:
+            ending = completion.sequences[0].ending
+            assert isinstance(ending, Failed)
+            assert ending.kind is ErrorKind.ADAPTER_UNAVAILABLE
+
+    recovery = {"step_timeout_s": 0.2, "stage_timeout_s": 0.5}
+    assert play(root, story, recovery=recovery).starts == 1
+
+
+def test_names_of_equal_content_read_the_files_that_were_verified_last(root: Path) -> None:
+    async def story(engine: Engine, group: FakeGroup) -> None:
+        folder = root / "adapters"
+        (folder / "blue" / "adapter_config.json").write_bytes(
+            (folder / "red" / "adapter_config.json").read_bytes()
+        )
+        for name in ("red", "blue"):
+            await engine.generate(request(name, [1], 2, name), NOWHERE)
+        key = engine._directory._references[AdapterReference(AdapterSource.LOCAL, "red")]
+        assert key == engine._directory._references[AdapterReference(AdapterSource.LOCAL, "blue")]
+        (folder / "red" / "adapter_config.json").write_text('{"name": "new"}')
+        await engine.generate(request("again", [1], 2, "blue"), NOWHERE)
+        assert engine._directory.fetched(key).folder.endswith("blue")
+        await engine.generate(request("other", [1], 2, "red"), NOWHERE)
+        assert digest_of(engine, "red") != digest_of(engine, "blue")
+
+    play(root, story)
+
+
+@pytest.mark.parametrize("name", ["./red", "a" * 300, "red\0", "red/", "../adapters/red"])
+def test_odd_names_are_not_found(root: Path, name: str) -> None:
+    async def story(engine: Engine, group: FakeGroup) -> None:
+        ending = (await engine.generate(request("r", [1], 2, name), NOWHERE)).sequences[0].ending
+        assert isinstance(ending, Failed)
+        assert ending.kind is ErrorKind.ADAPTER_NOT_FOUND
+
+    play(root, story)
 
 
 def test_a_rank_that_hangs_is_replaced(root: Path) -> None:
