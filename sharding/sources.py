@@ -106,7 +106,8 @@ class AdapterSources:
         else:
             raise AdapterError(
                 AdapterRefusal.UNSUPPORTED,
-                f"adapter source {reference.source.value!r} is not served here: use hub or local",
+                f"adapter {reference.id!r}: source {reference.source.value!r} is not served here, use "
+                "hub or local",
             )
         return AdapterFolder(folder, self._inspect(folder, reference.id))
 
@@ -118,6 +119,7 @@ class AdapterSources:
 
     def _local(self, adapter_id: str) -> Path:
         plain = "\0" not in adapter_id and posixpath.normpath(adapter_id) == adapter_id
+        plain = plain and ".." not in adapter_id.split("/")
         for root in self._roots if plain and len(adapter_id) <= _LONGEST_ID else ():
             folder = (root / adapter_id).resolve()
             if folder.is_relative_to(root) and (folder / "adapter_config.json").is_file():

@@ -35,6 +35,7 @@ class Grammars:
 
     def __init__(self, folder: Callable[[], Path], vocab_size: int) -> None:
         """Begin to read the tokenizer in the model's folder, if llguidance is installed."""
+        self._folder = folder
         self._vocab_size = vocab_size
         self._answers: dict[int, _Answer] = {}
         self._pool: ThreadPoolExecutor | None = None
@@ -64,9 +65,20 @@ class Grammars:
             matcher.consume_tokens(list(tokens))
             return np.frombuffer(matcher.compute_bitmask(), dtype=np.int32)
         except Exception:
-            # The ingress has compiled the schema before; a rank must not stop over a request.
-            logger.exception("place %d answers without its schema", place)
-            return np.full(-(-self._vocab_size // 32), -1, dtype=np.int32)
+            # The ingress has compiled the schema before, so this is our fault or the tokenizer's.
+            # A rank must not stop over a request, and text that no schema held is not an answer.
+            logger.exception("place %d cannot follow its schema: its answer ends here", place)
+            return self._nothing_more()
+
+    def _nothing_more(self) -> npt.NDArray[np.int32]:
+        """Allow the tokens that end an answer, and no other."""
+        bits = np.zeros(-(-self._vocab_size // 32), dtype=np.uint32)
+        for end in self._ends():
+            bits[end // 32] |= np.uint32(1 << (end % 32))
+        return bits.view(np.int32)
+
+    def _ends(self) -> list[int]:
+        return [end for end in _end_ids(self._folder()) if end < self._vocab_size]
 
     def _matcher(self, schema: str) -> "LLMatcher":
         from llguidance import LLMatcher

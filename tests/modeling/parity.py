@@ -100,6 +100,7 @@ VOCABULARY_ADAPTERS: dict[str, AdapterRecipe] = {
         use_rslora=True,
         target_modules=(*LINEARS, "embed_tokens", "lm_head"),
         seed=23,
+        std=0.05,
         save_embeddings=True,
     ),
     "ends": AdapterRecipe(

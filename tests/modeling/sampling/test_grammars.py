@@ -114,13 +114,15 @@ def test_a_place_is_anybodys_afterwards(tmp_path: Path) -> None:
     assert ranks.grammars.num_tokens(0) == 0
 
 
-def test_what_cannot_be_compiled_stops_nobody(
+def test_what_cannot_be_compiled_ends_at_once_and_stops_nobody(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    grammars = Grammars(lambda: tmp_path / "nowhere", 40)
+    """Text that no schema held is not an answer: only the tokens that end it are allowed."""
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 37]}')
+    grammars = Grammars(lambda: tmp_path, 40)
     grammars.join(0, PERSON)
-    assert grammars.allowed(0, []).tolist() == [-1, -1]
-    assert "without its schema" in caplog.text
+    assert grammars.allowed(0, []).tolist() == [1 << 3, 1 << 5]
+    assert "its answer ends here" in caplog.text
 
 
 def test_a_runner_is_a_step_ahead_of_everybody_else(tmp_path: Path) -> None:
