@@ -106,8 +106,8 @@ class AdapterSources:
         else:
             raise AdapterError(
                 AdapterRefusal.UNSUPPORTED,
-                f"adapter {reference.id!r}: source {reference.source.value!r} is not served here, use "
-                "hub or local",
+                f"adapter {reference.id!r}: source {reference.source.value!r} is not served here, "
+                "use hub or local",
             )
         return AdapterFolder(folder, self._inspect(folder, reference.id))
 
