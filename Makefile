@@ -42,7 +42,7 @@ parity: $(READY)
 		--deselect tests/modeling/test_parity_doc.py \
 		tests/modeling/test_parity*.py tests/modeling/test_mutants*.py
 
-# BENCH=serving|offline|kernels|workload, ARGS=...: see each one's --help.
+# BENCH=serving|offline|kernels|scheduler|workload, ARGS=...: see each one's --help.
 BENCH ?= serving
 bench: $(READY)
 	$(BIN)/python -m benchmarks.$(BENCH) $(ARGS)

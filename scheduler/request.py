@@ -9,8 +9,11 @@ from enum import Enum
 
 from configs.adapters import AdapterKey
 from configs.sampling import FinishReason, Sampling, Stopping
-from scheduler.events import Ended, Ending, RequestId
+from scheduler.events import Ended, Ending, RanksFailure, RequestId
 from scheduler.plan import TokenLogprobs
+
+MAX_LOSSES = 3
+"""Losses of the ranks in a row, without a token between them, that end a request."""
 
 
 class Status(Enum):
@@ -103,6 +106,13 @@ class Request:
         self.computed = self.scheduled = self.pending = self.in_flight = self.registered = 0
         self.place = -1
         self.blocks = []
+
+    def count_loss(self) -> RanksFailure | None:
+        """Count a loss of the ranks if it was in a step; what ends it when that is too often."""
+        self.losses += self.in_flight > 0
+        if self.losses < MAX_LOSSES:
+            return None
+        return RanksFailure(f"the ranks failed {MAX_LOSSES} times in a row while this request ran")
 
     def ended(self, ending: Ending) -> Ended:
         """Mark the request as ended and tell its whole story."""

@@ -29,7 +29,6 @@ from scheduler.events import (
     Ending,
     Event,
     NewTokens,
-    RanksFailure,
     RequestId,
 )
 from scheduler.plan import Capacity, StepPlan, StepResult, TokenLogprobs
@@ -41,11 +40,6 @@ from scheduler.resident import AdapterState
 from scheduler.running import Running
 from scheduler.snapshot import Snapshot
 from scheduler.step import Step
-
-MAX_LOSSES = 3
-"""Losses of the ranks in a row that a request may live through while it is in a step."""
-
-_LOST_TOO_OFTEN = f"the ranks failed {MAX_LOSSES} times in a row while this request ran"
 
 MAX_CLAIMS_SEEN = 16
 """How many claims a step looks at, so that its cost does not grow with the adapters waiting."""
@@ -198,10 +192,9 @@ class Scheduler:
         for request in held:
             if request.status is Status.ENDED:
                 continue
-            request.losses += request.in_flight > 0
-            if request.losses >= MAX_LOSSES:
+            if (failure := request.count_loss()) is not None:
                 del self._requests[request.id]
-                events.append(request.ended(RanksFailure(_LOST_TOO_OFTEN)))
+                events.append(request.ended(failure))
                 continue
             request.rewind()
             self._queues.bring_back(request)

@@ -99,6 +99,11 @@ class Engine:
         assert self._loop is not None, "start comes first"
         return self._loop.reports
 
+    @property
+    def _capacity(self) -> Capacity:
+        """What every rank can hold: what requests are scheduled by, and clients are told."""
+        return _common([report.capacity for report in self.ranks])
+
     async def reconfigure(self, runtime: RuntimeConfig) -> None:
         """Apply an operator's settings in place; AdapterError names a pin that cannot be had."""
         changes = {
@@ -180,7 +185,7 @@ class Engine:
     async def describe(self) -> EngineInfo:
         """What is served, for validation and /info."""
         report = self.ranks[0]
-        capacity, limits = report.capacity, self._limits
+        capacity, limits = self._capacity, self._limits
         longest = capacity.max_total_tokens
         return EngineInfo(
             model_id=self._config.model.id,
@@ -204,7 +209,7 @@ class Engine:
     def _chosen(self) -> dict[str, str]:
         """What start-up decided, in words."""
         first = self.ranks[0]
-        pages = first.capacity
+        pages = self._capacity
         adapters = f"{pages.adapter_pages} of 8 rank rows a projection, {pages.adapter_slots} slots"
         return {
             "device": f"{first.device} x {len(self.ranks)}, {first.dtype}",

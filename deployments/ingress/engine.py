@@ -102,6 +102,7 @@ class Engine:
         self._asking = asyncio.Lock()
         self._asked = float("-inf")
         self._served: Served | None = None
+        self._silence: RequestError | None = None
 
     async def served(self) -> Served:
         """The engine as last described, whenever that was."""
@@ -117,12 +118,25 @@ class Engine:
         return Call(self._driver, self._mailbox, self._reply_to(), job.request, frames=listens)
 
     async def _refresh(self) -> Served:
+        came = time.monotonic()
         async with self._asking:
-            if self._served is None or time.monotonic() - self._asked > _INFO_SECONDS:
-                info = await self._describe()
-                self._served = Served(info, await self._text_of(info))
-                self._asked = time.monotonic()
+            stale = self._silence is not None or time.monotonic() - self._asked > _INFO_SECONDS
+            # Those who waited while another asked share its answer, also when there was none.
+            if stale and self._asked < came:
+                await self._ask()
+            if self._silence is not None:
+                raise self._silence
+            assert self._served is not None
             return self._served
+
+    async def _ask(self) -> None:
+        try:
+            info = await self._describe()
+            self._served = Served(info, await self._text_of(info))
+            self._silence = None
+        except RequestError as silence:
+            self._silence = silence
+        self._asked = time.monotonic()
 
     async def _describe(self) -> EngineInfo:
         try:

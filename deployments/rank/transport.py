@@ -89,8 +89,8 @@ class Channel:
     def _read_more(self) -> bool:
         try:
             chunk = self._socket.recv(_READ_BYTES)
-        except (ConnectionError, TimeoutError):
-            return False
+        except OSError:
+            return False  # the peer is gone, or this side was closed meanwhile
         self._buffer += chunk
         return bool(chunk)
 
