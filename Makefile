@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup serve test test-gpu check fmt parity bench clean
+.PHONY: setup serve test test-gpu check fmt parity bench soak clean
 
 setup: $(READY)
 
@@ -21,7 +21,7 @@ serve: $(READY)
 	@$(BIN)/loray serve serve_config.yaml
 
 test: $(READY)
-	$(BIN)/python -m pytest -m "not gpu"
+	$(BIN)/python -m pytest -m "not gpu" -n 2
 
 test-gpu: $(READY)
 	$(BIN)/python -c 'import torch; assert torch.cuda.is_available(), "no CUDA device here"'
@@ -42,10 +42,15 @@ parity: $(READY)
 		--deselect tests/modeling/test_parity_doc.py \
 		tests/modeling/test_parity*.py tests/modeling/test_mutants*.py
 
-# BENCH=serving|offline|kernels|scheduler|workload, ARGS=...: see each one's --help.
+# BENCH=table (all of docs/performance.md's figures) or one of serving|offline|kernels|all_reduce|scheduler|ingress|cpu|
+# workload|loading|churn|fairness|structured|local; ARGS=...: see --help.
 BENCH ?= serving
 bench: $(READY)
 	$(BIN)/python -m benchmarks.$(BENCH) $(ARGS)
+
+# 10,000 requests over 500 adapters, a third cancelled: a few minutes on a CPU.
+soak: $(READY)
+	$(BIN)/python -m benchmarks.soak $(ARGS)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

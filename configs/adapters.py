@@ -5,6 +5,8 @@ from typing import NewType
 
 import msgspec
 
+from configs.merging import MergeRule
+
 AdapterKey = NewType("AdapterKey", int)
 """The driver's short name for one content digest; 0 is never used."""
 
@@ -18,11 +20,21 @@ class AdapterSource(StrEnum):
 
 
 class AdapterReference(msgspec.Struct, frozen=True):
-    """How a client names an adapter: (source, id, revision)."""
+    """How a client names an adapter: (source, id, revision), or a merge of some.
+
+    parts, rule: of a merge, whose source and id are for people.
+    """
 
     source: AdapterSource
     id: str
     revision: str | None = None
+    parts: tuple["AdapterReference", ...] = ()
+    rule: MergeRule | None = None
+
+    @property
+    def members(self) -> tuple["AdapterReference", ...]:
+        """Every adapter that is asked for: itself, or the parts of the merge."""
+        return self.parts or (self,)
 
 
 def parse_reference(text: str, default_source: AdapterSource) -> AdapterReference:
@@ -48,6 +60,7 @@ class FetchedAdapter(msgspec.Struct, frozen=True):
 
     fingerprint: name, size in bytes and modification time in ns of the files that were digested;
     a reader compares it, so that other bytes are never served under this key. () is not compared.
+    parts, rule: of a merge, which has no folder of its own; its digest is that of the recipe.
     """
 
     key: AdapterKey
@@ -55,6 +68,13 @@ class FetchedAdapter(msgspec.Struct, frozen=True):
     folder: str
     digest: str
     fingerprint: tuple[tuple[str, int, int], ...] = ()
+    parts: tuple["FetchedAdapter", ...] = ()
+    rule: MergeRule | None = None
+
+    @property
+    def members(self) -> tuple["FetchedAdapter", ...]:
+        """Every adapter whose files are read: itself, or the parts of the merge."""
+        return self.parts or (self,)
 
 
 class AdapterShape(msgspec.Struct, frozen=True):
@@ -86,3 +106,12 @@ class AdapterError(Exception):
         super().__init__(message)
         self.refusal = refusal
         self.message = message
+
+
+class AdapterDeferred(Exception):
+    """A rank's host tier has no room for an adapter now; `shape` says what it will take."""
+
+    def __init__(self, shape: AdapterShape) -> None:
+        """Keep the shape: the next try is made when there is room for it."""
+        super().__init__(f"no room for {shape.host_bytes} bytes in the host tier now")
+        self.shape = shape

@@ -1,11 +1,14 @@
 """One engine: a model over a group of ranks, its cache, its budgets, its adapters."""
 
 from enum import StrEnum
+from typing import Any
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from configs.adapters import AdapterSource
 from configs.base import Config
+from configs.fetching import FetchConfig, S3Config
+from configs.lorax_names import ADAPTERS, IDLE_ADAPTERS, limits, ours
 from configs.model import ModelConfig
 
 
@@ -26,13 +29,41 @@ class AttentionBackend(StrEnum):
     FLASHINFER = "flashinfer"
 
 
+class AllReduce(StrEnum):
+    """What sums between GPUs go through; AUTO takes the fastest as measured at start.
+
+    SYMMETRIC refuses to start where peers' memory cannot be mapped. Ranks on CPU use gloo.
+    """
+
+    AUTO = "auto"
+    NCCL = "nccl"
+    SYMMETRIC = "symmetric"
+
+
+class CudaGraphs(StrEnum):
+    """Which steps are recorded at start and replayed, on a GPU.
+
+    DECODE: steps in which every request computes one token. ALL: steps with prompts in them too,
+    but for their attention. NONE: every step is launched kernel by kernel.
+    """
+
+    NONE = "none"
+    DECODE = "decode"
+    ALL = "all"
+
+
 class CacheDType(StrEnum):
-    """The type of cached keys and values; AUTO takes the model's."""
+    """The type of cached keys and values; AUTO takes the model's.
+
+    FP8 (e4m3): a byte a value, with scales from the checkpoint or measured at start. It changes
+    results; docs/operations.md says by how much, and which attention backends have it.
+    """
 
     AUTO = "auto"
     FLOAT32 = "float32"
     FLOAT16 = "float16"
     BFLOAT16 = "bfloat16"
+    FP8 = "fp8"
 
 
 class CacheConfig(Config):
@@ -53,17 +84,36 @@ class LimitsConfig(Config):
 
     max_step_tokens: the token budget of one step; long prompts are cut into chunks of it.
     max_running: requests that may hold a place on the ranks at once.
-    max_queued: requests that may wait; beyond it clients get 429.
+    max_queued: requests that may wait; beyond it clients get 429, but for adapters with less
+    than an equal part of the queue.
     max_total_tokens: prompt plus generated tokens of one request; None: the model's own length.
+    max_batch_total_tokens: an upper bound of the cache in tokens; None: what memory allows.
+    LoRAX's names are understood too (`configs/lorax_names.py`).
     """
 
     max_step_tokens: PositiveInt = 2048
     max_running: PositiveInt = 256
-    max_queued: NonNegativeInt = 1024
+    max_queued: NonNegativeInt = 768
     max_total_tokens: PositiveInt | None = None
     max_input_tokens: PositiveInt | None = None
+    max_batch_total_tokens: PositiveInt | None = None
     max_stop_sequences: PositiveInt = 4
     max_best_of: PositiveInt = 2
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_our_names(cls, given: Any) -> Any:
+        return limits(given, cls.model_fields["max_running"].default)
+
+    @model_validator(mode="after")
+    def _cache_holds_a_request(self) -> "LimitsConfig":
+        total, cache = self.max_total_tokens, self.max_batch_total_tokens
+        if total is not None and cache is not None and total > cache:
+            raise ValueError(
+                f"max_total_tokens ({total}) must not be more than max_batch_total_tokens "
+                f"({cache}): one request must fit the cache"
+            )
+        return self
 
 
 class AdaptersConfig(Config):
@@ -73,11 +123,20 @@ class AdaptersConfig(Config):
     device_pages: pages of 8 rank rows in each projection's device pool.
     max_device_adapters: how many adapters may be on the device at once.
     max_rank: the largest rank that is served.
-    host_bytes: the host tier of each rank.
+    host_bytes: the host tier of each rank, taken at start and, for CUDA, pinned.
+    staging_threads: adapters that a rank reads from disk side by side.
     preload: references loaded before the server is ready.
+    max_file_bytes: of one adapter's files. fetch_timeout_s: the longest that a request waits for
+    them; the download goes on. hub_endpoint: None is huggingface_hub's own (HF_ENDPOINT).
+    s3: None serves nothing from there. share_hub_token: requests without a token of the hub use
+    the server's. allow_pickle: take adapter_model.bin too (tensors alone).
+    max_known: contents that are remembered, so that the same bytes find their prefix cache again.
     memory_fraction: share of device memory for the pools when device_pages is None.
     vocabulary: serve LoRA on embeddings and head too; their pools are as wide as the vocabulary,
     and decode steps with such adapters are not captured.
+    vocabulary_copies: adapters with a whole embedding or head of their own (PEFT's
+    modules_to_save) that may be on the device at once; each place takes both matrices' bytes.
+    LoRAX's names are understood too (`configs/lorax_names.py`).
     """
 
     enabled: bool = True
@@ -88,10 +147,33 @@ class AdaptersConfig(Config):
     max_device_adapters: PositiveInt = 64
     max_rank: PositiveInt = 128
     vocabulary: bool = False
+    vocabulary_copies: NonNegativeInt = 0
     host_bytes: PositiveInt = 4 * 2**30
+    staging_threads: PositiveInt = 4
     preload: tuple[str, ...] = ()
     max_file_bytes: PositiveInt = 8 * 2**30
     fetch_timeout_s: PositiveFloat = 120.0
+    fetch: FetchConfig = FetchConfig()
+    hub_endpoint: str | None = None
+    s3: S3Config | None = None
+    share_hub_token: bool = False
+    allow_pickle: bool = False
+    max_known: PositiveInt = 100_000
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_our_names(cls, given: Any) -> Any:
+        return ours(given, ADAPTERS, IDLE_ADAPTERS)
+
+    @model_validator(mode="after")
+    def _copies_need_open_ends(self) -> "AdaptersConfig":
+        """Whole matrices come in by the same door as factors."""
+        if self.vocabulary_copies and not self.vocabulary:
+            raise ValueError(
+                f"adapters.vocabulary_copies ({self.vocabulary_copies}) needs adapters.vocabulary: "
+                "set it to true"
+            )
+        return self
 
 
 class RecoveryConfig(Config):
@@ -110,6 +192,8 @@ class EngineConfig(Config):
     tensor_parallel: PositiveInt = 1
     device: Device = Device.AUTO
     attention: AttentionBackend = AttentionBackend.AUTO
+    all_reduce: AllReduce = AllReduce.AUTO
+    cuda_graphs: CudaGraphs = CudaGraphs.DECODE
     cpu_threads: PositiveInt = Field(default=1, description="torch threads of a CPU rank")
     cache: CacheConfig = CacheConfig()
     limits: LimitsConfig = LimitsConfig()

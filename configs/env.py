@@ -26,13 +26,39 @@ def export_throughput_mode() -> None:
 RANK_ENVIRONMENT = {
     # Every rank of a node sees all of its GPUs: peers' memory cannot be mapped otherwise.
     "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+    # NVLink multicast is not used; torch would set it up with every symmetric buffer.
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
 }
+
+
+def export_rank_environment() -> None:
+    """Set it for processes that start from here without Ray, keeping what the user has set."""
+    for name, value in RANK_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
 
 
 def cuda_ordinal(gpu_id: str) -> int:
     """CUDA's number, in this process, for the GPU that Ray assigned by its id."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return visible.split(",").index(gpu_id) if visible else int(gpu_id)
+
+
+def secret(name: str) -> str:
+    """The value of a variable that a config names; ValueError if it is not there or empty."""
+    value = os.environ.get(name, "")
+    if not value:
+        raise ValueError(f"the config names the environment variable {name}, which is not set")
+    return value
+
+
+def client_setting(name: str, given: str | None) -> str | None:
+    """What a command was given, else the variable of that name; None without either."""
+    return given if given is not None else os.environ.get(name) or None
+
+
+def environment_with(name: str, value: str | None) -> dict[str, str]:
+    """What a process started from here is to find: all there is, and this."""
+    return {**os.environ, **({} if value is None else {name: value})}
 
 
 def proxy_mode() -> str:

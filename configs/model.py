@@ -24,11 +24,24 @@ class LoadFormat(StrEnum):
 
 
 class Quantize(StrEnum):
-    """Weights in 8 or 4 bits as they are loaded, by bitsandbytes; the values are LoRAX's words."""
+    """Weights in 8 or 4 bits as they are loaded, by bitsandbytes; the values are LoRAX's words.
+
+    In 8 bits an answer depends on its batch: all rows together decide which columns of their
+    inputs are not rounded.
+    """
 
     NONE = "none"
     BITSANDBYTES = "bitsandbytes"
     BITSANDBYTES_NF4 = "bitsandbytes-nf4"
+
+
+class ToolParser(StrEnum):
+    """How the model writes calls of tools; AUTO finds out by its chat template."""
+
+    AUTO = "auto"
+    HERMES = "hermes"
+    LLAMA3_JSON = "llama3_json"
+    MISTRAL = "mistral"
 
 
 class ModelConfig(Config):
@@ -38,7 +51,8 @@ class ModelConfig(Config):
     too, so the demo is found from any working directory. allow_pickle: read the tensors of
     pytorch_model.bin where there are no safetensors; nothing else in it is unpickled.
     trust_remote_code: run the Python files of the model's own repository, for architectures that
-    only those know. quantize: needs a GPU; such models run in transformers' code, on one rank.
+    only those know. quantize: such models run in transformers' code, on one rank.
+    tool_parser: how calls are found in answers to chats with tools.
     """
 
     id: str
@@ -51,6 +65,7 @@ class ModelConfig(Config):
     allow_pickle: bool = False
     trust_remote_code: bool = False
     quantize: Quantize = Quantize.NONE
+    tool_parser: ToolParser = ToolParser.AUTO
 
     @property
     def served_name(self) -> str:

@@ -18,6 +18,14 @@ class FinishReason(StrEnum):
     STOP_STRING = "stop_sequence"
 
 
+class Pooling(StrEnum):
+    """Which of a prompt's final hidden states make its embedding: all of them, or the last."""
+
+    NONE = "none"
+    MEAN = "mean"
+    LAST = "last"
+
+
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
     """How the next token is chosen from the logits.
 
@@ -28,9 +36,12 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     top_p, min_p, typical_p. Off are penalties of 1, 0 and 0, top_k 0, top_p 1, min_p 0 and
     typical_p 1. The noise depends on (seed, position, vocabulary id) alone, so batch mates never
     change a sample.
-    json_schema is the text of a schema that the answer must fit, "" for none.
+    json_schema is the text of a schema that the answer must fit, "" for none; grammar is the same
+    for a grammar in Lark as llguidance reads it. One of them at most is given.
     logprobs is the number of most likely alternatives to report with each token, -1 for
     no logprobs at all; they are those of the model's own distribution (before all of this).
+    prompt_logprobs is the same for the prompt's own tokens, from the second on. pooling makes an
+    embedding of the prompt; such a sequence generates nothing.
     """
 
     temperature: float = 0.0
@@ -48,6 +59,9 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     masked_ids: tuple[int, ...] = ()
     masked_tokens: int = 0
     json_schema: str = ""
+    grammar: str = ""
+    prompt_logprobs: int = -1
+    pooling: Pooling = Pooling.NONE
 
     def __post_init__(self) -> None:
         """Refuse values outside their domain; the messages name the field."""
@@ -58,8 +72,20 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             count = len(self.logit_bias)
             raise ValueError(f"logit_bias has {count} tokens; at most {MAX_LOGIT_BIAS} are allowed")
+        if self.json_schema and self.grammar:
+            raise ValueError("json_schema and grammar exclude each other")
         if not all(id >= 0 and isfinite(bias) for id, bias in self.logit_bias):
             raise ValueError("logit_bias must have ids >= 0 and finite values")
+
+    @property
+    def about_prompt(self) -> bool:
+        """Whether anything is asked about the prompt itself."""
+        return self.prompt_logprobs >= 0 or self.pooling is not Pooling.NONE
+
+    @property
+    def constraint(self) -> str:
+        """What the answer must fit, "" for anything: schemas begin with {, grammars never do."""
+        return self.json_schema or self.grammar
 
     @property
     def penalised(self) -> bool:
@@ -69,7 +95,7 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     @property
     def adjusted(self) -> bool:
         """Whether the logits may change before anything is chosen."""
-        own = self.logit_bias or self.masked_ids or self.watermark or self.json_schema
+        own = self.logit_bias or self.masked_ids or self.watermark or self.constraint
         return bool(own) or self.penalised
 
     @property
@@ -102,7 +128,8 @@ _DOMAINS: Mapping[str, _Domain] = {
 class Stopping(msgspec.Struct, frozen=True, array_like=True):
     """When a sequence ends; stop strings are matched by the ingress, not here.
 
-    max_new_tokens counts every generated token, the end-of-sequence token included.
+    max_new_tokens counts every generated token, the end-of-sequence token included; at 0 the
+    prompt is computed and the sequence ends by its length.
     stop_token_ids end the sequence once min_new_tokens are there; () when they are ignored.
     Whoever wants none of them among the first tokens masks them too, see Sampling.
     """
@@ -112,6 +139,6 @@ class Stopping(msgspec.Struct, frozen=True, array_like=True):
     min_new_tokens: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse an empty budget."""
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be >= 1, got {self.max_new_tokens}")
+        """Refuse a negative budget."""
+        if self.max_new_tokens < 0:
+            raise ValueError(f"max_new_tokens must be >= 0, got {self.max_new_tokens}")

@@ -4,8 +4,11 @@ from enum import StrEnum
 
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 
+from configs.api import ApiConfig
 from configs.base import Config
+from configs.embeddings import EmbeddingsConfig
 from configs.engine import EngineConfig
+from configs.observability import ObservabilityConfig
 
 
 class Placement(StrEnum):
@@ -25,6 +28,9 @@ class ServeConfig(Config):
     """
 
     engine: EngineConfig
+    api: ApiConfig = ApiConfig()
+    embeddings: EmbeddingsConfig = EmbeddingsConfig()
+    observability: ObservabilityConfig = ObservabilityConfig()
     placement: Placement = Placement.STRICT_PACK
     driver_cpus: NonNegativeFloat = 1.0
     rank_cpus: NonNegativeFloat = 1.0

@@ -3,11 +3,17 @@
 import ray
 from ray import serve
 from ray.serve import Application
+from ray.serve.config import RequestRouterConfig
 
+from configs.architectures.select import load_architecture, padded_reason
 from configs.engine import Device, EngineConfig
+from configs.observability import LogFormat, ObservabilityConfig
 from configs.serve import ServeConfig
 from deployments.driver.deployment import DriverDeployment
+from deployments.driver.router import AdapterRouter
+from deployments.driver.routing import REPORT_SECONDS, STALE_SECONDS
 from deployments.ingress.deployment import IngressDeployment
+from sharding.sources.model import ModelNotFound, fetch_model_config
 
 
 def build(config: ServeConfig) -> Application:
@@ -20,13 +26,16 @@ def build(config: ServeConfig) -> Application:
         ray_actor_options={"num_cpus": config.driver_cpus},
         placement_group_bundles=bundles(config),
         placement_group_strategy=config.placement.value,
+        **_logging(config.observability),
         max_ongoing_requests=config.max_ongoing_requests,
         graceful_shutdown_timeout_s=config.request_timeout_s,
         graceful_shutdown_wait_loop_s=0.5,
         max_constructor_retry_count=2,
+        request_router_config=_routing(),
     )
     ingress = serve.deployment(IngressDeployment, name="Ingress").options(
         ray_actor_options={"num_cpus": config.ingress_cpus},
+        **_logging(config.observability),
         max_ongoing_requests=config.max_ongoing_requests,
         graceful_shutdown_timeout_s=config.request_timeout_s,
         graceful_shutdown_wait_loop_s=0.5,
@@ -34,12 +43,49 @@ def build(config: ServeConfig) -> Application:
     return ingress.bind(config, driver.bind(config))
 
 
+def _routing() -> RequestRouterConfig:
+    """Requests go where their adapters are; what replicas tell is asked for often enough."""
+    return RequestRouterConfig(
+        request_router_class=AdapterRouter,
+        request_routing_stats_period_s=REPORT_SECONDS,
+        request_routing_stats_timeout_s=STALE_SECONDS,
+    )
+
+
+def _logging(config: ObservabilityConfig) -> dict[str, dict[str, str]]:
+    """Serve writes the replicas' lines; its own `logging_config` holds unless JSON is asked for."""
+    if config.log_format is LogFormat.JSON:
+        return {"logging_config": {"encoding": "JSON"}}
+    return {}
+
+
 def bundles(config: ServeConfig) -> list[dict[str, float]]:
-    """A replica's placement group: the driver's bundle first, then one a rank."""
+    """A replica's placement group: the driver's bundle first, then one a rank.
+
+    A padded model is one rank, with all the GPUs; ValueError where it cannot be spread.
+    """
+    engine, on_gpu = config.engine, _on_gpu(config.engine)
     rank: dict[str, float] = {"CPU": config.rank_cpus}
-    if _on_gpu(config.engine):
+    why = _why_padded(engine) if engine.tensor_parallel > 1 else None
+    if why is not None:
+        if not on_gpu:
+            raise ValueError(
+                f"engine.tensor_parallel ({engine.tensor_parallel}) must be 1 for this model on a "
+                f"CPU: {why}, so it runs whole in one rank"
+            )
+        return [{"CPU": config.driver_cpus}, rank | {"GPU": engine.tensor_parallel}]
+    if on_gpu:
         rank["GPU"] = 1
-    return [{"CPU": config.driver_cpus}] + [rank] * config.engine.tensor_parallel
+    return [{"CPU": config.driver_cpus}] + [rank] * engine.tensor_parallel
+
+
+def _why_padded(engine: EngineConfig) -> str | None:
+    """Why the model is no paged one; None too where its config cannot be read from here."""
+    try:
+        folder = fetch_model_config(engine.model)
+    except ModelNotFound:
+        return None  # It may lie on the ranks' nodes alone; they refuse what they cannot cut.
+    return padded_reason(load_architecture(folder), engine.model.quantize)
 
 
 def _on_gpu(engine: EngineConfig) -> bool:

@@ -1,139 +1,215 @@
-"""`loray serve`: a local Ray cluster with what LoRay recommends, the app, and a clean end."""
+"""`loray`: the commands and their options; what each does is in deployments/commands.
 
-import argparse
-import json
-import os
-import signal
-import subprocess
-import sys
-import threading
-import time
-import urllib.error
-import urllib.request
+Those modules are imported when their command runs, so that `loray --help` answers at once.
+"""
+
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-import yaml
+import typer
 
-from configs.env import export_throughput_mode, proxy_mode
+from configs.env import client_setting
 
-_POLL_SECONDS = 0.5
-_READY_SECONDS = 900.0
+app = typer.Typer(
+    help="One base model and thousands of LoRA adapters, served on Ray.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+adapters = typer.Typer(
+    help="The adapters of a running server: what it has, load, unload, pin.", no_args_is_help=True
+)
+app.add_typer(adapters, name="adapters")
 
+_PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a subcommand; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="loray", description="Serve a base model and its LoRAs.")
-    commands = parser.add_subparsers(required=True)
-    serve = commands.add_parser("serve", help="start Ray here, serve a config until Ctrl-C")
-    serve.add_argument("config", nargs="?", default="serve_config.yaml", type=Path)
-    serve.add_argument("--no-dashboard", action="store_true", help="start Ray without its page")
-    serve.set_defaults(run=_serve)
-    parsed = parser.parse_args(arguments)
-    status: int = parsed.run(parsed)
-    return status
-
-
-def _serve(parsed: argparse.Namespace) -> int:
-    if not parsed.config.is_file():
-        print(f"loray: {parsed.config} is not a file: name a Serve config", file=sys.stderr)
-        return 2
-    config = yaml.safe_load(parsed.config.read_text())
-    export_throughput_mode()
-    leaving = threading.Event()
-    for name in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(name, lambda *_: leaving.set())
-
-    import ray  # Ray reads the environment when it is imported, so not before the export.
-    from ray import serve
-
-    _say("starting Ray")
-    context = ray.init(
-        namespace="serve", include_dashboard=not parsed.no_dashboard, logging_level="warning"
-    )
-    address = context.address_info["gcs_address"]
-    dashboard = f"http://{context.dashboard_url}" if context.dashboard_url else "off"
-    try:
-        _say(f"deploying {parsed.config}")
-        _deploy(parsed.config, address)
-        if _wait_until_running(serve, leaving):
-            _announce(config, dashboard, address)
-            leaving.wait()
-        status = 0 if leaving.is_set() else 1
-    finally:
-        _say("shutting down")
-        serve.shutdown()
-        ray.shutdown()
-    return status
+Url = Annotated[
+    str | None,
+    typer.Option(help="Of the server; default: $LORAY_URL, else http://127.0.0.1:8000"),
+]
+ApiKey = Annotated[str | None, typer.Option(help="Where keys are needed; default: $LORAY_API_KEY")]
+AdminKey = Annotated[
+    str | None, typer.Option(help="Where keys are needed; default: $LORAY_ADMIN_KEY")
+]
+Names = Annotated[list[str], typer.Argument(metavar="NAME...", help="[source:]id[@revision]")]
+Adapter = Annotated[str, typer.Option(help="The adapter, by name; none: the base model")]
+MaxTokens = Annotated[int | None, typer.Option(help="The longest answer")]
+Temperature = Annotated[float | None, typer.Option(help="0 is greedy")]
 
 
-def _deploy(config: Path, address: str) -> None:
-    """Hand the config to Serve's own command, which needs no dashboard for it."""
-    command = [sys.executable, "-m", "ray.serve.scripts", "run", "--non-blocking"]
-    arguments = [*command, "--address", address, str(config)]
-    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"loray: the config was refused:\n{done.stderr}{done.stdout}")
+@app.command()
+def serve(
+    what: Annotated[
+        str, typer.Argument(metavar="MODEL|CONFIG.yaml", help="a folder, a hub id, or a config")
+    ] = "serve_config.yaml",
+    adapters: Annotated[
+        list[Path] | None, typer.Option(help="Folder whose adapters are served (repeatable)")
+    ] = None,
+    tp: Annotated[int | None, typer.Option(help="GPUs, or CPU processes, of one replica")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: what is here")] = None,
+    host: Annotated[str | None, typer.Option(help="0.0.0.0: reachable from elsewhere")] = None,
+    port: Annotated[int | None, typer.Option(help="Default: 8000")] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Any other setting (repeatable), as in "
+                     "engine.limits.max_running=64"),
+    ] = None,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Print the yaml that this comes to, and end")
+    ] = False,
+    no_dashboard: Annotated[
+        bool, typer.Option("--no-dashboard", help="Start Ray without its page")
+    ] = False,
+) -> None:  # fmt: skip
+    """Start Ray here and serve a model, or a yaml, until Ctrl-C."""
+    from deployments.commands import launch
+
+    told = {
+        "adapters": adapters and tuple(adapters),
+        "tensor_parallel": tp,
+        "device": device,
+        "host": host,
+        "port": port,
+        "settings": set_ and tuple(set_),
+    }
+    options = {name: value for name, value in told.items() if value is not None}
+    launch.launch(what, options, print_only=print_config, dashboard=not no_dashboard)
 
 
-def _wait_until_running(serve: Any, leaving: threading.Event) -> bool:
-    """Print each change of status; False when an app failed or the user left."""
-    told: dict[str, str] = {}
-    deadline = time.monotonic() + _READY_SECONDS
-    while not leaving.wait(_POLL_SECONDS) and time.monotonic() < deadline:
-        apps = serve.status().applications
-        for title, app in apps.items():
-            parts = [f"{name} {part.status.value}" for name, part in app.deployments.items()]
-            line = ", ".join([app.status.value, *parts]).lower()
-            if line != told.get(title):
-                told[title] = line
-                _say(line if len(apps) == 1 else f"{title}: {line}")
-            if app.status.value in ("DEPLOY_FAILED", "UNHEALTHY"):
-                print(app.message, file=sys.stderr)
-                return False
-        if apps and all(app.status.value == "RUNNING" for app in apps.values()):
-            return True
-    return False
+@app.command()
+def generate(
+    prompt: str,
+    adapter: Adapter = "",
+    url: Url = None,
+    api_key: ApiKey = None,
+    max_tokens: MaxTokens = 256,
+    temperature: Temperature = 0.0,
+) -> None:
+    """Print how a prompt goes on, as it comes."""
+    from deployments.commands import ask
+
+    body = _body(adapter, max_tokens, temperature)
+    ask.generate(_server(url, api_key), prompt, body)
 
 
-def _announce(config: dict[str, Any], dashboard: str, address: str) -> None:
-    """Each app's URL and what was chosen for it, the dashboard, a line to try."""
-    options = config.get("http_options", {})
-    server = f"http://{options.get('host', '127.0.0.1')}:{options.get('port', 8000)}"
-    urls = [f"{server}{app.get('route_prefix', '/')}".rstrip("/") for app in config["applications"]]
-    for url in urls:
-        info = _fetch_info(url)
-        print(f"\nLoRay serves {info.get('model_id')} on {url}")
-        _tell(info.get("chosen", {}))
-    if len(urls) > 1:
-        print("\nall of them")
-    _tell({"http front": proxy_mode(), "ray dashboard": dashboard, "ray address": address})
-    body = {"inputs": "What is the capital of France?", "parameters": {"adapter_id": "pirate"}}
-    print(f"\nTry:\n  curl {urls[0]}/generate -H 'content-type: application/json' \\")
-    print(f"    -d '{json.dumps(body)}'\n\nCtrl-C ends it.", flush=True)
+@app.command()
+def chat(
+    adapter: Adapter = "",
+    url: Url = None,
+    api_key: ApiKey = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    system: Annotated[str | None, typer.Option(help="What the model is told first")] = None,
+) -> None:
+    """Talk to the model; Ctrl-C stops an answer, Ctrl-D ends."""
+    from deployments.commands import ask
+
+    body = _body(adapter, max_tokens, temperature)
+    ask.Chat(_server(url, api_key), body, system).run(input)
 
 
-def _tell(choices: dict[str, str]) -> None:
-    for what, choice in choices.items():
-        print(f"  {what:14} {choice}")
+@app.command()
+def check_adapter(
+    path: Annotated[Path, typer.Argument(help="a folder as PEFT saves it")],
+    model: Annotated[str, typer.Option(help="The base model's folder or hub id, or a config")],
+    max_rank: Annotated[int | None, typer.Option(help="As on the server; default: 128")] = None,
+    vocabulary: Annotated[
+        bool | None, typer.Option(help="Whether the server adapts embedding and head")
+    ] = None,
+) -> None:
+    """Say whether an adapter would be served exactly, or every reason why not (exit code 1)."""
+    from deployments.commands import check
+
+    check.check(path, model, {"max_rank": max_rank, "vocabulary": vocabulary})
 
 
-def _fetch_info(url: str) -> dict[str, Any]:
-    """Ask the app itself; its front may need a moment longer than the app."""
-    for _ in range(60):
-        try:
-            with urllib.request.urlopen(f"{url}/info", timeout=5) as answer:
-                info: dict[str, Any] = json.load(answer)
-                return info
-        except (urllib.error.URLError, ConnectionError, TimeoutError):
-            time.sleep(_POLL_SECONDS)
-    raise SystemExit(f"loray: the app runs, but {url}/info does not answer")
+@app.command(context_settings=_PASSED_ON)
+def bench(context: typer.Context, url: Url = None, api_key: ApiKey = None) -> None:
+    """Measure a running server; further options are those of `python -m benchmarks.serving`."""
+    from deployments.commands import bench
+
+    key = client_setting("LORAY_API_KEY", api_key)
+    bench.bench(_url(url), key, context.args)
 
 
-def _say(line: str) -> None:
-    print(f"[loray {os.getpid()}] {line}", flush=True)
+@adapters.command("list")
+def list_adapters(
+    url: Url = None,
+    admin_key: AdminKey = None,
+    as_json: Annotated[bool, typer.Option("--json", help="As the server tells it")] = False,
+) -> None:
+    """Every adapter that a replica knows, with what it is doing."""
+    from deployments.commands import adapters
+
+    adapters.show(_controlled(url, admin_key), as_json)
+
+
+@adapters.command()
+def load(
+    names: Names,
+    pin: Annotated[bool, typer.Option("--pin", help="Keep it on the device")] = False,
+    api_token: Annotated[str | None, typer.Option(help="The hub's, to fetch it with")] = None,
+    url: Url = None,
+    admin_key: AdminKey = None,
+) -> None:
+    """Fetch and stage adapters on all replicas, before anybody asks for them."""
+    from deployments.commands import adapters
+
+    adapters.load(_controlled(url, admin_key), names, pin, api_token)
+
+
+@adapters.command()
+def unload(names: Names, url: Url = None, admin_key: AdminKey = None) -> None:
+    """Drop adapters from all replicas once their requests have ended."""
+    from deployments.commands import adapters
+
+    adapters.unload(_controlled(url, admin_key), names)
+
+
+@adapters.command()
+def pin(names: Names, url: Url = None, admin_key: AdminKey = None) -> None:
+    """Keep adapters on the device."""
+    from deployments.commands import adapters
+
+    adapters.pin(_controlled(url, admin_key), names, True)
+
+
+@adapters.command()
+def unpin(names: Names, url: Url = None, admin_key: AdminKey = None) -> None:
+    """Let adapters leave the device again."""
+    from deployments.commands import adapters
+
+    adapters.pin(_controlled(url, admin_key), names, False)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command; SystemExit carries its exit code."""
+    app(args=arguments, prog_name="loray")
+
+
+def _url(given: str | None) -> str:
+    return client_setting("LORAY_URL", given) or "http://127.0.0.1:8000"
+
+
+def _server(url: str | None, key: str | None) -> Any:
+    from deployments.commands.server import Server
+
+    return Server(_url(url), client_setting("LORAY_API_KEY", key))
+
+
+def _controlled(url: str | None, key: str | None) -> Any:
+    from deployments.commands.server import Server
+
+    return Server(_url(url), client_setting("LORAY_ADMIN_KEY", key))
+
+
+def _body(adapter: str, max_tokens: int | None, temperature: float | None) -> dict[str, Any]:
+    """What goes with every prompt; what is None is left to the server."""
+    chosen = {"max_tokens": max_tokens, "temperature": temperature}
+    given = {name: value for name, value in chosen.items() if value is not None}
+    return {"model": adapter, **given}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,8 +1,8 @@
 """What ingress and driver say to each other: requests, outcomes, error kinds, token frames.
 
 Values cross processes; exceptions do not. A sequence ends in exactly one of Finished, Failed,
-Cancelled. Frames are idempotent (each token run bears its start), so a lost frame is repaired
-by the outcome that the unary call returns at the end.
+Cancelled. Frames are idempotent (each token run bears its start); whatever they did not bring, the
+outcome does that the unary call returns at the end.
 """
 
 from enum import StrEnum
@@ -12,6 +12,7 @@ import msgspec
 
 from configs.adapters import AdapterReference
 from configs.sampling import FinishReason, Sampling, Stopping
+from configs.templates import TemplateSource
 from scheduler.plan import TokenLogprobs
 
 
@@ -24,6 +25,9 @@ class ErrorKind(StrEnum):
     ADAPTER_UNSUPPORTED = "adapter_unsupported"
     ADAPTER_TOO_LARGE = "adapter_too_large"
     ADAPTER_UNAVAILABLE = "adapter_unavailable"
+    UNAUTHORIZED = "unauthorized"
+    FORBIDDEN = "forbidden"
+    QUOTA = "quota"
     OVERLOADED = "overloaded"
     UNAVAILABLE = "unavailable"
     GENERATION = "generation"
@@ -66,12 +70,18 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     adapter: AdapterReference | None = None
     api_token: str | None = None
 
+    def __repr__(self) -> str:
+        """Without the token: requests may be shown in errors and logs."""
+        return f"GenerateRequest({self.id!r}, {self.sequences!r}, {self.adapter!r})"
+
 
 class SequenceOutcome(msgspec.Struct, frozen=True):
     """Everything one sequence generated and how it ended.
 
     logprobs: one entry a token when asked for, else None. cached_tokens: prompt tokens that
     came from the prefix cache. queue_seconds, first_token_seconds: since the request arrived.
+    prompt_logprobs: of the prompt's tokens from the second on, when asked for. embedding: of the
+    prompt, float32 little-endian, when asked for.
     """
 
     tokens: list[int]
@@ -80,6 +90,8 @@ class SequenceOutcome(msgspec.Struct, frozen=True):
     cached_tokens: int = 0
     queue_seconds: float = 0.0
     first_token_seconds: float = 0.0
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    embedding: bytes = b""
 
 
 class Completion(msgspec.Struct, frozen=True):
@@ -149,6 +161,77 @@ class EngineInfo(msgspec.Struct, frozen=True):
     healthy: bool
 
 
+class AdapterAction(StrEnum):
+    """What an operator asks of every driver replica about one adapter, or about all."""
+
+    LIST = "list"
+    LOAD = "load"
+    UNLOAD = "unload"
+    PIN = "pin"
+    UNPIN = "unpin"
+    NAME = "name"
+    UNNAME = "unname"
+
+
+class AdapterCommand(msgspec.Struct, frozen=True):
+    """One command; `reference` names the adapter (LIST: None names all).
+
+    pin: LOAD keeps it on the device too. name: NAME lets clients call the adapter so besides.
+    folder: NAME finds it at this path instead of by a reference. replace: NAME may move a name
+    that means something else. stage: NAME waits until the adapter is staged; else its first
+    request does. api_token: None fetches with the server's own token. UNNAME with a reference is
+    meant only while the name stands for that.
+    """
+
+    action: AdapterAction
+    reference: AdapterReference | None = None
+    pin: bool = False
+    name: AdapterReference | None = None
+    folder: str | None = None
+    replace: bool = False
+    stage: bool = True
+    api_token: str | None = None
+
+    def __repr__(self) -> str:
+        """Without the token: commands may be shown in errors and logs."""
+        return f"AdapterCommand({self.action.value!r}, {self.reference!r}, {self.name!r})"
+
+
+class AdapterStatus(msgspec.Struct, frozen=True):
+    """One adapter by one of its names, as one driver replica sees it.
+
+    state: absent (its files are not here), disk, host (in the ranks' host memory) or device.
+    target: what a name of load_lora_adapter stands for. bytes: of its files. host_bytes: of its
+    copy on each rank; device_pages: pages of 8 rank rows over all projections; both 0 where it
+    is not. rank: the largest of its matrices. pinned: kept on the device. draining: it goes when
+    its requests have ended. running, waiting: its requests now. num_requests: since the start of
+    the replica. last_used: seconds since the epoch.
+    """
+
+    reference: AdapterReference
+    state: str
+    target: AdapterReference | None = None
+    digest: str | None = None
+    rank: int | None = None
+    bytes: int = 0
+    host_bytes: int = 0
+    device_pages: int = 0
+    pinned: bool = False
+    draining: bool = False
+    running: int = 0
+    waiting: int = 0
+    num_requests: int = 0
+    last_used: float | None = None
+
+
+class AdapterReport(msgspec.Struct, frozen=True):
+    """What came of a command on one driver replica: the adapters it is about, or why not."""
+
+    replica: str
+    adapters: list[AdapterStatus] = []
+    failure: Failed | None = None
+
+
 class Driver(Protocol):
     """What the ingress may ask of a driver."""
 
@@ -158,6 +241,16 @@ class Driver(Protocol):
 
     async def finish(self, request_id: str, index: int, at: int) -> None:
         """A stop string was matched: keep `at` tokens of this sequence and end it."""
+        ...
+
+    async def adapters(self, command: AdapterCommand) -> list[AdapterReport]:
+        """Have every driver replica do it; one report from each."""
+        ...
+
+    async def chat_template(
+        self, adapter: AdapterReference, api_token: str | None
+    ) -> TemplateSource | Failed:
+        """The adapter's own chat template; its files are fetched if they are not here."""
         ...
 
     async def describe(self) -> EngineInfo:

@@ -1,9 +1,9 @@
 """The socket on which token frames travel from drivers to an ingress replica.
 
 One connection from each driver to each ingress replica, length-prefixed msgpack, a secret
-first. The driver never waits for it: frames that do not fit a slow replica's buffer are
-dropped, for the unary call's completion repairs them. On the way back the ingress says where a
-stop string ended a sequence; its hanging up tells the driver that the clients are gone.
+first. The driver never waits for it: a frame that does not fit a slow replica's buffer is
+refused, and the driver is told when there is room again. On the way back the ingress says where
+a stop string ended a sequence; its hanging up tells the driver that the clients are gone.
 """
 
 import asyncio
@@ -89,6 +89,10 @@ class FrameEvents(Protocol):
         """A stop string was matched."""
         ...
 
+    def on_room(self, address: ReplyAddress) -> None:
+        """The ingress replica takes frames, again or for the first time."""
+        ...
+
     def on_lost(self, address: ReplyAddress) -> None:
         """The ingress replica is gone, and its clients with it."""
         ...
@@ -103,11 +107,11 @@ class FrameSender:
         self._writers: dict[ReplyAddress, asyncio.StreamWriter] = {}
         self._dials: dict[ReplyAddress, asyncio.Task[None]] = {}
         self._connected: dict[ReplyAddress, asyncio.Future[None]] = {}
+        self._emptying: set[asyncio.Task[None]] = set()
         self._encoder = msgspec.msgpack.Encoder()
-        self.dropped_frames = 0
 
     async def connect(self, address: ReplyAddress) -> None:
-        """Return once frames to `address` would arrive, or dialling failed and they are dropped."""
+        """Return once frames to `address` would arrive, or dialling failed; the next call dials."""
         if address in self._writers:
             return
         if address not in self._dials:
@@ -116,18 +120,33 @@ class FrameSender:
             self._dials[address] = loop.create_task(self._dial(address))
         await asyncio.shield(self._connected[address])
 
-    def send(self, address: ReplyAddress, frame: TokenFrame) -> None:
-        """Send without waiting; a frame for a replica that is slow or gone is dropped."""
+    def has_room(self, address: ReplyAddress) -> bool:
+        """Whether a frame for this replica would be taken: it is there, and not too slow."""
         writer = self._writers.get(address)
-        if writer is None or writer.transport.get_write_buffer_size() > _MAX_UNSENT_BYTES:
-            self.dropped_frames += 1
-            return
+        return writer is not None and _has_room(writer)
+
+    def send(self, address: ReplyAddress, frame: TokenFrame) -> bool:
+        """Send without waiting; False for a replica that is slow or gone: nothing was sent."""
+        writer = self._writers.get(address)
+        if writer is None or not _has_room(writer):
+            return False
         _write_frame(writer, self._encoder.encode(frame))
+        if not _has_room(writer):
+            task = asyncio.get_running_loop().create_task(self._await_room(address, writer))
+            self._emptying.add(task)
+            task.add_done_callback(self._emptying.discard)
+        return True
 
     def close(self) -> None:
         """Hang up everywhere."""
-        for dial in self._dials.values():
-            dial.cancel()
+        for task in (*self._dials.values(), *self._emptying):
+            task.cancel()
+
+    async def _await_room(self, address: ReplyAddress, writer: asyncio.StreamWriter) -> None:
+        """Tell when a slow replica has taken most of what waits for it."""
+        with contextlib.suppress(OSError):  # `_dial` tells of that
+            await writer.drain()
+            self._events.on_room(address)
 
     async def _dial(self, address: ReplyAddress) -> None:
         """Hold one connection from its beginning to its end."""
@@ -136,9 +155,11 @@ class FrameSender:
         try:
             async with asyncio.timeout(_GREETING_SECONDS):
                 reader, writer = await asyncio.open_connection(address.host, address.port)
+            writer.transport.set_write_buffer_limits(_MAX_UNSENT_BYTES)
             _write_frame(writer, address.secret.encode())
             self._writers[address] = writer
             self._connected[address].set_result(None)
+            self._events.on_room(address)
             while True:
                 frame = await _read_frame(reader, _MAX_HELLO_BYTES)
                 self._events.on_finish(decoder.decode(frame))
@@ -154,6 +175,10 @@ class FrameSender:
             if writer is not None:
                 with contextlib.suppress(RuntimeError):  # the loop may be closing
                     writer.close()
+
+
+def _has_room(writer: asyncio.StreamWriter) -> bool:
+    return writer.transport.get_write_buffer_size() <= _MAX_UNSENT_BYTES
 
 
 def _write_frame(writer: asyncio.StreamWriter, payload: bytes) -> None:

@@ -4,23 +4,38 @@ from collections.abc import Sequence
 
 from configs.sampling import Sampling
 from modeling.batch import RowLogprobs, SampledTokens, StepOutput
+from modeling.prompts import Told
 from modeling.sampling.sampler import Chosen, ChosenLogprobs
-from modeling.transfer import HostCopy
+from modeling.transfer import HostCopy, StepStart
 
 
-def step_output(chosen: Chosen, asked: Sequence[Sampling]) -> StepOutput:
-    """Start the tokens' way to the host; `asked` are the sampling rows' parameters."""
+def step_output(
+    chosen: Chosen,
+    asked: Sequence[Sampling],
+    told: Told | None = None,
+    start: StepStart | None = None,
+    captured: bool = False,
+) -> StepOutput:
+    """Start the tokens' way to the host; `asked` are the sampling rows' parameters.
+
+    told: what the step tells about prompts, if anything. start: when it began on the device.
+    captured: whether it was a replay.
+    """
     tensors = [chosen.tokens]
     if chosen.logprobs is not None:
         found = chosen.logprobs
         tensors += [found.logprob, found.top_ids, found.top_logprobs]
-    copy = HostCopy(tensors)
+    copy = HostCopy(tensors + (told.tensors if told is not None else []))
+    if start is not None:
+        start.clock.end(copy.event)
 
     def wait() -> SampledTokens:
-        tokens, *logprobs = copy.wait()
-        if not logprobs:
-            return SampledTokens(tokens.tolist())
-        return SampledTokens(tokens.tolist(), _rows(ChosenLogprobs(*logprobs), asked))
+        copied = copy.wait()
+        tokens, *logprobs = copied[: len(tensors)]
+        prompts = told.answers(copied[len(tensors) :]) if told is not None else None
+        rows = _rows(ChosenLogprobs(*logprobs), asked) if logprobs else None
+        idle = start.idle_seconds() if start is not None else None
+        return SampledTokens(tokens.tolist(), rows, prompts, idle, captured)
 
     return StepOutput(wait)
 

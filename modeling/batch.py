@@ -54,14 +54,34 @@ class RowLogprobs:
 
 
 @dataclass(frozen=True)
+class PromptAnswer:
+    """What a row tells about its request's prompt.
+
+    row: its index in the batch. first: the position of the first of `logprobs`. embedding:
+    float32, little-endian; empty before the prompt's last position.
+    """
+
+    row: int
+    first: int
+    logprobs: list[RowLogprobs]
+    embedding: bytes
+
+
+@dataclass(frozen=True)
 class SampledTokens:
     """What one step sampled: one token for each row with `samples`, in row order.
 
-    logprobs: None when no row asked, else one entry (or None) for each token.
+    logprobs: None when no row asked, else one entry (or None) for each token. prompts: what
+    rows tell about their prompts, None when no row does. idle_seconds: how long the device had
+    nothing to do before the step, None where it does not tell. captured: the step was a replay
+    of a captured one.
     """
 
     tokens: list[int]
     logprobs: list[RowLogprobs | None] | None = None
+    prompts: list[PromptAnswer] | None = None
+    idle_seconds: float | None = None
+    captured: bool = False
 
 
 @dataclass(frozen=True)

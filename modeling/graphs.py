@@ -18,6 +18,7 @@ from torch import Tensor
 from modeling.adapters.kernels.base import AdapterData
 from modeling.adapters.kernels.select import AdapterPlan
 from modeling.attention.base import AttentionBackend, AttentionStep
+from modeling.layers.fused import fused_ops
 from modeling.state import PlaceState, StepLayout, StepTensors
 from modeling.transfer import Staging, aligned
 
@@ -169,6 +170,7 @@ class CapturedSteps:
         self.sizes = tuple(sorted(sizes))
         largest = self.sizes[-1]
         self._parts = parts
+        self._fused = fused_ops(device)
         self._staging = Staging(max(step_bytes(parts, size) for size in self.sizes), device)
         # Graphs write here at last: outputs of their own would keep apart what they may share.
         self._logits = torch.empty(largest, parts.vocab_size, dtype=parts.dtype, device=device)
@@ -219,7 +221,7 @@ class CapturedSteps:
             last_tokens=step.last_tokens,
         )
         logits = self._parts.forward(tensors, step.attention.step, adapters)
-        tokens = logits.argmax(dim=-1)
+        tokens = self._fused.best(logits) if self._fused else logits.argmax(dim=-1)
         self._logits[: step.size].copy_(logits)
         self._tokens[: step.size].copy_(tokens)
         state.write(step.targets, tokens)

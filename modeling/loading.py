@@ -10,25 +10,31 @@ from torch import nn
 
 from configs.architectures.base import ModelArchitecture
 from configs.architectures.select import load_architecture
-from configs.engine import Device, EngineConfig
+from configs.engine import CacheDType, Device, EngineConfig
 from configs.model import DType, LoadFormat
-from modeling.models.base import AdaptableVocabulary, PagedModel
+from modeling.attention.kv_cache import FP8, CacheScales
+from modeling.attention.scales import stored_scales
+from modeling.models.base import PagedModel
 from modeling.models.select import build_model
 from sharding.checkpoint import Checkpoint, DummySource, open_checkpoint
 from sharding.group import TensorParallel
 from sharding.loader import Weights
-from sharding.sources import fetch_model
+from sharding.sources.model import fetch_model
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A rank's share of the model, and the bytes and seconds that it took."""
+    """A rank's share of the model, and the bytes and seconds that it took.
+
+    cache_scales: each layer's, where an fp8 cache is asked for and the checkpoint has them.
+    """
 
     model: PagedModel
     architecture: ModelArchitecture
     bytes_read: int
     bytes_resident: int
     seconds: float
+    cache_scales: tuple[CacheScales, ...] | None = None
 
 
 def pick_device(wanted: Device) -> torch.device:
@@ -48,29 +54,22 @@ def load_model(config: EngineConfig, group: TensorParallel, device: torch.device
     architecture = load_architecture(folder)
     architecture = architecture.with_total_tokens(total_tokens(config, architecture))
     source: Checkpoint | DummySource
+    scales = None
     if config.model.load_format is LoadFormat.DUMMY:
         dtype = _dtype(config.model.dtype, architecture, torch.float32)
         source = DummySource(device, dtype)
     else:
         source = open_checkpoint(folder, config.model.allow_pickle)
         dtype = _dtype(config.model.dtype, architecture, _stored_dtype(source, folder))
+        if config.cache.dtype is CacheDType.FP8:
+            scales = stored_scales(source, architecture.num_layers)
     model = build_model(architecture, Weights(source, group, dtype, device))
     if config.adapters.enabled and config.adapters.vocabulary:
-        _adapt_vocabulary(model, architecture)
+        model.adapt_vocabulary(whole_ends=config.adapters.vocabulary_copies > 0)
     # A tied head shares its tensor with the embedding; parameters() yields it once.
     resident = sum(p.nbytes for p in cast(nn.Module, model).parameters())
     seconds = time.monotonic() - started
-    return LoadedModel(model, architecture, source.bytes_read, resident, seconds)
-
-
-def _adapt_vocabulary(model: PagedModel, architecture: ModelArchitecture) -> None:
-    """Open the model's two ends to adapters; ValueError where its class cannot."""
-    if not isinstance(model, AdaptableVocabulary):
-        raise ValueError(
-            f"adapters.vocabulary: embeddings and head of {architecture.architecture} cannot be "
-            "adapted yet: set it to false"
-        )
-    model.adapt_vocabulary()
+    return LoadedModel(model, architecture, source.bytes_read, resident, seconds, scales)
 
 
 def total_tokens(config: EngineConfig, architecture: ModelArchitecture) -> int:
@@ -105,5 +104,6 @@ def torch_dtype(name: str) -> torch.dtype:
         "float32": torch.float32,
         "float16": torch.float16,
         "bfloat16": torch.bfloat16,
+        "fp8": FP8,
     }
     return dtypes[name]

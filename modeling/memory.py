@@ -17,6 +17,9 @@ CPU_CACHE_BYTES = 512 * 2**20
 GRAPH_BYTES = 16 * 2**20
 """What the driver keeps for one more captured step of some hundred launches, with room."""
 
+SEGMENT_BYTES = 2**20
+"""The same for one more segment, of some ten launches."""
+
 
 @dataclass(frozen=True)
 class DeviceMemory:
@@ -51,6 +54,20 @@ def adapter_pages(config: AdaptersConfig, page_bytes: int, memory: DeviceMemory 
         wanted = config.max_device_adapters * largest
         budget = int(memory.free * config.memory_fraction)
     return max(largest, min(wanted, budget // page_bytes))
+
+
+def vocabulary_copies(config: AdaptersConfig, copy_bytes: int, memory: DeviceMemory | None) -> int:
+    """Return how many whole embeddings and heads the pools hold; ValueError if they do not fit.
+
+    copy_bytes: of one of each. memory: None on a CPU.
+    """
+    wanted = config.vocabulary_copies
+    if memory is not None and wanted * copy_bytes > memory.free:
+        raise ValueError(
+            f"adapters.vocabulary_copies ({wanted}) takes {wanted * copy_bytes} bytes on this "
+            f"rank, {memory.free} are free: lower it, or use more ranks"
+        )
+    return wanted
 
 
 def cpu_blocks(size: StateSize, block_bytes: int) -> int:

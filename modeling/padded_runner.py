@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from configs.adapters import AdapterError, AdapterKey, AdapterRefusal, AdapterShape, FetchedAdapter
-from configs.engine import EngineConfig
+from configs.engine import CacheDType, EngineConfig
 from configs.sampling import Sampling
 from modeling.adapters.bank import AdapterBank, BankSize, page_bytes
+from modeling.adapters.fills import Filled
 from modeling.adapters.kernels.base import AdapterData
 from modeling.adapters.kernels.select import select_kernel
 from modeling.answers import step_output
@@ -27,7 +28,9 @@ from modeling.loading import total_tokens
 from modeling.memory import adapter_pages, cpu_blocks, cuda_blocks, device_memory
 from modeling.models.causal_lm import CausalLM, CausalLMBatch
 from modeling.models.causal_lm_loading import LoadedCausalLM, load_causal_lm
-from modeling.runner import RunnerReport
+from modeling.models.causal_lm_prompts import CausalLMPrompts
+from modeling.prompts import Told
+from modeling.report import RunnerReport
 from modeling.sampling.grammars import Grammars
 from modeling.sampling.history import TokenHistory
 from modeling.sampling.sampler import choose, no_rows
@@ -35,7 +38,7 @@ from modeling.sampling.tensors import sampling_tensors
 from modeling.state import StateSize
 from modeling.transfer import to_device
 from sharding.group import TensorParallel
-from sharding.sources import fetch_model
+from sharding.sources.model import fetch_model
 
 MAX_PADDING = 2
 """How many times a row's own length it may be padded to in a prefill, and what CUDA's token
@@ -59,7 +62,18 @@ class PaddedRunner:
         if group.size != 1:
             raise ValueError(
                 f"tensor_parallel ({group.size}) must be 1: this model has no paged "
-                "implementation and runs whole in one rank"
+                "implementation and runs whole in one rank (one that Ray gave several GPUs, if "
+                "the model's config.json can be read where the application is built)"
+            )
+        if config.adapters.vocabulary:
+            raise ValueError(
+                "adapters.vocabulary: embedding and head of a model without a paged implementation "
+                "cannot be adapted: set it to false"
+            )
+        if config.cache.dtype is CacheDType.FP8:
+            raise ValueError(
+                "cache.dtype: fp8: the cache of a model without a paged implementation is in the "
+                "model's own type: set it to auto"
             )
         self._config = config
         self._device = device
@@ -67,6 +81,7 @@ class PaddedRunner:
         self._kernel = select_kernel(device)
         self._loaded: LoadedCausalLM
         self._model: CausalLM
+        self._prompts: CausalLMPrompts
         self._bank: AdapterBank
         self._size: StateSize
         self._grammars: Grammars
@@ -98,11 +113,13 @@ class PaddedRunner:
         """Launch one step; the next may be launched before `wait` is called on its output."""
         with self._on_device():
             self._join(batch.joins)
-            # A chunk that samples nothing waits for the prefill of its last one.
-            rows = [row for row in batch.rows if row.samples]
-            if not rows:
-                return step_output(no_rows(self._device), [])
-            return self._step(rows)
+            with self._bank.reading([self._seats[row.place].slot for row in batch.rows]):
+                told = self._tell(batch.rows)
+                # A chunk that samples nothing waits for the prefill of its last one.
+                rows = [row for row in batch.rows if row.samples]
+                if not rows:
+                    return step_output(no_rows(self._device), [], told)
+                return self._step(rows, told)
 
     def stage(self, adapter: FetchedAdapter) -> AdapterShape:
         """Read an adapter into host memory; AdapterError when it cannot be served exactly."""
@@ -115,10 +132,13 @@ class PaddedRunner:
             return self._bank.stage(adapter)
 
     @torch.inference_mode()
-    def place(self, key: AdapterKey, slot: int, pages: Sequence[Sequence[int]]) -> None:
-        """Move a staged adapter to the device, behind every step that was launched before."""
+    def place(self, key: AdapterKey, slot: int, pages: Sequence[Sequence[int]]) -> Filled:
+        """Start to move a staged adapter to the device, beside the steps; waits for nothing.
+
+        Steps launched before read what lay there, steps launched after read the adapter.
+        """
         with self._on_device():
-            self._bank.place(key, slot, pages)
+            return self._bank.place(key, slot, pages)
 
     def drop(self, key: AdapterKey) -> None:
         """Forget the host copy of an adapter."""
@@ -139,6 +159,7 @@ class PaddedRunner:
         embedding = model.model.get_input_embeddings().weight
         assert isinstance(embedding, Tensor)
         self._grammars = Grammars(lambda: fetch_model(config.model), len(embedding))
+        self._prompts = CausalLMPrompts(model, len(embedding))
         longest = total_tokens(config, self._loaded.architecture)
         block_size = config.cache.block_size
         self._size = StateSize(config.limits.max_running, longest, block_size)
@@ -172,6 +193,7 @@ class PaddedRunner:
         before = torch.cuda.memory_allocated(self._device)
         try:
             self._rehearse(1, longest)
+            self._rehearse_prompt(longest)
             self._rehearse(num_rows, length)
         except torch.OutOfMemoryError as error:
             raise ValueError(
@@ -188,6 +210,12 @@ class PaddedRunner:
         joins = [BatchJoin(i, [0] * length, length, -1, sampling) for i in range(num_rows)]
         self._model.generate_token(self._model.batch(joins))
 
+    @torch.inference_mode()
+    def _rehearse_prompt(self, length: int) -> None:
+        """Score a prompt, its logits in slices."""
+        asked = Sampling(prompt_logprobs=0)
+        self._prompts.tell([(0, BatchJoin(0, [0] * length, length, -1, asked))], self._alone)
+
     def _join(self, joins: Sequence[BatchJoin]) -> None:
         """Give each request its place; whoever had it before has left."""
         for join in joins:
@@ -197,11 +225,26 @@ class PaddedRunner:
             tokens = to_device(np.array(join.tokens, dtype=np.int64), self._device)
             self._tokens[join.place, :count].copy_(tokens, non_blocking=True)
             self._seats[join.place] = join
-            self._grammars.join(join.place, join.sampling.json_schema)
+            answer = join.tokens[join.prompt_length :]
+            self._grammars.join(join.place, join.sampling.constraint, answer)
         if self._running is not None:
             self._keep(set(self._running.places) - {join.place for join in joins})
 
-    def _step(self, rows: Sequence[BatchRow]) -> StepOutput:
+    def _tell(self, rows: Sequence[BatchRow]) -> Told | None:
+        """Read the prompts whose ends the rows reach, where somebody asks about them."""
+        asking = [
+            (index, seat)
+            for index, row in enumerate(rows)
+            for seat in [self._seats[row.place]]
+            if seat.sampling.about_prompt and row.start < seat.prompt_length <= _end(row)
+        ]
+        return self._prompts.tell(asking, self._alone) if asking else None
+
+    def _alone(self, slot: int, length: int) -> AdapterData | None:
+        """Return the adapter of one sequence by itself."""
+        return self._kernel.batch(self._bank, [slot], [length]) if slot >= 0 else None
+
+    def _step(self, rows: Sequence[BatchRow], told: Told | None) -> StepOutput:
         ends = [row.start + row.length for row in rows]
         batches = self._batches(rows)
         logits = torch.cat([self._model.next_logits(b, self._adapters(b)) for b in batches])
@@ -214,13 +257,14 @@ class PaddedRunner:
         )
         places = _indices([row.place for row in rows], self._device)
         self._tokens[places, _indices(ends, self._device)] = chosen.tokens
+        self._grammars.follow([row.place for row in rows], chosen.tokens)
         tokens = torch.empty_like(chosen.tokens)
         tokens[order] = chosen.tokens
         parts = torch.split(tokens, [len(batch) for batch in batches])
         for batch, part in zip(batches, parts, strict=True):
             batch.advance(part)
         self._running = batches[0] if len(batches) == 1 else CausalLMBatch.concatenate(batches)
-        return step_output(chosen, asked)
+        return step_output(chosen, asked, told)
 
     def _history(self, rows: Sequence[BatchRow], ends: Sequence[int]) -> TokenHistory | None:
         """Where the rows' own tokens lie; None where no row looks at them."""
@@ -281,7 +325,7 @@ class PaddedRunner:
             projections=tuple(p.name for p in model.projections),
             adapter_pages=size.pages,
             adapter_slots=size.slots,
-            host_bytes=size.host_bytes,
+            host_bytes=self._bank.host_capacity,
             max_total_tokens=self._size.max_total_tokens,
             dtype=str(model.dtype).removeprefix("torch."),
             device=str(self._device),

@@ -13,8 +13,9 @@ EVERYTHING = Sampling(
 """Parameters that take every path of the sampler."""
 
 WIDEST = Sampling(
-    temperature=1.0, top_p=0.9, typical_p=0.9, logprobs=0, repetition_penalty=1.1, watermark=True
-)
+    temperature=1.0, top_p=0.9, typical_p=0.9, logprobs=0, repetition_penalty=1.1, watermark=True,
+    prompt_logprobs=0,
+)  # fmt: skip
 """Parameters whose rows take the most memory."""
 
 TOKENS = (64, 512)

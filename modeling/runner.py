@@ -7,64 +7,48 @@ the order of the plans; `stage` may run beside them on another.
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from configs.adapters import AdapterError, AdapterKey, AdapterRefusal, AdapterShape, FetchedAdapter
-from configs.engine import CacheDType, EngineConfig
-from modeling.adapters.bank import AdapterBank, BankSize, page_bytes
+from configs.engine import EngineConfig
+from modeling.adapters.bank import AdapterBank, BankSize, copy_bytes, page_bytes
+from modeling.adapters.fills import Filled
 from modeling.adapters.kernels.base import AdapterData
 from modeling.adapters.kernels.select import AdapterPlan, select_kernel
 from modeling.adapters.vocabulary import VocabularyAdapters, adapts_vocabulary
 from modeling.answers import step_output
 from modeling.attention.base import AttentionStep
+from modeling.attention.clamping import ClampWatch
 from modeling.attention.kv_cache import CacheSpec, LayerCache, allocate
-from modeling.attention.select import AttentionChoice, select_attention
+from modeling.attention.select import AttentionChoice
 from modeling.batch import ForwardBatch, StepOutput
-from modeling.graphs import CapturedSteps, CaptureParts, GraphRecorder, captured_sizes
-from modeling.loading import LoadedModel, load_model, torch_dtype, total_tokens
-from modeling.memory import GRAPH_BYTES, adapter_pages, cpu_blocks, cuda_blocks, device_memory
-from modeling.models.base import attention_spec, cache_spec
+from modeling.cache import choose_cache
+from modeling.captures import Captures, CaptureSizes, capture, capture_sizes
+from modeling.graphs import CapturedSteps, CaptureParts
+from modeling.loading import LoadedModel, load_model, total_tokens
+from modeling.memory import (
+    adapter_pages,
+    cpu_blocks,
+    cuda_blocks,
+    device_memory,
+    vocabulary_copies,
+)
+from modeling.prompts import PromptReader, Told
 from modeling.rehearsal import rehearsals, widest_step
+from modeling.report import RunnerReport
 from modeling.sampling.grammars import Grammars
 from modeling.sampling.sampler import Chosen, choose, no_rows
 from modeling.sampling.tensors import SamplingTensors, sampling_tensors
-from modeling.state import PlaceState, StateSize, StepInputs, StepLayout, StepTensors
+from modeling.segments import SegmentedSteps
+from modeling.state import Ints, PlaceState, StateSize, StepInputs, StepLayout, StepTensors
+from modeling.transfer import StepClock
 from sharding.group import TensorParallel
-from sharding.sources import fetch_model
-
-
-@dataclass(frozen=True)
-class RunnerReport:
-    """What a rank can hold, what it took to get there, and what it chose.
-
-    The first seven fields are the scheduler's Capacity. attention, adapter_kernel: names;
-    the reasons say why they were taken. captured_rows: the sizes of captured decode steps.
-    Everything named bytes is this rank's.
-    """
-
-    num_blocks: int
-    block_size: int
-    projections: tuple[str, ...]
-    adapter_pages: int
-    adapter_slots: int
-    host_bytes: int
-    max_total_tokens: int
-    dtype: str
-    device: str
-    attention: str
-    attention_reason: str
-    adapter_kernel: str
-    adapter_kernel_reason: str
-    weight_bytes_read: int
-    weight_bytes_resident: int
-    kv_bytes: int
-    adapter_pool_bytes: int
-    load_seconds: float
-    captured_rows: tuple[int, ...] = ()
+from sharding.sources.model import fetch_model
 
 
 class ModelRunner:
@@ -80,6 +64,7 @@ class ModelRunner:
         self._config = config
         self._group = group
         self._device = device
+        self._clock = StepClock(device)
         self._kernel = select_kernel(device)
         self._loaded: LoadedModel
         self._attention: AttentionChoice
@@ -88,9 +73,12 @@ class ModelRunner:
         self._size: StateSize
         self._grammars: Grammars
         self._state: PlaceState
+        self._prompts: PromptReader
         self._cache: list[LayerCache]
+        self._watch: ClampWatch
         self._plan: AdapterPlan | None = None
         self._captured: CapturedSteps | None = None
+        self._segmented: SegmentedSteps | None = None
         self.num_steps = 0
         self.num_captured = 0
 
@@ -116,7 +104,7 @@ class ModelRunner:
             self._take(num_blocks)
             if self._device.type == "cuda":
                 self._warm_up(num_blocks)
-                self._captured = self._capture(self._captured_sizes(), num_blocks)
+                self._captured, self._segmented = self._capture(self._sizes(), num_blocks)
             self.num_steps = self.num_captured = 0
         return self._report(num_blocks)
 
@@ -127,12 +115,20 @@ class ModelRunner:
         The next step may be launched before `wait` is called on this one's output.
         """
         with self._on_device():
+            start = self._clock.begin()
             self._state.join(batch.joins)
             if not batch.rows:
                 return step_output(no_rows(self._device), [])
             self.num_steps += 1
             layout = self._state.layout(batch.rows)
-            return step_output(self._replay(layout) or self._compute(layout), layout.sampling)
+            with self._bank.reading(layout.adapter_slots):
+                before = self.num_captured
+                chosen, told = None if layout.prompts else self._replay(layout), None
+                if chosen is None:
+                    chosen, told = self._compute(layout)
+            captured = self.num_captured > before
+            self._watch.stepped()
+            return step_output(chosen, layout.sampling, told, start, captured)
 
     def stage(self, adapter: FetchedAdapter) -> AdapterShape:
         """Read an adapter into host memory; AdapterError when it cannot be served exactly."""
@@ -145,10 +141,13 @@ class ModelRunner:
             return self._bank.stage(adapter)
 
     @torch.inference_mode()
-    def place(self, key: AdapterKey, slot: int, pages: Sequence[Sequence[int]]) -> None:
-        """Move a staged adapter to the device, behind every step that was launched before."""
+    def place(self, key: AdapterKey, slot: int, pages: Sequence[Sequence[int]]) -> Filled:
+        """Start to move a staged adapter to the device, beside the steps; waits for nothing.
+
+        Steps launched before read what lay there, steps launched after read the adapter.
+        """
         with self._on_device():
-            self._bank.place(key, slot, pages)
+            return self._bank.place(key, slot, pages)
 
     def drop(self, key: AdapterKey) -> None:
         """Forget the host copy of an adapter."""
@@ -163,15 +162,9 @@ class ModelRunner:
         self._loaded = load_model(config, self._group, device)
         model = self._loaded.model
         self._grammars = Grammars(lambda: fetch_model(config.model), model.vocab_size)
-        cache_dtype = None
-        if config.cache.dtype is not CacheDType.AUTO:
-            cache_dtype = torch_dtype(config.cache.dtype.value)
-        block_size = config.cache.block_size
-        self._cache_spec = cache_spec(model, block_size, cache_dtype)
-        spec = replace(attention_spec(model, block_size), cache_dtype=self._cache_spec.dtype)
-        self._attention = select_attention(config.attention, spec)
+        self._cache_spec, self._attention = choose_cache(config, self._loaded, self._group)
         longest = total_tokens(config, self._loaded.architecture)
-        self._size = StateSize(config.limits.max_running, longest, block_size)
+        self._size = StateSize(config.limits.max_running, longest, config.cache.block_size)
         memory = device_memory(device) if device.type == "cuda" else None
         pages = adapter_pages(config.adapters, page_bytes(model.projections, model.dtype), memory)
         size = BankSize(
@@ -179,6 +172,9 @@ class ModelRunner:
             slots=config.adapters.max_device_adapters if pages else 0,
             max_rank=config.adapters.max_rank,
             host_bytes=config.adapters.host_bytes,
+            copies=vocabulary_copies(
+                config.adapters, copy_bytes(model.projections, model.dtype), memory
+            ),
         )
         self._bank = AdapterBank(model.projections, size, model.dtype, device)
         if self._kernel.plan is not None and pages:
@@ -195,7 +191,9 @@ class ModelRunner:
         """Allocate the cache and the places' state; a CUDA cache has one page more, for padding."""
         spare = 1 if self._device.type == "cuda" else 0
         self._cache = allocate(self._cache_spec, num_blocks + spare, self._device)
+        self._watch = ClampWatch(self._cache)
         self._state = PlaceState(self._size, self._device, self._grammars)
+        self._prompts = PromptReader(self._loaded.model.vocab_size, self._device)
 
     def _step_peak(self) -> int:
         """Return the bytes that the widest step takes beyond weights, pools and cache."""
@@ -208,29 +206,27 @@ class ModelRunner:
         del self._cache, self._state
         return peak
 
-    def _captured_sizes(self) -> tuple[int, ...]:
-        """Sizes of captured steps; none where the attention has no captured form."""
-        if self._attention.backend.captured_words(1, self._size.max_blocks) is None:
-            return ()
-        return captured_sizes(self._config.limits.max_running)
+    def _sizes(self) -> CaptureSizes:
+        """What is captured; no decode steps where the attention has no captured form."""
+        config, backend = self._config, self._attention.backend
+        has_form = backend.captured_words(1, self._size.max_blocks) is not None
+        return capture_sizes(config.cuda_graphs, config.limits, has_form)
 
     def _graph_bytes(self) -> int:
         """Return what captured steps will take: the largest is tried, the others share with it."""
-        sizes = self._captured_sizes()
+        sizes = self._sizes()
         if not sizes:
             return 0
         self._take(1)
         before = device_memory(self._device).free
-        captured = self._capture(sizes[-1:], 1)
-        largest = before - device_memory(self._device).free
+        captured = self._capture(sizes.largest, 1)
+        taken = before - device_memory(self._device).free
         del captured, self._cache, self._state
         kinds = 1 if self._plan is None else 2
-        return max(0, largest) + kinds * (len(sizes) - 1) * GRAPH_BYTES
+        return max(0, taken) + kinds * sizes.others_bytes(self._loaded.model.num_layers)
 
     @torch.inference_mode()
-    def _capture(self, sizes: tuple[int, ...], scratch_page: int) -> CapturedSteps | None:
-        if not sizes:
-            return None
+    def _capture(self, sizes: CaptureSizes, scratch_page: int) -> Captures:
         model = self._loaded.model
         parts = CaptureParts(
             forward=self._forward,
@@ -241,7 +237,7 @@ class ModelRunner:
             dtype=model.dtype,
             adapters=self._plan,
         )
-        return CapturedSteps(parts, sizes, self._device, GraphRecorder(self._device))
+        return capture(parts, sizes, self._device, partial(self._forward, skip_head=True))
 
     def _warm_up(self, scratch_page: int) -> None:
         """Run steps for every kernel, all of them in a page that nobody owns."""
@@ -262,23 +258,52 @@ class ModelRunner:
         if params.plain:
             return Chosen(found.tokens, None)
         chosen = choose(found.logits, params)
-        self._state.write(found.targets, chosen.tokens)
+        self._state.sampled(layout, found.targets, chosen.tokens)
         return chosen
 
-    def _compute(self, layout: StepLayout) -> Chosen:
-        """Run a step launch by launch."""
+    def _compute(self, layout: StepLayout) -> tuple[Chosen, Told | None]:
+        """Run a step launch by launch, or in captured segments with launches between them.
+
+        The head reads single tokens, or whole prompts in slices.
+        """
         inputs = self._state.inputs(layout)
         attention = self._attention.backend.prepare(
             inputs.query_lengths, inputs.key_lengths, inputs.block_tables
         )
-        adapters = self._with_vocabulary(self._adapters(inputs), layout)
+        hidden, layers = self._replay_segments(inputs, attention), None
+        if hidden is None:
+            layers = self._adapters(inputs)
+            adapters = self._with_vocabulary(layers, layout)
+            if inputs.sampling and not layout.prompts:
+                logits = self._forward(inputs, attention, adapters)
+                return self._choose(layout, inputs, logits), None
+            hidden = self._forward(inputs, attention, adapters, skip_head=True)
+        head, told = partial(self._head, layout, layers), None
+        if layout.prompts:
+            told = self._prompts.read(layout.prompts, hidden, self._state.tokens, head)
         if not inputs.sampling:
-            self._forward(inputs, attention, adapters, skip_head=True)
-            return no_rows(self._device)
-        logits = self._forward(inputs, attention, adapters)
-        params = self._sampling(layout)
-        chosen = choose(logits, params)
-        self._state.write(inputs.targets, chosen.tokens)
+            return no_rows(self._device), told
+        logits = head(hidden[inputs.last_tokens], layout.last_tokens)
+        return self._choose(layout, inputs, logits), told
+
+    def _replay_segments(self, inputs: StepInputs, attention: AttentionStep) -> Tensor | None:
+        """Return the hidden states of a step in captured segments; None when it has no such."""
+        if self._segmented is None or adapts_vocabulary(self._bank, inputs.adapter_slots):
+            return None
+        hidden = self._segmented.run(inputs, attention)
+        self.num_captured += hidden is not None
+        return hidden
+
+    def _head(
+        self, layout: StepLayout, layers: AdapterData | None, hidden: Tensor, at: Ints
+    ) -> Tensor:
+        """Return the logits of those of a step's tokens that lie `at` these indices."""
+        adapters = self._with_vocabulary(layers, replace(layout, last_tokens=at))
+        return self._loaded.model.head(hidden, adapters)
+
+    def _choose(self, layout: StepLayout, inputs: StepInputs, logits: Tensor) -> Chosen:
+        chosen = choose(logits, self._sampling(layout))
+        self._state.sampled(layout, inputs.targets, chosen.tokens)
         return chosen
 
     def _sampling(self, layout: StepLayout) -> SamplingTensors:
@@ -293,7 +318,7 @@ class ModelRunner:
         adapters: AdapterData | None,
         skip_head: bool = False,
     ) -> Tensor:
-        """Return logits [sampling rows, vocab]; hidden states without the head."""
+        """Return logits [sampling rows, vocab]; all tokens' hidden states without the head."""
         logits, _ = self._loaded.model.paged(
             tensors.input_ids,
             tensors.positions,
@@ -304,7 +329,7 @@ class ModelRunner:
             attention,
             attention.max_key_length,
             adapters,
-            lm_head_indices=tensors.last_tokens,
+            lm_head_indices=None if skip_head else tensors.last_tokens,
             skip_lm_head=skip_head,
         )
         return logits
@@ -338,8 +363,9 @@ class ModelRunner:
             block_size=self._size.block_size,
             projections=tuple(p.name for p in loaded.model.projections),
             adapter_pages=size.pages,
+            pool_pages=self._bank.pool_pages,
             adapter_slots=size.slots,
-            host_bytes=size.host_bytes,
+            host_bytes=self._bank.host_capacity,
             max_total_tokens=self._size.max_total_tokens,
             dtype=str(loaded.model.dtype).removeprefix("torch."),
             device=str(self._device),
@@ -353,4 +379,5 @@ class ModelRunner:
             adapter_pool_bytes=self._bank.pool_bytes,
             load_seconds=loaded.seconds,
             captured_rows=self._captured.sizes if self._captured is not None else (),
+            captured_tokens=self._segmented.sizes if self._segmented is not None else (),
         )

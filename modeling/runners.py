@@ -8,14 +8,14 @@ from typing import Protocol
 import torch
 
 from configs.adapters import AdapterKey, AdapterShape, FetchedAdapter
-from configs.architectures.padded import PaddedArchitecture
-from configs.architectures.select import load_architecture
+from configs.architectures.select import load_architecture, padded_reason
 from configs.engine import EngineConfig
-from configs.model import Quantize
+from modeling.adapters.fills import Filled
 from modeling.batch import ForwardBatch, StepOutput
-from modeling.runner import ModelRunner, RunnerReport
+from modeling.report import RunnerReport
+from modeling.runner import ModelRunner
 from sharding.group import TensorParallel
-from sharding.sources import fetch_model
+from sharding.sources.model import fetch_model
 
 logger = logging.getLogger("loray.modeling")
 
@@ -36,11 +36,11 @@ class Runner(Protocol):
         ...
 
     def stage(self, adapter: FetchedAdapter) -> AdapterShape:
-        """Read an adapter into host memory; AdapterError if it is refused."""
+        """Read an adapter into host memory; AdapterError or AdapterDeferred if it is not kept."""
         ...
 
-    def place(self, key: AdapterKey, slot: int, pages: Sequence[Sequence[int]]) -> None:
-        """Move a staged adapter to device pages, ordered before the next step."""
+    def place(self, key: AdapterKey, slot: int, pages: Sequence[Sequence[int]]) -> Filled:
+        """Start to move a staged adapter to device pages, beside the steps."""
         ...
 
     def drop(self, key: AdapterKey) -> None:
@@ -68,11 +68,7 @@ def choose_runner(
     spread: whether a model that is not paged may lie on all GPUs that this process sees.
     """
     architecture = load_architecture(fetch_model(config.model))
-    why = None
-    if isinstance(architecture, PaddedArchitecture):
-        why = "it has no paged implementation here"
-    elif config.model.quantize is not Quantize.NONE:
-        why = f"model.quantize is {config.model.quantize.value}"
+    why = padded_reason(architecture, config.model.quantize)
     if why is None:
         return RunnerChoice(ModelRunner(config, group, device), paged=True)
     logger.info("%s runs in transformers' padded code: %s", architecture.architecture, why)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from configs.sampling import Sampling
 from modeling.batch import BatchJoin, BatchRow
+from modeling.prompts import PromptRow
 from modeling.sampling.grammars import Grammars
 from modeling.sampling.history import TokenHistory
 from modeling.transfer import pack_to_device, to_device
@@ -49,6 +50,7 @@ class StepLayout:
     among the T. targets: [s], where in the flat token buffer the samples go. sampling: s
     parameters. sample_positions: s positions of the tokens to be. adapter_slots: n, -1 for the
     base model. prompt_lengths: [s], None where no sample looks at the tokens before it.
+    prompts: the rows that tell about their prompts.
     """
 
     ids_at: Ints
@@ -63,6 +65,7 @@ class StepLayout:
     sample_positions: list[int]
     adapter_slots: list[int]
     prompt_lengths: Ints | None = None
+    prompts: Sequence[PromptRow] = ()
 
     @property
     def num_rows(self) -> int:
@@ -129,6 +132,7 @@ class PlaceState:
         self._adapter_slots = np.full(size.max_running, -1, dtype=np.int64)
         self._sampling = [Sampling()] * size.max_running
         self._adjusted = np.zeros(size.max_running, dtype=np.bool_)
+        self._about_prompt = np.zeros(size.max_running, dtype=np.bool_)
         self._prompt_lengths = np.zeros(size.max_running, dtype=np.int64)
 
     def join(self, joins: Sequence[BatchJoin]) -> None:
@@ -144,9 +148,11 @@ class PlaceState:
             self._adapter_slots[join.place] = join.slot
             self._sampling[join.place] = join.sampling
             self._adjusted[join.place] = join.sampling.adjusted
+            self._about_prompt[join.place] = join.sampling.about_prompt
             self._prompt_lengths[join.place] = join.prompt_length
             if self._grammars is not None:
-                self._grammars.join(join.place, join.sampling.json_schema)
+                answer = join.tokens[join.prompt_length :]
+                self._grammars.join(join.place, join.sampling.constraint, answer)
 
     def layout(self, rows: Sequence[BatchRow]) -> StepLayout:
         """Append the rows' blocks to their tables and lay the step out."""
@@ -162,6 +168,7 @@ class PlaceState:
         sample_positions = ends[sampled].tolist()
         seats = places[sampled]
         prompt_lengths = self._prompt_lengths[seats] if self._adjusted[seats].any() else None
+        asking = np.flatnonzero(self._about_prompt[places])
         order = np.argsort(lengths > 1, kind="stable")
         now_at = np.empty_like(order)
         now_at[order] = np.arange(len(order))
@@ -185,6 +192,11 @@ class PlaceState:
             sample_positions=sample_positions,
             adapter_slots=self._adapter_slots[places].tolist(),
             prompt_lengths=prompt_lengths,
+            prompts=[
+                told
+                for index in asking.tolist()
+                if (told := self._prompt_row(index, rows[index], int(bounds[now_at[index]])))
+            ],
         )
 
     def inputs(self, layout: StepLayout) -> StepInputs:
@@ -229,6 +241,26 @@ class PlaceState:
         """Leave a step's samples in the token buffer, where the next step finds them."""
         self.tokens[targets] = tokens
 
+    def sampled(self, layout: StepLayout, targets: Tensor, tokens: Tensor) -> None:
+        """Leave a step's samples in the token buffer, and let grammars follow those they hold."""
+        self.write(targets, tokens)
+        if self._grammars is not None and layout.prompt_lengths is not None:
+            self._grammars.follow((layout.targets // self._width).tolist(), tokens)
+
+    def _prompt_row(self, index: int, row: BatchRow, at: int) -> PromptRow | None:
+        """What a row tells about its prompt, None where that is nothing any more."""
+        told = PromptRow(
+            row=index,
+            place=row.place,
+            at=at,
+            known_at=row.place * self._width + row.start,
+            start=row.start,
+            end=row.start + row.length,
+            prompt_length=int(self._prompt_lengths[row.place]),
+            asked=self._sampling[row.place],
+        )
+        return told if told.num_scored or told.pools else None
+
     def _append_blocks(self, rows: Sequence[BatchRow]) -> None:
         for row in rows:
             if row.blocks:
@@ -244,4 +276,4 @@ class PlaceState:
         assert (ends <= self.size.max_total_tokens).all(), (places, ends, self.size)
         room = self._num_blocks[places] * self.size.block_size
         assert (ends <= room).all(), f"rows beyond their block tables: {places[ends > room]}"
-        assert len(np.unique(places)) == len(places), f"a place twice in one step: {places}"
+        assert np.bincount(places).max() == 1, f"a place twice in one step: {places}"

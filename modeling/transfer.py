@@ -1,8 +1,9 @@
 """Between host and device without a stop: pinned copies that the stream's order protects."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,18 @@ there be one kind only."""
 
 TURNS = 2
 """How many steps may be in flight: each has host memory of its own."""
+
+
+class DeviceEvent(Protocol):
+    """A point in a device's work, as torch.cuda.Event marks one."""
+
+    def query(self) -> bool:
+        """Whether the device is past it."""
+        ...
+
+    def synchronize(self) -> None:
+        """Block until it is."""
+        ...
 
 
 def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
@@ -93,6 +106,43 @@ class Staging:
             self._events[self._turn] = event
 
 
+class StepClock:
+    """How long the device was idle before each step: nothing was queued in time."""
+
+    def __init__(self, device: torch.device) -> None:
+        """A device other than CUDA tells no times."""
+        self._device = device
+        self._last: torch.cuda.Event | None = None
+
+    def begin(self) -> "StepStart | None":
+        """Note, behind what the current stream does, that a step begins."""
+        if self._device.type != "cuda":
+            return None
+        began = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        began.record(torch.cuda.current_stream(self._device))
+        return StepStart(self, self._last, began)
+
+    def end(self, event: torch.cuda.Event | None) -> None:
+        """Take the event behind a step's last work."""
+        self._last = event
+
+
+@dataclass(frozen=True)
+class StepStart:
+    """A step's beginning on the device, and the end of the step before it."""
+
+    clock: StepClock
+    before: torch.cuda.Event | None
+    began: torch.cuda.Event
+
+    def idle_seconds(self) -> float | None:
+        """Seconds between the two; None for the first step. Both lie in the past."""
+        if self.before is None:
+            return None
+        milliseconds: float = self.before.elapsed_time(self.began)
+        return max(milliseconds, 0.0) / 1e3
+
+
 class HostCopy:
     """Device tensors on their way to the host; `wait` blocks until they are there."""
 
@@ -104,8 +154,13 @@ class HostCopy:
         self._host = [tensor.to("cpu", non_blocking=True, copy=True) for tensor in tensors]
         device = tensors[0].device
         if device.type == "cuda":
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             self._event.record(torch.cuda.current_stream(device))
+
+    @property
+    def event(self) -> torch.cuda.Event | None:
+        """What comes behind the copies; None where the CPU is the device."""
+        return self._event
 
     def wait(self) -> list[Tensor]:
         """Return the tensors on the host."""

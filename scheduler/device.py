@@ -1,11 +1,14 @@
 """DeviceTier: which adapters hold a slot and pages on the device, and who must make room.
 
-Slot and pages are taken back only while no request holds the adapter and no plan in flight
-fills it, least recently admitting first. A reservation closes the residents that stand in the
-way of an adapter that has waited for long: they admit nobody, so what they hold comes free.
+Slot and pages are taken back only while no request holds or awaits the adapter and no fill of
+it is under way, least recently admitting first. A reservation closes the residents that stand
+in the way of an adapter that has waited for long: they admit nobody, so what they hold comes
+free, whoever waits for them. None is closed before it has admitted one of those it was filled
+for, or fills would chase each other.
 """
 
 from collections import OrderedDict
+from collections.abc import Sequence
 
 from configs.adapters import AdapterKey
 from scheduler.pages import AdapterPages
@@ -20,7 +23,7 @@ class DeviceTier:
         """Start empty."""
         num_projections = len(capacity.projections)
         self._none = [0] * num_projections
-        self._pages = AdapterPages(num_projections, capacity.adapter_pages, capacity.adapter_slots)
+        self._pages = AdapterPages(capacity.pages, capacity.adapter_slots)
         self._placed: OrderedDict[AdapterKey, Resident] = OrderedDict()
         self._idle_slots = 0
         self._idle_pages = [0] * num_projections
@@ -32,6 +35,21 @@ class DeviceTier:
     def reserved(self) -> AdapterKey | None:
         """The adapter for whose sake others admit nobody."""
         return self._reserved
+
+    @property
+    def num_placed(self) -> int:
+        """How many adapters hold a slot."""
+        return len(self._placed)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that they hold, over all projections."""
+        return sum(len(pages) for resident in self._placed.values() for pages in resident.pages)
+
+    @property
+    def closed(self) -> list[AdapterKey]:
+        """Adapters that admit nobody for the sake of another."""
+        return sorted(self._closed)
 
     def is_closed(self, key: AdapterKey) -> bool:
         """Whether the adapter admits nobody for the sake of another."""
@@ -49,11 +67,7 @@ class DeviceTier:
         assert resident.shape is not None
         assert not resident.on_device, resident
         evicted = []
-        # Least recent first, but those that no request awaits before those that some do.
-        idle = sorted(
-            (r for r in self._placed.values() if r.evictable), key=lambda r: r.waiting > 0
-        )
-        for victim in idle:
+        for victim in [r for r in self._placed.values() if r.evictable]:
             if self._pages.fits(resident.shape.num_pages, 0, self._none):
                 break
             self.evict(victim)
@@ -78,27 +92,28 @@ class DeviceTier:
         self.refresh(resident)
 
     def refresh(self, resident: Resident) -> None:
-        """Users, fills or the pin have changed: count the adapter among the idle ones or not."""
+        """Users, waiting, a fill or the pin has changed: count it among the idle ones or not."""
         self._count(resident, self._is_evictable(resident))
 
     def reserve(self, resident: Resident) -> None:
         """Close the least recently admitting adapters until this one has room among them.
 
         Pinned ones are closed only if the rest is not enough: a pin yields to an adapter that
-        could never be served beside the pinned ones, and to no other.
+        could never be served beside the pinned ones, and to no other. Nothing happens while
+        those that are owed a first request would have to be closed too.
         """
         assert self._reserved is None, self._reserved
         assert resident.shape is not None
+        placed = sorted(self._placed.values(), key=lambda r: r.pinned)
+        unpinned = [other for other in placed if not other.pinned]
+        others = placed if self._in_the_way(resident, unpinned) is None else unpinned
+        closed = self._in_the_way(resident, [other for other in others if not other.owed])
+        if closed is None:
+            return
         self._reserved = resident.key
-        slots, pages = 0, self._none
-        for other in sorted(self._placed.values(), key=lambda r: r.pinned):
-            if self._pages.fits(resident.shape.num_pages, slots, pages):
-                break
-            self._closed.add(other.key)
-            slots += 1
-            pages = [have + len(own) for have, own in zip(pages, other.pages, strict=True)]
+        self._closed = {other.key for other in closed}
+        for other in closed:
             self.refresh(other)
-        assert self._pages.fits(resident.shape.num_pages, slots, pages), resident
 
     def end_reservation(self) -> None:
         """Whoever was closed and is still placed admits again."""
@@ -126,8 +141,21 @@ class DeviceTier:
             assert count == sum(len(r.pages[index]) for r in idle)
 
     def _is_evictable(self, resident: Resident) -> bool:
-        free = resident.on_device and resident.users == 0 and resident.filling == 0
-        return free and (not resident.pinned or resident.key in self._closed)
+        if not resident.on_device or resident.users or resident.filling or resident.owed:
+            return False
+        return resident.key in self._closed or not (resident.pinned or resident.waiting)
+
+    def _in_the_way(
+        self, resident: Resident, others: Sequence[Resident]
+    ) -> Sequence[Resident] | None:
+        """The first of these without whom it would have room; None if it had none without all."""
+        assert resident.shape is not None
+        counts, pages = resident.shape.num_pages, self._none
+        for index, other in enumerate(others):
+            if self._pages.fits(counts, index, pages):
+                return others[:index]
+            pages = [have + len(own) for have, own in zip(pages, other.pages, strict=True)]
+        return others if self._pages.fits(counts, len(others), pages) else None
 
     def _count(self, resident: Resident, evictable: bool) -> None:
         """Keep the sums of what could be taken back at once."""

@@ -22,7 +22,7 @@ class Cancelled(msgspec.Struct, frozen=True):
 
 
 class RanksFailure(msgspec.Struct, frozen=True):
-    """The ranks were lost again and again while the request ran; it is not tried once more."""
+    """The ranks are lost by the request, or hold too little for it since they were lost."""
 
     message: str
 
@@ -30,7 +30,7 @@ class RanksFailure(msgspec.Struct, frozen=True):
 Ending = FinishReason | AdapterFailure | Cancelled | RanksFailure
 
 
-class NewTokens(msgspec.Struct, frozen=True):
+class NewTokens(msgspec.Struct, frozen=True, gc=False):
     """Generated tokens start .. start + len - 1 of a request (0-based, without the prompt).
 
     logprobs: one entry a token when the request asked for them, else None.
@@ -47,6 +47,8 @@ class Ended(msgspec.Struct, frozen=True):
 
     cached_tokens: prompt tokens that came from the prefix cache. arrival, first_scheduled,
     first_token: seconds on the caller's clock; None when it never came to that.
+    prompt_logprobs: of the prompt's tokens from the second on, where asked for. embedding: of
+    the prompt, float32 little-endian; empty where not asked for or not come to.
     """
 
     request_id: RequestId
@@ -57,24 +59,49 @@ class Ended(msgspec.Struct, frozen=True):
     arrival: float
     first_scheduled: float | None
     first_token: float | None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    embedding: bytes = b""
 
 
-Event = NewTokens | Ended
+class AdapterArrived(msgspec.Struct, frozen=True):
+    """An adapter that was wanted is in host memory or on the device, or why it is not."""
+
+    key: AdapterKey
+    failure: AdapterFailure | None = None
+
+
+RequestEvent = NewTokens | Ended
+
+Event = RequestEvent | AdapterArrived
 
 
 class AdapterStaged(msgspec.Struct, frozen=True):
-    """All ranks hold the adapter in host memory; the answer to a key of `to_stage`."""
+    """All ranks hold the adapter in host memory; the answer to a key of `to_stage`.
+
+    kept: False when some rank had no room for it; it is asked for again once there is.
+    """
 
     key: AdapterKey
     shape: AdapterShape
+    kept: bool = True
 
 
 class AdapterFailed(msgspec.Struct, frozen=True):
-    """The adapter could not be staged; the other answer to a key of `to_stage`."""
+    """The adapter could not be staged; the other answer to a key of `to_stage`.
+
+    partly: whether some rank holds it, or may come to hold it, all the same.
+    """
 
     key: AdapterKey
     refusal: AdapterRefusal
     message: str
+    partly: bool = False
+
+
+class AdapterPlaced(msgspec.Struct, frozen=True):
+    """All ranks have finished a plan's fill; rows may use the adapter from now on."""
+
+    key: AdapterKey
 
 
 class AdapterPinned(msgspec.Struct, frozen=True):
@@ -90,4 +117,12 @@ class AdapterUnloaded(msgspec.Struct, frozen=True):
     key: AdapterKey
 
 
-AdapterEvent = AdapterStaged | AdapterFailed | AdapterPinned | AdapterUnloaded
+class AdapterWanted(msgspec.Struct, frozen=True):
+    """Stage the adapter though no request asks for it; AdapterArrived is the answer."""
+
+    key: AdapterKey
+
+
+AdapterEvent = (
+    AdapterStaged | AdapterFailed | AdapterPlaced | AdapterPinned | AdapterUnloaded | AdapterWanted
+)

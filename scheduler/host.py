@@ -12,23 +12,31 @@ FIRST_GUESS_DIVISOR = 8
 class HostTier:
     """Host copies in the order of their last use, within `capacity_bytes` on each rank.
 
-    An adapter's size is known only once it is staged, so room is kept for one as large as the
-    largest so far. A dropped copy's bytes count until the plan with the drop was applied, and
-    its adapter is not staged again before: the ranks would drop the new copy.
+    An adapter's size is not known before the ranks have looked at it, so room is kept for one
+    as large as the largest so far; one that turns out too large comes back with its size and is
+    staged again when there is room for that. A dropped copy's bytes count until the plan with
+    the drop was applied, and its adapter is not staged again before: the ranks would drop the
+    new copy.
     """
 
     def __init__(self, capacity_bytes: int, largest: int = 0) -> None:
         """Start empty; `largest` is what the largest adapter so far took, in bytes."""
         self.capacity_bytes = capacity_bytes
         self.largest = largest
+        self.num_evictions = 0
         self._copies: OrderedDict[AdapterKey, Resident] = OrderedDict()
         self._wants: dict[AdapterKey, Resident] = {}
         self._expected: dict[AdapterKey, int] = {}
-        self._leaving: dict[AdapterKey, Resident] = {}
+        self._leaving: dict[AdapterKey, int] = {}
         self._unsent: list[Resident] = []
         self._copies_bytes = 0
         self._leaving_bytes = 0
         self._short: Resident | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all copies, those that are leaving included."""
+        return self._copies_bytes + self._leaving_bytes
 
     @property
     def num_copies(self) -> int:
@@ -54,9 +62,9 @@ class HostTier:
                 settled.append(key)
             elif resident.dropping:
                 continue
-            elif self._has_room():
+            elif self._has_room(resident):
                 resident.staging = True
-                self._expected[key] = self._guess()
+                self._expected[key] = self._guess(resident)
                 named.append(key)
             elif resident.waiting > 0:
                 self._short = resident
@@ -77,10 +85,12 @@ class HostTier:
         self._copies_bytes += resident.shape.host_bytes
         self.largest = max(self.largest, min(resident.shape.host_bytes, self.capacity_bytes))
 
-    def failed(self, resident: Resident) -> None:
-        """The adapter could not be staged."""
-        del self._expected[resident.key]
+    def failed(self, resident: Resident, partly: bool = False) -> None:
+        """The adapter could not be staged; partly: what some ranks hold of it must go."""
+        expected = self._expected.pop(resident.key)
         resident.staging = False
+        if partly:
+            self._leave(resident, expected)
 
     def touch(self, resident: Resident) -> None:
         """The adapter was used."""
@@ -92,30 +102,27 @@ class HostTier:
         assert not resident.filling, resident
         assert resident.shape is not None
         del self._copies[resident.key]
-        resident.on_host, resident.dropping = False, True
-        self._leaving[resident.key] = resident
-        self._unsent.append(resident)
+        resident.on_host = False
         self._copies_bytes -= resident.shape.host_bytes
-        self._leaving_bytes += resident.shape.host_bytes
+        self._leave(resident, resident.shape.host_bytes)
 
     def drops(self) -> list[Resident]:
         """What the plan in the making tells the ranks to forget."""
         short = self._short if self._short is not None and self._short.wanted else None
-        reserved = sum(self._expected.values()) + (self._guess() if short else 0)
+        reserved = sum(self._expected.values()) + (self._guess(short) if short else 0)
         awaited = short is not None and short.waiting > 0
         while self._copies and self._copies_bytes + reserved > self.capacity_bytes:
             victim = self._victim(awaited)
             if victim is None:
                 break
             self.discard(victim)
+            self.num_evictions += 1
         dropped, self._unsent = self._unsent, []
         return dropped
 
     def dropped(self, resident: Resident) -> None:
         """The plan with the drop was applied; the bytes are free."""
-        assert resident.shape is not None
-        del self._leaving[resident.key]
-        self._leaving_bytes -= resident.shape.host_bytes
+        self._leaving_bytes -= self._leaving.pop(resident.key)
         resident.dropping = False
         self.want(resident)
 
@@ -124,18 +131,29 @@ class HostTier:
         sizes = [r.shape.host_bytes for r in self._copies.values() if r.shape is not None]
         assert sum(sizes) == self._copies_bytes, (sizes, self._copies_bytes)
         assert all(r.on_host and not r.dropping for r in self._copies.values())
-        leaving = [r.shape.host_bytes for r in self._leaving.values() if r.shape is not None]
-        assert sum(leaving) == self._leaving_bytes, (leaving, self._leaving_bytes)
-        assert all(r.dropping and not r.on_host for r in self._leaving.values())
+        assert sum(self._leaving.values()) == self._leaving_bytes, self._leaving
+        assert self._leaving.keys().isdisjoint(self._copies)
+        assert all(r.dropping and not r.on_host for r in self._unsent)
 
-    def _guess(self) -> int:
+    def _leave(self, resident: Resident, num_bytes: int) -> None:
+        """Tell the ranks with the next plan to forget what they hold."""
+        resident.dropping = True
+        self._leaving[resident.key] = num_bytes
+        self._leaving_bytes += num_bytes
+        self._unsent.append(resident)
+
+    def _guess(self, resident: Resident) -> int:
+        """What the adapter will take, in bytes."""
+        if resident.shape is not None:
+            return resident.shape.host_bytes
         return self.largest or self.capacity_bytes // FIRST_GUESS_DIVISOR
 
-    def _has_room(self) -> bool:
+    def _has_room(self, resident: Resident) -> bool:
         held = self._copies_bytes + self._leaving_bytes
         if held == 0 and not self._expected:
             return True
-        return held + sum(self._expected.values()) + self._guess() <= self.capacity_bytes
+        expected = sum(self._expected.values()) + self._guess(resident)
+        return held + expected <= self.capacity_bytes
 
     def _victim(self, awaited: bool) -> Resident | None:
         """The least recent copy that nobody needs; a pinned one only for a request's sake."""

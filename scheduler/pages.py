@@ -4,14 +4,14 @@ from collections.abc import Iterable, Sequence
 
 
 class AdapterPages:
-    """Slots 0 .. num_slots - 1 and, for each projection, pages 0 .. num_pages - 1."""
+    """Slots 0 .. num_slots - 1 and, for projection i, pages 0 .. num_pages[i] - 1."""
 
-    def __init__(self, num_projections: int, num_pages: int, num_slots: int) -> None:
+    def __init__(self, num_pages: Sequence[int], num_slots: int) -> None:
         """Start with everything free."""
-        self.num_pages = num_pages
+        self.num_pages = tuple(num_pages)
         self.num_slots = num_slots
         self._slots = list(range(num_slots - 1, -1, -1))
-        self._pages = [list(range(num_pages - 1, -1, -1)) for _ in range(num_projections)]
+        self._pages = [list(range(count - 1, -1, -1)) for count in self.num_pages]
 
     @property
     def num_free_slots(self) -> int:
@@ -50,4 +50,4 @@ class AdapterPages:
         taken = list(pages)
         for index, free in enumerate(self._pages):
             found = sorted([*free, *(page for each in taken for page in each[index])])
-            assert found == list(range(self.num_pages)), f"pages of projection {index}"
+            assert found == list(range(self.num_pages[index])), f"pages of projection {index}"

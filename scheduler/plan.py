@@ -28,7 +28,7 @@ class Join(msgspec.Struct, frozen=True, array_like=True):
     sampling: Sampling
 
 
-class Row(msgspec.Struct, frozen=True, array_like=True):
+class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One request's share of a step: compute positions start .. start + length - 1.
 
     blocks: block indices to append to the place's block table before computing.
@@ -43,8 +43,9 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Fill(msgspec.Struct, frozen=True, array_like=True):
-    """Move a staged adapter from host memory to the device before this step computes.
+    """Move a staged adapter from host memory to the device, beside the steps.
 
+    The ranks report when it is there, and only plans made after that have rows that use it.
     slot: index into the ranks' adapter table. pages: for each projection, its page indices.
     """
 
@@ -80,11 +81,28 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top_logprobs: list[float]
 
 
+class PromptReport(msgspec.Struct, frozen=True, array_like=True):
+    """What a row tells about its request's prompt, where that was asked for.
+
+    row: its index in the plan. first: the position of the first of `logprobs`, which are those
+    of the prompt's own tokens; position 0 has none. embedding: float32, little-endian, with the
+    prompt's last position; else empty.
+    """
+
+    row: int
+    first: int = 1
+    logprobs: list[TokenLogprobs] = []
+    embedding: bytes = b""
+
+
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """Rank 0's answer: one token for each row with `samples`, in the plan's order.
 
-    logprobs: None when no row asked, else one entry (or None) for each token.
-    compute_seconds: time from the step's start to its tokens on the host.
+    logprobs: None when no row asked, else one entry (or None) for each token. reports: of rows
+    that ask about their prompts, None without any.
+    compute_seconds: time from the step's start to its tokens on the host. idle_seconds: how long
+    the device had nothing to do before the step; None on devices that do not tell. captured: the
+    step was a replay of a captured one.
     """
 
     epoch: int
@@ -92,6 +110,9 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     tokens: list[int]
     logprobs: list[TokenLogprobs | None] | None = None
     compute_seconds: float = 0.0
+    reports: list[PromptReport] | None = None
+    idle_seconds: float | None = None
+    captured: bool = False
 
 
 class Capacity(msgspec.Struct, frozen=True):
@@ -102,6 +123,7 @@ class Capacity(msgspec.Struct, frozen=True):
     adapter_slots: adapters that may be on the device at once. host_bytes: the host tier.
     max_total_tokens: the longest sequence that the ranks' buffers take. chunked: whether a
     sequence may be computed in several rows; prefix_caching: whether blocks can be shared.
+    pool_pages: pages of each projection's pool where they differ; empty: adapter_pages each.
     """
 
     num_blocks: int
@@ -113,3 +135,9 @@ class Capacity(msgspec.Struct, frozen=True):
     max_total_tokens: int
     chunked: bool = True
     prefix_caching: bool = True
+    pool_pages: tuple[int, ...] = ()
+
+    @property
+    def pages(self) -> tuple[int, ...]:
+        """Pages of each projection's pool."""
+        return self.pool_pages or (self.adapter_pages,) * len(self.projections)

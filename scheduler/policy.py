@@ -1,8 +1,11 @@
 """Limits, and the refusals that follow from them."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from configs.engine import EngineConfig
+from configs.sampling import Pooling
+from scheduler.events import RanksFailure
 from scheduler.plan import Capacity
 from scheduler.request import Request
 
@@ -29,7 +32,9 @@ class Limits:
 
     steps_ahead: plans that may be in flight at once. quantum_tokens: what each adapter's queue
     earns in a round. patience_steps: how long an adapter waits for room on the device before
-    resident ones stop admitting for its sake.
+    resident ones stop admitting for its sake. slice_tokens: the most that each running request of
+    such a resident generates before it makes way (turns.py says when it is less); its blocks stay
+    where the prefix cache finds them.
     """
 
     max_step_tokens: int = 2048
@@ -39,12 +44,15 @@ class Limits:
     prefix_caching: bool = True
     steps_ahead: int = 2
     quantum_tokens: int = 2048
-    patience_steps: int = 64
+    patience_steps: int = 16
+    slice_tokens: int = 128
 
     def __post_init__(self) -> None:
         """Refuse limits under which nothing could run."""
         if min(self.max_step_tokens, self.max_running, self.steps_ahead, self.quantum_tokens) < 1:
             raise ValueError(f"limits must be at least 1: {self}")
+        if self.slice_tokens < 1:
+            raise ValueError(f"slice_tokens must be at least 1: {self}")
         if self.max_queued < 0 or self.patience_steps < 0:
             raise ValueError(f"max_queued and patience_steps must not be negative: {self}")
 
@@ -73,13 +81,33 @@ def refuse_impossible(request: Request, limits: Limits, capacity: Capacity) -> N
             f"{prompt} prompt tokens and max_new_tokens {new} make {prompt + new} tokens, "
             f"but at most {longest} are served; shorten one of them"
         )
+    if new and request.sampling.pooling is not Pooling.NONE:
+        raise InvalidRequest("an embedding is made of a prompt alone; set max_new_tokens to 0")
+    refuse_oversized(request, capacity)
+
+
+def refuse_oversized(request: Request, capacity: Capacity) -> None:
+    """Raise InvalidRequest for a request that the cache could not hold even if it were alone."""
+    prompt, new = len(request.prompt), request.stopping.max_new_tokens
     # The last token is only handed out: no step computes keys and values for it.
     held = capacity.num_blocks * capacity.block_size
-    if prompt + new - 1 > held:
+    if prompt + max(new, 1) - 1 > held:
         raise InvalidRequest(
             f"{prompt} prompt tokens and max_new_tokens {new} do not fit into the cache, "
             f"which holds {held} tokens; shorten one of them"
         )
+
+
+def outgrown(requests: Iterable[Request], capacity: Capacity) -> dict[Request, RanksFailure]:
+    """What ends requests that were admitted to ranks which held more than these."""
+    failures = {}
+    for request in requests:
+        try:
+            refuse_oversized(request, capacity)
+        except InvalidRequest as refusal:
+            message = f"the ranks came back with less memory than they had: {refusal}"
+            failures[request] = RanksFailure(message)
+    return failures
 
 
 class Pace:

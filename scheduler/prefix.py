@@ -47,8 +47,11 @@ class PrefixCache:
         return len(self._block_of)
 
     def match(self, request: Request) -> list[int]:
-        """The blocks that hold the request's first tokens; at least one token stays to compute."""
-        if not self.enabled:
+        """The blocks that hold the request's first tokens; at least one token stays to compute.
+
+        Nothing is found for one who is told about its whole prompt.
+        """
+        if not self.enabled or request.awaits_report:
             return []
         limit = (len(request.tokens) - 1) // self.block_size
         found = []

@@ -1,25 +1,36 @@
 """AdapterQueues: one queue for each adapter, served by deficit round-robin in tokens.
 
 Each time the round comes to a queue whose first request costs more than its credit, the queue
-earns a quantum and the round goes on. So between two turns of one queue every other queue
-admits at most a quantum and one longest request, and a request that heads its queue is in turn
-after at most ceil(longest request / quantum) rounds, whatever the others hold.
+earns its quantum (quantum_tokens times its weight) and the round goes on. So between two turns
+of one queue every other queue of its priority admits at most its own quantum and one longest
+request, and a request that heads its queue is in turn after at most ceil(longest request / its
+quantum) rounds, whatever the others hold.
+
+Every priority has a round of its own, and the highest with anybody in it is served. A lower one
+that has seen PASSED_OVER requests of higher ones admitted has the next turn. So of any
+PASSED_OVER + 3 n admissions in a row, n being the number of priorities that wait, every one of
+them has at least one.
 
 A queue whose adapter waits for room on the device is a claim, and the round passes it by until
-there is room; claims are served in the order in which they began to wait. One whose adapter is
-not staged is in neither.
+there is room; claims are served in the order in which they began to wait, where each priority
+is a head start. One whose adapter is not staged, or has used up its share, is in neither.
 """
 
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
+from math import ceil
 
 from configs.adapters import AdapterKey
+from configs.runtime import AdapterShare
 from scheduler.request import Request
+from scheduler.shares import QueueKey
 
-QueueKey = AdapterKey | None
-"""The adapter of a queue; None is the base model's."""
+PASSED_OVER = 16
+"""Requests of higher priorities that are admitted before a lower one has a turn."""
+
+_EVEN = AdapterShare()
 
 
 def cost(request: Request) -> int:
@@ -30,14 +41,17 @@ def cost(request: Request) -> int:
 class AdapterQueue:
     """The waiting requests of one adapter: those that come back first, then first come first.
 
-    claim: (since which step, a number that breaks ties) its adapter awaits room on the device.
+    claim: (when in the order of claims, a number that breaks ties) its adapter awaits room on
+    the device; waits_since: the step since which it does.
     """
 
-    def __init__(self, key: QueueKey, credit: int) -> None:
-        """Start empty, with one turn's credit."""
+    def __init__(self, key: QueueKey, share: AdapterShare) -> None:
+        """Start empty; who makes it gives it its first credit."""
         self.key = key
-        self.credit = credit
+        self.share = share
+        self.credit = 0.0
         self.claim: tuple[int, int] | None = None
+        self.waits_since = 0
         self._resumed: list[Request] = []
         self._fresh: OrderedDict[int, Request] = OrderedDict()
 
@@ -68,14 +82,47 @@ class AdapterQueue:
             self._resumed.remove(request)
 
 
+class _Round:
+    """The queues of one priority that take part, the next one first.
+
+    passed_over: requests of higher priorities that were admitted since one of these was.
+    """
+
+    def __init__(self) -> None:
+        self.ring: OrderedDict[QueueKey, AdapterQueue] = OrderedDict()
+        self.passed_over = 0
+
+    def in_turn(self, quantum_tokens: int) -> Request:
+        """The request that the round has come to."""
+        while True:
+            for _ in range(len(self.ring)):
+                key, queue = next(iter(self.ring.items()))
+                request = queue.first()
+                if cost(request) <= queue.credit:
+                    return request
+                queue.credit += quantum_tokens * queue.share.weight
+                self.ring.move_to_end(key)
+            self._skip(quantum_tokens)
+
+    def _skip(self, quantum_tokens: int) -> None:
+        """Let the rounds pass in which certainly nobody is in turn."""
+        quanta = [(queue, quantum_tokens * queue.share.weight) for queue in self.ring.values()]
+        rounds = min(ceil((cost(q.first()) - q.credit) / quantum) for q, quantum in quanta)
+        for queue, quantum in quanta if rounds > 0 else ():
+            queue.credit += rounds * quantum
+
+
 class AdapterQueues:
     """All waiting requests, and whose turn it is."""
 
-    def __init__(self, quantum_tokens: int) -> None:
+    def __init__(
+        self, quantum_tokens: int, share_of: Callable[[QueueKey], AdapterShare] = lambda _: _EVEN
+    ) -> None:
         """Start with nobody waiting."""
         self.quantum_tokens = quantum_tokens
+        self._share_of = share_of
         self._queues: dict[QueueKey, AdapterQueue] = {}
-        self._ring: OrderedDict[QueueKey, AdapterQueue] = OrderedDict()
+        self._rounds: dict[int, _Round] = {}
         self._claims: list[tuple[tuple[int, int], AdapterKey]] = []
         self._num_claims = 0
         self._num_waiting = 0
@@ -92,6 +139,27 @@ class AdapterQueues:
     def __contains__(self, key: QueueKey) -> bool:
         """Whether any request of this adapter waits."""
         return key in self._queues
+
+    @property
+    def keys(self) -> list[QueueKey]:
+        """The adapters that requests wait for."""
+        return list(self._queues)
+
+    @property
+    def claiming(self) -> int:
+        """How many adapters wait for room on the device."""
+        return len(self._claims)
+
+    def is_full(self, key: QueueKey, limit: int) -> bool:
+        """Whether another request of this adapter is one too many where `limit` may wait.
+
+        When so many wait, those adapters may still queue that have less than an equal part, or
+        one that floods would have all others refused. So never more than twice the limit wait.
+        """
+        if self._num_waiting < limit:
+            return False
+        own = len(self._queues.get(key, ()))
+        return own * len(self._queues) >= limit or self._num_waiting >= 2 * limit
 
     def waiting_for(self, key: QueueKey) -> list[Request]:
         """The requests of one adapter, first to be served first."""
@@ -120,50 +188,64 @@ class AdapterQueues:
         """Take out the request in turn and charge its queue."""
         queue = self._queues[request.adapter]
         queue.credit -= cost(request)
+        for priority, each in self._rounds.items():
+            if priority < queue.share.priority:
+                each.passed_over += 1
+        self._rounds[queue.share.priority].passed_over = 0
         self._unlist(queue)
         queue.claim = None
         self.remove(request)
 
     def in_turn(self) -> Request | None:
-        """The request that the round has come to; the same one until something changes."""
-        while self._ring:
-            key, queue = next(iter(self._ring.items()))
-            request = queue.first()
-            if cost(request) <= queue.credit:
-                return request
-            queue.credit += self.quantum_tokens
-            self._ring.move_to_end(key)
-        return None
+        """The request whose turn it is; the same one until something changes."""
+        if not self._rounds:
+            return None
+        highest = max(self._rounds)
+        due = [
+            (each.passed_over, priority)
+            for priority, each in self._rounds.items()
+            if priority < highest and each.passed_over >= PASSED_OVER
+        ]
+        priority = max(due)[1] if due else highest
+        return self._rounds[priority].in_turn(self.quantum_tokens)
 
     def resume(self, key: QueueKey, first: bool = False) -> None:
-        """Let the queue take part in the round, from its end or its front."""
+        """Let the queue take part in its round, from the end or the front."""
         queue = self._queues.get(key)
-        if queue is None or key in self._ring:
+        if queue is None or self.in_round(key):
             return
-        self._ring[key] = queue
-        self._ring.move_to_end(key, last=not first)
+        ring = self._rounds.setdefault(queue.share.priority, _Round()).ring
+        ring[key] = queue
+        ring.move_to_end(key, last=not first)
 
-    def park(self, key: AdapterKey, step: int) -> None:
-        """The adapter must wait for the device, since `step` unless it has waited before."""
+    def park(self, key: AdapterKey, step: int, head_start: int = 0) -> None:
+        """The adapter must wait for the device, since `step` unless it has waited before.
+
+        head_start: steps by which each priority stands before the next lower one.
+        """
         queue = self._queues[key]
-        self._ring.pop(key, None)
+        self._leave_round(queue)
         if queue.claim is None:
             self._num_claims += 1
-            queue.claim = (step, self._num_claims)
+            queue.waits_since = step
+            queue.claim = (step - head_start * queue.share.priority, self._num_claims)
         if self._index(queue) is None:
             insort(self._claims, (queue.claim, key))
 
     def suspend(self, key: QueueKey) -> None:
         """Take the queue out of the round until it is resumed; it keeps its seniority."""
-        self._ring.pop(key, None)
-        self._unlist(self._queues[key])
+        queue = self._queues[key]
+        self._leave_round(queue)
+        self._unlist(queue)
 
     def in_round(self, key: QueueKey) -> bool:
-        """Whether the queue takes part in the round."""
-        return key in self._ring
+        """Whether the queue takes part in a round."""
+        queue = self._queues.get(key)
+        each = None if queue is None else self._rounds.get(queue.share.priority)
+        return each is not None and key in each.ring
 
     def claims(self, limit: int) -> list[AdapterKey]:
-        """The first `limit` adapters that wait for the device, the longest waiting first.
+        """The first `limit` adapters that wait for the device, in the order of claims.
 
         They stay claims until a request of theirs is admitted, in the round or not.
         """
@@ -171,8 +253,14 @@ class AdapterQueues:
 
     def waits_since(self, key: AdapterKey) -> int | None:
         """The step since which the adapter waits for the device; None if it does not."""
-        claim = self._queues[key].claim
-        return None if claim is None else claim[0]
+        queue = self._queues[key]
+        return None if queue.claim is None else queue.waits_since
+
+    def reshare(self) -> None:
+        """Ask for everybody's share again; all queues are out of the round until resumed."""
+        for key, queue in self._queues.items():
+            self.suspend(key)
+            queue.share = self._share_of(key)
 
     def check(self) -> None:
         """Assert that every queue is in one place and that requests are counted."""
@@ -181,13 +269,24 @@ class AdapterQueues:
         listed = [key for _, key in self._claims]
         assert self._claims == sorted(self._claims)
         assert len(set(listed)) == len(listed)
-        assert {*listed, *self._ring} <= set(self._queues)
+        assert all(each.ring for each in self._rounds.values()), "an empty round"
+        rings = [key for each in self._rounds.values() for key in each.ring]
+        assert len(set(rings)) == len(rings)
+        assert {*listed, *rings} <= set(self._queues)
+        assert all(self.in_round(key) for key in rings), "a queue in another priority's round"
         assert all(self._queues[key].claim == claim for claim, key in self._claims)
 
     def _queue(self, key: QueueKey) -> AdapterQueue:
-        if key not in self._queues:
-            self._queues[key] = AdapterQueue(key, self.quantum_tokens)
-        return self._queues[key]
+        queue = self._queues.get(key)
+        if queue is None:
+            queue = self._queues[key] = AdapterQueue(key, self._share_of(key))
+            queue.credit = self.quantum_tokens * queue.share.weight
+        return queue
+
+    def _leave_round(self, queue: AdapterQueue) -> None:
+        each = self._rounds.get(queue.share.priority)
+        if each is not None and each.ring.pop(queue.key, None) is not None and not each.ring:
+            del self._rounds[queue.share.priority]
 
     def _index(self, queue: AdapterQueue) -> int | None:
         """Where the queue stands among the claims."""

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from configs.adapters import AdapterKey
-from configs.sampling import FinishReason, Sampling, Stopping
-from scheduler.events import Ended, Ending, RanksFailure, RequestId
-from scheduler.plan import TokenLogprobs
+from configs.sampling import FinishReason, Pooling, Sampling, Stopping
+from scheduler.events import Ended, Ending, RequestId
+from scheduler.plan import PromptReport, TokenLogprobs
 
-MAX_LOSSES = 3
-"""Losses of the ranks in a row, without a token between them, that end a request."""
+PROOF_TOKENS = 8
+"""New tokens that show that the ranks live with a request; see trials.py."""
 
 
 class Status(Enum):
@@ -29,11 +29,15 @@ class Status(Enum):
 class Request:
     """A sequence, its tokens and what it holds on the ranks.
 
-    arrival: seconds on the caller's clock. tokens: all known ids, prompt first.
+    arrival: seconds on the caller's clock. parts: what its adapter is a merge of, each once, ()
+    for others. tokens: all known ids, prompt first.
     computed: positions whose step was applied; scheduled: positions that plans name;
     pending: tokens that plans in flight will sample. in_flight: plans in flight with its row.
-    registered: leading blocks whose content the prefix cache knows. losses: how often the ranks
-    were lost while it was in a step, since its last token.
+    registered: leading blocks whose content the prefix cache knows. joined_with: tokens that it
+    had when it last joined. prompt_logprobs, embedding: what the ranks reported about its prompt
+    so far. losses: of the ranks, in a row, that it was involved in; alone: those of them in which
+    it was the only one; lost_with: tokens that it had at the last one; trials: how often it
+    became a suspect (trials.py).
     """
 
     id: RequestId
@@ -42,6 +46,7 @@ class Request:
     stopping: Stopping
     adapter: AdapterKey | None = None
     arrival: float = 0.0
+    parts: tuple[AdapterKey, ...] = ()
 
     status: Status = field(default=Status.WAITING, init=False)
     serial: int = field(default=-1, init=False)
@@ -59,10 +64,21 @@ class Request:
     first_scheduled: float | None = field(default=None, init=False)
     first_token: float | None = field(default=None, init=False)
     losses: int = field(default=0, init=False)
+    alone: int = field(default=0, init=False)
+    lost_with: int = field(default=0, init=False)
+    trials: int = field(default=0, init=False)
+    joined_with: int = field(default=0, init=False)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)
+    embedding: bytes = field(default=b"", init=False)
 
     def __post_init__(self) -> None:
         """Start with the prompt as the known tokens."""
         self.tokens = list(self.prompt)
+
+    @property
+    def payers(self) -> tuple[AdapterKey | None, ...]:
+        """Whose shares it counts against: the parts of a merge, else its own adapter."""
+        return self.parts or (self.adapter,)
 
     @property
     def num_generated(self) -> int:
@@ -82,12 +98,48 @@ class Request:
     @property
     def exhausted(self) -> bool:
         """Whether the plans in flight certainly bring its last permitted token."""
-        return self.total >= self.max_total
+        most, total = self.stopping.max_new_tokens, len(self.tokens) + self.pending
+        return total >= len(self.prompt) + most if most else self.scheduled >= total
+
+    @property
+    def answered(self) -> bool:
+        """Whether it generates nothing and its whole prompt was computed."""
+        return not self.stopping.max_new_tokens and self.computed >= len(self.prompt)
+
+    @property
+    def proof(self) -> int:
+        """How many new tokens clear it after a loss: four times as many with each further trial."""
+        return PROOF_TOKENS << 2 * max(self.trials - 1, 0)
+
+    @property
+    def awaits_report(self) -> bool:
+        """Whether the ranks still owe something about its prompt, and so must read all of it."""
+        asked = self.sampling
+        if not asked.about_prompt:
+            return False
+        scored = asked.prompt_logprobs < 0 or len(self.prompt_logprobs) >= len(self.prompt) - 1
+        return not scored or (asked.pooling is not Pooling.NONE and not self.embedding)
+
+    def keep(self, logprobs: TokenLogprobs | None) -> list[TokenLogprobs] | None:
+        """Keep the logprobs of one sampled token, if they were asked for, and return them."""
+        if self.sampling.logprobs < 0 or logprobs is None:
+            return None
+        self.logprobs.append(logprobs)
+        return [logprobs]
+
+    def learn(self, report: PromptReport) -> None:
+        """Keep what is new in a report; a prompt that is computed again is reported again."""
+        if report.logprobs:
+            known = len(self.prompt_logprobs) + 1 - report.first
+            assert known >= 0, f"{self.id}: logprobs before position {report.first} are missing"
+            self.prompt_logprobs += report.logprobs[known:]
+        self.embedding = report.embedding or self.embedding
 
     def accept(self, token: int) -> FinishReason | None:
         """Append a sampled token; to end by a stop token goes before ending by length."""
         self.tokens.append(token)
-        self.losses = 0
+        if self.losses and len(self.tokens) - self.lost_with >= self.proof:
+            self.losses = self.alone = 0
         stopping = self.stopping
         count = len(self.tokens) - len(self.prompt)
         if token in stopping.stop_token_ids and count >= stopping.min_new_tokens:
@@ -107,12 +159,11 @@ class Request:
         self.place = -1
         self.blocks = []
 
-    def count_loss(self) -> RanksFailure | None:
-        """Count a loss of the ranks if it was in a step; what ends it when that is too often."""
-        self.losses += self.in_flight > 0
-        if self.losses < MAX_LOSSES:
-            return None
-        return RanksFailure(f"the ranks failed {MAX_LOSSES} times in a row while this request ran")
+    def count_loss(self, alone: bool) -> None:
+        """The ranks were lost, and it was involved, or even the only one."""
+        self.losses += 1
+        self.alone += alone
+        self.lost_with = len(self.tokens)
 
     def ended(self, ending: Ending) -> Ended:
         """Mark the request as ended and tell its whole story."""
@@ -127,6 +178,8 @@ class Request:
             arrival=self.arrival,
             first_scheduled=self.first_scheduled,
             first_token=self.first_token,
+            prompt_logprobs=self.prompt_logprobs if self.sampling.prompt_logprobs >= 0 else None,
+            embedding=self.embedding,
         )
 
     def check(self, block_size: int) -> None:

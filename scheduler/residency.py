@@ -14,6 +14,7 @@ from scheduler.host import HostTier
 from scheduler.plan import Capacity
 from scheduler.request import Request
 from scheduler.resident import AdapterState, Resident
+from scheduler.snapshot import AdapterCounts, AdapterTiers, AdapterView
 from scheduler.step import Step
 
 
@@ -21,6 +22,7 @@ class Standing(Enum):
     """What an adapter could do for a request now."""
 
     READY = "on the device, admitting"
+    FILLING = "on its way to the device"
     PLACEABLE = "staged, and the device has room"
     BLOCKED = "staged, but it must wait for the device"
     ABSENT = "not staged"
@@ -36,11 +38,17 @@ class Residency:
         self._capacity = capacity
         self._residents: dict[AdapterKey, Resident] = {}
         self._unplaced_pins: dict[AdapterKey, Resident] = {}
+        self._uses = [0, 0, 0]  # on the device, on the host, not staged
+        self._device_evictions = 0
+        self._host_evictions = 0
+        self._staged = [0, 0]  # adapters, bytes
+        self._filled = [0, 0]
+        self.num_filling = 0
 
     @property
     def has_moves(self) -> bool:
-        """Whether the next plan has an adapter to drop or a pinned one to fill."""
-        if self.host.has_unsent_drops:
+        """Whether a fill is under way, or the next plan has one for a pin, or a drop."""
+        if self.host.has_unsent_drops or self.num_filling:
             return True
         return any(self.standing(key) is Standing.PLACEABLE for key in self._unplaced_pins)
 
@@ -48,9 +56,46 @@ class Residency:
         """Where each known adapter is."""
         return {key: resident.state for key, resident in self._residents.items()}
 
+    def views(self) -> list[AdapterView]:
+        """Every known adapter."""
+        return [
+            AdapterView(
+                key=key,
+                state=each.state,
+                running=each.users,
+                waiting=each.waiting,
+                pinned=each.pinned,
+                draining=each.unloading,
+                host_bytes=each.shape.host_bytes if each.on_host and each.shape else 0,
+                device_pages=sum(len(pages) for pages in each.pages) if each.on_device else 0,
+            )
+            for key, each in self._residents.items()
+        ]
+
+    def tiers(self) -> AdapterTiers:
+        """How full the tiers are."""
+        return AdapterTiers(
+            host_bytes=self.host.num_bytes,
+            host_capacity_bytes=self.host.capacity_bytes,
+            device_pages=self.device.num_pages,
+            device_capacity_pages=sum(self._capacity.pages),
+            device_adapters=self.device.num_placed,
+            device_slots=self._capacity.adapter_slots,
+        )
+
+    def counts(self) -> AdapterCounts:
+        """What happened since start."""
+        device_hits, host_hits, misses = self._uses
+        host_evictions = self._host_evictions + self.host.num_evictions
+        evictions = (self._device_evictions, host_evictions)
+        moved = (*self._staged, *self._filled)
+        return AdapterCounts(device_hits, host_hits, misses, *evictions, *moved)
+
     def standing(self, key: AdapterKey) -> Standing:
         """What a request of this adapter would meet; changes nothing."""
         resident = self._residents[key]
+        if resident.filling:
+            return Standing.FILLING
         if resident.on_device:
             return Standing.BLOCKED if self.device.is_closed(key) else Standing.READY
         if not resident.on_host:
@@ -60,8 +105,10 @@ class Residency:
     def enlist(self, key: AdapterKey) -> None:
         """A request waits for the adapter; staging starts now, not when its turn comes."""
         resident = self._know(key)
+        self._uses[0 if resident.on_device else 1 if resident.on_host else 2] += 1
         resident.waiting += 1
         resident.unloading = False
+        self.device.refresh(resident)
         self.host.want(resident)
 
     def delist(self, key: AdapterKey) -> None:
@@ -69,16 +116,40 @@ class Residency:
         resident = self._residents[key]
         resident.waiting -= 1
         assert resident.waiting >= 0, resident
+        resident.owed = resident.owed and resident.waiting > 0
         if resident.waiting == 0 and key == self.device.reserved:
             self.device.end_reservation()
         self._settle(resident)
 
-    def acquire(self, key: AdapterKey, step: Step) -> int:
-        """Hold the adapter's slot for a request of this step; a fill joins the step if needed."""
+    def fill(self, key: AdapterKey, step: Step) -> None:
+        """Bring a staged adapter that has room to the device, beginning with this step."""
         resident = self._residents[key]
-        if not resident.on_device:
-            self._place(resident, step)
+        assert resident.on_host, resident
+        for victim in self.device.place(resident):
+            self._evicted(victim)
+        resident.filling = True
+        resident.owed = resident.waiting > 0
+        self.num_filling += 1
+        self.device.refresh(resident)
+        self._unplaced_pins.pop(resident.key, None)
+        step.add_fill(resident)
+        _count(self._filled, resident)
+
+    def placed(self, key: AdapterKey) -> None:
+        """All ranks have finished the adapter's fill."""
+        resident = self._residents.get(key)
+        if resident is not None and resident.filling:
+            resident.filling = False
+            self.num_filling -= 1
+            self._settle(resident)
+
+    def acquire(self, key: AdapterKey) -> int:
+        """Hold the slot of an adapter that is ready, for a request."""
+        resident = self._residents[key]
+        assert resident.on_device, resident
+        assert not resident.filling, resident
         resident.users += 1
+        resident.owed = False
         self.device.touch(resident)
         self.host.touch(resident)
         return resident.slot
@@ -89,6 +160,14 @@ class Residency:
         resident.users -= 1
         assert resident.users >= 0, resident
         self._settle(resident)
+
+    def forgo(self, key: AdapterKey) -> None:
+        """Those who wait for the adapter may not be admitted for now: no room is kept for them."""
+        if key == self.device.reserved:
+            self.device.end_reservation()
+        resident = self._residents[key]
+        resident.owed = False
+        self.device.refresh(resident)
 
     def reserve(self, key: AdapterKey) -> None:
         """Have others make room for an adapter that has waited for long."""
@@ -102,6 +181,7 @@ class Residency:
         assert len(shape.num_pages) == len(self._capacity.projections), shape
         resident.shape = shape
         self.host.staged(resident)
+        _count(self._staged, resident)
         failure = self._too_large(shape)
         if failure is not None:
             self._unpin(resident)
@@ -109,11 +189,22 @@ class Residency:
         self._settle(resident)
         return failure
 
-    def failed(self, key: AdapterKey) -> None:
-        """The adapter could not be staged; the next request for it tries again."""
+    def deferred(self, key: AdapterKey, shape: AdapterShape) -> None:
+        """Some rank had no room for the adapter; it is staged again once there is enough."""
         resident = self._residents.get(key)
         if resident is not None and resident.staging:
-            self.host.failed(resident)
+            resident.shape = shape
+            self.host.failed(resident, partly=True)
+            self._settle(resident)
+
+    def failed(self, key: AdapterKey, partly: bool = False) -> None:
+        """The adapter could not be staged; the next request for it tries again.
+
+        partly: some rank holds it, or may come to.
+        """
+        resident = self._residents.get(key)
+        if resident is not None and resident.staging:
+            self.host.failed(resident, partly)
             self._unpin(resident)
             self._settle(resident)
 
@@ -131,6 +222,23 @@ class Residency:
         self.host.want(resident)
         self._settle(resident)
 
+    def ask(self, key: AdapterKey) -> bool:
+        """Have the adapter staged without a request; True if there is nothing to wait for."""
+        resident = self._know(key)
+        resident.unloading = False
+        resident.asked = not (resident.on_host or resident.on_device)
+        self.host.want(resident)
+        return not resident.asked
+
+    def answer(self, key: AdapterKey) -> bool:
+        """Whether somebody waits to hear what became of the adapter; he is told now."""
+        resident = self._residents.get(key)
+        if resident is None or not resident.asked:
+            return False
+        resident.asked = False
+        self._settle(resident)
+        return True
+
     def unload(self, key: AdapterKey) -> None:
         """Forget the adapter once nobody uses or awaits it."""
         resident = self._know(key)
@@ -140,25 +248,32 @@ class Residency:
     def fill_pins(self, step: Step) -> None:
         """Place staged pinned adapters that have room, without waiting for a request."""
         for key in list(self._unplaced_pins):
-            if self.standing(key) is Standing.PLACEABLE:
-                self._place(self._residents[key], step)
+            if step.may_fill and self.standing(key) is Standing.PLACEABLE:
+                self.fill(key, step)
 
     def applied(self, step: Step) -> None:
-        """A plan with fills and drops was executed by all ranks."""
-        for resident in step.filled:
-            resident.filling -= 1
-            self._settle(resident)
+        """A plan with drops was executed by all ranks."""
         for resident in step.dropped:
             self.host.dropped(resident)
             self._settle(resident)
 
-    def lost(self) -> None:
-        """The ranks are gone: every adapter is back on disk, and nobody holds any."""
-        self.host = HostTier(self._capacity.host_bytes, self.host.largest)
-        self.device = DeviceTier(self._capacity)
+    @property
+    def moving(self) -> list[AdapterKey]:
+        """Adapters on their way to the host or to the device."""
+        return [key for key, each in self._residents.items() if each.staging or each.filling]
+
+    def lost(self, capacity: Capacity) -> None:
+        """The ranks are gone, or other ones came that hold `capacity` and no adapter yet."""
+        self._capacity = capacity
+        self._host_evictions += self.host.num_evictions
+        self.host = HostTier(capacity.host_bytes, min(self.host.largest, capacity.host_bytes))
+        self.device = DeviceTier(capacity)
         self._unplaced_pins = {}
+        self.num_filling = 0
         for key, resident in list(self._residents.items()):
-            fresh = Resident(key, waiting=resident.waiting, pinned=resident.pinned)
+            fresh = Resident(
+                key, waiting=resident.waiting, pinned=resident.pinned, asked=resident.asked
+            )
             self._residents[key] = fresh
             if fresh.pinned:
                 self._unplaced_pins[key] = fresh
@@ -175,6 +290,7 @@ class Residency:
             assert (resident.users, resident.waiting) == (users[key], waits[key]), resident
             assert not resident.forgettable, resident
         assert {*users, *waits} - {None} <= set(self._residents)
+        assert self.num_filling == sum(r.filling for r in self._residents.values())
         pins = {key for key, r in self._residents.items() if r.pinned and not r.on_device}
         assert self._unplaced_pins.keys() == pins
 
@@ -193,11 +309,12 @@ class Residency:
         if capacity.adapter_slots < 1:
             message = "the device has no room for adapters; raise max_device_adapters"
             return AdapterFailure(AdapterRefusal.TOO_LARGE, message)
-        for name, count in zip(capacity.projections, shape.num_pages, strict=True):
-            if count > capacity.adapter_pages:
+        needs = zip(capacity.projections, shape.num_pages, capacity.pages, strict=True)
+        for name, count, most in needs:
+            if count > most:
                 message = (
                     f"the adapter needs {count} pages of 8 rank rows for {name}, but the device "
-                    f"has {capacity.adapter_pages}; lower its rank or raise device_pages"
+                    f"has {most}; lower its rank or raise device_pages"
                 )
                 return AdapterFailure(AdapterRefusal.TOO_LARGE, message)
         if shape.host_bytes > capacity.host_bytes:
@@ -208,17 +325,9 @@ class Residency:
             return AdapterFailure(AdapterRefusal.TOO_LARGE, message)
         return None
 
-    def _place(self, resident: Resident, step: Step) -> None:
-        """Bring a staged adapter to the device with this step."""
-        assert resident.on_host, resident
-        for victim in self.device.place(resident):
-            self._evicted(victim)
-        resident.filling += 1
-        self._unplaced_pins.pop(resident.key, None)
-        step.add_fill(resident)
-
     def _evicted(self, resident: Resident) -> None:
         """It may be wanted again, on the host and then on the device."""
+        self._device_evictions += 1
         if resident.pinned:
             self._unplaced_pins[resident.key] = resident
         self.host.want(resident)
@@ -237,3 +346,10 @@ class Residency:
                 self.host.discard(resident)
         if resident.forgettable:
             self._residents.pop(resident.key, None)
+
+
+def _count(sums: list[int], resident: Resident) -> None:
+    """Add an adapter to (adapters, bytes)."""
+    assert resident.shape is not None
+    sums[0] += 1
+    sums[1] += resident.shape.host_bytes

@@ -20,9 +20,12 @@ class AdapterState(StrEnum):
 class Resident:
     """One adapter that is used, awaited, pinned, or somewhere in memory.
 
-    users: requests that hold its slot. filling: plans in flight that fill it. waiting: queued
-    requests. dropping: a plan in flight (or the next one) makes the ranks forget the host copy.
-    evictable: counted among what the device tier may take back at once.
+    users: requests that hold its slot. filling: a fill is under way that not all ranks have
+    finished. waiting: queued requests. dropping: a plan in flight (or the next one) makes the
+    ranks forget the host copy. owed: it was filled for requests that wait, and none of them
+    was admitted since.
+    evictable: counted among what the device tier may take back at once. asked: somebody waits
+    for its being staged, without a request.
     """
 
     key: AdapterKey
@@ -33,28 +36,30 @@ class Resident:
     slot: int = -1
     pages: list[list[int]] = field(default_factory=list)
     users: int = 0
-    filling: int = 0
+    filling: bool = False
+    owed: bool = False
     waiting: int = 0
     pinned: bool = False
     unloading: bool = False
     evictable: bool = False
+    asked: bool = False
 
     @property
     def on_device(self) -> bool:
-        """Whether it has a slot, though a plan in flight may still be filling it."""
+        """Whether it has a slot, though its bytes may still be on their way there."""
         return self.slot >= 0
 
     @property
     def wanted(self) -> bool:
         """Whether it should be staged to host memory."""
-        needed = self.waiting > 0 or self.pinned
+        needed = self.waiting > 0 or self.pinned or self.asked
         return needed and not (self.on_device or self.on_host or self.staging)
 
     @property
     def forgettable(self) -> bool:
         """Whether nothing at all would be lost with this record."""
         busy = self.users or self.filling or self.waiting or self.staging or self.dropping
-        return not (busy or self.pinned or self.on_host or self.on_device)
+        return not (busy or self.asked or self.pinned or self.on_host or self.on_device)
 
     @property
     def state(self) -> AdapterState:

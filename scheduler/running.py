@@ -7,10 +7,14 @@ when the last of them was applied, so the one in need may have to pause for them
 
 from collections.abc import Callable
 
+from configs.adapters import AdapterKey
 from scheduler.plan import Capacity
 from scheduler.prefix import PrefixCache
 from scheduler.request import Request, Status
 from scheduler.step import Step
+
+SHORTEST_SLICE = 16
+"""Tokens: fewer are not worth a pause, for about a block of them is computed again after it."""
 
 
 class Running:
@@ -46,6 +50,12 @@ class Running:
     def num_held(self) -> int:
         """How many requests hold a place."""
         return len(self.members) + len(self.draining)
+
+    @property
+    def alive(self) -> list[Request]:
+        """All who hold a place and have not ended."""
+        held = (*self.members, *self.draining.values())
+        return [request for request in held if request.status is not Status.ENDED]
 
     @property
     def num_free_blocks(self) -> int:
@@ -99,6 +109,7 @@ class Running:
         request.status = Status.RUNNING
         request.place = self._places.pop()
         request.registered = len(cached)
+        request.joined_with = len(request.tokens)
         request.computed = request.scheduled = len(cached) * self.block_size
         length = len(request.tokens) - request.scheduled
         if self._chunked:
@@ -123,6 +134,25 @@ class Running:
         else:
             self._free(request)
 
+    def pause(self, key: AdapterKey, slice_tokens: int) -> None:
+        """Preempt an adapter's requests for the sake of another's, once each had its slice.
+
+        Only where the prefix cache keeps what they have computed, and not if all end soon anyway.
+        """
+        if not self.prefix.enabled:
+            return
+        own = [request for request in self.members if request.adapter == key]
+        had_slice = all(len(each.tokens) - each.joined_with >= slice_tokens for each in own)
+        if had_slice and any(each.max_total - len(each.tokens) > SHORTEST_SLICE for each in own):
+            for request in own:
+                self.preempt(request)
+
+    def preempt(self, request: Request) -> None:
+        """Take a running request off the ranks; `freed` is called when it holds nothing there."""
+        self.num_preemptions += 1
+        request.status = Status.LEAVING
+        self.leave(request)
+
     def drained(self, request: Request) -> None:
         """The last plan that named a leaving request was applied."""
         del self.draining[request.serial]
@@ -131,7 +161,7 @@ class Running:
     def computed(self, request: Request, end: int) -> None:
         """Positions below `end` were computed; full blocks of them can be found from now on."""
         request.computed = end
-        if end // self.block_size > request.registered:
+        if end >= (request.registered + 1) * self.block_size:
             self.prefix.register(request)
 
     def check(self) -> None:
@@ -154,8 +184,7 @@ class Running:
 
     def _extend(self, request: Request, length: int, step: Step) -> None:
         """Add a row of up to `length` positions, as far as there are blocks for them."""
-        have = len(request.blocks)
-        room = have * self.block_size - request.scheduled
+        room = len(request.blocks) * self.block_size - request.scheduled
         blocks: list[int] = []
         if length > room:
             if room == 0 and not self._find_block(request):
@@ -175,9 +204,7 @@ class Running:
             victim = self.members[-1]
             if victim.serial <= request.serial:
                 return False
-            self.num_preemptions += 1
-            victim.status = Status.LEAVING
-            self.leave(victim)
+            self.preempt(victim)
         return True
 
     def _free(self, request: Request) -> None:

@@ -6,43 +6,62 @@ It is synchronous and deterministic and does no input or output; time comes in a
 a plan in flight names is given to nobody else before it was applied.
 
 Nobody starves, counted in steps. Let S be the most steps that an admitted request runs, and a
-claim an adapter that is staged but finds no room on the device. The n-th oldest claim gets its
-room within n * (patience_steps + S) steps: when the oldest has waited for its patience, the
-residents in its way admit nobody, and what they run ends. Among queues with room, turns come
-by deficit round-robin in tokens (queues.py), and a request in turn that lacks blocks or a
-place keeps its turn until the running ones end. Among running requests the oldest is never
-preempted and always advances.
+claim an adapter that is staged but finds no room on the device. The n-th claim gets its room
+within n * (patience_steps + S) steps: when the first has waited for its patience, the residents
+in its way admit nobody, and what they run ends. Where the prefix cache keeps what was computed,
+what they run makes way as soon as it had its slice_tokens (fewer where there are fewer claims
+than residents) or ends within SHORTEST_SLICE steps, so that S is hardly more than those.
+Claims stand in the order of their age; one whose priority is p higher stands where one that is
+p * patience_steps steps older would, so only for so many steps can newcomers go before it. Among
+queues with room, turns come by deficit round-robin in tokens, and a lower priority has one of
+every PASSED_OVER + 3 n admissions (queues.py). An admission takes S steps at most, for a request
+in turn that lacks blocks or a place keeps its turn (against lower priorities, and against all
+once its own was passed over so often) until the running ones end. Among running requests the
+oldest is never preempted for lack of blocks and always advances. Who has used up his share
+(shares.py) waits for requests that are charged to him to end, or for his own debt; a merge waits
+for each of its parts. Bytes on their way to the device are waited for by their own rows alone,
+however many steps that takes; a resident that was filled for somebody admits him before it is
+closed. After losses of the ranks suspects are tried apart, and all others wait (trials.py).
 """
 
 from collections import deque
+from collections.abc import Mapping
+from dataclasses import asdict
 
-from configs.adapters import AdapterKey
+from configs.adapters import AdapterKey, AdapterRefusal
+from configs.runtime import AdapterShare
 from configs.sampling import FinishReason
 from scheduler.events import (
+    AdapterArrived,
     AdapterEvent,
     AdapterFailed,
     AdapterFailure,
     AdapterPinned,
+    AdapterPlaced,
     AdapterStaged,
+    AdapterWanted,
     Cancelled,
     Ended,
     Ending,
     Event,
     NewTokens,
+    RequestEvent,
     RequestId,
 )
 from scheduler.plan import Capacity, StepPlan, StepResult, TokenLogprobs
-from scheduler.policy import InvalidRequest, Limits, Overloaded, Pace, refuse_impossible
-from scheduler.queues import AdapterQueues
+from scheduler.policy import InvalidRequest, Limits, Overloaded, Pace, outgrown, refuse_impossible
 from scheduler.request import Request, Status
-from scheduler.residency import Residency, Standing
+from scheduler.residency import Residency
 from scheduler.resident import AdapterState
 from scheduler.running import Running
-from scheduler.snapshot import Snapshot
+from scheduler.snapshot import AdapterView, Snapshot, Tally
 from scheduler.step import Step
+from scheduler.trials import Trials
+from scheduler.turns import Turns
 
-MAX_CLAIMS_SEEN = 16
-"""How many claims a step looks at, so that its cost does not grow with the adapters waiting."""
+UNLOADED = AdapterFailure(
+    AdapterRefusal.UNAVAILABLE, "the adapter was unloaded while it was being staged"
+)
 
 
 class Scheduler:
@@ -54,19 +73,15 @@ class Scheduler:
         self._capacity = capacity
         self._epoch = epoch
         self._num_places = limits.max_running
-        self._num_steps = 0
         self._next_serial = 0
         self._flights: deque[Step] = deque()
         self._requests: dict[RequestId, Request] = {}
-        self._queues = AdapterQueues(limits.quantum_tokens)
         self._residency = Residency(capacity)
+        self._turns = Turns(limits, self._residency)
+        self._trials = Trials(self._turns)
         self._running = self._new_running()
         self._pace = Pace()
-        self._step_tokens = 0
-        self._num_preemptions = 0
-        self._num_prompt_tokens = 0
-        self._num_cached_tokens = 0
-        self._num_generated_tokens = 0
+        self._tally = Tally()
 
     @property
     def epoch(self) -> int:
@@ -78,6 +93,11 @@ class Scheduler:
         """Whether any request lives, any plan is in flight, or an adapter is to be moved."""
         return bool(self._requests or self._flights or self._residency.has_moves)
 
+    @property
+    def next_wake(self) -> float | None:
+        """When `schedule` should be asked again though nothing happens; in seconds."""
+        return self._turns.shares.next_wake
+
     def add(self, request: Request, now: float) -> None:
         """Queue a request; `now` in seconds.
 
@@ -87,14 +107,14 @@ class Scheduler:
             raise InvalidRequest(f"a request with the id {request.id} is already being served")
         refuse_impossible(request, self._limits, self._capacity)
         idle = max(self._limits.max_running - self._running.num_held, 0)
-        if len(self._queues) >= self._limits.max_queued + idle:
-            retry_after_s = self._pace.retry_after_s(len(self._queues))
-            raise Overloaded(len(self._queues), retry_after_s)
+        if self._trials.is_full(request.adapter, self._limits.max_queued + idle):
+            retry_after_s = self._pace.retry_after_s(len(self._trials))
+            raise Overloaded(len(self._trials), retry_after_s)
         request.serial = self._next_serial
         self._next_serial += 1
         self._requests[request.id] = request
-        self._queues.append(request)
-        self._enlist(request)
+        self._turns.meet(request)
+        self._trials.wait(request)
 
     def schedule(self, now: float) -> StepPlan:
         """Make the next plan; it is empty when there is nothing to do or enough is in flight.
@@ -103,46 +123,54 @@ class Scheduler:
         """
         step = Step(self._limits.max_step_tokens)
         if len(self._flights) < self._limits.steps_ahead:
+            self._trials.conduct(self._running)
             self._running.advance(step)
             if not self._running.stalled:
                 self._admit(step, now)
-            self._residency.fill_pins(step)
+            if not self._trials.active:
+                self._residency.fill_pins(step)
             step.dropped = self._residency.host.drops()
         if step.empty:
             return step.seal(self._epoch, -1)
-        self._num_steps += 1
-        self._step_tokens = self._limits.max_step_tokens - step.budget
+        self._tally.num_steps += 1
+        self._tally.step_tokens = self._limits.max_step_tokens - step.budget
         self._flights.append(step)
-        return step.seal(self._epoch, self._num_steps)
+        return step.seal(self._epoch, self._tally.num_steps)
 
-    def apply(self, plan: StepPlan, result: StepResult, now: float) -> list[Event]:
+    def apply(self, plan: StepPlan, result: StepResult, now: float) -> list[RequestEvent]:
         """Account for the oldest plan in flight; a result of an older group changes nothing."""
         if plan.epoch != self._epoch or result.epoch != self._epoch:
             return []
         step = self._flights.popleft()
         assert step.number == plan.step == result.step, (step.number, plan.step, result.step)
-        events: list[Event] = []
+        events: list[RequestEvent] = []
         index = 0
+        num_requests = len(self._requests)
+        computed, draining, gone = self._running.computed, self._running.draining, Status.ENDED
+        for report in result.reports or ():
+            step.requests[report.row].learn(report)
         for request, row in zip(step.requests, step.rows, strict=True):
             request.in_flight -= 1
-            if request.status is not Status.ENDED:
-                self._running.computed(request, row.start + row.length)
+            if request.status is not gone:
+                computed(request, row.start + row.length)
                 if row.samples:
                     logprobs = result.logprobs[index] if result.logprobs else None
                     self._take(request, result.tokens[index], logprobs, now, events)
+                elif request.answered:
+                    events.append(self._end(request, FinishReason.LENGTH))
             index += row.samples
-            if request.in_flight == 0 and request.serial in self._running.draining:
+            if request.in_flight == 0 and request.serial in draining:
                 self._running.drained(request)
         assert index == len(result.tokens), (index, len(result.tokens))
         self._residency.applied(step)
-        num_ended = sum(isinstance(event, Ended) for event in events)
+        num_ended = num_requests - len(self._requests)
         if num_ended:
             self._pace.left(num_ended, now)
         return events
 
     def finish(
         self, request_id: RequestId, at: int, reason: FinishReason = FinishReason.STOP_STRING
-    ) -> list[Event]:
+    ) -> list[RequestEvent]:
         """Keep `at` generated tokens and end; nothing happens if the request already ended."""
         request = self._requests.get(request_id)
         if request is None:
@@ -150,73 +178,94 @@ class Scheduler:
         request.truncate(at)
         return [self._end(request, reason)]
 
-    def cancel(self, request_id: RequestId) -> list[Event]:
+    def cancel(self, request_id: RequestId) -> list[RequestEvent]:
         """The client left; what the request holds is free after the plans in flight."""
         request = self._requests.get(request_id)
         return [] if request is None else [self._end(request, Cancelled())]
 
     def adapter(self, event: AdapterEvent, now: float) -> list[Event]:
         """Something happened to an adapter, or should."""
-        if isinstance(event, AdapterStaged):
+        if isinstance(event, AdapterStaged) and not event.kept:
+            self._residency.deferred(event.key, event.shape)
+        elif isinstance(event, AdapterStaged):
             failure = self._residency.staged(event.key, event.shape)
             if failure is not None:
                 return self._fail(event.key, failure)
-            self._seat(event.key)
+            self._turns.seat(event.key)
+            return self._answer(event.key, None)
         elif isinstance(event, AdapterFailed):
-            self._residency.failed(event.key)
+            self._residency.failed(event.key, event.partly)
             return self._fail(event.key, AdapterFailure(event.refusal, event.message))
+        elif isinstance(event, AdapterPlaced):
+            self._residency.placed(event.key)
+            self._turns.seat(event.key)
         elif isinstance(event, AdapterPinned):
             self._residency.pin(event.key, event.pinned)
+        elif isinstance(event, AdapterWanted):
+            return [AdapterArrived(event.key)] if self._residency.ask(event.key) else []
         else:
             self._residency.unload(event.key)
+            return self._answer(event.key, UNLOADED)
         return []
 
     def to_stage(self) -> list[AdapterKey]:
-        """Adapters to bring to host memory now; each is named once until it is answered."""
+        """Adapters to bring to host memory now; each is named once until it is answered.
+
+        It is asked before `schedule`, so that none is waited for in vain.
+        """
+        self._trials.conduct(self._running)
         return self._residency.host.to_stage()
 
-    def group_lost(self, now: float) -> list[Event]:
+    def group_lost(self, now: float) -> list[RequestEvent]:
         """The ranks are gone: all running requests wait again with their tokens, next epoch.
 
         All adapters are back on disk, all plans in flight are void. Answers to keys that
-        `to_stage` named before must not be brought any more. A request that was in a step at
-        MAX_LOSSES losses in a row ends: it may well be what the ranks die of.
+        `to_stage` named before must not be brought any more. After losses in a row suspects are
+        tried apart (trials.py), and whom the ranks are lost by ends.
         """
         self._epoch += 1
         self._flights.clear()
-        held = [*self._running.members, *self._running.draining.values()]
-        self._num_preemptions += self._running.num_preemptions
-        self._running = self._new_running()
-        self._residency.lost()
-        events: list[Event] = []
-        for request in held:
-            if request.status is Status.ENDED:
-                continue
-            if (failure := request.count_loss()) is not None:
-                del self._requests[request.id]
-                events.append(request.ended(failure))
-                continue
-            request.rewind()
-            self._queues.bring_back(request)
-            self._enlist(request)
-        for key in {request.adapter for request in self._queues}:
-            if key is not None:
-                self._queues.suspend(key)
-        return events
+        ran, moved = self._running.alive, self._residency.moving
+        self._replace_group(self._capacity)
+        self._turns.lost()
+        failures = self._trials.lost(ran, moved)
+        return [self._end(request, failure) for request, failure in failures.items()]
+
+    def regroup(self, capacity: Capacity) -> list[RequestEvent]:
+        """New ranks came after `group_lost`: go on with what they hold, be it more or less.
+
+        Requests that they could not hold any more end.
+        """
+        self._replace_group(capacity)
+        failures = outgrown(self._requests.values(), capacity)
+        return [self._end(request, failure) for request, failure in failures.items()]
 
     def reconfigure(self, limits: Limits) -> None:
         """Go on under other limits; no more may run than the ranks had places for at start."""
         self._limits = limits
-        self._queues.quantum_tokens = limits.quantum_tokens
+        self._turns.reconfigure(limits)
         self._running.prefix.enabled = limits.prefix_caching and self._capacity.prefix_caching
+
+    def share_out(
+        self, base: AdapterShare, default: AdapterShare, own: Mapping[AdapterKey, AdapterShare]
+    ) -> None:
+        """Go on under other shares: the base model's, every adapter's, and those of some."""
+        self._turns.share_out(base, default, own)
+
+    def share(self, key: AdapterKey, share: AdapterShare) -> None:
+        """Give one adapter a share of its own."""
+        self._turns.give(key, share)
 
     def snapshot(self) -> Snapshot:
         """Count everything."""
         adapters = dict.fromkeys(AdapterState, 0)
         for state in self._residency.states().values():
             adapters[state] += 1
+        counts = asdict(self._tally)
+        counts["num_preemptions"] += self._running.num_preemptions
         return Snapshot(
-            queued=len(self._queues),
+            queued=len(self._trials),
+            suspects=self._trials.num_suspects,
             running=len(self._running.members),
             draining=len(self._running.draining),
             plans_in_flight=len(self._flights),
@@ -224,128 +273,76 @@ class Scheduler:
             free_blocks=self._running.num_free_blocks,
             cached_blocks=len(self._running.prefix),
             adapters=adapters,
-            step_tokens=self._step_tokens,
-            num_steps=self._num_steps,
-            num_preemptions=self._num_preemptions + self._running.num_preemptions,
-            num_prompt_tokens=self._num_prompt_tokens,
-            num_cached_tokens=self._num_cached_tokens,
-            num_generated_tokens=self._num_generated_tokens,
+            tiers=self._residency.tiers(),
+            adapter_counts=self._residency.counts(),
+            **counts,
         )
 
     def adapter_states(self) -> dict[AdapterKey, AdapterState]:
         """Where the adapters are that anybody uses, awaits or pins, or that hold memory."""
         return self._residency.states()
 
+    def adapters(self) -> list[AdapterView]:
+        """The same adapters, and what each has and does."""
+        return self._residency.views()
+
     def check(self) -> None:
         """Assert every invariant; costs time in proportion to everything there is."""
         self._running.check()
-        self._queues.check()
         flying = [request for step in self._flights for request in step.requests]
         for request in {*flying, *self._requests.values()}:
             assert request.in_flight == flying.count(request), request.id
         held = [*self._running.members, *self._running.draining.values()]
+        self._turns.check(held, self._requests.values())
         alive = {r.id for r in held if r.status is not Status.ENDED}
-        waiting = {request.id for request in self._queues}
+        self._trials.check()
+        waiting = {request.id for request in self._trials}
         assert alive.isdisjoint(waiting), alive & waiting
         assert alive | waiting == set(self._requests)
-        self._residency.check(held, list(self._queues))
+        self._residency.check(held, list(self._turns.queues))
+
+    def _replace_group(self, capacity: Capacity) -> None:
+        """Nobody is on the ranks, and no adapter."""
+        self._tally.num_preemptions += self._running.num_preemptions
+        self._capacity = capacity
+        self._running = self._new_running()
+        self._residency.lost(capacity)
 
     def _new_running(self) -> Running:
         caching = self._limits.prefix_caching and self._capacity.prefix_caching
         return Running(self._capacity, self._num_places, caching, self._freed)
 
-    def _enlist(self, request: Request) -> None:
-        """Let a queued request wait for its turn, and for its adapter before that."""
-        if request.adapter is None:
-            self._queues.resume(None)
-        else:
-            self._residency.enlist(request.adapter)
-            self._seat(request.adapter)
-
-    def _seat(self, key: AdapterKey) -> None:
-        """Put a queue where its adapter lets it be: in the round, among the claims, or aside.
-
-        An adapter that is not on the device always begins as a claim, behind the older ones:
-        it must not take the room that they wait for because it happens to come at its turn.
-        """
-        if key not in self._queues or self._queues.in_round(key):
-            return
-        standing = self._residency.standing(key)
-        if standing is Standing.READY:
-            self._queues.resume(key)
-        elif standing is Standing.ABSENT:
-            self._queues.suspend(key)
-        else:
-            self._queues.park(key, self._num_steps)
-
     def _admit(self, step: Step, now: float) -> None:
+        """Bring adapters closer to those who wait for them, and let others join."""
+        self._turns.begin(self._tally.num_steps, now)
+        self._turns.fill_claims(step)
+        for key in self._residency.device.closed:
+            self._running.pause(key, self._turns.slice_tokens)
+        self._let_join(step, now)
+        if not self._running.num_held:
+            self._turns.make_room(step)
+
+    def _let_join(self, step: Step, now: float) -> None:
         """Let waiting requests join, in turn, while there are tokens, places and blocks."""
-        self._revive_claims()
         max_running = min(self._limits.max_running, self._num_places)
         while step.budget > 0 and self._running.num_held < max_running:
-            request = self._queues.in_turn()
-            if request is None:
-                return
-            key = request.adapter
-            if key is not None and not self._may_use(key):
-                continue
-            if not self._running.in_budget(request, step):
+            request = self._turns.next()
+            if request is None or not self._running.in_budget(request, step):
                 return
             cached = self._running.fits(request)
             if cached is None:
                 return  # It keeps its turn, so that blocks gather for it.
-            self._queues.admit(request)
-            slot = -1
-            if key is not None:
-                slot = self._residency.acquire(key, step)
-                self._residency.delist(key)
+            slot = self._turns.admit(request)
             self._count_join(request, len(cached) * self._capacity.block_size, now)
             self._running.join(request, cached, slot, step)
-
-    def _may_use(self, key: AdapterKey) -> bool:
-        """Whether the adapter in turn can be used in this step; if not, its queue steps aside."""
-        standing = self._residency.standing(key)
-        if standing is Standing.BLOCKED:
-            self._queues.park(key, self._num_steps)
-        elif standing is Standing.ABSENT:
-            self._queues.suspend(key)
-        return standing in (Standing.READY, Standing.PLACEABLE)
-
-    def _revive_claims(self) -> None:
-        """Bring claims that the device has room for back into the round, oldest first."""
-        for key in self._residency.device.take_reopened():
-            self._seat(key)
-        claims = self._queues.claims(MAX_CLAIMS_SEEN)
-        if claims:
-            self._reserve_if_due(claims[0])
-        reserved = self._residency.device.reserved
-        for key in claims if reserved is None else [reserved, *claims]:
-            if self._queues.in_round(key):
-                continue
-            standing = self._residency.standing(key)
-            if standing is Standing.ABSENT:
-                self._queues.suspend(key)
-            elif standing is not Standing.BLOCKED:
-                self._queues.resume(key, first=key == reserved)
-
-    def _reserve_if_due(self, key: AdapterKey) -> None:
-        """Reserve room for a claim that has waited for its patience, or that nobody will free."""
-        if self._residency.device.reserved is not None:
-            return
-        since = self._queues.waits_since(key)
-        if since is None or self._residency.standing(key) is not Standing.BLOCKED:
-            return
-        waited = self._num_steps - since
-        if waited >= self._limits.patience_steps or not self._running.num_held:
-            self._residency.reserve(key)
 
     def _count_join(self, request: Request, cached_tokens: int, now: float) -> None:
         if request.first_scheduled is not None:
             return
         request.first_scheduled = now
         request.cached_tokens = min(cached_tokens, len(request.prompt))
-        self._num_prompt_tokens += len(request.prompt)
-        self._num_cached_tokens += request.cached_tokens
+        self._tally.num_prompt_tokens += len(request.prompt)
+        self._tally.num_cached_tokens += request.cached_tokens
 
     def _take(
         self,
@@ -353,18 +350,18 @@ class Scheduler:
         token: int,
         logprobs: TokenLogprobs | None,
         now: float,
-        events: list[Event],
+        events: list[RequestEvent],
     ) -> None:
         """Account for one sampled token."""
         start = len(request.tokens) - len(request.prompt)
         request.pending -= 1
-        self._num_generated_tokens += 1
+        self._tally.num_generated_tokens += 1
+        if self._turns.shares.metered:
+            for payer in request.payers:
+                self._turns.shares.spend(payer, 1, now)
         if request.first_token is None:
             request.first_token = now
-        shown = None
-        if request.sampling.logprobs >= 0 and logprobs is not None:
-            request.logprobs.append(logprobs)
-            shown = [logprobs]
+        shown = request.keep(logprobs) if logprobs is not None else None
         reason = request.accept(token)
         events.append(NewTokens(request.id, start, [token], shown))
         if reason is not None:
@@ -375,23 +372,26 @@ class Scheduler:
         status = request.status
         event = request.ended(ending)
         del self._requests[request.id]
+        self._turns.forget(request)
         if status is Status.WAITING:
-            self._queues.remove(request)
-            if request.adapter is not None:
-                self._residency.delist(request.adapter)
+            self._trials.leave(request)
         else:
             self._running.leave(request)
         return event
 
     def _freed(self, request: Request) -> None:
         """The request holds nothing on the ranks any more; a preempted one waits again."""
-        if request.adapter is not None:
-            self._residency.release(request.adapter)
+        self._turns.freed(request)
         if request.status is Status.LEAVING:
             request.rewind()
-            self._queues.bring_back(request)
-            self._enlist(request)
+            self._trials.wait(request)
 
     def _fail(self, key: AdapterKey, failure: AdapterFailure) -> list[Event]:
         """End all requests that wait for an adapter that cannot be served."""
-        return [self._end(request, failure) for request in self._queues.waiting_for(key)]
+        waiting = self._turns.queues.waiting_for(key)
+        ended: list[Event] = [self._end(each, failure) for each in waiting]
+        return ended + self._answer(key, failure)
+
+    def _answer(self, key: AdapterKey, failure: AdapterFailure | None) -> list[Event]:
+        """Tell who wanted the adapter staged what became of it."""
+        return [AdapterArrived(key, failure)] if self._residency.answer(key) else []

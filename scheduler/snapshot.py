@@ -2,19 +2,84 @@
 
 from dataclasses import dataclass
 
+from configs.adapters import AdapterKey
 from scheduler.resident import AdapterState
+
+
+@dataclass(frozen=True)
+class AdapterView:
+    """One adapter: where it is, who uses it.
+
+    running, waiting: its requests. host_bytes: of its copy on each rank, 0 without one.
+    device_pages: over all projections. draining: it goes when its requests have ended.
+    """
+
+    key: AdapterKey
+    state: AdapterState
+    running: int
+    waiting: int
+    pinned: bool
+    draining: bool
+    host_bytes: int
+    device_pages: int
+
+
+@dataclass(frozen=True)
+class AdapterTiers:
+    """What the tiers hold and could hold; bytes of each rank, pages over all pools."""
+
+    host_bytes: int
+    host_capacity_bytes: int
+    device_pages: int
+    device_capacity_pages: int
+    device_adapters: int
+    device_slots: int
+
+
+@dataclass(frozen=True)
+class AdapterCounts:
+    """What happened to adapters since start.
+
+    device_hits, host_hits, misses: queued requests by where their adapter was then; misses had
+    to be staged. device_evictions, host_evictions: adapters that made room for others. staged,
+    fills: how many came to host memory and from there to the device; their bytes on each rank.
+    """
+
+    device_hits: int
+    host_hits: int
+    misses: int
+    device_evictions: int
+    host_evictions: int
+    staged: int = 0
+    staged_bytes: int = 0
+    fills: int = 0
+    fill_bytes: int = 0
+
+
+@dataclass(slots=True)
+class Tally:
+    """What has come about since start, but for step_tokens: as in a Snapshot."""
+
+    step_tokens: int = 0
+    num_steps: int = 0
+    num_preemptions: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_generated_tokens: int = 0
 
 
 @dataclass(frozen=True)
 class Snapshot:
     """The scheduler in numbers, for metrics.
 
+    suspects: requests that are tried apart, for the ranks were lost with them again and again.
     draining: ended or preempted requests that plans in flight still name. free_blocks: those
     that nobody holds. cached_blocks: those that the prefix cache can find. num_…: since start.
     step_tokens: positions computed by the last plan that was made.
     """
 
     queued: int
+    suspects: int
     running: int
     draining: int
     plans_in_flight: int
@@ -22,6 +87,8 @@ class Snapshot:
     free_blocks: int
     cached_blocks: int
     adapters: dict[AdapterState, int]
+    tiers: AdapterTiers
+    adapter_counts: AdapterCounts
     step_tokens: int
     num_steps: int
     num_preemptions: int

@@ -1,15 +1,21 @@
 """Step: a plan in the making, and afterwards what it named until its result is applied."""
 
+import msgspec
+
+from configs.sampling import Pooling
 from scheduler.plan import Fill, Join, Row, StepPlan
 from scheduler.request import Request
 from scheduler.resident import Resident
+
+MAX_FILLS = 4
+"""Fills that one plan begins: launching their copies must not hold up the launch of the step."""
 
 
 class Step:
     """The rows, joins, fills and drops of one step, and whose they are.
 
     budget: tokens that may still be added. number: the plan's step once it is sealed.
-    requests[i] is the one of rows[i]; filled and dropped are the adapters of fills and drops.
+    requests[i] is the one of rows[i]; dropped are the adapters of drops.
     """
 
     def __init__(self, budget: int) -> None:
@@ -20,7 +26,6 @@ class Step:
         self.rows: list[Row] = []
         self.requests: list[Request] = []
         self.fills: list[Fill] = []
-        self.filled: list[Resident] = []
         self.dropped: list[Resident] = []
 
     @property
@@ -28,31 +33,38 @@ class Step:
         """Whether the ranks would have nothing to do."""
         return not (self.rows or self.fills or self.dropped)
 
+    @property
+    def may_fill(self) -> bool:
+        """Whether another fill may begin with this step."""
+        return len(self.fills) < MAX_FILLS
+
     def add_row(self, request: Request, length: int, blocks: list[int]) -> None:
         """Let the request compute its next `length` positions, after appending `blocks`."""
-        start = request.scheduled
-        end = start + length
-        total = len(request.tokens) + request.pending
+        start, pending = request.scheduled, request.pending
+        end, total = start + length, len(request.tokens) + pending
         assert start < end <= total, (request.id, start, length, total)
-        samples = end == total
+        samples = end == total and request.stopping.max_new_tokens > 0
         self.rows.append(Row(request.place, start, length, blocks, samples))
         self.requests.append(request)
         self.budget -= length
         request.scheduled = end
         request.in_flight += 1
         if samples:
-            request.pending += 1
+            request.pending = pending + 1
 
     def add_join(self, request: Request, slot: int) -> None:
         """Bring the request's tokens to its place."""
         assert request.pending == 0, f"{request.id} joins while a token of it is in flight"
         tokens, sampling = list(request.tokens), request.sampling
+        if sampling.about_prompt and not request.awaits_report:
+            # It was preempted after its prompt: nobody needs to be told again.
+            off = {"prompt_logprobs": -1, "pooling": Pooling.NONE}
+            sampling = msgspec.structs.replace(sampling, **off)
         self.joins.append(Join(request.place, tokens, len(request.prompt), slot, sampling))
 
     def add_fill(self, resident: Resident) -> None:
         """Move an adapter from host memory to the slot and pages that it was given."""
         self.fills.append(Fill(resident.key, resident.slot, resident.pages))
-        self.filled.append(resident)
 
     def seal(self, epoch: int, number: int) -> StepPlan:
         """The plan as it is sent."""

@@ -1,5 +1,6 @@
 """The vocabulary's two ends: token ids to vectors, vectors to logits, both cut by vocabulary."""
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -54,15 +55,25 @@ class ParallelHead(nn.Module):
         weights: Weights,
         tied: VocabParallelEmbedding | None = None,
     ) -> None:
-        """Read this rank's rows, or share the memory of `tied`."""
+        """Read this rank's rows, or share the memory of `tied`.
+
+        A checkpoint whose config ties the ends may hold a head all the same. Where the two differ
+        in any row they are not tied, as in transformers 5.
+        """
         super().__init__()
         self._group = weights.group
         self.vocab_size = vocab_size
-        self.weight = (
-            _vocabulary_rows(name, vocab_size, hidden_size, weights)
-            if tied is None
-            else tied.weight
-        )
+        if tied is not None and not weights.lists(f"{name}.weight"):
+            self.weight = tied.weight
+            return
+        self.weight = _vocabulary_rows(name, vocab_size, hidden_size, weights)
+        if tied is not None and self._equal_everywhere(tied.weight):
+            self.weight = tied.weight
+
+    def _equal_everywhere(self, other: Tensor) -> bool:
+        """Whether all ranks' rows are those of `other`: ends are tied as wholes."""
+        differs = torch.tensor([float(not torch.equal(self.weight, other))], device=other.device)
+        return not bool(self._group.all_reduce(differs))
 
     def partial(self, hidden: Tensor) -> Tensor:
         """[n, hidden] to the logits of this rank's run, padding columns included."""

@@ -1,19 +1,23 @@
 """TensorParallel: rank, size and the two collectives that a step may use."""
 
-from datetime import timedelta
-from typing import Protocol, cast
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore, Store
+from torch._C._distributed_c10d import AllreduceOptions, HashStore, ReduceOp, Store
 
 
 class TensorParallel(Protocol):
-    """One rank's view of its tensor-parallel group."""
+    """One rank's view of its tensor-parallel group.
+
+    how: by what it sums, and why, for people.
+    """
 
     rank: int
     size: int
+    how: str
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over ranks, in place where that is free; returns the sum. Same shape everywhere."""
@@ -23,12 +27,20 @@ class TensorParallel(Protocol):
         """Concatenate over ranks along the last dimension: [.., n] to [.., size * n]."""
         ...
 
+    def room(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+        """Return memory out of which `all_reduce` reads a summand without a copy, or None.
+
+        It holds garbage, and is good until the next `all_reduce` or the second next `room`.
+        """
+        ...
+
 
 class SingleRank:
     """The one-rank twin: no process group, no copy."""
 
     rank = 0
     size = 1
+    how = "one rank"
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return x."""
@@ -38,46 +50,46 @@ class SingleRank:
         """Return x."""
         return x
 
+    def room(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+        """Return None: nothing is sent."""
+        return None
+
 
 class ProcessGroupRanks:
-    """Several ranks over a torch process group (gloo on CPU, NCCL on GPUs).
+    """Several ranks over one backend of torch: gloo on CPU, NCCL on GPUs.
 
-    The group object is built by hand and not registered globally, so one process may hold
-    several ranks (tests run them as threads) and a rebuilt group meets no stale state.
+    One process may hold several gloo ranks (tests run them as threads): nothing here is global.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        """Wrap a connected group."""
-        self._group = group
-        self.rank = group.rank()
-        self.size = group.size()
+    def __init__(self, backend: dist.ProcessGroup, how: str) -> None:
+        """Wrap a connected backend."""
+        self._backend = backend
+        self.rank = backend.rank()
+        self.size = backend.size()
+        self.how = how
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over ranks in place; x must be contiguous."""
-        self._group.allreduce([x]).wait()
+        self._backend.allreduce([x]).wait()
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Concatenate over ranks along the last dimension."""
-        parts = [torch.empty_like(x) for _ in range(self.size)]
-        self._group.allgather([parts], [x.contiguous()]).wait()
-        return torch.cat(parts, dim=-1)
+        parts = x.new_empty(self.size, *x.shape)
+        self._backend._allgather_base(parts.view(-1), x.contiguous().view(-1)).wait()
+        return parts.movedim(0, -2).flatten(-2)
 
+    def room(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+        """Return None: sums read from anywhere."""
+        return None
 
-def connect(
-    store: Store, rank: int, size: int, device: torch.device, timeout_s: float
-) -> TensorParallel:
-    """Join a group through `store`; every collective fails after timeout_s (a peer hangs)."""
-    if size == 1:
-        return SingleRank()
-    timeout = timedelta(seconds=timeout_s)
-    if device.type == "cpu":
-        gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
-        return ProcessGroupRanks(cast(dist.ProcessGroup, gloo))
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    nccl = dist.ProcessGroupNCCL(store, rank, size, options)
-    return ProcessGroupRanks(cast(dist.ProcessGroup, nccl))
+    def maximum(self, values: Sequence[float], device: torch.device) -> list[float]:
+        """Return the greatest of each value over ranks."""
+        most = torch.tensor(values, dtype=torch.float64, device=device)
+        options = AllreduceOptions()
+        options.reduceOp = ReduceOp(ReduceOp.MAX)
+        self._backend.allreduce([most], options).wait()
+        return most.tolist()
 
 
 def memory_store() -> Store:

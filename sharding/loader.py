@@ -55,6 +55,11 @@ class Weights:
         names = self._source.names()
         return names is None or name in names
 
+    def lists(self, name: str) -> bool:
+        """Whether tensor `name` is in a checkpoint; a source that makes tensors lists none."""
+        names = self._source.names()
+        return names is not None and name in names
+
     def parameter(self, name: str, shape: tuple[int, ...]) -> nn.Parameter:
         """A whole tensor as a parameter that needs no gradient, the same on every rank."""
         return nn.Parameter(self.read(name, shape), requires_grad=False)

@@ -10,6 +10,8 @@ import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from tests import solar
+
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 FUSED_LINEARS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 
@@ -96,6 +98,19 @@ RELATIVES: dict[str, tuple[str, dict[str, Any]]] = {
             "logits_scaling": 0.6,
         },
     ),
+    "solar": (
+        "Solar",
+        {
+            "num_hidden_layers": 5,
+            "num_key_value_heads": 2,
+            "sliding_window": WINDOW,
+            "bskcn_1": [0, 2],
+            "bskcn_2": [1],
+            "bskcn_3": [2, 3, 9],
+            "bskcn_4": [3, 4],
+            "bskcn_tv": [0.9, 0.7],
+        },
+    ),
     "phi3": ("Phi3", {"num_key_value_heads": 2, "sliding_window": WINDOW}),
     "phi3_partial": (
         "Phi3",
@@ -166,8 +181,8 @@ def write_llama(
 def write_relative(folder: Path, relative: str, *, seed: int = 0, **changes: Any) -> Path:
     """Write a tiny random relative of Llama into `folder` and return it; weights as Llama's."""
     name, own = RELATIVES[relative]
-    config = getattr(transformers, f"{name}Config")(**{**LLAMA, **own, **changes})
-    model_class = getattr(transformers, f"{name}ForCausalLM")
+    config = solar.find(f"{name}Config")(**{**LLAMA, **own, **changes})
+    model_class = solar.find(f"{name}ForCausalLM")
     return _write(folder, model_class, config, seed, "float32", "5GB")
 
 
@@ -233,6 +248,8 @@ def write_adapter(folder: Path, model_folder: Path, recipe: AdapterRecipe | None
             if "lora_" in name:
                 std = recipe.std if "_B" in name else 0.3
                 parameter.normal_(std=std, generator=generator)
+            elif "modules_to_save" in name:
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
     model.save_pretrained(str(folder), save_embedding_layers=recipe.save_embeddings)
     return folder
 
@@ -254,7 +271,7 @@ def load_oracle(folder: Path, dtype: DTypeName = "float32", total_tokens: int | 
 
 def _fix_frequencies(model: Any, total_tokens: int) -> None:
     """Compute the frequencies once by transformers' own rule, and never again."""
-    rotary: Any = model.model.rotary_emb
+    rotary: Any = model.base_model.rotary_emb
     rule = ROPE_INIT_FUNCTIONS[rotary.rope_type]
     rotary.inv_freq, rotary.attention_scaling = rule(model.config, seq_len=total_tokens)
     rotary.rope_type = "fixed"

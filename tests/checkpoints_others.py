@@ -121,6 +121,41 @@ OPT_ADAPTERS = adapters(["q_proj", "k_proj", "v_proj", "fc1"], ["out_proj", "fc2
 GPT_NEOX_ADAPTERS = adapters(["query_key_value", "dense_h_to_4h"], ["dense", "dense_4h_to_h"])
 
 
+def ends(layers: list[str], embedding: str, head: str, **extra: Any) -> dict[str, AdapterRecipe]:
+    """Adapters that change a vocabulary's ends: factors there, or whole matrices in their stead.
+
+    layers: some modules of the layers. extra: further keywords for LoraConfig.
+    """
+    both = [embedding, head]
+
+    def recipe(seed: int, modules: list[str], **fields: Any) -> AdapterRecipe:
+        more = {**extra, **fields}
+        return AdapterRecipe(
+            r=6, target_modules=modules, seed=seed, extra=more, save_embeddings=False
+        )
+
+    return {
+        "layers": recipe(41, layers),
+        "head": recipe(42, [head]),
+        "embedding": recipe(43, [embedding]),
+        "everything": recipe(44, [*layers, *both]),
+        "whole_head": recipe(45, layers, modules_to_save=[head]),
+        "whole_embedding": recipe(46, layers, modules_to_save=[embedding]),
+        "whole_both": recipe(47, layers[:1], modules_to_save=both),
+        "whole_and_factors": recipe(48, [*layers, embedding], modules_to_save=[head]),
+        "whole_as_one": recipe(49, layers, modules_to_save=both, ensure_weight_tying=True),
+        "factors_as_one": recipe(50, both, ensure_weight_tying=True),
+    }
+
+
+LLAMA_ENDS = ends(["q_proj", "down_proj"], "embed_tokens", "lm_head")
+GPT2_ENDS = ends(["c_attn", "mlp.c_proj"], "wte", "lm_head", fan_in_fan_out=True)
+OPT_ENDS = ends(["q_proj", "fc2"], "embed_tokens", "lm_head") | {
+    "between": AdapterRecipe(target_modules=["project_in", "project_out", "fc1"], seed=51)
+}
+GPT_NEOX_ENDS = ends(["query_key_value", "dense_4h_to_h"], "embed_in", "lm_head")
+
+
 def write_gpt2(
     folder: Path, variant: str = "plain", *, dtype: DTypeName = "float32", **changes: Any
 ) -> Path:

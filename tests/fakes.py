@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
@@ -15,9 +16,12 @@ from tokenizers.processors import TemplateProcessing
 from tokenizers.trainers import BpeTrainer
 
 from configs.adapters import AdapterReference
-from configs.sampling import FinishReason
+from configs.sampling import FinishReason, Pooling
+from configs.templates import TemplateSource
 from deployments.contract import (
+    AdapterCommand,
     AdapterInfo,
+    AdapterReport,
     Completion,
     EngineInfo,
     Failed,
@@ -30,6 +34,7 @@ from deployments.contract import (
     TokenRun,
 )
 from scheduler.plan import TokenLogprobs
+from tests.fakes_adapters import Replicas
 
 TALE = "The naïve fox 🦊 jumps over 東京 tower, über-lazy dogs watch; café END! 👩‍🚀 flies. "
 BOS, EOS, USER, ASSISTANT = "<s>", "</s>", "<|user|>", "<|assistant|>"
@@ -150,6 +155,8 @@ class FakeDriver:
         self.tokenizer = tokenizer
         self.deliver: Callable[[TokenFrame], None] = lambda frame: None
         self.replies: dict[str | None, str] = {}
+        self.templates: dict[str, TemplateSource | Failed] = {}
+        self.template_tokens: list[str | None] = []
         self.faults: dict[str | None, Failed] = {}
         self.fail_after = 0
         self.hold_after: int | None = None
@@ -159,6 +166,7 @@ class FakeDriver:
         self.requests: list[GenerateRequest] = []
         self.finishes: list[tuple[int, int]] = []
         self.descriptions = 0
+        self.replicas = Replicas()
         self.arrived = threading.Event()
         self.cancelled = threading.Event()
         self._kept: dict[tuple[str, int], int] = {}
@@ -179,6 +187,15 @@ class FakeDriver:
     async def finish(self, request_id: str, index: int, at: int) -> None:
         self.finishes.append((index, at))
         self._kept[request_id, index] = at
+
+    async def adapters(self, command: AdapterCommand) -> list[AdapterReport]:
+        return self.replicas.run(command)
+
+    async def chat_template(
+        self, adapter: AdapterReference, api_token: str | None
+    ) -> TemplateSource | Failed:
+        self.template_tokens.append(api_token)
+        return self.templates.get(adapter.id, TemplateSource())
 
     async def describe(self) -> EngineInfo:
         self.descriptions += 1
@@ -231,7 +248,7 @@ class FakeDriver:
         tokens = answer[:kept]
         if kept is not None:
             reason = FinishReason.STOP_STRING
-        elif tokens[-1] in sequence.stopping.stop_token_ids:
+        elif tokens and tokens[-1] in sequence.stopping.stop_token_ids:
             reason = FinishReason.STOP_TOKEN
         else:
             reason = FinishReason.LENGTH
@@ -242,11 +259,29 @@ class FakeDriver:
             cached_tokens=min(4, len(sequence.prompt)),
             queue_seconds=0.25,
             first_token_seconds=0.5,
+            prompt_logprobs=prompt_logprobs(sequence),
+            embedding=embedding(sequence, request.adapter),
         )
 
     def _logprobs(self, sequence: SequenceRequest, tokens: list[int]) -> list[TokenLogprobs] | None:
         wanted = sequence.sampling.logprobs
         return None if wanted < 0 else [token_logprobs(token, wanted) for token in tokens]
+
+
+def prompt_logprobs(sequence: SequenceRequest) -> list[TokenLogprobs] | None:
+    """What the fake model thinks of a prompt, where it is asked."""
+    wanted = sequence.sampling.prompt_logprobs
+    return None if wanted < 0 else [token_logprobs(id, wanted) for id in sequence.prompt[1:]]
+
+
+def embedding(sequence: SequenceRequest, adapter: AdapterReference | None) -> bytes:
+    """Eight numbers that depend on the prompt, the adapter and the pooling."""
+    pooling = sequence.sampling.pooling
+    if pooling is Pooling.NONE:
+        return b""
+    told = (sequence.prompt, adapter.id if adapter else None, pooling.value)
+    seed = zlib.crc32(repr(told).encode())
+    return np.random.default_rng(seed).standard_normal(8).astype("<f4").tobytes()
 
 
 def token_logprobs(token: int, num_top: int) -> TokenLogprobs:

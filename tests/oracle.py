@@ -76,3 +76,17 @@ def prompt_truth(folder: Path, adapter: Path | None, length: int) -> tuple[list[
         if _truth(folder, adapter, tuple(prompt)).margin >= MIN_MARGIN:
             break
     return prompt, truth(folder, adapter, prompt)
+
+
+def prompt_logits(folder: Path, adapter: Path | None, prompt: Sequence[int]) -> Tensor:
+    """Logits [prompt, vocab] of every position."""
+    return oracle_logits(_model(folder, adapter), prompt)
+
+
+@torch.no_grad()
+def final_states(folder: Path, adapter: Path | None, prompt: Sequence[int]) -> Tensor:
+    """transformers' hidden_states[-1], [prompt, width]."""
+    model = _model(folder, adapter)
+    out = model(torch.tensor([list(prompt)]), output_hidden_states=True)
+    states: Tensor = out.hidden_states[-1][0]
+    return states

@@ -20,7 +20,9 @@ SERVED_NOTES: Mapping[str, str] = {
     "r": "up to `adapters.max_rank` of the server",
     "init_lora_weights": f"true, false, {', '.join(f'`{name}`' for name in sorted(HARMLESS_INITS))}"
     "; the others change the base weights and are refused",
-    "ensure_weight_tying": "refused where the file adapts embedding or head",
+    "ensure_weight_tying": "both ends must be in the file, and say the same",
+    "modules_to_save": "embedding and head, where `adapters.vocabulary_copies` is above 0; "
+    "others are refused",
 }
 """What else there is to say of fields that are served."""
 
@@ -107,6 +109,8 @@ def way(setting: Setting) -> str:
         words.append("preempted")
     if setting.vocabulary:
         words.append("vocabulary adapted")
+    if setting.copies:
+        words.append("or replaced")
     return ", ".join(words)
 
 

@@ -6,7 +6,8 @@ from typing import TypeVar
 
 import torch
 
-from sharding.group import SingleRank, TensorParallel, connect, memory_store
+from sharding.connect import connect
+from sharding.group import SingleRank, TensorParallel, memory_store
 
 T = TypeVar("T")
 

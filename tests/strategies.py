@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from hypothesis import strategies as st
 
 from configs.adapters import AdapterKey, AdapterShape
+from configs.runtime import AdapterShare
 from configs.sampling import Stopping
 from scheduler.plan import Capacity
 from scheduler.policy import Limits
@@ -15,7 +16,10 @@ VOCABULARY = 11
 
 @dataclass(frozen=True)
 class Arrive:
-    """A request comes; the ingress will match a stop string at `stop_at`, `late` turns later."""
+    """A request comes; the ingress will match a stop string at `stop_at`, `late` turns later.
+
+    scored, pooled: whether its prompt's logprobs are asked for, and whether it is an embedding's.
+    """
 
     prompt: tuple[int, ...]
     stopping: Stopping
@@ -23,6 +27,8 @@ class Arrive:
     logprobs: bool = False
     stop_at: int | None = None
     late: int = 0
+    scored: bool = False
+    pooled: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,7 +65,21 @@ class Unload:
     key: AdapterKey
 
 
-Action = Arrive | Cancel | Turns | LoseGroup | Pin | Unload
+@dataclass(frozen=True)
+class Want:
+    """An adapter is to be staged without a request."""
+
+    key: AdapterKey
+
+
+@dataclass(frozen=True)
+class Reshare:
+    """An operator changes everybody's share; None is the base model's."""
+
+    shares: dict[AdapterKey | None, AdapterShare]
+
+
+Action = Arrive | Cancel | Turns | LoseGroup | Pin | Unload | Want | Reshare
 
 
 @dataclass(frozen=True)
@@ -67,7 +87,8 @@ class Story:
     """A server and what happens to it.
 
     shapes: what each adapter takes. failing: adapters whose first staging fails. delays: turns
-    that staging takes, per adapter.
+    that staging takes, per adapter. copies: turns that a fill takes beyond the first, likewise.
+    shares: what each may take at first. merges: adapters that are made of others.
     """
 
     capacity: Capacity
@@ -76,6 +97,14 @@ class Story:
     shapes: dict[AdapterKey, AdapterShape] = field(default_factory=dict)
     failing: frozenset[AdapterKey] = frozenset()
     delays: dict[AdapterKey, int] = field(default_factory=dict)
+    copies: dict[AdapterKey, int] = field(default_factory=dict)
+    shares: dict[AdapterKey | None, AdapterShare] = field(default_factory=dict)
+    merges: dict[AdapterKey, tuple[AdapterKey, ...]] = field(default_factory=dict)
+
+    def all_shares(self) -> list[AdapterShare]:
+        """Every share that anybody has at any time."""
+        later = [action.shares for action in self.actions if isinstance(action, Reshare)]
+        return [share for shares in (self.shares, *later) for share in shares.values()]
 
 
 def keys(count: int) -> list[AdapterKey]:
@@ -111,6 +140,7 @@ def limits() -> st.SearchStrategy[Limits]:
         steps_ahead=st.sampled_from([1, 2, 2]),
         quantum_tokens=st.sampled_from([1, 8, 50]),
         patience_steps=st.sampled_from([0, 3, 10]),
+        slice_tokens=st.sampled_from([1, 4, 128]),
     )
 
 
@@ -128,10 +158,10 @@ def prompts() -> st.SearchStrategy[tuple[int, ...]]:
 
 
 def stoppings() -> st.SearchStrategy[Stopping]:
-    """Short budgets, sometimes with a stop token, sometimes with a minimum."""
+    """Short budgets, sometimes none at all, sometimes with a stop token or with a minimum."""
     return st.builds(
         Stopping,
-        max_new_tokens=st.integers(1, 12),
+        max_new_tokens=st.integers(0, 12),
         stop_token_ids=st.sampled_from([(), (3,), (3, 7)]),
         min_new_tokens=st.sampled_from([0, 0, 3]),
     )
@@ -154,6 +184,26 @@ def adapter_choices(count: int) -> st.SearchStrategy[st.SearchStrategy[AdapterKe
     )
 
 
+def adapter_shares(count: int) -> st.SearchStrategy[dict[AdapterKey | None, AdapterShare]]:
+    """Mostly equal shares; some with caps, rates of a few tokens a turn, other priorities."""
+    share = st.builds(
+        AdapterShare,
+        weight=st.sampled_from([1.0, 0.01, 3.0]),
+        max_concurrent=st.sampled_from([None, None, 1, 2]),
+        tokens_per_second=st.sampled_from([None, None, 2.0, 7.5]),
+        priority=st.sampled_from([0, 0, -2, 3]),
+    )
+    known: list[AdapterKey | None] = [None, *keys(count)]
+    return st.one_of(st.just({}), st.dictionaries(st.sampled_from(known), share, max_size=3))
+
+
+def merges(count: int) -> st.SearchStrategy[dict[AdapterKey, tuple[AdapterKey, ...]]]:
+    """The last two adapters may be merges of some of the others."""
+    *plain, first, second = keys(count)
+    parts = st.lists(st.sampled_from(plain), min_size=1, max_size=3, unique=True).map(tuple)
+    return st.one_of(st.just({}), st.fixed_dictionaries({first: parts, second: parts}))
+
+
 @st.composite
 def stories(draw: st.DrawFn, num_adapters: int = 5, max_actions: int = 30) -> Story:
     """A server, its adapters, and arrivals among everything that can go wrong."""
@@ -167,15 +217,22 @@ def stories(draw: st.DrawFn, num_adapters: int = 5, max_actions: int = 30) -> St
         logprobs=st.booleans(),
         stop_at=st.one_of(st.none(), st.none(), st.integers(0, 6)),
         late=st.integers(0, 2),
+        scored=st.booleans(),
     )
+    embed = st.builds(
+        Arrive, prompt=prompts(), stopping=st.just(Stopping(0)), adapter=adapters,
+        scored=st.booleans(), pooled=st.just(True),
+    )  # fmt: skip
     turns = st.builds(Turns, st.integers(1, 4))
     rare = st.one_of(
         st.builds(Cancel, st.integers(0, 20)),
         st.builds(Pin, known, st.booleans()),
         st.builds(Unload, known),
         st.builds(LoseGroup),
+        st.builds(Want, known),
+        st.builds(Reshare, adapter_shares(num_adapters)),
     )
-    action = st.one_of(arrive, arrive, arrive, arrive, turns, rare)
+    action = st.one_of(arrive, arrive, arrive, arrive, embed, turns, rare)
     num_actions = draw(st.integers(1, max_actions))  # A list of its own choice stays too short.
     return Story(
         capacity=draw(capacities()),
@@ -184,4 +241,7 @@ def stories(draw: st.DrawFn, num_adapters: int = 5, max_actions: int = 30) -> St
         shapes={key: draw(shapes()) for key in keys(num_adapters)},
         failing=draw(st.frozensets(known, max_size=1)),
         delays={key: draw(st.integers(0, 9)) for key in keys(num_adapters)},
+        copies={key: draw(st.sampled_from([0, 0, 1, 5])) for key in keys(num_adapters)},
+        shares=draw(adapter_shares(num_adapters)),
+        merges=draw(merges(num_adapters)),
     )

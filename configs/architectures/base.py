@@ -105,3 +105,56 @@ def refuse_quantised(config: Mapping[str, Any]) -> None:
     if config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method", "unknown")
         raise ArchitectureError(f"quantization_config ({method}) is not supported")
+
+
+def _scales_alone(quantization: Mapping[str, Any]) -> bool:
+    """Whether all it tells of is scales of an fp8 cache, one for keys and one for values.
+
+    compressed-tensors writes it so. The weights are as they were; the scales are read where such
+    a cache is asked for.
+    """
+    cache = {"symmetric": True, "dynamic": False, **(quantization.get("kv_cache_scheme") or {})}
+    wanted = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+    return (
+        quantization.get("quant_method") == "compressed-tensors"
+        and not quantization.get("config_groups")
+        and not quantization.get("sparsity_config")
+        and not quantization.get("transform_config")
+        and cache["symmetric"] is True
+        and cache["dynamic"] is False
+        and all(cache.get(key) == value for key, value in wanted.items())
+    )
+
+
+_ANYWHERE: dict[str, tuple[Any, ...]] = {
+    "per_layer_config": (None, {}),
+    "is_causal": (None, True),
+    "is_encoder_decoder": (None, False),
+    "attention_chunk_size": (None,),
+    "kv_sharing_modes": (None,),
+    "transformers_weights": (None,),
+}
+"""Keys that transformers looks for in the config of any model, and what asks for nothing."""
+
+
+def refuse_unserved(name: str, config: Mapping[str, Any], length: int | None) -> None:
+    """Refuse quantised weights and what transformers heeds in any model, but nothing here does.
+
+    length: the longest sequence, where all layers see all of it; None where windows are computed.
+    """
+    if not _scales_alone(config.get("quantization_config") or {}):
+        refuse_quantised(config)
+    for key, neutral in _ANYWHERE.items():
+        if config.get(key) not in neutral:
+            raise ArchitectureError(f"{key} ({config[key]}) is not supported for {name}")
+    if length is None:
+        return
+    # Where transformers' class computes full attention, its cache still forgets by these keys.
+    window, kinds = config.get("sliding_window"), set(config.get("layer_types") or ())
+    if window is not None and window < length:
+        raise ArchitectureError(
+            f"sliding_window ({window}) shorter than max_position_embeddings ({length}) "
+            f"is not supported for {name}"
+        )
+    if kinds - {"full_attention"}:
+        raise ArchitectureError(f"layer_types ({', '.join(sorted(kinds))}) is not for {name}")

@@ -15,7 +15,7 @@ from configs.architectures.base import (
     ModelArchitecture,
     activation,
     checkpoint_dtype,
-    refuse_quantised,
+    refuse_unserved,
     required,
     token_ids,
 )
@@ -81,7 +81,8 @@ _ALIASES = {
 def parse(name: str, config: Mapping[str, Any]) -> GPT2Architecture:
     """Normalise the config.json of architecture `name`; ArchitectureError names what is wrong."""
     known = {**_DEFAULTS, **{_ALIASES.get(key, key): value for key, value in config.items()}}
-    refuse_quantised(known)
+    length = required(known, "n_positions")
+    refuse_unserved(name, known, length)
     if known.get("add_cross_attention"):
         raise ArchitectureError("add_cross_attention is not supported: there is no encoder")
     hidden = required(known, "n_embd")
@@ -97,7 +98,7 @@ def parse(name: str, config: Mapping[str, Any]) -> GPT2Architecture:
         scale_attn_weights=known["scale_attn_weights"],
         scale_attn_by_inverse_layer_idx=known["scale_attn_by_inverse_layer_idx"],
         reorder_and_upcast_attn=known["reorder_and_upcast_attn"],
-        max_position_embeddings=required(known, "n_positions"),
+        max_position_embeddings=length,
         tie_word_embeddings=known["tie_word_embeddings"],
         bos_token_id=known["bos_token_id"],
         eos_token_ids=token_ids(known["eos_token_id"]),

@@ -11,10 +11,11 @@ from pydantic import PositiveFloat, PositiveInt, model_validator
 
 from configs.architectures.base import (
     Activation,
+    ArchitectureError,
     ModelArchitecture,
     activation,
     checkpoint_dtype,
-    refuse_quantised,
+    refuse_unserved,
     required,
     token_ids,
 )
@@ -47,8 +48,8 @@ class GPTNeoXArchitecture(ModelArchitecture):
 
     @property
     def stretches(self) -> bool:
-        """Dynamic rope is made for sequences above max_position_embeddings."""
-        return self.rope.type is RopeType.DYNAMIC
+        """Angles are computed for any position; only frequencies made for a length set a limit."""
+        return self.rope.type in (RopeType.DEFAULT, RopeType.LINEAR, RopeType.DYNAMIC)
 
     def with_total_tokens(self, total: int) -> Self:
         """The same model on a server whose longest sequence is `total` tokens."""
@@ -98,21 +99,26 @@ _DEFAULTS: dict[str, Any] = {
 def parse(name: str, config: Mapping[str, Any]) -> GPTNeoXArchitecture:
     """Normalise the config.json of architecture `name`; ArchitectureError names what is wrong."""
     known = {**_DEFAULTS, **config}
-    refuse_quantised(known)
+    hidden, heads = required(known, "hidden_size"), required(known, "num_attention_heads")
+    length = required(known, "max_position_embeddings")
+    refuse_unserved(name, known, length)
+    # transformers' rotary embedding would follow it, its attention would not.
+    if known.get("head_dim") not in (None, hidden // heads):
+        raise ArchitectureError(f"head_dim ({known['head_dim']}) is not supported for {name}")
     return GPTNeoXArchitecture(
         architecture=name,
         vocab_size=required(known, "vocab_size"),
-        hidden_size=required(known, "hidden_size"),
+        hidden_size=hidden,
         intermediate_size=required(known, "intermediate_size"),
         num_layers=required(known, "num_hidden_layers"),
-        num_heads=required(known, "num_attention_heads"),
+        num_heads=heads,
         layer_norm_eps=known["layer_norm_eps"],
         hidden_act=activation(known["hidden_act"]),
         rope=_rope(known),
         parallel_residual=known["use_parallel_residual"],
         attention_bias=known["attention_bias"],
         use_cache=known["use_cache"],
-        max_position_embeddings=required(known, "max_position_embeddings"),
+        max_position_embeddings=length,
         tie_word_embeddings=known["tie_word_embeddings"],
         bos_token_id=known["bos_token_id"],
         eos_token_ids=token_ids(known["eos_token_id"]),
@@ -121,9 +127,9 @@ def parse(name: str, config: Mapping[str, Any]) -> GPTNeoXArchitecture:
 
 
 def _rope(known: Mapping[str, Any]) -> Rope:
-    """The rope settings; the family calls theta and the rotated fraction by names of its own."""
+    """The rope settings; outside their object, only the family's own names of these two count."""
     own = {
         "rope_theta": known["rotary_emb_base"],
         "partial_rotary_factor": known["rotary_pct"],
     }
-    return read_rope({**own, **known})
+    return read_rope({**known, **own})

@@ -1,14 +1,15 @@
 """The Llama family as one frozen spec, read from a Hugging Face config.json.
 
 Keys and defaults are those of transformers' configs (Llama, Mistral, Qwen2, Qwen3, Granite,
-Phi3). What would change results and is not computed here is refused by its name, never ignored.
+Phi3) and of Solar's own. What would change results and is not computed here is refused by its
+name, never ignored.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from pydantic import PositiveFloat, PositiveInt, model_validator
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from configs.architectures.base import (
     Activation,
@@ -16,13 +17,25 @@ from configs.architectures.base import (
     ModelArchitecture,
     activation,
     checkpoint_dtype,
-    refuse_quantised,
+    refuse_unserved,
     required,
     token_ids,
 )
 from configs.architectures.rope import Rope, RopeType, read_rope
+from configs.base import Config
 
-__all__ = ["FAMILY", "Architecture", "Member", "Rope", "RopeType", "parse"]
+__all__ = ["FAMILY", "Architecture", "Blend", "Member", "Rope", "RopeType", "parse"]
+
+
+class Blend(Config):
+    """A skip connection into the stream x before a layer: x = weight * s + (1 - weight) * x.
+
+    s: what the stream was before layer `source`, which is no later, and before any blend there.
+    """
+
+    layer: NonNegativeInt
+    source: NonNegativeInt
+    weight: float
 
 
 class Architecture(ModelArchitecture):
@@ -33,7 +46,8 @@ class Architecture(ModelArchitecture):
     one gate_up_proj, and so do its adapters. attention_scale: of the scores. windows: one a
     layer, how many tokens back a token sees, itself included (None: all).
     embedding_multiplier: of the embedded tokens. residual_multiplier: of what a sublayer adds.
-    logits_divisor: logits are divided by it (Granite's logits_scaling).
+    logits_divisor: logits are divided by it (Granite's logits_scaling). blends: skip connections,
+    in order.
     """
 
     hidden_size: PositiveInt
@@ -54,6 +68,7 @@ class Architecture(ModelArchitecture):
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logits_divisor: PositiveFloat = 1.0
+    blends: tuple[Blend, ...] = ()
 
     @property
     def stretches(self) -> bool:
@@ -115,6 +130,7 @@ _MULTIPLIERS = frozenset(
     {"embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"}
 )
 _SKIPS = ("bskcn_1", "bskcn_2", "bskcn_3", "bskcn_4")
+"""Layers before which the stream is kept (1, 2), and into which it is blended again (3, 4)."""
 
 FAMILY: dict[str, Member] = {
     "LlamaForCausalLM": Member(honours=frozenset({"attention_bias", "mlp_bias"})),
@@ -151,8 +167,18 @@ FAMILY: dict[str, Member] = {
         traits={"fused": True},
         rope_aliases={"su": "longrope", "yarn": "longrope"},
     ),
-    # The remote code's own defaults have skip connections, so they must be switched off by name.
-    "SolarForCausalLM": Member(dict.fromkeys(_SKIPS, "its default")),
+    # transformers has no such class; its keys and defaults are those of the model's own code.
+    "SolarForCausalLM": Member(
+        {
+            "sliding_window": 2047,
+            "bskcn_1": [12, 20, 32, 44],
+            "bskcn_2": [20, 32],
+            "bskcn_3": [16, 24, 36, 48],
+            "bskcn_4": [28, 40],
+            "bskcn_tv": [0.9, 0.8],
+        },
+        honours=frozenset({"attention_bias", "mlp_bias", "sliding_window", *_SKIPS}),
+    ),
 }
 """The architectures that this spec describes."""
 
@@ -202,6 +228,7 @@ def parse(name: str, config: Mapping[str, Any]) -> Architecture:
         bos_token_id=known["bos_token_id"],
         eos_token_ids=token_ids(known["eos_token_id"]),
         checkpoint_dtype=checkpoint_dtype(known),
+        blends=_blends(known),
         **_scales(known, head_dim),
         **{**_biases(known), **member.traits},
     )
@@ -229,6 +256,19 @@ def _scales(config: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
     }
 
 
+def _blends(config: Mapping[str, Any]) -> tuple[Blend, ...]:
+    """Solar's skip connections; its second weight is the one outside training."""
+    ends = {key: sorted(config.get(key) or ()) for key in _SKIPS}
+    layers, found = required(config, "num_hidden_layers"), []
+    for kept, into in (("bskcn_1", "bskcn_3"), ("bskcn_2", "bskcn_4")):
+        for layer in (each for each in ends[into] if each < layers):
+            source = max((each for each in ends[kept] if each <= layer), default=None)
+            if source is None:
+                raise ArchitectureError(f"{into} names layer {layer}, and {kept} none before it")
+            found.append(Blend(layer=layer, source=source, weight=config["bskcn_tv"][1]))
+    return tuple(sorted(found, key=lambda blend: blend.layer))
+
+
 def _windows(name: str, config: Mapping[str, Any]) -> tuple[int | None, ...]:
     """One window a layer: the same for all, or as `layer_types` (or Qwen's rule) says."""
     honours, window = FAMILY[name].honours, config.get("sliding_window")
@@ -253,19 +293,13 @@ def _windows(name: str, config: Mapping[str, Any]) -> tuple[int | None, ...]:
 
 
 def _refuse_unsupported(name: str, config: Mapping[str, Any]) -> None:
-    """Refuse quantised weights and settings that this member does not compute."""
-    refuse_quantised(config)
+    """Refuse settings that this member does not compute."""
     honours = FAMILY[name].honours
+    windowed = "sliding_window" in honours
+    refuse_unserved(name, config, None if windowed else config["max_position_embeddings"])
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     fraction = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor")
     asked = {**config, "partial_rotary_factor": fraction}
     for key, neutral in _NEUTRAL.items():
         if key not in honours and asked.get(key) not in neutral:
             raise ArchitectureError(f"{key} ({asked[key]}) is not supported for {name}")
-    window, length = config.get("sliding_window"), config["max_position_embeddings"]
-    # Where transformers' class computes full attention, its cache still forgets by this key.
-    if window is not None and window < length and "sliding_window" not in honours:
-        raise ArchitectureError(
-            f"sliding_window ({window}) shorter than max_position_embeddings ({length}) "
-            f"is not supported for {name}"
-        )

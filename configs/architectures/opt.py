@@ -14,7 +14,7 @@ from configs.architectures.base import (
     ModelArchitecture,
     activation,
     checkpoint_dtype,
-    refuse_quantised,
+    refuse_unserved,
     required,
     token_ids,
 )
@@ -79,7 +79,8 @@ _DEFAULTS: dict[str, Any] = {
 def parse(name: str, config: Mapping[str, Any]) -> OPTArchitecture:
     """Normalise the config.json of architecture `name`; ArchitectureError names what is wrong."""
     known = {**_DEFAULTS, **config}
-    refuse_quantised(known)
+    length = required(known, "max_position_embeddings")
+    refuse_unserved(name, known, length)
     hidden, norm_first = required(known, "hidden_size"), known["do_layer_norm_before"]
     return OPTArchitecture(
         architecture=name,
@@ -95,7 +96,7 @@ def parse(name: str, config: Mapping[str, Any]) -> OPTArchitecture:
         affine_norms=known["layer_norm_elementwise_affine"],
         last_norm=norm_first and not known["_remove_final_layer_norm"],
         use_cache=known["use_cache"],
-        max_position_embeddings=required(known, "max_position_embeddings"),
+        max_position_embeddings=length,
         tie_word_embeddings=known["tie_word_embeddings"],
         bos_token_id=known["bos_token_id"],
         eos_token_ids=token_ids(known["eos_token_id"]),

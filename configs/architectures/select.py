@@ -8,6 +8,7 @@ from typing import Any
 
 from configs.architectures import padded
 from configs.architectures.base import ArchitectureError, ModelArchitecture
+from configs.model import Quantize
 
 FAMILIES: dict[str, str] = {
     "GPT2LMHeadModel": "configs.architectures.gpt2",
@@ -22,6 +23,20 @@ FAMILIES: dict[str, str] = {
     "OPTForCausalLM": "configs.architectures.opt",
 }
 """Architecture to the module whose `parse(name, config)` makes its frozen spec."""
+
+MODEL_TYPES: dict[str, str] = {
+    "GPT2LMHeadModel": "gpt2",
+    "GPTNeoXForCausalLM": "gpt_neox",
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "GraniteForCausalLM": "granite",
+    "Phi3ForCausalLM": "phi3",
+    "SolarForCausalLM": "solar",
+    "OPTForCausalLM": "opt",
+}
+"""What transformers goes by, where config.json says both."""
 
 
 def load_architecture(folder: Path) -> ModelArchitecture:
@@ -46,12 +61,26 @@ def parse_architecture(config: Mapping[str, Any]) -> ModelArchitecture:
     names = config.get("architectures") or []
     for name in names:
         if name in FAMILIES:
+            if config.get("model_type") not in (None, MODEL_TYPES[name]):
+                raise ArchitectureError(
+                    f"architectures names {name}, but model_type is {config['model_type']!r} and "
+                    f"not {MODEL_TYPES[name]!r}: correct the one that is wrong"
+                )
             parsed: ModelArchitecture = import_module(FAMILIES[name]).parse(name, config)
             return parsed
     for name in names:
         if padded.is_causal(name):
             return padded.parse(name, config)
     raise _unsupported(config)
+
+
+def padded_reason(architecture: ModelArchitecture, quantize: Quantize) -> str | None:
+    """Why a model runs in transformers' padded code; None for one that is paged."""
+    if isinstance(architecture, padded.PaddedArchitecture):
+        return "it has no paged implementation here"
+    if quantize is not Quantize.NONE:
+        return f"model.quantize is {quantize.value}"
+    return None
 
 
 def _read(folder: Path) -> dict[str, Any]:

@@ -3,23 +3,43 @@
 import asyncio
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import msgspec
+from ray import serve
 from ray.util import get_current_placement_group
 
+from configs.adapters import AdapterReference
+from configs.engine import EngineConfig
 from configs.runtime import RuntimeConfig
 from configs.serve import ServeConfig
-from deployments.contract import Completion, EngineInfo, GenerateRequest, ReplyAddress
+from configs.templates import TemplateSource
+from deployments.contract import (
+    AdapterCommand,
+    AdapterReport,
+    Completion,
+    EngineInfo,
+    Failed,
+    GenerateRequest,
+    ReplyAddress,
+)
 from deployments.driver.engine import Engine
-from deployments.observability.logs import configure_logs
+from deployments.driver.loop import RankGroup
+from deployments.driver.usage import LoadSum
+from deployments.ledger import RayLedger
+from deployments.observability.adapter_metrics import AdapterMetrics
+from deployments.observability.logs import hand_logs_to_serve
 from deployments.observability.metrics import EngineMetrics
 from deployments.observability.steps import StepRecord
+from deployments.orders import Orders
 from deployments.rank.group import RayRanks
 from deployments.rank.messages import LoadReport
-from scheduler.snapshot import Snapshot
-from sharding.sources import fetch_model
+from scheduler.snapshot import AdapterView, Snapshot
+from sharding.sources.model import fetch_model
 
 _METRICS_SECONDS = 1.0
+_ORDERS_SECONDS = 10.0
 
 logger = logging.getLogger("loray.driver")
 
@@ -28,28 +48,43 @@ class DriverDeployment:
     """One driver replica and the ranks in its placement group."""
 
     _engine: Engine | None = None
-    _reporting: asyncio.Task[None] | None = None
+    _tasks: Sequence[asyncio.Task[None]] = ()
+    _views: Sequence[AdapterView] = ()
+    _num_open = 0
 
     async def __init__(self, config: ServeConfig) -> None:  # type: ignore[misc]
         """Start the ranks and load what is to be there before the first request."""
-        configure_logs("driver")
+        self._log_format = config.observability.log_format
+        hand_logs_to_serve()
         folder = fetch_model(config.engine.model)
         logger.info("loading %s over %d ranks", folder.name, config.engine.tensor_parallel)
-        group = RayRanks(config.engine, str(folder), get_current_placement_group())
-        self._engine = Engine(config.engine, folder, group)
+        self._engine = Engine(config.engine, folder, self._group(config.engine, folder))
         await self._engine.start()
         for what, choice in (await self._engine.describe()).chosen.items():
             logger.info("%s: %s", what, choice)
-        self._reporting = asyncio.create_task(self._report())
+        ledger = RayLedger(serve.get_replica_context().app_name)
+        orders = Orders(ledger, self._engine.adapters)
+        await orders.follow(pins=False)
+        self._tasks = [asyncio.create_task(each) for each in (self._report(), _follow(orders))]
+
+    def _group(self, engine: EngineConfig, folder: Path) -> RankGroup:
+        """The ranks in this replica's placement group."""
+        return RayRanks(engine, str(folder), get_current_placement_group(), self._log_format)
 
     async def _report(self) -> None:
         """Feed the metrics while the replica lives."""
-        metrics = EngineMetrics()
+        metrics, adapters = EngineMetrics(), AdapterMetrics()
         while True:
             await asyncio.sleep(_METRICS_SECONDS)
             metrics.healthy(self._running.healthy)
+            snapshot, views = await self._running.snapshot(), await self._running.adapter_views()
+            self._views = views
+            adapters.requests(self._running.usage.drain_requests())
+            adapters.loads(self._running.usage.drain_loads())
+            adapters.tiers(snapshot.tiers, snapshot.adapter_counts)
+            adapters.queues(views, snapshot.queued, self._running.usage.name)
             metrics.update(
-                await self._running.snapshot(),
+                snapshot,
                 self._running.steps.last(),
                 rebuilds=self._running.num_rebuilds,
                 dropped=self._running.dropped_frames,
@@ -61,11 +96,26 @@ class DriverDeployment:
 
     async def generate(self, request: GenerateRequest, reply_to: ReplyAddress) -> Completion:
         """One HTTP request, to its end."""
-        return await self._running.generate(request, reply_to)
+        self._num_open += 1
+        try:
+            return await self._running.generate(request, reply_to)
+        finally:
+            self._num_open -= 1
+
+    async def chat_template(
+        self, adapter: AdapterReference, api_token: str | None
+    ) -> TemplateSource | Failed:
+        """An adapter's own chat template."""
+        return await self._running.chat_template(adapter, api_token)
 
     async def describe(self) -> EngineInfo:
         """What is served."""
         return await self._running.describe()
+
+    async def adapters(self, command: AdapterCommand) -> AdapterReport:
+        """Do what an operator asks of all replicas about adapters."""
+        replica = serve.get_replica_context().replica_id.unique_id
+        return msgspec.structs.replace(await self._running.adapters(command), replica=replica)
 
     async def steps(self) -> Sequence[StepRecord]:
         """The last steps, for benchmarks and tests."""
@@ -75,9 +125,17 @@ class DriverDeployment:
         """The scheduler in numbers."""
         return await self._running.snapshot()
 
+    async def load_sums(self) -> dict[str, LoadSum]:
+        """How long adapters took to load, by stage, for benchmarks."""
+        return self._running.usage.load_sums()
+
     async def ranks(self) -> list[LoadReport]:
         """The present ranks: their processes, and what each holds."""
         return self._running.ranks
+
+    async def record_routing_stats(self) -> dict[str, Any]:
+        """Serve's way to hear what routers are told; never waits for the engine's loop."""
+        return self._running.report(self._views, self._num_open).packed()
 
     async def check_health(self) -> None:
         """Healthy while it works or rebuilds its ranks; Serve replaces it when it cannot."""
@@ -86,8 +144,8 @@ class DriverDeployment:
 
     async def __del__(self) -> None:
         """Serve's way to say that the replica is going: leave no rank behind."""
-        if self._reporting is not None:
-            self._reporting.cancel()
+        for task in self._tasks:
+            task.cancel()
         if self._engine is not None:
             await self._engine.stop()
 
@@ -95,3 +153,14 @@ class DriverDeployment:
     def _running(self) -> Engine:
         assert self._engine is not None, "Serve calls nothing before __init__ is done"
         return self._engine
+
+
+async def _follow(orders: Orders) -> None:
+    """Do what operators ordered by hand, while the replica lives."""
+    while True:
+        try:
+            await orders.follow()
+        except Exception:
+            # The last boundary of this task: what could not be done now is tried again.
+            logger.exception("names and pins given by hand could not be followed")
+        await asyncio.sleep(_ORDERS_SECONDS)

@@ -5,20 +5,22 @@ Lives on the replica's event loop and speaks to the engine's loop thread by `pos
 
 import asyncio
 import contextlib
-import json
 import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import msgspec
 
-from configs.adapters import AdapterError, AdapterKey, AdapterReference, parse_reference
+from configs.adapters import AdapterError, AdapterKey, AdapterReference
 from configs.engine import EngineConfig
 from configs.runtime import RuntimeConfig
-from configs.sampling import FinishReason, Sampling, Stopping
+from configs.sampling import FinishReason
+from configs.templates import TemplateSource
 from deployments.contract import (
+    AdapterCommand,
+    AdapterReport,
     Completion,
     EngineInfo,
     ErrorKind,
@@ -26,23 +28,30 @@ from deployments.contract import (
     GenerateRequest,
     ReplyAddress,
     SequenceOutcome,
-    SequenceRequest,
 )
+from deployments.driver.adapters import EngineAdapters
+from deployments.driver.control import Control
+from deployments.driver.description import chosen, common, read_json, stop_token_ids
+from deployments.driver.holdings import Holdings
 from deployments.driver.loop import EngineLoop, LoopSettings, RankGroup
 from deployments.driver.readiness import AdapterDirectory
+from deployments.driver.routing import Report
+from deployments.driver.shares import NamedShares
 from deployments.driver.streams import Streams
+from deployments.driver.usage import Usage
 from deployments.frames import Finish, FrameSender
 from deployments.observability.steps import StepLog
+from deployments.observability.tracing import DRIVER, request_span
 from deployments.rank.messages import LoadReport
-from scheduler.events import AdapterPinned, Event
+from scheduler.events import AdapterArrived, Event
 from scheduler.plan import Capacity
 from scheduler.policy import InvalidRequest, Limits, Overloaded
 from scheduler.request import Request
 from scheduler.scheduler import Scheduler
-from scheduler.snapshot import Snapshot
-from sharding.sources import AdapterSources
+from scheduler.snapshot import AdapterView, Snapshot
+from sharding.sources.adapters import AdapterSources
 
-_NOWHERE = ReplyAddress("", 0, "")
+T = TypeVar("T")
 
 logger = logging.getLogger("loray.driver")
 
@@ -55,11 +64,20 @@ class Engine:
         self._config = config
         self._folder = folder
         self._group = group
-        self._directory = AdapterDirectory(AdapterSources(config.adapters))
+        self._directory = AdapterDirectory(AdapterSources(config.adapters), config.adapters)
         self._sender = FrameSender(self)
-        self._streams = Streams(self._sender.send)
+        self._streams = Streams(self._sender)
         self._limits = config.limits
-        self._pins: set[AdapterKey] = set()
+        self._adapters = EngineAdapters(
+            config.adapters, self._directory, self._post, self._run_trial
+        )
+        self._shares = NamedShares(config.adapters.default_source, self._post)
+        self.usage = Usage(config.adapters.default_source)
+        load_timeout_s = 2 * config.recovery.stage_timeout_s
+        self._control = Control(
+            self._adapters, self.usage, self._post, self.adapter_views, load_timeout_s
+        )
+        self._holdings = Holdings(self._control.target, self._adapters.serving)
         self.steps = StepLog()
         self._loop: EngineLoop | None = None
 
@@ -67,7 +85,7 @@ class Engine:
         """Start the ranks and the loop, then load what is to be there before the first request."""
         self._replica = replica = asyncio.get_running_loop()
         started = await replica.run_in_executor(None, self._group.start)
-        capacity = _common([report.capacity for report in started[1]])
+        capacity = common([report.capacity for report in started[1]])
         scheduler = Scheduler(Limits.from_config(self._config), capacity)
         settings = LoopSettings(
             recovery=self._config.recovery,
@@ -75,10 +93,11 @@ class Engine:
             emit=lambda events: self._soon(self._on_events, events),
             fail=lambda message: self._soon(self._on_failure, message),
             applied=self.steps.record,
+            loaded=self.usage.loaded,
         )
         self._loop = EngineLoop(scheduler, self._group, started, settings)
         self._loop.start()
-        await self._preload()
+        await self._adapters.preload()
 
     async def stop(self) -> None:
         """End the loop and the ranks; open requests end as unavailable."""
@@ -86,7 +105,7 @@ class Engine:
         await asyncio.get_running_loop().run_in_executor(None, end)
         self._on_failure("the server is shutting down")
         self._sender.close()
-        self._directory.close()
+        await self._adapters.close()
 
     @property
     def failure(self) -> str | None:
@@ -102,7 +121,7 @@ class Engine:
     @property
     def _capacity(self) -> Capacity:
         """What every rank can hold: what requests are scheduled by, and clients are told."""
-        return _common([report.capacity for report in self.ranks])
+        return common([report.capacity for report in self.ranks])
 
     async def reconfigure(self, runtime: RuntimeConfig) -> None:
         """Apply an operator's settings in place; AdapterError names a pin that cannot be had."""
@@ -116,27 +135,29 @@ class Engine:
             {**self._config.model_dump(), "limits": changed.model_dump()}
         )
         limits = Limits.from_config(config)
-        references = [self._reference(text) for text in runtime.pinned_adapters]
-        pins = {await self._directory.resolve(reference, True) for reference in references}
+        self._control.configure(runtime.names)
+        self._shares.configure(runtime, self._adapters.contents())
+        await self._adapters.pin_only([self._adapters.read(t) for t in runtime.pinned_adapters])
         self._limits = config.limits
         self._post(lambda scheduler, now: _reconfigured(scheduler, limits))
-        for key in self._pins - pins:
-            self._pin(key, False)
-        for key in pins - self._pins:
-            self._pin(key, True)
-        self._pins = pins
 
     async def generate(self, request: GenerateRequest, reply_to: ReplyAddress) -> Completion:
         """Run all sequences to their end; a caller that goes away ends them within two steps."""
+        with request_span(DRIVER, request) as span:
+            return span.ended(await self._generate(request, reply_to))
+
+    async def _generate(self, request: GenerateRequest, reply_to: ReplyAddress) -> Completion:
         arrived = time.monotonic()
         if self.failure is not None:
             return _refusal(request, Failed(ErrorKind.UNAVAILABLE, self.failure, 5.0))
         await self._sender.connect(reply_to)
+        if request.adapter is None:
+            return await self._run(request, None, arrived, reply_to)
         try:
-            key = await self._resolve(request.adapter, request.api_token)
+            target = self._control.target(request.adapter)
+            return await self._run_adapted(request, target, arrived, reply_to)
         except AdapterError as error:
             return _refusal(request, Failed(ErrorKind(error.refusal.value), error.message))
-        return await self._run(request, key, arrived, reply_to)
 
     async def finish(self, request_id: str, index: int, at: int) -> None:
         """A stop string was matched in the ingress."""
@@ -150,22 +171,45 @@ class Engine:
         """The same, by socket."""
         self._replica.create_task(self.finish(finish.request_id, finish.index, finish.at))
 
+    def on_room(self, address: ReplyAddress) -> None:
+        """An ingress replica takes frames: what it was not sent yet goes first."""
+        self._streams.resend(address)
+
     def on_lost(self, address: ReplyAddress) -> None:
         """An ingress replica is gone: nobody waits for its requests any more."""
         self._streams.abandon(address)
 
     async def snapshot(self) -> Snapshot:
         """The scheduler in numbers, taken between two steps; RuntimeError once the loop failed."""
+        return await self._look(Scheduler.snapshot)
+
+    async def adapter_views(self) -> Sequence[AdapterView]:
+        """The scheduler's adapters, taken in the same way."""
+        return await self._look(Scheduler.adapters)
+
+    def report(self, views: Sequence[AdapterView], load: int) -> Report:
+        """What to tell routers, with the adapters as seen last and as many open requests."""
+        ready = self.healthy and self.failure is None
+        return self._holdings.report(views, self._adapters.pins, load, ready, time.monotonic())
+
+    async def _look(self, look: Callable[[Scheduler], T]) -> T:
+        """What `look` sees between two steps."""
         if self.failure is not None:
             raise RuntimeError(self.failure)
-        taken: asyncio.Future[Snapshot] = self._replica.create_future()
+        taken: asyncio.Future[T] = self._replica.create_future()
 
         def take(scheduler: Scheduler, now: float) -> Sequence[Event]:
-            self._soon(_deliver, taken, scheduler.snapshot())
+            self._soon(_deliver, taken, look(scheduler))
             return []
 
         self._post(take)
         return await taken
+
+    async def adapters(self, command: AdapterCommand) -> AdapterReport:
+        """Do what an operator asks about adapters."""
+        if self.failure is not None:
+            return AdapterReport("", failure=Failed(ErrorKind.UNAVAILABLE, self.failure, 5.0))
+        return await self._control.run(command)
 
     @property
     def healthy(self) -> bool:
@@ -179,8 +223,18 @@ class Engine:
 
     @property
     def dropped_frames(self) -> int:
-        """Token frames that were not sent because an ingress replica was slow or gone."""
-        return self._sender.dropped_frames
+        """Token frames that could not go at once, for an ingress replica was slow or gone."""
+        return self._streams.num_held_up
+
+    async def chat_template(
+        self, adapter: AdapterReference, api_token: str | None
+    ) -> TemplateSource | Failed:
+        """An adapter's own chat template, for those who may use the adapter."""
+        target = self._control.target(adapter)
+        try:
+            return await self._adapters.chat_template(target, api_token or False)
+        except AdapterError as error:
+            return Failed(ErrorKind(error.refusal.value), error.message)
 
     async def describe(self) -> EngineInfo:
         """What is served, for validation and /info."""
@@ -194,48 +248,57 @@ class Engine:
             tokenizer=str(self._folder),
             dtype=report.dtype,
             device=report.device,
-            vocab_size=_read_json(self._folder / "config.json")["vocab_size"],
+            vocab_size=read_json(self._folder / "config.json")["vocab_size"],
             stop_token_ids=stop_token_ids(self._folder),
             max_total_tokens=longest,
             max_input_tokens=min(limits.max_input_tokens or longest - 1, longest - 1),
             max_batch_total_tokens=capacity.num_blocks * capacity.block_size,
             max_running=limits.max_running,
             max_queued=limits.max_queued,
-            chosen=self._chosen(),
+            chosen=chosen(self.ranks),
             adapters=self._directory.listing(),
             healthy=self.healthy,
         )
 
-    def _chosen(self) -> dict[str, str]:
-        """What start-up decided, in words."""
-        first = self.ranks[0]
-        pages = self._capacity
-        adapters = f"{pages.adapter_pages} of 8 rank rows a projection, {pages.adapter_slots} slots"
-        return {
-            "device": f"{first.device} x {len(self.ranks)}, {first.dtype}",
-            "attention": first.attention,
-            "adapter kernel": first.adapter_kernel,
-            "pages": f"{pages.num_blocks} of {pages.block_size} tokens",
-            "adapter pages": adapters,
-            "load": f"{max(report.load_seconds for report in self.ranks):.1f} s",
-        }
+    async def _run_adapted(
+        self,
+        request: GenerateRequest,
+        reference: AdapterReference,
+        arrived: float,
+        reply_to: ReplyAddress,
+    ) -> Completion:
+        """Run over the version that serves now; its files are kept until the request ends."""
+        assert request.adapter is not None, request
+        meant = msgspec.structs.replace(request, adapter=reference)
+        while True:
+            began = time.monotonic()
+            key = await self._adapters.resolve(reference, request.api_token or False)
+            self.usage.loaded("fetch", time.monotonic() - began)
+            self.usage.used(reference, key)
+            self._shares.met(reference, key, self._directory.parts(key))
+            self._holdings.asked(request.adapter)
+            try:
+                completion = await self._run(meant, key, arrived, reply_to)
+            finally:
+                self._adapters.release(key)
+            if not _unreadable(completion) or not self._adapters.give_up(reference, key):
+                return completion
 
-    async def _resolve(
-        self, reference: AdapterReference | None, api_token: str | None
-    ) -> AdapterKey | None:
-        if reference is None:
-            return None
-        return await self._directory.resolve(reference, api_token or False)
+    async def _run_trial(
+        self, request: GenerateRequest, key: AdapterKey
+    ) -> Sequence[SequenceOutcome]:
+        return (await self._run(request, key, time.monotonic(), None)).sequences
 
     async def _run(
         self,
         request: GenerateRequest,
         key: AdapterKey | None,
         arrived: float,
-        reply_to: ReplyAddress,
+        reply_to: ReplyAddress | None,
     ) -> Completion:
+        parts = () if key is None else tuple(dict.fromkeys(self._directory.parts(key)))
         sequences = [
-            Request((request.id, i), s.prompt, s.sampling, s.stopping, key, arrived)
+            Request((request.id, i), s.prompt, s.sampling, s.stopping, key, arrived, parts)
             for i, s in enumerate(request.sequences)
         ]
         try:
@@ -248,29 +311,11 @@ class Engine:
             self._on_failure(self.failure)
         try:
             self._post(lambda scheduler, now: self._admit(scheduler, sequences, now))
-            return await completion
+            ended = await completion
         finally:
             self._cancel(request.id)
-
-    async def _preload(self) -> None:
-        """Pin the configured adapters and run a token through each; a bad one ends start-up."""
-        adapters = self._config.adapters
-        for text in adapters.preload:
-            reference = self._reference(text)
-            key = await self._directory.resolve(reference, True)
-            self._pin(key, True)
-            one_token = SequenceRequest([0], Sampling(), Stopping(1))
-            trial = GenerateRequest(f"preload-{reference.id}", [one_token], reference)
-            ending = (await self._run(trial, key, time.monotonic(), _NOWHERE)).sequences[0].ending
-            if isinstance(ending, Failed):
-                raise ValueError(f"adapters.preload: {text!r}: {ending.message}")
-            logger.info("adapter %s is loaded", reference.id)
-
-    def _reference(self, text: str) -> AdapterReference:
-        return parse_reference(text, self._config.adapters.default_source)
-
-    def _pin(self, key: AdapterKey, pinned: bool) -> None:
-        self._post(lambda scheduler, now: scheduler.adapter(AdapterPinned(key, pinned), now))
+        self.usage.finished(request, ended, time.monotonic() - arrived)
+        return ended
 
     def _post(self, command: Callable[[Scheduler, float], Sequence[Event]]) -> None:
         assert self._loop is not None, "start comes first"
@@ -306,26 +351,19 @@ class Engine:
 
     def _on_events(self, events: Sequence[Event]) -> None:
         for event in events:
-            self._streams.take(event)
+            if isinstance(event, AdapterArrived):
+                self._control.arrived(event)
+            else:
+                self._streams.take(event)
         self._streams.flush()
 
     def _on_failure(self, message: str) -> None:
         self._streams.fail_all(Failed(ErrorKind.UNAVAILABLE, message, 5.0))
 
 
-def stop_token_ids(folder: Path) -> tuple[int, ...]:
-    """End-of-sequence ids: generation_config.json's, else config.json's."""
-    for name in ("generation_config.json", "config.json"):
-        path = folder / name
-        found = _read_json(path).get("eos_token_id") if path.is_file() else None
-        if found is not None:
-            return tuple(found) if isinstance(found, list) else (found,)
-    return ()
-
-
-def _deliver(taken: "asyncio.Future[Snapshot]", snapshot: Snapshot) -> None:
+def _deliver(taken: "asyncio.Future[T]", seen: T) -> None:
     if not taken.done():
-        taken.set_result(snapshot)
+        taken.set_result(seen)
 
 
 def _reconfigured(scheduler: Scheduler, limits: Limits) -> Sequence[Event]:
@@ -333,21 +371,15 @@ def _reconfigured(scheduler: Scheduler, limits: Limits) -> Sequence[Event]:
     return []
 
 
-def _common(capacities: Sequence[Capacity]) -> Capacity:
-    """What every rank can hold."""
-    return msgspec.structs.replace(
-        capacities[0],
-        num_blocks=min(c.num_blocks for c in capacities),
-        adapter_pages=min(c.adapter_pages for c in capacities),
-        adapter_slots=min(c.adapter_slots for c in capacities),
-        host_bytes=min(c.host_bytes for c in capacities),
+def _unreadable(completion: Completion) -> bool:
+    """Whether nothing was generated because the adapter's files were not there any more."""
+    return all(
+        isinstance(s.ending, Failed)
+        and s.ending.kind is ErrorKind.ADAPTER_UNAVAILABLE
+        and not s.tokens
+        for s in completion.sequences
     )
 
 
 def _refusal(request: GenerateRequest, failure: Failed) -> Completion:
     return Completion([SequenceOutcome([], failure) for _ in request.sequences])
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(path.read_text())
-    return content

@@ -10,16 +10,21 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Protocol
 
 from configs.adapters import AdapterKey, AdapterRefusal, AdapterShape, FetchedAdapter
 from configs.engine import RecoveryConfig
+from deployments.driver.description import common
 from deployments.rank.messages import (
     Broken,
     LoadReport,
+    Placed,
     Report,
     Stage,
+    StageAnswer,
     Staged,
     StageFailed,
     Step,
@@ -27,12 +32,20 @@ from deployments.rank.messages import (
     Stop,
 )
 from deployments.rank.transport import RankLinks, RanksLost
-from scheduler.events import AdapterFailed, AdapterStaged, Event
-from scheduler.plan import StepPlan
+from scheduler.events import (
+    AdapterFailed,
+    AdapterPlaced,
+    AdapterStaged,
+    Ended,
+    Event,
+    RequestEvent,
+)
+from scheduler.plan import StepPlan, StepResult
 from scheduler.scheduler import Scheduler
 
 _STEPS_AHEAD = 2
 _IDLE_SECONDS = 60.0
+_SHORTEST_WAIT_SECONDS = 0.001
 _START_ATTEMPTS = 2
 
 Command = Callable[[Scheduler, float], Sequence[Event]]
@@ -56,14 +69,25 @@ class RankGroup(Protocol):
 class LoopSettings:
     """What the loop is told once: how to find an adapter's files, where events go.
 
-    fail ends every open request with a message; applied sees each plan and its seconds.
+    fail ends every open request with a message; applied sees each plan and its result, loaded
+    each stage of an adapter's way ("stage", "place") and its seconds.
     """
 
     recovery: RecoveryConfig
     fetched: Callable[[AdapterKey], FetchedAdapter]
     emit: Callable[[Sequence[Event]], None]
     fail: Callable[[str], None]
-    applied: Callable[[StepPlan, float], None]
+    applied: Callable[[StepPlan, StepResult], None]
+    loaded: Callable[[str, float], None]
+
+
+@dataclass
+class _Staging:
+    """An adapter that the ranks were told to stage, and which of them have answered."""
+
+    attempt: int
+    since: float
+    answers: list[StageAnswer] = field(default_factory=list)
 
 
 class EngineLoop:
@@ -78,6 +102,7 @@ class EngineLoop:
     ) -> None:
         """Take over a group that `started`."""
         links, self.reports = started
+        self._capacity = common([report.capacity for report in self.reports])
         self._scheduler = scheduler
         self._group = group
         self._links: RankLinks | None = links
@@ -87,8 +112,10 @@ class EngineLoop:
         self._posted = threading.Event()
         self._in_flight: deque[StepPlan] = deque()
         self._oldest_since = 0.0
-        self._staging: dict[AdapterKey, dict[int, Staged | StageFailed]] = {}
-        self._staging_since: dict[AdapterKey, float] = {}
+        self._staging: dict[AdapterKey, _Staging] = {}
+        self._num_attempts = 0
+        self._placing: dict[AdapterKey, set[int]] = {}
+        self._placing_since: dict[AdapterKey, float] = {}
         self._stopping = False
         self._starter: threading.Thread | None = None
         self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
@@ -127,7 +154,8 @@ class EngineLoop:
                     if not self._stopping:
                         self._rebuild(str(loss))
             if self._links is not None:
-                self._links.send(Stop())
+                with suppress(RanksLost):  # they may be gone already
+                    self._links.send(Stop())
         except Exception as error:
             # The last boundary of this thread: without it the replica would look healthy and
             # every client would wait for ever.
@@ -140,16 +168,37 @@ class EngineLoop:
         assert self._links is not None
         self._posted.clear()
         self._run_commands()
+        self._give_up_staging()
         self._request_staging(self._links)
         self._launch(self._links)
-        self._give_up_staging()
-        watching = self._in_flight or self._staging
-        timeout_s = self._settings.recovery.step_timeout_s if watching else _IDLE_SECONDS
-        for report in self._links.receive(timeout_s):
+        for report in self._links.receive(self._seconds_to_wait()):
             self._take(report)
-        stuck_for = time.monotonic() - self._oldest_since
-        if self._in_flight and stuck_for > self._settings.recovery.step_timeout_s:
+        self._check_progress()
+
+    def _seconds_to_wait(self) -> float:
+        """How long to wait for a report: until something is overdue, or may be scheduled."""
+        now, recovery = time.monotonic(), self._settings.recovery
+        due = now + _IDLE_SECONDS
+        if self._in_flight:
+            due = min(due, self._oldest_since + recovery.step_timeout_s)
+        elif (wake := self._scheduler.next_wake) is not None:
+            due = min(due, wake)
+        # Both are in the order of their beginning.
+        for since in islice(self._placing_since.values(), 1):
+            due = min(due, since + recovery.step_timeout_s)
+        for staging in islice(self._staging.values(), 1):
+            due = min(due, staging.since + recovery.stage_timeout_s)
+        return max(due - now, _SHORTEST_WAIT_SECONDS)
+
+    def _check_progress(self) -> None:
+        """Give up ranks of which one has not ended a step or a fill for too long."""
+        now, limit = time.monotonic(), self._settings.recovery.step_timeout_s
+        stuck_for = now - self._oldest_since
+        if self._in_flight and stuck_for > limit:
             raise RanksLost(f"step {self._in_flight[0].step} has not ended after {stuck_for:.1f} s")
+        stuck_for = now - next(iter(self._placing_since.values()), now)
+        if stuck_for > limit:
+            raise RanksLost(f"an adapter has not reached the device after {stuck_for:.1f} s")
 
     def _run_commands(self) -> None:
         events: list[Event] = []
@@ -159,19 +208,19 @@ class EngineLoop:
 
     def _request_staging(self, links: RankLinks) -> None:
         for key in self._scheduler.to_stage():
-            self._staging[key] = {}
-            self._staging_since[key] = time.monotonic()
-            links.send(Stage(self._settings.fetched(key)))
+            self._num_attempts += 1
+            self._staging[key] = _Staging(self._num_attempts, time.monotonic())
+            links.send(Stage(self._settings.fetched(key), self._num_attempts))
 
     def _give_up_staging(self) -> None:
         """Fail adapters that some rank has been reading for too long (a disk that hangs)."""
         limit = self._settings.recovery.stage_timeout_s
         now = time.monotonic()
-        late = [key for key, since in self._staging_since.items() if now - since > limit]
+        late = [key for key, staging in self._staging.items() if now - staging.since > limit]
         for key in late:
-            del self._staging[key], self._staging_since[key]
+            del self._staging[key]
             message = f"the adapter could not be read within {limit:.0f} s: try again later"
-            failed = AdapterFailed(key, AdapterRefusal.UNAVAILABLE, message)
+            failed = AdapterFailed(key, AdapterRefusal.UNAVAILABLE, message, partly=True)
             self._emit(self._scheduler.adapter(failed, now))
 
     def _launch(self, links: RankLinks) -> None:
@@ -182,6 +231,9 @@ class EngineLoop:
             if not self._in_flight:
                 self._oldest_since = time.monotonic()
             self._in_flight.append(plan)
+            for fill in plan.fills:
+                self._placing[fill.key] = set()
+                self._placing_since[fill.key] = time.monotonic()
             links.send(Step(plan))
 
     def _take(self, report: Report) -> None:
@@ -189,6 +241,8 @@ class EngineLoop:
             self._apply(report)
         elif isinstance(report, Broken):
             raise RanksLost(f"rank-{report.rank}: {report.message}")
+        elif isinstance(report, Placed):
+            self._collect_placing(report)
         else:
             self._collect_staging(report)
 
@@ -197,26 +251,31 @@ class EngineLoop:
         assert plan.step == report.result.step, f"answer to {report.result.step}, not {plan.step}"
         self._oldest_since = time.monotonic()
         self._emit(self._scheduler.apply(plan, report.result, self._oldest_since))
-        self._settings.applied(plan, report.result.compute_seconds)
+        self._settings.applied(plan, report.result)
 
-    def _collect_staging(self, report: Staged | StageFailed) -> None:
-        """Wait for every rank's answer: an adapter is staged on all of them or on none."""
-        answers = self._staging.get(report.key)
-        if answers is None:
-            return  # it took too long and was given up
-        answers[report.rank] = report
-        if len(answers) < self._num_ranks:
+    def _collect_placing(self, report: Placed) -> None:
+        """Wait for every rank: rows use an adapter only once all of them have its bytes."""
+        ranks = self._placing[report.key]
+        ranks.add(report.rank)
+        if len(ranks) < self._num_ranks:
             return
-        del self._staging[report.key], self._staging_since[report.key]
         now = time.monotonic()
-        for answer in answers.values():
-            if isinstance(answer, StageFailed):
-                failed = AdapterFailed(answer.key, answer.refusal, answer.message)
-                self._emit(self._scheduler.adapter(failed, now))
-                return
-        shapes = [answer.shape for answer in answers.values() if isinstance(answer, Staged)]
-        shape = AdapterShape(shapes[0].num_pages, max(shape.host_bytes for shape in shapes))
-        self._emit(self._scheduler.adapter(AdapterStaged(report.key, shape), now))
+        del self._placing[report.key]
+        self._settings.loaded("place", now - self._placing_since.pop(report.key))
+        self._emit(self._scheduler.adapter(AdapterPlaced(report.key), now))
+
+    def _collect_staging(self, report: StageAnswer) -> None:
+        """Wait for every rank's answer: an adapter is staged on all of them or on none."""
+        staging = self._staging.get(report.key)
+        if staging is None or staging.attempt != report.attempt:
+            return  # it took too long and was given up
+        staging.answers.append(report)
+        if len(staging.answers) < self._num_ranks:
+            return
+        now = time.monotonic()
+        del self._staging[report.key]
+        self._settings.loaded("stage", now - staging.since)
+        self._emit(self._scheduler.adapter(_staging_event(staging.answers), now))
 
     def _emit(self, events: Sequence[Event]) -> None:
         if events:
@@ -224,19 +283,54 @@ class EngineLoop:
 
     def _rebuild(self, loss: str) -> None:
         """Kill what is left of the group and start a new one; requests wait with their tokens."""
-        logger.error("the ranks are lost (%s); rebuilding them", loss)
+        logger.error("the ranks are lost (%s); rebuilding them", self._last_words() or loss)
         self.healthy = False
         self._links = None
         self._in_flight.clear()
         self._staging.clear()
-        self._staging_since.clear()
+        self._placing.clear()
+        self._placing_since.clear()
         self._group.stop()
-        self._emit(self._scheduler.group_lost(time.monotonic()))
+        self._blame(self._scheduler.group_lost(time.monotonic()))
         began = time.monotonic()
         self._links = self._restart(began)
         if self._links is not None:
+            self._adopt()
             self.healthy = True
             logger.info("the ranks are back after %.1f s", time.monotonic() - began)
+
+    def _last_words(self) -> str | None:
+        """Why a rank broke, if it said so before it hung up."""
+        assert self._links is not None
+        with suppress(RanksLost):
+            for report in self._links.receive(0.0):
+                if isinstance(report, Broken):
+                    return f"rank-{report.rank}: {report.message}"
+        return None
+
+    def _adopt(self) -> None:
+        """Go on with what the new ranks hold: others may have taken memory meanwhile, or left."""
+        capacity = common([report.capacity for report in self.reports])
+        before, self._capacity = self._capacity, capacity
+        if capacity == before:
+            return
+        counts = ("num_blocks", "adapter_pages", "adapter_slots", "host_bytes")
+        changes = [
+            f"{name} {new} (before: {old})"
+            for name in counts
+            if (new := getattr(capacity, name)) != (old := getattr(before, name))
+        ]
+        logger.warning("the ranks came back with other memory: %s", ", ".join(changes))
+        self._blame(self._scheduler.regroup(capacity))
+
+    def _blame(self, events: Sequence[RequestEvent]) -> None:
+        """Tell operators what the loss of the ranks means for requests, and clients of the ends."""
+        for event in events:
+            if isinstance(event, Ended):
+                logger.error("request %s ends: %s", event.request_id, event.ending)
+        if suspects := self._scheduler.snapshot().suspects:
+            logger.warning("lost again: trying %d requests apart, all others wait", suspects)
+        self._emit(events)
 
     def _restart(self, began: float) -> RankLinks | None:
         """Start the group in a thread while commands (cancels above all) go on."""
@@ -277,3 +371,15 @@ class EngineLoop:
         links, self.reports = started[0]
         self.num_rebuilds += 1
         return links
+
+
+def _staging_event(answers: Sequence[StageAnswer]) -> AdapterStaged | AdapterFailed:
+    """What all ranks' answers come to."""
+    kept = sum(isinstance(answer, Staged) for answer in answers)
+    for answer in answers:
+        if isinstance(answer, StageFailed):
+            partly = kept > 0
+            return AdapterFailed(answer.key, answer.refusal, answer.message, partly)
+    shapes = [answer.shape for answer in answers if not isinstance(answer, StageFailed)]
+    shape = AdapterShape(shapes[0].num_pages, max(shape.host_bytes for shape in shapes))
+    return AdapterStaged(answers[0].key, shape, kept=kept == len(answers))

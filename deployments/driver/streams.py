@@ -1,12 +1,10 @@
 """A request's way back to its client: frames while it runs, one completion at its end.
 
-Lives on the replica's event loop. Tokens reach the ingress twice: at once in frames, and whole
-in the completion that the unary call returns; each sequence ends exactly once.
+Lives on the replica's event loop. Tokens reach the ingress twice: at once in frames (outbox.py),
+and whole in the completion that the unary call returns; each sequence ends exactly once.
 """
 
 import asyncio
-from collections import defaultdict
-from collections.abc import Callable
 
 from configs.adapters import AdapterRefusal
 from configs.sampling import FinishReason
@@ -20,9 +18,9 @@ from deployments.contract import (
     GenerateRequest,
     ReplyAddress,
     SequenceOutcome,
-    TokenFrame,
     TokenRun,
 )
+from deployments.driver.outbox import Link, Outbox
 from scheduler import events
 
 
@@ -33,7 +31,7 @@ class _Stream:
     it was failed or abandoned from here.
     """
 
-    def __init__(self, num_sequences: int, reply_to: ReplyAddress) -> None:
+    def __init__(self, num_sequences: int, reply_to: ReplyAddress | None) -> None:
         self.reply_to = reply_to
         self.outcomes: list[SequenceOutcome | None] = [None] * num_sequences
         self.scheduled = set(range(num_sequences))
@@ -55,20 +53,27 @@ class _Stream:
 class Streams:
     """Every open request of one driver."""
 
-    def __init__(self, send: Callable[[ReplyAddress, TokenFrame], None]) -> None:
-        """Frames leave through `send`, which must not block."""
-        self._send = send
+    def __init__(self, link: Link) -> None:
+        """Frames leave through `link`, which must not block."""
+        self._outbox = Outbox(link)
         self._streams: dict[str, _Stream] = {}
-        self._runs: defaultdict[ReplyAddress, list[TokenRun]] = defaultdict(list)
 
     def __len__(self) -> int:
         """How many requests are open."""
         return len(self._streams)
 
+    @property
+    def num_held_up(self) -> int:
+        """Frames that an ingress replica did not take at once."""
+        return self._outbox.num_held_up
+
     def open(
-        self, request: GenerateRequest, reply_to: ReplyAddress
+        self, request: GenerateRequest, reply_to: ReplyAddress | None
     ) -> "asyncio.Future[Completion]":
-        """Begin a request; the future completes when its last sequence ended."""
+        """Begin a request; the future completes when its last sequence ended.
+
+        reply_to: where its frames go; None for nobody who listens.
+        """
         assert request.id not in self._streams, f"request {request.id} is open already"
         stream = self._streams[request.id] = _Stream(len(request.sequences), reply_to)
         return stream.completion
@@ -76,9 +81,13 @@ class Streams:
     def close(self, request_id: str) -> list[int]:
         """Forget a request (its client left, or it ended); returns what the scheduler still has."""
         stream = self._streams.pop(request_id, None)
-        return sorted(stream.scheduled) if stream is not None else []
+        if stream is None:
+            return []
+        if stream.reply_to is not None:
+            self._outbox.forget(stream.reply_to, request_id, len(stream.outcomes))
+        return sorted(stream.scheduled)
 
-    def take(self, event: events.Event) -> None:
+    def take(self, event: events.RequestEvent) -> None:
         """Account for one event of the scheduler; `flush` sends the tokens."""
         request_id, index = event.request_id
         stream = self._streams.get(request_id)
@@ -88,15 +97,17 @@ class Streams:
             stream.scheduled.discard(index)
             if stream.outcomes[index] is None:
                 stream.end(index, _outcome(event))
-        else:
+        elif stream.reply_to is not None and stream.outcomes[index] is None:
             run = TokenRun(request_id, index, event.start, event.tokens, event.logprobs)
-            self._runs[stream.reply_to].append(run)
+            self._outbox.put(stream.reply_to, run)
 
     def flush(self) -> None:
         """Send what `take` gathered: one frame for each ingress replica."""
-        for address, runs in self._runs.items():
-            self._send(address, TokenFrame(runs))
-        self._runs.clear()
+        self._outbox.flush()
+
+    def resend(self, address: ReplyAddress) -> None:
+        """An ingress replica takes frames again."""
+        self._outbox.resend(address)
 
     def fail(self, request_id: str, failure: Failed) -> None:
         """End what is open of one request with an error."""
@@ -112,6 +123,7 @@ class Streams:
 
     def abandon(self, address: ReplyAddress) -> None:
         """An ingress replica is gone: end its requests as cancelled."""
+        self._outbox.drop(address)
         for stream in self._streams.values():
             if stream.reply_to == address:
                 for index in stream.open_indices:
@@ -126,6 +138,8 @@ def _outcome(event: events.Ended) -> SequenceOutcome:
         cached_tokens=event.cached_tokens,
         queue_seconds=_since(event.arrival, event.first_scheduled),
         first_token_seconds=_since(event.arrival, event.first_token),
+        prompt_logprobs=event.prompt_logprobs,
+        embedding=event.embedding,
     )
 
 

@@ -1,7 +1,7 @@
 """The HTTP application: both dialects over one driver. It knows nothing of Ray."""
 
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -10,26 +10,31 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from deployments.contract import Driver, ErrorKind, ReplyAddress
-from deployments.ingress import lorax, openai, playground, probes
-from deployments.ingress.bodies import BodyLimit
-from deployments.ingress.engine import Engine, IngressSettings
-from deployments.ingress.errors import (
-    SPELLINGS,
-    RequestError,
-    invalid,
-    lorax_error,
-    openai_error,
-    retry_headers,
+from deployments.ingress import (
+    control,
+    embeddings,
+    lorax,
+    openai,
+    playground,
+    probes,
+    reference,
+    responses,
 )
+from deployments.ingress.bodies import BodyLimit, HeadAsGet, HeaderLimit
+from deployments.ingress.engine import Engine, IngressSettings
+from deployments.ingress.errors import RequestError
 from deployments.ingress.frames import Mailbox
-from deployments.ingress.replies import json_response
+from deployments.ingress.gate import KeyGate
+from deployments.ingress.keys import Keys
+from deployments.ingress.malformed import not_json, unfit
+from deployments.ingress.openapi.document import documented
+from deployments.ingress.refusals import error_response, status_response
 from deployments.ingress.sse import ClientGone
 
 # Nobody reads it; it shows up in access logs.
 _CLIENT_CLOSED_REQUEST = 499
-
-_GENERATING = frozenset({"/", "/generate", "/generate_stream", "/invocations",
-                         "/v1/completions", "/v1/chat/completions"})  # fmt: skip
+# axum's words, which LoRAX answers with.
+_NO_JSON_TYPE = "Expected request with `Content-Type: application/json`"
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
@@ -48,23 +53,70 @@ def build_app(
     request is served, e.g. to bind that address.
     """
     engine = Engine(driver, mailbox, reply_to, settings)
-    app = FastAPI(title="LoRay", version=settings.version, lifespan=lifespan)
+    app = FastAPI(
+        title="LoRay",
+        version=settings.version,
+        lifespan=_closing(engine, lifespan),
+        docs_url=None,
+        redoc_url=None,
+    )
     app.state.metrics = engine.metrics
-    app.include_router(probes.routes(engine))
+    page = playground.Page()
+    app.include_router(probes.routes(engine, page))
     app.include_router(lorax.routes(engine))
     app.include_router(openai.routes(engine))
-    app.include_router(playground.routes())
-    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
-    app.add_middleware(
-        CORSMiddleware, allow_origins=["*"], allow_methods=["GET", "POST"], allow_headers=["*"],
-        expose_headers=["*"],
-    )  # fmt: skip
+    app.include_router(control.routes(engine))
+    app.include_router(responses.routes(engine))
+    app.include_router(embeddings.routes(engine))
+    app.include_router(playground.routes(page))
+    app.include_router(reference.routes(app))
+    app.openapi = documented(app)  # type: ignore[method-assign]
+    _guard(app, settings)
     app.add_exception_handler(RequestError, _refused)
     app.add_exception_handler(RequestValidationError, _malformed)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ClientGone, _client_gone)
     app.add_exception_handler(Exception, _our_fault)
     return app
+
+
+def _closing(engine: Engine, lifespan: Lifespan | None) -> Lifespan:
+    """The given lifespan; at its end the engine's own processes end too."""
+
+    @asynccontextmanager
+    async def whole(app: FastAPI) -> AsyncIterator[None]:
+        async with lifespan(app) if lifespan is not None else nullcontext():
+            try:
+                yield
+            finally:
+                await engine.templates.close()
+
+    return whole
+
+
+def _guard(app: FastAPI, settings: IngressSettings) -> None:
+    """What a request passes before its route, last to first."""
+    config = settings.api
+    app.add_middleware(
+        BodyLimit,
+        max_bytes=config.max_body_bytes,
+        max_depth=config.max_json_depth,
+        seconds=config.body_timeout_s,
+    )
+    app.add_middleware(KeyGate, keys=Keys(config, settings.default_source, settings.replicas))
+    app.add_middleware(
+        HeaderLimit, max_bytes=config.max_header_bytes, max_headers=config.max_headers
+    )
+    app.add_middleware(HeadAsGet)
+    if config.cors_allow_origin:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.cors_allow_origin,
+            allow_methods=config.cors_allow_method,
+            allow_headers=config.cors_allow_header,
+            expose_headers=config.cors_expose_header,
+            allow_credentials=config.cors_allow_credentials,
+        )
 
 
 async def _refused(request: Request, error: Exception) -> Response:
@@ -75,24 +127,20 @@ async def _refused(request: Request, error: Exception) -> Response:
 async def _malformed(request: Request, error: Exception) -> Response:
     """A body that is no JSON or does not fit its schema: the first thing wrong with it."""
     assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    if first["type"] == "json_invalid":
-        return error_response(request, invalid("the body is not valid JSON"))
-    field = ".".join(str(part) for part in first["loc"][1:])
-    message = str(first["msg"]).removeprefix("Value error, ")
-    named = invalid(f"`{field}`: {message}", field) if field else invalid(message)
-    return error_response(request, named)
+    if isinstance(error.body, bytes):
+        return status_response(request, 415, _NO_JSON_TYPE)
+    faults = [{**fault, "loc": fault["loc"][1:]} for fault in error.errors()]
+    if faults[0]["type"] == "json_invalid":
+        return error_response(request, not_json(faults[0]))
+    return error_response(request, unfit(faults, error.body))
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     """No such route, wrong method, unreadable body: the status stays, the body is ours."""
     assert isinstance(error, HTTPException)
-    detail = str(error.detail)
-    if _speaks_openai(request):
-        body = openai_error(invalid(detail))
-    else:
-        body = {"error": detail, "error_type": "invalid_request"}
-    return json_response(body, error.status_code, dict(error.headers or {}))
+    if isinstance(error.__cause__, ValueError | RecursionError):  # no text, or numbers too long
+        return error_response(request, not_json())
+    return status_response(request, error.status_code, str(error.detail), error.headers)
 
 
 async def _client_gone(request: Request, error: Exception) -> Response:
@@ -102,28 +150,3 @@ async def _client_gone(request: Request, error: Exception) -> Response:
 async def _our_fault(request: Request, error: Exception) -> Response:
     """A defect; the server logs it, the client learns no more than that."""
     return error_response(request, RequestError(ErrorKind.GENERATION, "internal error"), 500)
-
-
-def error_response(request: Request, error: RequestError, status: int | None = None) -> Response:
-    """An error in the dialect of the route that was asked."""
-    _count(request, error)
-    row = SPELLINGS[error.kind]
-    known = row.openai_status if _speaks_openai(request) else row.lorax_status
-    body = openai_error(error) if _speaks_openai(request) else lorax_error(error)
-    return json_response(body, status or known, retry_headers(error))
-
-
-def _count(request: Request, error: RequestError) -> None:
-    """Count a request that was refused before the driver was asked."""
-    if _path(request) in _GENERATING and not error.counted:
-        request.app.state.metrics.refused(SPELLINGS[error.kind].metric)
-
-
-def _speaks_openai(request: Request) -> bool:
-    """Whether the path, without the prefix that a proxy may have added, is one of OpenAI's."""
-    return _path(request).startswith("/v1/")
-
-
-def _path(request: Request) -> str:
-    root = request.scope.get("root_path", "")
-    return str(request.scope["path"]).removeprefix(root)

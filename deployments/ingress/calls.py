@@ -19,8 +19,9 @@ from deployments.contract import (
 from deployments.ingress.errors import RequestError
 from deployments.ingress.frames import Mailbox, Update
 from deployments.ingress.transcript import Piece, Transcript
+from deployments.observability.tracing import INGRESS, request_span
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("loray.ingress.calls")
 
 
 class Event(NamedTuple):
@@ -98,7 +99,9 @@ class Call:
 
     async def _run(self) -> None:
         try:
-            self.completion = await self._driver.generate(self._request, self._reply_to)
+            with request_span(INGRESS, self._request) as span:
+                answer = await self._driver.generate(self._request, self._reply_to)
+                self.completion = span.ended(answer)
             self._inbox.complete(self.completion)
         except RequestError as error:
             self._inbox.fail(error)

@@ -3,9 +3,9 @@
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, meta
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -14,6 +14,13 @@ from deployments.ingress.errors import invalid
 # What a template may raise over messages that it did not expect.
 _TEMPLATE_FAULTS = (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError,
                     ValueError, RecursionError)  # fmt: skip
+
+
+class TemplateText(Protocol):
+    """What is known of a template without rendering it."""
+
+    source: str
+    knows_tools: bool
 
 
 class GenerationTag(Extension):
@@ -31,9 +38,17 @@ def _raise_exception(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     """JSON as models saw it in training: unescaped, where Jinja's own filter escapes HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _strftime_now(pattern: str) -> str:
@@ -51,7 +66,10 @@ class ChatTemplate:
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
+        self.source = source
         self._template = environment.from_string(source)
+        read = meta.find_undeclared_variables(environment.parse(source))
+        self.knows_tools = "tools" in read
         self._special_tokens = dict(special_tokens)
 
     def render(

@@ -3,21 +3,26 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 
 import ray
 from fastapi import FastAPI
 from ray import serve
-from ray.exceptions import RayError
-from ray.serve.exceptions import BackPressureError
+from ray.exceptions import RayError, RayTaskError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
+from configs.adapters import AdapterReference
 from configs.env import proxy_mode
 from configs.serve import ServeConfig
+from configs.templates import TemplateSource
 from deployments.contract import (
+    AdapterCommand,
+    AdapterReport,
     Completion,
     EngineInfo,
     ErrorKind,
+    Failed,
     GenerateRequest,
     ReplyAddress,
 )
@@ -26,9 +31,14 @@ from deployments.ingress.api import build_app
 from deployments.ingress.engine import IngressSettings
 from deployments.ingress.errors import RequestError
 from deployments.ingress.frames import Mailbox
-from deployments.observability.logs import configure_logs
+from deployments.ingress.peers import Peers
+from deployments.ledger import RayLedger
+from deployments.observability.logs import hand_logs_to_serve
+from deployments.orders import Ledger, LedgerFault, note
 
+_NOBODY = "no driver answers now: try again"
 _LOST = "the engine that ran this request is gone: send it again"
+_UNWRITTEN = "all replicas have done it, but those that start later will not know: send it again"
 
 logger = logging.getLogger("loray.ingress")
 
@@ -36,10 +46,14 @@ logger = logging.getLogger("loray.ingress")
 class HandleDriver:
     """`contract.Driver` over a Serve handle: Serve routes, counts, limits and cancels."""
 
-    def __init__(self, handle: DeploymentHandle, receiver: FrameReceiver) -> None:
-        """Calls go to any driver replica that Serve picks; finishes go back by socket."""
+    def __init__(self, handle: DeploymentHandle, receiver: FrameReceiver, ledger: Ledger) -> None:
+        """Calls go to any driver replica that Serve picks; finishes go back by socket.
+
+        What lasts of commands is written into the ledger.
+        """
         self._handle = handle
         self._receiver = receiver
+        self._ledger = ledger
 
     async def generate(self, request: GenerateRequest, reply_to: ReplyAddress) -> Completion:
         """One unary call a request; when the client leaves, the driver's call is cancelled."""
@@ -62,10 +76,49 @@ class HandleDriver:
         """Tell the driver where a stop string ended a sequence."""
         self._receiver.finish(request_id, index, at)
 
+    async def adapters(self, command: AdapterCommand) -> list[AdapterReport]:
+        """Ask every replica; one that dies meanwhile is left out, for it holds nothing."""
+        try:
+            response = self._handle.broadcast("adapters", command)
+            answers = await response.results_async(return_exceptions=True)
+        except (RayError, DeploymentUnavailableError) as error:
+            raise RequestError(ErrorKind.UNAVAILABLE, _NOBODY, retry_after_s=1.0) from error
+        reports = [answer for answer in answers if isinstance(answer, AdapterReport)]
+        for answer in answers:
+            if isinstance(answer, RayTaskError):
+                raise RequestError(ErrorKind.GENERATION, "a driver failed: see its log") from answer
+        if not reports:
+            raise RequestError(ErrorKind.UNAVAILABLE, _NOBODY, retry_after_s=1.0)
+        try:
+            await asyncio.to_thread(note, self._ledger, command, reports)
+        except LedgerFault as fault:
+            raise RequestError(ErrorKind.UNAVAILABLE, f"{_UNWRITTEN}: {fault}") from fault
+        return reports
+
+    async def chat_template(
+        self, adapter: AdapterReference, api_token: str | None
+    ) -> TemplateSource | Failed:
+        """Ask any replica; it has the adapter's files, or fetches them."""
+        try:
+            answer: TemplateSource | Failed = await self._handle.chat_template.remote(
+                adapter, api_token
+            )
+        except (RayError, BackPressureError, DeploymentUnavailableError) as error:
+            raise RequestError(ErrorKind.UNAVAILABLE, _LOST, retry_after_s=1.0) from error
+        return answer
+
     async def describe(self) -> EngineInfo:
         """What is served."""
         info: EngineInfo = await self._handle.describe.remote()
         return info
+
+
+def _running_replicas() -> int:
+    """How many replicas this deployment has, as Serve's controller knows it."""
+    context = serve.get_replica_context()
+    known = serve.status().applications[context.app_name].deployments[context.deployment]
+    running: int = known.replica_states.get("RUNNING", 0)
+    return running
 
 
 @serve.ingress(None)
@@ -74,7 +127,7 @@ class IngressDeployment:
 
     def __init__(self, config: ServeConfig, driver: DeploymentHandle) -> None:
         """Remember; Serve asks for the app when this is done."""
-        configure_logs("ingress")
+        hand_logs_to_serve()
         logger.info("http front: %s", proxy_mode())
         self._config = config
         self._driver = driver
@@ -82,10 +135,15 @@ class IngressDeployment:
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Build the API; its lifespan binds the address that frames come to."""
         limits = self._config.engine.limits
+        peers = Peers(_running_replicas)
         settings = IngressSettings(
             default_source=self._config.engine.adapters.default_source,
             max_stop_sequences=limits.max_stop_sequences,
             max_best_of=limits.max_best_of,
+            embeddings=self._config.embeddings,
+            tool_parser=self._config.engine.model.tool_parser,
+            api=self._config.api,
+            replicas=peers.count,
         )
         mailbox = Mailbox()
         receiver = FrameReceiver(mailbox.deliver)
@@ -94,8 +152,10 @@ class IngressDeployment:
         @asynccontextmanager
         async def lifespan(_: FastAPI) -> AsyncIterator[None]:
             bound.append(await receiver.start(ray.util.get_node_ip_address()))
-            yield
+            async with peers.watched() if self._config.api.has_quotas else nullcontext():
+                yield
             await receiver.close()
 
-        driver = HandleDriver(self._driver, receiver)
+        ledger = RayLedger(serve.get_replica_context().app_name)
+        driver = HandleDriver(self._driver, receiver, ledger)
         return build_app(driver, mailbox, lambda: bound[-1], settings, lifespan)

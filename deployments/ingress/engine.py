@@ -7,7 +7,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from configs.adapters import AdapterSource
+from configs.api import ApiConfig
+from configs.embeddings import EmbeddingsConfig
+from configs.model import ToolParser
 from deployments.contract import (
+    AdapterCommand,
+    AdapterReport,
     Driver,
     EngineInfo,
     ErrorKind,
@@ -15,9 +20,12 @@ from deployments.contract import (
     ReplyAddress,
 )
 from deployments.ingress.calls import Call
+from deployments.ingress.constraints import Compiler
 from deployments.ingress.detokenize import StopStrings
 from deployments.ingress.errors import RequestError
 from deployments.ingress.frames import Mailbox
+from deployments.ingress.quotas import Replicas, alone
+from deployments.ingress.templates import AdapterTemplates
 from deployments.ingress.text import Text
 from deployments.ingress.transcript import Transcript
 from deployments.observability.lorax_metrics import RequestMetrics
@@ -31,20 +39,26 @@ _DESCRIBE_SECONDS = 10.0
 class IngressSettings:
     """What the ingress decides by itself.
 
-    max_choices: the largest `n`. max_sequences: prompts times choices of one request.
+    max_stop_length: characters of a stop string: each end of an answer is compared with all of
+    its beginnings. max_choices: the largest `n`. max_sequences: prompts times choices of one
+    request.
     max_logprobs: alternatives a client may ask for with each token. keep_alive_seconds: how
-    long a stream may be silent.
+    long a stream may be silent. replicas: how many there are of this ingress now.
     """
 
     default_source: AdapterSource = AdapterSource.HUB
     max_stop_sequences: int = 4
+    max_stop_length: int = 1024
     max_best_of: int = 2
     max_choices: int = 16
     max_sequences: int = 256
     max_logprobs: int = 20
-    max_body_bytes: int = 8 * 2**20
+    embeddings: EmbeddingsConfig = field(default_factory=EmbeddingsConfig)
+    api: ApiConfig = field(default_factory=ApiConfig)
     keep_alive_seconds: float = 15.0
+    tool_parser: ToolParser = ToolParser.AUTO
     version: str = "0.1.0"
+    replicas: Replicas = alone
 
 
 class Served(NamedTuple):
@@ -60,7 +74,8 @@ class Job:
 
     stops: stop strings; keep_stops leaves the matched one in the text. per_token: whether the
     reply tells tokens apart. characters: of the prompts, for the reply's headers. choices:
-    sequences of each prompt, of which best_of may be more than the client is shown.
+    sequences of each prompt, of which best_of may be more than the client is shown. spoken:
+    special tokens that have text here.
     """
 
     request: GenerateRequest
@@ -69,13 +84,14 @@ class Job:
     per_token: bool
     characters: int
     choices: int = 1
+    spoken: frozenset[int] = frozenset()
     started: float = field(default_factory=time.monotonic)
 
     def transcripts(self, text: Text) -> list[Transcript]:
         """One for each sequence."""
         return [
             Transcript(
-                text.stream(frozenset(sequence.stopping.stop_token_ids)),
+                text.stream(frozenset(sequence.stopping.stop_token_ids), self.spoken),
                 StopStrings(self.stops, self.keep_stops),
                 per_token=self.per_token or bool(self.stops),
             )
@@ -96,6 +112,8 @@ class Engine:
         """`reply_to` is asked with each call: the socket may be bound after this."""
         self.settings = settings
         self.metrics = RequestMetrics()
+        self.compiler = Compiler()
+        self.templates = AdapterTemplates(driver)
         self._driver = driver
         self._mailbox = mailbox
         self._reply_to = reply_to
@@ -116,6 +134,10 @@ class Engine:
         """A call of the driver; without stop strings a whole reply needs no frames."""
         listens = streams or bool(job.stops)
         return Call(self._driver, self._mailbox, self._reply_to(), job.request, frames=listens)
+
+    async def adapters(self, command: AdapterCommand) -> list[AdapterReport]:
+        """What every driver replica says to an operator's command."""
+        return await self._driver.adapters(command)
 
     async def _refresh(self) -> Served:
         came = time.monotonic()

@@ -83,6 +83,14 @@ SPELLINGS: dict[ErrorKind, Spelling] = {
     ErrorKind.ADAPTER_UNAVAILABLE: Spelling(
         503, _OURS, "adapter_unavailable", 424, "generation", _FAILED, "download_adapter"
     ),
+    ErrorKind.UNAUTHORIZED: Spelling(
+        401, _BAD, "invalid_api_key", 401, "unauthorized", "{}", "validation"
+    ),
+    ErrorKind.FORBIDDEN: Spelling(403, _BAD, "forbidden", 403, "forbidden", "{}", "validation"),
+    # LoRAX's client waits and tries again on this type.
+    ErrorKind.QUOTA: Spelling(
+        429, "rate_limit_error", "rate_limit_exceeded", 429, "overloaded", "{}", "overloaded"
+    ),
     ErrorKind.OVERLOADED: Spelling(
         429,
         "rate_limit_error",

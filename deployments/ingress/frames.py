@@ -53,8 +53,9 @@ class _Channel:
             return False
         before = self.length
         self._append(run.start, run.tokens, run.logprobs)
-        while self.early and (following := self.early.pop(self.length, None)) is not None:
-            self._append(following.start, following.tokens, following.logprobs)
+        while self.early and (start := min(self.early)) <= self.length:
+            following = self.early.pop(start)
+            self._append(start, following.tokens, following.logprobs)
         return self.length > before
 
     def repair(self, outcome: SequenceOutcome) -> None:
@@ -88,7 +89,8 @@ class Inbox:
         """Open, and empty."""
         self._channels = [_Channel() for _ in range(num_sequences)]
         self._touched: dict[int, None] = {}
-        self._news = asyncio.Event()
+        self._news = False
+        self._waiter: asyncio.Future[None] | None = None
         self._completion: Completion | None = None
         self._failure: BaseException | None = None
 
@@ -98,33 +100,41 @@ class Inbox:
             return
         if self._channels[run.index].put(run):
             self._touched[run.index] = None
-            self._news.set()
+            self._announce()
 
     def complete(self, completion: Completion) -> None:
         """The unary call returned: repair what frames did not bring, and close."""
         for channel, outcome in zip(self._channels, completion.sequences, strict=True):
             channel.repair(outcome)
         self._completion = completion
-        self._news.set()
+        self._announce()
 
     def fail(self, failure: BaseException) -> None:
         """The unary call raised; whoever waits gets the exception."""
         self._failure = failure
-        self._news.set()
+        self._announce()
 
     async def take(self) -> list[Update]:
-        """Wait for news and take all of it; empty once everything was taken."""
-        await self._news.wait()
+        """Wait for news and take all of it; empty once everything was taken. One taker only."""
+        if not self._news:
+            # An asyncio.Event asks for its loop at every wait, under a lock of all loops.
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
         if self._failure is not None:
             raise self._failure
         if self._completion is None:
-            self._news.clear()
+            self._news = False
             touched, self._touched = self._touched, {}
             return [Update(index, *self._channels[index].take()) for index in touched]
         ended = enumerate(self._completion.sequences[: len(self._channels)])
         updates = [Update(i, *self._channels[i].take(), outcome.ending) for i, outcome in ended]
         self._channels = []
         return updates
+
+    def _announce(self) -> None:
+        self._news = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
 
 class Mailbox:

@@ -22,11 +22,14 @@ def sampled_logprob(piece: Piece) -> float:
 
 
 def completion_logprobs(pieces: Sequence[Piece], text: Text, num_top: int) -> dict[str, object]:
-    """Four lists, one entry a token; the alternatives include the sampled token."""
+    """Four lists, one entry a token; the alternatives include the sampled token.
+
+    A token without logprobs, as an echoed prompt's first is, has nulls.
+    """
     tops = [_top_by_spelling(piece, text) for piece in pieces] if num_top else None
     return {
         "tokens": [_spelled(piece.token, text) for piece in pieces],
-        "token_logprobs": [sampled_logprob(piece) for piece in pieces],
+        "token_logprobs": [piece.logprobs and sampled_logprob(piece) for piece in pieces],
         "top_logprobs": tops,
         "text_offset": [piece.offset for piece in pieces],
     }
@@ -48,7 +51,9 @@ def _top(logprobs: TokenLogprobs | None) -> list[tuple[int, float]]:
     return list(zip(logprobs.top_ids, logprobs.top_logprobs, strict=True))
 
 
-def _top_by_spelling(piece: Piece, text: Text) -> dict[str, float]:
+def _top_by_spelling(piece: Piece, text: Text) -> dict[str, float] | None:
+    if piece.logprobs is None:
+        return None
     top = {_spelled(id, text): finite(logprob) for id, logprob in _top(piece.logprobs)}
     top.setdefault(_spelled(piece.token, text), sampled_logprob(piece))
     return top

@@ -1,8 +1,10 @@
 """LoRAX's native routes: /, /generate, /generate_stream, /invocations, /tokenize, /info."""
 
+import asyncio
 import secrets
 import time
 import uuid
+from collections.abc import Sequence
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -13,8 +15,10 @@ from configs.sampling import Stopping
 from deployments.contract import EngineInfo, GenerateRequest, SequenceRequest
 from deployments.ingress.authorization import bearer_token
 from deployments.ingress.choices import spread_seed
+from deployments.ingress.constraints import UNCONSTRAINED, check_endings
 from deployments.ingress.engine import Engine, Job, stop_ids
 from deployments.ingress.errors import invalid, lorax_error
+from deployments.ingress.keys import visible
 from deployments.ingress.lorax_replies import Writer
 from deployments.ingress.lorax_schema import (
     CompatGenerateBody,
@@ -22,13 +26,16 @@ from deployments.ingress.lorax_schema import (
     GenerateRequestBody,
     TokenizeBody,
     check,
+    check_characters,
     check_lengths,
     sampling,
     truncated,
 )
-from deployments.ingress.references import model_reference, parse_source
+from deployments.ingress.merges import asked_adapter
+from deployments.ingress.prompt_replies import asking
+from deployments.ingress.references import parse_source
 from deployments.ingress.replies import Whole, json_response, stream, whole
-from deployments.ingress.schemas import check_endings, schema_text
+from deployments.ingress.text import Slice
 
 
 def routes(engine: Engine) -> APIRouter:
@@ -50,17 +57,14 @@ def routes(engine: Engine) -> APIRouter:
 
     @router.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> Response:
-        text = (await engine.served()).text
+        info, text = await engine.served()
+        check_characters(body.inputs, info)
         slices = await text.slices(body.inputs, body.add_special_tokens)
-        return json_response([token._asdict() for token in slices])
+        return await asyncio.to_thread(_tokens, slices)
 
     @router.get("/info")
-    async def info() -> Response:
-        return json_response(_info(await engine.info(), engine))
-
-    @router.post("/embed")
-    async def embed() -> Response:
-        raise invalid("Text generation models don't support embeddings")
+    async def info(request: Request) -> Response:
+        return json_response(_info(visible(request, await engine.info()), engine))
 
     @router.post("/classify")
     @router.post("/classify_batch")
@@ -97,18 +101,26 @@ async def _job(engine: Engine, request: Request, body: GenerateRequestBody, stre
         max_new_tokens=check_lengths(len(ids), given.max_new_tokens, info),
         stop_token_ids=stop_ids(info, given.ignore_eos_token),
     )
-    schema = await schema_text(given.response_format, info)
-    check_endings(schema, given.ignore_eos_token, 0)
+    wished = given.response_format
+    asked = wished.constraint if wished is not None else UNCONSTRAINED
+    asked = await engine.compiler.compiled(asked, info)
+    check_endings(asked, given.ignore_eos_token, 0)
     seed = secrets.randbits(63) if given.seed is None else given.seed
-    told_apart = streams or given.details
+    told_apart = streams or given.detailed
     logprobs = given.return_k_alternatives or 0 if told_apart else -1
     choices = given.best_of or 1
     if choices > 1:
         logprobs = max(0, logprobs)
     sequences = [
-        SequenceRequest(ids, sampling(given, spread_seed(seed, choice), logprobs, schema), stopping)
+        SequenceRequest(
+            ids,
+            sampling(given, spread_seed(seed, choice), logprobs, asked.json_schema),
+            stopping,
+        )
         for choice in range(choices)
     ]
+    if given.decoder_input_details:
+        sequences[0] = asking(sequences[0], 0)
     return Job(
         request=GenerateRequest(
             id=f"gen-{uuid.uuid4().hex}",
@@ -128,9 +140,14 @@ async def _job(engine: Engine, request: Request, body: GenerateRequestBody, stre
 def _adapter(
     given: GenerateParameters, info: EngineInfo, default_source: AdapterSource
 ) -> AdapterReference | None:
-    """The adapter that is asked for, None for the base model."""
+    """The adapter or the merge that is asked for, None for the base model."""
     source = parse_source(given.adapter_source) if given.adapter_source else default_source
-    return model_reference(given.adapter_id or "", info, source)
+    return asked_adapter(given.adapter_id or "", given.merged_adapters, info, source)
+
+
+def _tokens(slices: Sequence[Slice]) -> Response:
+    """The reply of /tokenize, which may be very long."""
+    return json_response([token._asdict() for token in slices])
 
 
 def _info(info: EngineInfo, engine: Engine) -> dict[str, object]:

@@ -9,6 +9,7 @@ from deployments.contract import SequenceRequest
 from deployments.ingress.choices import best_first
 from deployments.ingress.logprobs import finite, sampled_logprob
 from deployments.ingress.lorax_schema import GenerateRequestBody
+from deployments.ingress.prompt_replies import PrefillToken, prefill
 from deployments.ingress.replies import Choice, Running, Whole
 from deployments.ingress.sse import data
 from deployments.ingress.text import Text
@@ -52,14 +53,14 @@ class OtherSequence(msgspec.Struct):
     generated_tokens: int
     seed: int | None
     tokens: list[Token]
-    prefill: list[Token] = []
+    prefill: list[PrefillToken] = []
 
 
 class Details(StreamDetails, kw_only=True):
     """Details of a whole reply; the other sequences only where the client asked for several."""
 
     tokens: list[Token]
-    prefill: list[Token] = []
+    prefill: list[PrefillToken] = []
     best_of_sequences: list[OtherSequence] | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -81,6 +82,7 @@ class Writer:
         first = sequences[0]
         self._prefix = body.inputs if body.settled.return_full_text else ""
         self._details = body.settled.details
+        self._whole_details = body.settled.detailed
         self._num_input = len(first.prompt)
         self._stopping = first.stopping
         drawn = first.sampling.temperature > 0
@@ -94,7 +96,7 @@ class Writer:
             result.completion.sequences, [choice.num_tokens for choice in choices]
         )
         reply: dict[str, object] = {"generated_text": self._prefix + choices[best].text}
-        if self._details:
+        if self._whole_details:
             choice = choices[best]
             reply["details"] = Details(
                 finish_reason=choice.reason,
@@ -102,6 +104,7 @@ class Writer:
                 generated_tokens=choice.num_tokens,
                 seed=self._seeds[best],
                 tokens=self._spell.all_of(choice),
+                prefill=prefill(choice, self._spell.text),
                 best_of_sequences=[self._other(choices[i], self._seeds[i]) for i in others]
                 or msgspec.UNSET,
             )
@@ -114,6 +117,7 @@ class Writer:
             generated_tokens=choice.num_tokens,
             seed=seed,
             tokens=self._spell.all_of(choice),
+            prefill=prefill(choice, self._spell.text),
         )
 
     async def chunks(self, running: Running) -> AsyncGenerator[bytes, None]:
@@ -156,18 +160,18 @@ class _Speller:
     """From pieces to tokens as LoRAX shows them."""
 
     def __init__(self, text: Text, alternatives: bool) -> None:
-        self._text = text
+        self.text = text
         self._alternatives = alternatives
 
     def token(self, piece: Piece) -> Token:
         """One token."""
-        special = piece.token in self._text.special_ids
-        shown = self._text.token_text(piece.token) if special else piece.text
+        special = piece.token in self.text.special_ids
+        shown = self.text.token_text(piece.token) if special else piece.text
         token = Token(piece.token, shown, sampled_logprob(piece), special)
         if self._alternatives and piece.logprobs is not None:
             pairs = zip(piece.logprobs.top_ids, piece.logprobs.top_logprobs, strict=True)
             token.alternative_tokens = [
-                Alternative(id, self._text.token_text(id), finite(value)) for id, value in pairs
+                Alternative(id, self.text.token_text(id), finite(value)) for id, value in pairs
             ]
         return token
 

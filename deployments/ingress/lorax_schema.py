@@ -1,4 +1,4 @@
-"""LoRAX's native requests, its validation rules in its order, and what is not built yet."""
+"""LoRAX's native requests, and its validation rules in its order."""
 
 from collections.abc import Callable, Mapping
 from typing import Annotated
@@ -9,16 +9,11 @@ from configs.sampling import LARGEST_TOP_K, Sampling
 from deployments.contract import EngineInfo
 from deployments.ingress.engine import IngressSettings
 from deployments.ingress.errors import invalid
+from deployments.ingress.merges import MergedAdapters, check_merge
 from deployments.ingress.schemas import ResponseFormat
 from deployments.ingress.unicode import Unicode
 
 _Range = tuple[Callable[[float], bool], str]
-
-# A row goes away when its parameter is built; the values are those that change nothing.
-NOT_YET: Mapping[str, tuple[object, ...]] = {
-    "merged_adapters": (None,),
-    "decoder_input_details": (None, False),
-}
 
 _POSITIVE: _Range = (lambda value: value > 0, "strictly positive")
 _PENALTY: _Range = (lambda value: -2 <= value <= 2, ">= -2.0 and <= 2.0")
@@ -38,15 +33,13 @@ _RANGES: Mapping[str, _Range] = {
 }
 
 
+# More than texts have, of which most have four.
+_CHARACTERS_A_TOKEN = 16
+_FEW_CHARACTERS = 65_536
+
+
 class _Body(BaseModel):
     model_config = ConfigDict(frozen=True, allow_inf_nan=False, extra="ignore")
-
-
-class MergedAdapters(_Body):
-    """Several adapters merged into one for a request."""
-
-    ids: list[str] = Field(default_factory=list, max_length=64)
-    weights: list[float] = Field(default_factory=list, max_length=64)
 
 
 class GenerateParameters(_Body):
@@ -78,6 +71,11 @@ class GenerateParameters(_Body):
     seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
     response_format: ResponseFormat | None = None
 
+    @property
+    def detailed(self) -> bool:
+        """Whether a whole reply has details."""
+        return self.details or self.decoder_input_details
+
 
 class GenerateRequestBody(_Body):
     """POST /generate and POST /generate_stream."""
@@ -105,8 +103,8 @@ class TokenizeBody(_Body):
 
 
 def check(inputs: str, given: GenerateParameters, settings: IngressSettings, streams: bool) -> None:
-    """LoRAX's rules in LoRAX's order, up to those that need the tokens; then NOT_YET."""
-    _check_adapters(given)
+    """LoRAX's rules in LoRAX's order, up to those that need the tokens."""
+    check_adapters(given)
     _check_best_of(given, settings, streams)
     _check_ranges(given)
     if len(given.stop) > settings.max_stop_sequences:
@@ -114,8 +112,8 @@ def check(inputs: str, given: GenerateParameters, settings: IngressSettings, str
             f"`stop` supports up to {settings.max_stop_sequences} stop sequences. "
             f"Given: {len(given.stop)}"
         )
-    if not all(given.stop):
-        raise invalid("`stop` sequences cannot be empty")
+    if not all(0 < len(stop) <= settings.max_stop_length for stop in given.stop):
+        raise invalid(f"`stop` sequences must have 1 to {settings.max_stop_length} characters")
     if given.seed is not None and (given.best_of or 1) > 1:
         raise invalid("`seed` must not be set when `best_of` > 1")
     if not inputs:
@@ -127,9 +125,13 @@ def check(inputs: str, given: GenerateParameters, settings: IngressSettings, str
         )
     if streams and given.decoder_input_details:
         raise invalid("`decoder_input_details` == true is not supported when streaming tokens")
-    for name, neutral in NOT_YET.items():
-        if getattr(given, name) not in neutral:
-            raise invalid(f"`{name}` is not supported yet")
+
+
+def check_characters(inputs: str, info: EngineInfo) -> None:
+    """Refuse a text whose list of tokens nobody could want: a reply has 80 bytes for each."""
+    most = max(_FEW_CHARACTERS, _CHARACTERS_A_TOKEN * info.max_total_tokens)
+    if len(inputs) > most:
+        raise invalid(f"`inputs` must have at most {most} characters. Given: {len(inputs)}")
 
 
 def truncated(ids: list[int], given: GenerateParameters, info: EngineInfo) -> list[int]:
@@ -193,20 +195,20 @@ def _or(value: float | None, default: float) -> float:
     return default if value is None else value
 
 
-def _check_adapters(given: GenerateParameters) -> None:
+def check_adapters(given: GenerateParameters) -> None:
+    """LoRAX's first rules: one adapter, or several with a weight each."""
     merged = given.merged_adapters
     if merged is None:
         return
     if given.adapter_id is not None:
         raise invalid("at most one of `adapter_id` or `adapters` may be provided")
-    if not merged.ids:
-        raise invalid("at least one adapter ID must be provided when setting `adapters`")
-    if len(merged.ids) != len(merged.weights):
-        raise invalid("number of adapter IDs must match number of adapter weights")
+    check_merge(merged)
 
 
 def _check_best_of(given: GenerateParameters, settings: IngressSettings, streams: bool) -> None:
     best_of = 1 if given.best_of is None else given.best_of
+    if settings.max_best_of == 1 != best_of:
+        raise invalid("`best_of` != 1 is not allowed for this endpoint")
     if not 1 <= best_of <= settings.max_best_of:
         raise invalid(f"`best_of` must be > 0 and <= {settings.max_best_of}. Given: {best_of}")
     if streams and best_of != 1:

@@ -1,6 +1,7 @@
 """Every request in the metrics once: when it ended well, failed, or was left by its client."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,10 +9,12 @@ from contextlib import contextmanager
 from deployments.contract import Completion
 from deployments.ingress.engine import Engine, Job
 from deployments.ingress.errors import SPELLINGS, RequestError
-from deployments.ingress.headers import Times
+from deployments.ingress.headers import Times, safe
 from deployments.ingress.references import listed_reference
 from deployments.ingress.sse import ClientGone
-from deployments.observability.lorax_metrics import RequestRecord
+from deployments.observability.lorax_metrics import BASE, RequestRecord
+
+logger = logging.getLogger("loray.ingress")
 
 
 class Watch:
@@ -42,11 +45,33 @@ class Watch:
             generated_tokens=generated,
         )
         self._metrics.succeeded(self._adapter, record)
+        _log_end(self._name, record)
         return times
 
     def failed(self, err: str) -> None:
         """The request failed."""
         self._metrics.failed(err, self._adapter)
+        fields = {"adapter": self._name, "error_type": err}
+        logger.info("request over %s failed: %s", self._name, err, extra=fields)
+
+    @property
+    def _name(self) -> str:
+        """The adapter's name for logs, in which a client's line breaks do not make new lines."""
+        return BASE if self._adapter is None else safe(self._adapter)
+
+
+def _log_end(adapter: str, record: RequestRecord) -> None:
+    fields = {
+        "adapter": adapter,
+        "prompt_tokens": record.input_length,
+        "generated_tokens": record.generated_tokens,
+        "total_seconds": round(record.total, 6),
+        "queue_seconds": round(record.queue, 6),
+        "first_token_seconds": round(record.first_token, 6),
+    }
+    words = "request over %s: %d prompt and %d generated tokens, %.3f s, %.3f of it queued"
+    told = (adapter, record.input_length, record.generated_tokens, record.total, record.queue)
+    logger.info(words, *told, extra=fields)
 
 
 @contextmanager

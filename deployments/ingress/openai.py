@@ -12,19 +12,21 @@ from deployments.ingress.authorization import bearer_token
 from deployments.ingress.choices import best_first
 from deployments.ingress.engine import Engine, Job, Served
 from deployments.ingress.errors import RequestError, openai_error
-from deployments.ingress.openai_jobs import Body, Caller, Prompt, check, job_of
+from deployments.ingress.keys import caller as grant_of
+from deployments.ingress.keys import visible
+from deployments.ingress.openai_chat import chat
+from deployments.ingress.openai_jobs import Body, Caller, check, checked_ids, job_of
 from deployments.ingress.openai_replies import (
-    ChatWriter,
     CompletionWriter,
     Envelope,
     Writer,
     usage_of,
 )
 from deployments.ingress.openai_schema import ChatBody, CompletionBody
+from deployments.ingress.prompt_replies import Prompt
 from deployments.ingress.references import listed_name
 from deployments.ingress.replies import Choice, Running, Whole, json_response, stream, whole
 from deployments.ingress.sse import DONE
-from deployments.ingress.text import Text
 
 
 def routes(engine: Engine) -> APIRouter:
@@ -37,34 +39,30 @@ def routes(engine: Engine) -> APIRouter:
         caller = Caller(bearer_token(request))
         check(body, engine.settings)
         served = await engine.served()
-        prompts = await _prompts(body, served.text)
-        job = await job_of(body, prompts, served, engine.settings, caller)
-        echo = [prompt.text for prompt in prompts for _ in range(body.choices)]
+        prompts = await _prompts(body, served)
+        asked = await engine.compiler.compiled(await body.constraint(), served.info)
+        job = job_of(body, prompts, served, engine.settings, caller, asked)
+        echo = [prompt for prompt in prompts for _ in range(body.choices)]
         writer = CompletionWriter(_envelope("cmpl", body, served), echo if body.echo else ())
         return await _reply(request, engine, job, body, writer)
 
     @router.post("/chat/completions")
     async def chat_completions(request: Request, body: ChatBody) -> Response:
-        caller = Caller(bearer_token(request))
+        caller = Caller(bearer_token(request), grant=grant_of(request))
         check(body, engine.settings)
         served = await engine.served()
-        variables = {
-            **body.chat_template_kwargs, "add_generation_prompt": body.add_generation_prompt,
-        }  # fmt: skip
-        prompt = Prompt(*await served.text.encode_chat(body.rendered_messages(), variables))
-        job = await job_of(body, [prompt], served, engine.settings, caller)
-        writer = ChatWriter(_envelope("chatcmpl", body, served))
-        return await _reply(request, engine, job, body, writer)
+        asked = await chat(body, engine, served, caller)
+        writer = asked.writer(_envelope("chatcmpl", body, served))
+        return await _reply(request, engine, asked.job, body, writer)
 
     @router.get("/models")
-    async def models() -> Response:
-        return json_response(
-            {"object": "list", "data": _models(await engine.info(), engine, created)}
-        )
+    async def models(request: Request) -> Response:
+        info = visible(request, await engine.info())
+        return json_response({"object": "list", "data": _models(info, engine, created)})
 
     @router.get("/models/{id:path}")
-    async def model(id: str) -> Response:
-        info = await engine.info()
+    async def model(request: Request, id: str) -> Response:
+        info = visible(request, await engine.info())
         wanted = info.model_name if id == info.model_id else id
         for known in _models(info, engine, created):
             if known["id"] == wanted:
@@ -74,15 +72,29 @@ def routes(engine: Engine) -> APIRouter:
     return router
 
 
-async def _prompts(body: CompletionBody, text: Text) -> list[Prompt]:
+async def _prompts(body: CompletionBody, served: Served) -> list[Prompt]:
     """Each prompt as text (for echo) and as ids."""
-    prompts = []
-    for given in body.prompt:
-        if isinstance(given, str):
-            prompts.append(Prompt(given, await text.encode(given)))
-        else:
-            prompts.append(Prompt(text.decode(given) if body.echo else "", given))
-    return prompts
+    return [
+        await _text_prompt(given, body, served)
+        if isinstance(given, str)
+        else _ids_prompt(given, body, served)
+        for given in body.prompt
+    ]
+
+
+async def _text_prompt(given: str, body: CompletionBody, served: Served) -> Prompt:
+    info, text = served
+    ids = await text.encode(given)
+    # Prompts that are too long are refused later, in words about the answer's length too.
+    if not body.echo or body.logprobs is None or len(ids) > info.max_total_tokens:
+        return Prompt(given, ids)
+    return Prompt(given, ids, [each.start for each in await text.slices(given)])
+
+
+def _ids_prompt(given: list[int], body: CompletionBody, served: Served) -> Prompt:
+    info, text = served
+    shown = body.echo and len(checked_ids(given, info)) <= info.max_total_tokens
+    return Prompt(text.decode(given) if shown else "", given)
 
 
 async def _reply(
@@ -134,6 +146,7 @@ def _envelope(prefix: str, body: Body, served: Served) -> Envelope:
         model=body.model,
         text=served.text,
         num_logprobs=body.num_logprobs,
+        num_prompt_logprobs=-1 if body.prompt_logprobs is None else body.prompt_logprobs,
         includes_usage=body.includes_usage,
     )
 

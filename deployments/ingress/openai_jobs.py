@@ -6,14 +6,18 @@ import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from configs.adapters import AdapterReference
 from configs.sampling import LARGEST_TOP_K, Sampling, Stopping
 from deployments.contract import EngineInfo, GenerateRequest, SequenceRequest
 from deployments.ingress.choices import spread_seed
+from deployments.ingress.constraints import UNCONSTRAINED, Constraint, check_endings
 from deployments.ingress.engine import IngressSettings, Job, Served, stop_ids
 from deployments.ingress.errors import invalid
+from deployments.ingress.keys import Grant
+from deployments.ingress.merges import asked_adapter
 from deployments.ingress.openai_schema import ChatBody, CompletionBody
-from deployments.ingress.references import model_reference, parse_source
-from deployments.ingress.schemas import check_endings, schema_text
+from deployments.ingress.prompt_replies import Prompt, asking
+from deployments.ingress.references import parse_source
 
 _DEFAULT_MAX_TOKENS = 16
 
@@ -21,19 +25,12 @@ Body = CompletionBody | ChatBody
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """One prompt as text, where that is needed or was given, and as ids."""
-
-    text: str
-    ids: list[int]
-
-
-@dataclass(frozen=True)
 class Caller:
-    """Who asked, and when."""
+    """Who asked, when, and what an API key permits."""
 
     token: str | None
     started: float = field(default_factory=time.monotonic)
+    grant: Grant | None = None
 
 
 def check(body: Body, settings: IngressSettings) -> None:
@@ -43,12 +40,14 @@ def check(body: Body, settings: IngressSettings) -> None:
     if len(stops) > settings.max_stop_sequences:
         message = f"`stop` supports up to {settings.max_stop_sequences} strings, got {len(stops)}"
         raise invalid(message, "stop")
-    if not all(stops):
-        raise invalid("`stop` strings cannot be empty", "stop")
+    if not all(0 < len(stop) <= settings.max_stop_length for stop in stops):
+        message = f"`stop` strings must have 1 to {settings.max_stop_length} characters"
+        raise invalid(message, "stop")
     _check_choices(body, settings)
     _check_logprobs(body, settings)
     if body.stream_options is not None and not body.stream:
         raise invalid("`stream_options` is only for streams", "stream_options")
+    _check_told(body, settings)
     if isinstance(body, CompletionBody):
         _check_prompts(body, settings)
 
@@ -76,6 +75,22 @@ def _check_logprobs(body: Body, settings: IngressSettings) -> None:
         raise invalid("`top_logprobs` needs `logprobs` to be true", "top_logprobs")
 
 
+def _check_told(body: Body, settings: IngressSettings) -> None:
+    """Refuse what cannot be told about prompts, and the asking of nothing at all."""
+    told = body.told_about_prompt
+    param = "prompt_logprobs" if body.prompt_logprobs is not None else "echo"
+    if told > settings.max_logprobs:
+        message = f"`{param}` must be at most {settings.max_logprobs}, got {told}"
+        raise invalid(message, param)
+    if told >= 0 and body.stream:
+        raise invalid("logprobs of the prompt cannot be streamed", param)
+    if body.max_tokens != 0:
+        return
+    if not isinstance(body, CompletionBody) or (told < 0 and not body.echo):
+        message = "`max_tokens` must be at least 1 unless `echo` or `prompt_logprobs` is asked for"
+        raise invalid(message, "max_tokens")
+
+
 def _check_prompts(body: CompletionBody, settings: IngressSettings) -> None:
     prompts = body.prompt
     if not prompts or not all(prompts):
@@ -88,35 +103,46 @@ def _check_prompts(body: CompletionBody, settings: IngressSettings) -> None:
         )
 
 
-async def job_of(
+def reference_of(
+    body: Body, info: EngineInfo, settings: IngressSettings
+) -> AdapterReference | None:
+    """The adapter or the merge that is asked for, None for the base model."""
+    default_source = settings.default_source
+    if body.adapter_source is not None:
+        default_source = parse_source(body.adapter_source)
+    return asked_adapter(body.model, body.merged_adapters, info, default_source)
+
+
+def job_of(
     body: Body,
     prompts: Sequence[Prompt],
     served: Served,
     settings: IngressSettings,
     caller: Caller,
+    asked: Constraint = UNCONSTRAINED,
 ) -> Job:
     """The driver's request: for each prompt its candidates, in order."""
     info = served.info
-    schema = await schema_text(body.response_format, info)
-    check_endings(schema, _ignores_end(body), body.min_tokens or 0)
-    default_source = settings.default_source
-    if body.adapter_source is not None:
-        default_source = parse_source(body.adapter_source)
+    check_endings(asked, _ignores_end(body), body.min_tokens or 0)
     seed = secrets.randbits(63) if body.seed is None else body.seed
     sequences = [
         SequenceRequest(
-            prompt.ids, _sampling(body, spread_seed(seed, i), stopping, schema), stopping
+            prompt.ids, _sampling(body, spread_seed(seed, i), stopping, asked), stopping
         )
         for prompt in prompts
-        for stopping in [_stopping(body, len(_checked_ids(prompt.ids, info)), info)]
+        for stopping in [_stopping(body, len(checked_ids(prompt.ids, info)), info)]
         for i in range(body.candidates)
     ]
+    if body.told_about_prompt >= 0:
+        # Once for each prompt: its choices share it.
+        for i in range(0, len(sequences), body.candidates):
+            sequences[i] = asking(sequences[i], body.told_about_prompt)
     for name, ids in (("logit_bias", body.logit_bias), ("stop_token_ids", body.stop_token_ids)):
         _check_known(name, ids or (), info)
     request = GenerateRequest(
         id=f"req-{uuid.uuid4().hex}",
         sequences=sequences,
-        adapter=model_reference(body.model, info, default_source),
+        adapter=reference_of(body, info, settings),
         api_token=body.api_token or caller.token,
     )
     return Job(
@@ -130,7 +156,7 @@ async def job_of(
     )
 
 
-def _sampling(body: Body, seed: int, stopping: Stopping, schema: str) -> Sampling:
+def _sampling(body: Body, seed: int, stopping: Stopping, asked: Constraint) -> Sampling:
     temperature = _or(body.temperature, 1.0)
     drawn = temperature > 0
     masked = stopping.min_new_tokens > 0
@@ -150,7 +176,8 @@ def _sampling(body: Body, seed: int, stopping: Stopping, schema: str) -> Samplin
         logit_bias=tuple((body.logit_bias or {}).items()),
         masked_ids=stopping.stop_token_ids if masked else (),
         masked_tokens=stopping.min_new_tokens,
-        json_schema=schema,
+        json_schema=asked.json_schema,
+        grammar=asked.grammar,
     )
 
 
@@ -193,7 +220,7 @@ def _wanted_tokens(body: Body) -> int | None:
     return body.max_tokens if newer is None else newer
 
 
-def _checked_ids(ids: list[int], info: EngineInfo) -> list[int]:
+def checked_ids(ids: list[int], info: EngineInfo) -> list[int]:
     """The ids of a prompt, refused if there are none or if the model does not know one."""
     if not ids:
         raise invalid("the prompt has no tokens", "prompt")

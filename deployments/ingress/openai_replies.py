@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -10,6 +11,7 @@ from configs.sampling import FinishReason
 from deployments.contract import Completion, SequenceRequest
 from deployments.ingress.calls import Event
 from deployments.ingress.logprobs import chat_logprobs, completion_logprobs
+from deployments.ingress.prompt_replies import Prompt, echoed, told_by_id
 from deployments.ingress.replies import Choice
 from deployments.ingress.text import Text
 from deployments.ingress.transcript import Piece
@@ -25,13 +27,17 @@ _REASONS = {
 
 @dataclass(frozen=True)
 class Envelope:
-    """What all objects of one reply share. num_logprobs: as `Sampling.logprobs`."""
+    """What all objects of one reply share. num_logprobs: as `Sampling.logprobs`.
+
+    num_prompt_logprobs: the same of the prompt, in vLLM's shape.
+    """
 
     id: str
     model: str
     text: Text
     num_logprobs: int
     includes_usage: bool = False
+    num_prompt_logprobs: int = -1
     created: int = field(default_factory=lambda: int(time.time()))
 
 
@@ -72,7 +78,7 @@ class Writer:
             {
                 "index": index,
                 **self._content(index, choice.text),
-                "logprobs": msgspec.Raw(self._logprobs(choice.pieces)),
+                "logprobs": msgspec.Raw(self._logprobs(self._pieces(index, choice))),
                 "finish_reason": _REASONS[choice.reason],
             }
             for index, choice in enumerate(choices)
@@ -85,6 +91,16 @@ class Writer:
 
     def _content(self, index: int, text: str) -> dict[str, object]:
         raise NotImplementedError
+
+    def _pieces(self, index: int, choice: Choice) -> list[Piece]:
+        return choice.pieces
+
+    def _told(self, choice: Choice) -> dict[str, object]:
+        """What was asked about the prompt, as vLLM answers."""
+        num_top = self._envelope.num_prompt_logprobs
+        if num_top < 0:
+            return {}
+        return {"prompt_logprobs": told_by_id(choice, num_top, self._envelope.text)}
 
     def _delta(self, text: str) -> bytes:
         raise NotImplementedError
@@ -119,17 +135,32 @@ class CompletionWriter(Writer):
 
     kind = chunk_kind = "text_completion"
 
-    def __init__(self, envelope: Envelope, echo: Sequence[str] = ()) -> None:
+    def __init__(self, envelope: Envelope, echo: Sequence[Prompt] = ()) -> None:
         """Without echo, choices begin with their first token."""
         super().__init__(envelope)
         self._echo = echo
 
     def first_chunk(self, index: int) -> bytes:
         """The prompt, when it is repeated."""
-        return self._chunk(index, self._delta(self._echo[index])) if self._echo else b""
+        return self._chunk(index, self._delta(self._echo[index].text)) if self._echo else b""
+
+    def body(self, choices: Sequence[Choice], usage: object) -> dict[str, object]:
+        """A whole reply; each choice tells about its own prompt."""
+        written = super().body(choices, usage)
+        if self._envelope.num_prompt_logprobs >= 0:
+            entries: Any = written["choices"]
+            for entry, choice in zip(entries, choices, strict=True):
+                entry.update(self._told(choice))
+        return written
 
     def _content(self, index: int, text: str) -> dict[str, object]:
-        return {"text": self._echo[index] + text if self._echo else text}
+        return {"text": self._echo[index].text + text if self._echo else text}
+
+    def _pieces(self, index: int, choice: Choice) -> list[Piece]:
+        shared = self._envelope
+        if not self._echo or shared.num_logprobs < 0:
+            return choice.pieces
+        return echoed(self._echo[index], choice, shared.num_logprobs, shared.text)
 
     def _delta(self, text: str) -> bytes:
         return b'"text":' + _encode(text)
@@ -146,6 +177,10 @@ class ChatWriter(Writer):
 
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
+
+    def body(self, choices: Sequence[Choice], usage: object) -> dict[str, object]:
+        """A whole reply; all choices share one prompt."""
+        return {**super().body(choices, usage), **self._told(choices[0])}
 
     def first_chunk(self, index: int) -> bytes:
         """The role."""

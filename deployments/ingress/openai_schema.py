@@ -7,7 +7,9 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, 
 
 from configs.sampling import MAX_LOGIT_BIAS
 from deployments.ingress.errors import invalid
-from deployments.ingress.schemas import ResponseFormat
+from deployments.ingress.merges import MergedAdapters
+from deployments.ingress.structured import Constrainable
+from deployments.ingress.tools_schema import CalledFunction, ToolCall, ToolFields
 from deployments.ingress.unicode import Unicode, is_encodable
 
 # A row goes away when its parameter is built; the values are those that change nothing.
@@ -15,23 +17,17 @@ NOT_YET: Mapping[str, tuple[object, ...]] = {
     "suffix": (None, ""),
     "length_penalty": (None, 1),
     "use_beam_search": (None, False),
-    "prompt_logprobs": (None,),
     "prompt_embeds": (None,),
     "truncate_prompt_tokens": (None,),
     "bad_words": (None, []),
     "allowed_token_ids": (None, []),
     "logits_processors": (None, []),
     "truncate": (None,),
-    "merged_adapters": (None,),
     "return_k_alternatives": (None,),
     "decoder_input_details": (None, False),
     "guideline": (None, ""),
     "tool_prompt": (None, ""),
-    "structured_outputs": (None,),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "guided_choice": (None, []),
-    "guided_grammar": (None,),
+    "guided_whitespace_pattern": (None,),
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),
     "functions": (None, []),
@@ -41,6 +37,9 @@ NOT_YET: Mapping[str, tuple[object, ...]] = {
     "prediction": (None,),
     "web_search_options": (None,),
 }
+
+# Others' ways to name an adapter, which would be passed over in silence.
+_NAMES_OF_ADAPTERS = ("adapter_id", "lora_path")
 
 _MAX_STOP_IDS = 256
 _Bias = Annotated[float, Field(ge=-100, le=100)]
@@ -55,7 +54,7 @@ class StreamOptions(BaseModel):
     include_usage: bool | None = None
 
 
-class _Body(BaseModel):
+class _Body(Constrainable):
     """Fields of both routes; unknown ones stay in `model_extra`, where NOT_YET looks."""
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False, extra="allow")
@@ -81,8 +80,9 @@ class _Body(BaseModel):
     ignore_eos: bool | None = None
     ignore_eos_token: bool | None = None
     min_tokens: NonNegativeInt | None = None
-    response_format: ResponseFormat | None = None
+    prompt_logprobs: NonNegativeInt | None = None
     adapter_source: Unicode | None = None
+    merged_adapters: MergedAdapters | None = None
     api_token: Unicode | None = None
 
     @property
@@ -110,17 +110,26 @@ class _Body(BaseModel):
         """Alternatives wanted with each token; -1 for no logprobs at all."""
         raise NotImplementedError
 
+    @property
+    def told_about_prompt(self) -> int:
+        """Alternatives wanted with each token of the prompt; -1 for no logprobs of it."""
+        return -1 if self.prompt_logprobs is None else self.prompt_logprobs
+
     def refuse_unbuilt(self) -> None:
         """Raise for a parameter that would change the result and is not built."""
         for name, value in (self.model_extra or {}).items():
             if name in NOT_YET and value not in NOT_YET[name]:
                 raise invalid(f"`{name}` is not supported yet", name, "unsupported_parameter")
+            if name in _NAMES_OF_ADAPTERS and value not in (None, "", self.model):
+                message = f"`{name}` is not read here: name the adapter in `model`"
+                raise invalid(message, name, "unsupported_parameter")
 
 
 class CompletionBody(_Body):
     """POST /v1/completions."""
 
     prompt: list[str | list[int]]
+    max_tokens: NonNegativeInt | None = None
     logprobs: NonNegativeInt | None = None
     echo: bool | None = None
     best_of: PositiveInt | None = None
@@ -135,21 +144,23 @@ class CompletionBody(_Body):
         """How many sequences are generated for each prompt; the best of them are shown."""
         return max(self.choices, self.best_of or 1)
 
+    @property
+    def told_about_prompt(self) -> int:
+        """Alternatives wanted with each token of the prompt; `echo` wants those of `logprobs`."""
+        return max(super().told_about_prompt, self.num_logprobs if self.echo else -1)
+
     @field_validator("prompt", mode="plain", json_schema_input_type=PromptInput)
     @classmethod
     def _prompts(cls, given: object) -> list[str | list[int]]:
-        """One entry a prompt, whichever of the four forms was given."""
-        prompts = [given] if isinstance(given, str) or _is_ids(given) else given
-        if isinstance(prompts, list) and all(_is_text(p) or _is_ids(p) for p in prompts):
-            return prompts
-        raise ValueError("must be a string, token ids, or a list of strings or of token id lists")
+        return prompts_of(given)
 
-    def refuse_unbuilt(self) -> None:
-        """Raise for a parameter that would change the result and is not built."""
-        super().refuse_unbuilt()
-        if self.echo and self.logprobs is not None:
-            message = "`echo` together with `logprobs` is not supported yet"
-            raise invalid(message, "echo", "unsupported_parameter")
+
+def prompts_of(given: object) -> list[str | list[int]]:
+    """One entry a prompt, whichever of OpenAI's four forms was given."""
+    prompts = [given] if isinstance(given, str) or _is_ids(given) else given
+    if isinstance(prompts, list) and all(_is_text(p) or _is_ids(p) for p in prompts):
+        return prompts
+    raise ValueError("must be a string, token ids, or a list of strings or of token id lists")
 
 
 def _is_ids(value: object) -> bool:
@@ -177,9 +188,13 @@ class Message(BaseModel):
 
     role: Unicode
     content: Unicode | list[ContentPart] | None = None
+    name: Unicode | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: Unicode | None = None
+    function_call: CalledFunction | None = None
 
 
-class ChatBody(_Body):
+class ChatBody(_Body, ToolFields):
     """POST /v1/chat/completions; chat_template_kwargs are variables for the template."""
 
     messages: list[Message] = Field(min_length=1)
@@ -187,7 +202,7 @@ class ChatBody(_Body):
     logprobs: bool | None = None
     top_logprobs: NonNegativeInt | None = None
     add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
     @property
     def num_logprobs(self) -> int:
@@ -195,15 +210,30 @@ class ChatBody(_Body):
         return (self.top_logprobs or 0) if self.logprobs else -1
 
     def rendered_messages(self) -> list[dict[str, Any]]:
-        """Messages as templates know them: text content, no `developer` role."""
-        return [_as_templates_know(message) for message in self.messages]
+        """Messages as templates know them: text content, no deprecated roles and fields."""
+        called: dict[str | None, str] = {}
+        rendered = []
+        for message in self.messages:
+            called |= {call.id: call.function.name for call in message.tool_calls or ()}
+            plain = _as_templates_know(message)
+            if plain["role"] == "tool" and message.tool_call_id in called:
+                plain.setdefault("name", called[message.tool_call_id])
+            rendered.append(plain)
+        return rendered
+
+
+_TODAY = {"developer": "system", "function": "tool"}
 
 
 def _as_templates_know(message: Message) -> dict[str, Any]:
-    plain = message.model_dump(exclude_none=True)
+    plain = message.model_dump(exclude_none=True, exclude={"tool_calls", "function_call"})
     plain["content"] = _text_of(message.content)
-    if message.role == "developer":
-        plain["role"] = "system"
+    plain["role"] = _TODAY.get(message.role, message.role)
+    calls = message.tool_calls or []
+    if message.function_call is not None:
+        calls = [*calls, ToolCall(function=message.function_call)]
+    if calls:
+        plain["tool_calls"] = [call.rendered() for call in calls]
     return plain
 
 

@@ -9,22 +9,30 @@ from configs.sampling import Sampling, Stopping
 from deployments.contract import GenerateRequest, SequenceRequest
 from deployments.ingress.engine import Engine, Job
 from deployments.ingress.errors import RequestError
+from deployments.ingress.keys import require
+from deployments.ingress.playground import Page, wanted
 from deployments.ingress.replies import collect, json_response
 from deployments.observability.lorax_metrics import CONTENT_TYPE
 
 _QUESTION = "Who?"
 
 
-def routes(engine: Engine) -> APIRouter:
-    """Health, start-up and metrics of this replica and of the engine behind it."""
+def routes(engine: Engine, page: Page) -> APIRouter:
+    """Health, start-up and metrics of this replica and of the engine behind it.
+
+    page: what browsers get at /, where others learn of the health.
+    """
     router = APIRouter()
 
     @router.get("/")
+    async def root(request: Request) -> Response:
+        return page.response() if wanted(request) else await health()
+
     @router.get("/health")
     @router.get("/ping")
     async def health() -> Response:
         if await _healthy(engine):
-            return Response()
+            return _well()
         return json_response({"error": "unhealthy", "error_type": "healthcheck"}, 503)
 
     @router.get("/startup")
@@ -34,15 +42,20 @@ def routes(engine: Engine) -> APIRouter:
         except RequestError as error:
             body = {"error": error.message, "error_type": "failed healthcheck"}
             return json_response(body, 500)
-        return Response()
+        return _well()
 
     @router.get("/metrics")
     async def metrics(request: Request) -> Response:
+        require(request)
         if "application/json" in request.headers.get("accept", ""):
             return json_response(engine.metrics.json())
         return Response(engine.metrics.text(), media_type=CONTENT_TYPE)
 
     return router
+
+
+def _well() -> Response:
+    return Response(media_type="text/plain")
 
 
 async def _healthy(engine: Engine) -> bool:

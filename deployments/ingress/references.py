@@ -23,9 +23,12 @@ def model_reference(
     if model in ("", info.model_name, info.model_id):
         return None
     try:
-        return parse_reference(model, default_source)
+        reference = parse_reference(model, default_source)
     except ValueError as error:
         raise invalid(str(error), "model") from error
+    if "://" in reference.id and reference.source is not AdapterSource.S3:
+        raise invalid(f"`{model}` is an address: adapters are named by source and id", "model")
+    return reference
 
 
 def listed_name(adapter: AdapterInfo, default_source: AdapterSource) -> str:
@@ -36,6 +39,12 @@ def listed_name(adapter: AdapterInfo, default_source: AdapterSource) -> str:
 def listed_reference(adapter: AdapterReference, default_source: AdapterSource) -> str:
     """The same name for what a client asked for, without its revision."""
     return _name(adapter.source.value, adapter.id, default_source)
+
+
+def full_name(adapter: AdapterReference, default_source: AdapterSource) -> str:
+    """The name by which a client reaches just this revision."""
+    name = listed_reference(adapter, default_source)
+    return name if adapter.revision is None else f"{name}@{adapter.revision}"
 
 
 def _name(source: str, id: str, default_source: AdapterSource) -> str:

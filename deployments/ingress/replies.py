@@ -1,7 +1,7 @@
 """How both dialects answer: whole, or as a stream whose status waits for the first token."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -14,21 +14,26 @@ from deployments.ingress.calls import Call, Event, events
 from deployments.ingress.engine import Engine, Job, Served
 from deployments.ingress.errors import RequestError
 from deployments.ingress.headers import reply_headers, stream_headers
+from deployments.ingress.keys import caller, require_adapter
 from deployments.ingress.observed import observed
+from deployments.ingress.quotas import Quota
 from deployments.ingress.sse import KEEP_ALIVE, EventStream, unless_gone
 from deployments.ingress.text import Text
 from deployments.ingress.transcript import Piece, Transcript
+from scheduler.plan import TokenLogprobs
 
 _encode = msgspec.json.Encoder().encode
 
 
 class Choice(NamedTuple):
-    """One sequence at its end."""
+    """One sequence at its end; prompt_logprobs: of the prompt that it shares with others."""
 
     text: str
     pieces: list[Piece]
     num_tokens: int
     reason: FinishReason
+    prompt: Sequence[int] = ()
+    prompt_logprobs: list[TokenLogprobs] | None = None
 
 
 class Running(NamedTuple):
@@ -65,9 +70,11 @@ async def whole(
 ) -> Response:
     """Run a job to its end and answer with `body` of it and the headers of a whole reply."""
     served = await engine.served()
+    quota = _admit(request, job)
     with observed(engine, job) as watch:
         result = await unless_gone(request.receive, collect(engine, served, job))
         generated = sum(choice.num_tokens for choice in result.choices)
+        quota.take_tokens(generated)
         times = watch.ended(result.completion, generated)
     headers = reply_headers(served.info, job, times, generated)
     return json_response(body(result), headers=headers)
@@ -82,8 +89,16 @@ async def collect(engine: Engine, served: Served, job: Job) -> Whole:
             for event in batch:
                 gathered[event.sequence].append(event)
     assert call.completion is not None, "the events ended before the call"
-    pairs = zip(gathered, transcripts, strict=True)
-    return Whole([_choice(parts, one.num_tokens) for parts, one in pairs], call.completion)
+    outcomes = call.completion.sequences
+    # A prompt is told about once, with the first of its choices.
+    told = [outcomes[i - i % job.choices].prompt_logprobs for i in range(len(outcomes))]
+    choices = [
+        _choice(parts, transcript.num_tokens)._replace(prompt=sequence.prompt, prompt_logprobs=own)
+        for parts, transcript, sequence, own in zip(
+            gathered, transcripts, job.request.sequences, told, strict=True
+        )
+    ]
+    return Whole(choices, call.completion)
 
 
 def _choice(parts: list[Event], num_tokens: int) -> Choice:
@@ -91,7 +106,8 @@ def _choice(parts: list[Event], num_tokens: int) -> Choice:
     reason = parts[-1].reason
     assert reason is not None, "a sequence without an end"
     text = "".join([event.text for event in parts])
-    return Choice(text, [piece for event in parts for piece in event.pieces], num_tokens, reason)
+    pieces = [piece for event in parts for piece in event.pieces]
+    return Choice(text, pieces, num_tokens, reason)
 
 
 async def stream(
@@ -106,8 +122,9 @@ async def stream(
     If the first one is late, the stream begins with a comment, and a failure is its last event.
     """
     info, text = await engine.served()
+    quota = _admit(request, job)
     running = Running(engine.call(job, streams=True), job.transcripts(text), text)
-    body = _within_call(engine, job, running, chunks)
+    body = _within_call(engine, job, running, chunks, quota)
     first = asyncio.ensure_future(anext(body))
     keep_alive = engine.settings.keep_alive_seconds
     try:
@@ -139,12 +156,29 @@ async def _late(
 
 
 async def _within_call(
-    engine: Engine, job: Job, running: Running, chunks: Chunks
+    engine: Engine, job: Job, running: Running, chunks: Chunks, quota: Quota
 ) -> AsyncGenerator[bytes, None]:
     with observed(engine, job) as watch:
-        async with running.call:
-            async for chunk in chunks(running):
-                yield chunk
+        try:
+            async with running.call:
+                async for chunk in chunks(running):
+                    yield chunk
+        finally:
+            # Who leaves in the middle has had these tokens all the same.
+            generated = sum(transcript.num_tokens for transcript in running.transcripts)
+            quota.take_tokens(generated)
         assert running.call.completion is not None, "the events ended before the call"
-        generated = sum(transcript.num_tokens for transcript in running.transcripts)
         watch.ended(running.call.completion, generated)
+
+
+def _admit(request: Request, job: Job) -> Quota:
+    """What the answer's tokens are charged to, once the prompt's were.
+
+    Raises for an adapter that this caller may not use and for a quota that is used up.
+    """
+    grant = caller(request)
+    require_adapter(grant, job.request.adapter)
+    grant.quota.admit_tokens()
+    prompts = job.request.sequences[:: job.choices]
+    grant.quota.take_tokens(sum(len(sequence.prompt) for sequence in prompts))
+    return grant.quota

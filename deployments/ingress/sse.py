@@ -54,8 +54,9 @@ async def _gone(receive: Receive) -> None:
 class EventStream(Response):
     """Sends events as they come; a RequestError on the way becomes the last event.
 
-    `first` was made before: a failure up to then still had a status of its own. A comment is
-    sent whenever nothing was for `keep_alive` seconds.
+    `first` was made before: a failure up to then still had a status of its own. `error_body` makes
+    the last event's data, or all of its bytes. A comment is sent whenever nothing was for
+    `keep_alive` seconds.
     """
 
     media_type = "text/event-stream"
@@ -95,7 +96,8 @@ class EventStream(Response):
             async for event in self._events:
                 await self._send(send, event)
         except RequestError as error:
-            await self._send(send, data(self._error_body(error)))
+            body = self._error_body(error)
+            await self._send(send, body if isinstance(body, bytes) else data(body))
         finally:
             heart.cancel()
             await asyncio.gather(heart, return_exceptions=True)

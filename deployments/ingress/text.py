@@ -6,19 +6,24 @@ which keeps torch and transformers out of the ingress process.
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tokenizers import Encoding, Tokenizer
 
+from configs.templates import read_template
 from deployments.ingress.chat import ChatTemplate
 from deployments.ingress.detokenize import TextStream
 from deployments.ingress.errors import invalid
+from deployments.ingress.galactica import ENDS, Unmarked, cuts_sequences, mark
 
-_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token",
-                  "mask_token")  # fmt: skip
+_SHORT_CHARACTERS = 1000
+"""A tokenizer takes about 0.1 ms for so many."""
+
+_LONG_CHARACTERS = 100_000
+"""A tokenizer takes about 50 ms for so many; longer texts wait for each other alone."""
 
 
 class Slice(NamedTuple):
@@ -36,16 +41,21 @@ class Text:
     def __init__(
         self, tokenizer: Tokenizer, template: ChatTemplate | None = None, threads: int = 2
     ) -> None:
-        """`threads` encode beside the event loop; the library releases the GIL meanwhile."""
+        """`threads` encode beside the event loop, and one more what is very long."""
         # A saved tokenizer may carry training's truncation and padding.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._template = template
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokenizer")
+        self._slow_pool = ThreadPoolExecutor(1, thread_name_prefix="long-texts")
         added = tokenizer.get_added_tokens_decoder()
         self._added = {id: token.content for id, token in added.items()}
         self.special_ids = frozenset(id for id, token in added.items() if token.special)
+        self._marks = cuts_sequences(tokenizer)
+        self._quiet = self.special_ids
+        if self._marks:
+            self._quiet = frozenset(id for id in self.special_ids if self._added[id] in ENDS)
         self._bytes_of = _TokenBytes(tokenizer, self._added)
 
     @classmethod
@@ -61,34 +71,55 @@ class Text:
         return cls(Tokenizer.from_file(str(path)), _read_template(root))
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; special tokens are those that the tokenizer itself adds."""
-        return await _loop().run_in_executor(self._pool, self._encode, text, add_special_tokens)
+        """Token ids of a text; special tokens are those that the tokenizer itself adds.
+
+        A short one is done on the spot: it takes less time than handing it to a thread.
+        """
+        if len(text) <= _SHORT_CHARACTERS:
+            return self._encode(text, add_special_tokens)
+        pool = self._pool_for(text)
+        return await _loop().run_in_executor(pool, self._encode, text, add_special_tokens)
 
     async def slices(self, text: str, add_special_tokens: bool = True) -> list[Slice]:
         """Tokens of a text with the pieces of it that they stand for."""
-        return await _loop().run_in_executor(self._pool, self._slices, text, add_special_tokens)
+        pool = self._pool_for(text)
+        return await _loop().run_in_executor(pool, self._slices, text, add_special_tokens)
 
     async def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
     ) -> tuple[str, list[int]]:
         """The rendered prompt and its ids; the template has written all special tokens."""
-        template = self._template
-        if template is None:
-            raise invalid("this model has no chat template; use /v1/completions", "messages")
+        template = self.template
 
-        def work() -> tuple[str, list[int]]:
+        def work() -> tuple[str, list[int] | None]:
             prompt = template.render(messages, variables)
-            return prompt, self._encode(prompt, False)
+            is_long = len(prompt) > _LONG_CHARACTERS
+            return prompt, None if is_long else self._encode(prompt, False)
 
-        return await _loop().run_in_executor(self._pool, work)
+        prompt, ids = await _loop().run_in_executor(self._pool, work)
+        return prompt, await self.encode(prompt, False) if ids is None else ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of tokens: special tokens skipped, no clean-up."""
+        """Text of tokens: special tokens skipped (but Galactica's words), no clean-up."""
+        if self._marks:
+            return self._decode_all([id for id in ids if id not in self._quiet])
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 
-    def stream(self, silent: frozenset[int] = frozenset()) -> TextStream:
-        """An incremental decoder for one sequence; `silent` ids have no text."""
-        return TextStream(self.decode, silent | self.special_ids if silent else self.special_ids)
+    def stream(
+        self, silent: frozenset[int] = frozenset(), spoken: frozenset[int] = frozenset()
+    ) -> TextStream:
+        """An incremental decoder for one sequence.
+
+        `silent` ids have no text; `spoken` ones have, though their tokens are special.
+        """
+        quiet = silent | self._quiet if silent else self._quiet
+        if not spoken:
+            return TextStream(self.decode, quiet)
+        return TextStream(self._decode_all, quiet - spoken)
+
+    def added(self, words: Container[str]) -> dict[str, int]:
+        """Those of the words that are tokens of their own, special ones or not."""
+        return {word: id for id, word in self._added.items() if word in words}
 
     def token_bytes(self, id: int) -> bytes:
         """The bytes that one token stands for."""
@@ -98,22 +129,45 @@ class Text:
         """The text of one token by itself, special tokens spelled out."""
         return self._bytes_of(id).decode("utf-8", "replace")
 
+    @property
+    def template(self) -> ChatTemplate:
+        """The chat template; a model without one refuses chats."""
+        if self._template is None:
+            raise invalid("this model has no chat template; use /v1/completions", "messages")
+        return self._template
+
     def close(self) -> None:
         """End the threads."""
         self._pool.shutdown(wait=False)
+        self._slow_pool.shutdown(wait=False)
+
+    def _pool_for(self, text: str) -> ThreadPoolExecutor:
+        return self._slow_pool if len(text) > _LONG_CHARACTERS else self._pool
+
+    def _decode_all(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return self._encoding(text, add_special_tokens).ids
+        return self._encoding(self._tokenizer.encode_batch_fast, text, add_special_tokens).ids
 
-    def _encoding(self, text: str, add_special_tokens: bool) -> Encoding:
+    def _encoding(
+        self, encode: Callable[..., list[Encoding]], text: str, add_special_tokens: bool
+    ) -> Encoding:
+        """Encode one text as a batch: of all ways to do it these alone release the GIL."""
         try:
-            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            text = mark(text) if self._marks else text
+            [encoding] = encode([text], add_special_tokens=add_special_tokens)
+            return encoding
         except (UnicodeEncodeError, TypeError) as fault:  # half of a surrogate pair
             raise invalid("the text is not valid Unicode") from fault
 
     def _slices(self, text: str, add_special_tokens: bool) -> list[Slice]:
-        encoding = self._encoding(text, add_special_tokens)
-        pairs = zip(encoding.ids, encoding.offsets, strict=True)
+        encoding = self._encoding(self._tokenizer.encode_batch, text, add_special_tokens)
+        offsets = encoding.offsets
+        if self._marks:
+            plain = Unmarked(mark(text))
+            offsets = [(plain.offset(start), plain.offset(stop)) for start, stop in offsets]
+        pairs = zip(encoding.ids, offsets, strict=True)
         return [Slice(id, text[start:stop], start, stop) for id, (start, stop) in pairs]
 
 
@@ -168,24 +222,9 @@ def _kinds(decoder: Any) -> set[str]:
 
 
 def _read_template(root: Path) -> ChatTemplate | None:
-    """The folder's chat template: its own file first, else the tokenizer's config."""
-    path = root / "tokenizer_config.json"
-    config: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.is_file() else {}
-    file = root / "chat_template.jinja"
-    source = file.read_text("utf-8") if file.is_file() else config.get("chat_template")
-    if isinstance(source, list):
-        named = {entry["name"]: entry["template"] for entry in source}
-        source = named.get("default")
-    return ChatTemplate(source, _special_tokens(config)) if source else None
-
-
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Special tokens by role; a config has each as a string or as an object with `content`."""
-    found = {name: config[name] for name in _SPECIAL_NAMES if config.get(name)}
-    return {
-        name: token["content"] if isinstance(token, dict) else token
-        for name, token in found.items()
-    }
+    """The folder's chat template."""
+    found = read_template(root)
+    return ChatTemplate(found.text, found.special_tokens) if found.text else None
 
 
 def _loop() -> asyncio.AbstractEventLoop:

@@ -1,15 +1,66 @@
-"""One format for every process: time, level, who, message; request ids in the message."""
+"""Where log lines go and how they look: Serve's log in a replica, stderr in a rank.
 
+In a replica Serve's own handlers write them, with the id of the request that they belong to.
+"""
+
+import json
 import logging
 
+from configs.observability import LogFormat
 
-def configure_logs(who: str, level: int = logging.INFO) -> None:
-    """Give the loggers one handler that names this process; a second call changes nothing."""
+SERVE_LOGGER = "ray.serve"
+
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
+
+
+def configure_logs(who: str, log_format: LogFormat) -> None:
+    """Let this process, which is no replica, write to stderr; a second call changes nothing."""
+    handler = logging.StreamHandler()
+    as_text = logging.Formatter(f"%(asctime)s %(levelname)s {who} %(message)s")
+    handler.setFormatter(JsonLines(who) if log_format is LogFormat.JSON else as_text)
+    _use(handler)
+
+
+def hand_logs_to_serve() -> None:
+    """Let Serve write this replica's lines; a second call changes nothing."""
+    _use(HandOver())
+
+
+def _use(handler: logging.Handler) -> None:
     root = logging.getLogger("loray")
     if root.handlers:
         return
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s {who} %(message)s"))
     root.addHandler(handler)
-    root.setLevel(level)
+    root.setLevel(logging.INFO)
     root.propagate = False
+
+
+class HandOver(logging.Handler):
+    """Gives lines to Serve's handlers, whichever those are when a line comes."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Hand one line over."""
+        logging.getLogger(SERVE_LOGGER).handle(record)
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a line, in the words of Serve's: what was told by `extra` is a field."""
+
+    def __init__(self, who: str) -> None:
+        """`who` is the field component_name."""
+        super().__init__()
+        self._who = who
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line, without its end."""
+        fields: dict[str, object] = {
+            "asctime": self.formatTime(record),
+            "levelname": record.levelname,
+            "message": record.getMessage(),
+            "component_name": self._who,
+            "process": record.process,
+        }
+        if record.exc_info:
+            fields["exc_text"] = self.formatException(record.exc_info)
+        extra = {name: value for name, value in vars(record).items() if name not in _STANDARD}
+        return json.dumps(fields | extra, default=str)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from scheduler.plan import StepPlan
+from scheduler.plan import StepPlan, StepResult
 
 _KEPT_STEPS = 8192
 
@@ -13,7 +13,9 @@ _KEPT_STEPS = 8192
 class StepRecord(msgspec.Struct, frozen=True):
     """One step: rows, computed tokens, sampled tokens, distinct adapters (base not counted).
 
-    seconds: from the plan's arrival at rank 0 to its tokens on the host.
+    seconds: from the plan's arrival at rank 0 to its tokens on the host. idle_seconds: how long
+    the device had nothing to do before the step, which is no loss where no request was open.
+    captured: it was a replay of a captured step.
     """
 
     step: int
@@ -23,6 +25,8 @@ class StepRecord(msgspec.Struct, frozen=True):
     num_adapters: int
     num_fills: int
     seconds: float
+    idle_seconds: float | None = None
+    captured: bool = False
 
 
 class StepLog:
@@ -33,7 +37,7 @@ class StepLog:
         self._records: deque[StepRecord] = deque(maxlen=_KEPT_STEPS)
         self._slots: dict[int, int] = {}
 
-    def record(self, plan: StepPlan, seconds: float) -> None:
+    def record(self, plan: StepPlan, result: StepResult) -> None:
         """Take an applied plan."""
         for join in plan.joins:
             self._slots[join.place] = join.slot
@@ -46,7 +50,9 @@ class StepLog:
                 num_sampled=sum(row.samples for row in plan.rows),
                 num_adapters=len(slots - {-1}),
                 num_fills=len(plan.fills),
-                seconds=seconds,
+                seconds=result.compute_seconds,
+                idle_seconds=result.idle_seconds,
+                captured=result.captured,
             )
         )
 

@@ -6,6 +6,7 @@ import ray
 
 from configs.engine import EngineConfig
 from configs.env import cuda_ordinal
+from configs.observability import LogFormat
 from deployments.observability.logs import configure_logs
 from deployments.rank.host import RankHost, StoreAddress, open_store
 from deployments.rank.messages import LoadReport
@@ -15,11 +16,14 @@ from deployments.rank.transport import Address, dial
 class RankActor:
     """One process of a tensor-parallel group; Ray runs its methods on plain threads."""
 
-    def __init__(self, config: EngineConfig, folder: str, rank: int) -> None:
+    def __init__(
+        self, config: EngineConfig, folder: str, rank: int, log_format: LogFormat = LogFormat.TEXT
+    ) -> None:
         """Remember what to load; `measure` loads it."""
-        configure_logs(f"rank-{rank}")
+        configure_logs(f"rank-{rank}", log_format)
         gpus = ray.get_gpu_ids()
-        ordinal = cuda_ordinal(str(gpus[0])) if gpus else None
+        # With several GPUs of its own, and no others in sight, a rank may use all that it sees.
+        ordinal = cuda_ordinal(str(gpus[0])) if len(gpus) == 1 else None
         self._host = RankHost(config, folder, rank, ordinal)
         self._rank = rank
 

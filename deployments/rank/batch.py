@@ -1,7 +1,14 @@
 """From a plan to a batch and back: the scheduler's words in the runner's, number by number."""
 
-from modeling.batch import BatchJoin, BatchRow, ForwardBatch, RowLogprobs, SampledTokens
-from scheduler.plan import StepPlan, StepResult, TokenLogprobs
+from modeling.batch import (
+    BatchJoin,
+    BatchRow,
+    ForwardBatch,
+    PromptAnswer,
+    RowLogprobs,
+    SampledTokens,
+)
+from scheduler.plan import PromptReport, StepPlan, StepResult, TokenLogprobs
 
 
 def forward_batch(plan: StepPlan) -> ForwardBatch:
@@ -24,10 +31,29 @@ def step_result(plan: StepPlan, sampled: SampledTokens, seconds: float) -> StepR
     logprobs = None
     if sampled.logprobs is not None:
         logprobs = [_logprobs(row) for row in sampled.logprobs]
-    return StepResult(plan.epoch, plan.step, sampled.tokens, logprobs, seconds)
+    reports = None
+    if sampled.prompts is not None:
+        reports = [_report(answer) for answer in sampled.prompts]
+    return StepResult(
+        epoch=plan.epoch,
+        step=plan.step,
+        tokens=sampled.tokens,
+        logprobs=logprobs,
+        compute_seconds=seconds,
+        reports=reports,
+        idle_seconds=sampled.idle_seconds,
+        captured=sampled.captured,
+    )
+
+
+def _report(answer: PromptAnswer) -> PromptReport:
+    logprobs = [_told(row) for row in answer.logprobs]
+    return PromptReport(answer.row, answer.first, logprobs, answer.embedding)
 
 
 def _logprobs(row: RowLogprobs | None) -> TokenLogprobs | None:
-    if row is None:
-        return None
+    return None if row is None else _told(row)
+
+
+def _told(row: RowLogprobs) -> TokenLogprobs:
     return TokenLogprobs(row.logprob, row.top_ids, row.top_logprobs)

@@ -3,14 +3,12 @@
 Ray places, starts and kills the ranks and says when one died; plans travel by socket.
 """
 
-import contextlib
 import logging
-import os
 import secrets
-import signal
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 import ray
 from ray.actor import ActorHandle
@@ -22,9 +20,13 @@ from ray.util.scheduling_strategies import (
 
 from configs.engine import EngineConfig
 from configs.env import RANK_ENVIRONMENT
+from configs.observability import LogFormat
 from deployments.rank.actor import RankActor
 from deployments.rank.messages import LoadReport
+from deployments.rank.processes import await_end, sigkill
 from deployments.rank.transport import Listener, RankLinks, RanksLost
+
+_ENDING_SECONDS = 10.0
 
 logger = logging.getLogger("loray.rank.group")
 
@@ -32,31 +34,43 @@ logger = logging.getLogger("loray.rank.group")
 class RayRanks:
     """Rank actors of one driver replica; `start` may be called again after `stop`."""
 
-    def __init__(self, config: EngineConfig, folder: str, bundles: PlacementGroup | None) -> None:
-        """`bundles`: the replica's placement group, bundle 0 the driver's, then one a rank."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        folder: str,
+        bundles: PlacementGroup | None,
+        log_format: LogFormat = LogFormat.TEXT,
+    ) -> None:
+        """`bundles`: the replica's placement group, bundle 0 the driver's, then one a rank.
+
+        There is one rank for each bundle, however many GPUs it has.
+        """
         self._config = config
         self._folder = folder
         self._bundles = bundles
+        self._log_format = log_format
         self._namespace = f"loray-{secrets.token_hex(4)}"
         self._actors: list[ActorHandle] = []
         self._processes: list[tuple[str, int]] = []
         self._links: RankLinks | None = None
-        self._num_blocks: int | None = None
+        self._ending: list[Callable[[float], object]] = []
 
     def start(self) -> tuple[RankLinks, list[LoadReport]]:
         """Start, load and connect every rank; RanksLost says which step failed."""
         timeout_s = self._config.recovery.start_timeout_s
-        size = self._config.tensor_parallel
+        size = self._num_ranks
         began = time.monotonic()
-        self._actors = [self._spawn(rank) for rank in range(size)]
+        config = self._config.model_copy(update={"tensor_parallel": size})
+        self._actors = [self._spawn(config, rank) for rank in range(size)]
         try:
             self._processes = ray.get(
                 [actor.process.remote() for actor in self._actors], timeout=timeout_s
             )
             store = ray.get(self._actors[0].open_store.remote(size, timeout_s), timeout=timeout_s)
             logger.info("%d ranks placed in %.1f s, loading", size, time.monotonic() - began)
+            self._await_ends()
             measured = [actor.measure.remote(store, timeout_s) for actor in self._actors]
-            num_blocks = self._agree(min(ray.get(measured, timeout=timeout_s)))
+            num_blocks = min(ray.get(measured, timeout=timeout_s))
             allocated = [actor.allocate.remote(num_blocks) for actor in self._actors]
             reports: list[LoadReport] = ray.get(allocated, timeout=timeout_s)
             self._links = self._connect()
@@ -73,23 +87,24 @@ class RayRanks:
         for actor in self._actors:
             ray.kill(actor, no_restart=True)
         # A stopped process takes no message, Ray's included; only the kernel can end it.
-        for node, pid in self._processes:
-            _kill_process(node, pid)
+        self._ending += [_kill_process(node, pid) for node, pid in self._processes]
         self._actors, self._processes = [], []
 
-    def _agree(self, num_blocks: int) -> int:
-        """What the first group had room for; requests were admitted by it."""
-        if self._num_blocks is None:
-            self._num_blocks = num_blocks
-        if num_blocks < self._num_blocks:
-            raise RanksLost(
-                f"there is room for {num_blocks} cache blocks, not for {self._num_blocks} as at "
-                "the first start: the memory of the lost ranks is not free yet"
-            )
-        return self._num_blocks
+    def _await_ends(self) -> None:
+        """Let lost ranks give back their memory, or new ones would find less than there is."""
+        ending, self._ending = self._ending, []
+        deadline = time.monotonic() + _ENDING_SECONDS
+        for wait in ending:
+            wait(max(0.0, deadline - time.monotonic()))
 
-    def _spawn(self, rank: int) -> ActorHandle:
-        on_gpu = self._rank_bundle(rank).get("GPU", 0) > 0
+    @property
+    def _num_ranks(self) -> int:
+        if self._bundles is None:
+            return self._config.tensor_parallel
+        return len(self._bundles.bundle_specs) - 1
+
+    def _spawn(self, config: EngineConfig, rank: int) -> ActorHandle:
+        num_gpus = self._rank_bundle(rank).get("GPU", 0)
         strategy = (
             PlacementGroupSchedulingStrategy(self._bundles, placement_group_bundle_index=1 + rank)
             if self._bundles is not None
@@ -99,12 +114,13 @@ class RayRanks:
             name=f"rank-{rank}",
             namespace=f"{self._namespace}-{secrets.token_hex(2)}",
             num_cpus=self._rank_bundle(rank).get("CPU", 0),
-            num_gpus=1 if on_gpu else 0,
+            num_gpus=num_gpus,
             max_concurrency=2,
-            runtime_env={"env_vars": RANK_ENVIRONMENT} if on_gpu else None,
+            # A rank alone with several GPUs needs to see those and no others.
+            runtime_env={"env_vars": RANK_ENVIRONMENT} if num_gpus == 1 else None,
             scheduling_strategy=strategy,
         )
-        return actor.remote(self._config, self._folder, rank)
+        return actor.remote(config, self._folder, rank, self._log_format)
 
     def _rank_bundle(self, rank: int) -> dict[str, float]:
         if self._bundles is None:
@@ -127,21 +143,23 @@ class RayRanks:
         return links
 
 
-def _kill_process(node: str, pid: int) -> None:
-    """SIGKILL a rank's process wherever it is; one that is gone is fine."""
+def _kill_process(node: str, pid: int) -> Callable[[float], object]:
+    """SIGKILL a rank's process wherever it is; returns what waits so many seconds for its end."""
     if node == ray.get_runtime_context().get_node_id():
-        _sigkill(pid)
-        return
+        sigkill(pid)
+        return partial(await_end, pid)
     affinity = NodeAffinitySchedulingStrategy(node, soft=False)
-    killer = ray.remote(_sigkill).options(
+    killer = ray.remote(_end_process).options(
         num_cpus=0, scheduling_strategy=affinity, max_retries=0, name="kill-rank"
     )
-    killer.remote(pid)
+    killed = killer.remote(pid)
+    # Where the node is gone too, the task fails and nobody needs to wait.
+    return lambda timeout_s: ray.wait([killed], timeout=timeout_s)
 
 
-def _sigkill(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
+def _end_process(pid: int) -> None:
+    sigkill(pid)
+    await_end(pid, _ENDING_SECONDS)
 
 
 def _watch(runs: list["ray.ObjectRef[None]"], lost: Callable[[str], None]) -> None:

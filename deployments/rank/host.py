@@ -1,6 +1,7 @@
 """What a rank does from its start to its end, whatever process it lives in."""
 
 import os
+import sys
 import time
 from datetime import timedelta
 
@@ -15,7 +16,8 @@ from deployments.rank.worker import Worker
 from modeling.loading import pick_device
 from modeling.runners import RunnerChoice, choose_runner
 from scheduler.plan import Capacity
-from sharding.group import connect
+from sharding.connect import connect
+from sharding.group import TensorParallel
 
 
 class StoreAddress(msgspec.Struct, frozen=True):
@@ -51,27 +53,36 @@ class RankHost:
         )
         self._rank = rank
         self._chosen: RunnerChoice | None = None
+        self._group: TensorParallel | None = None
         self._started = time.monotonic()
 
     def measure(self, store: Store, timeout_s: float) -> int:
         """Join the group and load the weights; returns how many cache blocks would fit."""
         device = self._enter_thread()
-        group = connect(store, self._rank, self._config.tensor_parallel, device, timeout_s)
+        size, all_reduce = self._config.tensor_parallel, self._config.all_reduce
+        self._group = connect(store, self._rank, size, device, timeout_s, all_reduce)
         # Under Ray this process sees GPUs that are not its own.
         spread = self._cuda_ordinal is None
-        self._chosen = choose_runner(self._config, group, device, spread)
-        return self._chosen.runner.measure()
+        self._chosen = choose_runner(self._config, self._group, device, spread)
+        return min(self._chosen.runner.measure(), self._most_blocks())
+
+    def _most_blocks(self) -> int:
+        """How many cache blocks the limits allow."""
+        tokens = self._config.limits.max_batch_total_tokens
+        return sys.maxsize if tokens is None else max(1, tokens // self._config.cache.block_size)
 
     def allocate(self, num_blocks: int) -> LoadReport:
         """Allocate num_blocks of cache (the group's minimum) and report what this rank holds."""
         self._enter_thread()
         assert self._chosen is not None, "measure comes first"
+        assert self._group is not None
         report = self._chosen.runner.allocate(num_blocks)
         capacity = Capacity(
             num_blocks=report.num_blocks,
             block_size=report.block_size,
             projections=report.projections,
             adapter_pages=report.adapter_pages,
+            pool_pages=report.pool_pages,
             adapter_slots=report.adapter_slots,
             host_bytes=report.host_bytes,
             max_total_tokens=report.max_total_tokens,
@@ -86,6 +97,7 @@ class RankHost:
             device=report.device,
             attention=f"{report.attention} ({report.attention_reason})",
             adapter_kernel=f"{report.adapter_kernel} ({report.adapter_kernel_reason})",
+            all_reduce=self._group.how,
             weight_bytes_read=report.weight_bytes_read,
             weight_bytes_resident=report.weight_bytes_resident,
             cache_bytes=report.kv_bytes,
@@ -97,7 +109,13 @@ class RankHost:
         """Run plans until the driver hangs up or a step fails."""
         self._enter_thread()
         assert self._chosen is not None, "measure comes first"
-        Worker(self._chosen.runner, self._rank, channel).run()
+        threads = self._config.adapters.staging_threads
+        Worker(self._chosen.runner, self._rank, channel, threads).run()
+
+    def check(self) -> None:
+        """Assert what must hold while no step or fill is under way."""
+        assert self._chosen is not None, "measure comes first"
+        self._chosen.runner.check()
 
     def _enter_thread(self) -> torch.device:
         """Set what torch keeps for each thread; Ray may run every method on another one."""

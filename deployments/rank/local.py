@@ -11,7 +11,7 @@ from deployments.rank.host import RankHost
 from deployments.rank.messages import LoadReport
 from deployments.rank.transport import Channel, RankLinks
 from sharding.group import memory_store
-from sharding.sources import fetch_model
+from sharding.sources.model import fetch_model
 
 
 class LocalRanks:
@@ -22,13 +22,14 @@ class LocalRanks:
         self._config = config
         self._links: RankLinks | None = None
         self._threads: list[threading.Thread] = []
+        self._hosts: list[RankHost] = []
 
     def start(self) -> tuple[RankLinks, list[LoadReport]]:
         """Load every rank; returns the links and what each rank reported."""
         size = self._config.tensor_parallel
         timeout_s = self._config.recovery.start_timeout_s
         folder = str(fetch_model(self._config.model))
-        hosts = [RankHost(self._config, folder, rank) for rank in range(size)]
+        hosts = self._hosts = [RankHost(self._config, folder, rank) for rank in range(size)]
         store = memory_store()
         with ThreadPoolExecutor(size) as pool:
             measured = pool.map(lambda host: host.measure(store, timeout_s), hosts)
@@ -48,6 +49,12 @@ class LocalRanks:
         for thread in self._threads:
             thread.join(timeout=10.0)
         self._threads.clear()
+        self._hosts = []
+
+    def check(self) -> None:
+        """Assert what must hold on every rank while no step or fill is under way."""
+        for host in self._hosts:
+            host.check()
 
     def _spawn(self, rank: int, work: Callable[[], None]) -> None:
         thread = threading.Thread(target=work, name=f"rank-{rank}", daemon=True)

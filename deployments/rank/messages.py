@@ -20,9 +20,13 @@ class Step(msgspec.Struct, frozen=True, tag="step"):
 
 
 class Stage(msgspec.Struct, frozen=True, tag="stage"):
-    """Bring this adapter into the host tier, beside the steps."""
+    """Bring this adapter into the host tier, beside the steps.
+
+    attempt: its number among all; answers bear it, for one may come after it was given up.
+    """
 
     adapter: FetchedAdapter
+    attempt: int = 0
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
@@ -41,6 +45,23 @@ class Staged(msgspec.Struct, frozen=True, tag="staged"):
     rank: int
     key: AdapterKey
     shape: AdapterShape
+    attempt: int = 0
+
+
+class Deferred(msgspec.Struct, frozen=True, tag="deferred"):
+    """This rank's host tier has no room for the adapter now."""
+
+    rank: int
+    key: AdapterKey
+    shape: AdapterShape
+    attempt: int = 0
+
+
+class Placed(msgspec.Struct, frozen=True, tag="placed"):
+    """A fill is done on this rank: the adapter's bytes are on the device."""
+
+    rank: int
+    key: AdapterKey
 
 
 class StageFailed(msgspec.Struct, frozen=True, tag="stage_failed"):
@@ -50,6 +71,7 @@ class StageFailed(msgspec.Struct, frozen=True, tag="stage_failed"):
     key: AdapterKey
     refusal: AdapterRefusal
     message: str
+    attempt: int = 0
 
 
 class Broken(msgspec.Struct, frozen=True, tag="broken"):
@@ -60,7 +82,8 @@ class Broken(msgspec.Struct, frozen=True, tag="broken"):
 
 
 Command = Step | Stage | Stop
-Report = Stepped | Staged | StageFailed | Broken
+StageAnswer = Staged | Deferred | StageFailed
+Report = Stepped | StageAnswer | Placed | Broken
 
 
 class LoadReport(msgspec.Struct, frozen=True):
@@ -76,6 +99,7 @@ class LoadReport(msgspec.Struct, frozen=True):
     device: str
     attention: str
     adapter_kernel: str
+    all_reduce: str
     weight_bytes_read: int
     weight_bytes_resident: int
     cache_bytes: int

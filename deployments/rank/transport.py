@@ -17,7 +17,17 @@ from collections.abc import Sequence
 
 import msgspec
 
-from deployments.rank.messages import Broken, Command, Hello, Report, Staged, StageFailed, Stepped
+from deployments.rank.messages import (
+    Broken,
+    Command,
+    Deferred,
+    Hello,
+    Placed,
+    Report,
+    Staged,
+    StageFailed,
+    Stepped,
+)
 
 _LENGTH = struct.Struct("!I")
 _MAX_HELLO_BYTES = 4096
@@ -198,9 +208,10 @@ class RankLinks:
         self._selector = selectors.DefaultSelector()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(
-            Stepped | Staged | StageFailed | Broken
+            Stepped | Staged | Deferred | StageFailed | Placed | Broken
         )
         self._loss: str | None = None
+        self._woken = False
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
@@ -239,7 +250,13 @@ class RankLinks:
         self.wake()
 
     def wake(self) -> None:
-        """Make a blocked `receive` return, from any thread."""
+        """Make a blocked `receive` return, from any thread; one byte serves all who come by then.
+
+        Whatever the loop is woken for must be set before, for it may look at once.
+        """
+        if self._woken:
+            return
+        self._woken = True
         # A full pipe means that enough wakes are waiting; a closed one that nobody does.
         with contextlib.suppress(OSError):
             self._wake_writer.send(b"w")
@@ -256,3 +273,5 @@ class RankLinks:
         with contextlib.suppress(BlockingIOError):
             while self._wake_reader.recv(4096):
                 continue
+        # Not before the last byte is read, or one could be eaten whose sender counts on it.
+        self._woken = False

@@ -1,10 +1,12 @@
 """One rank's work: plans in, tokens out, adapters staged beside the steps. Knows no Ray.
 
-Three kinds of thread: the reader drains the socket so that the driver never blocks on a rank
-that computes; the main thread launches steps in the order of their plans; the reporter waits
-for each step's tokens, so that the main thread may launch the next step meanwhile.
+The reader drains the socket so that the driver never blocks on a rank that computes; the main
+thread launches fills and steps in the order of their plans; two reporters wait, one for each
+step's tokens, one for each fill, so that the main thread may launch the next step meanwhile;
+staging threads read adapters, several side by side.
 """
 
+import contextlib
 import logging
 import queue
 import threading
@@ -17,6 +19,7 @@ from typing import Protocol
 import msgspec
 
 from configs.adapters import (
+    AdapterDeferred,
     AdapterError,
     AdapterKey,
     AdapterRefusal,
@@ -27,8 +30,11 @@ from deployments.rank.batch import forward_batch, step_result
 from deployments.rank.messages import (
     Broken,
     Command,
+    Deferred,
+    Placed,
     Report,
     Stage,
+    StageAnswer,
     Staged,
     StageFailed,
     Step,
@@ -39,9 +45,15 @@ from deployments.rank.transport import Channel
 from modeling.batch import ForwardBatch, StepOutput
 from scheduler.plan import StepPlan
 
-_STAGING_THREADS = 4
-
 logger = logging.getLogger("loray.rank.worker")
+
+
+class Filled(Protocol):
+    """A fill under way."""
+
+    def wait(self) -> None:
+        """Block until the adapter's bytes are on the device."""
+        ...
 
 
 class Runner(Protocol):
@@ -52,11 +64,14 @@ class Runner(Protocol):
         ...
 
     def stage(self, adapter: FetchedAdapter) -> AdapterShape:
-        """Read, check, cut and keep an adapter in host memory; AdapterError if it is refused."""
+        """Read, check, cut and keep an adapter in host memory.
+
+        AdapterError if it is refused, AdapterDeferred if there is no room for it now.
+        """
         ...
 
-    def place(self, key: AdapterKey, slot: int, pages: Sequence[Sequence[int]]) -> None:
-        """Move a staged adapter to device pages, ordered before the next step."""
+    def place(self, key: AdapterKey, slot: int, pages: Sequence[Sequence[int]]) -> Filled:
+        """Start to move a staged adapter to device pages, beside the steps."""
         ...
 
     def drop(self, key: AdapterKey) -> None:
@@ -74,21 +89,28 @@ class _Launched:
 class Worker:
     """Runs the plans of one driver on one runner until the driver says stop or hangs up."""
 
-    def __init__(self, runner: Runner, rank: int, channel: Channel) -> None:
+    def __init__(
+        self, runner: Runner, rank: int, channel: Channel, staging_threads: int = 4
+    ) -> None:
         """Bind a loaded runner to a connected channel."""
         self._runner = runner
         self._rank = rank
         self._channel = channel
         self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
         self._launched: queue.SimpleQueue[_Launched | None] = queue.SimpleQueue()
+        self._filling: queue.SimpleQueue[tuple[AdapterKey, Filled] | None] = queue.SimpleQueue()
+        self._staging_threads = staging_threads
 
     def run(self) -> None:
         """Work until the end of the stream; a step that raises is reported, then re-raised."""
-        staging = ThreadPoolExecutor(_STAGING_THREADS, thread_name_prefix="stage")
+        staging = ThreadPoolExecutor(self._staging_threads, thread_name_prefix="stage")
         reader = threading.Thread(target=self._read, args=(staging,), name="reader", daemon=True)
-        reporter = threading.Thread(target=self._report_steps, name="reporter", daemon=True)
-        reader.start()
-        reporter.start()
+        reporters = [
+            threading.Thread(target=self._report_steps, name="reporter", daemon=True),
+            threading.Thread(target=self._report_fills, name="fill-reporter", daemon=True),
+        ]
+        for thread in (reader, *reporters):
+            thread.start()
         try:
             while (plan := self._plans.get()) is not None:
                 self._launch(plan)
@@ -98,14 +120,17 @@ class Worker:
             raise
         finally:
             self._launched.put(None)
+            self._filling.put(None)
             staging.shutdown(wait=False, cancel_futures=True)
-            reporter.join(timeout=5.0)
+            for thread in reporters:
+                thread.join(timeout=5.0)
             self._channel.close()
 
     def _launch(self, plan: StepPlan) -> None:
         started = time.perf_counter()
         for fill in plan.fills:
-            self._runner.place(fill.key, fill.slot, fill.pages)
+            filled = self._runner.place(fill.key, fill.slot, fill.pages)
+            self._filling.put((fill.key, filled))
         for key in plan.drops:
             self._runner.drop(key)
         self._launched.put(_Launched(plan, self._runner.step(forward_batch(plan)), started))
@@ -117,7 +142,8 @@ class Worker:
             if isinstance(command, Step):
                 self._plans.put(command.plan)
             elif isinstance(command, Stage):
-                staging.submit(self._stage, command.adapter)
+                with contextlib.suppress(RuntimeError):  # the main thread has ended already
+                    staging.submit(self._stage, command)
             else:
                 break
         self._plans.put(None)
@@ -134,18 +160,33 @@ class Worker:
                 seconds = time.perf_counter() - launched.started
                 self._send(Stepped(step_result(launched.plan, sampled, seconds)))
 
-    def _stage(self, adapter: FetchedAdapter) -> None:
+    def _report_fills(self) -> None:
+        while (filling := self._filling.get()) is not None:
+            key, filled = filling
+            try:
+                filled.wait()
+            except Exception as error:
+                self._break(error)
+                return
+            self._send(Placed(self._rank, key))
+
+    def _stage(self, stage: Stage) -> None:
+        self._send(self._answer(stage.adapter, stage.attempt))
+
+    def _answer(self, adapter: FetchedAdapter, attempt: int) -> StageAnswer:
+        """Stage an adapter and tell what became of it."""
+        rank, key = self._rank, adapter.key
         try:
-            shape = self._runner.stage(adapter)
+            return Staged(rank, key, self._runner.stage(adapter), attempt)
+        except AdapterDeferred as deferred:
+            return Deferred(rank, key, deferred.shape, attempt)
         except AdapterError as error:
-            self._send(StageFailed(self._rank, adapter.key, error.refusal, error.message))
+            return StageFailed(rank, key, error.refusal, error.message, attempt)
         except Exception as error:
             # Whatever is wrong with one adapter's files must not hold up its requests for ever.
             logger.exception("staging adapter %s failed", adapter.name)
             message = f"adapter {adapter.name!r} could not be read: {error}"
-            self._send(StageFailed(self._rank, adapter.key, AdapterRefusal.UNAVAILABLE, message))
-        else:
-            self._send(Staged(self._rank, adapter.key, shape))
+            return StageFailed(rank, key, AdapterRefusal.UNAVAILABLE, message, attempt)
 
     def _break(self, error: Exception) -> None:
         logger.exception("a step failed")

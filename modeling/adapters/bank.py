@@ -1,38 +1,60 @@
 """The bank: where adapters' rank rows lie, on the host as staged and on the device as placed."""
 
-import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from configs.adapters import AdapterError, AdapterKey, AdapterRefusal, AdapterShape, FetchedAdapter
-from modeling.adapters.peft import PeftAdapter, open_adapter
-from modeling.adapters.projection import Projection, Segments
-from modeling.transfer import to_device
-from sharding.sources import fingerprint
+from configs.adapters import AdapterKey, AdapterShape, FetchedAdapter
+from modeling.adapters.copies import (
+    PAGE_ROWS,
+    CopiesSize,
+    HostCopies,
+    StagedAdapter,
+    copy_bytes,
+    page_bytes,
+    take,
+)
+from modeling.adapters.fills import Filled, Fills
+from modeling.adapters.projection import Projection
 
-PAGE_ROWS = 8
+__all__ = [
+    "PAGE_ROWS",
+    "AdapterBank",
+    "BankSize",
+    "Placement",
+    "Pool",
+    "copy_bytes",
+    "page_bytes",
+    "take",
+]
 
 
 @dataclass(frozen=True)
 class BankSize:
-    """What a bank holds: pages in each projection's pool, slots, the largest rank, host bytes."""
+    """What a bank holds: pages in each projection's pool, slots, the largest rank, host bytes.
+
+    copies: pages, of one matrix each, in the pools of whole embeddings and heads.
+    """
 
     pages: int
     slots: int
     max_rank: int
     host_bytes: int
+    copies: int = 0
+
+    def pages_of(self, projection: Projection) -> int:
+        """Pages in the pool of one projection."""
+        return self.copies if projection.kind.whole else self.pages
 
 
 @dataclass(frozen=True)
 class Pool:
     """One projection's rank rows: a [pages, layers, 8, in], bt [pages, layers, 8, out].
 
-    The widths are this rank's own slices. The same layout holds a staged adapter on the host.
+    The widths are this rank's own slices.
     """
 
     a: Tensor
@@ -42,25 +64,6 @@ class Pool:
     def nbytes(self) -> int:
         """Bytes of both halves."""
         return self.a.nbytes + self.bt.nbytes
-
-
-@dataclass(frozen=True)
-class StagedAdapter:
-    """An adapter in host memory: one pool-shaped piece and the true ranks for each projection.
-
-    ranks: int32 [projections, layers]; 0 where a place is not adapted.
-    """
-
-    pieces: tuple[Pool, ...]
-    ranks: Tensor
-
-    @property
-    def shape(self) -> AdapterShape:
-        """What it takes."""
-        return AdapterShape(
-            num_pages=tuple(piece.a.shape[0] for piece in self.pieces),
-            host_bytes=sum(piece.nbytes for piece in self.pieces),
-        )
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,11 @@ class Placement:
             self._views[projection, layer] = factors
         return factors
 
+    def matrix(self, projection: int) -> Tensor:
+        """Return a whole embedding or head, [rows of the pool, hidden]: a view of its page."""
+        (page,) = self._pages[projection]
+        return self._pools[projection].a[page].flatten(0, 1)
+
 
 def _rows(pool: Tensor, pages: list[int], layer: int) -> Tensor:
     """Return the rows of some pages at a layer: [8 * pages, width]; a view for one page."""
@@ -117,8 +125,8 @@ def _rows(pool: Tensor, pages: list[int], layer: int) -> Tensor:
 class AdapterBank:
     """Device pools, page tables and the host tier of one rank.
 
-    `stage` may run on any thread, beside steps; `place` belongs to the thread that runs steps,
-    for it writes what kernels read, in the order of the plans.
+    `stage` and `drop` may run on any thread, beside steps; `place` and `reading` belong to the
+    thread that launches steps, for they order what kernels read.
 
     page_table: int32 [slots, projections, pages of max_rank], ranks: int32 [slots, projections,
     layers], both on the device at addresses that never move.
@@ -135,20 +143,31 @@ class AdapterBank:
         self.projections = tuple(projections)
         self.size = size
         self.pools = tuple(
-            _empty_pool(projection, size.pages, dtype, device) for projection in self.projections
+            _empty_pool(p, size.pages_of(p), dtype, device) for p in self.projections
         )
-        layers = max((p.num_layers for p in self.projections), default=0)
+        layers = max((p.num_ranked for p in self.projections), default=0)
         count = len(self.projections)
         max_pages = -(-size.max_rank // PAGE_ROWS)
         self.page_table = torch.zeros(
             size.slots, count, max_pages, dtype=torch.int32, device=device
         )
         self.ranks = torch.zeros(size.slots, count, layers, dtype=torch.int32, device=device)
+        on_cuda = device.type == "cuda"
+        # What a fill writes of a slot's tables; a row is written anew once it was copied.
+        self._host_table = torch.zeros(self.page_table.shape, dtype=torch.int32, pin_memory=on_cuda)
+        self._host_ranks = torch.zeros(self.ranks.shape, dtype=torch.int32, pin_memory=on_cuda)
         self._placements: list[Placement | None] = [None] * size.slots
-        self._staged: dict[AdapterKey, StagedAdapter] = {}
-        self._lock = threading.Lock()
-        self._dtype = dtype
-        self._pin = device.type == "cuda"
+        self._filled: dict[int, Filled] = {}
+        self._last_fill: dict[AdapterKey, Filled] = {}
+        self._owners: list[dict[int, int]] = [{} for _ in self.projections]
+        self._fills = Fills(device)
+        copies = CopiesSize(self.pool_pages, size.max_rank, size.host_bytes if size.slots else 0)
+        self._copies = HostCopies(self.projections, copies, dtype, on_cuda)
+
+    @property
+    def pool_pages(self) -> tuple[int, ...]:
+        """Pages of each projection's pool."""
+        return tuple(self.size.pages_of(projection) for projection in self.projections)
 
     @property
     def pool_bytes(self) -> int:
@@ -157,51 +176,47 @@ class AdapterBank:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of all staged adapters."""
-        with self._lock:
-            return sum(staged.shape.host_bytes for staged in self._staged.values())
+        """Bytes of the arena that staged adapters take."""
+        return self._copies.num_bytes
+
+    @property
+    def host_capacity(self) -> int:
+        """Bytes of the arena."""
+        return self._copies.capacity_bytes
 
     def stage(self, adapter: FetchedAdapter) -> AdapterShape:
         """Read, judge and cut an adapter, and keep it in host memory until `drop`.
 
-        Raises AdapterError when it cannot be served exactly or can never fit.
+        Raises AdapterError when it cannot be served exactly or can never fit, AdapterDeferred
+        when there is no room for it now.
         """
-        with self._lock:
-            staged = self._staged.get(adapter.key)
-        if staged is None:
-            folder = Path(adapter.folder)
-            staged = self._read(folder)
-            if adapter.fingerprint and fingerprint(folder) != adapter.fingerprint:
-                raise AdapterError(
-                    AdapterRefusal.UNAVAILABLE,
-                    f"adapter {adapter.name!r} changed while it was read: try again",
-                )
-            with self._lock:
-                self._staged[adapter.key] = staged
-        return staged.shape
+        return self._copies.stage(adapter)
 
-    def place(self, key: AdapterKey, slot: int, pages: Sequence[Sequence[int]]) -> None:
-        """Copy a staged adapter into its pages and name it by `slot`.
+    def place(self, key: AdapterKey, slot: int, pages: Sequence[Sequence[int]]) -> Filled:
+        """Start to copy a staged adapter into its pages, and name it by `slot`; waits for nothing.
 
         pages: for each projection, one page index for each page of its AdapterShape.
         """
-        with self._lock:
-            staged = self._staged.get(key)
-        assert staged is not None, f"adapter {key} is placed but was never staged"
+        staged = self._copies.find(key)
         table = [list(part) for part in pages]
-        counts = [piece.a.shape[0] for piece in staged.pieces]
+        counts = [len(part) for part in staged.pages]
         assert [len(part) for part in table] == counts, (key, table, counts)
-        for pool, piece, part in zip(self.pools, staged.pieces, table, strict=True):
-            for index, page in enumerate(part):
-                pool.a[page].copy_(piece.a[index], non_blocking=self._pin)
-                pool.bt[page].copy_(piece.bt[index], non_blocking=self._pin)
-        self._write_tables(slot, table, staged.ranks)
+        if slot in self._filled:
+            self._filled[slot].wait()  # Long since done, unless a slot is filled twice at once.
+        with self._fills.fill(slot, self._take_over(slot, table)) as filled:
+            self._copy(staged, slot, table)
         self._placements[slot] = Placement(self.pools, table, staged.ranks)
+        self._filled[slot] = self._last_fill[key] = filled
+        return filled
+
+    def reading(self, slots: Sequence[int]) -> AbstractContextManager[None]:
+        """Launch a step inside that reads these slots (-1: the base model)."""
+        return self._fills.reading(slots)
 
     def drop(self, key: AdapterKey) -> None:
         """Forget the host copy of an adapter; a key that is not there is ignored."""
-        with self._lock:
-            self._staged.pop(key, None)
+        last = self._last_fill.pop(key, None)
+        self._copies.drop(key, None if last is None else last.event)
 
     def placement(self, slot: int) -> Placement:
         """Return what lies at a slot."""
@@ -215,74 +230,35 @@ class AdapterBank:
         return placement is not None and placement.rank(projection, 0) > 0
 
     def check(self) -> None:
-        """Assert that no page is out of its pool; slots may name pages that were reused since."""
+        """Assert that no page is out of its pool; slots may name pages that were reused since.
+
+        And that the arena holds the staged adapters; not while one is read.
+        """
         for placement in self._placements:
             if placement is not None:
-                pages = [page for part in placement._pages for page in part]
-                assert all(0 <= page < self.size.pages for page in pages), pages
+                parts = zip(placement._pages, self.pool_pages, strict=True)
+                assert all(0 <= page < most for part, most in parts for page in part)
+        self._copies.check()
 
-    def _write_tables(self, slot: int, table: list[list[int]], ranks: Tensor) -> None:
-        rows = np.zeros(self.page_table.shape[1:], dtype=np.int32)
-        for index, part in enumerate(table):
-            rows[index, : len(part)] = part
-        device = self.page_table.device
-        self.page_table[slot].copy_(to_device(rows, device))
-        self.ranks[slot].copy_(to_device(ranks.numpy(), device))
+    def _take_over(self, slot: int, table: list[list[int]]) -> set[int]:
+        """Note whose the pages are from now on; returns whose they were."""
+        before = set()
+        for owners, part in zip(self._owners, table, strict=True):
+            before |= {owners[page] for page in part if page in owners}
+            owners.update(dict.fromkeys(part, slot))
+        return before
 
-    def _read(self, folder: Path) -> StagedAdapter:
-        adapter = open_adapter(folder, self.projections, self.size.max_rank)
-        ranks = torch.zeros(self.ranks.shape[1:], dtype=torch.int32)
-        for place, rank in adapter.ranks.items():
-            ranks[place.projection, place.layer] = rank
-        num_pages = [-(-int(row.max()) // PAGE_ROWS) for row in ranks]
-        self._check_fits(num_pages)
-        return StagedAdapter(self._cut(adapter, num_pages), ranks)
-
-    def _check_fits(self, num_pages: list[int]) -> None:
-        """Refuse what no amount of eviction could ever place."""
-        for projection, count in zip(self.projections, num_pages, strict=True):
-            if count > self.size.pages:
-                raise AdapterError(
-                    AdapterRefusal.TOO_LARGE,
-                    f"the adapter needs {count} pages of {projection.name}, this server's pool "
-                    f"has {self.size.pages}: raise adapters.device_pages, or train with a "
-                    "smaller r",
-                )
-        width = self._dtype.itemsize * PAGE_ROWS
-        total = sum(
-            count * p.num_layers * width * (p.local_inputs + p.local_outputs)
-            for p, count in zip(self.projections, num_pages, strict=True)
-        )
-        if total > self.size.host_bytes:
-            raise AdapterError(
-                AdapterRefusal.TOO_LARGE,
-                f"the adapter takes {total} bytes on this rank, the host tier has "
-                f"{self.size.host_bytes}: raise adapters.host_bytes",
-            )
-
-    def _cut(self, adapter: PeftAdapter, num_pages: list[int]) -> tuple[Pool, ...]:
-        """Read an adapter's modules into zeroed host pieces, cut to this rank."""
-        pieces = tuple(
-            _zero_piece(projection, count, self._dtype, self._pin)
-            for projection, count in zip(self.projections, num_pages, strict=True)
-        )
-        for module in adapter.read():
-            projection = self.projections[module.place.projection]
-            piece, layer = pieces[module.place.projection], module.place.layer
-            _write_rows(piece.a, layer, take(module.a, projection.inputs))
-            _write_rows(piece.bt, layer, take(module.b.t(), projection.outputs))
-        return pieces
-
-
-def take(rows: Tensor, segments: Segments) -> Tensor:
-    """Keep the columns of `segments`, in their order: [r, whole] to [r, local]."""
-    return torch.cat([rows[:, start:stop] for start, stop in segments], dim=1)
-
-
-def page_bytes(projections: Sequence[Projection], dtype: torch.dtype) -> int:
-    """Bytes of one page in every pool: the unit in which pools are sized."""
-    widths = sum(p.num_layers * (p.local_inputs + p.local_outputs) for p in projections)
-    return PAGE_ROWS * dtype.itemsize * widths
+    def _copy(self, staged: StagedAdapter, slot: int, table: list[list[int]]) -> None:
+        for pool, pages, part in zip(self.pools, staged.pages, table, strict=True):
+            for page, index in zip(pages, part, strict=True):
+                page.a.copy_to(pool.a[index].flatten(0, 1))
+                page.bt.copy_to(pool.bt[index].flatten(0, 1))
+        rows = self._host_table[slot].zero_()
+        for row, part in zip(rows, table, strict=True):
+            row[: len(part)] = torch.tensor(part, dtype=torch.int32)
+        self._host_ranks[slot] = staged.ranks
+        self.page_table[slot].copy_(rows, non_blocking=True)
+        self.ranks[slot].copy_(self._host_ranks[slot], non_blocking=True)
 
 
 def _empty_pool(
@@ -293,18 +269,3 @@ def _empty_pool(
         a=torch.empty(*shape, projection.local_inputs, dtype=dtype, device=device),
         bt=torch.empty(*shape, projection.local_outputs, dtype=dtype, device=device),
     )
-
-
-def _zero_piece(projection: Projection, pages: int, dtype: torch.dtype, pin: bool) -> Pool:
-    shape = (pages, projection.num_layers, PAGE_ROWS)
-    return Pool(
-        a=torch.zeros(*shape, projection.local_inputs, dtype=dtype, pin_memory=pin),
-        bt=torch.zeros(*shape, projection.local_outputs, dtype=dtype, pin_memory=pin),
-    )
-
-
-def _write_rows(piece: Tensor, layer: int, rows: Tensor) -> None:
-    """Write rank rows [r, width] over the pages of a layer, from the first row on."""
-    for index, start in enumerate(range(0, len(rows), PAGE_ROWS)):
-        part = rows[start : start + PAGE_ROWS]
-        piece[index, layer, : len(part)] = part

@@ -23,9 +23,16 @@ class AdapterColumnLinear(nn.Module):
 
     def forward(self, x: Tensor, adapter_data: AdapterData | None) -> Tensor:
         """[tokens, in] to [tokens, local_out]."""
-        y: Tensor = self.base(x)
-        if adapter_data is not None:
-            adapter_data.add(y, x, self._layer, self._targets)
+        if adapter_data is None:
+            plain: Tensor = self.base(x)
+            return plain
+        weight = self.base.weight
+        if self.base.bias is None and adapter_data.has_product(x, weight, self._targets):
+            y = x.new_empty(len(x), len(weight))
+            adapter_data.product(y, x, weight, self._layer, self._targets)
+        else:
+            y = self.base(x)
+        adapter_data.add(y, x, self._layer, self._targets)
         return y
 
 
@@ -44,9 +51,16 @@ class AdapterRowLinear(nn.Module):
 
     def partial(self, x: Tensor, adapter_data: AdapterData | None) -> Tensor:
         """[tokens, local_in] to this rank's summand of [tokens, out], deltas included."""
-        y = self.base.partial(x)
-        if adapter_data is not None:
-            adapter_data.add(y, x, self._layer, self._targets)
+        if adapter_data is None:
+            return self.base.partial(x)
+        weight = self.base.weight
+        if self.base.bias is None and adapter_data.has_product(x, weight, self._targets):
+            room = self.base.room(x)
+            y = x.new_empty(len(x), len(weight)) if room is None else room
+            adapter_data.product(y, x, weight, self._layer, self._targets)
+        else:
+            y = self.base.partial(x)
+        adapter_data.add(y, x, self._layer, self._targets)
         return y
 
     def forward(self, x: Tensor, adapter_data: AdapterData | None) -> Tensor:

@@ -2,39 +2,39 @@
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from configs.adapters import AdapterRefusal
 from modeling.adapters.peft_config import LoraPlan, read_config, refuse
-from modeling.adapters.projection import Projection, ProjectionKind
+from modeling.adapters.peft_ends import (
+    PREFIX,
+    WEIGHT_SUFFIX,
+    EndTensors,
+    Matrix,
+    check_finite,
+    check_tying,
+    check_type,
+    find_ends,
+)
+from modeling.adapters.projection import Place, Projection, ProjectionKind
 
 WEIGHTS_NAME = "adapter_model.safetensors"
-PREFIX = "base_model.model."
 SUFFIXES = {"A": ".lora_A.weight", "B": ".lora_B.weight"}
 EMBEDDING_SUFFIXES = {"A": ".lora_embedding_A", "B": ".lora_embedding_B"}
-COPY_SUFFIX = ".base_layer.weight"
-"""PEFT saves the base weight of adapted embeddings and heads beside their factors."""
+IDLE_SUFFIXES = (".lora_velora_embed",)
+"""Tensors beside the factors that only a backward pass reads."""
+
 OPEN_ADVICE = (
     "start the server with adapters.vocabulary true (LoRA factors only), or retrain with "
     "target_modules inside the layers"
 )
-COPY_ROWS = 4096
-"""Rows of a copied base weight that are compared at once."""
-FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a module's delta belongs: index of the projection, and the layer."""
-
-    projection: int
-    layer: int
+ENDS = frozenset({"embed_tokens", "lm_head", "embed_in", "embed_out", "wte"})
+"""What the vocabulary's two ends are called."""
 
 
 @dataclass(frozen=True)
@@ -54,39 +54,46 @@ class PeftAdapter:
     plan: LoraPlan
     modules: dict[str, Place]
     projections: tuple[Projection, ...]
+    ends: EndTensors = field(default_factory=EndTensors)
 
     @property
     def ranks(self) -> dict[Place, int]:
-        """True rank of every adapted place."""
-        return {place: self.plan.rank_of(module) for module, place in self.modules.items()}
+        """True rank of every adapted place; a whole matrix, which has none, counts as 1."""
+        whole = dict.fromkeys(self.ends.matrices.values(), 1)
+        return whole | {place: self.plan.rank_of(name) for name, place in self.modules.items()}
 
     def read(self) -> Iterator[LoraModule]:
         """Yield the modules one by one; refuses values that are not finite."""
         with safe_open(self.path, framework="pt") as file:
-            self._check_copies(file)
+            self.ends.check_copies(file)
             for module, place in self.modules.items():
-                key_a, key_b = (_key(self.projections[place.projection], module, s) for s in "AB")
-                # The fold happens once, in float32, whatever type the pools have.
-                a = cast(Tensor, file.get_tensor(key_a)).float()
-                b = cast(Tensor, file.get_tensor(key_b)).float()
-                b = b * self.plan.scaling_of(module)
-                _check_finite(key_a, a)
-                _check_finite(key_b, b)
-                yield LoraModule(place, a, b)
+                yield LoraModule(place, *self.factors(file, module, self.plan.scaling_of(module)))
 
-    def _check_copies(self, file: Any) -> None:
-        """Refuse a copy of a base weight that says anything else in this rank's rows."""
-        for module, place in self.modules.items():
-            projection = self.projections[place.projection]
-            key = PREFIX + module + COPY_SUFFIX
-            if projection.base is None or key not in file.keys():  # noqa: SIM118
-                continue
-            _check_copy(key, file.get_slice(key), projection)
+    def factors(self, file: Any, module: str, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+        """A [r, in] and scale * B [out, r] of a module in float32; refuses what is not finite."""
+        projection = self.projections[self.modules[module].projection]
+        key_a, key_b = (_key(projection, module, side) for side in "AB")
+        # The fold happens once, in float32, whatever type the pools have.
+        a = cast(Tensor, file.get_tensor(key_a)).float()
+        b = cast(Tensor, file.get_tensor(key_b)).float() * scale
+        check_finite(key_a, a)
+        check_finite(key_b, b)
+        return a, b
+
+    def read_matrices(self) -> Iterator[Matrix]:
+        """Yield whole embeddings and heads, this rank's rows; refuses what is not finite."""
+        with safe_open(self.path, framework="pt") as file:
+            yield from self.ends.read(file, self.projections)
 
 
-def open_adapter(folder: Path, projections: Sequence[Projection], max_rank: int) -> PeftAdapter:
-    """Judge a folder's config, tensor names, types and shapes; reads no weights yet."""
-    plan = read_config(folder)
+def open_adapter(
+    folder: Path, projections: Sequence[Projection], max_rank: int, plan: LoraPlan | None = None
+) -> PeftAdapter:
+    """Judge a folder's config, tensor names, types and shapes; reads no weights yet.
+
+    plan: what the config comes to, where that was judged before.
+    """
+    plan = plan or read_config(folder)
     path = folder / WEIGHTS_NAME
     if not path.is_file():
         other = " (only a .bin)" if any(folder.glob("*.bin")) else ""
@@ -95,24 +102,29 @@ def open_adapter(folder: Path, projections: Sequence[Projection], max_rank: int)
             "save_pretrained(..., safe_serialization=True)"
         )
     known = {
-        projection.module.format(layer=layer): Place(index, layer)
+        module: Place(index, layer)
         for index, projection in enumerate(projections)
+        if not projection.kind.whole
         for layer in range(projection.num_layers)
+        for module in projection.modules(layer)
     }
     adapter = PeftAdapter(path, plan, known, tuple(projections))
     try:
         with safe_open(path, framework="pt") as file:
+            adapter = replace(adapter, ends=find_ends(set(file.keys()), plan, projections))
             adapter = replace(adapter, modules=_match(file.keys(), adapter))
+            adapter.ends.check(file, projections)
             for module, side in itertools.product(adapter.modules, ("A", "B")):
                 projection = projections[known[module].projection]
                 key = _key(projection, module, side)
                 tensor = file.get_slice(key)
-                _check_type(key, tensor.get_dtype())
+                check_type(key, tensor.get_dtype())
                 _check_shape(_Side(module, side), tuple(tensor.get_shape()), plan, projection)
+            check_tying(file, plan, projections, adapter.modules)
     except (SafetensorError, OSError) as error:
         refuse(f"{WEIGHTS_NAME} cannot be read: {error}; save or upload it again")
     _check_ranks(adapter, max_rank)
-    _check_tying(adapter)
+    _check_once(adapter)
     return adapter
 
 
@@ -132,26 +144,22 @@ def _match(keys: Iterable[str], adapter: PeftAdapter) -> dict[str, Place]:
     """Map every tensor to a place of the model; refuse what has none, and lone halves."""
     known, projections = adapter.modules, adapter.projections
     factors: dict[str, tuple[str, str]] = {}
-    copies: dict[str, str] = {}
     for module, place in known.items():
         projection = projections[place.projection]
         factors |= {_key(projection, module, side): (module, side) for side in "AB"}
-        if projection.kind is not ProjectionKind.LINEAR:
-            copies[PREFIX + module + COPY_SUFFIX] = module
-    found: dict[str, set[str]] = {}
-    for key in keys:
-        if key in copies:
-            found.setdefault(copies[key], set())
-        elif key in factors:
+    idle = {PREFIX + module + suffix for module in known for suffix in IDLE_SUFFIXES}
+    found: dict[str, set[str]] = {module: set() for module in adapter.ends.copied}
+    for key in set(keys) - idle:
+        if key in factors:
             module, side = factors[key]
             found.setdefault(module, set()).add(side)
-        else:
+        elif key not in adapter.ends.names:
             _refuse_tensor(key, adapter)
     for module, sides in found.items():
         for side in sorted({"A", "B"} - sides):
             missing = _key(projections[known[module].projection], module, side)
             refuse(f"{missing} is missing beside its partner: the file is incomplete")
-    if not found:
+    if not found and not adapter.ends.matrices:
         refuse(f"{WEIGHTS_NAME} holds no LoRA tensor: it adapts nothing")
     # In the model's order, so that staging walks the pools in memory order.
     return {module: place for module, place in known.items() if module in found}
@@ -159,7 +167,7 @@ def _match(keys: Iterable[str], adapter: PeftAdapter) -> dict[str, Place]:
 
 def _refuse_tensor(key: str, adapter: PeftAdapter) -> NoReturn:
     known = adapter.modules
-    if any(part in key for part in ("embed", "lm_head", "wte", "wpe")):
+    if not ENDS.isdisjoint(key.split(".")):
         is_open = any(p.kind is not ProjectionKind.LINEAR for p in adapter.projections)
         refuse(
             f"tensor {key} adapts the vocabulary (embeddings or head), which is not served here: "
@@ -171,19 +179,6 @@ def _refuse_tensor(key: str, adapter: PeftAdapter) -> NoReturn:
         f"in {len(known)} places, named {PREFIX}<module>.lora_A.weight): is the adapter for "
         "another base model?"
     )
-
-
-def _check_type(key: str, dtype: str) -> None:
-    if dtype not in FLOATS:
-        refuse(f"{key} has type {dtype}: save the adapter in float32, float16 or bfloat16")
-
-
-def _check_finite(key: str, tensor: Tensor) -> None:
-    if not bool(torch.isfinite(tensor).all()):
-        refuse(
-            f"{key} holds values that are not finite (NaN or infinity): the training diverged; "
-            "save a good checkpoint"
-        )
 
 
 def _check_shape(
@@ -220,31 +215,11 @@ def _check_ranks(adapter: PeftAdapter, max_rank: int) -> None:
             )
 
 
-def _check_tying(adapter: PeftAdapter) -> None:
-    kinds = {adapter.projections[place.projection].kind for place in adapter.modules.values()}
-    if adapter.plan.ensure_weight_tying and kinds != {ProjectionKind.LINEAR}:
-        refuse(
-            "ensure_weight_tying=True is not served with an adapted embedding or head: "
-            "retrain without it"
-        )
-
-
-def _check_copy(key: str, copy: Any, projection: Projection) -> None:
-    """Compare an adapter's copy of a base weight with this rank's rows, some at a time."""
-    base = projection.base
-    assert base is not None
-    is_embedding = projection.kind is ProjectionKind.EMBEDDING
-    vocab_size = projection.in_features if is_embedding else projection.out_features
-    if tuple(copy.get_shape()) != (vocab_size, base.shape[1]):
-        refuse(
-            f"{key} has shape {copy.get_shape()}: the vocabulary was resized, which is not served"
-        )
-    ((first, _),) = projection.inputs if is_embedding else projection.outputs
-    for start in range(0, len(base), COPY_ROWS):
-        own = base[start : start + COPY_ROWS].cpu()
-        saved = copy[first + start : first + start + len(own)].to(own.dtype)
-        if not torch.equal(own, saved):
-            refuse(
-                f"{key} is not this model's weight: it was trained as a whole, or the adapter is "
-                "for another base model; save the adapter with save_embedding_layers=False"
-            )
+def _check_once(adapter: PeftAdapter) -> None:
+    """Refuse a place that the file adapts twice, by two names or by factors and a matrix."""
+    whole = {key.removesuffix(WEIGHT_SUFFIX) for key in adapter.ends.matrices}
+    taken: set[Place] = set()
+    for module, place in adapter.modules.items():
+        if place in taken or PREFIX + module in whole:
+            refuse(f"{module} is adapted twice: save the adapter again")
+        taken.add(place)

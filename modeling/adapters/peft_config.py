@@ -18,11 +18,11 @@ CONFIG_NAME = "adapter_config.json"
 
 SERVED = frozenset(
     {"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"}
-    | {"init_lora_weights", "ensure_weight_tying"}
+    | {"init_lora_weights", "ensure_weight_tying", "modules_to_save"}
 )
 
 IGNORED: Mapping[str, str] = {
-    "task_type": "which head was trained; a head of its own is refused by modules_to_save",
+    "task_type": "which head was trained; a head of its own kind is refused by modules_to_save",
     "auto_mapping": "how PEFT finds the base class",
     "peft_version": "informational",
     "base_model_name_or_path": "informational; shapes are compared instead",
@@ -39,7 +39,7 @@ IGNORED: Mapping[str, str] = {
     "eva_config": "init only; what it chose is in rank_pattern and alpha_pattern",
     "corda_config": "init only; init_lora_weights says whether it was used",
     "lora_ga_config": "init only; init_lora_weights says whether it was used",
-    "velora_config": "changes the backward pass only",
+    "velora_config": "changes the backward pass only; what the file holds of it is not read",
     "qalora_group_size": "read only when use_qalora is set",
     "runtime_config": "never saved",
 }
@@ -48,7 +48,6 @@ REFUSED: Mapping[str, str] = {
     "bias": 'retrain with bias="none", or merge the biases into the base model',
     "lora_bias": "retrain with lora_bias=false",
     "use_dora": "retrain without DoRA, or merge the adapter into the base model",
-    "modules_to_save": "retrain without modules_to_save, or merge them into the base model",
     "trainable_token_indices": "merge the trained tokens into the base model",
     "alora_invocation_tokens": "activated LoRA is not served; retrain as plain LoRA",
     "target_parameters": "adapt modules (target_modules) instead of bare parameters",
@@ -66,7 +65,12 @@ HARMLESS_INITS = frozenset({"gaussian", "eva", "orthogonal", "mica"})
 the others subtract from them, so that A and B alone do not give the trained model."""
 
 MAX_QUANTIFIERS = 3
+MAX_GROUPS = 3
+MAX_ALTERNATIVES = 128
 """In one pattern: what bounds the time of a match to a polynomial of the module's path length."""
+
+# A question mark is one too, but for those that begin a group's kind or make another one lazy.
+_QUANTIFIER = re.compile(r"[*+{]|(?<![(*+?}])\?")
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,8 @@ class LoraPlan:
     """What an adapter_config.json says about ranks and scalings, module by module.
 
     rank_pattern, alpha_pattern: compiled in the file's order; the first match wins, as in PEFT.
-    ensure_weight_tying: an adapted embedding and head were trained as one.
+    ensure_weight_tying: an adapted embedding and head were trained as one. modules_to_save:
+    ends of paths whose weights the file holds whole.
     """
 
     rank: int
@@ -83,6 +88,7 @@ class LoraPlan:
     rank_pattern: tuple[tuple[re.Pattern[str], int], ...]
     alpha_pattern: tuple[tuple[re.Pattern[str], float], ...]
     ensure_weight_tying: bool = False
+    modules_to_save: tuple[str, ...] = ()
 
     def rank_of(self, module: str) -> int:
         """Return the rank of a module, named by its path in the base model."""
@@ -107,7 +113,7 @@ def read_config(folder: Path) -> LoraPlan:
         refuse(f"no {CONFIG_NAME} among the adapter's files: it was not saved by PEFT")
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         refuse(f"{CONFIG_NAME} is not valid JSON: {error}")
     if not isinstance(fields, dict):
         refuse(f"{CONFIG_NAME} must hold an object, found {type(fields).__name__}")
@@ -138,6 +144,7 @@ def parse_config(fields: Mapping[str, object]) -> LoraPlan:
             for key, value in _mapping("alpha_pattern", fields.get("alpha_pattern")).items()
         ),
         ensure_weight_tying=_flag("ensure_weight_tying", fields.get("ensure_weight_tying")),
+        modules_to_save=_names("modules_to_save", fields.get("modules_to_save")),
     )
 
 
@@ -188,6 +195,15 @@ def _flag(name: str, value: object) -> bool:
     refuse(f"{name}={_short(value)} must be true or false")
 
 
+def _names(name: str, value: object) -> tuple[str, ...]:
+    # Empty values of any type are how a field is left out.
+    if value is None or value is False or value in ("", [], {}):
+        return ()
+    if not isinstance(value, list) or not all(isinstance(each, str) and each for each in value):
+        refuse(f"{name}={_short(value)} must be a list of names")
+    return tuple(value)
+
+
 def _mapping(name: str, value: object) -> dict[str, object]:
     if value is None:
         return {}
@@ -198,10 +214,14 @@ def _mapping(name: str, value: object) -> dict[str, object]:
 
 def _pattern(name: str, key: str) -> re.Pattern[str]:
     """Compile a pattern key as PEFT's get_pattern_key matches it: a regex for the path's end."""
-    # A stranger's regex runs in our process: nested repetition could take for ever.
-    if re.search(r"\)[*+{]", key) or len(re.findall(r"[*+{]", key)) > MAX_QUANTIFIERS:
+    # A stranger's regex runs in our process: nested repetition could take for ever, and so could
+    # many places that may each match in two ways.
+    repeated = re.search(r"\)[*+{]", key) or len(_QUANTIFIER.findall(key)) > MAX_QUANTIFIERS
+    num_bars = key.count("|")
+    branched = num_bars and (num_bars > MAX_ALTERNATIVES or key.count("(") > MAX_GROUPS)
+    if repeated or branched:
         refuse(
-            f"{name} key {_short(key)} repeats too much to be matched in bounded time: "
+            f"{name} key {_short(key)} repeats or branches too much to be matched in bounded time: "
             "write the module names out"
         )
     try:

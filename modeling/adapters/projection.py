@@ -7,15 +7,40 @@ from torch import Tensor
 
 from sharding.slicing import Segments, width
 
-__all__ = ["Projection", "ProjectionKind", "Segments", "width"]
+__all__ = ["WHOLE_KINDS", "Place", "Projection", "ProjectionKind", "Segments", "width"]
 
 
 class ProjectionKind(Enum):
-    """What a projection maps: vectors, token ids to vectors, or vectors to logits."""
+    """What an adapter changes: a linear map, one of the vocabulary's ends, or all of an end.
+
+    WHOLE_EMBEDDING, WHOLE_HEAD: no factors but a matrix in the base weight's stead.
+    """
 
     LINEAR = "linear"
     EMBEDDING = "embedding"
     HEAD = "head"
+    WHOLE_EMBEDDING = "whole embedding"
+    WHOLE_HEAD = "whole head"
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is a matrix and no factors."""
+        return self in (ProjectionKind.WHOLE_EMBEDDING, ProjectionKind.WHOLE_HEAD)
+
+
+WHOLE_KINDS = {
+    ProjectionKind.EMBEDDING: ProjectionKind.WHOLE_EMBEDDING,
+    ProjectionKind.HEAD: ProjectionKind.WHOLE_HEAD,
+}
+"""Kinds of factors, and the kind of the matrices at the same end."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a module's delta belongs: index of the projection, and the layer."""
+
+    projection: int
+    layer: int
 
 
 @dataclass(frozen=True)
@@ -29,7 +54,11 @@ class Projection:
     outputs: rows of B that this rank keeps (its cut for column-parallel, all for row-parallel).
     num_layers: how many layers have it.
     base: for embeddings and heads, this rank's rows of the base weight, one for each of its
-    token ids: PEFT saves a copy of it, which must say the same.
+    token ids: PEFT saves a copy of it, which must say the same. Tied ends have one and the same.
+    alias: another path that adapters may know the module by.
+
+    A whole matrix [token ids, hidden] lies in its pool as pages of 8 rows a layer would: its
+    rows by eights are its "layers", so that one page is all of it; `inputs` is the hidden size.
     """
 
     name: str
@@ -41,6 +70,17 @@ class Projection:
     num_layers: int
     kind: ProjectionKind = ProjectionKind.LINEAR
     base: Tensor | None = field(default=None, compare=False, repr=False)
+    alias: str | None = None
+
+    def modules(self, layer: int) -> tuple[str, ...]:
+        """The paths by which adapters may name the module of a layer."""
+        own = self.module.format(layer=layer)
+        return (own,) if self.alias is None else (own, self.alias)
+
+    @property
+    def num_ranked(self) -> int:
+        """Layers that have a rank of their own."""
+        return 1 if self.kind.whole else self.num_layers
 
     @property
     def local_inputs(self) -> int:

@@ -5,52 +5,85 @@
 
 The embedding's delta joins before the all-reduce of the base product, the head's before the
 all-gather. Both are two small products for each adapter that has them, in plain torch.
+
+An adapter may bring a whole matrix W' instead, and its rows then get what W' gives in W's stead:
+y[t] = W'[id(t)], z[n] = W' x[n], cut like the base weight. The matrix itself is kept and no
+difference W' - W, which half precision would round.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
+from torch.nn import functional as F
 
-from modeling.adapters.bank import AdapterBank
+from modeling.adapters.bank import PAGE_ROWS, AdapterBank
 from modeling.adapters.kernels.base import AdapterData, Target
 from modeling.adapters.kernels.reference import Group
-from modeling.adapters.projection import Projection, ProjectionKind
+from modeling.adapters.projection import WHOLE_KINDS, Projection, ProjectionKind
 from modeling.transfer import to_device
 from sharding.embedding import ParallelHead, VocabParallelEmbedding
 from sharding.slicing import whole
 
 
+@dataclass(frozen=True)
+class EndNames:
+    """The module paths of both ends; head_alias: another one of the head's."""
+
+    embedding: str
+    head: str
+    head_alias: str | None = None
+
+
 def vocabulary_projections(
-    names: tuple[str, str], embedding: VocabParallelEmbedding, head: ParallelHead
-) -> tuple[Projection, Projection]:
-    """The two ends as projections; names: the module paths of both."""
+    names: EndNames, embedding: VocabParallelEmbedding, head: ParallelHead, whole_ends: bool = False
+) -> tuple[Projection, ...]:
+    """The two ends as projections, of factors and, with whole_ends, of matrices too."""
     vocab_size, hidden, cut = embedding.vocab_size, embedding.weight.shape[1], embedding.cut
-    held = cut.stop - cut.start
+    rows = embedding.weight[: cut.stop - cut.start]
     tokens = Projection(
-        name=names[0].rsplit(".", 1)[-1],
-        module=names[0],
+        name=names.embedding.rsplit(".", 1)[-1],
+        module=names.embedding,
         in_features=vocab_size,
         out_features=hidden,
         inputs=cut.rows,
         outputs=whole(hidden),
         num_layers=1,
         kind=ProjectionKind.EMBEDDING,
-        base=embedding.weight[:held],
+        base=rows,
     )
     logits = Projection(
-        name=names[1].rsplit(".", 1)[-1],
-        module=names[1],
+        name=names.head.rsplit(".", 1)[-1],
+        module=names.head,
+        alias=names.head_alias,
         in_features=hidden,
         out_features=vocab_size,
         inputs=whole(hidden),
         outputs=cut.rows,
         num_layers=1,
         kind=ProjectionKind.HEAD,
-        base=head.weight[:held],
+        # Tied ends share one tensor: that is how adapters see that they are tied.
+        base=rows if head.weight is embedding.weight else head.weight[: len(rows)],
     )
-    return tokens, logits
+    if not whole_ends:
+        return tokens, logits
+    return tokens, logits, *(_whole(end, cut.num_rows, hidden) for end in (tokens, logits))
+
+
+def _whole(end: Projection, num_rows: int, hidden: int) -> Projection:
+    """The projection of whole matrices at an end; num_rows: of the base weight, with padding."""
+    return Projection(
+        name=f"{end.name}.whole",
+        module=end.module,
+        in_features=hidden,
+        out_features=0,
+        inputs=whole(hidden),
+        outputs=(),
+        num_layers=-(-num_rows // PAGE_ROWS),
+        kind=WHOLE_KINDS[end.kind],
+    )
 
 
 class VocabularyAdapters:
@@ -64,20 +97,37 @@ class VocabularyAdapters:
         logit_slots: npt.NDArray[np.int64],
     ) -> None:
         """token_slots: each token's adapter slot (-1: base); logit_slots: each logits row's."""
-        kinds = [projection.kind for projection in bank.projections]
+        kinds = {projection.kind: index for index, projection in enumerate(bank.projections)}
         self._layers = layers
-        self._embedding = kinds.index(ProjectionKind.EMBEDDING)
-        self._head = kinds.index(ProjectionKind.HEAD)
+        self._embedding = kinds[ProjectionKind.EMBEDDING]
+        self._head = kinds[ProjectionKind.HEAD]
         self._tokens = _groups(bank, token_slots, self._embedding)
         self._logits = _groups(bank, logit_slots, self._head)
+        self._whole_tokens = _matrices(bank, token_slots, kinds.get(ProjectionKind.WHOLE_EMBEDDING))
+        self._whole_logits = _matrices(bank, logit_slots, kinds.get(ProjectionKind.WHOLE_HEAD))
         self._num_logits = len(logit_slots)
+
+    def has_product(self, x: Tensor, weight: Tensor, targets: tuple[Target, ...]) -> bool:
+        """Whether the layers' kernel computes the base product; see `AdapterData`."""
+        return self._layers.has_product(x, weight, targets)
+
+    def product(
+        self, y: Tensor, x: Tensor, weight: Tensor, layer: int, targets: tuple[Target, ...]
+    ) -> None:
+        """Compute the base product of a layer's projections; see `AdapterData`."""
+        self._layers.product(y, x, weight, layer, targets)
 
     def add(self, y: Tensor, x: Tensor, layer: int, targets: tuple[Target, ...]) -> None:
         """Add the deltas of a layer's projections; see `AdapterData`."""
         self._layers.add(y, x, layer, targets)
 
     def embed(self, y: Tensor, local_ids: Tensor, foreign: Tensor | None) -> None:
-        """Add to y [tokens, hidden] what this rank's part of A gives; see `local_ids`."""
+        """Change y [tokens, hidden] by this rank's part of A, or of W'; see `local_ids`."""
+        for rows, matrix in self._whole_tokens:
+            found = F.embedding(local_ids[rows], matrix)
+            if foreign is not None:
+                found = found.masked_fill(foreign[rows].unsqueeze(-1), 0)
+            y[rows] = found
         for group in self._tokens:
             factors = group.placement.factors(self._embedding, 0)
             if not len(factors.a):  # a rank whose rows of the vocabulary are all padding
@@ -88,8 +138,10 @@ class VocabularyAdapters:
             y[group.rows] += found @ factors.bt
 
     def logits(self, z: Tensor, x: Tensor) -> None:
-        """Add to z [n, this rank's run] the deltas of the head, x: [n, hidden]."""
+        """Change z [n, this rank's run] by the adapters of the head; x: [n, hidden]."""
         assert len(x) == self._num_logits, (x.shape, self._num_logits)
+        for rows, matrix in self._whole_logits:
+            z[rows] = F.linear(x[rows], matrix[: z.shape[1]])
         for group in self._logits:
             factors = group.placement.factors(self._head, 0)
             part = z[:, : factors.bt.shape[1]]
@@ -104,12 +156,22 @@ def adapts_vocabulary(bank: AdapterBank, slots: Sequence[int]) -> bool:
 
 def _groups(bank: AdapterBank, slots: npt.NDArray[np.int64], projection: int) -> list[Group]:
     """The rows of each adapter that has this projection."""
-    groups = []
+    groups: list[Group] = []
     for slot in np.unique(slots[slots >= 0]).tolist():
         if bank.adapts(slot, projection):
             rows = to_device(np.flatnonzero(slots == slot), bank.page_table.device)
             groups.append(Group(rows, bank.placement(slot)))
     return groups
+
+
+def _matrices(
+    bank: AdapterBank, slots: npt.NDArray[np.int64], projection: int | None
+) -> list[tuple[slice | Tensor, Tensor]]:
+    """The rows of each adapter that brings a whole matrix, and the matrix."""
+    if projection is None:
+        return []
+    groups = _groups(bank, slots, projection)
+    return [(group.rows, group.placement.matrix(projection)) for group in groups]
 
 
 def embed_adapted(

@@ -19,7 +19,7 @@ from modeling.attention.base import (
     CapturedAttention,
     Words,
 )
-from modeling.attention.kv_cache import LayerCache
+from modeling.attention.kv_cache import FP8, LayerCache
 from modeling.attention.pages import leading_decodes, starts
 from modeling.transfer import to_device
 
@@ -63,6 +63,8 @@ class FlashAttention(AttentionBackend):
             return "needs a CUDA device"
         if spec.dtype not in (torch.float16, torch.bfloat16):
             return f"has no kernels for {spec.dtype}, only float16 and bfloat16"
+        if spec.cache_dtype == FP8:
+            return "has no kernels for an fp8 cache: take flashinfer, or set cache.dtype to auto"
         if spec.cache_dtype not in (None, spec.dtype):
             return f"has no kernels for a cache of {spec.cache_dtype} with {spec.dtype}"
         if spec.head_dim % 8 or spec.head_dim > MAX_HEAD_DIM:

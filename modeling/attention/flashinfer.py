@@ -1,8 +1,10 @@
 """Paged attention by FlashInfer: split-KV decode and causal prefill over the cache as it lies.
 
 Leading rows of one token go to the decode kernel, all others to the prefill kernel, which takes
-rows of any length. A plan is computed on the host and copied from one pinned buffer, so every
-plan exists twice, by turns: a buffer is rewritten only after its copy was executed.
+rows of any length. Over an fp8 cache both are FlashInfer's "fa2" kernels, which bring keys and
+values to the type of q on their way; its faster prefill on a Hopper ("fa3") would want fp8
+queries. A plan is computed on the host and copied from one pinned buffer, so every plan exists
+twice, by turns: a buffer is rewritten only after its copy was executed.
 """
 
 from collections.abc import Sequence
@@ -23,7 +25,7 @@ from modeling.attention.base import (
     CapturedAttention,
     Words,
 )
-from modeling.attention.kv_cache import LayerCache
+from modeling.attention.kv_cache import FP8, LayerCache
 from modeling.attention.pages import RowPages, leading_decodes, starts
 from modeling.transfer import to_device
 
@@ -88,12 +90,12 @@ class FlashInferAttention(AttentionBackend):
 
     @classmethod
     def lacks(cls, spec: AttentionSpec) -> str | None:
-        """Only half precision, only three head sizes, only CUDA."""
+        """Only half precision, over a cache of the same or of fp8, three head sizes, only CUDA."""
         if spec.device.type != "cuda":
             return "needs a CUDA device"
         if spec.dtype not in (torch.float16, torch.bfloat16):
             return f"has no kernels for {spec.dtype}, only float16 and bfloat16"
-        if spec.cache_dtype not in (None, spec.dtype):
+        if spec.cache_dtype not in (None, spec.dtype, FP8):
             return f"has no kernels for a cache of {spec.cache_dtype} with {spec.dtype}"
         if spec.head_dim not in HEAD_DIMS:
             return f"head_dim {spec.head_dim} is not one of {HEAD_DIMS}"
@@ -136,11 +138,13 @@ class FlashInferAttention(AttentionBackend):
         plan, split = step.plans[window], step.num_decode
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         pages = (cache.keys, cache.values)
+        # The scores take the keys' scale along with their own.
+        options = {"k_scale": cache.scales.keys} if cache.quantised else {}
         if plan.decode is not None:
-            plan.decode.run(q[:split], pages, out=out[:split])
+            plan.decode.run(q[:split], pages, out=out[:split], **options)
         if plan.prefill is not None:
-            plan.prefill.run(q[split:], pages, out=out[split:])
-        return out
+            plan.prefill.run(q[split:], pages, out=out[split:], **options)
+        return out if cache.scales.values == 1.0 else out.mul_(cache.scales.values)
 
     def captured_words(self, rows: int, max_blocks: int) -> int | None:
         """Row starts, last pages' lengths, and the ragged page list, which may fill up."""
@@ -174,7 +178,7 @@ class FlashInferAttention(AttentionBackend):
         return {
             "window_left": -1 if window is None else window - 1,
             "q_data_type": self.spec.dtype,
-            "kv_data_type": self.spec.dtype,
+            "kv_data_type": self.spec.cache_dtype or self.spec.dtype,
             "sm_scale": self.spec.scale,
         }
 

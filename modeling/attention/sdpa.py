@@ -3,6 +3,7 @@
 Rows of one token are gathered together, padded, into few calls; longer rows go one by one.
 Gathers are by token and not by page, so a row never touches what another one left in a page
 (padding repeats the row's own first token), not even where zero weight would meet a NaN.
+What is gathered is brought to the type of q, and an fp8 cache's to its scale, before it is used.
 A layer with a window gathers only the keys that some query of the row sees.
 """
 
@@ -197,13 +198,12 @@ class SdpaAttention(AttentionBackend):
     def _decode(self, q: Tensor, cache: LayerCache, group: DecodeGroup) -> Tensor:
         """[n, heads, head_dim]: the heads that share a KV head stand where queries would."""
         rows, heads, head_dim = q.shape
-        k = cache.flat_keys.index_select(0, group.slots).view(rows, -1, *cache.keys.shape[2:])
-        v = cache.flat_values.index_select(0, group.slots).view(k.shape)
+        k, v = (part.view(rows, -1, *part.shape[1:]) for part in cache.read(group.slots, q.dtype))
         folded = q.view(rows, k.shape[2], -1, head_dim)
         out = F.scaled_dot_product_attention(
             folded,
-            k.transpose(1, 2).to(q.dtype),
-            v.transpose(1, 2).to(q.dtype),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
             attn_mask=group.bias,
             scale=self.spec.scale,
         )
@@ -211,12 +211,11 @@ class SdpaAttention(AttentionBackend):
 
     def _attend(self, q: Tensor, cache: LayerCache, row: LongRow) -> Tensor:
         """One row's [queries, heads, head_dim]."""
-        k = cache.flat_keys.index_select(0, row.slots)
-        v = cache.flat_values.index_select(0, row.slots)
+        k, v = cache.read(row.slots, q.dtype)
         out = F.scaled_dot_product_attention(
             q.transpose(0, 1)[None],
-            k.transpose(0, 1)[None].to(q.dtype),
-            v.transpose(0, 1)[None].to(q.dtype),
+            k.transpose(0, 1)[None],
+            v.transpose(0, 1)[None],
             attn_mask=row.mask,
             is_causal=row.mask is None,
             scale=self.spec.scale,

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from modeling.attention.kv_cache import LayerCache
-from modeling.layers.fused import fused_ops
+from modeling.layers.fused import casts_to_fp8, fused_ops
 from modeling.layers.norm import RMSNorm
 from modeling.layers.rotary import rotate
 from sharding.slicing import HeadCut
@@ -50,7 +50,7 @@ def rotate_and_store(
     """
     num_rotated = heads.num_heads + heads.num_kv_heads
     split = qkv.view(qkv.shape[0], num_rotated + heads.num_kv_heads, -1)
-    fused = fused_ops(qkv.device) if split.is_contiguous() else None
+    fused = fused_ops(qkv.device) if split.is_contiguous() and _writable(cache) else None
     if fused and angles and stored is None and angles[0].shape[-1] == split.shape[-1]:
         return fused.rotate_and_store(split, heads.num_heads, angles, cache, slots)
     queries, keys, values = split_heads(qkv, heads, angles)
@@ -59,3 +59,8 @@ def rotate_and_store(
     else:
         cache.store(keys[stored], values[stored], slots[stored])
     return queries
+
+
+def _writable(cache: LayerCache) -> bool:
+    """Whether kernels of the cache's device, if it has any, can write to its pages."""
+    return not cache.quantised or casts_to_fp8(cache.keys.device)

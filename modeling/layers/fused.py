@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -16,12 +17,23 @@ class FusedOps:
     add_rms_norm: (x, residual or None, weight, eps) to (norm of the sum, the sum), as RMSNorm.
     silu_mul: gate and up side by side [tokens, 2 * n] to silu(gate) * up [tokens, n].
     rotate_and_store: (qkv [tokens, heads, head_dim], number of query heads, (cos, sin), cache,
-    slots) to q, rotated in place of what it was; k and v go to the cache.
+    slots) to q, rotated in place of what it was; k and v go to the cache, as LayerCache.store.
+    angles: (int64 positions [tokens], float32 frequencies [n], scale, type) to (cos, sin)
+    [tokens, 1, 2 * n], as Rotary.angles.
+    best: logits [rows, vocab] to int64 [rows], each row's best, the lowest id among equals.
     """
 
     add_rms_norm: Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]]
     silu_mul: Callable[[Tensor], Tensor]
     rotate_and_store: Callable[[Tensor, int, tuple[Tensor, Tensor], LayerCache, Tensor], Tensor]
+    angles: Callable[[Tensor, Tensor, float, torch.dtype], tuple[Tensor, Tensor]]
+    best: Callable[[Tensor], Tensor]
+
+
+@cache
+def casts_to_fp8(device: torch.device) -> bool:
+    """Whether kernels can write e4m3 numbers there: compute capability 8.9 and later."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def fused_ops(device: torch.device) -> FusedOps | None:

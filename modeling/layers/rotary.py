@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from configs.architectures.rope import Rope, RopeType
+from modeling.layers.fused import fused_ops
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
@@ -32,13 +33,17 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
 
 def _llama3(plain: Tensor, rope: Rope) -> Tensor:
     """Llama 3.1's rule: long waves are stretched by factor, short ones kept, the rest blended."""
-    context = rope.original_max_position_embeddings
-    wavelength = 2 * math.pi / plain
-    blend = (context / wavelength - rope.low_freq_factor) / (
-        rope.high_freq_factor - rope.low_freq_factor
+    context, low, high = (
+        rope.original_max_position_embeddings,
+        rope.low_freq_factor,
+        rope.high_freq_factor,
     )
-    blend = blend.clamp(0.0, 1.0)
-    return (1 - blend) * plain / rope.factor + blend * plain
+    wavelength = 2 * math.pi / plain
+    kept = torch.where(wavelength > context / low, plain / rope.factor, plain)
+    blend = (context / wavelength - low) / (high - low)
+    blended = (1 - blend) * plain / rope.factor + blend * plain
+    is_between = (wavelength >= context / high) & (wavelength <= context / low)
+    return torch.where(is_between, blended, kept)
 
 
 def _yarn(steps: Tensor, rope: Rope) -> Tensor:
@@ -86,6 +91,7 @@ class Rotary:
         self._frequencies = inverse_frequencies(rope, head_dim).to(device)
         self._scale = rope.attention_factor
         self._dtype = dtype
+        self._fused = fused_ops(device)
 
     def angles(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """(cos, sin), each [tokens, 1, width], for int positions [tokens].
@@ -93,6 +99,8 @@ class Rotary:
         sin bears the signs of the rotation, so that rotating needs no negation. Both bear the
         rope's attention_factor.
         """
+        if self._fused is not None and position_ids.dim() == 1:
+            return self._fused.angles(position_ids, self._frequencies, self._scale, self._dtype)
         angles = position_ids.unsqueeze(-1).float() * self._frequencies
         cos, sin = angles.cos(), angles.sin()
         if self._scale != 1.0:

@@ -1,20 +1,26 @@
 """The layers' small operations in Triton: one read and one write of each tensor, one launch each.
 
-All compute in float32 and round once where torch's own operations round after each.
+All compute in float32 and round once where torch's own operations round after each. They are
+programmatic dependent launches (PDL): each starts while the kernel before it ends, reads what
+that one wrote only after `gdc_wait`, and lets the next one start.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from modeling.attention.kv_cache import LayerCache
+from modeling.attention.kv_cache import FP8_MAX, LayerCache
 from modeling.layers.fused import FusedOps
+from modeling.layers.triton_launch import Launcher, aligned
 
 SILU_COLUMNS = 1024
 HEADS_A_PROGRAM = 4
+BEST_COLUMNS = 4096
 
 Pointer = Any
 
@@ -30,11 +36,17 @@ def _add_rms_norm(
     size: tl.constexpr,
     width: tl.constexpr,
     has_residual: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """Norm one row of x + residual; width: the power of two that holds size."""
+    if PDL:
+        gdc_launch_dependents()
     start = tl.program_id(0).to(tl.int64) * size
     columns = tl.arange(0, width)
     inside = columns < size
+    factors = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
     values = tl.load(x + start + columns, mask=inside, other=0.0)
     if has_residual:
         before = tl.load(residual + start + columns, mask=inside, other=0.0)
@@ -43,13 +55,21 @@ def _add_rms_norm(
         tl.store(total + start + columns, values, mask=inside)
     wide = values.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / size + eps)
-    factors = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(normed + start + columns, (wide * scale * factors).to(values.dtype), mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _silu_mul(gate_up: "Pointer", out: "Pointer", size: tl.constexpr, width: tl.constexpr) -> None:
+def _silu_mul(
+    gate_up: "Pointer",
+    out: "Pointer",
+    size: tl.constexpr,
+    width: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
     """One run of `width` columns of one row."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * width + tl.arange(0, width)
     inside = columns < size
@@ -61,6 +81,18 @@ def _silu_mul(gate_up: "Pointer", out: "Pointer", size: tl.constexpr, width: tl.
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _fitted(x: "Any", factor: float, most: tl.constexpr, clamped: "Pointer", mask: "Any") -> "Any":
+    """x * factor, or the nearest that a cache of numbers up to `most` can hold; notes the latter.
+
+    What is no number stays none.
+    """
+    scaled = x.to(tl.float32) * factor
+    beyond = tl.abs(scaled) > most
+    tl.store(clamped + tl.zeros_like(scaled).to(tl.int32), 1, mask=mask & beyond)
+    return tl.where(beyond, tl.where(scaled > 0, most, -most), scaled)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _rotate_and_store(
     qkv: "Pointer",
     cos: "Pointer",
@@ -68,16 +100,25 @@ def _rotate_and_store(
     keys: "Pointer",
     values: "Pointer",
     slots: "Pointer",
+    clamped: "Pointer",
+    key_factor: float,
+    value_factor: float,
     num_heads: tl.constexpr,
     num_kv_heads: tl.constexpr,
     half: tl.constexpr,
     width: tl.constexpr,
     block: tl.constexpr,
+    most: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """A few heads of one token: q rotates in place, k rotates into the cache, v moves there.
 
     half: of a head; width: the power of two that holds it. sin bears the rotation's signs.
+    most: 0, or the largest number of a cache that k and v go into times their factors.
     """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     heads = (tl.program_id(1) * block + tl.arange(0, block))[:, None]
     columns = tl.arange(0, width)[None, :]
@@ -102,6 +143,11 @@ def _rotate_and_store(
 
     tl.store(source, new_low, mask=is_query)
     tl.store(source + half, new_high, mask=is_query)
+    if most:
+        new_low = _fitted(new_low, key_factor, most, clamped, is_key)
+        new_high = _fitted(new_high, key_factor, most, clamped, is_key)
+        raw_low = _fitted(raw_low, value_factor, most, clamped + 1, is_value)
+        raw_high = _fitted(raw_high, value_factor, most, clamped + 1, is_value)
     cached = tl.load(slots + token) * num_kv_heads * 2 * half + columns
     key = cached + (heads - num_heads) * 2 * half
     tl.store(keys + key, new_low.to(keys.dtype.element_ty), mask=is_key)
@@ -111,24 +157,98 @@ def _rotate_and_store(
     tl.store(values + value + half, raw_high.to(values.dtype.element_ty), mask=is_value)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _angles(
+    positions: "Pointer",
+    frequencies: "Pointer",
+    cos: "Pointer",
+    sin: "Pointer",
+    scale: float,
+    half: tl.constexpr,
+    width: tl.constexpr,
+) -> None:
+    """One token's cosines and sines; width: the power of two that holds half."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, width)
+    inside = columns < half
+    position = tl.load(positions + token).to(tl.float32)
+    angle = position * tl.load(frequencies + columns, mask=inside, other=0.0)
+    out = token * 2 * half + columns
+    cosine = (tl.cos(angle) * scale).to(cos.dtype.element_ty)
+    sine = (tl.sin(angle) * scale).to(sin.dtype.element_ty)
+    tl.store(cos + out, cosine, mask=inside)
+    tl.store(cos + out + half, cosine, mask=inside)
+    tl.store(sin + out, -sine, mask=inside)
+    tl.store(sin + out + half, sine, mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _best_of_run(
+    logits: "Pointer",
+    values: "Pointer",
+    ids: "Pointer",
+    vocab: "Any",
+    stride: "Any",
+    width: tl.constexpr,
+) -> None:
+    """The best of one run of `width` columns of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * width + tl.arange(0, width)
+    found = tl.load(logits + row * stride + columns, mask=columns < vocab, other=-float("inf"))
+    value, at = tl.max(found.to(tl.float32), axis=0, return_indices=True)
+    out = row * tl.num_programs(1) + tl.program_id(1)
+    tl.store(values + out, value)
+    tl.store(ids + out, tl.program_id(1) * width + at)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _best_of_runs(
+    values: "Pointer", ids: "Pointer", best: "Pointer", runs: "Any", width: tl.constexpr
+) -> None:
+    """The best of a row's runs, the first among equals; width: the power of two that holds them."""
+    row = tl.program_id(0).to(tl.int64)
+    run = tl.arange(0, width)
+    found = tl.load(values + row * runs + run, mask=run < runs, other=-float("inf"))
+    at = tl.argmax(found, axis=0)
+    tl.store(best + row, tl.load(ids + row * runs + at).to(tl.int64))
+
+
+_LAUNCH_ADD_RMS_NORM = Launcher(_add_rms_norm)
+_LAUNCH_SILU_MUL = Launcher(_silu_mul)
+_LAUNCH_ROTATE_AND_STORE = Launcher(_rotate_and_store)
+
+
+@cache
+def has_dependent_launch(device: torch.device) -> bool:
+    """Whether kernels may start before the one ahead of them has ended: Hopper and later."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def launch_options(dependent: bool) -> dict[str, bool]:
+    """Options of a launch that is a programmatic dependent one, or not."""
+    return {"launch_pdl": True} if dependent else {}
+
+
 def add_rms_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """y = w * s / sqrt(mean(s^2) + eps), s = x + residual: (y, s), both [tokens, size]."""
-    size = x.shape[-1]
+    tokens, size = x.shape
     normed = torch.empty_like(x)
     total = x if residual is None else torch.empty_like(x)
-    _add_rms_norm[(x.shape[0],)](
-        x,
-        x if residual is None else residual,
-        weight,
-        normed,
-        total,
-        eps,
-        size=size,
-        width=triton.next_power_of_2(size),
-        has_residual=residual is not None,
-        num_warps=8 if size > 1024 else 4,
+    added = x if residual is None else residual
+    dependent = has_dependent_launch(x.device)
+    _LAUNCH_ADD_RMS_NORM(
+        (size, residual is None, x.dtype, x.device, aligned(x, added, weight)),
+        (tokens,),
+        (x, added, weight, normed, total, eps),
+        {
+            "size": size,
+            "width": triton.next_power_of_2(size),
+            "has_residual": residual is not None,
+            "PDL": dependent,
+        },
+        {"num_warps": 8 if size > 1024 else 4, **launch_options(dependent)},
     )
     return normed, total
 
@@ -137,34 +257,68 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """y[t, j] = silu(g[t, j]) * u[t, j], g the first half of the columns, u the second."""
     tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(tokens, size, dtype=gate_up.dtype, device=gate_up.device)
-    grid = (tokens, triton.cdiv(size, SILU_COLUMNS))
-    _silu_mul[grid](gate_up, out, size=size, width=SILU_COLUMNS)
+    dependent = has_dependent_launch(gate_up.device)
+    _LAUNCH_SILU_MUL(
+        (size, gate_up.dtype, gate_up.device, aligned(gate_up)),
+        (tokens, -(-size // SILU_COLUMNS)),
+        (gate_up, out),
+        {"size": size, "width": SILU_COLUMNS, "PDL": dependent},
+        launch_options(dependent),
+    )
     return out
 
 
 def rotate_and_store(
     qkv: Tensor, num_heads: int, angles: tuple[Tensor, Tensor], cache: LayerCache, slots: Tensor
 ) -> Tensor:
-    """q' = q cos + swap(q) sin in place, the same for k into the cache, v as it is.
+    """q' = q cos + swap(q) sin in place, the same for k into the cache, v as it is; see LayerCache.
 
     qkv: [tokens, heads + 2 * kv_heads, head_dim]; returns q [tokens, heads, head_dim].
     """
     tokens, all_heads, head_dim = qkv.shape
     half = head_dim // 2
-    _rotate_and_store[(tokens, triton.cdiv(all_heads, HEADS_A_PROGRAM))](
-        qkv,
-        *angles,
-        cache.keys,
-        cache.values,
-        slots,
-        num_heads=num_heads,
-        num_kv_heads=(all_heads - num_heads) // 2,
-        half=half,
-        width=triton.next_power_of_2(half),
-        block=HEADS_A_PROGRAM,
-        num_warps=4,
+    dependent = has_dependent_launch(qkv.device)
+    pointers = (qkv, *angles, cache.keys, cache.values, slots, cache.clamped)
+    shape = (all_heads, num_heads, half, qkv.dtype, angles[0].dtype, cache.keys.dtype)
+    _LAUNCH_ROTATE_AND_STORE(
+        (*shape, qkv.device, aligned(*pointers)),
+        (tokens, -(-all_heads // HEADS_A_PROGRAM)),
+        (*pointers, 1 / cache.scales.keys, 1 / cache.scales.values),
+        {
+            "num_heads": num_heads,
+            "num_kv_heads": (all_heads - num_heads) // 2,
+            "half": half,
+            "width": triton.next_power_of_2(half),
+            "block": HEADS_A_PROGRAM,
+            "most": int(FP8_MAX) if cache.quantised else 0,
+            "PDL": dependent,
+        },
+        {"num_warps": 4, **launch_options(dependent)},
     )
     return qkv[:, :num_heads]
 
 
-OPS = FusedOps(add_rms_norm, silu_mul, rotate_and_store)
+def angles(
+    positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """(scale cos(p f), scale sin(p f)), each twice side by side, sin's first time negated."""
+    tokens, half = positions.shape[0], frequencies.shape[0]
+    cos, sin = torch.empty(2, tokens, 1, 2 * half, dtype=dtype, device=positions.device)
+    width = triton.next_power_of_2(half)
+    _angles[(tokens,)](positions, frequencies, cos, sin, scale, half=half, width=width, num_warps=1)
+    return cos, sin
+
+
+def best(logits: Tensor) -> Tensor:
+    """argmax_v logits[t, v] in two launches: one looks at runs of columns, one at the runs."""
+    rows, vocab = logits.shape
+    runs = triton.cdiv(vocab, BEST_COLUMNS)
+    values = torch.empty(rows, runs, dtype=torch.float32, device=logits.device)
+    ids = torch.empty(rows, runs, dtype=torch.int32, device=logits.device)
+    found = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    _best_of_run[(rows, runs)](logits, values, ids, vocab, logits.stride(0), width=BEST_COLUMNS)
+    _best_of_runs[(rows,)](values, ids, found, runs, width=triton.next_power_of_2(runs))
+    return found
+
+
+OPS = FusedOps(add_rms_norm, silu_mul, rotate_and_store, angles, best)

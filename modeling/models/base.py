@@ -57,21 +57,26 @@ class PagedModel(Protocol):
         """
         ...
 
+    def head(self, hidden: Tensor, adapter_data: AdapterData | None) -> Tensor:
+        """Logits [n, vocab_size] of hidden states [n, ...] as `paged` gives them without a head.
+
+        adapter_data: None, or the step's with these n tokens as those that get logits.
+        """
+        ...
+
+    def adapt_vocabulary(self, whole_ends: bool = False) -> None:
+        """Add embedding and head to `projections`; called once, before anything reads those.
+
+        whole_ends: adapters may bring a whole embedding or head too.
+        """
+        ...
+
 
 @runtime_checkable
 class Windowed(Protocol):
     """A model some of whose layers see only the last tokens; windows: as in AttentionSpec."""
 
     windows: tuple[int | None, ...]
-
-
-@runtime_checkable
-class AdaptableVocabulary(Protocol):
-    """A model whose embedding and head adapters may change."""
-
-    def adapt_vocabulary(self) -> None:
-        """Add the two ends to `projections`; called once, before anything reads those."""
-        ...
 
 
 def attention_spec(model: PagedModel, page_size: int) -> AttentionSpec:

@@ -8,6 +8,7 @@ proved by a trial at start, because nothing else says it.
 import inspect
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -123,6 +124,22 @@ class CausalLM:
         chosen = choose(logits, sampling_tensors(params, batch.input_lengths, self.device))
         batch.advance(chosen.tokens)
         return chosen, batch
+
+    def hidden_states(self, ids: Tensor, adapter_data: AdapterData | None) -> Tensor | None:
+        """transformers' hidden_states[-1] [n, width] of one sequence, int64 [n].
+
+        None where code from elsewhere shows no hidden states.
+        """
+        inner: Any = getattr(self.model, "base_model", self.model)
+        options: dict[str, object] = {"use_cache": False, "return_dict": True}
+        if inner is self.model:
+            if "output_hidden_states" not in inspect.signature(inner.forward).parameters:
+                return None
+            options["output_hidden_states"] = True
+        with self._hooks.using(adapter_data):
+            out = inner(input_ids=ids[None], attention_mask=torch.ones_like(ids)[None], **options)
+        states: Tensor = out.hidden_states[-1] if inner is self.model else out.last_hidden_state
+        return states[0].to(self.device)
 
     def prompt_logprobs(
         self, batch: CausalLMBatch, adapter_data: AdapterData | None = None

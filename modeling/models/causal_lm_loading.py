@@ -1,8 +1,8 @@
 """A padded model from its folder: options, pad token, and proof that every weight was there."""
 
-import importlib.util
 import json
 import logging
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,6 +19,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.utils.import_utils import is_accelerate_available, is_bitsandbytes_available
 
 from configs.architectures.base import ArchitectureError
 from configs.architectures.padded import PaddedArchitecture
@@ -27,11 +28,12 @@ from configs.model import DType, LoadFormat, ModelConfig, Quantize
 from modeling.loading import torch_dtype
 from modeling.models.causal_lm import CausalLM
 from sharding.checkpoint import CheckpointError
-from sharding.sources import fetch_model
-
-logger = logging.getLogger("loray.modeling.causal_lm")
+from sharding.sources.model import fetch_model
 
 PAD_TOKEN = "[PAD]"
+
+BUFFERS = re.compile(r".*\.(attn|attention|self_attn)\.(bias|masked_bias)|.*\.inv_freq")
+"""Masks and frequencies that old checkpoints hold beside the weights."""
 
 PADDABLE_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 """The kinds of `layer_types` whose state is one key and value for each position."""
@@ -57,7 +59,8 @@ def load_causal_lm(config: ModelConfig, device: torch.device, spread: bool) -> L
     started = time.monotonic()
     folder = fetch_model(config)
     architecture = load_padded(folder)
-    _check_quantize(config.quantize, device)
+    if config.quantize is not Quantize.NONE:
+        _check_quantize(config)
     model_config = _model_config(config, folder)
     _check_state(model_config)
     if config.load_format is LoadFormat.DUMMY:
@@ -98,20 +101,22 @@ def _candidates(config: PretrainedConfig, folder: Path) -> Iterator[int]:
     yield tokenizer.pad_token_id
 
 
-def _check_quantize(quantize: Quantize, device: torch.device) -> None:
-    if quantize is Quantize.NONE:
-        return
-    if device.type == "cpu":
-        raise ValueError(
-            f"model.quantize: {quantize.value}: quantization is not available on CPU; "
-            "set it to none, or device to cuda"
-        )
-    for package in ("bitsandbytes", "accelerate"):
-        if importlib.util.find_spec(package) is None:
+def _check_quantize(config: ModelConfig) -> None:
+    what = f"model.quantize: {config.quantize.value}"
+    if config.load_format is LoadFormat.DUMMY:
+        raise ValueError(f"{what}: dummy weights are not quantised; set load_format or quantize")
+    packages = {
+        "bitsandbytes": is_bitsandbytes_available(),
+        "accelerate": is_accelerate_available(),
+    }
+    for package, is_there in packages.items():
+        if not is_there:
             raise ValueError(
-                f"model.quantize: {quantize.value} needs the package {package}: "
-                "pip install bitsandbytes accelerate"
+                f"{what} needs the package {package}, or a newer one: "
+                "pip install -U bitsandbytes accelerate"
             )
+    # It would tell of its cast to float16 at every product of every step.
+    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
 
 
 def _check_state(config: PretrainedConfig) -> None:
@@ -158,11 +163,25 @@ def _read(config: ModelConfig, folder: Path, device: torch.device, spread: bool)
     if info["missing_keys"]:
         names = sorted(info["missing_keys"])
         raise CheckpointError(f"{folder}: the checkpoint lacks {', '.join(names[:5])}")
-    if info["unexpected_keys"]:
-        names = sorted(info["unexpected_keys"])
-        logger.warning("%d tensors have no use here: %s", len(names), ", ".join(names[:5]))
+    names = sorted(name for name in info["unexpected_keys"] if not BUFFERS.fullmatch(name))
+    if names:
+        raise CheckpointError(
+            f"{folder}: the model has no place for {len(names)} tensors of the checkpoint: "
+            f"{', '.join(names[:5])}"
+        )
+    if quantization is not None:
+        _check_quantised(model, config.quantize)
     loaded: PreTrainedModel = model if "device_map" in options else model.to(device)
     return loaded
+
+
+def _check_quantised(model: PreTrainedModel, quantize: Quantize) -> None:
+    """Refuse what transformers left as it was with a warning."""
+    if not any(type(each).__module__.startswith("bitsandbytes.") for each in model.modules()):
+        raise ValueError(
+            f"model.quantize: {quantize.value}: transformers finds nothing to quantise in "
+            f"{type(model).__name__}, whose linear layers are its own: set it to none"
+        )
 
 
 def quantization_config(quantize: Quantize, dtype: torch.dtype) -> BitsAndBytesConfig | None:

@@ -6,7 +6,6 @@ cut for each of q, k and v by heads, and so is its adapters' B.
 
 from enum import IntEnum
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -14,12 +13,14 @@ from configs.architectures.gpt2 import GPT2Architecture
 from modeling.adapters.kernels.base import AdapterData
 from modeling.adapters.linear import AdapterColumnLinear, AdapterRowLinear
 from modeling.adapters.projection import Projection
+from modeling.adapters.vocabulary import EndNames, embed_adapted
 from modeling.attention.base import AttentionStep
 from modeling.attention.kv_cache import LayerCache
 from modeling.layers.attention import rotate_and_store
 from modeling.layers.mlp import PlainMLP
 from modeling.layers.norm import LayerNorm
-from sharding.embedding import ParallelHead, VocabParallelEmbedding
+from modeling.models.shell import FlashShell, Outline
+from sharding.embedding import VocabParallelEmbedding
 from sharding.group import TensorParallel
 from sharding.linear import ColumnParallelLinear, ColumnPart, RowParallelLinear
 from sharding.loader import Weights
@@ -218,7 +219,8 @@ class FlashGPT2Model(nn.Module):
         prefill_cache_indices: Tensor | None = None,
     ) -> Tensor:
         """[tokens] ids to normed hidden states [tokens, hidden], equal on every rank."""
-        hidden: Tensor = self.wte(input_ids) + F.embedding(position_ids, self.wpe)
+        embeds = embed_adapted(self.wte, input_ids, adapter_data)
+        hidden = embeds + F.embedding(position_ids, self.wpe)
         for block, cache in zip(self.h, kv_cache, strict=True):
             hidden = block(
                 hidden,
@@ -235,77 +237,42 @@ class FlashGPT2Model(nn.Module):
         return normed
 
 
-class FlashGPT2ForCausalLM(nn.Module):
+class FlashGPT2ForCausalLM(FlashShell):
     """The decoder and its head; a `PagedModel`."""
 
     def __init__(self, prefix: str, config: GPT2Architecture, weights: Weights) -> None:
         """prefix: "" for a checkpoint of this model alone, whose names may begin with
         "transformer." or, saved without a head, with nothing.
         """
-        super().__init__()
         dot = f"{prefix}." if prefix else ""
         inner = f"{dot}transformer" if weights.has(f"{dot}transformer.wte.weight") else prefix
-        heads = _heads(config, weights.group)
-        self.config = config
-        self.projections = gpt2_projections(config, weights.group)
-        self.vocab_size = config.vocab_size
-        self.num_layers = config.num_layers
-        self.num_heads = self.num_kv_heads = heads.num_heads
-        self.head_dim = config.head_dim
-        self.attention_scale = config.head_dim**-0.5 if config.scale_attn_weights else 1.0
-        self.dtype: torch.dtype = weights.dtype
-        self.device: torch.device = weights.device
-        self.transformer = FlashGPT2Model(inner, config, weights)
-        head = f"{dot}lm_head"
-        # Old checkpoints hold the causal mask beside the weights.
-        self.unread: tuple[str, ...] = (
-            r".*\.attn\.(bias|masked_bias)",
-            *([head + r"\.weight"] if config.tie_word_embeddings else []),
+        transformer = FlashGPT2Model(inner, config, weights)
+        outline = Outline(
+            projections=gpt2_projections(config, weights.group),
+            heads=_heads(config, weights.group),
+            head_dim=config.head_dim,
+            attention_scale=config.head_dim**-0.5 if config.scale_attn_weights else 1.0,
+            embedding=transformer.wte,
+            head=f"{dot}lm_head",
+            ends=EndNames(f"{PEFT_PREFIX}.wte", "lm_head"),
         )
-        tied = self.transformer.wte if config.tie_word_embeddings else None
-        self.lm_head = ParallelHead(head, config.vocab_size, config.hidden_size, weights, tied)
+        super().__init__(config, weights, outline)
+        self.config = config
+        self.transformer = transformer
+        # Old checkpoints hold the causal mask beside the weights.
+        self.unread: tuple[str, ...] = (r".*\.attn\.(bias|masked_bias)",)
 
     @classmethod
     def build(cls, config: GPT2Architecture, weights: Weights) -> "FlashGPT2ForCausalLM":
         """The model of a checkpoint that holds nothing else."""
         return cls("", config, weights)
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        cu_seqlen_prefill: Tensor,
-        kv_cache: list[LayerCache],
-        block_tables: Tensor,
-        slots: Tensor,
-        seqlen: AttentionStep,
-        max_s: int,
-        adapter_data: AdapterData | None,
-        prefill_cache_indices: Tensor | None = None,
-        lm_head_indices: Tensor | None = None,
-        cross_attention_states: Tensor | None = None,
-        skip_lm_head: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
-        """(logits [n, vocab_size] or hidden states [tokens, hidden], None); see `PagedModel`."""
-        if cross_attention_states is not None:
-            raise ValueError("cross_attention_states: this model has no cross-attention layers")
-        hidden: Tensor = self.transformer(
-            input_ids,
-            position_ids,
-            cu_seqlen_prefill,
-            kv_cache,
-            block_tables,
-            slots,
-            seqlen,
-            max_s,
-            adapter_data,
-            prefill_cache_indices,
-        )
-        if lm_head_indices is not None:
-            hidden = hidden[lm_head_indices]
-        if skip_lm_head:
-            return hidden, None
-        return self.lm_head(hidden), None
+    @property
+    def embedding(self) -> VocabParallelEmbedding:
+        """Where tokens come in."""
+        return self.transformer.wte
 
-    paged = forward
-    """The engine's way in; this family has no other."""
+    @property
+    def decoder(self) -> nn.Module:
+        """From ids to normed hidden states."""
+        return self.transformer

@@ -13,15 +13,15 @@ from configs.architectures.gpt_neox import GPTNeoXArchitecture
 from modeling.adapters.kernels.base import AdapterData
 from modeling.adapters.linear import AdapterColumnLinear, AdapterRowLinear
 from modeling.adapters.projection import Projection
-from modeling.attention.base import AttentionStep
-from modeling.attention.kv_cache import LayerCache
-from modeling.attention.paged import DoorAttention, PagedAttention
+from modeling.adapters.vocabulary import EndNames
+from modeling.attention.paged import DoorAttention
 from modeling.layers.attention import split_heads
 from modeling.layers.mlp import PlainMLP
 from modeling.layers.norm import LayerNorm
 from modeling.layers.rotary import Rotary
 from modeling.models.padded import PaddedAnswer, PaddedCall, Past, answer
-from sharding.embedding import ParallelHead, VocabParallelEmbedding
+from modeling.models.shell import Outline, TwoDoorShell
+from sharding.embedding import VocabParallelEmbedding
 from sharding.group import TensorParallel
 from sharding.linear import ColumnParallelLinear, ColumnPart, RowParallelLinear
 from sharding.loader import Weights
@@ -235,40 +235,47 @@ class GPTNeoXModel(nn.Module):
         return normed
 
 
-class GPTNeoXForCausalLM(nn.Module):
+class GPTNeoXForCausalLM(TwoDoorShell):
     """The decoder and its head; a `PagedModel` and a `PaddedModel`."""
 
     def __init__(self, config: GPTNeoXArchitecture, weights: Weights) -> None:
         """Read this rank's share."""
-        super().__init__()
-        heads = _heads(config, weights.group)
+        gpt_neox = GPTNeoXModel(config, weights)
+        outline = Outline(
+            projections=gpt_neox_projections(config, weights.group),
+            heads=_heads(config, weights.group),
+            head_dim=config.head_dim,
+            attention_scale=config.head_dim**-0.5,
+            embedding=gpt_neox.embed_in,
+            # transformers calls the head lm_head in memory and embed_out on disk; PEFT sees it
+            # in memory, where older transformers called it embed_out too.
+            head="embed_out" if weights.has("embed_out.weight") else "lm_head",
+            ends=EndNames(f"{PEFT_PREFIX}.embed_in", "lm_head", head_alias="embed_out"),
+        )
+        super().__init__(config, weights, outline)
         self.config = config
-        self.group = weights.group
-        self.projections = gpt_neox_projections(config, weights.group)
-        self.vocab_size = config.vocab_size
-        self.num_layers = config.num_layers
-        self.num_heads = self.num_kv_heads = heads.num_heads
-        self.head_dim = config.head_dim
-        self.attention_scale = config.head_dim**-0.5
         self.use_cache = config.use_cache
-        self.dtype: torch.dtype = weights.dtype
-        self.device: torch.device = weights.device
         # Old checkpoints hold the causal mask and the frequencies beside the weights.
         self.unread: tuple[str, ...] = (
             r".*\.attention\.(bias|masked_bias)",
             r".*\.rotary_emb\.inv_freq",
-            *([r"(embed_out|lm_head)\.weight"] if config.tie_word_embeddings else []),
         )
-        self.gpt_neox = GPTNeoXModel(config, weights)
-        tied = self.gpt_neox.embed_in if config.tie_word_embeddings else None
-        # transformers calls the head lm_head in memory and embed_out on disk.
-        head = "embed_out" if weights.has("embed_out.weight") else "lm_head"
-        self.embed_out = ParallelHead(head, config.vocab_size, config.hidden_size, weights, tied)
+        self.gpt_neox = gpt_neox
 
     @classmethod
     def build(cls, config: GPTNeoXArchitecture, weights: Weights) -> "GPTNeoXForCausalLM":
         """The model of a checkpoint that holds nothing else."""
         return cls(config, weights)
+
+    @property
+    def embedding(self) -> VocabParallelEmbedding:
+        """Where tokens come in."""
+        return self.gpt_neox.embed_in
+
+    @property
+    def decoder(self) -> nn.Module:
+        """From [tokens, hidden] to the same shape."""
+        return self.gpt_neox
 
     def forward(
         self,
@@ -302,54 +309,6 @@ class GPTNeoXForCausalLM(nn.Module):
             ),
         )
 
-    def paged(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        cu_seqlen_prefill: Tensor,
-        kv_cache: list[LayerCache],
-        block_tables: Tensor,
-        slots: Tensor,
-        seqlen: AttentionStep,
-        max_s: int,
-        adapter_data: AdapterData | None,
-        prefill_cache_indices: Tensor | None = None,
-        lm_head_indices: Tensor | None = None,
-        cross_attention_states: Tensor | None = None,
-        skip_lm_head: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
-        """(logits [n, vocab_size] or hidden states [tokens, hidden], None); see `PagedModel`."""
-        if cross_attention_states is not None:
-            raise ValueError("cross_attention_states: this model has no cross-attention layers")
-        attention = PagedAttention(
-            kv_cache, cu_seqlen_prefill, block_tables, slots, seqlen, prefill_cache_indices
-        )
-        hidden: Tensor = self.gpt_neox(self.embed(input_ids), position_ids, attention, adapter_data)
-        if lm_head_indices is not None:
-            hidden = hidden[lm_head_indices]
-        return (hidden if skip_lm_head else self.logits(hidden)), None
-
-    def embed(self, input_ids: Tensor) -> Tensor:
-        """Int64 [tokens] to [tokens, hidden]."""
-        out: Tensor = self.gpt_neox.embed_in(input_ids)
-        return out
-
     def positions(self, mask: Tensor, past_length: int) -> Tensor:
         """Places, padding counted in, as in transformers: [1, n]."""
         return torch.arange(past_length, mask.shape[1], device=mask.device)[None]
-
-    def decode(
-        self,
-        embeds: Tensor,
-        position_ids: Tensor,
-        attention: DoorAttention,
-        trace: list[Tensor] | None,
-    ) -> Tensor:
-        """[tokens, hidden] to the same shape, without adapters."""
-        out: Tensor = self.gpt_neox(embeds, position_ids, attention, None, trace)
-        return out
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[tokens, hidden] to [tokens, vocab_size]."""
-        out: Tensor = self.embed_out(hidden)
-        return out

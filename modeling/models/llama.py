@@ -6,17 +6,12 @@ is; nothing here asks for a name.
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor, nn
 
 from configs.architectures.llama import Architecture
 from modeling.adapters.kernels.base import AdapterData
 from modeling.adapters.linear import AdapterColumnLinear, AdapterRowLinear
-from modeling.adapters.vocabulary import (
-    embed_adapted,
-    logits_adapted,
-    vocabulary_projections,
-)
+from modeling.adapters.vocabulary import EndNames, embed_adapted
 from modeling.attention.base import AttentionStep
 from modeling.attention.kv_cache import LayerCache
 from modeling.layers.attention import norm_heads, rotate_and_store
@@ -30,7 +25,8 @@ from modeling.models.llama_projections import (
     llama_projections,
     mlp_projections,
 )
-from sharding.embedding import ParallelHead, VocabParallelEmbedding
+from modeling.models.shell import FlashShell, Outline
+from sharding.embedding import VocabParallelEmbedding
 from sharding.linear import ColumnParallelLinear, RowParallelLinear
 from sharding.loader import Weights
 
@@ -199,6 +195,8 @@ class FlashLlamaModel(nn.Module):
         self.norm = LlamaRMSNorm(f"{prefix}.norm", config.hidden_size, config.rms_norm_eps, weights)
         self._rotary = Rotary(config.rope, config.head_dim, weights.dtype, weights.device)
         self._multiplier = config.embedding_multiplier
+        self._blends = config.blends
+        self._sources = {blend.source for blend in config.blends}
 
     def forward(
         self,
@@ -219,7 +217,10 @@ class FlashLlamaModel(nn.Module):
             hidden = hidden * self._multiplier
         residual: Tensor | None = None
         cos, sin = self._rotary.angles(position_ids)
-        for layer, cache in zip(self.layers, kv_cache, strict=True):
+        kept: dict[int, Tensor] = {}
+        for index, (layer, cache) in enumerate(zip(self.layers, kv_cache, strict=True)):
+            if self._blends:
+                hidden, residual = self._blended(index, hidden, residual, kept)
             hidden, residual = layer(
                 hidden,
                 residual,
@@ -237,8 +238,21 @@ class FlashLlamaModel(nn.Module):
         normed: Tensor = self.norm(hidden, residual)[0]
         return normed
 
+    def _blended(
+        self, index: int, hidden: Tensor, residual: Tensor | None, kept: dict[int, Tensor]
+    ) -> tuple[Tensor, Tensor | None]:
+        """What enters a layer, and the stream beside it: skip connections end and begin here."""
+        blends = [blend for blend in self._blends if blend.layer == index]
+        if not blends and index not in self._sources:
+            return hidden, residual
+        stream = hidden if residual is None else hidden + residual
+        kept[index] = stream
+        for blend in blends:
+            stream = kept[blend.source] * blend.weight + stream * (1 - blend.weight)
+        return stream, None
 
-class FlashLlamaForCausalLM(nn.Module):
+
+class FlashLlamaForCausalLM(FlashShell):
     """The decoder and its head; a `PagedModel`."""
 
     def __init__(
@@ -249,77 +263,40 @@ class FlashLlamaForCausalLM(nn.Module):
         create_layer_fn: CreateLayer | None = None,
     ) -> None:
         """prefix: "" for a checkpoint of this model alone."""
-        super().__init__()
         inner, head = (f"{prefix}.model", f"{prefix}.lm_head") if prefix else ("model", "lm_head")
-        heads = llama_heads(config, weights.group)
-        self._embedding_name, self._head_name = f"{inner}.embed_tokens", head
-        self.config = config
-        self.projections = llama_projections(inner, config, weights.group)
-        self.vocab_size = config.vocab_size
-        self.num_layers = config.num_layers
-        self.num_heads, self.num_kv_heads = heads.num_heads, heads.num_kv_heads
-        self.head_dim = config.head_dim
-        self.attention_scale = config.attention_scale
-        self.windows = tuple(dict.fromkeys(config.windows))
-        self.dtype: torch.dtype = weights.dtype
-        self.device: torch.device = weights.device
-        self.model = FlashLlamaModel(inner, config, weights, create_layer_fn)
-        self.unread = (
-            r".*\.rotary_emb\.inv_freq",
-            *([head + r"\.weight"] if config.tie_word_embeddings else []),
+        model = FlashLlamaModel(inner, config, weights, create_layer_fn)
+        outline = Outline(
+            projections=llama_projections(inner, config, weights.group),
+            heads=llama_heads(config, weights.group),
+            head_dim=config.head_dim,
+            attention_scale=config.attention_scale,
+            embedding=model.embed_tokens,
+            head=head,
+            ends=EndNames(f"{inner}.embed_tokens", head),
         )
-        tied = self.model.embed_tokens if config.tie_word_embeddings else None
-        self.lm_head = ParallelHead(head, config.vocab_size, config.hidden_size, weights, tied)
-
-    def adapt_vocabulary(self) -> None:
-        """Let adapters change the embedding and the head too."""
-        names = (self._embedding_name, self._head_name)
-        ends = vocabulary_projections(names, self.model.embed_tokens, self.lm_head)
-        self.projections = (*self.projections, *ends)
+        super().__init__(config, weights, outline)
+        self.config = config
+        self.windows = tuple(dict.fromkeys(config.windows))
+        self.model = model
+        self.unread: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
 
     @classmethod
     def build(cls, config: LlamaConfig, weights: Weights) -> "FlashLlamaForCausalLM":
         """The model of a checkpoint that holds nothing else."""
         return cls("", config, weights)
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        cu_seqlen_prefill: Tensor,
-        kv_cache: list[LayerCache],
-        block_tables: Tensor,
-        slots: Tensor,
-        seqlen: AttentionStep,
-        max_s: int,
-        adapter_data: AdapterData | None,
-        prefill_cache_indices: Tensor | None = None,
-        lm_head_indices: Tensor | None = None,
-        cross_attention_states: Tensor | None = None,
-        skip_lm_head: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
-        """(logits [n, vocab_size] or hidden states [tokens, hidden], None); see `PagedModel`."""
-        if cross_attention_states is not None:
-            raise ValueError("cross_attention_states: this model has no cross-attention layers")
-        hidden: Tensor = self.model(
-            input_ids,
-            position_ids,
-            cu_seqlen_prefill,
-            kv_cache,
-            block_tables,
-            slots,
-            seqlen,
-            max_s,
-            adapter_data,
-            prefill_cache_indices,
-        )
-        if lm_head_indices is not None:
-            hidden = hidden[lm_head_indices]
-        if skip_lm_head:
-            return hidden, None
-        logits = logits_adapted(self.lm_head, hidden, adapter_data)
-        divisor = self.config.logits_divisor
-        return logits if divisor == 1.0 else logits / divisor, None
+    @property
+    def embedding(self) -> VocabParallelEmbedding:
+        """Where tokens come in."""
+        return self.model.embed_tokens
 
-    paged = forward
-    """The engine's way in; this family has no other."""
+    @property
+    def decoder(self) -> nn.Module:
+        """From ids to normed hidden states."""
+        return self.model
+
+    def head(self, hidden: Tensor, adapter_data: AdapterData | None) -> Tensor:
+        """[n, hidden] to logits [n, vocab_size]; see `PagedModel`."""
+        logits = super().head(hidden, adapter_data)
+        divisor = self.config.logits_divisor
+        return logits if divisor == 1.0 else logits / divisor

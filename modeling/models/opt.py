@@ -6,22 +6,21 @@ The class names are LoRAX's. `paged` is the engine's door, with adapters and pac
 
 from enum import IntEnum
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from configs.architectures.opt import OPTArchitecture
-from modeling.adapters.kernels.base import AdapterData
+from modeling.adapters.kernels.base import AdapterData, Target
 from modeling.adapters.linear import AdapterColumnLinear, AdapterRowLinear
 from modeling.adapters.projection import Projection
-from modeling.attention.base import AttentionStep
-from modeling.attention.kv_cache import LayerCache
-from modeling.attention.paged import DoorAttention, PagedAttention
+from modeling.adapters.vocabulary import EndNames
+from modeling.attention.paged import DoorAttention
 from modeling.layers.attention import split_heads
 from modeling.layers.mlp import PlainMLP
 from modeling.layers.norm import LayerNorm
 from modeling.models.padded import PaddedAnswer, PaddedCall, Past, answer
-from sharding.embedding import ParallelHead, VocabParallelEmbedding
+from modeling.models.shell import Outline, TwoDoorShell
+from sharding.embedding import VocabParallelEmbedding
 from sharding.group import TensorParallel
 from sharding.linear import ColumnParallelLinear, ColumnPart, RowParallelLinear
 from sharding.loader import Weights
@@ -46,6 +45,8 @@ class Adaptable(IntEnum):
     OUT = 3
     FC1 = 4
     FC2 = 5
+    PROJECT_IN = 6
+    PROJECT_OUT = 7
 
 
 def _heads(config: OPTArchitecture, group: TensorParallel) -> HeadCut:
@@ -69,7 +70,7 @@ def opt_projections(config: OPTArchitecture, group: TensorParallel) -> tuple[Pro
     heads, inner = _heads(config, group).queries, _inner(config, group)
     hidden, size = config.hidden_size, config.intermediate_size
     layer, count = f"{PEFT_PREFIX}.layers.{{layer}}", config.num_layers
-    every = whole(hidden)
+    every, width = whole(hidden), config.embedding_size
     attention = f"{layer}.self_attn"
     return (
         *(
@@ -79,6 +80,11 @@ def opt_projections(config: OPTArchitecture, group: TensorParallel) -> tuple[Pro
         Projection("out_proj", f"{attention}.out_proj", hidden, hidden, heads, every, count),
         Projection("fc1", f"{layer}.fc1", hidden, size, every, inner, count),
         Projection("fc2", f"{layer}.fc2", size, hidden, inner, every, count),
+        *(
+            Projection(name, f"{PEFT_PREFIX}.{name}", *sizes, whole(sizes[0]), whole(sizes[1]), 1)
+            for name, sizes in (("project_in", (width, hidden)), ("project_out", (hidden, width)))
+            if width != hidden
+        ),
     )
 
 
@@ -220,8 +226,7 @@ class OPTDecoder(nn.Module):
 
         trace: gets what enters each layer.
         """
-        if self.project_in is not None:
-            embeds = F.linear(embeds, self.project_in)
+        embeds = _project(embeds, self.project_in, adapter_data, Adaptable.PROJECT_IN)
         hidden = embeds + self.embed_positions(position_ids)
         for layer in self.layers:
             if trace is not None:
@@ -229,7 +234,19 @@ class OPTDecoder(nn.Module):
             hidden = layer(hidden, attention, adapter_data)
         if self.final_layer_norm is not None:
             hidden = self.final_layer_norm(hidden)
-        return hidden if self.project_out is None else F.linear(hidden, self.project_out)
+        return _project(hidden, self.project_out, adapter_data, Adaptable.PROJECT_OUT)
+
+
+def _project(
+    x: Tensor, weight: Tensor | None, adapter_data: AdapterData | None, projection: int
+) -> Tensor:
+    """Between the widths of embeddings and layers, the same on every rank; None: they are equal."""
+    if weight is None:
+        return x
+    y = F.linear(x, weight)
+    if adapter_data is not None:
+        adapter_data.add(y, x, 0, (Target(projection, 0),))
+    return y
 
 
 class OPTModel(nn.Module):
@@ -253,35 +270,41 @@ class OPTModel(nn.Module):
         return out
 
 
-class OPTForCausalLM(nn.Module):
+class OPTForCausalLM(TwoDoorShell):
     """The decoder and its head; a `PagedModel` and a `PaddedModel`."""
 
     def __init__(self, config: OPTArchitecture, weights: Weights) -> None:
         """Read this rank's share."""
-        super().__init__()
-        heads = _heads(config, weights.group)
-        self.config = config
-        self.group = weights.group
-        self.projections = opt_projections(config, weights.group)
-        self.vocab_size = config.vocab_size
-        self.num_layers = config.num_layers
-        self.num_heads = self.num_kv_heads = heads.num_heads
-        self.head_dim = config.head_dim
-        self.attention_scale = config.head_dim**-0.5
-        self.use_cache = config.use_cache
-        self.dtype: torch.dtype = weights.dtype
-        self.device: torch.device = weights.device
-        self.unread: tuple[str, ...] = (r"lm_head\.weight",) if config.tie_word_embeddings else ()
-        self.model = OPTModel(config, weights)
-        tied = self.model.decoder.embed_tokens if config.tie_word_embeddings else None
-        self.lm_head = ParallelHead(
-            "lm_head", config.vocab_size, config.embedding_size, weights, tied
+        model = OPTModel(config, weights)
+        outline = Outline(
+            projections=opt_projections(config, weights.group),
+            heads=_heads(config, weights.group),
+            head_dim=config.head_dim,
+            attention_scale=config.head_dim**-0.5,
+            embedding=model.decoder.embed_tokens,
+            head="lm_head",
+            ends=EndNames(f"{PEFT_PREFIX}.embed_tokens", "lm_head"),
         )
+        super().__init__(config, weights, outline)
+        self.config = config
+        self.use_cache = config.use_cache
+        self.unread: tuple[str, ...] = ()
+        self.model = model
 
     @classmethod
     def build(cls, config: OPTArchitecture, weights: Weights) -> "OPTForCausalLM":
         """The model of a checkpoint that holds nothing else."""
         return cls(config, weights)
+
+    @property
+    def embedding(self) -> VocabParallelEmbedding:
+        """Where tokens come in."""
+        return self.model.decoder.embed_tokens
+
+    @property
+    def decoder(self) -> nn.Module:
+        """From [tokens, embedding_size] to the same shape."""
+        return self.model
 
     def forward(
         self,
@@ -313,54 +336,6 @@ class OPTForCausalLM(nn.Module):
             ),
         )
 
-    def paged(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        cu_seqlen_prefill: Tensor,
-        kv_cache: list[LayerCache],
-        block_tables: Tensor,
-        slots: Tensor,
-        seqlen: AttentionStep,
-        max_s: int,
-        adapter_data: AdapterData | None,
-        prefill_cache_indices: Tensor | None = None,
-        lm_head_indices: Tensor | None = None,
-        cross_attention_states: Tensor | None = None,
-        skip_lm_head: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
-        """(logits [n, vocab_size] or what the head reads [tokens, ...], None); see `PagedModel`."""
-        if cross_attention_states is not None:
-            raise ValueError("cross_attention_states: this model has no cross-attention layers")
-        attention = PagedAttention(
-            kv_cache, cu_seqlen_prefill, block_tables, slots, seqlen, prefill_cache_indices
-        )
-        hidden: Tensor = self.model(self.embed(input_ids), position_ids, attention, adapter_data)
-        if lm_head_indices is not None:
-            hidden = hidden[lm_head_indices]
-        return (hidden if skip_lm_head else self.logits(hidden)), None
-
-    def embed(self, input_ids: Tensor) -> Tensor:
-        """Int64 [tokens] to [tokens, embedding_size]."""
-        out: Tensor = self.model.decoder.embed_tokens(input_ids)
-        return out
-
     def positions(self, mask: Tensor, past_length: int) -> Tensor:
         """Each token's number among its row's unmasked ones; -1 for padding."""
         return (mask.cumsum(dim=1) * mask - 1)[:, past_length:]
-
-    def decode(
-        self,
-        embeds: Tensor,
-        position_ids: Tensor,
-        attention: DoorAttention,
-        trace: list[Tensor] | None,
-    ) -> Tensor:
-        """[tokens, embedding_size] to the same shape, without adapters."""
-        out: Tensor = self.model(embeds, position_ids, attention, None, trace)
-        return out
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[tokens, embedding_size] to [tokens, vocab_size]."""
-        out: Tensor = self.lm_head(hidden)
-        return out

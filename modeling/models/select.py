@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import Any, cast
 
 from configs.architectures.base import ArchitectureError, ModelArchitecture
+from modeling.attention.scales import STORED_SCALE
 from modeling.models.base import PagedModel
 from sharding.loader import Weights
 
@@ -22,7 +23,8 @@ MODELS: dict[str, tuple[str, str]] = {
 """Architecture in config.json to (module, class); a module is imported when it is asked for.
 
 The class is built as `class.build(config, weights)`, and its `unread` names the checkpoint's
-tensors that it has no use for (a tied head's own copy, buffers of old versions).
+tensors that it has no use for (buffers of old versions). Scales of an fp8
+cache are not the model's: who makes the cache reads them.
 """
 
 
@@ -40,5 +42,5 @@ def build_model(config: ModelArchitecture, weights: Weights) -> PagedModel:
     module, name = MODELS[config.architecture]
     model_class: Any = getattr(import_module(module), name)
     model = cast(PagedModel, model_class.build(config, weights))
-    weights.finish(model.unread)
+    weights.finish((*model.unread, STORED_SCALE))
     return model

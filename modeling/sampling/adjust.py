@@ -29,12 +29,12 @@ def adjust(logits: Tensor, asked: Adjustments) -> Tensor:
 
 def _allow(logits: Tensor, asked: Allowed) -> None:
     """Mask in place what the rows' schemas do not allow."""
-    bits = torch.arange(32, dtype=torch.int32, device=logits.device)
-    allowed = ((asked.words[:, :, None] >> bits) & 1).flatten(1)
+    bits = torch.arange(8, dtype=torch.uint8, device=logits.device)
+    # Byte by byte, little end first, so that what is unpacked takes a byte a token and not four.
+    barred = (((asked.words.view(torch.uint8)[:, :, None] >> bits) & 1) == 0).flatten(1)
     # Columns that no token of the tokenizer has are never allowed.
-    allowed = pad(allowed, (0, max(0, logits.shape[-1] - allowed.shape[-1])))
-    allowed = allowed[:, : logits.shape[-1]]
-    logits[asked.rows] = logits[asked.rows].masked_fill(allowed == 0, float("-inf"))
+    barred = pad(barred, (0, logits.shape[-1] - barred.shape[-1]), value=True)
+    logits[asked.rows] = logits[asked.rows].masked_fill(barred, float("-inf"))
 
 
 def _bias(logits: Tensor, asked: Biases) -> None:

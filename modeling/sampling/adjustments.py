@@ -12,6 +12,9 @@ from configs.sampling import Sampling
 from modeling.sampling.history import TokenHistory
 from modeling.transfer import to_device
 
+_LARGEST_REPETITION = 1e30
+"""A penalty beyond it, or below its inverse, means the same, and leaves logits finite."""
+
 
 @dataclass(frozen=True)
 class Biases:
@@ -85,7 +88,7 @@ def adjustments(
     biases = _biases(params, asking, generated, device)
     penalties = _penalties(params, positions, history, device)
     watermarks = _watermarks(params, history, device)
-    allowed = _allowed(params, generated, history, device)
+    allowed = _allowed(params, history, device)
     if biases is None and penalties is None and watermarks is None and allowed is None:
         return None
     return Adjustments(biases, penalties, watermarks, allowed)
@@ -132,10 +135,14 @@ def _penalties(
         lengths=to_device(lengths, device),
         prompt_lengths=to_device(history.prompt_lengths[rows], device),
         longest=int(lengths.max()),
-        repetition=_floats([p.repetition_penalty for p in chosen], device),
+        repetition=_floats([_bounded(p.repetition_penalty) for p in chosen], device),
         frequency=_floats([p.frequency_penalty for p in chosen], device),
         presence=_floats([p.presence_penalty for p in chosen], device),
     )
+
+
+def _bounded(repetition: float) -> float:
+    return min(max(repetition, 1 / _LARGEST_REPETITION), _LARGEST_REPETITION)
 
 
 def _watermarks(
@@ -149,25 +156,14 @@ def _watermarks(
 
 
 def _allowed(
-    params: Sequence[Sampling], generated: list[int], history: TokenHistory, device: torch.device
+    params: Sequence[Sampling], history: TokenHistory, device: torch.device
 ) -> Allowed | None:
-    """Tell the grammars the newest tokens, which waits for the step before."""
-    grammars = history.grammars
-    rows = [row for row, p in enumerate(params) if p.json_schema]
-    if not rows or grammars is None:
+    """Ask the grammars, which wait for the step before."""
+    rows = [row for row, p in enumerate(params) if p.constraint]
+    if not rows or history.grammars is None:
         return None
-    places = history.places[rows].tolist()
-    ends = history.targets[rows].tolist()
-    news = [
-        generated[row] - grammars.num_tokens(place) for row, place in zip(rows, places, strict=True)
-    ]
-    at = [index for end, new in zip(ends, news, strict=True) for index in range(end - new, end)]
-    # One wait for all rows.
-    told = torch.split(history.buffer[_ints(at, device)].cpu(), news)
-    words = [
-        grammars.allowed(place, tokens.tolist()) for place, tokens in zip(places, told, strict=True)
-    ]
-    return Allowed(_ints(rows, device), to_device(np.stack(words), device))
+    words = history.grammars.masks(history.places[rows].tolist(), device)
+    return Allowed(_ints(rows, device), words)
 
 
 def _ints(values: Sequence[int], device: torch.device) -> Tensor:

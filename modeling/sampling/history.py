@@ -18,7 +18,7 @@ class TokenHistory:
 
     buffer: int64, flat, on the device. targets: [n], where in it each row's next token goes.
     prompt_lengths: [n]. places: [n], by which `grammars` knows the rows. The buffer is read
-    behind the step that writes the newest tokens: only grammars wait for their values.
+    behind the step that writes the newest tokens: nobody waits for their values.
     """
 
     buffer: Tensor

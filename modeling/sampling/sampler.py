@@ -44,7 +44,7 @@ def choose(logits: Tensor, sampling: SamplingTensors) -> Chosen:
         tokens[random.rows] = _sample(asked[random.rows].float(), random)
     if sampling.num_top < 0:
         return Chosen(tokens, None)
-    return Chosen(tokens, _logprobs(logits, tokens, sampling.num_top))
+    return Chosen(tokens, logprobs_of(logits, tokens, sampling.num_top))
 
 
 def _sample(logits: Tensor, random: RandomRows) -> Tensor:
@@ -72,7 +72,8 @@ def _filter(warped: Tensor, asked: FilteredRows) -> Tensor:
     return warped
 
 
-def _logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> ChosenLogprobs:
+def logprobs_of(logits: Tensor, tokens: Tensor, num_top: int) -> ChosenLogprobs:
+    """What the model thinks of tokens int64 [n] under logits [n, vocab], and what it prefers."""
     logprobs = logits.float().log_softmax(dim=-1)
     best = logprobs.topk(min(num_top, logits.shape[-1]), dim=-1)
     chosen = logprobs.gather(1, tokens[:, None])[:, 0]

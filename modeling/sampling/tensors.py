@@ -11,6 +11,7 @@ from configs.sampling import Sampling
 from modeling.sampling.adjustments import Adjustments, adjustments
 from modeling.sampling.history import TokenHistory
 from modeling.sampling.noise import noise_keys
+from modeling.sampling.warpers import LARGEST_TEMPERATURE
 from modeling.transfer import to_device
 
 
@@ -90,7 +91,9 @@ def sampling_tensors(
     )
     random = RandomRows(
         rows=_tensor(rows, np.int64, device),
-        temperature=_tensor([p.temperature for p in chosen], np.float32, device),
+        temperature=_tensor(
+            [min(p.temperature, LARGEST_TEMPERATURE) for p in chosen], np.float32, device
+        ),
         keys=to_device(keys, device),
         filtered=_filtered(chosen, device),
     )

@@ -13,6 +13,9 @@ FIXED_POINT = 2.0**40
 SMALLEST_TEMPERATURE = 1e-5
 """Below this, dividing could overflow; the best token leads by far anyway."""
 
+LARGEST_TEMPERATURE = 1e30
+"""Above this all tokens are equally likely, and float32 comes to its end."""
+
 
 def warp_temperature(logits: Tensor, temperature: Tensor) -> Tensor:
     """Divide each row by its temperature [n], all > 0.
@@ -70,5 +73,5 @@ def _within(ordered: Tensor, top_p: Tensor) -> Tensor:
     # disagree about one token would go on with different sequences.
     parts = (ordered.softmax(dim=-1, dtype=torch.float32) * FIXED_POINT).round().to(torch.int64)
     before = parts.cumsum(dim=-1) - parts
-    limit = (top_p.to(torch.float64) * FIXED_POINT).to(torch.int64)
+    limit = (top_p.to(torch.float64) * FIXED_POINT).to(torch.int64).clamp(min=1)
     return (before < limit[:, None]) | (top_p >= 1)[:, None]

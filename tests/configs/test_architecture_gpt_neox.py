@@ -89,7 +89,13 @@ def test_dynamic_rope_takes_the_servers_length() -> None:
     spec = parse(rope_scaling={"type": "dynamic", "factor": 2.0})
     assert spec.stretches
     assert spec.with_total_tokens(4096).rope.total_tokens == 4096
-    assert not parse().stretches
+
+
+def test_rotation_sets_no_limit_of_its_own() -> None:
+    assert parse().stretches
+    assert parse(rope_scaling={"type": "linear", "factor": 2.0}).stretches
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    assert not parse(rope_scaling=yarn).stretches
 
 
 @pytest.mark.parametrize("variant", GPT_NEOX_VARIANTS)

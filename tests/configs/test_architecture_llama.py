@@ -118,6 +118,7 @@ def test_reads_what_transformers_writes(tmp_path: Path, variant: str) -> None:
         ({"quantization_config": {"quant_method": "gptq"}}, r"quantization_config \(gptq\)"),
         ({"hidden_act": "prelu"}, "hidden_act 'prelu'"),
         ({"vocab_size": None}, "does not give vocab_size"),
+        ({"model_type": "mistral"}, "model_type is 'mistral' and not 'llama': correct"),
     ],
 )
 def test_refusals_name_the_key(changes: dict[str, Any], message: str) -> None:
@@ -132,6 +133,9 @@ def test_refusals_name_the_key(changes: dict[str, Any], message: str) -> None:
 def test_sizes_that_contradict_each_other(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         parse(**changes)
+
+
+SOLAR: dict[str, Any] = {"architectures": ["SolarForCausalLM"]}
 
 
 def test_mistral_has_one_window_for_all_layers() -> None:
@@ -235,14 +239,25 @@ def test_phi3s_own_names_and_places() -> None:
         )
 
 
-def test_solars_skip_connections_are_refused_by_name() -> None:
-    """SOLAR-10.7B is a LlamaForCausalLM; transformers has no class for the pro variant."""
-    with pytest.raises(ArchitectureError, match=r"bskcn_1 \(its default\) is not supported"):
-        parse(architectures=["SolarForCausalLM"])
-    none: dict[str, Any] = {f"bskcn_{i}": [] for i in range(1, 5)}
-    assert parse(architectures=["SolarForCausalLM"], **none).num_heads == 32
-    with pytest.raises(ArchitectureError, match=r"bskcn_3 \(\[16, 24\]\) is not supported"):
-        parse(architectures=["SolarForCausalLM"], **{**none, "bskcn_3": [16, 24]})
+def test_solars_skip_connections() -> None:
+    """SOLAR-10.7B is a LlamaForCausalLM; the pro variant has skip connections."""
+
+    def blends(**changes: Any) -> list[tuple[int, int]]:
+        spec = parse(**{**SOLAR, "num_hidden_layers": 64, **changes})
+        assert {blend.weight for blend in spec.blends} <= {0.8}
+        return [(blend.layer, blend.source) for blend in spec.blends]
+
+    assert blends() == [(16, 12), (24, 20), (28, 20), (36, 32), (40, 32), (48, 44)]
+    assert blends(num_hidden_layers=25) == [(16, 12), (24, 20)], "the others are never reached"
+    assert blends(bskcn_3=[], bskcn_4=None) == []
+    assert blends(bskcn_1=[7, 3], bskcn_3=[7, 6], bskcn_4=[]) == [(6, 3), (7, 7)]
+    assert set(parse(**SOLAR).windows) == {2047}
+    with pytest.raises(ArchitectureError, match="bskcn_4 names layer 9, and bskcn_2 none before"):
+        blends(bskcn_4=[9])
+    with pytest.raises(
+        ArchitectureError, match=r"bskcn_3 \(\[16, 24\]\) is not supported for Llama"
+    ):
+        parse(bskcn_3=[16, 24])
 
 
 def test_a_length_is_chosen_for_the_ropes_that_need_one_and_no_other() -> None:

@@ -1,5 +1,6 @@
 """Configs: the files that ship are valid, unknown keys and contradictions are refused."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from configs.engine import EngineConfig
 from configs.env import THROUGHPUT_ENVIRONMENT, export_throughput_mode, proxy_mode
 from configs.serve import ServeConfig
 from deployments.app import bundles
+from tests.checkpoints import write_llama
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = [ROOT / "serve_config.yaml", *sorted((ROOT / "configs/presets").glob("*.yaml"))]
@@ -28,11 +30,33 @@ def test_shipped_configs_are_valid(path: Path) -> None:
     ServeConfig.model_validate(app.args)
 
 
-def test_a_replica_reserves_a_bundle_for_the_driver_and_one_for_each_rank() -> None:
-    config = ServeConfig.model_validate(
-        {"engine": {**ENGINE, "tensor_parallel": 2, "device": "cuda"}, "driver_cpus": 0.5}
-    )
+def test_a_replica_reserves_a_bundle_for_the_driver_and_one_for_each_rank(tmp_path: Path) -> None:
+    engine = {"model": {"id": str(write_llama(tmp_path))}, "tensor_parallel": 2, "device": "cuda"}
+    config = ServeConfig.model_validate({"engine": engine, "driver_cpus": 0.5})
     assert bundles(config) == [{"CPU": 0.5}, {"CPU": 1.0, "GPU": 1}, {"CPU": 1.0, "GPU": 1}]
+
+
+def test_a_padded_model_is_one_rank_with_all_the_gpus(tmp_path: Path) -> None:
+    config = {"architectures": ["BloomForCausalLM"], "vocab_size": 96, "n_layer": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    engine = {"model": {"id": str(tmp_path)}, "tensor_parallel": 2, "device": "cuda"}
+    driver, rank = {"CPU": 0.0}, {"CPU": 1.0}
+    args: dict[str, Any] = {"engine": engine, "driver_cpus": 0.0}
+    assert bundles(ServeConfig.model_validate(args)) == [driver, rank | {"GPU": 2}]
+    engine["device"] = "cpu"
+    with pytest.raises(
+        ValueError, match=r"tensor_parallel \(2\) must be 1 for this model on a CPU"
+    ):
+        bundles(ServeConfig.model_validate(args))
+    engine["tensor_parallel"] = 1
+    assert bundles(ServeConfig.model_validate(args)) == [driver, rank]
+
+
+def test_a_quantised_model_is_one_rank_too(tmp_path: Path) -> None:
+    write_llama(tmp_path)
+    model = {"id": str(tmp_path), "quantize": "bitsandbytes"}
+    args = {"engine": {"model": model, "tensor_parallel": 4, "device": "cuda"}}
+    assert bundles(ServeConfig.model_validate(args))[1:] == [{"CPU": 1.0, "GPU": 4}]
 
 
 @pytest.mark.parametrize(
@@ -43,6 +67,7 @@ def test_a_replica_reserves_a_bundle_for_the_driver_and_one_for_each_rank() -> N
         ({"cache": {"block_size": 0}}, "block_size"),
         ({"device": "tpu"}, "device"),
         ({"adapters": {"memory_fraction": float("nan")}}, "memory_fraction"),
+        ({"adapters": {"vocabulary_copies": 1}}, "needs adapters.vocabulary"),
     ],
 )
 def test_wrong_engines_are_refused_by_name(change: dict[str, Any], message: str) -> None:

@@ -1,6 +1,7 @@
 """Token frames: strangers are refused, frames arrive, finishes come back, hang-ups are told."""
 
 import asyncio
+import contextlib
 import struct
 
 import pytest
@@ -14,10 +15,14 @@ class Recorder:
 
     def __init__(self) -> None:
         self.finishes: asyncio.Queue[Finish] = asyncio.Queue()
+        self.room: asyncio.Queue[ReplyAddress] = asyncio.Queue()
         self.lost: asyncio.Queue[ReplyAddress] = asyncio.Queue()
 
     def on_finish(self, finish: Finish) -> None:
         self.finishes.put_nowait(finish)
+
+    def on_room(self, address: ReplyAddress) -> None:
+        self.room.put_nowait(address)
 
     def on_lost(self, address: ReplyAddress) -> None:
         self.lost.put_nowait(address)
@@ -39,14 +44,14 @@ def test_frames_arrive_in_order_and_finishes_come_back() -> None:
         sender = FrameSender(recorder)
         await sender.connect(address)
         for token in range(50):
-            sender.send(address, frame(token))
+            assert sender.send(address, frame(token))
         tokens = [(await received.get()).runs[0].tokens[0] for _ in range(50)]
         assert tokens == list(range(50))
         receiver.finish("r", 0, 7)
         assert await recorder.finishes.get() == Finish("r", 0, 7)
         await receiver.close()
         assert await recorder.lost.get() == address
-        assert sender.dropped_frames == 0
+        assert not sender.send(address, frame(1))
 
     run(story())
 
@@ -69,7 +74,7 @@ def test_strangers_are_refused(hello: bytes) -> None:
     run(story())
 
 
-def test_nobody_listening_drops_frames_and_does_not_block() -> None:
+def test_nobody_listening_refuses_frames_and_does_not_block() -> None:
     async def story() -> None:
         recorder = Recorder()
         receiver = FrameReceiver(lambda _: None)
@@ -77,8 +82,72 @@ def test_nobody_listening_drops_frames_and_does_not_block() -> None:
         await receiver.close()
         sender = FrameSender(recorder)
         await sender.connect(address)
-        sender.send(address, frame(1))
-        assert sender.dropped_frames == 1
+        assert not sender.has_room(address)
+        assert not sender.send(address, frame(1))
         assert recorder.lost.empty(), "a replica that was never reached has no requests to lose"
+
+    run(story())
+
+
+def test_a_slow_replica_refuses_frames_until_it_reads_again() -> None:
+    """Its socket is full; the driver neither waits nor keeps more than the buffer."""
+
+    async def story() -> None:
+        recorder, reading, ended = Recorder(), asyncio.Event(), asyncio.Event()
+
+        async def read_late(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reading.wait()
+            while await reader.read(1 << 20):
+                pass
+            writer.close()
+            await writer.wait_closed()
+            ended.set()
+
+        server = await asyncio.start_server(read_late, "127.0.0.1", 0)
+        address = ReplyAddress("127.0.0.1", server.sockets[0].getsockname()[1], "hush")
+        sender = FrameSender(recorder)
+        await sender.connect(address)
+        assert await recorder.room.get() == address
+        large = frame(*range(100_000))
+        count = 0
+        while sender.send(address, large):
+            count += 1
+        assert 0 < count < 200
+        assert not sender.has_room(address)
+        assert recorder.room.empty()
+        reading.set()
+        assert await recorder.room.get() == address
+        assert sender.send(address, large)
+        sender.close()
+        await ended.wait()
+        server.close()
+
+    run(story())
+
+
+def test_a_replica_that_ends_with_its_socket_full_is_told_of_once() -> None:
+    async def story() -> None:
+        recorder, gone, ended = Recorder(), asyncio.Event(), asyncio.Event()
+
+        async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await gone.wait()
+            writer.transport.abort()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
+            ended.set()
+
+        server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
+        address = ReplyAddress("127.0.0.1", server.sockets[0].getsockname()[1], "hush")
+        sender = FrameSender(recorder)
+        await sender.connect(address)
+        await recorder.room.get()
+        while sender.send(address, frame(*range(100_000))):
+            pass
+        gone.set()
+        assert await recorder.lost.get() == address
+        assert not sender.has_room(address)
+        await ended.wait()
+        sender.close()
+        server.close()
 
     run(story())

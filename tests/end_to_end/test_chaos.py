@@ -131,8 +131,17 @@ def test_chaos(served: Served, answers: Answers) -> None:
 
 
 def test_metrics_are_in_rays_endpoint(served: Served) -> None:
-    names = ("loray_running_requests", "loray_generated_tokens", "loray_step_seconds_bucket")
-
+    names = (
+        "loray_running_requests",
+        "loray_generated_tokens",
+        "loray_step_seconds_bucket",
+        "loray_adapter_requests",
+        "loray_adapter_first_token_seconds_bucket",
+        "loray_adapter_load_seconds_bucket",
+        "loray_adapter_device_pages",
+    )
+    asked = {"inputs": "Hello", "parameters": {"adapter_id": "pirate"}}
+    assert httpx.post(f"{served.url}/generate", json=asked, timeout=60).status_code == 200
     pause = threading.Event()
     for _ in range(30):  # Ray's agents collect every few seconds
         told = ray_metrics(served)

@@ -1,6 +1,8 @@
 """The demo word for word through clients as users have them: OpenAI's and LoRAX's own."""
 
 import asyncio
+import json
+from typing import Any
 
 import openai
 import pytest
@@ -73,3 +75,70 @@ def test_openai_client(served: Served, answers: Answers, model: str) -> None:
         usage = chunks[-1].usage
         assert usage is not None
         assert usage.completion_tokens > 3
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_openai_client_scores_and_embeds(served: Served, answers: Answers, model: str) -> None:
+    """Each model finds its own answer the likeliest, token by token, and no other's."""
+    name = model_name(model)
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", timeout=60) as client:
+        text = QUESTION + answers[model][QUESTION]["raw"]
+        asked: Any = {"prompt": text, "echo": True, "logprobs": 1, "max_tokens": 0}
+        (choice,) = client.completions.create(model=name, **asked).choices
+        told = choice.logprobs
+        assert choice.text == text
+        assert told is not None
+        columns = (told.text_offset or [], told.token_logprobs or [], told.top_logprobs or [])
+        own = [(value, top) for at, value, top in zip(*columns, strict=True) if at >= len(QUESTION)]
+        assert len(own) > 3
+        assert all(value == max(top.values()) for value, top in own)
+        vectors = [
+            client.embeddings.create(model=each, input=QUESTION).data[0].embedding
+            for each in (name, name, model_name(next(one for one in MODELS if one != model)))
+        ]
+        assert vectors[0] == vectors[1] != vectors[2]
+        assert sum(value * value for value in vectors[0]) == pytest.approx(1, abs=1e-5)
+
+
+UNITS = {"type": "object", "properties": {"unit": {"enum": ["celsius", "kelvin"]}},
+         "required": ["unit"]}  # fmt: skip
+
+
+def test_openai_client_tools(served: Served) -> None:
+    """The demo knows no tools; a call that is required fits its function all the same."""
+    messages: Any = [{"role": "user", "content": QUESTION}]
+    tools: Any = [{"type": "function", "function": {"name": "measure", "parameters": UNITS}}]
+    asked: Any = {"model": "loray-demo", "messages": messages, "tools": tools, "temperature": 0,
+                  "tool_choice": "required", "parallel_tool_calls": False}  # fmt: skip
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", timeout=60) as client:
+        choice = client.chat.completions.create(**asked).choices[0]
+        assert choice.finish_reason == "tool_calls"
+        [call] = choice.message.tool_calls or []
+        assert call.type == "function"
+        assert call.function.name == "measure"
+        assert json.loads(call.function.arguments)["unit"] in ("celsius", "kelvin")
+        with client.chat.completions.stream(**asked) as events:
+            done = [event for event in events if event.type == "tool_calls.function.arguments.done"]
+        assert [event.arguments for event in done] == [call.function.arguments]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_openai_client_responses(served: Served, answers: Answers, model: str) -> None:
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", timeout=60) as client:
+        asked: Any = {"model": model_name(model), "input": QUESTION, "temperature": 0}
+        expected = answers[model][QUESTION]["chat"]
+        assert client.responses.create(**asked).output_text == expected
+        with client.responses.stream(**asked) as events:
+            text = "".join(e.delta for e in events if e.type == "response.output_text.delta")
+            assert events.get_final_response().output_text == text == expected
+
+
+def test_openai_client_choices(served: Served) -> None:
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", timeout=60) as client:
+        for body in ({"guided_choice": ["north", "south"]},
+                     {"structured_outputs": {"regex": "(nor|sou)th"}}):  # fmt: skip
+            reply = client.completions.create(
+                model="loray-demo", prompt=QUESTION, max_tokens=20, temperature=0, extra_body=body
+            )
+            assert reply.choices[0].text in ("north", "south")
+            assert reply.choices[0].finish_reason == "stop"

@@ -42,7 +42,7 @@ class System:
 
     write: Callable[[Path], Path]
     adapters: Mapping[str, AdapterRecipe]
-    ranks: int = 2
+    ranks: int = 1
 
 
 LLAMA_ADAPTERS = {
@@ -52,12 +52,12 @@ LLAMA_ADAPTERS = {
 
 SYSTEMS: Mapping[str, System] = {
     "llama": System(write_llama, LLAMA_ADAPTERS),
-    "gpt2": System(write_gpt2, GPT2_ADAPTERS),
+    "gpt2": System(write_gpt2, GPT2_ADAPTERS, ranks=2),
     "opt": System(write_opt, OPT_ADAPTERS),
-    "neox": System(write_gpt_neox, GPT_NEOX_ADAPTERS),
-    "padded": System(partial(write_padded, kind="gptj"), ADAPTERS["gptj"], ranks=1),
+    "neox": System(write_gpt_neox, GPT_NEOX_ADAPTERS, ranks=2),
+    "padded": System(partial(write_padded, kind="gptj"), ADAPTERS["gptj"]),
 }
-"""By route prefix."""
+"""By route prefix; two of them over two ranks, for each rank is a process more on two cores."""
 
 NEIGHBOURS = dict(zip(SYSTEMS, [*list(SYSTEMS)[1:], next(iter(SYSTEMS))], strict=True))
 """Whose adapters each system is asked for, and must refuse."""

@@ -1,6 +1,7 @@
 """The demo through HTTP, word for word, alone and together."""
 
 import asyncio
+from pathlib import Path
 
 import httpx
 import pytest
@@ -40,6 +41,23 @@ def test_models_info_health_tokenize(served: Served) -> None:
     assert "".join(token["text"] for token in tokens[1:]) == "Hello"
 
 
+def test_ids_of_requests_come_back(served: Served) -> None:
+    """With errors too, and with those that nobody thought of a name for."""
+    ways: list[tuple[str, str, int]] = [
+        ("GET", "/health", 200), ("HEAD", "/info", 200), ("POST", "/generate", 422),
+        ("POST", "/v1/completions", 400), ("GET", "/nowhere", 404),
+    ]  # fmt: skip
+    made = set()
+    for method, path, status in ways:
+        own = {"x-request-id": f"mine-{status}"}
+        body: dict[str, str] | None = {} if method == "POST" else None
+        reply = httpx.request(method, f"{served.url}{path}", headers=own, json=body)
+        assert (reply.status_code, reply.headers["x-request-id"]) == (status, own["x-request-id"])
+        reply = httpx.request(method, f"{served.url}{path}", json=body)
+        made.add(reply.headers["x-request-id"])
+    assert len(made) == len(ways)
+
+
 def test_bad_adapters_get_a_clear_4xx_in_both_dialects(served: Served) -> None:
     body = {"inputs": QUESTION, "parameters": {"adapter_id": "nobody"}}
     native = httpx.post(f"{served.url}/generate_stream", json=body)
@@ -74,3 +92,24 @@ def test_64_streams_over_four_adapters_share_steps(served: Served, answers: Answ
     mean = sum(record.num_sampled for record in log) / len(log)
     assert mean >= 16, f"mean batch {mean:.1f} over {len(log)} steps"
     assert max(record.num_adapters for record in log) >= 3
+
+
+def test_an_operator_names_an_adapter_and_takes_the_name_back(served: Served) -> None:
+    folder = Path("configs/demo/adapters/pirate").resolve()
+    body = {"lora_name": "captain", "lora_path": str(folder)}
+    reply = httpx.post(f"{served.url}/v1/load_lora_adapter", json=body, timeout=60)
+    assert reply.text == "Success: LoRA adapter 'captain' added successfully."
+    asked = {"prompt": QUESTION, "max_tokens": 8}
+    told = [
+        httpx.post(f"{served.url}/v1/completions", json={"model": m, **asked}, timeout=60).json()
+        for m in ("captain", "pirate")
+    ]
+    assert told[0]["choices"] == told[1]["choices"]
+    rows = {row["id"]: row for row in httpx.get(f"{served.url}/v1/adapters").json()["data"]}
+    assert rows["captain"]["root"] == "pirate"
+    assert rows["captain"]["digest"] == rows["pirate"]["digest"]
+    assert rows["pirate"]["rank"] == rows["captain"]["rank"] > 0
+    gone = httpx.post(f"{served.url}/v1/unload_lora_adapter", json={"lora_name": "captain"})
+    assert gone.status_code == 200
+    reply = httpx.post(f"{served.url}/v1/completions", json={"model": "captain", **asked})
+    assert reply.status_code == 404

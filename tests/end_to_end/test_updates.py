@@ -111,12 +111,15 @@ def test_replicas_come_and_go_without_restarting_the_first(
 ) -> None:
     path = tmp_path / "config.yaml"
     [first] = drivers(served)
-    with restored(served, path) as config, Load(served, answers) as load:
+    by_hand = given_by_hand(served)
+    with restored(served, path) as config, by_hand as reached, Load(served, answers) as load:
         options = driver_options(config)
         options["autoscaling_config"] = {"min_replicas": 2, "max_replicas": 3}
         deploy(served, config, path)
         wait_for(lambda: len(drivers(served)) == 2)
         assert first in drivers(served), "the first driver was restarted"
+        wait_for(lambda: reached() == 2)
+        check_that_commands_reach(served, 2)
         asked_before = load.num_answered
         wait_for(lambda: load.num_answered > asked_before + 20)
         options["autoscaling_config"] = {
@@ -165,6 +168,47 @@ def test_to_zero_replicas_and_back(served: Served, answers: Answers, tmp_path: P
         body = {"inputs": QUESTION, "parameters": {"adapter_id": "pirate"}}
         reply = httpx.post(f"{served.url}/generate", json=body, timeout=120)
         assert reply.json()["generated_text"] == answers["pirate"][QUESTION]["raw"]
+
+
+@contextmanager
+def given_by_hand(served: Served) -> Iterator[Callable[[], int]]:
+    """A name and a pin that no yaml has; tells how many driver replicas know both."""
+    url = f"{served.url}/v1"
+    name = {"lora_name": "captain", "lora_path": "local:pirate"}
+    assert httpx.post(f"{url}/load_lora_adapter", json=name, timeout=60).is_success
+    pin = {"id": "french", "pin": True}
+    assert httpx.post(f"{url}/adapters", json=pin, timeout=60).is_success
+
+    def reached() -> int:
+        named, pinned = (
+            httpx.get(f"{url}/adapters/{each}", timeout=30).json()["replicas"]
+            for each in ("captain", "french")
+        )
+        return sum(named[each]["state"] != "absent" and pinned[each]["pinned"] for each in pinned)
+
+    assert reached() == 1
+    yield reached
+    httpx.post(f"{url}/unload_lora_adapter", json={"lora_name": "captain"}, timeout=30)
+    httpx.patch(f"{url}/adapters/french", json={"pinned": False}, timeout=30)
+
+
+def check_that_commands_reach(served: Served, num_replicas: int) -> None:
+    """Every driver replica loads, pins and unloads what an operator names."""
+    url = f"{served.url}/v1/adapters"
+
+    def residency(reply: httpx.Response) -> list[str]:
+        assert reply.status_code == 200, reply.text
+        return [each["state"] for each in reply.json()["replicas"].values()]
+
+    # The ingress may hear of a new replica a moment later than Ray does.
+    wait_for(lambda: len(residency(httpx.get(f"{url}/pirate", timeout=30))) == num_replicas)
+    loaded = residency(httpx.post(url, json={"id": "pirate", "pin": True}, timeout=60))
+    assert len(loaded) == num_replicas
+    assert set(loaded) <= {"host", "device"}
+    wait_for(lambda: set(residency(httpx.get(f"{url}/pirate", timeout=30))) == {"device"})
+    reply = httpx.patch(f"{url}/pirate", json={"pinned": False}, timeout=30)
+    assert not reply.json()["pinned"]
+    assert len(residency(httpx.delete(f"{url}/pirate", timeout=30))) == num_replicas
 
 
 def concurrency(served: Served) -> int:

@@ -62,7 +62,9 @@ def padded_config(model: Path) -> EngineConfig:
         device=Device.CPU,
         cache=CacheConfig(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE),
         limits=LimitsConfig(max_running=8, max_step_tokens=256),
-        adapters=AdaptersConfig(device_pages=NUM_PAGES, max_device_adapters=10, max_rank=64),
+        adapters=AdaptersConfig(
+            device_pages=NUM_PAGES, max_device_adapters=10, max_rank=64, host_bytes=2**26
+        ),
     )
 
 
@@ -97,11 +99,11 @@ def generate_padded(runner: PaddedRunner, requests: Sequence[Asked]) -> list[Ans
     return answers
 
 
-def compare_padded(padded: PaddedWorld, setting: Setting) -> None:
-    """As `compare` does; the answers are of unequal lengths, so that rows leave one by one."""
+def compare_padded(padded: PaddedWorld, setting: Setting, *, faulty: bool = False) -> None:
+    """As `compare` does; rows join by twos, of unequal lengths, and leave one by one."""
     kind = setting.variant
     model = padded.model(kind)
-    seen = padded.record.begin(setting, model)
+    seen = padded.record.begin(setting, model, faulty=faulty)
     folders = [None if name == BASE else padded.adapter(kind, name) for name in setting.names]
     adapters = [folder for folder in folders if folder is not None]
     told = [prompt_truth(model, folder, 3 + 5 * i) for i, folder in enumerate(folders)]
@@ -113,7 +115,7 @@ def compare_padded(padded: PaddedWorld, setting: Setting) -> None:
             slot=-1 if folder is None else adapters.index(folder),
             sampling=Sampling(logprobs=truth.logits.shape[1]),
             chunk=setting.chunk + i,
-            joins_at=3 * i,
+            joins_at=3 * (i // 2),
             rejoins_at=None if setting.rejoins_at is None else setting.rejoins_at + i,
         )
         for i, (length, folder, (prompt, truth)) in enumerate(

@@ -28,8 +28,12 @@ from tests.checkpoints import (
 )
 from tests.checkpoints_others import (
     GPT2_ADAPTERS,
+    GPT2_ENDS,
     GPT_NEOX_ADAPTERS,
+    GPT_NEOX_ENDS,
+    LLAMA_ENDS,
     OPT_ADAPTERS,
+    OPT_ENDS,
     write_gpt2,
     write_gpt_neox,
     write_opt,
@@ -41,6 +45,8 @@ from tests.ranks import run_ranks
 BASE = "base"
 NUM_BLOCKS = 64
 BLOCK_SIZE = 16
+FLASH_ATTN_BLOCK_SIZE = 256
+"""The smallest that flash-attn has kernels for."""
 WHOLE = 10**6
 """A chunk that holds any prompt."""
 
@@ -135,6 +141,10 @@ FAMILIES: dict[str, Family] = {
     "gpt2": Family(write_gpt2, GPT2_ADAPTERS),
     "opt": Family(write_opt, OPT_ADAPTERS),
     "gpt_neox": Family(write_gpt_neox, GPT_NEOX_ADAPTERS),
+    "llama_ends": Family(write_llama, LLAMA_ENDS),
+    "gpt2_ends": Family(write_gpt2, GPT2_ENDS),
+    "opt_ends": Family(write_opt, OPT_ENDS),
+    "gpt_neox_ends": Family(write_gpt_neox, GPT_NEOX_ENDS),
 }
 """Another model is another row; its adapters name its own modules."""
 
@@ -147,7 +157,8 @@ class Mismatch(AssertionError):
 class Setting:
     """One comparison: a model on some ranks, and the adapters that share its batch.
 
-    vocabulary: whether adapters may change embedding and head. rejoins_at: after how many tokens
+    vocabulary: whether adapters may change embedding and head. copies: places on the device for
+    whole ones. rejoins_at: after how many tokens
     the first request is preempted, each other one token later; None for never.
     """
 
@@ -158,6 +169,7 @@ class Setting:
     chunk: int = 5
     vocabulary: bool = False
     rejoins_at: int | None = None
+    copies: int = 0
 
 
 @dataclass
@@ -219,7 +231,9 @@ def engine_config(model: Path, /, **changes: Any) -> EngineConfig:
         "device": Device.CPU,
         "cache": CacheConfig(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE),
         "limits": LimitsConfig(max_running=16, max_step_tokens=256),
-        "adapters": AdaptersConfig(device_pages=40, max_device_adapters=10, max_rank=64),
+        "adapters": AdaptersConfig(
+            device_pages=40, max_device_adapters=10, max_rank=64, host_bytes=2**26
+        ),
     }
     return EngineConfig(**{**fields, **changes})
 
@@ -236,13 +250,14 @@ def poison(runner: ModelRunner) -> None:
 
 def place_all(runner: ModelRunner, folders: Sequence[Path]) -> None:
     """Stage the adapters and place each at its index, on pages that interleave."""
-    free = list(range(40))
-    random.Random(1).shuffle(free)
+    pages = [list(range(count)) for count in runner._bank.pool_pages]
+    for free in pages:
+        random.Random(1).shuffle(free)
     for slot, folder in enumerate(folders):
         key = AdapterKey(slot + 1)
         shape = runner.stage(FetchedAdapter(key, folder.name, str(folder), folder.name))
-        taken = [free.pop() for _ in range(max(shape.num_pages))]
-        runner.place(key, slot, [taken[:count] for count in shape.num_pages])
+        pools = [(pages[key_], count) for key_, count in enumerate(shape.num_pages)]
+        runner.place(key, slot, [[free.pop() for _ in range(n)] for free, n in pools])
 
 
 def compare(world: World, setting: Setting, *, faulty: bool = False) -> None:
@@ -266,7 +281,8 @@ def compare(world: World, setting: Setting, *, faulty: bool = False) -> None:
         for i, (folder, (prompt, _)) in enumerate(zip(folders, told, strict=True))
     ]
     config = engine_config(model)
-    opened = config.adapters.model_copy(update={"vocabulary": setting.vocabulary})
+    ends = {"vocabulary": setting.vocabulary, "vocabulary_copies": setting.copies}
+    opened = config.adapters.model_copy(update=ends)
     config = config.model_copy(update={"adapters": opened})
     results = run_ranks(setting.ranks, partial(_answers, config, adapters, requests))
     judge(seen, results, [truth for _, truth in told])

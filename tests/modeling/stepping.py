@@ -5,7 +5,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from configs.sampling import Sampling
-from modeling.batch import BatchJoin, BatchRow, ForwardBatch, RowLogprobs, SampledTokens, StepOutput
+from modeling.batch import (
+    BatchJoin,
+    BatchRow,
+    ForwardBatch,
+    PromptAnswer,
+    RowLogprobs,
+    SampledTokens,
+    StepOutput,
+)
 from modeling.runner import ModelRunner
 
 
@@ -28,10 +36,11 @@ class Asked:
 
 @dataclass
 class Answer:
-    """What came back for one request."""
+    """What came back for one request; prompts: what each of its rows told about its prompt."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[RowLogprobs | None] = field(default_factory=list)
+    prompts: list[PromptAnswer] = field(default_factory=list)
 
 
 class BlockPile:
@@ -69,7 +78,7 @@ class _Run:
     @property
     def done(self) -> bool:
         """Whether all is computed: the last token is sampled and never computed."""
-        return self.computed >= len(self.asked.prompt) + self.asked.num_tokens - 1
+        return self.computed >= len(self.asked.prompt) + max(self.asked.num_tokens, 1) - 1
 
     def take_part(self, batch: ForwardBatch, pile: BlockPile) -> None:
         """Add this request's row, if it has one in this step, and its join before the first."""
@@ -82,7 +91,8 @@ class _Run:
         length = min(asked.chunk, known - start) if start < known else 1
         self.computed = end = start + length
         blocks = pile.reach(self.place, end)
-        batch.rows.append(BatchRow(self.place, start, length, blocks, end >= known))
+        samples = end >= known and asked.num_tokens > 0
+        batch.rows.append(BatchRow(self.place, start, length, blocks, samples))
 
     def _pauses(self, pile: BlockPile) -> bool:
         """Whether a preempted request waits for its tokens; with all of them it starts anew."""
@@ -107,7 +117,7 @@ def generate(
         _Run(place, asked, answer, list(asked.prompt))
         for place, (asked, answer) in enumerate(zip(requests, answers, strict=True))
     ]
-    flying: list[tuple[list[int], StepOutput]] = []
+    flying: list[tuple[list[BatchRow], StepOutput]] = []
     step = 0
     while not all(run.done for run in runs):
         batch = ForwardBatch([], [])
@@ -115,7 +125,7 @@ def generate(
             if step >= run.asked.joins_at:
                 run.take_part(batch, pile)
         if batch.rows:
-            flying.append(([r.place for r in batch.rows if r.samples], runner.step(batch)))
+            flying.append((batch.rows, runner.step(batch)))
         if len(flying) > (1 if batch.rows else 0):
             _note(answers, *_landed(flying))
         step += 1
@@ -124,12 +134,17 @@ def generate(
     return answers
 
 
-def _landed(flying: list[tuple[list[int], StepOutput]]) -> tuple[list[int], SampledTokens]:
-    places, output = flying.pop(0)
-    return places, output.wait()
+def _landed(
+    flying: list[tuple[list[BatchRow], StepOutput]],
+) -> tuple[list[BatchRow], SampledTokens]:
+    rows, output = flying.pop(0)
+    return rows, output.wait()
 
 
-def _note(answers: list[Answer], places: list[int], sampled: SampledTokens) -> None:
+def _note(answers: list[Answer], rows: list[BatchRow], sampled: SampledTokens) -> None:
+    for told in sampled.prompts or ():
+        answers[rows[told.row].place].prompts.append(told)
+    places = [row.place for row in rows if row.samples]
     logprobs = sampled.logprobs or [None] * len(places)
     for place, token, own in zip(places, sampled.tokens, logprobs, strict=True):
         answers[place].tokens.append(token)

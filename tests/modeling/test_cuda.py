@@ -5,13 +5,16 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from configs.adapters import AdapterKey, FetchedAdapter
 from configs.engine import AdaptersConfig, CacheConfig, Device, LimitsConfig
 from configs.model import DType, ModelConfig
 from configs.sampling import Sampling
+from modeling import prompts
 from modeling.loading import pick_device
 from modeling.runner import ModelRunner
 from sharding.group import SingleRank
 from tests.modeling.parity import ADAPTERS, BASE, World, engine_config, place_all, poison
+from tests.modeling.prompts import Prompts, check_answers, prompt_of, questions
 from tests.modeling.stepping import Asked, generate
 from tests.oracle import prompt_truth
 
@@ -21,6 +24,7 @@ pytestmark = [
 ]
 
 NAMES = [BASE, *ADAPTERS]
+ADAPTERS_BY_TURNS = ("r8", "r24", "patterns")
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +45,9 @@ def make_runner(
         device=Device.CUDA,
         cache=CacheConfig(num_blocks=num_blocks, device_memory_fraction=0.5),
         limits=LimitsConfig(max_running=16, max_step_tokens=256),
-        adapters=AdaptersConfig(device_pages=40, max_device_adapters=10, max_rank=64),
+        adapters=AdaptersConfig(
+            device_pages=40, max_device_adapters=10, max_rank=64, host_bytes=2**26
+        ),
     )
     return ModelRunner(config, SingleRank(), pick_device(Device.CUDA))
 
@@ -79,6 +85,24 @@ def test_sampled_tokens_are_those_of_the_cpu(world: World) -> None:
     assert [answer.tokens for answer in generate(runner, requests, 64, 16)] == expected
 
 
+@pytest.mark.parametrize("rejoins_at", [None, 2])
+def test_prompts_are_told_about_as_on_the_cpu(
+    world: World, monkeypatch: pytest.MonkeyPatch, rejoins_at: int | None
+) -> None:
+    monkeypatch.setattr(prompts, "SLICE_BYTES", 4 * 4 * 96)
+    runner = make_runner(world)
+    runner.load()
+    poison(runner)
+    told: Prompts = [
+        (world.adapter("llama", "gqa", name), prompt_of(9 + 4 * i, 96))
+        for i, name in enumerate([BASE, "r8", "rows"])
+    ]
+    place_all(runner, [folder for folder, _ in told if folder is not None])
+    asked = questions(told, 5, rejoins_at)
+    answers = generate(runner, asked, 64, 16)
+    check_answers(world.model("llama", "gqa"), told, asked, answers, tolerance=1e-3)
+
+
 @pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16])
 def test_memory_is_measured_and_taken(world: World, dtype: DType) -> None:
     runner = make_runner(world, dtype, num_blocks=None)
@@ -86,3 +110,30 @@ def test_memory_is_measured_and_taken(world: World, dtype: DType) -> None:
     report = runner.allocate(runner.measure())
     assert 0.3 * total < report.kv_bytes < 0.5 * total
     assert len(generate(runner, [Asked([5, 6, 7], 5)], 64, 16)[0].tokens) == 5
+
+
+def test_adapters_that_take_each_others_pages_keep_their_tokens(world: World) -> None:
+    """One place for three adapters, filled anew before every request, captured steps and all."""
+    names = ADAPTERS_BY_TURNS
+    folders = [folder for name in names if (folder := world.adapter("llama", "gqa", name))]
+    prompt = [5, 9, 33, 71, 8]
+    alone = make_runner(world)
+    alone.load()
+    place_all(alone, folders)
+    expected = [
+        generate(alone, [Asked(prompt, 12, slot=slot)], 64, 16)[0].tokens
+        for slot in range(len(folders))
+    ]
+    runner = make_runner(world)
+    runner.load()
+    poison(runner)
+    shapes = [
+        runner.stage(FetchedAdapter(AdapterKey(1 + i), folder.name, str(folder), str(i)))
+        for i, folder in enumerate(folders)
+    ]
+    for turn in range(12):
+        index = turn % len(folders)
+        pages = [list(range(turn % 3, turn % 3 + count)) for count in shapes[index].num_pages]
+        runner.place(AdapterKey(1 + index), 0, pages)
+        (answer,) = generate(runner, [Asked(prompt, 12, slot=0)], 64, 16)
+        assert answer.tokens == expected[index], turn

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from configs.engine import AttentionBackend, Device
+from configs.engine import AttentionBackend, CacheConfig, Device
 from configs.model import DType, ModelConfig
 from configs.sampling import Sampling
 from modeling.loading import pick_device
@@ -15,6 +15,7 @@ from sharding.group import SingleRank
 from tests.modeling.parity import (
     BASE,
     BLOCK_SIZE,
+    FLASH_ATTN_BLOCK_SIZE,
     NUM_BLOCKS,
     World,
     engine_config,
@@ -63,7 +64,7 @@ def run(
         Asked(prompt, len(truth.tokens), slot=i - 1, sampling=everything, chunk=3 + i, joins_at=i)
         for i, (prompt, truth) in enumerate(told)
     ]
-    answers = generate(runner, requests, NUM_BLOCKS, BLOCK_SIZE)
+    answers = generate(runner, requests, NUM_BLOCKS, runner._config.cache.block_size)
     return answers, [truth for _, truth in told]
 
 
@@ -82,8 +83,12 @@ def test_bfloat16_comes_near(
     world: World, family: str, variant: str, backend: AttentionBackend
 ) -> None:
     """As long as the tokens agree, logprobs do, to what bfloat16 has."""
+    block_size = FLASH_ATTN_BLOCK_SIZE if backend is AttentionBackend.FLASH_ATTN else BLOCK_SIZE
+    cache = CacheConfig(num_blocks=NUM_BLOCKS, block_size=block_size)
     try:
-        answers, truths = run(world, family, variant, DType.BFLOAT16, attention=backend)
+        answers, truths = run(
+            world, family, variant, DType.BFLOAT16, attention=backend, cache=cache
+        )
     except ValueError as lack:
         pytest.skip(str(lack))
     for answer, truth in zip(answers, truths, strict=True):

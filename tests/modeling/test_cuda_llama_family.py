@@ -30,6 +30,7 @@ MODELS = [
     ("relative", "qwen2_window"),
     ("relative", "qwen3_window"),
     ("relative", "granite"),
+    ("relative", "solar"),
     ("relative", "yarn"),
     ("fused", "phi3_longrope"),
     ("fused", "phi3_partial"),
@@ -44,7 +45,11 @@ def test_greedy_tokens_are_the_oracles(world: World, family: str, variant: str) 
     """The base alone (captured steps where there are any), then everyone in one batch."""
     model = world.model(family, variant)
     adapters = AdaptersConfig(
-        device_pages=40, max_device_adapters=10, max_rank=64, vocabulary=family == "vocabulary"
+        device_pages=40,
+        max_device_adapters=10,
+        max_rank=64,
+        vocabulary=family == "vocabulary",
+        host_bytes=2**26,
     )
     config = engine_config(model, device=Device.CUDA, adapters=adapters)
     runner = ModelRunner(config, SingleRank(), pick_device(Device.CUDA))

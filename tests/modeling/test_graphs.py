@@ -17,7 +17,7 @@ from modeling.adapters.kernels.reference import reference_batch
 from modeling.attention.base import AttentionSpec, AttentionStep, CapturedAttention, Words
 from modeling.attention.kv_cache import LayerCache, allocate
 from modeling.attention.sdpa import SdpaAttention
-from modeling.batch import BatchJoin, BatchRow
+from modeling.batch import BatchJoin, BatchRow, ForwardBatch
 from modeling.graphs import (
     SIZES,
     CapturedSteps,
@@ -130,6 +130,14 @@ class LateAdapters:
 
     def batch(self, num_tokens: int, num_tiles: int | None = None) -> "LateAdapters":
         return self
+
+    def has_product(self, x: Tensor, weight: Tensor, targets: tuple[Target, ...]) -> bool:
+        return False
+
+    def product(
+        self, y: Tensor, x: Tensor, weight: Tensor, layer: int, targets: tuple[Target, ...]
+    ) -> None:
+        raise AssertionError
 
     def add(self, y: Tensor, x: Tensor, layer: int, targets: tuple[Target, ...]) -> None:
         assert sum(self.rows[1]) == len(x)
@@ -247,3 +255,13 @@ def test_replays_are_steps(world: World, slots: tuple[int, ...], sampling: Sampl
     assert [answer.tokens for answer in found] == [answer.tokens for answer in expected]
     if sampling.logprobs >= 0:
         assert found[8].logprobs[0] is not None
+
+
+def test_a_step_tells_whether_it_was_a_replay(world: World) -> None:
+    runner = ModelRunner(engine_config(world.model("llama", "gqa")), SingleRank(), CPU)
+    runner.load()
+    runner._captured = capture_on_cpu(runner)
+    join = BatchJoin(0, [1, 2, 3], 3, -1, Sampling())
+    whole, single = BatchRow(0, 0, 3, [0], True), BatchRow(0, 3, 1, [], True)
+    assert not runner.step(ForwardBatch([join], [whole])).wait().captured
+    assert runner.step(ForwardBatch([], [single])).wait().captured

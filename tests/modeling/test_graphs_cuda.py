@@ -39,7 +39,9 @@ def make_runner(folder: Any, **changes: Any) -> ModelRunner:
         "attention": AttentionBackend.FLASHINFER,
         "cache": CacheConfig(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE),
         "limits": LimitsConfig(max_running=12, max_step_tokens=256),
-        "adapters": AdaptersConfig(device_pages=40, max_device_adapters=10, max_rank=64),
+        "adapters": AdaptersConfig(
+            device_pages=40, max_device_adapters=10, max_rank=64, host_bytes=2**26
+        ),
         **changes,
     }
     runner = ModelRunner(engine_config(folder, **fields), SingleRank(), pick_device(Device.CUDA))
@@ -170,7 +172,8 @@ def test_one_step_ahead_is_step_by_step(wide: Any) -> None:
 
 
 @contextmanager
-def _no_synchronisation() -> Iterator[None]:
+def no_synchronisation() -> Iterator[None]:
+    """Torch refuses synchronising calls meanwhile."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says that this switch is a prototype
         torch.cuda.set_sync_debug_mode("error")
@@ -188,7 +191,7 @@ def test_a_step_never_waits_for_the_device(wide: Any) -> None:
     for params in (Sampling(), sampled):
         asked = requests([-1, 0], sampling=params)
         generate(runner, asked, NUM_BLOCKS, BLOCK_SIZE)
-        with _no_synchronisation():
+        with no_synchronisation():
             generate(runner, asked, NUM_BLOCKS, BLOCK_SIZE)
 
 

@@ -9,6 +9,7 @@ from modeling.memory import (
     adapter_pages,
     cpu_blocks,
     cuda_blocks,
+    vocabulary_copies,
 )
 from modeling.state import StateSize
 
@@ -50,3 +51,13 @@ def test_a_gpu_caches_with_what_is_left() -> None:
     assert cuda_blocks(ENGINE, memory, 2 * GIB, GIB) == 72 - 30 - 2
     with pytest.raises(ValueError, match=r"no memory is left.*device_memory_fraction is 0\.9"):
         cuda_blocks(ENGINE, memory, 42 * GIB, GIB)
+
+
+def test_whole_embeddings_and_heads_must_fit() -> None:
+    config = AdaptersConfig(vocabulary=True, vocabulary_copies=3)
+    assert vocabulary_copies(config, 100, None) == 3
+    assert vocabulary_copies(config, 100, DeviceMemory(total=1000, free=300)) == 3
+    with pytest.raises(
+        ValueError, match=r"vocabulary_copies \(3\) takes 300 bytes .* 299 are free"
+    ):
+        vocabulary_copies(config, 100, DeviceMemory(total=1000, free=299))

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from torch import Tensor
 
-from modeling.adapters import bank
+from modeling.adapters import copies
 from modeling.adapters.bank import AdapterBank, Placement, take
 from modeling.adapters.kernels.base import AdapterData
 from modeling.adapters.linear import AdapterRowLinear
@@ -44,7 +44,7 @@ def test_cut_is_another_ranks(
     world: World, monkeypatch: pytest.MonkeyPatch, setting: Setting
 ) -> None:
     # COLUMNS has only B cut, ROWS only A.
-    monkeypatch.setattr(bank, "take", _take_the_neighbours)
+    monkeypatch.setattr(copies, "take", _take_the_neighbours)
     expect_mismatch(world, setting)
 
 

@@ -221,6 +221,11 @@ def test_more_ranks_than_one_are_refused(padded: PaddedWorld) -> None:
         PaddedRunner(padded_config(padded.model("bloom")), LoneRank(0, 2), CPU)
 
 
+def test_the_vocabulary_cannot_be_opened(padded: PaddedWorld) -> None:
+    with pytest.raises(ValueError, match=r"adapters\.vocabulary: .* set it to false"):
+        padded_runner(padded.model("bloom"), adapters=AdaptersConfig(vocabulary=True))
+
+
 def test_prompts_share_a_forward_with_their_like() -> None:
     lengths = [3, 100, 7, 51, 49, 4, 1]
     requests = [BatchJoin(i, [0] * n, n, -1, Sampling()) for i, n in enumerate(lengths)]

@@ -1,18 +1,22 @@
 """GPT-2, OPT and GPT-NeoX: transformers + PEFT and the runner give the same tokens and logits."""
 
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from configs.architectures.rope import Rope
+from configs.engine import LimitsConfig
 from modeling.adapters.kernels.base import AdapterData
 from modeling.adapters.linear import AdapterRowLinear
 from modeling.adapters.projection import Projection
 from modeling.models import gpt2, gpt_neox, opt
+from modeling.runner import ModelRunner
 from sharding.group import TensorParallel
 from sharding.linear import RowParallelLinear
 from sharding.slicing import Segments
@@ -23,8 +27,22 @@ from tests.checkpoints_others import (
     GPT_NEOX_VARIANTS,
     OPT_ADAPTERS,
     OPT_VARIANTS,
+    write_gpt_neox,
 )
-from tests.modeling.parity import BASE, WHOLE, Setting, World, compare, expect_mismatch
+from tests.modeling.parity import (
+    BASE,
+    BLOCK_SIZE,
+    NUM_BLOCKS,
+    WHOLE,
+    Setting,
+    World,
+    compare,
+    engine_config,
+    expect_mismatch,
+)
+from tests.modeling.stepping import Asked, generate
+from tests.oracle import prompt_truth
+from tests.ranks import run_ranks
 
 FIRST = {"gpt2": "plain", "opt": "plain", "gpt_neox": "parallel"}
 """The variant that each family is tried with in every way."""
@@ -64,6 +82,20 @@ def test_together(world: World, family: str, ranks: int) -> None:
 @pytest.mark.parametrize(("family", "variant"), OTHERS)
 def test_other_shapes(world: World, family: str, variant: str) -> None:
     compare(world, Setting(family, variant, 2, MIXED))
+
+
+def test_neox_goes_beyond_its_trained_length_where_it_is_asked_to(tmp_path: Path) -> None:
+    folder = write_gpt_neox(tmp_path, max_position_embeddings=32)
+    prompt, told = prompt_truth(folder, None, 20)
+    limits = LimitsConfig(max_running=4, max_step_tokens=64, max_total_tokens=64)
+    config = engine_config(folder, limits=limits)
+
+    def on_rank(group: TensorParallel) -> list[int]:
+        runner = ModelRunner(config, group, torch.device("cpu"))
+        runner.load()
+        return generate(runner, [Asked(prompt, 24, chunk=7)], NUM_BLOCKS, BLOCK_SIZE)[0].tokens
+
+    assert run_ranks(2, on_rank) == [told.tokens] * 2
 
 
 GPT2_COLUMNS = Setting("gpt2", "plain", 2, ["columns"])

@@ -14,10 +14,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from configs.architectures.llama import Architecture, Blend
 from configs.architectures.rope import Rope
+from configs.architectures.select import load_architecture
 from configs.engine import LimitsConfig
 from configs.model import ModelConfig
 from configs.sampling import Sampling
+from modeling import loading
 from modeling.attention.sdpa import SdpaAttention, SdpaStep
 from modeling.layers import rotary
 from modeling.models import llama, llama_projections
@@ -42,7 +45,7 @@ from tests.modeling.stepping import Answer, Asked, generate
 from tests.oracle import TOLERANCE
 from tests.ranks import run_ranks
 
-SEPARATE = ["mistral", "qwen2", "qwen2_window", "qwen3", "qwen3_window", "granite"]
+SEPARATE = ["mistral", "qwen2", "qwen2_window", "qwen3", "qwen3_window", "granite", "solar"]
 ROPES = ["yarn", "longrope", "mistral_full"]
 FUSED = ["phi3", "phi3_partial", "phi3_longrope"]
 MODELS = [("relative", variant) for variant in SEPARATE] + [("fused", v) for v in FUSED]
@@ -169,6 +172,38 @@ def test_a_fused_map_cut_as_one_is_noticed(world: World, monkeypatch: pytest.Mon
 def test_head_norms_left_out_are_noticed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llama, "norm_heads", lambda qkv, heads, q_norm, k_norm: qkv)
     expect_mismatch(world, Setting("relative", "qwen3", 1, [BASE]))
+
+
+SKIPS: dict[str, dict[str, Any]] = {"layer": {"layer": 3}, "weight": {"weight": 0.9}, "none": {}}
+
+
+@pytest.mark.parametrize("fault", SKIPS)
+def test_another_skip_is_noticed(world: World, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    """Into the layer before, by the weight of training, or left out."""
+
+    def other(folder: Path) -> Architecture:
+        config = load_architecture(folder)
+        assert isinstance(config, Architecture)
+        *others, last = config.blends
+        assert last == Blend(layer=4, source=1, weight=0.7)
+        found = [last.model_copy(update=SKIPS[fault])] if SKIPS[fault] else []
+        return config.model_copy(update={"blends": (*others, *found)})
+
+    monkeypatch.setattr(loading, "load_architecture", other)
+    expect_mismatch(world, Setting("relative", "solar", 1, [BASE]))
+
+
+def test_granites_scores_scaled_as_llamas_are_noticed(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare = SdpaAttention.prepare
+
+    def scaled(self: SdpaAttention, *lengths: Any) -> SdpaStep:
+        self.spec = replace(self.spec, scale=self.spec.head_dim**-0.5)
+        return prepare(self, *lengths)
+
+    monkeypatch.setattr(SdpaAttention, "prepare", scaled)
+    expect_mismatch(world, Setting("relative", "granite", 1, [BASE]))
 
 
 def test_short_factors_on_a_long_server_are_noticed(

@@ -7,12 +7,15 @@ from tests.modeling.test_parity_vocabulary import NAMES
 
 pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
 
+SYSTEMS = [("llama", "gqa"), ("gpt2", "plain"), ("opt", "plain"), ("gpt_neox", "parallel")]
+
 MODELS = [
     ("llama", "gqa"),
     ("relative", "mistral"),
     ("relative", "qwen2"),
     ("relative", "qwen3"),
     ("relative", "granite"),
+    ("relative", "solar"),
     ("fused", "phi3"),
     ("gpt2", "plain"),
     ("opt", "plain"),
@@ -27,6 +30,11 @@ def test_preempted(world: World, family: str, variant: str, ranks: int) -> None:
     """Adapters of all sizes and the base, each preempted at another token of its answer."""
     names = [BASE, *RANKS, "columns", "rows"]
     compare(world, Setting(family, variant, ranks, names, rejoins_at=4))
+
+
+@pytest.mark.parametrize(("family", "variant"), SYSTEMS)
+def test_preempted_on_four_ranks(world: World, family: str, variant: str) -> None:
+    compare(world, Setting(family, variant, 4, [BASE, *RANKS, "rows"], rejoins_at=4))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -16,7 +16,6 @@ from modeling.runner import ModelRunner
 from sharding.embedding import ParallelHead, VocabParallelEmbedding
 from sharding.group import SingleRank
 from tests.checkpoints import AdapterRecipe, write_adapter, write_llama
-from tests.checkpoints_others import write_gpt2
 from tests.modeling.parity import BASE, Setting, World, compare, engine_config, expect_mismatch
 
 pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
@@ -109,6 +108,11 @@ def change_tensors(folder: Path, **changes: Tensor | None) -> None:
     save_file({key: value for key, value in tensors.items() if value is not None}, path)
 
 
+def add_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
+    path = folder / "adapter_model.safetensors"
+    save_file({**load_file(path), **tensors}, path)
+
+
 def test_a_server_that_was_not_opened_says_how(model: Path) -> None:
     closed = OPEN.model_copy(update={"vocabulary": False})
     message = refusal(runner_for(model, closed), written(model))
@@ -117,12 +121,23 @@ def test_a_server_that_was_not_opened_says_how(model: Path) -> None:
 
 def test_a_whole_embedding_is_refused_by_an_open_server_too(model: Path) -> None:
     folder = written(model)
-    path = folder / "adapter_model.safetensors"
-    whole = {"base_model.model.model.embed_tokens.weight": torch.zeros(99, 32)}
-    save_file({**load_file(path), **whole}, path)
+    whole = {"base_model.model.model.embed_tokens.weight": torch.zeros(96, 32)}
+    add_tensors(folder, whole)
     message = refusal(runner_for(model), folder)
-    assert "embed_tokens.weight adapts the vocabulary" in message
-    assert message.endswith("retrain it as LoRA factors alone")
+    assert "embed_tokens.weight is not this model's weight" in message
+    assert "name it in modules_to_save" in message
+
+
+def test_whole_matrices_are_told_to_the_scheduler(model: Path) -> None:
+    runner = runner_for(model, OPEN.model_copy(update={"vocabulary_copies": 3}))
+    report = runner._report(1)
+    assert report.projections[-2:] == ("embed_tokens.whole", "lm_head.whole")
+    assert report.pool_pages == (*[40] * 9, 3, 3)
+    recipe = AdapterRecipe(target_modules=["q_proj"], extra={"modules_to_save": ["lm_head"]})
+    folder = write_adapter(model.parent / "whole", model, recipe)
+    shape = runner.stage(FetchedAdapter(AdapterKey(2), "b", str(folder), "b"))
+    assert shape.num_pages == (1, *[0] * 9, 1)
+    assert shape.host_bytes >= 96 * 32 * 4
 
 
 def test_pools_are_told_to_the_scheduler(model: Path) -> None:
@@ -132,11 +147,6 @@ def test_pools_are_told_to_the_scheduler(model: Path) -> None:
     runner = runner_for(model)
     shape = runner.stage(FetchedAdapter(AdapterKey(1), "a", str(written(model, r=12)), "a"))
     assert shape.num_pages == (2, 0, 0, 0, 0, 0, 0, 2, 2)
-
-
-def test_models_that_cannot_say_so_at_start(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"adapters\.vocabulary: .* GPT2LMHeadModel cannot"):
-        runner_for(write_gpt2(tmp_path))
 
 
 def test_a_trained_copy_of_the_base_weight_is_refused(model: Path) -> None:
@@ -163,15 +173,11 @@ def test_half_an_end_is_refused(model: Path, end: str) -> None:
     assert f"{end.replace('__', '.')} is missing beside its partner" in message
 
 
-def test_ends_that_were_trained_as_one_are_refused(model: Path) -> None:
-    folder = written(model)
-    path = folder / "adapter_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "ensure_weight_tying": True}))
-    assert "ensure_weight_tying=True is not served" in refusal(runner_for(model), folder)
-
-
 def test_whole_weights_in_place_of_factors_are_refused(model: Path) -> None:
     folder = written(model)
     path = folder / "adapter_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "modules_to_save": ["lm_head"]}))
-    assert "modules_to_save=['lm_head'] is not served" in refusal(runner_for(model), folder)
+    add_tensors(folder, {"base_model.model.lm_head.weight": torch.zeros(96, 32)})
+    message = refusal(runner_for(model), folder)
+    assert message.startswith("modules_to_save=['lm_head'] is not served here")
+    assert "adapters.vocabulary_copies above 0" in message

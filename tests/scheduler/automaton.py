@@ -11,8 +11,17 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from configs.adapters import AdapterKey, AdapterShape
-from configs.sampling import FinishReason, Stopping
-from scheduler.plan import Capacity, Fill, Join, Row, StepPlan, StepResult, TokenLogprobs
+from configs.sampling import FinishReason, Pooling, Sampling, Stopping
+from scheduler.plan import (
+    Capacity,
+    Fill,
+    Join,
+    PromptReport,
+    Row,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
 from tests.strategies import VOCABULARY
 
 
@@ -39,6 +48,8 @@ def alone(
     for token in prompt:
         state = link(state, token)
     generated: list[int] = []
+    if not stopping.max_new_tokens:
+        return generated, FinishReason.LENGTH
     while True:
         token = next_token(state)
         state = link(state, token)
@@ -49,6 +60,25 @@ def alone(
             return generated, FinishReason.LENGTH
 
 
+def about(prompt: tuple[int, ...], adapter: AdapterKey | None) -> tuple[list[TokenLogprobs], bytes]:
+    """What the model tells of a prompt: each token's score and an embedding, from its states."""
+    states = [root(adapter)]
+    for token in prompt:
+        states.append(link(states[-1], token))
+    scores = [TokenLogprobs(score(state), [], []) for state in states[2:]]
+    return scores, embedding(states[1:])
+
+
+def score(state: int) -> float:
+    """The logprob of the token that led to this state."""
+    return -float(state % 1000003)
+
+
+def embedding(states: list[int]) -> bytes:
+    """What is pooled from a prompt's states."""
+    return str(sum(states)).encode()
+
+
 @dataclass
 class Seat:
     """What a rank keeps at a place."""
@@ -56,7 +86,8 @@ class Seat:
     tokens: list[int]
     slot: int
     adapter: AdapterKey | None
-    logprobs: int
+    sampling: Sampling
+    prompt_length: int
     blocks: list[int] = field(default_factory=list)
 
     def states(self, stop: int) -> list[int]:
@@ -75,7 +106,6 @@ class Named:
     places: frozenset[int]
     blocks: frozenset[int]
     slots: frozenset[int]
-    keys: frozenset[AdapterKey]
 
 
 class FakeRanks:
@@ -90,13 +120,28 @@ class FakeRanks:
         self.host: dict[AdapterKey, AdapterShape] = {}
         self.slots: dict[int, tuple[AdapterKey, list[list[int]]]] = {}
         self.owners: dict[tuple[int, int], int] = {}  # (projection, page): slot
+        self.filling: dict[AdapterKey, int] = {}  # slot
+        self.refused: set[AdapterKey] = set()  # keys that some rank had no room for
         self.in_flight: deque[Named] = deque()
         self.last_step = 0
         self.last_applied = 0
 
-    def stage(self, key: AdapterKey, shape: AdapterShape) -> None:
+    def stage(self, key: AdapterKey, shape: AdapterShape) -> bool:
+        """Keep an adapter if there is room for its bytes, and more than that there never is."""
         assert key not in self.host, f"adapter {key} staged twice"
-        self.host[key] = shape
+        taken = sum(each.host_bytes for each in self.host.values())
+        room = self.capacity.host_bytes - taken
+        if room < shape.host_bytes <= self.capacity.host_bytes:
+            assert key not in self.refused, f"adapter {key} is tried again without room for it"
+            self.refused.add(key)
+            return False
+        if shape.host_bytes <= self.capacity.host_bytes:
+            self.host[key] = shape
+        return True
+
+    def placed(self, key: AdapterKey) -> None:
+        """The fill is done on all ranks, and the scheduler is told so next."""
+        del self.filling[key]
 
     def execute(self, plan: StepPlan) -> StepResult:
         assert plan.epoch == self.epoch
@@ -117,11 +162,11 @@ class FakeRanks:
             Named(
                 places=frozenset(row.place for row in plan.rows),
                 blocks=frozenset(block for seat in seats for block in seat.blocks),
-                slots=frozenset([*(s.slot for s in seats), *(f.slot for f in plan.fills)]) - {-1},
-                keys=frozenset(fill.key for fill in plan.fills),
+                slots=frozenset(seat.slot for seat in seats) - {-1},
             )
         )
-        return StepResult(plan.epoch, plan.step, tokens, logprobs)
+        reports = [self._report(i, row) for i, row in enumerate(plan.rows) if self._tells(row)]
+        return StepResult(plan.epoch, plan.step, tokens, logprobs, reports=reports or None)
 
     def applied(self, plan: StepPlan) -> None:
         self.in_flight.popleft()
@@ -131,8 +176,11 @@ class FakeRanks:
         assert fill.key in self.host, f"adapter {fill.key} is not staged"
         assert 0 <= fill.slot < self.capacity.adapter_slots
         assert [len(pages) for pages in fill.pages] == list(self.host[fill.key].num_pages)
+        assert fill.key not in self.filling, f"adapter {fill.key} is filled twice at once"
         named = {slot for plan in self.in_flight for slot in plan.slots}
-        assert fill.slot not in named, f"slot {fill.slot} is named by a plan in flight"
+        named |= set(self.filling.values())
+        assert fill.slot not in named, f"slot {fill.slot} is named by a plan in flight or filled"
+        self.filling[fill.key] = fill.slot
         self.owners = {page: slot for page, slot in self.owners.items() if slot != fill.slot}
         for index, pages in enumerate(fill.pages):
             assert len(set(pages)) == len(pages)
@@ -144,20 +192,21 @@ class FakeRanks:
         self.slots[fill.slot] = (fill.key, fill.pages)
 
     def _drop(self, plan: StepPlan) -> None:
-        filled = {key for named in self.in_flight for key in named.keys}
-        filled |= {fill.key for fill in plan.fills}
         for key in plan.drops:
-            assert key in self.host, f"adapter {key} is dropped but not staged"
-            assert key not in filled, f"adapter {key} is dropped while it is filled"
-            del self.host[key]
+            assert key in self.host or key in self.refused, f"{key} is dropped but not staged"
+            assert key not in self.filling, f"adapter {key} is dropped while it is filled"
+            self.host.pop(key, None)
+            self.refused.discard(key)
 
     def _join(self, join: Join) -> None:
         assert 0 <= join.place < self.num_places
         for named in self.in_flight:
             assert join.place not in named.places, f"place {join.place} is in use"
+        assert join.slot not in self.filling.values(), "a row would wait for its adapter's bytes"
         adapter = None if join.slot < 0 else self.slots[join.slot][0]
-        logprobs = join.sampling.logprobs
-        self.seats[join.place] = Seat(list(join.tokens), join.slot, adapter, logprobs)
+        self.seats[join.place] = Seat(
+            list(join.tokens), join.slot, adapter, join.sampling, join.prompt_length
+        )
         assert 0 < join.prompt_length <= len(join.tokens)
 
     def _append_blocks(self, rows: list[Row]) -> None:
@@ -196,6 +245,23 @@ class FakeRanks:
             for index, each in enumerate(pages):
                 assert all(self.owners[index, page] == seat.slot for page in each), "page taken"
 
+    def _tells(self, row: Row) -> bool:
+        seat = self.seats[row.place]
+        if seat.sampling.pooling is not Pooling.NONE:
+            return True
+        return seat.sampling.prompt_logprobs >= 0 and row.start < seat.prompt_length - 1
+
+    def _report(self, index: int, row: Row) -> PromptReport:
+        """Each token's score at the position before it; the embedding with the last position."""
+        seat, end = self.seats[row.place], row.start + row.length
+        scores = []
+        if seat.sampling.prompt_logprobs >= 0:
+            states = seat.states(min(end + 1, seat.prompt_length))[row.start + 1 :]
+            scores = [TokenLogprobs(score(state), [], []) for state in states]
+        pools = seat.sampling.pooling is not Pooling.NONE and end == seat.prompt_length
+        pooled = embedding(seat.states(end)) if pools else b""
+        return PromptReport(index, row.start + 1, scores, pooled)
+
     def _compute(self, plan: StepPlan) -> tuple[list[int], list[TokenLogprobs | None] | None]:
         """Write keys and values, sample, and keep the sampled tokens in their places."""
         size = self.capacity.block_size
@@ -211,6 +277,6 @@ class FakeRanks:
                 assert len(seat.tokens) == end, "sampling would overwrite a token"
                 tokens.append(next_token(states[-1]))
                 seat.tokens.append(tokens[-1])
-                asked = seat.logprobs >= 0
+                asked = seat.sampling.logprobs >= 0
                 logprobs.append(TokenLogprobs(-float(tokens[-1]), [], []) if asked else None)
         return tokens, logprobs if any(each is not None for each in logprobs) else None

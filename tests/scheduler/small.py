@@ -1,6 +1,7 @@
 """Small requests, ranks and limits for tests that step by hand."""
 
 from configs.adapters import AdapterKey, AdapterShape
+from configs.runtime import AdapterShare
 from configs.sampling import Sampling, Stopping
 from scheduler.plan import Capacity
 from scheduler.policy import Limits
@@ -56,8 +57,13 @@ def story(
     limits: Limits | None = None,
     pages: int = 1,
     num_adapters: int = 40,
+    shares: dict[int | None, AdapterShare] | None = None,
+    merges: dict[int, tuple[int, ...]] | None = None,
 ) -> Story:
     """A story of equal adapters of `pages` pages and ten bytes each."""
     shape = AdapterShape((pages, pages), 10)
     shapes = {AdapterKey(index): shape for index in range(1, num_adapters + 1)}
-    return Story(ranks or capacity(), limits or Limits(), actions, shapes)
+    own = {None if key is None else AdapterKey(key): s for key, s in (shares or {}).items()}
+    made = {AdapterKey(k): tuple(map(AdapterKey, parts)) for k, parts in (merges or {}).items()}
+    limits = limits or Limits()
+    return Story(ranks or capacity(), limits, actions, shapes, shares=own, merges=made)

@@ -4,26 +4,43 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from configs.adapters import AdapterKey, AdapterRefusal
-from configs.sampling import FinishReason, Sampling
+from configs.runtime import AdapterShare
+from configs.sampling import FinishReason, Pooling, Sampling
 from scheduler.events import (
+    AdapterArrived,
     AdapterEvent,
     AdapterFailed,
     AdapterFailure,
     AdapterPinned,
+    AdapterPlaced,
     AdapterStaged,
     AdapterUnloaded,
+    AdapterWanted,
     Cancelled,
     Ended,
-    Event,
     NewTokens,
+    RanksFailure,
+    RequestEvent,
     RequestId,
 )
 from scheduler.plan import StepPlan, StepResult
 from scheduler.policy import InvalidRequest
 from scheduler.request import Request
+from scheduler.resident import AdapterState
 from scheduler.scheduler import Scheduler
-from tests.scheduler.automaton import FakeRanks, alone
-from tests.strategies import Action, Arrive, Cancel, LoseGroup, Pin, Story, Turns, Unload
+from tests.scheduler.automaton import FakeRanks, about, alone
+from tests.strategies import (
+    Action,
+    Arrive,
+    Cancel,
+    LoseGroup,
+    Pin,
+    Reshare,
+    Story,
+    Turns,
+    Unload,
+    Want,
+)
 
 
 @dataclass
@@ -50,13 +67,26 @@ class Stage:
         self.turn = 0
         self.in_flight: deque[tuple[StepPlan, StepResult]] = deque()
         self.staging: dict[AdapterKey, int] = {}
+        self.placing: dict[AdapterKey, int] = {}
         self.has_failed: set[AdapterKey] = set()
+        self.wanted: set[AdapterKey] = set()
+        self.computed = 0  # positions, over all plans
+        self.num_losses = 0
         self.ranks = self._new_ranks()
+        self.share_out(story.shares)
+
+    def share_out(self, shares: dict[AdapterKey | None, AdapterShare]) -> None:
+        even = AdapterShare()
+        own = {key: share for key, share in shares.items() if key is not None}
+        self.scheduler.share_out(shares.get(None, even), even, own)
 
     def play(self) -> None:
         """Act the story, then run until all is quiet; a story without end is an error."""
         for action in self.story.actions:
             self.act(action)
+        self.run(self.patience())
+        for _ in range(60):
+            self.go_round()  # what is only wanted may still be on its way, or come back for room
         self.run(self.patience())
         self.check_end()
 
@@ -70,7 +100,13 @@ class Stage:
         """Turns that surely suffice if every turn computes something for somebody."""
         work = sum(client.arrival.stopping.max_new_tokens + 20 for client in self.clients)
         claims = 5 * (self.story.limits.patience_steps + max(self.story.delays.values(), default=0))
-        return 100 + 4 * work + (len(self.clients) + 5) * claims
+        rates = [s.tokens_per_second for s in self.story.all_shares() if s.tokens_per_second]
+        tokens = sum(
+            len(client.arrival.prompt) + client.arrival.stopping.max_new_tokens
+            for client in self.clients
+        )
+        in_debt = int(tokens / min(rates)) + 10 if rates else 0
+        return 100 + 4 * work + (len(self.clients) + 5) * claims + in_debt
 
     def act(self, action: Action) -> None:
         match action:
@@ -88,6 +124,11 @@ class Stage:
                 self.tell(AdapterPinned(key, pinned))
             case Unload(key):
                 self.tell(AdapterUnloaded(key))
+            case Want(key):
+                self.wanted.add(key)
+                self.tell(AdapterWanted(key))
+            case Reshare(shares):
+                self.share_out(shares)
         self.scheduler.check()
 
     def arrive(self, arrival: Arrive) -> Client:
@@ -95,10 +136,15 @@ class Stage:
         request = Request(
             id=client.id,
             prompt=list(arrival.prompt),
-            sampling=Sampling(logprobs=0 if arrival.logprobs else -1),
+            sampling=Sampling(
+                logprobs=0 if arrival.logprobs else -1,
+                prompt_logprobs=0 if arrival.scored else -1,
+                pooling=Pooling.MEAN if arrival.pooled else Pooling.NONE,
+            ),
             stopping=arrival.stopping,
             adapter=arrival.adapter,
             arrival=float(self.turn),
+            parts=self.story.merges.get(arrival.adapter, ()) if arrival.adapter else (),
         )
         try:
             self.scheduler.add(request, float(self.turn))
@@ -111,11 +157,15 @@ class Stage:
         """One turn of the loop: answer, schedule, send, and apply when enough is in flight."""
         self.turn += 1
         self.answer_staging()
+        self.answer_placing()
         self.match_stop_strings()
         plan = self.scheduler.schedule(float(self.turn))
         self.scheduler.check()
         if not plan.empty:
             self.in_flight.append((plan, self.ranks.execute(plan)))
+        self.computed += sum(row.length for row in plan.rows)
+        for fill in plan.fills:
+            self.placing[fill.key] = self.turn + 1 + self.story.copies.get(fill.key, 0)
         if plan.empty or len(self.in_flight) >= self.story.limits.steps_ahead:
             self.apply_oldest()
 
@@ -139,8 +189,13 @@ class Stage:
                 self.tell(AdapterFailed(key, AdapterRefusal.UNAVAILABLE, "no such file"))
             else:
                 shape = self.story.shapes[key]
-                self.ranks.stage(key, shape)
-                self.tell(AdapterStaged(key, shape))
+                self.tell(AdapterStaged(key, shape, kept=self.ranks.stage(key, shape)))
+
+    def answer_placing(self) -> None:
+        for key in [key for key, due in self.placing.items() if due <= self.turn]:
+            del self.placing[key]
+            self.ranks.placed(key)
+            self.tell(AdapterPlaced(key))
 
     def match_stop_strings(self) -> None:
         for client in self.clients:
@@ -151,9 +206,11 @@ class Stage:
                 self.scheduler.check()
 
     def lose_group(self) -> None:
+        self.num_losses += 1
         stale = list(self.in_flight)
         self.in_flight.clear()
         self.staging.clear()
+        self.placing.clear()
         self.hear(self.scheduler.group_lost(float(self.turn)))
         self.scheduler.check()
         self.ranks = self._new_ranks()
@@ -161,10 +218,14 @@ class Stage:
             assert self.scheduler.apply(plan, result, float(self.turn)) == []
 
     def tell(self, event: AdapterEvent) -> None:
-        self.hear(self.scheduler.adapter(event, float(self.turn)))
+        told = self.scheduler.adapter(event, float(self.turn))
+        for arrived in [each for each in told if isinstance(each, AdapterArrived)]:
+            assert arrived.key in self.wanted, "nobody asked, or it was answered before"
+            self.wanted.remove(arrived.key)
+        self.hear([each for each in told if not isinstance(each, AdapterArrived)])
         self.scheduler.check()
 
-    def hear(self, events: list[Event]) -> None:
+    def hear(self, events: list[RequestEvent]) -> None:
         for event in events:
             client = self.clients[event.request_id[1]]
             assert client.ended is None, f"{event} after the end"
@@ -190,12 +251,23 @@ class Stage:
                 assert len(event.tokens) == arrival.stop_at
             case FinishReason():
                 assert (event.tokens, event.ending) == (expected, reason)
+                self.check_told(arrival, event)
             case Cancelled():
                 assert client.cancelled
+            case RanksFailure(message):
+                assert self.num_losses >= 3 or "less memory" in message
             case AdapterFailure(refusal):
                 assert arrival.adapter is not None
                 large = refusal is AdapterRefusal.TOO_LARGE
                 assert large or arrival.adapter in self.has_failed
+
+    def check_told(self, arrival: Arrive, event: Ended) -> None:
+        """Whoever asked was told about the whole prompt, once."""
+        scores, embedding = about(arrival.prompt, arrival.adapter)
+        assert event.prompt_logprobs == (scores if arrival.scored else None)
+        assert event.embedding == (embedding if arrival.pooled else b"")
+        if arrival.scored or arrival.pooled:
+            assert event.cached_tokens == 0, "a cached position tells nothing"
 
     def check_end(self) -> None:
         """Everybody got an end, and nothing is held any more."""
@@ -203,6 +275,9 @@ class Stage:
         snapshot = self.scheduler.snapshot()
         assert snapshot.queued == snapshot.running == snapshot.draining == 0
         assert snapshot.plans_in_flight == 0
+        kept = self.scheduler.adapter_states()
+        assert self.wanted <= set(kept), "one that somebody waits to hear of was forgotten"
+        assert {kept[key] for key in self.wanted} <= {AdapterState.DISK}, "it was not answered"
         assert snapshot.free_blocks == snapshot.num_blocks
         self.scheduler.check()
 

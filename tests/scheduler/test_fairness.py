@@ -1,12 +1,18 @@
 """Nobody starves: bounds in steps, under loads that never end."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
 from configs.adapters import AdapterKey
-from scheduler import scheduler
-from scheduler.policy import Limits
+from configs.runtime import AdapterShare
+from scheduler import turns
+from scheduler.policy import Limits, Overloaded
+from scheduler.queues import PASSED_OVER
+from scheduler.residency import Residency, Standing
+from scheduler.resident import AdapterState
+from scheduler.running import SHORTEST_SLICE
 from tests.scheduler.small import arrive, capacity, story
 from tests.scheduler.stage import Client, Stage
 from tests.strategies import Arrive
@@ -87,10 +93,10 @@ def test_every_adapter_of_many_under_constant_load_is_served_again_and_again() -
             served.setdefault(client.arrival.adapter, []).append(client.first_turn)
     assert len(served) == num_adapters
     bound = num_adapters * (PATIENCE + 2 * steps + 6)
-    for turns in served.values():
-        turns.sort()
-        gaps = [later - earlier for earlier, later in pairwise(turns)]
-        assert max([turns[0], stage.turn - turns[-1], *gaps]) <= bound
+    for each in served.values():
+        each.sort()
+        gaps = [later - earlier for earlier, later in pairwise(each)]
+        assert max([each[0], stage.turn - each[-1], *gaps]) <= bound
 
 
 @pytest.mark.parametrize("budget", [8, 16])
@@ -98,7 +104,7 @@ def test_far_more_claims_than_a_step_looks_at_are_all_served(
     budget: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Claims that got room but lack tokens must not let younger ones reserve over them."""
-    monkeypatch.setattr(scheduler, "MAX_CLAIMS_SEEN", 2)
+    monkeypatch.setattr(turns, "MAX_CLAIMS_SEEN", 2)
     steps, num_adapters = 5, 30
     tight = limits(max_running=8, max_step_tokens=budget)
     stage = Stage(story(ranks=capacity(adapter_slots=4), limits=tight))
@@ -160,3 +166,216 @@ def test_running_requests_all_get_their_token_while_a_long_prompt_comes_in() -> 
     for _ in range(10):
         stage.go_round()
     assert len(first.received) == before + 10
+
+
+def alive(stage: Stage, adapter: int | None) -> int:
+    """Requests of an adapter that have begun and not ended."""
+    return sum(
+        client.arrival.adapter == adapter and client.ended is None and bool(client.received)
+        for client in stage.clients
+    )
+
+
+def test_one_adapter_flooding_leaves_the_others_as_they_were() -> None:
+    """Turns until the first token, with and without ten times as much from another."""
+
+    def slowest(depth: int) -> int:
+        ranks = capacity(adapter_slots=3, num_blocks=200)
+        stage = Stage(story(ranks=ranks, limits=limits(max_running=6)))
+        calm = [arrive(new=6, adapter=2), arrive(new=6, adapter=3, first=5)]
+        for turn in range(240):
+            while depth and alive(stage, 1) + len(stage.scheduler._turns.queues.waiting_for(
+                AdapterKey(1)
+            )) < depth:  # fmt: skip
+                stage.arrive(arrive(new=6, adapter=1, first=9))
+            if turn % 8 == 0:
+                for arrival in calm:
+                    stage.arrive(arrival)
+            stage.go_round()
+        others = [c for c in stage.clients if c.arrival.adapter != 1 and c.arrived < 200]
+        return max(waited(stage, client) for client in others)
+
+    alone, flooded = slowest(0), slowest(40)
+    # A place comes free when one of those that run ends: after 6 steps and those in flight.
+    assert flooded <= alone + 6 + 3
+
+
+def test_the_queue_that_one_adapter_fills_is_open_to_others() -> None:
+    stage = Stage(story(limits=replace(limits(max_running=2), max_queued=8)))
+    for _ in range(2 + 8):
+        stage.arrive(arrive(new=20, adapter=1))
+    with pytest.raises(Overloaded):
+        stage.arrive(arrive(new=20, adapter=1))
+    late = stage.arrive(arrive(new=2, adapter=2))
+    stage.run(600)
+    assert waited(stage, late) <= 2 * 20 + 6
+
+
+def test_an_adapter_runs_no_more_requests_than_its_cap() -> None:
+    capped = story(limits=limits(max_running=8), shares={1: AdapterShare(max_concurrent=2)})
+    stage = Stage(capped)
+    for _ in range(12):
+        stage.arrive(arrive(new=6, adapter=1))
+    seen = []
+    while stage.scheduler.has_work:
+        stage.go_round()
+        seen.append(alive(stage, 1))
+        assert stage.turn < 200
+    assert max(seen) == 2
+    # One place stays empty for a turn or two when a request ends: no more than that is lost.
+    assert stage.turn <= 12 // 2 * (6 + 4) + 6
+
+
+def test_a_rate_holds_in_the_long_run_and_others_are_not_held_up() -> None:
+    rate = 2.0
+    slow = story(limits=limits(max_running=8), shares={1: AdapterShare(tokens_per_second=rate)})
+    stage = Stage(slow)
+    clients = [stage.arrive(arrive(new=8, adapter=1)) for _ in range(40)]
+    for _ in range(100):
+        stage.go_round()
+    used = sum(len(c.received) + 3 for c in clients if c.received)
+    assert rate * 100 * 0.8 <= used <= rate * (100 + 1) + 8 * (8 + 3)
+    late = stage.arrive(arrive(adapter=2))
+    for _ in range(6):
+        stage.go_round()
+    assert waited(stage, late) <= 5
+    assert stage.scheduler.next_wake is not None
+
+
+def test_an_adapter_in_debt_claims_no_room_on_the_device() -> None:
+    """Others run on its slot meanwhile, and nobody is held up for its sake."""
+    in_debt: dict[int | None, AdapterShare] = {1: AdapterShare(tokens_per_second=0.5)}
+    stage = Stage(story(ranks=capacity(adapter_slots=1), limits=limits(), shares=in_debt))
+    first = stage.arrive(arrive(new=30, adapter=1))
+    second = stage.arrive(arrive(new=2, adapter=1))
+    while first.ended is None:
+        stage.go_round()
+    ended = stage.turn
+    others = [stage.arrive(arrive(new=3, adapter=key)) for key in (2, 3, 4)]
+    for _ in range(30):
+        stage.go_round()
+    assert all(client.ended is not None for client in others)
+    assert second.first_turn is None
+    stage.run(200)
+    assert waited(stage, second) >= 2 * 33 - 2
+    assert waited(stage, second) <= 2 * 33 + PATIENCE + ended
+
+
+def test_a_request_of_an_adapter_in_debt_makes_nobody_leave_the_device() -> None:
+    """It came while another adapter had the slot; the other goes on until the debt is paid."""
+    in_debt: dict[int | None, AdapterShare] = {1: AdapterShare(tokens_per_second=0.1)}
+    stage = Stage(story(ranks=capacity(adapter_slots=1), limits=limits(), shares=in_debt))
+    first = stage.arrive(arrive(new=4, adapter=1))
+    while first.ended is None:
+        stage.go_round()
+    busy = arrive(new=4, adapter=2)
+    flood(stage, [busy], 20)
+    late = stage.arrive(arrive(new=2, adapter=1))
+    before = stage.scheduler.adapter_states()[AdapterKey(2)]
+    flood(stage, [busy], 2 * PATIENCE)
+    turns_of_others = sorted(c.first_turn for c in stage.clients if c.first_turn is not None)
+    assert max(later - earlier for earlier, later in pairwise(turns_of_others[1:])) <= 4 + 2
+    assert late.first_turn is None
+    assert stage.scheduler.adapter_states()[AdapterKey(2)] is before is AdapterState.DEVICE
+
+
+def test_a_higher_priority_goes_first_and_a_lower_one_is_not_starved() -> None:
+    steps = 4
+    ranked: dict[int | None, AdapterShare] = {
+        1: AdapterShare(priority=2),
+        2: AdapterShare(priority=-2),
+    }
+    stage = Stage(story(limits=limits(max_running=1), shares=ranked))
+    high, low = arrive(new=steps, adapter=1), arrive(new=steps, adapter=2)
+    flood(stage, [high], 20)
+    late = stage.arrive(low)
+    flood(stage, [high], 600)
+    # One place, so that an admission takes what a request runs, and two plans in flight.
+    bound = (PASSED_OVER + 3 * 2) * (steps + 2)
+    assert waited(stage, late) <= bound
+    first_turns = [c.first_turn for c in stage.clients if c.arrival.adapter == 1 and c.first_turn]
+    assert late.first_turn is not None
+    passed = [turn for turn in first_turns if late.arrived < turn < late.first_turn]
+    assert len(passed) >= PASSED_OVER
+
+
+def test_a_step_costs_the_same_however_many_adapters_are_known() -> None:
+    """Counted in looks at adapters, which is what could grow."""
+
+    def looks(num_adapters: int) -> int:
+        stage = Stage(story(ranks=capacity(host_bytes=10**6), limits=limits(), num_adapters=10**4))
+        for key in range(1, num_adapters + 1):
+            stage.arrive(arrive(new=30, adapter=key))
+        for _ in range(12):
+            stage.go_round()
+        count = 0
+        standing = Residency.standing
+
+        def counted(self: Residency, key: AdapterKey) -> Standing:
+            nonlocal count
+            count += 1
+            return standing(self, key)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Residency, "standing", counted)
+            stage.scheduler.schedule(float(stage.turn + 1))
+        return count
+
+    assert looks(400) <= looks(40) <= 3 * turns.MAX_CLAIMS_SEEN
+
+
+@pytest.mark.parametrize("slice_tokens", [5, 20])
+def test_long_answers_make_way_for_another_adapter_and_go_on_where_they_were(
+    slice_tokens: int,
+) -> None:
+    tight = replace(limits(), slice_tokens=slice_tokens)
+    stage = Stage(story(ranks=capacity(adapter_slots=1, num_blocks=200), limits=tight))
+    busy = [stage.arrive(arrive(new=150, adapter=1, first=first)) for first in (1, 4, 7)]
+    for _ in range(8):
+        stage.go_round()
+    late = stage.arrive(arrive(new=4, adapter=2))
+    stage.run(2000)
+    assert waited(stage, late) <= PATIENCE + slice_tokens + 8
+    assert all(len(client.received) == 150 for client in busy)
+    snapshot = stage.scheduler.snapshot()
+    assert snapshot.num_preemptions == 3
+    # What was computed is found again, but for a block and what two plans in flight had added.
+    assert stage.computed <= 3 * (152 + 2 * 4 + 2) + 6
+
+
+def test_an_answer_is_not_interrupted_before_it_had_its_slice() -> None:
+    """Two adapters on one slot take turns; each turn brings a slice to every request."""
+    tight = replace(limits(max_running=2), slice_tokens=10, patience_steps=0)
+    stage = Stage(story(ranks=capacity(adapter_slots=1, num_blocks=200), limits=tight))
+    for adapter in (1, 2):
+        stage.arrive(arrive(new=100, adapter=adapter))
+    stage.run(2000)
+    assert stage.scheduler.snapshot().num_preemptions <= 2 * 100 // 10
+
+
+@pytest.mark.parametrize("claims", [1, 2, 4])
+def test_slices_are_as_long_as_the_claims_are_many(claims: int) -> None:
+    """A lone claim among many residents does not wait for what many claims would wait for."""
+    residents, longest = 4, 100
+    tight = replace(limits(max_running=8, max_step_tokens=64), slice_tokens=longest)
+    stage = Stage(story(ranks=capacity(adapter_slots=residents, num_blocks=300), limits=tight))
+    busy = [stage.arrive(arrive(new=160, adapter=key, first=key)) for key in (1, 2, 3, 4)]
+    for _ in range(8):
+        stage.go_round()
+    late = [stage.arrive(arrive(new=2, adapter=5 + key)) for key in range(claims)]
+    stage.run(2000)
+    first = min(waited(stage, client) for client in late)
+    share = max(longest * claims // residents, SHORTEST_SLICE + PATIENCE)
+    assert share - 8 <= first <= share + 8
+    assert all(len(client.received) == 160 for client in busy)
+
+
+def test_an_answer_that_ends_soon_is_not_interrupted() -> None:
+    tight = replace(limits(max_running=2), slice_tokens=10, patience_steps=0)
+    stage = Stage(story(ranks=capacity(adapter_slots=1, num_blocks=200), limits=tight))
+    first, second = (
+        stage.arrive(arrive(new=10 + SHORTEST_SLICE, adapter=adapter)) for adapter in (1, 2)
+    )
+    stage.run(400)
+    assert stage.scheduler.snapshot().num_preemptions == 0
+    assert waited(stage, second) - waited(stage, first) <= 10 + SHORTEST_SLICE + 6

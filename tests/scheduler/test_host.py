@@ -86,7 +86,7 @@ def test_copies_that_requests_await_or_plans_fill_stay() -> None:
     tier = HostTier(60)
     first, second = on_host(tier, 1, 30), on_host(tier, 2, 30)
     first.waiting = 1
-    second.filling = 1
+    second.filling = True
     wanted(tier, 3)
     assert tier.to_stage() == []
     assert tier.drops() == []
@@ -142,3 +142,35 @@ def test_an_adapter_larger_than_expected_makes_others_go() -> None:
     assert tier.drops() == []
     assert second.on_host
     assert third.on_host
+
+
+def test_one_that_was_too_large_is_tried_again_when_its_own_size_is_free() -> None:
+    tier = HostTier(60)
+    first, second = on_host(tier, 1, 10), on_host(tier, 2, 10)
+    third = wanted(tier, 3)
+    assert tier.to_stage() == [3]
+    third.shape = AdapterShape((1,), 45)
+    tier.failed(third, partly=True)
+    tier.want(third)
+    assert tier.to_stage() == [], "some rank may hold it until the drop was applied"
+    assert tier.drops() == [third]
+    tier.dropped(third)
+    assert tier.to_stage() == [], "45 bytes are not free, though 10 are"
+    assert tier.drops() == [first]
+    tier.dropped(first)
+    assert tier.to_stage() == [3]
+    staged(tier, third, 45)
+    assert second.on_host
+
+
+def test_what_failed_on_some_ranks_is_dropped_on_all() -> None:
+    tier = HostTier(60)
+    resident = wanted(tier, 1)
+    tier.to_stage()
+    tier.failed(resident, partly=True)
+    tier.check()
+    assert tier.has_unsent_drops
+    assert tier.drops() == [resident]
+    tier.dropped(resident)
+    tier.check()
+    assert tier.num_bytes == 0

@@ -6,9 +6,12 @@ import pytest
 from hypothesis import HealthCheck, Phase, find, settings
 from hypothesis.errors import NoSuchExample
 
+from configs.adapters import AdapterKey
 from scheduler import prefix
 from scheduler.device import DeviceTier
+from scheduler.host import HostTier
 from scheduler.request import Request
+from scheduler.residency import Residency
 from scheduler.resident import Resident
 from scheduler.running import Running
 from scheduler.scheduler import Scheduler
@@ -75,11 +78,40 @@ def reuse_adapter_pages(patch: Patch) -> None:
     patch.setattr(DeviceTier, "_is_evictable", is_evictable)
 
 
+def use_before_filled(patch: Patch) -> None:
+    """Rows may join as soon as a fill was planned."""
+    fill = Residency.fill
+
+    def fill_and_forget(self: Residency, key: AdapterKey, step: Step) -> None:
+        fill(self, key, step)
+        self.placed(key)
+
+    patch.setattr(Residency, "fill", fill_and_forget)
+
+
+def drop_while_filled(patch: Patch) -> None:
+    """The host copy may go although bytes of it are still on their way."""
+
+    def victim(self: HostTier, awaited: bool) -> Resident | None:
+        return next((r for r in self._copies.values() if r.on_device), None)
+
+    def discard_anyway(self: HostTier, resident: Resident) -> None:
+        filling, resident.filling = resident.filling, False
+        discard(self, resident)
+        resident.filling = filling
+
+    discard = HostTier.discard
+    patch.setattr(HostTier, "_victim", victim)
+    patch.setattr(HostTier, "discard", discard_anyway)
+
+
 MUTANTS: list[Callable[[Patch], None]] = [
     free_before_apply,
     register_before_computed,
     forget_the_salt,
     reuse_adapter_pages,
+    use_before_filled,
+    drop_while_filled,
 ]
 
 

@@ -6,7 +6,7 @@ from scheduler.pages import AdapterPages
 
 
 def test_slots_and_pages_are_taken_and_given_back() -> None:
-    pages = AdapterPages(num_projections=2, num_pages=4, num_slots=2)
+    pages = AdapterPages(num_pages=(4, 4), num_slots=2)
     slot, taken = pages.allocate((3, 1))
     assert [len(each) for each in taken] == [3, 1]
     pages.check([slot], [taken])
@@ -17,15 +17,25 @@ def test_slots_and_pages_are_taken_and_given_back() -> None:
     pages.check([], [])
 
 
+def test_pools_may_differ_in_size() -> None:
+    pages = AdapterPages(num_pages=(4, 1, 0), num_slots=3)
+    slot, taken = pages.allocate((1, 1, 0))
+    pages.check([slot], [taken])
+    assert taken[1] == [0]
+    assert pages.fits((3, 0, 0), 0, (0, 0, 0))
+    assert not pages.fits((1, 1, 0), 0, (0, 0, 0))
+    assert not pages.fits((1, 0, 1), 0, (4, 4, 0))
+
+
 def test_without_a_slot_nothing_fits() -> None:
-    pages = AdapterPages(num_projections=1, num_pages=4, num_slots=1)
+    pages = AdapterPages(num_pages=(4,), num_slots=1)
     pages.allocate((0,))
     assert not pages.fits((0,), 0, (0,))
     assert pages.fits((0,), 1, (0,))
 
 
 def test_a_page_in_two_hands_is_noticed() -> None:
-    pages = AdapterPages(num_projections=1, num_pages=4, num_slots=2)
+    pages = AdapterPages(num_pages=(4,), num_slots=2)
     slot, taken = pages.allocate((2,))
     with pytest.raises(AssertionError, match="pages of projection 0"):
         pages.check([slot], [[[*taken[0], taken[0][0]]]])

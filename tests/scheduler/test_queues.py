@@ -2,11 +2,13 @@
 
 from collections import Counter
 
-from hypothesis import given
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.adapters import AdapterKey
-from scheduler.queues import AdapterQueues, cost
+from configs.runtime import AdapterShare
+from scheduler.queues import PASSED_OVER, AdapterQueues, _Round, cost
 from scheduler.request import Request
 from tests.scheduler.small import request
 
@@ -130,6 +132,7 @@ def test_removing_the_last_request_removes_the_queue_wherever_it_is() -> None:
     assert list(queues) == []
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 4), st.integers(1, 30)), min_size=1, max_size=60),
     st.integers(1, 40),
@@ -143,7 +146,7 @@ def test_between_two_turns_others_take_a_quantum_and_a_request_each(
         queued(queues, request(serial, [1] * length, 1, adapter=key + 1), serial)
     longest = max(length for _, length in arrivals) + 1
     rounds = -(-longest // quantum) + 1
-    bound = rounds * quantum + longest
+    bound = (rounds * quantum + longest) * len({key for key, _ in arrivals})
     waited: Counter[int] = Counter()
     while (asked := take(queues)) is not None:
         served = asked.adapter or 0
@@ -151,5 +154,117 @@ def test_between_two_turns_others_take_a_quantum_and_a_request_each(
         for key in {each.adapter or 0 for each in queues}:
             if key != served:
                 waited[key] += cost(asked)
-                others = len({each.adapter for each in queues}) + 1
-                assert waited[key] <= bound * others
+                assert waited[key] <= bound
+
+
+def test_weights_share_tokens_in_their_proportion() -> None:
+    weights = {1: 1.0, 2: 3.0, 3: 0.5}
+    queues = AdapterQueues(20, lambda key: AdapterShare(weight=weights[key or 0]))
+    for index in range(400):
+        for key in weights:
+            serial = 3 * index + key
+            queued(queues, request(serial, [1] * 30, 10, adapter=key), serial)
+    tokens: Counter[int] = Counter()
+    for _ in range(450):
+        asked = take(queues)
+        assert asked is not None
+        tokens[asked.adapter or 0] += cost(asked)
+    assert tokens[2] == pytest.approx(3 * tokens[1], abs=160)
+    assert tokens[1] == pytest.approx(2 * tokens[3], abs=160)
+
+
+def test_rounds_in_which_nobody_is_in_turn_take_no_time() -> None:
+    """As many rounds as a long request and a small quantum need, skipped and not walked."""
+    queues = AdapterQueues(1, lambda _: AdapterShare(weight=0.01))
+    for key in range(1, 4):
+        queued(queues, request(key, [1] * 2_000_000, 1, adapter=key), key)
+    assert take(queues) is not None
+    assert all(abs(queue.credit) < 2_000_010 for queue in queues._queues.values())
+
+
+def test_skipping_rounds_changes_no_turn() -> None:
+    """The same order as walking every round."""
+
+    def order(patch: pytest.MonkeyPatch | None) -> list[int]:
+        if patch is not None:
+            patch.setattr(_Round, "_skip", lambda self, quantum: None)
+        queues = AdapterQueues(3, lambda key: AdapterShare(weight=(key or 1) / 2))
+        for serial in range(60):
+            length = 1 + serial * 7 % 40
+            queued(queues, request(serial, [1] * length, 1, adapter=serial % 4 + 1), serial)
+        return [each.serial for _ in range(60) if (each := take(queues)) is not None]
+
+    skipped = order(None)
+    with pytest.MonkeyPatch.context() as patch:
+        assert order(patch) == skipped
+    assert len(skipped) == 60
+
+
+def test_the_highest_priority_goes_first_and_lower_ones_still_get_turns() -> None:
+    queues = AdapterQueues(100, lambda key: AdapterShare(priority=(key or 0) - 2))
+    for serial in range(300):
+        queued(queues, request(serial, adapter=serial % 3 + 1), serial)
+    served = [each.adapter or 0 for _ in range(90) if (each := take(queues)) is not None]
+    assert set(served[:PASSED_OVER]) == {3}
+    counts = Counter(served)
+    assert counts[3] > counts[2] >= 4
+    assert counts[3] > counts[1] >= 4
+
+
+@settings(deadline=None)
+@given(st.sets(st.integers(-8, 8), min_size=2, max_size=17), st.integers(100, 400))
+def test_every_priority_has_one_of_so_many_admissions(present: set[int], num: int) -> None:
+    priorities = sorted(present)
+    n = len(priorities)
+    queues = AdapterQueues(100, lambda key: AdapterShare(priority=priorities[key or 0]))
+    last = dict.fromkeys(range(n), 0)
+    for key in range(n):
+        queued(queues, request(key, adapter=key), key)
+    for turn in range(1, num):
+        asked = take(queues)
+        assert asked is not None
+        key = asked.adapter or 0
+        last[key] = turn
+        queued(queues, request(n + turn, adapter=key), n + turn)
+        assert turn - min(last.values()) <= PASSED_OVER + 3 * n
+
+
+def test_a_change_of_priority_moves_a_queue_that_waits() -> None:
+    priorities = {1: 0, 2: 0}
+    queues = AdapterQueues(100, lambda key: AdapterShare(priority=priorities[key or 0]))
+    for serial in range(8):
+        queued(queues, request(serial, adapter=serial % 2 + 1), serial)
+    priorities[2] = 5
+    queues.reshare()
+    assert take(queues) is None, "nobody is in the round until resumed"
+    for key in (ONE, TWO):
+        queues.resume(key)
+    assert [each.adapter for _ in range(4) if (each := take(queues)) is not None] == [TWO] * 4
+
+
+def test_a_higher_priority_is_a_head_start_among_claims() -> None:
+    queues = AdapterQueues(100, lambda key: AdapterShare(priority=1 if key == TWO else 0))
+    for key in (1, 2, 3):
+        queued(queues, request(key, adapter=key), key)
+    queues.park(ONE, 0, head_start=10)
+    queues.park(TWO, 12, head_start=10)
+    queues.park(THREE, 3, head_start=10)
+    assert queues.claims(9) == [ONE, TWO, THREE]
+    assert queues.waits_since(TWO) == 12
+
+
+def test_a_flood_fills_the_queue_for_itself_alone() -> None:
+    queues = AdapterQueues(100)
+    for serial in range(10):
+        assert not queues.is_full(ONE, 10)
+        queued(queues, request(serial, adapter=1), serial)
+    assert queues.is_full(ONE, 10)
+    for serial in range(10, 15):
+        assert not queues.is_full(TWO, 10)
+        queued(queues, request(serial, adapter=2), serial)
+    assert queues.is_full(TWO, 10), "half of it is theirs"
+    assert not queues.is_full(THREE, 10)
+    for serial in range(15, 20):
+        queued(queues, request(serial, adapter=serial), serial)
+    assert queues.is_full(THREE, 10), "never more than twice as many"
+    assert queues.is_full(None, 0)

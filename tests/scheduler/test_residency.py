@@ -18,9 +18,12 @@ def staged(residency: Residency, key: AdapterKey, shape: AdapterShape = SMALL) -
 
 
 def used(residency: Residency, key: AdapterKey) -> Step:
-    """A request of a staged adapter is admitted."""
+    """A request of a staged adapter is admitted, after a fill if it takes one."""
     step = Step(10)
-    residency.acquire(key, step)
+    if residency.standing(key) is Standing.PLACEABLE:
+        residency.fill(key, step)
+        residency.placed(key)
+    residency.acquire(key)
     residency.delist(key)
     return step
 
@@ -39,12 +42,16 @@ def test_from_disk_to_the_device_and_to_rest() -> None:
     residency.staged(ONE, SMALL)
     assert state(residency, ONE) is AdapterState.HOST
     assert residency.standing(ONE) is Standing.PLACEABLE
-    step = used(residency, ONE)
+    step = Step(10)
+    residency.fill(ONE, step)
     assert [(fill.key, len(fill.pages)) for fill in step.fills] == [(1, 2)]
     assert state(residency, ONE) is AdapterState.FILLING
+    assert residency.standing(ONE) is Standing.FILLING
+    assert residency.has_moves
+    residency.placed(ONE)
     assert residency.standing(ONE) is Standing.READY
-    residency.applied(step)
     assert state(residency, ONE) is AdapterState.DEVICE
+    used(residency, ONE)
     residency.release(ONE)
     residency.check([], [])
     assert state(residency, ONE) is AdapterState.DEVICE
@@ -61,12 +68,17 @@ def test_a_second_request_needs_no_second_fill() -> None:
 def test_without_idle_room_an_adapter_is_blocked() -> None:
     residency = Residency(capacity(adapter_slots=1))
     staged(residency, ONE)
-    step = used(residency, ONE)
+    residency.fill(ONE, Step(10))
     staged(residency, TWO)
-    assert residency.standing(TWO) is Standing.BLOCKED
+    residency.delist(ONE)
+    assert residency.standing(TWO) is Standing.BLOCKED, "the fill is still under way"
+    residency.placed(ONE)
+    assert residency.standing(TWO) is Standing.PLACEABLE
+    residency.enlist(ONE)
+    assert residency.standing(TWO) is Standing.BLOCKED, "a request waits for what is there"
+    used(residency, ONE)
+    assert residency.standing(TWO) is Standing.BLOCKED, "and uses it"
     residency.release(ONE)
-    assert residency.standing(TWO) is Standing.BLOCKED, "the fill is still in flight"
-    residency.applied(step)
     assert residency.standing(TWO) is Standing.PLACEABLE
     used(residency, TWO)
     assert state(residency, ONE) is AdapterState.HOST
@@ -128,8 +140,8 @@ def test_a_pinned_adapter_is_staged_and_filled_unasked_and_stays() -> None:
     step = Step(10)
     residency.fill_pins(step)
     assert [fill.key for fill in step.fills] == [1]
+    residency.placed(ONE)
     assert not residency.has_moves
-    residency.applied(step)
     staged(residency, TWO)
     assert residency.standing(TWO) is Standing.BLOCKED
     residency.pin(ONE, False)
@@ -139,10 +151,8 @@ def test_a_pinned_adapter_is_staged_and_filled_unasked_and_stays() -> None:
 def test_an_unloaded_adapter_goes_once_nobody_uses_it() -> None:
     residency = Residency(capacity())
     staged(residency, ONE)
-    step = used(residency, ONE)
+    used(residency, ONE)
     residency.unload(ONE)
-    assert state(residency, ONE) is AdapterState.FILLING
-    residency.applied(step)
     assert state(residency, ONE) is AdapterState.DEVICE
     residency.release(ONE)
     last = Step(1)
@@ -157,10 +167,9 @@ def test_an_unloaded_adapter_goes_once_nobody_uses_it() -> None:
 def test_a_new_request_calls_an_unloading_off() -> None:
     residency = Residency(capacity())
     staged(residency, ONE)
-    step = used(residency, ONE)
+    used(residency, ONE)
     residency.unload(ONE)
     residency.enlist(ONE)
-    residency.applied(step)
     residency.release(ONE)
     residency.delist(ONE)
     assert state(residency, ONE) is AdapterState.DEVICE
@@ -173,8 +182,42 @@ def test_when_the_ranks_are_lost_only_who_is_wanted_is_remembered() -> None:
         used(residency, key)
     residency.enlist(TWO)
     residency.pin(AdapterKey(3), True)
-    residency.lost()
+    residency.lost(capacity(adapter_slots=3))
     assert residency.states() == {2: AdapterState.DISK, 3: AdapterState.DISK}
     assert residency.host.to_stage() == [2, 3]
     assert residency.staged(TWO, SMALL) is None
     assert residency.standing(TWO) is Standing.PLACEABLE
+
+
+def test_a_plan_begins_a_few_fills_and_no_more() -> None:
+    residency = Residency(capacity(adapter_slots=8))
+    keys = [AdapterKey(index) for index in range(1, 8)]
+    for key in keys:
+        residency.pin(key, True)
+    for key in residency.host.to_stage():
+        residency.staged(key, SMALL)
+    steps = [Step(10), Step(10), Step(10)]
+    for step in steps:
+        residency.fill_pins(step)
+    assert [[fill.key for fill in step.fills] for step in steps] == [keys[:4], keys[4:], []]
+
+
+def test_what_some_rank_has_no_room_for_is_staged_again() -> None:
+    residency = Residency(capacity(host_bytes=1000))
+    residency.enlist(ONE)
+    residency.host.to_stage()
+    residency.deferred(ONE, AdapterShape((1, 1), 900))
+    assert state(residency, ONE) is AdapterState.DISK
+    step = Step(1)
+    step.dropped = residency.host.drops()
+    assert [resident.key for resident in step.dropped] == [ONE]
+    residency.applied(step)
+    assert residency.host.to_stage() == [ONE]
+
+
+def test_a_late_word_of_a_fill_is_ignored() -> None:
+    residency = Residency(capacity())
+    residency.placed(ONE)
+    staged(residency, TWO)
+    residency.placed(TWO)
+    assert state(residency, TWO) is AdapterState.HOST

@@ -8,6 +8,7 @@ from scheduler.events import (
     AdapterFailed,
     AdapterFailure,
     AdapterPinned,
+    AdapterPlaced,
     AdapterStaged,
     Cancelled,
     Ended,
@@ -33,6 +34,16 @@ def stage_all(scheduler: Scheduler) -> list[AdapterKey]:
     for key in named:
         assert scheduler.adapter(AdapterStaged(key, SHAPE), 0.0) == []
     return named
+
+
+def fill_all(scheduler: Scheduler) -> list[AdapterKey]:
+    """Make the next plan, which has fills alone, and bring its adapters to the device."""
+    plan = scheduler.schedule(0.0)
+    assert plan.rows == []
+    assert scheduler.apply(plan, answer(plan), 0.0) == []
+    for fill in plan.fills:
+        assert scheduler.adapter(AdapterPlaced(fill.key), 0.0) == []
+    return [fill.key for fill in plan.fills]
 
 
 def lengths(plan: StepPlan) -> list[tuple[int, int, bool]]:
@@ -169,11 +180,39 @@ def test_a_request_that_waits_for_its_adapter_holds_up_nobody() -> None:
     scheduler.add(request(2), 0.0)
     assert scheduler.to_stage() == [1, 2]
     scheduler.adapter(AdapterStaged(AdapterKey(2), SHAPE), 0.0)
+    first = scheduler.schedule(0.0)
+    assert [join.tokens[0] for join in first.joins] == [3]
+    assert [fill.key for fill in first.fills] == [2]
+    second = scheduler.schedule(0.0)
+    assert second.joins == [], "no row waits for bytes that are on their way"
+    scheduler.apply(first, answer(first), 0.0)
+    scheduler.adapter(AdapterPlaced(AdapterKey(2)), 0.0)
     plan = scheduler.schedule(0.0)
-    assert [join.tokens[0] for join in plan.joins] == [3, 2]
-    assert [fill.key for fill in plan.fills] == [2]
-    assert plan.joins[1].slot == plan.fills[0].slot
+    assert [join.tokens[0] for join in plan.joins] == [2]
+    assert plan.joins[0].slot == first.fills[0].slot
     assert scheduler.adapter_states()[AdapterKey(1)] is AdapterState.STAGING
+
+
+def test_an_adapter_is_filled_before_its_requests_turn_comes() -> None:
+    """While a long prompt takes every token of the budget, the next one's bytes travel."""
+    scheduler = Scheduler(Limits(max_step_tokens=4, max_running=4), capacity())
+    scheduler.add(request(0, [1] * 40), 0.0)
+    scheduler.add(request(1, adapter=1), 0.0)
+    stage_all(scheduler)
+    plan = scheduler.schedule(0.0)
+    assert lengths(plan) == [(0, 4, False)]
+    assert [fill.key for fill in plan.fills] == [1]
+
+
+def test_a_fill_takes_nothing_from_those_who_wait_for_what_is_there() -> None:
+    scheduler = Scheduler(Limits(max_running=1), capacity(adapter_slots=1))
+    scheduler.add(request(0, adapter=1), 0.0)
+    stage_all(scheduler)
+    assert fill_all(scheduler) == [1]
+    scheduler.add(request(1, adapter=2), 0.0)
+    stage_all(scheduler)
+    plan = scheduler.schedule(0.0)
+    assert (plan.fills, len(plan.joins)) == ([], 1)
 
 
 def test_a_failed_adapter_ends_its_requests_and_the_next_one_tries_again() -> None:
@@ -200,8 +239,10 @@ def test_an_adapter_without_room_waits_until_the_others_requests_end() -> None:
         plan = scheduler.schedule(0.0)
         filled.append([fill.key for fill in plan.fills])
         scheduler.apply(plan, answer(plan), 0.0)
+        for fill in plan.fills:
+            scheduler.adapter(AdapterPlaced(fill.key), 0.0)
         scheduler.check()
-    assert filled == [[1], [], [2], []]
+    assert filled == [[1], [], [], [2], [], []]
 
 
 def test_a_pinned_adapter_is_filled_by_a_plan_without_rows() -> None:
@@ -209,9 +250,7 @@ def test_a_pinned_adapter_is_filled_by_a_plan_without_rows() -> None:
     scheduler.adapter(AdapterPinned(AdapterKey(1), True), 0.0)
     assert stage_all(scheduler) == [1]
     assert scheduler.has_work
-    plan = scheduler.schedule(0.0)
-    assert ([fill.key for fill in plan.fills], plan.rows) == ([1], [])
-    assert scheduler.apply(plan, answer(plan), 0.0) == []
+    assert fill_all(scheduler) == [1]
     assert not scheduler.has_work
     assert scheduler.adapter_states() == {1: AdapterState.DEVICE}
 
@@ -242,6 +281,8 @@ def test_a_cancelled_request_is_gone_within_two_steps(steps: int) -> None:
         if step == 1:
             stage_all(scheduler)
         flights.append(scheduler.schedule(0.0))
+        for fill in flights[-1].fills:
+            scheduler.adapter(AdapterPlaced(fill.key), 0.0)
         if len(flights) == 2 and not flights[0].empty:
             plan = flights.pop(0)
             scheduler.apply(plan, answer(plan), 0.0)
@@ -261,19 +302,24 @@ def test_a_cancelled_request_is_gone_within_two_steps(steps: int) -> None:
 def test_when_the_group_is_lost_all_begin_again_with_their_tokens() -> None:
     scheduler = Scheduler(Limits(), capacity())
     scheduler.add(request(0, [1, 2], 9, adapter=1), 0.0)
-    scheduler.add(request(1, [3], 9), 0.0)
     stage_all(scheduler)
+    fill_all(scheduler)
+    scheduler.add(request(1, [3], 9), 0.0)
     first, second = scheduler.schedule(0.0), scheduler.schedule(0.0)
     scheduler.apply(first, answer(first, 8, 9), 0.0)
     assert scheduler.group_lost(0.0) == []
     scheduler.check()
     assert scheduler.apply(second, answer(second), 0.0) == [], "the old epoch is over"
     assert scheduler.snapshot().free_blocks == 100
+    scheduler.adapter(AdapterPlaced(AdapterKey(1)), 0.0)
+    assert scheduler.adapter_states() == {1: AdapterState.DISK}
     assert stage_all(scheduler) == [1]
-    plan = scheduler.schedule(0.0)
-    assert plan.epoch == 1
-    assert sorted(join.tokens for join in plan.joins) == [[1, 2, 9], [3, 8]]
-    assert [fill.key for fill in plan.fills] == [1]
+    plans = [scheduler.schedule(0.0)]
+    assert plans[0].epoch == 1
+    assert [fill.key for fill in plans[0].fills] == [1]
+    scheduler.adapter(AdapterPlaced(AdapterKey(1)), 0.0)
+    plans.append(scheduler.schedule(0.0))
+    assert [join.tokens for plan in plans for join in plan.joins] == [[3, 9], [1, 2, 8]]
 
 
 def test_too_many_waiting_are_refused_for_now() -> None:
@@ -330,6 +376,6 @@ def test_the_snapshot_counts() -> None:
     scheduler.schedule(0.0)
     snapshot = scheduler.snapshot()
     assert (snapshot.queued, snapshot.running, snapshot.plans_in_flight) == (1, 1, 1)
-    assert snapshot.adapters[AdapterState.FILLING] == 0
+    assert snapshot.adapters[AdapterState.FILLING] == 1
     plan = scheduler.schedule(0.0)
     assert (snapshot.num_steps, scheduler.snapshot().num_steps) == (1, 2 - plan.empty)

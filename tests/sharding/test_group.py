@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sharding.group import SingleRank, TensorParallel
+from sharding.group import ProcessGroupRanks, SingleRank, TensorParallel
 from tests.ranks import run_ranks
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -36,3 +36,11 @@ def test_the_first_exception_is_raised_again() -> None:
 
     with pytest.raises(KeyError, match="rank 1 broke"):
         run_ranks(2, on_rank)
+
+
+def test_the_greatest_of_each_value() -> None:
+    def on_rank(group: TensorParallel) -> list[float]:
+        assert isinstance(group, ProcessGroupRanks)
+        return group.maximum([1.5 + group.rank, 5.0 - group.rank], torch.device("cpu"))
+
+    assert run_ranks(3, on_rank) == [[3.5, 5.0]] * 3

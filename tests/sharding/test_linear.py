@@ -105,7 +105,7 @@ def test_embedding_and_head(tmp_path: Path, ranks: int, vocab: int) -> None:
 
     def tied(weights: Weights) -> Tensor:
         embedding = VocabParallelEmbedding("e", vocab, 6, weights)
-        head = ParallelHead("h", vocab, 6, weights, tied=embedding)
+        head = ParallelHead("not there", vocab, 6, weights, tied=embedding)
         assert head.weight.data_ptr() == embedding.weight.data_ptr()
         out: Tensor = head(random(3, 6))
         return out

@@ -1,8 +1,12 @@
-"""One rank's view of a group of which the other ranks are not there."""
+"""Views of a group: one rank whose peers are not there, and one that counts."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+
+from sharding.group import TensorParallel
 
 
 @dataclass
@@ -11,9 +15,33 @@ class LoneRank:
 
     rank: int
     size: int
+    how: str = "alone"
 
     def all_reduce(self, x: Tensor) -> Tensor:
         raise AssertionError(f"rank {self.rank} of {self.size} is alone")
 
     def all_gather(self, x: Tensor) -> Tensor:
         raise AssertionError(f"rank {self.rank} of {self.size} is alone")
+
+    def room(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+        return None
+
+
+class CountedRanks:
+    """A group whose collectives are written down, in order: "sum" or "gather"."""
+
+    def __init__(self, ranks: TensorParallel) -> None:
+        self._ranks = ranks
+        self.calls: list[str] = []
+        self.rank, self.size, self.how = ranks.rank, ranks.size, ranks.how
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        self.calls.append("sum")
+        return self._ranks.all_reduce(x)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        self.calls.append("gather")
+        return self._ranks.all_gather(x)
+
+    def room(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+        return self._ranks.room(shape, dtype)

@@ -25,6 +25,19 @@ class Target:
 class AdapterData(Protocol):
     """The adapters of one step, as layers see them (the seeds' `adapter_data`)."""
 
+    def has_product(self, x: Tensor, weight: Tensor, targets: tuple[Target, ...]) -> bool:
+        """Whether `product` is the faster way to these targets' base product."""
+        ...
+
+    def product(
+        self, y: Tensor, x: Tensor, weight: Tensor, layer: int, targets: tuple[Target, ...]
+    ) -> None:
+        """Write x W^T into y [tokens, out], together with what `add` needs of x.
+
+        `has_product` said yes, and `add` of the same targets comes next.
+        """
+        ...
+
     def add(self, y: Tensor, x: Tensor, layer: int, targets: tuple[Target, ...]) -> None:
         """Add the deltas of `targets` at `layer` into y [tokens, out] in place; x: [tokens, in]."""
         ...

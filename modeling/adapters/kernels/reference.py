@@ -30,6 +30,16 @@ class ReferenceBatch:
         """Keep the groups."""
         self._groups = tuple(groups)
 
+    def has_product(self, x: Tensor, weight: Tensor, targets: tuple[Target, ...]) -> bool:
+        """No: torch's own product serves."""
+        return False
+
+    def product(
+        self, y: Tensor, x: Tensor, weight: Tensor, layer: int, targets: tuple[Target, ...]
+    ) -> None:
+        """Is never asked for."""
+        raise NotImplementedError
+
     def add(self, y: Tensor, x: Tensor, layer: int, targets: tuple[Target, ...]) -> None:
         """Add the deltas of `targets` at `layer` into y [tokens, out] in place; x: [tokens, in].
 

@@ -29,7 +29,8 @@ class Form:
     once, a multiple of 16. splits: the most parts that the shrink cuts x's width into, a power
     of two. programs: about how many of a launch are enough, 16 for each multiprocessor: a captured
     launch must hold for the mix with the most tiles, programs without work are not free, so
-    beyond this number each takes several tiles in turn.
+    beyond this number each takes several tiles in turn. summed: whether the shrink adds its
+    partial sums, or leaves that to the expand.
     """
 
     max_tokens: int
@@ -39,14 +40,16 @@ class Form:
     shrink: Blocks
     expand: Blocks
     programs: int = 2048
+    summed: bool = False
 
 
 HALF = (
-    Form(128, 8, 16, 8, Blocks(256, 4, 4), Blocks(256, 4)),
-    Form(512, 16, 16, 8, Blocks(256, 4, 3), Blocks(256, 4)),
-    Form(ANY, 64, 16, 4, Blocks(128, 4, 3), Blocks(128, 8)),
+    Form(128, 8, 16, 16, Blocks(128, 2, 4), Blocks(512, 8), programs=1024),
+    Form(512, 8, 16, 8, Blocks(128, 2, 4), Blocks(256, 4, registers=80)),
+    Form(ANY, 16, 16, 4, Blocks(128, 2, 4), Blocks(256, 4, registers=80), 4096, summed=True),
 )
-"""bfloat16 and float16. Small tiles while weights are the bytes, large ones when tokens are."""
+"""bfloat16 and float16. Small tiles while weights are the bytes, large ones when tokens are;
+never so large that the few tokens of a decode row beside a prompt leave most of theirs empty."""
 
 FLOAT32 = (
     Form(512, 16, 16, 8, Blocks(64, 4, 2), Blocks(64, 4)),

@@ -11,8 +11,10 @@ there are, so that a captured launch serves any mix.
 
 One launch serves up to three projections that share x. Tokens are the narrow side of each
 product (rank rows x tokens, outputs x tokens): a tensor-core instruction takes eight of them.
-The shrink leaves one float32 partial sum for each split of x's width, s is their sum in a fixed
-order: equal inputs give equal bits.
+Each split of x's width leaves a float32 partial sum; s is their sum in a fixed order, so equal
+inputs give equal bits. Steps of few tokens are short of time and add them in the expand; in steps
+of many, every block of outputs would read them all again, so the last split to arrive adds them
+(SUMMED).
 
 PDL is programmatic dependent launch: a kernel starts while the one before it ends, and reads what
 that one wrote only after `gdc_wait`. Records, page tables, ranks and pools are written by copies,
@@ -57,8 +59,43 @@ def _pool_rows(
     return pool + ((pages.to(tl.int64) * LAYERS + layer) * 8 + r % 8) * width
 
 
-@triton.jit(do_not_specialize=UNSPECIALIZED)  # type: ignore[untyped-decorator]
-def shrink_kernel(
+@triton.jit  # type: ignore[untyped-decorator]
+def _sum_splits(
+    partials: "Any",
+    arrived: "Any",
+    rows: "Any",
+    live: "Any",
+    rank: "Any",
+    num_splits: "Any",
+    split_stride: "Any",
+    SPLITS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+) -> None:
+    """Add a tile's partial sums, if this split is its last; rows: offsets of its positions."""
+    # The barrier gathers this program's stores behind the one thread that tells of them.
+    tl.debug_barrier()
+    before = tl.atomic_add(arrived, 1, sem="acq_rel")
+    if before == num_splits - 1:
+        r = tl.arange(0, BLOCK_R)
+        for _ in range(0, rank, BLOCK_R):
+            at = rows[None, :] + r[:, None]
+            mask = live[None, :] & (r < rank)[:, None]
+            total = tl.zeros([BLOCK_R, BLOCK_M], dtype=tl.float32)
+            for split in tl.static_range(SPLITS):
+                one = partials + split * split_stride + at
+                given = mask & (split < num_splits)
+                total += tl.load(one, mask=given, other=0.0, cache_modifier=".cg")
+            tl.store(partials + at, total, mask=mask)
+            r += BLOCK_R
+        tl.atomic_xchg(arrived, 0, sem="relaxed")
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def shrink_tiles(
+    block: "Any",
+    first_tile: "Any",
+    tile_stride: "Any",
     x: "Any",
     a0: "Any",
     a1: "Any",
@@ -67,6 +104,8 @@ def shrink_kernel(
     page_table: "Any",
     ranks: "Any",
     partials: "Any",
+    arrived: "Any",
+    arrived_stride: "Any",
     projection0: "Any",
     projection1: "Any",
     projection2: "Any",
@@ -83,31 +122,31 @@ def shrink_kernel(
     MAX_RANK: tl.constexpr,
     HEADER: tl.constexpr,
     SPLITS: tl.constexpr,
+    SUMMED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Program (target x split, tiles): partials[target, split, p, r] over the split's columns.
+    """The shrink's `block` (target x split) for tiles first_tile, first_tile + tile_stride, ...
 
     partials: float32 [3, SPLITS, positions, MAX_RANK]; written for the tiles' tokens, r below the
-    true rank. split_width: columns of a split, a multiple of BLOCK_K. MAX_RANK is a multiple of
-    BLOCK_R, so that a load past the true rank stays within its row.
+    true rank; SUMMED: the first split's place ends up with the sum. arrived: int32 zeros
+    [3, tiles], zeros again afterwards. split_width: columns of a split, a multiple of BLOCK_K.
+    MAX_RANK is a multiple of BLOCK_R, so that a load past the true rank stays within its row.
     """
-    if PDL:
-        gdc_launch_dependents()
-    target = tl.program_id(0) // num_splits
-    split = tl.program_id(0) % num_splits
+    target = block // num_splits
+    split = block % num_splits
     a = _chosen(target, a0, a1, a2)
     projection = _chosen(target, projection0, projection1, projection2)
     m = tl.arange(0, BLOCK_M)
     k = tl.arange(0, BLOCK_K)
     start = split * split_width
     stop = tl.minimum(start + split_width, width)
-    record = records + tl.program_id(1) * (HEADER + BLOCK_M)
+    record = records + first_tile * (HEADER + BLOCK_M)
     slot = tl.load(record)
     num_tiles = tl.load(record + 2)
-    for tile in range(tl.program_id(1), num_tiles, tl.num_programs(1)):
+    for tile in range(first_tile, num_tiles, tile_stride):
         record = records + tile * (HEADER + BLOCK_M)
         place = slot * PROJECTIONS + projection
         rank = tl.load(ranks + place * TABLE_LAYERS + layer)
@@ -115,7 +154,7 @@ def shrink_kernel(
         pages = _pages(page_table + place * TABLE_PAGES, r, TABLE_PAGES)
         first = tl.load(record + 1)
         tokens = tl.load(record + HEADER + m)
-        later = tile + tl.num_programs(1)
+        later = tile + tile_stride
         slot = tl.load(records + later * (HEADER + BLOCK_M), mask=later < num_tiles, other=0)
         if PDL:
             gdc_wait()
@@ -136,12 +175,100 @@ def shrink_kernel(
             tl.store(out[None, :] + r[:, None], s, mask=out_mask)
             r += BLOCK_R
             pages = _pages(page_table + place * TABLE_PAGES, r, TABLE_PAGES)
+        if SUMMED and rank > 0:
+            _sum_splits(
+                partials + target * SPLITS * positions * MAX_RANK,
+                arrived + target * arrived_stride + tile,
+                (first + m) * MAX_RANK,
+                live,
+                rank,
+                num_splits,
+                positions * MAX_RANK,
+                SPLITS,
+                BLOCK_R,
+                BLOCK_M,
+            )
     if PDL:
         gdc_wait()
 
 
+@triton.jit(do_not_specialize=UNSPECIALIZED)  # type: ignore[untyped-decorator]
+def shrink_kernel(
+    x: "Any",
+    a0: "Any",
+    a1: "Any",
+    a2: "Any",
+    records: "Any",
+    page_table: "Any",
+    ranks: "Any",
+    partials: "Any",
+    arrived: "Any",
+    arrived_stride: "Any",
+    projection0: "Any",
+    projection1: "Any",
+    projection2: "Any",
+    layer: "Any",
+    width: "Any",
+    x_stride: "Any",
+    split_width: "Any",
+    num_splits: "Any",
+    positions: "Any",
+    PROJECTIONS: tl.constexpr,
+    TABLE_PAGES: tl.constexpr,
+    TABLE_LAYERS: tl.constexpr,
+    LAYERS: tl.constexpr,
+    MAX_RANK: tl.constexpr,
+    HEADER: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SUMMED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Program (target x split, tiles): partials[target, split, p, r] over the split's columns."""
+    if PDL:
+        gdc_launch_dependents()
+    shrink_tiles(
+        tl.program_id(0),
+        tl.program_id(1),
+        tl.num_programs(1),
+        x,
+        a0,
+        a1,
+        a2,
+        records,
+        page_table,
+        ranks,
+        partials,
+        arrived,
+        arrived_stride,
+        projection0,
+        projection1,
+        projection2,
+        layer,
+        width,
+        x_stride,
+        split_width,
+        num_splits,
+        positions,
+        PROJECTIONS,
+        TABLE_PAGES,
+        TABLE_LAYERS,
+        LAYERS,
+        MAX_RANK,
+        HEADER,
+        SPLITS,
+        SUMMED,
+        BLOCK_M,
+        BLOCK_R,
+        BLOCK_K,
+        PDL,
+    )
+
+
 @triton.jit  # type: ignore[untyped-decorator]
-def _summed(
+def _sums(
     partials: "Any",
     rows: "Any",
     live: "Any",
@@ -150,8 +277,12 @@ def _summed(
     num_splits: "Any",
     split_stride: "Any",
     SPLITS: tl.constexpr,
+    SUMMED: tl.constexpr,
 ) -> "Any":
-    """s[r, p], summed over the splits; rows: offsets of the positions in the first split."""
+    """s[r, p] of one target; rows: offsets of the positions in the first split's place."""
+    if SUMMED:
+        mask = (r < rank)[:, None] & live[None, :]
+        return tl.load(partials + rows[None, :] + r[:, None], mask=mask, other=0.0)
     split = tl.arange(0, SPLITS)[:, None, None]
     at = split * split_stride + rows[None, None, :] + r[None, :, None]
     found = tl.load(partials + at, mask=live[None, None, :] & (split < num_splits), other=0.0)
@@ -203,6 +334,7 @@ def expand_kernel(
     MAX_RANK: tl.constexpr,
     HEADER: tl.constexpr,
     SPLITS: tl.constexpr,
+    SUMMED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -248,14 +380,14 @@ def expand_kernel(
             out_mask = live[None, :] & (n < width)[:, None]
             old = tl.load(out, mask=out_mask, other=0.0)
             rows = target * SPLITS * split_stride + (first + m) * MAX_RANK
-            s = _summed(partials, rows, live, r, rank, num_splits, split_stride, SPLITS)
+            s = _sums(partials, rows, live, r, rank, num_splits, split_stride, SPLITS, SUMMED)
             acc = _expanded(b_tile, s, tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32))
             for _ in range(BLOCK_R, tl.minimum(rank, MAX_RANK), BLOCK_R):
                 r += BLOCK_R
                 b_rows = _pool_rows(bt, _pages(table, r, TABLE_PAGES), layer, r, width, LAYERS)
                 b_mask = (r < rank)[:, None] & (n < width)[None, :]
                 b_tile = tl.load(b_rows[:, None] + n[None, :], mask=b_mask, other=0.0)
-                s = _summed(partials, rows, live, r, rank, num_splits, split_stride, SPLITS)
+                s = _sums(partials, rows, live, r, rank, num_splits, split_stride, SPLITS, SUMMED)
                 acc = _expanded(b_tile, s, acc)
             tl.store(out, (old.to(tl.float32) + acc).to(old.dtype), mask=out_mask)
     if PDL:

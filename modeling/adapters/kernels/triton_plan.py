@@ -12,12 +12,23 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from modeling.adapters.bank import AdapterBank
 from modeling.adapters.kernels.base import Target
 from modeling.adapters.kernels.tiles import HEADER, cut_tiles
-from modeling.adapters.kernels.triton_forms import Form, forms_of
+from modeling.adapters.kernels.triton_forms import Blocks, Form, forms_of
 from modeling.adapters.kernels.triton_kernels import expand_kernel, shrink_kernel
+from modeling.adapters.kernels.triton_product import (
+    AHEAD,
+    MAX_BLOCKS,
+    MAX_SUMS,
+    ProductForm,
+    product_form,
+    product_kernel,
+)
+from modeling.layers.triton import has_dependent_launch, launch_options
+from modeling.layers.triton_launch import Launcher, aligned
 
 MAX_TARGETS = 3
 """Projections of one launch."""
@@ -28,7 +39,10 @@ class Group:
     """Projections of one launch, padded to three with places of width 0.
 
     a, bt: their pools. outputs, offsets: columns of y. inputs: columns of x. layers: of a pool.
+    key: names the group among those of a plan.
     """
+
+    key: int
 
     count: int
     a: tuple[Tensor, ...]
@@ -56,7 +70,8 @@ class TritonPlan:
         device = bank.page_table.device
         widest = max(form.rank_rows for form in self.forms)
         self.max_rank = -(-bank.size.max_rank // widest) * widest
-        self.dependent_launch = _has_dependent_launch(device)
+        self.dependent_launch = has_dependent_launch(device)
+        self.shrink, self.expand = Launcher(shrink_kernel), Launcher(expand_kernel)
         used = self._used_forms()
         records = max(self.max_tiles(tokens) * (HEADER + form.tile_tokens) for form, tokens in used)
         partials = max(form.splits * tokens for form, tokens in used)
@@ -64,6 +79,10 @@ class TritonPlan:
         assert partials < 2**31, "kernels count partial sums in 32 bits"
         self.records = torch.full((records,), -1, dtype=torch.int32, device=device)
         self.partials = torch.empty(partials, dtype=torch.float32, device=device)
+        self.sums = torch.empty(MAX_SUMS, dtype=torch.float32, device=device)
+        self.arrived = torch.zeros(MAX_BLOCKS, dtype=torch.int32, device=device)
+        most_tiles = max(self.max_tiles(tokens) for _, tokens in used)
+        self.summed = torch.zeros(MAX_TARGETS, most_tiles, dtype=torch.int32, device=device)
         self._groups: dict[tuple[Target, ...], Group] = {}
 
     def form(self, num_tokens: int) -> Form:
@@ -101,7 +120,7 @@ class TritonPlan:
         """Return what a launch for these targets reads, made once."""
         found = self._groups.get(targets)
         if found is None:
-            found = self._groups[targets] = _group(self.bank, targets)
+            found = self._groups[targets] = _group(self.bank, targets, len(self._groups))
         return found
 
     def _used_forms(self) -> list[tuple[Form, int]]:
@@ -121,23 +140,83 @@ class TritonBatch:
     def __init__(self, plan: TritonPlan, num_tokens: int, num_tiles: int) -> None:
         """num_tiles: how many records of the plan are looked at."""
         self._plan = plan
+        self._product = product_form(num_tokens) if num_tiles else None
+        self._started: tuple[Group, int] | None = None
         self._num_tokens = num_tokens
         self._num_tiles = num_tiles
         self._form = plan.form(num_tokens)
         bank = plan.bank
         self._tables = (plan.records, bank.page_table, bank.ranks, plan.partials)
+        self._counters = (plan.summed, plan.summed.stride(0))
         self._constants: dict[str, Any] = {
             "PROJECTIONS": bank.ranks.shape[1],
             "TABLE_PAGES": bank.page_table.shape[2],
             "TABLE_LAYERS": bank.ranks.shape[2],
             "MAX_RANK": plan.max_rank,
             "HEADER": HEADER,
-            "SPLITS": self._form.splits,
+            "SUMMED": self._form.summed,
+            "SPLITS": self._product.shrink_splits if self._product else self._form.splits,
             "BLOCK_M": self._form.tile_tokens,
             "BLOCK_R": self._form.rank_rows,
             "PDL": plan.dependent_launch,
-            **({"launch_pdl": True} if plan.dependent_launch else {}),
         }
+        self._key = (self._form.max_tokens, self._constants["SPLITS"])
+        self._launch = launch_options(plan.dependent_launch)
+
+    def has_product(self, x: Tensor, weight: Tensor, targets: tuple[Target, ...]) -> bool:
+        """Whether the base product of these targets is to be computed by `product`."""
+        return self._product is not None and len(targets) <= MAX_TARGETS and _fits(x, weight)
+
+    def product(
+        self, y: Tensor, x: Tensor, weight: Tensor, layer: int, targets: tuple[Target, ...]
+    ) -> None:
+        """y = x W^T, and the shrink of what `add` is called for next, in one launch.
+
+        x: [tokens, in], weight: [out, in], y: [tokens, out].
+        """
+        form = self._product
+        assert form is not None
+        group = self._plan.group(targets)
+        split_width, num_splits = _split(group.inputs, form.shrink_columns, form.shrink_splits)
+        blocks, tile_programs = self._grid(group.count * num_splits)
+        shares = form.splits(weight.shape[0])
+        programs = blocks * tile_programs + -(-weight.shape[0] // form.outputs) * shares
+        product_kernel[(programs,)](
+            *_tiles(form, weight, x),
+            x,
+            weight,
+            y,
+            self._plan.sums,
+            self._plan.arrived,
+            self._num_tokens,
+            weight.shape[0],
+            y.stride(0),
+            blocks * tile_programs,
+            tile_programs,
+            *group.a,
+            *self._tables,
+            *self._counters,
+            *group.projections,
+            layer,
+            x.stride(0),
+            split_width,
+            num_splits,
+            self._num_tokens,
+            INPUTS=group.inputs,
+            ROWS=form.rows,
+            BLOCK_N=form.outputs,
+            SHARES=shares,
+            PRODUCT_K=form.inputs,
+            AHEAD=AHEAD,
+            BULK=form.bulk,
+            LAYERS=group.layers,
+            BLOCK_K=form.shrink_columns,
+            num_warps=form.warps,
+            num_stages=form.stages,
+            **self._constants,
+            **self._launch,
+        )
+        self._started = group, num_splits
 
     def add(self, y: Tensor, x: Tensor, layer: int, targets: tuple[Target, ...]) -> None:
         """Add the deltas of `targets` at `layer` into y [tokens, out] in place; x: [tokens, in].
@@ -148,10 +227,13 @@ class TritonBatch:
         assert x.stride(1) == y.stride(1) == 1, (x.stride(), y.stride())
         if self._num_tiles == 0:
             return
+        if self._started is not None:
+            self._expand(y, layer, *self._started)
+            self._started = None
+            return
         for first in range(0, len(targets), MAX_TARGETS):
             group = self._plan.group(targets[first : first + MAX_TARGETS])
-            num_splits = self._shrink(x, layer, group)
-            self._expand(y, layer, group, num_splits)
+            self._expand(y, layer, group, self._shrink(x, layer, group))
 
     def _grid(self, num_blocks: int) -> tuple[int, int]:
         """Programs for each block of columns: a tile each, or several tiles in turn."""
@@ -160,13 +242,13 @@ class TritonBatch:
     def _shrink(self, x: Tensor, layer: int, group: Group) -> int:
         """Leave the partial sums of x A^T and return into how many splits."""
         blocks = self._form.shrink
-        columns = -(-group.inputs // blocks.columns)
-        split_width = -(-columns // self._form.splits) * blocks.columns
-        num_splits = -(-group.inputs // split_width)
-        shrink_kernel[self._grid(group.count * num_splits)](
+        splits = self._constants["SPLITS"]
+        split_width, num_splits = _split(group.inputs, blocks.columns, splits)
+        arguments = (
             x,
             *group.a,
             *self._tables,
+            *self._counters,
             *group.projections,
             layer,
             group.inputs,
@@ -174,20 +256,18 @@ class TritonBatch:
             split_width,
             num_splits,
             self._num_tokens,
-            LAYERS=group.layers,
-            BLOCK_K=blocks.columns,
-            num_warps=blocks.warps,
-            num_stages=blocks.stages,
-            maxnreg=blocks.registers,
-            **self._constants,
         )
+        constants = {"LAYERS": group.layers, "BLOCK_K": blocks.columns, **self._constants}
+        grid = self._grid(group.count * num_splits)
+        key = (*self._key, group.key, x.dtype, x.stride(0), aligned(x))
+        self._plan.shrink(key, grid, arguments, constants, self._options(blocks))
         return num_splits
 
     def _expand(self, y: Tensor, layer: int, group: Group, num_splits: int) -> None:
         """Add the partial sums, times Bt, into y."""
         blocks = self._form.expand
         num_blocks = sum(-(-width // blocks.columns) for width in group.outputs)
-        expand_kernel[self._grid(num_blocks)](
+        arguments = (
             y,
             *group.bt,
             *self._tables,
@@ -198,13 +278,20 @@ class TritonBatch:
             y.stride(0),
             num_splits,
             self._num_tokens,
-            LAYERS=group.layers,
-            BLOCK_N=blocks.columns,
-            num_warps=blocks.warps,
-            num_stages=blocks.stages,
-            maxnreg=blocks.registers,
-            **self._constants,
         )
+        constants = {"LAYERS": group.layers, "BLOCK_N": blocks.columns, **self._constants}
+        key = (*self._key, group.key, y.dtype, y.stride(0), aligned(y))
+        grid = self._grid(num_blocks)
+        self._plan.expand(key, grid, arguments, constants, self._options(blocks))
+
+    def _options(self, blocks: Blocks) -> dict[str, Any]:
+        """How a kernel is compiled and launched."""
+        return {
+            "num_warps": blocks.warps,
+            "num_stages": blocks.stages,
+            "maxnreg": blocks.registers,
+            **self._launch,
+        }
 
 
 def triton_batch(bank: AdapterBank, slots: Sequence[int], lengths: Sequence[int]) -> TritonBatch:
@@ -214,7 +301,7 @@ def triton_batch(bank: AdapterBank, slots: Sequence[int], lengths: Sequence[int]
     return plan.batch(num_tokens, plan.update(slots, lengths))
 
 
-def _group(bank: AdapterBank, targets: tuple[Target, ...]) -> Group:
+def _group(bank: AdapterBank, targets: tuple[Target, ...], key: int) -> Group:
     """Gather the pools of up to three projections that share x."""
     indices = [target.projection for target in targets]
     layers = {bank.projections[index].num_layers for index in indices}
@@ -223,6 +310,7 @@ def _group(bank: AdapterBank, targets: tuple[Target, ...]) -> Group:
     padding = MAX_TARGETS - len(targets)
     padded = indices + indices[-1:] * padding
     return Group(
+        key=key,
         count=len(targets),
         a=tuple(bank.pools[index].a for index in padded),
         bt=tuple(bank.pools[index].bt for index in padded),
@@ -234,6 +322,24 @@ def _group(bank: AdapterBank, targets: tuple[Target, ...]) -> Group:
     )
 
 
-def _has_dependent_launch(device: torch.device) -> bool:
-    """Whether kernels may start before the one ahead of them has ended: Hopper and later."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+def _split(inputs: int, columns: int, splits: int) -> tuple[int, int]:
+    """Cut x's width into up to `splits` parts of whole tiles: a part's columns, and how many."""
+    num_columns = -(-inputs // columns)
+    split_width = -(-num_columns // splits) * columns
+    return split_width, -(-inputs // split_width)
+
+
+def _fits(x: Tensor, weight: Tensor) -> bool:
+    """Whether the product's kernel takes these: half precision, whole lines, rows side by side."""
+    whole = weight.is_contiguous() and weight.shape[1] % AHEAD == 0 and x.stride(0) % 8 == 0
+    return x.dtype != torch.float32 and whole
+
+
+def _tiles(form: ProductForm, weight: Tensor, x: Tensor) -> tuple[Any, Any]:
+    """Return what the copy engine is told of weight and x, where it brings them."""
+    if not form.bulk:
+        return weight, x
+    return (
+        TensorDescriptor.from_tensor(weight, [form.outputs, form.inputs]),
+        TensorDescriptor.from_tensor(x, [form.rows, form.inputs]),
+    )

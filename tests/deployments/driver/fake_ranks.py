@@ -10,8 +10,10 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from pathlib import Path
 
 from configs.adapters import (
+    AdapterDeferred,
     AdapterError,
     AdapterKey,
     AdapterRefusal,
@@ -43,21 +45,37 @@ def continuation(adapter: str, prompt: Sequence[int], count: int) -> list[int]:
 
 
 @dataclass
+class FakeFill:
+    """Bytes that reach their slot when somebody has waited for them; before, they are wrong."""
+
+    runner: "FakeRunner"
+    slot: int
+    digest: str
+
+    def wait(self) -> None:
+        self.runner.filling_gate.wait(20.0)
+        self.runner.placed[self.slot] = self.digest
+
+
+@dataclass
 class FakeRunner:
     """Speaks `deployments.rank.worker.Runner`; adapters are named by their digest.
 
     gate: steps wait for it, so that a test can hold a step in flight; staging_gate: adapters
-    whose name holds "slow" wait for that. poison: a token whose row breaks the step.
+    whose name holds "slow" wait for that; filling_gate: fills do. poison: a token whose row
+    breaks the step. full: how many adapters are deferred before one is kept.
     """
 
     gate: threading.Event
     staging_gate: threading.Event
+    filling_gate: threading.Event
     poison: int
     tokens: dict[int, dict[int, int]] = field(default_factory=dict)
     slots: dict[int, int] = field(default_factory=dict)
     staged: dict[AdapterKey, str] = field(default_factory=dict)
     placed: dict[int, str] = field(default_factory=dict)
     batch_sizes: list[int] = field(default_factory=list)
+    full: int = 0
 
     def step(self, batch: ForwardBatch) -> StepOutput:
         for join in batch.joins:
@@ -76,7 +94,8 @@ class FakeRunner:
                 sampled.append(known[end])
 
         def wait() -> SampledTokens:
-            self.gate.wait(20.0)
+            if batch.rows:
+                self.gate.wait(20.0)
             return SampledTokens(sampled)
 
         return StepOutput(wait)
@@ -84,15 +103,22 @@ class FakeRunner:
     def stage(self, adapter: FetchedAdapter) -> AdapterShape:
         if "broken" in adapter.name:
             raise AdapterError(AdapterRefusal.UNSUPPORTED, f"{adapter.name} is not a LoRA")
+        for member in adapter.members:
+            if "damaged" in (Path(member.folder) / "adapter_config.json").read_text():
+                raise AdapterError(AdapterRefusal.UNSUPPORTED, f"{member.name} is damaged")
         if "crash" in adapter.name:
             raise RuntimeError("disk on fire")
         if "slow" in adapter.name:
             self.staging_gate.wait(20.0)
+        if self.full:
+            self.full -= 1
+            raise AdapterDeferred(AdapterShape((1,), 100))
         self.staged[adapter.key] = adapter.digest
         return AdapterShape((1,), 100)
 
-    def place(self, key: AdapterKey, slot: int, pages: Sequence[Sequence[int]]) -> None:
-        self.placed[slot] = self.staged[key]
+    def place(self, key: AdapterKey, slot: int, pages: Sequence[Sequence[int]]) -> FakeFill:
+        self.placed[slot] = ""
+        return FakeFill(self, slot, self.staged[key])
 
     def drop(self, key: AdapterKey) -> None:
         self.staged.pop(key, None)
@@ -121,6 +147,8 @@ class FakeGroup:
         self.gate = threading.Event()
         self.gate.set()
         self.staging_gate = threading.Event()
+        self.filling_gate = threading.Event()
+        self.filling_gate.set()
         self.starts = 0
         self.failing_starts = 0
         self.may_start = threading.Event()
@@ -129,6 +157,7 @@ class FakeGroup:
         self._ends: list[Channel] = []
         self._threads: list[threading.Thread] = []
         self._links: RankLinks | None = None
+        self._changing = threading.Lock()
 
     def start(self) -> tuple[RankLinks, list[LoadReport]]:
         self.may_start.wait(20.0)
@@ -136,28 +165,36 @@ class FakeGroup:
         if self.failing_starts:
             self.failing_starts -= 1
             raise RanksLost("no room")
-        pairs = [socket.socketpair() for _ in range(self.num_ranks)]
-        self.runners = [FakeRunner(self.gate, self.staging_gate, POISON) for _ in pairs]
-        self._ends = [Channel(theirs) for _, theirs in pairs]
-        for rank, (runner, end) in enumerate(zip(self.runners, self._ends, strict=True)):
-            thread = threading.Thread(target=_work, args=(Worker(runner, rank, end),), daemon=True)
-            self._threads.append(thread)
-            thread.start()
-        self._links = RankLinks([Channel(ours) for ours, _ in pairs])
-        return self._links, [self._report(rank) for rank in range(self.num_ranks)]
+        with self._changing:
+            self._links = self._start_ranks()
+            return self._links, [self._report(rank) for rank in range(self.num_ranks)]
 
     def stop(self) -> None:
         self.gate.set()
         self.staging_gate.set()
-        if self._links is not None:
-            self._links.close()
-        for thread in self._threads:
+        self.filling_gate.set()
+        with self._changing:  # another thread may be starting more
+            threads, self._threads = self._threads, []
+            if self._links is not None:
+                self._links.close()
+        for thread in threads:
             thread.join(10.0)
-        self._threads.clear()
 
     def kill(self, rank: int) -> None:
         """As SIGKILL does: the rank's socket closes."""
         self._ends[rank].close()
+
+    def _start_ranks(self) -> RankLinks:
+        pairs = [socket.socketpair() for _ in range(self.num_ranks)]
+        self.runners = [
+            FakeRunner(self.gate, self.staging_gate, self.filling_gate, POISON) for _ in pairs
+        ]
+        self._ends = [Channel(theirs) for _, theirs in pairs]
+        for rank, (runner, end) in enumerate(zip(self.runners, self._ends, strict=True)):
+            thread = threading.Thread(target=_work, args=(Worker(runner, rank, end),), daemon=True)
+            thread.start()
+            self._threads.append(thread)
+        return RankLinks([Channel(ours) for ours, _ in pairs])
 
     def _report(self, rank: int) -> LoadReport:
         return LoadReport(
@@ -168,6 +205,7 @@ class FakeGroup:
             device="fake",
             attention="none",
             adapter_kernel="none",
+            all_reduce="none",
             weight_bytes_read=0,
             weight_bytes_resident=0,
             cache_bytes=0,

@@ -42,6 +42,7 @@ def play(root: Path, story: Story, group: FakeGroup | None = None, **changes: ob
         await engine.start()
         try:
             await story(engine, group)
+            await engine._adapters.settle()
             assert not engine._streams, "a stream was left open"
         finally:
             await engine.stop()

@@ -18,6 +18,7 @@ from deployments.contract import (
 )
 from deployments.driver.engine import Engine
 from deployments.frames import FrameReceiver
+from scheduler.resident import AdapterState
 from tests.deployments.driver.fake_ranks import POISON, FakeGroup, continuation
 from tests.deployments.driver.stories import (
     NOWHERE,
@@ -173,7 +174,6 @@ def test_a_request_that_breaks_every_step_ends_and_the_others_go_on(root: Path) 
 
     async def story(engine: Engine, group: FakeGroup) -> None:
         poison = engine.generate(request("poison", [1, POISON], 5), NOWHERE)
-        # Not in the poison's steps, or they would count as suspects too.
         ending = (await poison).sequences[0].ending
         assert isinstance(ending, Failed)
         assert ending.kind is ErrorKind.GENERATION
@@ -329,3 +329,48 @@ def test_preloaded_adapters_are_there_and_a_bad_one_stops_the_start(root: Path) 
     play(root, story, adapters={**adapters, "preload": ["red"]})
     with pytest.raises(ValueError, match=r"preload.*broken is not a LoRA"):
         play(root, story, adapters={**adapters, "preload": ["local:broken"]})
+
+
+def test_rows_use_an_adapter_only_when_every_rank_has_its_bytes(root: Path) -> None:
+    """While they are on their way others are served, and nobody's step waits."""
+
+    async def story(engine: Engine, group: FakeGroup) -> None:
+        group.filling_gate.clear()
+        red = asyncio.create_task(engine.generate(request("red", [3], 9, "red"), NOWHERE))
+        while (await engine.snapshot()).adapters[AdapterState.FILLING] == 0:
+            pass
+        answer = await engine.generate(request("base", [3], 9), NOWHERE)
+        assert tokens(answer) == [continuation("", [3], 9)]
+        assert (await engine.snapshot()).adapters[AdapterState.FILLING] == 1
+        assert not red.done()
+        group.filling_gate.set()
+        assert tokens(await red) == [continuation(digest_of(engine, "red"), [3], 9)]
+
+    assert play(root, story).starts == 1
+
+
+def test_a_fill_that_does_not_end_is_a_loss_of_the_ranks(root: Path) -> None:
+    async def story(engine: Engine, group: FakeGroup) -> None:
+        group.filling_gate.clear()
+        red = asyncio.create_task(engine.generate(request("red", [3], 9, "red"), NOWHERE))
+        while group.starts < 2:
+            await engine.snapshot()
+        group.filling_gate.set()
+        assert tokens(await red) == [continuation(digest_of(engine, "red"), [3], 9)]
+
+    play(root, story, recovery={"step_timeout_s": 0.2})
+
+
+def test_an_adapter_that_a_rank_has_no_room_for_waits_for_room(root: Path) -> None:
+    """As when two are staged at once and one is larger than any so far."""
+
+    async def story(engine: Engine, group: FakeGroup) -> None:
+        group.runners[1].full = 2
+        asked = [engine.generate(request(n, [3], 9, n), NOWHERE) for n in ("red", "blue")]
+        for name, answer in zip(("red", "blue"), await asyncio.gather(*asked), strict=True):
+            assert tokens(answer) == [continuation(digest_of(engine, name), [3], 9)]
+        assert group.runners[1].full == 0
+        for runner in group.runners:
+            assert len(runner.staged) == 2
+
+    play(root, story)

@@ -5,8 +5,12 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
+from configs.adapters import AdapterReference
 from configs.sampling import FinishReason, Sampling, Stopping
+from configs.templates import TemplateSource
 from deployments.contract import (
+    AdapterCommand,
+    AdapterReport,
     Cancelled,
     Completion,
     Ending,
@@ -59,6 +63,14 @@ class Scripted:
         self._finished.set()
         if self.failing_finish:
             raise ConnectionError("the driver is gone")
+
+    async def adapters(self, command: AdapterCommand) -> list[AdapterReport]:
+        raise NotImplementedError
+
+    async def chat_template(
+        self, adapter: AdapterReference, api_token: str | None
+    ) -> TemplateSource | Failed:
+        raise NotImplementedError
 
     async def describe(self) -> EngineInfo:
         raise NotImplementedError

@@ -103,6 +103,19 @@ def test_a_gap_is_filled_by_a_late_frame() -> None:
     run(story())
 
 
+def test_a_run_that_overlaps_an_early_one_frees_it() -> None:
+    async def story() -> None:
+        inbox = Inbox(1)
+        inbox.deliver(_run_of([6, 7, 8], 5))
+        inbox.deliver(_run_of([4], 3))
+        inbox.deliver(_run_of([1, 2, 3, 4, 5, 6, 7], 0))
+        [update] = await inbox.take()
+        assert update.tokens == [1, 2, 3, 4, 5, 6, 7, 8]
+        assert not inbox._channels[0].early
+
+    run(story())
+
+
 def test_a_reader_waits_and_gets_what_has_gathered() -> None:
     async def story() -> None:
         inbox = Inbox(1)

@@ -7,6 +7,7 @@ import pytest
 
 from configs.adapters import AdapterReference, AdapterSource
 from deployments.contract import ErrorKind, Failed
+from deployments.ingress.engine import IngressSettings
 from tests.deployments.ingress.conftest import Server, spoken
 from tests.fakes import FakeDriver, Unreliable, deaf, token_id
 
@@ -202,7 +203,8 @@ def test_the_token_in_the_body_goes_before_the_header(
         ({"return_k_alternatives": 0}, "`return_k_alternatives` must be strictly positive"),
         ({"max_new_tokens": 0}, "`max_new_tokens` must be strictly positive"),
         ({"stop": list("abcde")}, "`stop` supports up to 4 stop sequences. Given: 5"),
-        ({"stop": [""]}, "`stop` sequences cannot be empty"),
+        ({"stop": [""]}, "`stop` sequences must have 1 to 1024 characters"),
+        ({"stop": ["a", "b" * 1025]}, "`stop` sequences must have 1 to 1024 characters"),
         ({"best_of": 3}, "`best_of` must be > 0 and <= 2. Given: 3"),
         ({"best_of": 0}, "`best_of` must be > 0 and <= 2. Given: 0"),
         ({"max_new_tokens": 600}, "`inputs` tokens + `max_new_tokens` must be <= 512. "
@@ -210,8 +212,15 @@ def test_the_token_in_the_body_goes_before_the_header(
         ({"truncate": 0}, "`truncate` must be strictly positive and less than 500. Given: 0"),
         ({"truncate": 501}, "`truncate` must be strictly positive and less than 500. Given: 501"),
         ({"return_k_alternatives": 21}, "`return_k_alternatives` must be <= 20. Given: 21"),
-        ({"merged_adapters": {"ids": ["a"], "weights": [1]}},
-         "`merged_adapters` is not supported yet"),
+        ({"merged_adapters": {"ids": ["a", "b"], "weights": [1, 1], "density": 1.5}},
+         "`density` must be >= 0.0 and <= 1.0. Given: 1.5"),
+        ({"merged_adapters": {"ids": ["a", "b"], "weights": [1, 1], "merge_strategy": "ties"}},
+         "`density` must be > 0.0 and <= 1.0 with `merge_strategy` ties: it is the fraction of "
+         "each adapter's values that is kept"),
+        ({"merged_adapters": {"ids": ["a", ""], "weights": [1, 1]}},
+         "`` in `ids` names no adapter: the base model is always there"),
+        ({"merged_adapters": {"ids": ["a" * 1000] * 3, "weights": [1, 1, 1]}},
+         "the `ids` are longer than 2048 characters together"),
         ({"response_format": {"type": "json_schema"}},
          "`response_format` of type json_schema needs a schema"),
         ({"adapter_id": "a", "adapter_source": "pbase"},
@@ -235,8 +244,6 @@ def test_bad_input_has_loraxs_words(
          "`seed` must not be set when `best_of` > 1"),
         ("/generate_stream", {"best_of": 2, "do_sample": True},
          "`best_of` != 1 is not supported when streaming tokens"),
-        ("/generate", {"decoder_input_details": True},
-         "`decoder_input_details` is not supported yet"),
         ("/generate_stream", {"decoder_input_details": True},
          "`decoder_input_details` == true is not supported when streaming tokens"),
     ],
@@ -247,6 +254,15 @@ def test_what_streaming_changes(
     reply = http.post(path, json={"inputs": "hello", "parameters": given})
     assert reply.status_code == 422
     assert reply.json()["error"] == f"Input validation error: {words}"
+
+
+def test_a_server_may_have_no_best_of(server: Server, http: httpx.Client) -> None:
+    server.fresh_app(IngressSettings(max_best_of=1))
+    error = _refused(http, 422, best_of=2, do_sample=True)
+    words = "`best_of` != 1 is not allowed for this endpoint"
+    assert error["error"] == f"Input validation error: {words}"
+    reply = http.post("/generate", json={"inputs": "a", "parameters": {"best_of": 1}})
+    assert reply.status_code == 200
 
 
 def test_inputs_have_limits(http: httpx.Client, driver: FakeDriver) -> None:
@@ -341,6 +357,13 @@ def test_tokenize(http: httpx.Client, driver: FakeDriver) -> None:
     assert len(plain) == 1
 
 
+def test_a_list_of_tokens_has_a_bound(http: httpx.Client) -> None:
+    assert len(http.post("/tokenize", json={"inputs": "a" * 600}).json()) == 601
+    reply = http.post("/tokenize", json={"inputs": "a" * 65_537})
+    assert (reply.status_code, reply.json()["error_type"]) == (422, "validation")
+    assert "at most 65536 characters. Given: 65537" in reply.json()["error"]
+
+
 def test_info_and_health_follow_the_engine(http: httpx.Client, server: Server) -> None:
     info = http.get("/info").json()
     assert info["model_id"] == "org/tiny-base"
@@ -369,14 +392,6 @@ def test_bodies_that_are_no_request(http: httpx.Client, body: bytes) -> None:
     for path in ("/", "/generate", "/generate_stream", "/tokenize"):
         reply = http.post(path, content=body, headers=headers)
         assert (reply.status_code, reply.json()["error_type"]) == (422, "validation")
-
-
-def test_browsers_may_call_from_anywhere(http: httpx.Client) -> None:
-    reply = http.get("/health", headers={"origin": "http://elsewhere"})
-    assert reply.headers["access-control-allow-origin"] == "*"
-    ask = {"origin": "http://elsewhere", "access-control-request-method": "POST",
-           "access-control-request-headers": "content-type"}  # fmt: skip
-    assert http.options("/generate", headers=ask).status_code == 200
 
 
 def test_unknown_routes(http: httpx.Client) -> None:

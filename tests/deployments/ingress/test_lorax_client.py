@@ -82,5 +82,16 @@ def test_errors_are_the_clients_own(server: Server) -> None:
         list(client.generate_stream("hello", adapter_id="bad"))
     with pytest.raises(lorax.errors.OverloadedError):
         client.generate("hello")
-    with pytest.raises(lorax.errors.ValidationError, match="not supported yet"):
-        client.generate("hello", decoder_input_details=True)
+    merged = lorax.MergedAdapters(
+        ids=["a", "b"], weights=[1.0, 1], density=0, merge_strategy="ties"
+    )
+    with pytest.raises(lorax.errors.ValidationError, match=r"`density` must be > 0\.0"):
+        client.generate("hello", merged_adapters=merged)
+
+
+def test_the_prompt_is_told_about(server: Server) -> None:
+    client = lorax.Client(server.url)
+    reply = client.generate("hello", adapter_id="poet", decoder_input_details=True)
+    ids = server.driver.requests[-1].sequences[0].prompt
+    assert [token.id for token in reply.details.prefill] == ids
+    assert reply.details.prefill[0].logprob is None

@@ -64,6 +64,16 @@ def test_prompts_that_are_none(http: httpx.Client, driver: FakeDriver, prompt: o
     assert driver.requests == []
 
 
+@pytest.mark.parametrize("prompt", [[-1], [10**30], [[5], [99999]], [1] * 100_000])
+def test_ids_that_are_none_are_refused_with_echo_too(
+    http: httpx.Client, driver: FakeDriver, prompt: list[Any]
+) -> None:
+    for others in ({}, {"echo": True}, {"echo": True, "logprobs": 1, "max_tokens": 0}):
+        reply = http.post(COMPLETIONS, json={"model": "tiny", "prompt": prompt, **others})
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "prompt")
+    assert driver.requests == []
+
+
 def test_limits_have_their_numbers(http: httpx.Client, driver: FakeDriver) -> None:
     error = refused(http, COMPLETIONS, 400, prompt=[5] * 510, max_tokens=3)
     assert error["code"] == "context_length_exceeded"
@@ -139,7 +149,7 @@ def test_chat_logprobs(http: httpx.Client, driver: FakeDriver) -> None:
     ("path", "extra", "param"),
     [
         (COMPLETIONS, {"prompt": "a", "logprobs": 21}, "logprobs"),
-        (COMPLETIONS, {"prompt": "a", "logprobs": 1, "echo": True}, "echo"),
+        (COMPLETIONS, {"prompt": "a", "logprobs": 21, "echo": True}, "logprobs"),
         (COMPLETIONS, {"prompt": "a", "best_of": 2, "n": 3}, "best_of"),
         (COMPLETIONS, {"prompt": "a", "best_of": 17}, "best_of"),
         (COMPLETIONS, {"prompt": "a", "suffix": "b"}, "suffix"),

@@ -40,7 +40,6 @@ def test_sagemakers_aliases(http: httpx.Client) -> None:
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("/embed", "Text generation models don't support embeddings"),
         ("/classify", "Text generation models don't support classification"),
         ("/classify_batch", "Text generation models don't support classification"),
     ],

@@ -1,9 +1,11 @@
+import httpx
 import pytest
 
 from configs.adapters import AdapterReference, AdapterSource, parse_reference
 from deployments.contract import AdapterInfo
 from deployments.ingress.errors import RequestError
 from deployments.ingress.references import listed_name, parse_source
+from tests.fakes import FakeDriver
 
 HUB, LOCAL, S3 = AdapterSource.HUB, AdapterSource.LOCAL, AdapterSource.S3
 
@@ -24,6 +26,14 @@ HUB, LOCAL, S3 = AdapterSource.HUB, AdapterSource.LOCAL, AdapterSource.S3
 )
 def test_names_become_references(name: str, expected: AdapterReference) -> None:
     assert parse_reference(name, HUB) == expected
+
+
+@pytest.mark.parametrize("name", ["http://h/a", "hub:https://h/a", "local:file:///etc", "x://y@z"])
+def test_addresses_are_no_names(http: httpx.Client, driver: FakeDriver, name: str) -> None:
+    native = {"inputs": "a", "parameters": {"adapter_id": name}}
+    assert "is an address" in http.post("/generate", json=native).json()["error"]
+    reply = http.post("/v1/completions", json={"model": name, "prompt": "a"})
+    assert (reply.status_code, driver.requests) == (400, [])
 
 
 def test_a_source_without_an_id_is_refused() -> None:

@@ -126,6 +126,6 @@ def test_a_model_without_an_end_token_refuses(http: httpx.Client, server: Server
 def test_a_server_without_the_compiler_says_so(
     http: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deployments.ingress.schemas.find_spec", lambda name: None)
+    monkeypatch.setattr("deployments.ingress.constraints.find_spec", lambda name: None)
     error = refused(http, CHAT, 400, messages=HELLO, response_format=OPENAI)
     assert "pip install llguidance" in error["message"]

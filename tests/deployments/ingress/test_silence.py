@@ -4,10 +4,15 @@ import asyncio
 
 import pytest
 
+from configs.adapters import AdapterReference
+from configs.templates import TemplateSource
 from deployments.contract import (
+    AdapterCommand,
+    AdapterReport,
     Completion,
     EngineInfo,
     ErrorKind,
+    Failed,
     GenerateRequest,
     ReplyAddress,
 )
@@ -27,6 +32,14 @@ class SilentDriver:
 
     async def finish(self, request_id: str, index: int, at: int) -> None:
         raise AssertionError("nobody should come so far")
+
+    async def adapters(self, command: AdapterCommand) -> list[AdapterReport]:
+        raise NotImplementedError
+
+    async def chat_template(
+        self, adapter: AdapterReference, api_token: str | None
+    ) -> TemplateSource | Failed:
+        raise NotImplementedError
 
     async def describe(self) -> EngineInfo:
         self.num_asked += 1

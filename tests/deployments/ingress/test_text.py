@@ -28,6 +28,33 @@ def test_raw_prompts_get_the_tokenizers_own_special_tokens(tmp_path: Path) -> No
     text.close()
 
 
+def test_others_go_on_while_a_long_text_is_encoded() -> None:
+    """A tokenizer that kept the interpreter to itself would leave them one turn or two."""
+    text = Text(byte_level_tokenizer())
+    long = "🦊x" * 200_000
+
+    async def turns() -> int:
+        encoding = asyncio.ensure_future(text.encode(long))
+        others = asyncio.ensure_future(text.encode("y" * 2000))
+        count = 0
+        while not encoding.done():
+            await asyncio.sleep(0)
+            count += 1
+        assert others.done(), "it has a thread of its own"
+        assert len(await encoding) > 200_000
+        return count
+
+    assert asyncio.run(turns()) > 100
+    text.close()
+
+
+def test_a_long_chat_is_the_same(tmp_path: Path) -> None:
+    tokenizer = write_tokenizer(tmp_path)
+    prompt, ids = _chat(Text.load(str(tmp_path)), [{"role": "user", "content": "hi " * 50_000}])
+    assert prompt == f"<s><|user|>{'hi ' * 50_000}</s>\n<|assistant|>"
+    assert ids == tokenizer.encode(prompt, add_special_tokens=False).ids
+
+
 def test_a_chat_has_its_special_tokens_once(tmp_path: Path) -> None:
     tokenizer = write_tokenizer(tmp_path)
     prompt, ids = _chat(Text.load(str(tmp_path)), MESSAGES)

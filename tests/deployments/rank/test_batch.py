@@ -1,10 +1,19 @@
 import msgspec
+import pytest
 
 from configs.adapters import AdapterKey
 from configs.sampling import Sampling
+from deployments.observability.steps import StepLog
 from deployments.rank.batch import forward_batch, step_result
-from modeling.batch import BatchJoin, BatchRow, ForwardBatch, RowLogprobs, SampledTokens
-from scheduler.plan import Fill, Join, Row, StepPlan, StepResult, TokenLogprobs
+from modeling.batch import (
+    BatchJoin,
+    BatchRow,
+    ForwardBatch,
+    PromptAnswer,
+    RowLogprobs,
+    SampledTokens,
+)
+from scheduler.plan import Fill, Join, PromptReport, Row, StepPlan, StepResult, TokenLogprobs
 
 SAMPLING = Sampling(temperature=0.5, top_k=3, top_p=0.9, seed=2**64 - 1, logprobs=2)
 
@@ -54,3 +63,23 @@ def test_tokens_answer_the_plan() -> None:
         compute_seconds=0.25,
     )
     assert step_result(PLAN, SampledTokens([11, 12]), 0.0).logprobs is None
+    assert step_result(PLAN, SampledTokens([11, 12], idle_seconds=0.5), 0.0).idle_seconds == 0.5
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_replay_is_told(captured: bool) -> None:
+    plan = msgspec.structs.replace(PLAN, rows=PLAN.rows[:1])
+    result = step_result(plan, SampledTokens([11], captured=captured), 0.0)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(result), type=StepResult) == result
+    log = StepLog()
+    log.record(plan, result)
+    assert [record.captured for record in log.last()] == [captured]
+
+
+def test_what_is_told_about_prompts_travels_whole() -> None:
+    answer = PromptAnswer(1, 10, [RowLogprobs(-0.5, [3], [-0.25])], b"\x00\x01")
+    told = step_result(PLAN, SampledTokens([11, 12], prompts=[answer]), 0.0)
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(told), type=StepResult)
+    report = PromptReport(1, 10, [TokenLogprobs(-0.5, [3], [-0.25])], b"\x00\x01")
+    assert sent.reports == [report]
+    assert step_result(PLAN, SampledTokens([11, 12]), 0.0).reports is None

@@ -27,6 +27,14 @@ class DenseDeltas:
     slices: dict[int, tuple[Tensor, Tensor]]
     layer: int
 
+    def has_product(self, x: Tensor, weight: Tensor, targets: tuple[Target, ...]) -> bool:
+        return False
+
+    def product(
+        self, y: Tensor, x: Tensor, weight: Tensor, layer: int, targets: tuple[Target, ...]
+    ) -> None:
+        raise AssertionError
+
     def add(self, y: Tensor, x: Tensor, layer: int, targets: tuple[Target, ...]) -> None:
         assert layer == self.layer
         for target in targets:

@@ -7,7 +7,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from configs.adapters import AdapterError, AdapterRefusal
-from modeling.adapters.peft import Place, open_adapter
+from modeling.adapters.peft import open_adapter
+from modeling.adapters.projection import Place
 from tests.modeling.adapters.lora_files import DOWN, UP, factors, write_lora
 
 PROJECTIONS = (UP, DOWN)

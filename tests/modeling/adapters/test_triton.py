@@ -2,6 +2,7 @@
 
 import random
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -9,8 +10,11 @@ from torch import Tensor
 
 from modeling.adapters.bank import AdapterBank
 from modeling.adapters.kernels.base import AdapterData, Target
-from modeling.adapters.kernels.select import AdapterPlan, select_kernel
+from modeling.adapters.kernels.select import select_kernel
 from tests.modeling.adapters.filled_bank import NUM_LAYERS, Case, fill_bank, truth
+
+if TYPE_CHECKING:
+    from modeling.adapters.kernels.triton_plan import TritonPlan
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -76,12 +80,13 @@ def make_bank(banks: dict[torch.dtype, AdapterBank], dtype: torch.dtype) -> Adap
     return banks[dtype]
 
 
-def make_plan(bank: AdapterBank, num_tokens: int) -> AdapterPlan:
+def make_plan(bank: AdapterBank, num_tokens: int) -> "TritonPlan":
     """A plan whose scratch holds NaN."""
     from modeling.adapters.kernels.triton_plan import TritonPlan
 
     plan = TritonPlan(bank, num_tokens)
     plan.partials.fill_(float("nan"))
+    plan.sums.fill_(float("nan"))
     return plan
 
 
@@ -127,6 +132,60 @@ def test_deltas_follow_the_equation(
             # By turns the step's own tiles, and the grid that a captured step has.
             data = plan.batch(num_tokens, tiles if at % 2 else None)
             check(bank, data, case, tokens_of(rows), at % NUM_LAYERS)
+
+
+PRODUCT_CASES = [
+    Case(1024, (Target(0, 16), Target(1, 4112), Target(2, 4240)), 4320),
+    Case(4096, (Target(3, 0),), 1024),
+    Case(14336, (Target(4, 0),), 64),
+]
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", ["identical", "distinct", "zipf", "base"])
+def test_the_base_product_and_the_deltas_of_one_launch(
+    banks: dict[torch.dtype, AdapterBank], dtype: torch.dtype, kind: str
+) -> None:
+    bank = make_bank(banks, dtype)
+    for num_tokens in (1, 5, 8, 16, 31, 64):
+        rows = mix(kind, num_tokens, 1)
+        of = tokens_of(rows)
+        plan = make_plan(bank, 64)
+        plan.update(*columns(rows))
+        for at, case in enumerate(PRODUCT_CASES):
+            layer = at % NUM_LAYERS
+            x = torch.randn(num_tokens, case.inputs, device="cuda").to(dtype)
+            weight = (torch.randn(case.outputs, case.inputs, device="cuda") / 64).to(dtype)
+            plain = (x.double() @ weight.double().T).to(dtype)
+            found = []
+            for _ in range(3):  # counters and sums are left as the next launch needs them
+                data = plan.batch(num_tokens)
+                assert data.has_product(x, weight, case.targets)
+                y = torch.full_like(plain, float("nan"))
+                data.product(y, x, weight, layer, case.targets)
+                data.add(y, x, layer, case.targets)
+                found.append(y)
+            expected = truth(bank, plain, x, layer, case.targets, of)
+            error = (found[0].double() - expected).norm() / expected.norm()
+            assert float(error) < 2 * TOLERANCE[dtype], (num_tokens, case, float(error))
+            assert torch.equal(found[0], found[1])
+            assert torch.equal(found[0], found[2])
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_steps_of_many_rows_and_float32_leave_the_base_product_to_torch(
+    banks: dict[torch.dtype, AdapterBank],
+) -> None:
+    for dtype, num_tokens in ((torch.bfloat16, 65), (torch.float32, 4)):
+        bank, case = make_bank(banks, dtype), PRODUCT_CASES[1]
+        x = torch.randn(num_tokens, case.inputs, device="cuda").to(dtype)
+        weight = torch.randn(case.outputs, case.inputs, device="cuda").to(dtype)
+        plan = make_plan(bank, num_tokens)
+        plan.update([3] * num_tokens, [1] * num_tokens)
+        assert not plan.batch(num_tokens).has_product(x, weight, case.targets)
 
 
 @pytest.mark.gpu

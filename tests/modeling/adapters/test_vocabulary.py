@@ -13,6 +13,7 @@ from modeling.adapters.bank import AdapterBank, BankSize
 from modeling.adapters.kernels.base import Target
 from modeling.adapters.kernels.reference import reference_batch
 from modeling.adapters.vocabulary import (
+    EndNames,
     VocabularyAdapters,
     adapts_vocabulary,
     vocabulary_projections,
@@ -42,7 +43,8 @@ def bank_of(rank: int, folders: tuple[Path, Path]) -> AdapterBank:
     weights = Weights(SafetensorsCheckpoint(folders[0]), LoneRank(rank, RANKS), torch.float32, CPU)
     embedding = VocabParallelEmbedding("model.embed_tokens", VOCAB, HIDDEN, weights)
     head = ParallelHead("lm_head", VOCAB, HIDDEN, weights)
-    ends = vocabulary_projections(("model.embed_tokens", "lm_head"), embedding, head)
+    names = EndNames("model.embed_tokens", "lm_head")
+    ends = vocabulary_projections(names, embedding, head)
     bank = AdapterBank(ends, BankSize(4, 3, 16, 2**20), torch.float32, CPU)
     bank.stage(FetchedAdapter(AdapterKey(1), "a", str(folders[1]), "a"))
     bank.place(AdapterKey(1), 2, [[3, 1], [0, 2]])

@@ -38,3 +38,8 @@ def test_head_sizes(head_dim: int) -> None:
 def test_small_pages_are_refused() -> None:
     with pytest.raises(ValueError, match="block_size 16 is not a multiple of 256"):
         make_backend(make_spec(16))
+
+
+def test_an_fp8_cache_is_refused_with_what_to_do() -> None:
+    with pytest.raises(ValueError, match="no kernels for an fp8 cache: take flashinfer, or set"):
+        make_backend(make_spec(256, cache_dtype=torch.float8_e4m3fn))

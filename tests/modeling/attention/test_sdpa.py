@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from modeling.attention.base import AttentionSpec
-from modeling.attention.kv_cache import CacheSpec, LayerCache, allocate
+from modeling.attention.kv_cache import FP8, CacheScales, CacheSpec, LayerCache, allocate
 from modeling.attention.sdpa import SdpaAttention, SdpaStep
 
 CPU = torch.device("cpu")
@@ -28,7 +28,10 @@ STEPS: dict[str, list[tuple[int, int]]] = {
 
 @dataclass
 class Paged:
-    """Random rows in shuffled pages. Whatever belongs to no row is NaN."""
+    """Random rows in shuffled pages. Whatever belongs to no row is NaN.
+
+    scales: of an fp8 cache, whose rows are what can be read from it; None for a cache in `dtype`.
+    """
 
     lengths: list[tuple[int, int]]
     page_size: int
@@ -36,12 +39,16 @@ class Paged:
     head_dim: int = 8
     dtype: torch.dtype = torch.float32
     window: int | None = None
+    scales: CacheScales | None = None
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(3)
         counts = [-(-keys // self.page_size) for _, keys in self.lengths]
         num_pages = sum(counts) + 2
-        spec = CacheSpec(1, self.page_size, self.heads[1], self.head_dim, self.dtype)
+        shape = (1, self.page_size, self.heads[1], self.head_dim)
+        spec = CacheSpec(*shape, self.dtype)
+        if self.scales is not None:
+            spec = CacheSpec(*shape, FP8, (self.scales,))
         self.cache: LayerCache = allocate(spec, num_pages, CPU)[0]
         self.cache.keys.fill_(math.nan)
         self.cache.values.fill_(math.nan)
@@ -63,7 +70,7 @@ class Paged:
                 for size in sizes
             )
             self.cache.store(k, v, slots)
-            self.rows.append((q, k, v))
+            self.rows.append((q, *self.cache.read(slots, self.dtype)))
 
     def run(self, scale: float = 0.4) -> Tensor:
         spec = AttentionSpec(
@@ -113,6 +120,17 @@ def test_head_shapes(heads: tuple[int, int], head_dim: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_types(dtype: torch.dtype) -> None:
     check(Paged(STEPS["all kinds"], 16, dtype=dtype), tolerance=0.03)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lengths", [STEPS["all kinds"], STEPS["decode, mixed"]])
+@pytest.mark.parametrize("window", [None, 6])
+def test_an_fp8_cache(
+    lengths: list[tuple[int, int]], dtype: torch.dtype, window: int | None
+) -> None:
+    scales = CacheScales(0.03, 0.25)
+    paged = Paged(lengths, 16, dtype=dtype, window=window, scales=scales)
+    check(paged, tolerance=1e-5 if dtype == torch.float32 else 0.03)
 
 
 def test_a_row_never_reads_what_another_left_behind() -> None:

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from modeling.attention.kv_cache import CacheSpec, allocate
-from modeling.layers.fused import FusedOps, fused_ops
+from modeling.attention.kv_cache import FP8, CacheScales, CacheSpec, allocate
+from modeling.layers.fused import FusedOps, casts_to_fp8, fused_ops
 from modeling.layers.rotary import rotate
 
 CUDA = torch.device("cuda")
@@ -28,6 +28,7 @@ def check(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 
 def test_a_cpu_has_none() -> None:
     assert fused_ops(torch.device("cpu")) is None
+    assert not casts_to_fp8(torch.device("cpu"))
 
 
 @gpu
@@ -80,3 +81,66 @@ def test_rotate_and_store(dtype: torch.dtype, heads: tuple[int, int], head_dim: 
     rest[slots] = False
     assert not cache.flat_keys[rest].any()
     assert not cache.flat_values[rest].any()
+
+
+@gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scales", [CacheScales(2.0**-3, 2.0**-4), CacheScales(0.123, 0.0377)])
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+def test_rotate_and_store_in_fp8(dtype: torch.dtype, scales: CacheScales, head_dim: int) -> None:
+    """As torch stores what the kernel stores in another cache; what is beyond fp8 is marked."""
+    if not casts_to_fp8(CUDA):
+        pytest.skip("needs compute capability 8.9")
+    tokens, num_heads, num_kv_heads = 37, 7, 2
+    shape = (1, 16, num_kv_heads, head_dim)
+    specs = [CacheSpec(*shape, dtype), *[CacheSpec(*shape, FP8, (scales,))] * 2]
+    wide, found, expected = (allocate(spec, 9, CUDA)[0] for spec in specs)
+    qkv = torch.randn(tokens, num_heads + 2 * num_kv_heads, head_dim, device=CUDA).to(dtype)
+    angles = torch.randn(2, tokens, 1, head_dim, device=CUDA).to(dtype)
+    slots = torch.randperm(9 * 16, device=CUDA)[:tokens]
+
+    def store(most: float) -> None:
+        qkv[3, -1, 5] = most
+        for cache in (wide, found):
+            ops().rotate_and_store(qkv.clone(), num_heads, (angles[0], angles[1]), cache, slots)
+        expected.store(*wide.read(slots, dtype), slots)
+        for one, other in zip(found.read(slots, dtype), expected.read(slots, dtype), strict=True):
+            assert torch.equal(one, other)
+        assert torch.equal(found.clamped, expected.clamped)
+
+    store(most=1.0)
+    assert found.clamped.tolist() == [0, 0]
+    store(most=1e4)
+    assert found.clamped.tolist() == [0, 1]
+    rest = torch.ones(9 * 16, dtype=torch.bool, device=CUDA)
+    rest[slots] = False
+    for part in (found.flat_keys, found.flat_values):
+        assert not part.view(torch.uint8)[rest].any()
+
+
+@gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("half", [8, 10, 64])
+def test_angles(dtype: torch.dtype, half: int) -> None:
+    positions = torch.tensor([0, 1, 7, 4095, 100_000], device=CUDA)
+    frequencies = (1e4 ** -(torch.arange(half) / half)).to(CUDA)
+    cos, sin = ops().angles(positions, frequencies, 1.5, dtype)
+    angles = (positions[:, None].float() * frequencies).double()
+    check(cos, 1.5 * torch.cat((angles.cos(), angles.cos()), dim=-1)[:, None], dtype)
+    check(sin, 1.5 * torch.cat((-angles.sin(), angles.sin()), dim=-1)[:, None], dtype)
+    assert cos.dtype == sin.dtype == dtype
+
+
+@gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 128_256), (5, 4096), (64, 50_257), (3, 17)])
+def test_best(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    logits = torch.randn(shape, device=CUDA).to(dtype)
+    # Equal bests: the first one counts, also across runs of columns.
+    logits[-1] = 0.0
+    logits[0, shape[1] // 2 :: 5] = 9.0
+    expected = (logits == logits.max(dim=-1, keepdim=True).values).int().argmax(dim=-1)
+    assert torch.equal(ops().best(logits), expected)

@@ -1,6 +1,5 @@
 """Loading a padded model: what it takes, which pad token, and every reason not to load one."""
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from transformers import AutoConfig, MambaConfig, PretrainedConfig
 
 from configs.architectures.base import ArchitectureError
 from configs.model import DType, LoadFormat, ModelConfig, Quantize
+from modeling.models import causal_lm_loading
 from modeling.models.causal_lm_loading import (
     LoadedCausalLM,
     load_causal_lm,
@@ -90,18 +90,22 @@ def test_the_pad_token_is_found_in_the_order_of_the_seed(tmp_path: Path) -> None
     assert pad_token_id(neither, bare, size) == 0, "no tokenizer"
 
 
-@pytest.mark.parametrize("quantize", [Quantize.BITSANDBYTES, Quantize.BITSANDBYTES_NF4])
-def test_bitsandbytes_on_a_cpu_is_refused(gptj: Path, quantize: Quantize) -> None:
-    with pytest.raises(ValueError, match=r"quantization is not available on CPU"):
-        load(gptj, quantize=quantize)
+@pytest.mark.parametrize("package", ["bitsandbytes", "accelerate"])
+def test_quantised_weights_say_what_to_install(
+    gptj: Path, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for each in ("bitsandbytes", "accelerate"):
+        is_there = each != package
+        monkeypatch.setattr(
+            causal_lm_loading, f"is_{each}_available", lambda is_there=is_there: is_there
+        )
+    with pytest.raises(ValueError, match=rf"package {package}, or a newer one: pip install"):
+        load(gptj, quantize=Quantize.BITSANDBYTES)
 
 
-def test_bitsandbytes_says_what_to_install(gptj: Path) -> None:
-    if importlib.util.find_spec("bitsandbytes"):
-        pytest.skip("it is installed here")
-    config = ModelConfig(id=str(gptj), quantize=Quantize.BITSANDBYTES)
-    with pytest.raises(ValueError, match=r"pip install bitsandbytes"):
-        load_causal_lm(config, torch.device("cuda", 0), spread=False)
+def test_dummy_weights_are_not_quantised(gptj: Path) -> None:
+    with pytest.raises(ValueError, match=r"dummy weights are not quantised"):
+        load(gptj, quantize=Quantize.BITSANDBYTES_NF4, load_format=LoadFormat.DUMMY)
 
 
 def test_what_bitsandbytes_is_told() -> None:
@@ -144,11 +148,17 @@ def test_missing_weights_are_named_not_made_up(gptj: Path) -> None:
         load(gptj)
 
 
-def test_tensors_without_a_use_are_told(gptj: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_tensors_without_a_use_are_named(gptj: Path) -> None:
     path = gptj / "model.safetensors"
-    save_file({**load_file(path), "spare": torch.zeros(2)}, path, metadata={"format": "pt"})
+    old = {
+        "transformer.h.0.attn.masked_bias": torch.zeros(1),
+        "transformer.h.1.attn.rotary_emb.inv_freq": torch.zeros(4),
+    }
+    save_file({**load_file(path), **old}, path, metadata={"format": "pt"})
     load(gptj)
-    assert "1 tensors have no use here: spare" in caplog.text
+    save_file({**load_file(path), "spare": torch.zeros(2)}, path, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="no place for 1 tensors of the checkpoint: spare"):
+        load(gptj)
 
 
 def test_pickled_weights_are_not_read_unasked(gptj: Path) -> None:

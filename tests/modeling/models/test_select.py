@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from configs.architectures.base import ArchitectureError, ModelArchitecture
 from configs.architectures.llama import Architecture
-from configs.architectures.select import load_architecture
+from configs.architectures.select import FAMILIES, MODEL_TYPES, load_architecture
 from modeling.models.base import PagedModel, attention_spec, cache_spec
 from modeling.models.llama import FlashLlamaForCausalLM
-from modeling.models.select import build_model
+from modeling.models.select import MODELS, build_model
 from sharding.checkpoint import CheckpointError, DummySource, SafetensorsCheckpoint, TensorSource
 from sharding.group import SingleRank, TensorParallel
 from sharding.loader import Weights
@@ -88,11 +88,8 @@ def test_left_over_tensors_are_named(tmp_path: Path) -> None:
 
 
 def test_known_non_parameters_may_be_there(tmp_path: Path) -> None:
-    folder = write_llama(tmp_path, "tied")
-    extra = {
-        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4),
-        "lm_head.weight": torch.zeros(96, 32),
-    }
+    folder = write_llama(tmp_path)
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}
     change(folder, lambda tensors: tensors.update(extra))
     build(folder)
 
@@ -132,10 +129,13 @@ def test_mistral_without_a_window_is_llama(tmp_path: Path) -> None:
     folder = write_llama(tmp_path)
     path = folder / "config.json"
     raw = json.loads(path.read_text())
-    path.write_text(
-        json.dumps({**raw, "architectures": ["MistralForCausalLM"], "sliding_window": None})
-    )
+    names = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+    path.write_text(json.dumps({**raw, **names, "sliding_window": None}))
     assert isinstance(build(folder)[0], FlashLlamaForCausalLM)
+
+
+def test_every_architecture_is_in_every_table() -> None:
+    assert MODELS.keys() == FAMILIES.keys() == MODEL_TYPES.keys()
 
 
 def test_dummy_weights_need_no_files(tmp_path: Path) -> None:

@@ -110,6 +110,17 @@ def test_penalties_count_the_output_alone() -> None:
     assert result[[4, 5, 6]].tolist() == [0.0, -1.5, -2.0]
 
 
+@pytest.mark.parametrize("drawn", [0.0, 1e-300, 1.0, 1e308])
+def test_the_smallest_and_the_largest_numbers_are_numbers(drawn: float) -> None:
+    """Float32 has no 1e-300 and no 1e300; whoever asks for them means as much as it has."""
+    logits = torch.tensor([[4.0, 7.0, -3.0, 9.0]])
+    for penalty, expected in ((5e-324, 1), (1e-40, 1), (1e39, 3), (1e308, 3)):
+        params = Sampling(temperature=drawn, repetition_penalty=penalty, top_k=1 if drawn else 0)
+        row = PlainRow(params, [0, 1, 2], [])
+        assert bool(adjusted(logits, [row]).isfinite().all())
+        assert chosen(logits, [row]).tokens.tolist() == [expected]
+
+
 def test_the_newest_token_is_read_on_the_device() -> None:
     row = PlainRow(Sampling(repetition_penalty=2.0), [1, 2], [3])
     logits = torch.ones(1, VOCAB)

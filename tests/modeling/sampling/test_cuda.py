@@ -1,14 +1,19 @@
 """Adjustments on a GPU: the CPU's bits, and no wait for the device."""
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from configs.sampling import Sampling
+from modeling.sampling.grammars import Grammars
 from modeling.sampling.history import TokenHistory
 from modeling.sampling.sampler import choose
 from modeling.sampling.tensors import SamplingTensors, sampling_tensors
+from tests.fakes import EOS, token_id, write_tokenizer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -60,3 +65,53 @@ def test_nothing_waits_for_the_device() -> None:
         choose(values, asked(tokens))
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def held(folder: Path, places: int) -> Grammars:
+    """Two letters for everybody."""
+    eos = token_id(write_tokenizer(folder), EOS)
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": eos}))
+    grammars = Grammars(lambda: folder, VOCAB)
+    for place in range(places):
+        grammars.join(place, "start: /[a-z][0-9]/")
+    return grammars
+
+
+def test_masks_are_the_cpus(tmp_path: Path) -> None:
+    """A letter, then a digit, then the end: rows beside them are as they would be."""
+    pytest.importorskip("llguidance")
+    params = [Sampling(grammar="start: /[a-z][0-9]/"), Sampling(), Sampling(grammar="start: /x/")]
+    found = []
+    for device in (torch.device("cpu"), torch.device("cuda")):
+        grammars, steps = held(tmp_path, 1), []
+        grammars.join(2, "start: /x/")
+        for length in range(3):
+            places, ends = np.arange(3), [6 + length] * 3
+            targets = places * WIDTH + np.array(ends)
+            history = TokenHistory(buffer(device), targets, np.full(3, 6), places, grammars)
+            chosen = choose(logits(device)[:3], sampling_tensors(params, ends, device, history))
+            grammars.follow([0, 1, 2], chosen.tokens)
+            steps.append(chosen.tokens.tolist())
+        found.append(steps)
+    assert found[0] == found[1]
+    assert found[0][0][1] == int(logits(torch.device("cpu"))[1].argmax())
+
+
+def test_masks_wait_for_their_own_step_and_for_nothing_after_it(tmp_path: Path) -> None:
+    """The device is busy with the next step when they are asked for, and still when they come."""
+    pytest.importorskip("llguidance")
+    device = torch.device("cuda")
+    letter = write_tokenizer(tmp_path).encode("a", add_special_tokens=False).ids[0]
+    for _ in range(2):  # The first time takes pinned memory, which waits for the device.
+        grammars = held(tmp_path, 2)
+        begin = grammars.masks([0, 1], device)
+        torch.cuda.synchronize()
+        grammars.follow([0, 1], torch.full((2,), letter, device=device))
+        torch.cuda._sleep(2_000_000_000)  # type: ignore[no-untyped-call]
+        after = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        after.record()
+        masks = grammars.masks([0, 1], device)
+        busy = not after.query()  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+    assert busy
+    assert not torch.equal(masks, begin)

@@ -1,6 +1,7 @@
 """Answers under a schema: every one is JSON that fits, whatever the model would say."""
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -8,13 +9,16 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from configs.sampling import Sampling
 from modeling.runner import ModelRunner
+from modeling.sampling import grammars
 from modeling.sampling.grammars import Grammars
 from modeling.sampling.history import TokenHistory
 from modeling.sampling.sampler import choose
 from modeling.sampling.tensors import sampling_tensors
+from modeling.transfer import HostCopy
 from sharding.group import SingleRank
 from tests.checkpoints import write_llama
 from tests.fakes import EOS, token_id, write_tokenizer
@@ -47,7 +51,7 @@ class Ranks:
         self.buffer = torch.zeros(len(params) * WIDTH, dtype=torch.int64)
         self.lengths = [3] * len(params)
         for place, asked in enumerate(params):
-            self.grammars.join(place, asked.json_schema)
+            self.grammars.join(place, asked.constraint)
 
     def step(self, seed: int) -> list[int]:
         places = np.arange(len(self.params))
@@ -58,8 +62,10 @@ class Ranks:
         logits = torch.randn(1, self.vocab_size, generator=generator) * 2
         logits = logits.repeat(len(self.params), 1)
         asked = sampling_tensors(self.params, self.lengths, CPU, history)
-        tokens: list[int] = choose(logits, asked).tokens.tolist()
-        self.buffer[targets] = torch.tensor(tokens)
+        chosen = choose(logits, asked).tokens
+        self.grammars.follow(places.tolist(), chosen)
+        tokens: list[int] = chosen.tolist()
+        self.buffer[targets] = chosen
         self.lengths = [length + 1 for length in self.lengths]
         return tokens
 
@@ -98,20 +104,52 @@ def test_a_request_that_comes_back_goes_on(tmp_path: Path) -> None:
     ranks = Ranks(tmp_path, [Sampling(json_schema=PERSON)])
     for seed in range(5):
         ranks.step(seed)
-    ranks.grammars.join(0, PERSON)
+    ranks.grammars.join(0, PERSON, ranks.answer(0))
     for seed in range(5, 120):
         ranks.step(seed)
     assert json.loads(decoded(ranks.tokenizer, ranks.answer(0))).keys() == {"name", "age"}
 
 
 def test_a_place_is_anybodys_afterwards(tmp_path: Path) -> None:
+    """Whoever comes next knows nothing of the tokens before, even those under way."""
     ranks = Ranks(tmp_path, [Sampling(json_schema=PERSON)])
-    ranks.step(0)
-    assert ranks.grammars.num_tokens(0) == 0
-    ranks.step(1)
-    assert ranks.grammars.num_tokens(0) == 1
+    begin = ranks.grammars.masks([0], CPU)
+    for seed in range(3):
+        ranks.step(seed)
+    assert not torch.equal(ranks.grammars.masks([0], CPU), begin)
+    ranks.step(3)
     ranks.grammars.join(0, "")
-    assert ranks.grammars.num_tokens(0) == 0
+    ranks.grammars.follow([0], torch.tensor([7]))
+    ranks.grammars.join(0, PERSON)
+    assert torch.equal(ranks.grammars.masks([0], CPU), begin)
+
+
+def test_masks_wait_for_their_own_steps_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of a step with one wait cost one wait, and nobody waits before masks are asked for."""
+    waits: list[list[int]] = []
+
+    class Slow(HostCopy):
+        def wait(self) -> list[Tensor]:
+            found = super().wait()
+            waits.append(found[0].tolist())
+            return found
+
+    monkeypatch.setattr(grammars, "HostCopy", Slow)
+    ranks = Ranks(
+        tmp_path, [Sampling(json_schema=PERSON), Sampling(), Sampling(json_schema=PERSON)]
+    )
+    first = ranks.step(0)
+    assert waits == []
+    second = ranks.step(1)
+    assert waits == [first]
+    ranks.step(2)
+    assert waits == [first, second]
+    free = Ranks(tmp_path, [Sampling()])
+    for seed in range(3):
+        free.step(seed)
+    assert waits == [first, second]
 
 
 def test_what_cannot_be_compiled_ends_at_once_and_stops_nobody(
@@ -119,9 +157,9 @@ def test_what_cannot_be_compiled_ends_at_once_and_stops_nobody(
 ) -> None:
     """Text that no schema held is not an answer: only the tokens that end it are allowed."""
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 37]}')
-    grammars = Grammars(lambda: tmp_path, 40)
-    grammars.join(0, PERSON)
-    assert grammars.allowed(0, []).tolist() == [1 << 3, 1 << 5]
+    none = Grammars(lambda: tmp_path, 40)
+    none.join(0, PERSON)
+    assert none.masks([0], CPU).tolist() == [[1 << 3, 1 << 5]]
     assert "its answer ends here" in caplog.text
 
 
@@ -149,3 +187,35 @@ def test_a_runner_is_a_step_ahead_of_everybody_else(tmp_path: Path) -> None:
         assert json.loads(text).keys() == {"kind", "old"}, text
     for request, tokens in zip(requests, answers, strict=True):
         assert [a.tokens for a in generate(runner, [request], NUM_BLOCKS, BLOCK_SIZE)] == [tokens]
+
+
+def test_grammars_hold_answers_too(tmp_path: Path) -> None:
+    """Copies of one compiled grammar know nothing of each other."""
+    words = Sampling(grammar='start: "fox" | "dog" ("-" /[0-9]/){2}')
+    calls = Sampling(temperature=1.0, seed=3, grammar=(
+        'start: "[" args "]"\n'
+        'args: %json {"enum": [{"kind": "fox"}, {"kind": "dog"}]}'
+    ))  # fmt: skip
+    ranks = Ranks(tmp_path, [words, calls, words])
+    for seed in range(60):
+        ranks.step(seed)
+    texts = [decoded(ranks.tokenizer, ranks.answer(place)) for place in range(3)]
+    assert texts[0] == texts[2]
+    assert re.fullmatch(r"fox|dog-\d-\d", texts[0])
+    assert json.loads(texts[1]) in ([{"kind": "fox"}], [{"kind": "dog"}])
+
+
+def test_what_is_compiled_is_bounded(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path, [Sampling()])
+    many = [f'start: "{place}"' for place in range(200)]
+    for grammar in [*many, many[0]]:
+        ranks.grammars.join(0, grammar)
+    first = ranks.tokenizer.encode("0", add_special_tokens=False).ids[0]
+    [allowed] = ranks.grammars.masks([0], CPU).tolist()
+    assert allowed[first // 32] & 1 << first % 32
+    assert ranks.grammars.num_compiled <= 64
+
+
+def test_an_answer_fits_a_schema_or_a_grammar() -> None:
+    with pytest.raises(ValueError, match="exclude each other"):
+        Sampling(json_schema="{}", grammar='start: "a"')

@@ -62,7 +62,9 @@ def test_equal_logits_fall_from_the_highest_id() -> None:
 
 def test_top_p_keeps_at_least_the_best() -> None:
     logits = torch.tensor([[0.0, 30.0, 1.0]])
-    assert kept_ids(keep_best(logits, None, torch.tensor([1e-9]))[0]) == [1]
+    for top_p in (1e-9, 1e-13, 1e-46):
+        assert kept_ids(keep_best(logits, None, torch.tensor([top_p]))[0]) == [1]
+        assert kept_ids(keep_typical(logits, torch.tensor([top_p]))[0]) == [1]
 
 
 def test_top_p_counts_what_top_k_left() -> None:

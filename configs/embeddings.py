@@ -1,0 +1,24 @@
+"""How embeddings are made where a client does not say."""
+
+from pydantic import field_validator
+
+from configs.base import Config
+from configs.sampling import Pooling
+
+
+class EmbeddingsConfig(Config):
+    """Defaults of /v1/embeddings and /embed.
+
+    pooling: `mean` of the prompt's final hidden states, or the `last` one. normalize: scale each
+    embedding to the length 1, as OpenAI's are.
+    """
+
+    pooling: Pooling = Pooling.MEAN
+    normalize: bool = True
+
+    @field_validator("pooling")
+    @classmethod
+    def _pools(cls, pooling: Pooling) -> Pooling:
+        if pooling is Pooling.NONE:
+            raise ValueError("must be mean or last")
+        return pooling

@@ -1,0 +1,73 @@
+"""`loray adapters`: what every replica has of each adapter, and what it should do with it."""
+
+import json
+from collections.abc import Iterable, Sequence
+
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from deployments.commands.server import Json, Server, adapter_path
+
+_COLUMNS = ("id", "state", "rank", "MiB", "pinned", "running", "waiting", "requests")
+
+
+def show(server: Server, as_json: bool) -> None:
+    """All adapters that any replica knows."""
+    listing = server.ask("GET", "/v1/adapters")
+    if as_json:
+        typer.echo(json.dumps(listing, indent=2))
+        return
+    table = Table(*_COLUMNS, box=None, header_style="bold")
+    for row in listing["data"]:
+        table.add_row(*_cells(row))
+    # Lines as long as they are: what is cut off cannot be copied.
+    Console(width=max(80, Console().width)).print(table)
+
+
+def load(server: Server, names: Sequence[str], pin: bool, api_token: str | None) -> None:
+    """Have all replicas fetch and stage them, one after the other."""
+    for name in _progress(names, "loading"):
+        body = {"id": name, "pin": pin, "api_token": api_token}
+        _tell(server.ask("POST", "/v1/adapters", body))
+
+
+def unload(server: Server, names: Sequence[str]) -> None:
+    """Have all replicas drop their bytes when their requests have ended."""
+    for name in _progress(names, "unloading"):
+        _tell(server.ask("DELETE", adapter_path(name)))
+
+
+def pin(server: Server, names: Sequence[str], pinned: bool) -> None:
+    """Keep them on the device, or no longer."""
+    for name in _progress(names, "pinning" if pinned else "unpinning"):
+        _tell(server.ask("PATCH", adapter_path(name), {"pinned": pinned}))
+
+
+def _progress(names: Sequence[str], doing: str) -> Iterable[str]:
+    """A bar on a terminal; on stderr, for stdout belongs to the answers."""
+    console = Console(stderr=True)
+    return track(names, doing, console=console, transient=True, disable=not console.is_terminal)
+
+
+def _tell(row: Json) -> None:
+    replicas = row["replicas"].values()
+    draining = " (until its requests end)" if any(one["draining"] for one in replicas) else ""
+    pinned = ", pinned" if row["pinned"] else ""
+    typer.echo(f"{row['id']}: {row['state']}{pinned} on {len(replicas)} replicas{draining}")
+
+
+def _cells(row: Json) -> list[str]:
+    replicas = row["replicas"].values()
+    running, waiting = (sum(one[word] for one in replicas) for word in ("running", "waiting"))
+    return [
+        row["id"],
+        row["state"],
+        "" if row["rank"] is None else str(row["rank"]),
+        f"{row['bytes'] / 2**20:.1f}",
+        "yes" if row["pinned"] else "",
+        str(running),
+        str(waiting),
+        str(row["num_requests"]),
+    ]

@@ -1,0 +1,78 @@
+"""`loray generate` and `loray chat`: answers on the terminal, as they come."""
+
+from collections.abc import Callable, Generator
+from contextlib import closing
+
+import typer
+
+from deployments.commands.server import Json, Server
+
+_HELP = "/adapter NAME changes the adapter (no name: the base model), /clear forgets, /exit ends"
+
+
+def generate(server: Server, prompt: str, body: Json) -> None:
+    """Print the continuation of a prompt; Ctrl-C ends it early."""
+    events = server.stream("/v1/completions", {**body, "prompt": prompt})
+    _print_all(events, lambda choice: choice["text"])
+
+
+class Chat:
+    """A conversation: what was said so far, and who answers."""
+
+    def __init__(self, server: Server, body: Json, system: str | None = None) -> None:
+        """`body` holds what goes with every turn: the model and its parameters."""
+        self._server = server
+        self._body = body
+        self._opening: list[Json] = [{"role": "system", "content": system}] if system else []
+        self.messages = list(self._opening)
+
+    def run(self, read: Callable[[str], str]) -> None:
+        """Take turns until the user leaves; Ctrl-C ends an answer, and at the prompt the chat."""
+        typer.echo(_HELP, err=True)
+        while True:
+            try:
+                line = read(f"{self._body['model'] or 'base'}> ").strip()
+            except (EOFError, KeyboardInterrupt):
+                typer.echo("", err=True)
+                return
+            if line == "/exit":
+                return
+            if line.startswith("/"):
+                self._command(line)
+            elif line:
+                self._turn(line)
+
+    def _turn(self, line: str) -> None:
+        """Ask, and print the answer; one that is refused leaves the conversation as it was."""
+        asked = [*self.messages, {"role": "user", "content": line}]
+        events = self._server.stream("/v1/chat/completions", {**self._body, "messages": asked})
+        try:
+            said = _print_all(events, lambda choice: choice["delta"].get("content") or "")
+        except typer.Exit:
+            return
+        self.messages = [*asked, {"role": "assistant", "content": said}]
+
+    def _command(self, line: str) -> None:
+        word, _, rest = line.partition(" ")
+        if word == "/clear":
+            self.messages = list(self._opening)
+        elif word == "/adapter":
+            self._body = {**self._body, "model": rest.strip()}
+        else:
+            typer.echo(_HELP, err=True)
+
+
+def _print_all(events: Generator[Json, None, None], text: Callable[[Json], str]) -> str:
+    """Print an answer as it comes and return it; Ctrl-C keeps what there is."""
+    said: list[str] = []
+    # Closing ends the request, so that nobody computes what nobody reads.
+    with closing(events):
+        try:
+            for event in events:
+                for choice in event["choices"]:
+                    said.append(text(choice))
+                    typer.echo(said[-1], nl=False)
+        except KeyboardInterrupt:
+            typer.echo(" [stopped]", nl=False, err=True)
+    typer.echo("")
+    return "".join(said)

@@ -1,0 +1,60 @@
+"""`loray check-adapter`: would a server serve these files exactly, and if not, why not?"""
+
+from pathlib import Path
+
+import typer
+import yaml
+from pydantic import ValidationError
+from rich.console import Console
+from rich.progress import Progress
+
+from configs.architectures.base import ArchitectureError
+from configs.engine import EngineConfig
+from configs.serve import ServeConfig
+from deployments.commands.failing import fail
+from modeling.adapters.judging import Verdict, adaptable, judge
+from sharding.checkpoint import CheckpointError
+from sharding.sources.model import ModelNotFound
+
+
+def check(folder: Path, model: str, settings: dict[str, object]) -> None:
+    """Print the verdict; typer.Exit 1 if the adapter would be refused."""
+    if not folder.is_dir():
+        fail(f"{folder} is not a folder: name one that holds an adapter's files", status=2)
+    config = _config(model, settings)
+    console = Console(stderr=True)
+    try:
+        with console.status(f"reading {config.model.id}", spinner="line"):
+            projections = adaptable(config)
+    except (ArchitectureError, CheckpointError, ModelNotFound, ValueError) as error:
+        fail(f"the model cannot be read: {error}", status=2)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("reading the adapter", total=None)
+
+        def read(done: int, total: int) -> None:
+            progress.update(task, completed=done, total=total)
+
+        verdict = judge(folder, projections, config.adapters, read)
+    _tell(folder, verdict)
+
+
+def _config(model: str, settings: dict[str, object]) -> EngineConfig:
+    """The server's settings: those of its yaml, or defaults for a model's folder or hub id."""
+    try:
+        if Path(model).suffix in (".yaml", ".yml"):
+            [app] = yaml.safe_load(Path(model).read_text(encoding="utf-8"))["applications"]
+            return ServeConfig.model_validate(app["args"]).engine
+        asked = {name: value for name, value in settings.items() if value is not None}
+        return EngineConfig.model_validate({"model": {"id": model}, "adapters": asked})
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError, ValidationError) as error:
+        fail(f"--model {model} cannot be used: {error}", status=2)
+
+
+def _tell(folder: Path, verdict: Verdict) -> None:
+    if not verdict.reasons:
+        typer.echo(f"{folder}: served exactly ({verdict.num_modules} modules, rank {verdict.rank})")
+        return
+    typer.echo(f"{folder}: refused")
+    for reason in verdict.reasons:
+        typer.echo(f"  - {reason}")
+    raise typer.Exit(1)

@@ -1,0 +1,112 @@
+"""A Serve config from a model's name and a few options, for those who have no yaml."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from configs.serve import ServeConfig
+from deployments.commands.failing import fail
+from sharding.sources.model import ModelNotFound, fetch_model
+
+# Ray reserves so much for each process. Nothing else runs in the cluster that `loray serve`
+# starts, so a small machine must not be too small for it.
+_CPUS = 0.1
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `loray serve MODEL` was told; None leaves a setting at its default.
+
+    adapters: folders whose adapters are served by name. settings: "dotted.key=value" under `args`.
+    """
+
+    model: str
+    adapters: tuple[Path, ...] = ()
+    tensor_parallel: int | None = None
+    device: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    settings: tuple[str, ...] = ()
+
+
+def plain_config(options: Options) -> dict[str, Any]:
+    """The config as a yaml would hold it; typer.Exit 2 with every setting that is wrong."""
+    args = _args(options)
+    for setting in options.settings:
+        _set(args, setting)
+    try:
+        ServeConfig.model_validate(args)
+    except ValidationError as error:
+        lines = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
+        fail("these settings cannot be served:\n  " + "\n  ".join(lines), status=2)
+    return {
+        "proxy_location": "EveryNode",
+        "http_options": {"host": options.host, "port": options.port},
+        "applications": [
+            {
+                "name": "loray",
+                "route_prefix": "/",
+                "import_path": "deployments.app:build",
+                "args": args,
+                "deployments": [
+                    {"name": "Ingress", "num_replicas": 1},
+                    {"name": "Driver", "num_replicas": 1},
+                ],
+            }
+        ],
+    }
+
+
+def fetch(config: dict[str, Any]) -> None:
+    """Have the model's files here before Ray starts, for a download shows how far it is."""
+    args = ServeConfig.model_validate(config["applications"][0]["args"])
+    try:
+        fetch_model(args.engine.model)
+    except ModelNotFound as error:
+        fail(str(error), status=2)
+
+
+def _args(options: Options) -> dict[str, Any]:
+    folder = Path(options.model)
+    model = {"id": str(folder.resolve()) if folder.is_dir() else options.model}
+    engine: dict[str, Any] = {"model": model, "adapters": _adapters(options.adapters)}
+    if options.tensor_parallel is not None:
+        engine["tensor_parallel"] = options.tensor_parallel
+    if options.device is not None:
+        engine["device"] = options.device
+    args: dict[str, Any] = {"engine": engine}
+    args |= dict.fromkeys(("driver_cpus", "rank_cpus", "ingress_cpus"), _CPUS)
+    return args
+
+
+def _adapters(folders: tuple[Path, ...]) -> dict[str, Any]:
+    """Names mean folders where folders are given, else adapters of the hub."""
+    for folder in folders:
+        if not folder.is_dir():
+            fail(f"--adapters {folder} is not a folder", status=2)
+    if not folders:
+        return {}
+    return {
+        "default_source": "local",
+        "local_roots": [str(folder.resolve()) for folder in folders],
+    }
+
+
+def _set(args: dict[str, Any], setting: str) -> None:
+    """Put "engine.limits.max_running=64" where it belongs; values are read as yaml."""
+    path, equals, value = setting.partition("=")
+    *outer, last = path.split(".")
+    if not equals or not last:
+        fail(f"--set {setting}: write it as a.dotted.key=value", status=2)
+    inner = args
+    for name in outer:
+        inner = inner.setdefault(name, {})
+        if not isinstance(inner, dict):
+            fail(f"--set {setting}: {name} holds a value, not settings", status=2)
+    try:
+        inner[last] = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        fail(f"--set {setting}: {error}", status=2)

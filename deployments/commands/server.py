@@ -1,0 +1,89 @@
+"""A running server, as the commands ask it."""
+
+import json
+from collections.abc import Generator
+from typing import Any, NoReturn
+from urllib.parse import quote
+
+import httpx
+
+from deployments.commands.failing import fail
+
+_TIMEOUT = httpx.Timeout(None, connect=10.0)
+
+Json = dict[str, Any]
+
+
+class Server:
+    """One server's HTTP routes. What it refuses ends the command with the server's own words.
+
+    An answer may take as long as it needs; only the connection has a limit.
+    """
+
+    def __init__(self, url: str, key: str | None) -> None:
+        """`key` travels as a bearer token."""
+        self._url = url.rstrip("/")
+        self._headers = {} if key is None else {"authorization": f"Bearer {key}"}
+
+    def ask(self, method: str, path: str, body: Json | None = None) -> Json:
+        """The JSON that comes back."""
+        try:
+            reply = httpx.request(
+                method, self._url + path, json=body, headers=self._headers, timeout=_TIMEOUT
+            )
+        except httpx.TransportError as error:
+            self._unreachable(error)
+        _require_success(reply)
+        answer: Json = reply.json()
+        return answer
+
+    def stream(self, path: str, body: Json) -> Generator[Json, None, None]:
+        """The events of a streamed answer; closing it ends the request."""
+        asked = httpx.stream(
+            "POST",
+            self._url + path,
+            json={**body, "stream": True},
+            headers=self._headers,
+            timeout=_TIMEOUT,
+        )
+        try:
+            with asked as reply:
+                if reply.is_error:
+                    reply.read()
+                    _require_success(reply)
+                for line in reply.iter_lines():
+                    if line.startswith("data:") and line != "data: [DONE]":
+                        yield _event(line)
+        except httpx.TransportError as error:
+            self._unreachable(error)
+
+    def _unreachable(self, error: Exception) -> NoReturn:
+        fail(f"{self._url} cannot be reached ({error}): start a server, or name one with --url")
+
+
+def adapter_path(name: str) -> str:
+    """The route of one adapter."""
+    return f"/v1/adapters/{quote(name, safe='/:@')}"
+
+
+def _event(line: str) -> Json:
+    event: Json = json.loads(line.removeprefix("data:"))
+    if "error" in event:
+        fail(_message(event))
+    return event
+
+
+def _require_success(reply: httpx.Response) -> None:
+    if reply.is_error:
+        try:
+            message = _message(reply.json())
+        except ValueError:
+            message = reply.text.strip() or reply.reason_phrase
+        hint = ": give it with --api-key or --admin-key" if reply.status_code == 401 else ""
+        fail(f"the server answers {reply.status_code}: {message}{hint}")
+
+
+def _message(body: Json) -> str:
+    """What went wrong, in either dialect."""
+    error = body.get("error", body)
+    return str(error.get("message", error) if isinstance(error, dict) else error)

@@ -1,0 +1,54 @@
+"""What an engine serves, gathered from the model's folder and from its ranks."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from deployments.rank.messages import LoadReport
+from scheduler.plan import Capacity
+
+
+def stop_token_ids(folder: Path) -> tuple[int, ...]:
+    """End-of-sequence ids: generation_config.json's, else config.json's."""
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        found = read_json(path).get("eos_token_id") if path.is_file() else None
+        if found is not None:
+            return tuple(found) if isinstance(found, list) else (found,)
+    return ()
+
+
+def common(capacities: Sequence[Capacity]) -> Capacity:
+    """What every rank can hold."""
+    return msgspec.structs.replace(
+        capacities[0],
+        num_blocks=min(c.num_blocks for c in capacities),
+        adapter_pages=min(c.adapter_pages for c in capacities),
+        pool_pages=tuple(map(min, zip(*(c.pages for c in capacities), strict=True))),
+        adapter_slots=min(c.adapter_slots for c in capacities),
+        host_bytes=min(c.host_bytes for c in capacities),
+    )
+
+
+def chosen(reports: Sequence[LoadReport]) -> dict[str, str]:
+    """What start-up decided, in words."""
+    first, pages = reports[0], common([report.capacity for report in reports])
+    adapters = f"{pages.adapter_pages} of 8 rank rows a projection, {pages.adapter_slots} slots"
+    return {
+        "device": f"{first.device} x {len(reports)}, {first.dtype}",
+        "attention": first.attention,
+        "adapter kernel": first.adapter_kernel,
+        "all-reduce": first.all_reduce,
+        "pages": f"{pages.num_blocks} of {pages.block_size} tokens",
+        "adapter pages": adapters,
+        "load": f"{max(report.load_seconds for report in reports):.1f} s",
+    }
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A file that holds one object."""
+    content: dict[str, Any] = json.loads(path.read_text())
+    return content

@@ -1,0 +1,229 @@
+"""Embeddings of a causal model's hidden states: OpenAI's /v1/embeddings and LoRAX's /embed."""
+
+import base64
+import math
+import struct
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+from starlette.responses import Response
+
+from configs.adapters import AdapterReference, AdapterSource
+from configs.embeddings import EmbeddingsConfig
+from configs.sampling import Pooling, Sampling, Stopping
+from deployments.contract import Completion, EngineInfo, GenerateRequest, SequenceRequest
+from deployments.ingress.authorization import bearer_token
+from deployments.ingress.engine import Engine, IngressSettings, Job
+from deployments.ingress.errors import invalid
+from deployments.ingress.lorax_schema import (
+    GenerateParameters,
+    GenerateRequestBody,
+    check_adapters,
+    check_lengths,
+)
+from deployments.ingress.merges import MergedAdapters, asked_adapter
+from deployments.ingress.openai_schema import PromptInput, prompts_of
+from deployments.ingress.references import parse_source
+from deployments.ingress.replies import Whole, whole
+from deployments.ingress.text import Text
+from deployments.ingress.unicode import Unicode
+
+Vector = tuple[float, ...]
+
+
+class EmbeddingsBody(BaseModel):
+    """POST /v1/embeddings; pooling and normalize are ours, parameters are LoRAX's."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    model: Unicode = Field(max_length=1024)
+    input: list[str | list[int]]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    user: Unicode | None = None
+    pooling: Literal["mean", "last"] | None = None
+    normalize: bool | None = None
+    adapter_source: Unicode | None = None
+    merged_adapters: MergedAdapters | None = None
+    api_token: Unicode | None = None
+    parameters: GenerateParameters | None = None
+
+    @field_validator("input", mode="plain", json_schema_input_type=PromptInput)
+    @classmethod
+    def _inputs(cls, given: object) -> list[str | list[int]]:
+        return prompts_of(given)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """Whose embeddings are wanted, by whom."""
+
+    inputs: Sequence[list[int]]
+    characters: int
+    adapter: AdapterReference | None
+    api_token: str | None
+    started: float
+
+
+def routes(engine: Engine) -> APIRouter:
+    """Both routes over this engine."""
+    router = APIRouter()
+    defaults = engine.settings.embeddings
+
+    @router.post("/v1/embeddings")
+    async def embeddings(request: Request, body: EmbeddingsBody) -> Response:
+        asked = await _of_openai(request, body, engine)
+        config = EmbeddingsConfig(
+            pooling=Pooling(body.pooling or defaults.pooling),
+            normalize=defaults.normalize if body.normalize is None else body.normalize,
+        )
+
+        def complete(result: Whole) -> object:
+            vectors = _vectors(result.completion, config)
+            return _reply(body, vectors, sum(len(ids) for ids in asked.inputs))
+
+        return await whole(request, engine, _job(asked, config), complete)
+
+    @router.post("/embed")
+    async def embed(request: Request, body: GenerateRequestBody) -> Response:
+        asked = await _of_lorax(request, body, engine)
+
+        def complete(result: Whole) -> object:
+            return {"embeddings": _vectors(result.completion, defaults)[0]}
+
+        return await whole(request, engine, _job(asked, defaults), complete)
+
+    return router
+
+
+async def _of_openai(request: Request, body: EmbeddingsBody, engine: Engine) -> _Asked:
+    started = time.monotonic()
+    _check(body, engine.settings)
+    info, text = await engine.served()
+    token = body.parameters.api_token if body.parameters is not None else None
+    return _Asked(
+        inputs=[_checked(await _ids(given, text), info) for given in body.input],
+        characters=sum(len(given) for given in body.input if isinstance(given, str)),
+        adapter=_adapter_of(body, info, engine.settings.default_source),
+        api_token=body.api_token or token or bearer_token(request),
+        started=started,
+    )
+
+
+def _adapter_of(
+    body: EmbeddingsBody, info: EngineInfo, default_source: AdapterSource
+) -> AdapterReference | None:
+    """What `model` names; but where LoRAX's parameters name an adapter, it says nothing."""
+    given = body.parameters
+    if given is not None and (given.adapter_id or given.merged_adapters is not None):
+        return _adapter_by(given, info, default_source)
+    if body.adapter_source is not None:
+        default_source = parse_source(body.adapter_source)
+    return asked_adapter(body.model, body.merged_adapters, info, default_source)
+
+
+def _adapter_by(
+    given: GenerateParameters, info: EngineInfo, default_source: AdapterSource
+) -> AdapterReference | None:
+    """What LoRAX's parameters name."""
+    check_adapters(given)
+    if given.adapter_source:
+        default_source = parse_source(given.adapter_source)
+    return asked_adapter(given.adapter_id or "", given.merged_adapters, info, default_source)
+
+
+async def _of_lorax(request: Request, body: GenerateRequestBody, engine: Engine) -> _Asked:
+    """The adapter is chosen as for /generate; parameters of sampling change nothing."""
+    started, given = time.monotonic(), body.settled
+    info, text = await engine.served()
+    adapter = _adapter_by(given, info, engine.settings.default_source)
+    ids = await text.encode(body.inputs) if body.inputs else []
+    check_lengths(len(ids), 0, info)
+    return _Asked(
+        inputs=[ids],
+        characters=len(body.inputs),
+        adapter=adapter,
+        api_token=given.api_token or bearer_token(request),
+        started=started,
+    )
+
+
+def _check(body: EmbeddingsBody, settings: IngressSettings) -> None:
+    """Refuse what can be refused without the tokens."""
+    if body.dimensions is not None:
+        message = "`dimensions` is not supported: embeddings are as wide as the model's states"
+        raise invalid(message, "dimensions", "unsupported_parameter")
+    if not body.input or not all(body.input):
+        raise invalid("`input` cannot be empty", "input")
+    if len(body.input) > settings.max_sequences:
+        message = (
+            f"`input` has {len(body.input)} entries; at most {settings.max_sequences} are served"
+        )
+        raise invalid(message, "input")
+
+
+async def _ids(given: str | list[int], text: Text) -> list[int]:
+    return await text.encode(given) if isinstance(given, str) else given
+
+
+def _checked(ids: list[int], info: EngineInfo) -> list[int]:
+    """The ids of one input, refused where the model does not know one or they are too many."""
+    if not ids:
+        raise invalid("`input` has no tokens", "input")
+    if min(ids) < 0 or max(ids) >= info.vocab_size:
+        raise invalid(f"token ids must be in [0, {info.vocab_size})", "input")
+    if len(ids) > info.max_input_tokens:
+        message = f"`input` has {len(ids)} tokens; at most {info.max_input_tokens} are allowed"
+        raise invalid(message, "input", "context_length_exceeded")
+    return ids
+
+
+def _job(asked: _Asked, config: EmbeddingsConfig) -> Job:
+    """The driver's request: sequences that generate nothing."""
+    sampling, stopping = Sampling(pooling=config.pooling), Stopping(0)
+    request = GenerateRequest(
+        id=f"emb-{uuid.uuid4().hex}",
+        sequences=[SequenceRequest(ids, sampling, stopping) for ids in asked.inputs],
+        adapter=asked.adapter,
+        api_token=asked.api_token,
+    )
+    return Job(
+        request=request,
+        stops=(),
+        keep_stops=False,
+        per_token=False,
+        characters=asked.characters,
+        started=asked.started,
+    )
+
+
+def _vectors(completion: Completion, config: EmbeddingsConfig) -> list[Vector]:
+    """The embeddings in order; refuses where the model's code shows no hidden states."""
+    vectors: list[Vector] = []
+    for outcome in completion.sequences:
+        if not outcome.embedding:
+            raise invalid("this model cannot embed: its code shows no hidden states", "model")
+        vector = struct.unpack(f"<{len(outcome.embedding) // 4}f", outcome.embedding)
+        length = math.hypot(*vector) if config.normalize else 1.0
+        vectors.append(tuple(value / length for value in vector) if length else vector)
+    return vectors
+
+
+def _reply(body: EmbeddingsBody, vectors: Sequence[Vector], num_tokens: int) -> dict[str, object]:
+    data = [
+        {"object": "embedding", "index": index, "embedding": _written(vector, body.encoding_format)}
+        for index, vector in enumerate(vectors)
+    ]
+    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    return {"object": "list", "data": data, "model": body.model, "usage": usage}
+
+
+def _written(vector: Vector, encoding: str | None) -> object:
+    if encoding == "base64":
+        return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
+    return vector

@@ -1,0 +1,260 @@
+"""POST /v1/responses as a 2026 client sends it, and the same wish as a chat."""
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationError,
+    field_validator,
+)
+
+from deployments.ingress.errors import RequestError, invalid
+from deployments.ingress.malformed import unfit
+from deployments.ingress.openai_schema import ChatBody
+from deployments.ingress.unicode import Unicode, is_encodable
+
+_UNSUPPORTED = "unsupported_parameter"
+_LOGPROBS = "message.output_text.logprobs"
+# What may be included without a difference: there is no reasoning to encrypt.
+_INCLUDED = frozenset({_LOGPROBS, "reasoning.encrypted_content"})
+_TEXT_PARTS = frozenset({"input_text", "output_text", "text"})
+_STATELESS = "responses are not stored: send the whole conversation in `input`"
+
+# A row goes away when its parameter is built; the values are those that change nothing.
+REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
+    "previous_response_id": ((None,), _STATELESS),
+    "conversation": ((None,), _STATELESS),
+    "prompt": ((None,), "prompts are not stored: send `instructions` and `input`"),
+    "background": ((None, False), "there is nowhere to fetch a response later"),
+    "truncation": ((None, "disabled"), "shorten the input yourself"),
+    "max_tool_calls": ((None,), "use `parallel_tool_calls`"),
+    "context_management": ((None, []), "shorten the input yourself"),
+    "moderation": ((None,), "nothing is moderated here"),
+    "n": ((None, 1), "a response has one answer"),
+}
+
+# The chat's fields by the names that this route has for them.
+_NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "logprobs": "include",
+}
+
+
+class InputPart(BaseModel):
+    """One part of a message; only text is served."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: Unicode
+    text: Unicode | None = None
+
+
+class InputItem(BaseModel):
+    """One item of the conversation so far: a message, a call, or what a call came to."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: Unicode | None = None
+    role: Unicode | None = None
+    content: Unicode | list[InputPart] | None = None
+    call_id: Unicode | None = None
+    name: Unicode | None = None
+    arguments: Unicode | None = None
+    output: Unicode | list[InputPart] | None = None
+
+
+class TextConfig(BaseModel):
+    """What the answer's text must be."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    format: dict[str, Any] | None = None
+
+
+class ResponsesBody(BaseModel):
+    """POST /v1/responses; the chat's further fields (seed, top_k, ...) are taken too."""
+
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False, extra="allow")
+
+    model: Unicode = Field(max_length=1024)
+    input: Unicode | list[InputItem]
+    instructions: Unicode | None = None
+    max_output_tokens: PositiveInt | None = None
+    temperature: float | None = Field(None, ge=0)
+    top_p: float | None = Field(None, gt=0, le=1)
+    text: TextConfig | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Unicode | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    include: list[Unicode] | None = None
+    top_logprobs: NonNegativeInt | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    store: bool | None = None
+    metadata: dict[str, Any] | None = None
+
+    @field_validator("text", "tools", "tool_choice", "metadata")
+    @classmethod
+    def _sayable(cls, given: Any) -> Any:
+        """The response repeats these, so they must have an encoding."""
+        plain = given.model_dump() if isinstance(given, BaseModel) else given
+        if not is_encodable(json.dumps(plain, ensure_ascii=False)):
+            raise ValueError("must be valid Unicode")
+        return given
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether tokens are told with their logprobs."""
+        return _LOGPROBS in (self.include or ())
+
+    def as_chat(self) -> ChatBody:
+        """The same wish as a chat; refuses what is not built."""
+        given = self.model_extra or {}
+        for name, (neutral, words) in REFUSED.items():
+            if name in given and given[name] not in neutral:
+                raise invalid(f"`{name}` is not supported: {words}", name, _UNSUPPORTED)
+        for name in self.include or ():
+            if name not in _INCLUDED:
+                raise invalid(f"`{name}` cannot be included", "include", _UNSUPPORTED)
+        if self.top_logprobs and not self.wants_logprobs:
+            message = f"`top_logprobs` needs `{_LOGPROBS}` in `include`"
+            raise invalid(message, "top_logprobs")
+        extra = {name: given[name] for name in given if name not in REFUSED}
+        chat = {**extra, **self._chat()}
+        try:
+            return ChatBody.model_validate(chat)
+        except ValidationError as fault:
+            raise _as_request_error(fault, chat) from fault
+
+    def _chat(self) -> dict[str, Any]:
+        chat: dict[str, Any] = {
+            "model": self.model,
+            "messages": self._messages(),
+            "stream": self.stream,
+            "logprobs": self.wants_logprobs or None,
+            "top_logprobs": self.top_logprobs if self.wants_logprobs else None,
+            "max_completion_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "tools": [_chat_tool(tool) for tool in self.tools] if self.tools else None,
+            "tool_choice": _chat_choice(self.tool_choice),
+            "response_format": self._format(),
+        }
+        return {name: value for name, value in chat.items() if value is not None}
+
+    def _messages(self) -> list[dict[str, Any]]:
+        messages: list[dict[str, Any]] = []
+        if self.instructions:
+            messages.append({"role": "system", "content": self.instructions})
+        if isinstance(self.input, str):
+            return [*messages, {"role": "user", "content": self.input}]
+        for item in self.input:
+            _add(messages, item)
+        if not messages:
+            raise invalid("`input` cannot be empty", "input")
+        return messages
+
+    def _format(self) -> dict[str, Any] | None:
+        """The chat's response_format: there a schema lies one level deeper."""
+        given = self.text.format if self.text is not None else None
+        if given is None or given.get("type") != "json_schema":
+            return given
+        return {"type": "json_schema", "json_schema": given}
+
+
+def renamed(error: RequestError) -> RequestError:
+    """An error about a chat's field, about this route's field of the same meaning."""
+    name = _NAMES.get(error.param or "")
+    if name is None:
+        return error
+    message = error.message.replace(f"`{error.param}`", f"`{name}`")
+    return RequestError(
+        error.kind, message, param=name, code=error.code, retry_after_s=error.retry_after_s
+    )
+
+
+def _add(messages: list[dict[str, Any]], item: InputItem) -> None:
+    """Append an item; calls join the assistant's message before them."""
+    kind = item.type or "message"
+    if kind == "message":
+        if item.role is None:
+            raise invalid("a message needs a `role`", "input")
+        messages.append({"role": item.role, "content": _text(item.content)})
+    elif kind == "function_call":
+        function = {"name": item.name or "", "arguments": item.arguments or ""}
+        call = {"id": item.call_id, "type": "function", "function": function}
+        if not messages or messages[-1]["role"] != "assistant":
+            messages.append({"role": "assistant", "content": ""})
+        messages[-1].setdefault("tool_calls", []).append(call)
+    elif kind == "function_call_output":
+        output = {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
+        messages.append(output)
+    elif kind != "reasoning":  # thoughts of before are not shown to the model again
+        raise invalid(f"input of type `{kind}` is not supported", "input", _UNSUPPORTED)
+
+
+def _text(content: str | Iterable[InputPart] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = []
+    for part in content:
+        if part.type not in _TEXT_PARTS or part.text is None:
+            raise invalid(f"content of type `{part.type}` is not supported: only text", "input")
+        texts.append(part.text)
+    return "\n".join(texts)
+
+
+def _chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool as chats have it: one level deeper."""
+    if tool.get("type") != "function" or "function" in tool:
+        return dict(tool)
+    return {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
+
+
+def _chat_choice(choice: str | Mapping[str, Any] | None) -> str | dict[str, Any] | None:
+    """A tool_choice as chats have it."""
+    if choice is None or isinstance(choice, str):
+        return choice
+    if choice.get("type") == "function" and "function" not in choice:
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    if choice.get("type") == "allowed_tools" and "allowed_tools" not in choice:
+        tools = [_chat_choice(tool) for tool in choice.get("tools") or ()]
+        return {"type": "allowed_tools",
+                "allowed_tools": {"mode": choice.get("mode", "auto"), "tools": tools}}  # fmt: skip
+    return dict(choice)
+
+
+def _as_request_error(fault: ValidationError, chat: Mapping[str, Any]) -> RequestError:
+    """What is wrong with a field of the chat, by the name that this route has for it."""
+    error = unfit(fault.errors(), chat)
+    assert error.param, "a chat is an object"
+    head, *rest = error.param.split(".")
+    name = ".".join([_NAMES.get(head, head), *rest])
+    return invalid(error.message.replace(f"`{error.param}`", f"`{name}`"), name)
+
+
+def echoed(body: ResponsesBody) -> dict[str, Any]:
+    """What a response object repeats of its request."""
+    shown = body.text.format if body.text is not None else None
+    return {
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "text": {"format": shown or {"type": "text"}},
+        "tool_choice": body.tool_choice or "auto",
+        "tools": body.tools or [],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": 1.0 if body.top_p is None else body.top_p,
+    }

@@ -1,0 +1,130 @@
+"""Adapters in the metrics of a driver, through Ray's endpoint.
+
+Labels are bounded: the adapters asked for most have their own, all others share "other".
+"""
+
+from collections import Counter as Tally
+from collections.abc import Callable, Sequence
+
+from ray.serve.metrics import Counter, Gauge, Histogram
+
+from configs.adapters import AdapterKey
+from deployments.observability.adapter_records import LoadRecord, RequestRecord, TopLabels
+from deployments.observability.lorax_metrics import BASE
+from scheduler.snapshot import AdapterCounts, AdapterTiers, AdapterView
+
+MAX_LABELS = 64
+
+_FIRST_TOKEN_SECONDS = [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0]
+_PER_TOKEN_SECONDS = [0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0]
+_LOAD_SECONDS = [0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0, 30.0, 120.0]
+
+BY_ADAPTER = {
+    "loray_adapter_requests": "Sequences that ended, by adapter and whether well.",
+    "loray_adapter_prompt_tokens": "Prompt tokens of sequences that ended, by adapter.",
+    "loray_adapter_generated_tokens": "Tokens of sequences that ended, by adapter.",
+}
+QUEUED = "loray_adapter_queue_length"
+TIERS = {
+    "host_bytes": "Bytes of adapters in the host tier of each rank.",
+    "host_capacity_bytes": "Bytes that the host tier of each rank takes.",
+    "device_pages": "Adapter pages in use on the device, over all projections.",
+    "device_capacity_pages": "Adapter pages on the device, over all projections.",
+    "device_adapters": "Adapters on the device.",
+    "device_slots": "Adapters that may be on the device at once.",
+}
+COUNTS = {
+    "device_hits": "Requests whose adapter was on the device when they came.",
+    "host_hits": "Requests whose adapter was in host memory when they came.",
+    "misses": "Requests whose adapter had to be staged from disk.",
+    "device_evictions": "Adapters that left the device to make room.",
+    "host_evictions": "Adapters that left host memory to make room.",
+    "staged": "Adapters that were read from disk into host memory.",
+    "staged_bytes": "Their bytes on each rank.",
+    "fills": "Adapters that were copied from host memory to the device.",
+    "fill_bytes": "Their bytes on each rank.",
+}
+
+
+class AdapterMetrics:
+    """The metrics of one driver replica's adapters."""
+
+    def __init__(self) -> None:
+        """Register every metric; must run inside a Serve replica."""
+        by = ("adapter",)
+        self._labels = TopLabels(MAX_LABELS, frozenset({BASE}))
+        self._sums = {
+            name: Counter(name, text, tag_keys=(*by, "ok") if "requests" in name else by)
+            for name, text in BY_ADAPTER.items()
+        }
+        self._first = Histogram(
+            "loray_adapter_first_token_seconds", "Seconds to the first token, by adapter.",
+            boundaries=_FIRST_TOKEN_SECONDS, tag_keys=by,
+        )  # fmt: skip
+        self._each = Histogram(
+            "loray_adapter_per_token_seconds", "Seconds of each later token, by adapter.",
+            boundaries=_PER_TOKEN_SECONDS, tag_keys=by,
+        )  # fmt: skip
+        self._loads = Histogram(
+            "loray_adapter_load_seconds", "Seconds of a stage: fetch, stage or place.",
+            boundaries=_LOAD_SECONDS, tag_keys=("stage",),
+        )  # fmt: skip
+        self._queued = Gauge(QUEUED, "Requests that wait, by adapter.", tag_keys=by)
+        self._shown: set[str] = set()
+        self._tiers = {name: Gauge(f"loray_adapter_{name}", text) for name, text in TIERS.items()}
+        self._counts = {
+            name: Counter(f"loray_adapter_{name}", text) for name, text in COUNTS.items()
+        }
+        self._totals = dict.fromkeys(COUNTS, 0)
+
+    def requests(self, records: Sequence[RequestRecord]) -> None:
+        """Take the sequences that ended since the last call."""
+        for record in records:
+            tags = {"adapter": self._labels.count(record.adapter)}
+            ok = {**tags, "ok": str(record.ok).lower()}
+            self._sums["loray_adapter_requests"].inc(1, tags=ok)
+            _add(self._sums["loray_adapter_prompt_tokens"], record.prompt_tokens, tags)
+            _add(self._sums["loray_adapter_generated_tokens"], record.generated_tokens, tags)
+            _observe(self._first, record.first_token_seconds, tags)
+            _observe(self._each, record.per_token_seconds, tags)
+
+    def loads(self, records: Sequence[LoadRecord]) -> None:
+        """Take the stages that ended since the last call."""
+        for record in records:
+            _observe(self._loads, record.seconds, {"stage": record.stage})
+
+    def tiers(self, tiers: AdapterTiers, counts: AdapterCounts) -> None:
+        """Take what the tiers hold, and what happened since the start."""
+        for name, gauge in self._tiers.items():
+            gauge.set(getattr(tiers, name))
+        for name, counter in self._counts.items():
+            total = getattr(counts, name)
+            _add(counter, total - self._totals[name], None)
+            self._totals[name] = total
+
+    def queues(
+        self,
+        views: Sequence[AdapterView],
+        num_waiting: int,
+        name: Callable[[AdapterKey], str | None],
+    ) -> None:
+        """Take who waits for what now: all, and by adapter; `name` is how one was last called."""
+        lengths: Tally[str] = Tally({BASE: num_waiting - sum(view.waiting for view in views)})
+        for view in views:
+            if view.waiting:
+                lengths[self._labels.of(name(view.key))] += view.waiting
+        for label in {*self._shown, *lengths}:
+            self._queued.set(lengths[label], tags={"adapter": label})
+        self._shown = set(lengths)
+
+
+def _add(counter: Counter, amount: int, tags: dict[str, str] | None) -> None:
+    """Ray's counters refuse zero."""
+    if amount > 0:
+        counter.inc(amount, tags=tags)
+
+
+def _observe(histogram: Histogram, seconds: float | None, tags: dict[str, str]) -> None:
+    """Ray's histograms refuse zero."""
+    if seconds is not None:
+        histogram.observe(max(seconds, 1e-9), tags=tags)

@@ -1,0 +1,80 @@
+"""What is told of adapters for metrics, and which of them have a name there."""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from deployments.observability.lorax_metrics import OTHER
+
+_FORGET_EVERY = 4096
+_LEAD = 2
+
+
+@dataclass(frozen=True)
+class RequestRecord:
+    """A sequence that ended; ok: not by an error. None: it never came to so many tokens."""
+
+    adapter: str
+    ok: bool
+    prompt_tokens: int
+    generated_tokens: int
+    first_token_seconds: float | None
+    per_token_seconds: float | None
+
+
+@dataclass(frozen=True)
+class LoadRecord:
+    """A stage of an adapter's way to the device: fetch, stage or place."""
+
+    stage: str
+    seconds: float
+
+
+class TopLabels:
+    """The adapters that are asked for most have labels of their own, at most `size` at once.
+
+    Series cannot be taken back from a scraper, so an adapter takes another's label only with
+    twice its requests of late, and no more than 4 * size adapters ever have one.
+    """
+
+    def __init__(self, size: int, always: frozenset[str] = frozenset()) -> None:
+        """`always` have labels beside the others."""
+        self._size = size
+        self._always = always
+        self._labelled: set[str] = set()
+        self._num_given = 0
+        self._counts: OrderedDict[str, int] = OrderedDict()
+        self._num_counted = 0
+
+    def count(self, adapter: str) -> str:
+        """Count a request; returns the adapter's label."""
+        if adapter in self._always:
+            return adapter
+        self._counts[adapter] = self._counts.get(adapter, 0) + 1
+        self._counts.move_to_end(adapter)
+        if adapter not in self._labelled and self._num_given < 4 * self._size:
+            self._consider(adapter)
+        self._num_counted += 1
+        if self._num_counted % _FORGET_EVERY == 0:
+            self._fade()
+        return self.of(adapter)
+
+    def of(self, adapter: str | None) -> str:
+        """The adapter's label; None is one that nobody has named."""
+        known = adapter is not None and (adapter in self._labelled or adapter in self._always)
+        return adapter if known and adapter is not None else OTHER
+
+    def _consider(self, adapter: str) -> None:
+        """Give a label that is free, or that of an adapter asked for far less."""
+        if len(self._labelled) >= self._size:
+            least = min(self._labelled, key=lambda name: self._counts.get(name, 0))
+            if self._counts[adapter] <= _LEAD * self._counts.get(least, 0):
+                return
+            self._labelled.remove(least)
+        self._labelled.add(adapter)
+        self._num_given += 1
+
+    def _fade(self) -> None:
+        """Halve all counts, so that what was long ago weighs less, and forget what is at 0."""
+        self._counts = OrderedDict(
+            (name, count // 2) for name, count in self._counts.items() if count > 1
+        )

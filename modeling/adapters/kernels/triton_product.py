@@ -1,0 +1,287 @@
+"""The base product of a decode step and the adapters' shrink, in one launch.
+
+    y[m, n] = sum_k W[n, k] x[m, k]           programs of blocks of outputs
+    s[p, r] = sum_i x[token(p), i] * A[row(p, r), i]        programs of the shrink, ahead of them
+
+Both read x and neither waits for the other: the shrink's launch and its chain of short loads
+cost a step nothing but its bytes. Few rows are the narrow side of the tensor cores' instruction,
+as in the adapters' kernels. With splits, the programs of a block of outputs share the inputs and
+leave float32 partial sums; the last to arrive adds them in a fixed order, so that equal inputs
+give equal bits.
+
+The expand follows as a programmatic dependent: it loads B while this kernel ends.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from modeling.adapters.kernels.triton_kernels import UNSPECIALIZED, shrink_tiles
+
+
+@dataclass(frozen=True)
+class ProductForm:
+    """How a product of up to `rows` rows is cut.
+
+    outputs, inputs: of a tile of W. bulk: whether tiles come by the bulk tensor copy engine, which
+    pays when a tile of x is about as many bytes as one of W. blocks: about how many programs share
+    the product: a matrix of fewer blocks of outputs is split along its inputs, at most eightfold.
+    shrink_splits, shrink_columns: as in Form and Blocks; every program of the launch has the same
+    warps and stages.
+    """
+
+    rows: int
+    outputs: int
+    inputs: int
+    warps: int
+    stages: int
+    bulk: bool
+    blocks: int = 192
+    shrink_splits: int = 4
+    shrink_columns: int = 256
+
+    def splits(self, num_outputs: int) -> int:
+        """Return how many programs share a block's inputs: a power of two."""
+        num_blocks = -(-num_outputs // self.outputs)
+        splits = 1
+        while splits < 8 and num_blocks * splits * 2 <= self.blocks * 4 // 3:
+            splits *= 2
+        return splits
+
+
+PRODUCTS = (
+    ProductForm(16, 64, 128, 4, 4, bulk=False),
+    ProductForm(32, 64, 128, 4, 4, bulk=True),
+    ProductForm(64, 64, 64, 4, 5, bulk=True),
+)
+"""Found by timing on an H200: fewer than 16 columns get no warpgroup instruction, and beyond the
+last one's rows the library's product is faster than these tiles."""
+
+
+def product_form(num_rows: int) -> ProductForm | None:
+    """Return how a step of so many rows is cut; None where a library's product is faster."""
+    return next((form for form in PRODUCTS if num_rows <= form.rows), None)
+
+
+AHEAD = 256
+"""Inputs of each output whose weights are asked for before x is awaited."""
+
+MAX_BLOCKS = 256
+MAX_SUMS = 8 * 2**20
+"""Counters and partial sums that a split product takes at most."""
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _prefetch(pointers: "Any") -> None:
+    """Ask for the lines behind some addresses, into the second-level cache."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [pointers.to(tl.int64, bitcast=True)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _product(
+    block: "Any",
+    split: "Any",
+    num_blocks: "Any",
+    x: "Any",
+    weight: "Any",
+    y: "Any",
+    sums: "Any",
+    arrived: "Any",
+    num_rows: "Any",
+    num_outputs: "Any",
+    x_stride: "Any",
+    y_stride: "Any",
+    INPUTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SHARES: tl.constexpr,
+    AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
+    weight_tiles: "Any",
+    x_tiles: "Any",
+    BULK: tl.constexpr,
+) -> None:
+    """One block of outputs for all rows, over one share of the inputs.
+
+    AHEAD: weights of a row that are asked for before x is awaited; 64 make a line of 128 bytes.
+    """
+    n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.arange(0, ROWS)
+    k = tl.arange(0, BLOCK_K)
+    inside = n < num_outputs
+    live = m < num_rows
+    share: tl.constexpr = (INPUTS // SHARES + BLOCK_K - 1) // BLOCK_K * BLOCK_K
+    start = split * share
+    stop = tl.minimum(start + share, INPUTS)
+    w_rows = weight + n.to(tl.int64) * INPUTS
+    x_rows = x + m.to(tl.int64) * x_stride
+    if PDL:
+        ahead = tl.minimum(start + tl.arange(0, AHEAD // 64) * 64, INPUTS - 64)
+        first = weight + tl.minimum(n, num_outputs - 1).to(tl.int64) * INPUTS
+        _prefetch(first[:, None] + ahead[None, :])
+        gdc_wait()
+    acc = tl.zeros([BLOCK_N, ROWS], dtype=tl.float32)
+    if BULK:  # beyond the matrices' ends the copy engine fills in zeros
+        for k0 in range(start, stop, BLOCK_K):
+            acc = tl.dot(weight_tiles.load([block * BLOCK_N, k0]), x_tiles.load([0, k0]).T, acc)
+    else:
+        for k0 in range(start, stop, BLOCK_K):
+            at = k0 + k
+            w_mask = inside[:, None]
+            x_mask = live[None, :]
+            if INPUTS % (SHARES * BLOCK_K) != 0:
+                w_mask = w_mask & (at < stop)[None, :]
+                x_mask = x_mask & (at < stop)[:, None]
+            w_tile = tl.load(w_rows[:, None] + at[None, :], mask=w_mask, other=0.0)
+            x_tile = tl.load(x_rows[None, :] + at[:, None], mask=x_mask, other=0.0)
+            acc = tl.dot(w_tile, x_tile, acc)
+    out = y + m[None, :].to(tl.int64) * y_stride + n[:, None]
+    out_mask = live[None, :] & inside[:, None]
+    if SHARES == 1:
+        tl.store(out, acc.to(y.dtype.element_ty), mask=out_mask)
+    else:
+        cell = (block * BLOCK_N + tl.arange(0, BLOCK_N))[:, None] * ROWS + m[None, :]
+        stride = num_blocks * BLOCK_N * ROWS
+        tl.store(sums + split * stride + cell, acc)
+        tl.debug_barrier()
+        before = tl.atomic_add(arrived + block, 1, sem="acq_rel")
+        if before == SHARES - 1:
+            total = tl.zeros([BLOCK_N, ROWS], dtype=tl.float32)
+            for other in tl.static_range(SHARES):
+                total += tl.load(sums + other * stride + cell, cache_modifier=".cg")
+            tl.store(out, total.to(y.dtype.element_ty), mask=out_mask)
+            tl.atomic_xchg(arrived + block, 0, sem="relaxed")
+
+
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=[*UNSPECIALIZED, "num_rows", "num_shrinks", "num_tile_programs"]
+)
+def product_kernel(
+    weight_tiles: "Any",
+    x_tiles: "Any",
+    x: "Any",
+    weight: "Any",
+    y: "Any",
+    sums: "Any",
+    arrived: "Any",
+    num_rows: "Any",
+    num_outputs: "Any",
+    y_stride: "Any",
+    num_shrinks: "Any",
+    num_tile_programs: "Any",
+    a0: "Any",
+    a1: "Any",
+    a2: "Any",
+    records: "Any",
+    page_table: "Any",
+    ranks: "Any",
+    partials: "Any",
+    summed: "Any",
+    summed_stride: "Any",
+    projection0: "Any",
+    projection1: "Any",
+    projection2: "Any",
+    layer: "Any",
+    x_stride: "Any",
+    split_width: "Any",
+    num_splits: "Any",
+    positions: "Any",
+    INPUTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SHARES: tl.constexpr,
+    PRODUCT_K: tl.constexpr,
+    AHEAD: tl.constexpr,
+    BULK: tl.constexpr,
+    PROJECTIONS: tl.constexpr,
+    TABLE_PAGES: tl.constexpr,
+    TABLE_LAYERS: tl.constexpr,
+    LAYERS: tl.constexpr,
+    MAX_RANK: tl.constexpr,
+    HEADER: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SUMMED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """The first num_shrinks programs are the shrink's, the others the product's."""
+    if PDL:
+        gdc_launch_dependents()
+    program = tl.program_id(0)
+    if program < num_shrinks:
+        shrink_tiles(
+            program // num_tile_programs,
+            program % num_tile_programs,
+            num_tile_programs,
+            x,
+            a0,
+            a1,
+            a2,
+            records,
+            page_table,
+            ranks,
+            partials,
+            summed,
+            summed_stride,
+            projection0,
+            projection1,
+            projection2,
+            layer,
+            INPUTS,
+            x_stride,
+            split_width,
+            num_splits,
+            positions,
+            PROJECTIONS,
+            TABLE_PAGES,
+            TABLE_LAYERS,
+            LAYERS,
+            MAX_RANK,
+            HEADER,
+            SPLITS,
+            SUMMED,
+            BLOCK_M,
+            BLOCK_R,
+            BLOCK_K,
+            PDL,
+        )
+    else:
+        own = program - num_shrinks
+        num_blocks = (tl.num_programs(0) - num_shrinks) // SHARES
+        _product(
+            own % num_blocks,
+            own // num_blocks,
+            num_blocks,
+            x,
+            weight,
+            y,
+            sums,
+            arrived,
+            num_rows,
+            num_outputs,
+            x_stride,
+            y_stride,
+            INPUTS,
+            ROWS,
+            BLOCK_N,
+            PRODUCT_K,
+            SHARES,
+            AHEAD,
+            PDL,
+            weight_tiles,
+            x_tiles,
+            BULK,
+        )

@@ -1,0 +1,200 @@
+"""Adapters merged into one at staging: factor by factor, on whole tensors, before any cut.
+
+For the parts i at a place, with weights w_i and their own scalings s_i (alpha / r, or rsLoRA's):
+
+    A = merge_i(sign(w_i s_i) sqrt|w_i s_i|, A_i)        B = merge_i(sqrt|w_i s_i|, B_i)
+
+and the merged adapter has the scaling 1, as PEFT's add_weighted_adapter has it. The A are merged
+among themselves and the B among themselves, so B A is not the weighted sum of the B_i A_i. With
+values v_i of one element, and m_i for whether part i keeps it:
+
+    linear       sum_i c_i v_i
+    ties         sum_i c_i m_i v_i [sign agrees] / number of parts whose sign agrees
+    dare_linear  sum_i c_i m_i v_i / density
+    dare_ties    as ties, on m_i v_i / density
+
+TIES (arXiv:2306.01708) keeps each tensor's largest magnitudes and takes the sign that the parts
+elect. DARE (arXiv:2311.03099) keeps values at random and rescales them. Ranks below the largest at
+a place are padded with zeros first. A place that some parts lack is merged over the others.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from math import copysign, sqrt
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torch.nn.functional import pad
+
+from configs.adapters import AdapterError, FetchedAdapter
+from configs.merging import MergeRule, MergeStrategy, SignMethod
+from modeling.adapters.peft import LoraModule, PeftAdapter, open_adapter
+from modeling.adapters.peft_config import refuse
+from modeling.adapters.peft_ends import Matrix, check_finite
+from modeling.adapters.projection import Place, Projection
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One adapter of a merge: its weight, and its modules by place."""
+
+    name: str
+    weight: float
+    adapter: PeftAdapter
+    modules: dict[Place, str]
+
+
+@dataclass(frozen=True)
+class _Term:
+    """One part's factors at a place, padded to the merge's rank, and where its noise begins."""
+
+    scale: float
+    a: Tensor
+    b: Tensor
+    seeds: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class MergedAdapter:
+    """A judged merge, read as an adapter is; digest: the recipe's, which seeds what is random."""
+
+    parts: tuple[_Part, ...]
+    rule: MergeRule
+    digest: str
+
+    @property
+    def ranks(self) -> dict[Place, int]:
+        """True rank of every adapted place: the largest of its parts', in the model's order."""
+        ranks: dict[Place, int] = {}
+        for part in self.parts:
+            for place, rank in part.adapter.ranks.items():
+                ranks[place] = max(rank, ranks.get(place, 0))
+        return {p: ranks[p] for p in sorted(ranks, key=lambda p: (p.projection, p.layer))}
+
+    def read(self) -> Iterator[LoraModule]:
+        """Yield the merged modules one by one; refuses values that are not finite."""
+        with ExitStack() as stack:
+            files = []
+            for part in self.parts:
+                files.append(stack.enter_context(safe_open(part.adapter.path, framework="pt")))
+                with _named(part.name):
+                    part.adapter.ends.check_copies(files[-1])
+            for place, rank in self.ranks.items():
+                yield self._merge(place, rank, files)
+
+    def read_matrices(self) -> Iterator[Matrix]:
+        """Yield nothing: parts with whole matrices are refused."""
+        return iter(())
+
+    def _merge(self, place: Place, rank: int, files: Sequence[Any]) -> LoraModule:
+        terms = [
+            self._term(index, place, rank, file)
+            for index, file in enumerate(files)
+            if place in self.parts[index].modules
+        ]
+        signed = [copysign(sqrt(abs(term.scale)), term.scale) for term in terms]
+        plain = [sqrt(abs(term.scale)) for term in terms]
+        a = combine([t.a for t in terms], signed, self.rule, [t.seeds[0] for t in terms])
+        b = combine([t.b for t in terms], plain, self.rule, [t.seeds[1] for t in terms])
+        for factor in (a, b):
+            check_finite("the merge (are its weights too large?)", factor)
+        return LoraModule(place, a, b)
+
+    def _term(self, index: int, place: Place, rank: int, file: Any) -> _Term:
+        part = self.parts[index]
+        module = part.modules[place]
+        with _named(part.name):
+            a, b = part.adapter.factors(file, module)
+        missing = rank - len(a)
+        projection = part.adapter.projections[place.projection]
+        spot = f"{self.digest}:{index}:{projection.module.format(layer=place.layer)}"
+        return _Term(
+            scale=part.weight * part.adapter.plan.scaling_of(module),
+            a=pad(a, (0, 0, 0, missing)),
+            b=pad(b, (0, missing)),
+            seeds=(_seed(f"{spot}:A"), _seed(f"{spot}:B")),
+        )
+
+
+OpenAdapter = PeftAdapter | MergedAdapter
+
+
+def open_fetched(
+    adapter: FetchedAdapter, projections: Sequence[Projection], max_rank: int
+) -> OpenAdapter:
+    """Judge an adapter's files, or those of all parts of a merge; AdapterError names the part."""
+    if adapter.rule is None:
+        return open_adapter(Path(adapter.folder), projections, max_rank)
+    rule = adapter.rule.settled()
+    parts = []
+    for member, weight in zip(adapter.parts, rule.weights, strict=True):
+        with _named(member.name):
+            opened = open_adapter(Path(member.folder), projections, max_rank)
+            _check_factors_alone(opened)
+        modules = {place: module for module, place in opened.modules.items()}
+        parts.append(_Part(member.name, weight, opened, modules))
+    return MergedAdapter(tuple(parts), rule, adapter.digest)
+
+
+def _check_factors_alone(adapter: PeftAdapter) -> None:
+    if adapter.ends.matrices:
+        refuse(
+            f"it holds whole matrices ({', '.join(adapter.ends.matrices)}), which cannot be "
+            "merged: ask for it alone, or retrain it without modules_to_save"
+        )
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Say in an AdapterError which part it is about."""
+    try:
+        yield
+    except AdapterError as error:
+        message = f"adapter {name!r} of the merge: {error.message}"
+        raise AdapterError(error.refusal, message) from error
+
+
+def combine(
+    tensors: Sequence[Tensor], scales: Sequence[float], rule: MergeRule, seeds: Sequence[int]
+) -> Tensor:
+    """Merge tensors of one shape and type float32, one scale and one seed each."""
+    if rule.prunes:
+        tensors = [prune(t, rule, seed) for t, seed in zip(tensors, seeds, strict=True)]
+    stacked = torch.stack(list(tensors))
+    scaled = stacked * torch.tensor(scales).view(-1, *[1] * (stacked.dim() - 1))
+    if not rule.elects:
+        return scaled.sum(0)
+    agrees = agreeing(stacked, rule.sign_method)
+    return (scaled * agrees).sum(0) / agrees.sum(0).clamp(min=1)
+
+
+def prune(tensor: Tensor, rule: MergeRule, seed: int) -> Tensor:
+    """Keep the fraction rule.density of the values: the largest, or random ones, rescaled."""
+    if rule.density >= 1:
+        return tensor
+    if rule.strategy is MergeStrategy.TIES:
+        count = int(rule.density * tensor.numel())
+        kept = torch.topk(tensor.abs().flatten(), count, sorted=False).indices
+        mask = torch.zeros(tensor.numel()).index_fill_(0, kept, 1.0)
+        return tensor * mask.view(tensor.shape)
+    # On the CPU and from a generator of its own: every rank and replica draws the same.
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.bernoulli(torch.full(tensor.shape, rule.density), generator=generator)
+    return tensor * mask / rule.density
+
+
+def agreeing(stacked: Tensor, method: SignMethod) -> Tensor:
+    """Where each of [parts, ...] has the sign that they elect; zeros never have."""
+    signs = stacked.sign()
+    ballot = stacked if method is SignMethod.TOTAL else signs
+    elected = torch.where(ballot.sum(0) >= 0, 1, -1)
+    return signs == elected
+
+
+def _seed(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big")

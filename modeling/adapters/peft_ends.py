@@ -1,0 +1,254 @@
+"""The vocabulary's two ends in a PEFT file: whole weights, copies of base weights, tied ends.
+
+A whole weight (modules_to_save) stands in the base weight's stead. A copy says nothing new: PEFT
+writes the base weight beside the factors of an adapted end, or by itself
+(save_embedding_layers). Ends that were trained as one (ensure_weight_tying) are both in the file.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor
+
+from modeling.adapters.peft_config import LoraPlan, refuse
+from modeling.adapters.projection import WHOLE_KINDS, Place, Projection, ProjectionKind, width
+
+PREFIX = "base_model.model."
+WEIGHT_SUFFIX = ".weight"
+COPY_SUFFIX = ".base_layer.weight"
+COPY_ROWS = 4096
+"""Rows of a base weight's copy that are compared at once."""
+
+TIED_BY_PEFT = frozenset({"embed_tokens", "lm_head"})
+"""Names by which PEFT notices that an adapted end is tied (peft/utils/other.py)."""
+
+FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A whole embedding's or head's rows on this rank, [token ids, hidden], as stored."""
+
+    place: Place
+    rows: Tensor
+
+
+@dataclass(frozen=True)
+class EndTensors:
+    """What a file holds of the ends besides factors: tensors by name, and whose they are.
+
+    matrices: whole weights. copies: of base weights. copied: modules whose base weight lies
+    beside their factors.
+    """
+
+    matrices: dict[str, Place] = field(default_factory=dict)
+    copies: dict[str, Projection] = field(default_factory=dict)
+    copied: set[str] = field(default_factory=set)
+
+    @property
+    def names(self) -> set[str]:
+        """All these tensors."""
+        return {*self.matrices, *self.copies}
+
+    def check(self, file: Any, projections: Sequence[Projection]) -> None:
+        """Refuse whole weights of another model's shape, or of no float type."""
+        for key, place in self.matrices.items():
+            found = file.get_slice(key)
+            check_type(key, found.get_dtype())
+            end = _partner(projections, projections[place.projection])
+            _check_vocabulary(key, found.get_shape(), end)
+
+    def check_copies(self, file: Any) -> None:
+        """Refuse a copy of a base weight that says anything else in this rank's rows."""
+        for key, projection in self.copies.items():
+            _check_copy(key, file.get_slice(key), projection)
+
+    def read(self, file: Any, projections: Sequence[Projection]) -> Iterator[Matrix]:
+        """Yield this rank's rows of every whole weight; refuses values that are not finite."""
+        for key, place in self.matrices.items():
+            end = _partner(projections, projections[place.projection])
+            rows = _own_rows(end)
+            if rows.start == rows.stop:  # all padding; the file format has no empty slices
+                continue
+            found = cast(Tensor, file.get_slice(key)[rows])
+            check_finite(key, found)
+            yield Matrix(place, found)
+
+
+def find_ends(keys: Set[str], plan: LoraPlan, projections: Sequence[Projection]) -> EndTensors:
+    """Tell whole weights from copies; refuse modules_to_save that the server does not hold."""
+    ends = [(i, p) for i, p in enumerate(projections) if p.kind in WHOLE_KINDS]
+    saved = _saved_ends(plan, [projection for _, projection in ends])
+    found = EndTensors()
+    for _, end in ends:
+        weights = [PREFIX + module + WEIGHT_SUFFIX for module in end.modules(0)]
+        present = [key for key in weights if key in keys]
+        if end.name in saved:
+            if len(present) != 1:
+                refuse(
+                    f"modules_to_save asks for {weights[0]}, of which the file holds "
+                    f"{len(present)}: save the adapter again"
+                )
+            found.matrices[present[0]] = Place(_whole_pool(end, projections, plan), 0)
+        else:
+            found.copies.update(dict.fromkeys(present, end))
+        for module in end.modules(0):
+            if PREFIX + module + COPY_SUFFIX in keys:
+                found.copies[PREFIX + module + COPY_SUFFIX] = end
+                found.copied.add(module)
+    return found
+
+
+def _saved_ends(plan: LoraPlan, ends: Sequence[Projection]) -> set[str]:
+    """Names of the ends that modules_to_save means, by PEFT's rule: the path's end.
+
+    Refuses an entry that means anything else.
+    """
+    saved: set[str] = set()
+    for entry in plan.modules_to_save:
+        meant = {end.name for end in ends if any(m.endswith(entry) for m in end.modules(0))}
+        if not meant:
+            _refuse_saved(plan, entry, bool(ends))
+        saved |= meant
+    return {end.name for end in ends} if saved and _as_one(plan, ends) else saved
+
+
+def _refuse_saved(plan: LoraPlan, entry: str, is_open: bool) -> NoReturn:
+    field = f"modules_to_save={list(plan.modules_to_save)!r} is not served here: "
+    if is_open:
+        refuse(
+            f"{field}{entry!r} is neither the embedding nor the head; retrain without it, or "
+            "merge it into the base model"
+        )
+    refuse(
+        f"{field}only a whole embedding or head can be, where the server is started with "
+        "adapters.vocabulary true and adapters.vocabulary_copies above 0"
+    )
+
+
+def _whole_pool(end: Projection, projections: Sequence[Projection], plan: LoraPlan) -> int:
+    """The projection whose pool holds whole weights of this end."""
+    for index, projection in enumerate(projections):
+        if projection.kind is WHOLE_KINDS[end.kind]:
+            return index
+    refuse(
+        f"modules_to_save={list(plan.modules_to_save)!r} is not served here: start the server "
+        f"with adapters.vocabulary_copies above 0, each place takes a whole {end.name}"
+    )
+
+
+def check_tying(
+    file: Any, plan: LoraPlan, projections: Sequence[Projection], adapted: Mapping[str, Place]
+) -> None:
+    """Refuse ends that PEFT would tie (ensure_weight_tying) and that the file has as two."""
+    ends = [p for p in projections if p.kind in WHOLE_KINDS]
+    if not _as_one(plan, ends):
+        return
+    keys = set(file.keys())
+    weights = [key for end in ends if (key := _present(end, keys))]
+    if len(weights) == 2 and plan.modules_to_save:
+        _check_equal_rows(file, weights, ends[0])
+    modules = [
+        m for m, place in adapted.items() if projections[place.projection].kind in WHOLE_KINDS
+    ]
+    if len(modules) == 1 and modules[0].rsplit(".", 1)[-1] in TIED_BY_PEFT:
+        refuse(
+            f"ensure_weight_tying=True, but of the tied ends the file adapts {modules[0]} alone: "
+            "save the adapter again with a recent PEFT, or retrain without it"
+        )
+    if len(modules) == 2:
+        tokens, head = (PREFIX + module for module in modules)
+        pairs = (
+            (f"{head}.lora_A.weight", f"{tokens}.lora_embedding_B"),
+            (f"{head}.lora_B.weight", f"{tokens}.lora_embedding_A"),
+        )
+        for one, other in pairs:
+            if not torch.equal(file.get_tensor(one), file.get_tensor(other).t()):
+                _refuse_two(one, other)
+
+
+def _as_one(plan: LoraPlan, ends: Sequence[Projection]) -> bool:
+    """Whether the adapter was trained with both ends as one weight."""
+    is_tied = len(ends) == 2 and ends[0].base is not None and ends[0].base is ends[1].base
+    return plan.ensure_weight_tying and is_tied
+
+
+def _present(end: Projection, keys: Set[str]) -> str | None:
+    weights = (PREFIX + module + WEIGHT_SUFFIX for module in end.modules(0))
+    return next((key for key in weights if key in keys), None)
+
+
+def _check_equal_rows(file: Any, keys: Sequence[str], end: Projection) -> None:
+    one, other = (file.get_slice(key) for key in keys)
+    rows = _own_rows(end)
+    for start in range(rows.start, rows.stop, COPY_ROWS):
+        part = slice(start, min(start + COPY_ROWS, rows.stop))
+        if not torch.equal(one[part], other[part]):
+            _refuse_two(keys[0], keys[1])
+
+
+def _refuse_two(one: str, other: str) -> NoReturn:
+    refuse(
+        f"ensure_weight_tying=True, but {one} and {other} differ: they were not trained as one; "
+        "save the adapter again, or set ensure_weight_tying to false if two are meant"
+    )
+
+
+def _check_copy(key: str, copy: Any, projection: Projection) -> None:
+    """Compare a copy of a base weight with this rank's rows, some at a time."""
+    base = projection.base
+    assert base is not None
+    _check_vocabulary(key, copy.get_shape(), projection)
+    rows = _own_rows(projection)
+    for start in range(0, rows.stop - rows.start, COPY_ROWS):
+        own = base[start : start + COPY_ROWS].cpu()
+        first = rows.start + start
+        saved = copy[first : first + len(own)].to(own.dtype)
+        if not torch.equal(own, saved):
+            refuse(
+                f"{key} is not this model's weight: it was trained as a whole, or the adapter is "
+                "for another base model; name it in modules_to_save, or save the adapter with "
+                "save_embedding_layers=False"
+            )
+
+
+def _check_vocabulary(key: str, shape: Sequence[int], end: Projection) -> None:
+    """Refuse another vocabulary or width than the base model's. end: of factors."""
+    sizes = (end.in_features, end.out_features)
+    wanted = sizes if end.kind is ProjectionKind.EMBEDDING else sizes[::-1]
+    if tuple(shape) != wanted:
+        refuse(
+            f"{key} has shape {list(shape)}, this model's is {list(wanted)}: the vocabulary was "
+            "resized, which is not served, or the adapter is for another base model"
+        )
+
+
+def _partner(projections: Sequence[Projection], whole: Projection) -> Projection:
+    """The projection of factors at the end where `whole` holds matrices."""
+    return next(p for p in projections if WHOLE_KINDS.get(p.kind) is whole.kind)
+
+
+def _own_rows(end: Projection) -> slice:
+    """This rank's token ids. end: of factors."""
+    cut = end.inputs if end.kind is ProjectionKind.EMBEDDING else end.outputs
+    ((first, last),) = cut or ((0, 0),)
+    assert width(cut) == last - first
+    return slice(first, last)
+
+
+def check_type(key: str, dtype: str) -> None:
+    """Refuse tensors of whole numbers."""
+    if dtype not in FLOATS:
+        refuse(f"{key} has type {dtype}: save the adapter in float32, float16 or bfloat16")
+
+
+def check_finite(key: str, tensor: Tensor) -> None:
+    """Refuse NaN and infinity."""
+    # A sum is not finite if any term is not, and several times as fast as to look at each.
+    if not bool(torch.isfinite(tensor.sum()) or torch.isfinite(tensor).all()):
+        refuse(
+            f"{key} holds values that are not finite (NaN or infinity): the training diverged; "
+            "save a good checkpoint"
+        )

@@ -1,0 +1,55 @@
+"""Launches of Triton kernels without Triton's own look at every argument.
+
+Triton chooses a kernel's compiled form by the types and values of all arguments, which takes some
+50 microseconds of Python for a launch of forty. A step that is not captured launches hundreds, so
+here the form is looked up by a short key that the caller vouches for.
+"""
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+ALIGNMENT = 16
+"""Bytes: Triton compiles pointers and integers that are multiples of it in another form."""
+
+
+class Launcher:
+    """One kernel, and its compiled forms by key.
+
+    A key says all that Triton compiles a form for: the types of pointers and whether they are
+    aligned, integers that are 1 or multiples of 16, constants, the device. `aligned` helps.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        """kernel: what `triton.jit` made; its constants are its last parameters."""
+        self._kernel = kernel
+        self._forms: dict[Hashable, tuple[Any, tuple[Any, ...]]] = {}
+
+    def __call__(
+        self,
+        key: Hashable,
+        grid: Sequence[int],
+        arguments: Sequence[Any],
+        constants: dict[str, Any],
+        options: dict[str, Any],
+    ) -> None:
+        """Launch `grid` programs on the current stream; the first launch of a key compiles."""
+        found = self._forms.get(key)
+        if found is None:
+            form = self._kernel[tuple(grid)](*arguments, **constants, **options)
+            names = self._kernel.arg_names[len(arguments) :]
+            self._forms[key] = form, tuple(constants[name] for name in names)
+            return
+        form, values = found
+        # A tensor's address as a number is taken as it is; of a tensor the driver is asked first.
+        plain = [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]
+        form[(*grid, 1, 1)[:3]](*plain, *values)
+
+
+def aligned(*tensors: Tensor) -> int:
+    """Whether all tensors' first bytes are aligned: 0, or something else."""
+    address = 0
+    for tensor in tensors:
+        address |= tensor.data_ptr()
+    return address % ALIGNMENT

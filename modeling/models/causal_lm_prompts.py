@@ -1,0 +1,97 @@
+"""Reads prompts through a CausalLM: the logprobs of their tokens, and their final hidden states.
+
+A prompt is read by itself, unpadded. Its logits are looked at in slices; each slice but the first
+goes on from the cache of those before, where the model was seen to do that rightly.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from configs.sampling import Pooling
+from modeling.adapters.kernels.base import AdapterData
+from modeling.batch import BatchJoin
+from modeling.models.causal_lm import TRIAL, CausalLM
+from modeling.models.causal_lm_cache import Past
+from modeling.prompts import SLICE_BYTES, PromptRow, Told, joined
+from modeling.sampling.sampler import ChosenLogprobs, logprobs_of
+
+Adapters = Callable[[int, int], AdapterData | None]
+"""From a slot (-1: base) and a number of tokens to that adapter over so many."""
+
+WHOLE = 2**31
+"""A slice that holds any prompt."""
+
+
+class CausalLMPrompts:
+    """Prompts of one model; slice_length: tokens whose logits are held at once."""
+
+    def __init__(self, model: CausalLM, vocab_size: int) -> None:
+        """Try whether the model can go on with several tokens at once."""
+        self._model = model
+        self.slice_length = max(1, SLICE_BYTES // (4 * vocab_size)) if self._goes_on() else WHOLE
+
+    def tell(self, asking: Sequence[tuple[int, BatchJoin]], adapters: Adapters) -> Told:
+        """Read the whole prompt of each (row's index in the batch, its request)."""
+        rows = [
+            PromptRow(index, join.place, 0, 0, 0, join.prompt_length, join.prompt_length,
+                      join.sampling)
+            for index, join in asking
+        ]  # fmt: skip
+        num_top = max(row.asked.prompt_logprobs for row in rows)
+        scores, embeddings = [], []
+        for row, (_, join) in zip(rows, asking, strict=True):
+            ids = torch.tensor(join.tokens[: join.prompt_length], device=self._model.device)
+            if row.num_scored:
+                scores.append(self._score(ids, num_top, join.slot, adapters))
+            if row.pools:
+                states = self._model.hidden_states(ids, adapters(join.slot, len(ids)))
+                embeddings += [] if states is None else [_pooled(states, row.asked.pooling)]
+        return Told(
+            rows,
+            joined(scores) if scores else None,
+            torch.stack(embeddings) if embeddings else None,
+        )
+
+    def _score(self, ids: Tensor, num_top: int, slot: int, adapters: Adapters) -> ChosenLogprobs:
+        """What the model thinks of ids[1:]; int64 [n], n at least 2."""
+        parts = []
+        past: Past | None = None
+        for first in range(0, len(ids) - 1, self.slice_length):
+            last = min(first + self.slice_length, len(ids) - 1)
+            logits, past = self._logits(ids, first, last, past, adapters(slot, last - first))
+            parts.append(logprobs_of(logits, ids[first + 1 : last + 1], num_top))
+        return joined(parts)
+
+    def _logits(
+        self,
+        ids: Tensor,
+        first: int,
+        last: int,
+        past: Past | None = None,
+        data: AdapterData | None = None,
+    ) -> tuple[Tensor, Past]:
+        """Logits [last - first, vocab] behind the cache of the tokens before, and their cache."""
+        positions = torch.arange(first, last, device=ids.device)[None]
+        seen = torch.ones(1, last, dtype=torch.int64, device=ids.device)
+        logits, past = self._model.forward(ids[None, first:last], seen, positions, past, data)
+        return logits[0], past
+
+    @torch.inference_mode()
+    def _goes_on(self) -> bool:
+        """Whether three tokens behind four are what they are in a whole sequence."""
+        ids = torch.tensor(TRIAL[0], device=self._model.device)
+        whole, _ = self._logits(ids, 0, len(ids))
+        try:
+            _, past = self._logits(ids, 0, 4)
+            cut, _ = self._logits(ids, 4, len(ids), past)
+        except (RuntimeError, ValueError, TypeError, IndexError):
+            # Code from elsewhere may take one token at a time only.
+            return False
+        tolerance = 1e-3 if whole.dtype == torch.float32 else 0.1
+        return bool((cut - whole[4:]).abs().max() <= tolerance * whole.abs().max())
+
+
+def _pooled(states: Tensor, pooling: Pooling) -> Tensor:
+    return states[-1].float() if pooling is Pooling.LAST else states.float().mean(dim=0)

@@ -1,0 +1,36 @@
+"""What a rank tells about itself once it has started."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class RunnerReport:
+    """What a rank can hold, what it took to get there, and what it chose.
+
+    The first seven fields and pool_pages are the scheduler's Capacity. attention, adapter_kernel:
+    names; the reasons say why they were taken. captured_rows: the sizes of captured decode steps;
+    captured_tokens: of captured mixed steps.
+    Everything named bytes is this rank's.
+    """
+
+    num_blocks: int
+    block_size: int
+    projections: tuple[str, ...]
+    adapter_pages: int
+    adapter_slots: int
+    host_bytes: int
+    max_total_tokens: int
+    dtype: str
+    device: str
+    attention: str
+    attention_reason: str
+    adapter_kernel: str
+    adapter_kernel_reason: str
+    weight_bytes_read: int
+    weight_bytes_resident: int
+    kv_bytes: int
+    adapter_pool_bytes: int
+    load_seconds: float
+    captured_rows: tuple[int, ...] = ()
+    captured_tokens: tuple[int, ...] = ()
+    pool_pages: tuple[int, ...] = ()

@@ -1,0 +1,268 @@
+"""Turns: which waiting request may join next.
+
+Three things decide: whose turn it is (queues.py), who has used up his share (shares.py), and
+whether the adapter's bytes are where a step can use them (residency.py). A queue that may not
+admit now stands aside and is seated again when what it waits for has come.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from configs.adapters import AdapterKey
+from configs.runtime import AdapterShare
+from scheduler.policy import Limits
+from scheduler.queues import AdapterQueues
+from scheduler.request import Request
+from scheduler.residency import Residency, Standing
+from scheduler.running import SHORTEST_SLICE
+from scheduler.shares import QueueKey, Shares
+from scheduler.step import Step
+
+MAX_CLAIMS_SEEN = 16
+"""How many claims a step looks at, so that its cost does not grow with the adapters waiting."""
+
+_ON_THE_WAY = (Standing.ABSENT, Standing.FILLING)
+"""Where an adapter is when something else than the device's room is awaited."""
+
+
+class Turns:
+    """All waiting requests and what keeps each from joining.
+
+    limits: the scheduler's, for the quantum and the patience.
+    """
+
+    def __init__(self, limits: Limits, residency: Residency) -> None:
+        """Start with nobody waiting."""
+        self.shares = Shares()
+        self.queues = AdapterQueues(limits.quantum_tokens, self.shares.of)
+        self._limits = limits
+        self._residency = residency
+        self._step = 0
+        self._now = 0.0
+
+    def reconfigure(self, limits: Limits) -> None:
+        """Go on under other limits."""
+        self._limits = limits
+        self.queues.quantum_tokens = limits.quantum_tokens
+
+    def share_out(
+        self, base: AdapterShare, default: AdapterShare, own: Mapping[AdapterKey, AdapterShare]
+    ) -> None:
+        """Go on under other shares."""
+        self.shares.replace(base, default, own)
+        self.queues.reshare()
+        self.seat_all()
+
+    def give(self, key: AdapterKey, share: AdapterShare) -> None:
+        """Give one adapter a share of its own."""
+        self.shares.give(key, share)
+        self.queues.reshare()
+        self.seat_all()
+
+    def meet(self, request: Request) -> None:
+        """A request came; it is told of before it is queued."""
+        if request.adapter is not None and request.parts:
+            self.shares.meet(request.adapter, request.parts)
+
+    def forget(self, request: Request) -> None:
+        """A request ended, wherever it was."""
+        if request.adapter is not None and request.parts:
+            self.shares.leave(request.adapter)
+
+    def enlist(self, request: Request) -> None:
+        """Let a queued request wait for its turn, and for its adapter before that."""
+        if request.adapter is not None:
+            self._residency.enlist(request.adapter)
+        self.seat(request.adapter)
+
+    def leave(self, request: Request) -> None:
+        """The request ended while it waited."""
+        self.queues.remove(request)
+        if request.adapter is not None:
+            self._residency.delist(request.adapter)
+        self._seat_beside(request.payers)
+
+    def begin(self, num_steps: int, now: float) -> None:
+        """Before a step's admissions: seat whoever may have come to be able to admit.
+
+        num_steps: how many steps were made.
+        """
+        self._step, self._now = num_steps, now
+        for payer in self.shares.woken(now):
+            self._seat_beside((payer,))
+
+    @property
+    def slice_tokens(self) -> int:
+        """What each request of a resident in a claim's way generates before it makes way.
+
+        Claims share the residents' time: the fewer they are, the shorter the slices, so that a
+        lone claim hardly waits, and the share of answers that are interrupted stays the same.
+        """
+        placed = max(1, self._residency.device.num_placed)
+        share = self._limits.slice_tokens * self.queues.claiming // placed
+        return min(self._limits.slice_tokens, max(SHORTEST_SLICE, share))
+
+    def fill_claims(self, step: Step) -> None:
+        """Begin to bring claims that the device has room for there, in their order.
+
+        They come before their turn, and so that no step waits for them: a queue is seated in
+        its round when its adapter is there.
+        """
+        for key in self._residency.device.take_reopened():
+            self.seat(key)
+        claims = self._claims()
+        if claims and self._waited(claims[0]) >= self._limits.patience_steps:
+            self._reserve(claims[0])
+        reserved = self._residency.device.reserved
+        for key in claims if reserved is None else [reserved, *claims]:
+            self._advance(key, step)
+
+    def make_room(self, step: Step) -> None:
+        """Nobody runs whose end would make room: reserve it for the first claim at once."""
+        claims = self._claims()
+        if claims and not self._residency.num_filling:
+            self._reserve(claims[0])
+            self._advance(claims[0], step)
+
+    def next(self) -> Request | None:
+        """The request that may join now; the same one until something changes."""
+        while (request := self.queues.in_turn()) is not None:
+            if self._may_admit(request.adapter):
+                return request
+        return None
+
+    def admit(self, request: Request) -> int:
+        """Take the request in turn out of its queue; returns its adapter's slot, -1 for none."""
+        key = request.adapter
+        fresh = request.first_scheduled is None
+        self.queues.admit(request)
+        slot = -1
+        if key is not None:
+            slot = self._residency.acquire(key)
+            self._residency.delist(key)
+        for payer in request.payers:
+            self.shares.admitted(payer, len(request.prompt) if fresh else 0, self._now)
+        self.shares.had_turn(key)
+        self._seat_beside(request.payers)
+        return slot
+
+    def freed(self, request: Request) -> None:
+        """An admitted request holds nothing on the ranks any more."""
+        for payer in request.payers:
+            self.shares.freed(payer)
+        if request.adapter is not None:
+            self._residency.release(request.adapter)
+        self._seat_beside(request.payers)
+        if request.parts:
+            self.seat(request.adapter)
+
+    def lost(self) -> None:
+        """The ranks are gone: nobody holds anything, and no adapter is staged."""
+        self.shares.lost()
+        for key in self.queues.keys:
+            self.queues.suspend(key)
+        self.seat(None)
+
+    def seat_all(self) -> None:
+        """Seat every queue, where nothing says which may have changed."""
+        for key in self.queues.keys:
+            self.seat(key)
+
+    def seat(self, key: QueueKey) -> None:
+        """Put a queue where it may be: in the round, among the claims, or aside.
+
+        An adapter that is not on the device always begins as a claim, behind the older ones:
+        it must not take the room that they wait for because it happens to come at its turn.
+        """
+        if key not in self.queues or self.queues.in_round(key):
+            return
+        if self._holds_back(key):
+            return
+        if key is None:
+            self.queues.resume(None)
+            return
+        standing = self._residency.standing(key)
+        if standing is Standing.READY:
+            self._resume(key)
+        elif standing in _ON_THE_WAY:
+            self.queues.suspend(key)
+        else:
+            self._park(key)
+
+    def check(self, running: Iterable[Request], alive: Iterable[Request]) -> None:
+        """Assert every invariant; `running`: the requests that hold places, `alive`: all."""
+        self.queues.check()
+        charged = Counter(payer for request in running for payer in request.payers)
+        merges = Counter(request.adapter for request in alive if request.parts)
+        self.shares.check(charged, merges)
+
+    def _resume(self, key: AdapterKey) -> None:
+        """The adapter is there: it is no claim any more, but keeps its seniority as one."""
+        self.queues.suspend(key)
+        self.queues.resume(key)
+
+    def _park(self, key: AdapterKey) -> None:
+        self.queues.park(key, self._step, self._limits.patience_steps)
+
+    def _holds_back(self, key: QueueKey) -> bool:
+        """Set the queue aside if its share is used up: no room is to be made for it meanwhile.
+
+        The same if it shares a cap with one that has the turn before it and could come to admit.
+        """
+        if not self.shares.holds_back(key, self._now) and not self._gives_way(key):
+            return False
+        self.queues.suspend(key)
+        if key is not None:
+            self._residency.forgo(key)
+        return True
+
+    def _gives_way(self, key: QueueKey) -> bool:
+        waiting = [each for each in self.shares.before(key) if each in self.queues]
+        return any(
+            each is None or self._residency.standing(each) is not Standing.ABSENT
+            for each in waiting
+        )
+
+    def _seat_beside(self, payers: Sequence[QueueKey]) -> None:
+        """Seat those who may come to admit because something is charged to these no more."""
+        for key in self.shares.beside(payers):
+            self.seat(key)
+
+    def _may_admit(self, key: QueueKey) -> bool:
+        """Whether the queue in turn may admit in this step; if not, it steps aside."""
+        if self._holds_back(key):
+            return False
+        if key is None:
+            return True
+        standing = self._residency.standing(key)
+        if standing in _ON_THE_WAY:
+            self.queues.suspend(key)
+        elif standing is not Standing.READY:
+            self._park(key)
+        return standing is Standing.READY
+
+    def _claims(self) -> list[AdapterKey]:
+        """The first claims, but for those that have used up their share."""
+        return [key for key in self.queues.claims(MAX_CLAIMS_SEEN) if not self._holds_back(key)]
+
+    def _waited(self, key: AdapterKey) -> int:
+        """For how many steps a claim has waited."""
+        since = self.queues.waits_since(key)
+        return self._step - (self._step if since is None else since)
+
+    def _reserve(self, key: AdapterKey) -> None:
+        """Have others make room for a claim that finds none, unless they do for another."""
+        blocked = self._residency.standing(key) is Standing.BLOCKED
+        if blocked and self._residency.device.reserved is None:
+            self._residency.reserve(key)
+
+    def _advance(self, key: AdapterKey, step: Step) -> None:
+        """Bring a claim one stage further, if it can."""
+        standing = self._residency.standing(key)
+        if standing is Standing.PLACEABLE and step.may_fill:
+            self._residency.fill(key, step)
+            self.queues.suspend(key)
+        elif standing in _ON_THE_WAY:
+            self.queues.suspend(key)
+        elif standing is Standing.READY:
+            self._resume(key)

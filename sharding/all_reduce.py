@@ -1,0 +1,222 @@
+"""Which way sums travel between GPUs: tried, compared with NCCL and measured at start."""
+
+import json
+import logging
+import socket
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from configs.engine import AllReduce
+from sharding.group import ProcessGroupRanks, TensorParallel
+from sharding.symmetric import (
+    Halves,
+    Method,
+    SizeTable,
+    Sum,
+    SymmetricRanks,
+    map_buffer,
+    torch_sums,
+)
+
+LARGEST_BYTES = 1 << 25
+"""Half of the buffer, 32 MiB: 4,096 rows of 4,096 in bfloat16, twice the default step budget."""
+
+SIZES = tuple(1 << power for power in range(13, 26))
+"""Bytes at which the methods are measured: one row of 4,096 in bfloat16 up to LARGEST_BYTES."""
+
+CHECKED_SIZES = (16, 1 << 13, 1 << 17, (1 << 22) + 48)
+"""Bytes at which the methods are compared with NCCL: one block, one, several and many."""
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+REPEATS, ROUNDS = 20, 3
+"""Sums in one graph, and replays of it; the fastest replay counts."""
+
+MICROSECONDS_PER_MS = 1e3
+
+logger = logging.getLogger("loray.sharding.all_reduce")
+
+
+class AllReduceError(ValueError):
+    """Symmetric memory was asked for where it does not work; the message says why."""
+
+
+def with_symmetric_memory(
+    ranks: ProcessGroupRanks, store: Store, device: torch.device, wanted: AllReduce
+) -> TensorParallel:
+    """Return the ranks, summing through symmetric memory where that is wanted, right and faster.
+
+    All ranks call it together and choose the same. AllReduceError: it must be and cannot be.
+    """
+    if wanted is AllReduce.NCCL:
+        return _nccl(ranks, "as configured")
+    reason = unreachable(peers(ranks, store, device))
+    if reason is None:
+        try:
+            memory = map_buffer(2 * LARGEST_BYTES, device)
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+    # A rank that failed alone must not leave the others in a barrier.
+    if any(ranks.maximum([float(reason is not None)], device)):
+        return _without(ranks, wanted, reason or "another rank cannot map its peers' memory")
+    halves, sums = Halves(memory), torch_sums()
+    with torch.inference_mode():
+        dtypes, reason = right_dtypes(ranks, halves, sums, device)
+        if not dtypes:
+            return _without(ranks, wanted, reason)
+        methods = {Method.NCCL: ranks.all_reduce} if wanted is AllReduce.AUTO else {}
+        times = measure({**methods, **sums}, ranks, halves, dtypes[0])
+    table = SizeTable([(size, min(each, key=lambda m: each[m])) for size, each in times])
+    names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    how = f"symmetric memory for {names}: {table} (measured)"
+    for size, each in times:
+        words = ", ".join(f"{method} {us:.1f}" for method, us in each.items())
+        logger.debug("all-reduce of %d bytes: %s us", size, words)
+    logger.info("all-reduce: %s", how)
+    chosen = SymmetricRanks(ranks, halves, sums, table)
+    chosen.serve(frozenset(dtypes), how)
+    return chosen
+
+
+def peers(ranks: ProcessGroupRanks, store: Store, device: torch.device) -> list[tuple[str, int]]:
+    """Tell the other ranks (host, device number) and return everybody's."""
+    mine = json.dumps([socket.gethostname(), device.index])
+    store.set(f"all_reduce/{ranks.rank}", mine)
+    told = [json.loads(store.get(f"all_reduce/{rank}")) for rank in range(ranks.size)]
+    return [(host, index) for host, index in told]
+
+
+def unreachable(told: Sequence[tuple[str, int]]) -> str | None:
+    """Say why some rank's GPU cannot read another's memory, None when all can.
+
+    told: each rank's host and device number.
+    """
+    hosts = {host for host, _ in told}
+    if len(hosts) > 1:
+        return f"the ranks are on {len(hosts)} hosts"
+    devices = [index for _, index in told]
+    if len(set(devices)) < len(devices):
+        return (
+            "two ranks see their GPU under the same number: start Ray's nodes with "
+            "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES=1"
+        )
+    if max(devices) >= torch.cuda.device_count():
+        return f"this rank sees {torch.cuda.device_count()} GPUs of its group's"
+    for a in devices:
+        for b in devices:
+            if a != b and not torch.cuda.can_device_access_peer(a, b):
+                return f"GPU {a} cannot read the memory of GPU {b}"
+    return None
+
+
+def right_dtypes(
+    ranks: ProcessGroupRanks, halves: Halves, sums: Mapping[Method, Sum], device: torch.device
+) -> tuple[list[torch.dtype], str]:
+    """Return the types in which every method gives NCCL's sums on every rank, and why not all."""
+    right: list[torch.dtype] = []
+    reason = ""
+    for dtype in DTYPES:
+        try:
+            patterns = [_pattern(ranks, size, dtype, device) for size in CHECKED_SIZES]
+            # All of them whatever is found: a rank that stopped early would leave peers waiting.
+            faults = [_differences(ranks, halves, sums, x) for x in patterns]
+            wrong = "; ".join(filter(None, faults))
+        except RuntimeError as error:
+            # Refused on the host, before any rank launched anything: all ranks come here.
+            wrong = str(error).splitlines()[0]
+        if any(ranks.maximum([float(bool(wrong))], device)):
+            reason = f"{dtype}: {wrong or 'wrong on another rank'}"
+            logger.info("symmetric memory does not serve %s", reason)
+        else:
+            right.append(dtype)
+    return right, reason
+
+
+def measure(
+    methods: Mapping[Method, Sum], ranks: ProcessGroupRanks, halves: Halves, dtype: torch.dtype
+) -> list[tuple[int, dict[Method, float]]]:
+    """Return for each of SIZES what a sum in a captured step takes, microseconds by method.
+
+    The slowest rank's time counts, so every rank gets the same table.
+    """
+    found = []
+    for size in SIZES:
+        x = halves.take((size // dtype.itemsize,), dtype).zero_()
+        mine = [captured_us(sum_, x) for sum_ in methods.values()]
+        slowest = ranks.maximum(mine, x.device)
+        found.append((size, dict(zip(methods, slowest, strict=True))))
+    torch.cuda.empty_cache()
+    return found
+
+
+def captured_us(sum_: Sum, x: Tensor) -> float:
+    """Return the microseconds of one sum of x, out of a graph of many."""
+    stream = torch.cuda.Stream(x.device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(x.device))
+    with torch.cuda.stream(stream):
+        sum_(x)
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            for _ in range(REPEATS):
+                sum_(x)
+        graph.replay()
+        times = []
+        for _ in range(ROUNDS):
+            start, stop = _timer(), _timer()
+            start.record()
+            graph.replay()
+            stop.record()
+            stop.synchronize()
+            times.append(start.elapsed_time(stop))
+    torch.cuda.current_stream(x.device).wait_stream(stream)
+    return float(min(times)) * MICROSECONDS_PER_MS / REPEATS
+
+
+def _nccl(ranks: ProcessGroupRanks, reason: str) -> ProcessGroupRanks:
+    ranks.how = f"nccl ({reason})"
+    return ranks
+
+
+def _without(ranks: ProcessGroupRanks, wanted: AllReduce, reason: str) -> ProcessGroupRanks:
+    """Fall back to NCCL, unless that was ruled out."""
+    if wanted is AllReduce.SYMMETRIC:
+        raise AllReduceError(
+            f"all_reduce is symmetric, but symmetric memory cannot be used here: {reason}. "
+            "Set all_reduce to auto or nccl"
+        )
+    logger.warning("sums go through NCCL, symmetric memory cannot be used: %s", reason)
+    return _nccl(ranks, f"no symmetric memory: {reason}")
+
+
+def _pattern(
+    ranks: ProcessGroupRanks, size: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """This rank's summand of a comparison: other numbers on each rank."""
+    generator = torch.Generator(device).manual_seed(1 + ranks.rank)
+    return torch.randn(size // dtype.itemsize, generator=generator, device=device).to(dtype)
+
+
+def _differences(
+    ranks: ProcessGroupRanks, halves: Halves, sums: Mapping[Method, Sum], x: Tensor
+) -> str:
+    """Say in what sums differ from NCCL's, or between ranks; "" where they do not."""
+    expected = ranks.all_reduce(x.clone())
+    # Each addition may round differently, in another order.
+    tolerance = ranks.size * torch.finfo(x.dtype).eps
+    faults = []
+    for method, sum_ in sums.items():
+        found = sum_(halves.take(x.shape, x.dtype).copy_(x))
+        everybody = ranks.all_gather(found).view(ranks.size, -1)
+        if not torch.allclose(found, expected, rtol=tolerance, atol=4 * tolerance):
+            faults.append(f"the {method} sum of {x.nbytes} bytes is wrong")
+        elif not bool((everybody == found).all()):
+            faults.append(f"the {method} sums of {x.nbytes} bytes differ between ranks")
+    return "; ".join(faults)
+
+
+def _timer() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

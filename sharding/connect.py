@@ -1,0 +1,38 @@
+"""How ranks meet: the process group of the device, and what sums go through."""
+
+from datetime import timedelta
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from configs.engine import AllReduce
+from sharding.all_reduce import with_symmetric_memory
+from sharding.group import ProcessGroupRanks, SingleRank, TensorParallel
+from sharding.symmetric import world
+
+
+def connect(
+    store: Store,
+    rank: int,
+    size: int,
+    device: torch.device,
+    timeout_s: float,
+    all_reduce: AllReduce = AllReduce.AUTO,
+) -> TensorParallel:
+    """Join a group through `store`; a collective of gloo or NCCL fails after timeout_s.
+
+    All ranks call it together. On CUDA each rank is a process of its own, with its device set.
+    """
+    if size == 1:
+        return SingleRank()
+    timeout = timedelta(seconds=timeout_s)
+    if device.type == "cpu":
+        # Built by hand and not registered: a process may hold several of these.
+        gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        return ProcessGroupRanks(cast(dist.ProcessGroup, gloo), "gloo")
+    # Symmetric memory finds its group by a name that only registered groups have.
+    dist.init_process_group("nccl", store=store, rank=rank, world_size=size, timeout=timeout)
+    backend = cast(dist.ProcessGroup, world()._get_backend(device))
+    return with_symmetric_memory(ProcessGroupRanks(backend, "nccl"), store, device, all_reduce)

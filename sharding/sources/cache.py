@@ -1,0 +1,239 @@
+"""The disk cache: what was downloaded, within a bound, in the order of its last use.
+
+<folder>/entries/<name>   whole entries; the folder's time is that of its last use
+<folder>/partial/<name>   downloads that run, or that a later try resumes
+<folder>/trash            on its way out
+
+Several processes may share one cache. Whoever uses an entry holds a shared lock (flock) on its
+folder, whoever fills or evicts one an exclusive lock; locks end with their process.
+"""
+
+import errno
+import fcntl
+import hashlib
+import os
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+_RESUMABLE_S = 3600.0
+_POLL_S = 0.05
+_DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+class CacheFull(Exception):
+    """No room, though everything that may go is gone; the message says what is full."""
+
+
+@dataclass
+class _Held:
+    descriptor: int
+    count: int
+
+
+class DiskCache:
+    """Folders by name, at most `max_bytes` of them; threads and processes may share it."""
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        """Nothing is made on disk before the first entry."""
+        self._folder = folder
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._held: dict[str, _Held] = {}
+        self._reserved: dict[str, int] = {}
+
+    def hold(self, origin: str) -> Path | None:
+        """The entry's folder, kept from eviction until `release`; None if it is not here."""
+        name = _name(origin)
+        path = self._folder / "entries" / name
+        with self._lock:
+            held = self._held.get(name)
+            if held is not None:
+                held.count += 1
+                return path
+            descriptor = _lock(path, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            if descriptor is None:
+                return None
+            os.utime(path)
+            self._held[name] = _Held(descriptor, 1)
+            return path
+
+    def release(self, origin: str) -> None:
+        """One user less."""
+        name = _name(origin)
+        with self._lock:
+            held = self._held[name]
+            held.count -= 1
+            if held.count == 0:
+                os.close(self._held.pop(name).descriptor)
+
+    def add(self, origin: str, num_bytes: int, fill: Callable[[Path], None]) -> Path:
+        """The entry's folder, held, filled by `fill` unless somebody did so before or meanwhile.
+
+        What a failed fill leaves behind is there for the next one, for an hour. CacheFull when
+        there is no room; then nothing is left behind.
+        """
+        name = _name(origin)
+        while True:
+            found = self.hold(origin)
+            if found is not None:
+                return found
+            with self._partial(name) as partial:
+                if partial is None:
+                    time.sleep(_POLL_S)
+                elif (self._folder / "entries" / name).exists():
+                    partial.rmdir()
+                else:
+                    self._fill(name, num_bytes, partial, fill)
+
+    def discard(self, origin: str) -> None:
+        """Forget what a failed fill left behind."""
+        self._remove(self._folder / "partial" / _name(origin))
+
+    def check(self) -> None:
+        """Assert that the bound holds and that nothing but entries is left; when idle."""
+        assert not self._reserved, self._reserved
+        assert self._used() <= self._max_bytes, (self._used(), self._max_bytes)
+        assert not _folders(self._folder / "trash")
+        assert all(held.count > 0 for held in self._held.values())
+
+    def _fill(self, name: str, num_bytes: int, partial: Path, fill: Callable[[Path], None]) -> None:
+        try:
+            self._make_room(name, num_bytes)
+            fill(partial)
+            entries = self._folder / "entries"
+            entries.mkdir(exist_ok=True)
+            partial.rename(entries / name)
+        except CacheFull:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        except OSError as error:
+            if error.errno not in _DISK_ERRORS:
+                raise
+            shutil.rmtree(partial, ignore_errors=True)
+            raise CacheFull("the disk is full") from error
+        finally:
+            with self._lock:
+                self._reserved.pop(name, None)
+
+    @contextmanager
+    def _partial(self, name: str) -> Iterator[Path | None]:
+        """The folder to fill, locked; None while another fills it."""
+        path = self._folder / "partial" / name
+        path.mkdir(parents=True, exist_ok=True)
+        # Waiting for the lock would not do: the folder is renamed when it is full, and then its
+        # users keep it locked.
+        descriptor = _lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if descriptor is None:
+            yield None
+            return
+        try:
+            yield path
+        finally:
+            os.close(descriptor)
+
+    def _make_room(self, name: str, num_bytes: int) -> None:
+        """Evict until the entry fits into the bound and onto the disk."""
+        with self._lock:
+            if num_bytes > self._max_bytes:
+                raise CacheFull(f"the cache has {self._max_bytes} bytes (fetch.cache_bytes)")
+            self._reserved[name] = num_bytes
+            for victim in self._stale():
+                self._remove(victim)
+            used = self._used()
+            victims = self._by_last_use()
+            while used > self._max_bytes or shutil.disk_usage(self._folder).free < num_bytes:
+                if not victims:
+                    raise CacheFull("the cache or its disk is full of adapters that are in use")
+                size = _size(victims[0])
+                used -= size if self._remove(victims.pop(0)) else 0
+
+    def _used(self) -> int:
+        """Bytes of entries, of what is on its way, and of what others are downloading."""
+        whole = sum(_size(path) for path in _folders(self._folder / "entries"))
+        partial = sum(
+            _size(path)
+            for path in _folders(self._folder / "partial")
+            if path.name not in self._reserved
+        )
+        return whole + partial + sum(self._reserved.values())
+
+    def _stale(self) -> list[Path]:
+        """Downloads that nobody resumed, and what eviction left when its process died."""
+        old = time.time() - _RESUMABLE_S
+        partial = [p for p in _folders(self._folder / "partial") if _used_at(p) < old]
+        return [*_folders(self._folder / "trash"), *partial]
+
+    def _by_last_use(self) -> list[Path]:
+        """What may go, resumable downloads first."""
+        partial = _folders(self._folder / "partial")
+        entries = [
+            path for path in _folders(self._folder / "entries") if path.name not in self._held
+        ]
+        return [*sorted(partial, key=_used_at), *sorted(entries, key=_used_at)]
+
+    def _remove(self, path: Path) -> bool:
+        """Delete a folder unless somebody uses it; whether it is gone."""
+        descriptor = _lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if descriptor is None:
+            return False
+        try:
+            trash = self._folder / "trash"
+            trash.mkdir(exist_ok=True)
+            gone = trash / uuid.uuid4().hex
+            path.rename(gone)
+            shutil.rmtree(gone, ignore_errors=True)
+        finally:
+            os.close(descriptor)
+        return True
+
+
+def _lock(path: Path, how: int) -> int | None:
+    """Lock a folder; None if it is not there, is locked by another, or was moved meanwhile."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(descriptor, how)
+        here = os.fstat(descriptor)
+        there = path.stat()
+        if (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino):
+            return descriptor
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    except OSError:
+        os.close(descriptor)
+        raise
+    os.close(descriptor)
+    return None
+
+
+def _name(origin: str) -> str:
+    return hashlib.blake2b(origin.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def _folders(parent: Path) -> list[Path]:
+    try:
+        return list(parent.iterdir())
+    except FileNotFoundError:
+        return []
+
+
+def _size(folder: Path) -> int:
+    try:
+        return sum(path.stat().st_size for path in folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
+
+
+def _used_at(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0

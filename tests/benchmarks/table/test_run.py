@@ -1,0 +1,262 @@
+"""The table played: against a peer's process by the one command, and against our own server."""
+
+import asyncio
+import io
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from benchmarks import local, workload
+from benchmarks.fairness import Terms
+from benchmarks.serving import Case, run
+from benchmarks.steps import mean_loads, told
+from benchmarks.structured import Comparison
+from benchmarks.table.command import main
+from benchmarks.table.groups import SMALL, Fair, Play, groups
+from benchmarks.table.page import line_of
+from benchmarks.table.play import Budget, Player, Session, Target, measure, warm_up
+from benchmarks.table.rows import Results, Row, read_rows
+from benchmarks.table.server import read_choices
+from benchmarks.table.setup import Setup, server_config, write_files
+from configs.engine import EngineConfig
+from configs.serve import ServeConfig
+from deployments.commands import serve
+from deployments.driver.usage import LoadSum
+from deployments.observability.steps import StepRecord
+from tests.end_to_end.conftest import free_port
+from tests.served import served
+
+FEW = 8
+FAKE_MODULE = "tests.benchmarks.table.fake_server"
+FAKE = f"{sys.executable} -m {FAKE_MODULE} --port {{port}} --models {{lora_modules}}"
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder of models and adapters for all tests of this file."""
+    folder = tmp_path_factory.mktemp("table")
+    made = ["--shape", "tiny", "--adapters", str(FEW), "--mixed-adapters", str(FEW)]
+    workload.main([str(folder / "tiny"), *made])
+    workload.main([str(folder / "tiny-json"), "--shape", "tiny", "--adapters", "0", "--json"])
+    return folder
+
+
+def play_peer(work: Path, out: Path, *more: str) -> str:
+    """Play two of a peer's rows by the command line; returns what it printed, then how it ended."""
+    arguments = ["--shape", "tiny", "--device", "cpu", "--dtype", "float32", "--only", "peer"]
+    arguments += ["--out", str(out), "--work", str(work), "--port", str(free_port())]
+    printed = io.StringIO()
+    with redirect_stdout(printed), pytest.raises(SystemExit) as ended:
+        main([*arguments, "--cases", "base-c1", "lora1-c1", "--peer", FAKE, *more])
+    return f"{printed.getvalue()}\nexit code {ended.value.code}"
+
+
+def cases(out: Path) -> list[tuple[str, str]]:
+    return [(row["case"], row["side"]) for row in read_rows([out])]
+
+
+def test_one_command_measures_a_peer_and_goes_on_where_it_was(work: Path, tmp_path: Path) -> None:
+    out = tmp_path / "results.jsonl"
+    printed = play_peer(work, out)
+    ended = ("(end)", "peer")
+    assert cases(out) == [("base-c1", "peer"), ended, ("lora1-c1", "peer"), ended]
+    base, end, lora, _ = read_rows([out])
+    assert (base["errors"], base["requests"], lora["errors"], lora["requests"]) == (0, 2, 0, 2)
+    assert base["cached_prompt_tokens"] == lora["cached_prompt_tokens"] == 0
+    assert base["server"] == {"version": "1.2.3"}
+    assert (end["processes_left"], end["gpu_mib_left"]) == (0, 0)
+    assert "ready after" in printed
+    assert "| lora1-c1, peer |" in printed
+    assert "exit code 0" in printed
+    again = play_peer(work, out)
+    assert len(cases(out)) == 4
+    assert "ready after" not in again
+    play_peer(work, out, "--again", "--cases", "base-c1")
+    assert cases(out)[4:] == [("base-c1", "peer"), ended]
+    assert not [p for p in psutil.Process().children(recursive=True) if "fake_server" in str(p)]
+
+
+def test_a_peer_that_ends_by_itself_is_told(work: Path, tmp_path: Path) -> None:
+    out = tmp_path / "results.jsonl"
+    printed = play_peer(work, out, "--peer-base", f"{FAKE} --die", "--cases", "base-c1")
+    end, failed = read_rows([out])
+    assert (end["case"], failed["case"]) == ("(end)", "(start)")
+    assert "there is no GPU for this server" in failed["failure"]
+    assert "there is no GPU for this server" in printed
+    assert "## What went wrong" in printed
+    assert "exit code 1" in printed
+
+
+def test_a_peer_that_is_no_program_is_told(work: Path, tmp_path: Path) -> None:
+    out = tmp_path / "results.jsonl"
+    printed = play_peer(work, out, "--peer-base", "/no/such/server")
+    assert cases(out) == [("(start)", "peer"), ("lora1-c1", "peer"), ("(end)", "peer")]
+    assert "/no/such/server cannot be run: No such file or directory" in printed
+    assert "exit code 1" in printed
+
+
+def test_a_server_without_an_adapter_is_told(work: Path, tmp_path: Path) -> None:
+    out = tmp_path / "results.jsonl"
+    alone = FAKE.replace("{lora_modules}", "")
+    printed = play_peer(work, out, "--peer", alone, "--cases", "lora1-c1")
+    assert cases(out) == [("(end)", "peer"), ("(start)", "peer")]
+    assert "fails 64 requests: 404" in printed
+
+
+def test_connections_that_end_are_errors() -> None:
+    nobody = f"http://127.0.0.1:{free_port()}"
+    row = asyncio.run(run(nobody, Case("dead", ("base",), 2, 6, 4, 4), 1000))
+    assert (row["errors"], row["output_tokens_per_s"], row["ttft_p50_ms"]) == (6, 0.0, None)
+    assert "Connector" in row["first_error"][0]
+    assert "errors" in line_of({**row, "group": "one-gpu"})
+
+
+def test_no_server_is_started_without_time(work: Path, tmp_path: Path) -> None:
+    out = tmp_path / "results.jsonl"
+    printed = play_peer(work, out, "--seconds", "10")
+    assert not out.exists()
+    assert printed.count("no time is left for one-gpu (peer)") == 2
+
+
+def test_a_case_that_would_end_too_late_is_not_started(work: Path, tmp_path: Path) -> None:
+    group = groups(SMALL)["one-gpu"]
+    quick, slow = group.plays[0], replace(small("lora32-c64"), seconds=1e6)
+    lines: list[str] = []
+    setup = Setup(work, "tiny", "cuda", "float32", port=free_port())
+    results = Results(tmp_path / "results.jsonl")
+    player = Player(setup, results, Budget(600.0), _machine(), lines.append, line_of)
+    player.run(Session(group, "peer", (slow, quick), FAKE))
+    assert [row["case"] for row in results.rows] == ["base-c1", "(end)"]
+    assert "  no time is left for lora32-c64" in lines
+
+
+def test_weights_are_written_by_a_process_of_its_own_and_only_once(work: Path) -> None:
+    group, setup = groups(SMALL)["start"], Setup(work, "tiny", "cpu", "float32", layers=2)
+    write_files(setup, group, group.plays)
+    folder = setup.model_of(group)
+    before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert json.loads((folder / "config.json").read_text())["num_hidden_layers"] == 2
+    write_files(setup, group, group.plays)
+    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+
+
+def _machine() -> Row:
+    return {"boot": "here", "gpus": []}
+
+
+def tiny_engine(setup: Setup, name: str) -> EngineConfig:
+    """A group's own engine, with a small cache, in this process."""
+    config = server_config(setup, groups(SMALL)[name])
+    args: dict[str, Any] = config["applications"][0]["args"]
+    args["engine"]["cache"] = {"num_blocks": 2048}
+    return ServeConfig.model_validate(args).engine
+
+
+@pytest.fixture(scope="module")
+def setup(work: Path) -> Setup:
+    return Setup(work, "tiny", "cpu", "float32")
+
+
+@pytest.fixture(scope="module")
+def ours(setup: Setup) -> Iterator[Target]:
+    """Our server over the one-GPU group's configuration, tiny and without Ray."""
+    group = groups(SMALL)["one-gpu"]
+    with served(local.build(tiny_engine(setup, "one-gpu"))) as url:
+        yield Target(url, setup.vocabulary_of(group))
+
+
+def played(target: Target, *plays: Play) -> list[Row]:
+    """These cases' rows."""
+
+    async def play() -> list[Row]:
+        await warm_up(target, plays)
+        return [await measure(each, target) for each in plays]
+
+    return asyncio.run(play())
+
+
+def small(name: str) -> Play:
+    """A case of the one-GPU group over fewer adapters."""
+    [play] = [play for play in groups(SMALL)["one-gpu"].plays if play.name == name]
+    assert isinstance(play.what, Case)
+    case = replace(play.what, models=play.models[:FEW], requests=2 * FEW)
+    return replace(play, what=replace(case, input_length=16, output_length=4))
+
+
+def test_our_server_answers_mixed_ranks_and_plain_ones(ours: Target) -> None:
+    rows = played(ours, small("lora32-c64"), small("mixed32-c64"))
+    assert [(row["case"], row["errors"]) for row in rows] == [("lora32-c64", 0), ("mixed32-c64", 0)]
+    assert [row["cached_prompt_tokens"] for row in rows] == [0, 0]
+    assert all(row["output_tokens_per_s"] > 0 for row in rows)
+
+
+def test_our_server_is_fair_to_whoever_comes(ours: Target) -> None:
+    [play] = [play for play in groups(SMALL)["fairness"].plays if play.name == "flood"]
+    assert isinstance(play.what, Fair)
+    load = replace(play.what.load, requests=6, rate=20.0)
+    [row] = played(ours, Play(Fair(load, Terms("", 0, 16, 4, flood_lead_s=0.1)), 1.0))
+    assert (row["case"], row["requests"], row["errors"]) == ("flood", 6, 0)
+
+
+def test_our_server_holds_half_of_the_answers_to_a_schema(setup: Setup) -> None:
+    group = groups(SMALL)["structured"]
+    write_files(setup, group, group.plays)
+    [play] = group.plays
+    assert isinstance(play.what, Comparison)
+    case = replace(play.what.case, concurrency=4, requests=4, output_length=4)
+    with served(local.build(tiny_engine(setup, "structured"))) as url:
+        target = Target(url, setup.vocabulary_of(group))
+        [row] = played(target, replace(play, what=replace(play.what, case=case)))
+    assert (row["errors"], row["share"], row["cached_prompt_tokens"]) == (0, 0.5, 0)
+    expected = row["held_tokens_per_s"] / row["free_tokens_per_s"]
+    assert row["ratio"] == pytest.approx(expected, abs=1e-3)
+
+
+def test_what_the_server_announces_is_read(capsys: pytest.CaptureFixture[str]) -> None:
+    print("[loray 7] deploying tiny.yaml\n  a line of something else\n\nLoRay serves base on URL")
+    told = {
+        "device": "cpu x 1",
+        "adapter kernel": "reference (the CPU path)",
+        "http front": "haproxy",
+    }
+    serve._tell(told)
+    print("\nTry:\n  curl http://127.0.0.1 -H 'content-type: application/json'")
+    assert read_choices(capsys.readouterr().out) == told
+
+
+def record(step: int, rows: int, tokens: int, captured: bool, idle: float | None) -> StepRecord:
+    return StepRecord(step, rows, tokens, rows, 0, 0, 0.005, idle, captured)
+
+
+def test_steps_are_told_as_shares() -> None:
+    steps = [
+        record(7, 2, 700, False, 5.0),  # idle before the case began
+        record(8, 2, 2, True, 0.001),
+        record(9, 2, 2, True, 0.003),
+        record(10, 2, 2, False, 0.0),
+    ]
+    assert told(steps, 0.2) == {
+        "steps": 4,
+        "decode_steps": 3,
+        "captured_share": 0.5,
+        "device_idle_share": 0.02,
+    }
+    assert "device_idle_share" not in told([record(1, 1, 1, False, None)], 0.1)
+    before = {"stage": LoadSum(2, 0.5), "place": LoadSum(3, 0.1)}
+    after = {"stage": LoadSum(4, 0.6), "place": LoadSum(3, 0.1), "fetch": LoadSum(1, 0.002)}
+    assert mean_loads(before, after) == {"stage": 50.0, "fetch": 2.0}
+
+
+def test_rows_are_in_the_file_at_once(tmp_path: Path) -> None:
+    results = Results(tmp_path / "deep" / "results.jsonl")
+    for case in ("base-c1", "base-c64"):
+        results.append({"group": "one-gpu", "side": "ours", "case": case, "setup": "s"})
+        last = results.path.read_text().splitlines()[-1]
+        assert json.loads(last)["case"] == case

@@ -1,0 +1,32 @@
+"""How the suite runs: nothing is timed, and worker processes share it out by files (`-n 2`)."""
+
+import pytest
+from hypothesis import settings
+from xdist.scheduler import LoadScopeScheduling
+
+# No test asserts a time: a busy machine is no failure.
+settings.register_profile("loray", deadline=None)
+settings.load_profile("loray")
+
+_RAY = "tests/end_to_end/"
+
+
+class ByFile(LoadScopeScheduling):  # type: ignore[misc]
+    """A file's tests run on one worker, and all tests that start Ray on the one with the first.
+
+    Those wait for processes more than they compute, so the other worker has the cores meanwhile.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        return _RAY if nodeid.startswith(_RAY) else nodeid.split("::", 1)[0]
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByFile:
+    """Share out by scope, in the order of collection."""
+    config.option.loadscopereorder = False
+    return ByFile(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that start Ray take the longest, so they begin first."""
+    items.sort(key=lambda item: not item.nodeid.startswith(_RAY))

@@ -1,0 +1,52 @@
+"""What a driver says of an adapter's chat template, and to whom."""
+
+import json
+from pathlib import Path
+
+from configs.adapters import AdapterReference, AdapterSource
+from configs.templates import TemplateSource
+from deployments.contract import ErrorKind, Failed
+from deployments.driver.engine import Engine
+from tests.deployments.driver.fake_ranks import FakeGroup
+from tests.deployments.driver.stories import play
+
+
+def local(name: str) -> AdapterReference:
+    return AdapterReference(AdapterSource.LOCAL, name)
+
+
+def write(root: Path, name: str, file: str, content: object) -> None:
+    text = content if isinstance(content, str) else json.dumps(content)
+    (root / "adapters" / name / file).write_text(text)
+
+
+def test_templates_are_found_where_tokenizers_save_them(root: Path) -> None:
+    config = {"chat_template": "from config", "bos_token": {"content": "<s>"}, "pad_token": None}
+    named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "named"}]
+    write(root, "red", "tokenizer_config.json", config)
+    write(root, "blue", "tokenizer_config.json", config)
+    write(root, "blue", "chat_template.jinja", "from file")
+    write(root, "a0", "tokenizer_config.json", {"chat_template": named})
+    write(root, "a1", "tokenizer_config.json", "{half")
+    write(root, "a2", "tokenizer_config.json", {"chat_template": 7})
+    write(root, "a4", "tokenizer_config.json", "[" * 100_000)
+    bos = {"bos_token": "<s>"}
+    expected = {
+        "red": TemplateSource("from config", bos),
+        "blue": TemplateSource("from file", bos),
+        "a0": TemplateSource("named"),
+        "a3": TemplateSource(),
+    }
+
+    async def story(engine: Engine, group: FakeGroup) -> None:
+        for name, template in expected.items():
+            assert await engine.chat_template(local(name), None) == template
+        kinds = []
+        for name in ("a1", "a2", "a4", "missing"):
+            answer = await engine.chat_template(local(name), None)
+            assert isinstance(answer, Failed)
+            kinds.append(answer.kind)
+        unsupported = ErrorKind.ADAPTER_UNSUPPORTED
+        assert kinds == [*[unsupported] * 3, ErrorKind.ADAPTER_NOT_FOUND]
+
+    play(root, story)

@@ -1,0 +1,163 @@
+"""The loop over a rank that is played by hand, message by message."""
+
+import queue
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+import msgspec
+import pytest
+
+from configs.adapters import AdapterKey, AdapterRefusal, AdapterShape, FetchedAdapter
+from configs.engine import RecoveryConfig
+from configs.sampling import FinishReason, Sampling, Stopping
+from deployments.driver.loop import EngineLoop, LoopSettings
+from deployments.rank.messages import (
+    Broken,
+    Command,
+    LoadReport,
+    Placed,
+    Report,
+    Stage,
+    Staged,
+    StageFailed,
+    Step,
+    Stepped,
+    Stop,
+)
+from deployments.rank.transport import Channel, RankLinks
+from scheduler.events import AdapterFailure, Ended, Event
+from scheduler.plan import StepPlan, StepResult
+from scheduler.policy import Limits
+from scheduler.request import Request
+from scheduler.scheduler import Scheduler
+from tests.deployments.driver.fake_ranks import FakeGroup
+
+KEY = AdapterKey(1)
+C = TypeVar("C", Step, Stage, Stop)
+
+
+class HandRank:
+    """A group of one rank that says and hears what the test does."""
+
+    def __init__(self) -> None:
+        self.report = FakeGroup(1)._report(0)
+        self.starts = 0
+
+    def start(self) -> tuple[RankLinks, list[LoadReport]]:
+        ours, theirs = socket.socketpair()
+        theirs.settimeout(20.0)
+        self.end, self.links = Channel(theirs), RankLinks([Channel(ours)])
+        self.starts += 1
+        return self.links, [self.report]
+
+    def stop(self) -> None:
+        self.links.close()
+        self.end.close()
+
+    def hear(self, kind: type[C]) -> C:
+        """The next thing the rank is told, which must be of this kind."""
+        frame = self.end.receive()
+        assert frame is not None, "the driver hung up"
+        told: Command = msgspec.msgpack.decode(frame, type=Step | Stage | Stop)
+        assert isinstance(told, kind), told
+        return told
+
+    def say(self, report: Report) -> None:
+        self.end.send(msgspec.msgpack.encode(report))
+
+    def answer(self, *tokens: int) -> StepPlan:
+        """Hear of a step and tell its tokens."""
+        plan = self.hear(Step).plan
+        self.say(Stepped(StepResult(plan.epoch, plan.step, list(tokens))))
+        return plan
+
+
+class Played:
+    """A loop, its rank, and what comes out of both."""
+
+    def __init__(self, **recovery: float) -> None:
+        self.rank = HandRank()
+        self.events: queue.Queue[Event] = queue.Queue()
+        started = self.rank.start()
+        scheduler = Scheduler(Limits(steps_ahead=1), self.rank.report.capacity)
+        settings = LoopSettings(
+            recovery=RecoveryConfig.model_validate({"step_timeout_s": 20.0, **recovery}),
+            fetched=lambda key: FetchedAdapter(key, "red", "", "digest", ()),
+            emit=self.take,
+            fail=lambda message: None,
+            applied=lambda plan, result: None,
+            loaded=lambda stage, seconds: None,
+        )
+        self.loop = EngineLoop(scheduler, self.rank, started, settings)
+        self.loop.start()
+
+    def take(self, events: Sequence[Event]) -> None:
+        for event in events:
+            self.events.put(event)
+
+    def ask(
+        self, name: str, key: AdapterKey | None = KEY, after: threading.Event | None = None
+    ) -> None:
+        """Have the loop take a request for one token, if need be when it may go on."""
+        asked = Request((name, 0), [5], Sampling(), Stopping(1), key)
+
+        def add(scheduler: Scheduler, now: float) -> list[Event]:
+            if after is not None:
+                after.wait(20.0)
+            scheduler.add(asked, now)
+            return []
+
+        self.loop.post(add)
+
+    def ended(self) -> Ended:
+        """The next end of a request."""
+        while not isinstance(event := self.events.get(timeout=20.0), Ended):
+            pass
+        return event
+
+
+@pytest.fixture
+def quick() -> Iterator[Played]:
+    """Adapters that are not read at once are given up."""
+    played = Played(stage_timeout_s=0.2)
+    yield played
+    played.loop.stop()
+
+
+def test_an_answer_that_comes_after_it_was_given_up_is_not_taken_for_a_later_one(
+    quick: Played,
+) -> None:
+    rank = quick.rank
+    quick.ask("early")
+    first = rank.hear(Stage)
+    end = quick.ended().ending
+    assert isinstance(end, AdapterFailure)
+    assert end.refusal is AdapterRefusal.UNAVAILABLE
+    assert rank.answer().drops == [KEY], "what the rank may hold of it must go"
+    quick.ask("late")
+    second = rank.hear(Stage)
+    assert second.attempt != first.attempt
+    rank.say(StageFailed(0, KEY, AdapterRefusal.UNSUPPORTED, "dropped", first.attempt))
+    rank.say(Staged(0, KEY, AdapterShape((1,), 100), second.attempt))
+    assert [fill.key for fill in rank.answer().fills] == [KEY]
+    rank.say(Placed(0, KEY))
+    rank.answer(7)
+    ended = quick.ended()
+    assert (ended.ending, ended.tokens) == (FinishReason.LENGTH, [7])
+
+
+def test_a_broken_rank_is_heard_out(quick: Played, caplog: pytest.LogCaptureFixture) -> None:
+    """It said why before it hung up, but the driver notices as it sends the next plan."""
+    rank, may_go_on = quick.rank, threading.Event()
+    quick.ask("r", None, may_go_on)
+    rank.say(Broken(0, "the card is on fire"))
+    rank.end.close()
+    may_go_on.set()
+    while rank.starts < 2:
+        assert quick.loop.failure is None
+    rank.answer(7)
+    assert quick.ended().tokens == [7]
+    assert "the card is on fire" in caplog.text
+    assert "Broken pipe" not in caplog.text

@@ -1,0 +1,198 @@
+"""The router under Serve's own base class: what it tells the choice, and what comes of it."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from ray.serve._private.common import (
+    DeploymentHandleSource,
+    DeploymentID,
+    ReplicaID,
+    RequestMetadata,
+)
+from ray.serve.request_router import PendingRequest
+
+from configs.adapters import AdapterReference, AdapterSource
+from deployments.contract import GenerateRequest
+from deployments.driver.router import AdapterRouter
+from deployments.driver.routing import COLD_SLACK, LEEWAY, Report, Tier, mark
+
+DRIVER = DeploymentID("Driver", "loray")
+RED = AdapterReference(AdapterSource.LOCAL, "red")
+
+
+class Replica:
+    """What Serve's base class asks of a replica; one that does not answer is silent for ever."""
+
+    def __init__(self, name: str, stats: dict[str, Any] | None = None) -> None:
+        self.replica_id = ReplicaID(name, DRIVER)
+        self.routing_stats = stats or {}
+        self.max_ongoing_requests = 100
+        self.num_open = 0
+        self.num_asked = 0
+        self.answers = True
+
+    async def get_queue_len(self, *, deadline_s: float) -> int:
+        self.num_asked += 1
+        if not self.answers:
+            await asyncio.Event().wait()
+        return self.num_open
+
+
+class Calls:
+    """Calls of a deployment over an `AdapterRouter`, sent as Serve sends them."""
+
+    def __init__(self, *replicas: Replica) -> None:
+        self.router = AdapterRouter(
+            DRIVER, DeploymentHandleSource.REPLICA, use_replica_queue_len_cache=True
+        )
+        self.router.initialize_state()
+        self.router.update_replicas(list(replicas))
+        self.num_calls = 0
+
+    async def call(self, *arguments: object, request: str | None = None, takes: bool = True) -> str:
+        """The replica that takes a call of an HTTP request, by default of one of its own."""
+        self.num_calls += 1
+        http = request or f"request {self.num_calls}"
+        metadata = RequestMetadata(request_id=http, internal_request_id=http)
+        pending = PendingRequest(args=list(arguments), kwargs={}, metadata=metadata)
+        replica = await self.router._choose_replica_for_request(pending)
+        if not takes:
+            return str(replica.replica_id.unique_id)
+        self.router.on_send_request(replica.replica_id)
+        replica.num_open += 1
+        self.router.on_new_queue_len_info(replica.replica_id, replica.num_open)
+        self.router.on_request_routed(pending, replica.replica_id, None)
+        name: str = replica.replica_id.unique_id
+        return name
+
+
+def play(story: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(story(), 30))
+
+
+def generate(adapter: AdapterReference | None) -> GenerateRequest:
+    return GenerateRequest("", [], adapter)
+
+
+def holding(name: str, adapter: AdapterReference) -> Replica:
+    return Replica(name, Report({mark(adapter): Tier.DEVICE}).packed())
+
+
+def test_every_call_about_an_adapter_goes_to_its_holder() -> None:
+    async def story() -> None:
+        for name in ("a", "b"):
+            others = [Replica(other) for other in ("a", "b", "c") if other != name]
+            calls = Calls(*others, holding(name, RED))
+            assert await calls.call(generate(RED), "reply to") == name
+            assert await calls.call(RED, None) == name
+
+    play(story)
+
+
+def test_calls_about_no_adapter_go_anywhere() -> None:
+    async def story() -> None:
+        calls = Calls(Replica("a"), Replica("b"), holding("c", RED))
+        served = Counter([await calls.call(generate(None)) for _ in range(30)])
+        served += Counter([await calls.call() for _ in range(30)])
+        assert set(served) == {"a", "b", "c"}
+        assert max(served.values()) - min(served.values()) <= 4, "the less busy of two"
+
+    play(story)
+
+
+def test_a_burst_is_spread_though_all_of_it_is_routed_at_once() -> None:
+    """No request may be chosen for before the one before it counts."""
+
+    async def story() -> None:
+        calls = Calls(Replica("a"), Replica("b"))
+        served = Counter(await asyncio.gather(*(calls.call(generate(RED)) for _ in range(60))))
+        few, many = sorted(served.values())
+        at_once = calls.router.max_num_routing_tasks
+        assert many <= LEEWAY * few + COLD_SLACK + at_once, served
+
+    play(story)
+
+
+def test_requests_follow_the_first_before_it_is_taken() -> None:
+    async def story() -> None:
+        at_home = await Calls(Replica("a"), Replica("b")).call(RED)
+        home, other = Replica(at_home), Replica("b" if at_home == "a" else "a")
+        calls = Calls(home, other)
+        calls.router.on_new_queue_len_info(home.replica_id, 50)
+        assert await calls.call(RED, takes=False) == other.replica_id.unique_id
+        calls.router.on_new_queue_len_info(home.replica_id, 0)
+        assert await calls.call(RED) == other.replica_id.unique_id
+
+    play(story)
+
+
+def test_calls_of_one_http_request_may_come_at_once() -> None:
+    async def story() -> None:
+        calls = Calls(Replica("a"), Replica("b"))
+        served = await asyncio.gather(*(calls.call(RED, request="one") for _ in range(8)))
+        assert len(served) == 8
+
+    play(story)
+
+
+def test_a_full_or_silent_holder_is_passed_over() -> None:
+    async def story() -> None:
+        full, silent = holding("a", RED), holding("a", RED)
+        full.num_open = full.max_ongoing_requests
+        silent.answers = False
+        for holder in (full, silent):
+            calls = Calls(holder, Replica("b"))
+            calls.router.replica_queue_len_cache.invalidate_key(holder.replica_id)
+            assert await calls.call(generate(RED)) == "b"
+
+    play(story)
+
+
+def test_when_all_are_full_a_request_waits_for_a_place_and_asks_now_and_then() -> None:
+    async def story() -> None:
+        only = holding("a", RED)
+        only.num_open = only.max_ongoing_requests
+        calls = Calls(only)
+        waiting = asyncio.create_task(calls.call(generate(RED)))
+        await asyncio.wait([waiting], timeout=0.1)
+        assert not waiting.done()
+        assert only.num_asked < 20
+        only.num_open = 3
+        assert await waiting == "a"
+
+    play(story)
+
+
+def test_replicas_come_report_and_die() -> None:
+    async def story() -> None:
+        calls = Calls()
+        waiting = asyncio.create_task(calls.call(generate(RED)))
+        await asyncio.sleep(0)
+        first = Replica("a")
+        calls.router.update_replicas([first])
+        assert await waiting == "a", "it came when there was nobody"
+        holder = holding("b", RED)
+        calls.router.update_replicas([first, holder])
+        assert await calls.call(generate(RED)) == "b"
+        calls.router.on_replica_actor_died(holder.replica_id)
+        assert await calls.call(generate(RED)) == "a"
+        calls.router.update_replicas([first])
+        assert await calls.call(generate(RED)) == "a"
+
+    play(story)
+
+
+def test_a_client_that_leaves_keeps_nobody_waiting() -> None:
+    async def story() -> None:
+        calls = Calls()
+        leaving = asyncio.create_task(calls.call(generate(RED), request="one"))
+        staying = asyncio.create_task(calls.call(generate(RED), request="one"))
+        await asyncio.sleep(0)
+        leaving.cancel()
+        await asyncio.gather(leaving, return_exceptions=True)
+        calls.router.update_replicas([Replica("a")])
+        assert await staying == "a"
+
+    play(story)

@@ -1,0 +1,73 @@
+"""schemathesis: what fits the document, and what does not, is answered as the document says."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import requests
+import schemathesis
+from hypothesis import HealthCheck, given, seed, settings
+from schemathesis import Case, GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.schemas import BaseSchema
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from deployments.ingress.openapi.document import OPERATIONS
+from tests.deployments.ingress.conftest import Server
+
+EXAMPLES = 15
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+]
+
+
+@pytest.fixture(scope="module")
+def schema(_server: Server) -> BaseSchema:
+    return schemathesis.openapi.from_url(f"{_server.url}/openapi.json")
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[requests.Session]:
+    with requests.Session() as one:
+        yield one
+
+
+def _stories() -> list[tuple[str, str, GenerationMode]]:
+    """Requests that fit, and for routes that take a body some that do not."""
+    rows = sorted(OPERATIONS.items())
+    fitting = [(method, path, GenerationMode.POSITIVE) for (method, path), _ in rows]
+    return fitting + [
+        (method, path, GenerationMode.NEGATIVE) for (method, path), row in rows if row.request
+    ]
+
+
+@pytest.mark.parametrize(("method", "path", "mode"), _stories())
+def test_replies_keep_to_the_document(
+    server: Server,
+    schema: BaseSchema,
+    session: requests.Session,
+    method: str,
+    path: str,
+    mode: GenerationMode,
+) -> None:
+    strategy = schema[path][method.upper()].as_strategy(generation_mode=mode)
+
+    @seed(20)
+    @settings(
+        max_examples=EXAMPLES, deadline=None, database=None,
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(strategy)
+    def exchange(case: Case[Any]) -> None:
+        case.call_and_validate(base_url=server.url, session=session, checks=CHECKS, timeout=30)
+
+    exchange()

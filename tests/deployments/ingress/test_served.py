@@ -1,0 +1,64 @@
+"""The document's examples against the real engine: the demo on one rank, over HTTP."""
+
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from configs.adapters import AdapterSource
+from deployments.ingress.engine import IngressSettings
+from tests.served import demo_app, demo_config, served
+
+
+@pytest.fixture(scope="module")
+def http() -> Iterator[httpx.Client]:
+    config = demo_config(limits={"max_batch_total_tokens": 4096, "max_total_tokens": 512})
+    app = demo_app(config, IngressSettings(default_source=AdapterSource.LOCAL))
+    with served(app) as url, httpx.Client(base_url=url, timeout=60) as client:
+        yield client
+
+
+def test_every_example_of_the_document_is_answered(http: httpx.Client) -> None:
+    asked = 0
+    for path, methods in http.get("/openapi.json").json()["paths"].items():
+        body = methods.get("post", {}).get("requestBody")
+        if body is None:
+            continue
+        for example in body["content"]["application/json"]["examples"].values():
+            reply = http.post(path, json=example["value"])
+            assert reply.status_code == 200, (path, reply.text)
+            assert '"error"' not in reply.text or path == "/v1/responses", reply.text
+            asked += 1
+    assert asked > 15
+
+
+def test_an_answer_of_the_document_is_the_demos_own(http: httpx.Client) -> None:
+    row = http.get("/openapi.json").json()["paths"]["/generate"]["post"]
+    content = row["requestBody"]["content"]["application/json"]["examples"]["example0"]["value"]
+    answer = row["responses"]["200"]["content"]["application/json"]["example"]
+    assert http.post("/generate", json=content).json() == answer
+
+
+def test_adapters_are_merged_for_a_request(http: httpx.Client) -> None:
+    question, whole = (
+        "What is the capital of France?",
+        "Arr! The capital of France be Paris, matey!",
+    )
+
+    def ask(**merged: object) -> tuple[str, str]:
+        parameters = {"merged_adapters": merged, "max_new_tokens": 20}
+        native = http.post("/generate", json={"inputs": question, "parameters": parameters})
+        body = {"model": "", "prompt": question, "temperature": 0, "max_tokens": 20}
+        openai = http.post("/v1/completions", json={**body, "merged_adapters": merged})
+        return native.json()["generated_text"].strip(), openai.json()["choices"][0]["text"].strip()
+
+    # Of the same adapter twice A and B grow by the sum of the weights' roots.
+    assert ask(ids=["pirate"], weights=[1]) == (whole, whole)
+    assert ask(ids=["pirate"] * 2, weights=[0.25] * 2) == (whole, whole)
+    both = "La capitale de la France est Paris, matey!"
+    assert ask(ids=["french", "pirate"], weights=[0.7, 0.7]) == (both, both)
+
+
+def test_the_cache_keeps_to_its_bound(http: httpx.Client) -> None:
+    info = http.get("/info").json()
+    assert (info["max_batch_total_tokens"], info["max_total_tokens"]) == (4096, 512)

@@ -1,0 +1,129 @@
+"""Two driver replicas: each adapter has a home, a hot one has both, and a death moves them."""
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.end_to_end.clients import MODELS, Answers, StreamError, longest_questions, stream_text
+from tests.end_to_end.conftest import Served
+from tests.end_to_end.processes import drivers
+from tests.end_to_end.test_updates import deploy, driver_options, restored, wait_for
+
+ADAPTERS = MODELS[1:]
+QUESTION = "What is the capital of France?"
+
+pytestmark = pytest.mark.ray
+
+
+@pytest.fixture(scope="module")
+def two(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """The demo with two driver replicas, as the ingress knows."""
+    path: Path = tmp_path_factory.mktemp("routing") / "config.yaml"
+    with restored(served, path) as config:
+        options = driver_options(config)
+        options["autoscaling_config"] = {"min_replicas": 2, "max_replicas": 2}
+        deploy(served, config, path)
+        wait_for(lambda: len(replicas(served)) == 2)
+        yield served
+
+
+def replicas(served: Served) -> set[str]:
+    """Ids of the driver replicas that the ingress knows."""
+    rows = httpx.get(f"{served.url}/v1/adapters", timeout=30).json()["data"]
+    return {name for row in rows for name in row["replicas"]}
+
+
+def holders(served: Served, adapter: str) -> set[str]:
+    """The replicas whose ranks hold an adapter."""
+    row = httpx.get(f"{served.url}/v1/adapters/{adapter}", timeout=30).json()
+    return {name for name, each in row["replicas"].items() if each["state"] in ("host", "device")}
+
+
+def process_of(served: Served, replica: str) -> psutil.Process:
+    """A driver replica's process, by the log that it writes."""
+    [found] = [
+        process
+        for process in drivers(served)
+        if any(file.path.endswith(f"_{replica}.log") for file in process.open_files())
+    ]
+    return found
+
+
+def ask(
+    served: Served,
+    asked: Sequence[tuple[str, str]],
+    at_once: int,
+    heard: Callable[[], None] | None = None,
+) -> list[str | StreamError]:
+    """What is told to each (model, question), some at a time; `heard` with every token."""
+
+    async def play() -> list[str | StreamError]:
+        gate = asyncio.Semaphore(at_once)
+        async with httpx.AsyncClient(timeout=120) as client:
+
+            async def one(model: str, question: str) -> str | StreamError:
+                async with gate:
+                    try:
+                        return await stream_text(client, served.url, model, question, heard)
+                    except StreamError as error:
+                        return error
+
+            return await asyncio.gather(*(one(*each) for each in asked))
+
+    return asyncio.run(play())
+
+
+def struck(
+    served: Served, asked: Sequence[tuple[str, str]], strike: Callable[[], None]
+) -> list[str | StreamError]:
+    """Ask all at once and strike at the first token that anybody hears."""
+    tokens = count()
+
+    def heard() -> None:
+        if next(tokens) == 0:
+            strike()
+
+    return ask(served, asked, len(asked), heard)
+
+
+def test_adapters_stay_on_their_homes(two: Served, answers: Answers) -> None:
+    asked = [(ADAPTERS[i % len(ADAPTERS)], QUESTION) for i in range(40)]
+    told = ask(two, asked, at_once=4)
+    assert told == [answers[model][question]["raw"] for model, question in asked]
+    assert [len(holders(two, adapter)) for adapter in ADAPTERS] == [1] * len(ADAPTERS)
+
+
+def test_a_hot_adapter_reaches_both_replicas(two: Served, answers: Answers) -> None:
+    questions = longest_questions(answers, 2)
+    asked = [("french", questions[i % 2]) for i in range(48)]
+    told = ask(two, asked, at_once=48)
+    assert told == [answers[model][question]["raw"] for model, question in asked]
+    assert holders(two, "french") == replicas(two)
+
+
+def test_a_replica_dies_and_its_adapters_move_without_another_failure(
+    two: Served, answers: Answers
+) -> None:
+    [dying] = holders(two, "pirate")
+    [staying] = replicas(two) - {dying}
+    victim = process_of(two, dying)
+    long = longest_questions(answers, 1)[0]
+    asked = [(ADAPTERS[i % len(ADAPTERS)], long) for i in range(24)]
+    told = struck(two, asked, victim.kill)
+    assert any(isinstance(said, StreamError) for said in told)
+    for said, (model, question) in zip(told, asked, strict=True):
+        assert said == answers[model][question]["raw"] or "send it again" in str(said), said
+    asked = [(MODELS[i % len(MODELS)], QUESTION) for i in range(30)]
+    told = ask(two, asked, at_once=6)
+    assert told == [answers[model][question]["raw"] for model, question in asked]
+    assert [holders(two, adapter) for adapter in ADAPTERS] == [{staying}] * len(ADAPTERS)
+    wait_for(lambda: len(replicas(two)) == 2 and dying not in replicas(two))
+    assert ask(two, asked, at_once=6) == told
+    assert [holders(two, adapter) for adapter in ADAPTERS] == [{staying}] * len(ADAPTERS), (
+        "what is held stays where it is when a replica comes"
+    )

@@ -1,0 +1,179 @@
+"""A hub on this machine: the few endpoints that adapters need, rights, and faults on order."""
+
+import contextlib
+import hashlib
+import json
+import threading
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+
+@dataclass
+class Repository:
+    """readers: tokens that may read it; None is everybody. gated: described to all all the same."""
+
+    files: dict[str, bytes]
+    readers: set[str] | None = None
+    gated: bool = False
+    commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
+
+    @property
+    def sha(self) -> str:
+        """The commit of what is there now."""
+        return self.commit(self.files)
+
+    def commit(self, files: dict[str, bytes]) -> str:
+        """Keep these files under their commit."""
+        sha = hashlib.sha1(repr(sorted(files.items())).encode()).hexdigest()
+        self.commits[sha] = dict(files)
+        return sha
+
+
+class HubServer:
+    """`with HubServer() as hub`; faults: statuses that answer the next requests instead.
+
+    requests: paths of all that came, in order. cuts: so many bytes of a file go out, then the
+    connection breaks, once for each entry. resumed: where downloads went on. gate: files wait
+    for it.
+    """
+
+    def __init__(self) -> None:
+        self.repositories: dict[str, Repository] = {}
+        self.faults: list[int] = []
+        self.cuts: list[int] = []
+        self.requests: list[str] = []
+        self.resumed: list[int] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.asked_for_files = threading.Event()
+        hub = self
+
+        class Handler(_Handler):
+            server_hub = hub
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._server.server_port}"
+
+    def add(self, name: str, files: dict[str, bytes], **rules: Any) -> Repository:
+        repository = self.repositories[name] = Repository(files, **rules)
+        return repository
+
+    def downloads(self) -> list[str]:
+        """The files that were asked for."""
+        return [path.rpartition("/")[2] for path in self.requests if "/resolve/" in path]
+
+    def looks(self) -> int:
+        """How often somebody asked about a repository."""
+        return sum(path.startswith("/api/models/") for path in self.requests)
+
+    def __enter__(self) -> "HubServer":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.gate.set()
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server_hub: HubServer
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        hub = self.server_hub
+        hub.requests.append(self.path)
+        if hub.faults:
+            self._answer(hub.faults.pop(0), b"fault on order")
+        elif self.path.startswith("/api/models/"):
+            self._describe(*_split(self.path.removeprefix("/api/models/")))
+        else:
+            name, _, rest = self.path[1:].partition("/resolve/")
+            sha, _, file = rest.partition("/")
+            self._send_file(name, sha, file)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def _describe(self, name: str, rest: str) -> None:
+        repository = self.server_hub.repositories.get(name)
+        if repository is None or not (repository.gated or self._may_read(repository)):
+            self._answer(401, b"", {"X-Error-Code": "RepoNotFound"})
+        elif rest == "auth-check":
+            allowed = self._may_read(repository)
+            self._answer(200 if allowed else 403, b"", {} if allowed else _GATED)
+        else:
+            self._tell(repository, rest.removeprefix("revision/"))
+
+    def _tell(self, repository: Repository, revision: str) -> None:
+        sha = repository.sha if revision in ("", "main") else revision
+        if sha not in repository.commits:
+            self._answer(404, b"", {"X-Error-Code": "RevisionNotFound"})
+            return
+        files = repository.commits[sha]
+        description = {
+            "id": "any/name",
+            "sha": sha,
+            "private": repository.readers is not None and not repository.gated,
+            "gated": "manual" if repository.gated else False,
+            "siblings": [
+                {"rfilename": name, "size": len(data), "blobId": hashlib.sha1(data).hexdigest()}
+                for name, data in files.items()
+            ],
+        }
+        self._answer(200, json.dumps(description).encode(), {"Content-Type": "application/json"})
+
+    def _send_file(self, name: str, sha: str, file: str) -> None:
+        hub = self.server_hub
+        repository = hub.repositories[name]
+        if not self._may_read(repository):
+            self._answer(403, b"", _GATED)
+            return
+        data = repository.commits[sha][file]
+        cut = hub.cuts.pop(0) if hub.cuts else None
+        hub.asked_for_files.set()
+        hub.gate.wait(20)
+        start = 0
+        if (ranged := self.headers["Range"]) is not None:
+            start = int(ranged.removeprefix("bytes=").removesuffix("-"))
+            hub.resumed.append(start)
+        body = data[start:]
+        headers = {"Content-Range": f"bytes {start}-{len(data) - 1}/{len(data)}"} if start else {}
+        self._answer(206 if start else 200, body, headers, cut)
+
+    def _may_read(self, repository: Repository) -> bool:
+        token = (self.headers["Authorization"] or "").removeprefix("Bearer ")
+        return repository.readers is None or token in repository.readers
+
+    def _answer(
+        self,
+        status: int,
+        body: bytes,
+        headers: dict[str, str] | None = None,
+        cut: int | None = None,
+    ) -> None:
+        self.send_response(status)
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it was given up
+            self.wfile.write(body[:cut])
+        if cut is not None:
+            self.close_connection = True
+
+
+_GATED = {"X-Error-Code": "GatedRepo"}
+
+
+def _split(path: str) -> tuple[str, str]:
+    """owner/name and what follows."""
+    owner, name, *rest = path.partition("?")[0].split("/")
+    return f"{owner}/{name}", "/".join(rest)

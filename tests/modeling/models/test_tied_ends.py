@@ -1,0 +1,74 @@
+"""Checkpoints whose config ties embedding and head, and that hold both all the same."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from modeling.models.shell import CausalShell
+from sharding.group import TensorParallel
+from tests.checkpoints import load_oracle, oracle_logits, write_llama
+from tests.checkpoints_others import write_gpt2, write_gpt_neox, write_opt
+from tests.modeling.models.stepping import Stepper, load
+from tests.ranks import run_ranks
+
+SEQUENCE = [(7 * i + i * i) % 96 for i in range(20)]
+CHANGED = 90
+"""A token of the last rank's."""
+
+FAMILIES: dict[str, tuple[Callable[[Path], Path], str, str]] = {
+    "llama": (lambda path: write_llama(path, "tied"), "model.embed_tokens", "lm_head"),
+    "gpt2": (write_gpt2, "transformer.wte", "lm_head"),
+    "opt": (write_opt, "model.decoder.embed_tokens", "lm_head"),
+    "gpt_neox": (lambda path: write_gpt_neox(path, "tied"), "gpt_neox.embed_in", "embed_out"),
+}
+"""How to write a tied model, and its ends in the checkpoint."""
+
+
+def write_both(folder: Path, family: str) -> tuple[dict[str, Tensor], Tensor]:
+    """A tied model whose checkpoint holds a head; its tensors, and that head to be changed."""
+    write, embedding, head = FAMILIES[family]
+    tensors = load_file(write(folder) / "model.safetensors")
+    tensors[f"{head}.weight"] = tensors[f"{embedding}.weight"].clone()
+    return tensors, tensors[f"{head}.weight"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_head_of_its_own_is_used(tmp_path: Path, family: str, ranks: int) -> None:
+    """As transformers does; one row that differs, on one rank, unties the whole."""
+    tied = oracle_logits(load_oracle(FAMILIES[family][0](tmp_path)), SEQUENCE)
+    tensors, head = write_both(tmp_path, family)
+    head[CHANGED] *= -1
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    expected = oracle_logits(load_oracle(tmp_path), SEQUENCE)
+    assert (expected - tied)[:, CHANGED].abs().min() > 0.01
+
+    def on_rank(group: TensorParallel) -> tuple[Tensor, bool]:
+        model = load(tmp_path, group)
+        assert isinstance(model, CausalShell)
+        return Stepper(model).step([(0, SEQUENCE)])[0], is_shared(model)
+
+    for logits, shared in run_ranks(ranks, on_rank):
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+        assert not shared, "adapters would take the ends for one"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_equal_copy_takes_no_memory(tmp_path: Path, family: str) -> None:
+    tensors, _ = write_both(tmp_path, family)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+
+    def on_rank(group: TensorParallel) -> bool:
+        model = load(tmp_path, group)
+        assert isinstance(model, CausalShell)
+        return is_shared(model)
+
+    assert run_ranks(2, on_rank) == [True, True]
+
+
+def is_shared(model: CausalShell) -> bool:
+    return model.lm_head.weight is model.embedding.weight

@@ -1,0 +1,211 @@
+"""A constrained request's answer is the oracle's, whatever runs beside it and however it runs."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from configs.sampling import Sampling
+from modeling.runner import ModelRunner
+from sharding.group import SingleRank, TensorParallel
+from tests.checkpoints import (
+    AdapterRecipe,
+    load_adapted_oracle,
+    load_oracle,
+    oracle_logits,
+    write_adapter,
+    write_llama,
+)
+from tests.fakes import EOS, token_id, write_tokenizer
+from tests.modeling.padded import generate_padded, padded_runner
+from tests.modeling.parity import BLOCK_SIZE, NUM_BLOCKS, WHOLE, engine_config, place_all
+from tests.modeling.stepping import Asked, generate
+from tests.modeling.test_graphs import capture_on_cpu
+from tests.ranks import run_ranks
+
+llguidance = pytest.importorskip("llguidance")
+
+NUM_TOKENS = 32
+PROMPTS = ([5, 9, 33, 71, 8, 60, 12], [44, 3, 17], [80] * 19)
+SCHEMA = json.dumps({
+    "type": "object",
+    "properties": {"kind": {"enum": ["fox", "dog"]}, "old": {"type": "boolean"}},
+    "required": ["kind", "old"], "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},
+})  # fmt: skip
+FREE = Sampling()
+ENDS = Sampling(json_schema=SCHEMA)
+GOES_ON = Sampling(grammar="start: /(fox|dog|[0-9]{2}-)+/")
+DRAWN = Sampling(temperature=1.0, seed=5, json_schema='{"type": "array", "items": {"enum": [1]}}')
+WEIGHED = Sampling(grammar=GOES_ON.grammar, frequency_penalty=1.5, logprobs=2)
+KINDS = (FREE, ENDS, GOES_ON, DRAWN, WEIGHED)
+
+CPU = torch.device("cpu")
+
+
+class Place:
+    """A model whose tokenizer spells JSON, two adapters over it, and what the oracle says."""
+
+    def __init__(self, root: Path) -> None:
+        model = root / "model"
+        model.mkdir()
+        self.eos = token_id(write_tokenizer(model), EOS)
+        self.model = write_llama(model, vocab_size=336, eos_token_id=self.eos)
+        recipes = [AdapterRecipe(r=8, seed=2), AdapterRecipe(r=3, target_modules=("q_proj",))]
+        self.adapters = [write_adapter(root / f"a{i}", model, r) for i, r in enumerate(recipes)]
+        self.plain = self.runner(SingleRank())
+        self.captured = self.runner(SingleRank())
+        self.captured._captured = capture_on_cpu(self.captured)
+        self._models = [load_adapted_oracle(model, folder) for folder in self.adapters]
+        self._models.append(load_oracle(model))
+        self._tokenizer = llguidance.LLTokenizer(
+            str(model / "tokenizer.json"), n_vocab=336, eos_token=[self.eos]
+        )
+        self.expected = lru_cache(self._expected)
+
+    def runner(self, group: TensorParallel) -> ModelRunner:
+        """A runner with the adapters at their slots."""
+        runner = ModelRunner(engine_config(self.model), group, CPU)
+        runner.load()
+        place_all(runner, self.adapters)
+        return runner
+
+    def _expected(self, prompt: int, slot: int, kind: int) -> tuple[int, ...]:
+        """The oracle's answer, up to its end; what nobody else computes is computed alone."""
+        asked = KINDS[kind]
+        if asked.temperature or asked.penalised:
+            request = Asked(PROMPTS[prompt], NUM_TOKENS, slot, asked)
+            [answer] = generate(self.plain, [request], NUM_BLOCKS, BLOCK_SIZE)
+            return self.until_end(answer.tokens)
+        return self.until_end(self._greedy(PROMPTS[prompt], self._models[slot], asked))
+
+    def until_end(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        """What a scheduler takes of a row's tokens."""
+        end = tokens.index(self.eos) + 1 if self.eos in tokens else len(tokens)
+        return tuple(tokens[:end])
+
+    def _greedy(self, prompt: Sequence[int], model: Any, asked: Sampling) -> list[int]:
+        """One whole forward and one mask a token."""
+        tokens = list(prompt)
+        schema = asked.json_schema
+        grammar = llguidance.LLMatcher.grammar_from_json_schema(schema) if schema else asked.grammar
+        matcher = llguidance.LLMatcher(self._tokenizer, grammar) if asked.constraint else None
+        while len(tokens) < len(prompt) + NUM_TOKENS and tokens[-1] != self.eos:
+            logits = oracle_logits(model, tokens)[-1]
+            if matcher is not None:
+                bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+                allowed = np.unpackbits(bits, bitorder="little", count=len(logits))
+                logits[torch.from_numpy(allowed == 0)] = float("-inf")
+            best = logits.topk(2).values
+            assert best[0] - best[1] > 1e-3, "too close to tell right from wrong"
+            tokens.append(int(logits.argmax()))
+            assert matcher is None or matcher.consume_token(tokens[-1])
+        return tokens[len(prompt) :]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    return Place(tmp_path_factory.mktemp("constrained"))
+
+
+Row = tuple[int, int, int]
+"""Which prompt, slot and kind."""
+
+MIX: list[Row] = [(0, -1, 1), (1, 0, 2), (2, 1, 1), (1, -1, 0), (0, 1, 4), (2, 0, 3), (1, 1, 2)]
+
+
+def asked(row: Row, **how: Any) -> Asked:
+    prompt, slot, kind = row
+    return Asked(PROMPTS[prompt], NUM_TOKENS, slot, KINDS[kind], **how)
+
+
+@st.composite
+def mixes(draw: st.DrawFn) -> tuple[list[Row], list[Asked]]:
+    """Rows that join whenever, in chunks, and may be preempted amid their answers."""
+    row = st.tuples(st.integers(0, 2), st.integers(-1, 1), st.integers(0, len(KINDS) - 1))
+    rows = draw(st.lists(row, min_size=1, max_size=6))
+    requests = [
+        asked(
+            each,
+            chunk=draw(st.sampled_from([1, 3, 16, WHOLE])),
+            joins_at=draw(st.integers(0, 6)),
+            rejoins_at=draw(st.one_of(st.none(), st.integers(1, 6))),
+        )
+        for each in rows
+    ]
+    return rows, requests
+
+
+@settings(
+    max_examples=25,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+@given(mix=mixes(), captured=st.booleans())
+def test_any_mix(place: Place, mix: tuple[list[Row], list[Asked]], captured: bool) -> None:
+    rows, requests = mix
+    runner = place.captured if captured else place.plain
+    answers = generate(runner, requests, NUM_BLOCKS, BLOCK_SIZE)
+    found = [place.until_end(answer.tokens) for answer in answers]
+    assert found == [place.expected(*row) for row in rows]
+
+
+def test_constrained_steps_are_replayed(place: Place) -> None:
+    before = place.captured.num_captured
+    requests = [asked(row) for row in MIX]
+    answers = generate(place.captured, requests, NUM_BLOCKS, BLOCK_SIZE)
+    assert place.captured.num_captured - before == NUM_TOKENS - 1
+    assert [place.until_end(a.tokens) for a in answers] == [place.expected(*row) for row in MIX]
+
+
+def test_two_ranks(place: Place) -> None:
+    """Masks are made on each of them."""
+    requests = [asked(row, chunk=5, rejoins_at=3 + i) for i, row in enumerate(MIX)]
+
+    def tokens(group: TensorParallel) -> list[tuple[int, ...]]:
+        answers = generate(place.runner(group), requests, NUM_BLOCKS, BLOCK_SIZE)
+        return [place.until_end(answer.tokens) for answer in answers]
+
+    expected = [place.expected(*row) for row in MIX]
+    assert run_ranks(2, tokens) == [expected, expected]
+
+
+def test_padded_models(place: Place) -> None:
+    """The same model by transformers' own code."""
+    runner = padded_runner(place.model)
+    rows: list[Row] = [(prompt, -1, kind) for prompt, _, kind in MIX]
+    requests = [asked(row, joins_at=i, rejoins_at=2 + i) for i, row in enumerate(rows)]
+    answers = generate_padded(runner, requests)
+    found = [place.until_end(answer.tokens) for answer in answers]
+    assert found == [place.expected(*row) for row in rows]
+
+
+def test_steps_are_launched_before_masks_are_asked_for(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So the device computes while the host waits for the step before and makes the masks."""
+    runner, order = place.runner(SingleRank()), list[str]()
+    forward, masks = runner._forward, runner._grammars.masks
+
+    def launch(*args: Any, **kwargs: Any) -> Any:
+        order.append("forward")
+        return forward(*args, **kwargs)
+
+    def ask(*args: Any) -> Any:
+        order.append("masks")
+        return masks(*args)
+
+    monkeypatch.setattr(runner, "_forward", launch)
+    monkeypatch.setattr(runner._grammars, "masks", ask)
+    requests = [replace(asked(row), num_tokens=5) for row in MIX]
+    generate(runner, requests, NUM_BLOCKS, BLOCK_SIZE)
+    assert order == ["forward", "masks"] * 5

@@ -1,0 +1,91 @@
+"""A step's collectives: the sums of its layers, the embedding's, the logits' gather, no other."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from configs.engine import AdaptersConfig
+from configs.sampling import Sampling
+from modeling.batch import BatchJoin, BatchRow, ForwardBatch
+from modeling.runner import ModelRunner
+from sharding.group import TensorParallel
+from tests.modeling.parity import World, engine_config, place_all
+from tests.ranks import run_ranks
+from tests.sharding.views import CountedRanks
+
+LAYERS = 2
+SUMS = [
+    ("llama", "gqa", 2),
+    ("llama", "tied", 2),
+    ("relative", "qwen3", 2),
+    ("fused", "phi3", 2),
+    ("gpt2", "plain", 2),
+    ("opt", "plain", 2),
+    ("opt", "projected", 2),
+    ("gpt_neox", "sequential", 2),
+    # Attention and MLP share a sum where they share a residual.
+    ("gpt_neox", "parallel", 1),
+]
+"""Family, variant, and the sums of one of its layers."""
+
+
+def joins(slots: list[int], sampling: Sampling) -> list[BatchJoin]:
+    return [BatchJoin(i, [1, 2, 3, 4 + i], 4, slot, sampling) for i, slot in enumerate(slots)]
+
+
+def counted(group: CountedRanks, runner: ModelRunner, batch: ForwardBatch) -> Counter[str]:
+    group.calls.clear()
+    runner.step(batch).wait()
+    return Counter(group.calls)
+
+
+@pytest.mark.parametrize(("family", "variant", "sums"), SUMS)
+def test_a_step_sums_and_gathers_no_more_than_it_must(
+    world: World, family: str, variant: str, sums: int
+) -> None:
+    model = world.model(family, variant)
+    adapter = world.adapter(family, variant, "rows")
+    assert adapter is not None
+    sampling = Sampling(temperature=1.0, seed=3, top_p=0.9, logprobs=2)
+
+    def on_rank(ranks: TensorParallel) -> list[Counter[str]]:
+        group = CountedRanks(ranks)
+        runner = ModelRunner(engine_config(model), group, torch.device("cpu"))
+        runner.load()
+        group.calls.clear()
+        place_all(runner, [adapter])
+        assert group.calls == []
+        found = []
+        for slots in ([-1, -1], [0, -1], [0, 0]):
+            join = joins(slots, sampling)
+            whole = [BatchRow(i, 0, 4, [2 * i], True) for i in range(2)]
+            found.append(counted(group, runner, ForwardBatch(join, whole)))
+            decode = [BatchRow(i, 4, 1, [], True) for i in range(2)]
+            found.append(counted(group, runner, ForwardBatch([], decode)))
+        join = joins([0, -1], sampling)
+        part = [BatchRow(i, 0, 3, [2 * i], False) for i in range(2)]
+        found.append(counted(group, runner, ForwardBatch(join, part)))
+        return found
+
+    expected = Counter(sum=1 + sums * LAYERS, gather=1)
+    nothing_sampled = Counter(sum=1 + sums * LAYERS)
+    for found in run_ranks(2, on_rank):
+        assert found == [expected] * 6 + [nothing_sampled]
+
+
+def test_adapters_of_the_vocabulary_add_none(world: World) -> None:
+    model = world.model("vocabulary", "gqa")
+    adapter = world.adapter("vocabulary", "gqa", "everything")
+    assert adapter is not None
+    config = engine_config(model, adapters=AdaptersConfig(vocabulary=True, device_pages=40))
+
+    def on_rank(ranks: TensorParallel) -> Counter[str]:
+        group = CountedRanks(ranks)
+        runner = ModelRunner(config, group, torch.device("cpu"))
+        runner.load()
+        place_all(runner, [adapter])
+        rows = [BatchRow(i, 0, 4, [2 * i], True) for i in range(2)]
+        return counted(group, runner, ForwardBatch(joins([0, -1], Sampling()), rows))
+
+    assert run_ranks(2, on_rank) == [Counter(sum=1 + 2 * LAYERS, gather=1)] * 2

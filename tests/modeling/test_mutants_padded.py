@@ -1,0 +1,109 @@
+"""The padded comparison must notice when the code around transformers' models is wrong."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from modeling.adapters.kernels.base import AdapterData
+from modeling.models import causal_lm, causal_lm_adapters, causal_lm_batch, causal_lm_cache
+from modeling.models.causal_lm_batch import CausalLMBatch
+from modeling.padded_runner import PaddedRunner
+from tests.modeling.padded import PaddedWorld, compare_padded
+from tests.modeling.parity import BASE, WHOLE, Mismatch, Setting
+
+MIXED = [BASE, "r4", "rows", "columns"]
+
+
+@pytest.fixture(scope="module")
+def padded(tmp_path_factory: pytest.TempPathFactory) -> PaddedWorld:
+    return PaddedWorld(tmp_path_factory.mktemp("padded"))
+
+
+@pytest.fixture(autouse=True)
+def _no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the trial at start would refuse a model in which padding shows."""
+    monkeypatch.setattr(causal_lm, "_compare", lambda together, alone: None)
+
+
+def expect_mismatch(padded: PaddedWorld, kind: str, names: Sequence[str] = MIXED) -> None:
+    with pytest.raises(Mismatch):
+        compare_padded(padded, Setting("padded", kind, 1, names, chunk=WHOLE), faulty=True)
+
+
+@pytest.mark.parametrize("kind", ["gptj", "bloom"])
+def test_padding_that_is_seen_is_noticed(
+    padded: PaddedWorld, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    def all_of_it(batch: CausalLMBatch) -> Tensor:
+        return torch.ones_like(batch.attention_mask[:, : batch.max_input_length])
+
+    monkeypatch.setattr(CausalLMBatch, "seen", property(all_of_it))
+    expect_mismatch(padded, kind)
+
+
+def test_positions_that_count_padding_are_noticed(
+    padded: PaddedWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def columns(mask: Tensor) -> Tensor:
+        return torch.arange(mask.shape[1]).expand(mask.shape).clone()
+
+    monkeypatch.setattr(causal_lm_batch, "positions", columns)
+    expect_mismatch(padded, "gpt2")  # Rotated models see only how far tokens are apart.
+
+
+def test_rows_in_another_order_are_noticed(
+    padded: PaddedWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take = causal_lm_cache._take
+
+    def turned(tensor: Tensor, num_rows: int, rows: Tensor, *where: Any) -> Tensor:
+        return take(tensor, num_rows, rows.flip(0), *where)
+
+    monkeypatch.setattr(causal_lm_cache, "_take", turned)
+    expect_mismatch(padded, "stablelm")
+
+
+def test_caches_aligned_on_the_left_are_noticed(
+    padded: PaddedWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stack = causal_lm_cache._stack
+
+    def left(tensors: Sequence[Tensor], counts: Sequence[int], longest: int, axis: int) -> Tensor:
+        whole, row = stack(tensors, counts, longest, axis), 0
+        for tensor, count in zip(tensors, counts, strict=True):
+            shift = tensor.shape[axis] - longest
+            whole[row : row + count] = whole[row : row + count].roll(shift, axis)
+            row += count
+        return whole
+
+    monkeypatch.setattr(causal_lm_cache, "_stack", left)
+    expect_mismatch(padded, "gptj")
+
+
+@pytest.mark.parametrize("kind", ["gptj", "gpt2"])
+def test_a_delta_on_another_layer_is_noticed(
+    padded: PaddedWorld, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    placed = causal_lm_adapters.Placed
+
+    def other(spot: Any, projection: int, layer: int) -> Any:
+        return placed(spot, projection, 1 - layer)
+
+    monkeypatch.setattr(causal_lm_adapters, "Placed", other)
+    expect_mismatch(padded, kind, ["r4"])
+
+
+def test_an_adapter_on_its_neighbours_row_is_noticed(
+    padded: PaddedWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapters = PaddedRunner._adapters
+
+    def turned(self: PaddedRunner, batch: CausalLMBatch) -> AdapterData | None:
+        return adapters(self, replace(batch, requests=batch.requests[::-1]))
+
+    monkeypatch.setattr(PaddedRunner, "_adapters", turned)
+    expect_mismatch(padded, "bloom")

@@ -1,0 +1,129 @@
+"""Requests that ask about their prompts, and those that generate nothing."""
+
+import pytest
+
+from configs.sampling import FinishReason, Pooling, Sampling, Stopping
+from scheduler.events import Ended
+from scheduler.plan import PromptReport, StepPlan, StepResult, TokenLogprobs
+from scheduler.policy import InvalidRequest, Limits
+from scheduler.request import Request
+from scheduler.scheduler import Scheduler
+from tests.scheduler.small import capacity, request
+
+SCORED = Sampling(prompt_logprobs=0)
+
+
+def scored(
+    index: int, length: int, new: int = 0, sampling: Sampling = SCORED, first: int = 1
+) -> Request:
+    prompt = [(first + i) % 50 for i in range(length)]
+    return Request(("r", index), prompt, sampling, Stopping(new))
+
+
+def told(plan: StepPlan, lengths: dict[int, int]) -> StepResult:
+    """What ranks answer; a token's logprob is its position. lengths: of prompts, by place."""
+    reports = []
+    for index, row in enumerate(plan.rows):
+        end = min(row.start + row.length, lengths.get(row.place, 0) - 1)
+        found = [TokenLogprobs(-float(i), [], []) for i in range(row.start + 1, end + 1)]
+        if found:
+            reports.append(PromptReport(index, row.start + 1, found))
+    tokens = [7 for row in plan.rows if row.samples]
+    return StepResult(plan.epoch, plan.step, tokens, reports=reports)
+
+
+def positions(ended: object) -> list[float]:
+    assert isinstance(ended, Ended)
+    assert ended.prompt_logprobs is not None
+    return [-found.logprob for found in ended.prompt_logprobs]
+
+
+@pytest.mark.parametrize("length", [1, 5, 6, 10, 11])
+def test_a_prompt_is_scored_in_chunks_and_generates_nothing(length: int) -> None:
+    scheduler = Scheduler(Limits(max_step_tokens=5), capacity())
+    scheduler.add(scored(0, length), 0.0)
+    events = []
+    rows = []
+    while not (plan := scheduler.schedule(0.0)).empty:
+        ahead = scheduler.schedule(0.0)
+        for each in [plan] if ahead.empty else [plan, ahead]:
+            rows += [(row.start, row.length, row.samples) for row in each.rows]
+            events += scheduler.apply(each, told(each, {0: length}), 0.0)
+    assert rows == [(i, min(5, length - i), False) for i in range(0, length, 5)]
+    (ended,) = events
+    assert isinstance(ended, Ended)
+    assert positions(ended) == list(range(1, length))
+    assert (ended.ending, ended.tokens) == (FinishReason.LENGTH, [])
+    assert not scheduler.has_work
+    scheduler.check()
+
+
+def test_nothing_is_asked_and_nothing_is_generated() -> None:
+    scheduler = Scheduler(Limits(), capacity())
+    scheduler.add(scored(0, 4, sampling=Sampling()), 0.0)
+    plan = scheduler.schedule(0.0)
+    (ended,) = scheduler.apply(plan, told(plan, {}), 0.0)
+    assert isinstance(ended, Ended)
+    assert (ended.tokens, ended.prompt_logprobs, ended.embedding) == ([], None, b"")
+
+
+def test_the_prefix_cache_is_filled_but_not_read() -> None:
+    scheduler = Scheduler(Limits(), capacity())
+    for index, sampling in enumerate([Sampling(), SCORED, Sampling(pooling=Pooling.LAST)]):
+        scheduler.add(scored(index, 9, sampling=sampling), 0.0)
+        plan = scheduler.schedule(0.0)
+        assert [row.start for row in plan.rows] == [0]
+        scheduler.apply(plan, told(plan, {0: 9}), 0.0)
+    scheduler.add(scored(3, 9, sampling=SCORED, first=20), 0.0)
+    plan = scheduler.schedule(0.0)
+    scheduler.apply(plan, told(plan, {plan.rows[0].place: 9}), 0.0)
+    scheduler.add(scored(4, 9, sampling=Sampling(), first=20), 0.0)
+    assert [row.start for row in scheduler.schedule(0.0).rows] == [8]
+
+
+def test_whoever_was_told_is_not_told_again_after_a_preemption() -> None:
+    """It is back with its tokens: nothing is asked any more, and cached blocks serve it."""
+    scheduler = Scheduler(Limits(steps_ahead=1), capacity(num_blocks=5))
+    scheduler.add(request(0, [1] * 6, 9), 0.0)
+    scheduler.add(scored(1, 6, new=8), 0.0)
+    joins, events = [], []
+    while scheduler.has_work:
+        plan = scheduler.schedule(0.0)
+        joins += [join for join in plan.joins if join.tokens[0] == 1 and join.tokens[1] == 2]
+        lengths = {join.place: 6 for join in joins if join.sampling.prompt_logprobs >= 0}
+        events += scheduler.apply(plan, told(plan, lengths), 0.0)
+        scheduler.check()
+    asked = [join.sampling.prompt_logprobs for join in joins]
+    assert asked == [0, -1], "preempted once, after its prompt"
+    (ended,) = [event for event in events if isinstance(event, Ended) and event.request_id[1] == 1]
+    assert positions(ended) == [1, 2, 3, 4, 5]
+    assert len(ended.tokens) == 8
+
+
+def test_a_loss_of_the_ranks_reports_nothing_twice() -> None:
+    scheduler = Scheduler(Limits(max_step_tokens=4, steps_ahead=1), capacity())
+    scheduler.add(scored(0, 10), 0.0)
+    plan = scheduler.schedule(0.0)
+    scheduler.apply(plan, told(plan, {0: 10}), 0.0)
+    scheduler.schedule(0.0)
+    scheduler.group_lost(0.0)
+    events, starts = [], []
+    while scheduler.has_work:
+        plan = scheduler.schedule(0.0)
+        starts += [row.start for row in plan.rows]
+        assert all(join.sampling == SCORED for join in plan.joins)
+        events += scheduler.apply(plan, told(plan, {0: 10}), 0.0)
+    assert starts == [0, 4, 8]
+    assert positions(events[-1]) == list(range(1, 10))
+
+
+def test_what_can_never_be_served_is_refused() -> None:
+    scheduler = Scheduler(Limits(), capacity(num_blocks=4))
+    with pytest.raises(InvalidRequest, match="a prompt alone; set max_new_tokens to 0"):
+        scheduler.add(scored(0, 4, new=1, sampling=Sampling(pooling=Pooling.MEAN)), 0.0)
+    with pytest.raises(InvalidRequest, match="17 prompt tokens and max_new_tokens 0 do not fit"):
+        scheduler.add(scored(0, 17), 0.0)
+    scheduler.add(scored(0, 16), 0.0)
+    plan = scheduler.schedule(0.0)
+    (ended,) = scheduler.apply(plan, told(plan, {0: 16}), 0.0)
+    assert positions(ended) == list(range(1, 16))

@@ -1,0 +1,60 @@
+"""Pickles: refused unless they may be read, then read as tensors alone, never run."""
+
+import os
+from pathlib import Path
+
+import torch
+from safetensors.torch import load, load_file
+
+from configs.adapters import AdapterReference, AdapterRefusal, AdapterSource
+from tests.hub_server import HubServer
+from tests.sharding.sources.adapter_files import (
+    adapter_files,
+    fetch,
+    refusal,
+    sources,
+    write_files,
+)
+
+RED = AdapterReference(AdapterSource.LOCAL, "red")
+SQL = AdapterReference(AdapterSource.HUB, "acme/sql")
+
+
+def pickled(folder: Path) -> dict[str, torch.Tensor]:
+    """An adapter as PEFT saved it of old; returns its tensors."""
+    files = adapter_files()
+    tensors = load(files.pop("adapter_model.safetensors"))
+    write_files(folder, files)
+    torch.save(tensors, folder / "adapter_model.bin")
+    for path in folder.iterdir():
+        os.utime(path, (1, 1))
+    return tensors
+
+
+def test_a_pickle_is_read_only_where_it_may_be(tmp_path: Path) -> None:
+    tensors = pickled(tmp_path / "red")
+    store = sources(tmp_path, local_roots=[str(tmp_path)], allow_pickle=True)
+    found = fetch(store, RED)
+    assert found.folder != tmp_path / "red", "the operator's folder is not ours to write to"
+    read = load_file(found.folder / "adapter_model.safetensors")
+    assert read.keys() == tensors.keys()
+    assert all(torch.equal(read[name], tensors[name]) for name in tensors)
+    assert fetch(store, RED).folder == found.folder
+    strict = sources(tmp_path, local_roots=[str(tmp_path)])
+    assert fetch(strict, RED).folder == tmp_path / "red", "the ranks refuse it with their reason"
+
+
+def test_a_downloaded_pickle_is_not_kept(tmp_path: Path) -> None:
+    tensors = pickled(tmp_path / "red")
+    files = {path.name: path.read_bytes() for path in (tmp_path / "red").iterdir()}
+    with HubServer() as hub:
+        hub.add("acme/sql", files)
+        assert refusal(sources(tmp_path, hub_endpoint=hub.url), SQL) is AdapterRefusal.UNSUPPORTED
+        assert not hub.downloads()
+        store = sources(tmp_path, hub_endpoint=hub.url, allow_pickle=True)
+        folder = fetch(store, SQL).folder
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    assert load_file(folder / "adapter_model.safetensors").keys() == tensors.keys()
