@@ -88,12 +88,12 @@ def make_layers(num_tokens: int) -> list[Layer]:
 
 
 def make_weights() -> list[list[Tensor]]:
-    """Return the base model's weights, [in, out]: 14 GB that no cache holds."""
+    """Return the base model's weights, [out, in]: 14 GB that no cache holds."""
     shapes = list(SHAPES.values())
     return [
         [
             torch.empty(
-                shapes[group[0]][0], sum(shapes[p][1] for p in group), dtype=DTYPE, device="cuda"
+                sum(shapes[p][1] for p in group), shapes[group[0]][0], dtype=DTYPE, device="cuda"
             ).normal_(std=0.02)
             for group in FUSED
         ]
@@ -145,9 +145,12 @@ def step(
     def work() -> None:
         for index in range(NUM_LAYERS):
             for place, layer in enumerate(layers):
-                if weights is not None:
-                    torch.mm(layer.x, weights[index][place], out=layer.y)
-                data.add(layer.y, layer.x, index, layer.targets)
+                x, y, targets = layer.x, layer.y, layer.targets
+                if weights is not None and data.has_product(x, weights[index][place], targets):
+                    data.product(y, x, weights[index][place], index, targets)
+                elif weights is not None:
+                    torch.mm(x, weights[index][place].t(), out=y)
+                data.add(y, x, index, targets)
 
     return graph_ms(work)
 
@@ -159,7 +162,7 @@ def base_step(num_tokens: int, weights: list[list[Tensor]]) -> float:
     def work() -> None:
         for index in range(NUM_LAYERS):
             for place, layer in enumerate(layers):
-                torch.mm(layer.x, weights[index][place], out=layer.y)
+                torch.mm(layer.x, weights[index][place].t(), out=layer.y)
 
     return graph_ms(work)
 
@@ -209,7 +212,7 @@ def table(arguments: argparse.Namespace) -> None:
 def shrinks(form: Form) -> Iterator[Form]:
     """Yield the form with other splits and shrinks."""
     columns = (128, 256, 512) if form.tile_tokens < 64 else (64, 128)
-    splits = (8, 16) if form.tile_tokens < 64 else (2, 4)
+    splits = (4, 8, 16) if form.tile_tokens < 32 else (1, 2, 4)
     for parts in splits:
         for width in columns:
             for warps in (2, 4) if width < 512 else (4, 8):

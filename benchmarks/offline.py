@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks.offline_setup import RANK, engine_config
-from benchmarks.workload import SHAPES, write_adapter, write_model
+from benchmarks.workload import PEOPLE, SHAPES, write_adapter, write_model
 from configs.adapters import AdapterKey, FetchedAdapter
 from configs.engine import AttentionBackend, Device
 from configs.model import DType
@@ -38,12 +38,16 @@ TOP_KERNELS = 25
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured: rows in a step, tokens before it, adapters by turns (0: base only)."""
+    """What is measured: rows in a step, tokens before it, adapters by turns (0: base only).
+
+    held: how many of the rows must fit a JSON schema.
+    """
 
     batch: int
     context: int
     adapters: int
     temperature: float = 0.0
+    held: int = 0
 
 
 class Driver:
@@ -69,12 +73,14 @@ class Driver:
     def joins(self, places: range, length: int, case: Case) -> list[BatchJoin]:
         """New requests of random tokens, each with its adapter's slot."""
         sampling = Sampling(temperature=case.temperature, seed=1)
+        fitting = Sampling(temperature=case.temperature, seed=1, json_schema=json.dumps(PEOPLE))
         found = []
         for place in places:
             self._lengths[place] = self._held[place] = 0
             tokens = [self._random.randrange(self._vocab_size) for _ in range(length)]
             slot = place % case.adapters if case.adapters else -1
-            found.append(BatchJoin(place, tokens, length, slot, sampling))
+            asked = fitting if place < case.held else sampling
+            found.append(BatchJoin(place, tokens, length, slot, asked))
         return found
 
     def rows(self, places: range, length: int) -> list[BatchRow]:
@@ -107,7 +113,7 @@ class Benchmark:
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         """Write the model's folder and load it; adapters are staged where a case asks."""
         self._options = options
-        write_model(folder / "model", options.shape)
+        write_model(folder / "model", options.shape, spells_json=True)
         self._config = engine_config(options, folder / "model")
         device = pick_device(Device(options.device))
         self._runner = ModelRunner(self._config, SingleRank(), device)
@@ -142,6 +148,7 @@ class Benchmark:
             "context": case.context,
             "adapters": case.adapters,
             "temperature": case.temperature,
+            "held": case.held,
             "ms_per_step": round(middle, 3),
             "ms_mean": round(statistics.fmean(times), 3),
             "ms_p99": round(sorted(times)[int(0.99 * (len(times) - 1))], 3),
@@ -272,7 +279,9 @@ def _results(benchmark: Benchmark, options: argparse.Namespace) -> Iterator[dict
         for batch in options.batches:
             yield benchmark.decode(Case(batch, options.context, adapters))
         yield benchmark.prefill(adapters)
-    yield benchmark.decode(Case(max(options.batches), options.context, 0, temperature=0.8))
+    most = max(options.batches)
+    yield benchmark.decode(Case(most, options.context, 0, temperature=0.8))
+    yield benchmark.decode(Case(most, options.context, 0, held=most // 2))
     if options.profile is not None:
         for adapters in sorted({0, max(options.adapters)}):
             for batch in options.batches:

@@ -9,13 +9,20 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import aiohttp
+from rich.console import Console
+from rich.progress import Progress
+
+from benchmarks.steps import StepTimes
+from configs.env import client_setting
 
 MILLISECONDS = 1e3
+SETTLING_SEED = 99
 
 
 @dataclass(frozen=True)
@@ -36,18 +43,22 @@ class Case:
 
 @dataclass
 class Measured:
-    """What the clients saw; times in seconds."""
+    """What the clients saw; times in seconds.
+
+    cached: tokens of prompts that the server had in its prefix cache, where it tells.
+    """
 
     tokens: int = 0
+    cached: int = 0
     first: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
     per_token: list[float] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
 
 
-def standard_cases(base: str, adapters: int) -> list[Case]:
+def standard_cases(base: str, many: tuple[str, ...]) -> list[Case]:
     """The table of the one-GPU figures: names, concurrency and request counts."""
-    many = tuple(f"a{i}" for i in range(adapters))
+    adapters = len(many)
     return [
         Case("base-c1", (base,), 1, 3),
         Case("lora1-c1", many[:1], 1, 3),
@@ -59,10 +70,30 @@ def standard_cases(base: str, adapters: int) -> list[Case]:
     ]
 
 
+def warming(models: tuple[str, ...]) -> Case:
+    """What is played before anything counts: short requests over all of them."""
+    return Case("warm", models, 64, max(128, len(models)), 64, 16)
+
+
+async def settle(url: str, models: tuple[str, ...], vocabulary: int) -> None:
+    """Ask each of these once, briefly, so that a case begins as it will go on."""
+    once = Case("settle", models, 64, len(models), 8, 2)
+    await run(url, once, vocabulary, SETTLING_SEED)
+
+
 async def ask(
     session: aiohttp.ClientSession, url: str, body: dict[str, Any], measured: Measured
 ) -> None:
-    """Send one request and time its chunks."""
+    """Send one request and time its chunks; a connection that ends is an error of that request."""
+    try:
+        await _ask(session, url, body, measured)
+    except aiohttp.ClientError as fault:
+        measured.errors.append(f"{type(fault).__name__}: {fault}")
+
+
+async def _ask(
+    session: aiohttp.ClientSession, url: str, body: dict[str, Any], measured: Measured
+) -> None:
     began = time.perf_counter()
     first = last = 0.0
     count = 0
@@ -77,6 +108,8 @@ async def ask(
             now = time.perf_counter()
             if chunk.get("usage"):
                 count = chunk["usage"]["completion_tokens"]
+                details = chunk["usage"].get("prompt_tokens_details") or {}
+                measured.cached += details.get("cached_tokens") or 0
             if chunk.get("choices"):
                 if first:
                     measured.gaps.append(now - last)
@@ -89,7 +122,7 @@ async def ask(
 
 
 def bodies(case: Case, vocabulary: int, seed: int) -> Iterator[dict[str, Any]]:
-    """The requests of a case; no two prompts share a prefix."""
+    """The requests of a case; no two prompts share a prefix, nor do cases of different seeds."""
     chooser = random.Random(seed)
     weights = [1 / (i + 1) ** case.zipf for i in range(len(case.models))]
     for i in range(case.requests):
@@ -109,17 +142,27 @@ def bodies(case: Case, vocabulary: int, seed: int) -> Iterator[dict[str, Any]]:
         }
 
 
-async def run(url: str, case: Case, vocabulary: int, seed: int = 0) -> dict[str, Any]:
-    """Play one case; returns its row."""
+async def run(
+    url: str,
+    case: Case,
+    vocabulary: int,
+    seed: int = 0,
+    key: str | None = None,
+    answered: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """Play one case; returns its row. `answered` is called after each request."""
     measured = Measured()
     waiting = bodies(case, vocabulary, seed)
     timeout = aiohttp.ClientTimeout(total=None)
     connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+    async with aiohttp.ClientSession(
+        timeout=timeout, connector=connector, headers=authorization(key)
+    ) as session:
 
         async def client() -> None:
             for body in waiting:
                 await ask(session, url, body, measured)
+                answered()
 
         began = time.perf_counter()
         await asyncio.gather(*(client() for _ in range(case.concurrency)))
@@ -128,6 +171,9 @@ async def run(url: str, case: Case, vocabulary: int, seed: int = 0) -> dict[str,
         "case": case.name,
         "concurrency": case.concurrency,
         "requests": case.requests,
+        "input_length": case.input_length,
+        "output_length": case.output_length,
+        "cached_prompt_tokens": measured.cached,
         "output_tokens_per_s": round(measured.tokens / seconds, 1),
         "tpot_p50_ms": percentile(measured.per_token, 0.5),
         "itl_p50_ms": percentile(measured.gaps, 0.5),
@@ -146,23 +192,50 @@ def percentile(values: Sequence[float], share: float) -> float | None:
     return round(sorted(values)[min(len(values) - 1, int(share * len(values)))] * MILLISECONDS, 2)
 
 
-async def describe(url: str) -> dict[str, Any]:
+def authorization(key: str | None) -> dict[str, str]:
+    """The header that an API key travels in."""
+    return {} if key is None else {"authorization": f"Bearer {key}"}
+
+
+async def describe(url: str, key: str | None = None) -> dict[str, Any]:
     """What the server says of itself."""
-    async with aiohttp.ClientSession() as session, session.get(f"{url}/info") as reply:
+    headers = authorization(key)
+    async with (
+        aiohttp.ClientSession(headers=headers) as session,
+        session.get(url + "/info") as reply,
+    ):
         info: dict[str, Any] = await reply.json()
         return info
 
 
 async def play(parsed: argparse.Namespace) -> None:
     """Warm up, then run and print every chosen case."""
-    info = await describe(parsed.url)
+    key = client_setting("LORAY_API_KEY", None)
+    steps = StepTimes(parsed.application) if parsed.steps else None
+    info = await describe(parsed.url, key)
     print(json.dumps({"server": info.get("chosen"), "version": info.get("version")}), flush=True)
-    cases = standard_cases(parsed.base, parsed.adapters)
-    warm = Case("warm", (*cases[-1].models, parsed.base), 64, 128, 64, 16)
-    await run(parsed.url, warm, parsed.vocabulary, seed=99)
-    for case in cases:
-        if not parsed.cases or case.name in parsed.cases:
-            print(json.dumps(await run(parsed.url, case, parsed.vocabulary)), flush=True)
+    names = tuple(parsed.names or (f"a{i}" for i in range(parsed.adapters)))
+    cases = standard_cases(parsed.base, names)
+    asked = {name: getattr(parsed, name) for name in ("requests", "input_length", "output_length")}
+    changes = {name: value for name, value in asked.items() if value is not None}
+    cases = [replace(case, **changes) for case in cases]
+    warm = warming((*names, parsed.base))
+    chosen = [case for case in cases if not parsed.cases or case.name in parsed.cases]
+    console = Console(stderr=True)
+    # A bar on a terminal; the rows are on stdout.
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        for seed, case in enumerate((warm, *chosen)):
+            task = progress.add_task(case.name, total=case.requests)
+            if steps is not None:
+                await steps.since_last()
+            row = await run(
+                parsed.url, case, parsed.vocabulary, seed, key, partial(progress.advance, task)
+            )
+            progress.remove_task(task)
+            if steps is not None:
+                row |= await steps.since_last()
+            if case is not warm:
+                print(json.dumps(row), flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -171,7 +244,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--base", default="base", help="the base model's served name")
     parser.add_argument("--adapters", type=int, default=32, help="a0 .. aN-1 are asked for")
+    parser.add_argument("--names", nargs="*", help="the adapters' own names instead")
+    parser.add_argument("--requests", type=int, help="of each case, instead of the table's")
+    parser.add_argument("--input-length", type=int, help="words of each prompt (512)")
+    parser.add_argument("--output-length", type=int, help="tokens of each answer (256)")
     parser.add_argument("--vocabulary", type=int, default=120_000)
+    parser.add_argument("--steps", action="store_true", help="ask the driver about its steps too")
+    parser.add_argument("--application", default="loray", help="its name in the server's yaml")
     parser.add_argument("--cases", nargs="*", help="names of the cases to run (default: all)")
     asyncio.run(play(parser.parse_args(arguments)))
 

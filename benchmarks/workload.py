@@ -1,20 +1,26 @@
 """The standard workload's model folder: a shape's config, a word tokenizer, random adapters.
 
-The tokenizer maps the word "tK" to token K, so a prompt of n words is n tokens. The folder has
-no weights: serve it with `load_format: dummy`.
+The tokenizer maps the word "tK" to token K, so a prompt of n words is n tokens. With --json the
+last tokens are bytes, numbers and pieces of JSON instead, so that answers can be held to a
+schema. The folder has no weights: serve it with `load_format: dummy`. Adapters that are there
+already are kept, unless they are of another model or rank.
 """
 
 import argparse
 import json
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE, WordLevel
+from tokenizers.pre_tokenizers import ByteLevel, Split, WhitespaceSplit
+from tokenizers.pre_tokenizers import Sequence as Chain
 
 _LLAMA3: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -58,22 +64,92 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 32,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
+        "bos_token_id": 2046,
+        "eos_token_id": 2047,
         "torch_dtype": "float32",
     },
 }
 """config.json of each model shape that the benchmarks know."""
 
+PEOPLE = {
+    "type": "array",
+    "minItems": 10_000,
+    "items": {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 16},
+            "age": {"type": "integer", "minimum": 0, "maximum": 120},
+            "kind": {"enum": ["customer", "supplier", "colleague"]},
+            "scores": {"type": "array", "items": {"type": "integer"}, "maxItems": 5},
+        },
+        "required": ["name", "age", "kind", "scores"],
+        "additionalProperties": False,
+    },
+}
+"""A schema whose answers go on: the list is too long to end."""
 
-def write_model(folder: Path, shape: str) -> None:
-    """Write config.json and the tokenizer of `shape`."""
+SMALL_RANK, SMALL_TARGETS = 4, ("q_proj", "v_proj")
+"""The small adapters, of which there are very many."""
+
+MIXED_RANKS = (8, 16, 32, 64)
+
+WRITERS = 4
+"""Threads that write adapters: each holds one in memory."""
+
+
+def json_pieces() -> list[str]:
+    """Every byte, the numbers of up to three digits, and what JSON puts between values."""
+    bytes_ = ByteLevel.alphabet()
+    numbers = [f"{i:0{digits}d}" for digits in (2, 3) for i in range(10**digits)]
+    between = ['{"', '":', '",', '"}', "},", "[{", "}]", 'Ġ"', 'Ġ{"', '":Ġ', '",Ġ"', '":Ġ"', "},Ġ"]
+    return [*sorted(bytes_), *numbers, *between]
+
+
+def json_tokenizer(vocab_size: int, ends: Sequence[int]) -> Tokenizer:
+    """A byte-level tokenizer: words behind a space are tokens, all else is spelled."""
+    words = [f"Ġt{i}" for i in range(vocab_size)]
+    for end in ends:
+        words[end] = f"t{end}"
+    free = [i for i in reversed(range(vocab_size)) if i not in ends]
+    for i, piece in zip(free, json_pieces(), strict=False):
+        words[i] = piece
+    vocabulary = {word: i for i, word in enumerate(words)}
+    tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[], ignore_merges=True))
+    tokenizer.pre_tokenizer = Chain(
+        [Split(" ", "merged_with_next"), ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.decoder = ByteLevelDecoder()
+    tokenizer.add_special_tokens([words[end] for end in ends])
+    return tokenizer
+
+
+def config_of(shape: str, layers: int | None = None) -> dict[str, Any]:
+    """The config.json of a shape, of so many layers; None: its own."""
     config = SHAPES[shape]
+    return config if layers is None else {**config, "num_hidden_layers": layers}
+
+
+def is_model(folder: Path, shape: str, layers: int | None = None) -> bool:
+    """Whether a model of this shape was written here, to its end."""
+    config, last = folder / "config.json", folder / "tokenizer_config.json"
+    is_there = config.is_file() and last.is_file()
+    return is_there and bool(json.loads(config.read_text()) == config_of(shape, layers))
+
+
+def write_model(
+    folder: Path, shape: str, spells_json: bool = False, layers: int | None = None
+) -> None:
+    """Write config.json and the tokenizer of `shape`, of so many layers; None: its own."""
+    config = config_of(shape, layers)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    vocabulary = {f"t{i}": i for i in range(config["vocab_size"])}
-    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="t0"))
-    tokenizer.pre_tokenizer = WhitespaceSplit()
+    ends = [config["bos_token_id"], config["eos_token_id"]]
+    if spells_json:
+        tokenizer = json_tokenizer(config["vocab_size"], ends)
+    else:
+        vocabulary = {f"t{i}": i for i in range(config["vocab_size"])}
+        tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="t0"))
+        tokenizer.pre_tokenizer = WhitespaceSplit()
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -84,13 +160,13 @@ def write_model(folder: Path, shape: str) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
-def write_adapter(folder: Path, shape: str, rank: int, seed: int) -> None:
-    """Write a random PEFT adapter over all seven projections, alpha = 2 * rank."""
+def projection_sizes(shape: str) -> dict[str, tuple[int, int]]:
+    """(inputs, outputs) of each linear map of a layer."""
     config = SHAPES[shape]
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     queries = config["num_attention_heads"] * config["head_dim"]
     keys = config["num_key_value_heads"] * config["head_dim"]
-    sizes = {
+    return {
         "self_attn.q_proj": (hidden, queries),
         "self_attn.k_proj": (hidden, keys),
         "self_attn.v_proj": (hidden, keys),
@@ -99,6 +175,29 @@ def write_adapter(folder: Path, shape: str, rank: int, seed: int) -> None:
         "mlp.up_proj": (hidden, inner),
         "mlp.down_proj": (inner, hidden),
     }
+
+
+def adapter_parameters(shape: str, rank: int, ranks: int = 1) -> int:
+    """Numbers in A and B over all projections, on each of so many tensor-parallel ranks."""
+    row_parallel = ("o_proj", "down_proj")
+    per_row = 0
+    for name, (inputs, outputs) in projection_sizes(shape).items():
+        cuts_inputs = name.endswith(row_parallel)
+        per_row += inputs // ranks + outputs if cuts_inputs else inputs + outputs // ranks
+    layers: int = SHAPES[shape]["num_hidden_layers"]
+    return layers * rank * per_row
+
+
+def write_adapter(
+    folder: Path, shape: str, rank: int, seed: int, targets: Sequence[str] = ()
+) -> None:
+    """Write a random PEFT adapter, alpha = 2 * rank; targets: "q_proj", ...; () for all seven."""
+    sizes = {
+        name: size
+        for name, size in projection_sizes(shape).items()
+        if not targets or name.split(".")[-1] in targets
+    }
+    config = SHAPES[shape]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator(device).manual_seed(seed)
 
@@ -117,6 +216,7 @@ def write_adapter(folder: Path, shape: str, rank: int, seed: int) -> None:
     description = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": shape,
         "r": rank,
         "lora_alpha": 2 * rank,
         "target_modules": [name.split(".")[-1] for name in sizes],
@@ -125,18 +225,67 @@ def write_adapter(folder: Path, shape: str, rank: int, seed: int) -> None:
     (folder / "adapter_config.json").write_text(json.dumps(description))
 
 
+@dataclass(frozen=True)
+class Recipe:
+    """One adapter to be written; targets as in write_adapter."""
+
+    name: str
+    rank: int
+    seed: int
+    targets: tuple[str, ...] = ()
+
+
+def recipes(plain: int, mixed: int, small: int, ranks: Sequence[int] = (16,)) -> list[Recipe]:
+    """a0, a1, ... of `ranks` by turns; m0, ... of MIXED_RANKS by turns; s0, ... small ones."""
+    found = [Recipe(f"a{i}", ranks[i % len(ranks)], i) for i in range(plain)]
+    kinds = len(MIXED_RANKS)
+    found += [Recipe(f"m{i}", MIXED_RANKS[i % kinds], 2_000_000 + i) for i in range(mixed)]
+    found += [Recipe(f"s{i}", SMALL_RANK, 1_000_000 + i, SMALL_TARGETS) for i in range(small)]
+    return found
+
+
+def is_written(folder: Path, shape: str, rank: int) -> bool:
+    """Whether an adapter for this shape, of this rank, is there; its config is written last."""
+    config = folder / "adapter_config.json"
+    if not config.is_file():
+        return False
+    found = json.loads(config.read_text())
+    return (found.get("base_model_name_or_path"), found["r"]) == (shape, rank)
+
+
+def write_adapters(folder: Path, shape: str, wanted: Sequence[Recipe]) -> int:
+    """Write those that are missing into subfolders of `folder`; returns how many."""
+    missing = [each for each in wanted if not is_written(folder / each.name, shape, each.rank)]
+
+    def write(each: Recipe) -> None:
+        write_adapter(folder / each.name, shape, each.rank, each.seed, each.targets)
+
+    with ThreadPoolExecutor(WRITERS) as pool:
+        list(pool.map(write, missing))
+    return len(missing)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Write a model folder and adapters a0, a1, ... in its subfolder `adapters`."""
+    """Write a model folder and adapters in its subfolder `adapters`.
+
+    a0, a1, ... are over all projections, m0, m1, ... too, of ranks 8, 16, 32, 64 by turns; s0,
+    s1, ... of rank 4 over q_proj and v_proj.
+    """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--shape", choices=SHAPES, default="llama3-8b")
     parser.add_argument("--adapters", type=int, default=32)
     parser.add_argument("--ranks", type=int, nargs="+", default=[16], help="used by turns")
+    parser.add_argument("--mixed-adapters", type=int, default=0)
+    parser.add_argument("--small-adapters", type=int, default=0)
+    parser.add_argument("--json", action="store_true", help="a tokenizer that can spell JSON")
     parsed = parser.parse_args(arguments)
-    write_model(parsed.folder, parsed.shape)
-    for i in range(parsed.adapters):
-        rank = parsed.ranks[i % len(parsed.ranks)]
-        write_adapter(parsed.folder / "adapters" / f"a{i}", parsed.shape, rank, i)
+    write_model(parsed.folder, parsed.shape, parsed.json)
+    counts = parsed.adapters, parsed.mixed_adapters, parsed.small_adapters
+    written = write_adapters(
+        parsed.folder / "adapters", parsed.shape, recipes(*counts, ranks=parsed.ranks)
+    )
+    print(f"{written} adapters written, {sum(counts) - written} were there")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,351 @@
+"""Adapter churn without a GPU: the real scheduler, a closed loop, and step times once measured.
+
+    python -m benchmarks.churn_steps --requests 384
+
+The loop of a driver with two plans in flight over one simulated device. A step takes what one
+with as many rows took on an H200 (Llama-3-8B's shape, rank 16), and more for each further token
+and each adapter beyond 32; fills take their time beside the steps, one after the other. All
+adapters are in the host tier. A client asks again as soon as it was answered, and the ingress
+brings one request in every few milliseconds. `--cached` says how many of the first prompts are
+in the prefix cache, as when a benchmark was played before with the same prompts.
+
+One JSON line a case, with the most that 32 adapters at a time allow. Deterministic.
+"""
+
+import argparse
+import heapq
+import json
+import random
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from statistics import mean
+from typing import Any
+
+from benchmarks.serving import percentile
+from configs.adapters import AdapterKey, AdapterShape
+from configs.sampling import Sampling, Stopping
+from scheduler.events import AdapterPlaced, AdapterStaged, NewTokens, RequestEvent
+from scheduler.plan import Capacity, StepPlan, StepResult
+from scheduler.policy import Limits
+from scheduler.request import Request
+from scheduler.scheduler import Scheduler
+
+DECODE_S = ((1, 4.5e-3), (16, 5.2e-3), (32, 6.0e-3), (48, 6.7e-3), (64, 7.6e-3))
+"""(rows, seconds) of a step that decodes, with an adapter of its own for each row up to 32."""
+
+PROMPT_TOKEN_S = 6.0e-3 / 256
+FURTHER_ADAPTER_S = 1.08e-3 / 32
+FILL_S, REPORT_S = 2.5e-3, 0.3e-3
+"""A fill's copies; a report's way from the ranks into the loop."""
+
+SEND_S = 0.2e-3
+ASK_AGAIN_S, ARRIVAL_S = 20.0e-3, 1.0e-3
+"""From a client's last token to its next request; between two that the ingress brings in."""
+
+FULL_PRICE = 32
+BLOCK_SIZE, PAGES = 16, 2
+WARM = "warm"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A closed loop over so many adapters, of which `slots` are on the device at once.
+
+    Lengths in tokens. zipf: by Zipf's law where > 0, else by turns. rate: requests a second of an
+    open loop over adapters by chance, instead. cached: how many of the first prompts the prefix
+    cache knows.
+    """
+
+    name: str
+    adapters: int
+    slots: int
+    zipf: float = 0.0
+    concurrency: int = 64
+    requests: int = 384
+    input_length: int = 256
+    output_length: int = 128
+    cached: int = 0
+    seed: int = 1
+    rate: float = 0.0
+
+    def choices(self) -> list[int]:
+        """The adapter of each request."""
+        if not self.zipf and not self.rate:
+            return [i % self.adapters for i in range(self.requests)]
+        weights = [1 / (i + 1) ** self.zipf for i in range(self.adapters)]
+        chooser = random.Random(self.seed)
+        return chooser.choices(range(self.adapters), weights, k=self.requests)
+
+    def prompt(self, index: int) -> list[int]:
+        """Tokens that no other request begins with."""
+        return list(range(index * self.input_length, (index + 1) * self.input_length))
+
+
+@dataclass
+class Seen:
+    """What the clients saw, in seconds, and how full the steps were."""
+
+    tokens: int = 0
+    first: list[float] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    adapters: list[int] = field(default_factory=list)
+    fills: int = 0
+
+
+def decode_s(rows: float, adapters: float) -> float:
+    """Seconds of a step with so many rows, straight between those that were measured."""
+    at = min(max(bisect_left(DECODE_S, (rows, 0.0)), 1), len(DECODE_S) - 1)
+    (low, below), (high, above) = DECODE_S[at - 1 : at + 1]
+    base = below + (above - below) * (rows - low) / (high - low)
+    return base + max(0.0, adapters - FULL_PRICE) * FURTHER_ADAPTER_S
+
+
+def bound(case: Case) -> dict[str, float]:
+    """Rows a step and tokens a second if every step were packed as well as it can be.
+
+    Of the `concurrency` requests that follow each other, those of `slots` adapters can run;
+    the most can if all the others are alone with theirs. No prompt ever waits, nothing is idle.
+    """
+    names, window = case.choices(), case.concurrency
+    spans = [names[i : i + window] for i in range(max(1, len(names) - window + 1))]
+    distinct = [len(set(span)) for span in spans]
+    rows = mean(window - max(0, each - case.slots) for each in distinct)
+    step_s = decode_s(rows, min(mean(distinct), case.slots))
+    request_s = case.output_length * step_s / rows + case.input_length * PROMPT_TOKEN_S
+    return {"rows": round(rows, 1), "tokens_per_s": round(case.output_length / request_s, 1)}
+
+
+class Device:
+    """Takes plans one after the other and fills beside them; says when each is done."""
+
+    def __init__(self) -> None:
+        """Start idle at second 0."""
+        self._step_end = 0.0
+        self._fill_end = 0.0
+        self._slots: dict[int, int] = {}
+
+    def send(self, plan: StepPlan, now: float) -> tuple[float, int]:
+        """When the plan's tokens are in the loop, and how many adapters it uses."""
+        self._slots.update((join.place, join.slot) for join in plan.joins)
+        used = {self._slots[row.place] for row in plan.rows} - {-1}
+        rows, tokens = len(plan.rows), sum(row.length for row in plan.rows)
+        took = decode_s(rows, len(used)) + (tokens - rows) * PROMPT_TOKEN_S if rows else 0.0
+        self._step_end = max(self._step_end, now + SEND_S) + took
+        return self._step_end + REPORT_S, len(used)
+
+    def fill(self, now: float) -> float:
+        """When the loop hears of a fill that begins now."""
+        self._fill_end = max(self._fill_end, now + SEND_S) + FILL_S
+        return self._fill_end + REPORT_S
+
+
+class ClosedLoop:
+    """A driver's loop over the device, and the clients who keep it busy."""
+
+    def __init__(self, case: Case, limits: Limits) -> None:
+        """Bring every adapter to the host tier, and the cached prompts into the cache."""
+        self._case = case
+        self._scheduler = Scheduler(limits, capacity(case))
+        self._device = Device()
+        self._now = 0.0
+        self._clock: list[tuple[float, int, Callable[[], None]]] = []
+        self._serial = count()
+        self._in_flight: deque[StepPlan] = deque()
+        self._names = case.choices()
+        self._waiting: Iterator[int] = iter(())
+        self._sent: dict[int, float] = {}
+        self._last: dict[int, float] = {}
+        self._next_arrival = 0.0
+        self.seen = Seen()
+        for adapter in range(case.adapters):
+            self._add((WARM, adapter), [adapter], adapter, 2)
+        self._run()
+        for index in range(min(case.cached, case.requests)):
+            known = (WARM, case.adapters + index)
+            self._add(known, case.prompt(index), self._names[index], 1)
+        self._run()
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often an answer was interrupted for the sake of another adapter."""
+        return self._scheduler.snapshot().num_preemptions
+
+    def play(self) -> float:
+        """Have all requests answered; returns the seconds that it took."""
+        began, self.seen = self._now, Seen()
+        if self._case.rate:
+            self._come()
+        else:
+            self._waiting = iter(range(self._case.requests))
+            for _ in range(self._case.concurrency):
+                self._ask()
+        self._run()
+        return self._now - began
+
+    def _run(self) -> None:
+        self._launch()
+        while self._clock:
+            self._now, _, happen = heapq.heappop(self._clock)
+            happen()
+            self._launch()
+
+    def _at(self, due: float, happen: Callable[[], None]) -> None:
+        heapq.heappush(self._clock, (due, next(self._serial), happen))
+
+    def _launch(self) -> None:
+        while len(self._in_flight) < 2:
+            for key in self._scheduler.to_stage():
+                shape = AdapterShape((PAGES,), 1)
+                self._scheduler.adapter(AdapterStaged(key, shape), self._now)
+            plan = self._scheduler.schedule(self._now)
+            if plan.empty:
+                return
+            self._send(plan)
+
+    def _send(self, plan: StepPlan) -> None:
+        self._in_flight.append(plan)
+        due, adapters = self._device.send(plan, self._now)
+        self._at(due, self._apply)
+        for fill in plan.fills:
+            self._at(self._device.fill(self._now), partial(self._placed, fill.key))
+        self.seen.fills += len(plan.fills)
+        if plan.rows:
+            self.seen.rows.append(len(plan.rows))
+            self.seen.adapters.append(adapters)
+
+    def _placed(self, key: AdapterKey) -> None:
+        self._scheduler.adapter(AdapterPlaced(key), self._now)
+
+    def _apply(self) -> None:
+        plan = self._in_flight.popleft()
+        tokens = [0 for row in plan.rows if row.samples]
+        result = StepResult(plan.epoch, plan.step, tokens)
+        for event in self._scheduler.apply(plan, result, self._now):
+            if event.request_id[0] != WARM:
+                self._hear(event)
+
+    def _hear(self, event: RequestEvent) -> None:
+        index = event.request_id[1]
+        if not isinstance(event, NewTokens):
+            self._ask()
+            return
+        if index in self._last:
+            self.seen.gaps.append(self._now - self._last[index])
+        else:
+            self.seen.first.append(self._now - self._sent[index])
+        self._last[index] = self._now
+        self.seen.tokens += 1
+
+    def _ask(self) -> None:
+        """A client sends the next request, if there is one."""
+        index = next(self._waiting, None)
+        if index is None:
+            return
+        self._sent[index] = self._now
+        self._next_arrival = max(self._next_arrival, self._now + ASK_AGAIN_S) + ARRIVAL_S
+        self._arrive(index, self._next_arrival)
+
+    def _come(self) -> None:
+        """All requests come when they come, whoever was answered."""
+        chooser, due = random.Random(self._case.seed), self._now
+        for index in range(self._case.requests):
+            due += chooser.expovariate(self._case.rate)
+            self._sent[index] = due
+            self._arrive(index, due)
+
+    def _arrive(self, index: int, due: float) -> None:
+        case, name = self._case, self._names[index]
+        prompt, length = case.prompt(index), case.output_length
+        self._at(due, partial(self._add, ("r", index), prompt, name, length))
+
+    def _add(self, name: tuple[str, int], prompt: list[int], adapter: int, length: int) -> None:
+        key = AdapterKey(adapter + 1)
+        self._scheduler.add(Request(name, prompt, Sampling(), Stopping(length), key), self._now)
+
+
+def capacity(case: Case) -> Capacity:
+    """One H200's: blocks for 760,000 tokens, pages for the case's slots at rank 16."""
+    return Capacity(
+        num_blocks=760_000 // BLOCK_SIZE,
+        block_size=BLOCK_SIZE,
+        projections=("all",),
+        adapter_pages=PAGES * case.slots,
+        adapter_slots=case.slots,
+        host_bytes=case.adapters,
+        max_total_tokens=8192,
+    )
+
+
+def simulate(case: Case, limits: Limits) -> dict[str, Any]:
+    """Play one case; returns its row, in the words of benchmarks.serving."""
+    loop = ClosedLoop(case, limits)
+    seconds = loop.play()
+    seen = loop.seen
+    return {
+        "case": case.name,
+        "requests": case.requests,
+        "cached_prompts": case.cached,
+        "output_tokens_per_s": round(seen.tokens / seconds, 1),
+        "itl_p50_ms": percentile(seen.gaps, 0.5),
+        "itl_p99_ms": percentile(seen.gaps, 0.99),
+        "itl_max_ms": percentile(seen.gaps, 1.0),
+        "ttft_p50_ms": percentile(seen.first, 0.5),
+        "ttft_p99_ms": percentile(seen.first, 0.99),
+        "steps": len(seen.rows),
+        "rows_a_step": round(mean(seen.rows), 1),
+        "adapters_a_step": round(mean(seen.adapters), 1),
+        "fills": seen.fills,
+        "pauses": loop.num_preemptions,
+        "bound": None if case.rate else bound(case),
+    }
+
+
+def cases(options: argparse.Namespace) -> list[Case]:
+    """Those of benchmarks.churn, and the resident one."""
+    few, many, sizes = options.resident, options.adapters, {"requests": options.requests}
+    sizes |= {"concurrency": options.concurrency, "seed": options.seed}
+    sizes |= {"input_length": options.input_length, "output_length": options.output_length}
+    return [
+        Case("resident", few, few, cached=options.cached, **sizes),
+        Case("zipf", many, few, zipf=1.0, **sizes),
+        Case("turns", many, few, **sizes),
+        Case("all-resident", many, many, **sizes),
+        Case("open", 6, 3, requests=240, input_length=512, output_length=512, rate=4.0),
+    ]
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    made.add_argument("--resident", type=int, default=32, help="adapters on the device at once")
+    made.add_argument("--adapters", type=int, default=128)
+    made.add_argument("--concurrency", type=int, default=64)
+    made.add_argument("--requests", type=int, default=384)
+    made.add_argument("--input-length", type=int, default=256)
+    made.add_argument("--output-length", type=int, default=128)
+    made.add_argument("--cached", type=int, default=0, help="prompts of `resident` in the cache")
+    made.add_argument("--seed", type=int, default=1, help="of the choice by Zipf's law")
+    made.add_argument("--patience-steps", type=int, default=Limits.patience_steps)
+    made.add_argument("--slice-tokens", type=int, default=Limits.slice_tokens)
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Play and print every case."""
+    options = parser().parse_args(arguments)
+    limits = Limits(
+        max_queued=options.requests + options.adapters,
+        patience_steps=options.patience_steps,
+        slice_tokens=options.slice_tokens,
+    )
+    for case in cases(options):
+        print(json.dumps(simulate(case, limits)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

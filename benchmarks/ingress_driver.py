@@ -1,0 +1,37 @@
+"""A driver deployment over a timed rank, which remembers when its first tokens came."""
+
+from pathlib import Path
+
+from benchmarks.timed_ranks import TimedRanks
+from configs.engine import EngineConfig
+from configs.serve import ServeConfig
+from deployments.contract import Completion, GenerateRequest, ReplyAddress
+from deployments.driver.deployment import DriverDeployment
+from deployments.driver.loop import RankGroup
+from scheduler.plan import Capacity
+
+
+class TimedDriver(DriverDeployment):
+    """The driver as it is in service, but for its ranks."""
+
+    async def __init__(  # type: ignore[misc]
+        self, config: ServeConfig, capacity: Capacity, step_seconds: float, tokens: range
+    ) -> None:
+        """As TimedRanks."""
+        self._timed = (capacity, step_seconds, tokens)
+        self._firsts: list[float] = []
+        await super().__init__(config)
+
+    async def generate(self, request: GenerateRequest, reply_to: ReplyAddress) -> Completion:
+        """One HTTP request, to its end."""
+        completion = await super().generate(request, reply_to)
+        self._firsts += [outcome.first_token_seconds for outcome in completion.sequences]
+        return completion
+
+    async def take_firsts(self) -> list[float]:
+        """Seconds from each request's arrival here to its first token, since the last call."""
+        taken, self._firsts = self._firsts, []
+        return taken
+
+    def _group(self, engine: EngineConfig, folder: Path) -> RankGroup:
+        return TimedRanks(*self._timed)

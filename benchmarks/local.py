@@ -1,0 +1,158 @@
+"""A whole server in one process, without Ray: ingress, driver, and ranks as threads.
+
+    python -m benchmarks.workload /tmp/tiny --shape tiny --adapters 128 --ranks 16
+    python -m benchmarks.local /tmp/tiny --device-adapters 32 --port 8014
+    python -m benchmarks.churn --url http://127.0.0.1:8014 \
+        --metrics http://127.0.0.1:8014/adapters/metrics --metrics-lag-s 0
+
+For ratios on a CPU, where Ray's own processes would take the cores that are measured. At
+/adapters/metrics stand the adapter metrics that a driver under Ray gives to Ray's endpoint.
+"""
+
+import argparse
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import uvicorn
+from fastapi import FastAPI, Response
+
+from configs.adapters import AdapterReference, AdapterSource
+from configs.engine import AdaptersConfig, CacheConfig, Device, EngineConfig, LimitsConfig
+from configs.model import LoadFormat, ModelConfig
+from configs.templates import TemplateSource
+from deployments.contract import (
+    AdapterCommand,
+    AdapterReport,
+    Completion,
+    EngineInfo,
+    Failed,
+    GenerateRequest,
+    ReplyAddress,
+)
+from deployments.driver.engine import Engine
+from deployments.frames import FrameReceiver
+from deployments.ingress.api import build_app
+from deployments.ingress.engine import IngressSettings
+from deployments.ingress.frames import Mailbox
+from deployments.rank.local import LocalRanks
+
+HOST = "127.0.0.1"
+
+
+class LocalDriver:
+    """`contract.Driver` over an engine in this process."""
+
+    def __init__(self, engine: Engine) -> None:
+        """Bind an engine that is started, or will be."""
+        self._engine = engine
+
+    async def generate(self, request: GenerateRequest, reply_to: ReplyAddress) -> Completion:
+        """Run all sequences of a request."""
+        return await self._engine.generate(request, reply_to)
+
+    async def finish(self, request_id: str, index: int, at: int) -> None:
+        """A stop string was matched."""
+        await self._engine.finish(request_id, index, at)
+
+    async def adapters(self, command: AdapterCommand) -> list[AdapterReport]:
+        """The one replica's report."""
+        return [await self._engine.adapters(command)]
+
+    async def chat_template(
+        self, adapter: AdapterReference, api_token: str | None
+    ) -> TemplateSource | Failed:
+        """An adapter's own chat template."""
+        return await self._engine.chat_template(adapter, api_token)
+
+    async def describe(self) -> EngineInfo:
+        """What is served."""
+        return await self._engine.describe()
+
+
+def engine_config(options: argparse.Namespace) -> EngineConfig:
+    """The engine that the command line asks for."""
+    return EngineConfig(
+        model=ModelConfig(id=str(options.folder), load_format=LoadFormat.DUMMY, name="base"),
+        tensor_parallel=options.tensor_parallel,
+        device=Device.CPU,
+        cache=CacheConfig(num_blocks=options.blocks),
+        limits=LimitsConfig(
+            max_step_tokens=512, max_running=options.max_running, max_queued=100_000
+        ),
+        adapters=AdaptersConfig(
+            default_source=AdapterSource.LOCAL,
+            local_roots=(str(options.folder / "adapters"),),
+            device_pages=2 * options.device_adapters,
+            max_device_adapters=options.device_adapters,
+            max_rank=16,
+            host_bytes=options.host_bytes,
+        ),
+    )
+
+
+class AdapterSums:
+    """The adapter metrics of one engine as text, by the names that a driver under Ray uses."""
+
+    def __init__(self, engine: Engine) -> None:
+        """Start at zero."""
+        self._engine = engine
+        self._seconds: dict[str, float] = {}
+
+    async def text(self) -> str:
+        """All sums since the start."""
+        counts = asdict((await self._engine.snapshot()).adapter_counts)
+        lines = [f"loray_adapter_{name} {value}" for name, value in counts.items()]
+        for record in self._engine.usage.drain_loads():
+            self._seconds[record.stage] = self._seconds.get(record.stage, 0.0) + record.seconds
+        lines += [
+            f'loray_adapter_load_seconds_sum{{stage="{stage}"}} {seconds}'
+            for stage, seconds in self._seconds.items()
+        ]
+        return "\n".join(lines) + "\n"
+
+
+def build(config: EngineConfig) -> FastAPI:
+    """An application whose lifespan starts and stops the engine behind it."""
+    engine = Engine(config, Path(config.model.id), LocalRanks(config))
+    mailbox = Mailbox()
+    receiver = FrameReceiver(mailbox.deliver)
+    bound: list[ReplyAddress] = []
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await engine.start()
+        bound.append(await receiver.start(HOST))
+        yield
+        await receiver.close()
+        await engine.stop()
+
+    settings = IngressSettings(default_source=config.adapters.default_source)
+    app = build_app(LocalDriver(engine), mailbox, lambda: bound[-1], settings, lifespan)
+    sums = AdapterSums(engine)
+
+    @app.get("/adapters/metrics", include_in_schema=False)
+    async def adapter_metrics() -> Response:
+        return Response(await sums.text(), media_type="text/plain")
+
+    return app
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Serve a folder of benchmarks.workload until Ctrl-C."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--port", type=int, default=8014)
+    parser.add_argument("--device-adapters", type=int, default=32, help="of rank 16")
+    parser.add_argument("--host-bytes", type=int, default=2**30)
+    parser.add_argument("--max-running", type=int, default=64)
+    parser.add_argument("--blocks", type=int, default=4096)
+    parser.add_argument("--tensor-parallel", type=int, default=1)
+    parsed = parser.parse_args(arguments)
+    app = build(engine_config(parsed))
+    uvicorn.run(app, host=HOST, port=parsed.port, log_level="warning", ws="none")
+
+
+if __name__ == "__main__":
+    main()

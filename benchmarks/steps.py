@@ -1,0 +1,101 @@
+"""What a driver's own record says about a benchmark's case, asked through Ray.
+
+    python -m benchmarks.steps --address 127.0.0.1:6379
+
+says {} once it has joined, and answers each line on its standard input with one line of JSON about
+the time since the last: in a process of its own, for whoever measures several servers, one after
+the other, can join only one cluster.
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from deployments.driver.usage import LoadSum
+from deployments.observability.steps import StepRecord
+
+
+class StepTimes:
+    """The driver's steps and what its adapters did."""
+
+    def __init__(self, application: str, address: str = "auto") -> None:
+        """Join the cluster; `application` is the server's name in its yaml."""
+        import ray
+        from ray import serve
+
+        ray.init(address=address, log_to_driver=False, logging_level="warning")
+        self._driver = serve.get_deployment_handle("Driver", application)
+        self._last = -1
+        self._counts: dict[str, int] = {}
+        self._loads: dict[str, LoadSum] = {}
+        self._since = time.perf_counter()
+
+    async def since_last(self) -> dict[str, Any]:
+        """Count the steps since the last call, and those among them that only decode.
+
+        captured_share: of the steps that were replays. device_idle_share: of the time since then,
+        that between steps with nothing on the device; absent on devices that do not tell.
+        adapters: how the counts of hits, misses, evictions, fills and their bytes grew. loads:
+        mean milliseconds of each stage of an adapter's way.
+        """
+        seconds = time.perf_counter() - self._since
+        steps = [s for s in await self._driver.steps.remote() if s.step > self._last]
+        counts = asdict((await self._driver.snapshot.remote()).adapter_counts)
+        loads = await self._driver.load_sums.remote()
+        self._since = time.perf_counter()
+        before, self._counts, self._loads = (self._counts, self._loads), counts, loads
+        if not steps:
+            return {}
+        self._last = steps[-1].step
+        grown = {name: count - before[0].get(name, 0) for name, count in counts.items()}
+        means = mean_loads(before[1], loads)
+        adapters = {name: count for name, count in grown.items() if count}
+        return told(steps, seconds) | {"adapters": adapters, "loads": means}
+
+
+def mean_loads(before: Mapping[str, LoadSum], after: Mapping[str, LoadSum]) -> dict[str, float]:
+    """Milliseconds of a load's stages, of those that came between."""
+    means = {}
+    for stage, sums in after.items():
+        known = before.get(stage, LoadSum())
+        if count := sums.count - known.count:
+            means[stage] = round((sums.seconds - known.seconds) / count * 1e3, 2)
+    return means
+
+
+def told(steps: Sequence[StepRecord], seconds: float) -> dict[str, Any]:
+    """What these steps of `seconds` come to; at least one step."""
+    found = {
+        "steps": len(steps),
+        "decode_steps": sum(s.num_tokens == s.num_rows for s in steps),
+        "captured_share": round(sum(s.captured for s in steps) / len(steps), 4),
+    }
+    gaps = [s.idle_seconds for s in steps[1:] if s.idle_seconds is not None]
+    return {**found, "device_idle_share": round(sum(gaps) / seconds, 4)} if gaps else found
+
+
+async def answer(address: str, application: str) -> None:
+    """Answer line by line until the input ends."""
+    steps = StepTimes(application, address)
+    await steps.since_last()
+    print("{}", flush=True)
+    while await asyncio.to_thread(sys.stdin.readline):
+        print(json.dumps(await steps.since_last()), flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Answer for one server."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--address", default="auto", help="of the cluster; default: the one here")
+    parser.add_argument("--application", default="loray", help="its name in the server's yaml")
+    parsed = parser.parse_args(arguments)
+    asyncio.run(answer(parsed.address, parsed.application))
+
+
+if __name__ == "__main__":
+    main()

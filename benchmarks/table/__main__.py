@@ -1,0 +1,5 @@
+"""`python -m benchmarks.table`."""
+
+from benchmarks.table.command import main
+
+main()

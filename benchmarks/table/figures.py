@@ -1,0 +1,130 @@
+"""The figures that count: what the peer was measured at, what the machine allows, what must be met.
+
+Everything here is about the standard workload on H200s: Llama's shape in bfloat16, 512 tokens in
+and 256 out, unless a case says otherwise.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from benchmarks.serving import Case
+from benchmarks.table.groups import written_for
+from benchmarks.workload import adapter_parameters, config_of, projection_sizes
+
+RATE, TPOT, TTFT, ITL = "output_tokens_per_s", "tpot_p50_ms", "ttft_p99_ms", "itl_p99_ms"
+UNITS = {
+    RATE: "tokens/s",
+    TPOT: "ms a token",
+    TTFT: "ms, first token, p99",
+    ITL: "ms, between tokens, p99",
+    "ready_s": "s to ready",
+    "load_of_reading": "of the page cache's speed",
+    "ratio": "of tokens/s without",
+}
+PEER = "peer"
+PEER_NAME = "vLLM 0.25.1"
+"""Whose figures are quoted."""
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What must be met: `metric` against factor times something.
+
+    of: PEER, another case of the group, "group/case" of another one, or "" for the number itself.
+    plus: a metric of that other case, which is added.
+    """
+
+    factor: float
+    of: str = ""
+    metric: str | None = None
+    plus: str | None = None
+
+
+@dataclass(frozen=True)
+class Figure:
+    """The figure that stands for a case; quoted: the peer's, measured in other leases."""
+
+    metric: str
+    goals: tuple[Goal, ...] = ()
+    quoted: tuple[float, ...] = ()
+
+
+def is_better_low(metric: str) -> bool:
+    """Times are, rates and shares are not."""
+    return metric.endswith(("_ms", "_s")) and not metric.endswith("_per_s")
+
+
+FIGURES: Mapping[tuple[str, str], Figure] = {
+    ("one-gpu", "base-c1"): Figure(TPOT, (Goal(1.0, PEER),), (4.88,)),
+    ("one-gpu", "lora1-c1"): Figure(TPOT, (Goal(1.12, "base-c1"),), (6.59, 6.98)),
+    ("one-gpu", "base-c64"): Figure(RATE, (Goal(1.0, PEER),), (6619, 6695)),
+    ("one-gpu", "lora1-c64"): Figure(RATE, (Goal(0.90, "base-c64"),), (4768, 5360)),
+    ("one-gpu", "lora32-c64"): Figure(RATE, (Goal(0.82, "base-c64"), Goal(2.1, PEER)), (2512,)),
+    ("one-gpu", "mixed32-c64"): Figure(RATE, (Goal(0.75, "base-c64"),)),
+    ("one-gpu", "base-c256"): Figure(RATE, (Goal(1.0, PEER),), (11464,)),
+    ("one-gpu", "lora32-c256"): Figure(RATE, (Goal(0.80, "base-c256"), Goal(1.5, PEER)), (6121,)),
+    ("two-gpus", "base-c1"): Figure(TPOT, (Goal(1.0, PEER),), (3.51,)),
+    ("two-gpus", "lora1-c1"): Figure(TPOT, (Goal(1.15, "base-c1"),), (5.29,)),
+    ("two-gpus", "base-c64"): Figure(RATE),
+    ("two-gpus", "lora1-c64"): Figure(RATE),
+    ("two-gpus", "lora32-c64"): Figure(RATE, (Goal(1.8, PEER),), (3704,)),
+    ("two-gpus", "mixed32-c64"): Figure(RATE),
+    ("two-gpus", "base-c256"): Figure(RATE),
+    ("two-gpus", "lora32-c256"): Figure(RATE, (Goal(1.3, PEER),), (9758,)),
+    ("seventy-b", "base-c64"): Figure(RATE),
+    ("seventy-b", "lora32-c64"): Figure(RATE, (Goal(1.5, PEER),)),
+    ("churn", "resident"): Figure(RATE, quoted=(2588,)),
+    ("churn", "zipf"): Figure(
+        RATE,
+        (
+            Goal(0.90, "resident"),
+            Goal(3.0, "resident", TTFT),
+            Goal(1.0, "resident", ITL, plus="itl_p50_ms"),
+        ),
+        (2246,),
+    ),
+    ("churn", "turns"): Figure(RATE, (Goal(0.75, "churn-all-resident/all-resident"),), (1417,)),
+    ("churn", "small"): Figure(RATE, (Goal(0.80, "resident"),)),
+    ("churn-all-resident", "all-resident"): Figure(RATE),
+    ("fairness", "open"): Figure(TTFT, (Goal(2000.0),)),
+    ("fairness", "calm"): Figure(TTFT),
+    ("fairness", "flood"): Figure(TTFT, (Goal(2.0, "calm"),)),
+    ("structured", "half-held"): Figure("ratio", (Goal(0.90),)),
+    ("start", "first"): Figure("ready_s"),
+    ("start", "warm"): Figure("ready_s", (Goal(40.0),)),
+    ("start", "weights"): Figure("load_of_reading", (Goal(0.60),)),
+}
+
+
+@dataclass(frozen=True)
+class Chip:
+    """What one GPU was measured to do: bytes moved and bf16 operations, a second."""
+
+    bytes_per_s: float
+    flops_per_s: float
+
+
+CHIPS = {"NVIDIA H200": Chip(4.3e12, 790e12)}
+
+
+def limit(case: Case, chip: Chip, shape: str, gpus: int) -> Mapping[str, float]:
+    """The least time per token and the most tokens a second that bytes and operations allow.
+
+    A step reads all weights, each row's keys and values (of the prompt and half of the answer),
+    and A and B of each adapter in it; prompts cost two operations for each parameter. Launches,
+    sums between GPUs and scheduling cost nothing, prompts and steps follow each other, and GPUs
+    share everything evenly.
+    """
+    config = config_of(shape)
+    layers, kv = config["num_hidden_layers"], config["num_key_value_heads"] * config["head_dim"]
+    matrices = layers * sum(i * o for i, o in projection_sizes(shape).values())
+    parameters = matrices + 2 * config["vocab_size"] * config["hidden_size"]
+    context = case.input_length + case.output_length / 2
+    ranks = [recipe.rank for recipe in written_for(case.models)]
+    in_a_step = min(1.0, case.concurrency / max(1, len(ranks)))
+    adapters = in_a_step * sum(adapter_parameters(shape, rank) for rank in ranks)
+    moved = 2 * (parameters + case.concurrency * context * 2 * layers * kv + adapters)
+    step_s = moved / (chip.bytes_per_s * gpus)
+    prompt_s = case.input_length * 2 * parameters / (chip.flops_per_s * gpus)
+    answer_s = prompt_s + case.output_length * step_s / case.concurrency
+    return {TPOT: step_s * 1e3, RATE: case.output_length / answer_s}

@@ -1,0 +1,242 @@
+"""What the table is made of: groups of cases, each group for one configuration of a server."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from benchmarks import churn, fairness
+from benchmarks.fairness import Load, Terms
+from benchmarks.serving import Case, standard_cases
+from benchmarks.structured import Comparison
+from benchmarks.workload import MIXED_RANKS, Recipe, recipes
+
+BASE = "base"
+PLAIN_RANK, RESIDENT, CHURNED = 16, 32, 128
+PAGE_ROWS = 8
+"""Rank rows of one page of the server's pools."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """A server's start, over real weights, to its first answer."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Loading:
+    """The weights' way to the device, by itself."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Fair:
+    """An open loop and what its requests are like."""
+
+    load: Load
+    terms: Terms
+
+
+@dataclass(frozen=True)
+class Play:
+    """One case of a group: what is played, and the seconds that it takes on an H200.
+
+    settle: ask all its adapters once before. cold: ask none of them before.
+    """
+
+    what: Case | Fair | Comparison | Start | Loading
+    seconds: float
+    settle: bool = False
+    cold: bool = False
+
+    @property
+    def name(self) -> str:
+        """The case's name in results and figures."""
+        match self.what:
+            case Fair(load=load):
+                return load.name
+            case Comparison(case=case):
+                return case.name
+            case named:
+                return named.name
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Whom it asks for; the base model alone where there is no more."""
+        match self.what:
+            case Case(models=models) | Comparison(case=Case(models=models)):
+                return models
+            case Fair(load=load):
+                return (*load.models, *([load.flood] if load.flood else []))
+            case _:
+                return (BASE,)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How long and how many: the table's own, or small ones that two CPU cores finish.
+
+    lengths: prompt and answer in tokens. requests: of a case, by its requests in flight. fair:
+    options of benchmarks.fairness.
+    """
+
+    lengths: tuple[int, int] = (512, 256)
+    requests: Mapping[int, int] = field(default_factory=lambda: {1: 3, 64: 256, 256: 768})
+    churn_lengths: tuple[int, int] = (256, 128)
+    churn_requests: int = 384
+    small_adapters: int = 1000
+    fair: Mapping[str, float] = field(default_factory=dict)
+    rounds: int = 2
+
+
+FULL = Scale()
+SMALL = Scale(
+    lengths=(32, 16),
+    requests={1: 2, 64: 64, 256: 256},
+    churn_lengths=(32, 16),
+    churn_requests=128,
+    small_adapters=64,
+    fair={
+        "requests": 16,
+        "input_length": 32,
+        "output_length": 16,
+        "flood_depth": 8,
+        "flood_lead_s": 1.0,
+    },
+    rounds=1,
+)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Cases for one server.
+
+    gpus: tensor-parallel ranks. shape: None is the command's own. places, pages, max_rank: of the
+    adapters on the device; pages are of 8 rank rows in each projection's pool. json: the tokenizer
+    can spell JSON. weights: a real checkpoint.
+    """
+
+    name: str
+    about: str
+    plays: tuple[Play, ...]
+    gpus: int = 1
+    shape: str | None = None
+    places: int = RESIDENT
+    pages: int = RESIDENT * 2
+    max_rank: int = PLAIN_RANK
+    json: bool = False
+    weights: bool = False
+
+
+def groups(scale: Scale) -> dict[str, Group]:
+    """All of them by name, in the order in which they are played."""
+    rows, mixed_pages = (
+        _standard(scale),
+        RESIDENT // len(MIXED_RANKS) * sum(map(_pages, MIXED_RANKS)),
+    )
+    rank = max(MIXED_RANKS)
+    [lora32] = [play for play in rows if play.name == "lora32-c64"]
+    seventy = (replace(lora32, seconds=25.0), replace(_named(rows, "base-c64"), seconds=25.0))
+    fair, churned = _fair(scale), _churn(scale)
+    made = [
+        Group("one-gpu", "one GPU", rows, pages=mixed_pages, max_rank=rank),
+        Group("two-gpus", "two GPUs", rows, 2, pages=mixed_pages, max_rank=rank),
+        Group("seventy-b", "Llama-3-70B's shape over four GPUs", seventy, 4, shape="llama3-70b"),
+        Group("churn", f"{CHURNED} adapters on {RESIDENT} places", churned[:-1]),
+        Group(
+            "churn-all-resident",
+            f"{CHURNED} adapters on {CHURNED} places",
+            churned[-1:],
+            places=CHURNED,
+            pages=CHURNED * _pages(PLAIN_RANK),
+        ),
+        Group("fairness", "6 adapters on 3 places", fair, places=3, pages=3 * _pages(PLAIN_RANK)),
+        Group("structured", "answers under a schema", (_structured(scale),), json=True),
+        Group(
+            "start", "a server's start", _start(), pages=mixed_pages, max_rank=rank, weights=True
+        ),
+    ]
+    return {group.name: group for group in made}
+
+
+def written(plays: Iterable[Play]) -> list[Recipe]:
+    """The adapters that these cases ask for, and so need on disk."""
+    return written_for([name for play in plays for name in play.models])
+
+
+def written_for(names: Iterable[str]) -> list[Recipe]:
+    """The adapters of these names; those of a kind are counted from 0."""
+    most = dict.fromkeys("ams", 0)
+    for name in set(names) - {BASE}:
+        most[name[0]] = max(most[name[0]], int(name[1:]) + 1)
+    return recipes(most["a"], most["m"], most["s"])
+
+
+def _named(plays: Sequence[Play], name: str) -> Play:
+    [found] = [play for play in plays if play.name == name]
+    return found
+
+
+def _pages(rank: int) -> int:
+    return -(-rank // PAGE_ROWS)
+
+
+def _standard(scale: Scale) -> tuple[Play, ...]:
+    """The rows of one and of two GPUs, those first without which the others say least."""
+    plain = tuple(f"a{i}" for i in range(RESIDENT))
+    mixed = tuple(f"m{i}" for i in range(RESIDENT))
+    cases = standard_cases(BASE, plain)
+    cases += [Case(f"mixed{RESIDENT}-c64", mixed, 64, 0)]
+    seconds = {1: 4.0, 64: 11.0, 256: 20.0}
+    names = "base-c1 lora1-c1 base-c64 lora32-c64 lora1-c64 mixed32-c64 base-c256 lora32-c256"
+    sized = [
+        replace(
+            case,
+            requests=scale.requests[case.concurrency],
+            input_length=scale.lengths[0],
+            output_length=scale.lengths[1],
+        )
+        for case in cases
+    ]
+    plays = [Play(case, seconds[case.concurrency], settle=case.models == mixed) for case in sized]
+    return tuple(_named(plays, name) for name in names.split())
+
+
+def _churn(scale: Scale) -> tuple[Play, ...]:
+    """Resident, Zipf, turns, small; last the one that wants all places."""
+    options = churn.parser().parse_args([])
+    options.requests, options.small = scale.churn_requests, scale.small_adapters
+    options.input_length, options.output_length = scale.churn_lengths
+    resident, zipf, turns, everybody, small = churn.churn_cases(options)
+    return (
+        Play(resident, 16.0, settle=True),
+        Play(zipf, 22.0, settle=True),
+        Play(turns, 24.0, settle=True),
+        Play(small, 16.0, cold=True),
+        Play(everybody, 22.0, settle=True),
+    )
+
+
+def _fair(scale: Scale) -> tuple[Play, ...]:
+    options = fairness.parser().parse_args([])
+    vars(options).update(scale.fair)
+    terms = Terms(
+        url="",
+        input_length=options.input_length,
+        output_length=options.output_length,
+        flood_lead_s=options.flood_lead_s,
+    )
+    return tuple(Play(Fair(load, terms), 80.0) for load in fairness.loads(options))
+
+
+def _structured(scale: Scale) -> Play:
+    case = Case("half-held", (BASE,), 64, scale.requests[64], *scale.lengths)
+    return Play(Comparison(case, rounds=scale.rounds), 20.0 * scale.rounds)
+
+
+def _start() -> tuple[Play, ...]:
+    return (
+        Play(Start("first"), 60.0),
+        Play(Start("warm"), 40.0),
+        Play(Loading("weights"), 40.0),
+    )
