@@ -41,6 +41,7 @@ from deployments.rank.messages import (
     Stepped,
     Stop,
 )
+from deployments.rank.order import StageOrder, Turn
 from deployments.rank.transport import Channel
 from modeling.batch import ForwardBatch, StepOutput
 from scheduler.plan import StepPlan
@@ -100,6 +101,7 @@ class Worker:
         self._launched: queue.SimpleQueue[_Launched | None] = queue.SimpleQueue()
         self._filling: queue.SimpleQueue[tuple[AdapterKey, Filled] | None] = queue.SimpleQueue()
         self._staging_threads = staging_threads
+        self._order = StageOrder()
 
     def run(self) -> None:
         """Work until the end of the stream; a step that raises is reported, then re-raised."""
@@ -121,6 +123,7 @@ class Worker:
         finally:
             self._launched.put(None)
             self._filling.put(None)
+            self._order.end()
             staging.shutdown(wait=False, cancel_futures=True)
             for thread in reporters:
                 thread.join(timeout=5.0)
@@ -133,6 +136,7 @@ class Worker:
             self._filling.put((fill.key, filled))
         for key in plan.drops:
             self._runner.drop(key)
+            self._order.dropped(key)
         self._launched.put(_Launched(plan, self._runner.step(forward_batch(plan)), started))
 
     def _read(self, staging: ThreadPoolExecutor) -> None:
@@ -140,10 +144,13 @@ class Worker:
         while (frame := self._channel.receive()) is not None:
             command = decoder.decode(frame)
             if isinstance(command, Step):
+                for key in command.plan.drops:
+                    self._order.read_drop(key)
                 self._plans.put(command.plan)
             elif isinstance(command, Stage):
+                turn = self._order.read_stage(command.adapter.key)
                 with contextlib.suppress(RuntimeError):  # the main thread has ended already
-                    staging.submit(self._stage, command)
+                    staging.submit(self._stage, command, turn)
             else:
                 break
         self._plans.put(None)
@@ -170,12 +177,16 @@ class Worker:
                 return
             self._send(Placed(self._rank, key))
 
-    def _stage(self, stage: Stage) -> None:
-        self._send(self._answer(stage.adapter, stage.attempt))
+    def _stage(self, stage: Stage, turn: Turn) -> None:
+        wanted = self._order.await_turn(stage.adapter.key, turn)
+        self._send(self._answer(stage.adapter, stage.attempt, wanted))
 
-    def _answer(self, adapter: FetchedAdapter, attempt: int) -> StageAnswer:
-        """Stage an adapter and tell what became of it."""
+    def _answer(self, adapter: FetchedAdapter, attempt: int, wanted: bool) -> StageAnswer:
+        """Stage an adapter, if it is still wanted, and tell what became of it."""
         rank, key = self._rank, adapter.key
+        if not wanted:
+            message = f"adapter {adapter.name!r} was dropped before it was read"
+            return StageFailed(rank, key, AdapterRefusal.UNAVAILABLE, message, attempt)
         try:
             return Staged(rank, key, self._runner.stage(adapter), attempt)
         except AdapterDeferred as deferred:
