@@ -1,4 +1,7 @@
-"""The Ray shell of one rank: it starts what `host.py` defines and keeps its loop running."""
+"""The Ray shell of one rank: it starts what `host.py` defines and keeps its loop running.
+
+The driver knows this class, too, but no tensors: what has to do with them is imported by the rank.
+"""
 
 import os
 
@@ -8,8 +11,7 @@ from configs.engine import EngineConfig
 from configs.env import cuda_ordinal
 from configs.observability import LogFormat
 from deployments.observability.logs import configure_logs
-from deployments.rank.host import RankHost, StoreAddress, open_store
-from deployments.rank.messages import LoadReport
+from deployments.rank.messages import LoadReport, StoreAddress
 from deployments.rank.transport import Address, dial
 
 
@@ -20,6 +22,8 @@ class RankActor:
         self, config: EngineConfig, folder: str, rank: int, log_format: LogFormat = LogFormat.TEXT
     ) -> None:
         """Remember what to load; `measure` loads it."""
+        from deployments.rank.host import RankHost
+
         configure_logs(f"rank-{rank}", log_format)
         gpus = ray.get_gpu_ids()
         # With several GPUs of its own, and no others in sight, a rank may use all that it sees.
@@ -37,12 +41,16 @@ class RankActor:
 
     def open_store(self, size: int, timeout_s: float) -> StoreAddress:
         """Open the group's rendezvous on a free port of this node (rank 0 only)."""
+        from deployments.rank.host import open_store
+
         self._store, address = open_store(ray.util.get_node_ip_address(), size, timeout_s)
         return address
 
     def measure(self, store: StoreAddress, timeout_s: float) -> int:
         """Join the group, load the weights; returns how many cache blocks there is room for."""
-        return self._host.measure(store.connect(timeout_s), timeout_s)
+        from deployments.rank.host import join_store
+
+        return self._host.measure(join_store(store, timeout_s), timeout_s)
 
     def allocate(self, num_blocks: int) -> LoadReport:
         """Allocate the cache and warm up."""

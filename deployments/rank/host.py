@@ -5,12 +5,11 @@ import sys
 import time
 from datetime import timedelta
 
-import msgspec
 import torch
 from torch._C._distributed_c10d import Store, TCPStore
 
 from configs.engine import EngineConfig
-from deployments.rank.messages import LoadReport
+from deployments.rank.messages import LoadReport, StoreAddress
 from deployments.rank.transport import Channel
 from deployments.rank.worker import Worker
 from modeling.loading import pick_device
@@ -20,24 +19,17 @@ from sharding.connect import connect
 from sharding.group import TensorParallel
 
 
-class StoreAddress(msgspec.Struct, frozen=True):
-    """Where a group's ranks find each other."""
-
-    host: str
-    port: int
-    size: int
-
-    def connect(self, timeout_s: float) -> Store:
-        """Open a client of the store."""
-        timeout = timedelta(seconds=timeout_s)
-        return TCPStore(self.host, self.port, self.size, False, timeout, wait_for_workers=False)
-
-
 def open_store(host: str, size: int, timeout_s: float) -> tuple[Store, StoreAddress]:
     """Open a group's store on a port that the system chooses, so that none can be stolen."""
     timeout = timedelta(seconds=timeout_s)
     store = TCPStore(host, 0, size, True, timeout, wait_for_workers=False)
     return store, StoreAddress(host, store.port, size)
+
+
+def join_store(address: StoreAddress, timeout_s: float) -> Store:
+    """Open a client of a group's store."""
+    timeout = timedelta(seconds=timeout_s)
+    return TCPStore(address.host, address.port, address.size, False, timeout, wait_for_workers=False)
 
 
 class RankHost:

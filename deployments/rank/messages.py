@@ -86,6 +86,14 @@ StageAnswer = Staged | Deferred | StageFailed
 Report = Stepped | StageAnswer | Placed | Broken
 
 
+class StoreAddress(msgspec.Struct, frozen=True):
+    """Where the ranks of a group find each other before they are one."""
+
+    host: str
+    port: int
+    size: int
+
+
 class LoadReport(msgspec.Struct, frozen=True):
     """What a rank measured after its weights and its cache were there.
 
