@@ -1,11 +1,15 @@
 """How the suite runs: nothing is timed, and worker processes share it out by files (`-n 2`)."""
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
-# No test asserts a time: a busy machine is no failure.
-settings.register_profile("loray", deadline=None)
+# The same examples each time, and no test asserts a time: a busy machine is no failure.
+settings.register_profile(
+    "loray", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+# To look for new examples: pytest --hypothesis-profile=explore
+settings.register_profile("explore", settings.get_profile("loray"), derandomize=False)
 settings.load_profile("loray")
 
 _RAY = "tests/end_to_end/"
