@@ -47,6 +47,7 @@ class HubServer:
         self.gate = threading.Event()
         self.gate.set()
         self.asked_for_files = threading.Event()
+        self._came = threading.Condition()
         hub = self
 
         class Handler(_Handler):
@@ -68,9 +69,20 @@ class HubServer:
         """The files that were asked for."""
         return [path.rpartition("/")[2] for path in self.requests if "/resolve/" in path]
 
+    def await_downloads(self, count: int) -> None:
+        """Wait until so many files were asked for: who gives up is faster than this server."""
+        with self._came:
+            assert self._came.wait_for(lambda: len(self.downloads()) >= count, _PATIENCE_S)
+
     def looks(self) -> int:
         """How often somebody asked about a repository."""
         return sum(path.startswith("/api/models/") for path in self.requests)
+
+    def note(self, path: str) -> None:
+        """A request came."""
+        with self._came:
+            self.requests.append(path)
+            self._came.notify_all()
 
     def __enter__(self) -> "HubServer":
         self._thread.start()
@@ -89,7 +101,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         hub = self.server_hub
-        hub.requests.append(self.path)
+        hub.note(self.path)
         if hub.faults:
             self._answer(hub.faults.pop(0), b"fault on order")
         elif self.path.startswith("/api/models/"):
@@ -139,7 +151,7 @@ class _Handler(BaseHTTPRequestHandler):
         data = repository.commits[sha][file]
         cut = hub.cuts.pop(0) if hub.cuts else None
         hub.asked_for_files.set()
-        hub.gate.wait(20)
+        hub.gate.wait(_PATIENCE_S)
         start = 0
         if (ranged := self.headers["Range"]) is not None:
             start = int(ranged.removeprefix("bytes=").removesuffix("-"))
@@ -171,6 +183,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 _GATED = {"X-Error-Code": "GatedRepo"}
+_PATIENCE_S = 600.0
 
 
 def _split(path: str) -> tuple[str, str]:

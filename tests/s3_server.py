@@ -11,6 +11,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
 
+_PATIENCE_S = 600.0
+
 
 @contextmanager
 def s3_server() -> Iterator[str]:
@@ -80,10 +82,10 @@ class _Handler(BaseHTTPRequestHandler):
         is_file = "list-type" not in self.path
         cut = self.s3.cuts.pop(0) if self.s3.cuts and is_file else None
         if is_file:
-            self.s3.gate.wait(20)
+            self.s3.gate.wait(_PATIENCE_S)
         passed_on = ("range", "if-match", "authorization")
         wanted = {k: v for k, v in self.headers.items() if k.lower() in passed_on}
-        answer = httpx.get(f"{self.s3.target}{self.path}", headers=wanted)
+        answer = httpx.get(f"{self.s3.target}{self.path}", headers=wanted, timeout=_PATIENCE_S)
         self.send_response(answer.status_code)
         for name, value in answer.headers.items():
             if name.lower() not in ("connection", "transfer-encoding", "date", "server"):

@@ -29,6 +29,8 @@ from deployments.ingress.frames import Mailbox
 from deployments.rank.local import LocalRanks
 from sharding.sources.model import fetch_model
 
+_PATIENCE_S = 600.0
+
 
 class OneReplica:
     """`contract.Driver` over an engine on the same event loop."""
@@ -84,8 +86,11 @@ def demo_app(config: EngineConfig, settings: IngressSettings) -> FastAPI:
 def served(app: FastAPI) -> Iterator[str]:
     """The application's address while it is served from a thread."""
     server = uvicorn.Server(
-        uvicorn.Config(app, port=0, log_level="critical", ws="none", lifespan="on")
-    )
+        uvicorn.Config(
+            app, port=0, log_level="critical", ws="none", lifespan="on",
+            timeout_keep_alive=round(_PATIENCE_S),
+        )
+    )  # fmt: skip
     thread = threading.Thread(target=server.run, daemon=True)
     started = threading.Event()
     announce = server.startup
@@ -97,8 +102,8 @@ def served(app: FastAPI) -> Iterator[str]:
     server.startup = startup  # type: ignore[method-assign]
     thread.start()
     try:
-        assert started.wait(timeout=60), "the server did not start"
+        assert started.wait(timeout=_PATIENCE_S), "the server did not start"
         yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     finally:
         server.should_exit = True
-        thread.join(timeout=60)
+        thread.join(timeout=_PATIENCE_S)

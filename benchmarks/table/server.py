@@ -160,7 +160,7 @@ def read_choices(said: str) -> dict[str, str]:
 def peer_version(url: str) -> str:
     """What a peer says of its version; empty if nothing."""
     try:
-        with urllib.request.urlopen(f"{url}/version", timeout=5) as reply:
+        with urllib.request.urlopen(f"{url}/version", timeout=60) as reply:
             return str(json.load(reply).get("version", ""))
     except (urllib.error.URLError, ConnectionError, TimeoutError, ValueError, AttributeError):
         return ""

@@ -1,15 +1,19 @@
 """How the end-to-end tests talk to a served demo: streams by HTTP, the driver by its handle."""
 
+import asyncio
 import json
 import pickle
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+import threading
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import suppress
 from typing import Any
 
 import httpx
+import pytest
 
-from tests.end_to_end.conftest import ROOT, Served
+from tests.end_to_end.conftest import PATIENCE_SECONDS, POLL_SECONDS, ROOT, Served
 
 Answers = dict[str, dict[str, dict[str, str]]]
 
@@ -64,16 +68,52 @@ async def events(reply: httpx.Response) -> AsyncIterator[dict[str, Any]]:
             yield json.loads(line[5:])
 
 
+async def until_open(
+    client: httpx.AsyncClient, url: str, adapter: str, count: int = 1, at: Collection[str] = ()
+) -> None:
+    """Wait until so many requests over an adapter are open, and one at each of these replicas."""
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while True:
+            num_open = await _num_open(client, url, adapter)
+            if sum(num_open.values()) >= count and all(num_open.get(name) for name in at):
+                return
+            await asyncio.sleep(POLL_SECONDS)
+
+
+async def _num_open(client: httpx.AsyncClient, url: str, adapter: str) -> dict[str, int]:
+    reply = await client.get(f"{url}/v1/adapters/{adapter}")
+    assert reply.status_code == 200, reply.text
+    rows = reply.json()["replicas"]
+    return {name: row["running"] + row["waiting"] for name, row in rows.items()}
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Poll until it holds; a request that fails does not say that it does."""
+    polls = threading.Event()
+    for _ in range(int(PATIENCE_SECONDS / POLL_SECONDS)):
+        with suppress(httpx.HTTPError):
+            if condition():
+                return
+        polls.wait(POLL_SECONDS)
+    pytest.fail("it did not come to that")
+
+
+def is_healthy(served: Served) -> bool:
+    """Whether /health says so."""
+    return httpx.get(f"{served.url}/health", timeout=30).status_code == 200
+
+
 def ask_driver(served: Served, method: str) -> Any:
     """Call a method of the driver deployment through its Serve handle."""
     command = [sys.executable, "-m", "tests.end_to_end.ask", served.ray_address, method]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, check=False, timeout=120)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, check=False, timeout=PATIENCE_SECONDS
+    )
     assert done.returncode == 0, done.stderr.decode()
     return pickle.loads(done.stdout.partition(b"ANSWER")[2])
 
 
-def ray_metrics(served: Served) -> str:
-    """What Ray's metrics endpoint of the head node shows, in Prometheus' text form."""
+def ray_metrics_url(served: Served) -> str:
+    """Ray's metrics endpoint of the head node, in Prometheus' text form."""
     [node] = ask_driver(served, "nodes")
-    url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
-    return httpx.get(url, timeout=30).text
+    return f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"

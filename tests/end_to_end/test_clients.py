@@ -9,12 +9,16 @@ import pytest
 from lorax import AsyncClient, Client
 
 from tests.end_to_end.clients import MODELS, Answers, adapter_of
-from tests.end_to_end.conftest import Served
+from tests.end_to_end.conftest import PATIENCE_SECONDS, Served
 
 QUESTION = "What is the capital of France?"
 LONGEST = 160
 
 pytestmark = pytest.mark.ray
+
+
+def openai_client(served: Served) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", timeout=PATIENCE_SECONDS)
 
 
 def model_name(model: str) -> str:
@@ -23,7 +27,7 @@ def model_name(model: str) -> str:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_lorax_client(served: Served, answers: Answers, model: str) -> None:
-    client = Client(served.url, timeout=60)
+    client = Client(served.url, timeout=PATIENCE_SECONDS)
     expected = answers[model][QUESTION]["raw"]
     whole = client.generate(QUESTION, adapter_id=adapter_of(model), max_new_tokens=LONGEST)
     assert whole.generated_text == expected
@@ -38,7 +42,7 @@ def test_lorax_client(served: Served, answers: Answers, model: str) -> None:
 
 def test_lorax_client_async(served: Served, answers: Answers) -> None:
     async def ask() -> list[str]:
-        client = AsyncClient(served.url, timeout=60)
+        client = AsyncClient(served.url, timeout=PATIENCE_SECONDS)
         replies = await asyncio.gather(
             *(client.generate(QUESTION, adapter_id=adapter_of(model)) for model in MODELS)
         )
@@ -49,7 +53,7 @@ def test_lorax_client_async(served: Served, answers: Answers) -> None:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_openai_client(served: Served, answers: Answers, model: str) -> None:
-    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", timeout=60) as client:
+    with openai_client(served) as client:
         expected = answers[model][QUESTION]
         whole = client.completions.create(
             model=model_name(model), prompt=QUESTION, temperature=0, max_tokens=LONGEST
@@ -81,7 +85,7 @@ def test_openai_client(served: Served, answers: Answers, model: str) -> None:
 def test_openai_client_scores_and_embeds(served: Served, answers: Answers, model: str) -> None:
     """Each model finds its own answer the likeliest, token by token, and no other's."""
     name = model_name(model)
-    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", timeout=60) as client:
+    with openai_client(served) as client:
         text = QUESTION + answers[model][QUESTION]["raw"]
         asked: Any = {"prompt": text, "echo": True, "logprobs": 1, "max_tokens": 0}
         (choice,) = client.completions.create(model=name, **asked).choices
@@ -110,7 +114,7 @@ def test_openai_client_tools(served: Served) -> None:
     tools: Any = [{"type": "function", "function": {"name": "measure", "parameters": UNITS}}]
     asked: Any = {"model": "loray-demo", "messages": messages, "tools": tools, "temperature": 0,
                   "tool_choice": "required", "parallel_tool_calls": False}  # fmt: skip
-    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", timeout=60) as client:
+    with openai_client(served) as client:
         choice = client.chat.completions.create(**asked).choices[0]
         assert choice.finish_reason == "tool_calls"
         [call] = choice.message.tool_calls or []
@@ -124,7 +128,7 @@ def test_openai_client_tools(served: Served) -> None:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_openai_client_responses(served: Served, answers: Answers, model: str) -> None:
-    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", timeout=60) as client:
+    with openai_client(served) as client:
         asked: Any = {"model": model_name(model), "input": QUESTION, "temperature": 0}
         expected = answers[model][QUESTION]["chat"]
         assert client.responses.create(**asked).output_text == expected
@@ -134,7 +138,7 @@ def test_openai_client_responses(served: Served, answers: Answers, model: str) -
 
 
 def test_openai_client_choices(served: Served) -> None:
-    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", timeout=60) as client:
+    with openai_client(served) as client:
         for body in ({"guided_choice": ["north", "south"]},
                      {"structured_outputs": {"regex": "(nor|sou)th"}}):  # fmt: skip
             reply = client.completions.create(

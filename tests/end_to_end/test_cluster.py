@@ -13,15 +13,18 @@ import ray
 from ray import serve
 from ray.cluster_utils import Cluster
 from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
 
 from configs.serve import ServeConfig
 from deployments.app import build
 from deployments.rank.messages import LoadReport
 from tests.end_to_end.clients import MODELS, Answers, adapter_of
-from tests.end_to_end.conftest import demo_config, free_port
+from tests.end_to_end.conftest import PATIENCE_SECONDS, RAY_SETTINGS, demo_config, free_port
+from tests.end_to_end.processes import title_of
 
 QUESTION = "What is the capital of France?"
-PATIENCE_SECONDS = 120.0
+
+_PASSING = (httpx.HTTPError, AssertionError, RayError, RayServeException, TimeoutError)
 
 pytestmark = pytest.mark.ray
 
@@ -49,10 +52,11 @@ class Nodes:
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Nodes]:
     before = dict(os.environ)
-    os.environ["RAY_AUTH_MODE"] = "disabled"
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    os.environ.update(RAY_SETTINGS)
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "wait": False})
     for _ in range(6):
-        cluster.add_node(num_cpus=1, object_store_memory=80 * 2**20)
+        cluster.add_node(wait=False, num_cpus=1, object_store_memory=80 * 2**20)
+        cluster.wait_for_nodes(PATIENCE_SECONDS)
     ray.init(address=cluster.address, namespace="serve", log_to_driver=False)
     port = free_port()
     serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
@@ -76,7 +80,7 @@ def ranks() -> list[LoadReport]:
 
 def told(url: str, model: str) -> str:
     body = {"inputs": QUESTION, "parameters": {"adapter_id": adapter_of(model)}}
-    reply = httpx.post(f"{url}/generate", json=body, timeout=60)
+    reply = httpx.post(f"{url}/generate", json=body, timeout=120)
     assert reply.status_code == 200, reply.text
     text: str = reply.json()["generated_text"]
     return text
@@ -96,7 +100,7 @@ def eventually(question: Callable[[], str]) -> str:
     for _ in range(int(PATIENCE_SECONDS / 0.5)):
         try:
             return question()
-        except (httpx.HTTPError, AssertionError, RayError, TimeoutError) as error:
+        except _PASSING as error:
             last = error
         pause.wait(0.5)
     pytest.fail(f"no answer: {last}")
@@ -122,12 +126,13 @@ def test_the_node_of_a_rank_dies(nodes: Nodes, answers: Answers) -> None:
 def test_the_node_of_a_driver_dies(nodes: Nodes, answers: Answers) -> None:
     """Serve starts the replica anew, with its ranks, on nodes that have room."""
     before = ranks()
+    old = [psutil.Process(report.pid) for report in before]
     busy = {nodes.node_of(report.pid) for report in before}
     [driver] = [
         child
         for raylet in nodes.raylets()
         for child in psutil.Process(raylet).children()
-        if "ServeReplica:loray:Driver" in " ".join(child.cmdline())
+        if "ServeReplica:loray:Driver" in title_of(child)
     ]
     home = nodes.node_of(driver.pid)
     assert home not in busy
@@ -135,5 +140,5 @@ def test_the_node_of_a_driver_dies(nodes: Nodes, answers: Answers) -> None:
     eventually(lambda: replaced(before))
     expected = answers["json"][QUESTION]["raw"]
     assert eventually(lambda: told(nodes.url, "json")) == expected
-    gone = [report.pid for report in before if psutil.pid_exists(report.pid)]
-    assert not gone, "ranks outlived their driver"
+    _, alive = psutil.wait_procs(old, timeout=PATIENCE_SECONDS)
+    assert not alive, "ranks outlived their driver"

@@ -24,7 +24,7 @@ from tests.checkpoints_others import (
     write_opt,
 )
 from tests.checkpoints_padded import ADAPTERS, write_padded
-from tests.end_to_end.conftest import Served, free_port, start, stop
+from tests.end_to_end.conftest import PATIENCE_SECONDS, Served, free_port, start, stop
 from tests.oracle import prompt_truth
 
 Ask = Callable[[httpx.AsyncClient], Coroutine[Any, Any, httpx.Response]]
@@ -161,7 +161,8 @@ def together(five: Five, asks: Sequence[Ask]) -> list[httpx.Response]:
     """All replies, asked at once, in order."""
 
     async def story() -> list[httpx.Response]:
-        async with httpx.AsyncClient(base_url=five.served.url, timeout=60) as client:
+        url = five.served.url
+        async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_SECONDS) as client:
             return await asyncio.gather(*(ask(client) for ask in asks))
 
     return asyncio.run(story())
@@ -201,14 +202,14 @@ def right(question: Question, reply: httpx.Response) -> None:
 
 def test_each_answers_under_its_prefix(five: Five) -> None:
     text = "\n".join(five.served.output)
-    for system in SYSTEMS:
-        url = f"{five.served.url}/{system}"
-        assert f" on {url}\n" in text
-        assert httpx.get(f"{url}/health").status_code == 200
-        listed = {model["id"] for model in httpx.get(f"{url}/v1/models").json()["data"]}
-        assert system in listed
-        assert not listed & (SYSTEMS.keys() - {system})
-    assert httpx.get(f"{five.served.url}/nobody/health").status_code == 404
+    with httpx.Client(base_url=five.served.url, timeout=PATIENCE_SECONDS) as client:
+        for system in SYSTEMS:
+            assert f" on {five.served.url}/{system}\n" in text
+            assert client.get(f"/{system}/health").status_code == 200
+            listed = {model["id"] for model in client.get(f"/{system}/v1/models").json()["data"]}
+            assert system in listed
+            assert not listed & (SYSTEMS.keys() - {system})
+        assert client.get("/nobody/health").status_code == 404
 
 
 def test_bases_and_adapters_of_all_at_once(five: Five) -> None:

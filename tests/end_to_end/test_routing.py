@@ -1,18 +1,25 @@
 """Two driver replicas: each adapter has a home, a hot one has both, and a death moves them."""
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
-from itertools import count
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
 
-from tests.end_to_end.clients import MODELS, Answers, StreamError, longest_questions, stream_text
-from tests.end_to_end.conftest import Served
-from tests.end_to_end.processes import drivers
-from tests.end_to_end.test_updates import deploy, driver_options, restored, wait_for
+from tests.end_to_end.clients import (
+    MODELS,
+    Answers,
+    StreamError,
+    longest_questions,
+    stream_text,
+    until_open,
+    wait_for,
+)
+from tests.end_to_end.conftest import PATIENCE_SECONDS, Served
+from tests.end_to_end.processes import drivers, ranks, standing_still
+from tests.end_to_end.test_updates import deploy, driver_options, restored
 
 ADAPTERS = MODELS[1:]
 QUESTION = "What is the capital of France?"
@@ -34,13 +41,13 @@ def two(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
 
 def replicas(served: Served) -> set[str]:
     """Ids of the driver replicas that the ingress knows."""
-    rows = httpx.get(f"{served.url}/v1/adapters", timeout=30).json()["data"]
+    rows = httpx.get(f"{served.url}/v1/adapters", timeout=30).raise_for_status().json()["data"]
     return {name for row in rows for name in row["replicas"]}
 
 
 def holders(served: Served, adapter: str) -> set[str]:
     """The replicas whose ranks hold an adapter."""
-    row = httpx.get(f"{served.url}/v1/adapters/{adapter}", timeout=30).json()
+    row = httpx.get(f"{served.url}/v1/adapters/{adapter}", timeout=PATIENCE_SECONDS).json()
     return {name for name, each in row["replicas"].items() if each["state"] in ("host", "device")}
 
 
@@ -58,37 +65,34 @@ def ask(
     served: Served,
     asked: Sequence[tuple[str, str]],
     at_once: int,
-    heard: Callable[[], None] | None = None,
+    open_at: Collection[str] = (),
+    strike: Callable[[], None] = lambda: None,
 ) -> list[str | StreamError]:
-    """What is told to each (model, question), some at a time; `heard` with every token."""
+    """What is told to each (model, question), some at a time.
+
+    open_at: driver replicas of which each is to have a request over the first of these models
+    before any ends, which is when the blow falls.
+    """
 
     async def play() -> list[str | StreamError]:
         gate = asyncio.Semaphore(at_once)
-        async with httpx.AsyncClient(timeout=120) as client:
+        async with httpx.AsyncClient(timeout=PATIENCE_SECONDS) as client:
 
             async def one(model: str, question: str) -> str | StreamError:
                 async with gate:
                     try:
-                        return await stream_text(client, served.url, model, question, heard)
+                        return await stream_text(client, served.url, model, question)
                     except StreamError as error:
                         return error
 
-            return await asyncio.gather(*(one(*each) for each in asked))
+            with standing_still(ranks(served) if open_at else ()):
+                replies = asyncio.gather(*(one(*each) for each in asked))
+                if open_at:
+                    await until_open(client, served.url, asked[0][0], at=open_at)
+                strike()
+            return await replies
 
     return asyncio.run(play())
-
-
-def struck(
-    served: Served, asked: Sequence[tuple[str, str]], strike: Callable[[], None]
-) -> list[str | StreamError]:
-    """Ask all at once and strike at the first token that anybody hears."""
-    tokens = count()
-
-    def heard() -> None:
-        if next(tokens) == 0:
-            strike()
-
-    return ask(served, asked, len(asked), heard)
 
 
 def test_adapters_stay_on_their_homes(two: Served, answers: Answers) -> None:
@@ -101,7 +105,7 @@ def test_adapters_stay_on_their_homes(two: Served, answers: Answers) -> None:
 def test_a_hot_adapter_reaches_both_replicas(two: Served, answers: Answers) -> None:
     questions = longest_questions(answers, 2)
     asked = [("french", questions[i % 2]) for i in range(48)]
-    told = ask(two, asked, at_once=48)
+    told = ask(two, asked, at_once=48, open_at=replicas(two))
     assert told == [answers[model][question]["raw"] for model, question in asked]
     assert holders(two, "french") == replicas(two)
 
@@ -110,20 +114,22 @@ def test_a_replica_dies_and_its_adapters_move_without_another_failure(
     two: Served, answers: Answers
 ) -> None:
     [dying] = holders(two, "pirate")
-    [staying] = replicas(two) - {dying}
+    assert len(replicas(two)) == 2
     victim = process_of(two, dying)
     long = longest_questions(answers, 1)[0]
     asked = [(ADAPTERS[i % len(ADAPTERS)], long) for i in range(24)]
-    told = struck(two, asked, victim.kill)
+    told = ask(two, asked, at_once=24, open_at=[dying], strike=victim.kill)
     assert any(isinstance(said, StreamError) for said in told)
     for said, (model, question) in zip(told, asked, strict=True):
         assert said == answers[model][question]["raw"] or "send it again" in str(said), said
     asked = [(MODELS[i % len(MODELS)], QUESTION) for i in range(30)]
     told = ask(two, asked, at_once=6)
     assert told == [answers[model][question]["raw"] for model, question in asked]
-    assert [holders(two, adapter) for adapter in ADAPTERS] == [{staying}] * len(ADAPTERS)
+    homes = [holders(two, adapter) for adapter in ADAPTERS]
+    assert all(len(home) == 1 for home in homes), homes
+    assert dying not in set().union(*homes)
     wait_for(lambda: len(replicas(two)) == 2 and dying not in replicas(two))
     assert ask(two, asked, at_once=6) == told
-    assert [holders(two, adapter) for adapter in ADAPTERS] == [{staying}] * len(ADAPTERS), (
+    assert [holders(two, adapter) for adapter in ADAPTERS] == homes, (
         "what is held stays where it is when a replica comes"
     )

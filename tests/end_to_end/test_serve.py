@@ -1,6 +1,7 @@
 """The demo through HTTP, word for word, alone and together."""
 
 import asyncio
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -14,34 +15,42 @@ from tests.end_to_end.clients import (
     ask_driver,
     longest_questions,
     stream_text,
+    until_open,
 )
-from tests.end_to_end.conftest import Served
+from tests.end_to_end.conftest import PATIENCE_SECONDS, Served
+from tests.end_to_end.processes import ranks, standing_still
 
 QUESTION = "What is the capital of France?"
 
 pytestmark = pytest.mark.ray
 
 
+@pytest.fixture
+def client(served: Served) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=served.url, timeout=PATIENCE_SECONDS) as client:
+        yield client
+
+
 @pytest.mark.parametrize("model", MODELS)
-def test_generate(served: Served, answers: Answers, model: str) -> None:
+def test_generate(client: httpx.Client, answers: Answers, model: str) -> None:
     for question, expected in answers[model].items():
         body = {"inputs": question, "parameters": {"adapter_id": adapter_of(model)}}
-        reply = httpx.post(f"{served.url}/generate", json=body, timeout=60)
+        reply = client.post("/generate", json=body)
         assert reply.status_code == 200, reply.text
         assert reply.json() == {"generated_text": expected["raw"]}
 
 
-def test_models_info_health_tokenize(served: Served) -> None:
-    listed = httpx.get(f"{served.url}/v1/models").json()
+def test_models_info_health_tokenize(client: httpx.Client) -> None:
+    listed = client.get("/v1/models").json()
     assert {model["id"] for model in listed["data"]} == {"loray-demo", *MODELS[1:]}
-    info = httpx.get(f"{served.url}/info").json()
+    info = client.get("/info").json()
     assert info["model_dtype"] == "float32"
-    assert httpx.get(f"{served.url}/health").status_code == 200
-    tokens = httpx.post(f"{served.url}/tokenize", json={"inputs": "Hello"}).json()
+    assert client.get("/health").status_code == 200
+    tokens = client.post("/tokenize", json={"inputs": "Hello"}).json()
     assert "".join(token["text"] for token in tokens[1:]) == "Hello"
 
 
-def test_ids_of_requests_come_back(served: Served) -> None:
+def test_ids_of_requests_come_back(client: httpx.Client) -> None:
     """With errors too, and with those that nobody thought of a name for."""
     ways: list[tuple[str, str, int]] = [
         ("GET", "/health", 200), ("HEAD", "/info", 200), ("POST", "/generate", 422),
@@ -51,22 +60,22 @@ def test_ids_of_requests_come_back(served: Served) -> None:
     for method, path, status in ways:
         own = {"x-request-id": f"mine-{status}"}
         body: dict[str, str] | None = {} if method == "POST" else None
-        reply = httpx.request(method, f"{served.url}{path}", headers=own, json=body)
+        reply = client.request(method, path, headers=own, json=body)
         assert (reply.status_code, reply.headers["x-request-id"]) == (status, own["x-request-id"])
-        reply = httpx.request(method, f"{served.url}{path}", json=body)
+        reply = client.request(method, path, json=body)
         made.add(reply.headers["x-request-id"])
     assert len(made) == len(ways)
 
 
-def test_bad_adapters_get_a_clear_4xx_in_both_dialects(served: Served) -> None:
+def test_bad_adapters_get_a_clear_4xx_in_both_dialects(client: httpx.Client) -> None:
     body = {"inputs": QUESTION, "parameters": {"adapter_id": "nobody"}}
-    native = httpx.post(f"{served.url}/generate_stream", json=body)
+    native = client.post("/generate_stream", json=body)
     assert native.status_code == 424
     assert native.json()["error_type"] == "generation"
     assert native.json()["code"] == "adapter_not_found"
     for stream in (False, True):
         asked = {"model": "../../model", "prompt": "Hi", "stream": stream}
-        reply = httpx.post(f"{served.url}/v1/completions", json=asked)
+        reply = client.post("/v1/completions", json=asked)
         assert reply.status_code == 404
         assert "was not found" in reply.json()["error"]["message"]
 
@@ -77,11 +86,16 @@ def test_64_streams_over_four_adapters_share_steps(served: Served, answers: Answ
     asked = [(MODELS[i % 5], questions[i % len(questions)]) for i in range(64)]
 
     async def ask_all() -> list[str]:
-        limits = httpx.Limits(max_connections=64)
-        async with httpx.AsyncClient(timeout=120, limits=limits) as client:
-            return await asyncio.gather(
-                *(stream_text(client, served.url, model, q) for model, q in asked)
-            )
+        limits = httpx.Limits(max_connections=len(asked) + 1)
+        async with httpx.AsyncClient(timeout=PATIENCE_SECONDS, limits=limits) as client:
+            with standing_still(ranks(served)):  # until all are there
+                replies = asyncio.gather(
+                    *(stream_text(client, served.url, model, q) for model, q in asked)
+                )
+                for adapter in MODELS[1:]:
+                    count = sum(model == adapter for model, _ in asked)
+                    await until_open(client, served.url, adapter, count)
+            return await replies
 
     first: list[StepRecord] = ask_driver(served, "steps")
     told = asyncio.run(ask_all())
@@ -94,22 +108,22 @@ def test_64_streams_over_four_adapters_share_steps(served: Served, answers: Answ
     assert max(record.num_adapters for record in log) >= 3
 
 
-def test_an_operator_names_an_adapter_and_takes_the_name_back(served: Served) -> None:
+def test_an_operator_names_an_adapter_and_takes_the_name_back(client: httpx.Client) -> None:
     folder = Path("configs/demo/adapters/pirate").resolve()
     body = {"lora_name": "captain", "lora_path": str(folder)}
-    reply = httpx.post(f"{served.url}/v1/load_lora_adapter", json=body, timeout=60)
+    reply = client.post("/v1/load_lora_adapter", json=body)
     assert reply.text == "Success: LoRA adapter 'captain' added successfully."
     asked = {"prompt": QUESTION, "max_tokens": 8}
     told = [
-        httpx.post(f"{served.url}/v1/completions", json={"model": m, **asked}, timeout=60).json()
+        client.post("/v1/completions", json={"model": m, **asked}).json()
         for m in ("captain", "pirate")
     ]
     assert told[0]["choices"] == told[1]["choices"]
-    rows = {row["id"]: row for row in httpx.get(f"{served.url}/v1/adapters").json()["data"]}
+    rows = {row["id"]: row for row in client.get("/v1/adapters").json()["data"]}
     assert rows["captain"]["root"] == "pirate"
     assert rows["captain"]["digest"] == rows["pirate"]["digest"]
     assert rows["pirate"]["rank"] == rows["captain"]["rank"] > 0
-    gone = httpx.post(f"{served.url}/v1/unload_lora_adapter", json={"lora_name": "captain"})
+    gone = client.post("/v1/unload_lora_adapter", json={"lora_name": "captain"})
     assert gone.status_code == 200
-    reply = httpx.post(f"{served.url}/v1/completions", json={"model": "captain", **asked})
+    reply = client.post("/v1/completions", json={"model": "captain", **asked})
     assert reply.status_code == 404

@@ -14,13 +14,12 @@ import psutil
 import pytest
 import yaml
 
-from tests.end_to_end.clients import MODELS, Answers, adapter_of
-from tests.end_to_end.conftest import Served, demo_config
+from tests.end_to_end.clients import MODELS, Answers, adapter_of, is_healthy, wait_for
+from tests.end_to_end.conftest import PATIENCE_SECONDS, Served, demo_config
 from tests.end_to_end.processes import drivers
 
 QUESTION = "What is the capital of France?"
 NUM_CLIENTS = 4
-PATIENCE_SECONDS = 120.0
 
 pytestmark = pytest.mark.ray
 
@@ -46,7 +45,7 @@ class Load:
             thread.join()
 
     def _ask(self, i: int) -> None:
-        with httpx.Client(timeout=120) as client:
+        with httpx.Client(timeout=PATIENCE_SECONDS) as client:
             while not self._ending.is_set():
                 i += 1
                 model = MODELS[i % 5]
@@ -77,16 +76,6 @@ def driver_options(config: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    """Poll until it holds."""
-    polls = threading.Event()
-    for _ in range(int(PATIENCE_SECONDS / 0.25)):
-        if condition():
-            return
-        polls.wait(0.25)
-    pytest.fail("it did not come to that")
-
-
 @contextmanager
 def restored(served: Served, path: Path, surge: bool = False) -> Iterator[dict[str, Any]]:
     """A copy of the config to edit; afterwards the original is deployed again, and is up.
@@ -103,7 +92,7 @@ def restored(served: Served, path: Path, surge: bool = False) -> Iterator[dict[s
     before = drivers(served)
     deploy(served, original, path)
     wait_for(lambda: len(drivers(served)) == 1 and (not surge or drivers(served) != before))
-    wait_for(lambda: httpx.get(f"{served.url}/health", timeout=30).status_code == 200)
+    wait_for(lambda: is_healthy(served))
 
 
 def test_replicas_come_and_go_without_restarting_the_first(
@@ -166,54 +155,61 @@ def test_to_zero_replicas_and_back(served: Served, answers: Answers, tmp_path: P
         deploy(served, config, path)
         wait_for(lambda: drivers(served) == [])
         body = {"inputs": QUESTION, "parameters": {"adapter_id": "pirate"}}
-        reply = httpx.post(f"{served.url}/generate", json=body, timeout=120)
+        reply = httpx.post(f"{served.url}/generate", json=body, timeout=PATIENCE_SECONDS)
         assert reply.json()["generated_text"] == answers["pirate"][QUESTION]["raw"]
+
+
+def operator(served: Served) -> httpx.Client:
+    return httpx.Client(base_url=f"{served.url}/v1", timeout=PATIENCE_SECONDS)
 
 
 @contextmanager
 def given_by_hand(served: Served) -> Iterator[Callable[[], int]]:
     """A name and a pin that no yaml has; tells how many driver replicas know both."""
-    url = f"{served.url}/v1"
-    name = {"lora_name": "captain", "lora_path": "local:pirate"}
-    assert httpx.post(f"{url}/load_lora_adapter", json=name, timeout=60).is_success
-    pin = {"id": "french", "pin": True}
-    assert httpx.post(f"{url}/adapters", json=pin, timeout=60).is_success
+    with operator(served) as client:
+        name = {"lora_name": "captain", "lora_path": "local:pirate"}
+        assert client.post("/load_lora_adapter", json=name).is_success
+        pin = {"id": "french", "pin": True}
+        assert client.post("/adapters", json=pin).is_success
 
-    def reached() -> int:
-        named, pinned = (
-            httpx.get(f"{url}/adapters/{each}", timeout=30).json()["replicas"]
-            for each in ("captain", "french")
-        )
-        return sum(named[each]["state"] != "absent" and pinned[each]["pinned"] for each in pinned)
+        def reached() -> int:
+            named, pinned = (
+                client.get(f"/adapters/{each}").raise_for_status().json()["replicas"]
+                for each in ("captain", "french")
+            )
+            # A replica may have come between the two questions.
+            both = named.keys() & pinned.keys()
+            return sum(named[each]["state"] != "absent" and pinned[each]["pinned"] for each in both)
 
-    assert reached() == 1
-    yield reached
-    httpx.post(f"{url}/unload_lora_adapter", json={"lora_name": "captain"}, timeout=30)
-    httpx.patch(f"{url}/adapters/french", json={"pinned": False}, timeout=30)
+        assert reached() == 1
+        yield reached
+        client.post("/unload_lora_adapter", json={"lora_name": "captain"})
+        client.patch("/adapters/french", json={"pinned": False})
 
 
 def check_that_commands_reach(served: Served, num_replicas: int) -> None:
     """Every driver replica loads, pins and unloads what an operator names."""
-    url = f"{served.url}/v1/adapters"
 
     def residency(reply: httpx.Response) -> list[str]:
-        assert reply.status_code == 200, reply.text
-        return [each["state"] for each in reply.json()["replicas"].values()]
+        told = reply.raise_for_status().json()["replicas"]
+        return [each["state"] for each in told.values()]
 
-    # The ingress may hear of a new replica a moment later than Ray does.
-    wait_for(lambda: len(residency(httpx.get(f"{url}/pirate", timeout=30))) == num_replicas)
-    loaded = residency(httpx.post(url, json={"id": "pirate", "pin": True}, timeout=60))
-    assert len(loaded) == num_replicas
-    assert set(loaded) <= {"host", "device"}
-    wait_for(lambda: set(residency(httpx.get(f"{url}/pirate", timeout=30))) == {"device"})
-    reply = httpx.patch(f"{url}/pirate", json={"pinned": False}, timeout=30)
-    assert not reply.json()["pinned"]
-    assert len(residency(httpx.delete(f"{url}/pirate", timeout=30))) == num_replicas
+    with operator(served) as client:
+        # The ingress may hear of a new replica a moment later than Ray does.
+        wait_for(lambda: len(residency(client.get("/adapters/pirate"))) == num_replicas)
+        loaded = residency(client.post("/adapters", json={"id": "pirate", "pin": True}))
+        assert len(loaded) == num_replicas
+        assert set(loaded) <= {"host", "device"}
+        wait_for(lambda: set(residency(client.get("/adapters/pirate"))) == {"device"})
+        reply = client.patch("/adapters/pirate", json={"pinned": False})
+        assert not reply.json()["pinned"]
+        assert len(residency(client.delete("/adapters/pirate"))) == num_replicas
 
 
 def concurrency(served: Served) -> int:
     """How many requests the driver takes at once, waiting ones included, as /info tells it."""
-    limit: int = httpx.get(f"{served.url}/info").json()["max_concurrent_requests"]
+    reply = httpx.get(f"{served.url}/info", timeout=30).raise_for_status()
+    limit: int = reply.json()["max_concurrent_requests"]
     return limit
 
 

@@ -131,7 +131,7 @@ def test_a_case_that_would_end_too_late_is_not_started(work: Path, tmp_path: Pat
     lines: list[str] = []
     setup = Setup(work, "tiny", "cuda", "float32", port=free_port())
     results = Results(tmp_path / "results.jsonl")
-    player = Player(setup, results, Budget(600.0), _machine(), lines.append, line_of)
+    player = Player(setup, results, Budget(1e5), _machine(), lines.append, line_of)
     player.run(Session(group, "peer", (slow, quick), FAKE))
     assert [row["case"] for row in results.rows] == ["base-c1", "(end)"]
     assert "  no time is left for lora32-c64" in lines

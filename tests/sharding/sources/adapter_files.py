@@ -36,9 +36,13 @@ def write_files(folder: Path, files: dict[str, bytes]) -> Path:
 def adapters_config(
     root: Path, fetch: Mapping[str, object] | None = None, **others: object
 ) -> AdaptersConfig:
-    """Downloads are kept under `root`/cache and tried again at once."""
-    quick = {"cache_dir": str(root / "cache"), "backoff_s": 0.01, "read_timeout_s": 5.0}
-    return AdaptersConfig.model_validate({"fetch": {**quick, **(fetch or {})}, **others})
+    """Downloads are kept under `root`/cache and tried again at once, if a server says so.
+
+    What is slow is waited for, lest a busy machine look like a fault.
+    """
+    quick = {"cache_dir": str(root / "cache"), "backoff_s": 0.01}
+    patient = {"connect_timeout_s": 600.0, "read_timeout_s": 600.0}
+    return AdaptersConfig.model_validate({"fetch": {**quick, **patient, **(fetch or {})}, **others})
 
 
 def sources(

@@ -165,12 +165,16 @@ def test_half_a_file_is_kept_for_the_next_try(
     assert not left_over(tmp_path)
 
 
-def test_a_slow_hub_is_given_up(hub: HubServer, tmp_path: Path) -> None:
+def test_a_slow_hub_is_given_up(hub: HubServer, store: AdapterSources, tmp_path: Path) -> None:
     hub.add("acme/sql", adapter_files())
+    found = store.look(SQL, False)
     hub.gate.clear()
     fetch = {"read_timeout_s": 0.1, "attempts": 2}
-    store = sources(tmp_path, hub_endpoint=hub.url, fetch=fetch)
-    assert refusal(store, SQL) is AdapterRefusal.UNAVAILABLE
+    impatient = sources(tmp_path, hub_endpoint=hub.url, fetch=fetch)
+    with pytest.raises(AdapterError, match="broke off: ReadTimeout") as told:
+        impatient.bring(found, False)
+    assert told.value.refusal is AdapterRefusal.UNAVAILABLE
+    hub.await_downloads(2)
     assert len(hub.downloads()) == 2
 
 

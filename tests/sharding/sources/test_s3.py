@@ -162,10 +162,13 @@ def test_a_service_that_stays_broken_is_out_of_reach(
 
 def test_a_slow_service_is_given_up(bucket: Any, faulty: FaultyS3, tmp_path: Path) -> None:
     put(bucket, "sql", adapter_files())
-    fetch = {"read_timeout_s": 0.1, "attempts": 2}
-    found = store(tmp_path, faulty.url, bucket.name, fetch=fetch)
+    found = store(tmp_path, faulty.url, bucket.name).look(s3("sql"), False)
     faulty.gate.clear()
-    assert refusal(found, s3("sql")) is AdapterRefusal.UNAVAILABLE
+    fetch = {"read_timeout_s": 0.1, "attempts": 2}
+    impatient = store(tmp_path, faulty.url, bucket.name, fetch=fetch)
+    with pytest.raises(AdapterError, match="broke off: ReadTimeoutError") as told:
+        impatient.bring(found, False)
+    assert told.value.refusal is AdapterRefusal.UNAVAILABLE
 
 
 def test_a_service_that_breaks_off_for_ever_is_given_up(
