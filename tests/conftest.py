@@ -32,5 +32,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByFile:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that start Ray take the longest, so they begin first."""
-    items.sort(key=lambda item: not item.nodeid.startswith(_RAY))
+    """Tests that start Ray take the longest, so they begin first.
+
+    Those that share a server come after those with one of their own: side by side the two would
+    only take each other's cores.
+    """
+    items.sort(key=lambda item: (not item.nodeid.startswith(_RAY), "served" in _fixtures(item)))
+
+
+def _fixtures(item: pytest.Item) -> list[str]:
+    return item.fixturenames if isinstance(item, pytest.Function) else []
