@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -79,6 +79,7 @@ class Engine:
         )
         self._holdings = Holdings(self._control.target, self._adapters.serving)
         self.steps = StepLog()
+        self._looks: set[asyncio.Future[Any]] = set()
         self._loop: EngineLoop | None = None
 
     async def start(self) -> None:
@@ -202,8 +203,12 @@ class Engine:
             self._soon(_deliver, taken, look(scheduler))
             return []
 
+        self._looks.add(taken)
         self._post(take)
-        return await taken
+        try:
+            return await taken
+        finally:
+            self._looks.discard(taken)
 
     async def adapters(self, command: AdapterCommand) -> AdapterReport:
         """Do what an operator asks about adapters."""
@@ -359,6 +364,11 @@ class Engine:
 
     def _on_failure(self, message: str) -> None:
         self._streams.fail_all(Failed(ErrorKind.UNAVAILABLE, message, 5.0))
+        if self.failure is None:
+            return
+        for taken in self._looks:  # Nobody answers them any more.
+            if not taken.done():
+                taken.set_exception(RuntimeError(self.failure))
 
 
 def _deliver(taken: "asyncio.Future[T]", seen: T) -> None:

@@ -69,8 +69,9 @@ class RankGroup(Protocol):
 class LoopSettings:
     """What the loop is told once: how to find an adapter's files, where events go.
 
-    fail ends every open request with a message; applied sees each plan and its result, loaded
-    each stage of an adapter's way ("stage", "place") and its seconds.
+    fetched raises KeyError for an adapter that was forgotten. fail ends every open request with a
+    message; applied sees each plan and its result, loaded each stage of an adapter's way ("stage",
+    "place") and its seconds.
     """
 
     recovery: RecoveryConfig
@@ -168,12 +169,14 @@ class EngineLoop:
         assert self._links is not None
         self._posted.clear()
         self._run_commands()
-        self._give_up_staging()
         self._request_staging(self._links)
         self._launch(self._links)
-        for report in self._links.receive(self._seconds_to_wait()):
+        # What came until now is heard below: where this thread was late, no rank is blamed.
+        seconds, now = self._seconds_to_wait(), time.monotonic()
+        for report in self._links.receive(seconds):
             self._take(report)
-        self._check_progress()
+        self._give_up_staging(now)
+        self._check_progress(now)
 
     def _seconds_to_wait(self) -> float:
         """How long to wait for a report: until something is overdue, or may be scheduled."""
@@ -190,9 +193,9 @@ class EngineLoop:
             due = min(due, staging.since + recovery.stage_timeout_s)
         return max(due - now, _SHORTEST_WAIT_SECONDS)
 
-    def _check_progress(self) -> None:
+    def _check_progress(self, now: float) -> None:
         """Give up ranks of which one has not ended a step or a fill for too long."""
-        now, limit = time.monotonic(), self._settings.recovery.step_timeout_s
+        limit = self._settings.recovery.step_timeout_s
         stuck_for = now - self._oldest_since
         if self._in_flight and stuck_for > limit:
             raise RanksLost(f"step {self._in_flight[0].step} has not ended after {stuck_for:.1f} s")
@@ -208,20 +211,27 @@ class EngineLoop:
 
     def _request_staging(self, links: RankLinks) -> None:
         for key in self._scheduler.to_stage():
+            try:
+                adapter = self._settings.fetched(key)
+            except KeyError:  # It stayed wanted for so long that its files were let go.
+                self._fail_staging(key, "the adapter was forgotten: ask for it again", False)
+                continue
             self._num_attempts += 1
             self._staging[key] = _Staging(self._num_attempts, time.monotonic())
-            links.send(Stage(self._settings.fetched(key), self._num_attempts))
+            links.send(Stage(adapter, self._num_attempts))
 
-    def _give_up_staging(self) -> None:
+    def _give_up_staging(self, now: float) -> None:
         """Fail adapters that some rank has been reading for too long (a disk that hangs)."""
         limit = self._settings.recovery.stage_timeout_s
-        now = time.monotonic()
         late = [key for key, staging in self._staging.items() if now - staging.since > limit]
         for key in late:
             del self._staging[key]
             message = f"the adapter could not be read within {limit:.0f} s: try again later"
-            failed = AdapterFailed(key, AdapterRefusal.UNAVAILABLE, message, partly=True)
-            self._emit(self._scheduler.adapter(failed, now))
+            self._fail_staging(key, message, True)
+
+    def _fail_staging(self, key: AdapterKey, message: str, partly: bool) -> None:
+        failed = AdapterFailed(key, AdapterRefusal.UNAVAILABLE, message, partly)
+        self._emit(self._scheduler.adapter(failed, time.monotonic()))
 
     def _launch(self, links: RankLinks) -> None:
         while len(self._in_flight) < _STEPS_AHEAD:
@@ -336,6 +346,7 @@ class EngineLoop:
         """Start the group in a thread while commands (cancels above all) go on."""
         started: list[tuple[RankLinks, list[LoadReport]]] = []
         failures: list[str] = []
+        ended = threading.Event()
 
         def start() -> None:
             for _ in range(_START_ATTEMPTS):
@@ -350,18 +361,19 @@ class EngineLoop:
                     failures.append(f"{type(error).__name__}: {error}")
                     continue
                 break
+            ended.set()
             self._posted.set()
 
         starter = threading.Thread(target=start, name="restart-ranks", daemon=True)
         starter.start()
         self._starter = starter
         deadline = began + self._settings.recovery.recovery_timeout_s
-        while starter.is_alive() and not self._stopping:
+        while starter.is_alive() and not (ended.is_set() or self._stopping):
+            if time.monotonic() > deadline:
+                self._settings.fail("the ranks were lost and are not back yet: try again")
             self._posted.wait(timeout=max(0.05, min(1.0, deadline - time.monotonic())))
             self._posted.clear()
             self._run_commands()
-            if time.monotonic() > deadline:
-                self._settings.fail("the ranks were lost and are not back yet: try again")
         if not started and not self._stopping:
             self.failure = f"the ranks did not come back: {failures[-1]}"
             self._stopping = True

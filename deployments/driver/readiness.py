@@ -7,12 +7,10 @@ cache, and changed bytes under an old name never meet what the old ones computed
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, islice
-from typing import Any
 
 from msgspec.structs import replace
 
@@ -27,6 +25,7 @@ from configs.adapters import (
 from configs.engine import AdaptersConfig
 from configs.merging import MergeRule
 from deployments.contract import AdapterInfo
+from deployments.driver.errands import Errands, when_all_have_it
 from deployments.driver.rights import Answers, Caller
 from sharding.sources.adapters import AdapterSources
 from sharding.sources.base import AdapterFolder, Found, Token, Unreachable
@@ -87,7 +86,7 @@ class AdapterDirectory:
         self._known: OrderedDict[AdapterKey, _Known] = OrderedDict()
         self._origins: dict[str, AdapterKey] = {}
         self._references: dict[AdapterReference, AdapterKey] = {}
-        self._pending: dict[Hashable, asyncio.Task[Any]] = {}
+        self._errands = Errands()
 
     async def resolve(self, reference: AdapterReference, api_token: Token) -> AdapterKey:
         """Fetch the adapter, or find that it is here; AdapterError when it cannot be had.
@@ -249,22 +248,10 @@ class AdapterDirectory:
         found = self._answers.fresh(reference, caller)
         if found is None:
             look = partial(self._look, reference, token, caller)
-            found = await self._once((reference, caller), look)
-        key: AdapterKey = await self._once(found.origin, partial(self._bring, found, token))
+            found = await self._errands.once((reference, caller), look)
+        fetch = partial(self._bring_and_hold, found, token)
+        key: AdapterKey = await self._errands.once(found.origin, fetch)
         return key
-
-    async def _once(self, what: Hashable, work: Callable[[], Awaitable[Any]]) -> Any:
-        """The result of `work`, shared by all who ask for it while it runs."""
-        task = self._pending.get(what)
-        if task is None:
-            task = self._pending[what] = asyncio.ensure_future(_awaited(work))
-            task.add_done_callback(partial(self._done, what))
-        return await asyncio.shield(task)
-
-    def _done(self, what: Hashable, task: "asyncio.Task[Any]") -> None:
-        del self._pending[what]
-        if not task.cancelled():
-            task.exception()  # Everybody who asked may have left.
 
     async def _look(self, reference: AdapterReference, token: Token, caller: Caller) -> Found:
         """What the reference names, as the source says, or as it said when it last answered."""
@@ -287,6 +274,13 @@ class AdapterDirectory:
         if found.lasting:
             self._answers.keep(reference, caller, found)
         return found
+
+    async def _bring_and_hold(self, found: Found, token: Token) -> AdapterKey:
+        """Bring files that stay until those who asked could hold them, however late the loop is."""
+        key = await self._bring(found, token)
+        self.hold(key)
+        when_all_have_it(partial(self.release, key))
+        return key
 
     async def _bring(self, found: Found, token: Token) -> AdapterKey:
         """The key of what was found, its files on this node and kept there for a while."""
@@ -392,7 +386,3 @@ class AdapterDirectory:
             del self._references[reference]
         for origin in known.origins:
             del self._origins[origin]
-
-
-async def _awaited(work: Callable[[], Awaitable[Any]]) -> Any:
-    return await work()

@@ -62,9 +62,16 @@ class Versions:
             self._serve(reference, newest)
             return newest
         if reference not in self._changes and not self._is_refused(reference, newest):
-            if not await self._serving.is_in_memory(old):
+            try:
+                in_memory = await self._serving.is_in_memory(old)
+            except BaseException:  # Whoever asked has left, and holds neither.
                 self._directory.release(old)
-                self._replace(reference, old, newest)
+                self._directory.release(newest)
+                raise
+            if not in_memory:
+                self._directory.release(old)
+                if self._current.get(reference) == old:  # Another may have changed it meanwhile.
+                    self._replace(reference, old, newest)
                 return newest
             if reference not in self._changes:
                 task = asyncio.create_task(self._change(reference, old, newest))

@@ -28,8 +28,9 @@ def open_store(host: str, size: int, timeout_s: float) -> tuple[Store, StoreAddr
 
 def join_store(address: StoreAddress, timeout_s: float) -> Store:
     """Open a client of a group's store."""
+    host, port, size = address.host, address.port, address.size
     timeout = timedelta(seconds=timeout_s)
-    return TCPStore(address.host, address.port, address.size, False, timeout, wait_for_workers=False)
+    return TCPStore(host, port, size, False, timeout, wait_for_workers=False)
 
 
 class RankHost:

@@ -31,7 +31,6 @@ from deployments.rank.messages import (
 
 _LENGTH = struct.Struct("!I")
 _MAX_HELLO_BYTES = 4096
-_GREETING_SECONDS = 5.0
 _READ_BYTES = 1 << 20
 
 logger = logging.getLogger("loray.rank.transport")
@@ -140,7 +139,10 @@ class Listener:
         self.address = Address(unix, host, port, secret)
 
     def accept(self, num_ranks: int, timeout_s: float) -> list[Channel]:
-        """Wait for one connection of each rank, in rank order; RanksLost after timeout_s."""
+        """Wait for one connection of each rank, in rank order; RanksLost after timeout_s.
+
+        Who is slow to say what rank he is, or says nothing, holds up nobody else.
+        """
         channels: dict[int, Channel] = {}
         deadline = time.monotonic() + timeout_s
         while len(channels) < num_ranks:
@@ -149,37 +151,50 @@ class Listener:
                 missing = sorted(set(range(num_ranks)) - set(channels))
                 raise RanksLost(f"ranks {missing} did not connect within {timeout_s} s")
             for key, _ in ready:
-                self._admit(key.fileobj, num_ranks, channels)
+                if isinstance(key.fileobj, socket.socket):
+                    self._meet(key.fileobj)
+                else:
+                    self._admit(key.data, num_ranks, channels)
         return [channels[rank] for rank in range(num_ranks)]
 
     def close(self) -> None:
         """Stop listening; accepted channels live on."""
+        for key in self._selector.get_map().values():
+            if isinstance(key.data, Channel):
+                key.data.close()
         self._selector.close()
         for sock in self._sockets:
             sock.close()
 
-    def _admit(self, listener: object, num_ranks: int, channels: dict[int, Channel]) -> None:
-        assert isinstance(listener, socket.socket)
+    def _meet(self, listener: socket.socket) -> None:
+        """Let somebody connect, who is to say what rank he is."""
         peer, _ = listener.accept()
-        peer.settimeout(_GREETING_SECONDS)
         channel = Channel(peer)
         channel.max_frame_bytes = _MAX_HELLO_BYTES
-        rank = self._greet(channel)
+        self._selector.register(channel, selectors.EVENT_READ, channel)
+
+    def _admit(self, channel: Channel, num_ranks: int, channels: dict[int, Channel]) -> None:
+        """Take a rank in as soon as all of its first words are there; refuse all others."""
+        try:
+            frames, alive = channel.receive_available()
+        except ConnectionError:
+            frames, alive = [], False
+        if alive and not frames:
+            return
+        self._selector.unregister(channel)
+        rank = self._greet(frames[0]) if frames else None
         if rank is None or not 0 <= rank < num_ranks or rank in channels:
             logger.warning("refused a connection that is not a rank of this group")
             channel.close()
             return
-        peer.settimeout(None)
         channel.max_frame_bytes = 2**31
         channels[rank] = channel
 
-    def _greet(self, channel: Channel) -> int | None:
+    def _greet(self, frame: bytes) -> int | None:
+        """The rank that a greeting is from; None if it does not know the secret."""
         try:
-            frame = channel.receive()
-            if frame is None:
-                return None
             hello = msgspec.msgpack.decode(frame, type=Hello)
-        except (ConnectionError, msgspec.DecodeError):
+        except msgspec.DecodeError:
             return None
         known = hmac.compare_digest(hello.secret.encode(), self._secret.encode())
         return hello.rank if known else None

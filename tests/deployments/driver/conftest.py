@@ -5,6 +5,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.deployments.driver.stories import Clock
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """What the engine and its loop go by, instead of real time."""
+    clock = Clock()
+    for module in ("engine", "loop"):
+        monkeypatch.setattr(f"deployments.driver.{module}.time", clock)
+    return clock
+
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:

@@ -5,6 +5,7 @@ batch, a stale place or a wrong slot shows up as wrong tokens.
 """
 
 import contextlib
+import math
 import socket
 import threading
 from collections.abc import Sequence
@@ -28,6 +29,8 @@ from scheduler.plan import Capacity
 
 VOCABULARY = 1000
 POISON = 5000
+HELD_SECONDS = 600.0
+"""How long a gate holds anybody, so that a test that fails comes to an end."""
 
 
 def next_token(adapter: str, tokens: Sequence[int]) -> int:
@@ -44,6 +47,36 @@ def continuation(adapter: str, prompt: Sequence[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
+class Gate:
+    """Open, closed, or closed for all but so many."""
+
+    def __init__(self) -> None:
+        """Open."""
+        self._changed = threading.Condition()
+        self._room = math.inf
+
+    def set(self) -> None:
+        """Open it."""
+        self.let(math.inf)
+
+    def clear(self) -> None:
+        """Close it."""
+        with self._changed:
+            self._room = 0.0
+
+    def let(self, count: float) -> None:
+        """So many more may pass."""
+        with self._changed:
+            self._room += count
+            self._changed.notify_all()
+
+    def wait(self, timeout_s: float) -> None:
+        """Pass when it may be."""
+        with self._changed:
+            if self._changed.wait_for(lambda: self._room > 0, timeout_s):
+                self._room -= 1
+
+
 @dataclass
 class FakeFill:
     """Bytes that reach their slot when somebody has waited for them; before, they are wrong."""
@@ -53,7 +86,7 @@ class FakeFill:
     digest: str
 
     def wait(self) -> None:
-        self.runner.filling_gate.wait(20.0)
+        self.runner.filling_gate.wait(HELD_SECONDS)
         self.runner.placed[self.slot] = self.digest
 
 
@@ -66,7 +99,7 @@ class FakeRunner:
     breaks the step. full: how many adapters are deferred before one is kept.
     """
 
-    gate: threading.Event
+    gate: Gate
     staging_gate: threading.Event
     filling_gate: threading.Event
     poison: int
@@ -95,7 +128,7 @@ class FakeRunner:
 
         def wait() -> SampledTokens:
             if batch.rows:
-                self.gate.wait(20.0)
+                self.gate.wait(HELD_SECONDS)
             return SampledTokens(sampled)
 
         return StepOutput(wait)
@@ -109,7 +142,7 @@ class FakeRunner:
         if "crash" in adapter.name:
             raise RuntimeError("disk on fire")
         if "slow" in adapter.name:
-            self.staging_gate.wait(20.0)
+            self.staging_gate.wait(HELD_SECONDS)
         if self.full:
             self.full -= 1
             raise AdapterDeferred(AdapterShape((1,), 100))
@@ -144,8 +177,7 @@ class FakeGroup:
             host_bytes=1000,
             max_total_tokens=128,
         )
-        self.gate = threading.Event()
-        self.gate.set()
+        self.gate = Gate()
         self.staging_gate = threading.Event()
         self.filling_gate = threading.Event()
         self.filling_gate.set()
@@ -160,7 +192,7 @@ class FakeGroup:
         self._changing = threading.Lock()
 
     def start(self) -> tuple[RankLinks, list[LoadReport]]:
-        self.may_start.wait(20.0)
+        self.may_start.wait(HELD_SECONDS)
         self.starts += 1
         if self.failing_starts:
             self.failing_starts -= 1
@@ -178,7 +210,7 @@ class FakeGroup:
             if self._links is not None:
                 self._links.close()
         for thread in threads:
-            thread.join(10.0)
+            thread.join(HELD_SECONDS)
 
     def kill(self, rank: int) -> None:
         """As SIGKILL does: the rank's socket closes."""
@@ -186,8 +218,10 @@ class FakeGroup:
 
     def _start_ranks(self) -> RankLinks:
         pairs = [socket.socketpair() for _ in range(self.num_ranks)]
+        # Rank 0 alone answers steps: the others are not held.
+        gates = [self.gate, *(Gate() for _ in pairs[1:])]
         self.runners = [
-            FakeRunner(self.gate, self.staging_gate, self.filling_gate, POISON) for _ in pairs
+            FakeRunner(gate, self.staging_gate, self.filling_gate, POISON) for gate in gates
         ]
         self._ends = [Channel(theirs) for _, theirs in pairs]
         for rank, (runner, end) in enumerate(zip(self.runners, self._ends, strict=True)):

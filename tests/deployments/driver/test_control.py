@@ -18,7 +18,15 @@ from deployments.contract import (
 )
 from deployments.driver.engine import Engine
 from tests.deployments.driver.fake_ranks import FakeGroup, continuation
-from tests.deployments.driver.stories import NOWHERE, digest_of, play, request, tokens
+from tests.deployments.driver.stories import (
+    NOWHERE,
+    digest_of,
+    play,
+    request,
+    together,
+    tokens,
+    until,
+)
 from tests.hub_server import HubServer
 
 
@@ -86,12 +94,8 @@ def test_a_pinned_load_comes_to_the_device_and_an_unload_takes_it_away(root: Pat
 def test_an_unload_lets_running_and_waiting_requests_end(root: Path) -> None:
     async def story(engine: Engine, group: FakeGroup) -> None:
         group.gate.clear()
-        asked = [
-            asyncio.create_task(engine.generate(request(f"r{i}", [i], 12, "red"), NOWHERE))
-            for i in range(12)
-        ]
-        while (await engine.snapshot()).running < 8:
-            pass
+        asked = await together(engine, [request(f"r{i}", [i], 12, "red") for i in range(12)])
+        await until(engine, lambda snapshot: snapshot.running == 8)
         status = await done(engine, ask(AdapterAction.UNLOAD, "red"))
         assert status.draining
         assert (status.running, status.waiting) == (8, 4)
@@ -290,21 +294,24 @@ def test_the_list_has_known_ones_and_those_that_only_lie_there(root: Path) -> No
 
 
 def test_shares_of_the_config_are_kept_and_changed_in_place(root: Path) -> None:
+    """Each request takes 60 steps, so the first has ended after 70, and the second has not."""
+
     async def story(engine: Engine, group: FakeGroup) -> None:
         one = {"adapters": {"red": {"max_concurrent": 1}}}
         await engine.reconfigure(RuntimeConfig.model_validate(one))
-        asked = [
-            asyncio.create_task(engine.generate(request(f"r{i}", [i], 60, "red"), NOWHERE))
-            for i in range(4)
-        ]
-        seen = set()
+        group.gate.clear()
+        asked = await together(engine, [request(f"r{i}", [i], 60, "red") for i in range(4)])
+        await until(engine, lambda snapshot: (snapshot.running, snapshot.queued) == (1, 3))
+        group.gate.let(70)
+        most = 1
         while not any(task.done() for task in asked):
-            seen |= {view.running for view in await engine.adapter_views()}
-        assert max(seen) == 1
+            most = max([most, *(view.running for view in await engine.adapter_views())])
+        assert most == 1
+        await until(engine, lambda snapshot: (snapshot.running, snapshot.queued) == (1, 2))
         await engine.reconfigure(RuntimeConfig())
-        while not all(task.done() for task in asked):
-            seen |= {view.running for view in await engine.adapter_views()}
-        assert max(seen) == 3
+        group.gate.let(10)
+        await until(engine, lambda snapshot: snapshot.running == 3)
+        group.gate.set()
         for i, answer in enumerate(await asyncio.gather(*asked)):
             assert tokens(answer) == [continuation(digest_of(engine, "red"), [i], 60)]
 

@@ -22,21 +22,30 @@ from scheduler.resident import AdapterState
 from tests.deployments.driver.fake_ranks import POISON, FakeGroup, continuation
 from tests.deployments.driver.stories import (
     NOWHERE,
+    PATIENCE_S,
+    Clock,
     digest_of,
     healthy,
+    pass_by,
     play,
     request,
+    together,
     tokens,
+    until,
+    until_lost,
+    until_running,
 )
+
+OVERDUE_S = 1.1 * PATIENCE_S
 
 
 def test_many_requests_over_base_and_adapters_get_their_own_tokens(root: Path) -> None:
     async def story(engine: Engine, group: FakeGroup) -> None:
-        names = [None, "red", "blue", *(f"a{i}" for i in range(8))]
+        names = [None, None, "red", "blue", *(f"a{i}" for i in range(8))]
         asked = [
             request(f"r{i}", [i, i + 1, i % 3], 3 + i % 7, names[i % len(names)]) for i in range(60)
         ]
-        answers = await asyncio.gather(*(engine.generate(r, NOWHERE) for r in asked))
+        answers = await asyncio.gather(*await together(engine, asked))
         for r, answer in zip(asked, answers, strict=True):
             digest = digest_of(engine, r.adapter.id) if r.adapter else ""
             sequence = r.sequences[0]
@@ -72,6 +81,9 @@ def test_frames_and_completion_tell_the_same(root: Path) -> None:
 
 def test_a_stop_string_ends_a_sequence_where_it_was_matched(root: Path) -> None:
     async def story(engine: Engine, group: FakeGroup) -> None:
+        group.gate.clear()
+        group.gate.let(10)
+
         def deliver(frame: TokenFrame) -> None:
             if any(run.start + len(run.tokens) >= 3 for run in frame.runs):
                 receiver.finish("r", 0, 3)
@@ -82,6 +94,7 @@ def test_a_stop_string_ends_a_sequence_where_it_was_matched(root: Path) -> None:
         [sequence] = answer.sequences
         assert sequence.ending == Finished(FinishReason.STOP_STRING)
         assert sequence.tokens == continuation("", [5], 3)
+        group.gate.set()
         await receiver.close()
 
     play(root, story)
@@ -112,11 +125,13 @@ def test_bad_adapters_are_refused_and_disturb_nobody(root: Path) -> None:
 
 def test_a_client_that_leaves_frees_its_request(root: Path) -> None:
     async def story(engine: Engine, group: FakeGroup) -> None:
+        group.gate.clear()
         leaving = asyncio.create_task(engine.generate(request("gone", [1], 100), NOWHERE))
-        await engine.generate(request("first", [2], 2), NOWHERE)
+        await until_running(engine)
         leaving.cancel()
         with pytest.raises(asyncio.CancelledError):
             await leaving
+        group.gate.set()
         # As large as the whole cache: it only fits when nothing of the other is left.
         answer = await engine.generate(request("next", [3], 100), NOWHERE)
         assert tokens(answer) == [continuation("", [3], 100)]
@@ -127,11 +142,13 @@ def test_a_client_that_leaves_frees_its_request(root: Path) -> None:
 def test_too_many_requests_are_told_to_come_back(root: Path) -> None:
     async def story(engine: Engine, group: FakeGroup) -> None:
         group.gate.clear()
-        asked = [engine.generate(request(f"r{i}", [i], 3), NOWHERE) for i in range(12)]
-        answers = asyncio.gather(*asked)
-        await asyncio.sleep(0)
-        asyncio.get_running_loop().call_later(0.3, group.gate.set)
-        endings = [answer.sequences[0].ending for answer in await answers]
+        asked = [
+            asyncio.create_task(engine.generate(request(f"r{i}", [i], 3), NOWHERE))
+            for i in range(12)
+        ]
+        await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+        group.gate.set()
+        endings = [answer.sequences[0].ending for answer in await asyncio.gather(*asked)]
         refused = [e for e in endings if isinstance(e, Failed)]
         assert all(e.kind is ErrorKind.OVERLOADED and e.retry_after_s for e in refused)
         assert 0 < len(refused) < 12
@@ -159,7 +176,7 @@ def test_a_dead_rank_is_replaced_and_requests_go_on(root: Path) -> None:
         await engine.generate(request("first", [50], 3), NOWHERE)
         group.gate.clear()
         answers = asyncio.gather(*asked)
-        await asyncio.sleep(0.05)
+        await until_running(engine)
         group.kill(1)
         for i, answer in enumerate(await answers):
             digest = digest_of(engine, "red") if i % 2 else ""
@@ -188,13 +205,11 @@ def test_requests_of_a_lost_ingress_are_cancelled_at_the_ranks(root: Path) -> No
     async def story(engine: Engine, group: FakeGroup) -> None:
         group.gate.clear()
         gone = asyncio.create_task(engine.generate(request("r", [5], 120), NOWHERE))
-        await asyncio.sleep(0.05)
+        await until_running(engine)
         engine.on_lost(NOWHERE)
         assert isinstance((await gone).sequences[0].ending, Cancelled)
         group.gate.set()
-        left = await engine.snapshot()
-        while left.running or left.draining or left.queued:
-            left = await engine.snapshot()
+        left = await until(engine, lambda s: not (s.running or s.draining or s.queued))
         assert left.num_generated_tokens < 20, "it ran on for nobody"
 
     play(root, story)
@@ -224,19 +239,26 @@ def test_a_value_that_no_plan_can_carry_is_refused(root: Path) -> None:
     play(root, story)
 
 
-def test_adapters_that_cannot_be_read_in_time_fail_and_others_are_served(root: Path) -> None:
+def test_adapters_that_cannot_be_read_in_time_fail_and_others_are_served(
+    root: Path, clock: Clock
+) -> None:
     async def story(engine: Engine, group: FakeGroup) -> None:
-        slow = [engine.generate(request(f"s{i}", [i], 5, f"slow{i}"), NOWHERE) for i in (1, 2)]
-        good = engine.generate(request("good", [3], 9, "red"), NOWHERE)
-        *late, answer = await asyncio.gather(*slow, good)
+        slow = [
+            asyncio.create_task(engine.generate(request(f"s{i}", [i], 5, f"slow{i}"), NOWHERE))
+            for i in (1, 2)
+        ]
+        await until(engine, lambda snapshot: snapshot.adapters[AdapterState.STAGING] == 2)
+        answer = await engine.generate(request("good", [3], 9, "red"), NOWHERE)
         assert tokens(answer) == [continuation(digest_of(engine, "red"), [3], 9)]
-        for completion in late:
+        assert not any(task.done() for task in slow)
+        await until(engine, lambda snapshot: not snapshot.plans_in_flight)
+        await pass_by(engine, clock, OVERDUE_S)
+        for completion in await asyncio.gather(*slow):
             ending = completion.sequences[0].ending
             assert isinstance(ending, Failed)
             assert ending.kind is ErrorKind.ADAPTER_UNAVAILABLE
 
-    recovery = {"step_timeout_s": 0.2, "stage_timeout_s": 0.5}
-    assert play(root, story, recovery=recovery).starts == 1
+    assert play(root, story).starts == 1
 
 
 def test_names_of_equal_content_read_the_files_that_were_verified_last(root: Path) -> None:
@@ -268,22 +290,23 @@ def test_odd_names_are_not_found(root: Path, name: str) -> None:
     play(root, story)
 
 
-def test_a_rank_that_hangs_is_replaced(root: Path) -> None:
+def test_a_rank_that_hangs_is_replaced(root: Path, clock: Clock) -> None:
     async def story(engine: Engine, group: FakeGroup) -> None:
         await engine.generate(request("warm", [9], 2), NOWHERE)
         group.gate.clear()
-        answer = await engine.generate(request("r", [4], 10), NOWHERE)
-        assert tokens(answer) == [continuation("", [4], 10)]
+        hung = asyncio.create_task(engine.generate(request("r", [4], 10), NOWHERE))
+        await until_running(engine)
+        await pass_by(engine, clock, OVERDUE_S)
+        assert tokens(await hung) == [continuation("", [4], 10)]
 
-    recovery = {"step_timeout_s": 0.3, "recovery_timeout_s": 20.0}
-    assert play(root, story, recovery=recovery).starts == 2
+    assert play(root, story).starts == 2
 
 
 def test_ranks_that_do_not_come_back_end_requests_with_a_retryable_error(root: Path) -> None:
     async def story(engine: Engine, group: FakeGroup) -> None:
-        answer = asyncio.create_task(engine.generate(request("r", [4], 120), NOWHERE))
         group.gate.clear()
-        await asyncio.sleep(0.05)
+        answer = asyncio.create_task(engine.generate(request("r", [4], 120), NOWHERE))
+        await until_running(engine)
         group.failing_starts = 100
         group.kill(0)
         ending = (await answer).sequences[0].ending
@@ -298,15 +321,17 @@ def test_ranks_that_do_not_come_back_end_requests_with_a_retryable_error(root: P
 
 
 def test_a_rebuild_that_takes_too_long_ends_requests_and_later_ones_are_served(
-    root: Path,
+    root: Path, clock: Clock
 ) -> None:
     async def story(engine: Engine, group: FakeGroup) -> None:
         await engine.generate(request("first", [50], 3), NOWHERE)
         group.gate.clear()
         group.may_start.clear()
         answer = asyncio.create_task(engine.generate(request("r", [4], 60), NOWHERE))
-        await asyncio.sleep(0.05)
+        await until_running(engine)
         group.kill(0)
+        await until_lost(engine)
+        await pass_by(engine, clock, OVERDUE_S)
         ending = (await answer).sequences[0].ending
         assert isinstance(ending, Failed)
         assert ending.kind is ErrorKind.UNAVAILABLE
@@ -317,8 +342,7 @@ def test_a_rebuild_that_takes_too_long_ends_requests_and_later_ones_are_served(
         later = await engine.generate(request("later", [4], 6), NOWHERE)
         assert tokens(later) == [continuation("", [4], 6)]
 
-    recovery = {"step_timeout_s": 20.0, "recovery_timeout_s": 0.3}
-    assert play(root, story, recovery=recovery).starts == 2
+    assert play(root, story).starts == 2
 
 
 def test_preloaded_adapters_are_there_and_a_bad_one_stops_the_start(root: Path) -> None:
@@ -337,8 +361,7 @@ def test_rows_use_an_adapter_only_when_every_rank_has_its_bytes(root: Path) -> N
     async def story(engine: Engine, group: FakeGroup) -> None:
         group.filling_gate.clear()
         red = asyncio.create_task(engine.generate(request("red", [3], 9, "red"), NOWHERE))
-        while (await engine.snapshot()).adapters[AdapterState.FILLING] == 0:
-            pass
+        await until(engine, lambda snapshot: snapshot.adapters[AdapterState.FILLING] == 1)
         answer = await engine.generate(request("base", [3], 9), NOWHERE)
         assert tokens(answer) == [continuation("", [3], 9)]
         assert (await engine.snapshot()).adapters[AdapterState.FILLING] == 1
@@ -349,16 +372,16 @@ def test_rows_use_an_adapter_only_when_every_rank_has_its_bytes(root: Path) -> N
     assert play(root, story).starts == 1
 
 
-def test_a_fill_that_does_not_end_is_a_loss_of_the_ranks(root: Path) -> None:
+def test_a_fill_that_does_not_end_is_a_loss_of_the_ranks(root: Path, clock: Clock) -> None:
     async def story(engine: Engine, group: FakeGroup) -> None:
         group.filling_gate.clear()
         red = asyncio.create_task(engine.generate(request("red", [3], 9, "red"), NOWHERE))
-        while group.starts < 2:
-            await engine.snapshot()
-        group.filling_gate.set()
+        filling = AdapterState.FILLING
+        await until(engine, lambda s: s.adapters[filling] == 1 and not s.plans_in_flight)
+        await pass_by(engine, clock, OVERDUE_S)
         assert tokens(await red) == [continuation(digest_of(engine, "red"), [3], 9)]
 
-    play(root, story, recovery={"step_timeout_s": 0.2})
+    assert play(root, story).starts == 2
 
 
 def test_an_adapter_that_a_rank_has_no_room_for_waits_for_room(root: Path) -> None:

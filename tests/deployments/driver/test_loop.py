@@ -33,8 +33,10 @@ from scheduler.policy import Limits
 from scheduler.request import Request
 from scheduler.scheduler import Scheduler
 from tests.deployments.driver.fake_ranks import FakeGroup
+from tests.deployments.driver.stories import PATIENCE_S, Clock
 
 KEY = AdapterKey(1)
+STAGE_SECONDS = 20.0
 C = TypeVar("C", Step, Stage, Stop)
 
 
@@ -47,7 +49,7 @@ class HandRank:
 
     def start(self) -> tuple[RankLinks, list[LoadReport]]:
         ours, theirs = socket.socketpair()
-        theirs.settimeout(20.0)
+        theirs.settimeout(PATIENCE_S)
         self.end, self.links = Channel(theirs), RankLinks([Channel(ours)])
         self.starts += 1
         return self.links, [self.report]
@@ -77,13 +79,13 @@ class HandRank:
 class Played:
     """A loop, its rank, and what comes out of both."""
 
-    def __init__(self, **recovery: float) -> None:
+    def __init__(self) -> None:
         self.rank = HandRank()
         self.events: queue.Queue[Event] = queue.Queue()
         started = self.rank.start()
         scheduler = Scheduler(Limits(steps_ahead=1), self.rank.report.capacity)
         settings = LoopSettings(
-            recovery=RecoveryConfig.model_validate({"step_timeout_s": 20.0, **recovery}),
+            recovery=RecoveryConfig(stage_timeout_s=STAGE_SECONDS),
             fetched=lambda key: FetchedAdapter(key, "red", "", "digest", ()),
             emit=self.take,
             fail=lambda message: None,
@@ -105,7 +107,7 @@ class Played:
 
         def add(scheduler: Scheduler, now: float) -> list[Event]:
             if after is not None:
-                after.wait(20.0)
+                after.wait(PATIENCE_S)
             scheduler.add(asked, now)
             return []
 
@@ -113,30 +115,32 @@ class Played:
 
     def ended(self) -> Ended:
         """The next end of a request."""
-        while not isinstance(event := self.events.get(timeout=20.0), Ended):
+        while not isinstance(event := self.events.get(timeout=PATIENCE_S), Ended):
             pass
         return event
 
 
 @pytest.fixture
-def quick() -> Iterator[Played]:
-    """Adapters that are not read at once are given up."""
-    played = Played(stage_timeout_s=0.2)
+def played(clock: Clock) -> Iterator[Played]:
+    """A loop that is late only by hand."""
+    played = Played()
     yield played
     played.loop.stop()
 
 
 def test_an_answer_that_comes_after_it_was_given_up_is_not_taken_for_a_later_one(
-    quick: Played,
+    played: Played, clock: Clock
 ) -> None:
-    rank = quick.rank
-    quick.ask("early")
+    rank = played.rank
+    played.ask("early")
     first = rank.hear(Stage)
-    end = quick.ended().ending
+    clock.now += 1.1 * STAGE_SECONDS
+    played.loop.post(lambda scheduler, now: [])
+    end = played.ended().ending
     assert isinstance(end, AdapterFailure)
     assert end.refusal is AdapterRefusal.UNAVAILABLE
     assert rank.answer().drops == [KEY], "what the rank may hold of it must go"
-    quick.ask("late")
+    played.ask("late")
     second = rank.hear(Stage)
     assert second.attempt != first.attempt
     rank.say(StageFailed(0, KEY, AdapterRefusal.UNSUPPORTED, "dropped", first.attempt))
@@ -144,20 +148,20 @@ def test_an_answer_that_comes_after_it_was_given_up_is_not_taken_for_a_later_one
     assert [fill.key for fill in rank.answer().fills] == [KEY]
     rank.say(Placed(0, KEY))
     rank.answer(7)
-    ended = quick.ended()
+    ended = played.ended()
     assert (ended.ending, ended.tokens) == (FinishReason.LENGTH, [7])
 
 
-def test_a_broken_rank_is_heard_out(quick: Played, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_broken_rank_is_heard_out(played: Played, caplog: pytest.LogCaptureFixture) -> None:
     """It said why before it hung up, but the driver notices as it sends the next plan."""
-    rank, may_go_on = quick.rank, threading.Event()
-    quick.ask("r", None, may_go_on)
+    rank, may_go_on = played.rank, threading.Event()
+    played.ask("r", None, may_go_on)
     rank.say(Broken(0, "the card is on fire"))
     rank.end.close()
     may_go_on.set()
     while rank.starts < 2:
-        assert quick.loop.failure is None
+        assert played.loop.failure is None
     rank.answer(7)
-    assert quick.ended().tokens == [7]
+    assert played.ended().tokens == [7]
     assert "the card is on fire" in caplog.text
     assert "Broken pipe" not in caplog.text

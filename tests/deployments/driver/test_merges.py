@@ -24,12 +24,25 @@ from deployments.driver.engine import Engine
 from deployments.driver.readiness import AdapterDirectory
 from scheduler.events import AdapterUnloaded
 from tests.deployments.driver.fake_ranks import FakeGroup, continuation
-from tests.deployments.driver.stories import NOWHERE, digest_of, tokens
+from tests.deployments.driver.stories import (
+    NOWHERE,
+    PATIENCE_S,
+    digest_of,
+    together,
+    tokens,
+    until,
+)
 from tests.deployments.driver.stories import play as play_engine
-from tests.deployments.driver.test_readiness import play, refusal, used, used_at_last
+from tests.deployments.driver.test_readiness import (
+    patient_config,
+    play,
+    refusal,
+    used,
+    used_at_last,
+)
 from tests.deployments.driver.test_versions import rewrite
 from tests.hub_server import HubServer
-from tests.sharding.sources.adapter_files import adapter_files, adapters_config, write_files
+from tests.sharding.sources.adapter_files import adapter_files, write_files
 
 HALVES = MergeRule((0.5, 0.5))
 SQL, CODE = (AdapterReference(AdapterSource.HUB, f"acme/{name}") for name in ("sql", "code"))
@@ -65,7 +78,7 @@ def test_every_part_is_only_for_those_who_may(hub: HubServer, tmp_path: Path) ->
         assert set(directory.names()) == {SQL, CODE}, "merges are not listed"
         assert [row.id for row in directory.listing()] == ["acme/code", "acme/sql"]
 
-    play(adapters_config(tmp_path, hub_endpoint=hub.url), story)
+    play(patient_config(tmp_path, hub_endpoint=hub.url), story)
 
 
 def test_parts_are_kept_while_the_merge_is_held(hub: HubServer, tmp_path: Path) -> None:
@@ -84,13 +97,13 @@ def test_parts_are_kept_while_the_merge_is_held(hub: HubServer, tmp_path: Path) 
         await used_at_last(directory, third)
         assert not all(folder.exists() for folder in folders)
 
-    play(adapters_config(tmp_path, fetch, hub_endpoint=hub.url), story)
+    play(patient_config(tmp_path, fetch, hub_endpoint=hub.url), story)
 
 
 def test_one_that_leaves_or_a_part_that_fails_holds_nothing(hub: HubServer, tmp_path: Path) -> None:
     hub.add("acme/sql", adapter_files(1.0))
     write_files(tmp_path / "roots" / "red", adapter_files(2.0))
-    config = adapters_config(
+    config = patient_config(
         tmp_path, {"refusal_s": 0}, hub_endpoint=hub.url, local_roots=[str(tmp_path / "roots")]
     )
     red = AdapterReference(AdapterSource.LOCAL, "red")
@@ -100,12 +113,13 @@ def test_one_that_leaves_or_a_part_that_fails_holds_nothing(hub: HubServer, tmp_
             await directory.resolve(merge(red, CODE, red, rule=MergeRule((1, 1, 1))), False)
         hub.gate.clear()
         leaving = asyncio.create_task(directory.resolve(merge(red, SQL), False))
-        await asyncio.to_thread(hub.asked_for_files.wait, 20)
+        assert await asyncio.to_thread(hub.asked_for_files.wait, PATIENCE_S)
         leaving.cancel()
         with pytest.raises(asyncio.CancelledError):
             await leaving
         hub.gate.set()
         await used_at_last(directory, SQL)
+        await asyncio.sleep(0)  # who brought it lets it go behind those who asked
         assert [known.holders for known in directory._known.values()] == [0, 0]
 
     play(config, story)
@@ -114,7 +128,7 @@ def test_one_that_leaves_or_a_part_that_fails_holds_nothing(hub: HubServer, tmp_
 def test_merges_and_their_parts_are_forgotten_and_met_again(tmp_path: Path) -> None:
     for index in range(30):
         write_files(tmp_path / "roots" / f"a{index}", adapter_files(float(index)))
-    config = adapters_config(tmp_path, local_roots=[str(tmp_path / "roots")], max_known=4)
+    config = patient_config(tmp_path, local_roots=[str(tmp_path / "roots")], max_known=4)
 
     async def story(directory: AdapterDirectory) -> None:
         first = await directory.resolve(local("a0", "a1"), False)
@@ -149,7 +163,7 @@ def test_a_part_that_was_forgotten_has_another_key(tmp_path: Path) -> None:
         assert [part.name for part in directory.fetched(key).parts] == ["a0", "a1"]
         directory.release(key)
 
-    play(adapters_config(tmp_path, local_roots=[str(tmp_path / "roots")]), story)
+    play(patient_config(tmp_path, local_roots=[str(tmp_path / "roots")]), story)
 
 
 def ask(name: str, adapter: AdapterReference, count: int = 4) -> GenerateRequest:
@@ -212,11 +226,12 @@ def test_a_parts_cap_holds_over_its_merges(root: Path) -> None:
         await engine.reconfigure(RuntimeConfig.model_validate(one))
         recipes = [local("red", "blue", rule=MergeRule((0.5, weight))) for weight in (1, 2)]
         red = AdapterReference(AdapterSource.LOCAL, "red")
-        asked = [
-            asyncio.create_task(engine.generate(ask(f"r{i}", name, 30), NOWHERE))
-            for i, name in enumerate([*recipes, red, local("red", "red")])
-        ]
-        most = 0
+        names = [*recipes, red, local("red", "red")]
+        group.gate.clear()
+        asked = await together(engine, [ask(f"r{i}", name, 30) for i, name in enumerate(names)])
+        await until(engine, lambda snapshot: (snapshot.running, snapshot.queued) == (1, 3))
+        group.gate.set()
+        most = 1
         while not all(task.done() for task in asked):
             most = max(most, sum(view.running for view in await engine.adapter_views()))
         assert most == 1

@@ -2,8 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,9 +19,11 @@ from configs.engine import AdaptersConfig
 from deployments.driver.readiness import AdapterDirectory
 from sharding.sources.adapters import AdapterSources
 from sharding.sources.base import Token
+from tests.deployments.driver.stories import PATIENCE_S
 from tests.hub_server import HubServer
 from tests.sharding.sources.adapter_files import adapter_files, adapters_config, write_files
 
+LINGER_S = 0.02
 SQL = AdapterReference(AdapterSource.HUB, "acme/sql")
 Story = Callable[[AdapterDirectory], Awaitable[None]]
 
@@ -31,17 +34,33 @@ def hub() -> Iterator[HubServer]:
         yield server
 
 
+def patient_config(
+    root: Path, fetch: Mapping[str, object] | None = None, **others: object
+) -> AdaptersConfig:
+    """No answer comes too late, or grows old, unless a test wants it so."""
+    limits = ("connect_timeout_s", "read_timeout_s", "recheck_s", "refusal_s")
+    patient = dict.fromkeys(limits, PATIENCE_S)
+    return adapters_config(root, {**patient, **(fetch or {})}, **others)
+
+
+def pass_by(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Let time pass on the event loop's clock."""
+    loop = asyncio.get_running_loop()
+    time = loop.time
+    monkeypatch.setattr(loop, "time", lambda: time() + seconds)
+
+
 def play(config: AdaptersConfig, story: Story) -> AdapterDirectory:
     """Run a story; afterwards everything must add up and nothing be kept for nobody."""
 
     async def act() -> AdapterDirectory:
-        directory = AdapterDirectory(AdapterSources(config), config, linger_s=0.02)
+        directory = AdapterDirectory(AdapterSources(config), config, linger_s=LINGER_S)
         await story(directory)
         directory.check()
         directory.close()
         return directory
 
-    directory = asyncio.run(asyncio.wait_for(act(), 30))
+    directory = asyncio.run(asyncio.wait_for(act(), PATIENCE_S))
     directory._sources.cache.check()
     return directory
 
@@ -89,7 +108,7 @@ def test_a_cached_private_adapter_is_still_only_for_those_who_may(
         assert len(hub.downloads()) == 2
         directory.release(key)
 
-    play(adapters_config(tmp_path, hub_endpoint=hub.url), story)
+    play(patient_config(tmp_path, hub_endpoint=hub.url), story)
 
 
 def test_a_right_that_was_taken_ends_with_the_next_look(hub: HubServer, tmp_path: Path) -> None:
@@ -100,7 +119,7 @@ def test_a_right_that_was_taken_ends_with_the_next_look(hub: HubServer, tmp_path
         repository.readers = set()
         assert await refusal(directory, SQL, "hf_good") is AdapterRefusal.NOT_FOUND
 
-    play(adapters_config(tmp_path, {"recheck_s": 0}, hub_endpoint=hub.url), story)
+    play(patient_config(tmp_path, {"recheck_s": 0}, hub_endpoint=hub.url), story)
 
 
 def test_answers_are_used_again_and_refusals_repeated(hub: HubServer, tmp_path: Path) -> None:
@@ -113,7 +132,7 @@ def test_answers_are_used_again_and_refusals_repeated(hub: HubServer, tmp_path: 
             assert await refusal(directory, missing) is AdapterRefusal.NOT_FOUND
         assert hub.looks() == 2
 
-    play(adapters_config(tmp_path, hub_endpoint=hub.url), story)
+    play(patient_config(tmp_path, hub_endpoint=hub.url), story)
 
 
 def test_out_of_reach_the_lately_confirmed_are_served_and_nobody_else(
@@ -130,7 +149,7 @@ def test_out_of_reach_the_lately_confirmed_are_served_and_nobody_else(
         hub.faults = []
         assert await used(directory, SQL, "hf_late") == key
 
-    play(adapters_config(tmp_path, fetch, hub_endpoint=hub.url), story)
+    play(patient_config(tmp_path, fetch, hub_endpoint=hub.url), story)
 
 
 def test_out_of_reach_without_grace_nobody_is_served(hub: HubServer, tmp_path: Path) -> None:
@@ -142,7 +161,7 @@ def test_out_of_reach_without_grace_nobody_is_served(hub: HubServer, tmp_path: P
         hub.faults = [503] * 1000
         assert await refusal(directory, SQL) is AdapterRefusal.UNAVAILABLE
 
-    play(adapters_config(tmp_path, fetch, hub_endpoint=hub.url), story)
+    play(patient_config(tmp_path, fetch, hub_endpoint=hub.url), story)
 
 
 def test_many_callers_share_a_look_and_a_download_and_may_leave(
@@ -155,7 +174,7 @@ def test_many_callers_share_a_look_and_a_download_and_may_leave(
         asked = [
             asyncio.create_task(directory.resolve(SQL, f"hf_{index % 2}")) for index in range(20)
         ]
-        await asyncio.to_thread(hub.asked_for_files.wait, 20)
+        assert await asyncio.to_thread(hub.asked_for_files.wait, PATIENCE_S)
         for task in asked[:10]:
             task.cancel()
         hub.gate.set()
@@ -166,30 +185,35 @@ def test_many_callers_share_a_look_and_a_download_and_may_leave(
         for key in keys:
             directory.release(key)
 
-    play(adapters_config(tmp_path, hub_endpoint=hub.url), story)
+    play(patient_config(tmp_path, hub_endpoint=hub.url), story)
 
 
-def test_a_slow_download_holds_up_its_own_requests_alone(hub: HubServer, tmp_path: Path) -> None:
+def test_a_slow_download_holds_up_its_own_requests_alone(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hub.add("acme/sql", adapter_files())
     write_files(tmp_path / "roots" / "red", adapter_files(2.0))
     hub.gate.clear()
-    config = adapters_config(
+    limit = PATIENCE_S / 3
+    config = patient_config(
         tmp_path,
+        {"refusal_s": 0},
         hub_endpoint=hub.url,
-        fetch_timeout_s=0.3,
+        fetch_timeout_s=limit,
         local_roots=[str(tmp_path / "roots")],
     )
 
     async def story(directory: AdapterDirectory) -> None:
         slow = asyncio.create_task(refusal(directory, SQL))
+        assert await asyncio.to_thread(hub.asked_for_files.wait, PATIENCE_S)
         await used(directory, AdapterReference(AdapterSource.LOCAL, "red"))
         assert not slow.done()
+        pass_by(monkeypatch, 1.1 * limit)
         assert await slow is AdapterRefusal.UNAVAILABLE
         hub.gate.set()
         await used_at_last(directory, SQL)  # the download went on
         assert len(hub.downloads()) == 2
 
-    config = config.model_copy(update={"fetch": config.fetch.model_copy(update={"refusal_s": 0})})
     play(config, story)
 
 
@@ -197,7 +221,7 @@ def test_a_name_moves_and_equal_bytes_keep_their_key(hub: HubServer, tmp_path: P
     repository = hub.add("acme/sql", adapter_files(1.0))
     older = AdapterReference(AdapterSource.HUB, "acme/sql", repository.sha)
     write_files(tmp_path / "roots" / "copy", adapter_files(1.0))
-    config = adapters_config(
+    config = patient_config(
         tmp_path, {"recheck_s": 0}, hub_endpoint=hub.url, local_roots=[str(tmp_path / "roots")]
     )
 
@@ -224,14 +248,14 @@ def test_a_rewritten_folder_is_new_and_an_old_time_does_not_fool_it(tmp_path: Pa
             keys.append(await used(directory, red))
         assert keys[0] == keys[2] != keys[1]
 
-    play(adapters_config(tmp_path, local_roots=[str(tmp_path / "roots")]), story)
+    play(patient_config(tmp_path, local_roots=[str(tmp_path / "roots")]), story)
 
 
 def test_files_are_kept_while_somebody_holds_them(hub: HubServer, tmp_path: Path) -> None:
     for name, fill in (("acme/a", 1.0), ("acme/b", 2.0)):
         hub.add(name, adapter_files(fill))
     size = sum(map(len, adapter_files().values()))
-    config = adapters_config(
+    config = patient_config(
         tmp_path, {"cache_bytes": size + 10, "refusal_s": 0}, hub_endpoint=hub.url
     )
     a, b = (AdapterReference(AdapterSource.HUB, f"acme/{name}") for name in "ab")
@@ -248,10 +272,40 @@ def test_files_are_kept_while_somebody_holds_them(hub: HubServer, tmp_path: Path
     play(config, story)
 
 
+def test_files_stay_for_whoever_asked_though_the_loop_is_late(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time to linger is over before he is woken who waited for the download."""
+    for name, fill in (("acme/a", 1.0), ("acme/b", 2.0)):
+        hub.add(name, adapter_files(fill))
+    size = sum(map(len, adapter_files().values()))
+    config = patient_config(
+        tmp_path, {"cache_bytes": size + 10, "refusal_s": 0}, hub_endpoint=hub.url
+    )
+    a, b = (AdapterReference(AdapterSource.HUB, f"acme/{name}") for name in "ab")
+
+    async def story(directory: AdapterDirectory) -> None:
+        register = directory._register
+
+        def be_late(*brought: Any) -> AdapterKey:
+            key = register(*brought)
+            pass_by(monkeypatch, 2 * LINGER_S)
+            return key
+
+        monkeypatch.setattr(directory, "_register", be_late)
+        key = await directory.resolve(a, False)
+        assert await refusal(directory, b) is AdapterRefusal.UNAVAILABLE
+        assert is_on_disk(directory, key)
+        directory.release(key)
+        await used_at_last(directory, b)
+
+    play(config, story)
+
+
 def test_what_nobody_uses_is_forgotten_beyond_the_bound(tmp_path: Path) -> None:
     for index in range(60):
         write_files(tmp_path / "roots" / f"a{index}", adapter_files(float(index)))
-    config = adapters_config(tmp_path, local_roots=[str(tmp_path / "roots")], max_known=10)
+    config = patient_config(tmp_path, local_roots=[str(tmp_path / "roots")], max_known=10)
 
     async def story(directory: AdapterDirectory) -> None:
         held = await directory.resolve(AdapterReference(AdapterSource.LOCAL, "a0"), False)
@@ -287,7 +341,7 @@ def test_a_token_never_reaches_logs_or_messages(
         hub.cuts = [3] + [0] * 20
     limits = {"max_file_bytes": 10} if fault == "large" else {}
     url = "http://127.0.0.1:9" if fault == "gone" else hub.url
-    config = adapters_config(tmp_path, {"attempts": 2}, hub_endpoint=url, **limits)
+    config = patient_config(tmp_path, {"attempts": 2}, hub_endpoint=url, **limits)
     messages: list[str] = []
 
     async def story(directory: AdapterDirectory) -> None:
@@ -317,4 +371,4 @@ def test_a_look_at_what_is_known_costs_no_thread(hub: HubServer, tmp_path: Path)
         assert await used(directory, SQL) == key
         directory.release(key)
 
-    play(adapters_config(tmp_path, hub_endpoint=hub.url), story)
+    play(patient_config(tmp_path, hub_endpoint=hub.url), story)

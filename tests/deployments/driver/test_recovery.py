@@ -18,16 +18,15 @@ from tests.deployments.driver.stories import (
     healthy,
     play,
     request,
+    together,
     tokens,
+    until,
+    until_lost,
+    until_running,
+    until_true,
 )
 
 LIMITS = {"max_step_tokens": 64, "max_running": 16, "max_queued": 64}
-
-
-async def until_lost(engine: Engine) -> None:
-    """Ask until the loop knows that its ranks are gone."""
-    while engine.healthy:
-        await engine.snapshot()
 
 
 async def until_rebuilt(engine: Engine, times: int) -> None:
@@ -35,12 +34,6 @@ async def until_rebuilt(engine: Engine, times: int) -> None:
     while engine.num_rebuilds < times:
         await engine.snapshot()
     await healthy(engine)
-
-
-async def until_running(engine: Engine, count: int = 1) -> None:
-    """Ask until so many requests are on the ranks."""
-    while (await engine.snapshot()).running < count:
-        pass
 
 
 def small_capacity(group: FakeGroup, **changes: int) -> None:
@@ -126,10 +119,8 @@ def test_clients_leave_come_and_load_adapters_during_a_rebuild(root: Path) -> No
     async def story(engine: Engine, group: FakeGroup) -> None:
         group.gate.clear()
         names = ("stays", "leaves")
-        stays, leaves = [
-            asyncio.create_task(engine.generate(request(name, [i], 60, "red"), NOWHERE))
-            for i, name in enumerate(names)
-        ]
+        asked = [request(name, [i], 60, "red") for i, name in enumerate(names)]
+        stays, leaves = await together(engine, asked)
         await until_running(engine, 2)
         await lose(engine, group)
         leaves.cancel()
@@ -140,8 +131,7 @@ def test_clients_leave_come_and_load_adapters_during_a_rebuild(root: Path) -> No
         )
         with pytest.raises(asyncio.CancelledError):
             await leaves
-        while (waiting := await engine.snapshot()).queued != 2:
-            pass
+        waiting = await until(engine, lambda snapshot: snapshot.queued == 2)
         assert waiting.running == 0
         group.may_start.set()
         assert tokens(await stays) == [continuation(digest_of(engine, "red"), [0], 60)]
@@ -150,7 +140,7 @@ def test_clients_leave_come_and_load_adapters_during_a_rebuild(root: Path) -> No
         while digest_of(engine, "a3") not in group.runners[0].placed.values():
             await engine.snapshot()
 
-    assert play(root, story, recovery={"step_timeout_s": 20.0}).starts == 2
+    assert play(root, story).starts == 2
 
 
 def test_a_server_that_stops_during_a_rebuild_leaves_no_rank_and_no_client(root: Path) -> None:
@@ -162,14 +152,17 @@ def test_a_server_that_stops_during_a_rebuild_leaves_no_rank_and_no_client(root:
         asked.append(asyncio.create_task(open_request))
         await until_running(engine)
         await lose(engine, group)
-        asyncio.get_running_loop().call_later(0.05, group.may_start.set)
-        await engine.stop()
+        loop = engine._loop
+        assert loop is not None
+        stopping = asyncio.create_task(engine.stop())
+        await until_true(lambda: loop._stopping)
+        group.may_start.set()
+        await stopping
         completion = await asked[0]
         assert "shutting down" in str(completion)
-        assert engine._loop is not None
-        assert not engine._loop._thread.is_alive()
+        assert not loop._thread.is_alive()
 
-    group = play(root, story, recovery={"step_timeout_s": 20.0})
+    group = play(root, story)
     assert not group._threads, "ranks that came up meanwhile were left behind"
 
 

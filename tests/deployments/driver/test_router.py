@@ -1,10 +1,12 @@
 """The router under Serve's own base class: what it tells the choice, and what comes of it."""
 
 import asyncio
+import random
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import pytest
 from ray.serve._private.common import (
     DeploymentHandleSource,
     DeploymentID,
@@ -16,10 +18,17 @@ from ray.serve.request_router import PendingRequest
 from configs.adapters import AdapterReference, AdapterSource
 from deployments.contract import GenerateRequest
 from deployments.driver.router import AdapterRouter
-from deployments.driver.routing import COLD_SLACK, LEEWAY, Report, Tier, mark
+from deployments.driver.routing import COLD_SLACK, LEEWAY, Report, Routing, Tier, mark
+from tests.deployments.driver.stories import PATIENCE_S, Clock
 
 DRIVER = DeploymentID("Driver", "loray")
 RED = AdapterReference(AdapterSource.LOCAL, "red")
+
+
+@pytest.fixture(autouse=True)
+def _time_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that a router knows grows old, however slow the test is."""
+    monkeypatch.setattr("deployments.driver.router.time", Clock())
 
 
 class Replica:
@@ -45,9 +54,13 @@ class Calls:
 
     def __init__(self, *replicas: Replica) -> None:
         self.router = AdapterRouter(
-            DRIVER, DeploymentHandleSource.REPLICA, use_replica_queue_len_cache=True
+            DRIVER,
+            DeploymentHandleSource.REPLICA,
+            use_replica_queue_len_cache=True,
+            get_curr_time_s=Clock().monotonic,
         )
         self.router.initialize_state()
+        self.router._routing = Routing(random.Random(0))
         self.router.update_replicas(list(replicas))
         self.num_calls = 0
 
@@ -69,7 +82,7 @@ class Calls:
 
 
 def play(story: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(story(), 30))
+    asyncio.run(asyncio.wait_for(story(), PATIENCE_S))
 
 
 def generate(adapter: AdapterReference | None) -> GenerateRequest:

@@ -19,6 +19,7 @@ from deployments.frames import Finish, FrameSender
 from deployments.ingress.frames import Mailbox
 from scheduler.events import Ended, NewTokens
 from tests.deployments.driver.sockets import HERE, Sockets, heard
+from tests.deployments.driver.stories import PATIENCE_S
 
 
 def request(name: str = "r", num: int = 1) -> GenerateRequest:
@@ -149,4 +150,4 @@ def test_a_stream_goes_on_when_a_full_socket_is_read_again_and_not_at_its_end() 
         engine.sender.close()
         server.close()
 
-    asyncio.run(asyncio.wait_for(story(), 20))
+    asyncio.run(asyncio.wait_for(story(), PATIENCE_S))

@@ -13,6 +13,7 @@ from deployments.driver.engine import Engine
 from deployments.observability.steps import StepRecord
 from deployments.rank.local import LocalRanks
 from tests.checkpoints import AdapterRecipe, write_adapter, write_llama
+from tests.deployments.driver.stories import PATIENCE_S
 from tests.deployments.rank.test_whole_ends import NOWHERE, config
 
 NUM_TOKENS, NUM_ADAPTERS, NUM_MOVES = 60, 5, 4
@@ -76,4 +77,4 @@ def test_a_request_has_a_token_in_every_step_while_adapters_come_and_go(tmp_path
         finally:
             await engine.stop()
 
-    asyncio.run(asyncio.wait_for(play(), 120))
+    asyncio.run(asyncio.wait_for(play(), 2 * PATIENCE_S))

@@ -13,6 +13,7 @@ from deployments.contract import Completion, ErrorKind, Failed, GenerateRequest,
 from deployments.driver.engine import Engine
 from deployments.rank.local import LocalRanks
 from tests.checkpoints import AdapterRecipe, write_adapter, write_llama
+from tests.deployments.driver.stories import PATIENCE_S
 from tests.deployments.rank.test_whole_ends import NOWHERE, NUM_TOKENS, config
 from tests.modeling.merges import write_merged, write_part
 from tests.oracle import prompt_truth
@@ -62,7 +63,7 @@ def test_merges_answer_as_peft_beside_each_other_and_the_base(tmp_path: Path) ->
         finally:
             await engine.stop()
 
-    answers, num_adapters = asyncio.run(asyncio.wait_for(story(), 60))
+    answers, num_adapters = asyncio.run(asyncio.wait_for(story(), PATIENCE_S))
     for answer, (_, truth) in zip(answers, told, strict=True):
         assert answer.sequences[0].tokens == truth.tokens[:NUM_TOKENS]
     assert num_adapters == len(BLENDS), "one for each recipe; parts were never staged"
@@ -86,7 +87,7 @@ def test_a_part_that_cannot_be_merged_fails_its_own_request_alone(tmp_path: Path
         finally:
             await engine.stop()
 
-    bad, base = asyncio.run(asyncio.wait_for(story(), 60))
+    bad, base = asyncio.run(asyncio.wait_for(story(), PATIENCE_S))
     assert len(base.sequences[0].tokens) == NUM_TOKENS
     ending = bad.sequences[0].ending
     assert isinstance(ending, Failed)

@@ -9,15 +9,15 @@ import torch
 from configs.adapters import AdapterReference, AdapterSource
 from configs.engine import EngineConfig
 from configs.sampling import FinishReason, Sampling, Stopping
-from deployments.contract import Finished, GenerateRequest, ReplyAddress, SequenceRequest
+from deployments.contract import Finished, GenerateRequest, SequenceRequest
 from deployments.driver.engine import Engine
 from deployments.rank.local import LocalRanks
 from tests.checkpoints import write_adapter
 from tests.checkpoints_padded import ADAPTERS, write_padded
+from tests.deployments.driver.stories import PATIENCE_S, pin, together
 from tests.oracle import NUM_TOKENS, prompt_truth
 
 NAMES = [None, "r4", "rows", "r16", None, "r4", "columns", "r16"]
-NOWHERE = ReplyAddress("127.0.0.1", 1, "nobody listens here")
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,8 @@ def test_a_padded_model_serves_base_and_adapters_together(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = write_padded(tmp_path / "bloom", "bloom")
-    for name in {name for name in NAMES if name is not None}:
+    adapters = dict.fromkeys(name for name in NAMES if name is not None)
+    for name in adapters:
         write_adapter(tmp_path / name, model, ADAPTERS["bloom"][name])
     told = [
         prompt_truth(model, None if name is None else tmp_path / name, 3 + 5 * i)
@@ -64,7 +65,8 @@ def test_a_padded_model_serves_base_and_adapters_together(
         engine = Engine(config, model, LocalRanks(config))
         await engine.start()
         try:
-            answers = await asyncio.gather(*(engine.generate(r, NOWHERE) for r in requests))
+            await pin(engine, *adapters)
+            answers = await asyncio.gather(*await together(engine, requests))
             for count, answer, (_, truth) in zip(counts, answers, told, strict=True):
                 (sequence,) = answer.sequences
                 assert sequence.ending == Finished(FinishReason.LENGTH)
@@ -78,7 +80,7 @@ def test_a_padded_model_serves_base_and_adapters_together(
             await engine.stop()
 
     with caplog.at_level("INFO", "loray.modeling"):
-        asyncio.run(asyncio.wait_for(serve(), 60))
+        asyncio.run(asyncio.wait_for(serve(), PATIENCE_S))
     assert "BloomForCausalLM runs in transformers' padded code" in caplog.text
 
 

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from deployments.rank.processes import await_end, has_ended, sigkill
+from tests.deployments.driver.stories import PATIENCE_S
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="asks /proc")
 
@@ -30,6 +31,6 @@ def test_one_that_is_killed_has_ended_before_its_parent_asks(stopped: bool) -> N
     if stopped:
         os.kill(process.pid, signal.SIGSTOP)
     sigkill(process.pid)
-    assert await_end(process.pid, 20.0)
+    assert await_end(process.pid, PATIENCE_S)
     assert process.wait() == -signal.SIGKILL
     sigkill(process.pid)

@@ -15,7 +15,7 @@ from deployments.driver.engine import Engine
 from deployments.rank.local import LocalRanks
 from tests.checkpoints import AdapterRecipe, write_adapter, write_llama
 from tests.checkpoints_padded import ADAPTERS, write_padded
-from tests.deployments.rank.test_padded import NOWHERE
+from tests.deployments.driver.stories import PATIENCE_S, pin, together
 from tests.modeling.prompts import prompt_of
 from tests.oracle import TOLERANCE, final_states, prompt_logits, truth
 
@@ -98,11 +98,12 @@ def test_prompts_are_told_about_amid_preemptions(tmp_path: Path, kind: str, rank
                 )
                 for i, (adapter, prompt) in enumerate(asked)
             ]
-            answers = await asyncio.gather(*(engine.generate(r, NOWHERE) for r in requests))
+            await pin(engine, "own")
+            answers = await asyncio.gather(*await together(engine, requests))
             assert (await engine.snapshot()).num_preemptions > 0, "the cache was large enough"
             for (adapter, prompt), answer in zip(asked, answers, strict=True):
                 check(model, adapter, prompt, answer.sequences)
         finally:
             await engine.stop()
 
-    asyncio.run(asyncio.wait_for(serve(), 60))
+    asyncio.run(asyncio.wait_for(serve(), PATIENCE_S))

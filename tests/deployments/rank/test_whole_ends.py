@@ -13,6 +13,7 @@ from deployments.contract import Completion, GenerateRequest, ReplyAddress, Sequ
 from deployments.driver.engine import Engine
 from deployments.rank.local import LocalRanks
 from tests.checkpoints import AdapterRecipe, write_adapter, write_llama
+from tests.deployments.driver.stories import PATIENCE_S
 from tests.oracle import prompt_truth
 
 NOWHERE = ReplyAddress("127.0.0.1", 1, "nobody listens here")
@@ -72,6 +73,6 @@ def test_more_whole_heads_than_places_are_served_exactly(tmp_path: Path, copies:
     ]
     opened = config(tmp_path, vocabulary=True, vocabulary_copies=copies)
     torch.set_num_threads(1)
-    answers = asyncio.run(asyncio.wait_for(ask(opened, tmp_path, asked), 60))
+    answers = asyncio.run(asyncio.wait_for(ask(opened, tmp_path, asked), PATIENCE_S))
     for answer, (_, truth) in zip(answers, told, strict=True):
         assert answer.sequences[0].tokens == truth.tokens[:NUM_TOKENS]

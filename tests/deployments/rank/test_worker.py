@@ -27,7 +27,8 @@ from deployments.rank.transport import Channel
 from deployments.rank.worker import Worker
 from modeling.batch import ForwardBatch, StepOutput
 from scheduler.plan import Fill, Join, Row, StepPlan
-from tests.deployments.driver.fake_ranks import POISON, FakeRunner
+from tests.deployments.driver.fake_ranks import HELD_SECONDS, POISON, FakeRunner, Gate
+from tests.deployments.driver.stories import PATIENCE_S
 
 KEY = AdapterKey(1)
 OTHERS = OTHER, _ = AdapterKey(2), AdapterKey(3)
@@ -37,15 +38,15 @@ class HeldRunner(FakeRunner):
     """Its steps are launched when they may; a slow adapter shows when it begins to be read."""
 
     def __init__(self) -> None:
-        gate = threading.Event()
-        gate.set()
-        super().__init__(gate, threading.Event(), gate, POISON)
+        filling_gate = threading.Event()
+        filling_gate.set()
+        super().__init__(Gate(), threading.Event(), filling_gate, POISON)
         self.may_launch = threading.Event()
         self.launching = threading.Event()
 
     def step(self, batch: ForwardBatch) -> StepOutput:
         self.launching.set()
-        self.may_launch.wait(20.0)
+        self.may_launch.wait(HELD_SECONDS)
         return super().step(batch)
 
 
@@ -59,7 +60,7 @@ class Driver:
 
     def start(self, staging_threads: int) -> None:
         ours, theirs = socket.socketpair()
-        ours.settimeout(20.0)
+        ours.settimeout(PATIENCE_S)
         self.channel = Channel(ours)
         worker = Worker(self.runner, 0, Channel(theirs), staging_threads)
         self.thread = threading.Thread(target=worker.run, daemon=True)
@@ -99,7 +100,7 @@ def driver(tmp_path: Path) -> Iterator[Driver]:
     driver.runner.may_launch.set()
     driver.runner.staging_gate.set()
     driver.say(Stop())
-    driver.thread.join(20.0)
+    driver.thread.join(PATIENCE_S)
     assert not driver.thread.is_alive()
     driver.channel.close()
 
@@ -109,7 +110,7 @@ def hold(driver: Driver) -> None:
     driver.num_steps += 1
     join = Join(0, [5], 1, -1, Sampling())
     driver.say(Step(StepPlan(0, driver.num_steps, [join], [Row(0, 0, 1, [0], True)], [], [])))
-    assert driver.runner.launching.wait(20.0)
+    assert driver.runner.launching.wait(PATIENCE_S)
 
 
 def test_what_is_staged_anew_does_not_fall_to_the_drop_before(driver: Driver) -> None:
@@ -154,5 +155,5 @@ def test_nobody_waits_for_a_rank_that_has_ended() -> None:
     waiting = threading.Thread(target=lambda: wanted.append(order.await_turn(KEY, turn)))
     waiting.start()
     order.end()
-    waiting.join(20.0)
+    waiting.join(PATIENCE_S)
     assert wanted == [False]
