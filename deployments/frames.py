@@ -23,7 +23,9 @@ _LENGTH = struct.Struct("!I")
 _MAX_HELLO_BYTES = 1024
 _MAX_FRAME_BYTES = 64 << 20
 _MAX_UNSENT_BYTES = 8 << 20
-_GREETING_SECONDS = 5.0
+# A driver that was slow to greet would take the hang-up for the end of all its clients.
+_GREETING_SECONDS = 60.0
+_DIALLING_SECONDS = 20.0
 
 logger = logging.getLogger("loray.frames")
 
@@ -153,7 +155,7 @@ class FrameSender:
         decoder = msgspec.msgpack.Decoder(Finish)
         writer: asyncio.StreamWriter | None = None
         try:
-            async with asyncio.timeout(_GREETING_SECONDS):
+            async with asyncio.timeout(_DIALLING_SECONDS):
                 reader, writer = await asyncio.open_connection(address.host, address.port)
             writer.transport.set_write_buffer_limits(_MAX_UNSENT_BYTES)
             _write_frame(writer, address.secret.encode())

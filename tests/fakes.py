@@ -47,6 +47,8 @@ TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
+_PATIENCE_S = 600.0
+
 
 def byte_level_tokenizer() -> Tokenizer:
     """A byte-level BPE with a few merges; it puts BOS before raw prompts."""
@@ -146,8 +148,8 @@ class FakeDriver:
 
     replies: texts that some adapters answer instead (None: the base), with EOS at the end.
     faults: adapters that fail, after `fail_after` tokens. hold_after: tokens after which
-    nothing comes any more until the call is cancelled. delay: seconds before anything comes.
-    link: what becomes of frames. broken: an exception that generate raises.
+    nothing comes any more until `go_on` or until the call is cancelled. link: what becomes of
+    frames. broken: an exception that generate raises.
     """
 
     def __init__(self, info: EngineInfo, tokenizer: Tokenizer) -> None:
@@ -160,7 +162,6 @@ class FakeDriver:
         self.faults: dict[str | None, Failed] = {}
         self.fail_after = 0
         self.hold_after: int | None = None
-        self.delay = 0.0
         self.link: Callable[[TokenFrame], list[TokenFrame]] = reliable
         self.broken: Exception | None = None
         self.requests: list[GenerateRequest] = []
@@ -170,19 +171,27 @@ class FakeDriver:
         self.arrived = threading.Event()
         self.cancelled = threading.Event()
         self._kept: dict[tuple[str, int], int] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._released = asyncio.Event()
 
     async def generate(self, request: GenerateRequest, reply_to: ReplyAddress) -> Completion:
         assert reply_to.secret == "hush"
         self.requests.append(request)
+        self._loop = asyncio.get_running_loop()
         self.arrived.set()
         if self.broken is not None:
             raise self.broken
         try:
-            await asyncio.sleep(self.delay)
             return await self._generate(request)
         except asyncio.CancelledError:
             self.cancelled.set()
             raise
+
+    def go_on(self) -> None:
+        """Let come what is held, once a call has arrived; from another thread."""
+        assert self.arrived.wait(_PATIENCE_S)
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._released.set)
 
     async def finish(self, request_id: str, index: int, at: int) -> None:
         self.finishes.append((index, at))
@@ -220,14 +229,18 @@ class FakeDriver:
         answers = [self.answer(sequence, request.adapter) for sequence in request.sequences]
         longest = max(len(answer) for answer in answers) if fault is None else self.fail_after
         for step in range(longest):
-            if step == self.hold_after:
-                await asyncio.Event().wait()
+            await self._hold(step)
             self._push(request, answers, step)
             await asyncio.sleep(0)
+        await self._hold(longest)
         outcomes = [
             self._outcome(request, index, answer, fault) for index, answer in enumerate(answers)
         ]
         return Completion(outcomes)
+
+    async def _hold(self, step: int) -> None:
+        if step == self.hold_after:
+            await self._released.wait()
 
     def _push(self, request: GenerateRequest, answers: list[list[int]], step: int) -> None:
         runs = []

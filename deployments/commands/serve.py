@@ -23,6 +23,7 @@ from deployments.commands.failing import fail
 
 _POLL_SECONDS = 0.5
 _READY_SECONDS = 900.0
+_FRONT_SECONDS = 300.0
 
 
 def serve_config(config: dict[str, Any], title: str, dashboard: bool) -> None:
@@ -57,7 +58,7 @@ def serve_file(path: Path, title: str, dashboard: bool) -> None:
         _say(f"deploying {title}")
         _deploy(path, address)
         if _wait_until_running(serve, leaving):
-            _announce(config, page, address)
+            _announce(config, page, address, leaving)
             leaving.wait()
     finally:
         _say("shutting down")
@@ -102,13 +103,15 @@ def _tell_change(title: str, app: Any, told: dict[str, str]) -> None:
         _say(line if len(told) == 1 else f"{title}: {line}")
 
 
-def _announce(config: dict[str, Any], dashboard: str, address: str) -> None:
+def _announce(
+    config: dict[str, Any], dashboard: str, address: str, leaving: threading.Event
+) -> None:
     """Each app's URL and what was chosen for it, the dashboard, a line to try."""
     options = config.get("http_options", {})
     host = options.get("host", "127.0.0.1")
     server = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{options.get('port', 8000)}"
     urls = [f"{server}{app.get('route_prefix', '/')}".rstrip("/") for app in config["applications"]]
-    infos = {url: _fetch_info(url) for url in urls}
+    infos = {url: _fetch_info(url, leaving) for url in urls}
     for url, info in infos.items():
         print(f"\nLoRay serves {info.get('model_id', 'a model')} on {url}")
         _tell(info.get("chosen", {"chosen": "GET /info says it to those who have a key"}))
@@ -132,9 +135,10 @@ def _tell(choices: dict[str, str]) -> None:
         print(f"  {what:14} {choice}")
 
 
-def _fetch_info(url: str) -> dict[str, Any]:
-    """Ask the app itself; its front may need a moment longer than the app."""
-    for _ in range(60):
+def _fetch_info(url: str, leaving: threading.Event) -> dict[str, Any]:
+    """Ask the app itself, whose front may need longer than it; nothing when the user leaves."""
+    deadline = time.monotonic() + _FRONT_SECONDS
+    while time.monotonic() < deadline:
         try:
             with urllib.request.urlopen(f"{url}/info", timeout=5) as answer:
                 info: dict[str, Any] = json.load(answer)
@@ -142,9 +146,10 @@ def _fetch_info(url: str) -> dict[str, Any]:
         except urllib.error.HTTPError as error:
             if error.code == HTTPStatus.UNAUTHORIZED:
                 return {}
-            time.sleep(_POLL_SECONDS)
         except (urllib.error.URLError, ConnectionError, TimeoutError):
-            time.sleep(_POLL_SECONDS)
+            pass
+        if leaving.wait(_POLL_SECONDS):
+            return {}
     fail(f"the app runs, but {url}/info does not answer")
 
 

@@ -24,7 +24,7 @@ from deployments.ingress.constraints import Compiler
 from deployments.ingress.detokenize import StopStrings
 from deployments.ingress.errors import RequestError
 from deployments.ingress.frames import Mailbox
-from deployments.ingress.quotas import Replicas, alone
+from deployments.ingress.quotas import Clock, Replicas, alone
 from deployments.ingress.templates import AdapterTemplates
 from deployments.ingress.text import Text
 from deployments.ingress.transcript import Transcript
@@ -43,7 +43,8 @@ class IngressSettings:
     its beginnings. max_choices: the largest `n`. max_sequences: prompts times choices of one
     request.
     max_logprobs: alternatives a client may ask for with each token. keep_alive_seconds: how
-    long a stream may be silent. replicas: how many there are of this ingress now.
+    long a stream may be silent. replicas: how many there are of this ingress now. clock: what
+    quotas fill by and what was told grows old by, in seconds.
     """
 
     default_source: AdapterSource = AdapterSource.HUB
@@ -59,6 +60,7 @@ class IngressSettings:
     tool_parser: ToolParser = ToolParser.AUTO
     version: str = "0.1.0"
     replicas: Replicas = alone
+    clock: Clock = time.monotonic
 
 
 class Served(NamedTuple):
@@ -113,12 +115,13 @@ class Engine:
         self.settings = settings
         self.metrics = RequestMetrics()
         self.compiler = Compiler()
-        self.templates = AdapterTemplates(driver)
+        self.templates = AdapterTemplates(driver, settings.clock)
         self._driver = driver
         self._mailbox = mailbox
         self._reply_to = reply_to
         self._asking = asyncio.Lock()
         self._asked = float("-inf")
+        self._times_asked = 0
         self._served: Served | None = None
         self._silence: RequestError | None = None
 
@@ -140,11 +143,12 @@ class Engine:
         return await self._driver.adapters(command)
 
     async def _refresh(self) -> Served:
-        came = time.monotonic()
+        so_far = self._times_asked
         async with self._asking:
-            stale = self._silence is not None or time.monotonic() - self._asked > _INFO_SECONDS
+            age = self.settings.clock() - self._asked
+            stale = self._silence is not None or age > _INFO_SECONDS
             # Those who waited while another asked share its answer, also when there was none.
-            if stale and self._asked < came:
+            if stale and self._times_asked == so_far:
                 await self._ask()
             if self._silence is not None:
                 raise self._silence
@@ -158,7 +162,8 @@ class Engine:
             self._silence = None
         except RequestError as silence:
             self._silence = silence
-        self._asked = time.monotonic()
+        self._asked = self.settings.clock()
+        self._times_asked += 1
 
     async def _describe(self) -> EngineInfo:
         try:

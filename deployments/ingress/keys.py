@@ -2,7 +2,6 @@
 
 import hashlib
 import hmac
-import time
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -14,7 +13,7 @@ from configs.api import ApiConfig, KeyConfig, SecretConfig
 from configs.env import secret
 from deployments.contract import EngineInfo, ErrorKind
 from deployments.ingress.errors import RequestError
-from deployments.ingress.quotas import Quota, Replicas, alone
+from deployments.ingress.quotas import Clock, Quota, Replicas
 
 # OpenAI's client cannot do without a key; these are what users of keyless servers write.
 _PLACEHOLDERS = frozenset({"", "-", "empty", "none", "null", "dummy"})
@@ -46,15 +45,15 @@ class Keys:
     """The configured keys; without any, everybody may do everything but what admins may."""
 
     def __init__(
-        self, config: ApiConfig, default_source: AdapterSource, replicas: Replicas = alone
+        self, config: ApiConfig, default_source: AdapterSource, clock: Clock, replicas: Replicas
     ) -> None:
         """Read the environment; a variable that is not there raises ValueError.
 
-        replicas: how many share each key's quota, this one among them.
+        clock: what quotas fill by. replicas: how many share each quota, this one among them.
         """
         self._required = bool(config.keys)
         self._grants = [
-            (_digest(key), _grant(key, default_source, replicas)) for key in config.keys
+            (_digest(key), _grant(key, default_source, clock, replicas)) for key in config.keys
         ]
         self._guarded = config.admin_key is not None or self._required
         if config.admin_key is not None:
@@ -81,12 +80,14 @@ def _digest(config: SecretConfig) -> bytes:
     return hashlib.sha256(secret(config.env).encode()).digest()
 
 
-def _grant(key: KeyConfig, default_source: AdapterSource, replicas: Replicas) -> Grant:
+def _grant(
+    key: KeyConfig, default_source: AdapterSource, clock: Clock, replicas: Replicas
+) -> Grant:
     patterns = None
     if key.adapters is not None:
         references = [parse_reference(pattern, default_source) for pattern in key.adapters]
         patterns = tuple(f"{one.source.value}:{one.id}" for one in references)
-    quota = Quota(key.requests_per_minute, key.tokens_per_minute, time.monotonic, replicas)
+    quota = Quota(key.requests_per_minute, key.tokens_per_minute, clock, replicas)
     return Grant(key.name, known=True, patterns=patterns, quota=quota)
 
 

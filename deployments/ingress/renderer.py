@@ -1,7 +1,8 @@
-"""Strangers' chat templates, rendered in a process that is ended when it takes too long.
+"""Strangers' chat templates, rendered in a process that ends itself when it computes too long.
 
 A template is a program: Jinja's sandbox keeps it from files and objects, not from endless loops or
-from filling the memory.
+from filling the memory. It has nothing to wait for, so what is counted is the processor's time: on
+a busy machine a good template is not taken for an endless one.
 """
 
 import asyncio
@@ -20,15 +21,15 @@ from deployments.ingress.chat import ChatTemplate
 from deployments.ingress.errors import RequestError, invalid
 
 _LONGEST_S = 2.0
-_STARTING_S = 30.0
-_LAST_S = 10
+# By the clock on the wall; for a process that hangs, not for one that is slow.
+_HANGING_S = 120.0
 _MEMORY_BYTES = 1 << 30
 _MAX_ANSWER_BYTES = 16 << 20
 _LENGTH = struct.Struct("<I")
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 _START = (
     f"import sys; sys.path.insert(0, {_PACKAGE_ROOT!r}); "
-    "from deployments.ingress.renderer import serve; serve()"
+    "from deployments.ingress.renderer import serve; serve(float(sys.argv[1]))"
 )
 
 
@@ -50,8 +51,9 @@ class Rendered(msgspec.Struct, frozen=True, array_like=True):
 class Renderer:
     """One process, started by the first template and after each that had to be ended."""
 
-    def __init__(self) -> None:
-        """Nothing runs yet."""
+    def __init__(self, longest_s: float = _LONGEST_S) -> None:
+        """Nothing runs yet; a template may compute for `longest_s`."""
+        self._longest_s = longest_s
         self._turn = asyncio.Lock()
         self._process: asyncio.subprocess.Process | None = None
 
@@ -81,14 +83,17 @@ class Renderer:
         done = False
         try:
             process = await self._running()
-            async with asyncio.timeout(_LONGEST_S):
-                answer = await _exchange(process, asked)
+            answer = await _exchange(process, asked)
             done = True
             return msgspec.msgpack.decode(answer, type=Rendered)
         except TimeoutError:
-            return Rendered(refusal=f"the adapter's chat template took over {_LONGEST_S:g} s")
+            return Rendered(refusal="the adapter's chat template was not rendered in time")
         except (asyncio.IncompleteReadError, ConnectionError):
-            return Rendered(refusal="the adapter's chat template took too much memory")
+            if await process.wait() == -signal.SIGPROF:
+                words = f"took over {self._longest_s:g} s"
+            else:
+                words = "took too much memory"
+            return Rendered(refusal=f"the adapter's chat template {words}")
         finally:
             if not done:  # Also when the client left: half an answer would be the next one's.
                 await self.close()
@@ -97,35 +102,36 @@ class Renderer:
         if self._process is None:
             pipe = asyncio.subprocess.PIPE
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-c", _START, stdin=pipe, stdout=pipe
+                sys.executable, "-c", _START, str(self._longest_s), stdin=pipe, stdout=pipe
             )
-            async with asyncio.timeout(_STARTING_S):
-                await _exchange(self._process, msgspec.msgpack.encode(None))
+            await _exchange(self._process, msgspec.msgpack.encode(None))
         return self._process
 
 
 async def _exchange(process: asyncio.subprocess.Process, asked: bytes) -> bytes:
     assert process.stdin is not None
     assert process.stdout is not None
-    process.stdin.write(_LENGTH.pack(len(asked)) + asked)
-    await process.stdin.drain()
-    (size,) = _LENGTH.unpack(await process.stdout.readexactly(_LENGTH.size))
-    return await process.stdout.readexactly(size)
+    async with asyncio.timeout(_HANGING_S):
+        process.stdin.write(_LENGTH.pack(len(asked)) + asked)
+        await process.stdin.drain()
+        (size,) = _LENGTH.unpack(await process.stdout.readexactly(_LENGTH.size))
+        return await process.stdout.readexactly(size)
 
 
-def serve() -> None:
+def serve(longest_s: float) -> None:
     """Render what comes by stdin until it ends; the process's whole life."""
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     while (asked := _read(source)) is not None:
-        signal.alarm(_LAST_S)  # Ends the process, should nobody be left to do it.
+        signal.setitimer(signal.ITIMER_PROF, longest_s)  # Its signal ends the process.
         task = msgspec.msgpack.decode(asked, type=Task | None)
         answer = msgspec.msgpack.encode(Rendered() if task is None else _render(task))
         if len(answer) > _MAX_ANSWER_BYTES:
             answer = msgspec.msgpack.encode(Rendered(refusal="the prompt is too long"))
+        signal.setitimer(signal.ITIMER_PROF, 0)
         sink.write(_LENGTH.pack(len(answer)) + answer)
         sink.flush()
-        signal.alarm(0)
 
 
 def _read(source: BinaryIO) -> bytes | None:

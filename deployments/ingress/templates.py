@@ -1,6 +1,5 @@
 """Which chat template a request's adapter brings, as the driver says, remembered for a while."""
 
-import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,6 +8,7 @@ from configs.adapters import AdapterReference
 from configs.templates import TemplateSource
 from deployments.contract import Driver, Failed
 from deployments.ingress.errors import RequestError
+from deployments.ingress.quotas import Clock
 from deployments.ingress.renderer import Renderer, Task
 
 _GOOD_SECONDS = 5.0
@@ -36,9 +36,10 @@ class AdapterTemplate:
 class AdapterTemplates:
     """Adapters' templates by reference; the rights of who asks are checked by `generate`."""
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: Driver, clock: Clock) -> None:
         """Nothing is known yet."""
         self._driver = driver
+        self._clock = clock
         self._renderer = Renderer()
         self._known: OrderedDict[AdapterReference, tuple[float, AdapterTemplate | None]] = (
             OrderedDict()
@@ -48,7 +49,7 @@ class AdapterTemplates:
         self, reference: AdapterReference, api_token: str | None
     ) -> AdapterTemplate | None:
         """The adapter's own template, None if it has none; RequestError if it cannot be had."""
-        now = time.monotonic()
+        now = self._clock()
         known = self._known.get(reference)
         if known is not None and now - known[0] < _GOOD_SECONDS:
             return known[1]

@@ -78,11 +78,17 @@ def world(root: Path, s3: FaultyS3) -> Iterator[World]:
             "max_file_bytes": TOO_MANY_BYTES,
             "hub_endpoint": hub.url,
             "s3": {"roots": ["adapters"], "endpoint_url": s3.url, "region": "us-east-1"},
-            "fetch": {"cache_dir": str(root / "cache"), "backoff_s": 0.01, "refusal_s": 0.0},
+            "fetch": {
+                "cache_dir": str(root / "cache"),
+                "backoff_s": 0.01,
+                "refusal_s": 0.0,
+                "connect_timeout_s": 300,
+                "read_timeout_s": 300,
+            },
             "allow_pickle": True,
         }
         app = demo_app(demo_config(adapters=adapters), IngressSettings())
-        with served(app) as url, httpx.Client(base_url=url, timeout=60) as http:
+        with served(app) as url, httpx.Client(base_url=url, timeout=300) as http:
             yield World(http, hub, s3, put, root)
 
 

@@ -15,6 +15,7 @@ PIRATE = {
     path.name: path.read_bytes() for path in Path("configs/demo/adapters/pirate").glob("adapter_*")
 }
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+PATIENT = {"connect_timeout_s": 300, "read_timeout_s": 300}
 SECRET = "hf_tokenOfTheCaller"
 
 
@@ -38,10 +39,10 @@ def http(hub: HubServer, root: Path) -> Iterator[httpx.Client]:
         "host_bytes": 2**28,
         "max_file_bytes": 2**26,
         "hub_endpoint": hub.url,
-        "fetch": {"cache_dir": str(root / "cache"), "backoff_s": 0.01, "attempts": 2},
+        "fetch": {"cache_dir": str(root / "cache"), "backoff_s": 0.01, "attempts": 2, **PATIENT},
     }
     app = demo_app(demo_config(adapters=adapters), IngressSettings())
-    with served(app) as url, httpx.Client(base_url=url, timeout=60) as client:
+    with served(app) as url, httpx.Client(base_url=url, timeout=300) as client:
         yield client
 
 

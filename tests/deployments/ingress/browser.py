@@ -16,7 +16,7 @@ from websockets.sync.client import ClientConnection, connect
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
-_SECONDS = 60.0
+_SECONDS = 300.0
 
 
 class Browser:
@@ -61,9 +61,11 @@ class Browser:
         return result["result"].get("value")
 
     def wait_for(self, condition: str) -> None:
-        """Wait until an expression is true."""
+        """Wait until an expression is true; it may fail before."""
         deadline = time.monotonic() + _SECONDS
-        while not self.run(condition):
+        while not self.run(
+            f"(() => {{ try {{ return {condition} }} catch {{ return false }} }})()"
+        ):
             assert time.monotonic() < deadline, f"never true: {condition}"
             time.sleep(0.02)
 
@@ -74,7 +76,8 @@ class Browser:
         # The same address twice would not load the page again.
         self.call("Page.navigate", url="about:blank")
         self.call("Page.navigate", url=url)
-        self.wait_for("document.readyState === 'complete'")
+        here = f"location.href === {json.dumps(url)}"
+        self.wait_for(f"{here} && document.readyState === 'complete'")
 
     def press(self, key: str, modifiers: int = 0) -> None:
         """One key, as a keyboard sends it; modifiers: 2 is control."""
@@ -110,7 +113,7 @@ def chromium(profile: Path) -> Iterator[Browser]:
             yield Browser(socket)
     finally:
         process.terminate()
-        process.wait(timeout=30)
+        process.wait(_SECONDS)
         assert process.stderr is not None
         process.stderr.close()
 
@@ -129,9 +132,12 @@ def _page_of(process: "subprocess.Popen[bytes]") -> str:
     # What it says later is nobody's, but a full pipe would stop it.
     threading.Thread(target=process.stderr.read, daemon=True).start()
     address = found[1].decode()
+    looking = {"id": 1, "method": "Target.setDiscoverTargets", "params": {"discover": True}}
+    page = None
     with connect(address, proxy=None) as socket:
-        socket.send(json.dumps({"id": 1, "method": "Target.getTargets"}))
-        targets = json.loads(socket.recv(timeout=_SECONDS))["result"]["targetInfos"]
-    [page] = [one["targetId"] for one in targets if one["type"] == "page"]
+        socket.send(json.dumps(looking))
+        while page is None:  # it tells of what is there, then of what comes
+            target = json.loads(socket.recv(_SECONDS)).get("params", {}).get("targetInfo", {})
+            page = target["targetId"] if target.get("type") == "page" else None
     host = address.split("/devtools/")[0]
     return f"{host}/devtools/page/{page}"

@@ -1,7 +1,12 @@
 """A real HTTP server over a fake driver, in a thread."""
 
+import asyncio
+import json
+import socket
 import threading
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -16,9 +21,22 @@ from deployments.ingress.frames import Mailbox
 from deployments.ingress.text import Text
 from tests.fakes import FakeDriver, engine_info, write_tokenizer
 
+PATIENCE = 300.0
+"""Seconds after which something hangs; a busy machine may stand still for a while."""
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
 
 class Server:
-    """One ingress on 127.0.0.1; `driver` is replaced before each test."""
+    """One ingress on 127.0.0.1; `driver` is replaced before each test. `clock` is its time."""
 
     def __init__(self, folder: Path) -> None:
         self.tokenizer = write_tokenizer(folder)
@@ -26,27 +44,35 @@ class Server:
         self._folder = folder
         self.mailbox = Mailbox()
         self.driver = FakeDriver(engine_info(folder, self.tokenizer), self.tokenizer)
+        self.clock = Clock()
         self._uvicorn = uvicorn.Server(
             uvicorn.Config(
                 self._route, port=0, log_level="critical", ws="none", loop="asyncio",
-                lifespan="off", interface="asgi3",
+                lifespan="off", interface="asgi3", timeout_keep_alive=round(PATIENCE),
             )
         )  # fmt: skip
         self._thread = threading.Thread(target=self._uvicorn.run, daemon=True)
-        self._app = self.fresh_app()
+        self._life = AsyncExitStack()
 
     def fresh_app(self, settings: IngressSettings = IngressSettings()) -> FastAPI:  # noqa: B008
-        """A new driver and a new application over it, behind the same port."""
+        """A new driver and a new application over it, behind the same port, at the same time."""
         self.driver = FakeDriver(engine_info(self._folder, self.tokenizer), self.tokenizer)
         self.mailbox = Mailbox()
         self.driver.deliver = self.mailbox.deliver
-        self._app = build_app(
+        app = build_app(
             self.driver,
             self.mailbox,
             lambda: ReplyAddress("127.0.0.1", 1, "hush"),
-            settings,
+            replace(settings, clock=self.clock),
         )
-        return self._app
+        asyncio.run_coroutine_threadsafe(self._begin(app), self._loop).result(PATIENCE)
+        return app
+
+    async def _begin(self, app: FastAPI) -> None:
+        """Serve this application, and end what the one before has started."""
+        self._app, before, self._life = app, self._life, AsyncExitStack()
+        await before.aclose()
+        await self._life.enter_async_context(app.router.lifespan_context(app))
 
     async def _route(self, scope: object, receive: object, send: object) -> None:
         await self._app(scope, receive, send)  # type: ignore[arg-type]
@@ -56,16 +82,19 @@ class Server:
         announce = self._uvicorn.startup
 
         async def startup(sockets: object = None) -> None:
+            self._loop = asyncio.get_running_loop()
             await announce(sockets)  # type: ignore[arg-type]
             started.set()
 
         self._uvicorn.startup = startup  # type: ignore[method-assign]
         self._thread.start()
-        assert started.wait(timeout=30)
+        assert started.wait(PATIENCE)
+        self.fresh_app()
 
     def stop(self) -> None:
+        asyncio.run_coroutine_threadsafe(self._life.aclose(), self._loop).result(PATIENCE)
         self._uvicorn.should_exit = True
-        self._thread.join(timeout=30)
+        self._thread.join(PATIENCE)
 
     @property
     def url(self) -> str:
@@ -95,8 +124,21 @@ def driver(server: Server) -> FakeDriver:
 
 @pytest.fixture
 def http(server: Server) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=30) as client:
+    with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
         yield client
+
+
+def send_by_hand(server: Server, path: str, body: object) -> socket.socket:
+    """Send a request; the caller owns the connection, and reads or hangs up when it likes."""
+    payload = json.dumps(body).encode()
+    address = httpx.URL(server.url)
+    connection = socket.create_connection((address.host, address.port or 80), timeout=PATIENCE)
+    head = (
+        f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(payload)}\r\n\r\n"
+    )
+    connection.sendall(head.encode() + payload)
+    return connection
 
 
 def spoken(driver: FakeDriver, index: int = 0) -> str:

@@ -18,7 +18,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from deployments.ingress.openapi.document import OPERATIONS
-from tests.deployments.ingress.conftest import Server
+from tests.deployments.ingress.conftest import PATIENCE, Server
 
 EXAMPLES = 15
 CHECKS = [
@@ -68,6 +68,8 @@ def test_replies_keep_to_the_document(
     )  # fmt: skip
     @given(strategy)
     def exchange(case: Case[Any]) -> None:
-        case.call_and_validate(base_url=server.url, session=session, checks=CHECKS, timeout=30)
+        case.call_and_validate(
+            base_url=server.url, session=session, checks=CHECKS, timeout=PATIENCE
+        )
 
     exchange()

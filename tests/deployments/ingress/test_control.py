@@ -11,7 +11,7 @@ from configs.adapters import AdapterReference, AdapterSource
 from configs.api import ApiConfig
 from deployments.contract import AdapterAction, ErrorKind, Failed
 from deployments.ingress.engine import IngressSettings
-from tests.deployments.ingress.conftest import Server
+from tests.deployments.ingress.conftest import PATIENCE, Server
 from tests.fakes_adapters import Replicas
 
 PIRATE = AdapterReference(AdapterSource.LOCAL, "pirate")
@@ -32,7 +32,7 @@ def guarded(server: Server) -> Iterator[httpx.Client]:
         "keys": [{"name": "user", "sha256": hashlib.sha256(b"user").hexdigest()}],
     }
     server.fresh_app(IngressSettings(api=ApiConfig.model_validate(keys)))
-    with httpx.Client(base_url=server.url, timeout=30) as client:
+    with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
         yield client
 
 

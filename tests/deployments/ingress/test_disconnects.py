@@ -2,10 +2,8 @@
 
 import asyncio
 import json
-import socket
 from typing import Any
 
-import httpx
 import pytest
 
 from deployments.contract import ReplyAddress
@@ -13,23 +11,8 @@ from deployments.ingress.api import build_app
 from deployments.ingress.engine import IngressSettings
 from deployments.ingress.frames import Mailbox
 from deployments.ingress.sse import ClientGone, unless_gone
-from tests.deployments.ingress.conftest import Server
+from tests.deployments.ingress.conftest import PATIENCE, Server, send_by_hand
 from tests.fakes import FakeDriver, engine_info, write_tokenizer
-
-PATIENCE = 30
-
-
-def _open(server: Server, path: str, body: dict[str, Any]) -> socket.socket:
-    """Send a request by hand; the caller owns the connection."""
-    payload = json.dumps(body).encode()
-    address = httpx.URL(server.url)
-    connection = socket.create_connection((address.host, address.port or 80), timeout=PATIENCE)
-    head = (
-        f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-        f"content-length: {len(payload)}\r\n\r\n"
-    )
-    connection.sendall(head.encode() + payload)
-    return connection
 
 
 @pytest.mark.parametrize(
@@ -41,7 +24,7 @@ def _open(server: Server, path: str, body: dict[str, Any]) -> socket.socket:
 )
 def test_leaving_a_stream_cancels(server: Server, path: str, body: dict[str, Any]) -> None:
     server.driver.hold_after = 5
-    connection = _open(server, path, body)
+    connection = send_by_hand(server, path, body)
     assert b"200 OK" in connection.recv(4096)
     assert not server.driver.cancelled.is_set()
     connection.close()
@@ -61,7 +44,7 @@ def test_leaving_before_the_first_token_cancels(
     server: Server, path: str, body: dict[str, Any]
 ) -> None:
     server.driver.hold_after = 0
-    connection = _open(server, path, body)
+    connection = send_by_hand(server, path, body)
     assert server.driver.arrived.wait(PATIENCE)
     connection.close()
     assert server.driver.cancelled.wait(PATIENCE)

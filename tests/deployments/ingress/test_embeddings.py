@@ -15,7 +15,7 @@ from configs.embeddings import EmbeddingsConfig
 from configs.sampling import Pooling
 from deployments.contract import ErrorKind, Failed
 from deployments.ingress.engine import IngressSettings
-from tests.deployments.ingress.conftest import Server
+from tests.deployments.ingress.conftest import PATIENCE, Server
 from tests.fakes import FakeDriver, embedding
 
 PATH = "/v1/embeddings"
@@ -62,7 +62,7 @@ def test_every_form_of_input(http: httpx.Client, driver: FakeDriver, kind: str) 
 
 
 def test_pooling_and_length_are_the_clients_or_the_servers(server: Server) -> None:
-    with httpx.Client(base_url=server.url, timeout=30) as http:
+    with httpx.Client(base_url=server.url, timeout=PATIENCE) as http:
         settings = EmbeddingsConfig(pooling=Pooling.LAST, normalize=False)
         for own in (EmbeddingsConfig(), settings):
             server.fresh_app(IngressSettings(embeddings=own))

@@ -7,6 +7,7 @@ from deployments.contract import EngineInfo, ErrorKind, ReplyAddress
 from deployments.ingress.engine import Engine, IngressSettings
 from deployments.ingress.errors import RequestError
 from deployments.ingress.frames import Mailbox
+from tests.deployments.ingress.conftest import Clock
 from tests.fakes import FakeDriver, engine_info, write_tokenizer
 
 
@@ -16,25 +17,32 @@ def driver(tmp_path: Path) -> FakeDriver:
     return FakeDriver(engine_info(tmp_path, tokenizer), tokenizer)
 
 
-def _engine(driver: FakeDriver) -> Engine:
-    return Engine(driver, Mailbox(), lambda: ReplyAddress("h", 1, "hush"), IngressSettings())
+def _engine(driver: FakeDriver, clock: Clock) -> Engine:
+    settings = IngressSettings(clock=clock)
+    return Engine(driver, Mailbox(), lambda: ReplyAddress("h", 1, "hush"), settings)
 
 
 def test_many_requests_at_once_ask_once(driver: FakeDriver) -> None:
     async def story() -> None:
-        engine = _engine(driver)
+        clock = Clock()
+        engine = _engine(driver, clock)
         answers = await asyncio.gather(*(engine.served() for _ in range(20)))
         assert {id(served.text) for served in answers} == {id(answers[0].text)}
         infos: list[EngineInfo] = await asyncio.gather(*(engine.info() for _ in range(20)))
         assert infos == [driver.info] * 20
+        assert driver.descriptions == 1
+        clock.now += 1.5
+        await asyncio.gather(*(engine.served() for _ in range(20)))
+        assert driver.descriptions == 1
+        await asyncio.gather(*(engine.info() for _ in range(20)))
+        assert driver.descriptions == 2
 
     asyncio.run(story())
-    assert driver.descriptions == 1
 
 
 def test_an_engine_that_is_not_there_yet_is_asked_again(driver: FakeDriver) -> None:
     async def story() -> None:
-        engine = _engine(driver)
+        engine = _engine(driver, Clock())
         driver.broken = ConnectionError("starting")
         with pytest.raises(RequestError, match="did not answer") as caught:
             await engine.served()

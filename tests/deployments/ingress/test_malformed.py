@@ -10,7 +10,7 @@ import pytest
 
 from configs.api import ApiConfig
 from deployments.ingress.engine import IngressSettings
-from tests.deployments.ingress.conftest import Server
+from tests.deployments.ingress.conftest import PATIENCE, Server
 from tests.fakes import FakeDriver
 
 CHAT = "/v1/chat/completions"
@@ -97,7 +97,7 @@ def test_a_body_that_does_not_come(server: Server) -> None:
     server.fresh_app(IngressSettings(api=ApiConfig(body_timeout_s=0.2)))
     address = urlsplit(server.url)
     head = b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-    with socket.create_connection((address.hostname, address.port), timeout=20) as connection:
+    with socket.create_connection((address.hostname, address.port), timeout=PATIENCE) as connection:
         connection.sendall(head + b'content-length: 100\r\n\r\n{"inputs')
         told = b""
         while part := connection.recv(65536):

@@ -2,7 +2,6 @@
 
 import hashlib
 import re
-import time
 from collections.abc import Iterator
 
 import httpx
@@ -10,13 +9,17 @@ import pytest
 
 from configs.adapters import AdapterReference, AdapterSource
 from configs.api import ApiConfig, KeyConfig
-from deployments.contract import AdapterInfo, AdapterStatus, ErrorKind, Failed, TokenFrame
+from deployments.contract import AdapterInfo, AdapterStatus, ErrorKind, Failed
 from deployments.ingress.engine import IngressSettings
 from tests.deployments.ingress.browser import CHROMIUM, Browser, chromium
-from tests.deployments.ingress.conftest import Server
+from tests.deployments.ingress.conftest import PATIENCE, Server
 from tests.fakes import FakeDriver
 
 ACCEPT = {"accept": "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"}
+ALL_SPEAK = (
+    "document.querySelector('pre') && "
+    "[...document.querySelectorAll('pre')].every((one) => one.textContent)"
+)
 DONE = "document.querySelector('#status').textContent.endsWith('done')"
 ADAPTERS = [
     AdapterInfo("org/pirate", "hub", "known"), AdapterInfo("poet", "local", "host"),
@@ -46,12 +49,6 @@ def _know(driver: FakeDriver, adapters: list[AdapterInfo]) -> None:
     driver.replies[None] = "I am the <b>base</b> & more."
 
 
-def _slow(frame: TokenFrame) -> list[TokenFrame]:
-    """A link that takes time, so that there is a rate to show."""
-    time.sleep(0.002)
-    return [frame]
-
-
 def test_the_page_loads_nothing_from_elsewhere(http: httpx.Client) -> None:
     reply = http.get("/playground")
     assert reply.headers["content-type"] == "text/html; charset=utf-8"
@@ -76,8 +73,11 @@ def test_base_and_three_adapters_answer(
     _know(driver, ADAPTERS)
     pirate = AdapterReference(AdapterSource.HUB, "org/pirate")
     driver.replicas.members[0].known[pirate] = AdapterStatus(pirate, "device")
-    driver.link = _slow
+    driver.hold_after = 2
     browser.open(f"{server.url}/#run")
+    # What comes later than the first token has a rate.
+    browser.wait_for(ALL_SPEAK)
+    driver.go_on()
     browser.wait_for(DONE)
     assert _texts(browser, "#status") == ["tiny on cpu, 4 adapters known · done"]
     assert _texts(browser, "pre") == [
@@ -107,7 +107,7 @@ def test_the_keyboard_is_enough(browser: Browser, server: Server, driver: FakeDr
     assert _texts(browser, ".state")[-1] == "loads when it is first asked for"
     browser.press("Enter", modifiers=2)
     browser.wait_for(DONE)
-    assert driver.requests[-1].adapter is not None
+    assert len(driver.requests) == 3
     assert {request.adapter.id for request in driver.requests if request.adapter} == {
         "org/pirate", "new",
     }  # fmt: skip
@@ -159,11 +159,11 @@ def test_escape_stops_all(browser: Browser, server: Server, driver: FakeDriver) 
     driver.info.adapters[:] = ADAPTERS[:1]
     driver.hold_after = 3
     browser.open(f"{server.url}/#run")
-    browser.wait_for("[...document.querySelectorAll('pre')].every((one) => one.textContent)")
+    browser.wait_for(ALL_SPEAK)
     browser.press("Escape")
     browser.wait_for(DONE)
     assert all(line.startswith("stopped  TTFT") for line in _texts(browser, "section footer"))
-    assert driver.cancelled.wait(timeout=30)
+    assert driver.cancelled.wait(PATIENCE)
 
 
 def test_a_key_can_be_typed(browser: Browser, server: Server) -> None:

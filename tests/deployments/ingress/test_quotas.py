@@ -3,16 +3,7 @@ import pytest
 from deployments.contract import ErrorKind
 from deployments.ingress.errors import RequestError
 from deployments.ingress.quotas import Bucket, Quota
-
-
-class Clock:
-    """Time that passes when it is told to."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.deployments.ingress.conftest import Clock
 
 
 def test_a_bucket_fills_by_the_minute_and_no_more_than_that() -> None:

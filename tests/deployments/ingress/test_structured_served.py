@@ -10,7 +10,9 @@ import pytest
 
 from configs.adapters import AdapterSource
 from deployments.ingress.engine import IngressSettings
+from scheduler.plan import StepPlan
 from scheduler.request import Request
+from scheduler.scheduler import Scheduler
 from tests.served import demo_app, demo_config, served
 
 pytest.importorskip("llguidance")
@@ -47,7 +49,7 @@ def text_of(reply: httpx.Response, stream: bool) -> str:
 
 async def together(url: str) -> list[str]:
     """Every second one is streamed; all run at once."""
-    async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=300) as client:
         bodies = [body(*each, stream=index % 2 == 0) for index, each in enumerate(ASKED)]
         calls = [client.post("/v1/chat/completions", json=each) for each in bodies]
         replies = await asyncio.gather(*calls)
@@ -63,7 +65,7 @@ def engine_url(**changes: object) -> Any:
 @pytest.fixture(scope="module")
 def alone() -> Iterator[list[str]]:
     """One after the other, with room for all."""
-    with engine_url() as url, httpx.Client(base_url=url, timeout=60) as client:
+    with engine_url() as url, httpx.Client(base_url=url, timeout=300) as client:
         replies = [client.post("/v1/chat/completions", json=body(*e, False)) for e in ASKED]
         yield [text_of(reply, False) for reply in replies]
 
@@ -72,15 +74,30 @@ def alone() -> Iterator[list[str]]:
 def test_answers_are_the_same_in_company(
     alone: list[str], ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts come in chunks of 24 tokens, and blocks run out, so requests are preempted."""
+    """Prompts come in chunks of 24 tokens, and blocks run out, so requests are preempted.
+
+    No step is made before all have come: one after the other they would find room.
+    """
+    come: set[Any] = set()
     preempted: set[Any] = set()
-    rewind = Request.rewind
+    add, schedule, rewind = Scheduler.add, Scheduler.schedule, Request.rewind
+
+    def arrive(self: Scheduler, request: Request, now: float) -> None:
+        come.add(request.id)
+        add(self, request, now)
+
+    def await_all(self: Scheduler, now: float) -> StepPlan:
+        if len(come) < len(ASKED):
+            return StepPlan(self.epoch, 0, [], [], [], [])
+        return schedule(self, now)
 
     def count(self: Request) -> None:
         if self.num_generated and self.sampling.constraint:
             preempted.add(self.id)
         rewind(self)
 
+    monkeypatch.setattr(Scheduler, "add", arrive)
+    monkeypatch.setattr(Scheduler, "schedule", await_all)
     monkeypatch.setattr(Request, "rewind", count)
     with engine_url(tensor_parallel=ranks, cache={"num_blocks": 44, "block_size": 4}) as url:
         assert asyncio.run(together(url)) == alone

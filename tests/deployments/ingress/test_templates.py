@@ -1,14 +1,15 @@
 """Adapters' own chat templates: used for their chats, rendered where they can do no harm."""
 
 import asyncio
+import signal
 
 import httpx
-import pytest
 
 from configs.templates import TemplateSource
 from deployments.contract import ErrorKind, Failed
 from deployments.ingress.errors import RequestError
 from deployments.ingress.renderer import Renderer, Task
+from tests.deployments.ingress.conftest import Server
 from tests.fakes import FakeDriver
 
 SHOUT = TemplateSource(
@@ -60,12 +61,17 @@ def test_responses_use_it_too(http: httpx.Client, driver: FakeDriver) -> None:
 
 
 def test_the_driver_is_asked_seldom_and_with_the_callers_token(
-    http: httpx.Client, driver: FakeDriver
+    server: Server, http: httpx.Client, driver: FakeDriver
 ) -> None:
     driver.templates["org/shout"] = SHOUT
     for _ in range(5):
         chat(http, "org/shout", api_token="hf_mine")
     assert driver.template_tokens == ["hf_mine"]
+    server.clock.now += 5
+    driver.templates["org/shout"] = TemplateSource("new {{ messages[0].content }}")
+    chat(http, "org/shout", api_token="hf_mine")
+    assert driver.template_tokens == ["hf_mine"] * 2
+    assert prompt(driver) == "new hello"
 
 
 def test_an_adapter_that_cannot_be_had_is_refused_before_it_is_called(
@@ -76,11 +82,6 @@ def test_an_adapter_that_cannot_be_had_is_refused_before_it_is_called(
     assert answer.status_code == 404
     assert answer.json()["error"]["code"] == "model_not_found"
     assert not driver.requests
-
-
-@pytest.fixture
-def renderer() -> Renderer:
-    return Renderer()
 
 
 def told(renderer: Renderer, *templates: str) -> list[str]:
@@ -99,10 +100,7 @@ def told(renderer: Renderer, *templates: str) -> list[str]:
     return asyncio.run(story())
 
 
-def test_bad_templates_end_themselves_alone(
-    renderer: Renderer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("deployments.ingress.renderer._LONGEST_S", 0.5)
+def test_bad_templates_end_themselves_alone() -> None:
     good = "{{ messages[0].content }}"
     loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     bad = (
@@ -114,15 +112,32 @@ def test_bad_templates_end_themselves_alone(
         "{{ messages.__class__.__mro__[1].__subclasses__() }}",
         "{{ 'a' * 20000000 }}",
     )
-    answers = told(renderer, good, *(text for each in bad for text in (each, good)))
+    answers = told(Renderer(0.5), good, *(text for each in bad for text in (each, good)))
     assert answers[::2] == ["hello"] * (len(bad) + 1)
     assert all(answer.startswith("refused: ") for answer in answers[1::2])
-    assert "took over" in answers[1]
+    assert "took over 0.5 s" in answers[1]
+    assert "took over 0.5 s" in answers[5]
     assert "no hello" in answers[9]
 
 
-def test_a_client_that_leaves_does_not_mix_up_the_next_answer(renderer: Renderer) -> None:
+def test_a_template_may_stand_still_for_as_long_as_the_machine_does() -> None:
     async def story() -> None:
+        renderer, task = Renderer(0.5), Task(TemplateSource("{{ 'hello' }}"), HELLO, {})
+        assert await renderer.render(task) == "hello"
+        assert renderer._process is not None
+        renderer._process.send_signal(signal.SIGSTOP)
+        rendering = asyncio.create_task(renderer.render(task))
+        await asyncio.sleep(0.6)
+        renderer._process.send_signal(signal.SIGCONT)
+        assert await rendering == "hello"
+        await renderer.close()
+
+    asyncio.run(story())
+
+
+def test_a_client_that_leaves_does_not_mix_up_the_next_answer() -> None:
+    async def story() -> None:
+        renderer = Renderer()
         first = asyncio.create_task(
             renderer.render(Task(TemplateSource("{{ 'first' }}"), HELLO, {}))
         )

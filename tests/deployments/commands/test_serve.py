@@ -1,0 +1,48 @@
+"""What `loray serve` does while the app's front is not there yet."""
+
+import json
+import socket
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from deployments.commands.serve import _fetch_info
+
+
+class Front(BaseHTTPRequestHandler):
+    """Refuses with each status, then answers."""
+
+    statuses: list[int]
+
+    def do_GET(self) -> None:
+        status = self.statuses.pop(0) if self.statuses else 200
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(json.dumps({"model_id": "tiny"}).encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("statuses", "told"), [([503, 404], "tiny"), ([503, 401], None)])
+def test_a_front_is_asked_until_it_answers(
+    monkeypatch: pytest.MonkeyPatch, statuses: list[int], told: str | None
+) -> None:
+    monkeypatch.setattr("deployments.commands.serve._POLL_SECONDS", 0.001)
+    with HTTPServer(("127.0.0.1", 0), type("Mine", (Front,), {"statuses": statuses})) as front:
+        thread = threading.Thread(target=front.serve_forever, args=(0.05,))
+        thread.start()
+        info = _fetch_info(f"http://127.0.0.1:{front.server_port}", threading.Event())
+        front.shutdown()
+        thread.join()
+    assert info.get("model_id") == told
+    assert statuses == []
+
+
+def test_who_leaves_does_not_wait_for_a_front_that_does_not_come() -> None:
+    leaving = threading.Event()
+    leaving.set()
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        assert _fetch_info(f"http://127.0.0.1:{silent.getsockname()[1]}", leaving) == {}
