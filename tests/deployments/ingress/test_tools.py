@@ -53,16 +53,15 @@ def _room_for_words(driver: FakeDriver) -> None:
 
 def prompt_of(driver: FakeDriver) -> str:
     ids = driver.requests[-1].sequences[0].prompt
-    text: str = driver.tokenizer.decode(ids, skip_special_tokens=False)
-    return text
+    return str(driver.tokenizer.decode(ids, skip_special_tokens=False))
 
 
 def allowed(driver: FakeDriver, answer: str) -> bool:
     """Whether the newest request's grammar lets this answer through, whole."""
     tokenizer = llguidance.LLTokenizer(f"{driver.info.tokenizer}/tokenizer.json")
     matcher = llguidance.LLMatcher(tokenizer, driver.requests[-1].sequences[0].sampling.grammar)
-    assert not matcher.get_error()
     ids = driver.tokenizer.encode(answer, add_special_tokens=False).ids
+    assert not matcher.get_error()
     return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
 
 
@@ -86,11 +85,8 @@ def both(http: httpx.Client, **body: Any) -> dict[str, Any]:
     """What a request comes to, the same whole and streamed."""
     [choice] = post(http, CHAT, messages=HELLO, **body)["choices"]
     message = choice["message"]
-    whole = {
-        "content": message["content"] or "",
-        "calls": [call["function"] for call in message.get("tool_calls", ())],
-        "reason": choice["finish_reason"],
-    }
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    whole = {"content": message["content"] or "", "calls": calls, "reason": choice["finish_reason"]}
     assert joined(stream(http, CHAT, messages=HELLO, **body)) == whole
     return whole
 
@@ -98,15 +94,14 @@ def both(http: httpx.Client, **body: Any) -> dict[str, Any]:
 def test_calls_come_back(http: httpx.Client, driver: FakeDriver) -> None:
     driver.replies[None] = TWO
     got = both(http, tools=TOOLS)
-    assert got["content"] == "Let me see."
-    assert got["reason"] == "tool_calls"
+    assert (got["content"], got["reason"]) == ("Let me see.", "tool_calls")
     assert [(call["name"], json.loads(call["arguments"])) for call in got["calls"]] == [
         ("get_weather", {"town": "Paris"}), ("get_time", {}),
     ]  # fmt: skip
     [choice] = post(http, CHAT, messages=HELLO, tools=TOOLS)["choices"]
-    ids = [call["id"] for call in choice["message"]["tool_calls"]]
-    assert len(set(ids)) == 2
-    assert all(id.startswith("call_") for id in ids)
+    first, second = (call["id"] for call in choice["message"]["tool_calls"])
+    assert first != second
+    assert first[:5] == second[:5] == "call_"
     assert len(both(http, tools=TOOLS, parallel_tool_calls=False)["calls"]) == 1
 
 
