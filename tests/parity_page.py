@@ -183,7 +183,7 @@ def page(outcome: Outcome) -> str:
         f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers", "peft")
     ]
     conditions = {
-        "numbers": "float32 on the CPU, one thread a rank",
+        "numbers": "float32 on the CPU, one thread a rank; the oracle's products in float64",
         "ranks": "1, 2 and 4, in one process over gloo",
         "answers": f"{NUM_TOKENS} greedy tokens (padded models: {NUM_TOKENS - 6} to {NUM_TOKENS})",
         "tolerance of a logprob": f"{TOLERANCE:.0e}",

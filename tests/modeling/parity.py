@@ -40,7 +40,7 @@ from tests.checkpoints_others import (
 )
 from tests.modeling.stepping import Answer, Asked, generate
 from tests.oracle import NUM_TOKENS, TOLERANCE, Truth, prompt_truth
-from tests.ranks import run_ranks
+from tests.ranks import run_in_memory
 
 BASE = "base"
 NUM_BLOCKS = 64
@@ -149,6 +149,10 @@ FAMILIES: dict[str, Family] = {
 """Another model is another row; its adapters name its own modules."""
 
 
+Run = Callable[[int, Callable[[TensorParallel], list[Answer]]], list[list[Answer]]]
+"""`run_ranks` or `run_in_memory`."""
+
+
 class Mismatch(AssertionError):
     """The runner and the oracle do not say the same."""
 
@@ -201,10 +205,11 @@ class Record:
 
 
 class World:
-    """Tiny models and adapters on disk, written when first asked for."""
+    """Tiny models and adapters on disk, written when first asked for; run: how ranks meet."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, run: Run = run_in_memory) -> None:
         self._root = root
+        self.run = run
         self.record = Record()
 
     def model(self, family: str, variant: str) -> Path:
@@ -260,8 +265,13 @@ def place_all(runner: ModelRunner, folders: Sequence[Path]) -> None:
         runner.place(key, slot, [[free.pop() for _ in range(n)] for free, n in pools])
 
 
-def compare(world: World, setting: Setting, *, faulty: bool = False) -> None:
-    """Generate for every adapter of the setting in one batch; Mismatch where the oracle differs."""
+def compare(
+    world: World, setting: Setting, *, faulty: bool = False, run: Run | None = None
+) -> None:
+    """Generate for every adapter of the setting in one batch; Mismatch where the oracle differs.
+
+    run: what brings the ranks together, where that is not the world's choice.
+    """
     model = world.model(setting.family, setting.variant)
     seen = world.record.begin(setting, model, faulty=faulty)
     folders = [world.adapter(setting.family, setting.variant, name) for name in setting.names]
@@ -284,7 +294,7 @@ def compare(world: World, setting: Setting, *, faulty: bool = False) -> None:
     ends = {"vocabulary": setting.vocabulary, "vocabulary_copies": setting.copies}
     opened = config.adapters.model_copy(update=ends)
     config = config.model_copy(update={"adapters": opened})
-    results = run_ranks(setting.ranks, partial(_answers, config, adapters, requests))
+    results = (run or world.run)(setting.ranks, partial(_answers, config, adapters, requests))
     judge(seen, results, [truth for _, truth in told])
 
 

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.modeling.parity import ADAPTERS, BASE, RANKS, WHOLE, Setting, World, compare
+from tests.ranks import run_ranks
 
 MODELS = [
     ("llama", "gqa"),
@@ -31,7 +32,8 @@ def test_alone(world: World, family: str, variant: str, name: str) -> None:
 @pytest.mark.parametrize("name", [BASE, "columns", "rows"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_alone_on_ranks(world: World, ranks: int, name: str) -> None:
-    compare(world, Setting("llama", "gqa", ranks, [name], chunk=WHOLE))
+    """Over gloo, as a server's ranks are."""
+    compare(world, Setting("llama", "gqa", ranks, [name], chunk=WHOLE), run=run_ranks)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -49,7 +51,7 @@ def test_other_shapes(world: World, family: str, variant: str) -> None:
 @pytest.mark.parametrize("name", RANKS)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_adapter_ranks_alone(world: World, ranks: int, name: str) -> None:
-    compare(world, Setting("llama", "gqa", ranks, [name], chunk=WHOLE))
+    compare(world, Setting("llama", "gqa", ranks, [name], chunk=WHOLE), run=run_ranks)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

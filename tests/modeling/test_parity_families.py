@@ -69,7 +69,8 @@ def test_alone(world: World, family: str, name: str) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("family", FIRST)
 def test_alone_on_ranks(world: World, family: str, ranks: int, name: str) -> None:
-    compare(world, Setting(family, FIRST[family], ranks, [name], chunk=WHOLE))
+    """Over gloo, as a server's ranks are."""
+    compare(world, Setting(family, FIRST[family], ranks, [name], chunk=WHOLE), run=run_ranks)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

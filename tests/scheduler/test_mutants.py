@@ -22,7 +22,7 @@ from tests.strategies import Story, stories
 Patch = pytest.MonkeyPatch
 
 HUNT = settings(
-    max_examples=1500,
+    max_examples=10_000,
     deadline=None,
     database=None,
     derandomize=True,

@@ -50,6 +50,11 @@ def expected(tensors: dict[str, torch.Tensor], module: str, scale: float) -> tor
     return scale * tensors[f"{name}B.weight"] @ tensors[f"{name}A.weight"]
 
 
+def assert_equal(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    """But for the order in which a CPU adds up: what is in its place is off by no more."""
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=0)
+
+
 def test_what_is_placed_is_the_adapter(tmp_path: Path) -> None:
     ranks = {"layers.0.up": 3, "layers.1.up": 8, "layers.2.up": 20, "down": 9}
     tensors = {**factors(UP, [3, 8, 20]), **factors(DOWN, [0, 9, 0], seed=1)}
@@ -63,9 +68,9 @@ def test_what_is_placed_is_the_adapter(tmp_path: Path) -> None:
     for layer, rank in enumerate([3, 8, 20]):
         assert placement.rank(0, layer) == rank
         found = product(bank, 2, 0, layer)
-        assert torch.allclose(found, expected(tensors, f"model.layers.{layer}.up", 8 / rank))
+        assert_equal(found, expected(tensors, f"model.layers.{layer}.up", 8 / rank))
     assert [placement.rank(1, layer) for layer in range(3)] == [0, 9, 0]
-    assert torch.allclose(product(bank, 2, 1, 1), expected(tensors, "model.layers.1.down", 8 / 9))
+    assert_equal(product(bank, 2, 1, 1), expected(tensors, "model.layers.1.down", 8 / 9))
     assert bank.page_table[2].tolist() == [[9, 0, 4, 0], [5, 6, 0, 0]]
     assert bank.ranks[2].tolist() == [[3, 8, 20], [0, 9, 0]]
     bank.check()
@@ -96,10 +101,10 @@ def test_each_rank_keeps_its_own_cut(tmp_path: Path) -> None:
         bank.place(AdapterKey(1), 0, [[3], [1]])
         rows = [i for start, stop in cut for i in range(start, stop)]
         whole_up = expected(tensors, "model.layers.1.up", 2)
-        assert torch.allclose(product(bank, 0, 0, 1), whole_up[rows])
-        assert torch.allclose(product(bank, 0, 1, 1), whole_down[:, rows])
+        assert_equal(product(bank, 0, 0, 1), whole_up[rows])
+        assert_equal(product(bank, 0, 1, 1), whole_down[:, rows])
         summed[:, rows] += product(bank, 0, 1, 1)
-    assert torch.allclose(summed, whole_down)
+    assert_equal(summed, whole_down)
 
 
 def test_take_keeps_the_order_of_the_segments() -> None:
@@ -126,7 +131,7 @@ def test_a_slot_and_its_pages_are_used_again(tmp_path: Path) -> None:
     product(bank, 0, 0, 1)
     bank.place(AdapterKey(2), 0, [[6], []])
     found = product(bank, 0, 0, 1)
-    assert torch.allclose(found, expected(second, "model.layers.1.up", 2))
+    assert_equal(found, expected(second, "model.layers.1.up", 2))
     assert bank.page_table[0, 0].tolist() == [6, 0, 0, 0]
 
 
@@ -211,7 +216,7 @@ def test_many_threads_may_stage(tmp_path: Path) -> None:
     bank.check()
     for i, tensors in enumerate(all_factors):
         bank.place(AdapterKey(1 + i), 0, [[i], []])
-        assert torch.allclose(product(bank, 0, 0, 2), expected(tensors, "model.layers.2.up", 2))
+        assert_equal(product(bank, 0, 0, 2), expected(tensors, "model.layers.2.up", 2))
 
 
 def test_what_is_dropped_while_it_is_read_is_not_kept(

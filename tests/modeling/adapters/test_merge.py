@@ -112,10 +112,10 @@ def test_places_and_ranks_are_those_of_all_parts(tmp_path: Path) -> None:
     a_one, a_two = one[name.format(1, "A")], two[name.format(1, "A")]
     expected = sqrt(2.0 * 8 / 7) * a_two
     expected[:4] += sqrt(0.5 * 2) * a_one
-    assert torch.allclose(found[Place(0, 1)].a, expected)
+    torch.testing.assert_close(found[Place(0, 1)].a, expected, atol=1e-5, rtol=0)
     alone = found[Place(0, 0)]
     product = one[name.format(0, "B")] @ one[name.format(0, "A")]
-    assert torch.allclose(alone.b @ alone.a, 0.5 * 2 * product, atol=1e-5)
+    torch.testing.assert_close(alone.b @ alone.a, 0.5 * 2 * product, atol=1e-5, rtol=0)
 
 
 def test_the_recipe_seeds_every_tensor_its_own_way(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.adapters import AdapterKey
@@ -55,9 +55,7 @@ def plain(
     return result
 
 
-@settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=40)
 @given(
     st.lists(st.tuples(st.integers(-1, 3), st.integers(1, 4)), min_size=1, max_size=7),
     st.integers(0, 2),
