@@ -9,6 +9,8 @@ THROUGHPUT_ENVIRONMENT = {
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
     "RAY_SERVE_HAPROXY_NBTHREAD": "2",
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
+    # Serve kills a front that is not ready after 5 s, and its start fails: too soon on a full host.
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
     # The network time-outs of a hub that is out of reach must not hold up a request for long.
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
