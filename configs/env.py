@@ -45,6 +45,11 @@ def cuda_ordinal(gpu_id: str) -> int:
     return visible.split(",").index(gpu_id) if visible else int(gpu_id)
 
 
+def visible_gpus() -> str | None:
+    """The GPUs that CUDA may use here, by numbers or UUIDs with commas between; None for all."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
 def secret(name: str) -> str:
     """The value of a variable that a config names; ValueError if it is not there or empty."""
     value = os.environ.get(name, "")

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from configs.env import visible_gpus
+
 Row = dict[str, Any]
 
 OURS, PEER = "ours", "peer"
@@ -39,10 +41,13 @@ class Gpu:
 
 
 def gpus() -> list[Gpu]:
-    """The GPUs of this machine; none where nvidia-smi is not or finds none."""
-    if shutil.which("nvidia-smi") is None:
+    """The GPUs that processes started here see; none where nvidia-smi is not or finds none."""
+    visible = visible_gpus()
+    if shutil.which("nvidia-smi") is None or visible == "":
         return []
     command = ["nvidia-smi", f"--query-gpu={_ASKED}", "--format=csv,noheader,nounits"]
+    if visible is not None:
+        command.append(f"--id={visible}")
     told = subprocess.run(command, capture_output=True, text=True, check=False)
     if told.returncode:
         return []

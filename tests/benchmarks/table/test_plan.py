@@ -46,8 +46,10 @@ def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An nvidia-smi that tells of two GPUs."""
     script = tmp_path / "nvidia-smi"
     lines = "0, NVIDIA H200, 4, 143771, 580.159.04\n1, NVIDIA H200, 900, 143771, 580.159.04\n"
-    script.write_text(f"#!/bin/sh\nprintf '{lines}'\n")
+    only = 'case "$*" in *--id=1*) printf "$lines" | tail -n 1;; *) printf "$lines";; esac'
+    script.write_text(f"#!/bin/sh\nlines='{lines}'\n{only}\n")
     script.chmod(0o755)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
 
 
@@ -188,6 +190,16 @@ def test_groups_are_those_that_the_gpus_allow() -> None:
         chosen_names(asked("--only", "seventy-b"), known)
     with pytest.raises(SetupError, match="needs --peer"):
         chosen_names(asked("--only", "peer"), known)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_gpus_are_those_that_cuda_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert [gpu.index for gpu in gpus()] == [1]
+    with pytest.raises(SetupError, match="needs 2 GPUs, this machine has 1"):
+        chosen_names(asked("--only", "two-gpus"), groups(FULL))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert gpus() == []
 
 
 def test_peers_by_name_and_by_command() -> None:
