@@ -3,6 +3,9 @@
 Each test prints its figures. The bound is that of `bounded`: about transformers' own distance.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -22,7 +25,7 @@ from configs.model import DType, ModelConfig
 from modeling.loading import pick_device
 from modeling.padded_runner import PaddedRunner
 from modeling.runner import ModelRunner
-from sharding.group import SingleRank
+from sharding.group import SingleRank, TensorParallel
 from tests.checkpoints import write_adapter
 from tests.modeling.parity import (
     BLOCK_SIZE,
@@ -41,6 +44,7 @@ from tests.modeling.teacher import (
     forced_logprobs,
     oracle_logprobs,
 )
+from tests.sharding.cuda_ranks import run_cuda_ranks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -103,32 +107,77 @@ def config_for(model: Path, backend: AttentionBackend, adapters: bool) -> Engine
     )
 
 
-def check(
-    models: Models,
-    runner: ModelRunner,
-    folders: list[Path | None],
-    name: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Print and judge the base and the adapters, by whole prefills and by decode steps."""
-    model, *askers = folders
+@dataclass(frozen=True)
+class Case:
+    """A model in one configuration, and what each of its askers should be told.
+
+    adapters: their folders, in slots from 0. truths: for the base, then for each adapter,
+    transformers' logprobs in float32 and in bfloat16.
+    """
+
+    name: str
+    config: EngineConfig
+    adapters: list[Path]
+    truths: list[tuple[Tensor, Tensor]]
+
+
+def case_of(models: Models, system: str, backend: AttentionBackend, head_dim: int) -> Case:
+    """Asks the oracle, on the CPU."""
+    model, *askers = models.folders(system, head_dim)
     assert model is not None
-    place_all(runner, [folder for folder in askers if folder is not None])
-    far = []
-    for slot, folder in enumerate(askers, -1):
-        exact, half = models.told(model, folder)
+    return Case(
+        name=f"{system} {head_dim} {'' if system == 'padded' else backend.value}",
+        config=config_for(model, backend, adapters=len(askers) > 1),
+        adapters=[folder for folder in askers if folder is not None],
+        truths=[models.told(model, folder) for folder in askers],
+    )
+
+
+def judged(runner: ModelRunner, case: Case) -> tuple[list[str], list[str]]:
+    """A line for the base and each adapter, by whole prefills and by decode steps; the bad ones."""
+    place_all(runner, case.adapters)
+    lines, far = [], []
+    for slot, (exact, half) in enumerate(case.truths, -1):
         theirs = errors(half, exact)
         for decode in (False, True):
             size = runner._config.cache.block_size
-            found = forced_logprobs(runner, VOCAB_SIZE, slot, decode, size)
-            ours = errors(found, exact)
-            way = f"{'adapter' if folder else 'base':8}{'decode' if decode else 'prefill':8}"
-            line = f"{name:28}{way}{ours}  (transformers: {theirs})"
-            with capsys.disabled():
-                print(f"\n{line}", end="")
+            ours = errors(forced_logprobs(runner, VOCAB_SIZE, slot, decode, size), exact)
+            way = f"{'base' if slot < 0 else 'adapter':8}{'decode' if decode else 'prefill':8}"
+            lines.append(f"{case.name:28}{way}{ours}  (transformers: {theirs})")
             if not bounded(ours, theirs):
-                far.append(line)
+                far.append(lines[-1])
+    return lines, far
+
+
+def check(runner: ModelRunner, case: Case, capfd: pytest.CaptureFixture[str]) -> None:
+    """Print and judge."""
+    lines, far = judged(runner, case)
+    with capfd.disabled():
+        print("", *lines, sep="\n")
     assert not far, "\n".join(far)
+
+
+def judge_all(cases: Sequence[Case], group: TensorParallel, device: torch.device) -> None:
+    """As one rank of several; AssertionError names what is too far off."""
+    lines, far = [], []
+    for case in cases:
+        runner = ModelRunner(case.config, group, device)
+        assert runner.load().attention == case.config.attention.value
+        both = judged(runner, case)
+        lines += both[0]
+        far += both[1]
+    if group.rank == 0:
+        print("", *(f"{group.size} ranks: {line}" for line in lines), sep="\n")
+    assert not far, "\n".join(far)
+
+
+def lack_of(case: Case) -> str:
+    """Why this case cannot be on this machine; empty if it can."""
+    try:
+        ModelRunner(case.config, SingleRank(), pick_device(Device.CUDA)).load()
+    except ValueError as lack:
+        return str(lack)
+    return ""
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -139,29 +188,38 @@ def test_paged_systems(
     system: str,
     backend: AttentionBackend,
     head_dim: int,
-    capsys: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    folders = models.folders(system, head_dim)
-    model = folders[0]
-    assert model is not None
-    config = config_for(model, backend, adapters=len(folders) > 2)
-    runner = ModelRunner(config, SingleRank(), pick_device(Device.CUDA))
+    case = case_of(models, system, backend, head_dim)
+    runner = ModelRunner(case.config, SingleRank(), pick_device(Device.CUDA))
     try:
         report = runner.load()
     except ValueError as lack:
         pytest.skip(str(lack))
     assert report.attention == backend.value
-    check(models, runner, folders, f"{system} {head_dim} {backend.value}", capsys)
+    check(runner, case, capfd)
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_the_padded_system(
-    models: Models, head_dim: int, capsys: pytest.CaptureFixture[str]
+    models: Models, head_dim: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    folders = models.folders("padded", head_dim)
-    model = folders[0]
-    assert model is not None
-    config = config_for(model, AttentionBackend.AUTO, adapters=len(folders) > 2)
-    runner = PaddedRunner(config, SingleRank(), pick_device(Device.CUDA))
+    case = case_of(models, "padded", AttentionBackend.AUTO, head_dim)
+    runner = PaddedRunner(case.config, SingleRank(), pick_device(Device.CUDA))
     runner.load()
-    check(models, cast(ModelRunner, runner), folders, f"padded {head_dim}", capsys)
+    check(cast(ModelRunner, runner), case, capfd)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_paged_systems_on_two_gpus(
+    models: Models, backend: AttentionBackend, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """All that this backend can do in one group: processes take longer to start than to answer."""
+    cases = [case_of(models, system, backend, dim) for system in PAGED for dim in HEAD_DIMS]
+    lacks = {case.name: lack_of(case) for case in cases}
+    able = [case for case in cases if not lacks[case.name]]
+    if not able:
+        pytest.skip(lacks[cases[0].name])
+    with capfd.disabled():
+        run_cuda_ranks(2, partial(judge_all, able))
