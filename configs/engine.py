@@ -193,7 +193,7 @@ class EngineConfig(Config):
     device: Device = Device.AUTO
     attention: AttentionBackend = AttentionBackend.AUTO
     all_reduce: AllReduce = AllReduce.AUTO
-    cuda_graphs: CudaGraphs = CudaGraphs.DECODE
+    cuda_graphs: CudaGraphs = CudaGraphs.ALL
     cpu_threads: PositiveInt = Field(default=1, description="torch threads of a CPU rank")
     cache: CacheConfig = CacheConfig()
     limits: LimitsConfig = LimitsConfig()

@@ -46,7 +46,7 @@ def test_greedy_tokens_are_the_oracles(world: World, family: str, variant: str) 
     model = world.model(family, variant)
     adapters = AdaptersConfig(
         device_pages=40,
-        max_device_adapters=10,
+        max_device_adapters=16,
         max_rank=64,
         vocabulary=family == "vocabulary",
         host_bytes=2**26,

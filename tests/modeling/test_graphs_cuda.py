@@ -1,8 +1,5 @@
 """CUDA graphs of decode steps: tokens, logits and memory are those of steps launch by launch."""
 
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -20,6 +17,7 @@ from modeling.loading import pick_device
 from modeling.runner import ModelRunner
 from sharding.group import SingleRank
 from tests.checkpoints import write_adapter, write_llama
+from tests.modeling.no_waits import no_synchronisation
 from tests.modeling.parity import engine_config, place_all
 from tests.modeling.stepping import Answer, Asked, BlockPile, generate
 from tests.modeling.test_graphs import BLOCK_SIZE, NUM_BLOCKS, requests
@@ -169,18 +167,6 @@ def test_one_step_ahead_is_step_by_step(wide: Any) -> None:
     slow = [runner.step(batch).wait().tokens for batch in batches()]
     flying = [runner.step(batch) for batch in batches()]
     assert [output.wait().tokens for output in flying] == slow
-
-
-@contextmanager
-def no_synchronisation() -> Iterator[None]:
-    """Torch refuses synchronising calls meanwhile."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that this switch is a prototype
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            yield
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_step_never_waits_for_the_device(wide: Any) -> None:

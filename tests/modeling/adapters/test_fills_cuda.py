@@ -11,6 +11,7 @@ from configs.adapters import AdapterKey, FetchedAdapter
 from modeling.adapters.bank import AdapterBank, BankSize
 from modeling.adapters.fills import Filled
 from tests.modeling.adapters.lora_files import DOWN, UP, factors, write_lora
+from tests.modeling.no_waits import no_synchronisation
 
 pytestmark = [
     pytest.mark.gpu,
@@ -125,12 +126,9 @@ def test_a_fill_does_not_stop_the_thread_that_launches_it(tmp_path: Path) -> Non
     bank.place(AdapterKey(1), 0, [[0, 1], []]).wait()
     read(bank, 0, [0, 1], A_WHILE)
     step = passed()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         bank.place(AdapterKey(2), 1, [[0, 1], []])
         bank.place(AdapterKey(3), 2, [[4, 5], []])
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert not step.done, "the thread waited for the step"
     torch.cuda.synchronize()
 

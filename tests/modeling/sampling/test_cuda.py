@@ -14,6 +14,7 @@ from modeling.sampling.history import TokenHistory
 from modeling.sampling.sampler import choose
 from modeling.sampling.tensors import SamplingTensors, sampling_tensors
 from tests.fakes import EOS, token_id, write_tokenizer
+from tests.modeling.no_waits import no_synchronisation
 
 pytestmark = [
     pytest.mark.gpu,
@@ -60,11 +61,8 @@ def test_nothing_waits_for_the_device() -> None:
     device = torch.device("cuda")
     tokens, values = buffer(device), logits(device)
     choose(values, asked(tokens))
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         choose(values, asked(tokens))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def held(folder: Path, places: int) -> Grammars:
