@@ -11,6 +11,8 @@ THROUGHPUT_ENVIRONMENT = {
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
     # Serve kills a front that is not ready after 5 s, and its start fails: too soon on a full host.
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+    # Ray would begin with an idle worker for each core; LoRay is a handful of actors.
+    "RAY_prestart_worker_first_driver": "0",
     # The network time-outs of a hub that is out of reach must not hold up a request for long.
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",

@@ -100,7 +100,9 @@ class RankHost:
 
     def run(self, channel: Channel) -> None:
         """Run plans until the driver hangs up or a step fails."""
-        self._enter_thread()
+        if self._enter_thread().type == "cuda":
+            # What is left to the host are small pieces, which threads of threads would delay.
+            torch.set_num_threads(1)
         assert self._chosen is not None, "measure comes first"
         threads = self._config.adapters.staging_threads
         Worker(self._chosen.runner, self._rank, channel, threads).run()

@@ -53,6 +53,22 @@ class Half:
             done += count
             index += 1
 
+    def write_layers(self, layers: Sequence[int], rows: Tensor) -> None:
+        """Write the rows of several layers, [layers, n, width], n up to a page's; the rest are 0.
+
+        Layers that follow each other are one piece.
+        """
+        num_layers, count, width = rows.shape
+        if tuple(layers) == tuple(range(layers[0], layers[0] + num_layers)):
+            if count < PAGE_ROWS:
+                padded = rows.new_zeros(num_layers, PAGE_ROWS, width)
+                padded[:, :count] = rows
+                rows = padded
+            self.write(layers[0] * PAGE_ROWS, rows.flatten(0, 1))
+        else:
+            for layer, own in zip(layers, rows, strict=True):
+                self.write(layer * PAGE_ROWS, own)
+
     def copy_to(self, page: Tensor) -> None:
         """Copy all rows to a page of a pool, [rows, width], behind the current stream."""
         for first, run in zip(self.firsts, self.runs, strict=True):
@@ -256,16 +272,14 @@ class HostCopies:
 
     def _write(self, adapter: OpenAdapter, pages: tuple[tuple[HostPage, ...], ...]) -> None:
         """Read an adapter's modules into zeroed pages, cut to this rank."""
-        for module in adapter.read():
-            projection = self._projections[module.place.projection]
-            own = pages[module.place.projection]
-            first = module.place.layer * PAGE_ROWS
-            a = take(module.a, projection.inputs)
-            bt = take(module.b.t(), projection.outputs)
-            for index, page in enumerate(own):
+        for stack in adapter.stacks():
+            projection, own = self._projections[stack.projection], pages[stack.projection]
+            a = take(stack.a, projection.inputs).to(self._dtype)
+            bt = take(stack.b.transpose(1, 2), projection.outputs).to(self._dtype)
+            for index in range(-(-a.shape[1] // PAGE_ROWS)):
                 rows = slice(index * PAGE_ROWS, (index + 1) * PAGE_ROWS)
-                page.a.write(first, a[rows])
-                page.bt.write(first, bt[rows])
+                own[index].a.write_layers(stack.layers, a[:, rows])
+                own[index].bt.write_layers(stack.layers, bt[:, rows])
         for matrix in adapter.read_matrices():
             pages[matrix.place.projection][0].a.write(0, matrix.rows)
 
@@ -324,11 +338,11 @@ def _check_unchanged(adapter: FetchedAdapter) -> None:
 
 
 def take(rows: Tensor, segments: Segments) -> Tensor:
-    """Keep the columns of `segments`, in their order: [r, whole] to [r, local]."""
+    """Keep the columns of `segments`, in their order: [..., whole] to [..., local]."""
     if len(segments) == 1:
         ((start, stop),) = segments
-        return rows[:, start:stop]
-    return torch.cat([rows[:, start:stop] for start, stop in segments], dim=1)
+        return rows[..., start:stop]
+    return torch.cat([rows[..., start:stop] for start, stop in segments], dim=-1)
 
 
 def page_bytes(projections: Sequence[Projection], dtype: torch.dtype) -> int:

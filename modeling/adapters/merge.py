@@ -33,7 +33,7 @@ from torch.nn.functional import pad
 
 from configs.adapters import AdapterError, FetchedAdapter
 from configs.merging import MergeRule, MergeStrategy, SignMethod
-from modeling.adapters.peft import LoraModule, PeftAdapter, open_adapter
+from modeling.adapters.peft import LoraModule, LoraStack, PeftAdapter, open_adapter
 from modeling.adapters.peft_config import refuse
 from modeling.adapters.peft_ends import Matrix, check_finite
 from modeling.adapters.projection import Place, Projection
@@ -86,6 +86,12 @@ class MergedAdapter:
                     part.adapter.ends.check_copies(files[-1])
             for place, rank in self.ranks.items():
                 yield self._merge(place, rank, files)
+
+    def stacks(self) -> Iterator[LoraStack]:
+        """The same; each place is merged by itself."""
+        for module in self.read():
+            place = module.place
+            yield LoraStack(place.projection, (place.layer,), module.a[None], module.b[None])
 
     def read_matrices(self) -> Iterator[Matrix]:
         """Yield nothing: parts with whole matrices are refused."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -22,6 +23,7 @@ from modeling.adapters.peft_ends import (
     find_ends,
 )
 from modeling.adapters.projection import Place, Projection, ProjectionKind
+from modeling.adapters.tensor_file import TensorFile
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 SUFFIXES = {"A": ".lora_A.weight", "B": ".lora_B.weight"}
@@ -33,6 +35,9 @@ OPEN_ADVICE = (
     "start the server with adapters.vocabulary true (LoRA factors only), or retrain with "
     "target_modules inside the layers"
 )
+STACK_NUMBERS = 2**19
+"""Of a stack's larger factor at most: larger pieces of memory are the system's at each use."""
+
 ENDS = frozenset({"embed_tokens", "lm_head", "embed_in", "embed_out", "wte"})
 """What the vocabulary's two ends are called."""
 
@@ -44,6 +49,24 @@ class LoraModule:
     place: Place
     a: Tensor
     b: Tensor
+
+
+@dataclass(frozen=True)
+class LoraStack:
+    """Factors of one rank in several layers of a projection, ascending, with the scaling in B.
+
+    a: [layers, r, in], float32 or the file's own narrower type. b: [layers, out, r] in float32.
+    """
+
+    projection: int
+    layers: tuple[int, ...]
+    a: Tensor
+    b: Tensor
+
+    def modules(self) -> Iterator[LoraModule]:
+        """One by one."""
+        for layer, a, b in zip(self.layers, self.a, self.b, strict=True):
+            yield LoraModule(Place(self.projection, layer), a.float(), b)
 
 
 @dataclass(frozen=True)
@@ -64,10 +87,44 @@ class PeftAdapter:
 
     def read(self) -> Iterator[LoraModule]:
         """Yield the modules one by one; refuses values that are not finite."""
-        with safe_open(self.path, framework="pt") as file:
-            self.ends.check_copies(file)
-            for module, place in self.modules.items():
-                yield LoraModule(place, *self.factors(file, module, self.plan.scaling_of(module)))
+        for stack in self.stacks():
+            yield from stack.modules()
+
+    def stacks(self) -> Iterator[LoraStack]:
+        """The same, in few pieces: torch computes on each without the interpreter."""
+        if self.ends.copies:
+            with safe_open(self.path, framework="pt") as file:
+                self.ends.check_copies(file)
+        try:
+            file = TensorFile(self.path)
+        except OSError as error:
+            refuse(f"{WEIGHTS_NAME} cannot be read: {error}; save or upload it again")
+        for (index, rank), group in itertools.groupby(self.modules, self._kind):
+            projection, names = self.projections[index], list(group)
+            widest = max(projection.in_features, projection.out_features)
+            count = max(1, STACK_NUMBERS // (rank * widest))
+            for first in range(0, len(names), count):
+                yield self._stack(file, index, names[first : first + count])
+
+    def _kind(self, module: str) -> tuple[int, int]:
+        """Its projection and rank: what the modules of a stack share."""
+        return self.modules[module].projection, self.plan.rank_of(module)
+
+    def _stack(self, file: TensorFile, index: int, names: Sequence[str]) -> LoraStack:
+        projection = self.projections[index]
+        keys_a, keys_b = ([_key(projection, name, side) for name in names] for side in "AB")
+        a = torch.stack([file.get(key) for key in keys_a])
+        if a.dtype is torch.float64:
+            a = a.float()
+        scales = torch.tensor([self.plan.scaling_of(name) for name in names]).view(-1, 1, 1)
+        # The fold happens once, in float32, whatever type the pools have.
+        b = torch.stack([file.get(key) for key in keys_b]).float() * scales
+        for keys, factors in ((keys_a, a), (keys_b, b)):
+            if not torch.isfinite(factors.sum(dtype=torch.float32)):
+                for key, factor in zip(keys, factors, strict=True):
+                    check_finite(key, factor)
+        layers = tuple(self.modules[name].layer for name in names)
+        return LoraStack(index, layers, a, b)
 
     def factors(self, file: Any, module: str, scale: float = 1.0) -> tuple[Tensor, Tensor]:
         """A [r, in] and scale * B [out, r] of a module in float32; refuses what is not finite."""

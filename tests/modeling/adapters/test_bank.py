@@ -14,7 +14,7 @@ from configs.adapters import (
     FetchedAdapter,
 )
 from modeling.adapters.bank import AdapterBank, BankSize, page_bytes, take
-from modeling.adapters.peft import LoraModule, PeftAdapter
+from modeling.adapters.peft import LoraStack, PeftAdapter
 from modeling.adapters.projection import Projection
 from tests.modeling.adapters.lora_files import DOWN, UP, factors, write_lora
 
@@ -224,15 +224,15 @@ def test_what_is_dropped_while_it_is_read_is_not_kept(
 ) -> None:
     """As when a reader hangs for so long that its adapter was given up."""
     bank = make_bank()
-    read = PeftAdapter.read
+    read = PeftAdapter.stacks
 
-    def drop_and_read(self: PeftAdapter) -> Iterator[LoraModule]:
+    def drop_and_read(self: PeftAdapter) -> Iterator[LoraStack]:
         bank.drop(AdapterKey(1))
         yield from read(self)
 
     folder = write_lora(tmp_path, factors(UP, [4, 4, 4]))
     with monkeypatch.context() as patch:
-        patch.setattr(PeftAdapter, "read", drop_and_read)
+        patch.setattr(PeftAdapter, "stacks", drop_and_read)
         with pytest.raises(AdapterError, match="dropped while it was read"):
             bank.stage(fetched(folder, 1))
     assert bank.host_bytes == 0

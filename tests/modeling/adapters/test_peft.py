@@ -7,6 +7,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from configs.adapters import AdapterError, AdapterRefusal
+from modeling.adapters import peft
 from modeling.adapters.peft import open_adapter
 from modeling.adapters.projection import Place
 from tests.modeling.adapters.lora_files import DOWN, UP, factors, write_lora
@@ -50,6 +51,26 @@ def test_each_module_has_its_own_rank_and_scaling(tmp_path: Path) -> None:
     }
     expected = {Place(0, 0): 8 / 2, Place(0, 1): 8 / 3, Place(1, 2): 3 / 2**0.5}
     assert scales == pytest.approx(expected, rel=1e-6)
+
+
+def test_pieces_of_any_size_say_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = {**factors(UP, [4, 4, 9]), **factors(DOWN, [4, 4, 4])}
+    folder = write_lora(tmp_path, tensors, rank_pattern={"layers.2.up": 9})
+    found = []
+    for numbers in (1, 80, 2**19):
+        monkeypatch.setattr(peft, "STACK_NUMBERS", numbers)
+        adapter = open_adapter(folder, PROJECTIONS, 64)
+        found.append([len(stack.layers) for stack in adapter.stacks()])
+        for module, (key_a, key_b) in zip(adapter.read(), pairs(tensors), strict=True):
+            assert torch.equal(module.a, tensors[key_a])
+            assert torch.allclose(module.b, tensors[key_b] * 8 / len(module.a))
+    assert found == [[1, 1, 1, 1, 1, 1], [2, 1, 2, 1], [2, 1, 3]]
+
+
+def pairs(tensors: dict[str, Tensor]) -> list[tuple[str, str]]:
+    """The names of A and B of each module."""
+    names = [key.removesuffix("A.weight") for key in tensors if key.endswith("A.weight")]
+    return [(f"{name}A.weight", f"{name}B.weight") for name in names]
 
 
 def test_a_tensor_without_a_place_is_refused_by_name(tmp_path: Path) -> None:
