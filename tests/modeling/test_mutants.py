@@ -49,7 +49,7 @@ def test_cut_is_another_ranks(
 
 
 def _take_the_neighbours(rows: Tensor, segments: Segments) -> Tensor:
-    size, own = rows.shape[1], width(segments)
+    size, own = rows.shape[-1], width(segments)
     shifted = tuple(((a + own) % size, (a + own) % size + b - a) for a, b in segments)
     return take(rows, shifted if own < size else segments)
 
