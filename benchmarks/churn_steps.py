@@ -7,7 +7,8 @@ with as many rows took on an H200 (Llama-3-8B's shape, rank 16), and more for ea
 and each adapter beyond 32; fills take their time beside the steps, one after the other. All
 adapters are in the host tier. A client asks again as soon as it was answered, and the ingress
 brings one request in every few milliseconds. `--cached` says how many of the first prompts are
-in the prefix cache, as when a benchmark was played before with the same prompts.
+in the prefix cache, as when a benchmark was played before with the same prompts. `open`, `calm`
+and `flood` are those of benchmarks.fairness; what a flood takes is told apart.
 
 One JSON line a case, with the most that 32 adapters at a time allow. Deterministic.
 """
@@ -19,9 +20,10 @@ import random
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
+from math import inf
 from statistics import mean
 from typing import Any
 
@@ -48,7 +50,8 @@ ASK_AGAIN_S, ARRIVAL_S = 20.0e-3, 1.0e-3
 
 FULL_PRICE = 32
 BLOCK_SIZE, PAGES = 16, 2
-WARM = "warm"
+FLOOD_LEAD_S = 10.0
+WARM, OWN, FLOOD = "warm", "r", "flood"
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class Case:
 
     Lengths in tokens. zipf: by Zipf's law where > 0, else by turns. rate: requests a second of an
     open loop over adapters by chance, instead. cached: how many of the first prompts the prefix
-    cache knows.
+    cache knows. flood: requests that one more adapter keeps in flight beside all these.
     """
 
     name: str
@@ -71,6 +74,7 @@ class Case:
     cached: int = 0
     seed: int = 1
     rate: float = 0.0
+    flood: int = 0
 
     def choices(self) -> list[int]:
         """The adapter of each request."""
@@ -95,6 +99,7 @@ class Seen:
     rows: list[int] = field(default_factory=list)
     adapters: list[int] = field(default_factory=list)
     fills: int = 0
+    flood_tokens: int = 0
 
 
 def decode_s(rows: float, adapters: float) -> float:
@@ -161,8 +166,12 @@ class ClosedLoop:
         self._sent: dict[int, float] = {}
         self._last: dict[int, float] = {}
         self._next_arrival = 0.0
+        self._left = case.requests
+        self._ended = 0.0
+        self._floods: set[int] = set()
+        self._num_floods = 0
         self.seen = Seen()
-        for adapter in range(case.adapters):
+        for adapter in range(case.adapters + bool(case.flood)):
             self._add((WARM, adapter), [adapter], adapter, 2)
         self._run()
         for index in range(min(case.cached, case.requests)):
@@ -177,19 +186,24 @@ class ClosedLoop:
 
     def play(self) -> float:
         """Have all requests answered; returns the seconds that it took."""
-        began, self.seen = self._now, Seen()
+        began = self._now + (FLOOD_LEAD_S if self._case.flood else 0.0)
+        for _ in range(self._case.flood):
+            self._pour()
+        if self._case.flood:
+            self._run(began)
+        self.seen = Seen()
         if self._case.rate:
-            self._come()
+            self._come(began)
         else:
             self._waiting = iter(range(self._case.requests))
             for _ in range(self._case.concurrency):
                 self._ask()
         self._run()
-        return self._now - began
+        return self._ended - began
 
-    def _run(self) -> None:
+    def _run(self, until: float = inf) -> None:
         self._launch()
-        while self._clock:
+        while self._clock and self._clock[0][0] <= until:
             self._now, _, happen = heapq.heappop(self._clock)
             happen()
             self._launch()
@@ -230,8 +244,15 @@ class ClosedLoop:
                 self._hear(event)
 
     def _hear(self, event: RequestEvent) -> None:
-        index = event.request_id[1]
+        name, index = event.request_id
+        if name == FLOOD:
+            self._hear_flood(event)
+            return
         if not isinstance(event, NewTokens):
+            self._left -= 1
+            self._ended = self._now
+            if not self._left:
+                self._stop_flood()
             self._ask()
             return
         if index in self._last:
@@ -241,6 +262,26 @@ class ClosedLoop:
         self._last[index] = self._now
         self.seen.tokens += 1
 
+    def _hear_flood(self, event: RequestEvent) -> None:
+        if isinstance(event, NewTokens):
+            self.seen.flood_tokens += 1
+            return
+        self._floods.remove(event.request_id[1])
+        self._pour()
+
+    def _pour(self) -> None:
+        """One that floods asks, until all others were answered."""
+        if self._left:
+            index = self._case.requests + self._num_floods
+            self._num_floods += 1
+            self._floods.add(index)
+            self._next_arrival = max(self._next_arrival, self._now + ASK_AGAIN_S) + ARRIVAL_S
+            self._arrive((FLOOD, index), self._case.adapters, self._next_arrival)
+
+    def _stop_flood(self) -> None:
+        for index in sorted(self._floods):
+            self._scheduler.cancel((FLOOD, index))
+
     def _ask(self) -> None:
         """A client sends the next request, if there is one."""
         index = next(self._waiting, None)
@@ -248,20 +289,19 @@ class ClosedLoop:
             return
         self._sent[index] = self._now
         self._next_arrival = max(self._next_arrival, self._now + ASK_AGAIN_S) + ARRIVAL_S
-        self._arrive(index, self._next_arrival)
+        self._arrive((OWN, index), self._names[index], self._next_arrival)
 
-    def _come(self) -> None:
+    def _come(self, due: float) -> None:
         """All requests come when they come, whoever was answered."""
-        chooser, due = random.Random(self._case.seed), self._now
+        chooser = random.Random(self._case.seed)
         for index in range(self._case.requests):
             due += chooser.expovariate(self._case.rate)
             self._sent[index] = due
-            self._arrive(index, due)
+            self._arrive((OWN, index), self._names[index], due)
 
-    def _arrive(self, index: int, due: float) -> None:
-        case, name = self._case, self._names[index]
-        prompt, length = case.prompt(index), case.output_length
-        self._at(due, partial(self._add, ("r", index), prompt, name, length))
+    def _arrive(self, name: tuple[str, int], adapter: int, due: float) -> None:
+        prompt, length = self._case.prompt(name[1]), self._case.output_length
+        self._at(due, partial(self._add, name, prompt, adapter, length))
 
     def _add(self, name: tuple[str, int], prompt: list[int], adapter: int, length: int) -> None:
         key = AdapterKey(adapter + 1)
@@ -291,6 +331,7 @@ def simulate(case: Case, limits: Limits) -> dict[str, Any]:
         "requests": case.requests,
         "cached_prompts": case.cached,
         "output_tokens_per_s": round(seen.tokens / seconds, 1),
+        "flood_tokens_per_s": round(seen.flood_tokens / seconds, 1),
         "itl_p50_ms": percentile(seen.gaps, 0.5),
         "itl_p99_ms": percentile(seen.gaps, 0.99),
         "itl_max_ms": percentile(seen.gaps, 1.0),
@@ -310,12 +351,16 @@ def cases(options: argparse.Namespace) -> list[Case]:
     few, many, sizes = options.resident, options.adapters, {"requests": options.requests}
     sizes |= {"concurrency": options.concurrency, "seed": options.seed}
     sizes |= {"input_length": options.input_length, "output_length": options.output_length}
+    lengths = {"input_length": 512, "output_length": 512}
+    few_places = Case("", 5, 3, requests=120, rate=2.0, seed=options.seed, **lengths)
     return [
         Case("resident", few, few, cached=options.cached, **sizes),
         Case("zipf", many, few, zipf=1.0, **sizes),
         Case("turns", many, few, **sizes),
         Case("all-resident", many, many, **sizes),
-        Case("open", 6, 3, requests=240, input_length=512, output_length=512, rate=4.0),
+        replace(few_places, name="open", adapters=6, requests=240, rate=4.0),
+        replace(few_places, name="calm"),
+        replace(few_places, name="flood", flood=64),
     ]
 
 
@@ -331,7 +376,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--cached", type=int, default=0, help="prompts of `resident` in the cache")
     made.add_argument("--seed", type=int, default=1, help="of the choice by Zipf's law")
     made.add_argument("--patience-steps", type=int, default=Limits.patience_steps)
-    made.add_argument("--slice-tokens", type=int, default=Limits.slice_tokens)
+    made.add_argument("--slice-steps", type=int, default=Limits.slice_steps)
     return made
 
 
@@ -341,7 +386,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     limits = Limits(
         max_queued=options.requests + options.adapters,
         patience_steps=options.patience_steps,
-        slice_tokens=options.slice_tokens,
+        slice_steps=options.slice_steps,
     )
     for case in cases(options):
         print(json.dumps(simulate(case, limits)), flush=True)

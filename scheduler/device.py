@@ -95,19 +95,21 @@ class DeviceTier:
         """Users, waiting, a fill or the pin has changed: count it among the idle ones or not."""
         self._count(resident, self._is_evictable(resident))
 
-    def reserve(self, resident: Resident) -> None:
+    def reserve(self, resident: Resident, latest: int | None = None) -> None:
         """Close the least recently admitting adapters until this one has room among them.
 
-        Pinned ones are closed only if the rest is not enough: a pin yields to an adapter that
-        could never be served beside the pinned ones, and to no other. Nothing happens while
-        those that are owed a first request would have to be closed too.
+        latest: those that began to admit after it are not closed; None closes any. Pinned ones
+        are closed only if the rest is not enough: a pin yields to an adapter that could never be
+        served beside the pinned ones, and to no other. Nothing happens while those that are owed
+        a first request would have to be closed too.
         """
         assert self._reserved is None, self._reserved
         assert resident.shape is not None
         placed = sorted(self._placed.values(), key=lambda r: r.pinned)
         unpinned = [other for other in placed if not other.pinned]
         others = placed if self._in_the_way(resident, unpinned) is None else unpinned
-        closed = self._in_the_way(resident, [other for other in others if not other.owed])
+        others = [r for r in others if not r.owed and (latest is None or r.since <= latest)]
+        closed = self._in_the_way(resident, others)
         if closed is None:
             return
         self._reserved = resident.key

@@ -32,9 +32,9 @@ class Limits:
 
     steps_ahead: plans that may be in flight at once. quantum_tokens: what each adapter's queue
     earns in a round. patience_steps: how long an adapter waits for room on the device before
-    resident ones stop admitting for its sake. slice_tokens: the most that each running request of
-    such a resident generates before it makes way (turns.py says when it is less); its blocks stay
-    where the prefix cache finds them.
+    resident ones stop admitting for its sake. slice_steps: for how many steps, at most, such a
+    resident holds its place before what it runs makes way (turns.py says when it is less); the
+    blocks stay where the prefix cache finds them.
     """
 
     max_step_tokens: int = 2048
@@ -45,14 +45,14 @@ class Limits:
     steps_ahead: int = 2
     quantum_tokens: int = 2048
     patience_steps: int = 16
-    slice_tokens: int = 128
+    slice_steps: int = 384
 
     def __post_init__(self) -> None:
         """Refuse limits under which nothing could run."""
         if min(self.max_step_tokens, self.max_running, self.steps_ahead, self.quantum_tokens) < 1:
             raise ValueError(f"limits must be at least 1: {self}")
-        if self.slice_tokens < 1:
-            raise ValueError(f"slice_tokens must be at least 1: {self}")
+        if self.slice_steps < 1:
+            raise ValueError(f"slice_steps must be at least 1: {self}")
         if self.max_queued < 0 or self.patience_steps < 0:
             raise ValueError(f"max_queued and patience_steps must not be negative: {self}")
 

@@ -33,11 +33,10 @@ class Request:
     for others. tokens: all known ids, prompt first.
     computed: positions whose step was applied; scheduled: positions that plans name;
     pending: tokens that plans in flight will sample. in_flight: plans in flight with its row.
-    registered: leading blocks whose content the prefix cache knows. joined_with: tokens that it
-    had when it last joined. prompt_logprobs, embedding: what the ranks reported about its prompt
-    so far. losses: of the ranks, in a row, that it was involved in; alone: those of them in which
-    it was the only one; lost_with: tokens that it had at the last one; trials: how often it
-    became a suspect (trials.py).
+    registered: leading blocks whose content the prefix cache knows. prompt_logprobs, embedding:
+    what the ranks reported about its prompt so far. losses: of the ranks, in a row, that it was
+    involved in; alone: those of them in which it was the only one; lost_with: tokens that it had
+    at the last one; trials: how often it became a suspect (trials.py).
     """
 
     id: RequestId
@@ -67,7 +66,6 @@ class Request:
     alone: int = field(default=0, init=False)
     lost_with: int = field(default=0, init=False)
     trials: int = field(default=0, init=False)
-    joined_with: int = field(default=0, init=False)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)
     embedding: bytes = field(default=b"", init=False)
 

@@ -29,7 +29,10 @@ class Standing(Enum):
 
 
 class Residency:
-    """Every adapter that anybody uses, awaits or pins, and every one that holds memory."""
+    """Every adapter that anybody uses, awaits or pins, and every one that holds memory.
+
+    now: the time of turns.py.
+    """
 
     def __init__(self, capacity: Capacity) -> None:
         """Start with every adapter on disk."""
@@ -44,6 +47,7 @@ class Residency:
         self._staged = [0, 0]  # adapters, bytes
         self._filled = [0, 0]
         self.num_filling = 0
+        self.now = 0
 
     @property
     def has_moves(self) -> bool:
@@ -102,6 +106,10 @@ class Residency:
             return Standing.ABSENT
         return Standing.PLACEABLE if self.device.has_room(resident) else Standing.BLOCKED
 
+    def since(self, key: AdapterKey) -> int:
+        """When the adapter admitted the first request after it was filled or idle."""
+        return self._residents[key].since
+
     def enlist(self, key: AdapterKey) -> None:
         """A request waits for the adapter; staging starts now, not when its turn comes."""
         resident = self._know(key)
@@ -127,7 +135,7 @@ class Residency:
         assert resident.on_host, resident
         for victim in self.device.place(resident):
             self._evicted(victim)
-        resident.filling = True
+        resident.filling, resident.idle_since = True, -1
         resident.owed = resident.waiting > 0
         self.num_filling += 1
         self.device.refresh(resident)
@@ -148,6 +156,9 @@ class Residency:
         resident = self._residents[key]
         assert resident.on_device, resident
         assert not resident.filling, resident
+        if resident.idle_since is not None and resident.idle_since < self.now:
+            resident.since = self.now  # A whole step could have taken its place.
+        resident.idle_since = None
         resident.users += 1
         resident.owed = False
         self.device.touch(resident)
@@ -159,6 +170,8 @@ class Residency:
         resident = self._residents[key]
         resident.users -= 1
         assert resident.users >= 0, resident
+        if not (resident.users or resident.waiting):
+            resident.idle_since = self.now
         self._settle(resident)
 
     def forgo(self, key: AdapterKey) -> None:
@@ -169,9 +182,9 @@ class Residency:
         resident.owed = False
         self.device.refresh(resident)
 
-    def reserve(self, key: AdapterKey) -> None:
-        """Have others make room for an adapter that has waited for long."""
-        self.device.reserve(self._residents[key])
+    def reserve(self, key: AdapterKey, latest: int | None = None) -> None:
+        """Have others make room for an adapter that has waited for long; see DeviceTier."""
+        self.device.reserve(self._residents[key], latest)
 
     def staged(self, key: AdapterKey, shape: AdapterShape) -> AdapterFailure | None:
         """The ranks hold the adapter in host memory; a failure if it can never be placed."""

@@ -25,7 +25,8 @@ class Resident:
     ranks forget the host copy. owed: it was filled for requests that wait, and none of them
     was admitted since.
     evictable: counted among what the device tier may take back at once. asked: somebody waits
-    for its being staged, without a request.
+    for its being staged, without a request. since: when it admitted the first request after it was
+    filled or idle; idle_since: when it became so, None while it is not; both in turns.py's time.
     """
 
     key: AdapterKey
@@ -43,6 +44,8 @@ class Resident:
     unloading: bool = False
     evictable: bool = False
     asked: bool = False
+    since: int = 0
+    idle_since: int | None = None
 
     @property
     def on_device(self) -> bool:

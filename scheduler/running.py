@@ -109,7 +109,6 @@ class Running:
         request.status = Status.RUNNING
         request.place = self._places.pop()
         request.registered = len(cached)
-        request.joined_with = len(request.tokens)
         request.computed = request.scheduled = len(cached) * self.block_size
         length = len(request.tokens) - request.scheduled
         if self._chunked:
@@ -134,16 +133,15 @@ class Running:
         else:
             self._free(request)
 
-    def pause(self, key: AdapterKey, slice_tokens: int) -> None:
-        """Preempt an adapter's requests for the sake of another's, once each had its slice.
+    def pause(self, key: AdapterKey) -> None:
+        """Preempt an adapter's requests for the sake of another's, once it had its slice.
 
         Only where the prefix cache keeps what they have computed, and not if all end soon anyway.
         """
         if not self.prefix.enabled:
             return
         own = [request for request in self.members if request.adapter == key]
-        had_slice = all(len(each.tokens) - each.joined_with >= slice_tokens for each in own)
-        if had_slice and any(each.max_total - len(each.tokens) > SHORTEST_SLICE for each in own):
+        if any(each.max_total - each.total > SHORTEST_SLICE for each in own):
             for request in own:
                 self.preempt(request)
 

@@ -7,10 +7,11 @@ a plan in flight names is given to nobody else before it was applied.
 
 Nobody starves, counted in steps. Let S be the most steps that an admitted request runs, and a
 claim an adapter that is staged but finds no room on the device. The n-th claim gets its room
-within n * (patience_steps + S) steps: when the first has waited for its patience, the residents
-in its way admit nobody, and what they run ends. Where the prefix cache keeps what was computed,
-what they run makes way as soon as it had its slice_tokens (fewer where there are fewer claims
-than residents) or ends within SHORTEST_SLICE steps, so that S is hardly more than those.
+within n * (2 patience_steps + s + S) steps, s being a slice (slice_steps at most, see turns.py):
+when the first has waited for its patience, residents in its way that have had theirs admit
+nobody, and what they run ends; after s + patience_steps more, any do. Where the prefix cache
+keeps what was computed, what they run makes way when the slice is over, unless it ends within
+SHORTEST_SLICE steps, so that S is hardly more than s. A step with many tokens counts for several.
 Claims stand in the order of their age; one whose priority is p higher stands where one that is
 p * patience_steps steps older would, so only for so many steps can newcomers go before it. Among
 queues with room, turns come by deficit round-robin in tokens, and a lower priority has one of
@@ -134,6 +135,7 @@ class Scheduler:
             return step.seal(self._epoch, -1)
         self._tally.num_steps += 1
         self._tally.step_tokens = self._limits.max_step_tokens - step.budget
+        self._turns.passed(self._tally.step_tokens)
         self._flights.append(step)
         return step.seal(self._epoch, self._tally.num_steps)
 
@@ -314,10 +316,10 @@ class Scheduler:
 
     def _admit(self, step: Step, now: float) -> None:
         """Bring adapters closer to those who wait for them, and let others join."""
-        self._turns.begin(self._tally.num_steps, now)
+        self._turns.begin(now)
         self._turns.fill_claims(step)
-        for key in self._residency.device.closed:
-            self._running.pause(key, self._turns.slice_tokens)
+        for key in self._turns.over():
+            self._running.pause(key)
         self._let_join(step, now)
         if not self._running.num_held:
             self._turns.make_room(step)

@@ -3,6 +3,11 @@
 Three things decide: whose turn it is (queues.py), who has used up his share (shares.py), and
 whether the adapter's bytes are where a step can use them (residency.py). A queue that may not
 admit now stands aside and is seated again when what it waits for has come.
+
+Adapters that wait for the device share its places by time. A resident holds its place for a slice
+from its first admission on; after that it is the next to yield, however many requests it has, and
+whether they are new or old makes no difference. Time is counted in steps, of which one with many
+tokens counts for several: else one adapter's prompts would stretch everybody's waiting.
 """
 
 from collections import Counter
@@ -20,6 +25,9 @@ from scheduler.step import Step
 
 MAX_CLAIMS_SEEN = 16
 """How many claims a step looks at, so that its cost does not grow with the adapters waiting."""
+
+STEP_TOKENS, LONGEST_STEP = 256, 8
+"""A step counts once more for each so many tokens; and how often it counts at most."""
 
 _ON_THE_WAY = (Standing.ABSENT, Standing.FILLING)
 """Where an adapter is when something else than the device's room is awaited."""
@@ -82,25 +90,36 @@ class Turns:
             self._residency.delist(request.adapter)
         self._seat_beside(request.payers)
 
-    def begin(self, num_steps: int, now: float) -> None:
-        """Before a step's admissions: seat whoever may have come to be able to admit.
+    def passed(self, num_tokens: int) -> None:
+        """A step with so many tokens was made."""
+        self._step += min(1 + num_tokens // STEP_TOKENS, LONGEST_STEP)
+        self._residency.now = self._step
 
-        num_steps: how many steps were made.
-        """
-        self._step, self._now = num_steps, now
+    def begin(self, now: float) -> None:
+        """Before a step's admissions: seat whoever may have come to be able to admit."""
+        self._now = now
         for payer in self.shares.woken(now):
             self._seat_beside((payer,))
 
     @property
-    def slice_tokens(self) -> int:
-        """What each request of a resident in a claim's way generates before it makes way.
+    def slice_steps(self) -> int:
+        """For how many steps a resident holds its place while others wait for one.
 
-        Claims share the residents' time: the fewer they are, the shorter the slices, so that a
-        lone claim hardly waits, and the share of answers that are interrupted stays the same.
+        Where few wait for many places slices are short in proportion, so that a lone claim hardly
+        waits, and the share of answers that are interrupted stays the same. Where many wait for
+        few they are short again, so that claims do not wait the longer the more they are.
         """
-        placed = max(1, self._residency.device.num_placed)
-        share = self._limits.slice_tokens * self.queues.claiming // placed
-        return min(self._limits.slice_tokens, max(SHORTEST_SLICE, share))
+        placed, claims = max(1, self._residency.device.num_placed), max(1, self.queues.claiming)
+        longest = self._limits.slice_steps
+        few = max(SHORTEST_SLICE, longest * claims // placed)
+        many = 2 * SHORTEST_SLICE * max(1, placed * placed // claims)
+        return min(longest, few, many)
+
+    def over(self) -> list[AdapterKey]:
+        """The residents in a claim's way that had their slice."""
+        latest = self._step - self.slice_steps
+        closed = self._residency.device.closed
+        return [key for key in closed if self._residency.since(key) <= latest]
 
     def fill_claims(self, step: Step) -> None:
         """Begin to bring claims that the device has room for there, in their order.
@@ -111,8 +130,12 @@ class Turns:
         for key in self._residency.device.take_reopened():
             self.seat(key)
         claims = self._claims()
-        if claims and self._waited(claims[0]) >= self._limits.patience_steps:
-            self._reserve(claims[0])
+        patience, length = self._limits.patience_steps, self.slice_steps
+        waited = self._waited(claims[0]) if claims else -1
+        if waited >= patience:
+            # One that needs several places may never find that all have had their slice.
+            is_new = waited < 2 * patience + length
+            self._reserve(claims[0], self._step - length if is_new else None)
         reserved = self._residency.device.reserved
         for key in claims if reserved is None else [reserved, *claims]:
             self._advance(key, step)
@@ -250,11 +273,14 @@ class Turns:
         since = self.queues.waits_since(key)
         return self._step - (self._step if since is None else since)
 
-    def _reserve(self, key: AdapterKey) -> None:
-        """Have others make room for a claim that finds none, unless they do for another."""
+    def _reserve(self, key: AdapterKey, latest: int | None = None) -> None:
+        """Have others make room for a claim that finds none, unless they do for another.
+
+        latest: only those that began to admit by then.
+        """
         blocked = self._residency.standing(key) is Standing.BLOCKED
         if blocked and self._residency.device.reserved is None:
-            self._residency.reserve(key)
+            self._residency.reserve(key, latest)
 
     def _advance(self, key: AdapterKey, step: Step) -> None:
         """Bring a claim one stage further, if it can."""

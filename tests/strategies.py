@@ -140,7 +140,7 @@ def limits() -> st.SearchStrategy[Limits]:
         steps_ahead=st.sampled_from([1, 2, 2]),
         quantum_tokens=st.sampled_from([1, 8, 50]),
         patience_steps=st.sampled_from([0, 3, 10]),
-        slice_tokens=st.sampled_from([1, 4, 128]),
+        slice_steps=st.sampled_from([1, 4, 128]),
     )
 
 
