@@ -249,7 +249,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--input-length", type=int, help="words of each prompt (512)")
     parser.add_argument("--output-length", type=int, help="tokens of each answer (256)")
     parser.add_argument("--vocabulary", type=int, default=120_000)
-    parser.add_argument("--steps", action="store_true", help="ask the driver about its steps too")
+    parser.add_argument(
+        "--steps",
+        action="store_true",
+        help="ask the driver about its steps too; with RAY_AUTH_MODE=token beside `loray serve`",
+    )
     parser.add_argument("--application", default="loray", help="its name in the server's yaml")
     parser.add_argument("--cases", nargs="*", help="names of the cases to run (default: all)")
     asyncio.run(play(parser.parse_args(arguments)))

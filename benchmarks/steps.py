@@ -16,12 +16,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import psutil
+
 from deployments.driver.usage import LoadSum
 from deployments.observability.steps import StepRecord
 
+PARTS = {
+    "driver_cores": "ServeReplica:{application}:Driver",
+    "ingress_cores": "ServeReplica:{application}:Ingress",
+    "rank_cores": "RankActor",
+}
+"""How processes of each kind are called in their titles."""
+
 
 class StepTimes:
-    """The driver's steps and what its adapters did."""
+    """The driver's steps, what its adapters did, and what the processes here took."""
 
     def __init__(self, application: str, address: str = "auto") -> None:
         """Join the cluster; `application` is the server's name in its yaml."""
@@ -30,6 +39,8 @@ class StepTimes:
 
         ray.init(address=address, log_to_driver=False, logging_level="warning")
         self._driver = serve.get_deployment_handle("Driver", application)
+        self._parts = {n: title.format(application=application) for n, title in PARTS.items()}
+        self._cpu = cpu_seconds(self._parts)
         self._last = -1
         self._counts: dict[str, int] = {}
         self._loads: dict[str, LoadSum] = {}
@@ -41,13 +52,16 @@ class StepTimes:
         captured_share: of the steps that were replays. device_idle_share: of the time since then,
         that between steps with nothing on the device; absent on devices that do not tell.
         adapters: how the counts of hits, misses, evictions, fills and their bytes grew. loads:
-        mean milliseconds of each stage of an adapter's way.
+        mean milliseconds of each stage of an adapter's way. driver_cores, ingress_cores,
+        rank_cores: CPU seconds a second of this machine's processes, all of a kind together.
         """
         seconds = time.perf_counter() - self._since
         steps = [s for s in await self._driver.steps.remote() if s.step > self._last]
         counts = asdict((await self._driver.snapshot.remote()).adapter_counts)
         loads = await self._driver.load_sums.remote()
         self._since = time.perf_counter()
+        cpu = cpu_seconds(self._parts)
+        busy, self._cpu = cores(self._cpu, cpu, seconds), cpu
         before, self._counts, self._loads = (self._counts, self._loads), counts, loads
         if not steps:
             return {}
@@ -55,7 +69,25 @@ class StepTimes:
         grown = {name: count - before[0].get(name, 0) for name, count in counts.items()}
         means = mean_loads(before[1], loads)
         adapters = {name: count for name, count in grown.items() if count}
-        return told(steps, seconds) | {"adapters": adapters, "loads": means}
+        return told(steps, seconds) | {"adapters": adapters, "loads": means} | busy
+
+
+def cpu_seconds(parts: Mapping[str, str]) -> dict[str, float]:
+    """CPU seconds so far of the processes here whose title holds a part's word."""
+    spent: dict[str, float] = {}
+    for process in psutil.process_iter(["cmdline", "cpu_times"]):
+        title, times = " ".join(process.info["cmdline"] or ()), process.info["cpu_times"]
+        for part, word in parts.items():
+            if word in title and times is not None:
+                spent[part] = spent.get(part, 0.0) + times.user + times.system
+    return spent
+
+
+def cores(
+    before: Mapping[str, float], after: Mapping[str, float], seconds: float
+) -> dict[str, float]:
+    """CPU seconds a second of each part that is here."""
+    return {part: round((cpu - before.get(part, 0.0)) / seconds, 2) for part, cpu in after.items()}
 
 
 def mean_loads(before: Mapping[str, LoadSum], after: Mapping[str, LoadSum]) -> dict[str, float]:

@@ -70,6 +70,14 @@ def environment_with(name: str, value: str | None) -> dict[str, str]:
     return {**os.environ, **({} if value is None else {name: value})}
 
 
+def joining_environment() -> dict[str, str]:
+    """What a process finds that joins the cluster of `loray serve`, which asks for Ray's token.
+
+    Ray does not show it by itself: only clusters that are started by `ray.init` ask.
+    """
+    return {"RAY_AUTH_MODE": "token", **os.environ}
+
+
 def proxy_mode() -> str:
     """Which HTTP front Serve runs in this process's cluster, in words."""
     if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1":

@@ -17,7 +17,7 @@ from typing import IO, Any
 import psutil
 
 from benchmarks.table.rows import gpus
-from configs.env import environment_with
+from configs.env import environment_with, joining_environment
 
 ANNOUNCED = "Ctrl-C ends it"
 _CHOICE = re.compile(r"^  (\S.{13}) (\S.*)$")
@@ -180,6 +180,7 @@ class Teller:
                 stderr=errors,
                 text=True,
                 start_new_session=True,
+                env=joining_environment(),
             )
 
     def join(self) -> None:

@@ -11,7 +11,12 @@ from ray.serve.schema import ServeDeploySchema
 
 from configs.adapters import AdapterReference, AdapterSource, parse_reference
 from configs.engine import EngineConfig
-from configs.env import THROUGHPUT_ENVIRONMENT, export_throughput_mode, proxy_mode
+from configs.env import (
+    THROUGHPUT_ENVIRONMENT,
+    export_throughput_mode,
+    joining_environment,
+    proxy_mode,
+)
 from configs.serve import ServeConfig
 from deployments.app import bundles
 from tests.checkpoints import write_llama
@@ -94,6 +99,15 @@ def test_references(text: str, expected: AdapterReference) -> None:
 def test_a_reference_without_a_name_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="needs a name"):
         parse_reference(text, AdapterSource.HUB)
+
+
+def test_who_joins_a_cluster_shows_its_token_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    assert joining_environment()["RAY_AUTH_MODE"] == "token"
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    assert joining_environment()["RAY_AUTH_MODE"] == "disabled"
 
 
 def test_throughput_mode_keeps_what_the_user_has_set(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,8 @@
 import asyncio
 import io
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import redirect_stdout
@@ -16,7 +18,7 @@ import pytest
 from benchmarks import local, workload
 from benchmarks.fairness import Terms
 from benchmarks.serving import Case, run
-from benchmarks.steps import mean_loads, told
+from benchmarks.steps import cores, cpu_seconds, mean_loads, told
 from benchmarks.structured import Comparison
 from benchmarks.table.command import main
 from benchmarks.table.groups import SMALL, Fair, Play, groups
@@ -233,6 +235,28 @@ def test_what_the_server_announces_is_read(capsys: pytest.CaptureFixture[str]) -
 
 def record(step: int, rows: int, tokens: int, captured: bool, idle: float | None) -> StepRecord:
     return StepRecord(step, rows, tokens, rows, 0, 0, 0.005, idle, captured)
+
+
+SPENDER = """
+import time
+while time.process_time() < 0.3:
+    pass
+print("spent", flush=True)
+input()
+"""
+
+
+def test_cpu_time_is_told_by_the_titles_of_processes() -> None:
+    word = f"a-title-of-its-own-{os.getpid()}"
+    command = [sys.executable, "-c", SPENDER, word]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"spent\n"
+        spent = cpu_seconds({"it": word, "nobody": f"{word}!"})
+        process.kill()
+    assert spent.keys() == {"it"}
+    assert spent["it"] > 0.25
+    assert cores({"it": 1.0}, {"it": 2.5, "new": 1.0}, 2.0) == {"it": 0.75, "new": 0.5}
 
 
 def test_steps_are_told_as_shares() -> None:
