@@ -26,8 +26,9 @@ from scheduler.step import Step
 MAX_CLAIMS_SEEN = 16
 """How many claims a step looks at, so that its cost does not grow with the adapters waiting."""
 
-STEP_TOKENS, LONGEST_STEP = 256, 8
-"""A step counts once more for each so many tokens; and how often it counts at most."""
+STEP_TOKENS = 192
+"""Time goes on by one for each step and each so many tokens: about as many take a GPU as long to
+compute as it takes to read the weights that every step reads, whatever the model."""
 
 _ON_THE_WAY = (Standing.ABSENT, Standing.FILLING)
 """Where an adapter is when something else than the device's room is awaited."""
@@ -46,6 +47,7 @@ class Turns:
         self._limits = limits
         self._residency = residency
         self._step = 0
+        self._tokens = 0
         self._now = 0.0
 
     def reconfigure(self, limits: Limits) -> None:
@@ -92,7 +94,8 @@ class Turns:
 
     def passed(self, num_tokens: int) -> None:
         """A step with so many tokens was made."""
-        self._step += min(1 + num_tokens // STEP_TOKENS, LONGEST_STEP)
+        more, self._tokens = divmod(self._tokens + num_tokens, STEP_TOKENS)
+        self._step += 1 + more
         self._residency.now = self._step
 
     def begin(self, now: float) -> None:
