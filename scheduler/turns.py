@@ -137,8 +137,8 @@ class Turns:
         waited = self._waited(claims[0]) if claims else -1
         if waited >= patience:
             # One that needs several places may never find that all have had their slice.
-            is_new = waited < 2 * patience + length
-            self._reserve(claims[0], self._step - length if is_new else None)
+            may_wait = waited < 2 * patience + length
+            self._reserve(claims[0], self._step - length if may_wait else None)
         reserved = self._residency.device.reserved
         for key in claims if reserved is None else [reserved, *claims]:
             self._advance(key, step)
