@@ -43,7 +43,7 @@ parity: $(READY)
 		tests/modeling/test_parity*.py tests/modeling/test_mutants*.py
 
 # BENCH=table (all of docs/performance.md's figures) or one of serving|offline|kernels|all_reduce|scheduler|ingress|cpu|
-# workload|loading|churn|fairness|structured|local; ARGS=...: see --help.
+# workload|loading|staging|churn|fairness|structured|local; ARGS=...: see --help.
 BENCH ?= serving
 bench: $(READY)
 	$(BIN)/python -m benchmarks.$(BENCH) $(ARGS)

@@ -172,6 +172,7 @@ class Teller:
     def __init__(self, address: str, log: Path) -> None:
         """Begin to join the cluster at `address`, which takes seconds."""
         command = [sys.executable, "-m", "benchmarks.steps", "--address", address]
+        self._log = log
         with log.open("a") as errors:
             self._process = subprocess.Popen(
                 command,
@@ -184,8 +185,9 @@ class Teller:
             )
 
     def join(self) -> None:
-        """Wait until it has joined."""
-        self._read()
+        """Wait until it has joined; ServerError if it cannot."""
+        if self._read() is None:
+            raise ServerError(f"the driver cannot be asked about its steps; why: {self._log}")
 
     def ask(self) -> dict[str, Any]:
         """What happened since the last call; empty when nobody tells."""
@@ -195,7 +197,7 @@ class Teller:
             self._process.stdin.flush()
         except BrokenPipeError:
             return {}
-        return self._read()
+        return self._read() or {}
 
     def stop(self) -> None:
         """Leave the cluster."""
@@ -207,10 +209,10 @@ class Teller:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
-    def _read(self) -> dict[str, Any]:
+    def _read(self) -> dict[str, Any] | None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith("{"):
                 found: dict[str, Any] = json.loads(line)
                 return found
-        return {}
+        return None

@@ -12,7 +12,6 @@ from ray.util import get_current_placement_group
 
 from configs.adapters import AdapterReference
 from configs.engine import EngineConfig
-from configs.interpreter import take_short_turns
 from configs.runtime import RuntimeConfig
 from configs.serve import ServeConfig
 from configs.templates import TemplateSource
@@ -57,7 +56,6 @@ class DriverDeployment:
         """Start the ranks and load what is to be there before the first request."""
         self._log_format = config.observability.log_format
         hand_logs_to_serve()
-        take_short_turns()
         folder = fetch_model(config.engine.model)
         logger.info("loading %s over %d ranks", folder.name, config.engine.tensor_parallel)
         self._engine = Engine(config.engine, folder, self._group(config.engine, folder))

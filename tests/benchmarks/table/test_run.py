@@ -25,7 +25,7 @@ from benchmarks.table.groups import SMALL, Fair, Play, groups
 from benchmarks.table.page import line_of
 from benchmarks.table.play import Budget, Player, Session, Target, measure, warm_up
 from benchmarks.table.rows import Results, Row, read_rows
-from benchmarks.table.server import read_choices
+from benchmarks.table.server import ServerError, Teller, read_choices
 from benchmarks.table.setup import Setup, server_config, write_files
 from configs.engine import EngineConfig
 from configs.serve import ServeConfig
@@ -244,6 +244,15 @@ while time.process_time() < 0.3:
 print("spent", flush=True)
 input()
 """
+
+
+def test_a_driver_that_cannot_be_asked_is_an_error(tmp_path: Path) -> None:
+    log = tmp_path / "server.log"
+    teller = Teller("no address", log)
+    with pytest.raises(ServerError, match="cannot be asked about its steps"):
+        teller.join()
+    teller.stop()
+    assert "no address" in log.read_text()
 
 
 def test_cpu_time_is_told_by_the_titles_of_processes() -> None:
