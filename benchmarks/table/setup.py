@@ -110,6 +110,8 @@ def write_files(setup: Setup, group: Group, plays: Sequence[Play]) -> None:
     """
     wanted = written(plays)
     shape, folder = setup.shape_of(group), setup.model_of(group)
+    # A server wants its root of adapters to be there, for base rows too.
+    setup.adapters_of(group).mkdir(parents=True, exist_ok=True)
     missing = missing_of(setup, group, wanted)
     check_space(setup, group, missing)
     if group.weights:

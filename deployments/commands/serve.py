@@ -11,6 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from http import HTTPStatus
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
@@ -89,10 +90,24 @@ def _wait_until_running(serve: Any, leaving: threading.Event) -> bool:
                 _tell_change(title, app, told)
                 if app.status.value in ("DEPLOY_FAILED", "UNHEALTHY"):
                     print(app.message, file=sys.stderr)
+                    for name, part in app.deployments.items():
+                        if part.message:
+                            print(f"{name}: {last_error(part.message)}", file=sys.stderr)
                     return False
             if apps and all(app.status.value == "RUNNING" for app in apps.values()):
                 return True
     return False
+
+
+def last_error(message: str) -> str:
+    """What Serve tells of a failed deployment, less the calls that led to the last error."""
+    lines = message.splitlines()
+    frames = [number for number, line in enumerate(lines) if line.startswith('  File "')]
+    if not frames:
+        return message
+    # A frame's own line is followed by its source, indented further.
+    rest = lines[frames[-1] + 1 :]
+    return "\n".join(dropwhile(lambda line: line.startswith("    "), rest)) or message
 
 
 def _tell_change(title: str, app: Any, told: dict[str, str]) -> None:

@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from deployments.commands.serve import _fetch_info
+from deployments.commands.serve import _fetch_info, last_error
 
 
 class Front(BaseHTTPRequestHandler):
@@ -46,3 +46,16 @@ def test_who_leaves_does_not_wait_for_a_front_that_does_not_come() -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         assert _fetch_info(f"http://127.0.0.1:{silent.getsockname()[1]}", leaving) == {}
+
+
+@pytest.mark.parametrize(
+    "error", ["ValueError: no such folder", "ModelError: lacks\n  a.weight\n\n  b.weight"]
+)
+def test_a_failed_deployment_is_told_by_its_last_error(error: str) -> None:
+    calls = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\n    g(1)\n    ^^^\n'
+    first = f"The deployment failed to start 2 times in a row. Error:\n{calls}"
+    assert last_error(f"{first}RuntimeError: {calls}{error}") == error
+
+
+def test_a_failure_without_a_traceback_is_told_whole() -> None:
+    assert last_error("no node has 8 GPUs") == "no node has 8 GPUs"
