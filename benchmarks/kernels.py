@@ -1,16 +1,17 @@
 """What adapters add to a step: `python -m benchmarks.kernels`, on one GPU.
 
-Llama-3-8B's seven projections of 32 layers run in one CUDA graph, with adapters of one rank and
-random weights. Bytes are those of A and B, each adapter's once; the share is of what a copy on
-the same device moves, bytes read plus bytes written. `--tune` tries block sizes for
-modeling/adapters/kernels/triton_forms.py.
+Llama-3-8B's seven projections of 32 layers run in one CUDA graph, with adapters of random weights
+and of one rank, or of several by turns. Bytes are those of A and B, each adapter's once; the share
+is of what a copy on the same device moves, bytes read plus bytes written. `--tune` tries block
+sizes for modeling/adapters/kernels/triton_forms.py.
 """
 
 import argparse
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 import triton
@@ -56,22 +57,30 @@ class Layer:
     targets: tuple[Target, ...]
 
 
-def fill_bank(num_adapters: int, rank: int, max_rank: int) -> AdapterBank:
-    """Return a bank of random adapters of one rank, at all places."""
+def fill_bank(num_adapters: int, by_turns: Sequence[int], max_rank: int) -> AdapterBank:
+    """Return a bank of random adapters, of these ranks by turns at all places."""
     projections = [
         Projection(name, f"model.layers.{{layer}}.{name}", k, n, ((0, k),), ((0, n),), NUM_LAYERS)
         for name, (k, n) in SHAPES.items()
     ]
-    pages = -(-rank // PAGE_ROWS)
-    size = BankSize(num_adapters * pages, num_adapters, max_rank, 0)
+    ranks = ranks_of(num_adapters, by_turns)
+    pages = [-(-rank // PAGE_ROWS) for rank in ranks]
+    size = BankSize(sum(pages), num_adapters, max_rank, 0)
     bank = AdapterBank(projections, size, DTYPE, torch.device("cuda"))
     for pool in bank.pools:
         pool.a.normal_(std=0.01)
         pool.bt.normal_(std=0.01)
-    shuffled = torch.randperm(size.pages, device="cuda").view(num_adapters, 1, pages)
-    bank.page_table[:, :, :pages] = shuffled
-    bank.ranks.fill_(rank)
+    shuffled = torch.randperm(size.pages, device="cuda", dtype=torch.int32)
+    ends = list(accumulate(pages))
+    for slot, (count, end) in enumerate(zip(pages, ends, strict=True)):
+        bank.page_table[slot, :, :count] = shuffled[end - count : end]
+    bank.ranks.copy_(torch.tensor(ranks)[:, None, None].expand_as(bank.ranks))
     return bank
+
+
+def ranks_of(num_adapters: int, by_turns: Sequence[int]) -> list[int]:
+    """Return each adapter's rank."""
+    return [by_turns[slot % len(by_turns)] for slot in range(num_adapters)]
 
 
 def make_layers(num_tokens: int) -> list[Layer]:
@@ -179,10 +188,10 @@ def copy_bandwidth() -> float:
     return 2 * source.nbytes / ms * 1e3
 
 
-def adapter_bytes(num_adapters: int, rank: int) -> int:
-    """Return the bytes of A and B of so many adapters."""
+def adapter_bytes(ranks: Iterable[int]) -> int:
+    """Return the bytes of A and B of adapters of these ranks."""
     widths = sum(k + n for k, n in SHAPES.values())
-    return num_adapters * rank * widths * NUM_LAYERS * DTYPE.itemsize
+    return sum(ranks) * widths * NUM_LAYERS * DTYPE.itemsize
 
 
 def table(arguments: argparse.Namespace) -> None:
@@ -190,7 +199,7 @@ def table(arguments: argparse.Namespace) -> None:
     bandwidth = copy_bandwidth()
     print(f"copy on the device: {bandwidth / 1e12:.2f} TB/s (read plus written)")
     cases = DECODE_CASES + PREFILL_CASES
-    bank = fill_bank(max(n for _, n in cases), arguments.rank, arguments.max_rank)
+    bank = fill_bank(max(n for _, n in cases), arguments.ranks, arguments.max_rank)
     weights = None if arguments.no_base else make_weights()
     base: dict[int, float] = {}
     print(
@@ -198,7 +207,7 @@ def table(arguments: argparse.Namespace) -> None:
     )
     for case in cases:
         ms = step(bank, case)
-        moved = adapter_bytes(case[1], arguments.rank)
+        moved = adapter_bytes(ranks_of(case[1], arguments.ranks))
         rate = moved / ms * 1e3
         line = f"{case[0]:5} {case[1]:8} {ms:8.3f} {ms / NUM_LAYERS * 1e3:9.1f} {moved / 1e9:6.2f}"
         line += f" {rate / 1e12:6.2f} {rate / bandwidth:7.0%}  |"
@@ -250,7 +259,7 @@ def tried(bank: AdapterBank, forms: Iterator[Form], cases: list[tuple[int, int]]
 def tune(arguments: argparse.Namespace) -> None:
     """Search the sizes of one form: shrink and splits, expand, then programs."""
     cases = TUNE_CASES[arguments.tune]
-    bank = fill_bank(max(n for _, n in cases), arguments.rank, arguments.max_rank)
+    bank = fill_bank(max(n for _, n in cases), arguments.ranks, arguments.max_rank)
     start = next(form for form in forms_of(DTYPE) if arguments.tune <= form.max_tokens)
     if arguments.tile_tokens is not None:
         start = replace(start, tile_tokens=arguments.tile_tokens)
@@ -264,7 +273,7 @@ def tune(arguments: argparse.Namespace) -> None:
 def main() -> None:
     """Print versions, then the table or the search."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[16], help="used by turns")
     parser.add_argument("--max-rank", type=int, default=128, help="the bank's limit")
     parser.add_argument("--no-base", action="store_true", help="leave the base products out")
     parser.add_argument("--tune", type=int, choices=sorted(TUNE_CASES), help="tokens of the form")
@@ -274,7 +283,7 @@ def main() -> None:
         sys.exit("this benchmark needs a CUDA device")
     print(
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}, "
-        f"triton {triton.__version__}, rank {arguments.rank} of at most {arguments.max_rank}"
+        f"triton {triton.__version__}, ranks {arguments.ranks} of at most {arguments.max_rank}"
     )
     with torch.inference_mode():
         (tune if arguments.tune else table)(arguments)
