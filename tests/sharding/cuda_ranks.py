@@ -1,5 +1,7 @@
 """Ranks on GPUs: one process each, as the server has them."""
 
+import gc
+import traceback
 from collections.abc import Callable
 
 import torch
@@ -27,7 +29,13 @@ def _rank_main(rank: int, size: int, port: int, on_rank: OnRank, all_reduce: All
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    failure = ""
     try:
         on_rank(connect(store, rank, size, device, TIMEOUT_S, all_reduce), device)
-    finally:
-        dist.destroy_process_group()
+    except Exception:
+        failure = traceback.format_exc()
+    # NCCL waits for all graphs that hold its collectives, those in an error's frames too.
+    gc.collect()
+    dist.destroy_process_group()
+    if failure:
+        raise RuntimeError(failure)
