@@ -62,9 +62,10 @@ def build_app(
     )
     app.state.metrics = engine.metrics
     page = playground.Page()
-    app.include_router(probes.routes(engine, page))
-    app.include_router(lorax.routes(engine))
+    # Serve and FastAPI each compare a request with one route after another: the busiest first.
     app.include_router(openai.routes(engine))
+    app.include_router(lorax.routes(engine))
+    app.include_router(probes.routes(engine, page))
     app.include_router(control.routes(engine))
     app.include_router(responses.routes(engine))
     app.include_router(embeddings.routes(engine))

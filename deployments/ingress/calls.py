@@ -56,7 +56,7 @@ class Call:
         request: GenerateRequest,
         frames: bool = True,
     ) -> None:
-        """Nothing runs before the context is entered."""
+        """Nothing runs before the context is entered, or `start` is called."""
         self._driver = driver
         self._mailbox = mailbox
         self._reply_to = reply_to
@@ -66,12 +66,21 @@ class Call:
         self._finishing: set[asyncio.Task[None]] = set()
         self.completion: Completion | None = None
 
+    def start(self) -> None:
+        """Begin before the context is entered, which must follow; else `close` must."""
+        if self._running is None:
+            self._running = asyncio.create_task(self._run())
+
     async def __aenter__(self) -> "Call":
-        """Start the call."""
-        self._running = asyncio.create_task(self._run())
+        """Start the call, if it was not."""
+        self.start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        """Close the call."""
+        await self.close()
+
+    async def close(self) -> None:
         """Cancel what still runs and take no more frames."""
         self._mailbox.close(self._request.id)
         tasks = [*self._finishing, *([self._running] if self._running else [])]

@@ -157,5 +157,8 @@ class IngressDeployment:
             await receiver.close()
 
         ledger = RayLedger(serve.get_replica_context().app_name)
-        driver = HandleDriver(self._driver, receiver, ledger)
+        # Serve's default asks of every object in a call whether it is one of a script's own. What
+        # goes this way is the contract's, which both sides import; what comes may be any error.
+        handle = self._driver.options(request_serialization="pickle")
+        driver = HandleDriver(handle, receiver, ledger)
         return build_app(driver, mailbox, lambda: bound[-1], settings, lifespan)

@@ -17,7 +17,7 @@ from deployments.ingress.headers import reply_headers, stream_headers
 from deployments.ingress.keys import caller, require_adapter
 from deployments.ingress.observed import observed
 from deployments.ingress.quotas import Quota
-from deployments.ingress.sse import KEEP_ALIVE, EventStream, unless_gone
+from deployments.ingress.sse import KEEP_ALIVE, EventStream, unless_gone, wait_unless_gone
 from deployments.ingress.text import Text
 from deployments.ingress.transcript import Piece, Transcript
 from scheduler.plan import TokenLogprobs
@@ -125,13 +125,15 @@ async def stream(
     quota = _admit(request, job)
     running = Running(engine.call(job, streams=True), job.transcripts(text), text)
     body = _within_call(engine, job, running, chunks, quota)
+    running.call.start()
     first = asyncio.ensure_future(anext(body))
     keep_alive = engine.settings.keep_alive_seconds
     try:
-        await unless_gone(request.receive, asyncio.wait({first}, timeout=keep_alive))
+        await wait_unless_gone(request.receive, first, keep_alive)
     except BaseException:
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
+        await running.call.close()  # if `first` has not come as far as to do it
         raise
     headers = stream_headers(info, job)
     if first.done():

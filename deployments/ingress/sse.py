@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.responses import Response
@@ -33,17 +33,43 @@ class ClientGone(Exception):
 async def unless_gone(receive: Receive, work: Awaitable[R]) -> R:
     """The result of `work`, which is cancelled, raising ClientGone, if the client leaves."""
     working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_gone(receive))
     try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        # A receive that breaks says nothing about the client.
-        if not working.done() and leaving.exception() is None:
-            raise ClientGone
+        await wait_unless_gone(receive, working)
         return await working
     finally:
-        working.cancel()
-        leaving.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+        if _dropped(working):
+            await asyncio.gather(working, return_exceptions=True)
+
+
+async def wait_unless_gone(
+    receive: Receive, working: "asyncio.Future[R]", seconds: float | None = None
+) -> None:
+    """Wait until `working` is done, at most so long; ClientGone if the client leaves first.
+
+    Once `working` is done it waits for nothing of its own, such as the end of a task: every
+    further turn of a busy event loop is a delay that clients see.
+    """
+    leaving = asyncio.ensure_future(_gone(receive))
+    try:
+        both: set[asyncio.Future[Any]] = {working, leaving}
+        await asyncio.wait(both, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        if working.done() or not leaving.done():
+            return
+        if leaving.exception() is None:
+            raise ClientGone
+        # A receive that breaks says nothing about the client.
+        await asyncio.wait({working}, timeout=seconds)
+    finally:
+        _dropped(leaving)
+
+
+def _dropped(task: "asyncio.Future[R]") -> bool:
+    """Cancel it, if it still runs; asyncio is not to report a failure that nobody asked for."""
+    if not task.done():
+        return task.cancel()
+    if not task.cancelled():
+        task.exception()
+    return False
 
 
 async def _gone(receive: Receive) -> None:
@@ -82,15 +108,16 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send until the events end or the client is gone."""
         try:
-            await unless_gone(receive, self._send_all(send))
+            # Here, and not in a task of its own: the first event is there and has waited enough.
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await self._send(send, self._first)
+            await unless_gone(receive, self._send_rest(send))
         except (ClientGone, OSError):
             pass
         finally:
             await self._events.aclose()
 
-    async def _send_all(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        await self._send(send, self._first)
+    async def _send_rest(self, send: Send) -> None:
         heart = asyncio.create_task(self._beat(send))
         try:
             async for event in self._events:

@@ -114,6 +114,22 @@ def test_frames_and_completion_make_one_text() -> None:
         assert finishes == []
 
 
+def test_a_call_that_was_begun_and_never_entered_is_cancelled() -> None:
+    async def story() -> None:
+        mailbox = Mailbox()
+        driver = Scripted(mailbox, 0, [DONE])
+        driver.waits = True
+        request = GenerateRequest("r", [SequenceRequest([1], Sampling(), Stopping(100))])
+        call = Call(driver, mailbox, ReplyAddress("h", 1, "s"), request)
+        call.start()
+        await asyncio.sleep(0)
+        await call.close()
+        assert len(mailbox) == 0
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(story())
+
+
 def test_a_stop_string_is_told_once_and_the_rest_is_not_shown() -> None:
     def wait(driver: Scripted) -> None:
         driver.waits = True

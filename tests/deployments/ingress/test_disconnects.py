@@ -10,7 +10,7 @@ from deployments.contract import ReplyAddress
 from deployments.ingress.api import build_app
 from deployments.ingress.engine import IngressSettings
 from deployments.ingress.frames import Mailbox
-from deployments.ingress.sse import ClientGone, unless_gone
+from deployments.ingress.sse import ClientGone, unless_gone, wait_unless_gone
 from tests.deployments.ingress.conftest import PATIENCE, Server, send_by_hand
 from tests.fakes import FakeDriver, engine_info, write_tokenizer
 
@@ -69,13 +69,7 @@ def test_a_cancelled_request_task_cancels_the_driver(tmp_path: Any) -> None:
                 await asyncio.Event().wait()
             return messages.pop()
 
-        scope = {
-            "type": "http", "asgi": {"version": "3.0", "spec_version": "2.4"}, "method": "POST",
-            "path": "/v1/completions", "raw_path": b"/v1/completions", "query_string": b"",
-            "headers": [(b"content-type", b"application/json")], "http_version": "1.1",
-            "root_path": "", "scheme": "http", "server": ("h", 1), "client": ("c", 2),
-        }  # fmt: skip
-        request = asyncio.create_task(app(scope, receive, sent.put))  # type: ignore[arg-type]
+        request = asyncio.create_task(app(_completions(), receive, sent.put))  # type: ignore[arg-type]
         assert (await sent.get())["status"] == 200
         request.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -115,3 +109,66 @@ def test_work_ends_with_its_result_or_its_client() -> None:
             await unless_gone(forever, broken())
 
     asyncio.run(story())
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_waiting_leaves_the_work_alone(breaks: bool) -> None:
+    """It ends with the time or with the client; what becomes of the work is said elsewhere."""
+
+    async def receive() -> Any:
+        if breaks:
+            raise KeyError("receive")
+        await asyncio.Event().wait()
+
+    async def gone() -> Any:
+        return {"type": "http.disconnect"}
+
+    async def story() -> None:
+        work: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        await wait_unless_gone(receive, work, 0.01)
+        with pytest.raises(ClientGone):
+            await wait_unless_gone(gone, work, PATIENCE)
+        assert not work.done()
+        asyncio.get_running_loop().call_later(0.01, work.set_result, 7)
+        await wait_unless_gone(receive, work, PATIENCE)
+        assert work.result() == 7
+
+    asyncio.run(story())
+
+
+def test_who_leaves_at_once_leaves_nothing_behind(tmp_path: Any) -> None:
+    """Its call has only just begun."""
+
+    async def story() -> None:
+        tokenizer = write_tokenizer(tmp_path)
+        driver = FakeDriver(engine_info(tmp_path, tokenizer), tokenizer)
+        driver.hold_after = 0
+        mailbox = Mailbox()
+        app = build_app(driver, mailbox, lambda: ReplyAddress("h", 1, "hush"), IngressSettings())
+        body = json.dumps({"model": "tiny", "prompt": "a", "stream": True}).encode()
+        messages: list[dict[str, Any]] = [
+            {"type": "http.disconnect"},
+            {"type": "http.request", "body": body, "more_body": False},
+        ]
+
+        async def receive() -> dict[str, Any]:
+            return messages.pop()
+
+        async def send(_: object) -> None:
+            pass
+
+        await app(_completions(), receive, send)
+        assert len(mailbox) == 0
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(story())
+
+
+def _completions() -> dict[str, Any]:
+    """The ASGI scope of a POST to /v1/completions."""
+    return {
+        "type": "http", "asgi": {"version": "3.0", "spec_version": "2.4"}, "method": "POST",
+        "path": "/v1/completions", "raw_path": b"/v1/completions", "query_string": b"",
+        "headers": [(b"content-type", b"application/json")], "http_version": "1.1",
+        "root_path": "", "scheme": "http", "server": ("h", 1), "client": ("c", 2),
+    }  # fmt: skip
