@@ -218,6 +218,14 @@ def table(arguments: argparse.Namespace) -> None:
         print(line, flush=True)
 
 
+def products(arguments: argparse.Namespace) -> None:
+    """Print what the base products alone cost by the number of tokens."""
+    weights = make_weights()
+    print("tokens       ms")
+    for num_tokens in arguments.products:
+        print(f"{num_tokens:6} {base_step(num_tokens, weights):8.3f}", flush=True)
+
+
 def shrinks(form: Form) -> Iterator[Form]:
     """Yield the form with other splits and shrinks."""
     columns = (128, 256, 512) if form.tile_tokens < 64 else (64, 128)
@@ -276,6 +284,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[16], help="used by turns")
     parser.add_argument("--max-rank", type=int, default=128, help="the bank's limit")
     parser.add_argument("--no-base", action="store_true", help="leave the base products out")
+    parser.add_argument("--products", type=int, nargs="+", help="only the base's, of these tokens")
     parser.add_argument("--tune", type=int, choices=sorted(TUNE_CASES), help="tokens of the form")
     parser.add_argument("--tile-tokens", type=int, help="tune with tiles of another size")
     arguments = parser.parse_args()
@@ -286,7 +295,7 @@ def main() -> None:
         f"triton {triton.__version__}, ranks {arguments.ranks} of at most {arguments.max_rank}"
     )
     with torch.inference_mode():
-        (tune if arguments.tune else table)(arguments)
+        (tune if arguments.tune else products if arguments.products else table)(arguments)
 
 
 if __name__ == "__main__":

@@ -251,6 +251,9 @@ def poison(runner: ModelRunner) -> None:
     for layer in runner._cache:
         layer.keys.fill_(float("nan"))
         layer.values.fill_(float("nan"))
+    if torch.cuda.is_available():
+        # Fills go by another stream, and this one may still wait for another rank.
+        torch.cuda.synchronize()
 
 
 def place_all(runner: ModelRunner, folders: Sequence[Path]) -> None:
