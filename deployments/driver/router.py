@@ -3,6 +3,7 @@
 import asyncio
 import random
 import time
+from collections import Counter
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -27,11 +28,14 @@ class AdapterRouter(RequestRouter):  # type: ignore[misc]
         """Serve's constructor for what is ours."""
         self._routing = Routing(random.Random())
         self._chosen_for: WeakKeyDictionary[asyncio.Task[Any], PendingRequest] = WeakKeyDictionary()
+        self._open: Counter[str] = Counter()
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Replicas came, went, or reported."""
         stats = {replica.replica_id.unique_id: replica.routing_stats for replica in replicas}
-        self._routing.tell(stats, time.monotonic())
+        for gone in self._open.keys() - stats.keys():
+            del self._open[gone]
+        self._routing.tell(stats, self._open, time.monotonic())
         super().update_replicas(replicas)
 
     async def choose_replicas(
@@ -48,20 +52,36 @@ class AdapterRouter(RequestRouter):  # type: ignore[misc]
             pending_request.routing_context.should_backoff = True
             self._chosen_for[task] = pending_request
         by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        queued = self.replica_queue_len_cache
-        counts = {name: queued.get(replica.replica_id) for name, replica in by_name.items()}
+        counts = {name: self._open[name] for name in by_name}
         adapter, now = _adapter(pending_request), time.monotonic()
         order = self._routing.order(adapter, counts, now)
         if adapter is not None and order:
             self._routing.chosen(adapter, order[0][0], now)
         return [[by_name[name] for name in group] for group in order]
 
-    def on_request_routed(
-        self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
-    ) -> None:
-        """The replica accepted it, and said how many it has."""
-        adapter = _adapter(pending_request)
-        self._routing.sent(adapter, replica_id.unique_id, time.monotonic())
+    def on_send_request(self, replica_id: ReplicaID) -> None:
+        """A request leaves for a replica.
+
+        Serve's own count is set to what a replica told as it accepted a request, which by gRPC
+        comes only with the answer, when it is long past.
+        """
+        super().on_send_request(replica_id)
+        self._open[replica_id.unique_id] += 1
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        """A request that was sent has ended, in whatever way; Serve says so once for each."""
+        super().on_request_completed(replica_id, internal_request_id)
+        if self._open[replica_id.unique_id] > 0:
+            self._open[replica_id.unique_id] -= 1
+
+    async def _choose_replica_for_request(
+        self, pending_request: PendingRequest, *, is_retry: bool = False
+    ) -> RunningReplica:
+        """The replica, to which Serve sends the request at once: no later word says so in time."""
+        replica = await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
+        now = time.monotonic()
+        self._routing.sent(_adapter(pending_request), replica.replica_id.unique_id, now)
+        return replica
 
     def _get_pending_request_matching_internal_request_id(
         self, request_metadata: Any = None

@@ -42,8 +42,8 @@ _MAX_HOLDS = 1 << 12
 Mark = bytes
 """A short digest of how clients name an adapter."""
 
-Counts = Mapping[str, int | None]
-"""Replicas that live, and each one's open requests as the router counts them; None: unknown."""
+Counts = Mapping[str, int]
+"""Replicas that live, and the open requests that each has of this router."""
 
 
 class Tier(IntEnum):
@@ -106,11 +106,15 @@ class Report:
 
 @dataclass
 class _Told:
-    """A replica's last stats, what they say, and since when they are known; seconds."""
+    """A replica's last stats, what they say, and since when they are known; seconds.
+
+    own: the router's own open requests at that time.
+    """
 
     stats: Mapping[str, Any]
     report: Report | None
     since: float
+    own: int
 
 
 class Routing:
@@ -120,18 +124,16 @@ class Routing:
         """Nothing is known; `chance` draws replicas for the base model."""
         self._chance = chance
         self._told: dict[str, _Told] = {}
-        self._met: dict[str, float] = {}
         self._holds_until: OrderedDict[tuple[Mark, str], float] = OrderedDict()
 
-    def tell(self, stats: Mapping[str, Mapping[str, Any]], now: float) -> None:
+    def tell(self, stats: Mapping[str, Mapping[str, Any]], counts: Counts, now: float) -> None:
         """The replicas that live and the last stats of each; others are forgotten."""
-        for known in (self._told, self._met):
-            for name in known.keys() - stats.keys():
-                del known[name]
+        for name in self._told.keys() - stats.keys():
+            del self._told[name]
         for name, new in stats.items():
             told = self._told.get(name)
             if told is None or told.stats != new:
-                self._told[name] = _Told(new, Report.unpacked(new), now)
+                self._told[name] = _Told(new, Report.unpacked(new), now, counts.get(name, 0))
 
     def chosen(self, adapter: AdapterReference, replica: str, now: float) -> None:
         """A request is about to go there: those that come with it are to follow."""
@@ -140,8 +142,7 @@ class Routing:
             self._hold(key, now + _CHOSEN_SECONDS)
 
     def sent(self, adapter: AdapterReference | None, replica: str, now: float) -> None:
-        """It took the request: until it can report, it counts as one that holds the adapter."""
-        self._met[replica] = now
+        """A request goes there: until it can report, it counts as one that holds the adapter."""
         if adapter is not None:
             self._hold((mark(adapter), replica), now + _SENT_SECONDS)
 
@@ -177,17 +178,16 @@ class Routing:
         within = [name for name in loads if loads[name] <= bounds[tiers[name]]]
         return min(within, key=lambda name: (tiers[name], _distance(adapter, name)))
 
-    def _load(self, name: str, counted: int | None, now: float) -> int:
+    def _load(self, name: str, own: int, now: float) -> int:
         """Open requests of a replica, as far as that is known.
 
-        What the router counts is exact where it has just sent something; a report has everybody's
-        requests. A replica of which nothing is known counts as idle: to send it one is to learn.
+        Its last report has everybody's, and since then this router knows its own. A replica of
+        which nothing is known counts as idle: to send it one is to learn.
         """
         report = self._report(name, now)
-        met = now - self._met.get(name, float("-inf")) <= REPORT_SECONDS
-        if report is None or (met and counted is not None):
-            return counted or 0
-        return report.load
+        if report is None:
+            return own
+        return max(own, report.load + own - self._told[name].own)
 
     def _report(self, name: str, now: float) -> Report | None:
         """What a replica told, unless that is old."""

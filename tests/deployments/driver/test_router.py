@@ -75,8 +75,6 @@ class Calls:
             return str(replica.replica_id.unique_id)
         self.router.on_send_request(replica.replica_id)
         replica.num_open += 1
-        self.router.on_new_queue_len_info(replica.replica_id, replica.num_open)
-        self.router.on_request_routed(pending, replica.replica_id, None)
         name: str = replica.replica_id.unique_id
         return name
 
@@ -133,10 +131,30 @@ def test_requests_follow_the_first_before_it_is_taken() -> None:
         at_home = await Calls(Replica("a"), Replica("b")).call(RED)
         home, other = Replica(at_home), Replica("b" if at_home == "a" else "a")
         calls = Calls(home, other)
-        calls.router.on_new_queue_len_info(home.replica_id, 50)
+        for _ in range(50):
+            calls.router.on_send_request(home.replica_id)
         assert await calls.call(RED, takes=False) == other.replica_id.unique_id
-        calls.router.on_new_queue_len_info(home.replica_id, 0)
+        for i in range(50):
+            calls.router.on_request_completed(home.replica_id, f"request {i}")
         assert await calls.call(RED) == other.replica_id.unique_id
+
+    play(story)
+
+
+def test_a_late_word_of_having_accepted_changes_no_count() -> None:
+    """By gRPC it comes with the answer, and says how busy the replica was long ago."""
+
+    async def story() -> None:
+        at_home = await Calls(Replica("a"), Replica("b")).call(RED)
+        home, other = Replica(at_home), Replica("b" if at_home == "a" else "a")
+        calls = Calls(home, other)
+        for _ in range(COLD_SLACK + 1):
+            calls.router.on_send_request(home.replica_id)
+        for i in range(COLD_SLACK + 1):
+            calls.router.on_new_queue_len_info(home.replica_id, 50)
+            calls.router.on_request_completed(home.replica_id, f"request {i}")
+            calls.router.decrement_queue_len_cache(home.replica_id)
+        assert await calls.call(RED) == at_home
 
     play(story)
 

@@ -50,7 +50,7 @@ def routing(
         ).packed()
         for name in names
     }
-    told.tell(stats, now)
+    told.tell(stats, {}, now)
     return told
 
 
@@ -60,12 +60,12 @@ def first(router: Routing, counts: Counts, what: AdapterReference | None = RED) 
     return name
 
 
-def unknown(*names: str) -> Counts:
-    return dict.fromkeys(names)
+def idle(*names: str) -> Counts:
+    return dict.fromkeys(names, 0)
 
 
 def home(what: AdapterReference, *names: str) -> str:
-    return first(Routing(random.Random(0)), unknown(*names), what)
+    return first(Routing(random.Random(0)), idle(*names), what)
 
 
 # -- Any state ---------------------------------------------------------------------------------
@@ -75,7 +75,7 @@ def home(what: AdapterReference, *names: str) -> str:
 def test_the_best_holder_within_both_bounds_is_meant(state: dict[str, tuple[Tier, int]]) -> None:
     tiers = {name: tier for name, (tier, _) in state.items()}
     loads = {name: load for name, (_, load) in state.items()}
-    chosen = first(routing(tiers, loads), unknown(*state))
+    chosen = first(routing(tiers, loads), idle(*state))
     among_all = LEEWAY * min(loads.values()) + COLD_SLACK
 
     def is_within(name: str) -> bool:
@@ -89,20 +89,20 @@ def test_the_best_holder_within_both_bounds_is_meant(state: dict[str, tuple[Tier
 
 
 @given(
-    st.dictionaries(st.sampled_from(NAMES), st.none() | LOADS),
+    st.dictionaries(st.sampled_from(NAMES), LOADS),
     st.dictionaries(st.sampled_from(NAMES), st.tuples(TIERS, LOADS, st.booleans())),
     st.none() | st.builds(AdapterReference, st.sampled_from(AdapterSource), st.text()),
     st.floats(0, 100),
 )
 def test_every_replica_is_tried_once(
-    counts: dict[str, int | None],
+    counts: dict[str, int],
     told: dict[str, tuple[Tier, int, bool]],
     what: AdapterReference | None,
     now: float,
 ) -> None:
     router = Routing(random.Random(0))
     reports = {n: Report({mark(RED): t}, load, ready) for n, (t, load, ready) in told.items()}
-    router.tell({name: report.packed() for name, report in reports.items()}, 0.0)
+    router.tell({name: report.packed() for name, report in reports.items()}, {}, 0.0)
     order = router.order(what, counts, now)
     assert sorted(name for group in order for name in group) == sorted(counts)
     assert all(order)
@@ -128,14 +128,14 @@ JUNK: st.SearchStrategy[object] = st.sampled_from(
     st.dictionaries(
         st.sampled_from(["ready", "load", "beat", "device", "host", "disk", "other"]), JUNK
     ),
-    st.none() | LOADS,
+    LOADS,
 )
-def test_what_others_tell_never_keeps_a_request(stats: dict[str, Any], count: int | None) -> None:
+def test_what_others_tell_never_keeps_a_request(stats: dict[str, Any], count: int) -> None:
     """Stats may come from another version, or not come at all."""
     router = Routing(random.Random(0))
-    router.tell({"r0": stats, "r1": {}}, 0.0)
+    router.tell({"r0": stats, "r1": {}}, {}, 0.0)
     for what in (RED, None):
-        order = router.order(what, {"r0": count, "r1": 1, "r2": None}, 1.0)
+        order = router.order(what, {"r0": count, "r1": 1, "r2": 0}, 1.0)
         assert sorted(name for group in order for name in group) == ["r0", "r1", "r2"]
 
 
@@ -162,7 +162,7 @@ def test_a_report_survives_its_way(
 def test_a_better_holder_comes_before_the_home(better: Tier, place: str) -> None:
     worse = Tier(better + 1)
     tiers = {name: worse for name in NAMES[:3]} | {place: better}
-    assert first(routing(tiers), unknown(*NAMES[:3])) == place
+    assert first(routing(tiers), idle(*NAMES[:3])) == place
 
 
 def test_homes_are_spread_over_the_replicas() -> None:
@@ -191,7 +191,7 @@ def test_a_calm_holder_is_passed_over_for_nobody_cold() -> None:
     holders = {"r0": Tier.DEVICE, "r1": Tier.DEVICE, "r2": Tier.NOWHERE}
     for busy, calm in (("r0", "r1"), ("r1", "r0")):
         router = routing(holders, {busy: 60, calm: 50, "r2": 40})
-        assert first(router, unknown(*holders)) == calm
+        assert first(router, idle(*holders)) == calm
 
 
 @pytest.mark.parametrize(
@@ -211,27 +211,27 @@ def test_how_much_busier_than_an_idle_replica_the_home_may_be(
     elsewhere = next(name for name in NAMES[:2] if name != at_home)
     holders = dict(zip((at_home, elsewhere), tiers, strict=True))
     for load in (most, most + 1):
-        chosen = first(routing(holders, {at_home: load}), unknown(*NAMES[:2]))
+        chosen = first(routing(holders, {at_home: load}), idle(*NAMES[:2]))
         assert chosen == (at_home if load == most else elsewhere)
 
 
 def test_of_two_for_the_base_model_the_less_busy_serves() -> None:
     loads = {"r0": 5, "r1": 0, "r2": 9}
     router = routing(loads=loads)
-    drawn = Counter(first(router, unknown(*loads), None) for _ in range(300))
+    drawn = Counter(first(router, idle(*loads), None) for _ in range(300))
     assert set(drawn) == {"r0", "r1"}, "the busiest is never the better of two"
     assert drawn["r1"] > drawn["r0"] > 50
-    assert first(router, unknown("r2"), None) == "r2"
+    assert first(router, idle("r2"), None) == "r2"
 
 
 def test_replicas_whose_ranks_are_rebuilt_come_last() -> None:
     for what in (RED, None):
         router = routing({"r0": Tier.DEVICE, "r1": Tier.NOWHERE}, rebuilding=("r0",))
-        assert router.order(what, unknown("r0", "r1"), 0.0) == [["r1"], ["r0"]]
-        first_of_all, *others = router.order(what, unknown("r0", "r1", "r2"), 0.0)
+        assert router.order(what, idle("r0", "r1"), 0.0) == [["r1"], ["r0"]]
+        first_of_all, *others = router.order(what, idle("r0", "r1", "r2"), 0.0)
         assert others == [[name for name in ("r1", "r2") if name not in first_of_all], ["r0"]]
-        assert router.order(what, unknown("r0"), 0.0) == [["r0"]]
-        both = routing(rebuilding=("r0", "r1")).order(what, unknown("r0", "r1"), 0.0)
+        assert router.order(what, idle("r0"), 0.0) == [["r0"]]
+        both = routing(rebuilding=("r0", "r1")).order(what, idle("r0", "r1"), 0.0)
         assert sorted(name for group in both for name in group) == ["r0", "r1"]
 
 
@@ -245,8 +245,8 @@ def test_nobody_lives() -> None:
 def test_old_reports_are_not_believed() -> None:
     elsewhere = next(name for name in NAMES[:2] if name != home(RED, *NAMES[:2]))
     router = routing({elsewhere: Tier.DEVICE})
-    counts = unknown(*NAMES[:2])
-    router.tell({elsewhere: Report({mark(RED): Tier.DEVICE}).packed(), "r9": {}}, 9.0)
+    counts = idle(*NAMES[:2])
+    router.tell({elsewhere: Report({mark(RED): Tier.DEVICE}).packed(), "r9": {}}, {}, 9.0)
     assert router.order(RED, counts, STALE_SECONDS)[0] == [elsewhere]
     assert router.order(RED, counts, STALE_SECONDS + 1)[0] == [home(RED, *NAMES[:2])]
     silent = routing(rebuilding=(home(RED, *NAMES[:2]),))
@@ -258,16 +258,16 @@ def test_a_replica_that_tells_nothing_new_is_believed_by_its_beat() -> None:
     elsewhere = next(name for name in NAMES[:2] if name != home(RED, *NAMES[:2]))
     for beat in range(5):
         report = Report({mark(RED): Tier.HOST}, beat=beat)
-        router.tell({elsewhere: report.packed()}, beat * STALE_SECONDS)
+        router.tell({elsewhere: report.packed()}, {}, beat * STALE_SECONDS)
     now = 5 * STALE_SECONDS
-    assert router.order(RED, unknown(*NAMES[:2]), now)[0] == [elsewhere]
+    assert router.order(RED, idle(*NAMES[:2]), now)[0] == [elsewhere]
 
 
 def test_a_replica_that_died_and_its_reports_are_forgotten() -> None:
     elsewhere = next(name for name in NAMES[:2] if name != home(RED, *NAMES[:2]))
     router = routing({elsewhere: Tier.DEVICE})
-    router.tell({}, 1.0)
-    assert first(router, unknown(*NAMES[:2])) == home(RED, *NAMES[:2])
+    router.tell({}, {}, 1.0)
+    assert first(router, idle(*NAMES[:2])) == home(RED, *NAMES[:2])
 
 
 def test_a_replica_counts_as_a_holder_from_its_first_request_on() -> None:
@@ -305,15 +305,24 @@ def test_what_was_sent_lately_is_remembered_within_a_bound() -> None:
     assert router.order(adapter(1), counts, 0.0)[0] == [elsewhere]
 
 
-def test_a_report_tells_others_requests_and_the_own_count_is_newer() -> None:
+def test_a_report_tells_others_requests_and_the_own_are_counted_on() -> None:
     at_home = home(RED, *NAMES[:2])
     elsewhere = next(name for name in NAMES[:2] if name != at_home)
-    counted = {at_home: 0, elsewhere: 0}
-    router = routing(loads={at_home: 50})
-    assert router.order(RED, counted, 0.0)[0] == [elsewhere], "others have sent 50"
-    router.sent(None, at_home, 0.0)
-    assert router.order(RED, counted, REPORT_SECONDS)[0] == [at_home], "it has just answered"
-    assert router.order(RED, counted, REPORT_SECONDS + 1)[0] == [elsewhere]
+    router, report = Routing(random.Random(0)), Report({mark(RED): Tier.DEVICE}, 50).packed()
+    router.tell({at_home: report}, {at_home: 45}, 0.0)
+    assert first(router, {at_home: 45, elsewhere: 0}) == elsewhere, "five are others'"
+    assert first(router, {at_home: 0, elsewhere: 0}) == at_home, "the own have ended since"
+    assert first(router, {at_home: 4, elsewhere: 0}) == elsewhere
+    assert first(router, {at_home: 60, elsewhere: 50}) == at_home
+
+
+def test_a_replica_has_at_least_what_this_router_sent_it() -> None:
+    """Its report was written before they came."""
+    at_home = home(RED, *NAMES[:2])
+    elsewhere = next(name for name in NAMES[:2] if name != at_home)
+    router = Routing(random.Random(0))
+    router.tell({at_home: Report({mark(RED): Tier.DEVICE}).packed()}, {at_home: 50}, 0.0)
+    assert first(router, {at_home: 50, elsewhere: 0}) == elsewhere
 
 
 def test_without_reports_a_busy_home_is_left_for_one_of_which_nothing_is_known() -> None:
@@ -321,7 +330,7 @@ def test_without_reports_a_busy_home_is_left_for_one_of_which_nothing_is_known()
     elsewhere = next(name for name in NAMES[:2] if name != at_home)
     router = Routing(random.Random(0))
     router.sent(RED, at_home, 0.0)
-    counts: dict[str, int | None] = {at_home: COLD_SLACK, elsewhere: None}
+    counts = {at_home: COLD_SLACK, elsewhere: 0}
     assert router.order(RED, counts, 0.0)[0] == [at_home]
     counts[at_home] = COLD_SLACK + 1
     assert router.order(RED, counts, 0.0)[0] == [elsewhere]

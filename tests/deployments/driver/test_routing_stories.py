@@ -32,23 +32,10 @@ class Replica:
         return Report(held, len(self.ends), beat=beat)
 
 
-@dataclass
-class Count:
-    """What Serve counts in one router: a replica's own number when it last answered, and since
-    then the ends of what this router has sent."""
-
-    number: int = 0
-    ends: deque[float] = field(default_factory=deque)
-
-    def take(self, number: int, ends: float) -> None:
-        self.number = number
-        self.ends.append(ends)
-
-
 class Cluster:
     """Replicas, and routers that see them by reports and by what they send.
 
-    counting: whether Serve counts for the routers.
+    counting: whether routers count what they send.
     """
 
     def __init__(self, *names: str, routers: int = 1, counting: bool = True) -> None:
@@ -57,7 +44,7 @@ class Cluster:
         self.now = 0.0
         self.served: Counter[tuple[AdapterReference | None, str]] = Counter()
         self._counting = counting
-        self._counts: list[dict[str, Count]] = [{} for _ in self.routers]
+        self._sent: list[dict[str, deque[float]]] = [{} for _ in self.routers]
         self._reported = 0.0
 
     def play(self, what: AdapterReference | None, a_second: float, seconds: float) -> None:
@@ -68,15 +55,10 @@ class Cluster:
 
     def ask(self, what: AdapterReference | None, router: int = 0, service: float = 2.0) -> str:
         """A request that takes `service` seconds comes; who serves it."""
-        own = self._counts[router]
-        counts: dict[str, int | None] = {
-            name: own[name].number if self._counting and name in own else None
-            for name in self.replicas
-        }
-        [name], *_ = self.routers[router].order(what, counts, self.now)
+        [name], *_ = self.routers[router].order(what, self._counts(router), self.now)
         replica, ends = self.replicas[name], self.now + service
         replica.take(what, ends)
-        own.setdefault(name, Count()).take(len(replica.ends), ends)
+        self._sent[router].setdefault(name, deque()).append(ends)
         self.routers[router].sent(what, name, self.now)
         self.served[what, name] += 1
         return name
@@ -84,11 +66,10 @@ class Cluster:
     def pass_by(self, seconds: float) -> None:
         """Requests end and, when it is time, replicas report."""
         self.now += seconds
-        for replica in self.replicas.values():
-            self._end(replica.ends)
-        for counts in self._counts:
-            for count in counts.values():
-                count.number = max(0, count.number - self._end(count.ends))
+        sent = [ends for each in self._sent for ends in each.values()]
+        for ends in [*sent, *(replica.ends for replica in self.replicas.values())]:
+            while ends and ends[0] <= self.now:
+                ends.popleft()
         if self.now - self._reported >= REPORT_SECONDS:
             self._reported = self.now
             self._report()
@@ -97,17 +78,15 @@ class Cluster:
         """Who was ever asked for it."""
         return {name for name, each in self.replicas.items() if what in each.adapters}
 
+    def _counts(self, router: int) -> dict[str, int]:
+        own = self._sent[router] if self._counting else {}
+        return {name: len(own.get(name, ())) for name in self.replicas}
+
     def _report(self) -> None:
         beat = int(self.now / 5)
         stats = {name: each.report(beat).packed() for name, each in self.replicas.items()}
-        for router in self.routers:
-            router.tell(stats, self.now)
-
-    def _end(self, ends: "deque[float]") -> int:
-        before = len(ends)
-        while ends and ends[0] <= self.now:
-            ends.popleft()
-        return before - len(ends)
+        for i, router in enumerate(self.routers):
+            router.tell(stats, self._counts(i), self.now)
 
 
 @pytest.mark.parametrize("routers", [1, 3])
