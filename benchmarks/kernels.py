@@ -244,12 +244,17 @@ def expands(form: Form) -> Iterator[Form]:
             yield replace(form, expand=Blocks(columns, warps, 1, registers))
 
 
-def tried(bank: AdapterBank, forms: Iterator[Form], cases: list[tuple[int, int]]) -> Form:
+def tried(
+    bank: AdapterBank,
+    forms: Iterator[Form],
+    cases: list[tuple[int, int]],
+    weights: list[list[Tensor]] | None,
+) -> Form:
     """Time forms over cases, print them by rising product of their times, and return the best."""
     found = []
     for form in forms:
         try:
-            times = [step(bank, case, (form,)) for case in cases]
+            times = [step(bank, case, (form,), weights) for case in cases]
         except (triton.runtime.errors.OutOfResources, triton.runtime.errors.PTXASError) as error:
             print(f"  does not fit: {form}: {error}")
             continue
@@ -265,16 +270,22 @@ def tried(bank: AdapterBank, forms: Iterator[Form], cases: list[tuple[int, int]]
 
 
 def tune(arguments: argparse.Namespace) -> None:
-    """Search the sizes of one form: shrink and splits, expand, then programs."""
+    """Search the sizes of one form: shrink and splits, expand, then programs.
+
+    Beside the base products: what is best for the adapters alone takes registers and shared memory
+    from the kernels that a step runs them with.
+    """
     cases = TUNE_CASES[arguments.tune]
+    weights = None if arguments.no_base else make_weights()
     bank = fill_bank(max(n for _, n in cases), arguments.ranks, arguments.max_rank)
     start = next(form for form in forms_of(DTYPE) if arguments.tune <= form.max_tokens)
     if arguments.tile_tokens is not None:
         start = replace(start, tile_tokens=arguments.tile_tokens)
     print(f"mean | ms for (tokens, adapters) in {cases}; tiles of {start.tile_tokens} tokens")
-    best = tried(bank, shrinks(start), cases)
-    best = tried(bank, expands(best), cases)
-    best = tried(bank, (replace(best, programs=n) for n in (512, 1024, 2048, 4096)), cases)
+    best = tried(bank, shrinks(start), cases, weights)
+    best = tried(bank, expands(best), cases, weights)
+    programs = (replace(best, programs=n) for n in (512, 1024, 2048, 4096))
+    best = tried(bank, programs, cases, weights)
     print(f"best: {best}")
 
 
