@@ -191,6 +191,7 @@ def deploy(parsed: argparse.Namespace) -> None:
     from ray import serve
 
     from benchmarks.ingress_driver import TimedDriver
+    from deployments.app import routing
     from deployments.ingress.deployment import IngressDeployment
 
     config = config_of(max(parsed.streams))
@@ -205,7 +206,9 @@ def deploy(parsed: argparse.Namespace) -> None:
     )
     timed = (capacity, parsed.step_ms / MILLISECONDS, TOKENS)
     options = {"ray_actor_options": {"num_cpus": 0}, "max_ongoing_requests": 4096}
-    driver = serve.deployment(TimedDriver, name="Driver").options(**options)
+    driver = serve.deployment(TimedDriver, name="Driver").options(
+        request_router_config=routing(), **options
+    )
     ingress = serve.deployment(IngressDeployment, name="Ingress").options(
         num_replicas=parsed.ingress, **options
     )

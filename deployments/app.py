@@ -31,7 +31,7 @@ def build(config: ServeConfig) -> Application:
         graceful_shutdown_timeout_s=config.request_timeout_s,
         graceful_shutdown_wait_loop_s=0.5,
         max_constructor_retry_count=2,
-        request_router_config=_routing(),
+        request_router_config=routing(),
     )
     ingress = serve.deployment(IngressDeployment, name="Ingress").options(
         ray_actor_options={"num_cpus": config.ingress_cpus},
@@ -43,7 +43,7 @@ def build(config: ServeConfig) -> Application:
     return ingress.bind(config, driver.bind(config))
 
 
-def _routing() -> RequestRouterConfig:
+def routing() -> RequestRouterConfig:
     """Requests go where their adapters are; what replicas tell is asked for often enough."""
     return RequestRouterConfig(
         request_router_class=AdapterRouter,

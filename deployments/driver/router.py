@@ -44,9 +44,10 @@ class AdapterRouter(RequestRouter):  # type: ignore[misc]
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
         """Groups in the order in which Serve tries them; it asks who is full, and pauses."""
-        # Requests for which a replica was chosen are sent now, and count: else all of a burst
-        # would find the same replica idle.
-        await asyncio.sleep(0)
+        if len(candidate_replicas) > 1:
+            # Requests for which a replica was chosen are sent now, and count: else all of a burst
+            # would find the same replica idle.
+            await asyncio.sleep(0)
         task = asyncio.current_task()
         if pending_request is not None and task is not None:
             pending_request.routing_context.should_backoff = True
