@@ -264,13 +264,13 @@ def tried(
         each = " ".join(f"{ms:7.3f}" for ms in times)
         print(
             f"  {mean:7.3f} | {each} | splits {form.splits} programs {form.programs} "
-            f"{form.shrink} {form.expand}"
+            f"more_rows {form.more_rows} {form.shrink} {form.expand}"
         )
     return found[0][2]
 
 
 def tune(arguments: argparse.Namespace) -> None:
-    """Search the sizes of one form: shrink and splits, expand, then programs.
+    """Search the sizes of one form: shrink and splits, expand, more_rows, then programs.
 
     Beside the base products: what is best for the adapters alone takes registers and shared memory
     from the kernels that a step runs them with.
@@ -284,6 +284,7 @@ def tune(arguments: argparse.Namespace) -> None:
     print(f"mean | ms for (tokens, adapters) in {cases}; tiles of {start.tile_tokens} tokens")
     best = tried(bank, shrinks(start), cases, weights)
     best = tried(bank, expands(best), cases, weights)
+    best = tried(bank, (replace(best, more_rows=n) for n in (16, 32, 64)), cases, weights)
     programs = (replace(best, programs=n) for n in (512, 1024, 2048, 4096))
     best = tried(bank, programs, cases, weights)
     print(f"best: {best}")

@@ -26,11 +26,11 @@ class Form:
     """The kernels' sizes for steps of up to `max_tokens` tokens.
 
     tile_tokens: tokens of one adapter that a program serves. rank_rows: rank rows it takes at
-    once, a multiple of 16. splits: the most parts that the shrink cuts x's width into, a power
-    of two. programs: about how many of a launch are enough, 16 for each multiprocessor: a captured
-    launch must hold for the mix with the most tiles, programs without work are not free, so
-    beyond this number each takes several tiles in turn. summed: whether the shrink adds its
-    partial sums, or leaves that to the expand.
+    once, a multiple of 16; more_rows: of an adapter that has more than those. splits: the most
+    parts that the shrink cuts x's width into, a power of two. programs: about how many of a launch
+    are enough, 16 for each multiprocessor: a captured launch must hold for the mix with the most
+    tiles, programs without work are not free, so beyond this number each takes several tiles in
+    turn. summed: whether the shrink adds its partial sums, or leaves that to the expand.
     """
 
     max_tokens: int
@@ -41,9 +41,15 @@ class Form:
     expand: Blocks
     programs: int = 2048
     summed: bool = False
+    more_rows: int = 16
+
+    def widest(self, max_rank: int) -> int:
+        """Return the most rank rows that a program takes at once where no rank is larger."""
+        return self.rank_rows if max_rank <= self.rank_rows else self.more_rows
 
 
 HALF = (
+    Form(64, 8, 16, 16, Blocks(128, 2, 4), Blocks(512, 8), programs=1024, more_rows=32),
     Form(128, 8, 16, 16, Blocks(128, 2, 4), Blocks(512, 8), programs=1024),
     Form(512, 8, 16, 8, Blocks(128, 2, 4), Blocks(256, 4, registers=80)),
     Form(ANY, 16, 16, 4, Blocks(128, 2, 4), Blocks(256, 4, registers=80), 4096, summed=True),

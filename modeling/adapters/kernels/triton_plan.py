@@ -17,8 +17,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from modeling.adapters.bank import AdapterBank
 from modeling.adapters.kernels.base import Target
 from modeling.adapters.kernels.tiles import HEADER, cut_tiles
+from modeling.adapters.kernels.triton_expand import expand_kernel
 from modeling.adapters.kernels.triton_forms import Blocks, Form, forms_of
-from modeling.adapters.kernels.triton_kernels import expand_kernel, shrink_kernel
 from modeling.adapters.kernels.triton_product import (
     AHEAD,
     MAX_BLOCKS,
@@ -27,6 +27,7 @@ from modeling.adapters.kernels.triton_product import (
     product_form,
     product_kernel,
 )
+from modeling.adapters.kernels.triton_shrink import shrink_kernel
 from modeling.layers.triton import has_dependent_launch, launch_options
 from modeling.layers.triton_launch import Launcher, aligned
 
@@ -68,7 +69,7 @@ class TritonPlan:
         self.forms = tuple(forms) if forms is not None else forms_of(bank.pools[0].a.dtype)
         self.max_tokens = max_tokens
         device = bank.page_table.device
-        widest = max(form.rank_rows for form in self.forms)
+        widest = max(form.widest(bank.size.max_rank) for form in self.forms)
         self.max_rank = -(-bank.size.max_rank // widest) * widest
         self.dependent_launch = has_dependent_launch(device)
         self.shrink, self.expand = Launcher(shrink_kernel), Launcher(expand_kernel)
@@ -158,6 +159,7 @@ class TritonBatch:
             "SPLITS": self._product.shrink_splits if self._product else self._form.splits,
             "BLOCK_M": self._form.tile_tokens,
             "BLOCK_R": self._form.rank_rows,
+            "MORE_ROWS": self._form.widest(bank.size.max_rank),
             "PDL": plan.dependent_launch,
         }
         self._key = (self._form.max_tokens, self._constants["SPLITS"])

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from modeling.adapters.kernels.triton_kernels import UNSPECIALIZED, shrink_tiles
+from modeling.adapters.kernels.triton_shrink import UNSPECIALIZED, shrink_tiles
 
 
 @dataclass(frozen=True)
@@ -214,6 +214,7 @@ def product_kernel(
     SUMMED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    MORE_ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -255,6 +256,7 @@ def product_kernel(
             SUMMED,
             BLOCK_M,
             BLOCK_R,
+            MORE_ROWS,
             BLOCK_K,
             PDL,
         )
