@@ -26,7 +26,7 @@ class RuntimeConfig(Config):
     """Settings that restart nothing; None keeps what the engine's config says.
 
     pinned_adapters: references ("[source:]id[@revision]") kept on the device.
-    max_queued, max_step_tokens: as in the engine's limits.
+    max_queued, max_step_tokens, max_mixed_prompt_tokens: as in the engine's limits.
     adapters: shares by reference; one without a revision is for all revisions that have none of
     their own. adapter_default: every other adapter's. base_model: that of requests without any.
     names: what clients may call adapters besides, by reference: {"sql": "hub:acme/sql@v3"}.
@@ -35,6 +35,7 @@ class RuntimeConfig(Config):
     pinned_adapters: tuple[str, ...] = ()
     max_queued: NonNegativeInt | None = None
     max_step_tokens: PositiveInt | None = None
+    max_mixed_prompt_tokens: PositiveInt | None = None
     adapters: dict[str, AdapterShare] = Field(default_factory=dict)
     adapter_default: AdapterShare = AdapterShare()
     base_model: AdapterShare = AdapterShare()

@@ -28,7 +28,7 @@ class Overloaded(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """What the scheduler admits; `configs.engine.LimitsConfig` explains the first four.
+    """What the scheduler admits; `configs.engine.LimitsConfig` explains the first five.
 
     steps_ahead: plans that may be in flight at once. quantum_tokens: what each adapter's queue
     earns in a round. patience_steps: how long an adapter waits for room on the device before
@@ -38,6 +38,7 @@ class Limits:
     """
 
     max_step_tokens: int = 2048
+    max_mixed_prompt_tokens: int = 512
     max_running: int = 256
     max_queued: int = 1024
     max_total_tokens: int | None = None
@@ -49,7 +50,8 @@ class Limits:
 
     def __post_init__(self) -> None:
         """Refuse limits under which nothing could run."""
-        if min(self.max_step_tokens, self.max_running, self.steps_ahead, self.quantum_tokens) < 1:
+        tokens = self.max_step_tokens, self.max_mixed_prompt_tokens, self.quantum_tokens
+        if min(*tokens, self.max_running, self.steps_ahead) < 1:
             raise ValueError(f"limits must be at least 1: {self}")
         if self.slice_steps < 1:
             raise ValueError(f"slice_steps must be at least 1: {self}")
@@ -61,6 +63,7 @@ class Limits:
         """The limits of one engine; steps_ahead is 1 for models that cannot run ahead."""
         return cls(
             max_step_tokens=config.limits.max_step_tokens,
+            max_mixed_prompt_tokens=config.limits.max_mixed_prompt_tokens,
             max_running=config.limits.max_running,
             max_queued=config.limits.max_queued,
             max_total_tokens=config.limits.max_total_tokens,

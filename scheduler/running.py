@@ -62,8 +62,11 @@ class Running:
         """Blocks that nobody holds, with or without content worth keeping."""
         return self._pool.available
 
-    def advance(self, step: Step) -> None:
-        """Give every running request its token, then the longer ones their next chunks."""
+    def advance(self, step: Step, beside: int) -> None:
+        """Give every running request its token, then the longer ones their next chunks.
+
+        beside: tokens that prompts may have in a step in which others get their token.
+        """
         self.stalled = False
         self.owed = 0
         longer = []
@@ -73,6 +76,8 @@ class Running:
                 longer.append(request)
             elif step.budget > 0 and not request.exhausted:
                 self._extend(request, 1, step)
+        if step.rows:
+            step.budget = min(step.budget, beside)
         for request in longer:
             if request.status is Status.RUNNING:
                 ahead = request.total - request.scheduled

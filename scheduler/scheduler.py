@@ -125,7 +125,7 @@ class Scheduler:
         step = Step(self._limits.max_step_tokens)
         if len(self._flights) < self._limits.steps_ahead:
             self._trials.conduct(self._running)
-            self._running.advance(step)
+            self._running.advance(step, self._limits.max_mixed_prompt_tokens)
             if not self._running.stalled:
                 self._admit(step, now)
             if not self._trials.active:
@@ -134,7 +134,7 @@ class Scheduler:
         if step.empty:
             return step.seal(self._epoch, -1)
         self._tally.num_steps += 1
-        self._tally.step_tokens = self._limits.max_step_tokens - step.budget
+        self._tally.step_tokens = step.tokens
         self._turns.passed(self._tally.step_tokens)
         self._flights.append(step)
         return step.seal(self._epoch, self._tally.num_steps)

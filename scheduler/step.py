@@ -14,13 +14,14 @@ MAX_FILLS = 4
 class Step:
     """The rows, joins, fills and drops of one step, and whose they are.
 
-    budget: tokens that may still be added. number: the plan's step once it is sealed.
-    requests[i] is the one of rows[i]; dropped are the adapters of drops.
+    budget: tokens that may still be added; tokens: those that were. number: the plan's step once
+    it is sealed. requests[i] is the one of rows[i]; dropped are the adapters of drops.
     """
 
     def __init__(self, budget: int) -> None:
         """Start empty."""
         self.budget = budget
+        self.tokens = 0
         self.number = -1
         self.joins: list[Join] = []
         self.rows: list[Row] = []
@@ -47,6 +48,7 @@ class Step:
         self.rows.append(Row(request.place, start, length, blocks, samples))
         self.requests.append(request)
         self.budget -= length
+        self.tokens += length
         request.scheduled = end
         request.in_flight += 1
         if samples:

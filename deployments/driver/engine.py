@@ -128,7 +128,7 @@ class Engine:
         """Apply an operator's settings in place; AdapterError names a pin that cannot be had."""
         changes = {
             name: value
-            for name in ("max_queued", "max_step_tokens")
+            for name in ("max_queued", "max_step_tokens", "max_mixed_prompt_tokens")
             if (value := getattr(runtime, name)) is not None
         }
         changed = self._config.limits.model_copy(update=changes)

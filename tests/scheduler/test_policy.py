@@ -12,17 +12,31 @@ def test_limits_come_from_the_engine_config() -> None:
     config = EngineConfig(
         model=ModelConfig(id="tiny"),
         cache=CacheConfig(prefix_caching=False),
-        limits=LimitsConfig(max_step_tokens=300, max_running=20, max_queued=7, max_total_tokens=99),
+        limits=LimitsConfig(
+            max_step_tokens=300,
+            max_mixed_prompt_tokens=30,
+            max_running=20,
+            max_queued=7,
+            max_total_tokens=99,
+        ),
     )
     limits = Limits.from_config(config, steps_ahead=1)
     assert limits.max_step_tokens == limits.quantum_tokens == 300
+    assert limits.max_mixed_prompt_tokens == 30
     assert (limits.max_running, limits.max_queued, limits.max_total_tokens) == (20, 7, 99)
     assert not limits.prefix_caching
     assert limits.steps_ahead == 1
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"max_step_tokens": 0}, {"steps_ahead": 0}, {"max_queued": -1}, {"max_running": 0}]
+    "wrong",
+    [
+        {"max_step_tokens": 0},
+        {"max_mixed_prompt_tokens": 0},
+        {"steps_ahead": 0},
+        {"max_queued": -1},
+        {"max_running": 0},
+    ],
 )
 def test_limits_under_which_nothing_runs_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="must"):

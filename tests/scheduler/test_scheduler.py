@@ -1,5 +1,7 @@
 """The scheduler stepped by hand: what exactly is planned, and when things come free."""
 
+from dataclasses import replace
+
 import pytest
 
 from configs.adapters import AdapterKey, AdapterRefusal, AdapterShape
@@ -109,6 +111,22 @@ def test_long_prompts_go_in_chunks_behind_the_running_rows() -> None:
     scheduler.add(request(1, [1] * 12, 5), 0.0)
     first = scheduler.schedule(0.0)
     assert lengths(first) == [(2, 1, True), (0, 5, False)]
+
+
+def test_beside_running_rows_prompts_share_fewer_tokens() -> None:
+    limits = Limits(max_step_tokens=20, max_mixed_prompt_tokens=6, max_running=4)
+    scheduler = Scheduler(limits, capacity())
+    scheduler.add(request(0, [1] * 3, 20), 0.0)
+    scheduler.add(request(1, [2] * 15, 20), 0.0)
+    assert lengths(scheduler.schedule(0.0)) == [(0, 3, True), (0, 15, True)], "nobody waits"
+    scheduler.add(request(2, [3] * 4, 5), 0.0)
+    scheduler.add(request(3, [4] * 9, 5), 0.0)
+    second = scheduler.schedule(0.0)
+    assert lengths(second) == [(3, 1, True), (15, 1, True), (0, 4, True), (0, 2, False)]
+    assert scheduler.snapshot().step_tokens == 8
+    scheduler.reconfigure(replace(limits, max_mixed_prompt_tokens=20, steps_ahead=3))
+    assert lengths(scheduler.schedule(0.0))[-1] == (2, 7, True)
+    scheduler.check()
 
 
 def test_only_the_last_chunk_samples() -> None:

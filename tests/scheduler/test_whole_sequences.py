@@ -1,5 +1,7 @@
 """Ranks that cannot cut sequences: whole rows, a budget that still holds, no shared blocks."""
 
+from dataclasses import replace
+
 import msgspec
 
 from scheduler.events import Ended
@@ -50,6 +52,14 @@ def test_a_prompt_beyond_the_budget_goes_alone() -> None:
     assert lengths(second) == [1, 40]
     run(scheduler, first)
     assert lengths(scheduler.schedule(0.0)) == [1, 1, 4]
+
+
+def test_beside_rows_that_decode_one_prompt_goes_however_long() -> None:
+    scheduler = Scheduler(replace(LIMITS, max_mixed_prompt_tokens=4), whole())
+    for index, length in enumerate((16, 9, 3)):
+        scheduler.add(request(index, [1] * length), 0.0)
+    assert lengths(scheduler.schedule(0.0)) == [16]
+    assert lengths(scheduler.schedule(0.0)) == [1, 9]
 
 
 def test_nothing_is_shared_even_after_limits_change() -> None:
