@@ -24,6 +24,7 @@ from benchmarks.table.server import (
 from benchmarks.table.setup import (
     Setup,
     SetupError,
+    claimed,
     measure_loading,
     our_command,
     peer_command,
@@ -215,15 +216,19 @@ class Player:
         names = ", ".join(play.name for play in session.plays)
         self.tell(f"\n{session.group.name} ({session.side}): {names}")
         try:
-            write_files(self.setup, session.group, session.plays)
-            if isinstance(session.plays[0].what, Loading):
-                row = measure_loading(self.setup, session.group)
-                self._record(session, session.plays[0], row, None)
-            else:
-                self._serve(session)
+            with claimed(self.setup, f"{session.group.name}-{session.side}"):
+                self._play_alone(session)
         except (ServerError, SetupError) as fault:
             self.tell(str(fault))
             self._append(session, "(start)", {"failure": str(fault)})
+
+    def _play_alone(self, session: Session) -> None:
+        write_files(self.setup, session.group, session.plays)
+        if isinstance(session.plays[0].what, Loading):
+            row = measure_loading(self.setup, session.group)
+            self._record(session, session.plays[0], row, None)
+        else:
+            self._serve(session)
 
     def _serve(self, session: Session) -> None:
         """Have a server for as long as its cases run."""

@@ -1,12 +1,14 @@
 """What a group's servers need: the files on disk, our yaml, a peer's command."""
 
 import argparse
+import fcntl
 import json
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -146,6 +148,22 @@ def _run(module: Sequence[str]) -> str:
     if done.returncode:
         raise SetupError(f"{module[0]} failed:\n{done.stderr[-2000:]}")
     return done.stdout
+
+
+@contextmanager
+def claimed(setup: Setup, name: str) -> Iterator[None]:
+    """Hold a group's files under `work` alone; SetupError while another table has them."""
+    path = setup.work / f"{name}.lock"
+    setup.work.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            message = (
+                f"another table plays {name} in {setup.work}: give this one a --work of its own"
+            )
+            raise SetupError(message) from None
+        yield
 
 
 def check_space(setup: Setup, group: Group, missing: Sequence[Recipe]) -> None:

@@ -1,6 +1,7 @@
 """The table played: against a peer's process by the one command, and against our own server."""
 
 import asyncio
+import fcntl
 import io
 import json
 import os
@@ -94,6 +95,15 @@ def test_a_peer_that_ends_by_itself_is_told(work: Path, tmp_path: Path) -> None:
     assert "there is no GPU for this server" in printed
     assert "## What went wrong" in printed
     assert "exit code 1" in printed
+
+
+def test_two_tables_of_a_group_do_not_share_its_files(work: Path, tmp_path: Path) -> None:
+    out = tmp_path / "results.jsonl"
+    with (work / "one-gpu-peer.lock").open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        printed = play_peer(work, out, "--cases", "base-c1")
+    assert cases(out) == [("(start)", "peer")]
+    assert "give this one a --work of its own" in printed
 
 
 def test_a_peer_that_is_no_program_is_told(work: Path, tmp_path: Path) -> None:
