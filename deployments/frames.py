@@ -1,9 +1,10 @@
 """The socket on which token frames travel from drivers to an ingress replica.
 
-One connection from each driver to each ingress replica, length-prefixed msgpack, a secret
-first. The driver never waits for it: a frame that does not fit a slow replica's buffer is
+One connection from each driver to each ingress replica, length-prefixed msgpack, a greeting with a
+secret first. The driver never waits for it: a frame that does not fit a slow replica's buffer is
 refused, and the driver is told when there is room again. On the way back the ingress says where
-a stop string ended a sequence; its hanging up tells the driver that the clients are gone.
+a stop string ended a sequence, and sends requests ahead of the calls that bring them; its hanging
+up tells the driver that the clients are gone.
 """
 
 import asyncio
@@ -17,12 +18,14 @@ from typing import Protocol
 
 import msgspec
 
-from deployments.contract import ReplyAddress, TokenFrame
+from deployments.contract import GenerateRequest, ReplyAddress, TokenFrame
 
 _LENGTH = struct.Struct("!I")
 _MAX_HELLO_BYTES = 1024
 _MAX_FRAME_BYTES = 64 << 20
 _MAX_UNSENT_BYTES = 8 << 20
+_MAX_AHEAD_BYTES = 64 << 10
+_MAX_WORD_BYTES = _MAX_AHEAD_BYTES + 1024
 # A driver that was slow to greet would take the hang-up for the end of all its clients.
 _GREETING_SECONDS = 60.0
 _DIALLING_SECONDS = 20.0
@@ -30,12 +33,35 @@ _DIALLING_SECONDS = 20.0
 logger = logging.getLogger("loray.frames")
 
 
-class Finish(msgspec.Struct, frozen=True, array_like=True):
+class Hello(msgspec.Struct, frozen=True):
+    """A driver's first word: the secret, and its replica's unique id ("" where there is none)."""
+
+    secret: str
+    replica: str = ""
+
+
+class Finish(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Keep `at` generated tokens of this sequence and end it: a stop string was matched."""
 
     request_id: str
     index: int
     at: int
+
+
+class HeadStart(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Begin this request; the call that brings it is on its way to the same driver."""
+
+    request: GenerateRequest
+
+
+class TakeBack(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The call of a request with a head start is not coming: it goes elsewhere, or ended."""
+
+    request_id: str
+
+
+Word = Finish | HeadStart | TakeBack
+"""What an ingress replica says to a driver."""
 
 
 class FrameReceiver:
@@ -46,8 +72,10 @@ class FrameReceiver:
         self._deliver = deliver
         self._secret = secrets.token_urlsafe(32)
         self._server: asyncio.Server | None = None
-        self._drivers: set[asyncio.StreamWriter] = set()
+        self._drivers: dict[asyncio.StreamWriter, str] = {}
+        self._replicas: dict[str, asyncio.StreamWriter] = {}
         self._decoder = msgspec.msgpack.Decoder(TokenFrame)
+        self._encoder = msgspec.msgpack.Encoder()
 
     async def start(self, host: str) -> ReplyAddress:
         """Listen on a free port of `host`; the address is what drivers are told."""
@@ -58,7 +86,34 @@ class FrameReceiver:
     def finish(self, request_id: str, index: int, at: int) -> None:
         """Tell every driver (those that do not run the request ignore it)."""
         for writer in self._drivers:
-            _write_frame(writer, msgspec.msgpack.encode(Finish(request_id, index, at)))
+            _write_frame(writer, self._encoder.encode(Finish(request_id, index, at)))
+
+    def send_ahead(self, replica: str, request: GenerateRequest) -> bool:
+        """Give a request a head start on the driver with this id; False: nothing was sent.
+
+        What is large, or would wait for what was sent before it, goes with its call alone, and so
+        does what bears a client's token.
+        """
+        writer = self._replicas.get(replica)
+        if writer is None or writer.is_closing() or request.api_token is not None:
+            return False
+        if _least_bytes(request) > _MAX_AHEAD_BYTES:
+            return False
+        try:
+            payload = self._encoder.encode(HeadStart(request))
+        except (OverflowError, UnicodeEncodeError):
+            return False  # The call itself says what is wrong with it.
+        unsent = writer.transport.get_write_buffer_size()
+        if unsent + len(payload) > _MAX_AHEAD_BYTES:
+            return False
+        _write_frame(writer, payload)
+        return True
+
+    def take_back(self, replica: str, request_id: str) -> None:
+        """Tell the driver with this id that the call of a head start is not coming."""
+        writer = self._replicas.get(replica)
+        if writer is not None and not writer.is_closing():
+            _write_frame(writer, self._encoder.encode(TakeBack(request_id)))
 
     async def close(self) -> None:
         """Stop listening and hang up."""
@@ -70,18 +125,32 @@ class FrameReceiver:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             async with asyncio.timeout(_GREETING_SECONDS):
-                secret = await _read_frame(reader, _MAX_HELLO_BYTES)
-            if not hmac.compare_digest(secret, self._secret.encode()):
+                hello = await _read_frame(reader, _MAX_HELLO_BYTES)
+            replica = self._greeted(hello)
+            if replica is None:
                 logger.warning("refused a connection that does not know the secret")
                 return
-            self._drivers.add(writer)
+            self._drivers[writer] = replica
+            if replica:
+                self._replicas[replica] = writer
             while True:
                 self._deliver(self._decoder.decode(await _read_frame(reader, _MAX_FRAME_BYTES)))
         except (ConnectionError, asyncio.IncompleteReadError, TimeoutError) as end:
             logger.info("a driver's connection ended: %r", end)
         finally:
-            self._drivers.discard(writer)
+            replica = self._drivers.pop(writer, None)
+            if replica is not None and self._replicas.get(replica) is writer:
+                del self._replicas[replica]
             writer.close()
+
+    def _greeted(self, frame: bytes) -> str | None:
+        """The replica id of who knows the secret."""
+        try:
+            hello = msgspec.msgpack.decode(frame, type=Hello)
+        except msgspec.DecodeError:
+            return None
+        known = hmac.compare_digest(hello.secret.encode(), self._secret.encode())
+        return hello.replica if known else None
 
 
 class FrameEvents(Protocol):
@@ -89,6 +158,14 @@ class FrameEvents(Protocol):
 
     def on_finish(self, finish: Finish) -> None:
         """A stop string was matched."""
+        ...
+
+    def on_head_start(self, request: GenerateRequest, address: ReplyAddress) -> None:
+        """A request came from this ingress replica ahead of its call."""
+        ...
+
+    def on_take_back(self, request_id: str) -> None:
+        """The call of a head start is not coming."""
         ...
 
     def on_room(self, address: ReplyAddress) -> None:
@@ -103,9 +180,10 @@ class FrameEvents(Protocol):
 class FrameSender:
     """The driver's end: one connection to each ingress replica, dialled at first use."""
 
-    def __init__(self, events: FrameEvents) -> None:
-        """No connection yet."""
+    def __init__(self, events: FrameEvents, replica: str = "") -> None:
+        """No connection yet; `replica` is the unique id of this driver's, where it has one."""
         self._events = events
+        self._replica = replica
         self._writers: dict[ReplyAddress, asyncio.StreamWriter] = {}
         self._dials: dict[ReplyAddress, asyncio.Task[None]] = {}
         self._connected: dict[ReplyAddress, asyncio.Future[None]] = {}
@@ -152,19 +230,24 @@ class FrameSender:
 
     async def _dial(self, address: ReplyAddress) -> None:
         """Hold one connection from its beginning to its end."""
-        decoder = msgspec.msgpack.Decoder(Finish)
+        decoder = msgspec.msgpack.Decoder(Word)
         writer: asyncio.StreamWriter | None = None
         try:
             async with asyncio.timeout(_DIALLING_SECONDS):
                 reader, writer = await asyncio.open_connection(address.host, address.port)
             writer.transport.set_write_buffer_limits(_MAX_UNSENT_BYTES)
-            _write_frame(writer, address.secret.encode())
+            _write_frame(writer, self._encoder.encode(Hello(address.secret, self._replica)))
             self._writers[address] = writer
             self._connected[address].set_result(None)
             self._events.on_room(address)
             while True:
-                frame = await _read_frame(reader, _MAX_HELLO_BYTES)
-                self._events.on_finish(decoder.decode(frame))
+                frame = await _read_frame(reader, _MAX_WORD_BYTES)
+                try:
+                    word = decoder.decode(frame)
+                except msgspec.DecodeError as error:
+                    logger.warning("an ingress replica said what is no word: %s", error)
+                    continue
+                self._heed(word, address)
         except (OSError, asyncio.IncompleteReadError, TimeoutError) as end:
             logger.info("an ingress connection ended: %r", end)
             if address in self._writers:
@@ -177,6 +260,24 @@ class FrameSender:
             if writer is not None:
                 with contextlib.suppress(RuntimeError):  # the loop may be closing
                     writer.close()
+
+    def _heed(self, word: Word, address: ReplyAddress) -> None:
+        if isinstance(word, Finish):
+            self._events.on_finish(word)
+        elif isinstance(word, HeadStart):
+            self._events.on_head_start(word.request, address)
+        else:
+            self._events.on_take_back(word.request_id)
+
+
+def _least_bytes(request: GenerateRequest) -> int:
+    """Fewer than the request is long, told at once: what its sequences share is sent with each."""
+    total = 0
+    for sequence in request.sequences:
+        asked = sequence.sampling
+        long = (sequence.prompt, asked.json_schema, asked.grammar, asked.logit_bias)
+        total += sum(map(len, long))
+    return total
 
 
 def _has_room(writer: asyncio.StreamWriter) -> bool:

@@ -58,11 +58,13 @@ class DriverDeployment:
         hand_logs_to_serve()
         folder = fetch_model(config.engine.model)
         logger.info("loading %s over %d ranks", folder.name, config.engine.tensor_parallel)
-        self._engine = Engine(config.engine, folder, self._group(config.engine, folder))
+        context = serve.get_replica_context()
+        group = self._group(config.engine, folder)
+        self._engine = Engine(config.engine, folder, group, context.replica_id.unique_id)
         await self._engine.start()
         for what, choice in (await self._engine.describe()).chosen.items():
             logger.info("%s: %s", what, choice)
-        ledger = RayLedger(serve.get_replica_context().app_name)
+        ledger = RayLedger(context.app_name)
         orders = Orders(ledger, self._engine.adapters)
         await orders.follow(pins=False)
         self._tasks = [asyncio.create_task(each) for each in (self._report(), _follow(orders))]
@@ -88,6 +90,7 @@ class DriverDeployment:
                 self._running.steps.last(),
                 rebuilds=self._running.num_rebuilds,
                 dropped=self._running.dropped_frames,
+                head_starts=self._running.head_starts.num_adopted,
             )
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
@@ -124,6 +127,10 @@ class DriverDeployment:
     async def snapshot(self) -> Snapshot:
         """The scheduler in numbers."""
         return await self._running.snapshot()
+
+    async def head_starts(self) -> int:
+        """Calls whose requests ran already when they came, for tests."""
+        return self._running.head_starts.num_adopted
 
     async def load_sums(self) -> dict[str, LoadSum]:
         """How long adapters took to load, by stage, for benchmarks."""

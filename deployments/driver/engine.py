@@ -30,6 +30,7 @@ from deployments.contract import (
     SequenceOutcome,
 )
 from deployments.driver.adapters import EngineAdapters
+from deployments.driver.ahead import HeadStarts
 from deployments.driver.control import Control
 from deployments.driver.description import chosen, common, read_json, stop_token_ids
 from deployments.driver.holdings import Holdings
@@ -37,7 +38,7 @@ from deployments.driver.loop import EngineLoop, LoopSettings, RankGroup
 from deployments.driver.readiness import AdapterDirectory
 from deployments.driver.routing import Report
 from deployments.driver.shares import NamedShares
-from deployments.driver.streams import Streams
+from deployments.driver.streams import Streams, refusal, unreadable
 from deployments.driver.usage import Usage
 from deployments.frames import Finish, FrameSender
 from deployments.observability.steps import StepLog
@@ -59,14 +60,17 @@ logger = logging.getLogger("loray.driver")
 class Engine:
     """Everything a driver replica does; `deployment.py` gives it a Serve shell."""
 
-    def __init__(self, config: EngineConfig, folder: Path, group: RankGroup) -> None:
-        """`folder` holds the base model; `group` is not started yet."""
+    def __init__(
+        self, config: EngineConfig, folder: Path, group: RankGroup, replica: str = ""
+    ) -> None:
+        """`folder` holds the base model; `group` is not started yet; `replica`: Serve's id."""
         self._config = config
         self._folder = folder
         self._group = group
         self._directory = AdapterDirectory(AdapterSources(config.adapters), config.adapters)
-        self._sender = FrameSender(self)
+        self._sender = FrameSender(self, replica)
         self._streams = Streams(self._sender)
+        self.head_starts = HeadStarts(self._generate, self._streams, self._settled)
         self._limits = config.limits
         self._adapters = EngineAdapters(
             config.adapters, self._directory, self._post, self._run_trial
@@ -106,6 +110,7 @@ class Engine:
         await asyncio.get_running_loop().run_in_executor(None, end)
         self._on_failure("the server is shutting down")
         self._sender.close()
+        self.head_starts.close()
         await self._adapters.close()
 
     @property
@@ -145,12 +150,12 @@ class Engine:
     async def generate(self, request: GenerateRequest, reply_to: ReplyAddress) -> Completion:
         """Run all sequences to their end; a caller that goes away ends them within two steps."""
         with request_span(DRIVER, request) as span:
-            return span.ended(await self._generate(request, reply_to))
+            return span.ended(await self.head_starts.call(request, reply_to))
 
     async def _generate(self, request: GenerateRequest, reply_to: ReplyAddress) -> Completion:
         arrived = time.monotonic()
         if self.failure is not None:
-            return _refusal(request, Failed(ErrorKind.UNAVAILABLE, self.failure, 5.0))
+            return refusal(request, Failed(ErrorKind.UNAVAILABLE, self.failure, 5.0))
         await self._sender.connect(reply_to)
         if request.adapter is None:
             return await self._run(request, None, arrived, reply_to)
@@ -158,7 +163,7 @@ class Engine:
             target = self._control.target(request.adapter)
             return await self._run_adapted(request, target, arrived, reply_to)
         except AdapterError as error:
-            return _refusal(request, Failed(ErrorKind(error.refusal.value), error.message))
+            return refusal(request, Failed(ErrorKind(error.refusal.value), error.message))
 
     async def finish(self, request_id: str, index: int, at: int) -> None:
         """A stop string was matched in the ingress."""
@@ -172,12 +177,21 @@ class Engine:
         """The same, by socket."""
         self._replica.create_task(self.finish(finish.request_id, finish.index, finish.at))
 
+    def on_head_start(self, request: GenerateRequest, address: ReplyAddress) -> None:
+        """A request by socket, ahead of its call."""
+        self.head_starts.begin(request, address)
+
+    def on_take_back(self, request_id: str) -> None:
+        """Its call is not coming."""
+        self.head_starts.take_back(request_id)
+
     def on_room(self, address: ReplyAddress) -> None:
         """An ingress replica takes frames: what it was not sent yet goes first."""
         self._streams.resend(address)
 
     def on_lost(self, address: ReplyAddress) -> None:
         """An ingress replica is gone: nobody waits for its requests any more."""
+        self.head_starts.lost(address)
         self._streams.abandon(address)
 
     async def snapshot(self) -> Snapshot:
@@ -192,6 +206,11 @@ class Engine:
         """What to tell routers, with the adapters as seen last and as many open requests."""
         ready = self.healthy and self.failure is None
         return self._holdings.report(views, self._adapters.pins, load, ready, time.monotonic())
+
+    async def _settled(self) -> None:
+        """Return when all that was posted until now is done, and its events are heard."""
+        with contextlib.suppress(RuntimeError):  # the loop failed, and tells nothing any more
+            await self._look(lambda scheduler: None)
 
     async def _look(self, look: Callable[[Scheduler], T]) -> T:
         """What `look` sees between two steps."""
@@ -286,7 +305,7 @@ class Engine:
                 completion = await self._run(meant, key, arrived, reply_to)
             finally:
                 self._adapters.release(key)
-            if not _unreadable(completion) or not self._adapters.give_up(reference, key):
+            if not unreadable(completion) or not self._adapters.give_up(reference, key):
                 return completion
 
     async def _run_trial(
@@ -310,7 +329,7 @@ class Engine:
             msgspec.msgpack.encode(request.sequences)
         except (OverflowError, UnicodeEncodeError) as error:
             # What cannot travel to the ranks would end the loop, and everybody's requests.
-            return _refusal(request, Failed(ErrorKind.VALIDATION, f"not a token request: {error}"))
+            return refusal(request, Failed(ErrorKind.VALIDATION, f"not a token request: {error}"))
         completion = self._streams.open(request, reply_to)
         if self.failure is not None:  # since this request was asked for
             self._on_failure(self.failure)
@@ -379,17 +398,3 @@ def _deliver(taken: "asyncio.Future[T]", seen: T) -> None:
 def _reconfigured(scheduler: Scheduler, limits: Limits) -> Sequence[Event]:
     scheduler.reconfigure(limits)
     return []
-
-
-def _unreadable(completion: Completion) -> bool:
-    """Whether nothing was generated because the adapter's files were not there any more."""
-    return all(
-        isinstance(s.ending, Failed)
-        and s.ending.kind is ErrorKind.ADAPTER_UNAVAILABLE
-        and not s.tokens
-        for s in completion.sequences
-    )
-
-
-def _refusal(request: GenerateRequest, failure: Failed) -> Completion:
-    return Completion([SequenceOutcome([], failure) for _ in request.sequences])

@@ -129,7 +129,7 @@ class EngineLoop:
         self._thread.start()
 
     def post(self, command: Command) -> None:
-        """Have the loop call command(scheduler, now) soon; its events are emitted. Any thread."""
+        """Have the loop call command(scheduler, now) soon, and emit its events. Any thread."""
         self._commands.append(command)
         self._posted.set()
         if (links := self._links) is not None:
@@ -204,10 +204,8 @@ class EngineLoop:
             raise RanksLost(f"an adapter has not reached the device after {stuck_for:.1f} s")
 
     def _run_commands(self) -> None:
-        events: list[Event] = []
         while self._commands:
-            events += self._commands.popleft()(self._scheduler, time.monotonic())
-        self._emit(events)
+            self._emit(self._commands.popleft()(self._scheduler, time.monotonic()))
 
     def _request_staging(self, links: RankLinks) -> None:
         for key in self._scheduler.to_stage():

@@ -12,6 +12,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 from configs.adapters import AdapterReference
 from deployments.contract import GenerateRequest
 from deployments.driver.routing import Routing
+from deployments.headstart import replica_chosen
 
 
 class AdapterRouter(RequestRouter):  # type: ignore[misc]
@@ -80,8 +81,9 @@ class AdapterRouter(RequestRouter):  # type: ignore[misc]
     ) -> RunningReplica:
         """The replica, to which Serve sends the request at once: no later word says so in time."""
         replica = await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
-        now = time.monotonic()
-        self._routing.sent(_adapter(pending_request), replica.replica_id.unique_id, now)
+        chosen = replica.replica_id.unique_id
+        replica_chosen(chosen)
+        self._routing.sent(_adapter(pending_request), chosen, time.monotonic())
         return replica
 
     def _get_pending_request_matching_internal_request_id(

@@ -57,6 +57,7 @@ class Streams:
         """Frames leave through `link`, which must not block."""
         self._outbox = Outbox(link)
         self._streams: dict[str, _Stream] = {}
+        self._held: dict[str, list[TokenRun]] = {}
 
     def __len__(self) -> int:
         """How many requests are open."""
@@ -99,7 +100,23 @@ class Streams:
                 stream.end(index, _outcome(event))
         elif stream.reply_to is not None and stream.outcomes[index] is None:
             run = TokenRun(request_id, index, event.start, event.tokens, event.logprobs)
-            self._outbox.put(stream.reply_to, run)
+            if request_id in self._held:
+                self._held[request_id].append(run)
+            else:
+                self._outbox.put(stream.reply_to, run)
+
+    def hold(self, request_id: str) -> None:
+        """Send no tokens of this request, which need not be open yet, until it is released."""
+        self._held[request_id] = []
+
+    def release(self, request_id: str) -> None:
+        """Send what was held of a request; of one that is over nothing."""
+        held = self._held.pop(request_id, [])
+        stream = self._streams.get(request_id)
+        if held and stream is not None and stream.reply_to is not None:
+            for run in held:
+                self._outbox.put(stream.reply_to, run)
+            self._outbox.flush()
 
     def flush(self) -> None:
         """Send what `take` gathered: one frame for each ingress replica."""
@@ -128,6 +145,21 @@ class Streams:
             if stream.reply_to == address:
                 for index in stream.open_indices:
                     stream.end(index, SequenceOutcome([], Cancelled()))
+
+
+def refusal(request: GenerateRequest, failure: Failed) -> Completion:
+    """The answer to a request that was never open."""
+    return Completion([SequenceOutcome([], failure) for _ in request.sequences])
+
+
+def unreadable(completion: Completion) -> bool:
+    """Whether nothing was generated because the adapter's files were not there any more."""
+    return all(
+        isinstance(s.ending, Failed)
+        and s.ending.kind is ErrorKind.ADAPTER_UNAVAILABLE
+        and not s.tokens
+        for s in completion.sequences
+    )
 
 
 def _outcome(event: events.Ended) -> SequenceOutcome:

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
+from functools import cached_property
 
 import ray
 from fastapi import FastAPI
@@ -27,6 +28,8 @@ from deployments.contract import (
     ReplyAddress,
 )
 from deployments.frames import FrameReceiver
+from deployments.headstart import telling
+from deployments.ingress.ahead import Ahead
 from deployments.ingress.api import build_app
 from deployments.ingress.engine import IngressSettings
 from deployments.ingress.errors import RequestError
@@ -57,7 +60,19 @@ class HandleDriver:
 
     async def generate(self, request: GenerateRequest, reply_to: ReplyAddress) -> Completion:
         """One unary call a request; when the client leaves, the driver's call is cancelled."""
-        response = self._handle.generate.remote(request, reply_to)
+        with Ahead(self._receiver, request) as ahead:
+            return await self._generate(request, reply_to, ahead)
+
+    @cached_property
+    def _generating(self) -> DeploymentHandle:
+        """The handle of `generate` alone, which Serve would make anew for every call."""
+        return self._handle.generate
+
+    async def _generate(
+        self, request: GenerateRequest, reply_to: ReplyAddress, ahead: Ahead
+    ) -> Completion:
+        with telling(ahead.chosen):
+            response = self._generating.remote(request, reply_to)
         try:
             completion: Completion = await response
         except asyncio.CancelledError:

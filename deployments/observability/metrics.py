@@ -30,6 +30,7 @@ COUNTERS = {
     "loray_generated_tokens": "Tokens generated.",
     "loray_rank_rebuilds": "Times the group of ranks was made anew.",
     "loray_dropped_frames": "Token frames that a slow ingress replica did not take.",
+    "loray_head_starts": "Requests that ran before Serve's call for them was here.",
 }
 
 
@@ -51,7 +52,13 @@ class EngineMetrics:
         self._last_step = 0
 
     def update(
-        self, snapshot: Snapshot, steps: Sequence[StepRecord], *, rebuilds: int, dropped: int
+        self,
+        snapshot: Snapshot,
+        steps: Sequence[StepRecord],
+        *,
+        rebuilds: int,
+        dropped: int,
+        head_starts: int,
     ) -> None:
         """Take the scheduler's numbers and the steps since the last call."""
         self._gauges["loray_queue_length"].set(snapshot.queued)
@@ -68,6 +75,7 @@ class EngineMetrics:
         self._raise_to("loray_generated_tokens", snapshot.num_generated_tokens)
         self._raise_to("loray_rank_rebuilds", rebuilds)
         self._raise_to("loray_dropped_frames", dropped)
+        self._raise_to("loray_head_starts", head_starts)
         self._observe(steps)
 
     def healthy(self, healthy: bool) -> None:

@@ -1,14 +1,25 @@
-"""Token frames: strangers are refused, frames arrive, finishes come back, hang-ups are told."""
+"""Token frames: strangers are refused, frames arrive, words come back, hang-ups are told."""
 
 import asyncio
 import contextlib
 import socket
 import struct
 
+import msgspec
 import pytest
 
-from deployments.contract import ReplyAddress, TokenFrame, TokenRun
-from deployments.frames import Finish, FrameReceiver, FrameSender
+from configs.adapters import AdapterReference, AdapterSource
+from configs.merging import MergeRule
+from configs.sampling import Sampling, Stopping
+from deployments.contract import (
+    GenerateRequest,
+    ReplyAddress,
+    SequenceRequest,
+    TokenFrame,
+    TokenRun,
+)
+from deployments.frames import Finish, FrameReceiver, FrameSender, Hello
+from tests.deployments.driver.stories import until_true
 
 
 class Recorder:
@@ -16,11 +27,19 @@ class Recorder:
 
     def __init__(self) -> None:
         self.finishes: asyncio.Queue[Finish] = asyncio.Queue()
+        self.ahead: asyncio.Queue[tuple[GenerateRequest, ReplyAddress]] = asyncio.Queue()
+        self.taken_back: asyncio.Queue[str] = asyncio.Queue()
         self.room: asyncio.Queue[ReplyAddress] = asyncio.Queue()
         self.lost: asyncio.Queue[ReplyAddress] = asyncio.Queue()
 
     def on_finish(self, finish: Finish) -> None:
         self.finishes.put_nowait(finish)
+
+    def on_head_start(self, request: GenerateRequest, address: ReplyAddress) -> None:
+        self.ahead.put_nowait((request, address))
+
+    def on_take_back(self, request_id: str) -> None:
+        self.taken_back.put_nowait(request_id)
 
     def on_room(self, address: ReplyAddress) -> None:
         self.room.put_nowait(address)
@@ -57,8 +76,20 @@ def test_frames_arrive_in_order_and_finishes_come_back() -> None:
     run(story())
 
 
+def packed(word: object) -> bytes:
+    payload = msgspec.msgpack.encode(word)
+    return struct.pack("!I", len(payload)) + payload
+
+
 @pytest.mark.parametrize(
-    "hello", [b"\x00\x00\x00\x05wrong", struct.pack("!I", 1 << 30), b"GET / HTTP/1.1\r\n\r\n"]
+    "hello",
+    [
+        b"\x00\x00\x00\x05wrong",
+        struct.pack("!I", 1 << 30),
+        b"GET / HTTP/1.1\r\n\r\n",
+        packed(Hello("wrong", "a replica")),
+        packed({"replica": "a replica"}),
+    ],
 )
 def test_strangers_are_refused(hello: bytes) -> None:
     async def story() -> None:
@@ -149,6 +180,146 @@ def test_a_replica_that_ends_with_its_socket_full_is_told_of_once() -> None:
         assert not sender.has_room(address)
         await ended.wait()
         sender.close()
+        server.close()
+
+    run(story())
+
+
+def request(prompt: list[int] | None = None) -> GenerateRequest:
+    return GenerateRequest("r", [SequenceRequest(prompt or [1, 2], Sampling(), Stopping(5))])
+
+
+def test_a_request_goes_ahead_to_the_replica_that_is_meant() -> None:
+    """Whatever it holds, it comes as it went."""
+    red, blue = (AdapterReference(AdapterSource.HUB, name, "main") for name in ("red", "blue"))
+    merge = AdapterReference(
+        AdapterSource.LOCAL, "two", parts=(red, blue), rule=MergeRule(weights=(0.5, 0.25))
+    )
+    sampling = Sampling(
+        temperature=1, top_k=7, top_p=0.5, seed=(1 << 64) - 1, logprobs=3, watermark=True,
+        logit_bias=((3, -1.5), (4, 2.0)), masked_ids=(1, 2), masked_tokens=4, json_schema="{}",
+    )  # fmt: skip
+    full = SequenceRequest([0, 70_000, 3], sampling, Stopping(9, (2, 7), 1))
+
+    async def story() -> None:
+        receiver = FrameReceiver(lambda frame: None)
+        address = await receiver.start("127.0.0.1")
+        recorders = {name: Recorder() for name in ("a", "b", "")}
+        for name, recorder in recorders.items():
+            sender = FrameSender(recorder, name)
+            await sender.connect(address)
+        asked = GenerateRequest("r", [full, *request().sequences], merge)
+        # They dialled, but may not have been heard yet.
+        await until_true(lambda: len(receiver._drivers) == 3)
+        assert receiver.send_ahead("b", asked)
+        receiver.take_back("b", "r")
+        receiver.finish("r", 1, 3)
+        assert await recorders["b"].ahead.get() == (asked, address)
+        assert await recorders["b"].taken_back.get() == "r"
+        for recorder in recorders.values():
+            assert await recorder.finishes.get() == Finish("r", 1, 3)
+        assert recorders["a"].ahead.empty()
+        assert recorders[""].ahead.empty()
+        for unknown in ("c", ""):
+            assert not receiver.send_ahead(unknown, asked)
+            receiver.take_back(unknown, "r")
+        await receiver.close()
+        assert not receiver.send_ahead("b", asked), "it hung up"
+        receiver.take_back("b", "r")
+        for recorder in recorders.values():
+            await recorder.lost.get()
+
+    run(story())
+
+
+def test_what_must_not_go_ahead_does_not() -> None:
+    long = request([100_000] * 20_000)
+    longer = request([1] * 70_000)
+    held = Sampling(grammar="start: " + "a" * 5_000)
+    many = GenerateRequest("r", [SequenceRequest([1], held, Stopping(5))] * 16)
+    secret = msgspec.structs.replace(request(), api_token="a client's own")
+    impossible = request([1 << 70])
+    no_text = msgspec.structs.replace(
+        request(), adapter=AdapterReference(AdapterSource.LOCAL, "\ud800")
+    )
+
+    async def story() -> None:
+        receiver, recorder = FrameReceiver(lambda frame: None), Recorder()
+        address = await receiver.start("127.0.0.1")
+        await FrameSender(recorder, "a").connect(address)
+        await until_true(lambda: receiver.send_ahead("a", request()))
+        for asked in (long, longer, many, secret, impossible, no_text):
+            assert not receiver.send_ahead("a", asked)
+        almost = request([100_000] * 12_000)
+        assert receiver.send_ahead("a", almost)
+        assert (await recorder.ahead.get())[0] == request()
+        assert (await recorder.ahead.get())[0] == almost
+        await receiver.close()
+        await recorder.lost.get()
+
+    run(story())
+
+
+def test_a_driver_that_does_not_read_is_sent_no_head_starts() -> None:
+    async def story() -> None:
+        receiver = FrameReceiver(lambda frame: None)
+        address = await receiver.start("127.0.0.1")
+        _, writer = await asyncio.open_connection(address.host, address.port, limit=1)
+        writer.write(packed(Hello(address.secret, "a")))
+        await until_true(lambda: receiver.send_ahead("a", request()))
+        large, count = request([100_000] * 12_000), 0
+        while receiver.send_ahead("a", large):
+            count += 1
+            await asyncio.sleep(0)
+            assert count < 10_000
+        writer.transport.abort()
+        await receiver.close()
+
+    run(story())
+
+
+def test_of_two_connections_of_a_replica_the_later_counts() -> None:
+    async def story() -> None:
+        receiver, recorders = FrameReceiver(lambda frame: None), [Recorder(), Recorder()]
+        address = await receiver.start("127.0.0.1")
+        senders = [FrameSender(recorder, "a") for recorder in recorders]
+        for sender, recorder in zip(senders, recorders, strict=True):
+            await sender.connect(address)
+            while recorder.finishes.empty():  # until it was heard
+                receiver.finish("r", 0, 1)
+                await asyncio.sleep(0)
+        assert receiver.send_ahead("a", request())
+        await recorders[1].ahead.get()
+        senders[0].close()
+        await until_true(lambda: len(receiver._drivers) == 1)
+        assert receiver.send_ahead("a", request()), "the end of the first changes nothing"
+        await recorders[1].ahead.get()
+        senders[1].close()
+        await until_true(lambda: not receiver._drivers)
+        assert not receiver.send_ahead("a", request())
+        assert recorders[0].ahead.empty()
+        await receiver.close()
+
+    run(story())
+
+
+def test_a_driver_goes_on_after_a_word_that_it_does_not_know() -> None:
+    async def story() -> None:
+        async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            for word in (["Unknown", 1], ["HeadStart", {"id": 7}], 5, ["Finish", "r", 0, 9]):
+                writer.write(packed(word))
+            await reader.read(1)
+            await gone.wait()
+            writer.close()
+
+        gone, recorder = asyncio.Event(), Recorder()
+        server = await asyncio.start_server(speak, "127.0.0.1", 0)
+        address = ReplyAddress("127.0.0.1", server.sockets[0].getsockname()[1], "hush")
+        await FrameSender(recorder).connect(address)
+        assert await recorder.finishes.get() == Finish("r", 0, 9)
+        assert recorder.ahead.empty()
+        gone.set()
+        await recorder.lost.get()
         server.close()
 
     run(story())

@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from deployments.observability.steps import StepRecord
+from scheduler.snapshot import Snapshot
 from tests.end_to_end.clients import (
     MODELS,
     Answers,
@@ -16,6 +17,7 @@ from tests.end_to_end.clients import (
     longest_questions,
     stream_text,
     until_open,
+    wait_for,
 )
 from tests.end_to_end.conftest import PATIENCE_SECONDS, Served
 from tests.end_to_end.processes import ranks, standing_still
@@ -106,6 +108,40 @@ def test_64_streams_over_four_adapters_share_steps(served: Served, answers: Answ
     mean = sum(record.num_sampled for record in log) / len(log)
     assert mean >= 16, f"mean batch {mean:.1f} over {len(log)} steps"
     assert max(record.num_adapters for record in log) >= 3
+
+
+def test_requests_run_before_their_calls_are_there(
+    served: Served, client: httpx.Client, answers: Answers
+) -> None:
+    """And say the same; the first of an ingress replica has nobody to go to yet."""
+    question = longest_questions(answers, 1)[0]
+    for model in MODELS * 2:
+        body = {"inputs": question, "parameters": {"adapter_id": adapter_of(model)}}
+        told = client.post("/generate", json=body).json()
+        assert told == {"generated_text": answers[model][question]["raw"]}
+    assert ask_driver(served, "head_starts") > 0
+
+
+def test_clients_that_leave_leave_nothing_open(served: Served, answers: Answers) -> None:
+    question = longest_questions(answers, 1)[0]
+    body = {"inputs": question, "parameters": {"max_new_tokens": 400, "ignore_eos_token": True}}
+
+    async def leave_all() -> None:
+        async def leave(client: httpx.AsyncClient) -> None:
+            async with client.stream("POST", f"{served.url}/generate_stream", json=body) as reply:
+                assert reply.status_code == 200
+                await anext(reply.aiter_lines())
+
+        async with httpx.AsyncClient(timeout=PATIENCE_SECONDS) as client:
+            await asyncio.gather(*(leave(client) for _ in range(8)))
+
+    asyncio.run(leave_all())
+
+    def is_idle() -> bool:
+        snapshot: Snapshot = ask_driver(served, "snapshot")
+        return snapshot.running == snapshot.queued == 0
+
+    wait_for(is_idle)
 
 
 def test_an_operator_names_an_adapter_and_takes_the_name_back(client: httpx.Client) -> None:

@@ -19,6 +19,7 @@ from configs.adapters import AdapterReference, AdapterSource
 from deployments.contract import GenerateRequest
 from deployments.driver.router import AdapterRouter
 from deployments.driver.routing import COLD_SLACK, LEEWAY, Report, Routing, Tier, mark
+from deployments.headstart import telling
 from tests.deployments.driver.stories import PATIENCE_S, Clock
 
 DRIVER = DeploymentID("Driver", "loray")
@@ -225,5 +226,33 @@ def test_a_client_that_leaves_keeps_nobody_waiting() -> None:
         await asyncio.gather(leaving, return_exceptions=True)
         calls.router.update_replicas([Replica("a")])
         assert await staying == "a"
+
+    play(story)
+
+
+def test_who_asks_is_told_which_replica_takes_each_of_its_calls() -> None:
+    async def story() -> None:
+        calls = Calls(holding("a", RED), Replica("b"))
+        told: list[str] = []
+        with telling(told.append):
+            asked = [asyncio.create_task(calls.call(generate(RED))) for _ in range(2)]
+        await calls.call(generate(RED))
+        assert await asyncio.gather(*asked) == told == ["a", "a"]
+
+    play(story)
+
+
+def test_who_asks_is_told_when_another_replica_follows() -> None:
+    async def story() -> None:
+        dead, other = holding("a", RED), Replica("b")
+        calls = Calls(dead, other)
+        told: list[str] = []
+        metadata = RequestMetadata(request_id="one", internal_request_id="one")
+        pending = PendingRequest(args=[generate(RED)], kwargs={}, metadata=metadata)
+        with telling(told.append):
+            await calls.router._choose_replica_for_request(pending)
+            calls.router.on_replica_actor_died(dead.replica_id)
+            await calls.router._choose_replica_for_request(pending, is_retry=True)
+        assert told == ["a", "b"]
 
     play(story)

@@ -105,6 +105,12 @@ class Engine:
     def on_finish(self, finish: Finish) -> None:
         raise AssertionError(finish)
 
+    def on_head_start(self, request: GenerateRequest, address: ReplyAddress) -> None:
+        raise AssertionError(request)
+
+    def on_take_back(self, request_id: str) -> None:
+        raise AssertionError(request_id)
+
     def on_lost(self, address: ReplyAddress) -> None:
         self.streams.abandon(address)
 
@@ -125,7 +131,7 @@ def test_a_stream_goes_on_when_a_full_socket_is_read_again_and_not_at_its_end() 
                 (size,) = struct.unpack("!I", await reader.readexactly(4))
                 frame = await reader.readexactly(size)
                 num_frames += 1
-                if num_frames > 1:  # the first is the secret
+                if num_frames > 1:  # the first is the greeting
                     mailbox.deliver(msgspec.msgpack.decode(frame, type=TokenFrame))
                 if inbox._channels[0].length == parts * length:
                     complete.set()
