@@ -84,7 +84,8 @@ class LimitsConfig(Config):
 
     max_step_tokens: the token budget of one step; long prompts are cut into chunks of it.
     max_mixed_prompt_tokens: prompt tokens of a step in which requests generate: more of them cost
-    each of those requests a longer wait for its next token, fewer cost tokens a second.
+    each of those requests a longer wait for its next token, fewer cost tokens a second. None: as
+    many as the budget holds.
     max_running: requests that may hold a place on the ranks at once.
     max_queued: requests that may wait; beyond it clients get 429, but for adapters with less
     than an equal part of the queue.
@@ -94,7 +95,7 @@ class LimitsConfig(Config):
     """
 
     max_step_tokens: PositiveInt = 2048
-    max_mixed_prompt_tokens: PositiveInt = 512
+    max_mixed_prompt_tokens: PositiveInt | None = None
     max_running: PositiveInt = 256
     max_queued: NonNegativeInt = 768
     max_total_tokens: PositiveInt | None = None

@@ -38,7 +38,7 @@ class Limits:
     """
 
     max_step_tokens: int = 2048
-    max_mixed_prompt_tokens: int = 512
+    max_mixed_prompt_tokens: int | None = None
     max_running: int = 256
     max_queued: int = 1024
     max_total_tokens: int | None = None
@@ -50,7 +50,8 @@ class Limits:
 
     def __post_init__(self) -> None:
         """Refuse limits under which nothing could run."""
-        tokens = self.max_step_tokens, self.max_mixed_prompt_tokens, self.quantum_tokens
+        mixed = 1 if self.max_mixed_prompt_tokens is None else self.max_mixed_prompt_tokens
+        tokens = self.max_step_tokens, mixed, self.quantum_tokens
         if min(*tokens, self.max_running, self.steps_ahead) < 1:
             raise ValueError(f"limits must be at least 1: {self}")
         if self.slice_steps < 1:

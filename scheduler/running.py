@@ -62,10 +62,11 @@ class Running:
         """Blocks that nobody holds, with or without content worth keeping."""
         return self._pool.available
 
-    def advance(self, step: Step, beside: int) -> None:
+    def advance(self, step: Step, beside: int | None = None) -> None:
         """Give every running request its token, then the longer ones their next chunks.
 
-        beside: tokens that prompts may have in a step in which others get their token.
+        beside: tokens that prompts may have in a step in which others get their token; None: all
+        that are left.
         """
         self.stalled = False
         self.owed = 0
@@ -76,7 +77,7 @@ class Running:
                 longer.append(request)
             elif step.budget > 0 and not request.exhausted:
                 self._extend(request, 1, step)
-        if step.rows:
+        if step.rows and beside is not None:
             step.budget = min(step.budget, beside)
         for request in longer:
             if request.status is Status.RUNNING:

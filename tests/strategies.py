@@ -134,7 +134,7 @@ def limits() -> st.SearchStrategy[Limits]:
     return st.builds(
         Limits,
         max_step_tokens=st.integers(1, 24),
-        max_mixed_prompt_tokens=st.sampled_from([1, 5, 24]),
+        max_mixed_prompt_tokens=st.sampled_from([None, 1, 5]),
         max_running=st.integers(1, 6),
         max_queued=st.just(1000),
         prefix_caching=st.booleans(),
