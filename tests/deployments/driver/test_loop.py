@@ -27,7 +27,7 @@ from deployments.rank.messages import (
     Stop,
 )
 from deployments.rank.transport import Channel, RankLinks
-from scheduler.events import AdapterFailure, Ended, Event
+from scheduler.events import AdapterArrived, AdapterFailure, Ended, Event
 from scheduler.plan import StepPlan, StepResult
 from scheduler.policy import Limits
 from scheduler.request import Request
@@ -150,6 +150,24 @@ def test_an_answer_that_comes_after_it_was_given_up_is_not_taken_for_a_later_one
     rank.answer(7)
     ended = played.ended()
     assert (ended.ending, ended.tokens) == (FinishReason.LENGTH, [7])
+
+
+def test_a_command_finds_told_what_came_of_those_before_it(played: Played) -> None:
+    """Who waits until all is settled that he has posted must not hear of it later."""
+    may_go_on, told = threading.Event(), queue.Queue[int]()
+
+    def tell_something(scheduler: Scheduler, now: float) -> list[Event]:
+        may_go_on.wait(PATIENCE_S)
+        return [AdapterArrived(KEY)]
+
+    def count(scheduler: Scheduler, now: float) -> list[Event]:
+        told.put(played.events.qsize())
+        return []
+
+    for command in (tell_something, count):
+        played.loop.post(command)
+    may_go_on.set()
+    assert told.get(timeout=PATIENCE_S) == 1
 
 
 def test_a_broken_rank_is_heard_out(played: Played, caplog: pytest.LogCaptureFixture) -> None:
