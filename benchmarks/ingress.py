@@ -155,10 +155,13 @@ def _kind(process: psutil.Process, this: psutil.Process) -> str:
 async def measure(case: Case, driver: Any) -> dict[str, object]:
     """Play a case and account for it; `driver`: its handle."""
     await driver.take_firsts.remote()
+    num_before, lead_before = await driver.leads.remote()
     before = cpu_seconds()
     seen, seconds = await play(case)
     after = cpu_seconds()
     own = await driver.take_firsts.remote()
+    num_leads, lead_s = await driver.leads.remote()
+    num_leads, lead_s = num_leads - num_before, lead_s - lead_before
     tokens = max(seen.tokens, 1)
     spent = {name: (after[name] - before.get(name, 0.0)) for name in sorted(after)}
     first, inside = statistics.median(seen.first), statistics.median(own)
@@ -169,6 +172,8 @@ async def measure(case: Case, driver: Any) -> dict[str, object]:
         "tokens_per_chunk": round(tokens / max(seen.chunks, 1), 2),
         "ttft_p50_ms": round(first * MILLISECONDS, 2),
         "ttft_added_p50_ms": round((first - inside) * MILLISECONDS, 2),
+        "head_starts": num_leads,
+        "head_start_mean_ms": round(lead_s / max(num_leads, 1) * MILLISECONDS, 2),
         "cpu_us_per_token": {n: round(s / tokens * MICROSECONDS, 1) for n, s in spent.items()},
         "cores_busy": {n: round(s / seconds, 2) for n, s in spent.items()},
         "failed": len(seen.failed),

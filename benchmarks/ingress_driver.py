@@ -33,5 +33,10 @@ class TimedDriver(DriverDeployment):
         taken, self._firsts = self._firsts, []
         return taken
 
+    async def leads(self) -> tuple[int, float]:
+        """How many requests ran before Serve's call was here, and by how many seconds in all."""
+        head_starts = self._running.head_starts
+        return head_starts.num_adopted, head_starts.lead_seconds
+
     def _group(self, engine: EngineConfig, folder: Path) -> RankGroup:
         return TimedRanks(*self._timed)

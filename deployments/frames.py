@@ -271,7 +271,7 @@ class FrameSender:
 
 
 def _least_bytes(request: GenerateRequest) -> int:
-    """Fewer than the request is long, told at once: what its sequences share is sent with each."""
+    """A lower bound of its encoded size, without encoding: each sequence bears what all share."""
     total = 0
     for sequence in request.sequences:
         asked = sequence.sampling

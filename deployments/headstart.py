@@ -14,7 +14,8 @@ _told: ContextVar[Callable[[str], None] | None] = ContextVar("loray_replica_chos
 def telling(chosen: Callable[[str], None]) -> Iterator[None]:
     """Calls begun meanwhile tell the unique id of their replica, and of each that follows it.
 
-    `chosen` is called on the router's event loop, just before the call is sent, and must not raise.
+    `chosen` is called on the router's event loop, just before the call is sent; what it raises ends
+    the call.
     """
     token = _told.set(chosen)
     try:

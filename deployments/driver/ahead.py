@@ -32,16 +32,20 @@ class Tokens(Protocol):
 
 
 class _Begun(NamedTuple):
-    """A request that waits for its call; `expiry` gives it up."""
+    """A request that waits for its call, since a time in seconds; `expiry` gives it up."""
 
     request: GenerateRequest
     reply_to: ReplyAddress
     task: asyncio.Task[Completion]
+    since: float
     expiry: asyncio.TimerHandle
 
 
 class HeadStarts:
-    """The calls of one driver, and the requests that are ahead of theirs."""
+    """The calls of one driver, and the requests that are ahead of theirs.
+
+    num_adopted: calls that found their request running. lead_seconds: by how much, all together.
+    """
 
     def __init__(
         self,
@@ -63,6 +67,7 @@ class HeadStarts:
         self._leaving: dict[str, asyncio.Task[Completion]] = {}
         self._past: OrderedDict[str, None] = OrderedDict()
         self.num_adopted = 0
+        self.lead_seconds = 0.0
 
     def __len__(self) -> int:
         """How many requests wait for their calls."""
@@ -79,7 +84,7 @@ class HeadStarts:
         self._tokens.hold(request.id)
         task.add_done_callback(lambda ended: self._ended(request.id, ended))
         expiry = loop.call_later(self._patience_s, self.take_back, request.id)
-        self._begun[request.id] = _Begun(request, reply_to, task, expiry)
+        self._begun[request.id] = _Begun(request, reply_to, task, loop.time(), expiry)
 
     async def call(self, request: GenerateRequest, reply_to: ReplyAddress) -> Completion:
         """A call's answer: of the request that is ahead of it, else it begins now.
@@ -121,6 +126,7 @@ class HeadStarts:
         del self._begun[begun.request.id]
         begun.expiry.cancel()
         self.num_adopted += 1
+        self.lead_seconds += asyncio.get_running_loop().time() - begun.since
         self._tokens.release(begun.request.id)
         return await begun.task
 

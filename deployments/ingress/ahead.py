@@ -1,12 +1,9 @@
 """One request's head start: it goes by the frames' socket as soon as its driver is chosen."""
 
 import asyncio
-import logging
 
 from deployments.contract import GenerateRequest
 from deployments.frames import FrameReceiver
-
-logger = logging.getLogger("loray.ingress.ahead")
 
 
 class Ahead:
@@ -32,13 +29,9 @@ class Ahead:
         """
         if self._over or replica == self._replica or asyncio.get_running_loop() is not self._loop:
             return
-        try:
-            self._take_back()
-            if self._receiver.send_ahead(replica, self._request):
-                self._replica = replica
-        except Exception:
-            # Raised into Serve's router it would end the call, which needs no head start.
-            logger.exception("request %s had no head start", self._request.id)
+        self._take_back()
+        if self._receiver.send_ahead(replica, self._request):
+            self._replica = replica
 
     def __enter__(self) -> "Ahead":
         """Nothing is sent yet."""

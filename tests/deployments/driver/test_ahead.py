@@ -106,6 +106,7 @@ def test_a_call_adopts_what_runs_or_has_ended(ended: bool) -> None:
         assert (await call).sequences[0].tokens == [1]
         assert (await runs.call(OTHER)).sequences[0].tokens == [2]
         assert (runs.begun, runs.starts.num_adopted) == (["one", "other"], 2)
+        assert runs.starts.lead_seconds > 0
 
     tell(story)
 
