@@ -61,10 +61,13 @@ class LocalDriver:
         return [await self._engine.adapters(command)]
 
     async def chat_template(
-        self, adapter: AdapterReference, api_token: str | None
+        self,
+        adapter: AdapterReference,
+        api_token: str | None,
+        allowed: tuple[str, ...] | None = None,
     ) -> TemplateSource | Failed:
         """An adapter's own chat template."""
-        return await self._engine.chat_template(adapter, api_token)
+        return await self._engine.chat_template(adapter, api_token, allowed)
 
     async def describe(self) -> EngineInfo:
         """What is served."""

@@ -1,6 +1,8 @@
 """Adapters as values: how a client names one, what it resolved to, what it needs."""
 
+from collections.abc import Sequence
 from enum import StrEnum
+from fnmatch import fnmatchcase
 from typing import NewType
 
 import msgspec
@@ -55,6 +57,11 @@ def parse_reference(text: str, default_source: AdapterSource) -> AdapterReferenc
     return AdapterReference(source, path, revision or None)
 
 
+def allows(patterns: Sequence[str] | None, source: str, id: str) -> bool:
+    """Whether an adapter fits one of the patterns of "source:id" (`*`, `?`); None: all do."""
+    return patterns is None or any(fnmatchcase(f"{source}:{id}", one) for one in patterns)
+
+
 class FetchedAdapter(msgspec.Struct, frozen=True):
     """An adapter whose files lie in `folder` on this node; `digest` is that of their content.
 
@@ -89,10 +96,11 @@ class AdapterShape(msgspec.Struct, frozen=True):
 
 
 class AdapterRefusal(StrEnum):
-    """Why an adapter is not served."""
+    """Why an adapter is not served; DENIED: the caller's API key is not for it."""
 
     NOT_FOUND = "adapter_not_found"
     FORBIDDEN = "adapter_forbidden"
+    DENIED = "forbidden"
     UNSUPPORTED = "adapter_unsupported"
     TOO_LARGE = "adapter_too_large"
     UNAVAILABLE = "adapter_unavailable"

@@ -1,6 +1,7 @@
 """The HTTP door: who may enter, how much each may ask for, what a request may weigh."""
 
 import string
+from enum import StrEnum
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
@@ -52,11 +53,20 @@ class KeyConfig(SecretConfig):
     tokens_per_minute: PositiveInt | None = None
 
 
+class AdminAccess(StrEnum):
+    """Who may load, unload, pin and name adapters by HTTP."""
+
+    KEY = "key"
+    OPEN = "open"
+
+
 class ApiConfig(Config):
     """What stands before the routes; the names of cross-origin settings are LoRAX's.
 
     keys: with any, every request needs one of them, but for health checks and pages.
-    admin_key: for the routes that control the server; it opens all others too.
+    admin_key: for the routes that control the server; it opens all others too. admin: without
+    any key those routes are closed (`key`), unless the server listens on loopback; `open`: whoever
+    reaches the port may use them.
     cors_allow_origin: none means that browsers let no other site's pages call this server.
     max_json_depth: of arrays and objects within each other. body_timeout_s: how long a request's
     body may take to come.
@@ -64,6 +74,7 @@ class ApiConfig(Config):
 
     keys: tuple[KeyConfig, ...] = ()
     admin_key: SecretConfig | None = None
+    admin: AdminAccess = AdminAccess.KEY
     cors_allow_origin: tuple[str, ...] = ()
     cors_allow_method: tuple[str, ...] = ("GET", "POST")
     cors_allow_header: tuple[str, ...] = ("authorization", "content-type")
@@ -87,6 +98,12 @@ class ApiConfig(Config):
                 "cors_allow_credentials with the origin `*` would let every site act as its "
                 "visitors: name the origins"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _open_is_for_servers_without_keys(self) -> "ApiConfig":
+        if self.admin is AdminAccess.OPEN and (self.keys or self.admin_key):
+            raise ValueError("`admin: open` is for servers without any key: give an `admin_key`")
         return self
 
     @model_validator(mode="after")

@@ -2,7 +2,9 @@
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
+from configs.adapters import parse_reference
 from configs.base import Config
+from configs.engine import EngineConfig
 
 MAX_PRIORITY = 8
 
@@ -40,3 +42,20 @@ class RuntimeConfig(Config):
     adapter_default: AdapterShare = AdapterShare()
     base_model: AdapterShare = AdapterShare()
     names: dict[str, str] = Field(default_factory=dict)
+
+
+_LIMITS = ("max_queued", "max_step_tokens", "max_mixed_prompt_tokens")
+
+
+def with_runtime(config: EngineConfig, runtime: RuntimeConfig) -> EngineConfig:
+    """The engine's config under these settings; ValueError for any that cannot be applied.
+
+    Whether a pinned adapter can be had is not looked up.
+    """
+    for text in (*runtime.pinned_adapters, *runtime.adapters, *runtime.names.values()):
+        parse_reference(text, config.adapters.default_source)
+    for name in runtime.names:
+        parse_reference(name, config.adapters.default_source)
+    changes = {name: value for name in _LIMITS if (value := getattr(runtime, name)) is not None}
+    limits = config.limits.model_copy(update=changes)
+    return EngineConfig.model_validate({**config.model_dump(), "limits": limits.model_dump()})

@@ -63,12 +63,17 @@ class SequenceRequest(msgspec.Struct, frozen=True):
 
 
 class GenerateRequest(msgspec.Struct, frozen=True):
-    """One HTTP request: one or more sequences over one adapter (None = the base model)."""
+    """One HTTP request: one or more sequences over one adapter (None = the base model).
+
+    allowed: patterns of "source:id"; the adapter that the name stands for must fit one of them.
+    None: all adapters are allowed.
+    """
 
     id: str
     sequences: list[SequenceRequest]
     adapter: AdapterReference | None = None
     api_token: str | None = None
+    allowed: tuple[str, ...] | None = None
 
     def __repr__(self) -> str:
         """Without the token: requests may be shown in errors and logs."""
@@ -248,9 +253,15 @@ class Driver(Protocol):
         ...
 
     async def chat_template(
-        self, adapter: AdapterReference, api_token: str | None
+        self,
+        adapter: AdapterReference,
+        api_token: str | None,
+        allowed: tuple[str, ...] | None = None,
     ) -> TemplateSource | Failed:
-        """The adapter's own chat template; its files are fetched if they are not here."""
+        """The adapter's own chat template; its files are fetched if they are not here.
+
+        allowed: as in `GenerateRequest`.
+        """
         ...
 
     async def describe(self) -> EngineInfo:

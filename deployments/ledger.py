@@ -19,9 +19,12 @@ class RayLedger:
     would be one more process, and forget everything with its node.
     """
 
-    def __init__(self, application: str) -> None:
-        """Nothing is asked of Ray yet; any thread of a process that is connected may call."""
-        self._prefix = f"{application}/orders/".encode()
+    def __init__(self, application: str, shelf: str = "orders") -> None:
+        """Nothing is asked of Ray yet; any thread of a process that is connected may call.
+
+        shelf: what is kept together, apart from the application's other entries.
+        """
+        self._prefix = f"{application}/{shelf}/".encode()
 
     def put(self, key: str, order: bytes) -> None:
         """Write an order, over an older one of that key."""

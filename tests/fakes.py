@@ -15,7 +15,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import TemplateProcessing
 from tokenizers.trainers import BpeTrainer
 
-from configs.adapters import AdapterReference
+from configs.adapters import AdapterReference, allows
 from configs.sampling import FinishReason, Pooling
 from configs.templates import TemplateSource
 from deployments.contract import (
@@ -24,6 +24,7 @@ from deployments.contract import (
     AdapterReport,
     Completion,
     EngineInfo,
+    ErrorKind,
     Failed,
     Finished,
     GenerateRequest,
@@ -176,6 +177,10 @@ class FakeDriver:
 
     async def generate(self, request: GenerateRequest, reply_to: ReplyAddress) -> Completion:
         assert reply_to.secret == "hush"
+        named = () if request.adapter is None else request.adapter.members
+        if not all(allows(request.allowed, one.source.value, one.id) for one in named):
+            denied = Failed(ErrorKind.FORBIDDEN, "not for this key")
+            return Completion([SequenceOutcome([], denied) for _ in request.sequences])
         self.requests.append(request)
         self._loop = asyncio.get_running_loop()
         self.arrived.set()
@@ -201,7 +206,10 @@ class FakeDriver:
         return self.replicas.run(command)
 
     async def chat_template(
-        self, adapter: AdapterReference, api_token: str | None
+        self,
+        adapter: AdapterReference,
+        api_token: str | None,
+        allowed: tuple[str, ...] | None = None,
     ) -> TemplateSource | Failed:
         self.template_tokens.append(api_token)
         return self.templates.get(adapter.id, TemplateSource())

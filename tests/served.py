@@ -45,9 +45,12 @@ class OneReplica:
         await self._engine.finish(request_id, index, at)
 
     async def chat_template(
-        self, adapter: AdapterReference, api_token: str | None
+        self,
+        adapter: AdapterReference,
+        api_token: str | None,
+        allowed: tuple[str, ...] | None = None,
     ) -> TemplateSource | Failed:
-        return await self._engine.chat_template(adapter, api_token)
+        return await self._engine.chat_template(adapter, api_token, allowed)
 
     async def describe(self) -> EngineInfo:
         return await self._engine.describe()

@@ -7,6 +7,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from configs.base import faults
 from configs.serve import ServeConfig
 from deployments.commands.failing import fail
 from sharding.sources.model import ModelNotFound, fetch_model
@@ -40,8 +41,7 @@ def plain_config(options: Options) -> dict[str, Any]:
     try:
         ServeConfig.model_validate(args)
     except ValidationError as error:
-        lines = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
-        fail("these settings cannot be served:\n  " + "\n  ".join(lines), status=2)
+        fail("these settings cannot be served:\n  " + "\n  ".join(faults(error)), status=2)
     return {
         "proxy_location": "EveryNode",
         "http_options": {"host": options.host, "port": options.port},

@@ -15,6 +15,7 @@ from configs.adapters import (
     AdapterRefusal,
     AdapterSource,
     FetchedAdapter,
+    allows,
 )
 from deployments.contract import (
     AdapterAction,
@@ -79,11 +80,22 @@ class Control:
         read = self._adapters.read
         self._configured = {read(name): read(target) for name, target in names.items()}
 
-    def target(self, reference: AdapterReference) -> AdapterReference:
-        """What a client means by a name, or by the names of a merge."""
+    def target(
+        self, reference: AdapterReference, allowed: Sequence[str] | None = None
+    ) -> AdapterReference:
+        """What a client means by a name, or by the names of a merge.
+
+        allowed: patterns of what it may use; AdapterError for a name that stands for another.
+        """
         if reference.parts:
-            return replace(reference, parts=tuple(map(self.target, reference.parts)))
-        return self._configured.get(reference) or self._named.get(reference, reference)
+            parts = tuple(self.target(part, allowed) for part in reference.parts)
+            return replace(reference, parts=parts)
+        target = self._configured.get(reference) or self._named.get(reference, reference)
+        if not allows(allowed, target.source.value, target.id):
+            name = f"{reference.source.value}:{reference.id}"
+            message = f"this API key may not use the adapter '{name}'"
+            raise AdapterError(AdapterRefusal.DENIED, message)
+        return target
 
     def arrived(self, event: AdapterArrived) -> None:
         """An adapter that was to be loaded is there, or cannot be had."""

@@ -12,7 +12,6 @@ from ray.util import get_current_placement_group
 
 from configs.adapters import AdapterReference
 from configs.engine import EngineConfig
-from configs.runtime import RuntimeConfig
 from configs.serve import ServeConfig
 from configs.templates import TemplateSource
 from deployments.contract import (
@@ -26,6 +25,7 @@ from deployments.contract import (
 )
 from deployments.driver.engine import Engine
 from deployments.driver.loop import RankGroup
+from deployments.driver.settings import OperatorSettings
 from deployments.driver.usage import LoadSum
 from deployments.ledger import RayLedger
 from deployments.observability.adapter_metrics import AdapterMetrics
@@ -67,7 +67,10 @@ class DriverDeployment:
         ledger = RayLedger(context.app_name)
         orders = Orders(ledger, self._engine.adapters)
         await orders.follow(pins=False)
-        self._tasks = [asyncio.create_task(each) for each in (self._report(), _follow(orders))]
+        shelf = RayLedger(context.app_name, "settings")
+        self._settings = OperatorSettings(self._engine.reconfigure, shelf)
+        follow = _follow(orders, self._settings)
+        self._tasks = [asyncio.create_task(each) for each in (self._report(), follow)]
 
     def _group(self, engine: EngineConfig, folder: Path) -> RankGroup:
         """The ranks in this replica's placement group."""
@@ -79,6 +82,7 @@ class DriverDeployment:
         while True:
             await asyncio.sleep(_METRICS_SECONDS)
             metrics.healthy(self._running.healthy)
+            metrics.settings_refused(self._settings.refused is not None)
             snapshot, views = await self._running.snapshot(), await self._running.adapter_views()
             self._views = views
             adapters.requests(self._running.usage.drain_requests())
@@ -94,8 +98,8 @@ class DriverDeployment:
             )
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Serve's way to apply a changed `user_config`: nothing restarts."""
-        await self._running.reconfigure(RuntimeConfig.model_validate(user_config))
+        """Serve's way to apply a changed `user_config`: nothing restarts, also on a fault in it."""
+        await self._settings.take(user_config)
 
     async def generate(self, request: GenerateRequest, reply_to: ReplyAddress) -> Completion:
         """One HTTP request, to its end."""
@@ -106,14 +110,21 @@ class DriverDeployment:
             self._num_open -= 1
 
     async def chat_template(
-        self, adapter: AdapterReference, api_token: str | None
+        self,
+        adapter: AdapterReference,
+        api_token: str | None,
+        allowed: tuple[str, ...] | None = None,
     ) -> TemplateSource | Failed:
         """An adapter's own chat template."""
-        return await self._running.chat_template(adapter, api_token)
+        return await self._running.chat_template(adapter, api_token, allowed)
 
     async def describe(self) -> EngineInfo:
         """What is served."""
-        return await self._running.describe()
+        info = await self._running.describe()
+        if self._settings.refused is None:
+            return info
+        why = f"not applied, the settings before it stay: {self._settings.refused}"
+        return msgspec.structs.replace(info, chosen={**info.chosen, "user_config": why})
 
     async def adapters(self, command: AdapterCommand) -> AdapterReport:
         """Do what an operator asks of all replicas about adapters."""
@@ -162,11 +173,12 @@ class DriverDeployment:
         return self._engine
 
 
-async def _follow(orders: Orders) -> None:
-    """Do what operators ordered by hand, while the replica lives."""
+async def _follow(orders: Orders, settings: OperatorSettings) -> None:
+    """Do what operators ordered, while the replica lives."""
     while True:
         try:
             await orders.follow()
+            await settings.retry()
         except Exception:
             # The last boundary of this task: what could not be done now is tried again.
             logger.exception("names and pins given by hand could not be followed")

@@ -15,7 +15,7 @@ import msgspec
 
 from configs.adapters import AdapterError, AdapterKey, AdapterReference
 from configs.engine import EngineConfig
-from configs.runtime import RuntimeConfig
+from configs.runtime import RuntimeConfig, with_runtime
 from configs.sampling import FinishReason
 from configs.templates import TemplateSource
 from deployments.contract import (
@@ -130,20 +130,15 @@ class Engine:
         return common([report.capacity for report in self.ranks])
 
     async def reconfigure(self, runtime: RuntimeConfig) -> None:
-        """Apply an operator's settings in place; AdapterError names a pin that cannot be had."""
-        changes = {
-            name: value
-            for name in ("max_queued", "max_step_tokens", "max_mixed_prompt_tokens")
-            if (value := getattr(runtime, name)) is not None
-        }
-        changed = self._config.limits.model_copy(update=changes)
-        config = EngineConfig.model_validate(
-            {**self._config.model_dump(), "limits": changed.model_dump()}
-        )
+        """Apply an operator's settings in place, all or, where one cannot be applied, none.
+
+        Raises ValueError, or AdapterError for a pin that cannot be had.
+        """
+        config = with_runtime(self._config, runtime)
         limits = Limits.from_config(config)
+        await self._adapters.pin_only([self._adapters.read(t) for t in runtime.pinned_adapters])
         self._control.configure(runtime.names)
         self._shares.configure(runtime, self._adapters.contents())
-        await self._adapters.pin_only([self._adapters.read(t) for t in runtime.pinned_adapters])
         self._limits = config.limits
         self._post(lambda scheduler, now: _reconfigured(scheduler, limits))
 
@@ -160,18 +155,15 @@ class Engine:
         if request.adapter is None:
             return await self._run(request, None, arrived, reply_to)
         try:
-            target = self._control.target(request.adapter)
+            target = self._control.target(request.adapter, request.allowed)
             return await self._run_adapted(request, target, arrived, reply_to)
         except AdapterError as error:
             return refusal(request, Failed(ErrorKind(error.refusal.value), error.message))
 
     async def finish(self, request_id: str, index: int, at: int) -> None:
         """A stop string was matched in the ingress."""
-        self._post(
-            lambda scheduler, now: scheduler.finish(
-                (request_id, index), at, FinishReason.STOP_STRING
-            )
-        )
+        who, why = (request_id, index), FinishReason.STOP_STRING
+        self._post(lambda scheduler, now: scheduler.finish(who, at, why))
 
     def on_finish(self, finish: Finish) -> None:
         """The same, by socket."""
@@ -251,11 +243,14 @@ class Engine:
         return self._streams.num_held_up
 
     async def chat_template(
-        self, adapter: AdapterReference, api_token: str | None
+        self,
+        adapter: AdapterReference,
+        api_token: str | None,
+        allowed: tuple[str, ...] | None = None,
     ) -> TemplateSource | Failed:
         """An adapter's own chat template, for those who may use the adapter."""
-        target = self._control.target(adapter)
         try:
+            target = self._control.target(adapter, allowed)
             return await self._adapters.chat_template(target, api_token or False)
         except AdapterError as error:
             return Failed(ErrorKind(error.refusal.value), error.message)

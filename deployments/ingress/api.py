@@ -104,7 +104,13 @@ def _guard(app: FastAPI, settings: IngressSettings) -> None:
         max_depth=config.max_json_depth,
         seconds=config.body_timeout_s,
     )
-    keys = Keys(config, settings.default_source, settings.clock, settings.replicas)
+    keys = Keys(
+        config,
+        settings.default_source,
+        settings.clock,
+        settings.replicas,
+        loopback=settings.loopback,
+    )
     app.add_middleware(KeyGate, keys=keys)
     app.add_middleware(
         HeaderLimit, max_bytes=config.max_header_bytes, max_headers=config.max_headers

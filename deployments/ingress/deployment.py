@@ -34,6 +34,7 @@ from deployments.ingress.api import build_app
 from deployments.ingress.engine import IngressSettings
 from deployments.ingress.errors import RequestError
 from deployments.ingress.frames import Mailbox
+from deployments.ingress.keys import is_loopback
 from deployments.ingress.peers import Peers
 from deployments.ledger import RayLedger
 from deployments.observability.logs import hand_logs_to_serve
@@ -111,12 +112,15 @@ class HandleDriver:
         return reports
 
     async def chat_template(
-        self, adapter: AdapterReference, api_token: str | None
+        self,
+        adapter: AdapterReference,
+        api_token: str | None,
+        allowed: tuple[str, ...] | None = None,
     ) -> TemplateSource | Failed:
         """Ask any replica; it has the adapter's files, or fetches them."""
         try:
             answer: TemplateSource | Failed = await self._handle.chat_template.remote(
-                adapter, api_token
+                adapter, api_token, allowed
             )
         except (RayError, BackPressureError, DeploymentUnavailableError) as error:
             raise RequestError(ErrorKind.UNAVAILABLE, _LOST, retry_after_s=1.0) from error
@@ -134,6 +138,14 @@ def _running_replicas() -> int:
     known = serve.status().applications[context.app_name].deployments[context.deployment]
     running: int = known.replica_states.get("RUNNING", 0)
     return running
+
+
+def _front_is_loopback() -> bool:
+    """Whether Serve's HTTP front listens on loopback alone, as its controller was told.
+
+    No public function tells it; a peer's address says nothing, for it is the front's own.
+    """
+    return is_loopback(serve.context._get_global_client().http_config.host)
 
 
 @serve.ingress(None)
@@ -159,6 +171,7 @@ class IngressDeployment:
             tool_parser=self._config.engine.model.tool_parser,
             api=self._config.api,
             replicas=peers.count,
+            loopback=_front_is_loopback(),
         )
         mailbox = Mailbox()
         receiver = FrameReceiver(mailbox.deliver)

@@ -44,7 +44,8 @@ class IngressSettings:
     request.
     max_logprobs: alternatives a client may ask for with each token. keep_alive_seconds: how
     long a stream may be silent. replicas: how many there are of this ingress now. clock: what
-    quotas fill by and what was told grows old by, in seconds.
+    quotas fill by and what was told grows old by, in seconds. loopback: whether the server's HTTP
+    front can be reached from its own machine only.
     """
 
     default_source: AdapterSource = AdapterSource.HUB
@@ -61,6 +62,7 @@ class IngressSettings:
     version: str = "0.1.0"
     replicas: Replicas = alone
     clock: Clock = time.monotonic
+    loopback: bool = False
 
 
 class Served(NamedTuple):

@@ -3,13 +3,13 @@
 import hashlib
 import hmac
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
+from ipaddress import ip_address
 
 import msgspec
 from starlette.requests import HTTPConnection
 
-from configs.adapters import AdapterReference, AdapterSource, parse_reference
-from configs.api import ApiConfig, KeyConfig, SecretConfig
+from configs.adapters import AdapterSource, allows, parse_reference
+from configs.api import AdminAccess, ApiConfig, KeyConfig, SecretConfig
 from configs.env import secret
 from deployments.contract import EngineInfo, ErrorKind
 from deployments.ingress.errors import RequestError
@@ -18,13 +18,20 @@ from deployments.ingress.quotas import Clock, Quota, Replicas
 # OpenAI's client cannot do without a key; these are what users of keyless servers write.
 _PLACEHOLDERS = frozenset({"", "-", "empty", "none", "null", "dummy"})
 
+_NO_ADMIN = (
+    "this needs the admin key: send it as `Authorization: Bearer …`. On a server without one it is "
+    "off, unless http_options.host is 127.0.0.1: set api.admin_key, or api.admin: open where only "
+    "people who may administer can reach the port"
+)
+
 
 @dataclass(frozen=True)
 class Grant:
     """What a caller may do.
 
     name: of its key, "" without one. known: whether it brought one of the configured keys.
-    patterns: of "source:id" that it may use; None: all.
+    patterns: of "source:id" that it may use; None: all. The driver compares them with what a name
+    stands for.
     """
 
     name: str = ""
@@ -33,29 +40,30 @@ class Grant:
     patterns: tuple[str, ...] | None = None
     quota: Quota = field(default_factory=lambda: Quota(None, None))
 
-    def allows(self, source: str, id: str) -> bool:
-        """Whether it may use the adapter of that name, and see it in lists."""
-        if self.patterns is None:
-            return True
-        name = f"{source}:{id}"
-        return any(fnmatchcase(name, pattern) for pattern in self.patterns)
-
 
 class Keys:
     """The configured keys; without any, everybody may do everything but what admins may."""
 
     def __init__(
-        self, config: ApiConfig, default_source: AdapterSource, clock: Clock, replicas: Replicas
+        self,
+        config: ApiConfig,
+        default_source: AdapterSource,
+        clock: Clock,
+        replicas: Replicas,
+        *,
+        loopback: bool,
     ) -> None:
         """Read the environment; a variable that is not there raises ValueError.
 
         clock: what quotas fill by. replicas: how many share each quota, this one among them.
+        loopback: whether the server's HTTP front can be reached from its own machine only.
         """
         self._required = bool(config.keys)
         self._grants = [
             (_digest(key), _grant(key, default_source, clock, replicas)) for key in config.keys
         ]
-        self._guarded = config.admin_key is not None or self._required
+        has_keys = config.admin_key is not None or self._required
+        self._open = config.admin is AdminAccess.OPEN or (loopback and not has_keys)
         if config.admin_key is not None:
             self._grants.append((_digest(config.admin_key), Grant("admin", True, admin=True)))
 
@@ -70,7 +78,7 @@ class Keys:
         if matches and presented:
             # The same secret twice: the admin's, which stands last, gives more.
             return matches[-1]
-        return None if self._required else Grant(admin=not self._guarded)
+        return None if self._required else Grant(admin=self._open)
 
 
 def _digest(config: SecretConfig) -> bytes:
@@ -91,6 +99,16 @@ def _grant(
     return Grant(key.name, known=True, patterns=patterns, quota=quota)
 
 
+def is_loopback(host: str | None) -> bool:
+    """Whether what listens on this host is reached from its own machine only; None: everywhere."""
+    if host == "localhost":
+        return True
+    try:
+        return host is not None and ip_address(host).is_loopback
+    except ValueError:  # a name, which may mean any interface
+        return False
+
+
 def bearer(request: HTTPConnection) -> str | None:
     """The token of `Authorization: Bearer …`, None without one or with a placeholder."""
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
@@ -109,7 +127,8 @@ def caller(request: HTTPConnection) -> Grant:
 def require(request: HTTPConnection, *, admin: bool = False) -> Grant:
     """What the caller may do; raises UNAUTHORIZED or FORBIDDEN where that is not enough.
 
-    admin: only the admin key opens this route; everybody may where no key at all is configured.
+    admin: the admin key opens this route; without any key, everybody who reaches a server that
+    listens on loopback, or has `api.admin: open`.
     Without: keys that are kept to some adapters do not open it.
     """
     grant = caller(request)
@@ -118,27 +137,12 @@ def require(request: HTTPConnection, *, admin: bool = False) -> Grant:
     if admin and not grant.admin:
         if grant.known:
             raise RequestError(ErrorKind.FORBIDDEN, "this needs the admin key")
-        raise RequestError(
-            ErrorKind.UNAUTHORIZED, "this needs the admin key: send `Authorization: Bearer …`"
-        )
+        raise RequestError(ErrorKind.UNAUTHORIZED, _NO_ADMIN)
     return grant
-
-
-def require_adapter(grant: Grant, reference: AdapterReference | None) -> None:
-    """Raise FORBIDDEN for an adapter that this key may not use, alone or in a merge.
-
-    The base model is for all.
-    """
-    for member in () if reference is None else reference.members:
-        if not grant.allows(member.source.value, member.id):
-            name = f"{member.source.value}:{member.id}"
-            raise RequestError(
-                ErrorKind.FORBIDDEN, f"this API key may not use the adapter '{name}'", param="model"
-            )
 
 
 def visible(request: HTTPConnection, info: EngineInfo) -> EngineInfo:
     """The engine's description with those adapters only that the caller may use."""
-    grant = caller(request)
-    adapters = [known for known in info.adapters if grant.allows(known.source, known.id)]
+    patterns = caller(request).patterns
+    adapters = [known for known in info.adapters if allows(patterns, known.source, known.id)]
     return msgspec.structs.replace(info, adapters=adapters)

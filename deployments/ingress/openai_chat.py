@@ -7,7 +7,6 @@ from typing import NamedTuple
 from deployments.ingress.constraints import Constraint
 from deployments.ingress.engine import Engine, Job, Served
 from deployments.ingress.errors import invalid
-from deployments.ingress.keys import require_adapter
 from deployments.ingress.openai_jobs import Caller, job_of, reference_of
 from deployments.ingress.openai_replies import ChatWriter, Envelope
 from deployments.ingress.openai_schema import ChatBody
@@ -62,11 +61,10 @@ async def _own_template(
     reference = reference_of(body, served.info, engine.settings)
     if reference is None:
         return None
-    if caller.grant is not None:
-        require_adapter(caller.grant, reference)
     if reference.parts:
         return None  # A merge's chats use the base model's.
-    return await engine.templates.of(reference, body.api_token or caller.token)
+    allowed = caller.grant.patterns if caller.grant is not None else None
+    return await engine.templates.of(reference, body.api_token or caller.token, allowed)
 
 
 async def _asked(body: ChatBody, means: Tooling | None, words: Mapping[str, int]) -> Constraint:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import msgspec
@@ -14,7 +15,7 @@ from deployments.ingress.calls import Call, Event, events
 from deployments.ingress.engine import Engine, Job, Served
 from deployments.ingress.errors import RequestError
 from deployments.ingress.headers import reply_headers, stream_headers
-from deployments.ingress.keys import caller, require_adapter
+from deployments.ingress.keys import caller
 from deployments.ingress.observed import observed
 from deployments.ingress.quotas import Quota
 from deployments.ingress.sse import KEEP_ALIVE, EventStream, unless_gone, wait_unless_gone
@@ -70,7 +71,7 @@ async def whole(
 ) -> Response:
     """Run a job to its end and answer with `body` of it and the headers of a whole reply."""
     served = await engine.served()
-    quota = _admit(request, job)
+    job, quota = _admit(request, job)
     with observed(engine, job) as watch:
         result = await unless_gone(request.receive, collect(engine, served, job))
         generated = sum(choice.num_tokens for choice in result.choices)
@@ -122,7 +123,7 @@ async def stream(
     If the first one is late, the stream begins with a comment, and a failure is its last event.
     """
     info, text = await engine.served()
-    quota = _admit(request, job)
+    job, quota = _admit(request, job)
     running = Running(engine.call(job, streams=True), job.transcripts(text), text)
     body = _within_call(engine, job, running, chunks, quota)
     running.call.start()
@@ -173,14 +174,14 @@ async def _within_call(
         watch.ended(running.call.completion, generated)
 
 
-def _admit(request: Request, job: Job) -> Quota:
-    """What the answer's tokens are charged to, once the prompt's were.
+def _admit(request: Request, job: Job) -> tuple[Job, Quota]:
+    """The job as this caller may run it, and what the answer's tokens are charged to.
 
-    Raises for an adapter that this caller may not use and for a quota that is used up.
+    The prompts' are charged already; raises for a quota that is used up.
     """
     grant = caller(request)
-    require_adapter(grant, job.request.adapter)
     grant.quota.admit_tokens()
     prompts = job.request.sequences[:: job.choices]
     grant.quota.take_tokens(sum(len(sequence.prompt) for sequence in prompts))
-    return grant.quota
+    asked = msgspec.structs.replace(job.request, allowed=grant.patterns)
+    return replace(job, request=asked), grant.quota

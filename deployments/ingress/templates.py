@@ -14,6 +14,8 @@ from deployments.ingress.renderer import Renderer, Task
 _GOOD_SECONDS = 5.0
 _MAX_TEMPLATES = 1024
 
+_Asked = tuple[AdapterReference, tuple[str, ...] | None]
+
 
 class AdapterTemplate:
     """An adapter's own chat template: a stranger's, rendered beside this process."""
@@ -41,24 +43,28 @@ class AdapterTemplates:
         self._driver = driver
         self._clock = clock
         self._renderer = Renderer()
-        self._known: OrderedDict[AdapterReference, tuple[float, AdapterTemplate | None]] = (
-            OrderedDict()
-        )
+        self._known: OrderedDict[_Asked, tuple[float, AdapterTemplate | None]] = OrderedDict()
 
     async def of(
-        self, reference: AdapterReference, api_token: str | None
+        self,
+        reference: AdapterReference,
+        api_token: str | None,
+        allowed: tuple[str, ...] | None = None,
     ) -> AdapterTemplate | None:
-        """The adapter's own template, None if it has none; RequestError if it cannot be had."""
-        now = self._clock()
-        known = self._known.get(reference)
+        """The adapter's own template, None if it has none; RequestError if it cannot be had.
+
+        allowed: as in `GenerateRequest`.
+        """
+        now, asked = self._clock(), (reference, allowed)
+        known = self._known.get(asked)
         if known is not None and now - known[0] < _GOOD_SECONDS:
             return known[1]
-        answer = await self._driver.chat_template(reference, api_token)
+        answer = await self._driver.chat_template(reference, api_token, allowed)
         if isinstance(answer, Failed):
             raise RequestError.of(answer)
         template = AdapterTemplate(answer, self._renderer) if answer.text else None
-        self._known[reference] = (now, template)
-        self._known.move_to_end(reference)
+        self._known[asked] = (now, template)
+        self._known.move_to_end(asked)
         if len(self._known) > _MAX_TEMPLATES:
             self._known.popitem(last=False)
         return template

@@ -20,6 +20,7 @@ GAUGES = {
     "loray_free_cache_blocks": "Blocks that no request holds.",
     "loray_prefix_cache_blocks": "Blocks that the prefix cache can find.",
     "loray_healthy": "1 while the ranks serve, 0 while they are rebuilt.",
+    "loray_user_config_refused": "1 while the last user_config could not be applied, else 0.",
 }
 
 COUNTERS = {
@@ -81,6 +82,10 @@ class EngineMetrics:
     def healthy(self, healthy: bool) -> None:
         """Say whether the ranks serve."""
         self._gauges["loray_healthy"].set(1 if healthy else 0)
+
+    def settings_refused(self, refused: bool) -> None:
+        """Say whether the operator's last `user_config` could not be applied."""
+        self._gauges["loray_user_config_refused"].set(1 if refused else 0)
 
     def _observe(self, steps: Sequence[StepRecord]) -> None:
         for record in steps:

@@ -6,8 +6,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from configs.adapters import AdapterReference, AdapterSource
+from configs.merging import MergeRule
 from configs.runtime import RuntimeConfig
 from deployments.contract import (
     AdapterAction,
@@ -120,6 +122,39 @@ def test_pins_are_kept_until_they_are_taken_back(root: Path) -> None:
         for index in range(8):
             await engine.generate(request(f"s{index}", [1], 2, f"a{index}"), NOWHERE)
         assert (await done(engine, ask(AdapterAction.LIST, "red"))).state != "device"
+
+    play(root, story)
+
+
+def test_a_key_is_judged_by_what_a_name_stands_for(root: Path) -> None:
+    async def story(engine: Engine, group: FakeGroup) -> None:
+        await engine.reconfigure(RuntimeConfig(names={"free": "red"}))
+        command = AdapterCommand(AdapterAction.NAME, local("red"), name=local("given"))
+        assert (await engine.adapters(command)).failure is None
+
+        async def ending(name: str, allowed: tuple[str, ...] | None) -> object:
+            asked = replace(request(name, [1], 2, name), allowed=allowed)
+            template = await engine.chat_template(local(name), None, allowed)
+            [outcome] = (await engine.generate(asked, NOWHERE)).sequences
+            failures = [one for one in (template, outcome.ending) if isinstance(one, Failed)]
+            assert len(failures) in (0, 2), "a template is as closed as its adapter"
+            return failures[-1].kind if failures else None
+
+        for name in ("free", "given", "red"):
+            assert await ending(name, ("local:red",)) is None
+            assert await ending(name, ("hub:*", "local:r?d")) is None
+            assert await ending(name, None) is None
+            for others in (("local:free", "local:given", "local:blue"), ("hub:*",), ()):
+                assert await ending(name, others) is ErrorKind.FORBIDDEN, (name, others)
+        rule = MergeRule((1.0, 1.0))
+        for parts, good in ((("free", "red"), True), (("red", "blue"), False)):
+            merge = AdapterReference(
+                AdapterSource.LOCAL, "m", parts=tuple(map(local, parts)), rule=rule
+            )
+            asked = replace(request("merge", [1], 2, None), adapter=merge, allowed=("local:red",))
+            [outcome] = (await engine.generate(asked, NOWHERE)).sequences
+            denied = isinstance(outcome.ending, Failed)
+            assert denied != good
 
     play(root, story)
 

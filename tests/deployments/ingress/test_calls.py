@@ -68,7 +68,10 @@ class Scripted:
         raise NotImplementedError
 
     async def chat_template(
-        self, adapter: AdapterReference, api_token: str | None
+        self,
+        adapter: AdapterReference,
+        api_token: str | None,
+        allowed: tuple[str, ...] | None = None,
     ) -> TemplateSource | Failed:
         raise NotImplementedError
 

@@ -11,6 +11,7 @@ from configs.adapters import AdapterReference, AdapterSource
 from configs.api import ApiConfig
 from deployments.contract import AdapterAction, ErrorKind, Failed
 from deployments.ingress.engine import IngressSettings
+from deployments.ingress.keys import is_loopback
 from tests.deployments.ingress.conftest import PATIENCE, Server
 from tests.fakes_adapters import Replicas
 
@@ -20,7 +21,7 @@ ADMIN = {"authorization": "Bearer open sesame"}
 
 @pytest.fixture
 def replicas(server: Server) -> Replicas:
-    server.fresh_app(IngressSettings(default_source=AdapterSource.LOCAL))
+    server.fresh_app(IngressSettings(default_source=AdapterSource.LOCAL, loopback=True))
     return server.driver.replicas
 
 
@@ -188,3 +189,63 @@ def test_only_the_admin_key_opens_these_routes(
     assert server.driver.replicas.asked == []
     assert ask(ADMIN) in (200, 404)
     assert server.driver.replicas.asked
+
+
+ROUTES: list[tuple[str, str, dict[str, object] | None]] = [
+    ("GET", "/v1/adapters", None),
+    ("POST", "/v1/adapters", {"id": "pirate"}),
+    ("PATCH", "/v1/adapters/pirate", {"pinned": True}),
+    ("DELETE", "/v1/adapters/pirate", None),
+    ("POST", "/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "b"}),
+    ("POST", "/v1/unload_lora_adapter", {"lora_name": "a"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("loopback", "admin", "is_open"),
+    [(False, "key", False), (True, "key", True), (False, "open", True), (True, "open", True)],
+)
+def test_without_keys_only_loopback_or_a_word_of_the_operator_opens_them(
+    http: httpx.Client, server: Server, loopback: bool, admin: str, is_open: bool
+) -> None:
+    api = ApiConfig.model_validate({"admin": admin})
+    settings = IngressSettings(default_source=AdapterSource.LOCAL, api=api, loopback=loopback)
+    server.fresh_app(settings)
+    spoofed = {"x-forwarded-for": "127.0.0.1", "host": "127.0.0.1"}
+    for method, path, body in ROUTES:
+        reply = http.request(method, path, json=body, headers=spoofed)
+        assert reply.status_code == (401 if not is_open else reply.status_code), path
+        if not is_open:
+            for remedy in ("api.admin_key", "api.admin: open", "http_options.host"):
+                assert remedy in reply.json()["error"]["message"]
+    assert bool(server.driver.replicas.asked) == is_open
+
+
+def test_an_admin_key_closes_them_on_loopback_too(http: httpx.Client, server: Server) -> None:
+    secret = {"sha256": hashlib.sha256(b"open sesame").hexdigest()}
+    api = ApiConfig.model_validate({"admin_key": secret})
+    server.fresh_app(IngressSettings(api=api, loopback=True))
+    assert http.get("/v1/adapters").status_code == 401
+    assert http.get("/v1/adapters", headers=ADMIN).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"admin_key": {"env": "ANY"}},
+        {"keys": [{"name": "a", "env": "ANY"}]},
+    ],
+)
+def test_open_administration_goes_with_no_key(keys: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="servers without any key"):
+        ApiConfig.model_validate({"admin": "open"} | keys)
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [("127.0.0.1", True), ("127.8.0.1", True), ("::1", True), ("localhost", True),
+     ("0.0.0.0", False), ("::", False), (None, False), ("", False), ("10.0.0.1", False),
+     ("127.0.0.1.example.org", False)],
+)  # fmt: skip
+def test_what_listens_on_loopback(host: str | None, loopback: bool) -> None:
+    assert is_loopback(host) is loopback
