@@ -1,6 +1,8 @@
 """Weights: what a layer's constructor asks for its own slices, and the proof that all were used."""
 
+import logging
 import re
+from collections.abc import Iterable, Set
 
 import torch
 from torch import Tensor, nn
@@ -8,6 +10,8 @@ from torch import Tensor, nn
 from sharding.checkpoint import CheckpointError, TensorSource
 from sharding.group import TensorParallel
 from sharding.slicing import Segments, whole
+
+logger = logging.getLogger("loray.sharding.loader")
 
 
 class Weights:
@@ -71,15 +75,30 @@ class Weights:
     def finish(self, unread: tuple[str, ...] = ()) -> None:
         """Prove that nothing is left over; CheckpointError lists tensors that no layer read.
 
-        unread: regular expressions of whole names that may be left.
+        unread: regular expressions of whole names that may be left. So may biases of layers that
+        were read without one: transformers warns of them, and computes the same.
         """
         names = self._source.names()
         if names is None:
             return
         allowed = re.compile("|".join(f"(?:{pattern})" for pattern in unread) or r"(?!)")
         left = sorted(n for n in names - self._used if not allowed.fullmatch(n))
+        biases = idle_biases(left, self._used)
+        left = [name for name in left if name not in biases]
         if left:
             shown = ", ".join(left[:8]) + (", ..." if len(left) > 8 else "")
             raise CheckpointError(
                 f"the model has no place for {len(left)} tensors of the checkpoint: {shown}"
             )
+
+
+def idle_biases(left: Iterable[str], used: Set[str]) -> set[str]:
+    """Of tensors that are left over: the biases of layers whose weights are used; logs them."""
+    found = {n for n in left if n.endswith(".bias") and f"{n.removesuffix('bias')}weight" in used}
+    if found:
+        logger.warning(
+            "the model has no such biases, the checkpoint's %d are ignored: %s",
+            len(found),
+            ", ".join(sorted(found)[:8]),
+        )
+    return found

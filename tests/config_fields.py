@@ -130,6 +130,26 @@ class Kind:
         return found | ({"rope_parameters"} if self.ropes else set())
 
 
+ROPE_KEYS = {"rope_theta": 50.0, "rope_scaling": {"type": "linear", "factor": 4.0}}
+FULL_LAYERS = {"layer_types": ["full_attention"] * 2}
+BIASES = {"attention_bias": True, "mlp_bias": True}
+MULTIPLIERS = {
+    "embedding_multiplier": 2.0,
+    "logits_scaling": 1.7,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.5,
+}
+STRANGE: dict[str, Any] = {
+    "max_position_embeddings": 300,
+    "partial_rotary_factor": 0.5,
+    "use_sliding_window": True,
+    "bskcn_1": [0],
+    "bskcn_3": [1],
+    "bskcn_tv": [0.9, 0.3],
+}
+"""What other members of Llama's family read: idle where the class has no such field."""
+
+
 def relative(name: str, counts: Mapping[str, Any], **fields: Any) -> Kind:
     """A member of Llama's family."""
 
@@ -138,9 +158,9 @@ def relative(name: str, counts: Mapping[str, Any], **fields: Any) -> Kind:
 
     own: dict[str, Any] = {
         "ropes": (*ROPES, {**LONG, "original_max_position_embeddings": 32}),
-        "idle": {"max_position_embeddings": 300},
-        "refused": {"partial_rotary_factor": 0.5},
-        "keys": {"rope_theta": 50.0, "rope_scaling": {"type": "linear", "factor": 4.0}},
+        "idle": {**STRANGE, **FULL_LAYERS, **BIASES, **MULTIPLIERS},
+        "refused": {},
+        "keys": ROPE_KEYS,
     }
     return Kind(write, counts, **{**own, **fields})
 
@@ -154,19 +174,34 @@ def plain_names(sizes: Mapping[str, Any]) -> dict[str, Any]:
     return {names.get(key, key): value for key, value in sizes.items()}
 
 
+WINDOWED_STRANGE = {
+    **{key: value for key, value in STRANGE.items() if key not in WINDOWED},
+    **BIASES,
+    **MULTIPLIERS,
+}
 FULL = {key: value for key, value in LLAMA.items() if key != "sliding_window"}
-BIASES = {"attention_bias": True, "mlp_bias": True}
 NO_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}, "rope_theta": 3.0}
 
 KINDS: dict[str, Kind] = {
     "Llama": replace(
         relative(
-            "", {**FULL, **BIASES}, idle={"pretraining_tp": 2, "max_position_embeddings": 300}
+            "",
+            {**FULL, **BIASES},
+            idle={"pretraining_tp": 2, **STRANGE, **FULL_LAYERS, **MULTIPLIERS},
         ),
         write=write_llama,
     ),
-    "Mistral": relative("mistral", {**LLAMA, "sliding_window": 5}),
-    "Qwen2": relative("qwen2_window", WINDOWED),
+    "Mistral": relative(
+        "mistral",
+        {**LLAMA, "sliding_window": 5},
+        idle={**STRANGE, **BIASES, **MULTIPLIERS},
+        refused={"layer_types": ["full_attention", "chunked_attention"]},
+        keys={
+            **ROPE_KEYS,
+            "layer_types": ["full_attention", "sliding_attention"],
+        },
+    ),
+    "Qwen2": relative("qwen2_window", WINDOWED, idle=WINDOWED_STRANGE),
     "Qwen3": relative(
         "qwen3_window",
         {
@@ -174,17 +209,16 @@ KINDS: dict[str, Kind] = {
             "attention_bias": False,
             "layer_types": ["full_attention", "sliding_attention"],
         },
+        idle={key: value for key, value in WINDOWED_STRANGE.items() if key != "attention_bias"},
     ),
     "Granite": relative(
         "granite",
         {
             **FULL,
             **BIASES,
-            "embedding_multiplier": 2.0,
-            "logits_scaling": 1.7,
-            "residual_multiplier": 0.4,
-            "attention_multiplier": 0.5,
+            **MULTIPLIERS,
         },
+        idle={**STRANGE, **FULL_LAYERS},
     ),
     "Phi3": relative(
         "phi3",
@@ -201,12 +235,14 @@ KINDS: dict[str, Kind] = {
             },
         ),
         idle={
-            "max_position_embeddings": 300,
+            **{key: STRANGE[key] for key in STRANGE if key != "partial_rotary_factor"},
+            **FULL_LAYERS,
+            **BIASES,
+            **MULTIPLIERS,
             "original_max_position_embeddings": 100,
             "resid_pdrop": 0.5,
             "embd_pdrop": 0.5,
         },
-        refused={},
         keys={"rope_theta": 50.0, "partial_rotary_factor": 0.5},
     ),
     "Solar": relative(
@@ -221,7 +257,12 @@ KINDS: dict[str, Kind] = {
             "bskcn_4": [2],
             "bskcn_tv": [0.9, 0.3],
         },
-        refused={"partial_rotary_factor": 0.5, "layer_types": ["full_attention"] * 5},
+        idle={
+            "max_position_embeddings": 300,
+            "partial_rotary_factor": 0.5,
+            "layer_types": ["full_attention"] * 5,
+            **MULTIPLIERS,
+        },
     ),
     "GPTNeoX": Kind(
         write_gpt_neox,

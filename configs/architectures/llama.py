@@ -5,7 +5,7 @@ Phi3) and of Solar's own. What would change results and is not computed here is 
 name, never ignored.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -106,7 +106,7 @@ class Architecture(ModelArchitecture):
 class Member:
     """One architecture of the family: what its config.json may say, and what goes unsaid.
 
-    defaults: where not LlamaConfig's. honours: the keys of `_NEUTRAL` that it computes.
+    defaults: where not LlamaConfig's. honours: the keys of `_OWN` that its class reads.
     traits: fields of the spec that its class in transformers fixes.
     rope_aliases: its own names for rope types.
     """
@@ -126,6 +126,7 @@ _QWEN: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+_SOME_WINDOWED = frozenset({"use_sliding_window", "max_window_layers"})
 _MULTIPLIERS = frozenset(
     {"embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"}
 )
@@ -136,20 +137,17 @@ FAMILY: dict[str, Member] = {
     "LlamaForCausalLM": Member(honours=frozenset({"attention_bias", "mlp_bias"})),
     "MistralForCausalLM": Member(
         {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072},
-        honours=frozenset({"sliding_window"}),
+        # AutoConfig makes a Ministral of a Mistral whose config.json has layer_types.
+        honours=frozenset({"sliding_window", "layer_types"}),
     ),
     "Qwen2ForCausalLM": Member(
         _QWEN,
-        honours=frozenset(
-            {"sliding_window", "use_sliding_window", "layer_types", "attention_bias"}
-        ),
+        honours=frozenset({"sliding_window", "layer_types", "attention_bias"} | _SOME_WINDOWED),
         traits={"qkv_bias": True, "output_bias": False},
     ),
     "Qwen3ForCausalLM": Member(
         {**_QWEN, "head_dim": 128},
-        honours=frozenset(
-            {"sliding_window", "use_sliding_window", "layer_types", "attention_bias"}
-        ),
+        honours=frozenset({"sliding_window", "layer_types", "attention_bias"} | _SOME_WINDOWED),
         traits={"qk_norm": True},
     ),
     "GraniteForCausalLM": Member(
@@ -191,23 +189,20 @@ _DEFAULTS: dict[str, Any] = {
     "eos_token_id": 2,
 }
 
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "use_sliding_window": (None, False),
-    "layer_types": (None,),
-    "partial_rotary_factor": (None, 1.0),
-    "attention_bias": (None, False),
-    "mlp_bias": (None, False),
-    **dict.fromkeys(sorted(_MULTIPLIERS), (None, 1.0)),
-    **dict.fromkeys(_SKIPS, (None, [])),
-}
-"""Keys that only some members compute, and the values by which they ask for nothing."""
+_OWN = frozenset(
+    {"sliding_window", "layer_types", "partial_rotary_factor", "attention_bias", "mlp_bias"}
+    | {*_SOME_WINDOWED, *_MULTIPLIERS, *_SKIPS}
+)
+"""Keys that only some members' classes read; what the others' config.json says of them is idle,
+except where rope, masks or the cache, which all share, heed it (`_refuse_unsupported`)."""
 
 
 def parse(name: str, config: Mapping[str, Any]) -> Architecture:
     """Normalise the config.json of architecture `name`; ArchitectureError names what is wrong."""
     member = FAMILY[name]
-    known = {**_DEFAULTS, **member.defaults, **config}
-    _refuse_unsupported(name, known)
+    given = {**_DEFAULTS, **member.defaults, **config}
+    _refuse_unsupported(name, given)
+    known = {key: given[key] for key in given if key not in _OWN or key in member.honours}
     heads = required(known, "num_attention_heads")
     head_dim = known.get("head_dim") or required(known, "hidden_size") // heads
     return Architecture(
@@ -221,7 +216,7 @@ def parse(name: str, config: Mapping[str, Any]) -> Architecture:
         head_dim=head_dim,
         rms_norm_eps=known["rms_norm_eps"],
         hidden_act=activation(known["hidden_act"]),
-        rope=read_rope(known, member.rope_aliases),
+        rope=_rope(member, known),
         windows=_windows(name, known),
         max_position_embeddings=known["max_position_embeddings"],
         tie_word_embeddings=known.get("tie_word_embeddings", False),
@@ -232,6 +227,14 @@ def parse(name: str, config: Mapping[str, Any]) -> Architecture:
         **_scales(known, head_dim),
         **{**_biases(known), **member.traits},
     )
+
+
+def _rope(member: Member, config: Mapping[str, Any]) -> Rope:
+    """The rope settings; members that do not honour partial_rotary_factor rotate whole heads."""
+    rope = read_rope(config, member.rope_aliases)
+    if "partial_rotary_factor" in member.honours:
+        return rope
+    return rope.model_copy(update={"fraction": 1.0})
 
 
 def _biases(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -277,8 +280,9 @@ def _windows(name: str, config: Mapping[str, Any]) -> tuple[int | None, ...]:
         return (None,) * layers
     if "layer_types" not in honours:
         return (window,) * layers
-    window = window if config["use_sliding_window"] else None
-    first = config["max_window_layers"] if window is not None else layers
+    if not config.get("use_sliding_window", True):
+        window = None
+    first = config.get("max_window_layers", 0) if window is not None else layers
     kinds = config.get("layer_types") or [
         "sliding_attention" if layer >= first else "full_attention" for layer in range(layers)
     ]
@@ -293,13 +297,39 @@ def _windows(name: str, config: Mapping[str, Any]) -> tuple[int | None, ...]:
 
 
 def _refuse_unsupported(name: str, config: Mapping[str, Any]) -> None:
-    """Refuse settings that this member does not compute."""
+    """Refuse settings that this member's class does not read and its rope, masks or cache do."""
     honours = FAMILY[name].honours
     windowed = "sliding_window" in honours
     refuse_unserved(name, config, None if windowed else config["max_position_embeddings"])
+    kinds = config.get("layer_types")
+    if kinds and "layer_types" not in honours:
+        _check_kinds(name, kinds, config)
+    if "partial_rotary_factor" not in honours:
+        _check_fraction(name, config)
+
+
+def _check_kinds(name: str, kinds: Sequence[str], config: Mapping[str, Any]) -> None:
+    """Refuse layer_types by which the cache would keep less than the member's attention sees."""
+    # With a window, it sees that window in every layer, whatever a layer's cache keeps beyond.
+    neutral = [{"full_attention"}]
+    if config.get("sliding_window") is not None and "sliding_window" in FAMILY[name].honours:
+        neutral.append({"sliding_attention"})
+    if set(kinds) not in neutral or len(kinds) != required(config, "num_hidden_layers"):
+        shown = ", ".join(sorted(set(kinds)))
+        raise ArchitectureError(
+            f"layer_types ({shown} in {len(kinds)} layers) is not supported for {name}: "
+            "all of its layers attend alike"
+        )
+
+
+def _check_fraction(name: str, config: Mapping[str, Any]) -> None:
+    """Refuse a part of the head to be rotated, where rope follows it and attention does not."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     fraction = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor")
-    asked = {**config, "partial_rotary_factor": fraction}
-    for key, neutral in _NEUTRAL.items():
-        if key not in honours and asked.get(key) not in neutral:
-            raise ArchitectureError(f"{key} ({asked[key]}) is not supported for {name}")
+    kind = rope.get("rope_type") or rope.get("type") or RopeType.DEFAULT
+    # The frequencies of this kind are computed by each class itself, for its whole heads.
+    if fraction not in (None, 1.0) and kind != RopeType.DEFAULT:
+        raise ArchitectureError(
+            f"partial_rotary_factor ({fraction}) with rope type {kind!r} is not supported for "
+            f"{name}, which rotates whole heads: remove it"
+        )

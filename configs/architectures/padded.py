@@ -20,7 +20,9 @@ DEFAULT_LENGTH = 2048
 
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-_CAUSAL = ("ForCausalLM", "LMHeadModel")
+AUTO_SUFFIX = "ForCausalLM"
+"""Behind a model_type: the name of what AutoModelForCausalLM makes of it, where none is given."""
+_CAUSAL = (AUTO_SUFFIX, "LMHeadModel")
 
 
 class PaddedArchitecture(ModelArchitecture):

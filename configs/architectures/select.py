@@ -1,7 +1,7 @@
 """The one place that knows which file reads which architecture's config.json."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -47,9 +47,10 @@ def load_architecture(folder: Path) -> ModelArchitecture:
 def load_padded(folder: Path) -> padded.PaddedArchitecture:
     """Read `folder`/config.json for the padded model, which serves known families too."""
     config = _read(folder)
-    name = next((n for n in config.get("architectures") or [] if padded.is_causal(n)), None)
+    names = _names(config)
+    name = next((n for n in names if padded.is_causal(n)), None)
     if name is None:
-        raise _unsupported(config)
+        raise _unsupported(names)
     return padded.parse(name, config)
 
 
@@ -58,7 +59,7 @@ def parse_architecture(config: Mapping[str, Any]) -> ModelArchitecture:
 
     A causal language model of no known family is a PaddedArchitecture.
     """
-    names = config.get("architectures") or []
+    names = _names(config)
     for name in names:
         if name in FAMILIES:
             if config.get("model_type") not in (None, MODEL_TYPES[name]):
@@ -71,7 +72,7 @@ def parse_architecture(config: Mapping[str, Any]) -> ModelArchitecture:
     for name in names:
         if padded.is_causal(name):
             return padded.parse(name, config)
-    raise _unsupported(config)
+    raise _unsupported(names)
 
 
 def padded_reason(architecture: ModelArchitecture, quantize: Quantize) -> str | None:
@@ -91,8 +92,21 @@ def _read(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _unsupported(config: Mapping[str, Any]) -> ArchitectureError:
+def _names(config: Mapping[str, Any]) -> list[str]:
+    """The architectures that config.json names, or the one that its model_type stands for.
+
+    transformers' AutoModelForCausalLM goes by model_type alone, so files without the former load
+    there. What a type that has no paged implementation is built as, it says when it is built.
+    """
     names = config.get("architectures") or []
+    kind = config.get("model_type")
+    if names or not isinstance(kind, str):
+        return list(names)
+    known = (name for name, own in MODEL_TYPES.items() if own == kind)
+    return [next(known, f"{kind}{padded.AUTO_SUFFIX}")]
+
+
+def _unsupported(names: Sequence[str]) -> ArchitectureError:
     return ArchitectureError(
         f"architecture {', '.join(map(str, names)) or '(none named)'} is not supported; "
         f"known: {', '.join(sorted(FAMILIES))}, and any other causal language model "

@@ -28,6 +28,7 @@ from configs.model import DType, LoadFormat, ModelConfig, Quantize
 from modeling.loading import torch_dtype
 from modeling.models.causal_lm import CausalLM
 from sharding.checkpoint import CheckpointError
+from sharding.loader import idle_biases
 from sharding.sources.model import fetch_model
 
 PAD_TOKEN = "[PAD]"
@@ -164,6 +165,8 @@ def _read(config: ModelConfig, folder: Path, device: torch.device, spread: bool)
         names = sorted(info["missing_keys"])
         raise CheckpointError(f"{folder}: the checkpoint lacks {', '.join(names[:5])}")
     names = sorted(name for name in info["unexpected_keys"] if not BUFFERS.fullmatch(name))
+    biases = idle_biases(names, model.state_dict().keys())
+    names = [name for name in names if name not in biases]
     if names:
         raise CheckpointError(
             f"{folder}: the model has no place for {len(names)} tensors of the checkpoint: "

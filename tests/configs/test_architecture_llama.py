@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from configs.architectures.base import Activation, ArchitectureError
 from configs.architectures.llama import Architecture
 from configs.architectures.rope import Rope, RopeType
-from configs.architectures.select import load_architecture, parse_architecture
+from configs.architectures.select import MODEL_TYPES, load_architecture, parse_architecture
 from tests.checkpoints import RELATIVES, VARIANTS, WINDOW, write_llama, write_relative
 
 
@@ -104,17 +104,23 @@ def test_reads_what_transformers_writes(tmp_path: Path, variant: str) -> None:
             r"BertModel is not supported; known: .*LlamaForCausalLM",
         ),
         ({"architectures": None}, r"\(none named\) is not supported"),
+        ({"architectures": [], "model_type": 3}, r"\(none named\) is not supported"),
         ({"rope_scaling": {"rope_type": "xpos"}}, r"rope type 'xpos'.*llama3, yarn"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope settings do not give factor"),
         ({"rope_scaling": {"rope_type": "dynamic"}}, "rope settings do not give factor"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "rope settings do not give short_factor"),
         ({"rope_scaling": {"type": "linear"}}, "rope settings do not give factor"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        (
+            {
+                "partial_rotary_factor": 0.5,
+                "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+            },
+            r"partial_rotary_factor \(0.5\) with rope type 'linear' .*rotates whole heads",
+        ),
         ({"rope_parameters": {"full_attention": {}}}, "rope settings full_attention"),
         ({"sliding_window": 4096}, r"sliding_window \(4096\)"),
-        ({"layer_types": ["full_attention"] * 32}, "layer_types .* not supported for LlamaFor"),
-        ({"logits_scaling": 8.0}, r"logits_scaling \(8\.0\) is not supported for LlamaFor"),
+        ({"layer_types": ["full_attention"] * 31}, "layer_types .* not supported for LlamaFor"),
+        ({"layer_types": ["sliding_attention"] * 32}, "layer_types .*sliding_attention"),
         ({"quantization_config": {"quant_method": "gptq"}}, r"quantization_config \(gptq\)"),
         ({"hidden_act": "prelu"}, "hidden_act 'prelu'"),
         ({"vocab_size": None}, "does not give vocab_size"),
@@ -146,8 +152,11 @@ def test_mistral_has_one_window_for_all_layers() -> None:
     assert windows(sliding_window=7) == {7}
     assert windows(sliding_window=None) == {None}
     assert parse(architectures=["MistralForCausalLM"], num_key_value_heads=None).num_kv_heads == 32
+    assert windows(layer_types=["sliding_attention", "full_attention"] * 16) == {4096, None}
+    assert windows(layer_types=["full_attention"] * 32, sliding_window=7) == {None}
+    assert windows(layer_types=None, sliding_window=7, use_sliding_window=False) == {7}
     with pytest.raises(ArchitectureError, match="layer_types"):
-        windows(layer_types=["sliding_attention", "full_attention"] * 16)
+        windows(layer_types=["sliding_attention"] * 32, sliding_window=None)
 
 
 QWEN2: dict[str, Any] = {"architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 3}
@@ -254,10 +263,27 @@ def test_solars_skip_connections() -> None:
     assert set(parse(**SOLAR).windows) == {2047}
     with pytest.raises(ArchitectureError, match="bskcn_4 names layer 9, and bskcn_2 none before"):
         blends(bskcn_4=[9])
-    with pytest.raises(
-        ArchitectureError, match=r"bskcn_3 \(\[16, 24\]\) is not supported for Llama"
-    ):
-        parse(bskcn_3=[16, 24])
+    assert parse(bskcn_1=[12], bskcn_3=[16, 24]).blends == (), "LlamaForCausalLM has none"
+
+
+def test_keys_that_a_class_does_not_read_are_idle() -> None:
+    for name in ("Mistral", "Qwen2", "Phi3"):
+        spec = parse(
+            architectures=[f"{name}ForCausalLM"], attention_bias=True, mlp_bias=True, eos_token_id=2
+        )
+        assert (spec.output_bias, spec.mlp_bias) == (False, False)
+        assert spec.qkv_bias == (name == "Qwen2")
+    spec = parse(logits_scaling=8.0, attention_multiplier=3.0, partial_rotary_factor=0.5)
+    assert (spec.logits_divisor, spec.attention_scale, spec.rope.fraction) == (1, 128**-0.5, 1)
+
+
+@pytest.mark.parametrize(("name", "kind"), MODEL_TYPES.items())
+def test_model_type_says_the_architecture_where_nothing_else_does(name: str, kind: str) -> None:
+    names: list[str]
+    for names in ([], [name]):
+        parsed = parse_architecture({**LLAMA, "architectures": names or None, "model_type": kind})
+        assert parsed.architecture == name
+        assert parsed == parse_architecture({**LLAMA, "architectures": [name]})
 
 
 def test_a_length_is_chosen_for_the_ropes_that_need_one_and_no_other() -> None:

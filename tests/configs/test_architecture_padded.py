@@ -52,6 +52,10 @@ def test_the_length_is_the_models_own_or_a_guess(
     assert (spec.max_position_embeddings, spec.stretches) == (length, stretches)
 
 
+def test_a_model_type_alone_names_what_is_built() -> None:
+    assert parse(architectures=None, model_type="gptj").architecture == "gptjForCausalLM"
+
+
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_reads_what_transformers_writes(tmp_path: Path, kind: str) -> None:
     spec = load_architecture(write_padded(tmp_path, kind))

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PretrainedConfig
 
@@ -147,6 +148,31 @@ def test_many_fields_at_once(tmp_path: Path, kind: str, seed: int) -> None:
 def test_idle_fields(tmp_path: Path, plains: dict[str, Tensor], kind: str) -> None:
     """All at once: neither ours nor transformers' logits move."""
     folder = rewrite(KINDS[kind].write(tmp_path), **KINDS[kind].all_idle)
+    torch.testing.assert_close(check(folder), plains[kind], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Mistral", "Qwen2", "Phi3"])
+def test_biases_that_the_class_does_not_have(
+    tmp_path: Path, plains: dict[str, Tensor], kind: str
+) -> None:
+    """As older trainers save them, all zero or not; the config may speak of them."""
+    folder = KINDS[kind].write(tmp_path)
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    weights = [name for name in tensors if name.endswith("weight") and "embed" not in name]
+    biases = {
+        f"{name.removesuffix('weight')}bias": torch.ones(len(tensors[name])) for name in weights
+    }
+    save_file({**biases, **tensors}, path, metadata={"format": "pt"})
+    if kind != "Llama":
+        rewrite(folder, attention_bias=True, mlp_bias=True)
+    torch.testing.assert_close(check(folder), plains[kind], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_an_architecture(tmp_path: Path, plains: dict[str, Tensor], kind: str) -> None:
+    """transformers goes by model_type."""
+    folder = rewrite(KINDS[kind].write(tmp_path), architectures=None)
     torch.testing.assert_close(check(folder), plains[kind], atol=1e-4, rtol=0)
 
 

@@ -36,6 +36,17 @@ def test_left_over_tensors_are_listed(tmp_path: Path) -> None:
     loaded.finish((r".*\.inv_freq", r"lm_head\.weight"))
 
 
+def test_biases_of_layers_that_have_none_may_be_left(tmp_path: Path) -> None:
+    names = ["q_proj.weight", "q_proj.bias", "norm.weight", "norm.bias", "other.bias"]
+    save_file({name: torch.ones(1) for name in names}, tmp_path / "model.safetensors")
+    loaded = weights(tmp_path)
+    for name in ("q_proj.weight", "norm.weight"):
+        loaded.parameter(name, (1,))
+    with pytest.raises(CheckpointError, match=r"1 tensors of the checkpoint: other\.bias$"):
+        loaded.finish()
+    loaded.finish((r"other\.bias",))
+
+
 def test_a_long_list_is_cut(tmp_path: Path) -> None:
     save_file({f"x{i}": torch.ones(1) for i in range(20)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"20 tensors.*x0.*, \.\.\.$"):

@@ -153,6 +153,7 @@ def test_tensors_without_a_use_are_named(gptj: Path) -> None:
     old = {
         "transformer.h.0.attn.masked_bias": torch.zeros(1),
         "transformer.h.1.attn.rotary_emb.inv_freq": torch.zeros(4),
+        "transformer.h.1.attn.q_proj.bias": torch.ones(32),  # as transformers, which warns of it
     }
     save_file({**load_file(path), **old}, path, metadata={"format": "pt"})
     load(gptj)

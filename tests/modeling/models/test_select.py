@@ -81,9 +81,9 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
 
 def test_left_over_tensors_are_named(tmp_path: Path) -> None:
     folder = write_llama(tmp_path)
-    bias = {"model.layers.0.self_attn.q_proj.bias": torch.zeros(32)}
-    change(folder, lambda tensors: tensors.update(bias))
-    with pytest.raises(CheckpointError, match=r"no place for 1 tensors.*q_proj\.bias"):
+    extra = {"model.layers.0.self_attn.q_norm.weight": torch.zeros(8)}
+    change(folder, lambda tensors: tensors.update(extra))
+    with pytest.raises(CheckpointError, match=r"no place for 1 tensors.*q_norm\.weight"):
         build(folder)
 
 
