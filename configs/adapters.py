@@ -32,6 +32,7 @@ class AdapterReference(msgspec.Struct, frozen=True):
     revision: str | None = None
     parts: tuple["AdapterReference", ...] = ()
     rule: MergeRule | None = None
+    root: str = ""
 
     @property
     def members(self) -> tuple["AdapterReference", ...]:
@@ -67,6 +68,7 @@ class FetchedAdapter(msgspec.Struct, frozen=True):
 
     fingerprint: name, size in bytes and modification time in ns of the files that were digested;
     a reader compares it, so that other bytes are never served under this key. () is not compared.
+    root: the folder, links resolved, that its files must lie in; "" is not compared.
     parts, rule: of a merge, which has no folder of its own; its digest is that of the recipe.
     """
 
@@ -77,6 +79,7 @@ class FetchedAdapter(msgspec.Struct, frozen=True):
     fingerprint: tuple[tuple[str, int, int], ...] = ()
     parts: tuple["FetchedAdapter", ...] = ()
     rule: MergeRule | None = None
+    root: str = ""
 
     @property
     def members(self) -> tuple["FetchedAdapter", ...]:

@@ -2,15 +2,21 @@
 
 import hashlib
 import json
-import pickle
+from collections.abc import Callable, KeysView
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
+from configs.reading import read_text
+from sharding.pickled_file import PickledFile, UnreadablePickle
 from sharding.slicing import Segments, width
+from sharding.tensor_file import DamagedFile, TensorFile
+
+_SAFETENSORS = "model.safetensors"
+_PICKLED = "pytorch_model.bin"
+_MAX_INDEX_BYTES = 256 << 20
 
 _DTYPES = {
     "F32": torch.float32,
@@ -18,6 +24,8 @@ _DTYPES = {
     "BF16": torch.bfloat16,
     "F64": torch.float64,
 }
+_DTYPES |= {str(dtype): dtype for dtype in _DTYPES.values()}
+"""By the names of safetensors and of torch."""
 
 
 class CheckpointError(ValueError):
@@ -68,7 +76,7 @@ def open_checkpoint(folder: Path, allow_pickle: bool) -> Checkpoint:
 
     CheckpointError when there are none, or none that may be opened (model.allow_pickle).
     """
-    if _has(folder, "model.safetensors") or not _has(folder, "pytorch_model.bin"):
+    if _has(folder, _SAFETENSORS) or not _has(folder, _PICKLED):
         return SafetensorsCheckpoint(folder)
     if not allow_pickle:
         raise CheckpointError(
@@ -78,117 +86,92 @@ def open_checkpoint(folder: Path, allow_pickle: bool) -> Checkpoint:
     return PickledCheckpoint(folder)
 
 
-class SafetensorsCheckpoint:
-    """A folder of safetensors files: model.safetensors, or shards and their index."""
+class _File(Protocol):
+    """A file of tensors."""
 
-    def __init__(self, folder: Path) -> None:
-        """Open the files' headers; no tensor data is read yet."""
+    def keys(self) -> KeysView[str]: ...
+
+    def shape(self, key: str) -> tuple[int, ...]: ...
+
+    def dtype(self, key: str) -> str: ...
+
+    def read(self, key: str, cut: tuple[Segments, ...]) -> Tensor: ...
+
+
+class _FilesCheckpoint:
+    """A folder of weights, in one file or in shards."""
+
+    def __init__(self, folder: Path, name: str, opener: Callable[[Path], _File]) -> None:
+        """Open the files; no tensor data is read yet. CheckpointError if one is damaged."""
         self.bytes_read = 0
-        paths = _files(folder, "model.safetensors")
-        files: list[Any] = [safe_open(path, framework="pt") for path in paths]
-        self._owner: dict[str, Any] = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+        self._owner: dict[str, _File] = {}
+        for path in _files(folder, name):
+            try:
+                file = opener(path)
+            except (DamagedFile, UnreadablePickle, OSError) as error:
+                raise CheckpointError(f"{folder}: {error}") from error
+            self._owner.update(dict.fromkeys(file.keys(), file))
+        self._names = frozenset(self._owner)
 
     def names(self) -> frozenset[str]:
         """All tensor names in all files."""
-        return frozenset(self._owner)
+        return self._names
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The whole tensor's shape."""
-        return tuple(self._slice(name).get_shape())
+        """The whole tensor's shape; CheckpointError when there is no such tensor."""
+        return self._file(name).shape(name)
 
     def dtype(self, name: str) -> torch.dtype:
         """The type that the tensor is stored in; CheckpointError if it is not a float type."""
-        stored = self._slice(name).get_dtype()
+        stored = self._file(name).dtype(name)
         if stored not in _DTYPES:
             raise CheckpointError(f"tensor {name!r} is stored as {stored}, which is not supported")
         return _DTYPES[stored]
 
     def read(self, name: str, shape: tuple[int, ...], cut: tuple[Segments, ...]) -> Tensor:
-        """Read only the bytes of the cut; several segments of a dimension are concatenated."""
-        _check_shape(name, self.shape(name), shape)
-        dtype = self.dtype(name)
-        sizes = tuple(width(segments) for segments in cut)
-        if 0 in sizes:  # a rank whose rows are all padding; the file format has no empty slices
-            return torch.empty(sizes, dtype=dtype)
-        piece = _read_cut(self._slice(name), cut, ())
+        """Read the cut; several segments of a dimension are concatenated.
+
+        CheckpointError when there is no such tensor, its shape is another, or its file was
+        written to since it was opened.
+        """
+        found = self.shape(name)
+        if found != shape:
+            raise CheckpointError(f"tensor {name!r} has shape {found}, the model needs {shape}")
+        self.dtype(name)
+        try:
+            piece = self._file(name).read(name, cut)
+        except OSError as error:
+            raise CheckpointError(
+                f"tensor {name!r} cannot be read: {error}; load the model again when its files are "
+                "written"
+            ) from error
         self.bytes_read += piece.nbytes
         return piece
 
-    def _slice(self, name: str) -> Any:
-        """The lazy view of one tensor."""
+    def _file(self, name: str) -> _File:
         if name not in self._owner:
             raise CheckpointError(f"the checkpoint has no tensor {name!r}")
-        return self._owner[name].get_slice(name)
+        return self._owner[name]
 
 
-class PickledCheckpoint:
+class SafetensorsCheckpoint(_FilesCheckpoint):
+    """A folder of safetensors files: model.safetensors, or shards and their index."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read the files' headers; no tensor data is read yet."""
+        super().__init__(folder, _SAFETENSORS, TensorFile)
+
+
+class PickledCheckpoint(_FilesCheckpoint):
     """A folder of torch.save files: pytorch_model.bin, or shards and their index.
 
     Only tensors are unpickled (torch.load's weights_only), and their bytes stay on disk until a
-    slice is read (mmap).
+    slice is read.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Map the files; CheckpointError when one holds anything but tensors."""
-        self.bytes_read = 0
-        self._tensors: dict[str, Tensor] = {}
-        for path in _files(folder, "pytorch_model.bin"):
-            self._tensors.update(_map_tensors(path))
-
-    def names(self) -> frozenset[str]:
-        """All tensor names in all files."""
-        return frozenset(self._tensors)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The whole tensor's shape."""
-        return tuple(self._tensor(name).shape)
-
-    def dtype(self, name: str) -> torch.dtype:
-        """The type that the tensor is stored in; CheckpointError if it is not a float type."""
-        stored = self._tensor(name).dtype
-        if stored not in _DTYPES.values():
-            raise CheckpointError(f"tensor {name!r} is stored as {stored}, which is not supported")
-        return stored
-
-    def read(self, name: str, shape: tuple[int, ...], cut: tuple[Segments, ...]) -> Tensor:
-        """Copy the cut out of the mapped file."""
-        _check_shape(name, self.shape(name), shape)
-        self.dtype(name)
-        piece = _read_cut(self._tensor(name), cut, ()).clone()
-        self.bytes_read += piece.nbytes
-        return piece
-
-    def _tensor(self, name: str) -> Tensor:
-        if name not in self._tensors:
-            raise CheckpointError(f"the checkpoint has no tensor {name!r}")
-        return self._tensors[name]
-
-
-def _map_tensors(path: Path) -> dict[str, Tensor]:
-    """A torch.save file as a mapping of names to tensors that lie on disk."""
-    try:
-        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
-        raise CheckpointError(
-            f"{path.name} cannot be read as tensors alone ({error}): convert it to safetensors"
-        ) from error
-    if not isinstance(found, dict) or not all(isinstance(v, Tensor) for v in found.values()):
-        raise CheckpointError(f"{path.name} holds more than named tensors: convert it")
-    return found
-
-
-def _check_shape(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
-    if found != wanted:
-        raise CheckpointError(f"tensor {name!r} has shape {found}, the model needs {wanted}")
-
-
-def _read_cut(view: Any, cut: tuple[Segments, ...], fixed: tuple[slice, ...]) -> Tensor:
-    """Fix one dimension after the other to each of its segments and join the pieces."""
-    if len(fixed) == len(cut):
-        piece: Tensor = view[fixed]
-        return piece
-    pieces = [_read_cut(view, cut, (*fixed, slice(*segment))) for segment in cut[len(fixed)]]
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=len(fixed))
+        """Open the files; CheckpointError when one holds anything but tensors."""
+        super().__init__(folder, _PICKLED, PickledFile)
 
 
 def _has(folder: Path, name: str) -> bool:
@@ -197,18 +180,29 @@ def _has(folder: Path, name: str) -> bool:
 
 
 def _files(folder: Path, name: str) -> list[Path]:
-    """The files that hold the tensors; CheckpointError if some are missing."""
+    """The files that hold the tensors; CheckpointError if some are missing.
+
+    A single file goes before an index, as in transformers (`_get_resolved_checkpoint_files`): when
+    a model is saved into a folder that held shards, their index stays behind.
+    """
+    if (folder / name).is_file():
+        return [folder / name]
     index = folder / f"{name}.index.json"
-    if index.is_file():
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    if not index.is_file():
+        raise CheckpointError(
+            f"{folder} lacks {name}: only safetensors are read, and {_PICKLED} where "
+            "model.allow_pickle is set"
+        )
+    try:
+        weight_map = json.loads(read_text(index, _MAX_INDEX_BYTES))["weight_map"]
         files = [folder / file for file in sorted(set(weight_map.values()))]
-    else:
-        files = [folder / name]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:
+        raise CheckpointError(f"{index} is no index of shards: {error!r}") from error
     missing = [path.name for path in files if not path.is_file()]
     if missing:
         raise CheckpointError(
-            f"{folder} lacks {', '.join(missing)}: only safetensors are read, and "
-            "pytorch_model.bin where model.allow_pickle is set"
+            f"{folder} lacks {', '.join(missing)}, which {index.name} names, and has no {name}: "
+            "bring the missing files, or save the model again"
         )
     return files
 

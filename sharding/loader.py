@@ -32,7 +32,13 @@ class Weights:
         self.dtype = dtype
         self.device = device
         self._source = source
+        self._names = source.names()
         self._used: set[str] = set()
+        self._stand_ins: dict[str, str] = {}
+
+    def stand_in(self, name: str, other: str) -> None:
+        """Where the checkpoint has no tensor `name`, tensor `other` is read in its stead."""
+        self._stand_ins[name] = other
 
     def read(
         self,
@@ -43,7 +49,9 @@ class Weights:
     ) -> Tensor:
         """The slice of tensor `name` (whole shape given): `rows` of dim 0, `columns` of dim 1.
 
-        None means all. Returned in `dtype` on `device`. CheckpointError if it is missing.
+        None means all. Returned in `dtype` on `device`. CheckpointError if it is missing. The
+        file's name may lack the first part: checkpoints of a model without its head do, and
+        transformers loads them alike (base_model_prefix).
         """
         assert columns is None or len(shape) == 2, (name, shape)
         wanted = (rows, columns)[: len(shape)]
@@ -51,18 +59,17 @@ class Weights:
             whole(size) if segments is None else segments
             for size, segments in zip(shape, wanted, strict=True)
         )
-        self._used.add(name)
-        return self._source.read(name, shape, cut).to(self.device, self.dtype)
+        found = self._find(name) or name
+        self._used.add(found)
+        return self._source.read(found, shape, cut).to(self.device, self.dtype)
 
     def has(self, name: str) -> bool:
         """Whether the checkpoint holds tensor `name`; a source that makes tensors has them all."""
-        names = self._source.names()
-        return names is None or name in names
+        return self._names is None or self._find(name) is not None
 
     def lists(self, name: str) -> bool:
         """Whether tensor `name` is in a checkpoint; a source that makes tensors lists none."""
-        names = self._source.names()
-        return names is not None and name in names
+        return self._names is not None and self._find(name) is not None
 
     def parameter(self, name: str, shape: tuple[int, ...]) -> nn.Parameter:
         """A whole tensor as a parameter that needs no gradient, the same on every rank."""
@@ -78,11 +85,10 @@ class Weights:
         unread: regular expressions of whole names that may be left. So may biases of layers that
         were read without one: transformers warns of them, and computes the same.
         """
-        names = self._source.names()
-        if names is None:
+        if self._names is None:
             return
         allowed = re.compile("|".join(f"(?:{pattern})" for pattern in unread) or r"(?!)")
-        left = sorted(n for n in names - self._used if not allowed.fullmatch(n))
+        left = sorted(n for n in self._names - self._used if not allowed.fullmatch(n))
         biases = idle_biases(left, self._used)
         left = [name for name in left if name not in biases]
         if left:
@@ -90,6 +96,15 @@ class Weights:
             raise CheckpointError(
                 f"the model has no place for {len(left)} tensors of the checkpoint: {shown}"
             )
+
+    def _find(self, name: str) -> str | None:
+        """The checkpoint's name of a tensor; None where it has none, or makes all."""
+        names = self._names or frozenset()
+        for wanted in (name, self._stand_ins.get(name, name)):
+            for each in (wanted, wanted.partition(".")[2]):
+                if each in names:
+                    return each
+        return None
 
 
 def idle_biases(left: Iterable[str], used: Set[str]) -> set[str]:

@@ -20,20 +20,18 @@ a place are padded with zeros first. A place that some parts lack is merged over
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import copysign, sqrt
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from torch.nn.functional import pad
 
 from configs.adapters import AdapterError, FetchedAdapter
 from configs.merging import MergeRule, MergeStrategy, SignMethod
-from modeling.adapters.peft import LoraModule, LoraStack, PeftAdapter, open_adapter
+from modeling.adapters.peft import LoraModule, LoraStack, PeftAdapter, open_adapter, reading
 from modeling.adapters.peft_config import refuse
 from modeling.adapters.peft_ends import Matrix, check_finite
 from modeling.adapters.projection import Place, Projection
@@ -78,14 +76,11 @@ class MergedAdapter:
 
     def read(self) -> Iterator[LoraModule]:
         """Yield the merged modules one by one; refuses values that are not finite."""
-        with ExitStack() as stack:
-            files = []
-            for part in self.parts:
-                files.append(stack.enter_context(safe_open(part.adapter.path, framework="pt")))
-                with _named(part.name):
-                    part.adapter.ends.check_copies(files[-1])
-            for place, rank in self.ranks.items():
-                yield self._merge(place, rank, files)
+        for part in self.parts:
+            with _named(part.name), reading():
+                part.adapter.ends.check_copies(part.adapter.file)
+        for place, rank in self.ranks.items():
+            yield self._merge(place, rank)
 
     def stacks(self) -> Iterator[LoraStack]:
         """The same; each place is merged by itself."""
@@ -97,11 +92,11 @@ class MergedAdapter:
         """Yield nothing: parts with whole matrices are refused."""
         return iter(())
 
-    def _merge(self, place: Place, rank: int, files: Sequence[Any]) -> LoraModule:
+    def _merge(self, place: Place, rank: int) -> LoraModule:
         terms = [
-            self._term(index, place, rank, file)
-            for index, file in enumerate(files)
-            if place in self.parts[index].modules
+            self._term(index, place, rank)
+            for index, part in enumerate(self.parts)
+            if place in part.modules
         ]
         signed = [copysign(sqrt(abs(term.scale)), term.scale) for term in terms]
         plain = [sqrt(abs(term.scale)) for term in terms]
@@ -111,11 +106,11 @@ class MergedAdapter:
             check_finite("the merge (are its weights too large?)", factor)
         return LoraModule(place, a, b)
 
-    def _term(self, index: int, place: Place, rank: int, file: Any) -> _Term:
+    def _term(self, index: int, place: Place, rank: int) -> _Term:
         part = self.parts[index]
         module = part.modules[place]
         with _named(part.name):
-            a, b = part.adapter.factors(file, module)
+            a, b = part.adapter.factors(module)
         missing = rank - len(a)
         projection = part.adapter.projections[place.projection]
         spot = f"{self.digest}:{index}:{projection.module.format(layer=place.layer)}"
@@ -135,16 +130,21 @@ def open_fetched(
 ) -> OpenAdapter:
     """Judge an adapter's files, or those of all parts of a merge; AdapterError names the part."""
     if adapter.rule is None:
-        return open_adapter(Path(adapter.folder), projections, max_rank)
+        return _open(adapter, projections, max_rank)
     rule = adapter.rule.settled()
     parts = []
     for member, weight in zip(adapter.parts, rule.weights, strict=True):
         with _named(member.name):
-            opened = open_adapter(Path(member.folder), projections, max_rank)
+            opened = _open(member, projections, max_rank)
             _check_factors_alone(opened)
         modules = {place: module for module, place in opened.modules.items()}
         parts.append(_Part(member.name, weight, opened, modules))
     return MergedAdapter(tuple(parts), rule, adapter.digest)
+
+
+def _open(adapter: FetchedAdapter, projections: Sequence[Projection], max_rank: int) -> PeftAdapter:
+    within = Path(adapter.root) if adapter.root else None
+    return open_adapter(Path(adapter.folder), projections, max_rank, within=within)
 
 
 def _check_factors_alone(adapter: PeftAdapter) -> None:

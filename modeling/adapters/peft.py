@@ -2,12 +2,12 @@
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import NoReturn
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from configs.adapters import AdapterRefusal
@@ -23,7 +23,7 @@ from modeling.adapters.peft_ends import (
     find_ends,
 )
 from modeling.adapters.projection import Place, Projection, ProjectionKind
-from modeling.adapters.tensor_file import TensorFile
+from sharding.tensor_file import DamagedFile, TensorFile
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 SUFFIXES = {"A": ".lora_A.weight", "B": ".lora_B.weight"}
@@ -71,9 +71,9 @@ class LoraStack:
 
 @dataclass(frozen=True)
 class PeftAdapter:
-    """A judged adapter: its file and the true rank at every place that it adapts."""
+    """A judged adapter: its open file and the true rank at every place that it adapts."""
 
-    path: Path
+    file: TensorFile
     plan: LoraPlan
     modules: dict[str, Place]
     projections: tuple[Projection, ...]
@@ -92,33 +92,29 @@ class PeftAdapter:
 
     def stacks(self) -> Iterator[LoraStack]:
         """The same, in few pieces: torch computes on each without the interpreter."""
-        if self.ends.copies:
-            with safe_open(self.path, framework="pt") as file:
-                self.ends.check_copies(file)
-        try:
-            file = TensorFile(self.path)
-        except OSError as error:
-            refuse(f"{WEIGHTS_NAME} cannot be read: {error}; save or upload it again")
+        with reading():
+            self.ends.check_copies(self.file)
         for (index, rank), group in itertools.groupby(self.modules, self._kind):
             projection, names = self.projections[index], list(group)
             widest = max(projection.in_features, projection.out_features)
             count = max(1, STACK_NUMBERS // (rank * widest))
             for first in range(0, len(names), count):
-                yield self._stack(file, index, names[first : first + count])
+                yield self._stack(index, names[first : first + count])
 
     def _kind(self, module: str) -> tuple[int, int]:
         """Its projection and rank: what the modules of a stack share."""
         return self.modules[module].projection, self.plan.rank_of(module)
 
-    def _stack(self, file: TensorFile, index: int, names: Sequence[str]) -> LoraStack:
+    def _stack(self, index: int, names: Sequence[str]) -> LoraStack:
         projection = self.projections[index]
         keys_a, keys_b = ([_key(projection, name, side) for name in names] for side in "AB")
-        a = torch.stack([file.get(key) for key in keys_a])
+        with reading():
+            a, b = self.file.stack(keys_a), self.file.stack(keys_b)
         if a.dtype is torch.float64:
             a = a.float()
         scales = torch.tensor([self.plan.scaling_of(name) for name in names]).view(-1, 1, 1)
         # The fold happens once, in float32, whatever type the pools have.
-        b = torch.stack([file.get(key) for key in keys_b]).float() * scales
+        b = b.float() * scales
         for keys, factors in ((keys_a, a), (keys_b, b)):
             if not torch.isfinite(factors.sum(dtype=torch.float32)):
                 for key, factor in zip(keys, factors, strict=True):
@@ -126,31 +122,46 @@ class PeftAdapter:
         layers = tuple(self.modules[name].layer for name in names)
         return LoraStack(index, layers, a, b)
 
-    def factors(self, file: Any, module: str, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-        """A [r, in] and scale * B [out, r] of a module in float32; refuses what is not finite."""
+    def factors(self, module: str) -> tuple[Tensor, Tensor]:
+        """A [r, in] and B [out, r] of a module in float32; refuses what is not finite."""
         projection = self.projections[self.modules[module].projection]
         key_a, key_b = (_key(projection, module, side) for side in "AB")
-        # The fold happens once, in float32, whatever type the pools have.
-        a = cast(Tensor, file.get_tensor(key_a)).float()
-        b = cast(Tensor, file.get_tensor(key_b)).float() * scale
+        with reading():
+            a, b = self.file.get_tensor(key_a).float(), self.file.get_tensor(key_b).float()
         check_finite(key_a, a)
         check_finite(key_b, b)
         return a, b
 
     def read_matrices(self) -> Iterator[Matrix]:
         """Yield whole embeddings and heads, this rank's rows; refuses what is not finite."""
-        with safe_open(self.path, framework="pt") as file:
-            yield from self.ends.read(file, self.projections)
+        with reading():
+            yield from self.ends.read(self.file, self.projections)
+
+
+@contextmanager
+def reading() -> Iterator[None]:
+    """Refuse a file that cannot be read, or that is written to meanwhile."""
+    try:
+        yield
+    except DamagedFile as error:
+        refuse(f"{WEIGHTS_NAME} cannot be read: {error}; save or upload it again")
+    except OSError as error:
+        refuse(f"{WEIGHTS_NAME} cannot be read: {error}; try again", AdapterRefusal.UNAVAILABLE)
 
 
 def open_adapter(
-    folder: Path, projections: Sequence[Projection], max_rank: int, plan: LoraPlan | None = None
+    folder: Path,
+    projections: Sequence[Projection],
+    max_rank: int,
+    plan: LoraPlan | None = None,
+    within: Path | None = None,
 ) -> PeftAdapter:
     """Judge a folder's config, tensor names, types and shapes; reads no weights yet.
 
-    plan: what the config comes to, where that was judged before.
+    plan: what the config comes to, where that was judged before. within: the folder that links
+    must not lead out of.
     """
-    plan = plan or read_config(folder)
+    plan = plan or read_config(folder, within)
     path = folder / WEIGHTS_NAME
     if not path.is_file():
         other = " (only a .bin)" if any(folder.glob("*.bin")) else ""
@@ -165,21 +176,18 @@ def open_adapter(
         for layer in range(projection.num_layers)
         for module in projection.modules(layer)
     }
-    adapter = PeftAdapter(path, plan, known, tuple(projections))
-    try:
-        with safe_open(path, framework="pt") as file:
-            adapter = replace(adapter, ends=find_ends(set(file.keys()), plan, projections))
-            adapter = replace(adapter, modules=_match(file.keys(), adapter))
-            adapter.ends.check(file, projections)
-            for module, side in itertools.product(adapter.modules, ("A", "B")):
-                projection = projections[known[module].projection]
-                key = _key(projection, module, side)
-                tensor = file.get_slice(key)
-                check_type(key, tensor.get_dtype())
-                _check_shape(_Side(module, side), tuple(tensor.get_shape()), plan, projection)
-            check_tying(file, plan, projections, adapter.modules)
-    except (SafetensorError, OSError) as error:
-        refuse(f"{WEIGHTS_NAME} cannot be read: {error}; save or upload it again")
+    with reading():
+        file = TensorFile(path, within)
+        adapter = PeftAdapter(file, plan, known, tuple(projections))
+        adapter = replace(adapter, ends=find_ends(set(file.keys()), plan, projections))
+        adapter = replace(adapter, modules=_match(file.keys(), adapter))
+        adapter.ends.check(file, projections)
+        for module, side in itertools.product(adapter.modules, ("A", "B")):
+            projection = projections[known[module].projection]
+            key = _key(projection, module, side)
+            check_type(key, file.dtype(key))
+            _check_shape(_Side(module, side), file.shape(key), plan, projection)
+        check_tying(file, plan, projections, adapter.modules)
     _check_ranks(adapter, max_rank)
     _check_once(adapter)
     return adapter

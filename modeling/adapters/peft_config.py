@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from configs.adapters import AdapterError, AdapterRefusal
+from configs.reading import read_text
+from sharding.sources.base import MAX_TEXT_BYTES
 
 CONFIG_NAME = "adapter_config.json"
 
@@ -106,13 +108,18 @@ def refuse(message: str, refusal: AdapterRefusal = AdapterRefusal.UNSUPPORTED) -
     raise AdapterError(refusal, message)
 
 
-def read_config(folder: Path) -> LoraPlan:
-    """Read and judge the adapter_config.json of a folder; AdapterError names what is wrong."""
+def read_config(folder: Path, within: Path | None = None) -> LoraPlan:
+    """Read and judge the adapter_config.json of a folder; AdapterError names what is wrong.
+
+    within: the folder that links must not lead out of.
+    """
     path = folder / CONFIG_NAME
     if not path.is_file():
         refuse(f"no {CONFIG_NAME} among the adapter's files: it was not saved by PEFT")
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = json.loads(read_text(path, MAX_TEXT_BYTES, within))
+    except OSError as error:
+        refuse(f"{CONFIG_NAME} cannot be read: {error}; try again", AdapterRefusal.UNAVAILABLE)
     except (ValueError, RecursionError) as error:
         refuse(f"{CONFIG_NAME} is not valid JSON: {error}")
     if not isinstance(fields, dict):

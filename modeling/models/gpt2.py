@@ -241,11 +241,11 @@ class FlashGPT2ForCausalLM(FlashShell):
     """The decoder and its head; a `PagedModel`."""
 
     def __init__(self, prefix: str, config: GPT2Architecture, weights: Weights) -> None:
-        """prefix: "" for a checkpoint of this model alone, whose names may begin with
-        "transformer." or, saved without a head, with nothing.
-        """
+        """prefix: "" for a checkpoint of this model alone."""
         dot = f"{prefix}." if prefix else ""
-        inner = f"{dot}transformer" if weights.has(f"{dot}transformer.wte.weight") else prefix
+        inner, head = f"{dot}transformer", f"{dot}lm_head"
+        if config.tie_word_embeddings:
+            weights.stand_in(f"{inner}.wte.weight", f"{head}.weight")
         transformer = FlashGPT2Model(inner, config, weights)
         outline = Outline(
             projections=gpt2_projections(config, weights.group),
@@ -253,7 +253,7 @@ class FlashGPT2ForCausalLM(FlashShell):
             head_dim=config.head_dim,
             attention_scale=config.head_dim**-0.5 if config.scale_attn_weights else 1.0,
             embedding=transformer.wte,
-            head=f"{dot}lm_head",
+            head=head,
             ends=EndNames(f"{PEFT_PREFIX}.wte", "lm_head"),
         )
         super().__init__(config, weights, outline)

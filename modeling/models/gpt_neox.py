@@ -198,10 +198,9 @@ class GPTNeoXModel(nn.Module):
     """The decoder: embedding, layers, last norm."""
 
     def __init__(self, config: GPTNeoXArchitecture, weights: Weights) -> None:
-        """Read everything but the head; a checkpoint of the decoder alone has bare names."""
+        """Read everything but the head."""
         super().__init__()
-        prefixed = weights.has(f"{PEFT_PREFIX}.embed_in.weight")
-        dot = f"{PEFT_PREFIX}." if prefixed else ""
+        dot = f"{PEFT_PREFIX}."
         size = config.hidden_size
         self.embed_in = VocabParallelEmbedding(f"{dot}embed_in", config.vocab_size, size, weights)
         self.layers = nn.ModuleList(
@@ -240,6 +239,11 @@ class GPTNeoXForCausalLM(TwoDoorShell):
 
     def __init__(self, config: GPTNeoXArchitecture, weights: Weights) -> None:
         """Read this rank's share."""
+        # transformers calls the head lm_head in memory and embed_out on disk; PEFT sees it
+        # in memory, where older transformers called it embed_out too.
+        head = "embed_out" if weights.has("embed_out.weight") else "lm_head"
+        if config.tie_word_embeddings:
+            weights.stand_in(f"{PEFT_PREFIX}.embed_in.weight", f"{head}.weight")
         gpt_neox = GPTNeoXModel(config, weights)
         outline = Outline(
             projections=gpt_neox_projections(config, weights.group),
@@ -247,9 +251,7 @@ class GPTNeoXForCausalLM(TwoDoorShell):
             head_dim=config.head_dim,
             attention_scale=config.head_dim**-0.5,
             embedding=gpt_neox.embed_in,
-            # transformers calls the head lm_head in memory and embed_out on disk; PEFT sees it
-            # in memory, where older transformers called it embed_out too.
-            head="embed_out" if weights.has("embed_out.weight") else "lm_head",
+            head=head,
             ends=EndNames(f"{PEFT_PREFIX}.embed_in", "lm_head", head_alias="embed_out"),
         )
         super().__init__(config, weights, outline)

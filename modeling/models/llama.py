@@ -264,6 +264,8 @@ class FlashLlamaForCausalLM(FlashShell):
     ) -> None:
         """prefix: "" for a checkpoint of this model alone."""
         inner, head = (f"{prefix}.model", f"{prefix}.lm_head") if prefix else ("model", "lm_head")
+        if config.tie_word_embeddings:
+            weights.stand_in(f"{inner}.embed_tokens.weight", f"{head}.weight")
         model = FlashLlamaModel(inner, config, weights, create_layer_fn)
         outline = Outline(
             projections=llama_projections(inner, config, weights.group),

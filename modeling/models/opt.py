@@ -59,12 +59,6 @@ def _inner(config: OPTArchitecture, group: TensorParallel) -> Segments:
     return even_cut(config.intermediate_size, group.rank, group.size, "ffn_dim")
 
 
-def _decoder_prefix(weights: Weights) -> str:
-    """How the checkpoint's names begin; one of the decoder alone has no "model."."""
-    found = weights.has(f"{PEFT_PREFIX}.embed_tokens.weight")
-    return PEFT_PREFIX if found else PEFT_PREFIX.removeprefix("model.")
-
-
 def opt_projections(config: OPTArchitecture, group: TensorParallel) -> tuple[Projection, ...]:
     """The adaptable linear maps with this rank's cuts."""
     heads, inner = _heads(config, group).queries, _inner(config, group)
@@ -188,7 +182,7 @@ class OPTDecoder(nn.Module):
     def __init__(self, config: OPTArchitecture, weights: Weights) -> None:
         """Read everything but the head."""
         super().__init__()
-        prefix = _decoder_prefix(weights)
+        prefix = PEFT_PREFIX
         width, hidden = config.embedding_size, config.hidden_size
         self.embed_tokens = VocabParallelEmbedding(
             f"{prefix}.embed_tokens", config.vocab_size, width, weights
@@ -275,6 +269,8 @@ class OPTForCausalLM(TwoDoorShell):
 
     def __init__(self, config: OPTArchitecture, weights: Weights) -> None:
         """Read this rank's share."""
+        if config.tie_word_embeddings:
+            weights.stand_in(f"{PEFT_PREFIX}.embed_tokens.weight", "lm_head.weight")
         model = OPTModel(config, weights)
         outline = Outline(
             projections=opt_projections(config, weights.group),

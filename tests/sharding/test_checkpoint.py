@@ -1,7 +1,9 @@
 """Lazy reading by slices, its byte count, and its refusals; the made-up source."""
 
 import json
+import os
 import pickle
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -149,7 +151,7 @@ def test_a_pickle_may_hold_tensors_alone(tmp_path: Path, content: Any, message: 
 
 
 @pytest.mark.parametrize("old", [True, False])
-def test_files_that_cannot_be_mapped(tmp_path: Path, old: bool) -> None:
+def test_files_that_are_none_of_the_format(tmp_path: Path, old: bool) -> None:
     path = tmp_path / "pytorch_model.bin"
     if old:
         torch.save({"a": torch.ones(2)}, path, _use_new_zipfile_serialization=False)
@@ -177,3 +179,84 @@ def test_dummy_values_depend_on_name_and_cut_alone() -> None:
     assert 0.015 < first.float().std().item() < 0.025
     assert one.read("norm.weight", (4,), (whole(4),)).tolist() == [1, 1, 1, 1]
     assert one.read("a.bias", (4,), (whole(4),)).tolist() == [0, 0, 0, 0]
+
+
+def test_a_single_file_goes_before_an_index(tmp_path: Path, write: Write) -> None:
+    """As transformers has it: what a model saved in shards left behind serves nobody."""
+    suffix = "safetensors" if write is _write_safetensors else "bin"
+    write_shards(tmp_path, suffix, save_file if suffix == "safetensors" else torch.save)
+    assert write({"new": torch.ones(2)}, tmp_path).names() == {"new"}
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.{suffix}").unlink()
+    assert open_checkpoint(tmp_path, allow_pickle=True).names() == {"new"}
+
+
+def test_an_index_of_missing_shards_is_named(tmp_path: Path) -> None:
+    write_shards(tmp_path, "safetensors", save_file)
+    (tmp_path / "one.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"lacks one\.safetensors, which model\.safe.* names"):
+        open_checkpoint(tmp_path, allow_pickle=False)
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"weight_map": 3}', '{"weight_map": {"a": 3}}'])
+def test_an_index_that_is_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(CheckpointError, match="is no index of shards"):
+        open_checkpoint(tmp_path, allow_pickle=False)
+
+
+@pytest.mark.parametrize("size", [0, 4096])
+def test_a_file_that_is_written_over_while_it_is_loaded(
+    tmp_path: Path, write: Write, size: int
+) -> None:
+    """Of a mapped file the rank would die (SIGBUS), or serve a mixture."""
+    checkpoint = write({"a": torch.ones(2**15, 2)}, tmp_path)
+    (path,) = tmp_path.iterdir()
+    os.truncate(path, size)
+    with pytest.raises(CheckpointError, match=r"'a' cannot be read: .* ended early"):
+        checkpoint.read("a", (2**15, 2), (whole(2**15), whole(2)))
+
+
+def test_tensors_are_not_the_file(tmp_path: Path, write: Write) -> None:
+    checkpoint = write({"a": torch.ones(2**15, 2)}, tmp_path)
+    (path,) = tmp_path.iterdir()
+    tensor = checkpoint.read("a", (2**15, 2), (whole(2**15), whole(2)))
+    assert str(path) not in Path("/proc/self/maps").read_text()
+    path.write_bytes(b"")
+    assert tensor.sum() == 2**16
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: torch.ones(2, device="meta"), "'a' has no values"),
+        (lambda: torch.eye(3).to_sparse(), "'a' is no dense tensor"),
+        (lambda: torch._neg_view(torch.ones(2)), "'a' is no dense tensor"),
+        (lambda: torch.eye(3).to_sparse_csr(), "tensors alone"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_tensors_without_plain_values_are_refused(
+    tmp_path: Path, make: Callable[[], torch.Tensor], message: str
+) -> None:
+    torch.save({"a": make()}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=message):
+        PickledCheckpoint(tmp_path)
+
+
+def test_views_of_one_storage(tmp_path: Path) -> None:
+    base = torch.arange(24.0).view(4, 6)
+    tensors = {"t": base.t(), "part": base[1:3, 2:5], "wide": base[0].expand(5, 6), "base": base}
+    checkpoint = _write_pickle(tensors, tmp_path)
+    for name, tensor in tensors.items():
+        shape = tuple(tensor.shape)
+        cut = (((1, 2), (0, 1)), ((1, 3),))
+        expected = tensor[[1, 0], 1:3]
+        assert torch.equal(checkpoint.read(name, shape, cut), expected)
+
+
+def test_a_description_larger_than_any(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "pytorch_model.bin", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("x/data.pkl", bytes(2**27))
+    with pytest.raises(CheckpointError, match=r"its data\.pkl has 134217728 bytes"):
+        PickledCheckpoint(tmp_path)

@@ -180,8 +180,8 @@ def test_a_part_that_changed_while_it_was_read_is_refused(
     assert tier.stage(adapter).num_pages == (1, 0)
     tier.drop(AdapterKey(1))
 
-    def late(folder: Path, *others: object) -> object:
-        opened = open_adapter(folder, *others)  # type: ignore[arg-type]
+    def late(folder: Path, *others: object, **more: object) -> object:
+        opened = open_adapter(folder, *others, **more)  # type: ignore[arg-type]
         if folder.name == "two":
             (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
         return opened

@@ -72,3 +72,45 @@ def test_an_equal_copy_takes_no_memory(tmp_path: Path, family: str) -> None:
 
 def is_shared(model: CausalShell) -> bool:
     return model.lm_head.weight is model.embedding.weight
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_head_alone_serves_both_ends(tmp_path: Path, family: str, ranks: int) -> None:
+    """As transformers does: whichever of the tied ends is there is both."""
+    tensors, _ = write_both(tmp_path, family)
+    del tensors[f"{FAMILIES[family][1]}.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    expected = oracle_logits(load_oracle(tmp_path), SEQUENCE)
+
+    def on_rank(group: TensorParallel) -> tuple[Tensor, bool]:
+        model = load(tmp_path, group)
+        assert isinstance(model, CausalShell)
+        return Stepper(model).step([(0, SEQUENCE)])[0], is_shared(model)
+
+    for logits, shared in run_ranks(ranks, on_rank):
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+        assert shared
+
+
+@pytest.mark.parametrize("some", [False, True], ids=["all names", "some names"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_names_of_the_decoder_alone(tmp_path: Path, family: str, some: bool) -> None:
+    """As transformers loads them (base_model_prefix), name by name."""
+    folder = FAMILIES[family][0](tmp_path)
+    before = oracle_logits(load_oracle(folder), SEQUENCE)
+    tensors = load_file(folder / "model.safetensors")
+    bare = {
+        name.partition(".")[2] if index % 2 or not some else name: tensor
+        for index, (name, tensor) in enumerate(tensors.items())
+    }
+    assert not bare.keys() <= tensors.keys()
+    save_file(bare, folder / "model.safetensors", metadata={"format": "pt"})
+    expected = oracle_logits(load_oracle(folder), SEQUENCE)
+    assert torch.equal(expected, before), "the oracle loads them too"
+
+    def on_rank(group: TensorParallel) -> Tensor:
+        return Stepper(load(folder, group)).step([(0, SEQUENCE)])[0]
+
+    for logits in run_ranks(2, on_rank):
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)

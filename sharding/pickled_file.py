@@ -1,0 +1,137 @@
+"""PickledFile: a torch.save file of anybody's, of which tensors alone are read, by position.
+
+torch.load makes tensors without values (FakeTensorMode) that know where in the file theirs lie
+(https://docs.pytorch.org/docs/stable/notes/serialization.html); nothing is mapped.
+"""
+
+import os
+import zipfile
+from collections.abc import KeysView
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from configs.reading import RegularFile
+from sharding.extents import Extent, read_cut, read_whole
+from sharding.slicing import Segments
+
+_MAX_PICKLE_BYTES = 64 << 20
+_PICKLE_NAME = "data.pkl"
+
+
+class UnreadablePickle(ValueError):
+    """Not a file of tensors alone; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor in the file: elements from byte `begin` on, `strides` apart."""
+
+    begin: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    is_contiguous: bool
+
+    @property
+    def span(self) -> int:
+        """Elements from the first to the last."""
+        if 0 in self.shape:
+            return 0
+        pairs = zip(self.shape, self.strides, strict=True)
+        return 1 + sum((size - 1) * stride for size, stride in pairs)
+
+
+class PickledFile:
+    """Tensors by name, of any type that lies in memory as plain numbers.
+
+    size: the file's bytes when it was opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Unpickle what describes the tensors; none of their bytes is read.
+
+        UnreadablePickle when there is anything but tensors in it, OSError if it cannot be read.
+        """
+        self._file = RegularFile(path)
+        self.size = self._file.size
+        self._stored = {name: self._locate(name, t) for name, t in self._load().items()}
+
+    def keys(self) -> KeysView[str]:
+        """All tensors' names."""
+        return self._stored.keys()
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """A tensor's shape."""
+        return self._stored[key].shape
+
+    def dtype(self, key: str) -> str:
+        """A tensor's type as torch names it."""
+        return str(self._stored[key].dtype)
+
+    def read(self, key: str, cut: tuple[Segments, ...]) -> Tensor:
+        """A cut of a tensor in memory of its own; FileChanged if the file was written to."""
+        stored = self._stored[key]
+        if stored.is_contiguous:
+            return read_cut(self._file, Extent(stored.begin, stored.dtype, stored.shape), cut)
+        flat = read_whole(self._file, Extent(stored.begin, stored.dtype, (stored.span,)))
+        piece = flat.as_strided(stored.shape, stored.strides)
+        for dim, segments in enumerate(cut):
+            parts = [piece.narrow(dim, start, stop - start) for start, stop in segments]
+            piece = torch.cat(parts, dim)
+        return piece.contiguous()
+
+    def _load(self) -> dict[str, Tensor]:
+        name = self._file.name
+        try:
+            # A file object: torch would open a path again, whatever lies there by then.
+            with open(os.dup(self._file.descriptor), "rb") as opened, FakeTensorMode():
+                _check_pickle(opened.fileno())
+                found = torch.load(opened, map_location="cpu", weights_only=True)
+        except OSError:
+            raise
+        except Exception as error:
+            # What a damaged or hostile file makes the reader raise is no short list.
+            raise UnreadablePickle(
+                f"{name} cannot be read as tensors alone ({type(error).__name__}: {error}): "
+                "convert it to safetensors"
+            ) from error
+        if not isinstance(found, dict) or not all(
+            isinstance(key, str) and isinstance(value, Tensor) for key, value in found.items()
+        ):
+            raise UnreadablePickle(f"{name} holds more than named tensors: convert it")
+        return found
+
+    def _locate(self, name: str, tensor: Tensor) -> _Stored:
+        where = f"{self._file.name}: tensor {name!r}"
+        if tensor.layout is not torch.strided or tensor.is_neg() or tensor.is_conj():
+            raise UnreadablePickle(f"{where} is no dense tensor: convert it to safetensors")
+        data = tensor.untyped_storage()._checkpoint_offset
+        if data is None:
+            raise UnreadablePickle(f"{where} has no values (device {tensor.device}): save it again")
+        begin = data + int(tensor.storage_offset()) * tensor.dtype.itemsize
+        stored = _Stored(
+            begin, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_contiguous()
+        )
+        end = begin + stored.span * tensor.dtype.itemsize
+        if begin < 0 or end > self.size or min(stored.strides, default=0) < 0:
+            raise UnreadablePickle(f"{where} lies outside of the file: it is incomplete")
+        return stored
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors, each counted whole, though they may share some in the file."""
+        return sum(prod(s.shape) * s.dtype.itemsize for s in self._stored.values())
+
+
+def _check_pickle(descriptor: int) -> None:
+    """Refuse a description of tensors that is larger than any, however small it is packed."""
+    with open(os.dup(descriptor), "rb") as opened, zipfile.ZipFile(opened) as archive:
+        for entry in archive.infolist():
+            if entry.filename.endswith(_PICKLE_NAME) and entry.file_size > _MAX_PICKLE_BYTES:
+                raise ValueError(f"its {_PICKLE_NAME} has {entry.file_size} bytes")
+    os.lseek(descriptor, 0, os.SEEK_SET)

@@ -1,0 +1,200 @@
+"""TensorFile: a safetensors file of anybody's, read by position and never mapped.
+
+The library's reader maps the file, and makes one tensor in some 40 µs of Python; an adapter has
+hundreds, and the interpreter is the thread's that launches steps.
+"""
+
+from collections.abc import KeysView, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Annotated, Self
+
+import msgspec
+import torch
+from torch import Tensor
+
+from configs.reading import RegularFile
+from sharding.extents import Extent, read_cut, read_cut_into, read_whole
+from sharding.slicing import Segments, whole
+
+LENGTH_BYTES = 8
+MAX_HEADER_BYTES = 64 << 20
+WHOLE_BYTES = 2**25
+"""Tensor data of files up to here is read at once, larger ones' tensor by tensor."""
+
+_TYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+_BITS = {
+    4: ("F4",),
+    6: ("F6_E2M3", "F6_E3M2"),
+    8: ("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"),
+    16: ("I16", "U16", "F16", "BF16"),
+    32: ("I32", "U32", "F32"),
+    64: ("I64", "U64", "F64", "C64"),
+}
+_BITS_OF = {name: bits for bits, names in _BITS.items() for name in names}
+_METADATA = "__metadata__"
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**48)]
+
+
+class DamagedFile(ValueError):
+    """Not a whole file of the format; the message says what is wrong."""
+
+
+class _Entry(msgspec.Struct):
+    dtype: str
+    shape: Annotated[list[_Count], msgspec.Meta(max_length=16)]
+    data_offsets: tuple[_Count, _Count]
+
+
+class TensorFile:
+    """Tensors by name; those of the float types can be read.
+
+    Format: 8 bytes with the header's length, a JSON header, the tensors without gaps
+    (https://huggingface.co/docs/safetensors).
+    """
+
+    def __init__(self, path: Path, within: Path | None = None) -> None:
+        """Open the file and read its header; within: as in RegularFile.
+
+        DamagedFile if it is none of the format, OSError if it cannot be read.
+        """
+        self._file = RegularFile(path, within)
+        length = 0
+        if self._file.size >= LENGTH_BYTES:
+            length = int.from_bytes(self._file.read(0, LENGTH_BYTES), "little")
+        self._begin = LENGTH_BYTES + length
+        if not length or self._begin > self._file.size or length > MAX_HEADER_BYTES:
+            raise DamagedFile(
+                f"{path.name} has {self._file.size} bytes and says that its header has {length}"
+            )
+        self._entries = _parse(self._file.read(LENGTH_BYTES, length), path.name)
+        _check_layout(self._entries, self._file.size - self._begin, path.name)
+        self._data: dict[torch.dtype, Tensor] = {}
+
+    def __enter__(self) -> Self:
+        """Return the file itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def keys(self) -> KeysView[str]:
+        """All tensors' names, in the header's order."""
+        return self._entries.keys()
+
+    def get_slice(self, key: str) -> "TensorSlice":
+        """A tensor of which rows can be read."""
+        return TensorSlice(self, key)
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """A tensor's shape."""
+        return tuple(self._entries[key].shape)
+
+    def dtype(self, key: str) -> str:
+        """A tensor's type as the file names it."""
+        return self._entries[key].dtype
+
+    def read(self, key: str, cut: tuple[Segments, ...]) -> Tensor:
+        """A cut of a tensor in memory of its own; FileChanged if the file was written to."""
+        return read_cut(self._file, self._extent(key), cut)
+
+    def get_tensor(self, key: str) -> Tensor:
+        """A whole tensor, which may share memory with others that were read from the file."""
+        extent = self._extent(key)
+        if self._file.size - self._begin > WHOLE_BYTES:
+            return read_whole(self._file, extent)
+        first, size = extent.begin - self._begin, extent.dtype.itemsize
+        if first % size:
+            bytes_ = self._whole(torch.uint8)[first : first + extent.nbytes]
+            return bytes_.clone().view(extent.dtype).view(extent.shape)
+        start = first // size
+        return self._whole(extent.dtype)[start : start + prod(extent.shape)].view(extent.shape)
+
+    def stack(self, keys: Sequence[str]) -> Tensor:
+        """Tensors of one shape, [keys, *shape], in memory of their own."""
+        extents = [self._extent(key) for key in keys]
+        kinds = {(extent.dtype, extent.shape) for extent in extents}
+        if len(kinds) > 1 or self._file.size - self._begin <= WHOLE_BYTES:
+            return torch.stack([self.get_tensor(key) for key in keys])
+        ((dtype, shape),) = kinds
+        out = torch.empty(len(keys), *shape, dtype=dtype)
+        for target, extent in zip(out, extents, strict=True):
+            read_cut_into(target, self._file, extent, tuple(map(whole, shape)))
+        return out
+
+    def _extent(self, key: str) -> Extent:
+        entry = self._entries[key]
+        begin = self._begin + entry.data_offsets[0]
+        return Extent(begin, _TYPES[entry.dtype], tuple(entry.shape))
+
+    def _whole(self, dtype: torch.dtype) -> Tensor:
+        """All tensor data as numbers of one type, as far as they fill it."""
+        if torch.uint8 not in self._data:
+            size = self._file.size - self._begin
+            extent = Extent(self._begin, torch.uint8, (size,))
+            self._data[torch.uint8] = read_whole(self._file, extent)
+        data = self._data[torch.uint8]
+        if dtype not in self._data:
+            self._data[dtype] = data[: len(data) // dtype.itemsize * dtype.itemsize].view(dtype)
+        return self._data[dtype]
+
+
+@dataclass(frozen=True)
+class TensorSlice:
+    """One tensor of a file, read by rows."""
+
+    file: TensorFile
+    key: str
+
+    def get_shape(self) -> tuple[int, ...]:
+        """The whole tensor's shape."""
+        return self.file.shape(self.key)
+
+    def get_dtype(self) -> str:
+        """Its type as the file names it."""
+        return self.file.dtype(self.key)
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        """Rows of a matrix, in memory of their own."""
+        height, width = self.get_shape()
+        start, stop, step = rows.indices(height)
+        assert step == 1, rows
+        return self.file.read(self.key, (((start, stop),), whole(width)))
+
+
+def _parse(header: bytes, name: str) -> dict[str, _Entry]:
+    try:
+        raw = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+        raw.pop(_METADATA, None)
+        decode = msgspec.json.Decoder(_Entry).decode
+        return {key: decode(entry) for key, entry in raw.items()}
+    except (ValueError, RecursionError) as error:
+        raise DamagedFile(f"{name} has a header that is none of safetensors: {error}") from error
+
+
+def _check_layout(entries: Mapping[str, _Entry], num_bytes: int, name: str) -> None:
+    """Tensors must lie one behind the other and fill the file, as the library asks."""
+    end = 0
+    for key, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+        first, stop = entry.data_offsets
+        if entry.dtype not in _BITS_OF:
+            raise DamagedFile(f"{name}: tensor {key!r} has the unknown type {entry.dtype!r}")
+        bits = prod(entry.shape) * _BITS_OF[entry.dtype]
+        if first != end or bits != (stop - first) * 8:
+            raise DamagedFile(
+                f"{name}: tensor {key!r} lies at bytes {first} to {stop}, which its shape and its "
+                "neighbours do not allow"
+            )
+        end = stop
+    if end != num_bytes:
+        raise DamagedFile(
+            f"{name} has {num_bytes} bytes of tensors, its header tells of {end}: it is incomplete"
+        )
