@@ -91,6 +91,7 @@ def _closing(engine: Engine, lifespan: Lifespan | None) -> Lifespan:
                 yield
             finally:
                 await engine.templates.close()
+                await engine.compiler.close()
 
     return whole
 

@@ -1,87 +1,104 @@
-"""What an answer must fit: compiled here once, before the driver is asked, and cached."""
+"""What an answer must fit: tried here once, before the driver is asked, and remembered."""
 
 import asyncio
+import hashlib
 from importlib.util import find_spec
 from typing import NamedTuple
 
+from configs.grammars import INSTALL
 from deployments.contract import EngineInfo
 from deployments.ingress.errors import RequestError, invalid
+from deployments.ingress.proofs import Claim, Proof
+from deployments.ingress.prover import CPU_SECONDS, Prover
 
 MAX_CHARACTERS = 64 * 1024
 
 # Of many tools at once.
 _MAX_TRUSTED = 4 * MAX_CHARACTERS
-# Each has a bound, so all that is kept has one too: 16 MiB.
-_KEPT = 64
+# Each has a bound, so all that is kept has one too: 64 MiB.
+_KEPT = 256
 
 
 class Constraint(NamedTuple):
     """A JSON schema, or a grammar in Lark as llguidance reads it; both empty: any text.
 
     param: the field that asked for it. trusted: made by ourselves, so it may name special tokens.
+    foreign: the grammar may still be GBNF.
     """
 
     param: str = ""
     json_schema: str = ""
     grammar: str = ""
     trusted: bool = False
+    foreign: bool = False
 
     def __bool__(self) -> bool:
         """Whether anything is asked."""
         return bool(self.json_schema or self.grammar)
+
+    @property
+    def claim(self) -> Claim:
+        """What is to be proved of it."""
+        return Claim(self.json_schema or self.grammar, self.foreign, self.trusted)
 
 
 UNCONSTRAINED = Constraint()
 
 
 class Compiler:
-    """Tries constraints, and remembers what it found of the last ones."""
+    """Has constraints tried, and remembers what was found of the last ones, good or bad."""
 
-    def __init__(self) -> None:
-        """Nothing tried yet."""
-        self._faults: dict[Constraint, str] = {}
+    def __init__(self, cpu_seconds: float = CPU_SECONDS) -> None:
+        """Nothing tried yet; one may take so many seconds of a processor."""
+        self._cpu_seconds = cpu_seconds
+        self._prover: Prover | None = None
+        self._proofs: dict[bytes, asyncio.Task[Proof]] = {}
 
     async def compiled(self, asked: Constraint, info: EngineInfo) -> Constraint:
-        """The same constraint; refuses what cannot be enforced whole, with the reason."""
+        """The constraint as the ranks are to read it.
+
+        Refuses what cannot be enforced whole, or costs too much, with the reason.
+        """
         if not asked:
             return asked
         if find_spec("llguidance") is None:
-            words = "this server has no compiler for schemas (pip install llguidance)"
-            raise _unsupported(asked, words)
+            raise _unsupported(asked, f"this server has no compiler for schemas: {INSTALL}")
         if not info.stop_token_ids:
             raise _unsupported(asked, "this model has no token that ends an answer")
         kind = "schema" if asked.json_schema else "grammar"
         longest = _MAX_TRUSTED if asked.trusted else MAX_CHARACTERS
         if len(asked.json_schema or asked.grammar) > longest:
             raise invalid(f"the {kind} is longer than {longest} characters", asked.param)
-        if fault := await self._fault(asked):
-            raise invalid(f"the {kind} is not supported: {fault}", asked.param)
-        return asked
+        proof = await self._proof(asked.claim, info)
+        if proof.fault:
+            raise invalid(f"the {kind} is not supported: {proof.fault}", asked.param)
+        return asked._replace(grammar=proof.text, foreign=False) if asked.foreign else asked
 
-    async def _fault(self, asked: Constraint) -> str:
-        """What is wrong, in a line; "" for nothing."""
-        found = self._faults.pop(asked, None)
-        if found is None:
-            found = await asyncio.to_thread(self.attempt, asked)
-        self._faults[asked] = found
-        if len(self._faults) > _KEPT:
-            del self._faults[next(iter(self._faults))]
-        return found
+    async def close(self) -> None:
+        """End the processes."""
+        if self._prover is not None:
+            await self._prover.close()
 
-    @staticmethod
-    def attempt(asked: Constraint) -> str:
-        """What is wrong with a constraint, in a line; "" for nothing."""
-        from llguidance import LLMatcher
+    async def attempt(self, claim: Claim, info: EngineInfo) -> Proof:
+        """Have a claim tried."""
+        if self._prover is None:
+            self._prover = Prover(info.tokenizer, info.vocab_size, self._cpu_seconds)
+        return await self._prover.prove(claim)
 
-        try:
-            grammar = asked.grammar or LLMatcher.grammar_from_json_schema(asked.json_schema)
-            failed, remarks = LLMatcher.validate_grammar_with_warnings(grammar)
-        except ValueError as fault:
-            return _reason(str(fault))
-        if not failed and asked.trusted:
-            return ""
-        # A remark says that a part would not be enforced, or that only the ranks can tell.
-        return _reason("\n".join(remarks) or ("it cannot be compiled" if failed else ""))
+    async def _proof(self, claim: Claim, info: EngineInfo) -> Proof:
+        """What was found of a claim; those who ask for the same meanwhile share it.
+
+        What could not be tried is not remembered.
+        """
+        digest = hashlib.blake2b(repr(claim).encode(), digest_size=16).digest()
+        trying = self._proofs.pop(digest, None)
+        if trying is None or (trying.done() and (trying.cancelled() or trying.exception())):
+            trying = asyncio.create_task(self.attempt(claim, info))
+        self._proofs[digest] = trying
+        if len(self._proofs) > _KEPT:
+            del self._proofs[next(iter(self._proofs))]
+        # Who leaves takes nothing from the others.
+        return await asyncio.shield(trying)
 
 
 def check_endings(asked: Constraint, ignores_end: bool, min_tokens: int) -> None:
@@ -94,9 +111,3 @@ def check_endings(asked: Constraint, ignores_end: bool, min_tokens: int) -> None
 def _unsupported(asked: Constraint, words: str) -> RequestError:
     message = f"`{asked.param}` is not supported: {words}"
     return invalid(message, asked.param, "unsupported_parameter")
-
-
-def _reason(text: str) -> str:
-    """A compiler's words in a line: the first one, and what it says is the error."""
-    lines = text.strip().split("\n")
-    return " ".join([lines[0], *(line.strip() for line in lines[1:] if line.startswith("error:"))])

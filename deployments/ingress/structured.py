@@ -66,7 +66,7 @@ class Constrainable(BaseModel):
                   self.guided_regex, self.guided_choice, self.guided_grammar)  # fmt: skip
         if all(field is None for field in fields):
             return UNCONSTRAINED
-        # Large grammars take a while to convert.
+        # Large schemas take a while to write.
         return await asyncio.to_thread(self._constraint)
 
     def _constraint(self) -> Constraint:
@@ -128,11 +128,13 @@ def _choice(param: str, choices: Sequence[str] | None) -> Constraint:
         return UNCONSTRAINED
     if not choices or not all(choices):
         _refuse_empty(param, "choice")
-    return Constraint(param, grammar="start: " + " | ".join(map(lark_string, choices)))
+    # A terminal: texts that begin alike are looked at once, not each by itself.
+    texts = " | ".join(map(lark_string, choices))
+    return Constraint(param, grammar=f"start: CHOICE\nCHOICE: {texts}")
 
 
 def _grammar(param: str, grammar: str | None) -> Constraint:
-    """Lark stays as it is; GBNF becomes Lark."""
+    """Lark or GBNF: which of them is seen when it is tried."""
     if grammar is None:
         return UNCONSTRAINED
     if not grammar.strip():
@@ -141,20 +143,9 @@ def _grammar(param: str, grammar: str | None) -> Constraint:
         raise invalid(f"the grammar is longer than {MAX_CHARACTERS} characters", param)
     if _TEMPERATURE.search(_LITERALS.sub('""', grammar)):
         raise invalid("a grammar cannot set a temperature", param)
-    return Constraint(param, grammar=_lark(param, grammar))
-
-
-def _lark(param: str, grammar: str) -> str:
     if grammar.lstrip().startswith("{"):
         raise invalid("the grammar must be Lark or GBNF text", param)
-    from llguidance import gbnf_to_lark
-
-    try:
-        return str(gbnf_to_lark.any_to_lark(grammar))
-    except Exception as fault:
-        # The converter raises what its parser happened to run into.
-        words = str(fault).strip().split("\n")[0]
-        raise invalid(f"the grammar is not valid GBNF: {words}", param) from fault
+    return Constraint(param, grammar=grammar, foreign=True)
 
 
 def _refuse_empty(param: str, way: str) -> NoReturn:

@@ -6,7 +6,6 @@ the step before is waited for, which the next plan waits for anyway, and the mas
 the device computes. Matchers are made beside the steps, on a thread.
 """
 
-import json
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -22,10 +21,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from configs.grammars import end_ids, matcher_of, tokenizer_of
 from modeling.transfer import HostCopy
 
 if TYPE_CHECKING:
-    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+    from llguidance import LLExecutor, LLMatcher
 
 logger = logging.getLogger("loray.grammars")
 
@@ -91,7 +91,7 @@ class Grammars:
         self._executor: LLExecutor | None = None
         if find_spec("llguidance") is not None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="grammars")
-            self._tokenizer = self._pool.submit(lambda: _tokenizer(folder(), vocab_size))
+            self._tokenizer = self._pool.submit(lambda: tokenizer_of(folder(), vocab_size))
 
     def join(self, place: int, constraint: str, known: Sequence[int] = ()) -> None:
         """Begin a place's answer, or go on after its `known` tokens.
@@ -170,35 +170,12 @@ class Grammars:
         return bits.view(np.int32)
 
     def _ends(self) -> list[int]:
-        return [end for end in _end_ids(self._folder()) if end < self._vocab_size]
+        return [end for end in end_ids(self._folder()) if end < self._vocab_size]
 
     def _matcher(self, constraint: str) -> "LLMatcher":
         """A matcher at the start of its answer; one that was asked for lately is copied."""
-        from llguidance import LLMatcher
-
         if constraint not in self._compiled:
-            schema = constraint.startswith("{")
-            grammar = LLMatcher.grammar_from_json_schema(constraint) if schema else constraint
-            fresh = LLMatcher(self._tokenizer.result(), grammar)
-            self._compiled[constraint] = fresh
+            self._compiled[constraint] = matcher_of(self._tokenizer.result(), constraint)
             if len(self._compiled) > _KEPT:
                 del self._compiled[next(iter(self._compiled))]
         return self._compiled[constraint].deep_copy()
-
-
-def _tokenizer(folder: Path, vocab_size: int) -> "LLTokenizer":
-    from llguidance import LLTokenizer
-
-    ends = [id for id in _end_ids(folder) if id < vocab_size]
-    path = str(folder / "tokenizer.json")
-    return LLTokenizer(path, n_vocab=vocab_size, eos_token=ends or None)
-
-
-def _end_ids(folder: Path) -> list[int]:
-    """The tokens that end an answer: generation_config.json's, else config.json's."""
-    for name in ("generation_config.json", "config.json"):
-        path = folder / name
-        found = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
-        if found is not None:
-            return found if isinstance(found, list) else [found]
-    return []

@@ -7,7 +7,9 @@ from typing import Any
 import httpx
 import pytest
 
+from deployments.contract import EngineInfo
 from deployments.ingress.constraints import Compiler, Constraint
+from deployments.ingress.proofs import Claim, Proof
 from tests.deployments.ingress.openai_http import CHAT, COMPLETIONS, HELLO, post, refused
 from tests.fakes import FakeDriver
 
@@ -55,6 +57,7 @@ _SPELLED = _spelling()
         ({"regex": r"a/b\d+"}, ["a/b12"], ["a/b", "xa/b1", "a/b1x"]),
         ({"regex": "a\\/\nb"}, ["a/\nb"], ["a\\/b"]),
         ({"choice": ["yes", "no"]}, ["yes", "no"], ["maybe", "yesno"]),
+        ({"choice": ["a", "ab", "abc"]}, ["a", "ab", "abc"], ["abcd", "b"]),
         ({"choice": ODD}, ODD, ["x", "é"]),
         ({"grammar": 'start: "a" b+\nb: /[0-9]/'}, ["a12"], ["a", "b"]),
         ({"grammar": 'root ::= "a" b+\nb ::= [0-9] | "x"'}, ["a1x"], ["a", "ay"]),
@@ -126,23 +129,41 @@ def test_what_is_refused(
     assert driver.requests == []
 
 
-async def twice(compiler: Compiler, asked: Constraint, driver: FakeDriver) -> None:
-    for _ in range(2):
-        assert await compiler.compiled(asked, driver.info) is asked
+class Counting(Compiler):
+    """Finds everything fine, and counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tried = 0
+
+    async def attempt(self, claim: Claim, info: EngineInfo) -> Proof:
+        self.tried += 1
+        return Proof(claim.text)
 
 
 def test_what_was_tried_is_remembered_within_bounds(driver: FakeDriver) -> None:
-    tried = 0
+    many = [Constraint("x", grammar=f'start: "{place}"') for place in range(400)]
 
-    class Counting(Compiler):
-        @staticmethod
-        def attempt(asked: Constraint) -> str:
-            nonlocal tried
-            tried += 1
-            return Compiler.attempt(asked)
+    async def ask() -> int:
+        compiler = Counting()
+        for asked in (many[0], *many, many[-1], many[0]):
+            for _ in range(2):
+                assert await compiler.compiled(asked, driver.info) is asked
+        return compiler.tried
 
-    compiler = Counting()
-    many = [Constraint("x", grammar=f'start: "{place}"') for place in range(300)]
-    for asked in (many[0], *many, many[-1], many[0]):
-        asyncio.run(twice(compiler, asked, driver))
-    assert tried == 301  # the first was forgotten in between
+    assert asyncio.run(ask()) == 401  # the first was forgotten in between
+
+
+def test_those_who_ask_for_the_same_at_once_share_one_try(driver: FakeDriver) -> None:
+    asked = Constraint("x", grammar='start: "a"')
+
+    async def ask() -> int:
+        compiler = Counting()
+        first = asyncio.create_task(compiler.compiled(asked, driver.info))
+        others = [asyncio.create_task(compiler.compiled(asked, driver.info)) for _ in range(9)]
+        await asyncio.sleep(0)
+        first.cancel()  # Who leaves takes nothing from the others.
+        assert await asyncio.gather(*others) == [asked] * 9
+        return compiler.tried
+
+    assert asyncio.run(ask()) == 1

@@ -5,11 +5,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from tokenizers import AddedToken
 
+from configs.grammars import matcher_of
 from configs.model import ToolParser
-from deployments.ingress.constraints import Compiler
+from deployments.ingress.proofs import Proof, prove
 from deployments.ingress.schemas import schema_text
 from deployments.ingress.text import Text
 from deployments.ingress.tool_grammars import calls_constraint
@@ -44,13 +46,12 @@ class Model:
         self.tokenizer.save(str(folder / "tokenizer.json"))
         self.ids = Text.load(str(folder)).added(format.markers)
         assert bool(self.ids) == (words != "plain" and bool(format.markers))
-        self._guide = llguidance.LLTokenizer(
+        self.guide = llguidance.LLTokenizer(
             str(folder / "tokenizer.json"), eos_token=[token_id(self.tokenizer, EOS)]
         )
 
     def allows(self, grammar: str, answer: str) -> bool:
-        matcher = llguidance.LLMatcher(self._guide, grammar)
-        assert not matcher.get_error()
+        matcher = matcher_of(self.guide, grammar)
         ids = self.tokenizer.encode(answer, add_special_tokens=False).ids
         return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
 
@@ -140,11 +141,13 @@ def test_nothing_is_held_without_need() -> None:
 
 
 @pytest.mark.parametrize("parser", FORMATS)
-def test_what_is_built_compiles(parser: ToolParser) -> None:
-    """Also with a hundred functions."""
+def test_what_is_built_compiles(parser: ToolParser, tmp_path: Path) -> None:
+    """Also with a hundred functions, within what a mask may cost."""
     schema = {"type": "object", "properties": {"a": {"enum": list(range(20))}}}
     many = [Function(name=f"f{place}", parameters=schema, strict=True) for place in range(100)]
+    model = Model(tmp_path, FORMATS[parser], "special")
     for changes in ({}, {"forced": True}, {"parallel": False}):
         for answer in ("", json.dumps(ANSWER)):
-            constraint = calls_constraint(toolbox(many, **changes), FORMATS[parser], {}, answer)
-            assert Compiler.attempt(constraint) == ""
+            tools, format = toolbox(many, **changes), FORMATS[parser]
+            claim = calls_constraint(tools, format, model.ids, answer).claim
+            assert prove(model.guide, msgspec.msgpack.encode(claim)) == Proof(claim.text)

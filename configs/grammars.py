@@ -1,0 +1,80 @@
+"""Matchers of schemas and grammars, and what each may cost: the same numbers in every process.
+
+The limits are counts, not seconds: what one process can follow all can, to the token. They hold
+one mask to about 20 ms of a core, and one lexer to about 75 MB, whatever a stranger writes.
+"""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+MAX_LEXER_STATES = 50_000
+"""States of all answers that share a matcher's lexer, of some 1.5 kB each."""
+
+MASK_LEXER_FUEL = 100_000
+"""New regular expressions that one mask may need, of some 70 ns each."""
+
+MASK_ITEMS = 20_000
+"""Places in a schema that one mask may look at."""
+
+GRAMMAR_MASK_ITEMS = 5_000
+"""The same in a grammar: it may be ambiguous, and then each is compared with all of its row."""
+
+GRAMMAR_ROW_ITEMS = 500
+"""Places in a grammar at which one answer may be at once."""
+
+INSTALL = "llguidance is not installed (pip install llguidance)"
+
+
+def limits_of(constraint: str) -> "LLParserLimits":
+    """What following a schema (it begins with a brace) or a grammar may take."""
+    from llguidance import LLParserLimits
+
+    schema = constraint.startswith("{")
+    return LLParserLimits(
+        max_items_in_row=None if schema else GRAMMAR_ROW_ITEMS,
+        step_max_items=MASK_ITEMS if schema else GRAMMAR_MASK_ITEMS,
+        step_lexer_fuel=MASK_LEXER_FUEL,
+        max_lexer_states=MAX_LEXER_STATES,
+        verbose_errors=False,
+    )
+
+
+def tokenizer_of(folder: Path, vocab_size: int) -> "LLTokenizer":
+    """The tokens of the model in `folder`, and which of them end an answer."""
+    from llguidance import LLTokenizer
+
+    ends = [id for id in end_ids(folder) if id < vocab_size]
+    path = str(folder / "tokenizer.json")
+    return LLTokenizer(path, n_vocab=vocab_size, eos_token=ends or None)
+
+
+def matcher_of(tokenizer: "LLTokenizer", constraint: str) -> "LLMatcher":
+    """A matcher at the start of its answer; ValueError with the reason if there is none."""
+    from llguidance import LLMatcher
+
+    schema = constraint.startswith("{")
+    grammar = LLMatcher.grammar_from_json_schema(constraint) if schema else constraint
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits_of(constraint))
+    if matcher.is_error():
+        raise ValueError(reason(matcher.get_error()))
+    return matcher
+
+
+def reason(text: str) -> str:
+    """A compiler's words in a line: the first one, and what it says is the error."""
+    lines = text.strip().split("\n")
+    return " ".join([lines[0], *(line.strip() for line in lines[1:] if line.startswith("error:"))])
+
+
+def end_ids(folder: Path) -> list[int]:
+    """The tokens that end an answer: generation_config.json's, else config.json's."""
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        found = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+        if found is not None:
+            return found if isinstance(found, list) else [found]
+    return []

@@ -1,0 +1,91 @@
+"""What the ingress admits is what a rank pays: tried under limits, in a process of its own."""
+
+import asyncio
+
+import httpx
+import pytest
+
+from deployments.contract import ErrorKind
+from deployments.ingress.errors import RequestError
+from deployments.ingress.proofs import Claim, Proof
+from deployments.ingress.prover import Prover
+from tests.deployments.ingress.openai_http import CHAT, HELLO, post, refused
+from tests.fakes import FakeDriver
+from tests.security.constraints import COSTLY, FAIR
+
+pytest.importorskip("llguidance")
+
+PLAIN = Claim('start: "a"')
+ENDLESS = Claim('{"type": "integer", "multipleOf": 999983}')
+
+
+@pytest.fixture
+def prover(driver: FakeDriver) -> Prover:
+    return Prover(driver.info.tokenizer, driver.info.vocab_size, 0.5)
+
+
+@pytest.mark.parametrize("name", COSTLY)
+def test_what_costs_too_much_is_refused_before_the_driver(
+    http: httpx.Client, driver: FakeDriver, name: str
+) -> None:
+    error = refused(http, CHAT, 400, messages=HELLO, **COSTLY[name])
+    assert "is not supported" in error["message"]
+    assert error["param"] in COSTLY[name]
+    assert driver.requests == []
+
+
+def test_what_only_looks_costly_is_served(http: httpx.Client, driver: FakeDriver) -> None:
+    for body in FAIR.values():
+        post(http, CHAT, messages=HELLO, **body)
+    assert len(driver.requests) == len(FAIR)
+
+
+def test_the_process_lives_on_after_what_it_had_to_end(prover: Prover) -> None:
+    async def ask() -> tuple[Proof, int, int]:
+        assert await prover.prove(PLAIN) == Proof(PLAIN.text)
+        [before] = prover.pids
+        found = await prover.prove(ENDLESS)
+        assert await prover.prove(PLAIN) == Proof(PLAIN.text)
+        [after] = prover.pids
+        await prover.close()
+        return found, before, after
+
+    found, before, after = asyncio.run(ask())
+    assert found == Proof(fault="it takes over 0.5 s to compile")
+    assert before == after
+
+
+def test_more_than_may_wait_are_told_to_come_again(prover: Prover) -> None:
+    async def ask() -> list[object]:
+        claims = [Claim(f'start: "{place}"') for place in range(40)]
+        tried = await asyncio.gather(*map(prover.prove, claims), return_exceptions=True)
+        await prover.close()
+        return list(tried)
+
+    answers = asyncio.run(ask())
+    assert [isinstance(answer, Proof) for answer in answers] == [True] * 34 + [False] * 6
+    for refusal in answers[34:]:
+        assert isinstance(refusal, RequestError)
+        assert refusal.kind is ErrorKind.OVERLOADED
+
+
+def test_memory_has_a_bound_too(driver: FakeDriver) -> None:
+    """What needs more than a constraint may add ends its fork, and nothing else."""
+
+    async def ask() -> Proof:
+        patient = Prover(driver.info.tokenizer, driver.info.vocab_size, 60.0)
+        found = await patient.prove(ENDLESS)
+        await patient.close()
+        return found
+
+    assert asyncio.run(ask()) == Proof(fault="it takes too much memory")
+
+
+def test_a_tokenizer_that_cannot_guide_is_named(driver: FakeDriver) -> None:
+    async def ask() -> Proof:
+        narrow = Prover(driver.info.tokenizer, 7)
+        found = await narrow.prove(PLAIN)
+        await narrow.close()
+        return found
+
+    assert asyncio.run(ask()).fault.startswith("it cannot be held to this model's tokenizer: ")
