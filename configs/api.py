@@ -42,12 +42,15 @@ class SecretConfig(Config):
 class KeyConfig(SecretConfig):
     """One API key.
 
-    name: for logs. adapters: patterns of the adapters that it may use, "[source:]id" with `*`
-    and `?`; None: all. requests_per_minute, tokens_per_minute: shared out evenly among the ingress
-    replicas; tokens are those of prompts and answers; None: no limit.
+    name: for logs. cache_group: callers of one group find each other's prompts in the prefix cache,
+    which can be told by `cached_tokens` and by time; None: this key's callers alone. adapters:
+    patterns of the adapters that it may use, "[source:]id" with `*` and `?`; None: all.
+    requests_per_minute, tokens_per_minute: shared out evenly among the ingress replicas; tokens are
+    those of prompts and answers; None: no limit.
     """
 
     name: str = Field(min_length=1)
+    cache_group: str | None = Field(default=None, min_length=1)
     adapters: tuple[str, ...] | None = None
     requests_per_minute: PositiveInt | None = None
     tokens_per_minute: PositiveInt | None = None

@@ -2,7 +2,7 @@
 
 from enum import StrEnum
 
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
 from configs.base import Config
 
@@ -52,6 +52,8 @@ class ModelConfig(Config):
     pytorch_model.bin where there are no safetensors; nothing else in it is unpickled.
     trust_remote_code: run the Python files of the model's own repository, for architectures that
     only those know. quantize: such models run in transformers' code, on one rank.
+    dynamic_rope_length: a model with dynamic rope computes every sequence as transformers would one
+    of so many tokens; None: as one of the model's own length, and takes no longer ones.
     tool_parser: how calls are found in answers to chats with tools.
     """
 
@@ -65,6 +67,7 @@ class ModelConfig(Config):
     allow_pickle: bool = False
     trust_remote_code: bool = False
     quantize: Quantize = Quantize.NONE
+    dynamic_rope_length: PositiveInt | None = None
     tool_parser: ToolParser = ToolParser.AUTO
 
     @property

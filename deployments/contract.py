@@ -67,6 +67,8 @@ class GenerateRequest(msgspec.Struct, frozen=True):
 
     allowed: patterns of "source:id"; the adapter that the name stands for must fit one of them.
     None: all adapters are allowed.
+    cache_salt: only requests of equal salts find each other's prompts in the prefix cache; a hash
+    of the caller's group of API keys and of the request's own salt (b"": neither).
     """
 
     id: str
@@ -74,9 +76,10 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     adapter: AdapterReference | None = None
     api_token: str | None = None
     allowed: tuple[str, ...] | None = None
+    cache_salt: bytes = b""
 
     def __repr__(self) -> str:
-        """Without the token: requests may be shown in errors and logs."""
+        """Without the token and the salt: requests may be shown in errors and logs."""
         return f"GenerateRequest({self.id!r}, {self.sequences!r}, {self.adapter!r})"
 
 

@@ -27,6 +27,7 @@ class BatchRow:
 
     blocks: cache blocks to append to the place's block table first.
     samples: whether the last position's logits choose the token at start + length.
+    rope_set: whose rotary frequencies these positions take; see configs/rope_sets.py.
     """
 
     place: int
@@ -34,6 +35,7 @@ class BatchRow:
     length: int
     blocks: list[int]
     samples: bool
+    rope_set: int = 0
 
 
 @dataclass(frozen=True)

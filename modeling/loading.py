@@ -51,8 +51,7 @@ def load_model(config: EngineConfig, group: TensorParallel, device: torch.device
     """Read this rank's share of the model that `config.model` names."""
     started = time.monotonic()
     folder = fetch_model(config.model)
-    architecture = load_architecture(folder)
-    architecture = architecture.with_total_tokens(total_tokens(config, architecture))
+    architecture = load_architecture(folder).with_rope_length(config.model.dynamic_rope_length)
     source: Checkpoint | DummySource
     scales = None
     if config.model.load_format is LoadFormat.DUMMY:
@@ -74,12 +73,14 @@ def load_model(config: EngineConfig, group: TensorParallel, device: torch.device
 
 def total_tokens(config: EngineConfig, architecture: ModelArchitecture) -> int:
     """Return the longest sequence; ValueError when the model was not made for the one asked."""
-    longest = architecture.max_position_embeddings
+    longest = architecture.max_total_tokens
     wanted = config.limits.max_total_tokens
     if wanted is not None and wanted > longest and not architecture.stretches:
+        is_own = longest == architecture.max_position_embeddings
+        name = "the model's own max_position_embeddings" if is_own else "model.dynamic_rope_length"
         raise ValueError(
-            f"limits.max_total_tokens ({wanted}) is above the model's own "
-            f"max_position_embeddings ({longest}): lower it"
+            f"limits.max_total_tokens ({wanted}) is above {name} ({longest}): "
+            f"{architecture.longer_advice}"
         )
     return wanted or longest
 

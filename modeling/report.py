@@ -2,15 +2,16 @@
 
 from dataclasses import dataclass
 
+from configs.rope_sets import RopeSets
+
 
 @dataclass(frozen=True)
 class RunnerReport:
     """What a rank can hold, what it took to get there, and what it chose.
 
-    The first seven fields and pool_pages are the scheduler's Capacity. attention, adapter_kernel:
-    names; the reasons say why they were taken. captured_rows: the sizes of captured decode steps;
-    captured_tokens: of captured mixed steps.
-    Everything named bytes is this rank's.
+    The first seven fields, pool_pages and rope_sets are the scheduler's Capacity. attention,
+    adapter_kernel: names; the reasons say why they were taken. captured_rows: the sizes of captured
+    decode steps; captured_tokens: of captured mixed steps. Everything named bytes is this rank's.
     """
 
     num_blocks: int
@@ -34,3 +35,4 @@ class RunnerReport:
     captured_rows: tuple[int, ...] = ()
     captured_tokens: tuple[int, ...] = ()
     pool_pages: tuple[int, ...] = ()
+    rope_sets: RopeSets | None = None

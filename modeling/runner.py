@@ -364,6 +364,7 @@ class ModelRunner:
             projections=tuple(p.name for p in loaded.model.projections),
             adapter_pages=size.pages,
             pool_pages=self._bank.pool_pages,
+            rope_sets=loaded.architecture.rope_sets,
             adapter_slots=size.slots,
             host_bytes=self._bank.host_capacity,
             max_total_tokens=self._size.max_total_tokens,

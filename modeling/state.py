@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from configs.architectures.rope import POSITIONS_PER_SET
 from configs.sampling import Sampling
 from modeling.batch import BatchJoin, BatchRow
 from modeling.prompts import PromptRow
@@ -44,13 +45,13 @@ class StepLayout:
     Rows of one token come first, in the plan's order, then the others in theirs; what belongs to
     samples stays in the plan's order throughout.
 
-    ids_at: [T], where in the flat token buffer the inputs lie. positions, slots: [T]; a slot is
-    block * block_size + offset. bounds: [n + 1], where rows start. tables: int32 [n, most blocks
-    used]. key_lengths: [n], after this step. last_tokens: [s], the sampling rows' last tokens
-    among the T. targets: [s], where in the flat token buffer the samples go. sampling: s
-    parameters. sample_positions: s positions of the tokens to be. adapter_slots: n, -1 for the
-    base model. prompt_lengths: [s], None where no sample looks at the tokens before it.
-    prompts: the rows that tell about their prompts.
+    ids_at: [T], where in the flat token buffer the inputs lie. positions: [T], with each row's rope
+    set (p + set * POSITIONS_PER_SET). slots: [T], block * block_size + offset. bounds: [n + 1],
+    where rows start. tables: int32 [n, most blocks used]. key_lengths: [n], after this step.
+    last_tokens: [s], the sampling rows' last tokens among the T. targets: [s], where in the flat
+    token buffer the samples go. sampling: s parameters. sample_positions: s positions of the tokens
+    to be. adapter_slots: n, -1 for the base model. prompt_lengths: [s], None where no sample looks
+    at the tokens before it. prompts: the rows that tell about their prompts.
     """
 
     ids_at: Ints
@@ -160,6 +161,7 @@ class PlaceState:
         places = np.array([row.place for row in rows], dtype=np.int64)
         starts = np.array([row.start for row in rows], dtype=np.int64)
         lengths = np.array([row.length for row in rows], dtype=np.int64)
+        rope_sets = np.array([row.rope_set for row in rows], dtype=np.int64)
         sampled = np.flatnonzero([row.samples for row in rows])
         ends = starts + lengths
         self._check(places, starts, ends)
@@ -172,7 +174,8 @@ class PlaceState:
         order = np.argsort(lengths > 1, kind="stable")
         now_at = np.empty_like(order)
         now_at[order] = np.arange(len(order))
-        places, starts, lengths, ends = (a[order] for a in (places, starts, lengths, ends))
+        columns = (places, starts, lengths, ends, rope_sets)
+        places, starts, lengths, ends, rope_sets = (column[order] for column in columns)
         bounds = np.concatenate([np.zeros(1, dtype=np.int64), lengths.cumsum()])
         row_of = np.repeat(np.arange(len(rows)), lengths)
         positions = np.arange(bounds[-1]) + (starts - bounds[:-1])[row_of]
@@ -181,7 +184,7 @@ class PlaceState:
         blocks = self._blocks[place_of, positions // block_size].astype(np.int64)
         return StepLayout(
             ids_at=place_of * self._width + positions,
-            positions=positions,
+            positions=positions + (rope_sets * POSITIONS_PER_SET)[row_of],
             slots=blocks * block_size + positions % block_size,
             bounds=bounds,
             tables=self._blocks[places, : -(-int(ends.max()) // block_size)],

@@ -9,6 +9,7 @@ step n + 1 can name it by position before anyone on the host has seen its value.
 import msgspec
 
 from configs.adapters import AdapterKey
+from configs.rope_sets import RopeSets
 from configs.sampling import Sampling
 
 
@@ -33,6 +34,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     blocks: block indices to append to the place's block table before computing.
     samples: whether the logits of the last position choose the token at start + length.
+    rope_set: whose rotary frequencies these positions take; see configs/rope_sets.py.
     """
 
     place: int
@@ -40,6 +42,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
     length: int
     blocks: list[int]
     samples: bool
+    rope_set: int = 0
 
 
 class Fill(msgspec.Struct, frozen=True, array_like=True):
@@ -124,6 +127,7 @@ class Capacity(msgspec.Struct, frozen=True):
     max_total_tokens: the longest sequence that the ranks' buffers take. chunked: whether a
     sequence may be computed in several rows; prefix_caching: whether blocks can be shared.
     pool_pages: pages of each projection's pool where they differ; empty: adapter_pages each.
+    rope_sets: where rotary frequencies depend on a sequence's length, on which; else None.
     """
 
     num_blocks: int
@@ -136,6 +140,7 @@ class Capacity(msgspec.Struct, frozen=True):
     chunked: bool = True
     prefix_caching: bool = True
     pool_pages: tuple[int, ...] = ()
+    rope_sets: RopeSets | None = None
 
     @property
     def pages(self) -> tuple[int, ...]:

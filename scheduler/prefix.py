@@ -1,12 +1,14 @@
 """PrefixCache: which computed blocks hold which tokens, so that nobody computes them twice.
 
 A full block is named by blake2b over (the digest of the block before it, its token ids); the
-chain starts at a salt made of the adapter, whose weights shape keys and values as much as the
-tokens do. A digest therefore says everything about a block's content.
+chain starts at a `PrefixKey`, which says what shapes keys and values beside the tokens, and who may
+find them. A digest therefore says everything about a block's content.
 """
 
+import struct
 from array import array
 from hashlib import blake2b
+from typing import NamedTuple
 
 from configs.adapters import AdapterKey
 from scheduler.blocks import BlockPool
@@ -15,9 +17,29 @@ from scheduler.request import Request
 DIGEST_BYTES = 16
 
 
-def salt_of(adapter: AdapterKey | None) -> bytes:
-    """The root of an adapter's chains; keys are per content digest, and 0 is the base model."""
-    return (adapter or 0).to_bytes(DIGEST_BYTES, "little")
+class PrefixKey(NamedTuple):
+    """Whose blocks can be each other's: those of equal keys, and of no others.
+
+    This is the one place that decides it; kinds of layers with pages of their own will be one
+    more field. salt: the caller's, see `GenerateRequest.cache_salt`. rope_set: that of position 0,
+    by which later positions' sets are decided (configs/rope_sets.py). adapter: keys stand for a
+    content digest; None is the base model.
+    """
+
+    salt: bytes
+    rope_set: int
+    adapter: AdapterKey | None
+
+    @classmethod
+    def of(cls, request: Request) -> "PrefixKey":
+        """The key of a request's blocks."""
+        return cls(request.cache_salt, request.rope_set, request.adapter)
+
+    @property
+    def root(self) -> bytes:
+        """Where its chains start; different keys have different ones."""
+        fixed = struct.pack("<qq", self.rope_set, self.adapter or 0)
+        return blake2b(fixed + self.salt, digest_size=DIGEST_BYTES).digest()
 
 
 def extend_chain(request: Request, num_blocks: int, block_size: int) -> list[bytes]:
@@ -25,7 +47,7 @@ def extend_chain(request: Request, num_blocks: int, block_size: int) -> list[byt
     digests = request.digests
     assert num_blocks * block_size <= len(request.tokens), (num_blocks, len(request.tokens))
     for index in range(len(digests), num_blocks):
-        parent = digests[-1] if digests else salt_of(request.adapter)
+        parent = digests[-1] if digests else PrefixKey.of(request).root
         ids = array("q", request.tokens[index * block_size : (index + 1) * block_size])
         digests.append(blake2b(parent + ids.tobytes(), digest_size=DIGEST_BYTES).digest())
     return digests

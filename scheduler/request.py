@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from configs.adapters import AdapterKey
+from configs.rope_sets import SHORT
 from configs.sampling import FinishReason, Pooling, Sampling, Stopping
 from scheduler.events import Ended, Ending, RequestId
 from scheduler.plan import PromptReport, TokenLogprobs
@@ -32,7 +33,8 @@ class Request:
     arrival: seconds on the caller's clock. parts: what its adapter is a merge of, each once, ()
     for others. tokens: all known ids, prompt first.
     computed: positions whose step was applied; scheduled: positions that plans name;
-    pending: tokens that plans in flight will sample. in_flight: plans in flight with its row.
+    pending: tokens that plans in flight will sample. cache_salt: of the prefix cache's keys.
+    rope_set: that of position 0 (configs/rope_sets.py). in_flight: plans in flight with its row.
     registered: leading blocks whose content the prefix cache knows. prompt_logprobs, embedding:
     what the ranks reported about its prompt so far. losses: of the ranks, in a row, that it was
     involved in; alone: those of them in which it was the only one; lost_with: tokens that it had
@@ -46,6 +48,7 @@ class Request:
     adapter: AdapterKey | None = None
     arrival: float = 0.0
     parts: tuple[AdapterKey, ...] = ()
+    cache_salt: bytes = b""
 
     status: Status = field(default=Status.WAITING, init=False)
     serial: int = field(default=-1, init=False)
@@ -58,6 +61,7 @@ class Request:
     place: int = field(default=-1, init=False)
     blocks: list[int] = field(default_factory=list, init=False)
     digests: list[bytes] = field(default_factory=list, init=False)
+    rope_set: int = field(default=SHORT, init=False)
     registered: int = field(default=0, init=False)
     cached_tokens: int = field(default=0, init=False)
     first_scheduled: float | None = field(default=None, init=False)
@@ -149,6 +153,12 @@ class Request:
         keep = max(num_generated, 0)
         del self.tokens[len(self.prompt) + keep :]
         del self.logprobs[keep:]
+
+    def take_rope_set(self, rope_set: int) -> None:
+        """Be computed by this set from position 0 on; only while it holds nothing on the ranks."""
+        assert self.status is Status.WAITING, self.id
+        if rope_set != self.rope_set:
+            self.rope_set, self.digests = rope_set, []
 
     def rewind(self) -> None:
         """Be as new but for the tokens, which the next Join brings back to the ranks."""

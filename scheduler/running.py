@@ -8,6 +8,7 @@ when the last of them was applied, so the one in need may have to pause for them
 from collections.abc import Callable
 
 from configs.adapters import AdapterKey
+from configs.rope_sets import SHORT
 from scheduler.plan import Capacity
 from scheduler.prefix import PrefixCache
 from scheduler.request import Request, Status
@@ -43,6 +44,7 @@ class Running:
         self._freed = freed
         self._places = list(range(num_places - 1, -1, -1))
         self._chunked = capacity.chunked
+        self._rope = capacity.rope_sets
         self.prefix = PrefixCache(capacity.num_blocks, capacity.block_size, prefix_caching)
         self._pool = self.prefix.pool
 
@@ -70,6 +72,7 @@ class Running:
         """
         self.stalled = False
         self.owed = 0
+        self._preempt_outgrown()
         longer = []
         for request in self.members:  # Preemption takes younger ones off the end as we go.
             ahead = len(request.tokens) + request.pending - request.scheduled
@@ -102,6 +105,8 @@ class Running:
         All its known tokens must fit beside what others are owed and some room to grow, or it
         would only be preempted again. Alone it always fits: its length was checked.
         """
+        if self._rope is not None:
+            request.take_rope_set(self._rope.first(len(request.prompt), len(request.tokens)))
         cached = self.prefix.match(request)
         idle = sum(1 for block in cached if self._pool.is_idle(block))
         needed = self._blocks_for(len(request.tokens)) - len(cached)
@@ -119,11 +124,12 @@ class Running:
         length = len(request.tokens) - request.scheduled
         if self._chunked:
             length = min(length, step.budget)
+        length, rope_set = self._by_one_set(request, length)
         end = request.scheduled + length
         request.blocks = cached + self._pool.allocate(self._blocks_for(end) - len(cached))
         self.owed += self._blocks_for(len(request.tokens)) - len(request.blocks)
         step.add_join(request, slot)
-        step.add_row(request, length, list(request.blocks))
+        step.add_row(request, length, list(request.blocks), rope_set)
         index = len(self.members)
         while index > 0 and self.members[index - 1].serial > request.serial:
             index -= 1
@@ -188,6 +194,7 @@ class Running:
 
     def _extend(self, request: Request, length: int, step: Step) -> None:
         """Add a row of up to `length` positions, as far as there are blocks for them."""
+        length, rope_set = self._by_one_set(request, length)
         room = len(request.blocks) * self.block_size - request.scheduled
         blocks: list[int] = []
         if length > room:
@@ -198,7 +205,23 @@ class Running:
             blocks = self._pool.allocate(min(missing, self._pool.available))
             request.blocks += blocks
             length = min(length, room + len(blocks) * self.block_size)
-        step.add_row(request, length, blocks)
+        step.add_row(request, length, blocks, rope_set)
+
+    def _by_one_set(self, request: Request, length: int) -> tuple[int, int]:
+        """How many of the next `length` positions take one rope set, and which."""
+        if self._rope is None:
+            return length, SHORT
+        first, start = request.rope_set, request.scheduled
+        return self._rope.room(first, start, length), self._rope.at(first, start)
+
+    def _preempt_outgrown(self) -> None:
+        """Those whose keys must be computed anew by the other rope set wait again for that."""
+        rope = self._rope
+        if rope is None or not rope.recompute:
+            return
+        for request in tuple(self.members):
+            if rope.outgrown(request.rope_set, request.scheduled) and not request.exhausted:
+                self.preempt(request)
 
     def _find_block(self, request: Request) -> bool:
         """Make sure that one block is available, preempting younger requests if need be."""

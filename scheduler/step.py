@@ -39,13 +39,13 @@ class Step:
         """Whether another fill may begin with this step."""
         return len(self.fills) < MAX_FILLS
 
-    def add_row(self, request: Request, length: int, blocks: list[int]) -> None:
+    def add_row(self, request: Request, length: int, blocks: list[int], rope_set: int) -> None:
         """Let the request compute its next `length` positions, after appending `blocks`."""
         start, pending = request.scheduled, request.pending
         end, total = start + length, len(request.tokens) + pending
         assert start < end <= total, (request.id, start, length, total)
         samples = end == total and request.stopping.max_new_tokens > 0
-        self.rows.append(Row(request.place, start, length, blocks, samples))
+        self.rows.append(Row(request.place, start, length, blocks, samples, rope_set))
         self.requests.append(request)
         self.budget -= length
         self.tokens += length

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers import LogitsProcessor, LogitsProcessorList
 
 from tests import solar
 
@@ -62,11 +62,21 @@ VARIANTS: dict[str, dict[str, Any]] = {
 WINDOW = 9
 """In tokens: shorter than every test's continuation."""
 
+ROPE_BORDER = 32
+"""Tokens of a sequence beyond which longrope's models take their long factors."""
+
 LONGROPE: dict[str, Any] = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
     "short_factor": [1.0, 1.1, 1.3],
     "long_factor": [1.2, 2.5, 4.0],
+}
+
+WIDER_LONGROPE: dict[str, Any] = {
+    **LONGROPE,
+    "short_factor": [1.0, 1.1, 1.3, 1.4],
+    "long_factor": [1.2, 2.5, 4.0, 6.0],
+    "original_max_position_embeddings": ROPE_BORDER,
 }
 
 RELATIVES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -123,7 +133,7 @@ RELATIVES: dict[str, tuple[str, dict[str, Any]]] = {
         "Phi3",
         {
             "num_key_value_heads": 2,
-            "original_max_position_embeddings": 32,
+            "original_max_position_embeddings": ROPE_BORDER,
             "rope_parameters": {**LONGROPE, "partial_rotary_factor": 0.75},
         },
     ),
@@ -138,21 +148,15 @@ RELATIVES: dict[str, tuple[str, dict[str, Any]]] = {
             }
         },
     ),
-    "longrope": (
-        "Llama",
-        {
-            "rope_parameters": {
-                **LONGROPE,
-                "short_factor": [1.0, 1.1, 1.3, 1.4],
-                "long_factor": [1.2, 2.5, 4.0, 6.0],
-                "original_max_position_embeddings": 32,
-            }
-        },
+    "longrope": ("Llama", {"rope_parameters": WIDER_LONGROPE}),
+    "mistral_longrope": (
+        "Mistral",
+        {"num_key_value_heads": 2, "sliding_window": WINDOW, "rope_parameters": WIDER_LONGROPE},
     ),
     "dynamic": (
         "Llama",
         {
-            "max_position_embeddings": 32,
+            "max_position_embeddings": 64,
             "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
         },
     ),
@@ -254,27 +258,13 @@ def write_adapter(folder: Path, model_folder: Path, recipe: AdapterRecipe | None
     return folder
 
 
-def load_oracle(folder: Path, dtype: DTypeName = "float32", total_tokens: int | None = None) -> Any:
-    """The transformers model in `folder`, on CPU, in eval mode.
-
-    total_tokens: the longest sequence of the server that is compared (None: the model's own
-    length). Rotary frequencies that depend on a sequence's length are fixed to those for it.
-    """
+def load_oracle(folder: Path, dtype: DTypeName = "float32") -> Any:
+    """The transformers model in `folder`, on CPU, in eval mode; no token ends its answers."""
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=getattr(torch, dtype), attn_implementation="eager"
     )
-    rope = getattr(model.config, "rope_parameters", None) or {}
-    if rope.get("rope_type") in ("longrope", "dynamic"):
-        _fix_frequencies(model, total_tokens or model.config.max_position_embeddings)
+    model.generation_config.eos_token_id = None
     return model.eval()
-
-
-def _fix_frequencies(model: Any, total_tokens: int) -> None:
-    """Compute the frequencies once by transformers' own rule, and never again."""
-    rotary: Any = model.base_model.rotary_emb
-    rule = ROPE_INIT_FUNCTIONS[rotary.rope_type]
-    rotary.inv_freq, rotary.attention_scaling = rule(model.config, seq_len=total_tokens)
-    rotary.rope_type = "fixed"
 
 
 def load_adapted_oracle(folder: Path, adapter_folder: Path) -> Any:
@@ -291,9 +281,39 @@ def oracle_logits(model: Callable[..., Any], tokens: Sequence[int]) -> torch.Ten
 
 
 @torch.no_grad()
-def oracle_greedy(model: Callable[..., Any], prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """Greedy continuation, one whole forward a token; stop tokens are ignored."""
-    tokens = list(prompt)
-    for _ in range(num_tokens):
-        tokens.append(int(oracle_logits(model, tokens)[-1].argmax()))
-    return tokens[len(prompt) :]
+def oracle_answer(
+    model: Any, prompt: Sequence[int], num_tokens: int, forced: Sequence[int] | None = None
+) -> tuple[list[int], torch.Tensor]:
+    """What the model's own `generate` says: greedy tokens, and the logits that each is taken from.
+
+    Logits are [tokens, vocab_size], float32. forced: tokens to go on with, whatever is best.
+    """
+    force = LogitsProcessorList([] if forced is None else [_Forced(len(prompt), forced)])
+    ids = torch.tensor([list(prompt)])
+    said = model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=num_tokens,
+        do_sample=False,
+        logits_processor=force,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    return said.sequences[0, len(prompt) :].tolist(), torch.cat(said.logits)
+
+
+def oracle_greedy(model: Any, prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """The greedy continuation of the model's own `generate`; stop tokens are ignored."""
+    return oracle_answer(model, prompt, num_tokens)[0]
+
+
+class _Forced(LogitsProcessor):
+    """Let `generate` go on with these tokens; the logits that it tells of stay the model's."""
+
+    def __init__(self, start: int, tokens: Sequence[int]) -> None:
+        self._start, self._tokens = start, tokens
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        found = torch.full_like(scores, -float("inf"))
+        found[:, self._tokens[input_ids.shape[1] - self._start]] = 0.0
+        return found

@@ -7,7 +7,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from tests.checkpoints import AdapterRecipe, DTypeName
+from tests.checkpoints import ROPE_BORDER, AdapterRecipe, DTypeName
 
 SIZES: dict[str, Any] = {"vocab_size": 96, "bos_token_id": 1, "eos_token_id": 2}
 
@@ -79,6 +79,21 @@ GPT_NEOX_VARIANTS: dict[str, dict[str, Any]] = {
     "half_rotary": {"rotary_pct": 0.5, "hidden_act": "gelu_fast"},
     "linear_rope": {
         "rope_scaling": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0},
+    },
+    "longrope": {
+        "max_position_embeddings": 128,
+        "rotary_pct": 0.5,
+        "rope_scaling": {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0, 1.1, 1.3, 1.4],
+            "long_factor": [1.2, 2.5, 4.0, 6.0],
+            "original_max_position_embeddings": ROPE_BORDER,
+        },
+    },
+    "dynamic": {
+        "max_position_embeddings": 64,
+        "rope_scaling": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
     },
     "tied": {"tie_word_embeddings": True, "vocab_size": 97},
     "no_bias": {"attention_bias": False, "vocab_size": 99},

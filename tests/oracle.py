@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.checkpoints import load_adapted_oracle, load_oracle, oracle_greedy, oracle_logits
+from tests.checkpoints import load_adapted_oracle, load_oracle, oracle_answer, oracle_logits
 
 NUM_TOKENS = 24
 TOLERANCE = 1e-4
@@ -73,15 +73,14 @@ def _exact(model: Any) -> Any:
 @lru_cache(maxsize=512)
 def _told(folder: Path, adapter: Path | None, prompt: tuple[int, ...]) -> _Told:
     model = _model(folder, adapter)
-    tokens = oracle_greedy(model, prompt, NUM_TOKENS)
-    sequence, first = [*prompt, *tokens[:-1]], len(prompt) - 1
-    found = Truth(tokens, oracle_logits(model, sequence)[first:])
-    rounded = Truth(tokens, oracle_logits(model.float(), sequence)[first:])
+    tokens, logits = oracle_answer(model, prompt, NUM_TOKENS)
+    found = Truth(tokens, logits)
+    rounded = Truth(*oracle_answer(model.float(), prompt, NUM_TOKENS, tokens))
     _exact(model)  # Its weights are those of before.
     drift = float((rounded.logprobs - found.logprobs).abs().max())
     if adapter is None:
         return _Told(found, drift, inf)
-    base = oracle_logits(_model(folder, None), sequence)[first:]
+    _, base = oracle_answer(_model(folder, None), prompt, NUM_TOKENS, tokens)
     return _Told(found, drift, float((base - found.logits).abs().amax(-1).min()))
 
 

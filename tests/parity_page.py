@@ -107,6 +107,10 @@ def way(setting: Setting) -> str:
     words.append("whole" if setting.chunk >= WHOLE else "in chunks")
     if setting.rejoins_at is not None:
         words.append("preempted")
+    if setting.lengths:
+        words.append("scheduled")
+    if setting.lost_at is not None:
+        words.append("ranks rebuilt")
     if setting.vocabulary:
         words.append("vocabulary adapted")
     if setting.copies:

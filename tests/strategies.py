@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from hypothesis import strategies as st
 
 from configs.adapters import AdapterKey, AdapterShape
+from configs.rope_sets import RopeSets
 from configs.runtime import AdapterShare
 from configs.sampling import Stopping
 from scheduler.plan import Capacity
@@ -123,6 +124,7 @@ def capacities(draw: st.DrawFn) -> Capacity:
         projections=st.just(PROJECTIONS),
         adapter_pages=st.integers(2, 5),
         adapter_slots=st.integers(1, 3),
+        rope_sets=st.none() | st.builds(RopeSets, st.integers(1, 20), st.booleans()),
         host_bytes=st.sampled_from([30, 60, 1000]),
         max_total_tokens=st.just(40),
     )

@@ -7,6 +7,7 @@ from typing import Any, Literal, Self
 from pydantic import PositiveInt
 
 from configs.base import Config
+from configs.rope_sets import RopeSets
 
 
 class ArchitectureError(ValueError):
@@ -65,11 +66,28 @@ class ModelArchitecture(Config):
         """Whether sequences above max_position_embeddings are what it was made for."""
         return False
 
-    def with_total_tokens(self, total: int) -> Self:
-        """The same model on a server whose longest sequence is `total` tokens.
+    @property
+    def max_total_tokens(self) -> int:
+        """The longest sequence, in tokens, unless it `stretches`."""
+        return self.max_position_embeddings
 
-        Only position embeddings whose frequencies depend on the length look at it.
-        """
+    @property
+    def longer_advice(self) -> str:
+        """What to do about a server whose sequences shall be longer, for a refusal."""
+        return "lower it"
+
+    @property
+    def rope_sets(self) -> RopeSets | None:
+        """When a sequence takes which rotary frequencies; None where all take the same."""
+        return None
+
+    def with_rope_length(self, length: int | None) -> Self:
+        """The same model whose dynamic rope is fixed to that length; ValueError without such."""
+        if length is not None:
+            raise ValueError(
+                f"model.dynamic_rope_length ({length}) is for models with rope_type dynamic that "
+                f"are served paged, which this {self.architecture} is not: remove it"
+            )
         return self
 
 

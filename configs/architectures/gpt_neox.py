@@ -5,24 +5,23 @@ computed here is refused by its name, never ignored.
 """
 
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any
 
 from pydantic import PositiveFloat, PositiveInt, model_validator
 
 from configs.architectures.base import (
     Activation,
     ArchitectureError,
-    ModelArchitecture,
     activation,
     checkpoint_dtype,
     refuse_unserved,
     required,
     token_ids,
 )
-from configs.architectures.rope import Rope, RopeType, read_rope
+from configs.architectures.rope import Rope, RopeType, RotaryArchitecture, read_rope
 
 
-class GPTNeoXArchitecture(ModelArchitecture):
+class GPTNeoXArchitecture(RotaryArchitecture):
     """A decoder whose heads are rotated in part and whose residual may be parallel.
 
     rope.fraction: of a head's width that is rotated (rotary_pct). parallel_residual: attention
@@ -36,7 +35,6 @@ class GPTNeoXArchitecture(ModelArchitecture):
     num_heads: PositiveInt
     layer_norm_eps: PositiveFloat
     hidden_act: Activation
-    rope: Rope
     parallel_residual: bool
     attention_bias: bool
     use_cache: bool
@@ -49,11 +47,7 @@ class GPTNeoXArchitecture(ModelArchitecture):
     @property
     def stretches(self) -> bool:
         """Angles are computed for any position; only frequencies made for a length set a limit."""
-        return self.rope.type in (RopeType.DEFAULT, RopeType.LINEAR, RopeType.DYNAMIC)
-
-    def with_total_tokens(self, total: int) -> Self:
-        """The same model on a server whose longest sequence is `total` tokens."""
-        return self.model_copy(update={"rope": self.rope.with_total_tokens(total)})
+        return self.rope.type in (RopeType.DEFAULT, RopeType.LINEAR)
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> "GPTNeoXArchitecture":

@@ -7,21 +7,20 @@ name, never ignored.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from configs.architectures.base import (
     Activation,
     ArchitectureError,
-    ModelArchitecture,
     activation,
     checkpoint_dtype,
     refuse_unserved,
     required,
     token_ids,
 )
-from configs.architectures.rope import Rope, RopeType, read_rope
+from configs.architectures.rope import Rope, RopeType, RotaryArchitecture, read_rope
 from configs.base import Config
 
 __all__ = ["FAMILY", "Architecture", "Blend", "Member", "Rope", "RopeType", "parse"]
@@ -38,7 +37,7 @@ class Blend(Config):
     weight: float
 
 
-class Architecture(ModelArchitecture):
+class Architecture(RotaryArchitecture):
     """A pre-norm decoder of the Llama family.
 
     qkv_bias, output_bias: of the attention's projections. qk_norm: queries and keys pass an
@@ -57,7 +56,6 @@ class Architecture(ModelArchitecture):
     head_dim: PositiveInt
     rms_norm_eps: PositiveFloat
     hidden_act: Activation
-    rope: Rope
     attention_scale: PositiveFloat
     windows: tuple[PositiveInt | None, ...]
     qkv_bias: bool = False
@@ -69,15 +67,6 @@ class Architecture(ModelArchitecture):
     residual_multiplier: float = 1.0
     logits_divisor: PositiveFloat = 1.0
     blends: tuple[Blend, ...] = ()
-
-    @property
-    def stretches(self) -> bool:
-        """Dynamic rope is made for sequences above max_position_embeddings."""
-        return self.rope.type is RopeType.DYNAMIC
-
-    def with_total_tokens(self, total: int) -> Self:
-        """The same model on a server whose longest sequence is `total` tokens."""
-        return self.model_copy(update={"rope": self.rope.with_total_tokens(total)})
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> "Architecture":
@@ -162,7 +151,8 @@ FAMILY: dict[str, Member] = {
             "eos_token_id": 32000,
         },
         honours=frozenset({"sliding_window", "partial_rotary_factor"}),
-        traits={"fused": True},
+        # Its class in transformers drops the cache there, in prepare_inputs_for_generation.
+        traits={"fused": True, "rope_recompute": True},
         rope_aliases={"su": "longrope", "yarn": "longrope"},
     ),
     # transformers has no such class; its keys and defaults are those of the model's own code.

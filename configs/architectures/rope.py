@@ -6,12 +6,16 @@ Keys, defaults and precedence are those of transformers' RotaryEmbeddingConfigMi
 import math
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Any
+from typing import Any, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt
 
-from configs.architectures.base import ArchitectureError
+from configs.architectures.base import ArchitectureError, ModelArchitecture
 from configs.base import Config
+from configs.rope_sets import RopeSets
+
+POSITIONS_PER_SET = 1 << 24
+"""A position p of rope set s is p + s * POSITIONS_PER_SET; float32 counts so far exactly."""
 
 
 class RopeType(StrEnum):
@@ -25,10 +29,6 @@ class RopeType(StrEnum):
     DYNAMIC = "dynamic"
 
 
-LENGTH_DEPENDENT = frozenset({RopeType.LONGROPE, RopeType.DYNAMIC})
-"""Kinds whose frequencies depend on how long a sequence may become."""
-
-
 class Rope(Config):
     """Rotary position embedding (arXiv:2104.09864), rotate-half layout.
 
@@ -38,7 +38,8 @@ class Rope(Config):
     (arXiv:2309.00071). short_factors, long_factors: LONGROPE's (arXiv:2402.13753), one for each
     rotated pair. attention_factor: cosines and sines are multiplied by it.
     original_max_position_embeddings: the length that was trained, in tokens.
-    total_tokens: the longest sequence of this server, for the kinds that depend on it.
+    fixed_length: DYNAMIC's frequencies are those for a sequence of so many tokens, whatever a
+    sequence has; None: those of the trained length, and no sequence may be longer.
     """
 
     type: RopeType = RopeType.DEFAULT
@@ -54,26 +55,52 @@ class Rope(Config):
     long_factors: tuple[PositiveFloat, ...] = ()
     attention_factor: PositiveFloat = 1.0
     original_max_position_embeddings: PositiveInt = 8192
-    total_tokens: PositiveInt | None = None
-
-    @model_validator(mode="after")
-    def _length_is_chosen(self) -> "Rope":
-        """Kinds that depend on the length are nothing without it."""
-        if (self.total_tokens is None) == (self.type in LENGTH_DEPENDENT):
-            raise ValueError(
-                f"total_tokens is for rope types {', '.join(sorted(LENGTH_DEPENDENT))}"
-            )
-        return self
+    fixed_length: PositiveInt | None = None
 
     def width(self, head_dim: int) -> int:
         """How many of a head's first dimensions are rotated."""
         return int(head_dim * self.fraction)
 
-    def with_total_tokens(self, total: int) -> "Rope":
-        """The same embedding on a server whose longest sequence is `total` tokens."""
-        if self.type not in LENGTH_DEPENDENT:
-            return self
-        return self.model_copy(update={"total_tokens": total})
+
+class RotaryArchitecture(ModelArchitecture):
+    """A model with rotary position embeddings.
+
+    rope_recompute: whether its `generate` computes all keys anew where a growing sequence takes
+    LONGROPE's other set; else they stay as they were written.
+    """
+
+    rope: Rope
+    rope_recompute: bool = False
+
+    @property
+    def max_total_tokens(self) -> int:
+        """The longest sequence, in tokens; a fixed length of dynamic rope may be longer."""
+        return max(self.max_position_embeddings, self.rope.fixed_length or 0)
+
+    @property
+    def longer_advice(self) -> str:
+        """What to do about a server whose sequences shall be longer, for a refusal."""
+        if self.rope.type is not RopeType.DYNAMIC:
+            return super().longer_advice
+        return (
+            "lower it, or set model.dynamic_rope_length to the one length whose frequencies all "
+            "sequences shall have (with rope_type dynamic they change with every token beyond "
+            "the model's own length, but for keys that were computed before)"
+        )
+
+    @property
+    def rope_sets(self) -> RopeSets | None:
+        """When a sequence takes which rotary frequencies; None where all take the same."""
+        if self.rope.type is not RopeType.LONGROPE:
+            return None
+        return RopeSets(self.rope.original_max_position_embeddings, self.rope_recompute)
+
+    def with_rope_length(self, length: int | None) -> Self:
+        """The same model whose dynamic rope is fixed to that length."""
+        if self.rope.type is not RopeType.DYNAMIC:
+            return super().with_rope_length(length)
+        rope = self.rope.model_copy(update={"fixed_length": length})
+        return self.model_copy(update={"rope": rope})
 
 
 _KEYS = frozenset(
@@ -145,9 +172,9 @@ def _yarn_scale(factor: float, mscale: float) -> float:
 
 
 def _longrope(given: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    length, trained = config["max_position_embeddings"], _trained_length(given, config)
+    trained = _trained_length(given, config)
     factor, wanted = given.get("factor"), given.get("attention_factor")
-    ratio = length / trained if factor is None else factor
+    ratio = config["max_position_embeddings"] / trained if factor is None else factor
     if wanted is None:
         wanted = math.sqrt(1 + math.log(ratio) / math.log(trained)) if ratio > 1 else 1.0
     for name in ("short_factor", "long_factor"):
@@ -158,17 +185,14 @@ def _longrope(given: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, 
         "short_factors": given["short_factor"],
         "long_factors": given["long_factor"],
         "original_max_position_embeddings": trained,
-        "total_tokens": length,
     }
 
 
 def _dynamic(given: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     # transformers grows theta from max_position_embeddings on, whatever the original_... key says.
-    length = config["max_position_embeddings"]
     return {
         "factor": _number(given, "factor"),
-        "original_max_position_embeddings": length,
-        "total_tokens": length,
+        "original_max_position_embeddings": config["max_position_embeddings"],
     }
 
 

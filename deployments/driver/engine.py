@@ -316,8 +316,9 @@ class Engine:
         reply_to: ReplyAddress | None,
     ) -> Completion:
         parts = () if key is None else tuple(dict.fromkeys(self._directory.parts(key)))
+        own = key, arrived, parts, request.cache_salt
         sequences = [
-            Request((request.id, i), s.prompt, s.sampling, s.stopping, key, arrived, parts)
+            Request((request.id, i), s.prompt, s.sampling, s.stopping, *own)
             for i, s in enumerate(request.sequences)
         ]
         try:

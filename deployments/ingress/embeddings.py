@@ -51,6 +51,7 @@ class EmbeddingsBody(BaseModel):
     adapter_source: Unicode | None = None
     merged_adapters: MergedAdapters | None = None
     api_token: Unicode | None = None
+    cache_salt: Unicode | None = Field(None, min_length=1)
     parameters: GenerateParameters | None = None
 
     @field_validator("input", mode="plain", json_schema_input_type=PromptInput)
@@ -68,6 +69,7 @@ class _Asked:
     adapter: AdapterReference | None
     api_token: str | None
     started: float
+    cache_salt: str = ""
 
 
 def routes(engine: Engine) -> APIRouter:
@@ -112,6 +114,7 @@ async def _of_openai(request: Request, body: EmbeddingsBody, engine: Engine) -> 
         adapter=_adapter_of(body, info, engine.settings.default_source),
         api_token=body.api_token or token or bearer_token(request),
         started=started,
+        cache_salt=body.cache_salt or "",
     )
 
 
@@ -198,6 +201,7 @@ def _job(asked: _Asked, config: EmbeddingsConfig) -> Job:
         keep_stops=False,
         per_token=False,
         characters=asked.characters,
+        cache_salt=asked.cache_salt,
         started=asked.started,
     )
 

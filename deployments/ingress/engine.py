@@ -79,7 +79,7 @@ class Job:
     stops: stop strings; keep_stops leaves the matched one in the text. per_token: whether the
     reply tells tokens apart. characters: of the prompts, for the reply's headers. choices:
     sequences of each prompt, of which best_of may be more than the client is shown. spoken:
-    special tokens that have text here.
+    special tokens that have text here. cache_salt: the request's own, "" without one.
     """
 
     request: GenerateRequest
@@ -89,6 +89,7 @@ class Job:
     characters: int
     choices: int = 1
     spoken: frozenset[int] = frozenset()
+    cache_salt: str = ""
     started: float = field(default_factory=time.monotonic)
 
     def transcripts(self, text: Text) -> list[Transcript]:

@@ -17,6 +17,7 @@ from deployments.ingress.quotas import Clock, Quota, Replicas
 
 # OpenAI's client cannot do without a key; these are what users of keyless servers write.
 _PLACEHOLDERS = frozenset({"", "-", "empty", "none", "null", "dummy"})
+_SALT_BYTES = 16
 
 _NO_ADMIN = (
     "this needs the admin key: send it as `Authorization: Bearer …`. On a server without one it is "
@@ -30,15 +31,23 @@ class Grant:
     """What a caller may do.
 
     name: of its key, "" without one. known: whether it brought one of the configured keys.
-    patterns: of "source:id" that it may use; None: all. The driver compares them with what a name
-    stands for.
+    cache_group: who shares what in the prefix cache; "" is everybody without a key. patterns: of
+    "source:id" that it may use; None: all. The driver compares them with what a name stands for.
     """
 
     name: str = ""
     known: bool = False
     admin: bool = False
+    cache_group: str = ""
     patterns: tuple[str, ...] | None = None
     quota: Quota = field(default_factory=lambda: Quota(None, None))
+
+    def cache_salt(self, own: str) -> bytes:
+        """The salt of its requests in the prefix cache; own: what the request asks for itself."""
+        if not self.cache_group and not own:
+            return b""
+        both = msgspec.msgpack.encode((self.cache_group, own))
+        return hashlib.blake2b(both, digest_size=_SALT_BYTES).digest()
 
 
 class Keys:
@@ -65,7 +74,9 @@ class Keys:
         has_keys = config.admin_key is not None or self._required
         self._open = config.admin is AdminAccess.OPEN or (loopback and not has_keys)
         if config.admin_key is not None:
-            self._grants.append((_digest(config.admin_key), Grant("admin", True, admin=True)))
+            self._grants.append(
+                (_digest(config.admin_key), Grant("admin", True, admin=True, cache_group="admin"))
+            )
 
     def grant(self, presented: str | None) -> Grant | None:
         """What the bearer of this key may do; None: nothing, for a key is needed.
@@ -96,7 +107,8 @@ def _grant(
         references = [parse_reference(pattern, default_source) for pattern in key.adapters]
         patterns = tuple(f"{one.source.value}:{one.id}" for one in references)
     quota = Quota(key.requests_per_minute, key.tokens_per_minute, clock, replicas)
-    return Grant(key.name, known=True, patterns=patterns, quota=quota)
+    group = f"key {key.name}" if key.cache_group is None else f"group {key.cache_group}"
+    return Grant(key.name, known=True, cache_group=group, patterns=patterns, quota=quota)
 
 
 def is_loopback(host: str | None) -> bool:

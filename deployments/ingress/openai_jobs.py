@@ -152,6 +152,7 @@ def job_of(
         per_token=body.num_logprobs >= 0,
         characters=sum(len(prompt.text) for prompt in prompts),
         choices=body.candidates,
+        cache_salt=body.cache_salt or "",
         started=caller.started,
     )
 

@@ -84,6 +84,7 @@ class _Body(Constrainable):
     adapter_source: Unicode | None = None
     merged_adapters: MergedAdapters | None = None
     api_token: Unicode | None = None
+    cache_salt: Unicode | None = Field(None, min_length=1)
 
     @property
     def choices(self) -> int:

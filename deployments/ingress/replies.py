@@ -177,11 +177,14 @@ async def _within_call(
 def _admit(request: Request, job: Job) -> tuple[Job, Quota]:
     """The job as this caller may run it, and what the answer's tokens are charged to.
 
-    The prompts' are charged already; raises for a quota that is used up.
+    The prompts' are charged already; raises for a quota that is used up. Every route's jobs pass
+    here, so none forgets the caller's salt of the prefix cache.
     """
     grant = caller(request)
     grant.quota.admit_tokens()
     prompts = job.request.sequences[:: job.choices]
     grant.quota.take_tokens(sum(len(sequence.prompt) for sequence in prompts))
-    asked = msgspec.structs.replace(job.request, allowed=grant.patterns)
+    asked = msgspec.structs.replace(
+        job.request, allowed=grant.patterns, cache_salt=grant.cache_salt(job.cache_salt)
+    )
     return replace(job, request=asked), grant.quota

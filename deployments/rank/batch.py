@@ -19,7 +19,8 @@ def forward_batch(plan: StepPlan) -> ForwardBatch:
             for join in plan.joins
         ],
         rows=[
-            BatchRow(row.place, row.start, row.length, row.blocks, row.samples) for row in plan.rows
+            BatchRow(row.place, row.start, row.length, row.blocks, row.samples, row.rope_set)
+            for row in plan.rows
         ],
     )
 

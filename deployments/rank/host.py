@@ -13,6 +13,7 @@ from deployments.rank.messages import LoadReport, StoreAddress
 from deployments.rank.transport import Channel
 from deployments.rank.worker import Worker
 from modeling.loading import pick_device
+from modeling.report import RunnerReport
 from modeling.runners import RunnerChoice, choose_runner
 from scheduler.plan import Capacity
 from sharding.connect import connect
@@ -70,22 +71,10 @@ class RankHost:
         assert self._chosen is not None, "measure comes first"
         assert self._group is not None
         report = self._chosen.runner.allocate(num_blocks)
-        capacity = Capacity(
-            num_blocks=report.num_blocks,
-            block_size=report.block_size,
-            projections=report.projections,
-            adapter_pages=report.adapter_pages,
-            pool_pages=report.pool_pages,
-            adapter_slots=report.adapter_slots,
-            host_bytes=report.host_bytes,
-            max_total_tokens=report.max_total_tokens,
-            chunked=self._chosen.paged,
-            prefix_caching=self._chosen.paged,
-        )
         return LoadReport(
             rank=self._rank,
             pid=os.getpid(),
-            capacity=capacity,
+            capacity=capacity_of(report, self._chosen.paged),
             dtype=report.dtype,
             device=report.device,
             attention=f"{report.attention} ({report.attention_reason})",
@@ -122,3 +111,20 @@ class RankHost:
         else:
             torch.set_num_threads(self._config.cpu_threads)
         return device
+
+
+def capacity_of(report: RunnerReport, paged: bool) -> Capacity:
+    """What of a rank's report the scheduler needs."""
+    return Capacity(
+        num_blocks=report.num_blocks,
+        block_size=report.block_size,
+        projections=report.projections,
+        adapter_pages=report.adapter_pages,
+        pool_pages=report.pool_pages,
+        adapter_slots=report.adapter_slots,
+        host_bytes=report.host_bytes,
+        max_total_tokens=report.max_total_tokens,
+        chunked=paged,
+        prefix_caching=paged,
+        rope_sets=report.rope_sets,
+    )

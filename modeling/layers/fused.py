@@ -18,7 +18,7 @@ class FusedOps:
     silu_mul: gate and up side by side [tokens, 2 * n] to silu(gate) * up [tokens, n].
     rotate_and_store: (qkv [tokens, heads, head_dim], number of query heads, (cos, sin), cache,
     slots) to q, rotated in place of what it was; k and v go to the cache, as LayerCache.store.
-    angles: (int64 positions [tokens], float32 frequencies [n], scale, type) to (cos, sin)
+    angles: (int64 positions [tokens], float32 frequencies [sets, n], scale, type) to (cos, sin)
     [tokens, 1, 2 * n], as Rotary.angles.
     best: logits [rows, vocab] to int64 [rows], each row's best, the lowest id among equals.
     """

@@ -1,22 +1,35 @@
-"""Rotary position embedding: rotate-half layout, angles in float32 as in transformers."""
+"""Rotary position embedding: rotate-half layout, angles in float32 as in transformers.
+
+Positions say which set of frequencies they take: p + s * POSITIONS_PER_SET is position p by set s.
+So rows of a step take different sets, and a captured step knows nothing of it.
+"""
 
 import math
 
 import torch
 from torch import Tensor
 
-from configs.architectures.rope import Rope, RopeType
+from configs.architectures.rope import POSITIONS_PER_SET, Rope, RopeType
 from modeling.layers.fused import fused_ops
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """float32 [rope.width(head_dim) / 2] on the CPU: theta^(-2i / width), scaled as the type says.
+    """float32 [sets, rope.width(head_dim) / 2] on the CPU: theta^(-2i / width), scaled by type.
 
-    width: the rotated part of a head. Products and quotients are taken in transformers' order:
-    a far position turns the last bit of a frequency into a visible angle.
+    sets: LONGROPE's two (short, long), else one. width: the rotated part of a head. Products and
+    quotients are taken in transformers' order: a far position turns the last bit of a frequency
+    into a visible angle.
     """
     width = rope.width(head_dim)
     exponents = torch.arange(0, width, 2, dtype=torch.int64).float() / width
+    if rope.type is RopeType.LONGROPE:
+        factors = torch.tensor((rope.short_factors, rope.long_factors))
+        return 1.0 / (factors * rope.theta**exponents)
+    return _one_set(rope, width, exponents).unsqueeze(0)
+
+
+def _one_set(rope: Rope, width: int, exponents: Tensor) -> Tensor:
+    """The frequencies of the types that have one set, from the pairs' exponents."""
     if rope.type is RopeType.DYNAMIC:
         return 1.0 / _dynamic_theta(rope, width) ** exponents
     steps = rope.theta**exponents
@@ -24,11 +37,7 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
         return 1.0 / steps / rope.factor
     if rope.type is RopeType.LLAMA3:
         return _llama3(1.0 / steps, rope)
-    if rope.type is RopeType.YARN:
-        return _yarn(steps, rope)
-    if rope.type is RopeType.LONGROPE:
-        return 1.0 / (_longrope_factors(rope) * steps)
-    return 1.0 / steps
+    return _yarn(steps, rope) if rope.type is RopeType.YARN else 1.0 / steps
 
 
 def _llama3(plain: Tensor, rope: Rope) -> Tensor:
@@ -67,17 +76,9 @@ def _yarn(steps: Tensor, rope: Rope) -> Tensor:
     return 1.0 / (rope.factor * steps) * (1 - kept) + 1.0 / steps * kept
 
 
-def _longrope_factors(rope: Rope) -> Tensor:
-    """LongRoPE's divisors, one set for the whole server: a cached key never changes its angle."""
-    assert rope.total_tokens is not None
-    is_long = rope.total_tokens > rope.original_max_position_embeddings
-    return torch.tensor(rope.long_factors if is_long else rope.short_factors)
-
-
 def _dynamic_theta(rope: Rope, width: int) -> float:
-    """NTK-aware theta for the server's longest sequence; the plain one up to the trained length."""
-    assert rope.total_tokens is not None
-    stretch = max(rope.total_tokens / rope.original_max_position_embeddings, 1.0)
+    """NTK-aware theta for the fixed length; the plain one up to the trained length."""
+    stretch = max((rope.fixed_length or 0) / rope.original_max_position_embeddings, 1.0)
     growth = rope.factor * stretch - (rope.factor - 1)
     exponent: float = width / (width - 2)
     return float(rope.theta * growth**exponent)
@@ -87,21 +88,23 @@ class Rotary:
     """Cosines and sines of a step, and their use on queries and keys."""
 
     def __init__(self, rope: Rope, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Angles are computed for each step's positions; only frequencies are fixed here."""
+        """Angles are computed for each step's positions; only frequencies lie in a table."""
         self._frequencies = inverse_frequencies(rope, head_dim).to(device)
         self._scale = rope.attention_factor
         self._dtype = dtype
         self._fused = fused_ops(device)
 
     def angles(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """(cos, sin), each [tokens, 1, width], for int positions [tokens].
+        """(cos, sin), each [tokens, 1, width], for int positions [tokens] with their sets.
 
         sin bears the signs of the rotation, so that rotating needs no negation. Both bear the
         rope's attention_factor.
         """
         if self._fused is not None and position_ids.dim() == 1:
             return self._fused.angles(position_ids, self._frequencies, self._scale, self._dtype)
-        angles = position_ids.unsqueeze(-1).float() * self._frequencies
+        sets = position_ids // POSITIONS_PER_SET
+        position_ids = position_ids - sets * POSITIONS_PER_SET
+        angles = position_ids.unsqueeze(-1).float() * self._frequencies[sets]
         cos, sin = angles.cos(), angles.sin()
         if self._scale != 1.0:
             cos, sin = cos * self._scale, sin * self._scale

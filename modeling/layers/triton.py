@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from configs.architectures.rope import POSITIONS_PER_SET
 from modeling.attention.kv_cache import FP8_MAX, LayerCache
 from modeling.layers.fused import FusedOps
 from modeling.layers.triton_launch import Launcher, aligned
@@ -166,12 +167,18 @@ def _angles(
     scale: float,
     half: tl.constexpr,
     width: tl.constexpr,
+    per_set: tl.constexpr,
 ) -> None:
-    """One token's cosines and sines; width: the power of two that holds half."""
+    """One token's cosines and sines; width: the power of two that holds half.
+
+    per_set: position p by the frequencies of set s comes as p + s * per_set.
+    """
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, width)
     inside = columns < half
-    position = tl.load(positions + token).to(tl.float32)
+    told = tl.load(positions + token)
+    frequencies += told // per_set * half
+    position = (told % per_set).to(tl.float32)
     angle = position * tl.load(frequencies + columns, mask=inside, other=0.0)
     out = token * 2 * half + columns
     cosine = (tl.cos(angle) * scale).to(cos.dtype.element_ty)
@@ -302,10 +309,11 @@ def angles(
     positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """(scale cos(p f), scale sin(p f)), each twice side by side, sin's first time negated."""
-    tokens, half = positions.shape[0], frequencies.shape[0]
+    tokens, half = positions.shape[0], frequencies.shape[1]
     cos, sin = torch.empty(2, tokens, 1, 2 * half, dtype=dtype, device=positions.device)
     width = triton.next_power_of_2(half)
-    _angles[(tokens,)](positions, frequencies, cos, sin, scale, half=half, width=width, num_warps=1)
+    sizes = {"half": half, "width": width, "per_set": POSITIONS_PER_SET}
+    _angles[(tokens,)](positions, frequencies, cos, sin, scale, **sizes, num_warps=1)
     return cos, sin
 
 

@@ -59,7 +59,7 @@ def load_causal_lm(config: ModelConfig, device: torch.device, spread: bool) -> L
     """
     started = time.monotonic()
     folder = fetch_model(config)
-    architecture = load_padded(folder)
+    architecture = load_padded(folder).with_rope_length(config.dynamic_rope_length)
     if config.quantize is not Quantize.NONE:
         _check_quantize(config)
     model_config = _model_config(config, folder)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from configs.architectures.gpt_neox import GPTNeoXArchitecture
+from configs.architectures.rope import POSITIONS_PER_SET, RopeType
 from modeling.adapters.kernels.base import AdapterData
 from modeling.adapters.linear import AdapterColumnLinear, AdapterRowLinear
 from modeling.adapters.projection import Projection
@@ -310,6 +311,25 @@ class GPTNeoXForCausalLM(TwoDoorShell):
                 return_dict=return_dict,
             ),
         )
+
+    def decode(
+        self,
+        embeds: Tensor,
+        position_ids: Tensor,
+        attention: DoorAttention,
+        trace: list[Tensor] | None,
+    ) -> Tensor:
+        """As `TwoDoorShell`; here, as in transformers, the farthest position is for the batch.
+
+        ValueError for a position where dynamic rope would begin to change.
+        """
+        sets, longest = self.config.rope_sets, self.config.max_total_tokens
+        if sets is not None:
+            is_long = position_ids.max() >= sets.border
+            position_ids = position_ids + is_long * POSITIONS_PER_SET
+        if self.config.rope.type is RopeType.DYNAMIC and position_ids.max() >= longest:
+            raise ValueError(f"position_ids must be below {longest}, where dynamic rope changes")
+        return super().decode(embeds, position_ids, attention, trace)
 
     def positions(self, mask: Tensor, past_length: int) -> Tensor:
         """Places, padding counted in, as in transformers: [1, n]."""

@@ -85,10 +85,10 @@ def test_both_rope_layouts() -> None:
     assert scaled.rope == Rope(type=RopeType.LINEAR, factor=4.0, fraction=0.25)
 
 
-def test_dynamic_rope_takes_the_servers_length() -> None:
+def test_dynamic_rope_sets_a_limit_that_an_operator_may_move() -> None:
     spec = parse(rope_scaling={"type": "dynamic", "factor": 2.0})
-    assert spec.stretches
-    assert spec.with_total_tokens(4096).rope.total_tokens == 4096
+    assert not spec.stretches
+    assert spec.with_rope_length(4096).max_total_tokens == 4096
 
 
 def test_rotation_sets_no_limit_of_its_own() -> None:

@@ -11,6 +11,7 @@ from configs.architectures.base import Activation, ArchitectureError
 from configs.architectures.llama import Architecture
 from configs.architectures.rope import Rope, RopeType
 from configs.architectures.select import MODEL_TYPES, load_architecture, parse_architecture
+from configs.rope_sets import RopeSets
 from tests.checkpoints import RELATIVES, VARIANTS, WINDOW, write_llama, write_relative
 
 
@@ -213,7 +214,7 @@ def test_reads_every_relative_that_transformers_writes(tmp_path: Path, relative:
     rope = wanted.get("rope_parameters", {})
     assert spec.rope.type == rope.get("rope_type", "default")
     assert spec.rope.fraction == rope.get("partial_rotary_factor", 1.0)
-    assert spec.stretches == (relative == "dynamic")
+    assert not spec.stretches
 
 
 def test_granites_multipliers() -> None:
@@ -237,8 +238,7 @@ def test_phi3s_own_names_and_places() -> None:
     assert (spec.rope.type, spec.rope.fraction) == (RopeType.LONGROPE, 0.75)
     assert spec.rope.original_max_position_embeddings == 4096
     assert spec.rope.attention_factor == pytest.approx(1.19024, abs=1e-5)  # sqrt(1 + 5 / 12)
-    assert spec.rope.total_tokens == 131072
-    assert spec.with_total_tokens(4096).rope.total_tokens == 4096
+    assert spec.rope_sets == RopeSets(border=4096, recompute=True)
     factors["long_factor"] = [2.0] * 64
     with pytest.raises(ValidationError, match="long_factors must be 48 numbers, found 64"):
         parse(
@@ -286,12 +286,23 @@ def test_model_type_says_the_architecture_where_nothing_else_does(name: str, kin
         assert parsed == parse_architecture({**LLAMA, "architectures": [name]})
 
 
-def test_a_length_is_chosen_for_the_ropes_that_need_one_and_no_other() -> None:
-    with pytest.raises(ValidationError, match="total_tokens"):
-        Rope(type=RopeType.DYNAMIC)
-    with pytest.raises(ValidationError, match="total_tokens"):
-        Rope(total_tokens=5)
-    assert Rope().with_total_tokens(5) == Rope()
+def test_other_families_keep_their_keys_at_longropes_border() -> None:
+    factors = {"short_factor": [1.0] * 64, "long_factor": [2.0] * 64}
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 512, **factors}
+    for name in ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"):
+        spec = parse(architectures=[name], head_dim=128, rope_scaling=rope)
+        assert spec.rope_sets == RopeSets(border=512, recompute=False)
+    assert parse().rope_sets is None
+
+
+def test_the_length_of_dynamic_rope_is_fixed_by_the_operator_alone() -> None:
+    spec = parse(max_position_embeddings=64, rope_scaling={"type": "dynamic", "factor": 2.0})
+    assert (spec.max_total_tokens, spec.rope.fixed_length) == (64, None)
+    fixed = spec.with_rope_length(200)
+    assert (fixed.max_total_tokens, fixed.rope.fixed_length) == (200, 200)
+    assert spec.with_rope_length(20).max_total_tokens == 64
+    with pytest.raises(ValueError, match=r"model\.dynamic_rope_length \(200\) is for models with"):
+        parse().with_rope_length(200)
 
 
 def test_a_folder_without_config(tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ from tests.checkpoints_others import (
     write_gpt_neox,
     write_opt,
 )
+from tests.modeling.scheduled import generate_scheduled
 from tests.modeling.stepping import Answer, Asked, generate
 from tests.oracle import NUM_TOKENS, TOLERANCE, Truth, prompt_truth
 from tests.ranks import run_in_memory
@@ -163,7 +164,9 @@ class Setting:
 
     vocabulary: whether adapters may change embedding and head. copies: places on the device for
     whole ones. rejoins_at: after how many tokens
-    the first request is preempted, each other one token later; None for never.
+    the first request is preempted, each other one token later; None for never. lengths: of the
+    prompts, in tokens, under the real scheduler, its prefix cache and all; (): hand-made batches of
+    other lengths. lost_at: after how many turns of that the ranks are lost and rebuilt.
     """
 
     family: str
@@ -174,6 +177,8 @@ class Setting:
     vocabulary: bool = False
     rejoins_at: int | None = None
     copies: int = 0
+    lengths: Sequence[int] = ()
+    lost_at: int | None = None
 
 
 @dataclass
@@ -278,7 +283,8 @@ def compare(
     model = world.model(setting.family, setting.variant)
     seen = world.record.begin(setting, model, faulty=faulty)
     folders = [world.adapter(setting.family, setting.variant, name) for name in setting.names]
-    told = [prompt_truth(model, folder, 7 + 4 * i) for i, folder in enumerate(folders)]
+    lengths = setting.lengths or [7 + 4 * i for i in range(len(folders))]
+    told = [prompt_truth(model, *one) for one in zip(folders, lengths, strict=True)]
     vocab_size = told[0][1].logits.shape[1]
     adapters = [folder for folder in folders if folder is not None]
     requests = [
@@ -297,7 +303,8 @@ def compare(
     ends = {"vocabulary": setting.vocabulary, "vocabulary_copies": setting.copies}
     opened = config.adapters.model_copy(update=ends)
     config = config.model_copy(update={"adapters": opened})
-    results = (run or world.run)(setting.ranks, partial(_answers, config, adapters, requests))
+    answer = partial(_scheduled, setting) if setting.lengths else _answers
+    results = (run or world.run)(setting.ranks, partial(answer, config, adapters, requests))
     judge(seen, results, [truth for _, truth in told])
 
 
@@ -311,6 +318,19 @@ def _answers(
     answers = generate(runner, requests, NUM_BLOCKS, BLOCK_SIZE)
     runner.check()
     return answers
+
+
+def _scheduled(
+    setting: Setting,
+    config: EngineConfig,
+    adapters: list[Path],
+    requests: list[Asked],
+    group: TensorParallel,
+) -> list[Answer]:
+    def start() -> ModelRunner:
+        return ModelRunner(config, group, torch.device("cpu"))
+
+    return generate_scheduled(start, adapters, requests, setting.chunk, setting.lost_at)
 
 
 def judge(seen: Comparison, results: Sequence[Sequence[Answer]], truths: Sequence[Truth]) -> None:

@@ -18,6 +18,7 @@ from transformers import PretrainedConfig
 
 from configs.architectures.base import ArchitectureError
 from configs.architectures.select import load_architecture
+from configs.rope_sets import SHORT
 from sharding.group import SingleRank
 from tests import solar
 from tests.checkpoints import load_oracle, oracle_logits
@@ -39,7 +40,9 @@ def rewrite(folder: Path, **changes: Any) -> Path:
 
 
 def logits(folder: Path) -> Tensor:
-    return Stepper(load(folder, SingleRank())).step([(0, SEQUENCE)])[0]
+    sets = load_architecture(folder).rope_sets
+    rope_set = SHORT if sets is None else sets.first(len(SEQUENCE), len(SEQUENCE))
+    return Stepper(load(folder, SingleRank()), rope_set=rope_set).step([(0, SEQUENCE)])[0]
 
 
 def check(folder: Path) -> Tensor:

@@ -15,20 +15,16 @@ import torch
 from safetensors.torch import load_file
 
 from configs.architectures.llama import Architecture, Blend
-from configs.architectures.rope import Rope
 from configs.architectures.select import load_architecture
-from configs.engine import LimitsConfig
 from configs.model import ModelConfig
-from configs.sampling import Sampling
 from modeling import loading
 from modeling.attention.sdpa import SdpaAttention, SdpaStep
-from modeling.layers import rotary
 from modeling.models import llama, llama_projections
 from modeling.runner import ModelRunner
 from sharding.checkpoint import CheckpointError
 from sharding.group import TensorParallel
 from sharding.slicing import Segments
-from tests.checkpoints import load_oracle, oracle_greedy, oracle_logits, write_relative
+from tests.checkpoints import load_oracle, oracle_greedy, write_relative
 from tests.modeling.parity import (
     BASE,
     BLOCK_SIZE,
@@ -39,15 +35,13 @@ from tests.modeling.parity import (
     compare,
     engine_config,
     expect_mismatch,
-    full_logprobs,
 )
-from tests.modeling.stepping import Answer, Asked, generate
-from tests.oracle import TOLERANCE
+from tests.modeling.stepping import Asked, generate
 from tests.ranks import run_ranks
 
 SEPARATE = ["mistral", "qwen2", "qwen2_window", "qwen3", "qwen3_window", "granite", "solar"]
-ROPES = ["yarn", "longrope", "mistral_full"]
-FUSED = ["phi3", "phi3_partial", "phi3_longrope"]
+ROPES = ["yarn", "mistral_full"]
+FUSED = ["phi3", "phi3_partial"]
 MODELS = [("relative", variant) for variant in SEPARATE] + [("fused", v) for v in FUSED]
 ADAPTERS = ["r8", "columns", "rows", "patterns"]
 
@@ -68,37 +62,6 @@ def test_together(world: World, family: str, variant: str, ranks: int) -> None:
 @pytest.mark.parametrize("variant", ROPES)
 def test_ropes(world: World, variant: str) -> None:
     compare(world, Setting("relative", variant, 2, [BASE, "r8"]))
-
-
-@pytest.mark.parametrize("limit", [32, 200])
-def test_dynamic_rope_is_fixed_by_the_servers_longest_sequence(tmp_path: Path, limit: int) -> None:
-    """At the trained length nothing is stretched; beyond it all sequences are, short ones too."""
-    folder = write_relative(tmp_path, "dynamic")
-    prompts = [[1, 5, 9, 30], [8, 3] * 20 if limit > 32 else [8, 3] * 4]
-    oracle = load_oracle(folder, total_tokens=limit)
-    truths = [oracle_greedy(oracle, prompt, 12) for prompt in prompts]
-    for answers in run_ranks(2, partial(_dynamic, folder, limit, prompts)):
-        for prompt, answer, tokens in zip(prompts, answers, truths, strict=True):
-            assert answer.tokens == tokens
-            logits = oracle_logits(oracle, [*prompt, *tokens[:-1]])[len(prompt) - 1 :]
-            expected = logits.double().log_softmax(-1)
-            assert float((full_logprobs(answer) - expected).abs().max()) <= TOLERANCE
-
-
-def _dynamic(
-    folder: Path, limit: int, prompts: list[list[int]], group: TensorParallel
-) -> list[Answer]:
-    limits = LimitsConfig(max_running=16, max_step_tokens=256, max_total_tokens=limit)
-    runner = ModelRunner(engine_config(folder, limits=limits), group, torch.device("cpu"))
-    assert runner.load().max_total_tokens == limit
-    asked = [Asked(prompt, 12, sampling=Sampling(logprobs=96), chunk=7) for prompt in prompts]
-    return generate(runner, asked, NUM_BLOCKS, BLOCK_SIZE)
-
-
-def test_only_dynamic_rope_goes_beyond_the_models_length(tmp_path: Path) -> None:
-    folder = write_relative(tmp_path, "yarn", max_position_embeddings=32)
-    with pytest.raises(ValueError, match=r"limits\.max_total_tokens \(200\) is above"):
-        run_ranks(1, partial(_dynamic, folder, 200, [[1]]))
 
 
 @pytest.mark.parametrize("shards", [1, 3])
@@ -204,13 +167,3 @@ def test_granites_scores_scaled_as_llamas_are_noticed(
 
     monkeypatch.setattr(SdpaAttention, "prepare", scaled)
     expect_mismatch(world, Setting("relative", "granite", 1, [BASE]))
-
-
-def test_short_factors_on_a_long_server_are_noticed(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def short(rope: Rope) -> torch.Tensor:
-        return torch.tensor(rope.short_factors)
-
-    monkeypatch.setattr(rotary, "_longrope_factors", short)
-    expect_mismatch(world, Setting("fused", "phi3_longrope", 1, [BASE]))

@@ -3,14 +3,16 @@
 They execute plans literally and look at everything that a real rank would trust: that the
 positions below a row were computed, in these very blocks, from these tokens, with this adapter,
 by a step whose result the scheduler has seen; that nothing is given away while a plan in flight
-names it. The next token is a hash of the adapter and of all tokens before it, so that any
-mix-up shows as other tokens than the request gives alone.
+names it. The next token is a hash of the adapter, of all tokens before it and of the rope set of
+each, so that any mix-up shows as other tokens than the request gives alone.
 """
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from configs.adapters import AdapterKey, AdapterShape
+from configs.rope_sets import RopeSets
 from configs.sampling import FinishReason, Pooling, Sampling, Stopping
 from scheduler.plan import (
     Capacity,
@@ -30,9 +32,21 @@ def root(adapter: AdapterKey | None) -> int:
     return hash((17, adapter or 0))
 
 
-def link(state: int, token: int) -> int:
+def link(state: int, token: int, rope_set: int) -> int:
     """The state after one more token: it depends on the adapter and on every token so far."""
-    return hash((state, token))
+    return hash((state, token, rope_set))
+
+
+def rope_set(sets: RopeSets | None, prompt: int, known: int, position: int) -> int:
+    """transformers' rule: what a forward of `known` tokens computes, by its own length.
+
+    Where keys are kept, it is the forward that computed the position: the prompt's or its own.
+    """
+    if sets is None:
+        return 0
+    if sets.recompute:
+        return int(known > sets.border)
+    return int(max(prompt, position + 1) > sets.border)
 
 
 def next_token(state: int) -> int:
@@ -40,19 +54,27 @@ def next_token(state: int) -> int:
     return hash((state, 99)) % VOCABULARY
 
 
+def states_of(
+    tokens: Sequence[int], adapter: AdapterKey | None, sets: RopeSets | None, prompt: int
+) -> list[int]:
+    """The state after each token of a sequence that is computed when all of them are known."""
+    state, states = root(adapter), []
+    for position, token in enumerate(tokens):
+        state = link(state, token, rope_set(sets, prompt, len(tokens), position))
+        states.append(state)
+    return states
+
+
 def alone(
-    prompt: tuple[int, ...], stopping: Stopping, adapter: AdapterKey | None
+    prompt: tuple[int, ...], stopping: Stopping, adapter: AdapterKey | None, sets: RopeSets | None
 ) -> tuple[list[int], FinishReason]:
     """What a request generates when nothing else happens: the slower truth."""
-    state = root(adapter)
-    for token in prompt:
-        state = link(state, token)
     generated: list[int] = []
     if not stopping.max_new_tokens:
         return generated, FinishReason.LENGTH
     while True:
-        token = next_token(state)
-        state = link(state, token)
+        states = states_of([*prompt, *generated], adapter, sets, len(prompt))
+        token = next_token(states[-1])
         generated.append(token)
         if token in stopping.stop_token_ids and len(generated) >= stopping.min_new_tokens:
             return generated, FinishReason.STOP_TOKEN
@@ -60,13 +82,13 @@ def alone(
             return generated, FinishReason.LENGTH
 
 
-def about(prompt: tuple[int, ...], adapter: AdapterKey | None) -> tuple[list[TokenLogprobs], bytes]:
+def about(
+    prompt: tuple[int, ...], adapter: AdapterKey | None, sets: RopeSets | None
+) -> tuple[list[TokenLogprobs], bytes]:
     """What the model tells of a prompt: each token's score and an embedding, from its states."""
-    states = [root(adapter)]
-    for token in prompt:
-        states.append(link(states[-1], token))
-    scores = [TokenLogprobs(score(state), [], []) for state in states[2:]]
-    return scores, embedding(states[1:])
+    states = states_of(prompt, adapter, sets, len(prompt))
+    scores = [TokenLogprobs(score(state), [], []) for state in states[1:]]
+    return scores, embedding(states)
 
 
 def score(state: int) -> float:
@@ -81,20 +103,26 @@ def embedding(states: list[int]) -> bytes:
 
 @dataclass
 class Seat:
-    """What a rank keeps at a place."""
+    """What a rank keeps at a place; known: how many tokens it joined with."""
 
     tokens: list[int]
     slot: int
     adapter: AdapterKey | None
     sampling: Sampling
     prompt_length: int
+    sets: RopeSets | None
+    known: int
     blocks: list[int] = field(default_factory=list)
+
+    def rope_set(self, position: int) -> int:
+        """The set that this position must take."""
+        return rope_set(self.sets, self.prompt_length, self.known, position)
 
     def states(self, stop: int) -> list[int]:
         """The state after each of the first `stop` tokens."""
         state, states = root(self.adapter), []
-        for token in self.tokens[:stop]:
-            state = link(state, token)
+        for position, token in enumerate(self.tokens[:stop]):
+            state = link(state, token, self.rope_set(position))
             states.append(state)
         return states
 
@@ -205,7 +233,13 @@ class FakeRanks:
         assert join.slot not in self.filling.values(), "a row would wait for its adapter's bytes"
         adapter = None if join.slot < 0 else self.slots[join.slot][0]
         self.seats[join.place] = Seat(
-            list(join.tokens), join.slot, adapter, join.sampling, join.prompt_length
+            list(join.tokens),
+            join.slot,
+            adapter,
+            join.sampling,
+            join.prompt_length,
+            self.capacity.rope_sets,
+            len(join.tokens),
         )
         assert 0 < join.prompt_length <= len(join.tokens)
 
@@ -229,6 +263,8 @@ class FakeRanks:
         """Everything that attention over this row would read is there."""
         seat, size = self.seats[row.place], self.capacity.block_size
         assert row.length > 0
+        wanted = {seat.rope_set(row.start + i) for i in range(row.length)}
+        assert wanted == {row.rope_set}, f"rope set {row.rope_set} instead of {wanted}"
         assert row.start + row.length <= len(seat.tokens), "a token is not known"
         assert len(seat.blocks) * size >= row.start + row.length, "blocks are missing"
         assert len(set(seat.blocks)) == len(seat.blocks), "a block twice in one table"

@@ -237,7 +237,9 @@ class Stage:
 
     def check_ended(self, client: Client, event: Ended) -> None:
         arrival = client.arrival
-        expected, reason = alone(arrival.prompt, arrival.stopping, arrival.adapter)
+        expected, reason = alone(
+            arrival.prompt, arrival.stopping, arrival.adapter, self.story.capacity.rope_sets
+        )
         assert event.tokens == expected[: len(event.tokens)], "tokens differ from those alone"
         assert event.tokens == client.received[: len(event.tokens)]
         assert 0 <= event.cached_tokens <= len(arrival.prompt)
@@ -263,7 +265,7 @@ class Stage:
 
     def check_told(self, arrival: Arrive, event: Ended) -> None:
         """Whoever asked was told about the whole prompt, once."""
-        scores, embedding = about(arrival.prompt, arrival.adapter)
+        scores, embedding = about(arrival.prompt, arrival.adapter, self.story.capacity.rope_sets)
         assert event.prompt_logprobs == (scores if arrival.scored else None)
         assert event.embedding == (embedding if arrival.pooled else b"")
         if arrival.scored or arrival.pooled:

@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, Phase, find, settings
 from hypothesis.errors import NoSuchExample
 
 from configs.adapters import AdapterKey
+from configs.rope_sets import RopeSets
 from scheduler import prefix
 from scheduler.device import DeviceTier
 from scheduler.host import HostTier
@@ -66,7 +67,18 @@ def register_before_computed(patch: Patch) -> None:
 
 def forget_the_salt(patch: Patch) -> None:
     """Adapters share cached blocks."""
-    patch.setattr(prefix, "salt_of", lambda _: b"")
+    patch.setattr(prefix.PrefixKey, "root", b"")
+
+
+def forget_the_rope_set(patch: Patch) -> None:
+    """Blocks are found whatever frequencies their keys were rotated by."""
+    of = prefix.PrefixKey.of
+    patch.setattr(prefix.PrefixKey, "of", lambda asked: of(asked)._replace(rope_set=0))
+
+
+def let_rows_cross_the_border(patch: Patch) -> None:
+    """All of a row takes the set of its first position."""
+    patch.setattr(RopeSets, "room", lambda self, first, position, length: length)
 
 
 def reuse_adapter_pages(patch: Patch) -> None:
@@ -109,6 +121,8 @@ MUTANTS: list[Callable[[Patch], None]] = [
     free_before_apply,
     register_before_computed,
     forget_the_salt,
+    forget_the_rope_set,
+    let_rows_cross_the_border,
     reuse_adapter_pages,
     use_before_filled,
     drop_while_filled,

@@ -1,7 +1,8 @@
 """The prefix cache: what is found is what was computed, for this adapter and these tokens."""
 
 from configs.adapters import AdapterKey
-from scheduler.prefix import PrefixCache, extend_chain, salt_of
+from configs.rope_sets import LONG, SHORT
+from scheduler.prefix import PrefixCache, PrefixKey, extend_chain
 from scheduler.request import Request
 from tests.scheduler.small import request
 
@@ -38,7 +39,37 @@ def test_adapters_share_nothing_with_each_other_nor_with_the_base_model() -> Non
     assert cache.match(request(1, list(range(9)), adapter=1)) == first.blocks
     assert cache.match(request(1, list(range(9)), adapter=2)) == []
     assert cache.match(request(1, list(range(9)))) == []
-    assert salt_of(None) != salt_of(AdapterKey(1)) != salt_of(AdapterKey(2))
+
+
+def test_only_equal_keys_have_one_root() -> None:
+    """A caller's salt is bytes of any length, and lies beside numbers: none looks like another."""
+    salts = [b"", b"a", b"\0" * 8, b"\1" + b"\0" * 7]
+    adapters = [None, AdapterKey(1), AdapterKey(2), AdapterKey(256)]
+    keys = [PrefixKey(s, r, a) for s in salts for r in (SHORT, LONG) for a in adapters]
+    assert len({key.root for key in keys}) == len(keys)
+    assert PrefixKey(b"a", LONG, None).root == PrefixKey(b"a", LONG, None).root
+
+
+def test_callers_of_another_salt_find_nothing() -> None:
+    cache = PrefixCache(8, SIZE, enabled=True)
+    asked = request(0, list(range(8)))
+    asked.cache_salt = b"theirs"
+    first = computed(cache, asked, 8)
+    other, same = request(1, list(range(9))), request(2, list(range(9)))
+    same.cache_salt = b"theirs"
+    assert cache.match(other) == []
+    assert cache.match(same) == first.blocks
+
+
+def test_a_block_names_the_rope_set_that_wrote_it() -> None:
+    cache = PrefixCache(8, SIZE, enabled=True)
+    first = computed(cache, request(0, list(range(8))), 8)
+    asked = request(1, list(range(9)))
+    assert cache.match(asked) == first.blocks
+    asked.take_rope_set(LONG)
+    assert cache.match(asked) == []
+    asked.take_rope_set(SHORT)
+    assert cache.match(asked) == first.blocks
 
 
 def test_only_computed_blocks_are_registered() -> None:

@@ -1,19 +1,19 @@
-"""Frequencies and rotation against transformers', every kind of rope at every server's length."""
+"""Frequencies and rotation against transformers', every kind of rope at every length."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import transformers
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.phi3 import modeling_phi3
 
-from configs.architectures.rope import LENGTH_DEPENDENT, Rope, RopeType, read_rope
+from configs.architectures.rope import POSITIONS_PER_SET, Rope, RopeType, read_rope
+from configs.rope_sets import LONG, SHORT
 from modeling.layers.rotary import Rotary, inverse_frequencies, rotate
 
 CPU = torch.device("cpu")
-LENGTH = 4096
+LENGTH, BORDER = 4096, 1024
 APPLY: Any = modeling_phi3.apply_rotary_pos_emb
 LLAMA3 = {
     "rope_type": "llama3",
@@ -48,32 +48,46 @@ ROPES: dict[str, dict[str, Any]] = {
 }
 
 
-def ours(name: str, total: int | None = None) -> Rope:
+class Oracle(NamedTuple):
+    """What transformers' rotary has after a forward: frequencies, and that forward's angles."""
+
+    frequencies: torch.Tensor
+    attention_scaling: float
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+def ours(name: str, total: int = LENGTH) -> Rope:
+    """Ours; a length that is dynamic is fixed to `total` tokens."""
     config = {"rope_theta": 10000.0, "max_position_embeddings": LENGTH}
     rope = read_rope({**config, "rope_parameters": ROPES[name]})
-    return rope if total is None else rope.with_total_tokens(total)
+    if rope.type is not RopeType.DYNAMIC:
+        return rope
+    return rope.model_copy(update={"fixed_length": total})
 
 
-def oracle(name: str, total: int) -> LlamaRotaryEmbedding:
-    """transformers' rotary for heads of 64, its frequencies fixed to those for `total` tokens."""
+def rope_set(name: str, total: int) -> int:
+    return LONG if name.startswith("longrope") and total > BORDER else SHORT
+
+
+def oracle(name: str, positions: torch.Tensor, dtype: torch.dtype = torch.float32) -> Oracle:
+    """transformers' rotary for heads of 64 after a forward of one sequence's positions [n]."""
     config = transformers.LlamaConfig(
         head_dim=64,
         max_position_embeddings=LENGTH,
         rope_parameters={"rope_theta": 10000.0, **ROPES[name]},
     )
     rotary: Any = LlamaRotaryEmbedding(config)
-    if rotary.rope_type in LENGTH_DEPENDENT:
-        rule = ROPE_INIT_FUNCTIONS[rotary.rope_type]
-        rotary.inv_freq, rotary.attention_scaling = rule(config, seq_len=total)
-        rotary.rope_type = "fixed"
-    return rotary  # type: ignore[no-any-return]
+    cos, sin = rotary(torch.empty(0, dtype=dtype), positions[None])
+    return Oracle(rotary.inv_freq, rotary.attention_scaling, cos, sin)
 
 
-@pytest.mark.parametrize("total", [512, 1024, 1025, LENGTH, 3 * LENGTH])
+@pytest.mark.parametrize("total", [512, BORDER, BORDER + 1, LENGTH, 3 * LENGTH])
 @pytest.mark.parametrize("name", ROPES)
 def test_frequencies(name: str, total: int) -> None:
-    got, expected = inverse_frequencies(ours(name, total), 64), oracle(name, total)
-    torch.testing.assert_close(got, expected.inv_freq, atol=0, rtol=1e-6)
+    expected = oracle(name, torch.arange(total))
+    got = inverse_frequencies(ours(name, total), 64)[rope_set(name, total)]
+    torch.testing.assert_close(got, expected.frequencies, atol=0, rtol=1e-6)
     assert ours(name).attention_factor == pytest.approx(expected.attention_scaling)
 
 
@@ -87,7 +101,7 @@ def test_frequencies_of_other_heads(name: str, head_dim: int) -> None:
     )
     expected: Any = LlamaRotaryEmbedding(config).inv_freq
     torch.testing.assert_close(
-        inverse_frequencies(ours(name), head_dim), expected, atol=0, rtol=1e-6
+        inverse_frequencies(ours(name), head_dim)[SHORT], expected, atol=0, rtol=1e-6
     )
 
 
@@ -100,10 +114,12 @@ def test_rotation_at_near_and_far_positions(
 ) -> None:
     positions = torch.tensor([0, 1, 17, 4095, 100_000])
     x = torch.randn(5, 3, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
-    cos, sin = Rotary(ours(name), 64, dtype, CPU).angles(positions)
+    total = int(positions[-1]) + 1
+    marked = positions + rope_set(name, total) * POSITIONS_PER_SET
+    cos, sin = Rotary(ours(name, total), 64, dtype, CPU).angles(marked)
     assert cos.dtype == sin.dtype == dtype
-    want_cos, want_sin = oracle(name, LENGTH)(x, positions[None])
-    want, _ = APPLY(x[None], x[None], want_cos, want_sin, unsqueeze_dim=2)
+    told = oracle(name, positions, dtype)
+    want, _ = APPLY(x[None], x[None], told.cos, told.sin, unsqueeze_dim=2)
     torch.testing.assert_close(rotate(x, cos, sin), want[0], atol=tolerance, rtol=0)
 
 
@@ -125,8 +141,9 @@ def test_a_part_of_each_head_is_rotated(fraction: float) -> None:
     assert torch.equal(got[..., rope.width(64) :], x[..., rope.width(64) :])
 
 
-def test_only_some_kinds_look_at_the_servers_length() -> None:
-    for name in ROPES:
-        rope = ours(name)
-        depends = rope.type in (RopeType.LONGROPE, RopeType.DYNAMIC)
-        assert (ours(name, 3 * LENGTH) != rope) == depends
+def test_rows_of_one_step_take_their_own_sets() -> None:
+    short, long = torch.tensor([0, 5, 900]), torch.tensor([0, 5, 1500])
+    marked = torch.cat((short, long + LONG * POSITIONS_PER_SET))
+    cos, _ = Rotary(ours("longrope"), 64, torch.float32, CPU).angles(marked)
+    want = torch.cat([oracle("longrope", positions).cos[0] for positions in (short, long)])
+    torch.testing.assert_close(cos[:, 0], want, atol=1e-5, rtol=0)

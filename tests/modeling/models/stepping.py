@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from configs.architectures.rope import POSITIONS_PER_SET
 from configs.architectures.select import load_architecture
 from configs.engine import AttentionBackend
+from configs.rope_sets import SHORT
 from modeling.adapters.kernels.base import AdapterData
 from modeling.attention.kv_cache import allocate
 from modeling.attention.select import select_attention
@@ -33,12 +35,14 @@ def load(folder: Path, group: TensorParallel, dtype: torch.dtype = torch.float32
 class Stepper:
     """A model with a cache of its own; sequences are known by their index.
 
-    Pages are handed out from a shuffled list, so tables are never in order.
+    Pages are handed out from a shuffled list, so tables are never in order. rope_set: that of all
+    positions.
     """
 
     model: PagedModel
     page_size: int = 16
     num_pages: int = 24
+    rope_set: int = SHORT
     lengths: dict[int, int] = field(default_factory=dict)
     tables: dict[int, list[int]] = field(default_factory=dict)
 
@@ -76,7 +80,7 @@ class Stepper:
         step = self.backend.prepare(queries, [self.lengths[s] for s in sequences], tables)
         out, speculative = self.model.paged(
             torch.tensor([token for _, tokens in rows for token in tokens]),
-            torch.tensor(positions),
+            torch.tensor(positions) + self.rope_set * POSITIONS_PER_SET,
             torch.tensor([0, *accumulate(queries)], dtype=torch.int32),
             self.cache,
             tables,

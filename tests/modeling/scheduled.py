@@ -1,0 +1,135 @@
+"""A runner under the real scheduler, in one thread: what a driver and its ranks do, without links.
+
+The scheduler is deterministic and every rank samples the same tokens, so each rank of a group runs
+one of its own.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from configs.adapters import AdapterKey, FetchedAdapter
+from configs.sampling import Stopping
+from deployments.rank.batch import forward_batch, step_result
+from deployments.rank.host import capacity_of
+from modeling.batch import RowLogprobs, StepOutput
+from modeling.runner import ModelRunner
+from scheduler.events import AdapterPlaced, AdapterStaged, Ended, NewTokens
+from scheduler.plan import StepPlan
+from scheduler.policy import Limits
+from scheduler.request import Request
+from scheduler.scheduler import Scheduler
+from tests.modeling.stepping import Answer, Asked
+
+MAX_RUNNING = 16
+
+LONGEST_STORY = 2000
+"""Steps; the stories that are told here end long before."""
+
+
+class Ranks:
+    """One rank's runner and its scheduler. start: makes a runner, for every group anew."""
+
+    def __init__(
+        self, start: Callable[[], ModelRunner], folders: Sequence[Path], limits: Limits
+    ) -> None:
+        self._start = start
+        self._folders = folders
+        self._runner = start()
+        self.report = self._runner.load()
+        self.scheduler = Scheduler(limits, capacity_of(self.report, paged=True))
+        self._flying: deque[tuple[StepPlan, StepOutput]] = deque()
+        self.answers: dict[object, Answer] = {}
+        self.ended: dict[object, Ended] = {}
+
+    def ask(self, index: int, asked: Asked, salt: bytes = b"") -> None:
+        """Add a request; its adapter is the folder at its slot."""
+        adapter = None if asked.slot < 0 else AdapterKey(asked.slot + 1)
+        request = Request(
+            ("r", index), list(asked.prompt), asked.sampling, Stopping(asked.num_tokens), adapter
+        )
+        request.cache_salt = salt
+        self.answers[request.id] = Answer()
+        self.scheduler.add(request, 0.0)
+
+    def turn(self) -> bool:
+        """Launch the next plan, or take the oldest result; whether anything was done."""
+        self._stage()
+        plan = self.scheduler.schedule(0.0)
+        if not plan.empty:
+            self._launch(plan)
+            return True
+        if not self._flying:
+            return False
+        self._land()
+        return True
+
+    def run(self, steps: int = LONGEST_STORY) -> None:
+        """Go on until nothing is left to do, or for so many turns."""
+        for _ in range(steps):
+            if not self.turn():
+                return
+        assert steps < LONGEST_STORY, "the story has no end"
+
+    def lose(self) -> None:
+        """The ranks are gone with all plans in flight, and others start in their place."""
+        for _, output in self._flying:
+            output.wait()
+        self._flying.clear()
+        self.scheduler.group_lost(0.0)
+        self._runner = self._start()
+        self.scheduler.regroup(capacity_of(self._runner.load(), paged=True))
+
+    def _stage(self) -> None:
+        for key in self.scheduler.to_stage():
+            folder = self._folders[int(key) - 1]
+            fetched = FetchedAdapter(key, folder.name, str(folder), folder.name)
+            self.scheduler.adapter(AdapterStaged(key, self._runner.stage(fetched)), 0.0)
+
+    def _launch(self, plan: StepPlan) -> None:
+        for fill in plan.fills:
+            self._runner.place(fill.key, fill.slot, fill.pages)
+        for key in plan.drops:
+            self._runner.drop(key)
+        self._flying.append((plan, self._runner.step(forward_batch(plan))))
+        for fill in plan.fills:
+            self.scheduler.adapter(AdapterPlaced(fill.key), 0.0)
+
+    def _land(self) -> None:
+        plan, output = self._flying.popleft()
+        for event in self.scheduler.apply(plan, step_result(plan, output.wait(), 0.0), 0.0):
+            if isinstance(event, NewTokens):
+                answer = self.answers[event.request_id]
+                answer.tokens += event.tokens
+                answer.logprobs += [
+                    RowLogprobs(one.logprob, one.top_ids, one.top_logprobs)
+                    for one in event.logprobs or ()
+                ]
+            else:
+                self.ended[event.request_id] = event
+        self.scheduler.check()
+
+
+def generate_scheduled(
+    start: Callable[[], ModelRunner],
+    folders: Sequence[Path],
+    requests: Sequence[Asked],
+    chunk: int,
+    lost_at: int | None = None,
+) -> list[Answer]:
+    """Run all requests together, `chunk` tokens of prompts a step; each joins at its own turn.
+
+    lost_at: after how many turns the ranks are lost and rebuilt; None for never.
+    """
+    limits = Limits(chunk + len(requests), max_mixed_prompt_tokens=chunk, max_running=MAX_RUNNING)
+    ranks = Ranks(start, folders, limits)
+    waiting = deque(sorted(range(len(requests)), key=lambda i: requests[i].joins_at))
+    for turn in range(LONGEST_STORY):
+        while waiting and requests[waiting[0]].joins_at <= turn:
+            index = waiting.popleft()
+            ranks.ask(index, requests[index])
+        if turn == lost_at:
+            ranks.lose()
+        if not ranks.turn() and not waiting:
+            break
+    return [ranks.answers["r", index] for index in range(len(requests))]

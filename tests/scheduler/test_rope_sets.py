@@ -1,0 +1,138 @@
+"""Requests that cross the border of longrope's sets: rows, preemptions and cached blocks."""
+
+from dataclasses import dataclass
+
+import msgspec
+import pytest
+
+from configs.rope_sets import LONG, SHORT, RopeSets
+from scheduler.plan import Row, StepPlan, StepResult
+from scheduler.policy import Limits
+from scheduler.request import Request
+from scheduler.scheduler import Scheduler
+from tests.scheduler.small import capacity, request
+
+BORDER = 10
+
+
+@dataclass
+class Told:
+    """What ranks were asked to compute: (position, rope set) of each place, in order."""
+
+    scheduler: Scheduler
+    rows: list[Row]
+
+    def run(self, *requests: Request, turns: int = 200) -> list[tuple[int, int]]:
+        """Serve the requests to their ends; returns what was computed since."""
+        for each in requests:
+            self.scheduler.add(each, 0.0)
+        self.rows.clear()
+        flying: list[StepPlan] = []
+        for _ in range(turns):
+            plan = self.scheduler.schedule(0.0)
+            if not plan.empty:
+                flying.append(plan)
+                self.rows += plan.rows
+            elif flying:
+                first = flying.pop(0)
+                tokens = [7] * sum(row.samples for row in first.rows)
+                self.scheduler.apply(first, StepResult(first.epoch, first.step, tokens), 0.0)
+            else:
+                break
+            self.scheduler.check()
+        return [
+            (position, row.rope_set)
+            for row in self.rows
+            for position in range(row.start, row.start + row.length)
+        ]
+
+
+def ranks(*, recompute: bool, **limits: int) -> Told:
+    room = msgspec.structs.replace(capacity(), rope_sets=RopeSets(BORDER, recompute))
+    return Told(Scheduler(Limits(**limits), room), [])  # type: ignore[arg-type]
+
+
+def spelled(*parts: tuple[range, int]) -> list[tuple[int, int]]:
+    return [(position, rope_set) for part, rope_set in parts for position in part]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("chunk", [3, 100])
+def test_a_prompt_beyond_the_border_is_long_from_its_start(recompute: bool, chunk: int) -> None:
+    told = ranks(recompute=recompute, max_step_tokens=chunk)
+    asked = request(0, [1] * (BORDER + 1), max_new_tokens=3)
+    assert told.run(asked) == spelled((range(BORDER + 3), LONG))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_sequence_up_to_the_border_is_short(recompute: bool) -> None:
+    """Its last token is sampled and never computed."""
+    told = ranks(recompute=recompute)
+    asked = request(0, [1] * 8, max_new_tokens=3)
+    assert told.run(asked) == spelled((range(BORDER), SHORT))
+    assert told.scheduler.snapshot().num_preemptions == 0
+
+
+@pytest.mark.parametrize("prompt", [1, 8, BORDER])
+def test_keys_are_kept_and_what_comes_behind_the_border_is_long(prompt: int) -> None:
+    told = ranks(recompute=False)
+    asked = request(0, [1] * prompt, max_new_tokens=20 - prompt)
+    assert told.run(asked) == spelled((range(BORDER), SHORT), (range(BORDER, 19), LONG))
+    assert told.scheduler.snapshot().num_preemptions == 0
+
+
+@pytest.mark.parametrize("prompt", [1, 8, BORDER])
+def test_all_is_computed_anew_at_the_border(prompt: int) -> None:
+    told = ranks(recompute=True)
+    asked = request(0, [1] * prompt, max_new_tokens=20 - prompt)
+    assert told.run(asked) == spelled((range(BORDER), SHORT), (range(19), LONG))
+    assert told.scheduler.snapshot().num_preemptions == 1
+    assert len(asked.tokens) == 20
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_lost_ranks_get_the_same_rows_again(recompute: bool) -> None:
+    """Kept keys are told to be written as before, across the border in one prompt."""
+    told = ranks(recompute=recompute)
+    asked = request(0, [1] * 8, max_new_tokens=30)
+    told.run(asked, turns=30)
+    assert BORDER + 4 < len(asked.tokens) < 38
+    told.scheduler.group_lost(0.0)
+    again = told.run()
+    first = LONG if recompute else SHORT
+    assert again == spelled((range(BORDER), first), (range(BORDER, 37), LONG))
+    assert all(row.start >= BORDER or row.start + row.length <= BORDER for row in told.rows) or (
+        recompute
+    )
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_blocks_are_found_by_sequences_of_their_set_alone(recompute: bool) -> None:
+    told = ranks(recompute=recompute)
+    told.run(request(0, [1] * 9, max_new_tokens=1))
+    assert len(told.run(request(1, [1] * 10, max_new_tokens=1))) == 10 - 8
+    assert len(told.run(request(2, [1] * 20, max_new_tokens=1))) == 20
+    assert len(told.run(request(3, [1] * 21, max_new_tokens=1))) == 21 - 20
+
+
+def test_who_was_computed_anew_leaves_long_blocks() -> None:
+    told = ranks(recompute=True)
+    asked = request(0, [1] * 8, max_new_tokens=10)
+    told.run(asked)
+    assert len(told.run(request(1, [*asked.tokens, 3], max_new_tokens=1))) == 19 - 16
+
+
+def test_neighbours_of_a_crossing_go_on() -> None:
+    told = ranks(recompute=True)
+    others = [request(index, [index] * 3, max_new_tokens=4) for index in (1, 2)]
+    long = request(3, [9] * 15, max_new_tokens=4)
+    told.run(request(0, [1] * 8, max_new_tokens=10), *others, long)
+    assert [len(each.tokens) for each in (*others, long)] == [7, 7, 19]
+
+
+def test_an_answer_that_ends_at_the_border_is_not_computed_anew() -> None:
+    """Its end is seen while it leaves the ranks."""
+    told = ranks(recompute=True)
+    asked = request(0, [1] * BORDER, max_new_tokens=9, stop=(7,))
+    assert told.run(asked) == spelled((range(BORDER), SHORT))
+    assert not told.scheduler.has_work
