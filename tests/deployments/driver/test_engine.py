@@ -3,6 +3,7 @@
 import asyncio
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from configs.adapters import AdapterReference, AdapterSource
@@ -55,6 +56,18 @@ def test_many_requests_over_base_and_adapters_get_their_own_tokens(root: Path) -
     group = play(root, story)
     assert max(group.runners[0].batch_sizes) >= 8, "requests did not share steps"
     assert group.runners[0].batch_sizes == group.runners[1].batch_sizes
+
+
+def test_callers_of_another_salt_find_no_cached_prompt(root: Path) -> None:
+    async def story(engine: Engine, group: FakeGroup) -> None:
+        found = []
+        for i, salt in enumerate((b"", b"", b"x", b"y", b"x")):
+            asked = msgspec.structs.replace(request(f"r{i}", list(range(65)), 1), cache_salt=salt)
+            [outcome] = (await engine.generate(asked, NOWHERE)).sequences
+            found.append(outcome.cached_tokens > 0)
+        assert found == [False, True, False, False, True]
+
+    play(root, story)
 
 
 def test_frames_and_completion_tell_the_same(root: Path) -> None:
