@@ -149,6 +149,7 @@ RELATIVES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "longrope": ("Llama", {"rope_parameters": WIDER_LONGROPE}),
+    "uncached_longrope": ("Llama", {"rope_parameters": WIDER_LONGROPE, "use_cache": False}),
     "mistral_longrope": (
         "Mistral",
         {"num_key_value_heads": 2, "sliding_window": WINDOW, "rope_parameters": WIDER_LONGROPE},

@@ -8,6 +8,7 @@ from typing import Any
 
 from configs.architectures import padded
 from configs.architectures.base import ArchitectureError, ModelArchitecture
+from configs.architectures.rope import RotaryArchitecture
 from configs.model import Quantize
 
 FAMILIES: dict[str, str] = {
@@ -41,7 +42,11 @@ MODEL_TYPES: dict[str, str] = {
 
 def load_architecture(folder: Path) -> ModelArchitecture:
     """Read `folder`/config.json; ArchitectureError says what is missing or not supported."""
-    return parse_architecture(_read(folder))
+    config = _read(folder)
+    found = parse_architecture(config)
+    if isinstance(found, RotaryArchitecture) and not _keeps_keys(folder, config):
+        return found.model_copy(update={"rope_recompute": True})
+    return found
 
 
 def load_padded(folder: Path) -> padded.PaddedArchitecture:
@@ -90,6 +95,13 @@ def _read(folder: Path) -> dict[str, Any]:
         raise ArchitectureError(f"{folder} holds no config.json: is this a model's folder?")
     config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return config
+
+
+def _keeps_keys(folder: Path, config: Mapping[str, Any]) -> bool:
+    """Whether the model's own `generate` keeps keys from token to token, or reads all anew."""
+    path = folder / "generation_config.json"
+    told = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else config
+    return told.get("use_cache") is not False
 
 
 def _names(config: Mapping[str, Any]) -> list[str]:

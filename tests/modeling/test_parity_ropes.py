@@ -74,6 +74,11 @@ def test_every_length_alone(world: World, family: str, variant: str, length: int
     compare(world, Setting(family, variant, 1, [BASE], WHOLE, lengths=(length,)))
 
 
+def test_a_model_whose_generate_keeps_no_keys(world: World) -> None:
+    """Its longrope recomputes at the border, as it does at every token."""
+    compare(world, Setting("relative", "uncached_longrope", 1, [BASE, "r8"], lengths=(20, 31)))
+
+
 @pytest.mark.parametrize("lost_at", [3, 40, 60])
 @pytest.mark.parametrize(("family", "variant"), [KEPT, RECOMPUTED])
 def test_ranks_that_are_rebuilt(world: World, family: str, variant: str, lost_at: int) -> None:
