@@ -1,6 +1,9 @@
 """The only reader and writer of the environment."""
 
 import os
+import sys
+from pathlib import Path
+from typing import NamedTuple
 
 THROUGHPUT_ENVIRONMENT = {
     # HAProxy instead of Serve's Python proxy, and replicas that answer it directly: read when
@@ -11,6 +14,10 @@ THROUGHPUT_ENVIRONMENT = {
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
     # Serve kills a front that is not ready after 5 s, and its start fails: too soon on a full host.
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+    # A front that died is replaced after three looks at it; Serve would look every 10 s.
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
+    # A connection that brings nothing of what it owes may be silent so long; Serve allows an hour.
+    "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "30",
     # Ray would begin with an idle worker for each core; LoRay is a handful of actors.
     "RAY_prestart_worker_first_driver": "0",
     # The network time-outs of a hub that is out of reach must not hold up a request for long.
@@ -25,6 +32,48 @@ def export_throughput_mode() -> None:
     """Set what LoRay's start script recommends, keeping what the user has set."""
     for name, value in THROUGHPUT_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    front = Path(sys.executable).with_name("loray-haproxy")
+    if front.is_file():
+        os.environ.setdefault("RAY_SERVE_HAPROXY_BINARY_PATH", str(front))
+
+
+class FrontLimits(NamedTuple):
+    """What `loray-haproxy` lets clients do.
+
+    header_seconds: how long the head of a request may take to come. per_address: connections of
+    one address at once; 0: no limit, None: three quarters of all.
+    """
+
+    header_seconds: float
+    per_address: int | None
+
+
+def front_limits() -> FrontLimits:
+    """Those of this node's environment; ValueError for what is no number."""
+    share = os.environ.get("LORAY_FRONT_CONNECTIONS_PER_ADDRESS")
+    return FrontLimits(
+        float(os.environ.get("LORAY_FRONT_HEADER_TIMEOUT_S", "5")),
+        None if share is None else int(share),
+    )
+
+
+class FrontPorts(NamedTuple):
+    """What Serve's HTTP front listens on besides the API's port; None: it does not."""
+
+    fallback: int
+    statistics: int
+    metrics: int
+
+
+def front_ports() -> FrontPorts | None:
+    """As this process's environment tells Serve; None without HAProxy."""
+    if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") != "1":
+        return None
+    return FrontPorts(
+        int(os.environ.get("RAY_SERVE_FALLBACK_PROXY_HTTP_PORT", "8500")),
+        int(os.environ.get("RAY_SERVE_HAPROXY_STATS_PORT", "8404")),
+        int(os.environ.get("RAY_SERVE_HAPROXY_METRICS_PORT", "9101")),
+    )
 
 
 RANK_ENVIRONMENT = {

@@ -61,6 +61,9 @@ def serve(
     no_dashboard: Annotated[
         bool, typer.Option("--no-dashboard", help="Start Ray without its page")
     ] = False,
+    drain_seconds: Annotated[
+        float, typer.Option(min=0, help="After SIGTERM: how long running requests may go on")
+    ] = 20.0,
 ) -> None:  # fmt: skip
     """Start Ray here and serve a model, or a yaml, until Ctrl-C."""
     from deployments.commands import launch
@@ -74,7 +77,7 @@ def serve(
         "settings": set_ and tuple(set_),
     }
     options = {name: value for name, value in told.items() if value is not None}
-    launch.launch(what, options, print_only=print_config, dashboard=not no_dashboard)
+    launch.launch(what, options, print_config, not no_dashboard, drain_seconds)
 
 
 @app.command()

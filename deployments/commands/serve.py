@@ -1,49 +1,64 @@
 """`loray serve`: a local Ray cluster with what LoRay recommends, the app, and a clean end."""
 
+import asyncio
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from itertools import dropwhile
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import typer
 import yaml
 from rich.console import Console
 
-from configs.env import export_throughput_mode, proxy_mode
+from configs.env import export_throughput_mode, front_ports, proxy_mode
+from deployments.commands.cluster import (
+    ClusterLost,
+    Leaving,
+    end_without,
+    ray_servers,
+    require_alive,
+)
 from deployments.commands.failing import fail
+from deployments.ports import Port, conflicts
 
 _POLL_SECONDS = 0.5
 _READY_SECONDS = 900.0
 _FRONT_SECONDS = 300.0
+_LAST_WORDS_SECONDS = 10.0
+_TICK_SECONDS = 0.1
+_LOGS = "See /tmp/ray/session_latest/logs; start the command again"
 
 
-def serve_config(config: dict[str, Any], title: str, dashboard: bool) -> None:
+def serve_config(config: dict[str, Any], title: str, dashboard: bool, drain_seconds: float) -> None:
     """Serve a config that no file holds, as `serve_file` does one that has a file."""
     with tempfile.TemporaryDirectory(prefix="loray-") as folder:
         path = Path(folder) / "serve_config.yaml"
         path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
-        serve_file(path, title, dashboard)
+        serve_file(path, title, dashboard, drain_seconds)
 
 
-def serve_file(path: Path, title: str, dashboard: bool) -> None:
-    """Start Ray here and serve a Serve config until Ctrl-C; typer.Exit 1 if it does not come up."""
+def serve_file(path: Path, title: str, dashboard: bool, drain_seconds: float) -> None:
+    """Start Ray here and serve a Serve config until Ctrl-C or SIGTERM.
+
+    drain_seconds: how long running requests may go on after SIGTERM. typer.Exit 1 if it does not
+    come up, or if the cluster ends by itself.
+    """
     if not path.is_file():
         fail(f"{path} is not a file: name a Serve config, or a model", status=2)
     config = yaml.safe_load(path.read_text(encoding="utf-8"))
     export_throughput_mode()
-    leaving = threading.Event()
-    for name in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(name, lambda *_: leaving.set())
+    _require_ports(config.get("http_options") or {})
+    leaving = Leaving()
 
     import ray  # Ray reads the environment when it is imported, so not before the export.
     from ray import serve
@@ -53,19 +68,25 @@ def serve_file(path: Path, title: str, dashboard: bool) -> None:
     context = ray.init(
         "local", namespace="serve", include_dashboard=dashboard, logging_level="warning"
     )
+    leaving.listen()  # Ray has put handlers of its own in place, which print a native stack.
+    servers = ray_servers()
     address = context.address_info["gcs_address"]
     page = f"http://{context.dashboard_url}" if context.dashboard_url else "off"
     try:
         _say(f"deploying {title}")
         _deploy(path, address)
-        if _wait_until_running(serve, leaving):
-            _announce(config, page, address, leaving)
-            leaving.wait()
-    finally:
-        _say("shutting down")
-        serve.shutdown()
+        names = []
+        if _wait_until_running(serve, leaving.asked, servers):
+            _announce(config, page, address, leaving.asked)
+            while not leaving.asked.wait(_POLL_SECONDS):
+                require_alive(servers)
+            names = [app.get("name", "default") for app in config["applications"]]
+        asyncio.run(_leave(serve, names, drain_seconds, leaving.hurried))
         ray.shutdown()
-    if not leaving.is_set():
+    except ClusterLost as lost:
+        typer.echo(f"loray: the Ray cluster of this command has ended: {lost}. {_LOGS}", err=True)
+        end_without(ray)
+    if not leaving.asked.is_set():
         raise typer.Exit(1)
 
 
@@ -78,13 +99,59 @@ def _deploy(config: Path, address: str) -> None:
         fail(f"the config was refused:\n{done.stderr}{done.stdout}")
 
 
-def _wait_until_running(serve: Any, leaving: threading.Event) -> bool:
+async def _leave(serve: Any, names: Sequence[str], seconds: float, hurried: Event) -> None:
+    """End these apps' requests, then Serve; on one event loop, for Serve's handles keep to it."""
+    if names:
+        await _drain(serve, names, seconds, hurried)
+    _say("shutting down")
+    await serve.shutdown_async()
+
+
+async def _drain(serve: Any, names: Sequence[str], seconds: float, hurried: Event) -> None:
+    """Have every ingress replica end its requests: after this time, or at once when hurried."""
+    if not hurried.is_set():
+        _say(f"no new requests; those that run have {seconds:g} s (Ctrl-C: none)")
+    seconds = 0.0 if hurried.is_set() else seconds
+    asked = [asyncio.ensure_future(_drain_one(serve, name, seconds)) for name in names]
+    while not hurried.is_set() and not all(each.done() for each in asked):
+        await asyncio.wait(asked, timeout=_TICK_SECONDS)
+    if hurried.is_set() and seconds:
+        await asyncio.gather(*(_drain_one(serve, name, 0.0) for name in names))
+
+
+async def _drain_one(serve: Any, name: str, seconds: float) -> None:
+    try:
+        told = serve.get_app_handle(name).broadcast("drain", seconds)
+        await told.results_async(timeout_s=seconds + _LAST_WORDS_SECONDS)
+    except Exception as error:
+        # Whatever is served under this name: the command is about to end it anyway.
+        _say(f"{name} was not drained: {type(error).__name__}")
+
+
+def _require_ports(http: Mapping[str, Any]) -> None:
+    """Say which ports are taken before anything is started; typer.Exit 1."""
+    host = str(http.get("host") or "")
+    ports = [Port(host, int(http.get("port", 8000)), "http_options.port in the yaml (or --port)")]
+    front = front_ports()
+    if front is not None:
+        ports += [
+            Port(host, front.fallback, "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT"),
+            Port("", front.statistics, "RAY_SERVE_HAPROXY_STATS_PORT"),
+            Port("", front.metrics, "RAY_SERVE_HAPROXY_METRICS_PORT"),
+        ]
+    taken = conflicts(ports)
+    if taken:
+        fail("\n  ".join(taken))
+
+
+def _wait_until_running(serve: Any, leaving: Event, servers: Mapping[int, str]) -> bool:
     """Print each change of status; False when an app failed or the user left."""
     told: dict[str, str] = {}
     deadline = time.monotonic() + _READY_SECONDS
     # On a terminal alone: it turns while weights are read.
     with Console(stderr=True).status("starting", spinner="line"):
         while not leaving.wait(_POLL_SECONDS) and time.monotonic() < deadline:
+            require_alive(servers)
             apps = serve.status().applications
             for title, app in apps.items():
                 _tell_change(title, app, told)
@@ -118,9 +185,7 @@ def _tell_change(title: str, app: Any, told: dict[str, str]) -> None:
         _say(line if len(told) == 1 else f"{title}: {line}")
 
 
-def _announce(
-    config: dict[str, Any], dashboard: str, address: str, leaving: threading.Event
-) -> None:
+def _announce(config: dict[str, Any], dashboard: str, address: str, leaving: Event) -> None:
     """Each app's URL and what was chosen for it, the dashboard, a line to try."""
     options = config.get("http_options", {})
     host = options.get("host", "127.0.0.1")
@@ -150,7 +215,7 @@ def _tell(choices: dict[str, str]) -> None:
         print(f"  {what:14} {choice}")
 
 
-def _fetch_info(url: str, leaving: threading.Event) -> dict[str, Any]:
+def _fetch_info(url: str, leaving: Event) -> dict[str, Any]:
     """Ask the app itself, whose front may need longer than it; nothing when the user leaves."""
     deadline = time.monotonic() + _FRONT_SECONDS
     while time.monotonic() < deadline:

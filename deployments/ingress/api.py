@@ -21,6 +21,7 @@ from deployments.ingress import (
     responses,
 )
 from deployments.ingress.bodies import BodyLimit, HeadAsGet, HeaderLimit
+from deployments.ingress.draining import Drain, DrainGate
 from deployments.ingress.engine import Engine, IngressSettings
 from deployments.ingress.errors import RequestError
 from deployments.ingress.frames import Mailbox
@@ -61,6 +62,7 @@ def build_app(
         redoc_url=None,
     )
     app.state.metrics = engine.metrics
+    app.state.drain = Drain(engine)
     page = playground.Page()
     # Serve and FastAPI each compare a request with one route after another: the busiest first.
     app.include_router(openai.routes(engine))
@@ -116,6 +118,7 @@ def _guard(app: FastAPI, settings: IngressSettings) -> None:
     app.add_middleware(
         HeaderLimit, max_bytes=config.max_header_bytes, max_headers=config.max_headers
     )
+    app.add_middleware(DrainGate, drain=app.state.drain)
     app.add_middleware(HeadAsGet)
     if config.cors_allow_origin:
         app.add_middleware(

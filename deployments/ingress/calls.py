@@ -93,6 +93,10 @@ class Call:
         while updates := await self._inbox.take():
             yield updates
 
+    def fail(self, error: RequestError) -> None:
+        """End it for whoever reads its updates; that it is closed then ends it on the driver."""
+        self._inbox.fail(error)
+
     def finish(self, index: int, at: int) -> None:
         """Tell the driver that a stop string ended this sequence after `at` tokens."""
         task = asyncio.create_task(self._finish(index, at))

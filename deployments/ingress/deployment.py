@@ -189,4 +189,9 @@ class IngressDeployment:
         # goes this way is the contract's, which both sides import; what comes may be any error.
         handle = self._driver.options(request_serialization="pickle")
         driver = HandleDriver(handle, receiver, ledger)
-        return build_app(driver, mailbox, lambda: bound[-1], settings, lifespan)
+        self._app = build_app(driver, mailbox, lambda: bound[-1], settings, lifespan)
+        return self._app
+
+    async def drain(self, seconds: float) -> None:
+        """Take no more requests, and end those that run, after so many seconds at the latest."""
+        await self._app.state.drain.run(seconds)

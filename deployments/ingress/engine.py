@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
+from weakref import WeakSet
 
 from configs.adapters import AdapterSource
 from configs.api import ApiConfig
@@ -127,6 +128,8 @@ class Engine:
         self._times_asked = 0
         self._served: Served | None = None
         self._silence: RequestError | None = None
+        self._calls: WeakSet[Call] = WeakSet()
+        self._ended: Callable[[], RequestError] | None = None
 
     async def served(self) -> Served:
         """The engine as last described, whenever that was."""
@@ -138,8 +141,18 @@ class Engine:
 
     def call(self, job: Job, streams: bool) -> Call:
         """A call of the driver; without stop strings a whole reply needs no frames."""
+        if self._ended is not None:
+            raise self._ended()
         listens = streams or bool(job.stops)
-        return Call(self._driver, self._mailbox, self._reply_to(), job.request, frames=listens)
+        call = Call(self._driver, self._mailbox, self._reply_to(), job.request, frames=listens)
+        self._calls.add(call)
+        return call
+
+    def end_calls(self, error: Callable[[], RequestError]) -> None:
+        """End all that run with such an error, and those that come."""
+        self._ended = error
+        for call in self._calls:
+            call.fail(error())
 
     async def adapters(self, command: AdapterCommand) -> list[AdapterReport]:
         """What every driver replica says to an operator's command."""

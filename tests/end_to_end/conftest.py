@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +18,8 @@ import psutil
 import pytest
 import torch
 import yaml
+
+from tests.ports import free_port as free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_SECONDS = 600.0
@@ -47,19 +48,6 @@ class Served:
     shared_memory: frozenset[str]
 
 
-def free_port() -> int:
-    """A port that the system gives to nobody else as long as this process lives.
-
-    What holds it does not listen, so a server that sets SO_REUSEADDR, as all do, may bind it.
-    """
-    holder = socket.socket()
-    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    holder.bind(("127.0.0.1", 0))
-    port: int = holder.getsockname()[1]
-    holder.detach()
-    return port
-
-
 def demo_config(port: int) -> dict[str, Any]:
     """serve_config.yaml on a port of its own; on a GPU host over its GPUs, two at most."""
     config: dict[str, Any] = yaml.safe_load((ROOT / "serve_config.yaml").read_text())
@@ -86,10 +74,10 @@ def environment() -> dict[str, str]:
     return {**os.environ, **ports, **RAY_SETTINGS, "PYTHONUNBUFFERED": "1"}
 
 
-def start(config: Path, port: int) -> Served:
-    """Run `loray serve` until it has announced itself."""
+def start(config: Path, port: int, *options: str) -> Served:
+    """Run `loray serve` with these options until it has announced itself."""
     before = shared_memory()
-    command = [sys.executable, "-m", "deployments.cli", "serve", str(config)]
+    command = [sys.executable, "-m", "deployments.cli", "serve", str(config), *options]
     if find_spec("aiohttp_cors") is None:
         command.append("--no-dashboard")  # Ray's page needs packages that are not here
     process = subprocess.Popen(

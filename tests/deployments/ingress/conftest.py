@@ -65,7 +65,7 @@ class Server:
             lambda: ReplyAddress("127.0.0.1", 1, "hush"),
             replace(settings, clock=self.clock),
         )
-        asyncio.run_coroutine_threadsafe(self._begin(app), self._loop).result(PATIENCE)
+        asyncio.run_coroutine_threadsafe(self._begin(app), self.loop).result(PATIENCE)
         return app
 
     async def _begin(self, app: FastAPI) -> None:
@@ -82,7 +82,7 @@ class Server:
         announce = self._uvicorn.startup
 
         async def startup(sockets: object = None) -> None:
-            self._loop = asyncio.get_running_loop()
+            self.loop = asyncio.get_running_loop()
             await announce(sockets)  # type: ignore[arg-type]
             started.set()
 
@@ -92,7 +92,7 @@ class Server:
         self.fresh_app()
 
     def stop(self) -> None:
-        asyncio.run_coroutine_threadsafe(self._life.aclose(), self._loop).result(PATIENCE)
+        asyncio.run_coroutine_threadsafe(self._life.aclose(), self.loop).result(PATIENCE)
         self._uvicorn.should_exit = True
         self._thread.join(PATIENCE)
 

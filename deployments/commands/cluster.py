@@ -1,0 +1,78 @@
+"""The Ray cluster that `loray serve` has started: whether it lives, and how the command leaves."""
+
+import os
+import signal
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import typer
+
+_SERVERS = ("gcs_server", "raylet")
+_SHUTDOWN_SECONDS = 10.0
+
+
+class ClusterLost(Exception):
+    """A process of Ray's that nothing works without has ended; the message names it."""
+
+
+class Leaving:
+    """Whether the command is to end: `asked` by SIGTERM or Ctrl-C, `hurried` by Ctrl-C or twice."""
+
+    def __init__(self) -> None:
+        """Listen for both."""
+        self.asked = threading.Event()
+        self.hurried = threading.Event()
+        self.listen()
+
+    def listen(self) -> None:
+        """Take both signals, also from whoever has taken them since."""
+        for name in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(name, self._take)
+
+    def _take(self, number: int, _: FrameType | None) -> None:
+        if number == signal.SIGINT or self.asked.is_set():
+            self.hurried.set()
+        self.asked.set()
+
+
+def ray_servers() -> dict[int, str]:
+    """Ray's servers that are children of this process, by process id."""
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        name, state, parent = _status(int(process.name))
+        if name in _SERVERS and parent == os.getpid() and state != "Z":
+            found[int(process.name)] = name
+    return found
+
+
+def require_alive(servers: Mapping[int, str]) -> None:
+    """Raise ClusterLost if one of these has ended."""
+    for process, name in servers.items():
+        now, state, _ = _status(process)
+        if now != name or state == "Z":
+            raise ClusterLost(f"its {name} (process {process}) is gone")
+
+
+def end_without(ray: Any) -> None:
+    """Leave a cluster that does not answer any more, with exit code 1 and nothing left behind."""
+    # Ray may wait for a minute for who is gone, and then end this process by itself.
+    end = threading.Thread(target=ray.shutdown, daemon=True)
+    end.start()
+    end.join(_SHUTDOWN_SECONDS)
+    if end.is_alive():
+        os._exit(1)  # What Ray started here ends with this process.
+    raise typer.Exit(1)
+
+
+def _status(process: int) -> tuple[str, str, int]:
+    """Name, state and parent of a process; empty ones of one that is gone."""
+    with suppress(OSError):
+        # The name stands in parentheses and may hold any character.
+        head, _, rest = Path(f"/proc/{process}/stat").read_text().rpartition(")")
+        state, parent = rest.split()[:2]
+        return head.partition("(")[2], state, int(parent)
+    return "", "", 0

@@ -1,0 +1,69 @@
+"""Whether a TCP port can be bound here, and if not, which process listens on it."""
+
+import errno
+import os
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+_LISTENING = "0A"  # in the kernel's tables
+_COMMAND_CHARACTERS = 100
+_TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
+
+
+class Port(NamedTuple):
+    """A port that a server is about to listen on; host "" means all interfaces.
+
+    setting: where another number is given, for people.
+    """
+
+    host: str
+    number: int
+    setting: str
+
+
+def conflicts(ports: Sequence[Port]) -> list[str]:
+    """A sentence for each port that is taken, with who has it and what to set instead."""
+    return [
+        f"port {port.number} is in use{_by(port.number)}: end that, or set {port.setting}"
+        for port in ports
+        if _is_taken(port)
+    ]
+
+
+def _is_taken(port: Port) -> bool:
+    """Whether a server that sets SO_REUSEADDR, as all do, could not listen there."""
+    family = socket.AF_INET6 if ":" in port.host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((port.host, port.number))
+        except OSError as error:
+            return error.errno == errno.EADDRINUSE
+    return False
+
+
+def _by(number: int) -> str:
+    """Which process of this user listens on the port; "" where nobody can tell."""
+    inodes = set(_listeners(number))
+    for process in Path("/proc").glob("[0-9]*") if inodes else ():
+        with suppress(OSError):  # another user's, or it has just ended
+            if any(os.readlink(file) in inodes for file in (process / "fd").iterdir()):
+                words = (process / "cmdline").read_bytes().replace(b"\0", b" ")
+                command = words.decode(errors="replace").strip()[:_COMMAND_CHARACTERS]
+                return f" by process {process.name} ({command})"
+    return ""
+
+
+def _listeners(number: int) -> list[str]:
+    """The sockets that listen on the port, as links of open files show them."""
+    found = []
+    for table in _TABLES:
+        with suppress(OSError):
+            for line in Path(table).read_text().splitlines()[1:]:
+                cells = line.split()
+                if cells[3] == _LISTENING and int(cells[1].rpartition(":")[2], 16) == number:
+                    found.append(f"socket:[{cells[9]}]")
+    return found

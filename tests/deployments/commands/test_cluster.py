@@ -1,0 +1,68 @@
+"""How `loray serve` notices the end of its cluster, and hears that it is to leave."""
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+
+from deployments.commands.cluster import ClusterLost, Leaving, ray_servers, require_alive
+
+SLEEP = ["sleep", "3600"]
+
+
+@pytest.fixture
+def leaving() -> Iterator[Leaving]:
+    before = {name: signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)}
+    yield Leaving()
+    for name, handler in before.items():
+        signal.signal(name, handler)
+
+
+@pytest.mark.parametrize("reaped", [False, True])
+def test_a_server_that_is_gone_ends_the_cluster(reaped: bool) -> None:
+    process = subprocess.Popen(SLEEP)
+    servers = {process.pid: "sleep", os.getpid(): _own_name()}
+    require_alive(servers)
+    process.kill()
+    if reaped:
+        process.wait()
+    else:
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    with pytest.raises(ClusterLost, match=f"sleep .process {process.pid}."):
+        require_alive(servers)
+    process.wait()
+
+
+def test_a_process_id_that_is_another_ones_now_is_no_server() -> None:
+    with pytest.raises(ClusterLost):
+        require_alive({os.getpid(): "raylet"})
+
+
+def test_only_own_children_are_servers() -> None:
+    assert ray_servers() == {}
+
+
+def test_sigterm_leaves_time_and_a_second_signal_takes_it(leaving: Leaving) -> None:
+    signal.raise_signal(signal.SIGTERM)
+    assert (leaving.asked.is_set(), leaving.hurried.is_set()) == (True, False)
+    signal.raise_signal(signal.SIGTERM)
+    assert leaving.hurried.is_set()
+
+
+def test_ctrl_c_leaves_none(leaving: Leaving) -> None:
+    signal.raise_signal(signal.SIGINT)
+    assert (leaving.asked.is_set(), leaving.hurried.is_set()) == (True, True)
+
+
+def test_handlers_are_taken_back(leaving: Leaving) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    leaving.listen()
+    signal.raise_signal(signal.SIGTERM)
+    assert leaving.asked.is_set()
+
+
+def _own_name() -> str:
+    with open("/proc/self/comm", encoding="utf-8") as file:
+        return file.read().strip()
