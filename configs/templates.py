@@ -7,21 +7,39 @@ from typing import Any
 
 import msgspec
 
+DEFAULT, TOOL_USE = "default", "tool_use"
+OTHERS_FOLDER = "additional_chat_templates"
+
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token",
                   "mask_token")  # fmt: skip
+_FORM = "chat_template in {} must be a text or a list of objects with `name` and `template`"
+_MAX_CHARACTERS = 256 << 10
 
 
 class TemplateSource(msgspec.Struct, frozen=True):
-    """A Jinja template and its special tokens by role; "" is no template."""
+    """Jinja templates and their special tokens by role.
+
+    text: the default one, "" for none. others: by name, as "tool_use".
+    """
 
     text: str = ""
     special_tokens: dict[str, str] = {}
+    others: dict[str, str] = {}
+
+    @property
+    def by_name(self) -> dict[str, str]:
+        """All templates, the default among them."""
+        return ({DEFAULT: self.text} if self.text else {}) | self.others
+
+    def alone(self, text: str) -> "TemplateSource":
+        """One of the templates without the others."""
+        return TemplateSource(text, self.special_tokens)
 
 
 def read_template(folder: Path) -> TemplateSource:
-    """A folder's chat template: its own file first, else the default of tokenizer_config.json.
+    """A folder's chat templates: its own files first, else those of tokenizer_config.json.
 
-    ValueError when the files cannot be read as what they should be.
+    As transformers reads them. ValueError when the files cannot be read as what they should be.
     """
     path = folder / "tokenizer_config.json"
     try:
@@ -30,18 +48,40 @@ def read_template(folder: Path) -> TemplateSource:
         raise ValueError(f"{path.name} is nested too deep") from error
     if not isinstance(config, dict):
         raise ValueError(f"{path.name} must hold an object")
-    file = folder / "chat_template.jinja"
-    text = file.read_text("utf-8") if file.is_file() else config.get("chat_template")
-    if isinstance(text, list):
-        named = {entry["name"]: entry["template"] for entry in text if _is_named(entry)}
-        text = named.get("default")
-    if not isinstance(text, str | None):
-        raise ValueError(f"chat_template in {path.name} must be a text or a list of named texts")
-    return TemplateSource(text or "", _special_tokens(config))
+    found = _of_files(folder) or _of_config(config.get("chat_template"), path.name)
+    if sum(map(len, found.values())) > _MAX_CHARACTERS:
+        raise ValueError(f"the chat templates have more than {_MAX_CHARACTERS} characters")
+    return TemplateSource(found.pop(DEFAULT, ""), _special_tokens(config), found)
 
 
-def _is_named(entry: Any) -> bool:
-    return isinstance(entry, dict) and {"name", "template"} <= entry.keys()
+def _of_files(folder: Path) -> dict[str, str]:
+    """The templates in files of their own, by name."""
+    named = [(DEFAULT, folder / "chat_template.jinja")]
+    named += [(path.stem, path) for path in sorted(folder.glob(f"{OTHERS_FOLDER}/*.jinja"))]
+    files = {name: path for name, path in named if path.is_file()}
+    too_long = [path for path in files.values() if path.stat().st_size > 4 * _MAX_CHARACTERS]
+    if too_long:
+        raise ValueError(f"{too_long[0].name} has more than {_MAX_CHARACTERS} characters")
+    return {name: path.read_text("utf-8") for name, path in files.items()}
+
+
+def _of_config(given: Any, file: str) -> dict[str, str]:
+    """The templates of a tokenizer's config, by name."""
+    if given is None:
+        return {}
+    if isinstance(given, str):
+        return {DEFAULT: given}
+    if isinstance(given, list):
+        if not all(isinstance(one, dict) and _is_text(one.get("name")) for one in given):
+            raise ValueError(_FORM.format(file))
+        given = {one["name"]: one.get("template") for one in given}
+    if not isinstance(given, dict) or not all(map(_is_text, given.values())):
+        raise ValueError(_FORM.format(file))
+    return given
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

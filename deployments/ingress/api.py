@@ -63,6 +63,7 @@ def build_app(
     )
     app.state.metrics = engine.metrics
     app.state.drain = Drain(engine)
+    app.state.renderer = engine.templates.renderer
     page = playground.Page()
     # Serve and FastAPI each compare a request with one route after another: the busiest first.
     app.include_router(openai.routes(engine))

@@ -26,7 +26,7 @@ from deployments.ingress.detokenize import StopStrings
 from deployments.ingress.errors import RequestError
 from deployments.ingress.frames import Mailbox
 from deployments.ingress.quotas import Clock, Replicas, alone
-from deployments.ingress.templates import AdapterTemplates
+from deployments.ingress.templates import Templates
 from deployments.ingress.text import Text
 from deployments.ingress.transcript import Transcript
 from deployments.observability.lorax_metrics import RequestMetrics
@@ -119,7 +119,7 @@ class Engine:
         self.settings = settings
         self.metrics = RequestMetrics()
         self.compiler = Compiler()
-        self.templates = AdapterTemplates(driver, settings.clock)
+        self.templates = Templates(driver, settings.clock)
         self._driver = driver
         self._mailbox = mailbox
         self._reply_to = reply_to

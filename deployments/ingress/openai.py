@@ -84,11 +84,12 @@ async def _prompts(body: CompletionBody, served: Served) -> list[Prompt]:
 
 async def _text_prompt(given: str, body: CompletionBody, served: Served) -> Prompt:
     info, text = served
-    ids = await text.encode(given)
+    specials = body.add_special_tokens is not False
+    ids = await text.encode(given, specials)
     # Prompts that are too long are refused later, in words about the answer's length too.
     if not body.echo or body.logprobs is None or len(ids) > info.max_total_tokens:
         return Prompt(given, ids)
-    return Prompt(given, ids, [each.start for each in await text.slices(given)])
+    return Prompt(given, ids, [each.start for each in await text.slices(given, specials)])
 
 
 def _ids_prompt(given: list[int], body: CompletionBody, served: Served) -> Prompt:

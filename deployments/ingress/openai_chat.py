@@ -4,17 +4,19 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
+from configs.templates import TemplateSource
 from deployments.ingress.constraints import Constraint
+from deployments.ingress.conversations import conversation
 from deployments.ingress.engine import Engine, Job, Served
 from deployments.ingress.errors import invalid
 from deployments.ingress.openai_jobs import Caller, job_of, reference_of
 from deployments.ingress.openai_replies import ChatWriter, Envelope
 from deployments.ingress.openai_schema import ChatBody
 from deployments.ingress.prompt_replies import Prompt
-from deployments.ingress.templates import AdapterTemplate
+from deployments.ingress.templates import Template
 from deployments.ingress.tool_grammars import calls_constraint
 from deployments.ingress.tool_replies import ToolChatWriter
-from deployments.ingress.tools import Tooling, prompted, tooling
+from deployments.ingress.tools import Tooling, tooling
 
 
 class Chat(NamedTuple):
@@ -33,38 +35,31 @@ class Chat(NamedTuple):
 async def chat(body: ChatBody, engine: Engine, served: Served, caller: Caller) -> Chat:
     """A checked body as a job."""
     toolbox = body.toolbox
-    text = served.text
-    own = await _own_template(body, engine, served, caller)
-    template = own or text.template
+    template = await _template(body, engine, served, caller, toolbox is not None)
     means = tooling(toolbox, template, engine.settings.tool_parser)
-    words = text.added(means.format.markers) if means is not None else {}
+    words = served.text.added(means.format.markers) if means is not None else {}
     asked = await engine.compiler.compiled(await _asked(body, means, words), served.info)
-    messages, told = prompted(body.rendered_messages(), means, template)
-    variables = {
-        **body.chat_template_kwargs, **told, "add_generation_prompt": body.add_generation_prompt,
-    }  # fmt: skip
-    if own is None:
-        prompt = Prompt(*await text.encode_chat(messages, variables))
-    else:
-        rendered = await own.render(messages, variables)
-        prompt = Prompt(rendered, await text.encode(rendered, add_special_tokens=False))
+    rendered = await template.render(conversation(body, means, template))
+    # The template has written all special tokens.
+    ids = await served.text.encode(rendered, add_special_tokens=bool(body.add_special_tokens))
+    prompt = Prompt(rendered, ids)
     job = job_of(body, [prompt], served, engine.settings, caller, asked)
     if means is not None:
         job = replace(job, spoken=frozenset(words.values()))
     return Chat(job, means)
 
 
-async def _own_template(
-    body: ChatBody, engine: Engine, served: Served, caller: Caller
-) -> AdapterTemplate | None:
-    """The chat template that the request's adapter brings."""
+async def _template(
+    body: ChatBody, engine: Engine, served: Served, caller: Caller, with_tools: bool
+) -> Template:
+    """The chat template that makes the prompt: the adapter's own, or the model's."""
     reference = reference_of(body, served.info, engine.settings)
-    if reference is None:
-        return None
-    if reference.parts:
-        return None  # A merge's chats use the base model's.
-    allowed = caller.grant.patterns if caller.grant is not None else None
-    return await engine.templates.of(reference, body.api_token or caller.token, allowed)
+    own, name = TemplateSource(), ""
+    if reference is not None and not reference.parts:  # A merge's chats use the model's.
+        allowed = caller.grant.patterns if caller.grant is not None else None
+        own = await engine.templates.of(reference, body.api_token or caller.token, allowed)
+        name = reference.id
+    return engine.templates.choose(served.text, own, name, with_tools, body.chat_template)
 
 
 async def _asked(body: ChatBody, means: Tooling | None, words: Mapping[str, int]) -> Constraint:

@@ -43,6 +43,9 @@ def check(body: Body, settings: IngressSettings) -> None:
     if not all(0 < len(stop) <= settings.max_stop_length for stop in stops):
         message = f"`stop` strings must have 1 to {settings.max_stop_length} characters"
         raise invalid(message, "stop")
+    if body.include_stop_str_in_output and body.stop_token_ids:
+        message = "`include_stop_str_in_output` cannot be combined with `stop_token_ids`"
+        raise invalid(message, "include_stop_str_in_output")
     _check_choices(body, settings)
     _check_logprobs(body, settings)
     if body.stream_options is not None and not body.stream:
@@ -148,7 +151,7 @@ def job_of(
     return Job(
         request=request,
         stops=body.stops,
-        keep_stops=False,
+        keep_stops=bool(body.include_stop_str_in_output),
         per_token=body.num_logprobs >= 0,
         characters=sum(len(prompt.text) for prompt in prompts),
         choices=body.candidates,

@@ -1,42 +1,16 @@
-"""OpenAI's requests as a 2026 client sends them, and what is not built yet."""
+"""OpenAI's requests as a 2026 client sends them."""
 
-from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, field_validator
 
 from configs.sampling import MAX_LOGIT_BIAS
 from deployments.ingress.errors import invalid
 from deployments.ingress.merges import MergedAdapters
+from deployments.ingress.request_fields import refuse_others
 from deployments.ingress.structured import Constrainable
-from deployments.ingress.tools_schema import CalledFunction, ToolCall, ToolFields
+from deployments.ingress.tools_schema import AsWritten, CalledFunction, ToolCall, ToolFields
 from deployments.ingress.unicode import Unicode, is_encodable
-
-# A row goes away when its parameter is built; the values are those that change nothing.
-NOT_YET: Mapping[str, tuple[object, ...]] = {
-    "suffix": (None, ""),
-    "length_penalty": (None, 1),
-    "use_beam_search": (None, False),
-    "prompt_embeds": (None,),
-    "truncate_prompt_tokens": (None,),
-    "bad_words": (None, []),
-    "allowed_token_ids": (None, []),
-    "logits_processors": (None, []),
-    "truncate": (None,),
-    "return_k_alternatives": (None,),
-    "decoder_input_details": (None, False),
-    "guideline": (None, ""),
-    "tool_prompt": (None, ""),
-    "guided_whitespace_pattern": (None,),
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
-    "functions": (None, []),
-    "function_call": (None, "none", "auto"),
-    "modalities": (None, ["text"]),
-    "audio": (None,),
-    "prediction": (None,),
-    "web_search_options": (None,),
-}
 
 # Others' ways to name an adapter, which would be passed over in silence.
 _NAMES_OF_ADAPTERS = ("adapter_id", "lora_path")
@@ -52,10 +26,11 @@ class StreamOptions(BaseModel):
     """What a stream carries beside the text."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: Literal[False] | None = None
 
 
 class _Body(Constrainable):
-    """Fields of both routes; unknown ones stay in `model_extra`, where NOT_YET looks."""
+    """Fields of both routes; unknown ones stay in `model_extra`, for `refuse_unbuilt`."""
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False, extra="allow")
 
@@ -79,7 +54,9 @@ class _Body(Constrainable):
     stop_token_ids: list[NonNegativeInt] | None = Field(None, max_length=_MAX_STOP_IDS)
     ignore_eos: bool | None = None
     ignore_eos_token: bool | None = None
+    include_stop_str_in_output: bool | None = None
     min_tokens: NonNegativeInt | None = None
+    add_special_tokens: bool | None = None
     prompt_logprobs: NonNegativeInt | None = None
     adapter_source: Unicode | None = None
     merged_adapters: MergedAdapters | None = None
@@ -118,9 +95,8 @@ class _Body(Constrainable):
 
     def refuse_unbuilt(self) -> None:
         """Raise for a parameter that would change the result and is not built."""
+        refuse_others(self.model_extra)
         for name, value in (self.model_extra or {}).items():
-            if name in NOT_YET and value not in NOT_YET[name]:
-                raise invalid(f"`{name}` is not supported yet", name, "unsupported_parameter")
             if name in _NAMES_OF_ADAPTERS and value not in (None, "", self.model):
                 message = f"`{name}` is not read here: name the adapter in `model`"
                 raise invalid(message, name, "unsupported_parameter")
@@ -182,8 +158,8 @@ class ContentPart(BaseModel):
     text: Unicode | None = None
 
 
-class Message(BaseModel):
-    """One message of a chat; other fields go to the template as they are."""
+class Message(AsWritten):
+    """One message of a chat; it goes to the template as it is written."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -194,6 +170,17 @@ class Message(BaseModel):
     tool_call_id: Unicode | None = None
     function_call: CalledFunction | None = None
 
+    def rendered(self) -> dict[str, Any]:
+        """The message by today's roles and fields, arguments of calls as values."""
+        _check_text(self.content)
+        message = dict(self._written)
+        if self.role == "function":
+            message["role"] = "tool"
+        calls = [call.rendered() for call in self.tool_calls or ()]
+        if message.pop("function_call", None) is not None and self.function_call is not None:
+            calls.append({"type": "function", "function": self.function_call.rendered()})
+        return {**message, "tool_calls": calls} if calls else message
+
 
 class ChatBody(_Body, ToolFields):
     """POST /v1/chat/completions; chat_template_kwargs are variables for the template."""
@@ -202,8 +189,12 @@ class ChatBody(_Body, ToolFields):
     max_completion_tokens: PositiveInt | None = None
     logprobs: bool | None = None
     top_logprobs: NonNegativeInt | None = None
-    add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    documents: list[dict[str, Any]] | None = None
+    reasoning_effort: Unicode | None = None
+    chat_template: Unicode | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | Unicode | None = None
 
     @property
     def num_logprobs(self) -> int:
@@ -211,37 +202,20 @@ class ChatBody(_Body, ToolFields):
         return (self.top_logprobs or 0) if self.logprobs else -1
 
     def rendered_messages(self) -> list[dict[str, Any]]:
-        """Messages as templates know them: text content, no deprecated roles and fields."""
+        """Messages as templates know them; results bear the names of their functions."""
         called: dict[str | None, str] = {}
         rendered = []
         for message in self.messages:
             called |= {call.id: call.function.name for call in message.tool_calls or ()}
-            plain = _as_templates_know(message)
-            if plain["role"] == "tool" and message.tool_call_id in called:
-                plain.setdefault("name", called[message.tool_call_id])
+            plain = message.rendered()
+            is_named = plain.get("name") is not None
+            if plain["role"] == "tool" and message.tool_call_id in called and not is_named:
+                plain["name"] = called[message.tool_call_id]
             rendered.append(plain)
         return rendered
 
 
-_TODAY = {"developer": "system", "function": "tool"}
-
-
-def _as_templates_know(message: Message) -> dict[str, Any]:
-    plain = message.model_dump(exclude_none=True, exclude={"tool_calls", "function_call"})
-    plain["content"] = _text_of(message.content)
-    plain["role"] = _TODAY.get(message.role, message.role)
-    calls = message.tool_calls or []
-    if message.function_call is not None:
-        calls = [*calls, ToolCall(function=message.function_call)]
-    if calls:
-        plain["tool_calls"] = [call.rendered() for call in calls]
-    return plain
-
-
-def _text_of(content: str | list[ContentPart] | None) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    for part in content:
+def _check_text(content: str | list[ContentPart] | None) -> None:
+    for part in content if isinstance(content, list) else ():
         if part.type != "text" or part.text is None:
             raise invalid(f"content of type `{part.type}` is not supported: only text", "messages")
-    return "\n".join(part.text or "" for part in content)

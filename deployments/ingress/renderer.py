@@ -1,151 +1,159 @@
-"""Strangers' chat templates, rendered in a process that ends itself when it computes too long.
+"""Chat templates rendered beside this process, so that none holds up another for long.
 
-A template is a program: Jinja's sandbox keeps it from files and objects, not from endless loops or
-from filling the memory. It has nothing to wait for, so what is counted is the processor's time: on
-a busy machine a good template is not taken for an endless one.
+A template is given a quarter of a second first. One that needs more is slow for a while: it waits
+in a line of its own, with others that are slow, and has two seconds there. How long a conversation
+was that took longer still is remembered, and conversations of that length are refused unread.
+In each line templates have their turn one after the other, however many chats each has waiting.
 """
 
-import asyncio
-import contextlib
-import resource
-import signal
-import struct
-import sys
-from pathlib import Path
-from typing import Any, BinaryIO
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import msgspec
 
 from configs.templates import TemplateSource
-from deployments.ingress.chat import ChatTemplate
+from deployments.contract import ErrorKind
 from deployments.ingress.errors import RequestError, invalid
+from deployments.ingress.quotas import Clock
+from deployments.ingress.render_lanes import Full, Lane
+from deployments.ingress.rendering import Rendered, Task
 
-_LONGEST_S = 2.0
-# By the clock on the wall; for a process that hangs, not for one that is slow.
-_HANGING_S = 120.0
-_MEMORY_BYTES = 1 << 30
-_MAX_ANSWER_BYTES = 16 << 20
-_LENGTH = struct.Struct("<I")
-_PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
-_START = (
-    f"import sys; sys.path.insert(0, {_PACKAGE_ROOT!r}); "
-    "from deployments.ingress.renderer import serve; serve(float(sys.argv[1]))"
-)
+QUICK_S = 0.25
+LONGEST_S = 2.0
 
+_SLOW_FOR_S = 600.0
+_REFUSED_FOR_S = 60.0
+_MAX_SLOW = 1024
 
-class Task(msgspec.Struct, frozen=True, array_like=True):
-    """What to render."""
-
-    template: TemplateSource
-    messages: list[dict[str, Any]]
-    variables: dict[str, Any]
+_pack = msgspec.msgpack.Encoder().encode
 
 
-class Rendered(msgspec.Struct, frozen=True, array_like=True):
-    """The prompt, or why there is none."""
+class _Slow(NamedTuple):
+    """A template that took long: until when it counts as slow, and what is refused until when."""
 
-    prompt: str = ""
-    refusal: str = ""
+    until: float
+    refused_bytes: int | None = None
+    refused_until: float = 0.0
 
 
 class Renderer:
-    """One process, started by the first template and after each that had to be ended."""
+    """Renders strangers' templates, and long conversations with the model's own."""
 
-    def __init__(self, longest_s: float = _LONGEST_S) -> None:
-        """Nothing runs yet; a template may compute for `longest_s`."""
+    def __init__(
+        self, clock: Clock, quick_s: float = QUICK_S, longest_s: float = LONGEST_S
+    ) -> None:
+        """Nothing runs yet."""
+        self._clock = clock
         self._longest_s = longest_s
-        self._turn = asyncio.Lock()
-        self._process: asyncio.subprocess.Process | None = None
+        self._quick = Lane(quick_s, max_each=128, max_all=1024)
+        self._patient = Lane(longest_s, max_each=4, max_all=32)
+        self._own = Lane(longest_s, max_each=64, max_all=64)
+        self._slow: OrderedDict[bytes, _Slow] = OrderedDict()
 
-    async def render(self, task: Task) -> str:
-        """The prompt; RequestError when the template refuses, breaks or takes too long."""
-        try:
-            asked = msgspec.msgpack.encode(task)
-        except UnicodeEncodeError as error:
-            raise invalid("the messages are not valid Unicode", "messages") from error
-        except OverflowError as error:
-            raise invalid("the messages hold a number of over 64 bits", "messages") from error
-        async with self._turn:
-            answer = await self._ask(asked)
-        if answer.refusal:
-            raise invalid(answer.refusal, "messages")
-        return answer.prompt
+    async def render(self, name: str, source: TemplateSource, conversation: bytes) -> str:
+        """The prompt by a stranger's template; `name` is whose, the conversation is `packed`.
+
+        RequestError when the template refuses, breaks, takes too long or has too many waiting.
+        """
+        asked = _pack(Task(source, conversation))
+        key = hashlib.blake2b(_pack(source), digest_size=16).digest()
+        size = len(conversation)
+        while True:
+            self._refuse_known(name, key, size)
+            lane = self._lane(key)
+            wanted, learn = (
+                partial(self._still, lane, key, size),
+                partial(self._learn, lane, key, size),
+            )
+            answer = await _asked(lane, name, key, asked, wanted, learn)
+            if answer is not None and not answer.late:
+                return _prompt(name, answer)
+
+    async def render_own(self, source: TemplateSource, conversation: bytes) -> str:
+        """The same by the model's own template, which waits for no other."""
+        name = "the model"
+        asked = _pack(Task(source, conversation))
+        answer = await _asked(self._own, name, b"", asked, lambda: True, lambda late: None)
+        assert answer is not None, "always wanted"
+        if answer.late:
+            raise self._too_slow(name, len(conversation))
+        return _prompt(name, answer)
 
     async def close(self) -> None:
-        """End the process."""
-        process, self._process = self._process, None
-        if process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
+        """End the processes."""
+        for lane in (self._quick, self._patient, self._own):
+            await lane.close()
 
-    async def _ask(self, asked: bytes) -> Rendered:
-        done = False
-        try:
-            process = await self._running()
-            answer = await _exchange(process, asked)
-            done = True
-            return msgspec.msgpack.decode(answer, type=Rendered)
-        except TimeoutError:
-            return Rendered(refusal="the adapter's chat template was not rendered in time")
-        except (asyncio.IncompleteReadError, ConnectionError):
-            if await process.wait() == -signal.SIGPROF:
-                words = f"took over {self._longest_s:g} s"
-            else:
-                words = "took too much memory"
-            return Rendered(refusal=f"the adapter's chat template {words}")
-        finally:
-            if not done:  # Also when the client left: half an answer would be the next one's.
-                await self.close()
+    def _lane(self, key: bytes) -> Lane:
+        slow = self._slow.get(key)
+        return self._patient if slow is not None and self._clock() < slow.until else self._quick
 
-    async def _running(self) -> asyncio.subprocess.Process:
-        if self._process is None:
-            pipe = asyncio.subprocess.PIPE
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-c", _START, str(self._longest_s), stdin=pipe, stdout=pipe
-            )
-            await _exchange(self._process, msgspec.msgpack.encode(None))
-        return self._process
+    def _still(self, lane: Lane, key: bytes, size: int) -> bool:
+        """Whether the turn came in the right line; others may have found out meanwhile."""
+        return self._lane(key) is lane and not self._refuses(key, size)
 
+    def _refuses(self, key: bytes, size: int) -> bool:
+        slow = self._slow.get(key)
+        if slow is None or slow.refused_bytes is None or self._clock() >= slow.refused_until:
+            return False
+        return size >= slow.refused_bytes
 
-async def _exchange(process: asyncio.subprocess.Process, asked: bytes) -> bytes:
-    assert process.stdin is not None
-    assert process.stdout is not None
-    async with asyncio.timeout(_HANGING_S):
-        process.stdin.write(_LENGTH.pack(len(asked)) + asked)
-        await process.stdin.drain()
-        (size,) = _LENGTH.unpack(await process.stdout.readexactly(_LENGTH.size))
-        return await process.stdout.readexactly(size)
+    def _refuse_known(self, name: str, key: bytes, size: int) -> None:
+        if self._refuses(key, size):
+            raise self._too_slow(name, size)
 
+    def _too_slow(self, name: str, size: int) -> RequestError:
+        return invalid(
+            f"the chat template of {name} took over {self._longest_s:g} s of computing for a "
+            f"conversation of {size} bytes or less: send a shorter one, or change the template",
+            "messages",
+        )
 
-def serve(longest_s: float) -> None:
-    """Render what comes by stdin until it ends; the process's whole life."""
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    source, sink = sys.stdin.buffer, sys.stdout.buffer
-    while (asked := _read(source)) is not None:
-        signal.setitimer(signal.ITIMER_PROF, longest_s)  # Its signal ends the process.
-        task = msgspec.msgpack.decode(asked, type=Task | None)
-        answer = msgspec.msgpack.encode(Rendered() if task is None else _render(task))
-        if len(answer) > _MAX_ANSWER_BYTES:
-            answer = msgspec.msgpack.encode(Rendered(refusal="the prompt is too long"))
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        sink.write(_LENGTH.pack(len(answer)) + answer)
-        sink.flush()
+    def _learn(self, lane: Lane, key: bytes, size: int, late: bool) -> None:
+        """Remember a template that took too long, and for what, if it had all the time."""
+        if not late:
+            return
+        now = self._clock()
+        slow = _Slow(now + _SLOW_FOR_S)
+        if lane is self._patient:
+            refused = size
+            before = self._slow.get(key)
+            if (
+                before is not None
+                and before.refused_bytes is not None
+                and now < before.refused_until
+            ):
+                refused = min(size, before.refused_bytes)
+            slow = _Slow(now + _SLOW_FOR_S, refused, now + _REFUSED_FOR_S)
+        self._slow[key] = slow
+        self._slow.move_to_end(key)
+        if len(self._slow) > _MAX_SLOW:
+            self._slow.popitem(last=False)
 
 
-def _read(source: BinaryIO) -> bytes | None:
-    head = source.read(_LENGTH.size)
-    return source.read(_LENGTH.unpack(head)[0]) if len(head) == _LENGTH.size else None
-
-
-def _render(task: Task) -> Rendered:
+async def _asked(
+    lane: Lane,
+    name: str,
+    key: bytes,
+    asked: bytes,
+    wanted: Callable[[], bool],
+    learn: Callable[[bool], None],
+) -> Rendered | None:
+    """The lane's answer, None if it is not wanted any more when its turn has come."""
     try:
-        template = ChatTemplate(task.template.text, task.template.special_tokens)
-        return Rendered(template.render(task.messages, task.variables))
-    except RequestError as error:
-        return Rendered(refusal=error.message)
-    except Exception as error:
-        # Whatever a stranger's template does wrong is told to who asked for it.
-        fault = f"{type(error).__name__}: {error}"
-        return Rendered(refusal=f"the adapter's chat template is broken: {fault}")
+        return await lane.ask(key, asked, wanted, learn)
+    except Full as error:
+        message = f"{error.waiting} chats wait for the chat template of {name}: try again later"
+        raise RequestError(ErrorKind.OVERLOADED, message, retry_after_s=lane.limit_s) from error
+    except OSError as error:
+        message = f"the process that renders chat templates could not be used ({error}): try again"
+        raise RequestError(ErrorKind.UNAVAILABLE, message, retry_after_s=1.0) from error
+
+
+def _prompt(name: str, answer: Rendered) -> str:
+    if answer.refusal:
+        raise invalid(f"{answer.refusal} (the template of {name})", "messages")
+    return answer.prompt

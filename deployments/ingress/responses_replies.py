@@ -26,7 +26,8 @@ def usage_words(usage: Mapping[str, Any]) -> dict[str, object]:
     """Token counts by this API's names."""
     return {
         "input_tokens": usage["prompt_tokens"],
-        "input_tokens_details": usage["prompt_tokens_details"],
+        # Written means: for a time that the request asked for. Here no request can.
+        "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
         "output_tokens": usage["completion_tokens"],
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": usage["total_tokens"],
@@ -51,7 +52,6 @@ class ResponseWriter:
             "model": model,
             "output": [],
             "previous_response_id": None,
-            "reasoning": {"effort": None, "summary": None},
             "store": False,
             "truncation": "disabled",
             "usage": None,

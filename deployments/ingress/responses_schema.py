@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -17,16 +17,17 @@ from pydantic import (
 from deployments.ingress.errors import RequestError, invalid
 from deployments.ingress.malformed import unfit
 from deployments.ingress.openai_schema import ChatBody
+from deployments.ingress.request_fields import NO_SUCH
 from deployments.ingress.unicode import Unicode, is_encodable
 
-_UNSUPPORTED = "unsupported_parameter"
+_UNSUPPORTED = NO_SUCH
 _LOGPROBS = "message.output_text.logprobs"
 # What may be included without a difference: there is no reasoning to encrypt.
 _INCLUDED = frozenset({_LOGPROBS, "reasoning.encrypted_content"})
 _TEXT_PARTS = frozenset({"input_text", "output_text", "text"})
 _STATELESS = "responses are not stored: send the whole conversation in `input`"
 
-# A row goes away when its parameter is built; the values are those that change nothing.
+# What is refused here beside `request_fields.REFUSED`; the values are those that change nothing.
 REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "previous_response_id": ((None,), _STATELESS),
     "conversation": ((None,), _STATELESS),
@@ -37,6 +38,14 @@ REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "context_management": ((None, []), "shorten the input yourself"),
     "moderation": ((None,), "nothing is moderated here"),
     "n": ((None, 1), "a response has one answer"),
+    "messages": ((None, []), "send them in `input`"),
+    "logprobs": ((None, False), f"put `{_LOGPROBS}` into `include`"),
+    "background_options": ((None,), "there is nowhere to fetch a response later"),
+    "access_programs": ((None, []), "there are no such programs"),
+    "image": ((None,), "only text is served"),
+    "enable_response_messages": ((None, False), "they are not part of a response"),
+    "previous_input_messages": ((None, []), _STATELESS),
+    "previous_response": ((None,), _STATELESS),
 }
 
 # The chat's fields by the names that this route has for them.
@@ -45,6 +54,7 @@ _NAMES = {
     "max_tokens": "max_output_tokens",
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
     "logprobs": "include",
 }
 
@@ -78,6 +88,15 @@ class TextConfig(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
     format: dict[str, Any] | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class Reasoning(BaseModel):
+    """How much the model is to think; a summary would be of what is not told apart."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
 
 
 class ResponsesBody(BaseModel):
@@ -100,7 +119,8 @@ class ResponsesBody(BaseModel):
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     store: bool | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: dict[str, str] | None = None
+    reasoning: Reasoning | None = None
 
     @field_validator("text", "tools", "tool_choice", "metadata")
     @classmethod
@@ -149,8 +169,13 @@ class ResponsesBody(BaseModel):
             "tools": [_chat_tool(tool) for tool in self.tools] if self.tools else None,
             "tool_choice": _chat_choice(self.tool_choice),
             "response_format": self._format(),
+            "reasoning_effort": self._effort,
         }
         return {name: value for name, value in chat.items() if value is not None}
+
+    @property
+    def _effort(self) -> str | None:
+        return self.reasoning.effort if self.reasoning is not None else None
 
     def _messages(self) -> list[dict[str, Any]]:
         messages: list[dict[str, Any]] = []
@@ -189,29 +214,28 @@ def _add(messages: list[dict[str, Any]], item: InputItem) -> None:
     if kind == "message":
         if item.role is None:
             raise invalid("a message needs a `role`", "input")
-        messages.append({"role": item.role, "content": _text(item.content)})
+        messages.append({"role": item.role, "content": _content(item.content)})
     elif kind == "function_call":
         function = {"name": item.name or "", "arguments": item.arguments or ""}
         call = {"id": item.call_id, "type": "function", "function": function}
         if not messages or messages[-1]["role"] != "assistant":
-            messages.append({"role": "assistant", "content": ""})
+            messages.append({"role": "assistant"})
         messages[-1].setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
-        output = {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
+        output = {"role": "tool", "tool_call_id": item.call_id, "content": _content(item.output)}
         messages.append(output)
     elif kind != "reasoning":  # thoughts of before are not shown to the model again
         raise invalid(f"input of type `{kind}` is not supported", "input", _UNSUPPORTED)
 
 
-def _text(content: str | Iterable[InputPart] | None) -> str:
+def _content(content: str | Iterable[InputPart] | None) -> str | list[dict[str, Any]] | None:
+    """A content as chats have it."""
     if content is None or isinstance(content, str):
-        return content or ""
-    texts = []
+        return content
     for part in content:
         if part.type not in _TEXT_PARTS or part.text is None:
             raise invalid(f"content of type `{part.type}` is not supported: only text", "input")
-        texts.append(part.text)
-    return "\n".join(texts)
+    return [{"type": "text", "text": part.text} for part in content]
 
 
 def _chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
@@ -251,10 +275,27 @@ def echoed(body: ResponsesBody) -> dict[str, Any]:
         "max_output_tokens": body.max_output_tokens,
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
         "temperature": 1.0 if body.temperature is None else body.temperature,
         "text": {"format": shown or {"type": "text"}},
-        "tool_choice": body.tool_choice or "auto",
-        "tools": body.tools or [],
+        "tool_choice": _echoed_choice(body.tool_choice or "auto"),
+        "tools": [_echoed_tool(tool) for tool in body.tools or ()],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": 1.0 if body.top_p is None else body.top_p,
     }
+
+
+def _echoed_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A function as a response has it, whichever way it was written."""
+    function = tool.get("function")
+    flat = {"type": "function", **function} if isinstance(function, dict) else tool
+    return {"strict": None, "parameters": None, **flat}
+
+
+def _echoed_choice(choice: str | Mapping[str, Any]) -> str | dict[str, Any]:
+    """A tool_choice as a response has it, whichever way it was written."""
+    if isinstance(choice, str):
+        plain = choice in ("none", "auto", "required")
+        return choice if plain else {"type": "function", "name": choice}
+    nested = choice.get(str(choice.get("type")))
+    return {"type": choice.get("type"), **nested} if isinstance(nested, dict) else dict(choice)

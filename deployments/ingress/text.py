@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from tokenizers import Encoding, Tokenizer
 
-from configs.templates import read_template
+from configs.templates import TemplateSource, read_template
 from deployments.ingress.chat import ChatTemplate
 from deployments.ingress.detokenize import TextStream
 from deployments.ingress.errors import invalid
@@ -36,17 +36,20 @@ class Slice(NamedTuple):
 
 
 class Text:
-    """Turns text into tokens and back, and messages into prompts."""
+    """Turns text into tokens and back; `compiled` are the model's chat templates by their text."""
 
     def __init__(
-        self, tokenizer: Tokenizer, template: ChatTemplate | None = None, threads: int = 2
+        self, tokenizer: Tokenizer, templates: TemplateSource | None = None, threads: int = 2
     ) -> None:
         """`threads` encode beside the event loop, and one more what is very long."""
         # A saved tokenizer may carry training's truncation and padding.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
-        self._template = template
+        self.templates = templates or TemplateSource()
+        tokens = self.templates.special_tokens
+        texts = self.templates.by_name.values()
+        self.compiled = {source: ChatTemplate(source, tokens) for source in texts}
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokenizer")
         self._slow_pool = ThreadPoolExecutor(1, thread_name_prefix="long-texts")
         added = tokenizer.get_added_tokens_decoder()
@@ -68,7 +71,7 @@ class Text:
                 f"{path} is missing: a fast tokenizer is required; save one with "
                 "AutoTokenizer.from_pretrained(model).save_pretrained(folder)"
             )
-        return cls(Tokenizer.from_file(str(path)), _read_template(root))
+        return cls(Tokenizer.from_file(str(path)), read_template(root))
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; special tokens are those that the tokenizer itself adds.
@@ -84,20 +87,6 @@ class Text:
         """Tokens of a text with the pieces of it that they stand for."""
         pool = self._pool_for(text)
         return await _loop().run_in_executor(pool, self._slices, text, add_special_tokens)
-
-    async def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
-    ) -> tuple[str, list[int]]:
-        """The rendered prompt and its ids; the template has written all special tokens."""
-        template = self.template
-
-        def work() -> tuple[str, list[int] | None]:
-            prompt = template.render(messages, variables)
-            is_long = len(prompt) > _LONG_CHARACTERS
-            return prompt, None if is_long else self._encode(prompt, False)
-
-        prompt, ids = await _loop().run_in_executor(self._pool, work)
-        return prompt, await self.encode(prompt, False) if ids is None else ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of tokens: special tokens skipped (but Galactica's words), no clean-up."""
@@ -128,13 +117,6 @@ class Text:
     def token_text(self, id: int) -> str:
         """The text of one token by itself, special tokens spelled out."""
         return self._bytes_of(id).decode("utf-8", "replace")
-
-    @property
-    def template(self) -> ChatTemplate:
-        """The chat template; a model without one refuses chats."""
-        if self._template is None:
-            raise invalid("this model has no chat template; use /v1/completions", "messages")
-        return self._template
 
     def close(self) -> None:
         """End the threads."""
@@ -219,12 +201,6 @@ def _kinds(decoder: Any) -> set[str]:
         return set()
     parts = (_kinds(part) for part in decoder.get("decoders", ()))
     return {decoder["type"]}.union(*parts)
-
-
-def _read_template(root: Path) -> ChatTemplate | None:
-    """The folder's chat template."""
-    found = read_template(root)
-    return ChatTemplate(found.text, found.special_tokens) if found.text else None
 
 
 def _loop() -> asyncio.AbstractEventLoop:

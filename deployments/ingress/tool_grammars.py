@@ -142,7 +142,8 @@ def _moved(schema: Any, key: str) -> Any:
 def _arguments_schema(function: Function) -> dict[str, Any]:
     """The schema of a function's arguments: an object with no more than what it names."""
     schema = {"type": "object", **(function.parameters or {})}
-    if schema["type"] != "object":
+    kinds, schema["type"] = schema["type"], "object"
+    if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
         message = f"the parameters of `{function.name}` must be a schema of type object"
         raise invalid(message, "tools")
     if not _OPEN & schema.keys():

@@ -70,7 +70,8 @@ class Argued(NamedTuple):
 
 Part = Said | Began | Argued
 
-_MARKS = re.compile(r'["\\{}\[\]]')
+# Outside of strings no JSON has a "<": there a model goes on without having closed its brackets.
+_MARKS = re.compile(r'["\\{}\[\]<]')
 _DEPTH = {"{": 1, "[": 1, "}": -1, "]": -1}
 
 
@@ -89,7 +90,7 @@ class _Span:
         for mark in _MARKS.finditer(text):
             at = self._seen + mark.start()
             if self._closes(mark[0], at):
-                return mark.end()
+                return mark.start() if mark[0] == "<" else mark.end()
         self._seen += len(text)
         return -1
 
@@ -103,7 +104,7 @@ class _Span:
             return False
         self._quoted = mark == '"'
         self._depth += _DEPTH.get(mark, 0)
-        return mark in "}]" and self._depth <= 0
+        return mark == "<" or (mark in "}]" and self._depth <= 0)
 
 
 class CallReader:
@@ -145,7 +146,7 @@ class CallReader:
     def end(self) -> list[Part]:
         """The rest."""
         rest = self._opener + self._buffer
-        calling = self._state in (self._arguments, self._closing, self._between)
+        calling = self._state in (self._arguments, self._closing, self._fields, self._between)
         cut_off = self.num_calls > 0 and (self._opener in (",", ";") or not rest.strip())
         if not (calling or cut_off):
             self._say(rest)
@@ -239,6 +240,13 @@ class CallReader:
         return end >= 0
 
     def _closing(self) -> bool:
+        """After its arguments an object ends, has more fields, or was forgotten to be closed."""
+        begun = self._buffer.lstrip()
+        if begun:
+            self._enter(self._fields if begun[0] in ",}" else self._between)
+        return bool(begun)
+
+    def _fields(self) -> bool:
         """Whatever else an object has after its arguments is nobody's."""
         end = self._span.feed(self._buffer)
         self._buffer = "" if end < 0 else self._buffer[end:]
@@ -258,6 +266,8 @@ class CallReader:
         if self._listed and begun[0] == "]":
             self._listed = False
             self._buffer = begun[1:]
+        elif begun[0] in "}]":
+            self._buffer = begun[1:]  # A bracket too many.
         elif begun[0] in ",;":
             self._opener, self._buffer = begun[0], begun[1:]
             self._enter(self._block)
@@ -279,7 +289,7 @@ class CallReader:
         self._state = state
         self._scanned = 0
         # What closes is the object around the arguments.
-        self._span = _Span(1 if state == self._closing else 0)
+        self._span = _Span(1 if state == self._fields else 0)
         if state == self._text:
             self._listed = False
 

@@ -3,10 +3,12 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from configs.model import ToolParser
 from deployments.ingress.chat import TemplateText
+from deployments.ingress.message_forms import text_of
 from deployments.ingress.tool_parsers import FORCED, FORMATS, CallFormat, CallReader
 from deployments.ingress.tools_schema import Toolbox
 
@@ -61,7 +63,7 @@ def tooling(
 
 
 def _parser(template: TemplateText | None, parser: ToolParser) -> ToolParser:
-    if template is None or not template.knows_tools:
+    if template is None or not template.reads("tools"):
         return ToolParser.HERMES  # as it was told to
     if parser is not ToolParser.AUTO:
         return parser
@@ -71,36 +73,40 @@ def _parser(template: TemplateText | None, parser: ToolParser) -> ToolParser:
 
 def prompted(
     messages: Messages, tooling: Tooling | None, template: TemplateText
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Messages and variables for the template; one that knows no tools gets them as text."""
+) -> tuple[list[dict[str, Any]], Sequence[Mapping[str, Any]] | None, str]:
+    """Messages, tools and words for the template: one that reads no tools gets them as text."""
     plain = [dict(message) for message in messages]
     toolbox = tooling.toolbox if tooling is not None else None
-    if template.knows_tools:
-        shown = [function.shown() for function in toolbox.functions] if toolbox else None
-        return plain, {"tools": shown} if shown else {}
-    plain = [_in_words(message) for message in plain]
-    return (_told(plain, toolbox) if toolbox is not None else plain), {}
+    if template.reads("tools"):
+        return plain, toolbox.shown if toolbox else None, ""
+    spoken: list[dict[str, Any]] = []
+    # Results in a row become one message: many templates want user and assistant to take turns.
+    for are_results, group in groupby(plain, lambda message: message["role"] == "tool"):
+        if are_results:
+            spoken.append({"role": "user", "content": "\n".join(map(_result, group))})
+        else:
+            spoken += map(_in_words, group)
+    return spoken, None, _words(toolbox) if toolbox else ""
 
 
-def _told(messages: list[dict[str, Any]], toolbox: Toolbox) -> list[dict[str, Any]]:
-    """The messages with the tools in their system message."""
-    lines = "\n".join(json.dumps(f.shown()["function"]) for f in toolbox.functions)
+def _words(toolbox: Toolbox) -> str:
+    """What the model is told of the tools, and of how to call them."""
+    lines = "\n".join(json.dumps(function.shown()) for function in toolbox.functions)
     how = _HOW_BY_FORCE if toolbox.forced else _HOW_IF_IT_LIKES
-    told = _TOLD.format(tools=lines) + how
-    if messages and messages[0]["role"] == "system":
-        first = {**messages[0], "content": f"{messages[0]['content']}\n\n{told}".lstrip()}
-        return [first, *messages[1:]]
-    return [{"role": "system", "content": told}, *messages]
+    return _TOLD.format(tools=lines) + how
+
+
+def _result(message: Mapping[str, Any]) -> str:
+    """What a call came to."""
+    return f"<tool_response>\n{text_of(message.get('content') or '')}\n</tool_response>"
 
 
 def _in_words(message: dict[str, Any]) -> dict[str, Any]:
-    """A message without the fields and roles that are about tools."""
-    if message["role"] == "tool":
-        content = f"<tool_response>\n{message['content']}\n</tool_response>"
-        return {"role": "user", "content": content}
+    """A message without the field that is about tools."""
     calls = message.pop("tool_calls", None)
     if calls:
-        said = [message["content"]] if message["content"] else []
+        content = text_of(message.get("content") or "")
+        said = [content] if content else []
         blocks = [f"<tool_call>\n{json.dumps(call['function'])}\n</tool_call>" for call in calls]
         message["content"] = "\n".join([*said, *blocks])
     return message

@@ -3,9 +3,17 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    StringConstraints,
+    model_validator,
+)
 
 from deployments.ingress.errors import invalid
 from deployments.ingress.unicode import Unicode
@@ -16,7 +24,21 @@ _UNSUPPORTED = "unsupported_parameter"
 FunctionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]
 
 
-class Function(BaseModel):
+class AsWritten(BaseModel):
+    """Keeps what the client wrote: chat templates are given that, as transformers does it."""
+
+    _written: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _keep(cls, given: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        made = handler(given)
+        if isinstance(given, dict):
+            made._written = given
+        return made
+
+
+class Function(AsWritten):
     """What a model may call; parameters are the JSON schema of its arguments."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -27,19 +49,21 @@ class Function(BaseModel):
     strict: bool | None = None
 
     def shown(self) -> dict[str, Any]:
-        """What chat templates are given."""
-        function: dict[str, Any] = {"name": self.name, "description": self.description or ""}
-        function["parameters"] = self.parameters or {"type": "object", "properties": {}}
-        return {"type": "function", "function": function}
+        """The function as its client wrote it."""
+        return self._written
 
 
-class Tool(BaseModel):
+class Tool(AsWritten):
     """One tool; only functions are served."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     type: Unicode
     function: Function | None = None
+
+    def shown(self) -> dict[str, Any]:
+        """What chat templates are given."""
+        return self._written
 
 
 class Named(BaseModel):
@@ -69,20 +93,22 @@ class ToolChoice(BaseModel):
     allowed_tools: AllowedTools | None = None
 
 
-class CalledFunction(BaseModel):
-    """A call of the past; arguments are JSON in a string, as far as the model could write it."""
+class CalledFunction(AsWritten):
+    """A call of the past; arguments are JSON, in a string as far as the model could write it."""
 
     model_config = ConfigDict(extra="ignore")
 
     name: Unicode
-    arguments: Unicode = ""
+    arguments: Any = ""
 
     def rendered(self) -> dict[str, Any]:
-        """As chat templates take it: the arguments as an object, or the text if it is none."""
-        return {"name": self.name, "arguments": _object(self.arguments)}
+        """As chat templates take it: the arguments as values, or the text if it is no JSON."""
+        arguments = self.arguments
+        read = _read(arguments) if isinstance(arguments, str) else arguments
+        return {**self._written, "arguments": read}
 
 
-class ToolCall(BaseModel):
+class ToolCall(AsWritten):
     """A call of the past with its id."""
 
     model_config = ConfigDict(extra="ignore")
@@ -93,17 +119,16 @@ class ToolCall(BaseModel):
 
     def rendered(self) -> dict[str, Any]:
         """As chat templates take it."""
-        known = {"id": self.id} if self.id is not None else {}
-        return {**known, "type": "function", "function": self.function.rendered()}
+        return {**self._written, "function": self.function.rendered()}
 
 
 @dataclass(frozen=True)
 class Toolbox:
     """The tools of one request.
 
-    functions: what the model is told of. callable: which of them it may call. forced: whether it
-    must call one. parallel: whether it may call several. legacy: whether the client speaks of
-    functions, not of tools.
+    functions: what the model is told of, and `shown` is how. callable: which of them it may call.
+    forced: whether it must call one. parallel: whether it may call several. legacy: whether the
+    client speaks of functions, not of tools.
     """
 
     functions: tuple[Function, ...]
@@ -112,6 +137,7 @@ class Toolbox:
     parallel: bool
     legacy: bool
     param: str = "tool_choice"
+    shown: tuple[dict[str, Any], ...] = ()
 
 
 class ToolFields(BaseModel):
@@ -141,7 +167,10 @@ class ToolFields(BaseModel):
             return None
         may, forced = _chosen(chosen, functions, param)
         parallel = not legacy and self.parallel_tool_calls is not False
-        return Toolbox(tuple(functions), may, forced, parallel, legacy, param)
+        shown = [{"type": "function", "function": function.shown()} for function in functions]
+        if not legacy:
+            shown = [tool.shown() for tool in self.tools or ()]
+        return Toolbox(tuple(functions), may, forced, parallel, legacy, param, tuple(shown))
 
 
 def _functions(tools: Sequence[Tool]) -> list[Function]:
@@ -205,13 +234,12 @@ def _by_name(
     return tuple(known[name] for name in dict.fromkeys(names))
 
 
-def _object(arguments: str) -> dict[str, Any] | str:
-    """Arguments as an object; an empty string stands for none.
+def _read(arguments: str) -> Any:
+    """What the text of arguments says; an empty one stands for none.
 
     What a model wrote wrongly, or not to its end, comes back in the next request's messages.
     """
     try:
-        found = json.loads(arguments or "{}")
+        return json.loads(arguments or "{}")
     except (ValueError, RecursionError):
-        found = None
-    return found if isinstance(found, dict) else arguments
+        return arguments

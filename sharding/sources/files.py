@@ -4,6 +4,7 @@ import hashlib
 from pathlib import Path
 
 from configs.adapters import AdapterRefusal
+from configs.templates import OTHERS_FOLDER
 from sharding.sources.base import (
     CONFIG_NAME,
     TEMPLATE_NAMES,
@@ -20,9 +21,13 @@ _MAX_HEADER_BYTES = 64 << 20
 def fingerprint(folder: Path) -> Fingerprint:
     """Stat the files that make an adapter; OSError when they are gone."""
     templates = [path for name in TEMPLATE_NAMES if (path := folder / name).is_file()]
+    templates += sorted(folder.glob(f"{OTHERS_FOLDER}/*.jinja"))
     paths = [folder / CONFIG_NAME, *sorted(folder.glob("adapter_model*")), *templates]
     stats = [(path, path.stat()) for path in paths]
-    return tuple((path.name, stat.st_size, stat.st_mtime_ns) for path, stat in stats)
+    return tuple(
+        (path.relative_to(folder).as_posix(), stat.st_size, stat.st_mtime_ns)
+        for path, stat in stats
+    )
 
 
 def content_digest(folder: AdapterFolder) -> str:

@@ -30,11 +30,16 @@ def test_templates_are_found_where_tokenizers_save_them(root: Path) -> None:
     write(root, "a1", "tokenizer_config.json", "{half")
     write(root, "a2", "tokenizer_config.json", {"chat_template": 7})
     write(root, "a4", "tokenizer_config.json", "[" * 100_000)
+    write(root, "a5", "tokenizer_config.json", {"chat_template": [{"name": [], "template": "x"}]})
+    write(root, "a6", "chat_template.jinja", "from file")
+    (root / "adapters" / "a6" / "additional_chat_templates").mkdir()
+    write(root, "a6", "additional_chat_templates/tool_use.jinja", "tools")
     bos = {"bos_token": "<s>"}
     expected = {
         "red": TemplateSource("from config", bos),
         "blue": TemplateSource("from file", bos),
-        "a0": TemplateSource("named"),
+        "a0": TemplateSource("named", {}, {"tool_use": "no"}),
+        "a6": TemplateSource("from file", {}, {"tool_use": "tools"}),
         "a3": TemplateSource(),
     }
 
@@ -42,11 +47,11 @@ def test_templates_are_found_where_tokenizers_save_them(root: Path) -> None:
         for name, template in expected.items():
             assert await engine.chat_template(local(name), None) == template
         kinds = []
-        for name in ("a1", "a2", "a4", "missing"):
+        for name in ("a1", "a2", "a4", "a5", "missing"):
             answer = await engine.chat_template(local(name), None)
             assert isinstance(answer, Failed)
             kinds.append(answer.kind)
         unsupported = ErrorKind.ADAPTER_UNSUPPORTED
-        assert kinds == [*[unsupported] * 3, ErrorKind.ADAPTER_NOT_FOUND]
+        assert kinds == [*[unsupported] * 4, ErrorKind.ADAPTER_NOT_FOUND]
 
     play(root, story)

@@ -18,6 +18,7 @@ from deployments.contract import ReplyAddress
 from deployments.ingress.api import build_app
 from deployments.ingress.engine import IngressSettings
 from deployments.ingress.frames import Mailbox
+from deployments.ingress.renderer import Renderer
 from deployments.ingress.text import Text
 from tests.fakes import FakeDriver, engine_info, write_tokenizer
 
@@ -95,6 +96,12 @@ class Server:
         asyncio.run_coroutine_threadsafe(self._life.aclose(), self.loop).result(PATIENCE)
         self._uvicorn.should_exit = True
         self._thread.join(PATIENCE)
+
+    @property
+    def renderer(self) -> Renderer:
+        """What renders the application's chat templates."""
+        renderer: Renderer = self._app.state.renderer
+        return renderer
 
     @property
     def url(self) -> str:

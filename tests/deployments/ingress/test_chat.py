@@ -2,14 +2,15 @@ import pytest
 from jinja2 import TemplateSyntaxError
 
 from deployments.contract import ErrorKind
-from deployments.ingress.chat import ChatTemplate
+from deployments.ingress.chat import ChatTemplate, Conversation
 from deployments.ingress.errors import RequestError
 
 MESSAGES = [{"role": "user", "content": "<b> & 'q' ü"}]
 
 
 def _rendered(source: str, **variables: object) -> str:
-    return ChatTemplate(source, {"bos_token": "<s>"}).render(MESSAGES, variables)
+    template = ChatTemplate(source, {"bos_token": "<s>"})
+    return template.render(Conversation(MESSAGES, variables))
 
 
 def test_blocks_leave_no_white_space() -> None:

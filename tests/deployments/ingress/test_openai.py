@@ -245,7 +245,7 @@ class TestBothRoutes:
             ({"logit_bias": {"9999": 1}}, "logit_bias", "token 9999; ids must be in"),
             ({"logit_bias": {str(i): 1 for i in range(301)}}, "logit_bias", "at most 300"),
             ({"stop_token_ids": [9999]}, "stop_token_ids", "token 9999; ids must be in"),
-            ({"guideline": "be kind"}, "guideline", "not supported yet"),
+            ({"guideline": "be kind"}, "guideline", "not supported"),
             ({"adapter_id": "poet"}, "adapter_id", "name the adapter in `model`"),
             ({"lora_path": "poet"}, "lora_path", "name the adapter in `model`"),
             ({"merged_adapters": {"ids": ["a"]}}, "merged_adapters", "must match number"),

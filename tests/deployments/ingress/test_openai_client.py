@@ -109,7 +109,7 @@ def test_errors_are_the_clients_own(client: openai.OpenAI, driver: FakeDriver) -
     assert missing.value.code == "model_not_found"
     with pytest.raises(openai.RateLimitError):
         client.completions.create(model="tiny", prompt="a")
-    with pytest.raises(openai.BadRequestError, match="not supported yet"):
+    with pytest.raises(openai.BadRequestError, match="not supported"):
         client.completions.create(model="tiny", prompt="a", suffix="b")
 
 

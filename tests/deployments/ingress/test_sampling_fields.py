@@ -67,7 +67,7 @@ class TestOpenAI:
     def test_unknown_fields_are_ignored(
         self, http: httpx.Client, driver: FakeDriver, path: str, prompt: dict[str, Any]
     ) -> None:
-        post(http, path, **prompt, seed=1, cache_salt="x", guideline=None, something_new=3)
+        post(http, path, **prompt, seed=1, verbose="x", guideline=None, something_new=3)
         assert last(driver) == Sampling(temperature=1.0, seed=1)
 
 

@@ -1,16 +1,15 @@
 """Adapters' own chat templates: used for their chats, rendered where they can do no harm."""
 
-import asyncio
-import signal
+import json
+from typing import Any
 
 import httpx
+import msgspec
 
 from configs.templates import TemplateSource
 from deployments.contract import ErrorKind, Failed
-from deployments.ingress.errors import RequestError
-from deployments.ingress.renderer import Renderer, Task
 from tests.deployments.ingress.conftest import Server
-from tests.fakes import FakeDriver
+from tests.fakes import BOS, EOS, TEMPLATE, FakeDriver
 
 SHOUT = TemplateSource(
     "{{ bos_token }}{% for m in messages %}{{ m.content | upper }}!{% endfor %}",
@@ -39,18 +38,6 @@ def test_an_adapters_own_template_makes_its_prompts(http: httpx.Client, driver: 
     for name in ("org/pirate", "tiny"):
         assert chat(http, name).status_code == 200
         assert "<|user|>hello" in prompt(driver)
-
-
-def test_numbers_beyond_64_bits_are_refused(http: httpx.Client, driver: FakeDriver) -> None:
-    driver.templates["org/shout"] = SHOUT
-    for others in (
-        {"messages": [{**HELLO[0], "weight": 10**30}]},
-        {"chat_template_kwargs": {"weight": -(10**30)}},
-    ):
-        reply = chat(http, "org/shout", **others)
-        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "messages")
-        assert "over 64 bits" in reply.json()["error"]["message"]
-    assert chat(http, "org/shout").status_code == 200
 
 
 def test_responses_use_it_too(http: httpx.Client, driver: FakeDriver) -> None:
@@ -84,68 +71,63 @@ def test_an_adapter_that_cannot_be_had_is_refused_before_it_is_called(
     assert not driver.requests
 
 
-def told(renderer: Renderer, *templates: str) -> list[str]:
-    """What each template makes of HELLO, one after the other: a prompt or a refusal."""
-
-    async def story() -> list[str]:
-        texts = []
-        for template in templates:
-            try:
-                texts.append(await renderer.render(Task(TemplateSource(template), HELLO, {})))
-            except RequestError as error:
-                texts.append(f"refused: {error.message}")
-        await renderer.close()
-        return texts
-
-    return asyncio.run(story())
+TOOLS = [{"type": "function", "function": {"name": "get_time"}}]
+NAMED = TemplateSource("plain", {}, {"tool_use": "with {{ tools | tojson }}", "rag": "rag"})
 
 
-def test_bad_templates_end_themselves_alone() -> None:
-    good = "{{ messages[0].content }}"
-    loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    bad = (
-        loops,
-        "{{ 'a' * 10 ** 10 }}",
-        "{{ 9 ** (9 ** 9) }}",
-        "{% if %}",
-        "{{ raise_exception('no hello') }}",
-        "{{ messages.__class__.__mro__[1].__subclasses__() }}",
-        "{{ 'a' * 20000000 }}",
+def test_of_several_templates_the_right_one_is_used(http: httpx.Client, driver: FakeDriver) -> None:
+    driver.templates["org/named"] = NAMED
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({}, "plain"),
+        ({"tools": TOOLS}, f"with {json.dumps(TOOLS)}"),
+        ({"tools": TOOLS, "tool_choice": "none"}, "plain"),
+        ({"chat_template": "rag"}, "rag"),
+        ({"chat_template": "rag", "tools": TOOLS}, "rag"),
+    ]
+    for others, expected in cases:
+        assert chat(http, "org/named", **others).status_code == 200
+        assert prompt(driver) == expected
+    for template in ("{{ messages }}", "other"):
+        error = chat(http, "org/named", chat_template=template).json()["error"]
+        assert error["param"] == "chat_template"
+        assert "adapter 'org/named''s templates (default, tool_use, rag)" in error["message"]
+    driver.templates["org/no-default"] = TemplateSource("", {}, {"tool_use": "x", "rag": "y"})
+    error = chat(http, "org/no-default").json()["error"]
+    assert "none is the default" in error["message"]
+
+
+def test_an_adapters_copy_of_the_models_template_needs_no_other_process(
+    server: Server, http: httpx.Client, driver: FakeDriver
+) -> None:
+    """Most adapters are saved with it."""
+    driver.templates["org/copy"] = TemplateSource(TEMPLATE, {"bos_token": BOS, "eos_token": EOS})
+    assert chat(http, "org/copy").status_code == 200
+    assert prompt(driver) == "<s><|user|>hello</s>\n<|assistant|>"
+    assert server.renderer._quick._process is None
+    driver.templates["org/other"] = TemplateSource(TEMPLATE, {"bos_token": "~"})
+    assert chat(http, "org/other").status_code == 200
+    assert prompt(driver).startswith("~<|user|>hello")
+    assert server.renderer._quick._process is not None
+
+
+def test_long_chats_by_the_models_own_template_are_rendered_beside_the_server(
+    server: Server, http: httpx.Client, driver: FakeDriver
+) -> None:
+    driver.info = msgspec.structs.replace(
+        driver.info, max_total_tokens=10**6, max_input_tokens=10**6
     )
-    answers = told(Renderer(0.5), good, *(text for each in bad for text in (each, good)))
-    assert answers[::2] == ["hello"] * (len(bad) + 1)
-    assert all(answer.startswith("refused: ") for answer in answers[1::2])
-    assert "took over 0.5 s" in answers[1]
-    assert "took over 0.5 s" in answers[5]
-    assert "no hello" in answers[9]
+    long = [{"role": "user", "content": "hello " * 20_000}]
+    assert chat(http, "tiny", messages=long).status_code == 200
+    assert prompt(driver) == f"<s><|user|>{'hello ' * 20_000}</s>\n<|assistant|>"
+    assert server.renderer._own._process is not None
 
 
-def test_a_template_may_stand_still_for_as_long_as_the_machine_does() -> None:
-    async def story() -> None:
-        renderer, task = Renderer(0.5), Task(TemplateSource("{{ 'hello' }}"), HELLO, {})
-        assert await renderer.render(task) == "hello"
-        assert renderer._process is not None
-        renderer._process.send_signal(signal.SIGSTOP)
-        rendering = asyncio.create_task(renderer.render(task))
-        await asyncio.sleep(0.6)
-        renderer._process.send_signal(signal.SIGCONT)
-        assert await rendering == "hello"
-        await renderer.close()
-
-    asyncio.run(story())
-
-
-def test_a_client_that_leaves_does_not_mix_up_the_next_answer() -> None:
-    async def story() -> None:
-        renderer = Renderer()
-        first = asyncio.create_task(
-            renderer.render(Task(TemplateSource("{{ 'first' }}"), HELLO, {}))
-        )
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        first.cancel()
-        second = await renderer.render(Task(TemplateSource("{{ 'second' }}"), HELLO, {}))
-        assert second == "second"
-        await renderer.close()
-
-    asyncio.run(story())
+def test_an_endless_template_is_named_and_refused(http: httpx.Client, driver: FakeDriver) -> None:
+    loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    driver.templates["org/endless"] = TemplateSource(loops)
+    for _ in range(2):
+        answer = chat(http, "org/endless")
+        assert answer.status_code == 400
+        message = answer.json()["error"]["message"]
+        assert "the chat template of adapter 'org/endless' took over 2 s" in message
+    assert chat(http, "tiny").status_code == 200

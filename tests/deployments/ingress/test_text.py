@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
+from deployments.ingress.chat import Conversation
 from deployments.ingress.errors import RequestError
 from deployments.ingress.text import Slice, Text
 from tests.fakes import TALE, TEMPLATE, byte_level_tokenizer, token_id, write_tokenizer
@@ -15,7 +16,9 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 
 
 def _chat(text: Text, messages: list[dict[str, str]]) -> tuple[str, list[int]]:
-    return asyncio.run(text.encode_chat(messages, {}))
+    template = text.compiled[text.templates.text]
+    prompt = template.render(Conversation(messages))
+    return prompt, asyncio.run(text.encode(prompt, add_special_tokens=False))
 
 
 def test_raw_prompts_get_the_tokenizers_own_special_tokens(tmp_path: Path) -> None:
@@ -94,12 +97,6 @@ def test_templates_are_found_in_all_their_places(tmp_path: Path, form: str) -> N
         config["chat_template"] = TEMPLATE
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     assert _chat(Text.load(str(tmp_path)), MESSAGES)[0] == "<s><|user|>hi</s>\n<|assistant|>"
-
-
-def test_without_a_template_chat_is_refused(tmp_path: Path) -> None:
-    write_tokenizer(tmp_path, template=None)
-    with pytest.raises(RequestError, match="no chat template"):
-        _chat(Text.load(str(tmp_path)), MESSAGES)
 
 
 def test_without_a_fast_tokenizer_the_error_says_what_to_do(tmp_path: Path) -> None:

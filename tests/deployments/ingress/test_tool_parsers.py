@@ -68,6 +68,23 @@ TRICKY = '{"a": "}\\"</tool_call>[", "b": [{}, 1.5, null]}'
          "Well", [("get_weather", '{"a": 1}'), ("get", "{}")]),
         (FORCED, '[{"name": "get", "arguments": {"a": 1}}, {"name": "get", "arguments": {}}]', "",
          [("get", '{"a": 1}'), ("get", "{}")]),
+        # A bracket too many, and too few.
+        (HERMES, '<tool_call>{"name": "get", "arguments": {"a": 1}}}</tool_call> bye', "bye",
+         [("get", '{"a": 1}')]),
+        (HERMES, '<tool_call>{"arguments": {"a": 1}, "name": "get"}} ]\n</tool_call>\n'
+         '<tool_call>{"name": "get", "arguments": {}}}}</tool_call>', "",
+         [("get", '{"a": 1}'), ("get", "{}")]),
+        (HERMES, '<tool_call>{"name": "get", "arguments": {"a": "<"}\n</tool_call> x '
+         '<tool_call>{"name": "get", "arguments": {"b": [1\n</tool_call> bye', "xbye",
+         [("get", '{"a": "<"}'), ("get", '{"b": [1\n')]),
+        (LLAMA, '{"name": "get", "parameters": {"a": 1}}}', "", [("get", '{"a": 1}')]),
+        (MISTRAL, '[TOOL_CALLS] [{"name": "get", "arguments": {}}}, {"name": "get", "arguments": '
+         '{}}]]', "", [("get", "{}"), ("get", "{}")]),
+        (FORCED, '[{"name": "get", "arguments": {}}]]}', "", [("get", "{}")]),
+        # Arguments that are no object are the model's word all the same.
+        (HERMES, '<tool_call>{"name": "get", "arguments": null}</tool_call>', "",
+         [("get", "null")]),
+        (HERMES, '<tool_call>{"name": "get", "arguments": [1]}</tool_call>', "", [("get", "[1]")]),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("width", [1, 2, 7, 10**6])

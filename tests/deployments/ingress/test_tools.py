@@ -232,7 +232,7 @@ def test_a_template_that_knows_no_tools_gets_words(http: httpx.Client, driver: F
     post(http, CHAT, messages=HISTORY, tools=TOOLS)
     prompt = prompt_of(driver)
     assert prompt.startswith("<s><|system|>You can call functions.")
-    assert '{"name": "get_time", "description": "", "parameters": {"type": "object"' in prompt
+    assert f"{json.dumps(WEATHER)}\n{json.dumps(TIME)}\n</tools>" in prompt
     assert f"<|assistant|><tool_call>\n{json.dumps(CALL)}\n</tool_call></s>" in prompt
     assert "<|user|><tool_response>\nrain\n</tool_response></s>" in prompt
     system = {"role": "system", "content": "Be brief."}
@@ -240,15 +240,19 @@ def test_a_template_that_knows_no_tools_gets_words(http: httpx.Client, driver: F
     assert prompt_of(driver).startswith("<s><|system|>Be brief.\n\nYou can call functions.")
 
 
-@pytest.mark.parametrize("written", ['{"town": "Par', "[1]", "null", "nonsense"])
-def test_calls_that_a_model_wrote_wrongly_are_shown_as_they_were(
-    http: httpx.Client, driver: FakeDriver, written: str
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [('{"town": "Par', '{"town": "Par'), ("nonsense", "nonsense"), ("[1]", [1]), ("null", None),
+     ("5", 5), ("", {}), ('"x"', "x"), ([1], [1]), ({"a": 1}, {"a": 1}), (None, None)],
+)  # fmt: skip
+def test_arguments_of_the_past_are_shown_as_values_or_as_they_were_written(
+    http: httpx.Client, driver: FakeDriver, written: object, shown: object
 ) -> None:
     """Clients send answers back as they came, those that were cut off among them."""
     function = {"name": "get_weather", "arguments": written}
     called = {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}
     post(http, CHAT, messages=[*HELLO, called], tools=TOOLS)
-    assert json.dumps(function) in prompt_of(driver)
+    assert json.dumps({**function, "arguments": shown}) in prompt_of(driver)
 
 
 @pytest.fixture
