@@ -42,8 +42,58 @@ A cell is one adapter (or the base model) on one model, on so many ranks, compar
 vocabulary is the oracle's, on every rank. Alone: the only request. Mixed: all adapters and the base
 in one batch, joining at different steps. In chunks: prompts are cut, beside rows that decode.
 Preempted: each request gives its blocks back amid its answer and joins anew with all its tokens.
+Scheduled: by the real scheduler with its prefix cache, prompts of lengths about a border; else
+batches are made by hand. Ranks rebuilt: all are lost on the way, and others go on.
 """
 
+
+ORACLE: Mapping[str, tuple[str, str]] = {
+    "answers are those of the model's own `generate`, which no token ends": (
+        "`tests/checkpoints.py`",
+        "`generation_config.eos_token_id` is None, so that all answers are of one length",
+    ),
+    "`attn_implementation` is `eager`": (
+        "`load_oracle`",
+        "one of transformers' own, the plain formula. Its Falcon adds ALiBi twice (5.23), so that "
+        "model is judged by the attention that transformers takes by itself",
+    ),
+    "products are in float64": (
+        "`tests/oracle.py`",
+        "what a float32 runner is off by is then its own rounding. Norms and softmaxes stay in "
+        "float32, as their code says, and so does GPT-2 with `reorder_and_upcast_attn`",
+    ),
+    "a `LogitsProcessor` names the next token": (
+        "`oracle_answer`",
+        "the float32 and the base model's runs go the way of the answer that is judged; what is "
+        "compared is taken before it",
+    ),
+    "PEFT's fresh adapters get random numbers": (
+        "`write_adapter`",
+        "B is zero in a new adapter, and would change nothing",
+    ),
+    "a class of our own for Solar": (
+        "`tests/solar.py`",
+        "transformers has none: Mistral's, with the skips of the model's published code",
+    ),
+    "a folder whose config names the theta of a dynamic rope": (
+        "`test_parity_ropes.py`",
+        "transformers has no dynamic rope of a fixed length; the longest sequence is checked "
+        "against the dynamic rope itself",
+    ),
+    "`PretrainedConfig.__getattribute__` notes what is asked for": (
+        "`test_parity_config.py`",
+        "to find keys that nobody decided; it returns what it would, and no numbers are compared",
+    ),
+    "half precision is `from_pretrained`'s `dtype`, or `.to` after PEFT has loaded": (
+        "`tests/modeling/teacher.py`",
+        "the bounds of half precision are transformers' own errors in it",
+    ),
+}
+"""What tests do to transformers and PEFT before they are asked: where, and why."""
+
+ORACLE_READING = """\
+Nothing of transformers or PEFT is replaced. What is set, or added to them, is this:
+"""
 
 PEFT_READING = """\
 Every field of `peft.LoraConfig` is decided in
@@ -159,6 +209,11 @@ def outcome_text(outcome: Outcome) -> str:
     return "\n".join(parts)
 
 
+def oracle_table() -> str:
+    """All that is done to the oracle."""
+    return table(["done", "where", "why"], [(what, *rest) for what, rest in ORACLE.items()])
+
+
 def undecided_fields() -> list[str]:
     """The fields of peft.LoraConfig that modeling/adapters/peft_config.py does not know."""
     return [name for name in _fields() if name not in {*SERVED, *IGNORED, *REFUSED}]
@@ -200,5 +255,6 @@ def page(outcome: Outcome) -> str:
     }
     rows = [f"| {name} | {value} |" for name, value in conditions.items()]
     parts = [INTRO + "\n".join(rows) + "\n", READING, outcome_text(outcome)]
+    parts += ["## The oracle\n", ORACLE_READING, oracle_table()]
     parts += ["## PEFT's fields\n", PEFT_READING, peft_table()]
     return "\n".join(parts)

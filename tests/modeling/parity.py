@@ -38,7 +38,7 @@ from tests.checkpoints_others import (
     write_gpt_neox,
     write_opt,
 )
-from tests.modeling.scheduled import generate_scheduled
+from tests.modeling.scheduled import Ranks, generate_scheduled
 from tests.modeling.stepping import Answer, Asked, generate
 from tests.oracle import NUM_TOKENS, TOLERANCE, Truth, prompt_truth
 from tests.ranks import run_in_memory
@@ -330,7 +330,8 @@ def _scheduled(
     def start() -> ModelRunner:
         return ModelRunner(config, group, torch.device("cpu"))
 
-    return generate_scheduled(start, adapters, requests, setting.chunk, setting.lost_at)
+    chunk = min(setting.chunk, config.limits.max_step_tokens // 2)
+    return generate_scheduled(Ranks(start, adapters, chunk), requests, setting.lost_at)
 
 
 def judge(seen: Comparison, results: Sequence[Sequence[Answer]], truths: Sequence[Truth]) -> None:

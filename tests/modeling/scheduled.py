@@ -22,22 +22,30 @@ from scheduler.scheduler import Scheduler
 from tests.modeling.stepping import Answer, Asked
 
 MAX_RUNNING = 16
+WHOLE = 200
+"""A chunk that holds any prompt here."""
+
 
 LONGEST_STORY = 2000
 """Steps; the stories that are told here end long before."""
 
 
 class Ranks:
-    """One rank's runner and its scheduler. start: makes a runner, for every group anew."""
+    """One rank's runner and its scheduler.
+
+    start: makes a runner, for every group anew. folders: of adapters, by the slots that requests
+    name. chunk: tokens of prompts in a step, beside those of answers.
+    """
 
     def __init__(
-        self, start: Callable[[], ModelRunner], folders: Sequence[Path], limits: Limits
+        self, start: Callable[[], ModelRunner], folders: Sequence[Path] = (), chunk: int = WHOLE
     ) -> None:
         self._start = start
         self._folders = folders
-        self._runner = start()
-        self.report = self._runner.load()
-        self.scheduler = Scheduler(limits, capacity_of(self.report, paged=True))
+        self.runner = start()
+        report = self.runner.load()
+        limits = Limits(chunk + MAX_RUNNING, chunk, MAX_RUNNING)
+        self.scheduler = Scheduler(limits, capacity_of(report, paged=True))
         self._flying: deque[tuple[StepPlan, StepOutput]] = deque()
         self.answers: dict[object, Answer] = {}
         self.ended: dict[object, Ended] = {}
@@ -77,21 +85,21 @@ class Ranks:
             output.wait()
         self._flying.clear()
         self.scheduler.group_lost(0.0)
-        self._runner = self._start()
-        self.scheduler.regroup(capacity_of(self._runner.load(), paged=True))
+        self.runner = self._start()
+        self.scheduler.regroup(capacity_of(self.runner.load(), paged=True))
 
     def _stage(self) -> None:
         for key in self.scheduler.to_stage():
             folder = self._folders[int(key) - 1]
             fetched = FetchedAdapter(key, folder.name, str(folder), folder.name)
-            self.scheduler.adapter(AdapterStaged(key, self._runner.stage(fetched)), 0.0)
+            self.scheduler.adapter(AdapterStaged(key, self.runner.stage(fetched)), 0.0)
 
     def _launch(self, plan: StepPlan) -> None:
         for fill in plan.fills:
-            self._runner.place(fill.key, fill.slot, fill.pages)
+            self.runner.place(fill.key, fill.slot, fill.pages)
         for key in plan.drops:
-            self._runner.drop(key)
-        self._flying.append((plan, self._runner.step(forward_batch(plan))))
+            self.runner.drop(key)
+        self._flying.append((plan, self.runner.step(forward_batch(plan))))
         for fill in plan.fills:
             self.scheduler.adapter(AdapterPlaced(fill.key), 0.0)
 
@@ -111,18 +119,12 @@ class Ranks:
 
 
 def generate_scheduled(
-    start: Callable[[], ModelRunner],
-    folders: Sequence[Path],
-    requests: Sequence[Asked],
-    chunk: int,
-    lost_at: int | None = None,
+    ranks: Ranks, requests: Sequence[Asked], lost_at: int | None = None
 ) -> list[Answer]:
-    """Run all requests together, `chunk` tokens of prompts a step; each joins at its own turn.
+    """Run all requests together; each joins at its own turn.
 
     lost_at: after how many turns the ranks are lost and rebuilt; None for never.
     """
-    limits = Limits(chunk + len(requests), max_mixed_prompt_tokens=chunk, max_running=MAX_RUNNING)
-    ranks = Ranks(start, folders, limits)
     waiting = deque(sorted(range(len(requests)), key=lambda i: requests[i].joins_at))
     for turn in range(LONGEST_STORY):
         while waiting and requests[waiting[0]].joins_at <= turn:

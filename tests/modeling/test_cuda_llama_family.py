@@ -32,7 +32,6 @@ MODELS = [
     ("relative", "granite"),
     ("relative", "solar"),
     ("relative", "yarn"),
-    ("fused", "phi3_longrope"),
     ("fused", "phi3_partial"),
     ("vocabulary", "gqa"),
     ("vocabulary", "odd_vocab_tied"),

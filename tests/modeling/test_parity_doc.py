@@ -2,7 +2,15 @@ from pathlib import Path
 
 from modeling.adapters.peft_config import HARMLESS_INITS
 from tests.modeling.parity import BASE, WHOLE, Comparison, Setting
-from tests.parity_page import Fault, Outcome, cells_table, page, peft_table, undecided_fields
+from tests.parity_page import (
+    Fault,
+    Outcome,
+    cells_table,
+    oracle_table,
+    page,
+    peft_table,
+    undecided_fields,
+)
 
 PAGE = Path(__file__).parents[2] / "docs" / "parity.md"
 
@@ -15,6 +23,11 @@ def test_the_page_holds_the_table_of_peft_as_it_is() -> None:
     _, found = PAGE.read_text(encoding="utf-8").split("## PEFT's fields\n")
     assert found.endswith(f"\n\n{peft_table()}"), "run `make parity`"
     assert all(f"`{init}`" in found for init in HARMLESS_INITS)
+
+
+def test_the_page_lists_all_that_is_done_to_the_oracle() -> None:
+    _, found = PAGE.read_text(encoding="utf-8").split("## The oracle\n")
+    assert oracle_table() in found, "run `make parity`"
 
 
 def test_the_page_tells_of_no_wrong_cell() -> None:

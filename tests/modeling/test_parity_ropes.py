@@ -22,7 +22,6 @@ from configs.sampling import Sampling
 from modeling import loading
 from modeling.layers import rotary
 from modeling.runner import ModelRunner
-from scheduler.policy import Limits
 from scheduler.prefix import PrefixKey
 from sharding.group import SingleRank, TensorParallel
 from tests.checkpoints import ROPE_BORDER, load_oracle, oracle_greedy, oracle_logits
@@ -157,7 +156,7 @@ def test_a_conversation_finds_no_keys_of_another_set(world: World) -> None:
     config = engine_config(folder)
     first, second = list(range(3, 31)), list(range(3, 51))
     oracle = load_oracle(folder)
-    ranks = Ranks(lambda: ModelRunner(config, SingleRank(), CPU), [], Limits(max_running=16))
+    ranks = Ranks(lambda: ModelRunner(config, SingleRank(), CPU))
     for index, prompt in enumerate((first, second, second)):
         ranks.ask(index, Asked(prompt, 3))
         ranks.run()

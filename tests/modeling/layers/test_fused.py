@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from configs.architectures.rope import POSITIONS_PER_SET
 from modeling.attention.kv_cache import FP8, CacheScales, CacheSpec, allocate
 from modeling.layers.fused import FusedOps, casts_to_fp8, fused_ops
 from modeling.layers.rotary import rotate
@@ -125,9 +126,12 @@ def test_rotate_and_store_in_fp8(dtype: torch.dtype, scales: CacheScales, head_d
 @pytest.mark.parametrize("half", [8, 10, 64])
 def test_angles(dtype: torch.dtype, half: int) -> None:
     positions = torch.tensor([0, 1, 7, 4095, 100_000], device=CUDA)
-    frequencies = (1e4 ** -(torch.arange(half) / half)).to(CUDA)
-    cos, sin = ops().angles(positions, frequencies, 1.5, dtype)
-    angles = (positions[:, None].float() * frequencies).double()
+    thetas = torch.tensor([[1e4], [5e5]])  # two sets end to end, as longrope has them
+    frequencies = (thetas ** -(torch.arange(half) / half)).to(CUDA)
+    sets = torch.tensor([0, 1, 0, 0, 1], device=CUDA)
+    marked = positions + sets * POSITIONS_PER_SET
+    cos, sin = ops().angles(marked, frequencies, 1.5, dtype)
+    angles = (positions[:, None].float() * frequencies[sets]).double()
     check(cos, 1.5 * torch.cat((angles.cos(), angles.cos()), dim=-1)[:, None], dtype)
     check(sin, 1.5 * torch.cat((-angles.sin(), angles.sin()), dim=-1)[:, None], dtype)
     assert cos.dtype == sin.dtype == dtype

@@ -2,6 +2,7 @@
 
 import inspect
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -213,3 +214,30 @@ def test_arguments_that_do_not_fit(case: Case) -> None:
         model(case.ids, attention_mask=case.mask[:, 1:])
     with pytest.raises(ValueError, match="head_mask"):
         model(case.ids, head_mask=torch.ones(5))
+
+
+@pytest.mark.parametrize("variant", ["longrope", "dynamic"])
+@pytest.mark.parametrize("lengths", [(9,), (32,), (33,), (30, 1, 1, 1, 1), (40, 3)])
+def test_ropes_of_the_batchs_length(tmp_path: Path, variant: str, lengths: tuple[int, ...]) -> None:
+    """As transformers' forward has it: the farthest position decides, cached keys stay."""
+    folder = write_gpt_neox(tmp_path, variant)
+    ids = torch.randint(3, 96, (2, sum(lengths)), generator=torch.Generator().manual_seed(2))
+
+    def steps(model: Any) -> list[Tensor]:
+        out, past = [], None
+        for part in torch.split(ids, list(lengths), dim=1):
+            said = model(part, past_key_values=past, use_cache=True)
+            out.append(said.logits)
+            past = said.past_key_values
+        return out
+
+    with torch.no_grad():
+        want = steps(opened(folder).oracle)
+        for ours, theirs in zip(steps(load(folder, SingleRank())), want, strict=True):
+            close(ours, theirs)
+
+
+def test_dynamic_rope_is_refused_where_it_changes(tmp_path: Path) -> None:
+    model: Any = load(write_gpt_neox(tmp_path, "dynamic"), SingleRank())
+    with pytest.raises(ValueError, match="position_ids must be below 64"):
+        model(torch.ones(1, 65, dtype=torch.int64))
