@@ -110,13 +110,19 @@ class AdapterRefusal(StrEnum):
 
 
 class AdapterError(Exception):
-    """An adapter that cannot be served exactly; `message` says why and what to do."""
+    """An adapter that cannot be served exactly; `message` says why and what to do.
 
-    def __init__(self, refusal: AdapterRefusal, message: str) -> None:
-        """Keep both parts: the kind for the table of statuses, the message for the client."""
+    reasons: each thing that is wrong by itself, where more was looked for than the first.
+    """
+
+    def __init__(
+        self, refusal: AdapterRefusal, message: str, reasons: tuple[str, ...] = ()
+    ) -> None:
+        """Keep the parts: the kind for the table of statuses, the message for the client."""
         super().__init__(message)
         self.refusal = refusal
         self.message = message
+        self.reasons = reasons or (message,)
 
 
 class AdapterDeferred(Exception):

@@ -175,7 +175,9 @@ class PaddedRunner:
             max_rank=config.adapters.max_rank,
             host_bytes=config.adapters.host_bytes,
         )
-        self._bank = AdapterBank(model.projections, size, model.dtype, self._device)
+        self._bank = AdapterBank(
+            model.projections, size, model.dtype, self._device, model.base_tensors()
+        )
         if config.cache.num_blocks is not None:
             return config.cache.num_blocks
         block_bytes = block_size * model.bytes_per_token

@@ -176,7 +176,7 @@ class ModelRunner:
                 config.adapters, copy_bytes(model.projections, model.dtype), memory
             ),
         )
-        self._bank = AdapterBank(model.projections, size, model.dtype, device)
+        self._bank = AdapterBank(model.projections, size, model.dtype, device, model.base_tensors())
         if self._kernel.plan is not None and pages:
             self._plan = self._kernel.plan(self._bank, config.limits.max_step_tokens)
         if config.cache.num_blocks is not None:

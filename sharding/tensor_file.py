@@ -163,11 +163,11 @@ class TensorSlice:
         return self.file.dtype(self.key)
 
     def __getitem__(self, rows: slice) -> Tensor:
-        """Rows of a matrix, in memory of their own."""
-        height, width = self.get_shape()
+        """Rows of a tensor (its first dimension), in memory of their own."""
+        height, *others = self.get_shape()
         start, stop, step = rows.indices(height)
         assert step == 1, rows
-        return self.file.read(self.key, (((start, stop),), whole(width)))
+        return self.file.read(self.key, (((start, stop),), *map(whole, others)))
 
 
 def _parse(header: bytes, name: str) -> dict[str, _Entry]:

@@ -21,6 +21,12 @@ SERVED_NOTES: Mapping[str, str] = {
     "init_lora_weights": f"true, false, {', '.join(f'`{name}`' for name in sorted(HARMLESS_INITS))}"
     "; the others change the base weights and are refused",
     "ensure_weight_tying": "both ends must be in the file, and say the same",
+    "target_modules": "the file may adapt no module that this and the next leave out; not guessed",
+    "exclude_modules": "as PEFT matches it",
+    "layers_to_transform": "as PEFT matches it",
+    "layers_pattern": "as PEFT matches it; plain names",
+    "rank_pattern": "as PEFT matches it; 4,096 keys at most",
+    "alpha_pattern": "as PEFT matches it; 4,096 keys at most",
     "modules_to_save": "embedding and head, where `adapters.vocabulary_copies` is above 0; "
     "others are refused",
 }

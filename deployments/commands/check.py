@@ -12,7 +12,7 @@ from configs.architectures.base import ArchitectureError
 from configs.engine import EngineConfig
 from configs.serve import ServeConfig
 from deployments.commands.failing import fail
-from modeling.adapters.judging import Verdict, adaptable, judge
+from modeling.adapters.judging import Verdict, adaptable, base_tensors, judge
 from sharding.checkpoint import CheckpointError
 from sharding.sources.model import ModelNotFound
 
@@ -25,7 +25,7 @@ def check(folder: Path, model: str, settings: dict[str, object]) -> None:
     console = Console(stderr=True)
     try:
         with console.status(f"reading {config.model.id}", spinner="line"):
-            projections = adaptable(config)
+            projections, base = adaptable(config), base_tensors(config, folder)
     except (ArchitectureError, CheckpointError, ModelNotFound, ValueError) as error:
         fail(f"the model cannot be read: {error}", status=2)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -34,7 +34,7 @@ def check(folder: Path, model: str, settings: dict[str, object]) -> None:
         def read(done: int, total: int) -> None:
             progress.update(task, completed=done, total=total)
 
-        verdict = judge(folder, projections, config.adapters, read)
+        verdict = judge(folder, projections, config.adapters, read, base)
     _tell(folder, verdict)
 
 

@@ -17,6 +17,7 @@ from configs.adapters import (
     FetchedAdapter,
     allows,
 )
+from configs.reading import read_text
 from deployments.contract import (
     AdapterAction,
     AdapterCommand,
@@ -31,6 +32,7 @@ from deployments.driver.usage import Usage
 from scheduler.events import AdapterArrived, AdapterUnloaded, AdapterWanted
 from scheduler.resident import AdapterState
 from scheduler.snapshot import AdapterView
+from sharding.sources.base import CONFIG_NAME, MAX_CONFIG_BYTES
 
 _SHOWN = {
     AdapterState.DISK: "disk",
@@ -301,7 +303,7 @@ def _rank(adapter: FetchedAdapter) -> int | None:
 
 def _rank_in(folder: str) -> int | None:
     try:
-        config: Any = json.loads((Path(folder) / "adapter_config.json").read_text("utf-8"))
+        config: Any = json.loads(read_text(Path(folder) / CONFIG_NAME, MAX_CONFIG_BYTES))
         ranks = [config.get("r"), *(config.get("rank_pattern") or {}).values()]
     except (OSError, ValueError, AttributeError, RecursionError):
         return None

@@ -1,8 +1,9 @@
 """The bank: where adapters' rank rows lie, on the host as staged and on the device as placed."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from modeling.adapters.copies import (
     take,
 )
 from modeling.adapters.fills import Filled, Fills
-from modeling.adapters.projection import Projection
+from modeling.adapters.projection import BaseRows, Projection
 
 __all__ = [
     "PAGE_ROWS",
@@ -138,8 +139,9 @@ class AdapterBank:
         size: BankSize,
         dtype: torch.dtype,
         device: torch.device,
+        base: Mapping[str, BaseRows] = MappingProxyType({}),
     ) -> None:
-        """Allocate the pools; `dtype` is the model's."""
+        """Allocate the pools; `dtype` is the model's. base: as in `open_adapter`."""
         self.projections = tuple(projections)
         self.size = size
         self.pools = tuple(
@@ -162,7 +164,7 @@ class AdapterBank:
         self._owners: list[dict[int, int]] = [{} for _ in self.projections]
         self._fills = Fills(device)
         copies = CopiesSize(self.pool_pages, size.max_rank, size.host_bytes if size.slots else 0)
-        self._copies = HostCopies(self.projections, copies, dtype, on_cuda)
+        self._copies = HostCopies(self.projections, copies, dtype, on_cuda, base)
 
     @property
     def pool_pages(self) -> tuple[int, ...]:

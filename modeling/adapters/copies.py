@@ -7,10 +7,11 @@ memory, or one for each chunk that it crosses; each run is one copy to the devic
 
 import threading
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from configs.adapters import (
 )
 from modeling.adapters.arena import HostArena
 from modeling.adapters.merge import OpenAdapter, open_fetched
-from modeling.adapters.projection import Projection, Segments
+from modeling.adapters.projection import BaseRows, Projection, Segments
 from modeling.transfer import DeviceEvent, aligned
 from sharding.sources.files import fingerprint
 
@@ -114,8 +115,10 @@ class HostCopies:
         size: CopiesSize,
         dtype: torch.dtype,
         pinned: bool,
+        base: Mapping[str, BaseRows] = MappingProxyType({}),
     ) -> None:
-        """Take the arena; pinned: for copies to a CUDA device."""
+        """Take the arena; pinned: for copies to a CUDA device. base: as in `open_adapter`."""
+        self._base = base
         self._projections = tuple(projections)
         self._size = size
         self._dtype = dtype
@@ -207,7 +210,7 @@ class HostCopies:
         return wanted
 
     def _read(self, adapter: FetchedAdapter) -> StagedAdapter:
-        opened = open_fetched(adapter, self._projections, self._size.max_rank)
+        opened = open_fetched(adapter, self._projections, self._size.max_rank, self._base)
         ranks = torch.zeros(len(self._projections), self._num_ranked, dtype=torch.int32)
         for place, rank in opened.ranks.items():
             ranks[place.projection, place.layer] = rank

@@ -19,11 +19,12 @@ a place are padded with zeros first. A place that some parts lack is merged over
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import copysign, sqrt
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -31,10 +32,10 @@ from torch.nn.functional import pad
 
 from configs.adapters import AdapterError, FetchedAdapter
 from configs.merging import MergeRule, MergeStrategy, SignMethod
+from modeling.adapters.faults import refuse
 from modeling.adapters.peft import LoraModule, LoraStack, PeftAdapter, open_adapter, reading
-from modeling.adapters.peft_config import refuse
 from modeling.adapters.peft_ends import Matrix, check_finite
-from modeling.adapters.projection import Place, Projection
+from modeling.adapters.projection import BaseRows, Place, Projection
 
 
 @dataclass(frozen=True)
@@ -126,25 +127,36 @@ OpenAdapter = PeftAdapter | MergedAdapter
 
 
 def open_fetched(
-    adapter: FetchedAdapter, projections: Sequence[Projection], max_rank: int
+    adapter: FetchedAdapter,
+    projections: Sequence[Projection],
+    max_rank: int,
+    base: Mapping[str, BaseRows] = MappingProxyType({}),
 ) -> OpenAdapter:
-    """Judge an adapter's files, or those of all parts of a merge; AdapterError names the part."""
+    """Judge an adapter's files, or those of all parts of a merge; AdapterError names the part.
+
+    base: as in `open_adapter`.
+    """
     if adapter.rule is None:
-        return _open(adapter, projections, max_rank)
+        return _open(adapter, projections, max_rank, base)
     rule = adapter.rule.settled()
     parts = []
     for member, weight in zip(adapter.parts, rule.weights, strict=True):
         with _named(member.name):
-            opened = _open(member, projections, max_rank)
+            opened = _open(member, projections, max_rank, base)
             _check_factors_alone(opened)
         modules = {place: module for module, place in opened.modules.items()}
         parts.append(_Part(member.name, weight, opened, modules))
     return MergedAdapter(tuple(parts), rule, adapter.digest)
 
 
-def _open(adapter: FetchedAdapter, projections: Sequence[Projection], max_rank: int) -> PeftAdapter:
+def _open(
+    adapter: FetchedAdapter,
+    projections: Sequence[Projection],
+    max_rank: int,
+    base: Mapping[str, BaseRows],
+) -> PeftAdapter:
     within = Path(adapter.root) if adapter.root else None
-    return open_adapter(Path(adapter.folder), projections, max_rank, within=within)
+    return open_adapter(Path(adapter.folder), projections, max_rank, base, within)
 
 
 def _check_factors_alone(adapter: PeftAdapter) -> None:

@@ -1,17 +1,19 @@
 """A PEFT LoRA folder read against the projections of a model: exact, or refused by name."""
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from configs.adapters import AdapterRefusal
-from modeling.adapters.peft_config import LoraPlan, read_config, refuse
+from modeling.adapters.faults import Faults, refuse
+from modeling.adapters.peft_config import LoraPlan, judge_config
 from modeling.adapters.peft_ends import (
     PREFIX,
     WEIGHT_SUFFIX,
@@ -21,11 +23,14 @@ from modeling.adapters.peft_ends import (
     check_tying,
     check_type,
     find_ends,
+    is_tied,
 )
-from modeling.adapters.projection import Place, Projection, ProjectionKind
+from modeling.adapters.projection import WHOLE_KINDS, BaseRows, Place, Projection, ProjectionKind
 from sharding.tensor_file import DamagedFile, TensorFile
 
 WEIGHTS_NAME = "adapter_model.safetensors"
+FACTOR = ".lora_"
+"""In the names of all tensors that are no base model's."""
 SUFFIXES = {"A": ".lora_A.weight", "B": ".lora_B.weight"}
 EMBEDDING_SUFFIXES = {"A": ".lora_embedding_A", "B": ".lora_embedding_B"}
 IDLE_SUFFIXES = (".lora_velora_embed",)
@@ -37,6 +42,9 @@ OPEN_ADVICE = (
 )
 STACK_NUMBERS = 2**19
 """Of a stack's larger factor at most: larger pieces of memory are the system's at each use."""
+
+MAX_STRANGERS = 64
+"""Tensors without a place that are looked at, of a file that may hold any number of them."""
 
 ENDS = frozenset({"embed_tokens", "lm_head", "embed_in", "embed_out", "wte"})
 """What the vocabulary's two ends are called."""
@@ -153,15 +161,26 @@ def open_adapter(
     folder: Path,
     projections: Sequence[Projection],
     max_rank: int,
-    plan: LoraPlan | None = None,
+    base: Mapping[str, BaseRows] = MappingProxyType({}),
     within: Path | None = None,
 ) -> PeftAdapter:
     """Judge a folder's config, tensor names, types and shapes; reads no weights yet.
 
-    plan: what the config comes to, where that was judged before. within: the folder that links
-    must not lead out of.
+    base: tensors of the model by their paths, of which the file may hold copies. within: the
+    folder that links must not lead out of. AdapterError names all that is wrong.
     """
-    plan = plan or read_config(folder, within)
+    faults = Faults()
+    plan, adapter = judge_config(folder, faults, within), None
+    with faults.gather(), reading():
+        file = TensorFile(_weights(folder), within)
+        if plan is not None:
+            adapter = _judge(file, plan, (projections, base), max_rank)
+    faults.check()
+    assert adapter is not None
+    return adapter
+
+
+def _weights(folder: Path) -> Path:
     path = folder / WEIGHTS_NAME
     if not path.is_file():
         other = " (only a .bin)" if any(folder.glob("*.bin")) else ""
@@ -169,6 +188,17 @@ def open_adapter(
             f"no {WEIGHTS_NAME} among the adapter's files{other}: save it with "
             "save_pretrained(..., safe_serialization=True)"
         )
+    return path
+
+
+def _judge(
+    file: TensorFile,
+    plan: LoraPlan,
+    model: tuple[Sequence[Projection], Mapping[str, BaseRows]],
+    max_rank: int,
+) -> PeftAdapter:
+    """Judge a file by the plan; model: its projections, and its tensors that may be copied."""
+    projections, base = model
     known = {
         module: Place(index, layer)
         for index, projection in enumerate(projections)
@@ -176,21 +206,35 @@ def open_adapter(
         for layer in range(projection.num_layers)
         for module in projection.modules(layer)
     }
-    with reading():
-        file = TensorFile(path, within)
-        adapter = PeftAdapter(file, plan, known, tuple(projections))
-        adapter = replace(adapter, ends=find_ends(set(file.keys()), plan, projections))
-        adapter = replace(adapter, modules=_match(file.keys(), adapter))
-        adapter.ends.check(file, projections)
-        for module, side in itertools.product(adapter.modules, ("A", "B")):
-            projection = projections[known[module].projection]
-            key = _key(projection, module, side)
-            check_type(key, file.dtype(key))
-            _check_shape(_Side(module, side), file.shape(key), plan, projection)
+    adapter = PeftAdapter(file, plan, known, tuple(projections))
+    faults, keys = Faults(), file.keys()
+    with faults.gather():
+        adapter = replace(adapter, ends=find_ends(keys, plan, projections, base))
+    adapter = replace(adapter, modules=_match(keys, adapter, faults))
+    _check_tensors(adapter, faults)
+    with faults.gather():
         check_tying(file, plan, projections, adapter.modules)
-    _check_ranks(adapter, max_rank)
-    _check_once(adapter)
+    with faults.gather():
+        _check_ranks(adapter, max_rank)
+    with faults.gather():
+        _check_once(adapter)
+    with faults.gather():
+        _check_targets(adapter, known)
+    faults.check()
     return adapter
+
+
+def _check_tensors(adapter: PeftAdapter, faults: Faults) -> None:
+    """Types and shapes of all that was found."""
+    file = adapter.file
+    with faults.gather():
+        adapter.ends.check(file, adapter.projections)
+    for module, side in itertools.product(adapter.modules, ("A", "B")):
+        projection = adapter.projections[adapter.modules[module].projection]
+        key = _key(projection, module, side)
+        with faults.gather():
+            check_type(key, file.dtype(key))
+            _check_shape(_Side(module, side), file.shape(key), adapter.plan, projection)
 
 
 @dataclass(frozen=True)
@@ -205,8 +249,8 @@ def _key(projection: Projection, module: str, side: str) -> str:
     return PREFIX + module + (EMBEDDING_SUFFIXES if is_embedding else SUFFIXES)[side]
 
 
-def _match(keys: Iterable[str], adapter: PeftAdapter) -> dict[str, Place]:
-    """Map every tensor to a place of the model; refuse what has none, and lone halves."""
+def _match(keys: Iterable[str], adapter: PeftAdapter, faults: Faults) -> dict[str, Place]:
+    """Map tensors to places of the model; faults gets those that have none, and lone halves."""
     known, projections = adapter.modules, adapter.projections
     factors: dict[str, tuple[str, str]] = {}
     for module, place in known.items():
@@ -214,25 +258,37 @@ def _match(keys: Iterable[str], adapter: PeftAdapter) -> dict[str, Place]:
         factors |= {_key(projection, module, side): (module, side) for side in "AB"}
     idle = {PREFIX + module + suffix for module in known for suffix in IDLE_SUFFIXES}
     found: dict[str, set[str]] = {module: set() for module in adapter.ends.copied}
+    strangers = []
     for key in set(keys) - idle:
         if key in factors:
             module, side = factors[key]
             found.setdefault(module, set()).add(side)
         elif key not in adapter.ends.names:
+            strangers.append(key)
+    # Where the ends are refused already, their tensors are.
+    strangers = [key for key in strangers if not (faults and _names_end(key))]
+    for key in sorted(strangers)[:MAX_STRANGERS]:
+        with faults.gather():
             _refuse_tensor(key, adapter)
     for module, sides in found.items():
         for side in sorted({"A", "B"} - sides):
             missing = _key(projections[known[module].projection], module, side)
-            refuse(f"{missing} is missing beside its partner: the file is incomplete")
-    if not found and not adapter.ends.matrices:
+            with faults.gather():
+                refuse(f"{missing} is missing beside its partner: the file is incomplete")
+    if not found and not adapter.ends.matrices and not faults:
         refuse(f"{WEIGHTS_NAME} holds no LoRA tensor: it adapts nothing")
     # In the model's order, so that staging walks the pools in memory order.
-    return {module: place for module, place in known.items() if module in found}
+    whole = {module for module, sides in found.items() if len(sides) == 2}
+    return {module: place for module, place in known.items() if module in whole}
+
+
+def _names_end(key: str) -> bool:
+    return not ENDS.isdisjoint(key.split("."))
 
 
 def _refuse_tensor(key: str, adapter: PeftAdapter) -> NoReturn:
     known = adapter.modules
-    if not ENDS.isdisjoint(key.split(".")):
+    if _names_end(key):
         is_open = any(p.kind is not ProjectionKind.LINEAR for p in adapter.projections)
         refuse(
             f"tensor {key} adapts the vocabulary (embeddings or head), which is not served here: "
@@ -277,6 +333,41 @@ def _check_ranks(adapter: PeftAdapter, max_rank: int) -> None:
                 f"rank {rank} at {module} is above this server's max_rank {max_rank}: "
                 "raise adapters.max_rank, or train with a smaller r",
                 AdapterRefusal.TOO_LARGE,
+            )
+
+
+def _check_targets(adapter: PeftAdapter, known: Mapping[str, Place]) -> None:
+    """Refuse modules that PEFT would leave out, or make up; known: all that may be adapted."""
+    plan, projections = adapter.plan, adapter.projections
+    left_out: dict[str, str] = {}
+    for module, place in adapter.modules.items():
+        kind = projections[place.projection].kind
+        names: tuple[str, ...] = (module,)
+        if kind is not ProjectionKind.LINEAR and is_tied(plan, projections):
+            names = tuple(m for m in known if projections[known[m].projection].kind in WHOLE_KINDS)
+        fields = [plan.left_out_by(name, kind is ProjectionKind.LINEAR) for name in names]
+        if None not in fields:
+            left_out.setdefault(str(fields[0]), module)
+    if left_out:
+        module = next(iter(left_out.values()))
+        refuse(
+            f"the file adapts {module}, which {' and '.join(left_out)} of adapter_config.json "
+            "leave out, and so PEFT leaves it out: correct that field, or remove the tensors"
+        )
+    if plan.random:
+        _check_whole(adapter, known)
+
+
+def _check_whole(adapter: PeftAdapter, known: Mapping[str, Place]) -> None:
+    """Refuse a file without factors for which PEFT would draw random ones, other than zero."""
+    given = set(adapter.modules.values())
+    for module, place in known.items():
+        is_linear = adapter.projections[place.projection].kind is ProjectionKind.LINEAR
+        missing = place not in given and place not in adapter.ends.matrices.values()
+        if missing and is_linear and adapter.plan.left_out_by(module, True) is None:
+            refuse(
+                f"the file holds nothing for {module}, which target_modules names, and "
+                "init_lora_weights is false: PEFT would make up random factors; correct either"
             )
 
 

@@ -6,21 +6,22 @@ unless its value says that nothing is asked of it (null, false, empty).
 
 import json
 import math
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, TypeVar
 
-from configs.adapters import AdapterError, AdapterRefusal
+from configs.adapters import AdapterRefusal
 from configs.reading import read_text
-from sharding.sources.base import MAX_TEXT_BYTES
-
-CONFIG_NAME = "adapter_config.json"
+from modeling.adapters.faults import Faults, refuse
+from modeling.adapters.patterns import Effort, PatternError
+from modeling.adapters.targets import PatternTable, Targets, read_targets
+from sharding.sources.base import CONFIG_NAME, MAX_CONFIG_BYTES
 
 SERVED = frozenset(
     {"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"}
     | {"init_lora_weights", "ensure_weight_tying", "modules_to_save"}
+    | {"target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"}
 )
 
 IGNORED: Mapping[str, str] = {
@@ -30,10 +31,6 @@ IGNORED: Mapping[str, str] = {
     "base_model_name_or_path": "informational; shapes are compared instead",
     "revision": "of the base model, informational",
     "inference_mode": "whether PEFT freezes the weights",
-    "target_modules": "the tensors in the file say which modules are adapted",
-    "exclude_modules": "the tensors in the file say which modules are adapted",
-    "layers_to_transform": "the tensors in the file say which layers are adapted",
-    "layers_pattern": "the tensors in the file say which layers are adapted",
     "lora_dropout": "training only",
     "fan_in_fan_out": "how the base weight lies in memory; A and B lie the same either way",
     "megatron_core": "names a module; megatron_config switches it on",
@@ -66,93 +63,154 @@ HARMLESS_INITS = frozenset({"gaussian", "eva", "orthogonal", "mica"})
 """Kinds of init_lora_weights that leave the base weights as they were (peft/tuners/lora/layer.py);
 the others subtract from them, so that A and B alone do not give the trained model."""
 
-MAX_QUANTIFIERS = 3
-MAX_GROUPS = 3
-MAX_ALTERNATIVES = 128
-"""In one pattern: what bounds the time of a match to a polynomial of the module's path length."""
+MAX_PATTERNS = 4096
+"""Keys of a rank_pattern or an alpha_pattern: some for every linear map of a very large model."""
 
-# A question mark is one too, but for those that begin a group's kind or make another one lazy.
-_QUANTIFIER = re.compile(r"[*+{]|(?<![(*+?}])\?")
+MAX_STEPS = 2**19
+"""Of matching an adapter's patterns, a second or two of one thread. A long target_modules over 560
+modules takes a tenth."""
 
 
 @dataclass(frozen=True)
 class LoraPlan:
     """What an adapter_config.json says about ranks and scalings, module by module.
 
-    rank_pattern, alpha_pattern: compiled in the file's order; the first match wins, as in PEFT.
+    rank_pattern, alpha_pattern: in the file's order; the first match wins, as in PEFT.
     ensure_weight_tying: an adapted embedding and head were trained as one. modules_to_save:
-    ends of paths whose weights the file holds whole.
+    ends of paths whose weights the file holds whole. targets: which modules are adapted.
+    random: whether PEFT makes up the factors of those that the file lacks.
     """
 
     rank: int
     alpha: float
     use_rslora: bool
-    rank_pattern: tuple[tuple[re.Pattern[str], int], ...]
-    alpha_pattern: tuple[tuple[re.Pattern[str], float], ...]
-    ensure_weight_tying: bool = False
-    modules_to_save: tuple[str, ...] = ()
+    rank_pattern: PatternTable[int]
+    alpha_pattern: PatternTable[float]
+    ensure_weight_tying: bool
+    modules_to_save: tuple[str, ...]
+    targets: Targets
+    random: bool
+    _ranks: dict[str, int] = field(default_factory=dict, compare=False)
 
     def rank_of(self, module: str) -> int:
         """Return the rank of a module, named by its path in the base model."""
-        return next((r for p, r in self.rank_pattern if p.match(module)), self.rank)
+        if module not in self._ranks:
+            found = _find("rank_pattern", self.rank_pattern, module)
+            self._ranks[module] = self.rank if found is None else found
+        return self._ranks[module]
 
     def scaling_of(self, module: str) -> float:
         """Return alpha / r of a module, or alpha / sqrt(r) with rsLoRA (arXiv:2312.03732)."""
-        alpha = next((a for p, a in self.alpha_pattern if p.match(module)), self.alpha)
+        found = _find("alpha_pattern", self.alpha_pattern, module)
+        alpha = self.alpha if found is None else found
         rank = self.rank_of(module)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
+    def left_out_by(self, module: str, is_linear: bool) -> str | None:
+        """Return the field by which PEFT leaves a module out; None for one that is adapted."""
+        try:
+            return self.targets.left_out_by(module, is_linear)
+        except PatternError as error:
+            refuse(f"target_modules or exclude_modules: {error}; list the names")
 
-def refuse(message: str, refusal: AdapterRefusal = AdapterRefusal.UNSUPPORTED) -> NoReturn:
-    """Raise AdapterError."""
-    raise AdapterError(refusal, message)
+
+Value = TypeVar("Value")
+
+
+def _find(name: str, table: PatternTable[Value], module: str) -> Value | None:
+    try:
+        return table.find(module)
+    except PatternError as error:
+        refuse(f"{name}: {error}; write the modules' names out")
 
 
 def read_config(folder: Path, within: Path | None = None) -> LoraPlan:
-    """Read and judge the adapter_config.json of a folder; AdapterError names what is wrong.
+    """Read and judge the adapter_config.json of a folder; AdapterError names all that is wrong.
 
     within: the folder that links must not lead out of.
     """
+    faults = Faults()
+    plan = judge_config(folder, faults, within)
+    faults.check()
+    assert plan is not None
+    return plan
+
+
+def judge_config(folder: Path, faults: Faults, within: Path | None = None) -> LoraPlan | None:
+    """Read a folder's adapter_config.json; None if not even the fields that count say anything."""
+    with faults.gather():
+        return _judge_fields(_fields(folder, within), faults)
+    return None
+
+
+def parse_config(fields: Mapping[str, object]) -> LoraPlan:
+    """Judge every field and return the plan; AdapterError names all that is wrong."""
+    faults = Faults()
+    plan = _judge_fields(fields, faults)
+    faults.check()
+    assert plan is not None
+    return plan
+
+
+def _fields(folder: Path, within: Path | None) -> dict[str, object]:
     path = folder / CONFIG_NAME
     if not path.is_file():
         refuse(f"no {CONFIG_NAME} among the adapter's files: it was not saved by PEFT")
     try:
-        fields = json.loads(read_text(path, MAX_TEXT_BYTES, within))
+        fields = json.loads(read_text(path, MAX_CONFIG_BYTES, within))
     except OSError as error:
         refuse(f"{CONFIG_NAME} cannot be read: {error}; try again", AdapterRefusal.UNAVAILABLE)
     except (ValueError, RecursionError) as error:
         refuse(f"{CONFIG_NAME} is not valid JSON: {error}")
     if not isinstance(fields, dict):
         refuse(f"{CONFIG_NAME} must hold an object, found {type(fields).__name__}")
-    return parse_config(fields)
+    return fields
 
 
-def parse_config(fields: Mapping[str, object]) -> LoraPlan:
-    """Judge every field and return the plan of ranks and scalings."""
+def _judge_fields(fields: Mapping[str, object], faults: Faults) -> LoraPlan | None:
+    """The plan by the fields that count, whatever is wrong with others."""
     if fields.get("peft_type") != "LORA":
-        refuse(
-            f"peft_type {fields.get('peft_type')!r} is not served, only 'LORA': "
-            "convert the adapter with peft's save_as_lora"
-        )
-    _check_init(fields.get("init_lora_weights", True))
+        with faults.gather():
+            refuse(
+                f"peft_type {fields.get('peft_type')!r} is not served, only 'LORA': "
+                "convert the adapter with peft's save_as_lora"
+            )
+        return None
+    with faults.gather():
+        _check_init(fields.get("init_lora_weights", True))
     for name, value in fields.items():
         if name not in SERVED and name not in IGNORED:
-            _check_unserved(name, value)
-    return LoraPlan(
-        rank=_rank("r", fields.get("r", 8)),
-        alpha=_alpha("lora_alpha", fields.get("lora_alpha", 8)),
-        use_rslora=_flag("use_rslora", fields.get("use_rslora")),
-        rank_pattern=tuple(
-            (_pattern("rank_pattern", key), _rank(f"rank_pattern[{key!r}]", value))
-            for key, value in _mapping("rank_pattern", fields.get("rank_pattern")).items()
+            with faults.gather():
+                _check_unserved(name, value)
+    own = Faults()
+    plan = _plan(fields, own)
+    with faults.gather():
+        own.check()
+    return None if own else plan
+
+
+def _plan(fields: Mapping[str, object], faults: Faults) -> LoraPlan:
+    """What the fields that count say; where one is wrong, the plan is of no use."""
+    effort = Effort(MAX_STEPS)
+    parts: dict[str, Any] = {}
+    readers: dict[str, Callable[[], object]] = {
+        "rank": lambda: _rank("r", fields.get("r", 8)),
+        "alpha": lambda: _alpha("lora_alpha", fields.get("lora_alpha", 8)),
+        "use_rslora": lambda: _flag("use_rslora", fields.get("use_rslora")),
+        "rank_pattern": lambda: _table("rank_pattern", fields, _rank, effort),
+        "alpha_pattern": lambda: _table("alpha_pattern", fields, _alpha, effort),
+        "ensure_weight_tying": lambda: _flag(
+            "ensure_weight_tying", fields.get("ensure_weight_tying")
         ),
-        alpha_pattern=tuple(
-            (_pattern("alpha_pattern", key), _alpha(f"alpha_pattern[{key!r}]", value))
-            for key, value in _mapping("alpha_pattern", fields.get("alpha_pattern")).items()
-        ),
-        ensure_weight_tying=_flag("ensure_weight_tying", fields.get("ensure_weight_tying")),
-        modules_to_save=_names("modules_to_save", fields.get("modules_to_save")),
-    )
+        "modules_to_save": lambda: _names("modules_to_save", fields.get("modules_to_save")),
+        "targets": lambda: _targets(fields, effort),
+    }
+    for name, read in readers.items():
+        parts[name] = None
+        with faults.gather():
+            parts[name] = read()
+    random = not fields.get("init_lora_weights", True)
+    return LoraPlan(**parts, random=random)
 
 
 def _check_init(value: object) -> None:
@@ -170,12 +228,19 @@ def _check_init(value: object) -> None:
 def _check_unserved(name: str, value: object) -> None:
     """Refuse a field that is set and that we would not honour."""
     # By identity: 0 equals False, yet an unknown field may mean something by 0.
-    if value is None or value is False or value in ("", [], {}):
+    if _is_inert(value):
         return
     if name == "bias" and value == "none":
         return
     advice = REFUSED.get(name, "the field is unknown here; save the adapter as plain LoRA")
     refuse(f"{name}={_short(value)} is not served: {advice}")
+
+
+def _is_inert(value: object) -> bool:
+    """Whether a value is how a field is left out, itself or all that it holds."""
+    held = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    values = list(held) or [value]
+    return all(each is None or each is False or each in ("", [], {}) for each in values)
 
 
 def _short(value: object) -> str:
@@ -203,35 +268,36 @@ def _flag(name: str, value: object) -> bool:
 
 
 def _names(name: str, value: object) -> tuple[str, ...]:
-    # Empty values of any type are how a field is left out.
-    if value is None or value is False or value in ("", [], {}):
+    if _is_inert(value):
         return ()
     if not isinstance(value, list) or not all(isinstance(each, str) and each for each in value):
         refuse(f"{name}={_short(value)} must be a list of names")
     return tuple(value)
 
 
-def _mapping(name: str, value: object) -> dict[str, object]:
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
+def _table(
+    name: str, fields: Mapping[str, object], read: Callable[[str, object], Value], effort: Effort
+) -> PatternTable[Value]:
+    """The values of rank_pattern or alpha_pattern, each read as r or lora_alpha is."""
+    value = fields.get(name)
+    entries = {} if value in (None, [], "") or value is False else value
+    if not isinstance(entries, dict):
         refuse(f"{name}={_short(value)} must be an object")
-    return value
-
-
-def _pattern(name: str, key: str) -> re.Pattern[str]:
-    """Compile a pattern key as PEFT's get_pattern_key matches it: a regex for the path's end."""
-    # A stranger's regex runs in our process: nested repetition could take for ever, and so could
-    # many places that may each match in two ways.
-    repeated = re.search(r"\)[*+{]", key) or len(_QUANTIFIER.findall(key)) > MAX_QUANTIFIERS
-    num_bars = key.count("|")
-    branched = num_bars and (num_bars > MAX_ALTERNATIVES or key.count("(") > MAX_GROUPS)
-    if repeated or branched:
+    if len(entries) > MAX_PATTERNS:
         refuse(
-            f"{name} key {_short(key)} repeats or branches too much to be matched in bounded time: "
-            "write the module names out"
+            f"{name} has {len(entries)} keys, over the {MAX_PATTERNS} that it may have: write one "
+            "key for the modules that are alike",
+            AdapterRefusal.TOO_LARGE,
         )
+    values = {key: read(f"{name}[{_short(key)}]", entries[key]) for key in entries}
     try:
-        return re.compile(rf"(.*\.)?({key})$")
-    except re.error as error:
-        refuse(f"{name} key {_short(key)} is not a regular expression: {error}")
+        return PatternTable(values, effort)
+    except ValueError as error:
+        refuse(f"{name}: {error}")
+
+
+def _targets(fields: Mapping[str, object], effort: Effort) -> Targets:
+    try:
+        return read_targets(fields, effort)
+    except ValueError as error:
+        refuse(str(error))

@@ -7,13 +7,22 @@ writes the base weight beside the factors of an adapted end, or by itself
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
 
-from modeling.adapters.peft_config import LoraPlan, refuse
-from modeling.adapters.projection import WHOLE_KINDS, Place, Projection, ProjectionKind, width
+from modeling.adapters.faults import refuse
+from modeling.adapters.peft_config import LoraPlan
+from modeling.adapters.projection import (
+    WHOLE_KINDS,
+    BaseRows,
+    Place,
+    Projection,
+    ProjectionKind,
+    width,
+)
 
 PREFIX = "base_model.model."
 WEIGHT_SUFFIX = ".weight"
@@ -39,12 +48,12 @@ class Matrix:
 class EndTensors:
     """What a file holds of the ends besides factors: tensors by name, and whose they are.
 
-    matrices: whole weights. copies: of base weights. copied: modules whose base weight lies
+    matrices: whole weights. copies: of base tensors. copied: modules whose base weight lies
     beside their factors.
     """
 
     matrices: dict[str, Place] = field(default_factory=dict)
-    copies: dict[str, Projection] = field(default_factory=dict)
+    copies: dict[str, BaseRows] = field(default_factory=dict)
     copied: set[str] = field(default_factory=set)
 
     @property
@@ -53,17 +62,21 @@ class EndTensors:
         return {*self.matrices, *self.copies}
 
     def check(self, file: Any, projections: Sequence[Projection]) -> None:
-        """Refuse whole weights of another model's shape, or of no float type."""
+        """Refuse whole weights and copies of another model's shape, or of no float type."""
+        for key, copied in self.copies.items():
+            found = file.get_slice(key)
+            check_type(key, found.get_dtype())
+            _check_vocabulary(key, found.get_shape(), copied.shape)
         for key, place in self.matrices.items():
             found = file.get_slice(key)
             check_type(key, found.get_dtype())
             end = _partner(projections, projections[place.projection])
-            _check_vocabulary(key, found.get_shape(), end)
+            _check_vocabulary(key, found.get_shape(), end.base_rows.shape)
 
     def check_copies(self, file: Any) -> None:
-        """Refuse a copy of a base weight that says anything else in this rank's rows."""
-        for key, projection in self.copies.items():
-            _check_copy(key, file.get_slice(key), projection)
+        """Refuse a copy of a base tensor that says anything else in this rank's rows."""
+        for key, copied in self.copies.items():
+            _check_copy(key, file.get_slice(key), copied)
 
     def read(self, file: Any, projections: Sequence[Projection]) -> Iterator[Matrix]:
         """Yield this rank's rows of every whole weight; refuses values that are not finite."""
@@ -77,12 +90,21 @@ class EndTensors:
             yield Matrix(place, found)
 
 
-def find_ends(keys: Set[str], plan: LoraPlan, projections: Sequence[Projection]) -> EndTensors:
-    """Tell whole weights from copies; refuse modules_to_save that the server does not hold."""
-    ends = [(i, p) for i, p in enumerate(projections) if p.kind in WHOLE_KINDS]
-    saved = _saved_ends(plan, [projection for _, projection in ends])
+def find_ends(
+    keys: Set[str],
+    plan: LoraPlan,
+    projections: Sequence[Projection],
+    base: Mapping[str, BaseRows] = MappingProxyType({}),
+) -> EndTensors:
+    """Tell whole weights from copies; refuse modules_to_save that the server does not hold.
+
+    base: the ends' tensors by their paths; of these, copies may be there on any server.
+    """
+    ends = [p for p in projections if p.kind in WHOLE_KINDS]
+    saved = _saved_ends(plan, ends)
     found = EndTensors()
-    for _, end in ends:
+    found.copies.update({PREFIX + path: base[path] for path in base if PREFIX + path in keys})
+    for end in ends:
         weights = [PREFIX + module + WEIGHT_SUFFIX for module in end.modules(0)]
         present = [key for key in weights if key in keys]
         if end.name in saved:
@@ -92,11 +114,12 @@ def find_ends(keys: Set[str], plan: LoraPlan, projections: Sequence[Projection])
                     f"{len(present)}: save the adapter again"
                 )
             found.matrices[present[0]] = Place(_whole_pool(end, projections, plan), 0)
+            found.copies.pop(present[0], None)
         else:
-            found.copies.update(dict.fromkeys(present, end))
+            found.copies.update(dict.fromkeys(present, end.base_rows))
         for module in end.modules(0):
             if PREFIX + module + COPY_SUFFIX in keys:
-                found.copies[PREFIX + module + COPY_SUFFIX] = end
+                found.copies[PREFIX + module + COPY_SUFFIX] = end.base_rows
                 found.copied.add(module)
     return found
 
@@ -112,7 +135,7 @@ def _saved_ends(plan: LoraPlan, ends: Sequence[Projection]) -> set[str]:
         if not meant:
             _refuse_saved(plan, entry, bool(ends))
         saved |= meant
-    return {end.name for end in ends} if saved and _as_one(plan, ends) else saved
+    return {end.name for end in ends} if saved and is_tied(plan, ends) else saved
 
 
 def _refuse_saved(plan: LoraPlan, entry: str, is_open: bool) -> NoReturn:
@@ -144,7 +167,7 @@ def check_tying(
 ) -> None:
     """Refuse ends that PEFT would tie (ensure_weight_tying) and that the file has as two."""
     ends = [p for p in projections if p.kind in WHOLE_KINDS]
-    if not _as_one(plan, ends):
+    if not is_tied(plan, ends):
         return
     keys = set(file.keys())
     weights = [key for end in ends if (key := _present(end, keys))]
@@ -169,10 +192,11 @@ def check_tying(
                 _refuse_two(one, other)
 
 
-def _as_one(plan: LoraPlan, ends: Sequence[Projection]) -> bool:
+def is_tied(plan: LoraPlan, projections: Sequence[Projection]) -> bool:
     """Whether the adapter was trained with both ends as one weight."""
-    is_tied = len(ends) == 2 and ends[0].base is not None and ends[0].base is ends[1].base
-    return plan.ensure_weight_tying and is_tied
+    ends = [p for p in projections if p.kind in WHOLE_KINDS]
+    is_one = len(ends) == 2 and ends[0].base is not None and ends[0].base is ends[1].base
+    return plan.ensure_weight_tying and is_one
 
 
 def _present(end: Projection, keys: Set[str]) -> str | None:
@@ -196,15 +220,14 @@ def _refuse_two(one: str, other: str) -> NoReturn:
     )
 
 
-def _check_copy(key: str, copy: Any, projection: Projection) -> None:
-    """Compare a copy of a base weight with this rank's rows, some at a time."""
-    base = projection.base
-    assert base is not None
-    _check_vocabulary(key, copy.get_shape(), projection)
-    rows = _own_rows(projection)
-    for start in range(0, rows.stop - rows.start, COPY_ROWS):
-        own = base[start : start + COPY_ROWS].cpu()
-        first = rows.start + start
+def _check_copy(key: str, copy: Any, base: BaseRows) -> None:
+    """Compare a copy of a base tensor with this rank's rows, some at a time.
+
+    In the server's own type, to which PEFT would convert the copy as it loads it.
+    """
+    for start in range(0, len(base.rows), COPY_ROWS):
+        own = base.rows[start : start + COPY_ROWS].cpu()
+        first = base.first + start
         saved = copy[first : first + len(own)].to(own.dtype)
         if not torch.equal(own, saved):
             refuse(
@@ -214,10 +237,8 @@ def _check_copy(key: str, copy: Any, projection: Projection) -> None:
             )
 
 
-def _check_vocabulary(key: str, shape: Sequence[int], end: Projection) -> None:
-    """Refuse another vocabulary or width than the base model's. end: of factors."""
-    sizes = (end.in_features, end.out_features)
-    wanted = sizes if end.kind is ProjectionKind.EMBEDDING else sizes[::-1]
+def _check_vocabulary(key: str, shape: Sequence[int], wanted: tuple[int, ...]) -> None:
+    """Refuse another vocabulary or width than the base model's."""
     if tuple(shape) != wanted:
         refuse(
             f"{key} has shape {list(shape)}, this model's is {list(wanted)}: the vocabulary was "

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from sharding.slicing import Segments, width
 
-__all__ = ["WHOLE_KINDS", "Place", "Projection", "ProjectionKind", "Segments", "width"]
+__all__ = ["WHOLE_KINDS", "BaseRows", "Place", "Projection", "ProjectionKind", "Segments", "width"]
 
 
 class ProjectionKind(Enum):
@@ -44,6 +44,18 @@ class Place:
 
 
 @dataclass(frozen=True)
+class BaseRows:
+    """A base tensor of which adapters' files may hold a copy: this rank's rows of it.
+
+    first: the first row's index in the whole tensor. shape: the whole tensor's.
+    """
+
+    rows: Tensor
+    first: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Projection:
     """One adaptable linear map, named as PEFT names it.
 
@@ -71,6 +83,15 @@ class Projection:
     kind: ProjectionKind = ProjectionKind.LINEAR
     base: Tensor | None = field(default=None, compare=False, repr=False)
     alias: str | None = None
+
+    @property
+    def base_rows(self) -> BaseRows:
+        """The base weight of an embedding or a head, as a copy of it is compared."""
+        assert self.base is not None
+        is_embedding = self.kind is ProjectionKind.EMBEDDING
+        sizes = (self.in_features, self.out_features)
+        ((first, _),) = self.inputs if is_embedding else self.outputs
+        return BaseRows(self.base, first, sizes if is_embedding else sizes[::-1])
 
     def modules(self, layer: int) -> tuple[str, ...]:
         """The paths by which adapters may name the module of a layer."""

@@ -1,12 +1,13 @@
 """What a model on the paged engine owes its runner."""
 
+from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from modeling.adapters.kernels.base import AdapterData
-from modeling.adapters.projection import Projection
+from modeling.adapters.projection import BaseRows, Projection
 from modeling.attention.base import AttentionSpec, AttentionStep
 from modeling.attention.kv_cache import CacheSpec, LayerCache
 
@@ -62,6 +63,10 @@ class PagedModel(Protocol):
 
         adapter_data: None, or the step's with these n tokens as those that get logits.
         """
+        ...
+
+    def base_tensors(self) -> Mapping[str, BaseRows]:
+        """Embedding and head by PEFT's paths: adapters' files may hold copies of them."""
         ...
 
     def adapt_vocabulary(self, whole_ends: bool = False) -> None:

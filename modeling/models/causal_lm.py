@@ -16,9 +16,9 @@ from transformers import DynamicCache, PreTrainedModel
 
 from configs.sampling import Sampling
 from modeling.adapters.kernels.base import AdapterData
-from modeling.adapters.projection import Projection
+from modeling.adapters.projection import BaseRows, Projection
 from modeling.batch import BatchJoin
-from modeling.models.causal_lm_adapters import AdapterHooks, Calls, Spot, place
+from modeling.models.causal_lm_adapters import AdapterHooks, Calls, Spot, base_tensors, place
 from modeling.models.causal_lm_batch import CausalLMBatch
 from modeling.models.causal_lm_cache import Past, cache_bytes, keys_head_dim_last
 from modeling.sampling.sampler import Chosen, choose
@@ -100,6 +100,10 @@ class CausalLM:
             raise ValueError("the model keeps no cache of keys and values: it is not served")
         logits = out.logits[:, -1:] if last_only else out.logits
         return logits.to(self.device), past
+
+    def base_tensors(self) -> dict[str, BaseRows]:
+        """What belongs to embedding and head: adapters' files may hold copies of it."""
+        return base_tensors(self.model)
 
     def next_logits(self, batch: CausalLMBatch, adapter_data: AdapterData | None = None) -> Tensor:
         """Compute a batch's inputs into its cache: logits [rows, vocab] of the tokens to be."""

@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from modeling.adapters.kernels.base import AdapterData, Target
-from modeling.adapters.projection import Projection
+from modeling.adapters.projection import BaseRows, Projection
 
 logger = logging.getLogger("loray.modeling.causal_lm")
 
@@ -167,6 +168,20 @@ def shortest_names(paths: Sequence[str]) -> Mapping[str, str]:
         return path
 
     return {path: name(path) for path in paths}
+
+
+def base_tensors(model: PreTrainedModel) -> dict[str, BaseRows]:
+    """What belongs to a model's embedding and head, by path; without what is quantised."""
+    untyped: Any = model
+    ends = (untyped.get_input_embeddings(), untyped.get_output_embeddings())
+    paths = {id(module): path for path, module in model.named_modules()}
+    return {
+        f"{paths[id(end)]}.{name}": BaseRows(tensor.detach(), 0, tuple(tensor.shape))
+        for end in ends
+        if id(end) in paths
+        for name, tensor in end.named_parameters()
+        if tensor.dtype.is_floating_point
+    }
 
 
 class AdapterHooks:

@@ -3,6 +3,7 @@
 A family brings its decoder and says where its ends are; what differs beyond that it overrides.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from configs.architectures.base import ModelArchitecture
 from modeling.adapters.kernels.base import AdapterData
-from modeling.adapters.projection import Projection
+from modeling.adapters.projection import BaseRows, Projection
 from modeling.adapters.vocabulary import (
     EndNames,
     embed_adapted,
@@ -71,6 +72,11 @@ class CausalShell(nn.Module):
         """Let adapters change the embedding and the head too."""
         ends = vocabulary_projections(self._ends, self.embedding, self.lm_head, whole_ends)
         self.projections = (*self.projections, *ends)
+
+    def base_tensors(self) -> Mapping[str, BaseRows]:
+        """Embedding and head, each under all of its names; see `PagedModel`."""
+        ends = vocabulary_projections(self._ends, self.embedding, self.lm_head)
+        return {f"{path}.weight": end.base_rows for end in ends for path in end.modules(0)}
 
     def head(self, hidden: Tensor, adapter_data: AdapterData | None) -> Tensor:
         """[n, width] to logits [n, vocab_size]; see `PagedModel`."""

@@ -15,6 +15,7 @@ PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 CONFIG_NAME = "adapter_config.json"
 TEMPLATE_NAMES = ("chat_template.jinja", "tokenizer_config.json")
 MAX_TEXT_BYTES = 16 << 20
+MAX_CONFIG_BYTES = 1 << 20
 """Of each file that is no weights: it is parsed whole, which takes many times its bytes."""
 
 _WEIGHTS = "adapter_model*.safetensors"
@@ -143,10 +144,11 @@ def check_files(found: Found, max_bytes: int) -> None:
 def check_texts(files: Iterable[tuple[str, int]], name: str) -> None:
     """Refuse config and templates that are larger than any: (file name, bytes) of each file."""
     for file, size in files:
-        if file in (CONFIG_NAME, *TEMPLATE_NAMES) and size > MAX_TEXT_BYTES:
+        most = min(MAX_CONFIG_BYTES, MAX_TEXT_BYTES) if file == CONFIG_NAME else MAX_TEXT_BYTES
+        if file in (CONFIG_NAME, *TEMPLATE_NAMES) and size > most:
             refuse(
                 AdapterRefusal.TOO_LARGE,
-                f"adapter {name!r}: {file} has {size} bytes, more than the {MAX_TEXT_BYTES} that "
+                f"adapter {name!r}: {file} has {size} bytes, more than the {most} that "
                 "such a file may have: save or upload it again",
             )
 

@@ -3,7 +3,7 @@
 import json
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -123,6 +123,15 @@ VOCABULARY_ADAPTERS: dict[str, AdapterRecipe] = {
 """For servers whose adapters may change the vocabulary's two ends."""
 
 
+COPIES = ("plain", "saved")
+"""Adapters inside the layers, of which one file holds copies of embedding and head too."""
+
+
+def _copies(targets: tuple[str, ...]) -> dict[str, AdapterRecipe]:
+    plain = AdapterRecipe(target_modules=targets, seed=40)
+    return dict(zip(COPIES, (plain, replace(plain, save_embeddings=True)), strict=True))
+
+
 @dataclass(frozen=True)
 class Family:
     """One kind of model: how to write a tiny one of a variant, and an adapter for it."""
@@ -146,6 +155,10 @@ FAMILIES: dict[str, Family] = {
     "gpt2_ends": Family(write_gpt2, GPT2_ENDS),
     "opt_ends": Family(write_opt, OPT_ENDS),
     "gpt_neox_ends": Family(write_gpt_neox, GPT_NEOX_ENDS),
+    "llama_copies": Family(write_llama, _copies(LINEARS)),
+    "gpt2_copies": Family(write_gpt2, _copies(("c_attn", "c_fc"))),
+    "opt_copies": Family(write_opt, _copies(("q_proj", "fc1"))),
+    "gpt_neox_copies": Family(write_gpt_neox, _copies(("query_key_value", "dense_h_to_4h"))),
 }
 """Another model is another row; its adapters name its own modules."""
 

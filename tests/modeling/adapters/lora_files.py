@@ -31,9 +31,11 @@ def factors(
 
 
 def write_lora(folder: Path, tensors: dict[str, Tensor], **fields: Any) -> Path:
-    """Write both files; fields go into adapter_config.json."""
+    """Write both files; fields go into adapter_config.json, whose targets are what tensors name."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, **fields}
+    targets = sorted({key.split(".lora_")[0].rsplit(".", 1)[-1] for key in tensors})
+    plain = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": targets}
+    config = {**plain, **fields}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     save_file(tensors, folder / "adapter_model.safetensors")
     return folder

@@ -1,5 +1,6 @@
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -181,10 +182,56 @@ def test_half_a_file_is_refused(tmp_path: Path, keep: int) -> None:
     assert "cannot be read" in refusal(tmp_path).message
 
 
-def test_the_file_says_what_is_adapted_not_the_config(tmp_path: Path) -> None:
-    fields = {"target_modules": "all-linear", "layers_to_transform": [0], "exclude_modules": ["x"]}
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"target_modules": ["down"]},
+        {"target_modules": []},
+        {"target_modules": r".*\.[02]\.up"},
+        {"exclude_modules": ["layers.1.up"]},
+        {"target_modules": "all-linear", "exclude_modules": ".*up"},
+        {"layers_to_transform": [0, 2]},
+        {"layers_pattern": ["h"], "layers_to_transform": [1]},
+    ],
+)
+def test_tensors_that_peft_would_leave_out_are_refused(
+    tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    error = refusal(write_lora(tmp_path, factors(UP, [0, 4, 0]), **fields))
+    assert "adapts model.layers.1.up, which" in error.message
+    assert list(fields)[-1] in error.message
+
+
+def test_targets_beyond_the_file_do_no_harm(tmp_path: Path) -> None:
+    fields = {"target_modules": "all-linear", "exclude_modules": ["x"]}
     folder = write_lora(tmp_path, factors(UP, [0, 4, 0]), **fields)
     assert open_adapter(folder, PROJECTIONS, 64).ranks == {Place(0, 1): 4}
+
+
+def test_factors_that_peft_would_make_up_are_refused(tmp_path: Path) -> None:
+    fields = {"target_modules": "all-linear", "init_lora_weights": False}
+    whole = factors(UP, [4, 4, 4]) | factors(DOWN, [4, 4, 4])
+    open_adapter(write_lora(tmp_path, whole, **fields), PROJECTIONS, 64)
+    error = refusal(write_lora(tmp_path, factors(UP, [4, 4, 4]), **fields))
+    assert "nothing for model.layers.0.down" in error.message
+
+
+def test_all_that_is_wrong_with_both_files_is_named(tmp_path: Path) -> None:
+    tensors = {**factors(UP, [4, 5, 6]), **factors(DOWN, [4, 4, 4])}
+    del tensors["base_model.model.model.layers.1.down.lora_A.weight"]
+    strangers = {f"base_model.model.s{i}.lora_A.weight": torch.ones(1) for i in range(500)}
+    folder = write_lora(tmp_path, tensors | strangers, use_dora=True, target_modules=["up"])
+    error = refusal(folder)
+    assert len(error.reasons) == 6, "those that differ by numbers are told once"
+    words = (
+        "use_dora",
+        "s0.lora_A",
+        "down.lora_A.weight is missing",
+        "up.lora_A.weight has rank 5",
+    )
+    for word in (*words, "up.lora_B.weight has rank 5", "adapts model.layers.0.down, which"):
+        assert sum(word in reason for reason in error.reasons) == 1, word
+    assert all(reason in error.message for reason in error.reasons)
 
 
 def test_metadata_in_the_file_does_no_harm(tmp_path: Path) -> None:

@@ -9,16 +9,23 @@ import pytest
 from peft.utils.other import get_pattern_key
 
 from configs.adapters import AdapterError, AdapterRefusal
+from modeling.adapters.faults import MAX_REASON_CHARS, MAX_REASONS
 from modeling.adapters.peft_config import (
     HARMLESS_INITS,
     IGNORED,
+    MAX_PATTERNS,
     REFUSED,
     SERVED,
     parse_config,
     read_config,
 )
 
-PLAIN: dict[str, Any] = {"peft_type": "LORA", "r": 8, "lora_alpha": 16}
+PLAIN: dict[str, Any] = {
+    "peft_type": "LORA",
+    "r": 8,
+    "lora_alpha": 16,
+    "target_modules": ["q_proj"],
+}
 
 MODULES = [
     f"model.layers.{layer}.{name}"
@@ -123,7 +130,7 @@ def test_an_unknown_field_that_is_set_is_refused(value: object) -> None:
     assert "use_something_new" in refusal(use_something_new=value).message
 
 
-@pytest.mark.parametrize("value", [None, False, [], {}, ""])
+@pytest.mark.parametrize("value", [None, False, [], {}, "", {"a": None, "b": []}, [None]])
 def test_an_unknown_field_that_is_off_is_no_refusal(value: object) -> None:
     parse_config({**PLAIN, "use_something_new": value})
 
@@ -146,6 +153,16 @@ def test_other_methods_are_refused(peft_type: object) -> None:
         {"use_rslora": "yes"},
         {"rank_pattern": {"q_proj": 0}},
         {"rank_pattern": ["q_proj"]},
+        {"target_modules": None},
+        {"target_modules": 5},
+        {"target_modules": ["q_proj", 5]},
+        {"target_modules": "(q_proj"},
+        {"exclude_modules": {"q_proj": 1}},
+        {"layers_to_transform": ["1"]},
+        {"layers_to_transform": 1, "target_modules": "all-linear"},
+        {"layers_pattern": "layers"},
+        {"layers_pattern": "l.*", "layers_to_transform": [1]},
+        {"layers_pattern": "h", "target_modules": ".*q_proj"},
         {"alpha_pattern": {"q_proj": None}},
         {"rank_pattern": {"(q_proj": 4}},
     ],
@@ -155,8 +172,52 @@ def test_values_of_the_wrong_kind_are_refused(fields: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("key", ["(a+)+", "(.*)*x", "(a|b){9}", ".*.*.*.*x"])
-def test_a_pattern_that_could_run_for_ever_is_refused(key: str) -> None:
-    assert "bounded time" in refusal(rank_pattern={key: 4}).message
+def test_a_pattern_that_could_run_for_ever_ends_at_once(key: str) -> None:
+    plan = parse_config({**PLAIN, "rank_pattern": {key: 4}})
+    assert plan.rank_of("model.layers.0." + "a" * 200) == (4 if key == "(a+)+" else 8)
+
+
+def test_patterns_that_cost_too_much_are_refused_by_name() -> None:
+    costly = {f"(((a?){{99}}){{99}}){{99}}b{i}": 4 for i in range(9)}
+    plan = parse_config({**PLAIN, "rank_pattern": costly})
+    with pytest.raises(AdapterError, match="rank_pattern: it takes too long to match"):
+        plan.rank_of("a" * 80)
+    plan = parse_config({**PLAIN, "target_modules": next(iter(costly)), "alpha_pattern": costly})
+    plan.left_out_by("a" * 20, is_linear=True)
+    with pytest.raises(AdapterError, match=r"target_modules or .*: it takes too long to match"):
+        plan.left_out_by("a" * 80, is_linear=True)
+
+
+@pytest.mark.parametrize("pattern", [r"(q)_proj\1", "q++", "(?>q)", "(?<=q|v_)proj"])
+def test_what_only_backtracking_matches_is_refused(pattern: str) -> None:
+    plan = parse_config({**PLAIN, "target_modules": f".*{pattern}"})
+    with pytest.raises(AdapterError, match="list the names"):
+        plan.left_out_by("model.q_proj", is_linear=True)
+
+
+def test_tables_have_a_bound() -> None:
+    keys = [f"model.layers.{i}.self_attn.q_proj" for i in range(MAX_PATTERNS)]
+    plan = parse_config({**PLAIN, "rank_pattern": dict.fromkeys(keys, 3)})
+    assert [plan.rank_of(key) for key in (keys[0], keys[-1], "q_proj")] == [3, 3, 8]
+    with pytest.raises(AdapterError, match=f"alpha_pattern has {MAX_PATTERNS + 1} keys") as caught:
+        parse_config({**PLAIN, "alpha_pattern": dict.fromkeys([*keys, "x"], 3)})
+    assert caught.value.refusal is AdapterRefusal.TOO_LARGE
+
+
+def test_a_file_larger_than_any_is_not_parsed(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**PLAIN, "note": "x" * 2**20}))
+    with pytest.raises(AdapterError, match="bytes, more than 1048576"):
+        read_config(tmp_path)
+
+
+def test_all_that_is_wrong_is_named_at_once() -> None:
+    error = refusal(use_dora=True, bias="all", r=0, lora_alpha="x", novelty=[1])
+    assert len(error.reasons) == 5
+    for word in ("use_dora", "bias", "r=0", "lora_alpha", "novelty"):
+        assert word in error.message
+    error = refusal(**{f"novelty_{'x' * i}": "y" * 999 for i in range(99)})
+    assert len(error.reasons) == MAX_REASONS + 1
+    assert len(error.message) < (MAX_REASONS + 1) * (MAX_REASON_CHARS + 10)
 
 
 def test_files_that_are_no_config_are_refused(tmp_path: Path) -> None:

@@ -19,7 +19,9 @@ def adapter_files(fill: float = 1.0, **others: bytes) -> dict[str, bytes]:
     key = "base_model.model.model.layers.0.up.lora_"
     weights = {f"{key}{side}.weight": torch.full((2, 6), fill) for side in "AB"}
     return {
-        "adapter_config.json": json.dumps({"peft_type": "LORA", "r": 2}).encode(),
+        "adapter_config.json": json.dumps(
+            {"peft_type": "LORA", "r": 2, "target_modules": ["up"]}
+        ).encode(),
         "adapter_model.safetensors": save(weights),
         **{name.replace("__", "."): content for name, content in others.items()},
     }

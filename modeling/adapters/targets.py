@@ -1,0 +1,183 @@
+"""Which modules an adapter_config.json says are adapted, by PEFT's rules.
+
+PEFT makes factors for these modules alone and leaves the file's others out, without a word; so a
+file that holds others is not what its config says it is.
+(peft/tuners/tuners_utils.py: check_target_module_exists)
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from modeling.adapters.patterns import Effort, Pattern, PatternError
+
+ALL_LINEAR = "all-linear"
+"""What target_modules says for every linear module, in any case."""
+
+CONDENSED = 20
+"""From so many names on PEFT shortens the list of target_modules, if it can."""
+
+_PLAIN = re.compile(r"[A-Za-z0-9_.-]+")
+_ANY_LIST = re.compile(r".*?\.[^.]*\.(?P<idx>\d+)\.")
+
+
+@dataclass(frozen=True)
+class Modules:
+    """Some modules: by names (ends of paths), by a pattern of whole paths, or all linear ones."""
+
+    names: frozenset[str] = frozenset()
+    pattern: Pattern | None = None
+    all_linear: bool = False
+
+    def names_exactly(self, path: str) -> bool:
+        """Whether the whole path is one of the names."""
+        return path in self.names
+
+    def include(self, path: str, is_linear: bool) -> bool:
+        """Whether the module at `path` is one of them; PatternError where that costs too much."""
+        if self.pattern is not None:
+            return self.pattern.fits(path)
+        if self.all_linear:
+            return is_linear
+        parts = path.split(".")
+        return any(".".join(parts[i:]) in self.names for i in range(len(parts)))
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What the config's fields mean; layers: None where any will do.
+
+    lists: names of lists of layers, as patterns; () where any list will do.
+    """
+
+    modules: Modules
+    excluded: Modules = Modules()
+    layers: frozenset[int] | None = None
+    lists: tuple[re.Pattern[str], ...] = ()
+
+    def left_out_by(self, path: str, is_linear: bool) -> str | None:
+        """The field by which PEFT leaves out the module at `path`; None if it is adapted."""
+        if self.excluded.include(path, is_linear):
+            return "exclude_modules"
+        if not self.modules.include(path, is_linear):
+            return "target_modules"
+        if self.layers is None or self._layer(path) in self.layers:
+            return None
+        # A whole path counts in any layer, unless PEFT shortened it, which hangs on the others.
+        is_whole = self.modules.names_exactly(path) and len(self.modules.names) < CONDENSED
+        return None if is_whole else "layers_to_transform"
+
+    def _layer(self, path: str) -> int | None:
+        """The number behind the first list of layers."""
+        found = (pattern.match(path) for pattern in self.lists or (_ANY_LIST,))
+        match = next((each for each in found if each is not None), None)
+        return None if match is None else int(match["idx"])
+
+
+def read_targets(fields: Mapping[str, object], effort: Effort) -> Targets:
+    """The fields' meaning; ValueError says what PEFT would not take either."""
+    targets = fields.get("target_modules")
+    if targets is None:
+        raise ValueError(
+            "target_modules is missing: name the modules that were trained, PEFT would guess them "
+            "by the kind of the base model"
+        )
+    layers, lists = fields.get("layers_to_transform"), fields.get("layers_pattern")
+    has_layers = layers is not None and layers != []
+    for name, given in (("layers_to_transform", has_layers), ("layers_pattern", bool(lists))):
+        if given and isinstance(targets, str):
+            raise ValueError(f"{name} is for target_modules that is a list, here it is a text")
+    if lists and layers is None:
+        raise ValueError("layers_pattern needs layers_to_transform: remove one, or give both")
+    return Targets(
+        _modules("target_modules", targets, effort),
+        _modules("exclude_modules", fields.get("exclude_modules") or [], effort),
+        _layers(layers) if has_layers else None,
+        _lists(lists),
+    )
+
+
+def _modules(name: str, value: object, effort: Effort) -> Modules:
+    if isinstance(value, list) and all(isinstance(each, str) for each in value):
+        return Modules(names=frozenset(value))
+    if not isinstance(value, str):
+        raise ValueError(f"{name} must be a list of names or a regular expression")
+    if name == "target_modules" and value.lower() == ALL_LINEAR:
+        return Modules(all_linear=True)
+    try:
+        return Modules(pattern=Pattern(value, effort))
+    except PatternError as error:
+        raise ValueError(f"{name} cannot be matched: {error}; list the names") from error
+
+
+def _layers(value: object) -> frozenset[int]:
+    layers = value if isinstance(value, list) else [value]
+    if not all(isinstance(each, int) for each in layers):
+        raise ValueError("layers_to_transform must be a layer's number, or a list of them")
+    return frozenset(layers)
+
+
+def _lists(value: object) -> tuple[re.Pattern[str], ...]:
+    names = [value] if isinstance(value, str) else value or []
+    if not isinstance(names, Sequence) or not all(
+        isinstance(each, str) and _PLAIN.fullmatch(each) for each in names
+    ):
+        raise ValueError("layers_pattern must be a name of the list of layers, or a list of those")
+    return tuple(re.compile(rf"(?:^|.*?\.){name}\.(?P<idx>\d+)\.") for name in names)
+
+
+Value = TypeVar("Value")
+
+
+class PatternTable(Generic[Value]):
+    """rank_pattern or alpha_pattern: values by patterns of paths' ends; the first that fits wins.
+
+    (peft/utils/other.py: get_pattern_key)
+    """
+
+    def __init__(self, entries: Mapping[str, Value], effort: Effort) -> None:
+        """ValueError names a key that is no pattern, or that costs too much."""
+        self._values = list(entries.values())
+        self._effort = effort
+        self._plain: dict[str, list[tuple[int, str]]] = {}
+        self._patterns: list[tuple[int, Pattern]] = []
+        for index, key in enumerate(entries):
+            # A table of whole paths may have hundreds of keys; few end as a given module does.
+            if _PLAIN.fullmatch(key):
+                end = key[key.rfind(".") + 1 :]
+                self._plain.setdefault(end, []).append((index, key))
+            else:
+                self._patterns.append((index, self._compile(key)))
+
+    def find(self, path: str) -> Value | None:
+        """The value of the first key that fits; PatternError where that costs too much."""
+        first = len(self._values)
+        for start in range(len(path) + 1):
+            for index, key in self._plain.get(path[start:], ()):
+                self._effort.spend(1)
+                if index < first and _fits_end(key, path):
+                    first = index
+                    break
+        for index, pattern in self._patterns:
+            if index > first:
+                break
+            if pattern.begins(path):
+                first = index
+        return self._values[first] if first < len(self._values) else None
+
+    def _compile(self, key: str) -> Pattern:
+        try:
+            return Pattern(rf"(.*\.)?({key})$", self._effort)
+        except PatternError as error:
+            shown = key if len(key) <= 80 else f"{key[:77]}..."
+            raise ValueError(f"key {shown!r} cannot be matched: {error}") from error
+
+
+def _fits_end(key: str, path: str) -> bool:
+    """Whether a plain key, in which a dot stands for any character, is the path's end."""
+    start = len(path) - len(key)
+    if start < 0 or (start and path[start - 1] != "."):
+        return False
+    end = path[start:]
+    return end == key or all(a in (b, ".") for a, b in zip(key, end, strict=True))

@@ -1,0 +1,137 @@
+"""Adapters saved with save_embedding_layers: copies of the ends' weights, on a default server."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from configs.adapters import AdapterError, AdapterKey, FetchedAdapter
+from configs.engine import AdaptersConfig
+from configs.model import DType, ModelConfig
+from modeling.adapters.judging import adaptable, base_tensors, judge
+from modeling.runner import ModelRunner
+from sharding.group import TensorParallel
+from tests.checkpoints import AdapterRecipe, write_adapter
+from tests.modeling.padded import PaddedWorld, compare_padded, padded_runner
+from tests.modeling.parity import BASE, COPIES, WHOLE, Setting, World, compare, engine_config
+from tests.ranks import run_in_memory
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+SHAPES = [
+    ("llama_copies", "gqa"),
+    ("llama_copies", "tied"),
+    ("llama_copies", "odd_vocab"),
+    ("llama_copies", "odd_vocab_tied"),
+    ("gpt2_copies", "untied"),
+    ("gpt2_copies", "odd_vocab"),
+    ("opt_copies", "projected"),
+    ("gpt_neox_copies", "tied"),
+]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize(("family", "variant"), SHAPES)
+def test_copies_that_say_nothing_new_are_served(
+    world: World, family: str, variant: str, ranks: int
+) -> None:
+    compare(world, Setting(family, variant, ranks, [BASE, *COPIES]))
+
+
+def test_so_are_those_of_a_padded_model(tmp_path: Path) -> None:
+    """GPT-J's head has a bias, which is saved with it."""
+    padded = PaddedWorld(tmp_path)
+    for kind in ("gptj", "gemma2"):
+        recipe = AdapterRecipe(target_modules=("q_proj",), save_embeddings=True)
+        folder = write_adapter(tmp_path / kind / "saved", padded.model(kind), recipe)
+        assert any("lora" not in key for key in tensors_of(folder))
+        compare_padded(padded, Setting("padded", kind, 1, [BASE, "saved"], chunk=WHOLE))
+        change(folder, -1, lambda tensor: tensor + 1)
+        with pytest.raises(AdapterError, match="is not this model's weight"):
+            padded_runner(padded.model(kind), [folder])
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    return load_file(folder / "adapter_model.safetensors")
+
+
+def change(folder: Path, index: int, edit: Callable[[Tensor], Tensor]) -> str:
+    """Edit one of the copies, by its place in the alphabet; returns its name."""
+    tensors = tensors_of(folder)
+    key = sorted(key for key in tensors if ".lora_" not in key)[index]
+    tensors[key] = edit(tensors[key]).contiguous()
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    return key
+
+
+def staged(model: Path, folder: Path, ranks: int, dtype: DType = DType.AUTO) -> list[str]:
+    """What each rank says to the adapter; "" where it takes it."""
+
+    def stage(group: TensorParallel) -> str:
+        config = engine_config(model, model=ModelConfig(id=str(model), dtype=dtype))
+        runner = ModelRunner(config, group, torch.device("cpu"))
+        runner.load()
+        try:
+            runner.stage(FetchedAdapter(AdapterKey(1), "it", str(folder), "it"))
+        except AdapterError as error:
+            return error.message
+        return ""
+
+    return run_in_memory(ranks, stage)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("row", [0, -1])
+def test_one_other_number_in_a_copy_is_noticed(
+    world: World, tmp_path: Path, ranks: int, index: int, row: int
+) -> None:
+    model = world.model("llama_copies", "odd_vocab")
+    folder = write_adapter(tmp_path / "it", model, AdapterRecipe(save_embeddings=True))
+
+    def edit(tensor: Tensor) -> Tensor:
+        tensor[row, -1] += 0.5
+        return tensor
+
+    key = change(folder, index, edit)
+    found = staged(model, folder, ranks)
+    assert any(f"{key} is not this model's weight" in message for message in found)
+    # Each rank judges its own rows: only those of the changed one say so.
+    assert sum(map(bool, found)) == 1
+
+
+def test_copies_of_another_vocabulary_are_refused(world: World, tmp_path: Path) -> None:
+    model = world.model("llama_copies", "gqa")
+    folder = write_adapter(tmp_path / "it", model, AdapterRecipe(save_embeddings=True))
+    change(folder, 0, lambda tensor: tensor[:-1])
+    [message] = staged(model, folder, 1)
+    assert "the vocabulary was resized" in message
+
+
+@pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16])
+def test_copies_are_compared_in_the_servers_type(
+    world: World, tmp_path: Path, dtype: DType
+) -> None:
+    """PEFT would load them into weights of that type."""
+    model = world.model("llama_copies", "gqa")
+    folder = write_adapter(tmp_path / "it", model, AdapterRecipe(save_embeddings=True))
+    assert staged(model, folder, 1, dtype) == [""]
+    change(folder, 0, lambda tensor: tensor.to(getattr(torch, dtype.value)))
+    assert staged(model, folder, 1, dtype) == [""]
+
+
+def test_they_are_judged_without_a_server(world: World, tmp_path: Path) -> None:
+    model = world.model("llama_copies", "odd_vocab_tied")
+    folder = write_adapter(tmp_path / "it", model, AdapterRecipe(save_embeddings=True))
+    config = engine_config(model)
+
+    def reasons() -> tuple[str, ...]:
+        base = base_tensors(config, folder)
+        return judge(folder, adaptable(config), AdaptersConfig(), lambda *_: None, base).reasons
+
+    assert reasons() == ()
+    change(folder, 1, lambda tensor: -tensor)
+    assert len(reasons()) == 1
