@@ -8,6 +8,7 @@ import argparse
 import asyncio
 import json
 import random
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -208,8 +209,8 @@ async def describe(url: str, key: str | None = None) -> dict[str, Any]:
         return info
 
 
-async def play(parsed: argparse.Namespace) -> None:
-    """Warm up, then run and print every chosen case."""
+async def play(parsed: argparse.Namespace) -> list[str]:
+    """Warm up, then run and print every chosen case; returns an error of each that had any."""
     key = client_setting("LORAY_API_KEY", None)
     steps = StepTimes(parsed.application) if parsed.steps else None
     info = await describe(parsed.url, key)
@@ -222,6 +223,7 @@ async def play(parsed: argparse.Namespace) -> None:
     warm = warming((*names, parsed.base))
     chosen = [case for case in cases if not parsed.cases or case.name in parsed.cases]
     console = Console(stderr=True)
+    failed = []
     # A bar on a terminal; the rows are on stdout.
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         for seed, case in enumerate((warm, *chosen)):
@@ -236,10 +238,14 @@ async def play(parsed: argparse.Namespace) -> None:
                 row |= await steps.since_last()
             if case is not warm:
                 print(json.dumps(row), flush=True)
+            if row["errors"]:
+                told = f"{case.name}: {row['errors']} of {case.requests} requests failed"
+                failed.append(f"{told}, the first by: {row['first_error'][0]}")
+    return failed
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the standard cases against a running server."""
+    """Run the standard cases against a running server; SystemExit 1 if any request failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--base", default="base", help="the base model's served name")
@@ -256,7 +262,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--application", default="loray", help="its name in the server's yaml")
     parser.add_argument("--cases", nargs="*", help="names of the cases to run (default: all)")
-    asyncio.run(play(parser.parse_args(arguments)))
+    failed = asyncio.run(play(parser.parse_args(arguments)))
+    if failed:
+        sys.exit("\n".join(failed))
 
 
 if __name__ == "__main__":

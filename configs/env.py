@@ -18,6 +18,8 @@ THROUGHPUT_ENVIRONMENT = {
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
     # A connection that brings nothing of what it owes may be silent so long; Serve allows an hour.
     "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "30",
+    # Throughput mode keeps 1000 lines of a log in memory: a quiet replica would show none.
+    "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1",
     # Ray would begin with an idle worker for each core; LoRay is a handful of actors.
     "RAY_prestart_worker_first_driver": "0",
     # The network time-outs of a hub that is out of reach must not hold up a request for long.

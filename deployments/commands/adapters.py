@@ -1,14 +1,15 @@
 """`loray adapters`: what every replica has of each adapter, and what it should do with it."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import typer
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from deployments.commands.server import Json, Server, adapter_path
+from deployments.commands.failing import fail
+from deployments.commands.server import Json, Refused, Server, adapter_path
 
 _COLUMNS = ("id", "state", "rank", "MiB", "pinned", "running", "waiting", "requests")
 
@@ -28,21 +29,34 @@ def show(server: Server, as_json: bool) -> None:
 
 def load(server: Server, names: Sequence[str], pin: bool, api_token: str | None) -> None:
     """Have all replicas fetch and stage them, one after the other."""
-    for name in _progress(names, "loading"):
-        body = {"id": name, "pin": pin, "api_token": api_token}
-        _tell(server.ask("POST", "/v1/adapters", body))
+
+    def ask(name: str) -> Json:
+        return server.ask("POST", "/v1/adapters", {"id": name, "pin": pin, "api_token": api_token})
+
+    _each(names, "loading", ask)
 
 
 def unload(server: Server, names: Sequence[str]) -> None:
     """Have all replicas drop their bytes when their requests have ended."""
-    for name in _progress(names, "unloading"):
-        _tell(server.ask("DELETE", adapter_path(name)))
+    _each(names, "unloading", lambda name: server.ask("DELETE", adapter_path(name)))
 
 
 def pin(server: Server, names: Sequence[str], pinned: bool) -> None:
     """Keep them on the device, or no longer."""
-    for name in _progress(names, "pinning" if pinned else "unpinning"):
-        _tell(server.ask("PATCH", adapter_path(name), {"pinned": pinned}))
+    doing = "pinning" if pinned else "unpinning"
+    _each(names, doing, lambda name: server.ask("PATCH", adapter_path(name), {"pinned": pinned}))
+
+
+def _each(names: Sequence[str], doing: str, ask: Callable[[str], Json]) -> None:
+    """Ask for each and tell what came of it; typer.Exit 1 at the end if any was refused."""
+    refused = []
+    for name in _progress(names, doing):
+        try:
+            _tell(ask(name))
+        except Refused:  # The server's words stand on stderr already.
+            refused.append(name)
+    if refused:
+        fail(f"{len(refused)} of {len(names)} were refused: {', '.join(refused)}")
 
 
 def _progress(names: Sequence[str], doing: str) -> Iterable[str]:

@@ -6,12 +6,17 @@ from typing import Any, NoReturn
 from urllib.parse import quote
 
 import httpx
+import typer
 
 from deployments.commands.failing import fail
 
 _TIMEOUT = httpx.Timeout(None, connect=10.0)
 
 Json = dict[str, Any]
+
+
+class Refused(typer.Exit):
+    """The server has refused; why stands on stderr."""
 
 
 class Server:
@@ -80,7 +85,8 @@ def _require_success(reply: httpx.Response) -> None:
         except ValueError:
             message = reply.text.strip() or reply.reason_phrase
         hint = ": give it with --api-key or --admin-key" if reply.status_code == 401 else ""
-        fail(f"the server answers {reply.status_code}: {message}{hint}")
+        typer.echo(f"loray: the server answers {reply.status_code}: {message}{hint}", err=True)
+        raise Refused(1)
 
 
 def _message(body: Json) -> str:

@@ -79,6 +79,8 @@ class DriverDeployment:
     async def _report(self) -> None:
         """Feed the metrics while the replica lives."""
         metrics, adapters = EngineMetrics(), AdapterMetrics()
+        metrics.begin()
+        adapters.begin()
         while True:
             await asyncio.sleep(_METRICS_SECONDS)
             metrics.healthy(self._running.healthy)

@@ -23,7 +23,7 @@ from deployments.contract import (
 from deployments.ingress.calls import Call
 from deployments.ingress.constraints import Compiler
 from deployments.ingress.detokenize import StopStrings
-from deployments.ingress.errors import RequestError
+from deployments.ingress.errors import SPELLINGS, RequestError
 from deployments.ingress.frames import Mailbox
 from deployments.ingress.quotas import Clock, Replicas, alone
 from deployments.ingress.templates import Templates
@@ -118,6 +118,7 @@ class Engine:
         """`reply_to` is asked with each call: the socket may be bound after this."""
         self.settings = settings
         self.metrics = RequestMetrics()
+        self.metrics.begin({row.metric for row in SPELLINGS.values()})
         self.compiler = Compiler()
         self.templates = Templates(driver, settings.clock)
         self._driver = driver

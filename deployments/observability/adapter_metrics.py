@@ -10,10 +10,13 @@ from ray.serve.metrics import Counter, Gauge, Histogram
 
 from configs.adapters import AdapterKey
 from deployments.observability.adapter_records import LoadRecord, RequestRecord, TopLabels
-from deployments.observability.lorax_metrics import BASE
+from deployments.observability.lorax_metrics import BASE, OTHER
+from deployments.observability.zero import begin
 from scheduler.snapshot import AdapterCounts, AdapterTiers, AdapterView
 
 MAX_LABELS = 64
+
+_OK = ("true", "false")
 
 _FIRST_TOKEN_SECONDS = [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0]
 _PER_TOKEN_SECONDS = [0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0]
@@ -76,11 +79,29 @@ class AdapterMetrics:
             name: Counter(f"loray_adapter_{name}", text) for name, text in COUNTS.items()
         }
         self._totals = dict.fromkeys(COUNTS, 0)
+        self._begun: set[str] = set()
+
+    def begin(self) -> None:
+        """Show what can be counted at 0."""
+        for counter in self._counts.values():
+            begin(counter)
+        for label in (BASE, OTHER):
+            self._begin(label)
+
+    def _begin(self, adapter: str) -> None:
+        """Show the counters of this label at 0."""
+        self._begun.add(adapter)
+        for name, counter in self._sums.items():
+            tags = {"adapter": adapter}
+            for each in [{**tags, "ok": ok} for ok in _OK] if "requests" in name else [tags]:
+                begin(counter, each)
 
     def requests(self, records: Sequence[RequestRecord]) -> None:
         """Take the sequences that ended since the last call."""
         for record in records:
             tags = {"adapter": self._labels.count(record.adapter)}
+            if tags["adapter"] not in self._begun:
+                self._begin(tags["adapter"])
             ok = {**tags, "ok": str(record.ok).lower()}
             self._sums["loray_adapter_requests"].inc(1, tags=ok)
             _add(self._sums["loray_adapter_prompt_tokens"], record.prompt_tokens, tags)

@@ -4,7 +4,7 @@ Each application has a registry of its own. Counters bear the adapter, which LoR
 a request counts when it ends.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -75,6 +75,16 @@ class RequestMetrics:
             for field, (name, text) in table.items()
         }
         self._adapters: set[str] = set()
+
+    def begin(self, failures: Iterable[str]) -> None:
+        """Show what can happen to the base model's requests at 0, with these kinds of failures.
+
+        A scraper takes a counter that appears at 1 for one that never rose.
+        """
+        self._count.labels(BASE)
+        self._success.labels(BASE)
+        for err in failures:
+            self._failure.labels(err)
 
     def succeeded(self, adapter: str | None, record: RequestRecord) -> None:
         """Count a request that ended well; None is the base model."""

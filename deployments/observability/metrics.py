@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from ray.serve.metrics import Counter, Gauge, Histogram
 
 from deployments.observability.steps import StepRecord
+from deployments.observability.zero import begin
 from scheduler.snapshot import Snapshot
 
 _STEP_SECONDS = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0]
@@ -51,6 +52,11 @@ class EngineMetrics:
         self._step_rows = Histogram("loray_step_rows", "Requests in a step.", boundaries=_ROWS)
         self._totals = dict.fromkeys(COUNTERS, 0)
         self._last_step = 0
+
+    def begin(self) -> None:
+        """Show what can be counted at 0."""
+        for counter in self._counters.values():
+            begin(counter)
 
     def update(
         self,

@@ -155,6 +155,23 @@ def test_a_check_against_no_model(model: str) -> None:
     assert "Traceback" not in refused.output
 
 
+def test_one_adapter_that_is_refused_does_not_stop_the_others(url: str) -> None:
+    told = ("--url", url, "--admin-key", ADMIN)
+    done = loray("adapters", "load", "french", "nope", "json", *told)
+    assert done.exit_code == 1
+    assert "french: " in done.stdout
+    assert "json: " in done.stdout
+    assert "1 of 3 were refused: nope" in done.stderr
+    assert loray("adapters", "unload", "french", "json", *told).exit_code == 0
+
+
+def test_bench_fails_when_requests_do(url: str, capfd: pytest.CaptureFixture[str]) -> None:
+    cases = ("--cases", "base-c1", "--requests", "2", "--output-length", "4")
+    done = loray("bench", "--url", url, "--names", "nope", *cases)
+    assert done.exit_code == 1
+    assert "warm: " in capfd.readouterr().err
+
+
 def test_bench_hands_its_options_on(url: str) -> None:
     done = loray("bench", "--url", url, "--help-me-not")
     assert done.exit_code == 2  # the generator's own parser refuses it

@@ -3,14 +3,19 @@
 from collections import defaultdict
 
 import pytest
+from ray.util.metrics import Counter
 
 from configs.adapters import AdapterKey
 from deployments.observability import adapter_metrics
 from deployments.observability.adapter_metrics import MAX_LABELS, AdapterMetrics
 from deployments.observability.adapter_records import LoadRecord, RequestRecord
 from deployments.observability.lorax_metrics import OTHER
+from deployments.observability.zero import _NOTHING
 from scheduler.resident import AdapterState
 from scheduler.snapshot import AdapterCounts, AdapterTiers, AdapterView
+
+begun: set[tuple[str, tuple[str, ...]]] = set()
+"""The counters that were shown at 0."""
 
 Series = dict[tuple[str, tuple[str, ...]], list[float]]
 
@@ -19,6 +24,7 @@ Series = dict[tuple[str, tuple[str, ...]], list[float]]
 def series(monkeypatch: pytest.MonkeyPatch) -> Series:
     """Every value by metric and label values."""
     told: Series = defaultdict(list)
+    begun.clear()
 
     class Recorder:
         def __init__(
@@ -34,13 +40,20 @@ def series(monkeypatch: pytest.MonkeyPatch) -> Series:
 
         def inc(self, value: float = 1, tags: dict[str, str] | None = None) -> None:
             assert value > 0, "Ray refuses it"
+            if value == _NOTHING:
+                assert (self.name, self._values(tags)) not in told, "it began before"
+                begun.add((self.name, self._values(tags)))
+                return
             self.set(value, tags)
 
         observe = inc
 
         def set(self, value: float, tags: dict[str, str] | None = None) -> None:
             assert set(tags or {}) == set(self.keys)
-            told[self.name, tuple((tags or {})[key] for key in self.keys)].append(value)
+            told[self.name, self._values(tags)].append(value)
+
+        def _values(self, tags: dict[str, str] | None) -> tuple[str, ...]:
+            return tuple((tags or {})[key] for key in self.keys)
 
     for kind in ("Counter", "Gauge", "Histogram"):
         monkeypatch.setattr(adapter_metrics, kind, Recorder)
@@ -66,6 +79,27 @@ def test_requests_are_told_by_adapter(series: Series) -> None:
     assert series["loray_adapter_generated_tokens", ("base",)] == [4]
     assert series["loray_adapter_first_token_seconds", ("red",)] == [0.2, 0.2]
     assert series["loray_adapter_per_token_seconds", ("base",)] == [0.01]
+
+
+def test_counters_begin_at_zero(series: Series) -> None:
+    metrics = AdapterMetrics()
+    metrics.begin()
+    counts = {(f"loray_adapter_{name}", ()) for name in adapter_metrics.COUNTS}
+    assert counts <= begun
+    for label in ("base", OTHER):
+        for ok in ("true", "false"):
+            assert ("loray_adapter_requests", (label, ok)) in begun
+        assert ("loray_adapter_generated_tokens", (label,)) in begun
+    metrics.requests([record("red")])
+    assert ("loray_adapter_requests", ("red", "false")) in begun
+    assert not any(values for (_, tags), values in series.items() if "base" in tags)
+
+
+def test_what_begins_a_counter_changes_no_count() -> None:
+    assert 0 < _NOTHING < 1e-300
+    assert _NOTHING + 1 == 1
+    with pytest.raises(ValueError, match="value must be"):
+        Counter("loray_test_zero", "What Ray refuses.").inc(0)
 
 
 def test_a_thousand_adapters_make_a_bounded_number_of_series(series: Series) -> None:
