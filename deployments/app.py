@@ -13,6 +13,7 @@ from deployments.driver.deployment import DriverDeployment
 from deployments.driver.router import AdapterRouter
 from deployments.driver.routing import REPORT_SECONDS, STALE_SECONDS
 from deployments.ingress.deployment import IngressDeployment
+from deployments.ingress.header_bytes import CALLBACK
 from sharding.sources.model import ModelNotFound, fetch_model_config
 
 
@@ -34,7 +35,8 @@ def build(config: ServeConfig) -> Application:
         request_router_config=routing(),
     )
     ingress = serve.deployment(IngressDeployment, name="Ingress").options(
-        ray_actor_options={"num_cpus": config.ingress_cpus},
+        # Serve reads the variable as a process begins.
+        ray_actor_options={"num_cpus": config.ingress_cpus, "runtime_env": {"env_vars": CALLBACK}},
         **_logging(config.observability),
         max_ongoing_requests=config.max_ongoing_requests,
         graceful_shutdown_timeout_s=config.request_timeout_s,

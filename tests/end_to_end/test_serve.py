@@ -52,6 +52,18 @@ def test_models_info_health_tokenize(client: httpx.Client) -> None:
     assert "".join(token["text"] for token in tokens[1:]) == "Hello"
 
 
+@pytest.mark.parametrize("value", [b"\xff", "é".encode(), b"\x80" * 500])
+def test_no_byte_of_a_header_is_a_fault_of_the_server(client: httpx.Client, value: bytes) -> None:
+    """Serve reads some headers before any route, and would answer with 500."""
+    for name in (b"x-request-id", b"serve_multiplexed_model_id", b"x-request-timeout-seconds",
+                 b"x-session-id", b"x-request-disconnect-disabled", b"traceparent"):  # fmt: skip
+        for path in ("/health", "/v1/models", "/nowhere"):
+            reply = client.get(path, headers=[(name, value)])
+            assert (reply.status_code, name.decode() in reply.text) == (400, True)
+    for name in (b"user-agent", b"cookie", b"x-hub-token", b"authorization", b"accept"):
+        assert client.get("/v1/models", headers=[(name, value)]).status_code == 200
+
+
 def test_ids_of_requests_come_back(client: httpx.Client) -> None:
     """With errors too, and with those that nobody thought of a name for."""
     ways: list[tuple[str, str, int]] = [
