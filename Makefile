@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup serve test test-gpu check fmt parity bench soak clean
+.PHONY: setup serve test test-gpu check fmt parity sweep bench soak clean
 
 setup: $(READY)
 
@@ -41,6 +41,10 @@ parity: $(READY)
 	$(BIN)/python -m pytest -p tests.parity_report --disable-warnings \
 		--deselect tests/modeling/test_parity_doc.py \
 		tests/modeling/test_parity*.py tests/modeling/test_mutants*.py
+
+# Every causal class of the installed transformers beside transformers + PEFT: two minutes.
+sweep: $(READY)
+	$(BIN)/python -m tests.modeling.models.sweep $(ARGS)
 
 # BENCH=table (all of docs/performance.md's figures) or one of serving|offline|kernels|all_reduce|scheduler|ingress|cpu|
 # workload|loading|staging|churn|fairness|structured|local; ARGS=...: see --help.

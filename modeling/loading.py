@@ -59,7 +59,7 @@ def load_model(config: EngineConfig, group: TensorParallel, device: torch.device
         source = DummySource(device, dtype)
     else:
         source = open_checkpoint(folder, config.model.allow_pickle)
-        dtype = _dtype(config.model.dtype, architecture, _stored_dtype(source, folder))
+        dtype = _dtype(config.model.dtype, architecture, stored_dtype(source, folder))
         if config.cache.dtype is CacheDType.FP8:
             scales = stored_scales(source, architecture.num_layers)
     model = build_model(architecture, Weights(source, group, dtype, device))
@@ -91,7 +91,7 @@ def _dtype(wanted: DType, architecture: ModelArchitecture, stored: torch.dtype) 
     return stored if name is None else torch_dtype(name)
 
 
-def _stored_dtype(source: Checkpoint, folder: Path) -> torch.dtype:
+def stored_dtype(source: Checkpoint, folder: Path) -> torch.dtype:
     """Return the type of the checkpoint's first tensor."""
     names = sorted(source.names())
     if not names:

@@ -1,13 +1,12 @@
 """PaddedRunner: ModelRunner's door over a padded CausalLM, for models without paged attention.
 
-Every row that samples is in one padded batch, which lives from step to step: rows that a plan
-leaves out leave it, rows that it names for the first time are prefilled whole beside it and
-joined. Nothing is kept of a row that left but its tokens; if a plan names it again, it is
+Every row that samples is in a padded batch, which lives from step to step (`PaddedBatches`).
+Nothing is kept of a row that left but its tokens; if a plan names it again, it is
 prefilled again. So any plan is answered rightly; which ones are answered fast is told to the
 scheduler as data (no chunks, no prefix cache). Cache blocks are a token budget only.
 """
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
@@ -20,15 +19,16 @@ from configs.engine import CacheDType, EngineConfig
 from configs.sampling import Sampling
 from modeling.adapters.bank import AdapterBank, BankSize, page_bytes
 from modeling.adapters.fills import Filled
-from modeling.adapters.kernels.base import AdapterData
 from modeling.adapters.kernels.select import select_kernel
 from modeling.answers import step_output
 from modeling.batch import BatchJoin, BatchRow, ForwardBatch, StepOutput
 from modeling.loading import total_tokens
 from modeling.memory import adapter_pages, cpu_blocks, cuda_blocks, device_memory
 from modeling.models.causal_lm import CausalLM, CausalLMBatch
+from modeling.models.causal_lm_adapters import RowAdapters
 from modeling.models.causal_lm_loading import LoadedCausalLM, load_causal_lm
 from modeling.models.causal_lm_prompts import CausalLMPrompts
+from modeling.padded_batches import MAX_PADDING, PaddedBatches
 from modeling.prompts import Told
 from modeling.report import RunnerReport
 from modeling.sampling.grammars import Grammars
@@ -39,10 +39,6 @@ from modeling.state import StateSize
 from modeling.transfer import to_device
 from sharding.group import TensorParallel
 from sharding.sources.model import fetch_model
-
-MAX_PADDING = 2
-"""How many times a row's own length it may be padded to in a prefill, and what CUDA's token
-budget allows for in the cache."""
 
 
 class PaddedRunner:
@@ -87,7 +83,7 @@ class PaddedRunner:
         self._grammars: Grammars
         self._tokens: Tensor
         self._seats: dict[int, BatchJoin] = {}
-        self._running: CausalLMBatch | None = None
+        self._running: PaddedBatches
 
     def load(self) -> RunnerReport:
         """Measure and allocate at once."""
@@ -147,14 +143,14 @@ class PaddedRunner:
     def check(self) -> None:
         """Assert what must hold between steps."""
         self._bank.check()
-        if self._running is not None:
-            self._running.check()
-            assert set(self._running.places) <= self._seats.keys()
+        self._running.check()
+        assert self._running.places <= self._seats.keys()
 
     def _measure(self) -> int:
         config = self._config
         self._loaded = load_causal_lm(config.model, self._device, self._spread)
         self._model = model = self._loaded.model
+        self._running = PaddedBatches(model, self._adapters)
         self._device = model.device
         embedding = model.model.get_input_embeddings().weight
         assert isinstance(embedding, Tensor)
@@ -229,8 +225,7 @@ class PaddedRunner:
             self._seats[join.place] = join
             answer = join.tokens[join.prompt_length :]
             self._grammars.join(join.place, join.sampling.constraint, answer)
-        if self._running is not None:
-            self._keep(set(self._running.places) - {join.place for join in joins})
+        self._running.keep(self._running.places - {join.place for join in joins})
 
     def _tell(self, rows: Sequence[BatchRow]) -> Told | None:
         """Read the prompts whose ends the rows reach, where somebody asks about them."""
@@ -242,16 +237,19 @@ class PaddedRunner:
         ]
         return self._prompts.tell(asking, self._alone) if asking else None
 
-    def _alone(self, slot: int, length: int) -> AdapterData | None:
+    def _alone(self, slot: int) -> RowAdapters | None:
         """Return the adapter of one sequence by itself."""
-        return self._kernel.batch(self._bank, [slot], [length]) if slot >= 0 else None
+        return self._over([slot])
 
     def _step(self, rows: Sequence[BatchRow], told: Told | None) -> StepOutput:
         ends = [row.start + row.length for row in rows]
-        batches = self._batches(rows)
-        logits = torch.cat([self._model.next_logits(b, self._adapters(b)) for b in batches])
+        going = self._running.going_on(
+            [(row.place, end) for row, end in zip(rows, ends, strict=True) if row.length == 1]
+        )
+        fresh = [self._request(row) for row in rows if row.place not in going]
+        computed, logits = self._running.compute(going, fresh)
         # From the batches' order to the plan's, and the tokens back again.
-        at = {place: index for index, place in enumerate(p for b in batches for p in b.places)}
+        at = {place: index for index, place in enumerate(computed)}
         order = _indices([at[row.place] for row in rows], self._device)
         asked = [self._seats[row.place].sampling for row in rows]
         chosen = choose(
@@ -262,10 +260,7 @@ class PaddedRunner:
         self._grammars.follow([row.place for row in rows], chosen.tokens)
         tokens = torch.empty_like(chosen.tokens)
         tokens[order] = chosen.tokens
-        parts = torch.split(tokens, [len(batch) for batch in batches])
-        for batch, part in zip(batches, parts, strict=True):
-            batch.advance(part)
-        self._running = batches[0] if len(batches) == 1 else CausalLMBatch.concatenate(batches)
+        self._running.advance(tokens)
         return step_output(chosen, asked, told)
 
     def _history(self, rows: Sequence[BatchRow], ends: Sequence[int]) -> TokenHistory | None:
@@ -278,26 +273,6 @@ class PaddedRunner:
         targets = places * self._tokens.shape[1] + np.array(ends)
         return TokenHistory(self._tokens.view(-1), targets, prompts, places, self._grammars)
 
-    def _batches(self, rows: Sequence[BatchRow]) -> list[CausalLMBatch]:
-        """Cut the running batch to the rows that go on, and make others of the rest."""
-        lengths: dict[int, int] = {}
-        if self._running is not None:
-            lengths = dict(zip(self._running.places, self._running.input_lengths, strict=True))
-        going = {row.place for row in rows if lengths.get(row.place) == row.start + 1 == _end(row)}
-        self._keep(going)
-        fresh = [self._request(row) for row in rows if row.place not in going]
-        batches = [] if self._running is None else [self._running]
-        self._running = None
-        return batches + [self._model.batch(group) for group in groups_of_like_length(fresh)]
-
-    def _keep(self, places: Set[int]) -> None:
-        """Let all rows leave the running batch but those at `places`; copies only if some do."""
-        if self._running is None:
-            return
-        kept = [place for place in self._running.places if place in places]
-        if len(kept) < len(self._running):
-            self._running = self._running.filter(kept) if kept else None
-
     def _request(self, row: BatchRow) -> BatchJoin:
         """Return a row's request with all tokens up to the row's last."""
         seat, end = self._seats[row.place], _end(row)
@@ -307,12 +282,14 @@ class PaddedRunner:
             tokens = self._tokens[row.place, :end].tolist()
         return replace(seat, tokens=tokens)
 
-    def _adapters(self, batch: CausalLMBatch) -> AdapterData | None:
+    def _adapters(self, batch: CausalLMBatch) -> RowAdapters | None:
         """Return a batch's adapters, None where all rows are the base model's."""
-        slots = [request.slot for request in batch.requests]
+        return self._over([request.slot for request in batch.requests])
+
+    def _over(self, slots: Sequence[int]) -> RowAdapters | None:
         if max(slots) < 0:
             return None
-        return self._kernel.batch(self._bank, slots, [batch.input_ids.shape[1]] * len(batch))
+        return lambda length: self._kernel.batch(self._bank, slots, [length] * len(slots))
 
     def _on_device(self) -> AbstractContextManager[object]:
         """Make this rank's device the thread's own: pinning and events look at it."""
@@ -341,17 +318,6 @@ class PaddedRunner:
             adapter_pool_bytes=self._bank.pool_bytes,
             load_seconds=loaded.seconds,
         )
-
-
-def groups_of_like_length(requests: Sequence[BatchJoin]) -> list[list[BatchJoin]]:
-    """Group requests, longest first, so that none is padded to more than MAX_PADDING times."""
-    groups: list[list[BatchJoin]] = []
-    for request in sorted(requests, key=lambda each: -len(each.tokens)):
-        if groups and len(groups[-1][0].tokens) <= MAX_PADDING * len(request.tokens):
-            groups[-1].append(request)
-        else:
-            groups.append([request])
-    return groups
 
 
 def _end(row: BatchRow) -> int:

@@ -90,13 +90,13 @@ def write_padded(folder: Path, kind: str, **changes: Any) -> Path:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            _randomise(name, parameter, generator)
+            randomise(name, parameter, generator)
     model.tie_weights()
     model.save_pretrained(folder)
     return folder
 
 
-def _randomise(name: str, parameter: torch.nn.Parameter, generator: torch.Generator) -> None:
+def randomise(name: str, parameter: torch.nn.Parameter, generator: torch.Generator) -> None:
     """Norms near one, all else (biases too) of std 0.2: tokens are won by comfortable margins."""
     if name.endswith("weight") and ("norm" in name or ".ln_" in name):
         parameter.uniform_(0.7, 1.3, generator=generator)

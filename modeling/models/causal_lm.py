@@ -6,8 +6,10 @@ proved by a trial at start, because nothing else says it.
 """
 
 import inspect
+import logging
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,33 +17,49 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from configs.sampling import Sampling
-from modeling.adapters.kernels.base import AdapterData
 from modeling.adapters.projection import BaseRows, Projection
 from modeling.batch import BatchJoin
-from modeling.models.causal_lm_adapters import AdapterHooks, Calls, Spot, base_tensors, place
+from modeling.models.causal_lm_adapters import (
+    AdapterHooks,
+    Calls,
+    Reach,
+    RowAdapters,
+    Spot,
+    Trial,
+    base_tensors,
+    place,
+)
 from modeling.models.causal_lm_batch import CausalLMBatch
 from modeling.models.causal_lm_cache import Past, cache_bytes, keys_head_dim_last
+from modeling.models.causal_lm_sharing import Sharing, sharing_of
 from modeling.sampling.sampler import Chosen, choose
 from modeling.sampling.tensors import sampling_tensors
 
 __all__ = ["CausalLM", "CausalLMBatch"]
 
+logger = logging.getLogger("loray.modeling.causal_lm")
+
 TRIAL = ([5, 3, 7, 1, 4, 6, 2], [6, 1, 3])
 """Tokens of two rows of unequal length; 7 is the width of no model's heads."""
+
+EQUAL_TRIAL = (TRIAL[0], [2, 2, 6, 1, 3, 5, 1])
+"""And of two rows of one length."""
 
 
 class CausalLM:
     """A transformers model with adapters, and what its trial showed.
 
-    projections: the linear maps that adapters may change. bytes_per_token: of the cache.
-    keys_head_dim_last: see causal_lm_cache. exact: False where the weights' quantisation makes
-    rows depend on their batch, so that the trial cannot judge padding.
+    projections: the linear maps that adapters may change; spots: their modules.
+    bytes_per_token: of the cache. keys_head_dim_last: see causal_lm_cache.
+    sharing: which rows may lie in one forward.
+    exact: False where the weights' quantisation makes rows depend on their batch, so that the
+    trial cannot judge padding.
     """
 
     def __init__(
         self, model: PreTrainedModel, pad_token_id: int, device: torch.device, exact: bool = True
     ) -> None:
-        """Try the model out; ValueError when rows of unequal length cannot share its batches.
+        """Try the model out; ValueError when not even rows of one length can share its batches.
 
         device: where its inputs, its logits and all adapters lie.
         """
@@ -56,11 +74,14 @@ class CausalLM:
         self._takes_cache = type(model).__module__.startswith("transformers.")
         self._hooks = AdapterHooks([], device)
         self.keys_head_dim_last = True
-        trial = self._try(exact)
-        self.keys_head_dim_last = trial.keys_head_dim_last
-        self.bytes_per_token = trial.bytes_per_token
+        # Nobody has looked into code from elsewhere for what it does with longer rows.
+        self.sharing = sharing_of(model) if self._takes_cache else Sharing(equal_from=0)
+        found = self._try_all(exact)
+        self.keys_head_dim_last = found.keys_head_dim_last
+        self.bytes_per_token = found.bytes_per_token
+        self.spots = found.spots
         self.projections: tuple[Projection, ...]
-        self.projections, placed = place(trial.spots)
+        self.projections, placed = place(self.spots)
         self._hooks = AdapterHooks(placed, device)
 
     def forward(
@@ -69,13 +90,13 @@ class CausalLM:
         attention_mask: Tensor,
         position_ids: Tensor,
         past_key_values: Past | None = None,
-        adapter_data: AdapterData | None = None,
+        adapter_data: RowAdapters | None = None,
         last_only: bool = False,
     ) -> tuple[Tensor, Past]:
         """(logits [rows, length, vocab], the cache with these tokens in it).
 
         input_ids, position_ids: int64 [rows, length]. attention_mask: int64 [rows, cached
-        columns + length]. adapter_data: of the rows' tokens in order, padding included.
+        columns + length]. adapter_data: the rows' adapters, over any number of tokens in each.
         last_only: length is 1 in the logits.
         """
         options: dict[str, object] = {}
@@ -86,7 +107,9 @@ class CausalLM:
         if past_key_values is None and self._takes_cache:
             # Whole in every layer: one cut to a sliding window could not be padded on its left.
             past_key_values = DynamicCache()
-        with self._hooks.using(adapter_data):
+        rows, length = input_ids.shape
+        reach = Reach(rows, length, attention_mask.shape[1])
+        with self._hooks.using(adapter_data, reach):
             out = self.model(
                 input_ids=input_ids,
                 attention_mask=attention_mask,
@@ -105,7 +128,7 @@ class CausalLM:
         """What belongs to embedding and head: adapters' files may hold copies of it."""
         return base_tensors(self.model)
 
-    def next_logits(self, batch: CausalLMBatch, adapter_data: AdapterData | None = None) -> Tensor:
+    def next_logits(self, batch: CausalLMBatch, adapter_data: RowAdapters | None = None) -> Tensor:
         """Compute a batch's inputs into its cache: logits [rows, vocab] of the tokens to be."""
         logits, batch.past_key_values = self.forward(
             batch.input_ids,
@@ -118,7 +141,7 @@ class CausalLM:
         return logits[:, -1]
 
     def generate_token(
-        self, batch: CausalLMBatch, adapter_data: AdapterData | None = None
+        self, batch: CausalLMBatch, adapter_data: RowAdapters | None = None
     ) -> tuple[Chosen, CausalLMBatch]:
         """Choose every row's next token and give the batch that goes on from there."""
         logits = self.next_logits(batch, adapter_data)
@@ -129,7 +152,7 @@ class CausalLM:
         batch.advance(chosen.tokens)
         return chosen, batch
 
-    def hidden_states(self, ids: Tensor, adapter_data: AdapterData | None) -> Tensor | None:
+    def hidden_states(self, ids: Tensor, adapter_data: RowAdapters | None) -> Tensor | None:
         """transformers' hidden_states[-1] [n, width] of one sequence, int64 [n].
 
         None where code from elsewhere shows no hidden states.
@@ -140,13 +163,13 @@ class CausalLM:
             if "output_hidden_states" not in inspect.signature(inner.forward).parameters:
                 return None
             options["output_hidden_states"] = True
-        with self._hooks.using(adapter_data):
+        with self._hooks.using(adapter_data, Reach(1, len(ids), len(ids))):
             out = inner(input_ids=ids[None], attention_mask=torch.ones_like(ids)[None], **options)
         states: Tensor = out.hidden_states[-1] if inner is self.model else out.last_hidden_state
         return states[0].to(self.device)
 
     def prompt_logprobs(
-        self, batch: CausalLMBatch, adapter_data: AdapterData | None = None
+        self, batch: CausalLMBatch, adapter_data: RowAdapters | None = None
     ) -> list[list[float]]:
         """Natural logprobs of each row's tokens, NaN for the first, before the batch's prefill."""
         assert batch.past_key_values is None, "the prompt was computed already"
@@ -166,41 +189,67 @@ class CausalLM:
             requests, self.pad_token_id, self.device, self.keys_head_dim_last
         )
 
+    def _try_all(self, exact: bool) -> "_Findings":
+        """Try unequal rows, and where they cannot share a forward, rows of one length."""
+        # On one side of every border, or a row would differ from itself.
+        shift = [1] * max((border for border in self.sharing.borders if border < 9), default=0)
+        longest, equal_from = len(shift) + len(TRIAL[0]) + 1, self.sharing.equal_from
+        if equal_from is None or longest < equal_from:
+            found = self._try([shift + row for row in TRIAL])
+            if not exact or found.error <= found.bound:
+                return found
+            logger.info(
+                "logits move by %.3g of %.3g when a row is padded on its left: only rows of one "
+                "length share a forward", found.error, found.largest,
+            )  # fmt: skip
+            self.sharing = replace(self.sharing, equal_from=0)
+        found = self._try([shift + row for row in EQUAL_TRIAL])
+        if exact and not found.error <= found.bound:
+            raise ValueError(
+                f"the model's logits move by {found.error:.3g} of {found.largest:.3g} between a "
+                "row that goes on from its cache beside another of its length, and the same row "
+                "computed whole and by itself (is it no decoder?): it is not served"
+            )
+        return found
+
     @torch.inference_mode()
-    def _try(self, exact: bool) -> "_Trial":
-        """Prefill two unequal rows, decode one token, and compare with a row of its own."""
+    def _try(self, tokens: Sequence[list[int]]) -> "_Findings":
+        """Prefill two rows, decode one token, and compare the second with a row of its own."""
         calls = Calls(self.model)
-        rows = [BatchJoin(i, tokens, len(tokens), -1, Sampling()) for i, tokens in enumerate(TRIAL)]
+        rows = [BatchJoin(i, row, len(row), -1, Sampling()) for i, row in enumerate(tokens)]
         batch = self.batch(rows)
         with calls.watch():
-            tokens = self.next_logits(batch).argmax(-1)
+            chosen = self.next_logits(batch).argmax(-1)
         past = batch.past_key_values
         assert past is not None
-        size = (len(rows), len(TRIAL[0]))
-        spots = calls.adaptable(*size, self.dtype)
-        trial = _Trial(keys_head_dim_last(past, *size), cache_bytes(past) // math.prod(size), spots)
-        batch.advance(tokens)
-        together = self.next_logits(batch)[1]
-        alone = self.batch([BatchJoin(0, [*TRIAL[1], int(tokens[1])], 1, -1, Sampling())])
-        if exact:
-            _compare(together, self.next_logits(alone)[0])
-        return trial
+        size = (len(rows), len(tokens[0]))
+        head_dim_last, bytes_held = keys_head_dim_last(past, *size), cache_bytes(past)
+        batch.advance(chosen)
+        with calls.watch():
+            together = self.next_logits(batch)[1]
+        alone = self.batch([BatchJoin(0, [*tokens[1], int(chosen[1])], 1, -1, Sampling())])
+        apart = self.next_logits(alone)[0]
+        return _Findings(
+            keys_head_dim_last=head_dim_last,
+            bytes_per_token=bytes_held // math.prod(size),
+            spots=calls.adaptable(Trial(*size, self.dtype)),
+            error=float((together - apart).abs().max()),
+            largest=float(apart.abs().max()),
+            bound=(1e-3 if apart.dtype == torch.float32 else 0.1) * float(apart.abs().max()),
+        )
 
 
 @dataclass(frozen=True)
-class _Trial:
+class _Findings:
+    """What a trial showed.
+
+    error: by how much a row's logits, of which `largest` is the largest, differ from those of
+    the row by itself; up to `bound` it is rounding.
+    """
+
     keys_head_dim_last: bool
     bytes_per_token: int
     spots: list[Spot]
-
-
-def _compare(together: Tensor, alone: Tensor) -> None:
-    """ValueError where padding and a cache change a row's logits by more than rounding."""
-    tolerance = 1e-3 if alone.dtype == torch.float32 else 0.1
-    error = float((together - alone).abs().max())
-    largest = float(alone.abs().max())
-    if not error <= tolerance * largest:
-        raise ValueError(
-            f"the model's logits move by {error:.3g} of {largest:.3g} when a row is padded on its "
-            "left: rows of different lengths cannot share its batches; it is not served"
-        )
+    error: float
+    largest: float
+    bound: float

@@ -1,9 +1,11 @@
 """Adapters on a model that knows nothing of them: which of its modules take one, and how.
 
-A linear module takes part when a trial forward showed that it is called once, with every token
-of the batch in order, in the model's own type. What is called otherwise (experts that see some
-tokens, routers in float32, shared modules) is no projection, and adapters on it are refused; so
-is whatever has two numbers in its path, for an expert may see all tokens of a trial by chance.
+A linear module takes part when a trial prefill and a trial decode showed that each calls it once,
+in the model's own type, with tokens of every row in order: the step's new ones, or all that the
+row's cache holds (what expands compressed keys and values). What is called otherwise (experts
+that see some tokens, routers in float32, shared modules) is no projection, and adapters on it are
+refused; so is whatever has two numbers in its path, for an expert may see all tokens of a trial
+by chance. Each later call is held to the number of tokens that the trial showed.
 """
 
 import logging
@@ -11,7 +13,8 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -38,14 +41,27 @@ class Call:
 
 
 @dataclass(frozen=True)
+class Trial:
+    """What a trial computed: a prefill of [rows, length], and one more token in each row."""
+
+    rows: int
+    length: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
 class Spot:
-    """A linear module inside a layer: its path, the layer, and nn.Linear's view of its sizes."""
+    """A linear module inside a layer: its path, the layer, and nn.Linear's view of its sizes.
+
+    reads_cache: whether each call sees all tokens of the cache, not the step's new ones alone.
+    """
 
     path: str
     layer: int
     in_features: int
     out_features: int
     module: nn.Module
+    reads_cache: bool = False
 
     @property
     def template(self) -> str:
@@ -54,7 +70,7 @@ class Spot:
 
 
 class Calls:
-    """What a trial forward shows of a model's linear modules."""
+    """What trial forwards show of a model's linear modules."""
 
     def __init__(self, model: nn.Module) -> None:
         """Look at every nn.Linear and Conv1D whose path holds exactly one number."""
@@ -72,10 +88,17 @@ class Calls:
             for hook in hooks:
                 hook.remove()
 
-    def adaptable(self, rows: int, length: int, dtype: torch.dtype) -> list[Spot]:
-        """Return the modules that saw all tokens of a [rows, length] batch, once, in `dtype`."""
-        good = [[Call(leading, dtype, dtype)] for leading in ((rows, length), (rows * length,))]
-        kept = [spot for spot in self.spots if self._seen[spot.path] in good]
+    def adaptable(self, trial: Trial) -> list[Spot]:
+        """Return the modules that saw all tokens that they should, once in each forward.
+
+        The forwards watched were the trial's prefill and its decode, in this order.
+        """
+        kept = [
+            replace(spot, reads_cache=reads_cache)
+            for spot in self.spots
+            for reads_cache in (False, True)
+            if _as_expected(self._seen[spot.path], trial, reads_cache)
+        ]
         left_out = sorted({s.template for s in self.spots} - {s.template for s in kept})
         if left_out:
             logger.info("modules that take no adapters: %s", ", ".join(left_out))
@@ -92,6 +115,22 @@ class Calls:
             self._seen[path].append(call)
 
         return hook
+
+
+def _as_expected(calls: Sequence[Call], trial: Trial, reads_cache: bool) -> bool:
+    """Whether a module was called once in the prefill and once in the decode, with all tokens."""
+    lengths = (trial.length, trial.length + 1 if reads_cache else 1)
+    return len(calls) == len(lengths) and all(
+        (call.input_dtype, call.output_dtype) == (trial.dtype, trial.dtype)
+        and _in_order(call.leading, trial.rows, length)
+        for call, length in zip(calls, lengths, strict=True)
+    )
+
+
+def _in_order(leading: tuple[int, ...], rows: int, length: int) -> bool:
+    """Whether a tensor's leading dimensions are rows of `length` tokens, flat or not."""
+    long = [size for size in leading if size != 1]
+    return long in ([size for size in (rows, length) if size != 1], [rows * length])
 
 
 def _spot(path: str, module: nn.Module) -> Spot | None:
@@ -184,39 +223,70 @@ def base_tensors(model: PreTrainedModel) -> dict[str, BaseRows]:
     }
 
 
+RowAdapters = Callable[[int], AdapterData]
+"""The adapters of a batch's rows: from a number of tokens in each row to what acts on them all,
+row by row in order."""
+
+
+@dataclass(frozen=True)
+class Reach:
+    """What one forward computes: `new` tokens in each of its rows, `seen` with those cached."""
+
+    rows: int
+    new: int
+    seen: int
+
+
 class AdapterHooks:
-    """Adds the step's deltas to what the placed modules return."""
+    """Adds a forward's deltas to what the placed modules return."""
 
     def __init__(self, placed: Sequence[Placed], device: torch.device) -> None:
         """Hook the modules; `device` is where adapters lie."""
-        self._data: AdapterData | None = None
+        self._over: Callable[[int], AdapterData] | None = None
+        self._reach = Reach(0, 0, 0)
         self._device = device
         for each in placed:
             each.spot.module.register_forward_hook(self._hook(each))
 
     @contextmanager
-    def using(self, data: AdapterData | None) -> Iterator[None]:
-        """Apply `data` to the forwards meanwhile; None is the base model."""
-        self._data = data
+    def using(self, adapters: RowAdapters | None, reach: Reach) -> Iterator[None]:
+        """Apply `adapters` to the forward meanwhile; None is the base model."""
+        self._over = None if adapters is None else cache(adapters)
+        self._reach = reach
         try:
             yield
         finally:
-            self._data = None
+            self._over = None
+
+    def _data(self, spot: Spot, num_tokens: int) -> AdapterData | None:
+        """What to add to a module's output; RuntimeError when it sees other tokens than before."""
+        if self._over is None:
+            return None
+        reach = self._reach
+        length = reach.seen if spot.reads_cache else reach.new
+        if num_tokens != reach.rows * length:
+            raise RuntimeError(
+                f"{spot.path} was called with {num_tokens} tokens and not with {length} in each "
+                f"of {reach.rows} rows, as the trial at start showed it: an adapter there would "
+                "change other tokens than its own"
+            )
+        return self._over(length)
 
     def _hook(self, placed: Placed) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Any]:
         layer, targets = placed.layer, (Target(placed.projection, 0),)
 
         def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
-            if self._data is None:
+            data = self._data(placed.spot, output.shape[:-1].numel())
+            if data is None:
                 return None
             # A model that is spread over several GPUs has inputs and layers on others.
             x = inputs[0].flatten(0, -2).to(self._device)
             y = output.flatten(0, -2)
             if y.device == self._device:
-                self._data.add(y, x, layer, targets)
+                data.add(y, x, layer, targets)
                 return y.view(output.shape)
             delta = torch.zeros(y.shape, dtype=y.dtype, device=self._device)
-            self._data.add(delta, x, layer, targets)
+            data.add(delta, x, layer, targets)
             return output + delta.to(y.device).view(output.shape)
 
         return hook

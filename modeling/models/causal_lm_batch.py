@@ -1,12 +1,12 @@
 """CausalLMBatch: rows of unequal length side by side, padded on the left to the longest.
 
 Life: `from_requests` makes a batch of whole sequences; a forward fills its cache; `advance` takes
-the chosen tokens, and from then on each row's input is its newest token. Rows leave by `filter`
-and batches join by `concatenate`; both consume the caches that they are given.
+the chosen tokens, and from then on each row's input is its newest token. Rows leave by `filter`,
+batches part by `split` and join by `concatenate`; all consume the caches that they are given.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import numpy as np
@@ -20,6 +20,7 @@ from modeling.models.causal_lm_cache import (
     Past,
     concatenate_caches,
     filter_cache,
+    twin,
 )
 from modeling.transfer import to_device
 
@@ -98,17 +99,37 @@ class CausalLMBatch:
         return self.attention_mask[:, : self.max_input_length]
 
     def advance(self, tokens: Tensor) -> None:
-        """Append each row's chosen token, int64 [n], which becomes its next input."""
+        """Append each row's chosen token, int64 [n], which becomes its next input.
+
+        [n, k] are k tokens of each row that are known already.
+        """
         assert self.past_key_values is not None, "a token follows a forward"
-        if self.padding_right_offset == 0:
-            self.attention_mask = pad(self.attention_mask, (0, ROOM))
-            self.padding_right_offset = ROOM
+        tokens = tokens if tokens.dim() == 2 else tokens[:, None]
+        count = tokens.shape[1]
+        if self.padding_right_offset < count:
+            self.attention_mask = pad(self.attention_mask, (0, ROOM + count))
+            self.padding_right_offset += ROOM + count
         column = self.max_input_length
-        self.attention_mask[:, column] = 1
-        self.padding_right_offset -= 1
-        self.input_ids = tokens[:, None]
-        self.position_ids = self.position_ids[:, -1:] + 1
-        self.input_lengths = [length + 1 for length in self.input_lengths]
+        self.attention_mask[:, column : column + count] = 1
+        self.padding_right_offset -= count
+        self.input_ids = tokens
+        steps = torch.arange(1, count + 1, device=tokens.device)
+        self.position_ids = self.position_ids[:, -1:] + steps
+        self.input_lengths = [length + count for length in self.input_lengths]
+
+    def split(self, group: Callable[[int], Hashable]) -> list["CausalLMBatch"]:
+        """Part the rows by what `group` makes of their lengths.
+
+        The batch itself must not be used any more.
+        """
+        groups: dict[Hashable, list[int]] = {}
+        for place, length in zip(self.places, self.input_lengths, strict=True):
+            groups.setdefault(group(length), []).append(place)
+        if len(groups) == 1:
+            return [self]
+        assert self.past_key_values is not None
+        parts = [replace(self, past_key_values=twin(self.past_key_values)) for _ in groups]
+        return [part.filter(kept) for part, kept in zip(parts, groups.values(), strict=True)]
 
     def filter(self, places: Sequence[int]) -> "CausalLMBatch":
         """Keep the rows at `places`, in that order; columns that only others needed go too.

@@ -6,6 +6,7 @@ two into one: [rows * heads, ...]. Positions are aligned on the right; what is l
 first token is padding that the attention mask hides.
 """
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,15 @@ def cached_layers(past: Past) -> list[KeyValue]:
         return list(past)
     layers: list[Any] = past.layers
     return [(layer.keys, layer.values) for layer in layers if layer.keys is not None]
+
+
+def twin(past: Past) -> Past:
+    """A cache of the same tensors, which may be cut without the other being."""
+    if not isinstance(past, Cache):
+        return past
+    result = copy.copy(past)
+    result.layers = [copy.copy(layer) for layer in past.layers]
+    return result
 
 
 def filter_cache(

@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     BitsAndBytesConfig,
+    DynamicCache,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -25,11 +27,14 @@ from configs.architectures.base import ArchitectureError
 from configs.architectures.padded import PaddedArchitecture
 from configs.architectures.select import load_padded
 from configs.model import DType, LoadFormat, ModelConfig, Quantize
-from modeling.loading import torch_dtype
+from modeling.loading import stored_dtype, torch_dtype
 from modeling.models.causal_lm import CausalLM
-from sharding.checkpoint import CheckpointError
+from modeling.models.causal_lm_sharing import rope_kinds
+from sharding.checkpoint import CheckpointError, open_checkpoint
 from sharding.loader import idle_biases
 from sharding.sources.model import fetch_model
+
+logger = logging.getLogger("loray.modeling.causal_lm")
 
 PAD_TOKEN = "[PAD]"
 
@@ -38,6 +43,13 @@ BUFFERS = re.compile(r".*\.(attn|attention|self_attn)\.(bias|masked_bias)|.*\.in
 
 PADDABLE_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 """The kinds of `layer_types` whose state is one key and value for each position."""
+
+UNPADDABLE_LAYERS = {
+    "indexed_attention": "keep an index of the positions beside their keys and values",
+    "compressed_sparse_attention": "keep one key for several positions",
+    "heavily_compressed_attention": "keep one key for several positions",
+}
+"""What other kinds keep; those without an entry keep a recurrent state."""
 
 
 @dataclass(frozen=True)
@@ -64,13 +76,15 @@ def load_causal_lm(config: ModelConfig, device: torch.device, spread: bool) -> L
         _check_quantize(config)
     model_config = _model_config(config, folder)
     _check_state(model_config)
+    dtype = _dtype(config, model_config, folder)
     if config.load_format is LoadFormat.DUMMY:
-        model = _dummy(config, model_config, device)
+        model = _dummy(config, model_config, device, dtype)
         bytes_read = 0
     else:
-        model = _read(config, folder, device, spread)
+        model = _read(config, folder, device, spread, dtype)
         bytes_read = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     model.requires_grad_(False).train(False)
+    architecture = _limited(model_config, architecture, model)
     embedding = model.get_input_embeddings().weight
     assert isinstance(embedding, Tensor)
     pad = pad_token_id(model_config, folder, embedding.shape[0])
@@ -94,8 +108,9 @@ def _candidates(config: PretrainedConfig, folder: Path) -> Iterator[int]:
             yield value[0] if isinstance(value, list) else value
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, KeyError, TypeError):
-        return  # A folder without a tokenizer serves token ids all the same.
+    except (OSError, ValueError, KeyError, TypeError, ImportError):
+        # A folder without a tokenizer, or with one whose package is not installed, serves ids.
+        return
     if tokenizer.eos_token_id is not None:
         yield tokenizer.eos_token_id
     tokenizer.add_special_tokens({"pad_token": PAD_TOKEN})
@@ -123,11 +138,40 @@ def _check_quantize(config: ModelConfig) -> None:
 def _check_state(config: PretrainedConfig) -> None:
     """Refuse models whose layers keep anything but keys and values."""
     kinds = set(getattr(config.get_text_config(decoder=True), "layer_types", None) or ())
-    if kinds - PADDABLE_LAYERS:
+    for kind in sorted(kinds - PADDABLE_LAYERS):
+        what = UNPADDABLE_LAYERS.get(kind, "keep a recurrent state, which padding would enter")
         raise ArchitectureError(
-            f"layer_types {', '.join(sorted(kinds - PADDABLE_LAYERS))}: recurrent layers are "
-            "not served, padding would enter their state"
+            f"layer_types {kind}: such layers {what}; only layers that keep one key and one value "
+            f"for each position are served ({', '.join(sorted(PADDABLE_LAYERS))})"
         )
+
+
+def _limited(
+    model_config: PretrainedConfig, architecture: PaddedArchitecture, model: PreTrainedModel
+) -> PaddedArchitecture:
+    """Keep a model to the lengths at which its answers depend on nothing but their requests."""
+    text = model_config.get_text_config(decoder=True)
+    limit, why = architecture.max_position_embeddings, ""
+    if any("dynamic" in (rope.get("rope_type") or "") for rope in rope_kinds(text)):
+        limit = text.max_position_embeddings
+        why = "beyond it dynamic rotary frequencies depend on what was computed before, for anybody"
+    window = _forgotten_window(text, model)
+    if window is not None and window < limit:
+        limit = window
+        why = "beyond it transformers' cache forgets what the model's own attention still looks for"
+    if not why:
+        return architecture
+    logger.info("no sequence is longer than %d tokens: %s", limit, why)
+    return architecture.model_copy(update={"max_position_embeddings": limit, "limited": True})
+
+
+def _forgotten_window(config: PretrainedConfig, model: PreTrainedModel) -> int | None:
+    """The window of `generate`'s cache, where the model's code makes no masks of windows."""
+    layers: list[Any] = DynamicCache(config=config).layers
+    windows = [layer.sliding_window for layer in layers if hasattr(layer, "sliding_window")]
+    code = vars(sys.modules[type(model).__module__])
+    makes_masks = any("sliding_window" in name or "chunked" in name for name in code)
+    return min(windows) if windows and not makes_masks else None
 
 
 def _model_config(config: ModelConfig, folder: Path) -> PretrainedConfig:
@@ -135,16 +179,18 @@ def _model_config(config: ModelConfig, folder: Path) -> PretrainedConfig:
         found: PretrainedConfig = AutoConfig.from_pretrained(
             folder, trust_remote_code=config.trust_remote_code
         )
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, ImportError) as error:
         raise _not_built(config, folder, error) from error
     return found
 
 
-def _read(config: ModelConfig, folder: Path, device: torch.device, spread: bool) -> PreTrainedModel:
+def _read(
+    config: ModelConfig, folder: Path, device: torch.device, spread: bool, dtype: torch.dtype
+) -> PreTrainedModel:
     """Read the checkpoint; transformers would fill in random weights for missing ones."""
     options: dict[str, Any] = {}
     on_many = spread and device.type == "cuda" and torch.cuda.device_count() > 1
-    quantization = quantization_config(config.quantize, _dtype(config.dtype, device))
+    quantization = quantization_config(config.quantize, dtype)
     if quantization is not None:
         options |= {"quantization_config": quantization, "device_map": {"": device}}
     if on_many:
@@ -153,13 +199,13 @@ def _read(config: ModelConfig, folder: Path, device: torch.device, spread: bool)
     try:
         model, info = auto.from_pretrained(
             folder,
-            dtype=_dtype(config.dtype, device),
+            dtype=dtype,
             trust_remote_code=config.trust_remote_code,
             use_safetensors=None if config.allow_pickle else True,
             output_loading_info=True,
             **options,
         )
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, ImportError) as error:
         raise _not_built(config, folder, error) from error
     if info["missing_keys"]:
         names = sorted(info["missing_keys"])
@@ -202,25 +248,34 @@ def quantization_config(quantize: Quantize, dtype: torch.dtype) -> BitsAndBytesC
 
 
 def _dummy(
-    config: ModelConfig, model_config: PretrainedConfig, device: torch.device
+    config: ModelConfig, model_config: PretrainedConfig, device: torch.device, dtype: torch.dtype
 ) -> PreTrainedModel:
     """Seeded random weights of the model's shape."""
     auto: Any = AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model: PreTrainedModel = auto.from_config(
-            model_config,
-            dtype=_dtype(config.dtype, device),
-            trust_remote_code=config.trust_remote_code,
-        ).to(device)
-    return model
+        try:
+            model: PreTrainedModel = auto.from_config(
+                model_config, dtype=dtype, trust_remote_code=config.trust_remote_code
+            )
+        except ImportError as error:
+            raise ArchitectureError(f"transformers cannot build the model: {error}") from error
+    # torch types it for plain modules only.
+    move: Any = model.to
+    moved: PreTrainedModel = move(device)
+    return moved
 
 
-def _dtype(wanted: DType, device: torch.device) -> torch.dtype:
-    """Return what AUTO means here, as in LoRAX: half precision on a GPU, single on a CPU."""
-    if wanted is not DType.AUTO:
-        return torch_dtype(wanted.value)
-    return torch.float16 if device.type == "cuda" else torch.float32
+def _dtype(config: ModelConfig, model_config: PretrainedConfig, folder: Path) -> torch.dtype:
+    """Return what AUTO means: the config's type, else that of the tensors, as for paged models."""
+    if config.dtype is not DType.AUTO:
+        return torch_dtype(config.dtype.value)
+    for each in (model_config, model_config.get_text_config(decoder=True)):
+        if each.dtype is not None:
+            return each.dtype if isinstance(each.dtype, torch.dtype) else torch_dtype(each.dtype)
+    if config.load_format is LoadFormat.DUMMY:
+        return torch.float32
+    return stored_dtype(open_checkpoint(folder, config.allow_pickle), folder)
 
 
 def _not_built(config: ModelConfig, folder: Path, error: Exception) -> ArchitectureError:

@@ -8,17 +8,18 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from configs.sampling import Pooling
-from modeling.adapters.kernels.base import AdapterData
 from modeling.batch import BatchJoin
 from modeling.models.causal_lm import TRIAL, CausalLM
+from modeling.models.causal_lm_adapters import RowAdapters
 from modeling.models.causal_lm_cache import Past
 from modeling.prompts import SLICE_BYTES, PromptRow, Told, joined
 from modeling.sampling.sampler import ChosenLogprobs, logprobs_of
 
-Adapters = Callable[[int, int], AdapterData | None]
-"""From a slot (-1: base) and a number of tokens to that adapter over so many."""
+Adapters = Callable[[int], RowAdapters | None]
+"""From a slot (-1: base) to that adapter over one row."""
 
 WHOLE = 2**31
 """A slice that holds any prompt."""
@@ -46,7 +47,7 @@ class CausalLMPrompts:
             if row.num_scored:
                 scores.append(self._score(ids, num_top, join.slot, adapters))
             if row.pools:
-                states = self._model.hidden_states(ids, adapters(join.slot, len(ids)))
+                states = self._model.hidden_states(ids, adapters(join.slot))
                 embeddings += [] if states is None else [_pooled(states, row.asked.pooling)]
         return Told(
             rows,
@@ -57,40 +58,58 @@ class CausalLMPrompts:
     def _score(self, ids: Tensor, num_top: int, slot: int, adapters: Adapters) -> ChosenLogprobs:
         """What the model thinks of ids[1:]; int64 [n], n at least 2."""
         parts = []
-        past: Past | None = None
+        reader = _Reader(self._model, ids)
         for first in range(0, len(ids) - 1, self.slice_length):
             last = min(first + self.slice_length, len(ids) - 1)
-            logits, past = self._logits(ids, first, last, past, adapters(slot, last - first))
+            logits = reader.read(last, adapters(slot))
             parts.append(logprobs_of(logits, ids[first + 1 : last + 1], num_top))
         return joined(parts)
-
-    def _logits(
-        self,
-        ids: Tensor,
-        first: int,
-        last: int,
-        past: Past | None = None,
-        data: AdapterData | None = None,
-    ) -> tuple[Tensor, Past]:
-        """Logits [last - first, vocab] behind the cache of the tokens before, and their cache."""
-        positions = torch.arange(first, last, device=ids.device)[None]
-        seen = torch.ones(1, last, dtype=torch.int64, device=ids.device)
-        logits, past = self._model.forward(ids[None, first:last], seen, positions, past, data)
-        return logits[0], past
 
     @torch.inference_mode()
     def _goes_on(self) -> bool:
         """Whether three tokens behind four are what they are in a whole sequence."""
         ids = torch.tensor(TRIAL[0], device=self._model.device)
-        whole, _ = self._logits(ids, 0, len(ids))
+        whole = _Reader(self._model, ids).read(len(ids))
+        reader = _Reader(self._model, ids)
         try:
-            _, past = self._logits(ids, 0, 4)
-            cut, _ = self._logits(ids, 4, len(ids), past)
+            reader.read(4)
+            cut = reader.read(len(ids))
         except (RuntimeError, ValueError, TypeError, IndexError):
             # Code from elsewhere may take one token at a time only.
             return False
         tolerance = 1e-3 if whole.dtype == torch.float32 else 0.1
         return bool((cut - whole[4:]).abs().max() <= tolerance * whole.abs().max())
+
+
+class _Reader:
+    """One sequence on its way through a model, slice by slice; each slice is computed as it is
+    in the whole sequence."""
+
+    def __init__(self, model: CausalLM, ids: Tensor) -> None:
+        self._model = model
+        self._ids = ids
+        self._seen = torch.zeros(1, 0, dtype=torch.int64, device=ids.device)
+        self._past: Past | None = None
+        self._done = 0
+
+    def read(self, last: int, adapters: RowAdapters | None = None) -> Tensor:
+        """Logits [last - done, vocab] of the tokens up to `last`."""
+        first, self._done = self._done, last
+        ids = self._ids[first:last]
+        positions = torch.arange(first, last, device=ids.device)
+        seen = torch.ones_like(ids)
+        side = self._model.sharing.side
+        padded = side(last) != side(len(self._ids))
+        if padded:
+            # A column that nobody sees, at the last position: what looks at the largest of all
+            # positions sees the whole sequence's.
+            ids, seen = pad(ids, (1, 0)), pad(seen, (1, 0))
+            positions = pad(positions, (1, 0), value=len(self._ids) - 1)
+        self._seen = torch.cat([self._seen, seen[None]], dim=1)
+        logits, self._past = self._model.forward(
+            ids[None], self._seen, positions[None], self._past, adapters
+        )
+        return logits[0, int(padded) :]
 
 
 def _pooled(states: Tensor, pooling: Pooling) -> Tensor:

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from modeling.adapters.kernels.base import AdapterData
-from modeling.models import causal_lm, causal_lm_adapters, causal_lm_batch, causal_lm_cache
+from modeling.models import causal_lm_adapters, causal_lm_batch, causal_lm_cache
+from modeling.models.causal_lm import TRIAL, CausalLM
+from modeling.models.causal_lm_adapters import RowAdapters
 from modeling.models.causal_lm_batch import CausalLMBatch
 from modeling.padded_runner import PaddedRunner
 from tests.modeling.padded import PaddedWorld, compare_padded
@@ -26,7 +27,7 @@ def padded(tmp_path_factory: pytest.TempPathFactory) -> PaddedWorld:
 @pytest.fixture(autouse=True)
 def _no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the trial at start would refuse a model in which padding shows."""
-    monkeypatch.setattr(causal_lm, "_compare", lambda together, alone: None)
+    monkeypatch.setattr(CausalLM, "_try_all", lambda self, exact: self._try(TRIAL))
 
 
 def expect_mismatch(padded: PaddedWorld, kind: str, names: Sequence[str] = MIXED) -> None:
@@ -102,7 +103,7 @@ def test_an_adapter_on_its_neighbours_row_is_noticed(
 ) -> None:
     adapters = PaddedRunner._adapters
 
-    def turned(self: PaddedRunner, batch: CausalLMBatch) -> AdapterData | None:
+    def turned(self: PaddedRunner, batch: CausalLMBatch) -> RowAdapters | None:
         return adapters(self, replace(batch, requests=batch.requests[::-1]))
 
     monkeypatch.setattr(PaddedRunner, "_adapters", turned)

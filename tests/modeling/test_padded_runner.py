@@ -12,7 +12,7 @@ from configs.model import ModelConfig, Quantize
 from configs.sampling import Sampling
 from modeling.batch import BatchJoin, BatchRow, ForwardBatch
 from modeling.models.causal_lm_batch import ROOM
-from modeling.padded_runner import PaddedRunner, groups_of_like_length
+from modeling.padded_runner import PaddedRunner
 from modeling.runner import ModelRunner
 from modeling.runners import choose_runner
 from sharding.group import SingleRank
@@ -224,14 +224,6 @@ def test_more_ranks_than_one_are_refused(padded: PaddedWorld) -> None:
 def test_the_vocabulary_cannot_be_opened(padded: PaddedWorld) -> None:
     with pytest.raises(ValueError, match=r"adapters\.vocabulary: .* set it to false"):
         padded_runner(padded.model("bloom"), adapters=AdaptersConfig(vocabulary=True))
-
-
-def test_prompts_share_a_forward_with_their_like() -> None:
-    lengths = [3, 100, 7, 51, 49, 4, 1]
-    requests = [BatchJoin(i, [0] * n, n, -1, Sampling()) for i, n in enumerate(lengths)]
-    groups = [[len(r.tokens) for r in group] for group in groups_of_like_length(requests)]
-    assert groups == [[100, 51], [49], [7, 4], [3], [1]]
-    assert groups_of_like_length([]) == []
 
 
 def test_the_runner_is_chosen_by_the_model(

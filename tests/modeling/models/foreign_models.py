@@ -88,6 +88,13 @@ class ColumnPositions(ForeignModel):
         return super().embedded(input_ids, attention_mask) + columns.sin()[None, :, None]
 
 
+class Counting(ForeignModel):
+    """Adds the number of new tokens: a row that goes on is another than the same row whole."""
+
+    def embedded(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return super().embedded(input_ids, attention_mask) + input_ids.shape[1] / 4
+
+
 class Forgetful(ForeignModel):
     """Keeps no cache."""
 
@@ -100,6 +107,28 @@ class Recurrent(ForeignModel):
 
     def kept(self, past: Legacy) -> Legacy | None:
         return tuple((keys[..., :1], values[:, :1]) for keys, values in past)
+
+
+class Halving(ForeignLayer):
+    """Takes rows longer than a trial's in two halves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.piece = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(
+        self, x: Tensor, mask: Tensor, past: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        parts = x.tensor_split(2, dim=1) if x.shape[1] > 10 else [x]
+        return super().forward(torch.cat([self.piece(part) for part in parts], 1), mask, past)
+
+
+class Halves(ForeignModel):
+    """Of such layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Halving(), Halving()])
 
 
 class Router(nn.Linear):

@@ -9,20 +9,27 @@ import torch
 from torch import Tensor
 
 from configs.sampling import Sampling
+from modeling.adapters.kernels.base import AdapterData
+from modeling.adapters.kernels.reference import ReferenceBatch
 from modeling.batch import BatchJoin
+from modeling.models import causal_lm_sharing
 from modeling.models.causal_lm import CausalLM, CausalLMBatch
 from modeling.models.causal_lm_adapters import shortest_names
 from modeling.models.causal_lm_loading import load_causal_lm
+from modeling.models.causal_lm_sharing import Sharing
 from tests.checkpoints import load_oracle, oracle_greedy, oracle_logits
 from tests.checkpoints_padded import write_padded
 from tests.modeling.models.foreign_models import (
     ColumnPositions,
+    Counting,
     ForeignModel,
     Forgetful,
+    Halves,
     Odd,
     Recurrent,
     foreign,
 )
+from tests.modeling.models.tiny_causal import write_tiny
 from tests.modeling.padded import padded_config
 
 CPU = torch.device("cpu")
@@ -141,11 +148,56 @@ def greedy(module: ForeignModel, prompt: list[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-def test_a_model_whose_rows_change_with_their_padding_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"padded on its left.*not served"):
-        CausalLM(foreign(ColumnPositions()), 0, CPU)
+def test_rows_of_code_from_elsewhere_share_a_forward_with_their_like_alone() -> None:
+    """So that a model may number columns: where all rows are of one length they are positions."""
+    model = CausalLM(foreign(ColumnPositions()), 0, CPU)
+    assert model.sharing.group(7) != model.sharing.group(8)
+    assert model.sharing == CausalLM(foreign(ForeignModel()), 0, CPU).sharing
+
+
+def test_padding_that_shows_at_start_is_spared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the list of what looks at columns lacks."""
+    monkeypatch.setattr(causal_lm_sharing, "_column_limits", lambda config: iter(()))
+    model = load(write_tiny(tmp_path, "llama4_text"))
+    assert model.sharing == Sharing(equal_from=0)
+    assert load(write_tiny(tmp_path / "llama", "llama")).sharing == Sharing()
+
+
+def test_a_model_that_does_not_go_on_from_its_cache_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"goes on from its cache.*not served"):
+        CausalLM(foreign(Counting()), 0, CPU)
     # Where quantisation makes rows depend on each other anyway, nobody can tell.
-    CausalLM(foreign(ColumnPositions()), 0, CPU, exact=False)
+    CausalLM(foreign(Counting()), 0, CPU, exact=False)
+
+
+@torch.inference_mode()
+def test_a_module_that_sees_other_tokens_than_at_the_trial_takes_no_deltas() -> None:
+    """The row's neighbours would be changed, in silence."""
+    model = CausalLM(foreign(Halves()), 0, CPU)
+    assert "piece" in [projection.name for projection in model.projections]
+    lengths: list[int] = []
+
+    def adapters(length: int) -> AdapterData:
+        lengths.append(length)
+        return ReferenceBatch([])
+
+    batch = model.batch(requests(PROMPTS[:1] * 2))
+    model.next_logits(batch, adapters)
+    assert lengths == [7], "made once for all modules"
+    batch = model.batch(requests([PROMPTS[2]] * 2))
+    model.next_logits(batch)
+    with pytest.raises(RuntimeError, match=r"0\.piece was called with 12 tokens and not"):
+        model.next_logits(model.batch(requests([PROMPTS[2]] * 2)), adapters)
+
+
+def test_modules_are_watched_at_decode_too(tmp_path: Path) -> None:
+    """What expands a cache of compressed keys sees all of it then, as Doge's dt_proj does."""
+    for kind, name in (("deepseek_v3", "kv_b_proj"), ("doge", "dt_proj")):
+        spots = load(write_tiny(tmp_path / kind, kind)).spots
+        reads = {spot.path.rsplit(".", 1)[-1]: spot.reads_cache for spot in spots}
+        assert {path for path, reads_cache in reads.items() if reads_cache} == {name}
 
 
 def test_a_model_without_a_cache_is_refused() -> None:

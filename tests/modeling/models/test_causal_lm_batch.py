@@ -124,6 +124,28 @@ def test_the_mask_grows_when_its_room_is_used_up() -> None:
     assert batch.input_lengths == [2 * ROOM + 3, 2 * ROOM + 5]
 
 
+def test_several_known_tokens_become_the_next_input() -> None:
+    batch = batch_of({0: 2, 1: 4})
+    prefill(batch, legacy=False, folded=False)
+    known = torch.arange(2 * (ROOM + 1)).view(2, -1)
+    batch.advance(known)
+    assert torch.equal(batch.input_ids, known)
+    assert batch.position_ids[:, [0, -1]].tolist() == [[3, 3 + ROOM], [5, 5 + ROOM]]
+    assert batch.input_lengths == [4 + ROOM, 6 + ROOM]
+    batch.check()
+
+
+@pytest.mark.parametrize(("legacy", "head_dim_last", "folded"), LAYOUTS)
+def test_rows_part_by_their_lengths(legacy: bool, head_dim_last: bool, folded: bool) -> None:
+    batch = batch_of({0: 9, 1: 3, 2: 6, 3: 4}, head_dim_last)
+    prefill(batch, legacy, folded)
+    parts = batch.split(lambda length: length > 5)
+    assert [part.places for part in parts] == [[0, 2], [1, 3]]
+    for part in parts:
+        check_cache(part)
+    assert parts[1].split(lambda length: True) == [parts[1]]
+
+
 def test_no_token_follows_before_a_forward() -> None:
     with pytest.raises(AssertionError, match="follows a forward"):
         batch_of({0: 2}).advance(torch.tensor([1]))

@@ -7,7 +7,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, MambaConfig, PretrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    CpmAntConfig,
+    MambaConfig,
+    PretrainedConfig,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils.import_utils import is_rjieba_available
 
 from configs.architectures.base import ArchitectureError
 from configs.model import DType, LoadFormat, ModelConfig, Quantize
@@ -21,6 +30,7 @@ from modeling.models.causal_lm_loading import (
 from sharding.checkpoint import CheckpointError
 from tests.checkpoints_padded import write_padded
 from tests.fakes import EOS, token_id, write_tokenizer
+from tests.modeling.models.tiny_causal import tiny_config
 
 CPU = torch.device("cpu")
 
@@ -46,12 +56,29 @@ def test_what_was_loaded_is_counted(gptj: Path) -> None:
     assert loaded.bytes_read == file.stat().st_size
     assert loaded.bytes_resident == sum(tensor.nbytes for tensor in tensors.values())
     assert loaded.architecture.architecture == "GPTJForCausalLM"
-    assert loaded.model.dtype == torch.float32, "AUTO on a CPU, whatever the checkpoint says"
     assert not any(p.requires_grad for p in loaded.model.model.parameters())
 
 
 def test_another_type_is_taken_when_asked_for(gptj: Path) -> None:
     assert load(gptj, dtype=DType.BFLOAT16).model.dtype == torch.bfloat16
+
+
+def in_half(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    halved = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(path).items()}
+    save_file(halved, path, metadata={"format": "pt"})
+
+
+def test_auto_is_the_checkpoints_own_type_on_every_device(gptj: Path) -> None:
+    """The config's word, as transformers has it; where it says none, that of the tensors."""
+    assert load(gptj).model.dtype == torch.float32
+    in_half(gptj)
+    rewrite_config(gptj, dtype=None)
+    assert load(gptj).model.dtype == torch.bfloat16
+    assert load(gptj, load_format=LoadFormat.DUMMY).model.dtype == torch.float32
+    rewrite_config(gptj, dtype="float16")
+    assert load(gptj).model.dtype == torch.float16
+    assert load(gptj, load_format=LoadFormat.DUMMY).model.dtype == torch.float16
 
 
 def test_dummy_weights_need_only_a_config(tmp_path: Path, gptj: Path) -> None:
@@ -138,6 +165,81 @@ def test_a_model_type_that_transformers_does_not_know_is_refused(gptj: Path) -> 
         load(gptj)
 
 
+def missing_package(*_: object, **__: object) -> Any:
+    raise ImportError("TimmModel requires the timm library but it was not found")
+
+
+@pytest.mark.parametrize("builder", ["from_pretrained", "from_config"])
+def test_a_package_that_the_models_code_wants_is_named(
+    gptj: Path, monkeypatch: pytest.MonkeyPatch, builder: str
+) -> None:
+    monkeypatch.setattr(AutoModelForCausalLM, builder, missing_package)
+    fields = {"load_format": LoadFormat.DUMMY} if builder == "from_config" else {}
+    with pytest.raises(ArchitectureError, match=r"cannot build .*requires the timm library"):
+        load(gptj, **fields)
+
+
+def test_a_package_that_the_models_config_wants_is_named(
+    gptj: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(AutoConfig, "from_pretrained", missing_package)
+    with pytest.raises(ArchitectureError, match=r"cannot build gptj: .*requires the timm library"):
+        load(gptj)
+
+
+def test_a_tokenizer_whose_package_is_missing_is_no_reason_not_to_start(tmp_path: Path) -> None:
+    """CpmAnt's wants rjieba; the model itself is refused, for the cache that it keeps."""
+    fields: dict[str, Any] = {
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "dim_head": 8,
+        "num_attention_heads": 4,
+    }
+    config = CpmAntConfig(num_hidden_layers=2, dim_ff=48, **fields)
+    config.architectures, config.eos_token_id = ["CpmAntForCausalLM"], None
+    config.save_pretrained(tmp_path)
+    (tmp_path / "vocab.txt").write_text("a\nb\n")
+    tokenizer = {"tokenizer_class": "CpmAntTokenizer"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    if not is_rjieba_available():
+        with pytest.raises(ImportError, match="rjieba"):
+            AutoTokenizer.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="not one key and value for each position"):
+        load(tmp_path, load_format=LoadFormat.DUMMY)
+
+
+def write_dummy(folder: Path, kind: str, variant: str = "plain", **changes: Any) -> Path:
+    config = tiny_config(kind, variant)
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]
+    config.save_pretrained(folder)
+    rewrite_config(folder, **changes)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("kind", "variant", "longest", "why"),
+    [
+        ("olmo2", "dynamic", 32, "what was computed before"),
+        ("moshi", "plain", 24, "cache forgets"),
+        ("mistral", "plain", 256, ""),
+        ("gpt_oss", "plain", 256, ""),
+        ("llama4_text", "plain", 256, ""),
+        ("olmo2", "longrope", 256, ""),
+    ],
+)
+def test_no_sequence_is_longer_than_its_own_answer_holds(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str, variant: str, longest: int,
+    why: str,
+) -> None:  # fmt: skip
+    """Dynamic rope keeps state between calls; a window may be known to the cache alone."""
+    folder = write_dummy(tmp_path, kind, variant)
+    with caplog.at_level("INFO", "loray.modeling.causal_lm"):
+        architecture = load(folder, load_format=LoadFormat.DUMMY).architecture
+    assert (architecture.max_position_embeddings, architecture.stretches) == (longest, False)
+    assert ("no sequence is longer" in caplog.text) == bool(why)
+    assert why in caplog.text
+
+
 def test_missing_weights_are_named_not_made_up(gptj: Path) -> None:
     path = gptj / "model.safetensors"
     tensors = load_file(path)
@@ -176,5 +278,11 @@ def test_recurrent_models_are_refused(tmp_path: Path) -> None:
     config.architectures = ["MambaForCausalLM"]
     config.save_pretrained(tmp_path)
     assert AutoConfig.from_pretrained(tmp_path).model_type == "mamba"
-    with pytest.raises(ArchitectureError, match="linear_attention: recurrent"):
+    with pytest.raises(ArchitectureError, match=r"linear_attention: .* keep a recurrent state"):
         load(tmp_path, load_format=LoadFormat.DUMMY)
+
+
+def test_layers_that_keep_more_than_keys_are_called_by_their_own_name(tmp_path: Path) -> None:
+    with pytest.raises(ArchitectureError, match=r"indexed_attention: .* keep an index") as told:
+        load(write_dummy(tmp_path, "deepseek_v32"), load_format=LoadFormat.DUMMY)
+    assert "recurrent" not in str(told.value)

@@ -1,0 +1,134 @@
+"""The padded batches of the rows that run: one for each group of rows that may share a forward.
+
+A batch lives from step to step. Rows that a step leaves out leave it, new ones are prefilled
+whole beside it and joined; a row whose length brings it into another group moves there.
+"""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence, Set
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from modeling.batch import BatchJoin
+from modeling.models.causal_lm import CausalLM, CausalLMBatch
+from modeling.models.causal_lm_adapters import RowAdapters
+from modeling.transfer import to_device
+
+MAX_PADDING = 2
+"""How many times a row's own length it may be padded to in a prefill, and what CUDA's token
+budget allows for in the cache."""
+
+
+class PaddedBatches:
+    """Rows of one model and their caches. adapters: from a batch to those of its rows."""
+
+    def __init__(
+        self, model: CausalLM, adapters: Callable[[CausalLMBatch], RowAdapters | None]
+    ) -> None:
+        """Nothing runs yet."""
+        self._model = model
+        self._adapters = adapters
+        self._running: list[CausalLMBatch] = []
+        self._stepping: list[CausalLMBatch] = []
+
+    @property
+    def places(self) -> set[int]:
+        """Of all rows that run."""
+        return {place for batch in self._running for place in batch.places}
+
+    def check(self) -> None:
+        """Assert that each row is in one batch, and that each batch is sound."""
+        for batch in self._running:
+            batch.check()
+            assert len(set(map(self._model.sharing.group, batch.input_lengths))) == 1
+        assert len(self.places) == sum(map(len, self._running))
+
+    def keep(self, places: Set[int]) -> None:
+        """Let all rows leave but those at `places`; copies only the batches that some leave."""
+        kept = [[place for place in batch.places if place in places] for batch in self._running]
+        self._running = [
+            batch.filter(own) if len(own) < len(batch) else batch
+            for batch, own in zip(self._running, kept, strict=True)
+            if own
+        ]
+
+    def going_on(self, wanted: Sequence[tuple[int, int]]) -> set[int]:
+        """Which (place, length with the step's token) are computed from the cache they have."""
+        lengths = {
+            place: length
+            for batch in self._running
+            for place, length in zip(batch.places, batch.input_lengths, strict=True)
+        }
+        begins_anew = self._model.sharing.begins_anew
+        return {
+            place
+            for place, length in wanted
+            if lengths.get(place) == length and not begins_anew(length)
+        }
+
+    def compute(self, going: Set[int], fresh: Sequence[BatchJoin]) -> tuple[list[int], Tensor]:
+        """Compute the step of rows that go on and of whole requests.
+
+        Returns the places of both, and logits [rows, vocab] in their order.
+        """
+        self.keep(going)
+        batches, self._running = [*self._running, *self._batches(fresh)], []
+        logits = [self._model.next_logits(batch, self._adapters(batch)) for batch in batches]
+        self._stepping = batches
+        return [place for batch in batches for place in batch.places], torch.cat(logits)
+
+    def advance(self, tokens: Tensor) -> None:
+        """Append each row's token, int64 [rows], in the order of `compute`."""
+        parts = torch.split(tokens, [len(batch) for batch in self._stepping])
+        group = self._model.sharing.group
+        groups: dict[Hashable, list[CausalLMBatch]] = defaultdict(list)
+        for batch, part in zip(self._stepping, parts, strict=True):
+            batch.advance(part)
+            for alike in batch.split(group):
+                groups[group(alike.input_lengths[0])].append(alike)
+        self._stepping = []
+        self._running = [
+            batches[0] if len(batches) == 1 else CausalLMBatch.concatenate(batches)
+            for batches in groups.values()
+        ]
+
+    def _batches(self, fresh: Sequence[BatchJoin]) -> list[CausalLMBatch]:
+        """Batches of whole requests, of like length and of one group."""
+        groups: dict[Hashable, list[BatchJoin]] = defaultdict(list)
+        batches = []
+        for request in fresh:
+            if len(self._cuts(request)) > 1:
+                batches.append(self._in_pieces(request))
+            else:
+                groups[self._model.sharing.group(len(request.tokens))].append(request)
+        for group in groups.values():
+            batches += [self._model.batch(alike) for alike in groups_of_like_length(group)]
+        return batches
+
+    def _cuts(self, request: BatchJoin) -> list[int]:
+        return self._model.sharing.cuts(request.prompt_length, len(request.tokens))
+
+    def _in_pieces(self, request: BatchJoin) -> CausalLMBatch:
+        """Compute a request up to its last piece, which is the batch's next input."""
+        cuts = self._cuts(request)
+        batch = self._model.batch([replace(request, tokens=request.tokens[: cuts[0]])])
+        for start, end in itertools.pairwise(cuts):
+            self._model.next_logits(batch, self._adapters(batch))
+            tokens = np.array([request.tokens[start:end]], dtype=np.int64)
+            batch.advance(to_device(tokens, self._model.device))
+        return batch
+
+
+def groups_of_like_length(requests: Sequence[BatchJoin]) -> list[list[BatchJoin]]:
+    """Group requests, longest first, so that none is padded to more than MAX_PADDING times."""
+    groups: list[list[BatchJoin]] = []
+    for request in sorted(requests, key=lambda each: -len(each.tokens)):
+        if groups and len(groups[-1][0].tokens) <= MAX_PADDING * len(request.tokens):
+            groups[-1].append(request)
+        else:
+            groups.append([request])
+    return groups

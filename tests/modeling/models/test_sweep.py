@@ -1,0 +1,49 @@
+"""The sweep's fast part: a kind for each way in which rows could come to depend on each other."""
+
+from pathlib import Path
+
+import pytest
+
+from modeling.models.causal_lm_sharing import Sharing
+from tests.modeling.models.sweep import main, sweep
+
+
+@pytest.mark.parametrize(
+    ("kind", "variant", "why"),
+    [
+        ("doge", "plain", "an adapter sees the whole cache; the best columns are kept"),
+        ("deepseek_v3", "plain", "an adapter expands the whole cache"),
+        ("llama4_text", "plain", "queries are scaled by their column, attention is in chunks"),
+        ("moshi", "plain", "a cache that forgets what attention looks for"),
+        ("gemma2", "longrope", "frequencies by the longest row, beside windows"),
+        ("olmo2", "longrope", "frequencies by the longest row; a cache is kept across the border"),
+        ("phi3", "longrope", "a cache is computed anew at the border"),
+        ("phimoe", "longrope", "another scale too"),
+        ("llama", "dynamic", "frequencies by what was computed before"),
+    ],
+)
+def test_no_answer_depends_on_its_mates(tmp_path: Path, kind: str, variant: str, why: str) -> None:
+    outcome = sweep(tmp_path, kind, variant)
+    assert outcome.word == "exact", (outcome.why, why)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [
+        ("deepseek_v32", "indexed_attention: such layers keep an index"),
+        ("lfm3", "conv: such layers keep a recurrent state"),
+        ("bert", "keeps no cache"),
+        ("rembert", "is it no decoder"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(tmp_path: Path, kind: str, sentence: str) -> None:
+    outcome = sweep(tmp_path, kind)
+    assert outcome.word == "refused"
+    assert sentence in outcome.why
+
+
+def test_the_sweep_sees_rows_that_depend_on_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Sharing, "group", lambda self, length: 0)
+    said: list[str] = []
+    assert main(["olmo2", "--variant", "longrope"], said.append) == 1
+    assert said[0].startswith("wrong")

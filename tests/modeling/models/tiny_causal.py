@@ -1,0 +1,162 @@
+"""A tiny random model of any causal class that the installed transformers can build.
+
+Windows and chunks are eight tokens and the frequencies of longrope change after ORIGINAL, so that
+prompts of a few tokens lie on both sides of everything that looks at a length.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from tests.checkpoints_padded import randomise
+
+ORIGINAL = 16
+"""Tokens up to which the short frequencies of longrope hold."""
+
+VARIANTS = ("plain", "longrope", "dynamic")
+
+MAX_PARAMETERS = 3_000_000
+"""Models whose parts do not shrink (towers for images and sound) are left out."""
+
+_WIDE = dict.fromkeys(
+    ("hidden_size", "d_model", "n_embd", "embedding_size", "emb_dim", "dim_model"), 32
+)
+_INNER = dict.fromkeys(
+    ("intermediate_size", "ffn_dim", "d_ff", "n_inner", "dff", "dim_ff", "decoder_ffn_dim",
+     "encoder_ffn_dim"), 48
+)  # fmt: skip
+_DEEP = dict.fromkeys(
+    ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers",
+     "num_decoder_layers"), 2
+)  # fmt: skip
+_HEADS = dict.fromkeys(
+    ("num_attention_heads", "n_head", "n_heads", "decoder_attention_heads",
+     "encoder_attention_heads"), 4
+)  # fmt: skip
+_LENGTHS = dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"), 256)
+_EIGHT = dict.fromkeys(
+    ("head_dim", "dim_head", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "index_topk",
+     "index_head_dim", "sliding_window", "attention_chunk_size", "keep_window_size", "floor_scale",
+     "window_size"), 8
+)  # fmt: skip
+_EXPERTS = dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), 4)
+_EXPERT = dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 24)
+
+SMALL: dict[str, Any] = {
+    **_WIDE, **_INNER, **_DEEP, **_HEADS, **_LENGTHS, **_EIGHT, **_EXPERTS, **_EXPERT,
+    "vocab_size": 96, "encoder_layers": 1, "num_key_value_heads": 2, "num_experts_per_tok": 2,
+    "kv_lora_rank": 16, "q_lora_rank": 16, "qk_head_dim": 16, "n_group": 1, "topk_group": 1,
+    "first_k_dense_replace": 1, "rotary_dim": 4, "index_n_heads": 2,
+}  # fmt: skip
+"""Numbers by the names under which configs have them."""
+
+ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+
+OWN: dict[str, dict[str, Any]] = {
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "attention_layers": None},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8}},
+    "ministral": {"head_dim": 8, "num_key_value_heads": 2},
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "hunyuan_v1_moe": {"head_dim": 8},
+    "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
+    "moshi": {"sliding_window": 24},
+    "zaya": {"num_experts_per_tok": 1},
+    "llama4_text": {
+        "attn_temperature_tuning": True, "no_rope_layers": [1, 0], "intermediate_size_mlp": 48,
+        "layer_types": ["chunked_attention", "full_attention"],
+    },
+    "ministral3": {
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 1.0,
+            "mscale_all_dim": 1.0, "beta_fast": 32.0, "beta_slow": 1.0,
+            "original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.1,
+        },
+    },
+}  # fmt: skip
+"""What single kinds want besides."""
+
+
+def kinds() -> list[str]:
+    """Every model type of the installed transformers that has a causal class."""
+    return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def tiny_config(kind: str, variant: str = "plain") -> PreTrainedConfig:
+    """A small config of a kind; whatever its class raises when it cannot be small.
+
+    variant: "longrope" and "dynamic" give it rotary frequencies of that type.
+    """
+    config_class: Any = CONFIG_MAPPING[kind]
+    usual = config_class()
+    fields = {name: value for name, value in SMALL.items() if _is_number(usual, name)}
+    if "kv_lora_rank" in fields and "num_key_value_heads" in fields:
+        fields["num_key_value_heads"] = fields["num_attention_heads"]
+    types = getattr(usual, "layer_types", None)
+    if types and not isinstance(getattr(config_class, "layer_types", None), property):
+        fields["layer_types"] = (list(dict.fromkeys(types)) * 2)[:2]
+    config: PreTrainedConfig = config_class(**{**fields, **ENDS, **OWN.get(kind, {})})
+    if variant != "plain":
+        config = _with_rope(config, variant)
+    return config
+
+
+def _is_number(config: PreTrainedConfig, name: str) -> bool:
+    if isinstance(getattr(type(config), name, None), property):
+        return False
+    value = getattr(config, name, None)
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _with_rope(config: PreTrainedConfig, variant: str) -> PreTrainedConfig:
+    """The same with other rotary frequencies; ValueError for a model that has none."""
+    widths = set(_rotary_widths(_build(config)))
+    rope = getattr(config, "rope_parameters", None)
+    if len(widths) != 1 or not rope or "rope_theta" not in rope:
+        raise ValueError("it has no rotary frequencies, or several")
+    (width,) = widths
+    fields = {**rope, "rope_type": variant, "factor": 4.0}
+    if variant == "dynamic":
+        changes = {"rope_parameters": fields, "max_position_embeddings": 2 * ORIGINAL}
+        return type(config)(**{**config.to_dict(), **changes})
+    fields |= {
+        "short_factor": [1.0 + 0.1 * i for i in range(width)],
+        "long_factor": [1.5 + 1.5 * i for i in range(width)],
+        "original_max_position_embeddings": ORIGINAL,
+        "short_mscale": 1.1, "long_mscale": 1.4,
+    }  # fmt: skip
+    changes = {"rope_parameters": fields, "original_max_position_embeddings": ORIGINAL}
+    return type(config)(**{**config.to_dict(), **changes})
+
+
+def _rotary_widths(model: nn.Module) -> Iterator[int]:
+    for module in model.modules():
+        frequencies = getattr(module, "inv_freq", None)
+        if isinstance(frequencies, torch.Tensor):
+            yield len(frequencies)
+
+
+def _build(config: PreTrainedConfig) -> Any:
+    build: Any = transformers.AutoModelForCausalLM
+    with torch.device("meta"):
+        size = sum(parameter.numel() for parameter in build.from_config(config).parameters())
+    if size > MAX_PARAMETERS:
+        raise ValueError(f"{size} parameters: it does not shrink")
+    return build.from_config(config, dtype=torch.float32)
+
+
+def write_tiny(folder: Path, kind: str, variant: str = "plain") -> Path:
+    """Write a tiny random model into `folder` and return it; raises what `tiny_config` does."""
+    model = _build(tiny_config(kind, variant))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            randomise(name, parameter, generator)
+    model.tie_weights()
+    model.save_pretrained(folder)
+    return folder
