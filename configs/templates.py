@@ -10,8 +10,6 @@ import msgspec
 DEFAULT, TOOL_USE = "default", "tool_use"
 OTHERS_FOLDER = "additional_chat_templates"
 
-_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token",
-                  "mask_token")  # fmt: skip
 _FORM = "chat_template in {} must be a text or a list of objects with `name` and `template`"
 _MAX_CHARACTERS = 256 << 10
 
@@ -51,7 +49,8 @@ def read_template(folder: Path) -> TemplateSource:
     found = _of_files(folder) or _of_config(config.get("chat_template"), path.name)
     if sum(map(len, found.values())) > _MAX_CHARACTERS:
         raise ValueError(f"the chat templates have more than {_MAX_CHARACTERS} characters")
-    return TemplateSource(found.pop(DEFAULT, ""), _special_tokens(config), found)
+    tokens = _special_tokens(config | _special_tokens_map(folder, config))
+    return TemplateSource(found.pop(DEFAULT, ""), tokens, found)
 
 
 def _of_files(folder: Path) -> dict[str, str]:
@@ -84,9 +83,32 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
+def _special_tokens_map(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """special_tokens_map.json, which counts where the config does not list its added tokens."""
+    path = folder / "special_tokens_map.json"
+    if "added_tokens_decoder" in config or not path.is_file():
+        return {}
+    try:
+        found: Any = json.loads(path.read_text("utf-8"))
+    except RecursionError as error:
+        raise ValueError(f"{path.name} is nested too deep") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path.name} must hold an object")
+    return found
+
+
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Special tokens by role; a config has each as a string or as an object with `content`."""
-    found = {name: config[name] for name in _SPECIAL_NAMES if config.get(name)}
+    """Special tokens by role; a config has each as a string or as an object with `content`.
+
+    Roles beside the usual ones end with _token too, or stand in `extra_special_tokens`.
+    """
+    found = {
+        name: token
+        for name, token in config.items()
+        if name.endswith("_token") and isinstance(token, str | dict)
+    }
+    extra = config.get("extra_special_tokens")
+    found |= extra if isinstance(extra, dict) else {}
     return {
         name: str(token.get("content", "") if isinstance(token, dict) else token)
         for name, token in found.items()

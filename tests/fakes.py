@@ -82,7 +82,10 @@ def write_tokenizer(folder: Path, template: str | None = TEMPLATE) -> Tokenizer:
     """Save the tokenizer as a model's folder has it."""
     tokenizer = byte_level_tokenizer()
     tokenizer.save(str(folder / "tokenizer.json"))
-    config: dict[str, object] = {"bos_token": BOS, "eos_token": {"content": EOS}}
+    config: dict[str, object] = {
+        "bos_token": BOS,
+        "eos_token": {"__type": "AddedToken", "content": EOS},
+    }
     if template is not None:
         config["chat_template"] = template
     (folder / "tokenizer_config.json").write_text(json.dumps(config), "utf-8")

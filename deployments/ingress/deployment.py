@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 
 import ray
 from fastapi import FastAPI
@@ -36,6 +36,7 @@ from deployments.ingress.errors import RequestError
 from deployments.ingress.frames import Mailbox
 from deployments.ingress.keys import is_loopback
 from deployments.ingress.peers import Peers
+from deployments.ingress.text import Text
 from deployments.ledger import RayLedger
 from deployments.observability.logs import hand_logs_to_serve
 from deployments.orders import Ledger, LedgerFault, note
@@ -162,6 +163,7 @@ class IngressDeployment:
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Build the API; its lifespan binds the address that frames come to."""
         limits = self._config.engine.limits
+        trusts = self._config.engine.model.trust_remote_code
         peers = Peers(_running_replicas)
         settings = IngressSettings(
             default_source=self._config.engine.adapters.default_source,
@@ -172,6 +174,7 @@ class IngressDeployment:
             api=self._config.api,
             replicas=peers.count,
             loopback=_front_is_loopback(),
+            read_text=partial(Text.load, trust_remote_code=trusts),
         )
         mailbox = Mailbox()
         receiver = FrameReceiver(mailbox.deliver)

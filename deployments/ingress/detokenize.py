@@ -1,127 +1,160 @@
-"""From tokens to text, one sequence at a time: incremental decoding and stop strings."""
+"""From tokens to text, one sequence at a time: incremental decoding and clean-up."""
 
-from collections.abc import Callable, Container, Sequence
+import codecs
+from collections.abc import Container, Sequence
+
+from deployments.ingress.spelling import Spelling
 
 _REPLACEMENT = "\ufffd"
-# A character has at most four bytes; with one byte a token, a longer tail is not a character.
-_MAX_PENDING = 8
+_EACH_BYTE = "loray-each-byte"
+# transformers' clean-up, in its order.
+_TIDIED = ((" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"),
+           (" 'm", "'m"), (" 's", "'s"), (" 've", "'ve"), (" 're", "'re"))  # fmt: skip
+
+
+def _replace_each_byte(fault: UnicodeError) -> tuple[str, int]:
+    assert isinstance(fault, UnicodeDecodeError)
+    return _REPLACEMENT * (fault.end - fault.start), fault.end
+
+
+codecs.register_error(_EACH_BYTE, _replace_each_byte)
 
 
 class TextStream:
     """Decodes a growing list of tokens; what it emits never changes afterwards.
 
-    Tokens in `silent` have no text. Emitted text ends between characters; `flush` gives the
-    rest, so that all pieces together equal the decoding of all tokens. Only a window of the
-    last few tokens is decoded each time: `_window[:_read]` is context whose text is out.
+    Tokens in `silent` have no text. Each token is looked at once, and a character comes out with
+    its last byte; so the text does not depend on how many tokens come at a time. It is that of
+    the tokenizer's own decoder, but in one respect: where bytes are tokens (ByteFallback), that
+    gives up a whole run of them for one that fits in no character. Here only those bytes are lost.
     """
 
     def __init__(
-        self, decode: Callable[[Sequence[int]], str], silent: Container[int] = frozenset()
+        self, spelling: Spelling, silent: Container[int] = frozenset(), tidies: bool = False
     ) -> None:
-        """`decode` turns ids into text without clean-up."""
-        self._decode = decode
+        """tidies: spaces before punctuation go, as `clean_up_tokenization_spaces` has it."""
+        self._spelling = spelling
         self._silent = silent
-        self._window: list[int] = []
-        self._read = 0
-        self._sent = 0
+        self._before = spelling.before_bytes()
+        self._after = spelling.after_bytes()
+        self._characters = _Characters(_EACH_BYTE if spelling.replaces_each_byte else "replace")
+        self._tidy = _Tidied() if tidies else None
+        self._length = 0
+        self.start = 0
+        """Where the last token's own text begins, in characters of the whole text."""
 
     def push(self, tokens: Sequence[int]) -> str:
         """The text that these tokens complete; empty while a character is unfinished."""
-        audible = [token for token in tokens if token not in self._silent]
-        if not audible:
-            return ""
-        self._window += audible
-        text = self._decode(self._window)
-        if len(text) <= self._sent:
-            return ""
-        if not text.endswith(_REPLACEMENT):
-            return self._advance(text)
-        if len(self._window) - self._read > _MAX_PENDING:
-            return self._give_up(text)
-        return ""
+        return "".join([self._take(token) for token in tokens])
 
     def flush(self) -> str:
         """What is left, unfinished characters included; the stream is over."""
-        if self._read == len(self._window):
+        text = self._emit(self._characters.broken())
+        return text if self._tidy is None else text + self._tidy.flush()
+
+    def _take(self, token: int) -> str:
+        self.start = self._length
+        spelled = None if token in self._silent else self._spelled(token)
+        if spelled is None:
             return ""
-        text = self._decode(self._window)[self._sent :]
-        self._read = len(self._window)
+        if isinstance(spelled, str):
+            broken, text = self._characters.broken(), spelled
+        else:
+            broken, text = self._characters.push(spelled)
+        released = self._emit(broken)
+        self.start = self._length
+        return released + self._emit(text)
+
+    def _spelled(self, token: int) -> str | bytes | None:
+        if self._before is None:
+            return self._spelling.alone(token)
+        written = self._spelling.token(token)
+        return None if written is None else self._spelling.parts(self._before.add(written))
+
+    def _emit(self, text: str) -> str:
+        if text and self._after is not None:
+            text = self._after.add(text)
+        if self._tidy is not None:
+            text = self._tidy.push(text)
+        self._length += len(text)
         return text
 
-    def _advance(self, text: str) -> str:
-        """Emit all of the window; its new part becomes the context of the next."""
-        new = text[self._sent :]
-        del self._window[: self._read]
-        self._read = len(self._window)
-        self._sent = len(self._decode(self._window))
-        return new
 
-    def _give_up(self, text: str) -> str:
-        """Emit broken bytes up to a token boundary that no character spans.
+class _Characters:
+    """Bytes that come in pieces, as characters."""
 
-        Decoding both sides apart gives the same text only if nothing spans the boundary.
-        """
-        for cut in range(len(self._window) - 1, len(self._window) - 5, -1):
-            head = self._decode(self._window[:cut])
-            if head + self._decode(self._window[cut:]) == text:
-                new = head[self._sent :]
-                del self._window[:cut]
-                self._read = self._sent = 0
-                return new
-        return ""
+    def __init__(self, errors: str) -> None:
+        """errors: codecs' name for what is done to bytes that fit in no character."""
+        self._errors = errors
+        self._pending = b""
+
+    def push(self, raw: bytes) -> tuple[str, str]:
+        """What becomes of bytes before that these do not continue, and the characters now whole."""
+        broken = ""
+        if self._pending and not self._continues(raw[:1]):
+            broken = self.broken()
+        whole = self._pending + raw
+        text, used = codecs.utf_8_decode(whole, self._errors, False)
+        self._pending = whole[used:]
+        return broken, text
+
+    def broken(self) -> str:
+        """What becomes of an unfinished character when nothing continues it."""
+        if not self._pending:
+            return ""
+        text, _ = codecs.utf_8_decode(self._pending, self._errors, True)
+        self._pending = b""
+        return text
+
+    def _continues(self, byte: bytes) -> bool:
+        try:
+            codecs.utf_8_decode(self._pending + byte, "strict", False)
+        except UnicodeDecodeError:
+            return False
+        return True
 
 
-class StopStrings:
-    """Looks for stop strings in a stream of text, whatever pieces it comes in.
+class _Tidied:
+    """transformers' `clean_up_tokenization` over text that comes in pieces."""
 
-    The match that completes first wins; of those that complete together, the longest.
-    keep=False cuts the stop string out, and holds back text that may turn out to begin one;
-    keep=True passes everything up to the stop string's end at once.
-    """
-
-    def __init__(self, stops: Sequence[str], keep: bool) -> None:
-        """`stops` are non-empty."""
-        assert all(stops), "an empty stop string matches everywhere"
-        self._stops = tuple(stops)
-        self._keep = keep
-        self._pending = ""
-        self.matched = False
+    def __init__(self) -> None:
+        """Nothing is held yet."""
+        self._stages = [_Replaced(*pair) for pair in _TIDIED]
 
     def push(self, text: str) -> str:
-        """The text that may be shown now; after a match nothing more is."""
-        if not self._stops:
-            return text
-        if self.matched:
-            return ""
-        shown = len(self._pending) if self._keep else 0
-        self._pending += text
-        match = self._first_match()
-        if match is not None:
-            self.matched = True
-            return self._pending[shown : match[1] if self._keep else match[0]]
-        held = self._held()
-        out = self._pending[shown:] if self._keep else self._pending[: len(self._pending) - held]
-        self._pending = self._pending[len(self._pending) - held :]
-        return out
+        """The text that no later piece can change."""
+        for stage in self._stages:
+            text = stage.push(text)
+        return text
 
     def flush(self) -> str:
-        """Text that was held back for a stop string that did not come."""
-        rest = "" if self._keep or self.matched else self._pending
-        self._pending = ""
-        return rest
+        """What was held back; the text is over."""
+        text = ""
+        for stage in self._stages:
+            text = stage.push(text) + stage.flush()
+        return text
 
-    def _first_match(self) -> tuple[int, int] | None:
-        """Start and end of the match that completes first."""
-        found = [(self._pending.find(stop), len(stop)) for stop in self._stops]
-        spans = [(start, start + length) for start, length in found if start >= 0]
-        return min(spans, key=lambda span: (span[1], span[0]), default=None)
 
-    def _held(self) -> int:
-        """Length of the longest end of the pending text that begins a stop string."""
-        return max(self._begun(stop) for stop in self._stops)
+class _Replaced:
+    """`str.replace` over text that comes in pieces."""
 
-    def _begun(self, stop: str) -> int:
-        """Length of the longest end of the pending text that begins this stop string."""
-        longest = min(len(stop) - 1, len(self._pending))
-        ends = (n for n in range(longest, 0, -1) if self._pending.endswith(stop[:n]))
-        return next(ends, 0)
+    def __init__(self, old: str, new: str) -> None:
+        """`old` is not empty."""
+        self._old = old
+        self._new = new
+        self._held = ""
+
+    def push(self, text: str) -> str:
+        """The text that no later piece can change."""
+        if not text:
+            return ""
+        *done, rest = (self._held + text).split(self._old)
+        ends = (n for n in range(len(self._old) - 1, 0, -1) if rest.endswith(self._old[:n]))
+        kept = len(rest) - next(ends, 0)
+        self._held = rest[kept:]
+        return self._new.join([*done, rest[:kept]])
+
+    def flush(self) -> str:
+        """The beginning of `old` that was held back."""
+        held, self._held = self._held, ""
+        return held

@@ -19,18 +19,19 @@ from configs.sampling import Pooling, Sampling, Stopping
 from deployments.contract import Completion, EngineInfo, GenerateRequest, SequenceRequest
 from deployments.ingress.authorization import bearer_token
 from deployments.ingress.engine import Engine, IngressSettings, Job
-from deployments.ingress.errors import invalid
+from deployments.ingress.errors import RequestError, invalid
 from deployments.ingress.lorax_schema import (
     GenerateParameters,
     GenerateRequestBody,
     check_adapters,
     check_lengths,
+    input_limit,
 )
 from deployments.ingress.merges import MergedAdapters, asked_adapter
 from deployments.ingress.openai_schema import PromptInput, prompts_of
 from deployments.ingress.references import parse_source
 from deployments.ingress.replies import Whole, whole
-from deployments.ingress.text import Text
+from deployments.ingress.text import Limit, Text
 from deployments.ingress.unicode import Unicode
 
 Vector = tuple[float, ...]
@@ -107,9 +108,13 @@ async def _of_openai(request: Request, body: EmbeddingsBody, engine: Engine) -> 
     started = time.monotonic()
     _check(body, engine.settings)
     info, text = await engine.served()
+    limit = _limit(info)
+    for given in body.input:
+        if isinstance(given, str):
+            text.check_length(given, limit)
     token = body.parameters.api_token if body.parameters is not None else None
     return _Asked(
-        inputs=[_checked(await _ids(given, text), info) for given in body.input],
+        inputs=[_checked(await _ids(given, text, limit), info) for given in body.input],
         characters=sum(len(given) for given in body.input if isinstance(given, str)),
         adapter=_adapter_of(body, info, engine.settings.default_source),
         api_token=body.api_token or token or bearer_token(request),
@@ -145,7 +150,8 @@ async def _of_lorax(request: Request, body: GenerateRequestBody, engine: Engine)
     started, given = time.monotonic(), body.settled
     info, text = await engine.served()
     adapter = _adapter_by(given, info, engine.settings.default_source)
-    ids = await text.encode(body.inputs) if body.inputs else []
+    limit = input_limit(GenerateParameters(), info)
+    ids = await text.encode(body.inputs, limit=limit) if body.inputs else []
     check_lengths(len(ids), 0, info)
     return _Asked(
         inputs=[ids],
@@ -170,8 +176,16 @@ def _check(body: EmbeddingsBody, settings: IngressSettings) -> None:
         raise invalid(message, "input")
 
 
-async def _ids(given: str | list[int], text: Text) -> list[int]:
-    return await text.encode(given) if isinstance(given, str) else given
+def _limit(info: EngineInfo) -> Limit:
+    def refusal(size: str) -> RequestError:
+        message = f"`input` has {size}; at most {info.max_input_tokens} tokens are allowed"
+        return invalid(message, "input", "context_length_exceeded")
+
+    return Limit(info.max_input_tokens, refusal)
+
+
+async def _ids(given: str | list[int], text: Text, limit: Limit) -> list[int]:
+    return await text.encode(given, limit=limit) if isinstance(given, str) else given
 
 
 def _checked(ids: list[int], info: EngineInfo) -> list[int]:

@@ -1,6 +1,8 @@
 """What all routes need of the engine behind them: its description, its text, calls to it."""
 
 import asyncio
+import logging
+import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,17 +21,20 @@ from deployments.contract import (
     ErrorKind,
     GenerateRequest,
     ReplyAddress,
+    SequenceRequest,
 )
 from deployments.ingress.calls import Call
 from deployments.ingress.constraints import Compiler
-from deployments.ingress.detokenize import StopStrings
 from deployments.ingress.errors import SPELLINGS, RequestError
 from deployments.ingress.frames import Mailbox
 from deployments.ingress.quotas import Clock, Replicas, alone
+from deployments.ingress.stops import StopStrings
 from deployments.ingress.templates import Templates
 from deployments.ingress.text import Text
 from deployments.ingress.transcript import Transcript
 from deployments.observability.lorax_metrics import RequestMetrics
+
+logger = logging.getLogger("loray.ingress")
 
 _INFO_SECONDS = 1.0
 # A health check must answer even when the engine does not.
@@ -46,7 +51,7 @@ class IngressSettings:
     max_logprobs: alternatives a client may ask for with each token. keep_alive_seconds: how
     long a stream may be silent. replicas: how many there are of this ingress now. clock: what
     quotas fill by and what was told grows old by, in seconds. loopback: whether the server's HTTP
-    front can be reached from its own machine only.
+    front can be reached from its own machine only. read_text: what reads the tokenizer in a folder.
     """
 
     default_source: AdapterSource = AdapterSource.HUB
@@ -64,6 +69,7 @@ class IngressSettings:
     replicas: Replicas = alone
     clock: Clock = time.monotonic
     loopback: bool = False
+    read_text: Callable[[str], Text] = Text.load
 
 
 class Served(NamedTuple):
@@ -95,14 +101,17 @@ class Job:
 
     def transcripts(self, text: Text) -> list[Transcript]:
         """One for each sequence."""
-        return [
-            Transcript(
-                text.stream(frozenset(sequence.stopping.stop_token_ids), self.spoken),
-                StopStrings(self.stops, self.keep_stops),
-                per_token=self.per_token or bool(self.stops),
-            )
-            for sequence in self.request.sequences
-        ]
+        return [self._transcript(text, sequence) for sequence in self.request.sequences]
+
+    def _transcript(self, text: Text, sequence: SequenceRequest) -> Transcript:
+        silent = frozenset(sequence.stopping.stop_token_ids)
+        hidden = text.hidden(self.stops, silent, self.spoken)
+        return Transcript(
+            text.stream(silent, self.spoken),
+            StopStrings(self.stops, self.keep_stops, hidden.values()),
+            per_token=self.per_token or bool(self.stops),
+            hidden=hidden,
+        )
 
 
 class Engine:
@@ -131,6 +140,7 @@ class Engine:
         self._silence: RequestError | None = None
         self._calls: WeakSet[Call] = WeakSet()
         self._ended: Callable[[], RequestError] | None = None
+        self._unreadable: str | None = None
 
     async def served(self) -> Served:
         """The engine as last described, whenever that was."""
@@ -193,7 +203,14 @@ class Engine:
     async def _text_of(self, info: EngineInfo) -> Text:
         if self._served is not None:
             return self._served.text
-        return await asyncio.to_thread(Text.load, info.tokenizer)
+        if self._unreadable is None:
+            try:
+                return await asyncio.to_thread(self.settings.read_text, info.tokenizer)
+            except (OSError, ValueError, subprocess.TimeoutExpired) as fault:
+                logger.exception("no text can be served")
+                self._unreadable = str(fault)
+        # Files that cannot be read now cannot be read at the next request either.
+        raise RequestError(ErrorKind.UNAVAILABLE, self._unreadable)
 
 
 def stop_ids(info: EngineInfo, ignored: bool | None) -> tuple[int, ...]:

@@ -28,6 +28,7 @@ from deployments.ingress.lorax_schema import (
     check,
     check_characters,
     check_lengths,
+    input_limit,
     sampling,
     truncated,
 )
@@ -96,7 +97,10 @@ async def _job(engine: Engine, request: Request, body: GenerateRequestBody, stre
     given = body.settled
     check(body.inputs, given, engine.settings, streams)
     info, text = await engine.served()
-    ids = truncated(await text.encode(body.inputs), given, info)
+    limit = input_limit(given, info)
+    if limit is None:
+        check_characters(body.inputs, info)
+    ids = truncated(await text.encode(body.inputs, limit=limit), given, info)
     stopping = Stopping(
         max_new_tokens=check_lengths(len(ids), given.max_new_tokens, info),
         stop_token_ids=stop_ids(info, given.ignore_eos_token),

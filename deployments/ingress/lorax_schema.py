@@ -8,9 +8,10 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 from configs.sampling import LARGEST_TOP_K, Sampling
 from deployments.contract import EngineInfo
 from deployments.ingress.engine import IngressSettings
-from deployments.ingress.errors import invalid
+from deployments.ingress.errors import RequestError, invalid
 from deployments.ingress.merges import MergedAdapters, check_merge
 from deployments.ingress.schemas import ResponseFormat
+from deployments.ingress.text import Limit
 from deployments.ingress.unicode import Unicode
 
 _Range = tuple[Callable[[float], bool], str]
@@ -128,14 +129,32 @@ def check(inputs: str, given: GenerateParameters, settings: IngressSettings, str
 
 
 def check_characters(inputs: str, info: EngineInfo) -> None:
-    """Refuse a text whose list of tokens nobody could want: a reply has 80 bytes for each."""
+    """Refuse a text that is too long to be read for its tokens, or for its last ones.
+
+    Nobody could want the list of its tokens: a reply has 80 bytes for each.
+    """
     most = max(_FEW_CHARACTERS, _CHARACTERS_A_TOKEN * info.max_total_tokens)
     if len(inputs) > most:
         raise invalid(f"`inputs` must have at most {most} characters. Given: {len(inputs)}")
 
 
+def input_limit(given: GenerateParameters, info: EngineInfo) -> Limit | None:
+    """How many tokens `inputs` may have; None where `truncate` makes any number few enough."""
+    if given.truncate is not None:
+        return None
+
+    def refusal(size: str) -> RequestError:
+        return invalid(
+            f"`inputs` must have less than {info.max_input_tokens} tokens. Given: {size}"
+        )
+
+    return Limit(min(info.max_input_tokens, info.max_total_tokens), refusal)
+
+
 def truncated(ids: list[int], given: GenerateParameters, info: EngineInfo) -> list[int]:
-    """The last `truncate` ids, or all of them."""
+    """The last `truncate` ids, or all of them; refused where the model does not have one."""
+    if max(ids, default=0) >= info.vocab_size:
+        raise invalid(f"`inputs` has token {max(ids)}; the model has {info.vocab_size}")
     if given.truncate is None:
         return ids
     if not 0 < given.truncate <= info.max_input_tokens:

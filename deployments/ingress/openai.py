@@ -15,7 +15,14 @@ from deployments.ingress.errors import RequestError, openai_error
 from deployments.ingress.keys import caller as grant_of
 from deployments.ingress.keys import visible
 from deployments.ingress.openai_chat import chat
-from deployments.ingress.openai_jobs import Body, Caller, check, checked_ids, job_of
+from deployments.ingress.openai_jobs import (
+    Body,
+    Caller,
+    check,
+    checked_ids,
+    job_of,
+    prompt_limit,
+)
 from deployments.ingress.openai_replies import (
     CompletionWriter,
     Envelope,
@@ -73,7 +80,11 @@ def routes(engine: Engine) -> APIRouter:
 
 
 async def _prompts(body: CompletionBody, served: Served) -> list[Prompt]:
-    """Each prompt as text (for echo) and as ids."""
+    """Each prompt as text (for echo) and as ids; all must fit before one is read."""
+    limit = prompt_limit(served.info, "prompt")
+    for given in body.prompt:
+        if isinstance(given, str):
+            served.text.check_length(given, limit)
     return [
         await _text_prompt(given, body, served)
         if isinstance(given, str)
@@ -85,7 +96,7 @@ async def _prompts(body: CompletionBody, served: Served) -> list[Prompt]:
 async def _text_prompt(given: str, body: CompletionBody, served: Served) -> Prompt:
     info, text = served
     specials = body.add_special_tokens is not False
-    ids = await text.encode(given, specials)
+    ids = await text.encode(given, specials, prompt_limit(info, "prompt"))
     # Prompts that are too long are refused later, in words about the answer's length too.
     if not body.echo or body.logprobs is None or len(ids) > info.max_total_tokens:
         return Prompt(given, ids)

@@ -9,7 +9,7 @@ from deployments.ingress.constraints import Constraint
 from deployments.ingress.conversations import conversation
 from deployments.ingress.engine import Engine, Job, Served
 from deployments.ingress.errors import invalid
-from deployments.ingress.openai_jobs import Caller, job_of, reference_of
+from deployments.ingress.openai_jobs import Caller, job_of, prompt_limit, reference_of
 from deployments.ingress.openai_replies import ChatWriter, Envelope
 from deployments.ingress.openai_schema import ChatBody
 from deployments.ingress.prompt_replies import Prompt
@@ -41,7 +41,8 @@ async def chat(body: ChatBody, engine: Engine, served: Served, caller: Caller) -
     asked = await engine.compiler.compiled(await _asked(body, means, words), served.info)
     rendered = await template.render(conversation(body, means, template))
     # The template has written all special tokens.
-    ids = await served.text.encode(rendered, add_special_tokens=bool(body.add_special_tokens))
+    limit = prompt_limit(served.info, "messages")
+    ids = await served.text.encode(rendered, bool(body.add_special_tokens), limit)
     prompt = Prompt(rendered, ids)
     job = job_of(body, [prompt], served, engine.settings, caller, asked)
     if means is not None:

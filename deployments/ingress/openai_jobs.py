@@ -12,12 +12,13 @@ from deployments.contract import EngineInfo, GenerateRequest, SequenceRequest
 from deployments.ingress.choices import spread_seed
 from deployments.ingress.constraints import UNCONSTRAINED, Constraint, check_endings
 from deployments.ingress.engine import IngressSettings, Job, Served, stop_ids
-from deployments.ingress.errors import invalid
+from deployments.ingress.errors import RequestError, invalid
 from deployments.ingress.keys import Grant
 from deployments.ingress.merges import asked_adapter
 from deployments.ingress.openai_schema import ChatBody, CompletionBody
 from deployments.ingress.prompt_replies import Prompt, asking
 from deployments.ingress.references import parse_source
+from deployments.ingress.text import Limit
 
 _DEFAULT_MAX_TOKENS = 16
 
@@ -222,6 +223,21 @@ def _ignores_end(body: Body) -> bool:
 def _wanted_tokens(body: Body) -> int | None:
     newer = body.max_completion_tokens if isinstance(body, ChatBody) else None
     return body.max_tokens if newer is None else newer
+
+
+def prompt_limit(info: EngineInfo, param: str) -> Limit:
+    """How many tokens a prompt may have; the answer's are counted when it was read."""
+
+    def refusal(size: str) -> RequestError:
+        return invalid(
+            f"This model's maximum context length is {info.max_total_tokens} tokens. However, "
+            f"your {param} has {size}, which cannot fit. "
+            f"Please reduce the length of the {param}.",
+            param,
+            "context_length_exceeded",
+        )
+
+    return Limit(min(info.max_input_tokens, info.max_total_tokens), refusal)
 
 
 def checked_ids(ids: list[int], info: EngineInfo) -> list[int]:

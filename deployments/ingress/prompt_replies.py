@@ -6,9 +6,9 @@ import msgspec
 
 from configs.sampling import Sampling
 from deployments.contract import SequenceRequest
-from deployments.ingress.detokenize import StopStrings
 from deployments.ingress.logprobs import finite
 from deployments.ingress.replies import Choice
+from deployments.ingress.stops import StopStrings
 from deployments.ingress.text import Text
 from deployments.ingress.transcript import Piece, Transcript
 from scheduler.plan import TokenLogprobs

@@ -1,29 +1,36 @@
 """The model's tokenizer and chat template, read from its folder.
 
-A tokenizer.json (a "fast" tokenizer) is required: it is read by the `tokenizers` library alone,
-which keeps torch and transformers out of the ingress process.
+transformers says what the folder's tokenizer is (conversion.py); the `tokenizers` library alone
+works here, which keeps torch and transformers out of the ingress process.
 """
 
-import asyncio
-import json
-from collections.abc import Callable, Container, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tokenizers import Encoding, Tokenizer
 
 from configs.templates import TemplateSource, read_template
 from deployments.ingress.chat import ChatTemplate
+from deployments.ingress.conversion import Converted, convert
 from deployments.ingress.detokenize import TextStream
-from deployments.ingress.errors import invalid
+from deployments.ingress.errors import RequestError, invalid
+from deployments.ingress.extents import Extents
 from deployments.ingress.galactica import ENDS, Unmarked, cuts_sequences, mark
+from deployments.ingress.lanes import Lane
+from deployments.ingress.spelling import Spelling
 
 _SHORT_CHARACTERS = 1000
 """A tokenizer takes about 0.1 ms for so many."""
 
 _LONG_CHARACTERS = 100_000
 """A tokenizer takes about 50 ms for so many; longer texts wait for each other alone."""
+
+_IN_LINE = 8 * 2**20
+"""Characters that may wait for a thread: some ten seconds of its work."""
+
+_BEGINNING = 8
+"""Characters of a long text that are read first, for each token that it may have."""
 
 
 class Slice(NamedTuple):
@@ -35,13 +42,28 @@ class Slice(NamedTuple):
     stop: int
 
 
+class Limit(NamedTuple):
+    """How many tokens a text may have; refusal: the error about one of e.g. "9 characters"."""
+
+    tokens: int
+    refusal: Callable[[str], RequestError]
+
+
 class Text:
     """Turns text into tokens and back; `compiled` are the model's chat templates by their text."""
 
     def __init__(
-        self, tokenizer: Tokenizer, templates: TemplateSource | None = None, threads: int = 2
+        self,
+        tokenizer: Tokenizer,
+        templates: TemplateSource | None = None,
+        threads: int = 2,
+        tidies: bool = False,
+        apart: Sequence[str] = (),
     ) -> None:
-        """`threads` encode beside the event loop, and one more what is very long."""
+        """`threads` encode beside the event loop, and one more what is very long.
+
+        tidies and apart: as in `conversion.Converted`.
+        """
         # A saved tokenizer may carry training's truncation and padding.
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -50,8 +72,10 @@ class Text:
         tokens = self.templates.special_tokens
         texts = self.templates.by_name.values()
         self.compiled = {source: ChatTemplate(source, tokens) for source in texts}
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokenizer")
-        self._slow_pool = ThreadPoolExecutor(1, thread_name_prefix="long-texts")
+        self._tidies = tidies
+        self._apart = apart
+        self._lane = Lane("tokenizer", threads, _IN_LINE)
+        self._long_lane = Lane("long-texts", 1, _IN_LINE)
         added = tokenizer.get_added_tokens_decoder()
         self._added = {id: token.content for id, token in added.items()}
         self.special_ids = frozenset(id for id, token in added.items() if token.special)
@@ -59,40 +83,52 @@ class Text:
         self._quiet = self.special_ids
         if self._marks:
             self._quiet = frozenset(id for id in self.special_ids if self._added[id] in ENDS)
-        self._bytes_of = _TokenBytes(tokenizer, self._added)
+        self._spelling = Spelling(tokenizer)
+        self._extents = Extents(tokenizer)
 
     @classmethod
-    def load(cls, folder: str) -> "Text":
-        """Read tokenizer.json, tokenizer_config.json and chat_template.jinja."""
-        root = Path(folder)
-        path = root / "tokenizer.json"
-        if not path.is_file():
-            raise FileNotFoundError(
-                f"{path} is missing: a fast tokenizer is required; save one with "
-                "AutoTokenizer.from_pretrained(model).save_pretrained(folder)"
-            )
-        return cls(Tokenizer.from_file(str(path)), read_template(root))
+    def load(cls, folder: str, trust_remote_code: bool = False) -> "Text":
+        """The folder's tokenizer, as AutoTokenizer has it, and its chat templates.
 
-    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        FileNotFoundError where there is no tokenizer, ValueError for one that is not served.
+        """
+        root = Path(folder)
+        converted = convert(root, trust_remote_code)
+        templates = _templates(root, converted)
+        tokenizer = converted.tokenizer()
+        return cls(tokenizer, templates, tidies=converted.tidies, apart=converted.apart)
+
+    async def encode(
+        self, text: str, add_special_tokens: bool = True, limit: Limit | None = None
+    ) -> list[int]:
         """Token ids of a text; special tokens are those that the tokenizer itself adds.
 
-        A short one is done on the spot: it takes less time than handing it to a thread.
+        A short one is done on the spot: it takes less time than handing it to a thread. What
+        cannot have as few tokens as the limit says is refused unread; of what is very long the
+        beginning is read first.
         """
+        if limit is not None:
+            self.check_length(text, limit)
         if len(text) <= _SHORT_CHARACTERS:
             return self._encode(text, add_special_tokens)
-        pool = self._pool_for(text)
-        return await _loop().run_in_executor(pool, self._encode, text, add_special_tokens)
+        lane = self._lane_for(text)
+        if lane is self._long_lane and limit is not None:
+            await self._read_beginning(text, limit)
+        return await lane.run(len(text), self._encode, text, add_special_tokens)
+
+    def check_length(self, text: str, limit: Limit) -> None:
+        """Refuse, unread, a text that cannot have as few tokens."""
+        if len(text) > self._extents.most_characters(limit.tokens):
+            raise limit.refusal(f"{len(text)} characters")
 
     async def slices(self, text: str, add_special_tokens: bool = True) -> list[Slice]:
         """Tokens of a text with the pieces of it that they stand for."""
-        pool = self._pool_for(text)
-        return await _loop().run_in_executor(pool, self._slices, text, add_special_tokens)
+        return await self._lane_for(text).run(len(text), self._slices, text, add_special_tokens)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of tokens: special tokens skipped (but Galactica's words), no clean-up."""
-        if self._marks:
-            return self._decode_all([id for id in ids if id not in self._quiet])
-        return self._tokenizer.decode(ids, skip_special_tokens=True)
+        """Text of tokens: special tokens skipped (but Galactica's words)."""
+        stream = self.stream()
+        return stream.push(ids) + stream.flush()
 
     def stream(
         self, silent: frozenset[int] = frozenset(), spoken: frozenset[int] = frozenset()
@@ -101,33 +137,55 @@ class Text:
 
         `silent` ids have no text; `spoken` ones have, though their tokens are special.
         """
-        quiet = silent | self._quiet if silent else self._quiet
-        if not spoken:
-            return TextStream(self.decode, quiet)
-        return TextStream(self._decode_all, quiet - spoken)
+        return TextStream(self._spelling, silent | (self._quiet - spoken), self._tidies)
+
+    def hidden(
+        self, stops: Sequence[str], silent: frozenset[int], spoken: frozenset[int]
+    ) -> dict[int, str]:
+        """Contents of the special tokens that have no text, if a stop string holds one of them.
+
+        silent and spoken as in `stream`; silent ones end the sequence anyway.
+        """
+        words = {id: self._added[id] for id in self._quiet - spoken - silent}
+        held = any(word in stop for stop in stops for word in words.values() if word)
+        return words if held else {}
 
     def added(self, words: Container[str]) -> dict[str, int]:
         """Those of the words that are tokens of their own, special ones or not."""
         return {word: id for id, word in self._added.items() if word in words}
 
     def token_bytes(self, id: int) -> bytes:
-        """The bytes that one token stands for."""
-        return self._bytes_of(id)
+        """The bytes that one token stands for, special ones as they are written."""
+        if id in self.special_ids:
+            return self._added[id].encode()
+        spelled = self._spelling.alone(id)
+        return spelled if isinstance(spelled, bytes) else (spelled or "").encode()
 
     def token_text(self, id: int) -> str:
         """The text of one token by itself, special tokens spelled out."""
-        return self._bytes_of(id).decode("utf-8", "replace")
+        return self.token_bytes(id).decode("utf-8", "replace")
 
     def close(self) -> None:
         """End the threads."""
-        self._pool.shutdown(wait=False)
-        self._slow_pool.shutdown(wait=False)
+        self._lane.close()
+        self._long_lane.close()
 
-    def _pool_for(self, text: str) -> ThreadPoolExecutor:
-        return self._slow_pool if len(text) > _LONG_CHARACTERS else self._pool
+    def _lane_for(self, text: str) -> Lane:
+        return self._long_lane if len(text) > _LONG_CHARACTERS else self._lane
 
-    def _decode_all(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=False)
+    async def _read_beginning(self, text: str, limit: Limit) -> None:
+        """Refuse a text whose beginning alone has far too many tokens.
+
+        What follows changes how the last ones are cut: the very last may turn out to be the pieces
+        of one long token. So some more must be too many.
+        """
+        beginning = text[: max(_LONG_CHARACTERS, _BEGINNING * limit.tokens)]
+        if len(beginning) > len(text) // 2:
+            return
+        ids = await self._long_lane.run(len(beginning), self._encode, beginning, False)
+        spare = limit.tokens // 8 + self._extents.longest + _SHORT_CHARACTERS
+        if len(ids) > limit.tokens + spare:
+            raise limit.refusal(f"more than {len(ids)} tokens")
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return self._encoding(self._tokenizer.encode_batch_fast, text, add_special_tokens).ids
@@ -136,6 +194,9 @@ class Text:
         self, encode: Callable[..., list[Encoding]], text: str, add_special_tokens: bool
     ) -> Encoding:
         """Encode one text as a batch: of all ways to do it these alone release the GIL."""
+        apart = next((word for word in self._apart if word in text), None)
+        if apart is not None:
+            raise invalid(f"prompts with {apart} are not served: write the tokens that it means")
         try:
             text = mark(text) if self._marks else text
             [encoding] = encode([text], add_special_tokens=add_special_tokens)
@@ -153,55 +214,7 @@ class Text:
         return [Slice(id, text[start:stop], start, stop) for id, (start, stop) in pairs]
 
 
-class _TokenBytes:
-    """What bytes a token stands for, whichever way its vocabulary spells bytes.
-
-    Byte-level vocabularies spell each byte as one printable character (GPT-2's table);
-    sentencepiece ones write a space as U+2581 and raw bytes as <0x00>.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, added: Mapping[int, str]) -> None:
-        kinds = _kinds(json.loads(tokenizer.to_str()).get("decoder"))
-        self._tokenizer = tokenizer
-        self._added = added
-        self._byte_level = _byte_table() if "ByteLevel" in kinds else None
-        self._byte_fallback = "ByteFallback" in kinds
-        self._known: dict[int, bytes] = {}
-
-    def __call__(self, id: int) -> bytes:
-        known = self._known.get(id)
-        if known is None:
-            known = self._known[id] = self._spell(id)
-        return known
-
-    def _spell(self, id: int) -> bytes:
-        if id in self._added:
-            return self._added[id].encode()
-        token = self._tokenizer.id_to_token(id)
-        if token is None:  # vocabularies are padded beyond the tokenizer's last id
-            return b""
-        if self._byte_level is not None:
-            return b"".join(self._byte_level.get(char, char.encode()) for char in token)
-        if self._byte_fallback and len(token) == 6 and token.startswith("<0x"):
-            return bytes.fromhex(token[3:5])
-        return token.replace("\u2581", " ").encode()
-
-
-def _byte_table() -> dict[str, bytes]:
-    """GPT-2's spelling of bytes: printable ones as themselves, the others from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    table = {chr(byte): bytes([byte]) for byte in printable}
-    return table | {chr(0x100 + place): bytes([byte]) for place, byte in enumerate(others)}
-
-
-def _kinds(decoder: Any) -> set[str]:
-    """The kinds of a serialised decoder and of the decoders within it."""
-    if not decoder:
-        return set()
-    parts = (_kinds(part) for part in decoder.get("decoders", ()))
-    return {decoder["type"]}.union(*parts)
-
-
-def _loop() -> asyncio.AbstractEventLoop:
-    return asyncio.get_running_loop()
+def _templates(root: Path, converted: Converted) -> TemplateSource:
+    """The folder's chat templates, with the tokenizer's own special tokens."""
+    found = read_template(root)
+    return TemplateSource(found.text, converted.special_tokens, found.others)

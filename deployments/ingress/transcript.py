@@ -1,9 +1,10 @@
 """One sequence on its way from tokens to the text that its client may see."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from deployments.ingress.detokenize import StopStrings, TextStream
+from deployments.ingress.detokenize import TextStream
+from deployments.ingress.stops import StopStrings
 from scheduler.plan import TokenLogprobs
 
 
@@ -20,15 +21,22 @@ class Transcript:
     """Feeds tokens through decoding and stop strings.
 
     num_tokens counts the tokens up to the stop string's last. per_token=False makes one piece
-    of each batch of tokens, which is cheaper when nobody looks at single tokens.
+    of each batch of tokens, which is cheaper when nobody looks at single tokens; not with stop
+    strings, which end between tokens. hidden: contents of tokens that only stop strings see.
     """
 
-    def __init__(self, stream: TextStream, stops: StopStrings, per_token: bool) -> None:
+    def __init__(
+        self,
+        stream: TextStream,
+        stops: StopStrings,
+        per_token: bool,
+        hidden: Mapping[int, str] | None = None,
+    ) -> None:
         """Nothing seen yet."""
         self._stream = stream
         self._stops = stops
         self._per_token = per_token
-        self._offset = 0
+        self._hidden = hidden or {}
         self.num_tokens = 0
 
     @property
@@ -56,8 +64,8 @@ class Transcript:
         return self._stops.push(self._stream.flush()) + self._stops.flush()
 
     def _piece(self, tokens: Sequence[int], logprobs: TokenLogprobs | None) -> Piece:
-        text = self._stream.push(tokens)
-        piece = Piece(tokens[-1], self._stops.push(text), self._offset, logprobs)
-        self._offset += len(text)
+        text = self._stops.push(self._stream.push(tokens))
+        if tokens[-1] in self._hidden:
+            text += self._stops.push(self._hidden[tokens[-1]], hidden=True)
         self.num_tokens += len(tokens)
-        return piece
+        return Piece(tokens[-1], text, self._stream.start, logprobs)

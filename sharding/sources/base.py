@@ -13,7 +13,7 @@ from configs.adapters import AdapterError, AdapterReference, AdapterRefusal
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 CONFIG_NAME = "adapter_config.json"
-TEMPLATE_NAMES = ("chat_template.jinja", "tokenizer_config.json")
+TEMPLATE_NAMES = ("chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json")
 MAX_TEXT_BYTES = 16 << 20
 MAX_CONFIG_BYTES = 1 << 20
 """Of each file that is no weights: it is parsed whole, which takes many times its bytes."""

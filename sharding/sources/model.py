@@ -8,7 +8,8 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from configs.model import ModelConfig
 from sharding.sources.base import PACKAGE_ROOT, HTTPError
 
-_MODEL_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+_MODEL_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.tiktoken",
+                "merges.txt", "vocab.txt"]  # fmt: skip
 _PICKLED_FILES = ["pytorch_model*.bin"]
 _CODE_FILES = ["*.py"]
 

@@ -64,10 +64,14 @@ class Server:
             self.driver,
             self.mailbox,
             lambda: ReplyAddress("127.0.0.1", 1, "hush"),
-            replace(settings, clock=self.clock),
+            replace(settings, clock=self.clock, read_text=self._read),
         )
         asyncio.run_coroutine_threadsafe(self._begin(app), self.loop).result(PATIENCE)
         return app
+
+    def _read(self, folder: str) -> Text:
+        """The tokenizer that most tests share was read at the start."""
+        return self.text if folder == str(self._folder) else Text.load(folder)
 
     async def _begin(self, app: FastAPI) -> None:
         """Serve this application, and end what the one before has started."""

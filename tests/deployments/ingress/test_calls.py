@@ -26,9 +26,9 @@ from deployments.contract import (
     TokenRun,
 )
 from deployments.ingress.calls import Call, Event, events
-from deployments.ingress.detokenize import StopStrings
 from deployments.ingress.errors import RequestError
 from deployments.ingress.frames import Mailbox
+from deployments.ingress.stops import StopStrings
 from deployments.ingress.text import Text
 from deployments.ingress.transcript import Transcript
 from tests.deployments.ingress.conftest import Server

@@ -5,11 +5,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from deployments.ingress.chat import Conversation
-from deployments.ingress.errors import RequestError
-from deployments.ingress.text import Slice, Text
+from deployments.ingress.errors import RequestError, invalid
+from deployments.ingress.text import Limit, Slice, Text
 from tests.fakes import TALE, TEMPLATE, byte_level_tokenizer, token_id, write_tokenizer
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -99,6 +99,21 @@ def test_templates_are_found_in_all_their_places(tmp_path: Path, form: str) -> N
     assert _chat(Text.load(str(tmp_path)), MESSAGES)[0] == "<s><|user|>hi</s>\n<|assistant|>"
 
 
+def test_templates_know_special_tokens_of_all_files(tmp_path: Path) -> None:
+    """special_tokens_map.json, and named ones; they are one token each and have no text."""
+    write_tokenizer(tmp_path)
+    template = "{{ bos_token }}{{ image_token }}{{ messages[0].content }}{{ eos_token }}"
+    config = {"chat_template": template, "extra_special_tokens": {"image_token": "<think>"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    own = {"bos_token": "<s>", "eos_token": {"content": "</s>"}}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(own))
+    text = Text.load(str(tmp_path))
+    prompt, ids = _chat(text, [{"role": "user", "content": "fox"}])
+    assert prompt == "<s><think>fox</s>"
+    assert text.decode(ids) == "fox"
+    assert [text.token_text(id) for id in (ids[0], ids[1], ids[-1])] == ["<s>", "<think>", "</s>"]
+
+
 def test_without_a_fast_tokenizer_the_error_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="fast tokenizer is required"):
         Text.load(str(tmp_path))
@@ -141,3 +156,41 @@ def test_the_ingress_loads_no_tensors() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def _refused(size: str) -> RequestError:
+    return invalid(f"it has {size}")
+
+
+def test_what_cannot_fit_is_refused_unread() -> None:
+    """The longest text that may fit is read; one character more is not."""
+    tokenizer = byte_level_tokenizer()
+    tokenizer.add_tokens([AddedToken("=" * 40, normalized=False)])
+    text = Text(tokenizer)
+    assert (
+        asyncio.run(text.encode("=" * 400, False, Limit(10, _refused)))
+        == [token_id(tokenizer, "=" * 40)] * 10
+    )
+    with pytest.raises(RequestError, match="it has 401 characters"):
+        asyncio.run(text.encode("=" * 401, False, Limit(10, _refused)))
+    text.close()
+
+
+def test_of_a_long_text_the_beginning_is_read_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = byte_level_tokenizer()
+    tokenizer.add_tokens([AddedToken("=" * 20_000, normalized=False)])
+    text = Text(tokenizer)
+    read: list[int] = []
+    encode = Text._encode
+
+    def counting(self: Text, given: str, special: bool) -> list[int]:
+        read.append(len(given))
+        return encode(self, given, special)
+
+    monkeypatch.setattr(Text, "_encode", counting)
+    with pytest.raises(RequestError, match=r"it has more than \d+ tokens"):
+        asyncio.run(text.encode("xy" * 300_000, False, Limit(100, _refused)))
+    assert read == [100_000]
+    assert len(asyncio.run(text.encode("=" * 600_000, False, Limit(100, _refused)))) == 30
+    assert read == [100_000, 100_000, 600_000]
+    text.close()

@@ -1,7 +1,7 @@
-from deployments.ingress.detokenize import StopStrings
+from deployments.ingress.stops import StopStrings
 from deployments.ingress.text import Text
 from deployments.ingress.transcript import Transcript
-from tests.fakes import TALE, byte_level_tokenizer, token_logprobs
+from tests.fakes import TALE, byte_level_tokenizer, token_id, token_logprobs
 
 TEXT = Text(byte_level_tokenizer())
 IDS = byte_level_tokenizer().encode(TALE, add_special_tokens=False).ids
@@ -54,3 +54,16 @@ def test_a_stop_string_may_complete_with_the_end() -> None:
     assert not transcript.stopped
     assert "\ufffd" not in transcript.end()
     assert transcript.stopped
+
+
+def test_offsets_after_broken_bytes_count_what_they_became() -> None:
+    """The text before a token has a U+FFFD for them by then."""
+    tokenizer = byte_level_tokenizer()
+    first = token_id(tokenizer, "ð")  # The byte F0.
+    fox = tokenizer.encode("fox", add_special_tokens=False).ids
+    transcript = _transcript([])
+    pieces = transcript.feed([*fox, first, *fox])
+    shown = "".join(piece.text for piece in pieces)
+    assert shown == "fox\ufffdfox"
+    assert pieces[len(fox)].offset == 3
+    assert pieces[len(fox) + 1].offset == 4
