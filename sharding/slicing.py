@@ -27,6 +27,30 @@ def even_cut(size: int, rank: int, ranks: int, what: str) -> Segments:
     return ((rank * share, (rank + 1) * share),)
 
 
+LINE = 64
+"""Indices that a cut keeps together where it can: kernels read whole lines."""
+
+
+def cut_width(size: int, rank: int, ranks: int, what: str) -> Segments:
+    """This rank's share of a feed-forward's `size` inner columns: equal, or nearly so.
+
+    Ranks need not have as many: what they send is as wide as the stream between the layers.
+    ValueError if some would have none.
+    """
+    if size % ranks == 0:
+        return even_cut(size, rank, ranks, what)
+    if size < ranks:
+        raise ValueError(
+            f"{what} ({size}) is less than tensor_parallel = {ranks} ranks: lower tensor_parallel"
+        )
+    line = LINE
+    while line > 1 and size < 4 * ranks * line:
+        line //= 2
+    lines = -(-size // line)
+    first, last = (lines * each // ranks * line for each in (rank, rank + 1))
+    return ((first, min(last, size)),)
+
+
 @dataclass(frozen=True)
 class HeadCut:
     """One rank's attention heads.

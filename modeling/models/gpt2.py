@@ -24,7 +24,7 @@ from sharding.embedding import VocabParallelEmbedding
 from sharding.group import TensorParallel
 from sharding.linear import ColumnParallelLinear, ColumnPart, RowParallelLinear
 from sharding.loader import Weights
-from sharding.slicing import HeadCut, Segments, cut_heads, even_cut, whole
+from sharding.slicing import HeadCut, Segments, cut_heads, cut_width, whole
 
 PEFT_PREFIX = "transformer"
 """Where PEFT finds the decoder, however the checkpoint's own names begin."""
@@ -46,7 +46,7 @@ def _heads(config: GPT2Architecture, group: TensorParallel) -> HeadCut:
 
 def _inner(config: GPT2Architecture, group: TensorParallel) -> Segments:
     """This rank's part of the feed-forward's width."""
-    return even_cut(config.intermediate_size, group.rank, group.size, "n_inner")
+    return cut_width(config.intermediate_size, group.rank, group.size, "n_inner")
 
 
 def fused_qkv(heads: Segments, size: int) -> Segments:

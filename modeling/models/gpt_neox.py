@@ -26,7 +26,7 @@ from sharding.embedding import VocabParallelEmbedding
 from sharding.group import TensorParallel
 from sharding.linear import ColumnParallelLinear, ColumnPart, RowParallelLinear
 from sharding.loader import Weights
-from sharding.slicing import HeadCut, Segments, cut_heads, even_cut, whole
+from sharding.slicing import HeadCut, Segments, cut_heads, cut_width, whole
 
 PEFT_PREFIX = "gpt_neox"
 """Where PEFT finds the decoder, however the checkpoint's own names begin."""
@@ -51,7 +51,7 @@ def _heads(config: GPTNeoXArchitecture, group: TensorParallel) -> HeadCut:
 
 def _inner(config: GPTNeoXArchitecture, group: TensorParallel) -> Segments:
     """This rank's part of the feed-forward's width."""
-    return even_cut(config.intermediate_size, group.rank, group.size, "intermediate_size")
+    return cut_width(config.intermediate_size, group.rank, group.size, "intermediate_size")
 
 
 def fused_qkv(heads: Segments, head_dim: int) -> Segments:

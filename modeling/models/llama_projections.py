@@ -8,7 +8,7 @@ from configs.architectures.llama import Architecture
 from modeling.adapters.projection import Projection
 from sharding.group import TensorParallel
 from sharding.linear import ColumnPart
-from sharding.slicing import HeadCut, Segments, cut_heads, even_cut, whole
+from sharding.slicing import HeadCut, Segments, cut_heads, cut_width, whole
 
 
 def llama_heads(config: Architecture, group: TensorParallel) -> HeadCut:
@@ -50,7 +50,7 @@ def mlp_projections(
 ) -> tuple[Projection, ...]:
     """gate and up (or the one that fuses them), then down; prefix: the feed-forward's."""
     size = config.intermediate_size
-    cut = even_cut(size, group.rank, group.size, "intermediate_size")
+    cut = cut_width(size, group.rank, group.size, "intermediate_size")
     down = _row(f"{prefix}.down_proj", config, size, cut)
     if config.fused:
         fused = _stacked((cut, cut), (size, size))

@@ -24,7 +24,7 @@ from sharding.embedding import VocabParallelEmbedding
 from sharding.group import TensorParallel
 from sharding.linear import ColumnParallelLinear, ColumnPart, RowParallelLinear
 from sharding.loader import Weights
-from sharding.slicing import HeadCut, Segments, cut_heads, even_cut, whole
+from sharding.slicing import HeadCut, Segments, cut_heads, cut_width, whole
 
 PEFT_PREFIX = "model.decoder"
 """Where PEFT finds the decoder, however the checkpoint's own names begin."""
@@ -56,7 +56,7 @@ def _heads(config: OPTArchitecture, group: TensorParallel) -> HeadCut:
 
 def _inner(config: OPTArchitecture, group: TensorParallel) -> Segments:
     """This rank's part of the feed-forward's width."""
-    return even_cut(config.intermediate_size, group.rank, group.size, "ffn_dim")
+    return cut_width(config.intermediate_size, group.rank, group.size, "ffn_dim")
 
 
 def opt_projections(config: OPTArchitecture, group: TensorParallel) -> tuple[Projection, ...]:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sharding.slicing import Segments, cut_heads, cut_vocabulary, even_cut, whole, width
+from sharding.slicing import Segments, cut_heads, cut_vocabulary, cut_width, even_cut, whole, width
 
 
 def indices(segments: Segments) -> list[int]:
@@ -71,3 +71,24 @@ def test_vocabulary_is_padded_to_equal_runs(vocab: int, ranks: int) -> None:
     assert vocab <= cuts[0].num_rows * ranks < vocab + ranks
     for rank, cut in enumerate(cuts):  # gathered logits stand in vocabulary order
         assert cut.start == min(rank * cut.num_rows, vocab)
+
+
+@given(st.integers(1, 40_000), st.integers(1, 9))
+def test_widths_are_shared_out_whatever_they_are(size: int, ranks: int) -> None:
+    if size < ranks:
+        with pytest.raises(ValueError, match=rf"intermediate_size \({size}\) is less"):
+            cut_width(size, 0, ranks, "intermediate_size")
+        return
+    cuts = [cut_width(size, rank, ranks, "x") for rank in range(ranks)]
+    assert [i for cut in cuts for i in indices(cut)] == list(range(size))
+    shares = [width(cut) for cut in cuts]
+    assert min(shares) > 0
+    # A line more at most, and lines are an eighth of a share at most but for the smallest widths.
+    assert max(shares) - min(shares) <= max(2, size // ranks // 2)
+
+
+@pytest.mark.parametrize(("size", "ranks"), [(11008, 3), (14336, 3), (18944, 3), (4864, 5)])
+def test_widths_of_real_models_are_cut_in_whole_lines(size: int, ranks: int) -> None:
+    shares = [width(cut_width(size, rank, ranks, "x")) for rank in range(ranks)]
+    assert all(share % 64 == 0 for share in shares)
+    assert max(shares) - min(shares) == 64
