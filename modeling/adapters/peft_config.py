@@ -66,9 +66,9 @@ the others subtract from them, so that A and B alone do not give the trained mod
 MAX_PATTERNS = 4096
 """Keys of a rank_pattern or an alpha_pattern: some for every linear map of a very large model."""
 
-MAX_STEPS = 2**19
-"""Of matching an adapter's patterns, a second or two of one thread. A long target_modules over 560
-modules takes a tenth."""
+MAX_STEPS = 2**20
+"""Of matching an adapter's patterns, one or two seconds of a thread: 560 paths joined by bars take
+half of it over 560 modules, a trainer's pattern of a few hundred characters a tenth."""
 
 
 @dataclass(frozen=True)

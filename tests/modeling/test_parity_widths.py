@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,8 +29,8 @@ from tests.modeling.parity import (
     compare,
 )
 
-HEADS = {"hidden_size": 48, "num_attention_heads": 12, "num_key_value_heads": 12}
-PLAIN = {"hidden_size": 48, "num_attention_heads": 12}
+HEADS: dict[str, Any] = {"hidden_size": 48, "num_attention_heads": 12, "num_key_value_heads": 12}
+PLAIN: dict[str, Any] = {"hidden_size": 48, "num_attention_heads": 12}
 
 FAMILY: dict[str, tuple[Family, str]] = {
     "llama": (Family(partial(write_llama, **HEADS, intermediate_size=50), ADAPTERS), "biases"),

@@ -185,7 +185,7 @@ def test_patterns_that_cost_too_much_are_refused_by_name() -> None:
     plan = parse_config({**PLAIN, "target_modules": next(iter(costly)), "alpha_pattern": costly})
     plan.left_out_by("a" * 20, is_linear=True)
     with pytest.raises(AdapterError, match=r"target_modules or .*: it takes too long to match"):
-        plan.left_out_by("a" * 80, is_linear=True)
+        plan.left_out_by("a" * 160, is_linear=True)
 
 
 @pytest.mark.parametrize("pattern", [r"(q)_proj\1", "q++", "(?>q)", "(?<=q|v_)proj"])
