@@ -24,6 +24,7 @@ from deployments.ingress.lorax_schema import (
     GenerateParameters,
     GenerateRequestBody,
     check_adapters,
+    check_known,
     check_lengths,
     input_limit,
 )
@@ -152,6 +153,7 @@ async def _of_lorax(request: Request, body: GenerateRequestBody, engine: Engine)
     adapter = _adapter_by(given, info, engine.settings.default_source)
     limit = input_limit(GenerateParameters(), info)
     ids = await text.encode(body.inputs, limit=limit) if body.inputs else []
+    check_known(ids, info)
     check_lengths(len(ids), 0, info)
     return _Asked(
         inputs=[ids],

@@ -27,6 +27,7 @@ from deployments.ingress.lorax_schema import (
     TokenizeBody,
     check,
     check_characters,
+    check_known,
     check_lengths,
     input_limit,
     sampling,
@@ -101,6 +102,7 @@ async def _job(engine: Engine, request: Request, body: GenerateRequestBody, stre
     if limit is None:
         check_characters(body.inputs, info)
     ids = truncated(await text.encode(body.inputs, limit=limit), given, info)
+    check_known(ids, info)
     stopping = Stopping(
         max_new_tokens=check_lengths(len(ids), given.max_new_tokens, info),
         stop_token_ids=stop_ids(info, given.ignore_eos_token),

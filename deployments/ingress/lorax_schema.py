@@ -151,10 +151,14 @@ def input_limit(given: GenerateParameters, info: EngineInfo) -> Limit | None:
     return Limit(min(info.max_input_tokens, info.max_total_tokens), refusal)
 
 
-def truncated(ids: list[int], given: GenerateParameters, info: EngineInfo) -> list[int]:
-    """The last `truncate` ids, or all of them; refused where the model does not have one."""
+def check_known(ids: list[int], info: EngineInfo) -> None:
+    """Refuse tokens that the tokenizer has and the model has not."""
     if max(ids, default=0) >= info.vocab_size:
         raise invalid(f"`inputs` has token {max(ids)}; the model has {info.vocab_size}")
+
+
+def truncated(ids: list[int], given: GenerateParameters, info: EngineInfo) -> list[int]:
+    """The last `truncate` ids, or all of them."""
     if given.truncate is None:
         return ids
     if not 0 < given.truncate <= info.max_input_tokens:

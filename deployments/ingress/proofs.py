@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 import msgspec
-import numpy as np
 
 from configs.grammars import matcher_of, reason, tokenizer_of
 
@@ -142,6 +141,8 @@ def _remarks(text: str, trusted: bool) -> str:
 
 def _walk(tokenizer: "LLTokenizer", text: str) -> None:
     """Follow an answer that fits; ValueError where a mask takes more than it may."""
+    import numpy as np  # The ingress itself, which imports this file, has no use for it.
+
     matcher = matcher_of(tokenizer, text)
     draw = np.random.default_rng(0)
     for _ in range(_WALK):

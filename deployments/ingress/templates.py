@@ -117,7 +117,9 @@ class Templates:
             chosen = text.templates.alone(_chosen(text.templates, "the model", with_tools, name))
         else:
             owner = f"adapter '{adapter}'"
-            chosen = own.alone(_chosen(own, owner, with_tools, name))
+            # The tokenizer is the model's: its special tokens are those that `own` does not name.
+            tokens = text.templates.special_tokens | own.special_tokens
+            chosen = TemplateSource(_chosen(own, owner, with_tools, name), tokens)
         compiled = text.compiled.get(chosen.text)
         if compiled is not None and chosen.special_tokens == text.templates.special_tokens:
             return _ModelTemplate(compiled, chosen, self)

@@ -7,6 +7,7 @@ from deployments.contract import EngineInfo, ErrorKind, ReplyAddress
 from deployments.ingress.engine import Engine, IngressSettings
 from deployments.ingress.errors import RequestError
 from deployments.ingress.frames import Mailbox
+from deployments.ingress.text import Text
 from tests.deployments.ingress.conftest import Clock
 from tests.fakes import FakeDriver, engine_info, write_tokenizer
 
@@ -49,5 +50,26 @@ def test_an_engine_that_is_not_there_yet_is_asked_again(driver: FakeDriver) -> N
         assert caught.value.kind is ErrorKind.UNAVAILABLE
         driver.broken = None
         assert (await engine.served()).info == driver.info
+
+    asyncio.run(story())
+
+
+def test_a_tokenizer_that_is_not_served_is_named_and_read_once(
+    driver: FakeDriver, tmp_path: Path
+) -> None:
+    read: list[str] = []
+
+    def reading(folder: str) -> Text:
+        read.append(folder)
+        raise ValueError("this tokenizer is not served")
+
+    async def story() -> None:
+        settings = IngressSettings(clock=Clock(), read_text=reading)
+        engine = Engine(driver, Mailbox(), lambda: ReplyAddress("h", 1, "hush"), settings)
+        for _ in range(3):
+            with pytest.raises(RequestError, match="this tokenizer is not served") as caught:
+                await engine.served()
+            assert caught.value.kind is ErrorKind.UNAVAILABLE
+        assert read == [str(tmp_path)]
 
     asyncio.run(story())

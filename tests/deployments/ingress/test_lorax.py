@@ -397,3 +397,15 @@ def test_bodies_that_are_no_request(http: httpx.Client, body: bytes) -> None:
 def test_unknown_routes(http: httpx.Client) -> None:
     reply = http.post("/unknown")
     assert (reply.status_code, reply.json()["error"]) == (404, "Not Found")
+
+
+@pytest.mark.parametrize("path", ["/generate", "/generate_stream", "/", "/embed"])
+def test_tokens_that_the_model_does_not_have_are_refused(
+    http: httpx.Client, driver: FakeDriver, path: str
+) -> None:
+    """A tokenizer may have more tokens than the model has rows for."""
+    driver.info = msgspec.structs.replace(driver.info, vocab_size=3)
+    reply = http.post(path, json={"inputs": "hello"})
+    assert reply.status_code == 422, reply.text
+    assert "the model has 3" in reply.json()["error"]
+    assert driver.requests == []

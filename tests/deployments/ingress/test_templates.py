@@ -40,6 +40,19 @@ def test_an_adapters_own_template_makes_its_prompts(http: httpx.Client, driver: 
         assert "<|user|>hello" in prompt(driver)
 
 
+def test_special_tokens_that_an_adapter_does_not_name_are_the_models(
+    http: httpx.Client, driver: FakeDriver
+) -> None:
+    """As for an adapter whose folder has a template and no tokenizer."""
+    text = "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}"
+    driver.templates["org/plain"] = TemplateSource(text)
+    driver.templates["org/own"] = TemplateSource(text, {"eos_token": "<|user|>"})
+    assert chat(http, "org/plain").status_code == 200
+    assert prompt(driver) == "<s>hello</s>"
+    assert chat(http, "org/own").status_code == 200
+    assert prompt(driver) == "<s>hello<|user|>"
+
+
 def test_responses_use_it_too(http: httpx.Client, driver: FakeDriver) -> None:
     driver.templates["org/shout"] = SHOUT
     body = {"model": "org/shout", "input": "hello", "max_output_tokens": 3}
