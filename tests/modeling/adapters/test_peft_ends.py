@@ -226,3 +226,16 @@ def test_matrices_that_were_trained_as_one(tmp_path: Path) -> None:
     assert [m.place for m in adapter.read_matrices()] == [Place(3, 0), Place(4, 0)]
     other = equal | {f"{HEAD}.weight": ROWS + 2}
     assert "were not trained as one" in refusal(tmp_path, other, ends(tied=True), **fields)
+
+
+@pytest.mark.parametrize(
+    "bad", [torch.ones(()), torch.ones(VOCAB), torch.ones(3, 3).to(torch.int8)]
+)
+def test_ends_of_no_right_shape_or_type_are_refused_before_they_are_compared(
+    tmp_path: Path, bad: Tensor
+) -> None:
+    fields = {"ensure_weight_tying": True, "modules_to_save": ["embed_tokens", "lm_head"]}
+    tensors = {f"{EMBEDDING}.weight": bad, f"{HEAD}.weight": bad.clone()}
+    message = refusal(tmp_path, tensors, ends(tied=True), **fields)
+    assert "embed_tokens.weight has" in message
+    assert "adapts model" not in message
