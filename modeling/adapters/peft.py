@@ -15,6 +15,7 @@ from configs.adapters import AdapterRefusal
 from modeling.adapters.faults import Faults, refuse
 from modeling.adapters.peft_config import LoraPlan, judge_config
 from modeling.adapters.peft_ends import (
+    CLOSED_ADVICE,
     PREFIX,
     WEIGHT_SUFFIX,
     EndTensors,
@@ -291,9 +292,11 @@ def _refuse_tensor(key: str, adapter: PeftAdapter) -> NoReturn:
     known = adapter.modules
     if _names_end(key):
         is_open = any(p.kind is not ProjectionKind.LINEAR for p in adapter.projections)
+        opens = all(p.opens_ends for p in adapter.projections)
+        advice = "retrain it as LoRA factors alone" if is_open else OPEN_ADVICE
         refuse(
             f"tensor {key} adapts the vocabulary (embeddings or head), which is not served here: "
-            + ("retrain it as LoRA factors alone" if is_open else OPEN_ADVICE)
+            + (advice if opens else CLOSED_ADVICE)
         )
     names = sorted({module.rsplit(".", 1)[-1] for module in known})
     refuse(

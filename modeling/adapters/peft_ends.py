@@ -30,6 +30,12 @@ COPY_SUFFIX = ".base_layer.weight"
 COPY_ROWS = 4096
 """Rows of a base weight's copy that are compared at once."""
 
+CLOSED_ADVICE = (
+    "this model runs in transformers' own code, where only linear modules inside the layers are "
+    "adapted; retrain with target_modules inside the layers, or merge it into the base model"
+)
+"""For models whose embedding and head no setting opens."""
+
 TIED_BY_PEFT = frozenset({"embed_tokens", "lm_head"})
 """Names by which PEFT notices that an adapted end is tied (peft/utils/other.py)."""
 
@@ -101,7 +107,8 @@ def find_ends(
     base: the ends' tensors by their paths; of these, copies may be there on any server.
     """
     ends = [p for p in projections if p.kind in WHOLE_KINDS]
-    saved = _saved_ends(plan, ends)
+    opens = all(projection.opens_ends for projection in projections)
+    saved = _saved_ends(plan, ends, opens)
     found = EndTensors()
     found.copies.update({PREFIX + path: base[path] for path in base if PREFIX + path in keys})
     for end in ends:
@@ -124,7 +131,7 @@ def find_ends(
     return found
 
 
-def _saved_ends(plan: LoraPlan, ends: Sequence[Projection]) -> set[str]:
+def _saved_ends(plan: LoraPlan, ends: Sequence[Projection], opens: bool) -> set[str]:
     """Names of the ends that modules_to_save means, by PEFT's rule: the path's end.
 
     Refuses an entry that means anything else.
@@ -133,18 +140,20 @@ def _saved_ends(plan: LoraPlan, ends: Sequence[Projection]) -> set[str]:
     for entry in plan.modules_to_save:
         meant = {end.name for end in ends if any(m.endswith(entry) for m in end.modules(0))}
         if not meant:
-            _refuse_saved(plan, entry, bool(ends))
+            _refuse_saved(plan, entry, bool(ends), opens)
         saved |= meant
     return {end.name for end in ends} if saved and is_tied(plan, ends) else saved
 
 
-def _refuse_saved(plan: LoraPlan, entry: str, is_open: bool) -> NoReturn:
+def _refuse_saved(plan: LoraPlan, entry: str, is_open: bool, opens: bool) -> NoReturn:
     field = f"modules_to_save={list(plan.modules_to_save)!r} is not served here: "
     if is_open:
         refuse(
             f"{field}{entry!r} is neither the embedding nor the head; retrain without it, or "
             "merge it into the base model"
         )
+    if not opens:
+        refuse(field + CLOSED_ADVICE)
     refuse(
         f"{field}only a whole embedding or head can be, where the server is started with "
         "adapters.vocabulary true and adapters.vocabulary_copies above 0"

@@ -68,6 +68,7 @@ class Projection:
     base: for embeddings and heads, this rank's rows of the base weight, one for each of its
     token ids: PEFT saves a copy of it, which must say the same. Tied ends have one and the same.
     alias: another path that adapters may know the module by.
+    opens_ends: whether a server can adapt embedding and head of its model at all.
 
     A whole matrix [token ids, hidden] lies in its pool as pages of 8 rows a layer would: its
     rows by eights are its "layers", so that one page is all of it; `inputs` is the hidden size.
@@ -83,6 +84,7 @@ class Projection:
     kind: ProjectionKind = ProjectionKind.LINEAR
     base: Tensor | None = field(default=None, compare=False, repr=False)
     alias: str | None = None
+    opens_ends: bool = True
 
     @property
     def base_rows(self) -> BaseRows:

@@ -191,6 +191,7 @@ def _projection(name: str, module: str, group: Sequence[Spot]) -> Projection:
         inputs=((0, inputs),),
         outputs=((0, outputs),),
         num_layers=len(group),
+        opens_ends=False,
     )
 
 

@@ -16,7 +16,7 @@ from modeling.padded_runner import PaddedRunner
 from modeling.runner import ModelRunner
 from modeling.runners import choose_runner
 from sharding.group import SingleRank
-from tests.checkpoints import write_llama
+from tests.checkpoints import AdapterRecipe, write_adapter, write_llama
 from tests.modeling.padded import (
     BLOCK_SIZE,
     NUM_BLOCKS,
@@ -190,6 +190,24 @@ def test_adapters_that_cannot_be_served_are_refused(
     off = padded_runner(padded.model("gptj"), adapters=AdaptersConfig(enabled=False))
     with pytest.raises(AdapterError, match=r"adapters\.enabled"):
         off.stage(FetchedAdapter(AdapterKey(7), "r4", str(bloom), "r4"))
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        AdapterRecipe(target_modules=["q_proj", "wte"], save_embeddings=False),
+        AdapterRecipe(target_modules=["q_proj", "lm_head"], save_embeddings=False),
+        AdapterRecipe(target_modules=["q_proj"], extra={"modules_to_save": ["lm_head"]}),
+    ],
+)
+def test_no_setting_is_advised_that_would_be_refused(
+    padded: PaddedWorld, runner: PaddedRunner, tmp_path: Path, recipe: AdapterRecipe
+) -> None:
+    """Embedding and head of such a model are not adapted, whatever adapters.vocabulary says."""
+    folder = write_adapter(tmp_path / "ends", padded.model("gptj"), recipe)
+    with pytest.raises(AdapterError, match=r"linear modules inside the layers") as told:
+        runner.stage(FetchedAdapter(AdapterKey(7), "ends", str(folder), "ends"))
+    assert "adapters.vocabulary" not in told.value.message
 
 
 def test_the_report_counts_what_was_taken(padded: PaddedWorld) -> None:
