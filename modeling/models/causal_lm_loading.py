@@ -83,6 +83,7 @@ def load_causal_lm(config: ModelConfig, device: torch.device, spread: bool) -> L
     else:
         model = _read(config, folder, device, spread, dtype)
         bytes_read = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    _check_decoder(model)
     model.requires_grad_(False).train(False)
     architecture = _limited(model_config, architecture, model)
     embedding = model.get_input_embeddings().weight
@@ -144,6 +145,16 @@ def _check_state(config: PretrainedConfig) -> None:
             f"layer_types {kind}: such layers {what}; only layers that keep one key and one value "
             f"for each position are served ({', '.join(sorted(PADDABLE_LAYERS))})"
         )
+
+
+def _check_decoder(model: PreTrainedModel) -> None:
+    """Refuse a model whose tokens see those after them: a trial may be too short to tell."""
+    for module in model.modules():
+        if getattr(module, "is_decoder", None) is False:
+            raise ArchitectureError(
+                f"is_decoder is false: {type(model).__name__} reads its tokens both ways, as an "
+                "encoder does; set it to true in config.json if the model was trained to generate"
+            )
 
 
 def _limited(

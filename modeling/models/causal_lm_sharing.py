@@ -20,12 +20,14 @@ class Sharing:
     equal_from: rows of so many tokens and more share a forward only with rows as long as they
     are; None for never. borders: lengths beyond which rows are computed otherwise (longrope's
     second set of frequencies). recomputes: whether a row that passes a border is computed anew,
-    where else its cache stays as it was written.
+    where else its cache stays as it was written. replays: whether tokens that were computed one
+    by one are computed so again, for more columns at once would make other answers.
     """
 
     equal_from: int | None = None
     borders: tuple[int, ...] = ()
     recomputes: bool = False
+    replays: bool = False
 
     def group(self, length: int) -> Hashable:
         """Rows may share a forward when this is the same for both."""
@@ -43,6 +45,8 @@ class Sharing:
 
     def cuts(self, prompt_length: int, length: int) -> list[int]:
         """Ends of the pieces in which `length` tokens are computed, as they first were."""
+        if self.replays and self.equal_from is not None:
+            return [*range(max(prompt_length, self.equal_from - 1), length), length]
         between = [] if self.recomputes else self.borders
         return [border for border in between if prompt_length <= border < length] + [length]
 
@@ -52,7 +56,8 @@ def sharing_of(model: PreTrainedModel) -> Sharing:
     config = model.config.get_text_config(decoder=True)
     borders = tuple(sorted({border for border in _borders(config) if border is not None}))
     recomputes = any(_recomputes(model, border) for border in borders)
-    return Sharing(min(_column_limits(config), default=None), borders, recomputes)
+    replays = getattr(config, "keep_window_size", None) is not None
+    return Sharing(min(_column_limits(config), default=None), borders, recomputes, replays)
 
 
 def _column_limits(config: PreTrainedConfig) -> Iterator[int]:

@@ -46,6 +46,14 @@ def test_a_row_that_passes_a_border_is_computed_anew_where_its_family_does() -> 
     assert anew.cuts(prompt_length=10, length=20) == [20]
 
 
+def test_tokens_are_replayed_where_their_number_at_once_decides() -> None:
+    one_by_one = Sharing(equal_from=9, replays=True)
+    assert one_by_one.cuts(prompt_length=3, length=8) == [8]
+    assert one_by_one.cuts(prompt_length=3, length=11) == [8, 9, 10, 11]
+    assert one_by_one.cuts(prompt_length=10, length=12) == [10, 11, 12]
+    assert one_by_one.cuts(prompt_length=10, length=10) == [10]
+
+
 @pytest.mark.parametrize(
     ("kind", "variant", "sharing"),
     [
@@ -55,7 +63,7 @@ def test_a_row_that_passes_a_border_is_computed_anew_where_its_family_does() -> 
         ("phi3", "longrope", Sharing(borders=(ORIGINAL,), recomputes=True)),
         ("phimoe", "longrope", Sharing(borders=(ORIGINAL,), recomputes=True)),
         ("llama4_text", "plain", Sharing(equal_from=8)),
-        ("doge", "plain", Sharing(equal_from=9)),
+        ("doge", "plain", Sharing(equal_from=9, replays=True)),
     ],
 )
 def test_what_configs_say(tmp_path: Path, kind: str, variant: str, sharing: Sharing) -> None:

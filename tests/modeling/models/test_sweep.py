@@ -14,6 +14,8 @@ from tests.modeling.models.sweep import main, sweep
         ("doge", "plain", "an adapter sees the whole cache; the best columns are kept"),
         ("deepseek_v3", "plain", "an adapter expands the whole cache"),
         ("llama4_text", "plain", "queries are scaled by their column, attention is in chunks"),
+        ("roformer", "plain", "positions are columns, by little"),
+        ("doge", "longrope", "a preempted row's tokens are computed one by one again"),
         ("moshi", "plain", "a cache that forgets what attention looks for"),
         ("gemma2", "longrope", "frequencies by the longest row, beside windows"),
         ("olmo2", "longrope", "frequencies by the longest row; a cache is kept across the border"),
@@ -32,8 +34,8 @@ def test_no_answer_depends_on_its_mates(tmp_path: Path, kind: str, variant: str,
     [
         ("deepseek_v32", "indexed_attention: such layers keep an index"),
         ("lfm3", "conv: such layers keep a recurrent state"),
-        ("bert", "keeps no cache"),
-        ("rembert", "is it no decoder"),
+        ("openai-gpt", "keeps no cache"),
+        ("ernie", "is_decoder is false"),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(tmp_path: Path, kind: str, sentence: str) -> None:

@@ -12,6 +12,9 @@ import torch
 import transformers
 from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers.integrations.heterogeneity.configuration_utils import (
+    AmbiguousGlobalPerLayerAttributeError,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.checkpoints_padded import randomise
@@ -58,8 +61,27 @@ SMALL: dict[str, Any] = {
 
 ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
+DECODERS = ("bert", "big_bird", "electra", "megatron-bert", "rembert", "roberta", "roformer")
+"""Families of encoders, some of which are swept as the decoders that they can be."""
+
 OWN: dict[str, dict[str, Any]] = {
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "attention_layers": None},
+    **{kind: {"is_decoder": True} for kind in DECODERS},
+    "xmod": {"is_decoder": True, "languages": ["en"], "default_language": "en"},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "deepseek_v2": {"num_experts_per_tok": 2, "topk_group": 1, "n_group": 1},
+    "lfm2_moe": {"layer_types": ["full_attention", "full_attention"]},
+    "gemma3n_text": {
+        "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+        "laurel_rank": 8, "intermediate_size": 48, "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 96,
+    },
+    "gemma4_text": {
+        "layer_types": ["sliding_attention", "full_attention"], "head_dim": 8,
+        "global_head_dim": 16, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 96, "num_key_value_heads": 2,
+    },
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8}},
     "ministral": {"head_dim": 8, "num_key_value_heads": 2},
     "hunyuan_v1_dense": {"head_dim": 8},
@@ -109,7 +131,10 @@ def tiny_config(kind: str, variant: str = "plain") -> PreTrainedConfig:
 def _is_number(config: PreTrainedConfig, name: str) -> bool:
     if isinstance(getattr(type(config), name, None), property):
         return False
-    value = getattr(config, name, None)
+    try:
+        value = getattr(config, name, None)
+    except AmbiguousGlobalPerLayerAttributeError:
+        return False
     return isinstance(value, int) and not isinstance(value, bool)
 
 
