@@ -4,9 +4,11 @@ import ray
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from configs.architectures.select import load_architecture, padded_reason
 from configs.engine import Device, EngineConfig
+from configs.model import ModelConfig
 from configs.observability import LogFormat, ObservabilityConfig
 from configs.serve import ServeConfig
 from deployments.driver.deployment import DriverDeployment
@@ -21,8 +23,10 @@ def build(config: ServeConfig) -> Application:
     """One application: Ingress replicas over Driver replicas, each with its own ranks.
 
     Serve validates the yaml's `args` into `config`; what stands under the yaml's
-    `deployments` overrides what is set here.
+    `deployments` overrides what is set here. Raises ModelNotFound or ArchitectureError for a model
+    that cannot be served: Serve has taken no replica down for it yet.
     """
+    _require_model(config.engine.model)
     driver = serve.deployment(DriverDeployment, name="Driver").options(
         ray_actor_options={"num_cpus": config.driver_cpus},
         placement_group_bundles=bundles(config),
@@ -79,6 +83,33 @@ def bundles(config: ServeConfig) -> list[dict[str, float]]:
     if on_gpu:
         rank["GPU"] = 1
     return [{"CPU": config.driver_cpus}] + [rank] * engine.tensor_parallel
+
+
+def _require_model(model: ModelConfig) -> None:
+    """Raise for a model that no node of the cluster has, or whose config.json is refused."""
+    try:
+        load_architecture(fetch_model_config(model))
+    except ModelNotFound:
+        here = ray.get_runtime_context().get_node_id()
+        others = [n["NodeID"] for n in ray.nodes() if n["Alive"] and n["NodeID"] != here]
+        look = ray.remote(num_cpus=0)(_has_model)
+        asked = [
+            look.options(
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
+            ).remote(model)
+            for node in others
+        ]
+        if not any(ray.get(asked)):
+            raise
+
+
+def _has_model(model: ModelConfig) -> bool:
+    """Whether this node has it, or reaches a hub that has."""
+    try:
+        fetch_model_config(model)
+    except ModelNotFound:
+        return False
+    return True
 
 
 def _why_padded(engine: EngineConfig) -> str | None:

@@ -127,6 +127,16 @@ def check_adapter(
     check.check(path, model, {"max_rank": max_rank, "vocabulary": vocabulary})
 
 
+@app.command()
+def check_config(
+    path: Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="a server's yaml")],
+) -> None:
+    """Say whether a yaml would be served, or every fault in it (exit code 1); starts nothing."""
+    from deployments.commands import check_config
+
+    check_config.check_config(path)
+
+
 @app.command(context_settings=_PASSED_ON)
 def bench(context: typer.Context, url: Url = None, api_key: ApiKey = None) -> None:
     """Measure a running server; further options are those of `python -m benchmarks.serving`."""

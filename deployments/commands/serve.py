@@ -21,6 +21,7 @@ import yaml
 from rich.console import Console
 
 from configs.env import export_throughput_mode, front_ports, proxy_mode
+from deployments.commands.check_config import config_faults, read_config
 from deployments.commands.cluster import (
     ClusterLost,
     Leaving,
@@ -55,8 +56,11 @@ def serve_file(path: Path, title: str, dashboard: bool, drain_seconds: float) ->
     """
     if not path.is_file():
         fail(f"{path} is not a file: name a Serve config, or a model", status=2)
-    config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    config = read_config(path)
     export_throughput_mode()
+    found = config_faults(config)
+    if found:
+        fail(f"{path} would be refused:\n  " + "\n  ".join(found), status=2)
     _require_ports(config.get("http_options") or {})
     leaving = Leaving()
 

@@ -227,3 +227,48 @@ def test_a_change_of_user_config_restarts_nothing(
         assert drivers(served) == [first]
         assert psutil.pid_exists(first.pid)
     assert load.failures == []
+
+
+def test_a_typo_in_user_config_takes_no_replica(
+    served: Served, answers: Answers, tmp_path: Path
+) -> None:
+    path = tmp_path / "config.yaml"
+    [first] = drivers(served)
+
+    def refused() -> bool:
+        chosen = httpx.get(f"{served.url}/info", timeout=30).raise_for_status().json()["chosen"]
+        return "pined_adapters" in chosen.get("user_config", "")
+
+    with restored(served, path) as config, Load(served, answers) as load:
+        driver_options(config)["user_config"] = {"pined_adapters": ["pirate"]}
+        deploy(served, config, path)
+        wait_for(refused)
+        driver_options(config)["user_config"] = {"pinned_adapters": ["pirate"]}
+        deploy(served, config, path)
+        wait_for(lambda: not refused())
+        assert drivers(served) == [first]
+    assert load.failures == []
+
+
+def test_a_model_that_is_not_there_takes_no_replica(
+    served: Served, answers: Answers, tmp_path: Path
+) -> None:
+    path = tmp_path / "config.yaml"
+    [first] = drivers(served)
+    code = (
+        "import ray; from ray import serve\n"
+        f"ray.init('{served.ray_address}', namespace='serve', logging_level='error')\n"
+        "print(serve.status().applications['loray'].status.value)"
+    )
+
+    def status() -> str:
+        asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        return asked.stdout.strip()
+
+    with restored(served, path) as config, Load(served, answers) as load:
+        config["applications"][0]["args"]["engine"]["model"]["id"] = "/no/such/model"
+        deploy(served, config, path)
+        wait_for(lambda: status() == "DEPLOY_FAILED")
+        assert drivers(served) == [first]
+    assert load.failures == []
+    assert drivers(served) == [first]

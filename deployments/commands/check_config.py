@@ -1,0 +1,144 @@
+"""`loray check-config`: what would be refused of a server's yaml, without starting anything."""
+
+from collections.abc import Container, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import typer
+import yaml
+
+from configs.adapters import AdapterError, AdapterSource, parse_reference
+from configs.architectures.base import ArchitectureError
+from configs.architectures.select import load_architecture
+from configs.base import faults
+from configs.engine import EngineConfig
+from configs.runtime import RuntimeConfig, with_runtime
+from configs.serve import ServeConfig
+from deployments.commands.failing import fail
+from sharding.sources.local import LocalSource
+from sharding.sources.model import ModelNotFound, fetch_model_config
+
+_OURS = "deployments.app:build"
+_DEPLOYMENTS = ("Driver", "Ingress")
+
+
+def check_config(path: Path) -> None:
+    """Print every fault of the file; typer.Exit 1 if there is one."""
+    found = [*config_faults(read_config(path)), *pin_faults(read_config(path))]
+    for fault in found:
+        typer.echo(f"  - {fault}")
+    if found:
+        fail(f"{path} would be refused")
+    typer.echo(f"{path}: nothing is wrong with it")
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """What the file holds; typer.Exit 2 if it is no yaml of settings."""
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        fail(f"{path} cannot be read as a Serve config: {error}", status=2)
+    if not isinstance(config, dict):
+        fail(f"{path} is no Serve config: it holds no settings", status=2)
+    return config
+
+
+def config_faults(config: Mapping[str, Any]) -> list[str]:
+    """Every fault of Serve's own keys, and of the args and deployments of LoRay's applications."""
+    from ray.serve.schema import DeploymentSchema, ServeApplicationSchema, ServeDeploySchema
+
+    try:
+        ServeDeploySchema.model_validate(config)
+    except ValueError as error:
+        found = faults(error)
+    else:
+        found = []
+    # Serve takes keys that it does not know for none.
+    found += _unknown("", config, ServeDeploySchema.model_fields)
+    for place, app in _applications(config):
+        found += _unknown(f"{place}.", app, ServeApplicationSchema.model_fields)
+        for one in _deployments(app):
+            where = f"{place}.deployments.{one.get('name')}."
+            found += _unknown(where, one, DeploymentSchema.model_fields)
+        found += [f"{place}: {fault}" for fault in _app_faults(app)]
+    return found
+
+
+def pin_faults(config: Mapping[str, Any]) -> list[str]:
+    """Adapters of local roots that are to be pinned and do not lie there; no start ends by one."""
+    found = []
+    for place, app in _applications(config):
+        try:
+            engine = ServeConfig.model_validate(app.get("args") or {}).engine
+        except ValueError:
+            continue
+        pins = _driver(app).get("pinned_adapters") or ()
+        for fault in _missing(engine, pins if isinstance(pins, list | tuple) else ()):
+            found.append(f"{place}: Driver.user_config.pinned_adapters: {fault}")
+    return found
+
+
+def model_fault(engine: EngineConfig) -> str | None:
+    """Why the base model cannot be served, as far as its config.json says; None: it can."""
+    try:
+        load_architecture(fetch_model_config(engine.model))
+    except (ModelNotFound, ArchitectureError, OSError, ValueError) as error:
+        return f"engine.model.id: {error}"
+    return None
+
+
+def _unknown(place: str, given: Mapping[str, Any], known: Container[str]) -> list[str]:
+    return [f"{place}{key}: Serve knows no such key" for key in given if key not in known]
+
+
+def _applications(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """LoRay's own applications, with what to call each."""
+    apps = config.get("applications")
+    for number, app in enumerate(apps if isinstance(apps, list) else ()):
+        if isinstance(app, dict) and app.get("import_path") == _OURS:
+            yield f"applications.{app.get('name', number)}", app
+
+
+def _app_faults(app: Mapping[str, Any]) -> Iterator[str]:
+    try:
+        engine = ServeConfig.model_validate(app.get("args") or {}).engine
+    except ValueError as error:
+        yield from (f"args.{fault}" for fault in faults(error))
+        return
+    fault = model_fault(engine)
+    if fault is not None:
+        yield f"args.{fault}"
+    for one in _deployments(app):
+        if one.get("name") not in _DEPLOYMENTS:
+            yield f"deployments: there is no {one.get('name')!r}, only {' and '.join(_DEPLOYMENTS)}"
+        elif one["name"] != "Driver" and one.get("user_config"):
+            yield f"deployments.{one['name']}: user_config belongs to the Driver"
+    try:
+        with_runtime(engine, RuntimeConfig.model_validate(_driver(app)))
+    except ValueError as error:
+        yield from (f"Driver.user_config.{fault}" for fault in faults(error))
+
+
+def _deployments(app: Mapping[str, Any]) -> list[dict[str, Any]]:
+    given = app.get("deployments")
+    return [one for one in given if isinstance(one, dict)] if isinstance(given, list) else []
+
+
+def _driver(app: Mapping[str, Any]) -> dict[str, Any]:
+    """The Driver's user_config; Serve's schema has judged whether it is one."""
+    for one in _deployments(app):
+        if one.get("name") == "Driver" and isinstance(one.get("user_config"), dict):
+            found: dict[str, Any] = one["user_config"]
+            return found
+    return {}
+
+
+def _missing(engine: EngineConfig, pins: "list[Any] | tuple[Any, ...]") -> Iterator[str]:
+    adapters = engine.adapters
+    for text in pins:
+        try:
+            reference = parse_reference(str(text), adapters.default_source)
+            if reference.source is AdapterSource.LOCAL:
+                LocalSource(adapters.local_roots, adapters.max_file_bytes).look(reference)
+        except (AdapterError, ValueError, OSError) as error:
+            yield str(error)

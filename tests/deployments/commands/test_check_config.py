@@ -1,0 +1,123 @@
+"""`loray check-config` finds what would be refused, and nothing else."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner, Result
+
+from deployments.cli import app
+
+Edit = Callable[[dict[str, Any]], None]
+
+
+def check(path: Path) -> Result:
+    return CliRunner().invoke(app, ["check-config", str(path)])
+
+
+def served(config: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = config["applications"][0]
+    return found
+
+
+def driver(config: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = served(config)["deployments"][1]
+    return found
+
+
+def user(given: Any) -> Edit:
+    return lambda config: driver(config).update(user_config=given)
+
+
+def model(name: Any) -> Edit:
+    return lambda config: served(config)["args"]["engine"]["model"].update(id=name)
+
+
+GOOD: dict[str, Edit] = {
+    "as it is": lambda config: None,
+    "settings of the driver": user(
+        {"pinned_adapters": ["pirate"], "names": {"x": "local:shout"}, "max_step_tokens": 256,
+         "adapters": {"pirate": {"weight": 2}}}
+    ),
+    "an adapter of the hub": user({"pinned_adapters": ["hub:acme/sql@v2"]}),
+    "another application": lambda config: config["applications"].append(
+        {"name": "other", "route_prefix": "/other", "import_path": "other:app", "args": {"x": 1}}
+    ),
+}  # fmt: skip
+
+BAD: dict[str, tuple[Edit, list[str]]] = {
+    "an unknown key of args": (
+        lambda config: served(config)["args"].update(engin={}), ["loray: args.engin: "]
+    ),
+    "two faults": (
+        lambda config: served(config)["args"]["engine"]["limits"].update(
+            max_running=0, max_qeued=1
+        ),
+        ["args.engine.limits.max_running", "args.engine.limits.max_qeued"],
+    ),
+    "no such model": (model("/no/such/model"), ["args.engine.model.id", "/no/such/model"]),
+    "a typo in user_config": (
+        user({"pined_adapters": ["pirate"]}), ["Driver.user_config.pined_adapters"]
+    ),
+    "a pin that is not there": (
+        user({"pinned_adapters": ["pirate", "nope"]}), ["pinned_adapters: adapter 'nope'"]
+    ),
+    "a limit that does not fit": (user({"max_step_tokens": 0}), ["max_step_tokens"]),
+    "a name for nothing": (user({"names": {"x": " "}}), ["names no adapter"]),
+    "a deployment that is none": (
+        lambda config: driver(config).update(name="Divers"), ["there is no 'Divers'"]
+    ),
+    "settings of the ingress": (
+        lambda config: served(config)["deployments"][0].update(user_config={"max_queued": 1}),
+        ["belongs to the Driver"],
+    ),
+    "a key of Serve's": (
+        lambda config: config["http_options"].update(port="many"), ["http_options.port"]
+    ),
+    "an option of Serve's deployment": (
+        lambda config: driver(config).update(num_replics=2), ["num_replics"]
+    ),
+}  # fmt: skip
+
+
+def written(folder: Path, edit: Edit) -> Path:
+    config = yaml.safe_load(Path("serve_config.yaml").read_text())
+    edit(config)
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_a_good_config(tmp_path: Path, name: str) -> None:
+    done = check(written(tmp_path, GOOD[name]))
+    assert done.exit_code == 0, done.output
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_fault_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    edit, words = BAD[name]
+    done = check(written(tmp_path, edit))
+    assert done.exit_code == 1, done.output
+    for word in words:
+        assert word in done.output
+
+
+@pytest.mark.parametrize("content", ["- a", "", "{", "a: *b"])
+def test_what_is_no_config(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(content)
+    assert check(path).exit_code == 2
+    assert check(tmp_path / "absent.yaml").exit_code == 2
+
+
+def test_every_preset_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    fine = "deployments.commands.check_config.model_fault"
+    monkeypatch.setattr(fine, lambda engine: None)  # their models are the hub's
+    presets = list(Path("configs/presets").glob("*.yaml"))
+    assert presets
+    for path in presets:
+        assert check(path).exit_code == 0, path
