@@ -3,6 +3,8 @@ from typing import Any
 import pytest
 import torch
 
+from configs.architectures.rope import POSITIONS_PER_SET
+from configs.rope_sets import LONG, SHORT
 from configs.sampling import Sampling
 from modeling.batch import BatchJoin, BatchRow
 from modeling.state import PlaceState, StateSize, StepInputs, StepLayout
@@ -50,6 +52,20 @@ def test_a_step_is_built_from_its_rows() -> None:
     assert inputs.last_tokens.tolist() == [0, 1]
     assert inputs.sampling == [Sampling(), warm]
     assert inputs.block_tables.dtype == inputs.cu_seqlens.dtype == torch.int32
+
+
+def test_positions_bear_the_rope_set_of_their_row_and_slots_do_not() -> None:
+    state = make_state(join(0, 6), join(1, 3), join(2, 4))
+    rows = [
+        BatchRow(0, 0, 5, [0], False, LONG),
+        BatchRow(1, 0, 2, [1], False, SHORT),
+        BatchRow(2, 0, 1, [2], False, LONG),
+    ]
+    inputs = step(state, rows)
+    far = POSITIONS_PER_SET
+    assert inputs.positions.tolist() == [far, *range(far, far + 5), 0, 1]
+    assert inputs.slots.tolist() == [16, *range(5), 8, 9]
+    assert inputs.key_lengths == [1, 5, 2]
 
 
 def test_rows_of_one_token_come_first_and_samples_keep_the_plans_order() -> None:

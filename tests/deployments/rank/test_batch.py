@@ -2,6 +2,7 @@ import msgspec
 import pytest
 
 from configs.adapters import AdapterKey
+from configs.rope_sets import LONG
 from configs.sampling import Sampling
 from deployments.observability.steps import StepLog
 from deployments.rank.batch import forward_batch, step_result
@@ -24,7 +25,7 @@ PLAN = StepPlan(
     rows=[
         Row(place=5, start=0, length=3, blocks=[4, 6], samples=True),
         Row(place=0, start=9, length=4, blocks=[], samples=False),
-        Row(place=2, start=17, length=1, blocks=[1], samples=True),
+        Row(place=2, start=17, length=1, blocks=[1], samples=True, rope_set=LONG),
     ],
     fills=[Fill(key=AdapterKey(9), slot=1, pages=[[0], []])],
     drops=[AdapterKey(4)],
@@ -39,7 +40,7 @@ def test_a_plan_becomes_a_batch_number_by_number() -> None:
         rows=[
             BatchRow(5, 0, 3, [4, 6], True),
             BatchRow(0, 9, 4, [], False),
-            BatchRow(2, 17, 1, [1], True),
+            BatchRow(2, 17, 1, [1], True, LONG),
         ],
     )
 
