@@ -54,6 +54,8 @@ OTHERS = [
     for family in FIRST
     for variant in VARIANTS[family]
     if variant != FIRST[family]
+    # Hand-made batches name no rope set: the scheduler's do, in test_parity_ropes.py.
+    if variant != "longrope"
 ]
 Cut = Callable[[Segments, int], Segments]
 MIXED = [BASE, "r4", "r16", "rows"]
