@@ -131,7 +131,8 @@ class AdaptersConfig(Config):
     staging_threads: adapters that a rank reads from disk side by side.
     preload: references loaded before the server is ready.
     max_file_bytes: of one adapter's files. fetch_timeout_s: the longest that a request waits for
-    them; the download goes on. hub_endpoint: None is huggingface_hub's own (HF_ENDPOINT).
+    them; the download goes on. look_timeout_s: the longest that it waits for news of an adapter
+    whose last version is in memory. hub_endpoint: None is huggingface_hub's own (HF_ENDPOINT).
     s3: None serves nothing from there. share_hub_token: requests without a token of the hub use
     the server's. allow_pickle: take adapter_model.bin too (tensors alone).
     max_known: contents that are remembered, so that the same bytes find their prefix cache again.
@@ -157,6 +158,7 @@ class AdaptersConfig(Config):
     preload: tuple[str, ...] = ()
     max_file_bytes: PositiveInt = 8 * 2**30
     fetch_timeout_s: PositiveFloat = 120.0
+    look_timeout_s: PositiveFloat = 2.0
     fetch: FetchConfig = FetchConfig()
     hub_endpoint: str | None = None
     s3: S3Config | None = None

@@ -92,10 +92,15 @@ class RegularFile:
 
 def read_text(path: Path, most_bytes: int, within: Path | None = None) -> str:
     """A small UTF-8 file whole; OSError as RegularFile, ValueError if it is larger or no UTF-8."""
+    return read_small(path, most_bytes, within).decode("utf-8")
+
+
+def read_small(path: Path, most_bytes: int, within: Path | None = None) -> bytes:
+    """A small file whole; OSError as RegularFile, ValueError if it is larger."""
     with RegularFile(path, within) as file:
         if file.size > most_bytes:
             raise ValueError(f"{path.name} has {file.size} bytes, more than {most_bytes}")
-        return file.read(0, file.size).decode("utf-8")
+        return file.read(0, file.size)
 
 
 def _version(found: os.stat_result) -> tuple[int, int]:

@@ -7,11 +7,14 @@ from typing import Any
 
 import msgspec
 
+from configs.reading import read_text
+
 DEFAULT, TOOL_USE = "default", "tool_use"
 OTHERS_FOLDER = "additional_chat_templates"
 
 _FORM = "chat_template in {} must be a text or a list of objects with `name` and `template`"
 _MAX_CHARACTERS = 256 << 10
+_MAX_BYTES = 16 << 20
 
 
 class TemplateSource(msgspec.Struct, frozen=True):
@@ -41,7 +44,7 @@ def read_template(folder: Path) -> TemplateSource:
     """
     path = folder / "tokenizer_config.json"
     try:
-        config: Any = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+        config: Any = json.loads(read_text(path, _MAX_BYTES)) if path.is_file() else {}
     except RecursionError as error:
         raise ValueError(f"{path.name} is nested too deep") from error
     if not isinstance(config, dict):
@@ -61,7 +64,7 @@ def _of_files(folder: Path) -> dict[str, str]:
     too_long = [path for path in files.values() if path.stat().st_size > 4 * _MAX_CHARACTERS]
     if too_long:
         raise ValueError(f"{too_long[0].name} has more than {_MAX_CHARACTERS} characters")
-    return {name: path.read_text("utf-8") for name, path in files.items()}
+    return {name: read_text(path, _MAX_BYTES) for name, path in files.items()}
 
 
 def _of_config(given: Any, file: str) -> dict[str, str]:
@@ -89,7 +92,7 @@ def _special_tokens_map(folder: Path, config: Mapping[str, Any]) -> dict[str, An
     if "added_tokens_decoder" in config or not path.is_file():
         return {}
     try:
-        found: Any = json.loads(path.read_text("utf-8"))
+        found: Any = json.loads(read_text(path, _MAX_BYTES))
     except RecursionError as error:
         raise ValueError(f"{path.name} is nested too deep") from error
     if not isinstance(found, dict):

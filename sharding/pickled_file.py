@@ -52,12 +52,13 @@ class PickledFile:
     size: the file's bytes when it was opened.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, within: Path | None = None) -> None:
         """Unpickle what describes the tensors; none of their bytes is read.
 
+        within: as in RegularFile.
         UnreadablePickle when there is anything but tensors in it, OSError if it cannot be read.
         """
-        self._file = RegularFile(path)
+        self._file = RegularFile(path, within)
         self.size = self._file.size
         self._stored = {name: self._locate(name, t) for name, t in self._load().items()}
 
@@ -108,7 +109,8 @@ class PickledFile:
 
     def _locate(self, name: str, tensor: Tensor) -> _Stored:
         where = f"{self._file.name}: tensor {name!r}"
-        if tensor.layout is not torch.strided or tensor.is_neg() or tensor.is_conj():
+        is_plain = tensor.layout is torch.strided and tensor.dtype.itemsize <= 8
+        if not is_plain or tensor.is_neg() or tensor.is_conj():
             raise UnreadablePickle(f"{where} is no dense tensor: convert it to safetensors")
         data = tensor.untyped_storage()._checkpoint_offset
         if data is None:

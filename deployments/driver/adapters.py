@@ -5,6 +5,7 @@ import contextlib
 import logging
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from configs.adapters import (
@@ -18,6 +19,7 @@ from configs.engine import AdaptersConfig
 from configs.sampling import Sampling, Stopping
 from configs.templates import TemplateSource, read_template
 from deployments.contract import Failed, GenerateRequest, SequenceOutcome, SequenceRequest
+from deployments.driver.lookups import Overdue
 from deployments.driver.loop import Command
 from deployments.driver.readiness import AdapterDirectory
 from deployments.driver.versions import Versions
@@ -27,6 +29,8 @@ from scheduler.scheduler import Scheduler
 from sharding.sources.base import Token
 
 _IN_MEMORY = frozenset({AdapterState.HOST, AdapterState.FILLING, AdapterState.DEVICE})
+
+_SAY_EVERY_S = 10.0
 
 Run = Callable[[GenerateRequest, AdapterKey], Awaitable[Sequence[SequenceOutcome]]]
 """Runs a request over an adapter to its end."""
@@ -44,7 +48,11 @@ class EngineAdapters:
         post: Callable[[Command], None],
         run: Run,
     ) -> None:
-        """`post` reaches the scheduler."""
+        """`post` reaches the scheduler.
+
+        num_overdue: requests that were served by an adapter's last version, for what it is now was
+        not known in time.
+        """
         self.directory = directory
         self._config = config
         self._post = post
@@ -52,6 +60,8 @@ class EngineAdapters:
         self._versions = Versions(directory, self)
         self._pins: dict[AdapterReference, AdapterKey] = {}
         self._preloaded: dict[AdapterReference, AdapterKey] = {}
+        self.num_overdue = 0
+        self._said_overdue = -_SAY_EVERY_S
 
     async def resolve(self, reference: AdapterReference, token: Token) -> AdapterKey:
         """The version that serves a request now, held until `release`; AdapterError if none.
@@ -59,8 +69,32 @@ class EngineAdapters:
         token: the caller's, False for none, True for the server's own.
         """
         token = token or self._config.share_hub_token
-        newest = await self.directory.resolve(reference, token)
+        is_served = self._versions.current(reference) is not None
+        try:
+            patience_s = self._config.look_timeout_s if is_served else None
+            newest = await self.directory.resolve(reference, token, patience_s)
+        except Overdue as overdue:
+            last = await self._versions.last(reference)
+            if last is not None:
+                self._overdue(reference, overdue)
+                return last
+            if not overdue.goes_on:
+                raise
+            newest = await self.directory.resolve(reference, token)
         return await self._versions.choose(reference, newest)
+
+    def _overdue(self, reference: AdapterReference, overdue: Overdue) -> None:
+        """The last version serves a request: say so, at times."""
+        self.num_overdue += 1
+        now = asyncio.get_running_loop().time()
+        if now - self._said_overdue >= _SAY_EVERY_S:
+            self._said_overdue = now
+            logger.warning(
+                "the last version of adapter %s serves (%d requests over any until now): %s",
+                reference.id,
+                self.num_overdue,
+                overdue.message,
+            )
 
     def release(self, key: AdapterKey) -> None:
         """One holder less, once the scheduler has heard everything that was posted until now."""
@@ -86,7 +120,8 @@ class EngineAdapters:
         key = await self.resolve(reference, token)
         try:
             folder = Path(self.directory.fetched(key).folder)
-            return await asyncio.to_thread(read_template, folder)
+            look = partial(read_template, folder)
+            return await self.directory.lookups.glance(("template", key), look)
         except (OSError, ValueError) as error:
             raise AdapterError(
                 AdapterRefusal.UNSUPPORTED,

@@ -1,8 +1,10 @@
 """Control: what operators ask of one driver about its adapters. On the replica's event loop."""
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -181,7 +183,7 @@ class Control:
         assert name is not None, command
         if name in self._configured:
             raise _Refused(f"{name.id!r} is named by the server's user_config: change it there")
-        target = command.reference or self._folder(command.folder or "")
+        target = command.reference or await self._folder(command.folder or "")
         before = None if command.replace else self._named.get(name)
         if before is not None and (command.stage or before != target):
             raise _Refused(
@@ -193,8 +195,8 @@ class Control:
         self._named[name] = target
         return name
 
-    def _folder(self, folder: str) -> AdapterReference:
-        reference = self._directory.local_reference(folder)
+    async def _folder(self, folder: str) -> AdapterReference:
+        reference = await self._directory.lookups.local_reference(folder)
         if reference is None:
             raise AdapterError(
                 AdapterRefusal.NOT_FOUND,
@@ -228,7 +230,8 @@ class Control:
         """Every name that is known here, or the one that is asked for."""
         views = {view.key: view for view in await self._views()}
         names = {**self._named, **self._configured}
-        every = [only] if only is not None else [*names, *self._every_name(views)]
+        local = await self._directory.lookups.local_names()
+        every = [only] if only is not None else [*names, *self._every_name(views, local)]
         found = []
         for reference in dict.fromkeys(every):
             target = names.get(reference, reference)
@@ -238,16 +241,17 @@ class Control:
             found.append((reference, alias, adapter, views.get(key) if key else None))
         digested = [adapter for _, _, adapter, _ in found if adapter is not None]
         await self._learn_ranks(digested)
-        local = set(self._directory.local_names())
+        here = set(local)
         return [
-            self._status(*each, lies_here=_is_local(each[1] or each[0], local))
+            self._status(*each, lies_here=_is_local(each[1] or each[0], here))
             for each in found
-            if each[2] is not None or each[1] is not None or _is_local(each[0], local)
+            if each[2] is not None or each[1] is not None or _is_local(each[0], here)
         ]
 
-    def _every_name(self, keys: Iterable[AdapterKey]) -> Iterable[AdapterReference]:
+    def _every_name(
+        self, keys: Iterable[AdapterKey], local: Iterable[str]
+    ) -> Iterable[AdapterReference]:
         """Adapters that are known or lie there, and the merges among what the ranks know."""
-        local = self._directory.local_names()
         yield from self._directory.names()
         yield from (AdapterReference(AdapterSource.LOCAL, name) for name in local)
         for key in keys:
@@ -286,9 +290,10 @@ class Control:
         unknown = {a.digest: a for a in adapters if a.digest not in self._ranks}
         if len(self._ranks) + len(unknown) > _MAX_RANKS:
             self._ranks.clear()
-        if unknown:
-            read = await asyncio.to_thread(lambda: [_rank(a) for a in unknown.values()])
-            self._ranks.update(zip(unknown, read, strict=True))
+        with contextlib.suppress(AdapterError):
+            for digest, adapter in unknown.items():
+                read = partial(_rank, adapter)
+                self._ranks[digest] = await self._directory.lookups.glance(("rank", digest), read)
 
 
 def _is_local(reference: AdapterReference, known: set[str]) -> bool:

@@ -97,6 +97,7 @@ class DriverDeployment:
                 rebuilds=self._running.num_rebuilds,
                 dropped=self._running.dropped_frames,
                 head_starts=self._running.head_starts.num_adopted,
+                overdue=self._running.num_overdue,
             )
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:

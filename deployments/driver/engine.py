@@ -238,6 +238,11 @@ class Engine:
         return self._loop.num_rebuilds if self._loop is not None else 0
 
     @property
+    def num_overdue(self) -> int:
+        """Requests that an adapter's last version served, for a look at it took too long."""
+        return self._adapters.num_overdue
+
+    @property
     def dropped_frames(self) -> int:
         """Token frames that could not go at once, for an ingress replica was slow or gone."""
         return self._streams.num_held_up
@@ -257,9 +262,8 @@ class Engine:
 
     async def describe(self) -> EngineInfo:
         """What is served, for validation and /info."""
-        report = self.ranks[0]
-        capacity, limits = self._capacity, self._limits
-        longest = capacity.max_total_tokens
+        report, capacity = self.ranks[0], self._capacity
+        limits, longest = self._limits, capacity.max_total_tokens
         return EngineInfo(
             model_id=self._config.model.id,
             model_name=self._config.model.served_name,
@@ -275,7 +279,7 @@ class Engine:
             max_running=limits.max_running,
             max_queued=limits.max_queued,
             chosen=chosen(self.ranks),
-            adapters=self._directory.listing(),
+            adapters=await self._directory.listing(),
             healthy=self.healthy,
         )
 

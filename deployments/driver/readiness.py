@@ -5,9 +5,7 @@ cache, and changed bytes under an old name never meet what the old ones computed
 """
 
 import asyncio
-import logging
 from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, islice
@@ -19,26 +17,19 @@ from configs.adapters import (
     AdapterKey,
     AdapterReference,
     AdapterRefusal,
-    AdapterSource,
     FetchedAdapter,
 )
 from configs.engine import AdaptersConfig
 from configs.merging import MergeRule
 from deployments.contract import AdapterInfo
-from deployments.driver.errands import Errands, when_all_have_it
-from deployments.driver.rights import Answers, Caller
+from deployments.driver.errands import when_all_have_it
+from deployments.driver.lookups import Lookups, Overdue
 from sharding.sources.adapters import AdapterSources
-from sharding.sources.base import AdapterFolder, Found, Token, Unreachable
-from sharding.sources.files import content_digest, fingerprint
+from sharding.sources.base import AdapterFolder, Found, Token
 
-_LOOKING_THREADS = 16
-_READING_THREADS = 4
-_DOWNLOADING_THREADS = 16
 _LINGER_SECONDS = 1.0
 _FORGET_AT_ONCE = 64
 _ORIGINS_OF_ONE = 8
-
-logger = logging.getLogger("loray.driver.adapters")
 
 
 @dataclass
@@ -76,42 +67,42 @@ class AdapterDirectory:
         self._sources = sources
         self._config = config
         self._linger_s = linger_s
-        self._answers = Answers(config.fetch)
-        # One pool each, so that a slow download never keeps a look or a local folder waiting.
-        self._looking = ThreadPoolExecutor(_LOOKING_THREADS, thread_name_prefix="look")
-        self._reading = ThreadPoolExecutor(_READING_THREADS, thread_name_prefix="read")
-        self._downloading = ThreadPoolExecutor(_DOWNLOADING_THREADS, thread_name_prefix="fetch")
+        self.lookups = Lookups(sources, config)
         self._next_key = count(1)
         self._keys: dict[str, AdapterKey] = {}
         self._known: OrderedDict[AdapterKey, _Known] = OrderedDict()
         self._origins: dict[str, AdapterKey] = {}
         self._references: dict[AdapterReference, AdapterKey] = {}
-        self._errands = Errands()
 
-    async def resolve(self, reference: AdapterReference, api_token: Token) -> AdapterKey:
+    async def resolve(
+        self, reference: AdapterReference, api_token: Token, patience_s: float | None = None
+    ) -> AdapterKey:
         """Fetch the adapter, or find that it is here; AdapterError when it cannot be had.
 
         api_token: the caller's, False for none, True for the server's own. The caller holds the
-        key that is returned.
+        key that is returned. patience_s: where the last version would do. Overdue after so long,
+        and where it is the new one that cannot be had; None waits as long as any request may.
 
         Callers that ask for the same content at once share one download; one that leaves, or
         waits for too long, does not end it for the others.
         """
         if reference.rule is not None:
-            return await self._resolve_merge(reference, reference.rule, api_token)
-        caller = self._answers.caller(api_token)
+            return await self._resolve_merge(reference, reference.rule, api_token, patience_s)
         try:
             async with asyncio.timeout(self._config.fetch_timeout_s):
-                key = await self._find(reference, api_token, caller)
+                found = await self.lookups.find(reference, api_token, patience_s)
+                bring = partial(self._bring_and_hold, found, api_token)
+                key = await self.lookups.bring(found, bring, patience_s)
         except TimeoutError as error:
             raise AdapterError(
                 AdapterRefusal.UNAVAILABLE,
                 f"adapter {reference.id!r} is not here after {self._config.fetch_timeout_s:g} s; "
                 "it is still being fetched: try again",
             ) from error
+        except Overdue:
+            raise
         except AdapterError as error:
-            if reference.source is not AdapterSource.LOCAL:
-                self._answers.refuse(reference, caller, error)
+            self.lookups.refused(reference, api_token, error)
             raise
         self._name(reference, key)
         self.hold(key)
@@ -161,14 +152,6 @@ class AdapterDirectory:
         """The newest content of a name, as far as it is known."""
         return self._references.get(reference)
 
-    def local_names(self) -> list[str]:
-        """Ids of the adapters directly under the local roots."""
-        return self._sources.known_local()
-
-    def local_reference(self, folder: str) -> AdapterReference | None:
-        """The name of a folder under the local roots; None for any other path."""
-        return self._sources.local_reference(folder)
-
     def recipes(self, key: AdapterKey) -> list[AdapterReference]:
         """How clients asked for a merge that is still known; none for other adapters."""
         known = self._known.get(key)
@@ -182,22 +165,20 @@ class AdapterDirectory:
         parts = (self.peek(part) for part in known.parts)
         return replace(known.adapter, parts=tuple(part for part in parts if part is not None))
 
-    def listing(self) -> list[AdapterInfo]:
+    async def listing(self) -> list[AdapterInfo]:
         """Known adapters, and those under the local roots that nobody asked for yet."""
         known = {reference.id: reference for reference in self.names()}
         rows = [AdapterInfo(name, ref.source.value, "known") for name, ref in known.items()]
         rows += [
             AdapterInfo(name, "local", "on disk")
-            for name in self._sources.known_local()
+            for name in await self.lookups.local_names()
             if name not in known
         ]
         return sorted(rows, key=lambda row: row.id)
 
     def close(self) -> None:
         """Let running downloads go; their callers are leaving too."""
-        self._sources.close()
-        for pool in (self._looking, self._reading, self._downloading):
-            pool.shutdown(wait=False, cancel_futures=True)
+        self.lookups.close()
         for known in self._known.values():
             self._let_go(known)
 
@@ -210,20 +191,20 @@ class AdapterDirectory:
         assert origins == self._origins
 
     async def _resolve_merge(
-        self, reference: AdapterReference, rule: MergeRule, token: Token
+        self, reference: AdapterReference, rule: MergeRule, token: Token, patience_s: float | None
     ) -> AdapterKey:
         """The key of a merge of what its parts mean now; this caller must be let have each."""
         held: dict[int, AdapterKey] = {}
 
         async def fetch(index: int) -> None:
-            held[index] = await self.resolve(reference.parts[index], token)
+            held[index] = await self.resolve(reference.parts[index], token, patience_s)
 
         try:
             places = range(len(reference.parts))
             ended = await asyncio.gather(*map(fetch, places), return_exceptions=True)
-            for fault in ended:
-                if fault is not None:
-                    raise fault
+            # That a caller may not use one part counts more than that another is late.
+            for fault in sorted(filter(None, ended), key=lambda fault: isinstance(fault, Overdue)):
+                raise fault
             key = self._register_merge(reference, rule, tuple(held[i] for i in places))
             self._name(reference, key)
             self.hold(key)
@@ -244,37 +225,6 @@ class AdapterDirectory:
         self._forget_some()
         return key
 
-    async def _find(self, reference: AdapterReference, token: Token, caller: Caller) -> AdapterKey:
-        found = self._answers.fresh(reference, caller)
-        if found is None:
-            look = partial(self._look, reference, token, caller)
-            found = await self._errands.once((reference, caller), look)
-        fetch = partial(self._bring_and_hold, found, token)
-        key: AdapterKey = await self._errands.once(found.origin, fetch)
-        return key
-
-    async def _look(self, reference: AdapterReference, token: Token, caller: Caller) -> Found:
-        """What the reference names, as the source says, or as it said when it last answered."""
-        local = reference.source is AdapterSource.LOCAL
-        pool = self._reading if local else self._looking
-        loop = asyncio.get_running_loop()
-        try:
-            found = await loop.run_in_executor(pool, self._sources.look, reference, token)
-        except Unreachable as error:
-            lately = self._answers.confirmed(reference, caller)
-            if lately is None:
-                raise AdapterError(
-                    AdapterRefusal.UNAVAILABLE,
-                    f"adapter {reference.id!r}: its source {reference.source.value!r} is out of "
-                    f"reach ({error}), and did not confirm lately that this caller may use it: "
-                    "try again",
-                ) from error
-            logger.warning("%s is out of reach; its last answers serve", reference.source.value)
-            return lately
-        if found.lasting:
-            self._answers.keep(reference, caller, found)
-        return found
-
     async def _bring_and_hold(self, found: Found, token: Token) -> AdapterKey:
         """Bring files that stay until those who asked could hold them, however late the loop is."""
         key = await self._bring(found, token)
@@ -289,9 +239,7 @@ class AdapterDirectory:
             self._rest(key, self._known[key])
             return key
         hashed = self._known[key].adapter.digest if key is not None else None
-        pool = self._reading if found.folder else self._downloading
-        loop = asyncio.get_running_loop()
-        folder, digest = await loop.run_in_executor(pool, self._read, found, token, hashed)
+        folder, digest = await self.lookups.read(found, token, hashed)
         return self._register(found, folder, digest)
 
     def _lies_ready(self, found: Found, known: _Known) -> bool:
@@ -300,26 +248,16 @@ class AdapterDirectory:
         folder = found.folder if held is None else held.folder
         return folder is not None and str(folder) == known.adapter.folder
 
-    def _read(self, found: Found, token: Token, digest: str | None) -> tuple[AdapterFolder, str]:
-        """Bring and hash; hashing is skipped for what was hashed before."""
-        folder = self._sources.bring(found, token)
-        try:
-            digest = digest or content_digest(folder)
-            if fingerprint(folder.folder) != folder.fingerprint:
-                raise OSError("its files change: try again when they are written")
-            return folder, digest
-        except OSError as error:
-            self._sources.release(folder)
-            raise AdapterError(
-                AdapterRefusal.UNAVAILABLE,
-                f"adapter {found.reference.id!r} cannot be read: {error}",
-            ) from error
-
     def _register(self, found: Found, folder: AdapterFolder, digest: str) -> AdapterKey:
         key = self._key_of(digest)
         # Names may share content: the folder to read is the one that was verified last.
         adapter = FetchedAdapter(
-            key, found.reference.id, str(folder.folder), digest, folder.fingerprint
+            key,
+            found.reference.id,
+            str(folder.folder),
+            digest,
+            folder.fingerprint,
+            root=str(folder.root or ""),
         )
         known = self._known.setdefault(key, _Known(adapter))
         known.adapter = adapter

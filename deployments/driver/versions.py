@@ -79,6 +79,21 @@ class Versions:
         self._directory.release(newest)
         return old
 
+    async def last(self, reference: AdapterReference) -> AdapterKey | None:
+        """The version that serves the name, held by the caller, if the ranks have it in memory."""
+        key = self._current.get(reference)
+        if key is None or not self._directory.hold(key):
+            return None
+        try:
+            in_memory = await self._serving.is_in_memory(key)
+        except BaseException:  # Whoever asked has left.
+            self._directory.release(key)
+            raise
+        if in_memory:
+            return key
+        self._directory.release(key)
+        return None
+
     def give_up(self, reference: AdapterReference, key: AdapterKey) -> bool:
         """A version could not be read any more: whether there is another to serve instead."""
         change = self._changes.get(reference)

@@ -32,6 +32,8 @@ COUNTERS = {
     "loray_generated_tokens": "Tokens generated.",
     "loray_rank_rebuilds": "Times the group of ranks was made anew.",
     "loray_dropped_frames": "Token frames that a slow ingress replica did not take.",
+    "loray_overdue_looks": "Requests that an adapter's last version served, for its files or "
+    "its new version were not to be had in time.",
     "loray_head_starts": "Requests that ran before Serve's call for them was here.",
 }
 
@@ -66,6 +68,7 @@ class EngineMetrics:
         rebuilds: int,
         dropped: int,
         head_starts: int,
+        overdue: int,
     ) -> None:
         """Take the scheduler's numbers and the steps since the last call."""
         self._gauges["loray_queue_length"].set(snapshot.queued)
@@ -83,6 +86,7 @@ class EngineMetrics:
         self._raise_to("loray_rank_rebuilds", rebuilds)
         self._raise_to("loray_dropped_frames", dropped)
         self._raise_to("loray_head_starts", head_starts)
+        self._raise_to("loray_overdue_looks", overdue)
         self._observe(steps)
 
     def healthy(self, healthy: bool) -> None:

@@ -8,6 +8,7 @@ from typing import NoReturn
 
 from configs.adapters import AdapterError, AdapterReference, AdapterRefusal, AdapterSource
 from configs.engine import AdaptersConfig
+from configs.reading import FileChanged, NotRegular, OutsideRoot
 from sharding.sources.base import (
     AdapterFolder,
     Found,
@@ -20,7 +21,7 @@ from sharding.sources.base import (
 )
 from sharding.sources.cache import CacheFull, DiskCache
 from sharding.sources.download import Download
-from sharding.sources.files import check_headers, fingerprint
+from sharding.sources.files import check_headers, content_digest, fingerprint
 from sharding.sources.hub import HubSource
 from sharding.sources.local import LocalSource, origin_of
 from sharding.sources.retry import Patience
@@ -88,6 +89,16 @@ class AdapterSources:
             self.cache.release(found.origin)
             raise
 
+    def digest(self, folder: AdapterFolder, name: str) -> str:
+        """The content's digest; AdapterError when the files are written to meanwhile."""
+        try:
+            digest = content_digest(folder)
+            if fingerprint(folder.folder) != folder.fingerprint:
+                raise FileChanged("its files change: try again when they are written")
+            return digest
+        except OSError as error:
+            _refuse_unreadable(name, error)
+
     def release(self, folder: AdapterFolder) -> None:
         """Nobody reads these files any more: they may be evicted."""
         if folder.held is not None:
@@ -137,7 +148,7 @@ class AdapterSources:
     def _fill(self, download: Download, folder: Path) -> None:
         download.into(folder)
         if self._is_pickled(folder):
-            _convert(folder, folder, download.found.reference.id)
+            _convert(folder, folder, download.found.reference.id, None)
 
     def _is_pickled(self, folder: Path) -> bool:
         """Whether there are weights only as a pickle, and such may be read."""
@@ -147,11 +158,15 @@ class AdapterSources:
     def _converted(self, found: Found, folder: Path) -> AdapterFolder:
         """A folder that is not ours to write to, as safetensors in the cache."""
         name = found.reference.id
-        files = fingerprint(folder)
-        origin = origin_of(folder, files)
-        size = sum(size for _, size, _ in files)
         try:
-            made = self.cache.add(origin, size, lambda into: _convert(folder, into, name))
+            files = fingerprint(folder)
+            origin = origin_of(folder, files)
+            size = sum(size for _, size, _ in files)
+            made = self.cache.add(
+                origin, size, lambda into: _convert(folder, into, name, found.root)
+            )
+        except (OSError, ValueError) as error:
+            _refuse_unreadable(name, error)
         except CacheFull as error:
             _refuse_full(name, size, error)
         except AdapterError:
@@ -164,17 +179,18 @@ class AdapterSources:
         try:
             files = fingerprint(folder)
             check_texts(((file, size) for file, size, _ in files), found.reference.id)
-            check_headers(folder, found.reference.id)
-            return AdapterFolder(folder, files, found.origin)
+            root = found.root if folder == found.folder else None
+            check_headers(folder, found.reference.id, root)
+            return AdapterFolder(folder, files, found.origin, root=root)
         except OSError as error:
             _refuse_unreadable(found.reference.id, error)
 
 
-def _convert(folder: Path, into: Path, name: str) -> None:
+def _convert(folder: Path, into: Path, name: str, root: Path | None) -> None:
     # Imported when it is needed: drivers that read no pickles need no torch.
     from sharding.sources.pickled import convert
 
-    convert(folder, into, name)
+    convert(folder, into, name, root)
 
 
 def _refuse_full(name: str, num_bytes: int, error: Exception) -> NoReturn:
@@ -187,4 +203,9 @@ def _refuse_full(name: str, num_bytes: int, error: Exception) -> NoReturn:
 
 
 def _refuse_unreadable(name: str, error: Exception) -> NoReturn:
-    refuse(AdapterRefusal.UNAVAILABLE, f"adapter {name!r} cannot be read: {error}", error)
+    refusal = AdapterRefusal.UNAVAILABLE
+    if isinstance(error, NotRegular):
+        refusal = AdapterRefusal.UNSUPPORTED
+    elif isinstance(error, OutsideRoot):
+        refusal = AdapterRefusal.FORBIDDEN
+    refuse(refusal, f"adapter {name!r} cannot be read: {error}", error)

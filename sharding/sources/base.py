@@ -52,14 +52,15 @@ class Found:
 
     name: how clients call it. origin: names the content at its source, so that equal origins mean
     equal files. files: what to download. folder: where they lie already, None until they are
-    brought. open_to_all: whether the answer holds for every caller. lasting: whether it may be
-    used again without asking.
+    brought. root: the folder that links in it must not lead out of. open_to_all: whether the
+    answer holds for every caller. lasting: whether it may be used again without asking.
     """
 
     reference: AdapterReference
     origin: str
     files: tuple[RemoteFile, ...] = ()
     folder: Path | None = None
+    root: Path | None = None
     open_to_all: bool = True
     lasting: bool = True
 
@@ -74,13 +75,14 @@ class AdapterFolder:
     """An adapter's files on this node and what they are.
 
     origin: names the content, as in Found, but of the files that are here now. held: the entry of
-    the disk cache that must not be evicted meanwhile, None for other folders.
+    the disk cache that must not be evicted meanwhile, None for other folders. root: as in Found.
     """
 
     folder: Path
     fingerprint: Fingerprint
     origin: str
     held: str | None = None
+    root: Path | None = None
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,8 @@ class LocalSource:
                 f"adapter {name!r} has a link to a file outside the server's local adapter roots",
             )
         check_size(sum(size for _, size, _ in files), name, self._max_bytes)
-        return Found(reference, origin_of(folder, files), folder=folder, lasting=False)
+        origin = origin_of(folder, files)
+        return Found(reference, origin, folder=folder, root=root, lasting=False)
 
     def name_of(self, folder: str) -> AdapterReference | None:
         """The reference of a folder under the roots, links followed; None for any other path."""

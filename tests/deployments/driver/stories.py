@@ -45,7 +45,11 @@ def config(root: Path, **changes: object) -> EngineConfig:
         {
             "model": {"id": str(root)},
             "tensor_parallel": 2,
-            "adapters": {"local_roots": [str(root / "adapters")], "default_source": "local"},
+            "adapters": {
+                "local_roots": [str(root / "adapters")],
+                "default_source": "local",
+                "look_timeout_s": PATIENCE_S,
+            },
             "limits": {"max_step_tokens": 16, "max_running": 8, "max_queued": 64},
             "recovery": dict.fromkeys(
                 ("step_timeout_s", "stage_timeout_s", "recovery_timeout_s"), PATIENCE_S

@@ -76,7 +76,7 @@ def test_every_part_is_only_for_those_who_may(hub: HubServer, tmp_path: Path) ->
         assert len(hub.downloads()) == 4
         directory.release(key)
         assert set(directory.names()) == {SQL, CODE}, "merges are not listed"
-        assert [row.id for row in directory.listing()] == ["acme/code", "acme/sql"]
+        assert [row.id for row in await directory.listing()] == ["acme/code", "acme/sql"]
 
     play(patient_config(tmp_path, hub_endpoint=hub.url), story)
 

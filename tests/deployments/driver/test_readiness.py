@@ -366,8 +366,9 @@ def test_a_look_at_what_is_known_costs_no_thread(hub: HubServer, tmp_path: Path)
 
     async def story(directory: AdapterDirectory) -> None:
         key = await directory.resolve(SQL, False)
-        for pool in (directory._looking, directory._reading, directory._downloading):
-            pool.shutdown()
+        lookups = directory.lookups
+        for calls in (lookups._looking, lookups._reading, lookups._downloading):
+            calls.close()
         assert await used(directory, SQL) == key
         directory.release(key)
 

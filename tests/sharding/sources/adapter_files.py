@@ -44,7 +44,8 @@ def adapters_config(
     """
     quick = {"cache_dir": str(root / "cache"), "backoff_s": 0.01}
     patient = {"connect_timeout_s": 600.0, "read_timeout_s": 600.0}
-    return AdaptersConfig.model_validate({"fetch": {**quick, **patient, **(fetch or {})}, **others})
+    times = {"fetch": {**quick, **patient, **(fetch or {})}, "look_timeout_s": 600.0}
+    return AdaptersConfig.model_validate({**times, **others})
 
 
 def sources(

@@ -1,10 +1,11 @@
 """Names become folders: roots are walls, sizes are bounded, damaged files are refused at once."""
 
+import os
 from pathlib import Path
 
 import pytest
 
-from configs.adapters import AdapterReference, AdapterRefusal, AdapterSource
+from configs.adapters import AdapterError, AdapterReference, AdapterRefusal, AdapterSource
 from sharding.sources.files import content_digest
 from tests.sharding.sources.adapter_files import (
     adapter_files,
@@ -113,3 +114,32 @@ def test_adapters_under_the_roots_are_listed(tmp_path: Path) -> None:
     write(tmp_path / "blue")
     (tmp_path / "not-an-adapter").mkdir()
     assert sources(tmp_path, local_roots=[str(tmp_path)]).known_local() == ["blue", "red"]
+
+
+def test_a_link_that_leads_out_since_the_look(tmp_path: Path) -> None:
+    """It is judged by what was opened, not by a path that may lead elsewhere by then."""
+    own = write_files(tmp_path / "root" / "red", adapter_files())
+    other = write_files(tmp_path / "other", adapter_files(2.0))
+    store = sources(tmp_path, local_roots=[str(tmp_path / "root")])
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        found = store.look(local("red"), False)
+        (own / name).unlink()
+        (own / name).symlink_to(other / name)
+        with pytest.raises(AdapterError, match=f"{name} is a link to a file outside") as raised:
+            store.digest(store.bring(found, False), "red")
+        assert raised.value.refusal is AdapterRefusal.FORBIDDEN
+        (own / name).unlink()
+        (own / name).write_bytes((other / name).read_bytes())
+
+
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json"])
+def test_what_is_no_regular_file_is_refused(tmp_path: Path, name: str) -> None:
+    folder = write_files(tmp_path / "red", adapter_files())
+    store = sources(tmp_path, local_roots=[str(tmp_path)])
+    found = store.look(local("red"), False)
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(AdapterError, match=f"{name} is no regular file") as raised:
+        store.bring(found, False)
+    assert raised.value.refusal is AdapterRefusal.UNSUPPORTED
+    assert refusal(store, local("red")) in (AdapterRefusal.UNSUPPORTED, AdapterRefusal.NOT_FOUND)

@@ -1,16 +1,19 @@
 """Pickles: refused unless they may be read, then read as tensors alone, never run."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load, load_file
 
-from configs.adapters import AdapterReference, AdapterRefusal, AdapterSource
+from configs.adapters import AdapterError, AdapterReference, AdapterRefusal, AdapterSource
 from tests.hub_server import HubServer
 from tests.sharding.sources.adapter_files import (
     adapter_files,
     fetch,
+    left_over,
     refusal,
     sources,
     write_files,
@@ -58,3 +61,42 @@ def test_a_downloaded_pickle_is_not_kept(tmp_path: Path) -> None:
         "adapter_model.safetensors",
     ]
     assert load_file(folder / "adapter_model.safetensors").keys() == tensors.keys()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: torch.ones(2, 6, device="meta"), "has no values"),
+        (lambda: torch.eye(6).to_sparse(), "is no dense tensor"),
+        (lambda: torch.zeros(2, 6, dtype=torch.int8), "has type torch.int8"),
+        (lambda: torch.zeros(2, 6, dtype=torch.complex128), "is no dense tensor"),
+        (lambda: torch.ones(1, 1).expand(2**20, 2**10), "larger than the file"),
+    ],
+)
+def test_tensors_that_no_adapter_has_are_refused(
+    tmp_path: Path, make: Callable[[], torch.Tensor], message: str
+) -> None:
+    pickled(tmp_path / "red")
+    torch.save({"a": make()}, tmp_path / "red" / "adapter_model.bin")
+    store = sources(tmp_path, local_roots=[str(tmp_path)], allow_pickle=True)
+    with pytest.raises(AdapterError, match=message) as raised:
+        fetch(store, RED)
+    assert raised.value.refusal is AdapterRefusal.UNSUPPORTED
+    assert not left_over(tmp_path)
+
+
+def test_a_link_that_leads_out_since_the_look(tmp_path: Path) -> None:
+    """For every file and either format: it is judged by what was opened."""
+    pickled(tmp_path / "roots" / "red")
+    pickled(tmp_path / "other")
+    for name in ("adapter_model.bin", "adapter_config.json"):
+        store = sources(tmp_path, local_roots=[str(tmp_path / "roots")], allow_pickle=True)
+        found = store.look(RED, False)
+        path = tmp_path / "roots" / "red" / name
+        path.unlink()
+        path.symlink_to(tmp_path / "other" / name)
+        with pytest.raises(AdapterError, match=f"{name} is a link to a file outside") as raised:
+            store.bring(found, False)
+        assert raised.value.refusal is AdapterRefusal.FORBIDDEN
+        path.unlink()
+        path.write_bytes((tmp_path / "other" / name).read_bytes())
