@@ -348,16 +348,21 @@ def _scheduled(
 
 
 def judge(seen: Comparison, results: Sequence[Sequence[Answer]], truths: Sequence[Truth]) -> None:
-    """Note which answers are right on every rank; Mismatch tells of all that are not."""
-    wrong = []
+    """Note which answers are right on every rank; Mismatch tells of all that are not.
+
+    A name that has several answers is right when all of them are.
+    """
+    wrong, faulty = [], set()
     for i, (name, truth) in enumerate(zip(seen.setting.names, truths, strict=True)):
         found = [_difference(answers[i], truth) for answers in results]
         faults = [f"rank {rank}: {fault}" for rank, (fault, _) in enumerate(found) if fault]
         if faults:
             wrong.append(f"{name}: {'; '.join(faults)}")
+            faulty.add(name)
         else:
             seen.right.add(name)
             seen.error = max(seen.error, *(error for _, error in found))
+    seen.right -= faulty
     if wrong:
         where = f"{seen.architecture}, {seen.setting.variant}, {seen.setting.ranks} ranks"
         raise Mismatch("\n".join([where, *wrong]))
