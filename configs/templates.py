@@ -15,6 +15,7 @@ OTHERS_FOLDER = "additional_chat_templates"
 _FORM = "chat_template in {} must be a text or a list of objects with `name` and `template`"
 _MAX_CHARACTERS = 256 << 10
 _MAX_BYTES = 16 << 20
+_MAX_TEMPLATES = 32
 
 
 class TemplateSource(msgspec.Struct, frozen=True):
@@ -61,10 +62,9 @@ def _of_files(folder: Path) -> dict[str, str]:
     named = [(DEFAULT, folder / "chat_template.jinja")]
     named += [(path.stem, path) for path in sorted(folder.glob(f"{OTHERS_FOLDER}/*.jinja"))]
     files = {name: path for name, path in named if path.is_file()}
-    too_long = [path for path in files.values() if path.stat().st_size > 4 * _MAX_CHARACTERS]
-    if too_long:
-        raise ValueError(f"{too_long[0].name} has more than {_MAX_CHARACTERS} characters")
-    return {name: read_text(path, _MAX_BYTES) for name, path in files.items()}
+    if len(files) > _MAX_TEMPLATES:
+        raise ValueError(f"{len(files)} chat templates are more than {_MAX_TEMPLATES}")
+    return {name: read_text(path, 4 * _MAX_CHARACTERS) for name, path in files.items()}
 
 
 def _of_config(given: Any, file: str) -> dict[str, str]:

@@ -34,7 +34,7 @@ def _variables(
         raise invalid(message, "chat_template_kwargs")
     for name in _TEMPLATE_FIELDS:
         value = getattr(body, name)
-        if value is None:
+        if value is None or (not value and not template.reads(name)):
             continue
         if not template.reads(name):
             message = f"`{name}` would have no effect: the chat template does not read it"

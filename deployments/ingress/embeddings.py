@@ -32,6 +32,7 @@ from deployments.ingress.merges import MergedAdapters, asked_adapter
 from deployments.ingress.openai_schema import PromptInput, prompts_of
 from deployments.ingress.references import parse_source
 from deployments.ingress.replies import Whole, whole
+from deployments.ingress.request_fields import REFUSED_EMBEDDINGS, refuse_others
 from deployments.ingress.text import Limit, Text
 from deployments.ingress.unicode import Unicode
 
@@ -41,7 +42,7 @@ Vector = tuple[float, ...]
 class EmbeddingsBody(BaseModel):
     """POST /v1/embeddings; pooling and normalize are ours, parameters are LoRAX's."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    model_config = ConfigDict(frozen=True, extra="allow")
 
     model: Unicode = Field(max_length=1024)
     input: list[str | list[int]]
@@ -166,6 +167,7 @@ async def _of_lorax(request: Request, body: GenerateRequestBody, engine: Engine)
 
 def _check(body: EmbeddingsBody, settings: IngressSettings) -> None:
     """Refuse what can be refused without the tokens."""
+    refuse_others(body.model_extra, REFUSED_EMBEDDINGS)
     if body.dimensions is not None:
         message = "`dimensions` is not supported: embeddings are as wide as the model's states"
         raise invalid(message, "dimensions", "unsupported_parameter")

@@ -200,6 +200,28 @@ REFUSED: Mapping[str, Refused] = {
     "extra_key": Refused(),
 }
 
+_LENGTH = Refused(instead="send shorter inputs")
+REFUSED_EMBEDDINGS: Mapping[str, Refused] = {
+    "truncate_prompt_tokens": _LENGTH,
+    "truncation_side": _LENGTH,
+    "truncate": Refused((None, False, "NONE"), "send shorter inputs"),
+    "add_special_tokens": Refused(_ON, "send token ids"),
+    "messages": Refused((None, []), "send `input`"),
+    "inputs": Refused(instead="send `input`"),
+    "prompt": Refused(instead="send `input`"),
+    "chat_template": Refused(),
+    "chat_template_kwargs": Refused(_EMPTY),
+    "embed_dtype": Refused((None, "float32")),
+    "endianness": Refused((None, "native", "little")),
+    "use_activation": Refused(instead="use `normalize`"),
+    "task": Refused((None, "embed")),
+    "input_type": Refused(instead="write what the model expects into `input`"),
+    "prompt_name": Refused(instead="write what the model expects into `input`"),
+    "mm_processor_kwargs": _NO_MEDIA,
+    "priority": Refused((None, 0), "priorities are the operator's"),
+    "extra_body": Refused(_EMPTY, "write its fields beside `model`"),
+}
+
 IGNORED = frozenset({
     # Nothing is stored, billed or looked up by them.
     "user", "metadata", "store", "service_tier", "safety_identifier", "custom_labels",
@@ -215,11 +237,13 @@ IGNORED = frozenset({
 """Fields that change no answer; so do unknown ones."""
 
 
-def refuse_others(extra: Mapping[str, Any] | None, served: frozenset[str] = frozenset()) -> None:
-    """Raise for a field that would change the result and is not built; `served` are built."""
+def refuse_others(
+    extra: Mapping[str, Any] | None, refused: Mapping[str, Refused] = REFUSED
+) -> None:
+    """Raise for a field that would change the result and is not built."""
     for name, value in (extra or {}).items():
-        row = REFUSED.get(name)
-        if row is None or name in served or value in row.neutral:
+        row = refused.get(name)
+        if row is None or value in row.neutral:
             continue
         instead = f": {row.instead}" if row.instead else ""
         raise invalid(f"`{name}` is not supported{instead}", name, NO_SUCH)

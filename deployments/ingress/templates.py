@@ -8,6 +8,8 @@ from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
+from jinja2 import TemplateError
+
 from configs.adapters import AdapterReference
 from configs.templates import DEFAULT, TOOL_USE, TemplateSource
 from deployments.contract import Driver, Failed
@@ -120,8 +122,12 @@ class Templates:
             # The tokenizer is the model's: its special tokens are those that `own` does not name.
             tokens = text.templates.special_tokens | own.special_tokens
             chosen = TemplateSource(_chosen(own, owner, with_tools, name), tokens)
-        compiled = text.compiled.get(chosen.text)
-        if compiled is not None and chosen.special_tokens == text.templates.special_tokens:
+        alike = chosen.special_tokens == text.templates.special_tokens
+        try:
+            compiled = text.compiled(chosen.text) if alike else None
+        except TemplateError as error:
+            raise invalid(f"the chat template is broken: {error}", _PARAM) from error
+        if compiled is not None:
             return _ModelTemplate(compiled, chosen, self)
         return _AdapterTemplate(chosen, f"adapter '{adapter}'", self.renderer)
 

@@ -50,7 +50,7 @@ class Limit(NamedTuple):
 
 
 class Text:
-    """Turns text into tokens and back; `compiled` are the model's chat templates by their text."""
+    """Turns text into tokens and back."""
 
     def __init__(
         self,
@@ -69,9 +69,9 @@ class Text:
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self.templates = templates or TemplateSource()
-        tokens = self.templates.special_tokens
-        texts = self.templates.by_name.values()
-        self.compiled = {source: ChatTemplate(source, tokens) for source in texts}
+        self._compiled: dict[str, ChatTemplate] = {}
+        if self.templates.text:
+            self.compiled(self.templates.text)
         self._tidies = tidies
         self._apart = apart
         self._lane = Lane("tokenizer", threads, _IN_LINE)
@@ -124,6 +124,16 @@ class Text:
     async def slices(self, text: str, add_special_tokens: bool = True) -> list[Slice]:
         """Tokens of a text with the pieces of it that they stand for."""
         return await self._lane_for(text).run(len(text), self._slices, text, add_special_tokens)
+
+    def compiled(self, template: str) -> ChatTemplate | None:
+        """One of the model's own chat templates by its text, None for any other."""
+        if template not in self.templates.by_name.values():
+            return None
+        known = self._compiled.get(template)
+        if known is None:
+            known = ChatTemplate(template, self.templates.special_tokens)
+            self._compiled[template] = known
+        return known
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of tokens: special tokens skipped (but Galactica's words)."""

@@ -10,6 +10,7 @@ from typing import NoReturn, Protocol
 from huggingface_hub.errors import HfHubHTTPError
 
 from configs.adapters import AdapterError, AdapterReference, AdapterRefusal
+from configs.templates import OTHERS_FOLDER
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 CONFIG_NAME = "adapter_config.json"
@@ -120,7 +121,10 @@ def refuse(refusal: AdapterRefusal, message: str, cause: Exception | None = None
 
 
 def is_adapter_file(name: str, allow_pickle: bool = False) -> bool:
-    """Whether a file (by its name at the top of its folder) is part of an adapter."""
+    """Whether a file (by its name in its folder) is part of an adapter."""
+    folder, _, plain = name.rpartition("/")
+    if folder:
+        return folder == OTHERS_FOLDER and plain.endswith(".jinja")
     if name == CONFIG_NAME or name in TEMPLATE_NAMES or fnmatchcase(name, _WEIGHTS):
         return True
     return allow_pickle and fnmatchcase(name, _PICKLED)
@@ -147,7 +151,8 @@ def check_texts(files: Iterable[tuple[str, int]], name: str) -> None:
     """Refuse config and templates that are larger than any: (file name, bytes) of each file."""
     for file, size in files:
         most = min(MAX_CONFIG_BYTES, MAX_TEXT_BYTES) if file == CONFIG_NAME else MAX_TEXT_BYTES
-        if file in (CONFIG_NAME, *TEMPLATE_NAMES) and size > most:
+        is_text = file in (CONFIG_NAME, *TEMPLATE_NAMES) or file.startswith(OTHERS_FOLDER)
+        if is_text and size > most:
             refuse(
                 AdapterRefusal.TOO_LARGE,
                 f"adapter {name!r}: {file} has {size} bytes, more than the {most} that "

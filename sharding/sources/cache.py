@@ -227,7 +227,7 @@ def _folders(parent: Path) -> list[Path]:
 
 def _size(folder: Path) -> int:
     try:
-        return sum(path.stat().st_size for path in folder.iterdir())
+        return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     except (FileNotFoundError, NotADirectoryError):
         return 0
 

@@ -25,6 +25,7 @@ class Download:
         """
         for file in self.found.files:
             if not _is_whole(folder / file.name, file):
+                (folder / file.name).parent.mkdir(exist_ok=True)
                 self._bring(file, folder / f"{file.name}.part")
                 (folder / f"{file.name}.part").rename(folder / file.name)
 

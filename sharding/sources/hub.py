@@ -20,6 +20,7 @@ from huggingface_hub.utils._http import hf_raise_for_status
 
 from configs.adapters import AdapterReference, AdapterRefusal
 from configs.fetching import FetchConfig
+from configs.templates import OTHERS_FOLDER
 from sharding.sources.base import (
     CONFIG_NAME,
     TEMPLATE_NAMES,
@@ -35,6 +36,7 @@ from sharding.sources.retry import Patience
 
 _PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
 _LONGEST_TOKEN = 1024
+_OTHERS = f"{OTHERS_FOLDER}/*.jinja"
 
 
 class HubSource:
@@ -136,7 +138,7 @@ class HubSource:
                 snapshot_download(
                     reference.id,
                     revision=reference.revision,
-                    allow_patterns=[CONFIG_NAME, "adapter_model*", *TEMPLATE_NAMES],
+                    allow_patterns=[CONFIG_NAME, "adapter_model*", *TEMPLATE_NAMES, _OTHERS],
                     local_files_only=True,
                 )
             )

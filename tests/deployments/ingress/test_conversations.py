@@ -211,6 +211,20 @@ def test_variables_reach_the_template(http: httpx.Client, driver: FakeDriver, fo
     assert prompt_of(driver) == want
 
 
+def test_documents_that_are_none_have_no_effect_to_miss(http: httpx.Client, folder: Path) -> None:
+    save(folder, PARTS)
+    post(http, CHAT, messages=HELLO, documents=[], max_tokens=1)
+
+
+def test_a_broken_template_beside_the_default_breaks_its_own_chats_alone(
+    http: httpx.Client, folder: Path
+) -> None:
+    save(folder, {"default": PARTS, "rag": "{% if %}"})
+    post(http, CHAT, messages=HELLO, max_tokens=1)
+    error = refused(http, CHAT, 400, messages=HELLO, chat_template="rag")
+    assert (error["param"], "is broken" in error["message"]) == ("chat_template", True)
+
+
 def text_of(driver: FakeDriver) -> str:
     return str(driver.tokenizer.decode(prompt_of(driver), skip_special_tokens=False))
 

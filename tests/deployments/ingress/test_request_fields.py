@@ -7,8 +7,9 @@ from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 from pydantic import BaseModel
 
+from deployments.ingress.embeddings import EmbeddingsBody
 from deployments.ingress.openai_schema import ChatBody, CompletionBody
-from deployments.ingress.request_fields import IGNORED, REFUSED
+from deployments.ingress.request_fields import IGNORED, REFUSED, REFUSED_EMBEDDINGS
 from deployments.ingress.responses_schema import REFUSED as REFUSED_RESPONSES
 from deployments.ingress.responses_schema import ResponsesBody
 from tests.deployments.ingress.openai_http import CHAT, COMPLETIONS, HELLO, post, refused
@@ -120,6 +121,17 @@ def test_refusals_name_the_field_and_neutral_values_pass(
         assert reply.status_code == 200, reply.text
     body = {name: "x" for name in IGNORED if name not in own}
     assert http.post(path, json={"model": "tiny", **asked, **body}).status_code == 200
+
+
+def test_embeddings_have_refusals_of_their_own(http: httpx.Client, driver: FakeDriver) -> None:
+    path, asked = "/v1/embeddings", {"model": "tiny", "input": "a"}
+    assert {*REFUSED_EMBEDDINGS} & {*EmbeddingsBody.model_fields} == set()
+    for name in REFUSED_EMBEDDINGS:
+        error = http.post(path, json={**asked, name: "7"}).json()["error"]
+        assert (error["param"], error["code"]) == (name, "unsupported_parameter")
+    assert driver.requests == []
+    neutral = {name: row.neutral[-1] for name, row in REFUSED_EMBEDDINGS.items()}
+    assert http.post(path, json={**asked, **neutral, "other": 1}).status_code == 200
 
 
 def test_what_is_honoured_instead_of_refused(http: httpx.Client, driver: FakeDriver) -> None:

@@ -16,7 +16,8 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 
 
 def _chat(text: Text, messages: list[dict[str, str]]) -> tuple[str, list[int]]:
-    template = text.compiled[text.templates.text]
+    template = text.compiled(text.templates.text)
+    assert template is not None
     prompt = template.render(Conversation(messages))
     return prompt, asyncio.run(text.encode(prompt, add_special_tokens=False))
 

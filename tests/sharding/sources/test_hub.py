@@ -38,19 +38,28 @@ def store(hub: HubServer, tmp_path: Path) -> AdapterSources:
 
 
 def read(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    found = [path for path in folder.rglob("*") if path.is_file()]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
 
 
 def test_only_the_adapters_own_files_are_downloaded_once(
     hub: HubServer, store: AdapterSources, tmp_path: Path
 ) -> None:
     files = adapter_files(chat_template__jinja=b"{{ messages }}")
-    junk = {"optimizer.pt": b"x" * 99, "adapter_model.bin": b"pickle", "deep/adapter_model.x": b"x"}
+    files["additional_chat_templates/tool_use.jinja"] = b"{{ tools }}"
+    junk = {
+        "deep/x.jinja": b"x",
+        "additional_chat_templates/deep/x.jinja": b"x",
+        "adapter_model/x.safetensors": b"x",
+        "optimizer.pt": b"x" * 99,
+        "adapter_model.bin": b"pickle",
+        "deep/adapter_model.x": b"x",
+    }
     hub.add("acme/sql", {**files, **junk})
     first = fetch(store, SQL)
     assert read(first.folder) == files
     assert fetch(store, SQL).folder == first.folder
-    assert sorted(hub.downloads()) == sorted(files)
+    assert sorted(hub.downloads()) == sorted(Path(name).name for name in files)
     assert not left_over(tmp_path)
     store.release(first)
     store.cache.check()
