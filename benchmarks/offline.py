@@ -62,6 +62,7 @@ class Driver:
         self._held: dict[int, int] = {}
         self._free: list[int] = []
         self._random = random.Random(0)
+        self._prepared = False
 
     def reset(self, num_blocks: int) -> None:
         """Take back all blocks, in a random order."""
@@ -74,13 +75,17 @@ class Driver:
         """New requests of random tokens, each with its adapter's slot."""
         sampling = Sampling(temperature=case.temperature, seed=1)
         fitting = Sampling(temperature=case.temperature, seed=1, json_schema=json.dumps(PEOPLE))
+        if case.held and not self._prepared:
+            assert not (fault := self._runner.prepare(0, fitting.constraint, [])), fault
+            self._prepared = True
         found = []
         for place in places:
             self._lengths[place] = self._held[place] = 0
             tokens = [self._random.randrange(self._vocab_size) for _ in range(length)]
             slot = place % case.adapters if case.adapters else -1
-            asked = fitting if place < case.held else sampling
-            found.append(BatchJoin(place, tokens, length, slot, asked))
+            held = place < case.held
+            asked, matcher = (fitting, 0) if held else (sampling, -1)
+            found.append(BatchJoin(place, tokens, length, slot, asked, matcher))
         return found
 
     def rows(self, places: range, length: int) -> list[BatchRow]:

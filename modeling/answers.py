@@ -15,11 +15,12 @@ def step_output(
     told: Told | None = None,
     start: StepStart | None = None,
     captured: bool = False,
+    faults: list[tuple[int, str]] | None = None,
 ) -> StepOutput:
     """Start the tokens' way to the host; `asked` are the sampling rows' parameters.
 
     told: what the step tells about prompts, if anything. start: when it began on the device.
-    captured: whether it was a replay.
+    captured: whether it was a replay. faults: rows whose matchers could not go on.
     """
     tensors = [chosen.tokens]
     if chosen.logprobs is not None:
@@ -35,7 +36,7 @@ def step_output(
         prompts = told.answers(copied[len(tensors) :]) if told is not None else None
         rows = _rows(ChosenLogprobs(*logprobs), asked) if logprobs else None
         idle = start.idle_seconds() if start is not None else None
-        return SampledTokens(tokens.tolist(), rows, prompts, idle, captured)
+        return SampledTokens(tokens.tolist(), rows, prompts, idle, captured, faults)
 
     return StepOutput(wait)
 

@@ -12,13 +12,17 @@ from configs.sampling import Sampling
 
 @dataclass(frozen=True)
 class BatchJoin:
-    """A request that takes a place: its known tokens, prompt first; slot -1 is the base model."""
+    """A request that takes a place: its known tokens, prompt first; slot -1 is the base model.
+
+    matcher: the number under which its constraint's was prepared, -1 without one.
+    """
 
     place: int
     tokens: list[int]
     prompt_length: int
     slot: int
     sampling: Sampling
+    matcher: int = -1
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,8 @@ class SampledTokens:
     logprobs: None when no row asked, else one entry (or None) for each token. prompts: what
     rows tell about their prompts, None when no row does. idle_seconds: how long the device had
     nothing to do before the step, None where it does not tell. captured: the step was a replay
-    of a captured one.
+    of a captured one. faults: rows, by their index, whose matchers could not go on, and why; None
+    without any.
     """
 
     tokens: list[int]
@@ -84,6 +89,7 @@ class SampledTokens:
     prompts: list[PromptAnswer] | None = None
     idle_seconds: float | None = None
     captured: bool = False
+    faults: list[tuple[int, str]] | None = None
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,7 @@ class PaddedRunner:
                 rows = [row for row in batch.rows if row.samples]
                 if not rows:
                     return step_output(no_rows(self._device), [], told)
-                return self._step(rows, told)
+                return self._step(rows, told, [row.place for row in batch.rows])
 
     def stage(self, adapter: FetchedAdapter) -> AdapterShape:
         """Read an adapter into host memory; AdapterError when it cannot be served exactly."""
@@ -139,6 +139,13 @@ class PaddedRunner:
     def drop(self, key: AdapterKey) -> None:
         """Forget the host copy of an adapter."""
         self._bank.drop(key)
+
+    def prepare(self, number: int, constraint: str, gone: Sequence[int]) -> str:
+        """Make a constraint's matcher, beside the steps, and forget those that are `gone`.
+
+        Returns what is wrong, "" for nothing. Joins name it by its number.
+        """
+        return self._grammars.prepare(number, constraint, gone)
 
     def check(self) -> None:
         """Assert what must hold between steps."""
@@ -224,7 +231,7 @@ class PaddedRunner:
             self._tokens[join.place, :count].copy_(tokens, non_blocking=True)
             self._seats[join.place] = join
             answer = join.tokens[join.prompt_length :]
-            self._grammars.join(join.place, join.sampling.constraint, answer)
+            self._grammars.join(join.place, join.matcher, answer)
         self._running.keep(self._running.places - {join.place for join in joins})
 
     def _tell(self, rows: Sequence[BatchRow]) -> Told | None:
@@ -241,7 +248,9 @@ class PaddedRunner:
         """Return the adapter of one sequence by itself."""
         return self._over([slot])
 
-    def _step(self, rows: Sequence[BatchRow], told: Told | None) -> StepOutput:
+    def _step(
+        self, rows: Sequence[BatchRow], told: Told | None, asking: Sequence[int]
+    ) -> StepOutput:
         ends = [row.start + row.length for row in rows]
         going = self._running.going_on(
             [(row.place, end) for row, end in zip(rows, ends, strict=True) if row.length == 1]
@@ -261,7 +270,7 @@ class PaddedRunner:
         tokens = torch.empty_like(chosen.tokens)
         tokens[order] = chosen.tokens
         self._running.advance(tokens)
-        return step_output(chosen, asked, told)
+        return step_output(chosen, asked, told, faults=self._grammars.take_faults(asking))
 
     def _history(self, rows: Sequence[BatchRow], ends: Sequence[int]) -> TokenHistory | None:
         """Where the rows' own tokens lie; None where no row looks at them."""

@@ -128,7 +128,8 @@ class ModelRunner:
                     chosen, told = self._compute(layout)
             captured = self.num_captured > before
             self._watch.stepped()
-            return step_output(chosen, layout.sampling, told, start, captured)
+            faults = self._grammars.take_faults([row.place for row in batch.rows])
+            return step_output(chosen, layout.sampling, told, start, captured, faults)
 
     def stage(self, adapter: FetchedAdapter) -> AdapterShape:
         """Read an adapter into host memory; AdapterError when it cannot be served exactly."""
@@ -152,6 +153,13 @@ class ModelRunner:
     def drop(self, key: AdapterKey) -> None:
         """Forget the host copy of an adapter."""
         self._bank.drop(key)
+
+    def prepare(self, number: int, constraint: str, gone: Sequence[int]) -> str:
+        """Make a constraint's matcher, beside the steps, and forget those that are `gone`.
+
+        Returns what is wrong, "" for nothing. Joins name it by its number.
+        """
+        return self._grammars.prepare(number, constraint, gone)
 
     def check(self) -> None:
         """Assert what must hold between steps."""

@@ -47,6 +47,10 @@ class Runner(Protocol):
         """Forget a host copy."""
         ...
 
+    def prepare(self, number: int, constraint: str, gone: Sequence[int]) -> str:
+        """Make a constraint's matcher, beside the steps; "" or what is wrong with it."""
+        ...
+
     def check(self) -> None:
         """Assert what must hold between steps."""
         ...

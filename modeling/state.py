@@ -153,7 +153,7 @@ class PlaceState:
             self._prompt_lengths[join.place] = join.prompt_length
             if self._grammars is not None:
                 answer = join.tokens[join.prompt_length :]
-                self._grammars.join(join.place, join.sampling.constraint, answer)
+                self._grammars.join(join.place, join.matcher, answer)
 
     def layout(self, rows: Sequence[BatchRow]) -> StepLayout:
         """Append the rows' blocks to their tables and lay the step out."""

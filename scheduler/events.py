@@ -27,7 +27,13 @@ class RanksFailure(msgspec.Struct, frozen=True):
     message: str
 
 
-Ending = FinishReason | AdapterFailure | Cancelled | RanksFailure
+class ConstraintFailure(msgspec.Struct, frozen=True):
+    """The answer cannot be held to its constraint within what that may cost."""
+
+    message: str
+
+
+Ending = FinishReason | AdapterFailure | Cancelled | RanksFailure | ConstraintFailure
 
 
 class NewTokens(msgspec.Struct, frozen=True, gc=False):

@@ -19,7 +19,8 @@ class Join(msgspec.Struct, frozen=True, array_like=True):
     place: index into the ranks' token buffer and block table, in [0, max_running).
     tokens: every known token id, prompt first; written to positions 0..len-1 of the place.
     prompt_length: how many of `tokens` are the prompt's.
-    slot: the adapter's device slot, -1 for the base model.
+    slot: the adapter's device slot, -1 for the base model. matcher: the number of what all ranks
+    made of the answer's constraint, -1 without one.
     """
 
     place: int
@@ -27,6 +28,7 @@ class Join(msgspec.Struct, frozen=True, array_like=True):
     prompt_length: int
     slot: int
     sampling: Sampling
+    matcher: int = -1
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -105,7 +107,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     that ask about their prompts, None without any.
     compute_seconds: time from the step's start to its tokens on the host. idle_seconds: how long
     the device had nothing to do before the step; None on devices that do not tell. captured: the
-    step was a replay of a captured one.
+    step was a replay of a captured one. faults: rows, by their index, whose answers cannot be held
+    to their constraints any further, and why: their tokens mean nothing.
     """
 
     epoch: int
@@ -116,6 +119,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     reports: list[PromptReport] | None = None
     idle_seconds: float | None = None
     captured: bool = False
+    faults: list[tuple[int, str]] | None = None
 
 
 class Capacity(msgspec.Struct, frozen=True):

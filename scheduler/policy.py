@@ -34,7 +34,8 @@ class Limits:
     earns in a round. patience_steps: how long an adapter waits for room on the device before
     resident ones stop admitting for its sake. slice_steps: for how many steps, at most, such a
     resident holds its place before what it runs makes way (turns.py says when it is less); the
-    blocks stay where the prefix cache finds them.
+    blocks stay where the prefix cache finds them. max_matchers: of constraints, that the ranks
+    hold at once (matchers.py).
     """
 
     max_step_tokens: int = 2048
@@ -47,12 +48,13 @@ class Limits:
     quantum_tokens: int = 2048
     patience_steps: int = 16
     slice_steps: int = 384
+    max_matchers: int = 64
 
     def __post_init__(self) -> None:
         """Refuse limits under which nothing could run."""
         mixed = 1 if self.max_mixed_prompt_tokens is None else self.max_mixed_prompt_tokens
         tokens = self.max_step_tokens, mixed, self.quantum_tokens
-        if min(*tokens, self.max_running, self.steps_ahead) < 1:
+        if min(*tokens, self.max_running, self.steps_ahead, self.max_matchers) < 1:
             raise ValueError(f"limits must be at least 1: {self}")
         if self.slice_steps < 1:
             raise ValueError(f"slice_steps must be at least 1: {self}")

@@ -38,7 +38,9 @@ class Request:
     registered: leading blocks whose content the prefix cache knows. prompt_logprobs, embedding:
     what the ranks reported about its prompt so far. losses: of the ranks, in a row, that it was
     involved in; alone: those of them in which it was the only one; lost_with: tokens that it had
-    at the last one; trials: how often it became a suspect (trials.py).
+    at the last one; trials: how often it became a suspect (trials.py). matcher: the number of
+    what the ranks made of its constraint, -1 without; parted: nobody shares it. aside: it waits
+    for that. void: what plans in flight still sample for it is nobody's (matchers.py).
     """
 
     id: RequestId
@@ -70,6 +72,10 @@ class Request:
     alone: int = field(default=0, init=False)
     lost_with: int = field(default=0, init=False)
     trials: int = field(default=0, init=False)
+    matcher: int = field(default=-1, init=False)
+    parted: bool = field(default=False, init=False)
+    aside: bool = field(default=False, init=False)
+    void: bool = field(default=False, init=False)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)
     embedding: bytes = field(default=b"", init=False)
 
@@ -166,6 +172,7 @@ class Request:
         self.computed = self.scheduled = self.pending = self.in_flight = self.registered = 0
         self.place = -1
         self.blocks = []
+        self.void = False
 
     def count_loss(self, alone: bool) -> None:
         """The ranks were lost, and it was involved, or even the only one."""

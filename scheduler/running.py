@@ -35,6 +35,7 @@ class Running:
     ) -> None:
         """Start with nobody running."""
         self.num_places = num_places
+        self.num_blocks = capacity.num_blocks
         self.block_size = capacity.block_size
         self.members: list[Request] = []
         self.draining: dict[int, Request] = {}

@@ -4,34 +4,15 @@ It is synchronous and deterministic and does no input or output; time comes in a
 `schedule` makes a plan, the ranks execute it, `apply` accounts for the result. Up to
 `limits.steps_ahead` plans are in flight, so a plan may name a token that is not yet known; what
 a plan in flight names is given to nobody else before it was applied.
-
-Nobody starves, counted in steps. Let S be the most steps that an admitted request runs, and a
-claim an adapter that is staged but finds no room on the device. The n-th claim gets its room
-within n * (2 patience_steps + s + S) steps, s being a slice (slice_steps at most, see turns.py):
-when the first has waited for its patience, residents in its way that have had theirs admit
-nobody, and what they run ends; after s + patience_steps more, any do. Where the prefix cache
-keeps what was computed, what they run makes way when the slice is over, unless it ends within
-SHORTEST_SLICE steps, so that S is hardly more than s. A step with many tokens counts for several.
-Claims stand in the order of their age; one whose priority is p higher stands where one that is
-p * patience_steps steps older would, so only for so many steps can newcomers go before it. Among
-queues with room, turns come by deficit round-robin in tokens, and a lower priority has one of
-every PASSED_OVER + 3 n admissions (queues.py). An admission takes S steps at most, for a request
-in turn that lacks blocks or a place keeps its turn (against lower priorities, and against all
-once its own was passed over so often) until the running ones end. Among running requests the
-oldest is never preempted for lack of blocks and always advances. Who has used up his share
-(shares.py) waits for requests that are charged to him to end, or for his own debt; a merge waits
-for each of its parts. Bytes on their way to the device are waited for by their own rows alone,
-however many steps that takes; a resident that was filled for somebody admits him before it is
-closed. After losses of the ranks suspects are tried apart, and all others wait (trials.py).
 """
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import asdict
 
 from configs.adapters import AdapterKey, AdapterRefusal
 from configs.runtime import AdapterShare
 from configs.sampling import FinishReason
+from scheduler.census import census
 from scheduler.events import (
     AdapterArrived,
     AdapterEvent,
@@ -42,6 +23,7 @@ from scheduler.events import (
     AdapterStaged,
     AdapterWanted,
     Cancelled,
+    ConstraintFailure,
     Ended,
     Ending,
     Event,
@@ -49,6 +31,7 @@ from scheduler.events import (
     RequestEvent,
     RequestId,
 )
+from scheduler.matchers import Make, Matchers
 from scheduler.plan import Capacity, StepPlan, StepResult, TokenLogprobs
 from scheduler.policy import InvalidRequest, Limits, Overloaded, Pace, outgrown, refuse_impossible
 from scheduler.request import Request, Status
@@ -80,6 +63,7 @@ class Scheduler:
         self._residency = Residency(capacity)
         self._turns = Turns(limits, self._residency)
         self._trials = Trials(self._turns)
+        self._matchers = Matchers(limits.max_matchers)
         self._running = self._new_running()
         self._pace = Pace()
         self._tally = Tally()
@@ -151,9 +135,12 @@ class Scheduler:
         computed, draining, gone = self._running.computed, self._running.draining, Status.ENDED
         for report in result.reports or ():
             step.requests[report.row].learn(report)
-        for request, row in zip(step.requests, step.rows, strict=True):
+        faults = dict(result.faults or ())
+        for place, (request, row) in enumerate(zip(step.requests, step.rows, strict=True)):
             request.in_flight -= 1
-            if request.status is not gone:
+            if place in faults:
+                events += self._part(request, faults[place])
+            elif request.status is not gone and not request.void:
                 computed(request, row.start + row.length)
                 if row.samples:
                     logprobs = result.logprobs[index] if result.logprobs else None
@@ -165,8 +152,7 @@ class Scheduler:
                 self._running.drained(request)
         assert index == len(result.tokens), (index, len(result.tokens))
         self._residency.applied(step)
-        num_ended = num_requests - len(self._requests)
-        if num_ended:
+        if num_ended := num_requests - len(self._requests):
             self._pace.left(num_ended, now)
         return events
 
@@ -210,6 +196,18 @@ class Scheduler:
             return self._answer(event.key, UNLOADED)
         return []
 
+    def to_make(self) -> list[Make]:
+        """Matchers for the ranks to make now; each is named once until it is answered."""
+        return self._matchers.to_make(lambda: {each.matcher for each in self._running.alive})
+
+    def made(self, number: int, fault: str) -> list[RequestEvent]:
+        """All ranks have made a matcher, or cannot: then all who want it end with the fault."""
+        self._matchers.made(number, fault)
+        for request in self._turns.release(number):
+            self._trials.wait(request)
+        users = [each for each in self._requests.values() if fault and each.matcher == number]
+        return [self._end(request, ConstraintFailure(fault)) for request in users]
+
     def to_stage(self) -> list[AdapterKey]:
         """Adapters to bring to host memory now; each is named once until it is answered.
 
@@ -231,6 +229,7 @@ class Scheduler:
         self._replace_group(self._capacity)
         self._turns.lost()
         failures = self._trials.lost(ran, moved)
+        self._matchers.lost()
         return [self._end(request, failure) for request, failure in failures.items()]
 
     def regroup(self, capacity: Capacity) -> list[RequestEvent]:
@@ -260,25 +259,8 @@ class Scheduler:
 
     def snapshot(self) -> Snapshot:
         """Count everything."""
-        adapters = dict.fromkeys(AdapterState, 0)
-        for state in self._residency.states().values():
-            adapters[state] += 1
-        counts = asdict(self._tally)
-        counts["num_preemptions"] += self._running.num_preemptions
-        return Snapshot(
-            queued=len(self._trials),
-            suspects=self._trials.num_suspects,
-            running=len(self._running.members),
-            draining=len(self._running.draining),
-            plans_in_flight=len(self._flights),
-            num_blocks=self._capacity.num_blocks,
-            free_blocks=self._running.num_free_blocks,
-            cached_blocks=len(self._running.prefix),
-            adapters=adapters,
-            tiers=self._residency.tiers(),
-            adapter_counts=self._residency.counts(),
-            **counts,
-        )
+        parts = (self._trials, self._running, self._residency, self._tally)
+        return census(*parts, plans_in_flight=len(self._flights))
 
     def adapter_states(self) -> dict[AdapterKey, AdapterState]:
         """Where the adapters are that anybody uses, awaits or pins, or that hold memory."""
@@ -298,6 +280,7 @@ class Scheduler:
         self._turns.check(held, self._requests.values())
         alive = {r.id for r in held if r.status is not Status.ENDED}
         self._trials.check()
+        self._matchers.check(list(self._requests.values()))
         waiting = {request.id for request in self._trials}
         assert alive.isdisjoint(waiting), alive & waiting
         assert alive | waiting == set(self._requests)
@@ -329,7 +312,12 @@ class Scheduler:
         max_running = min(self._limits.max_running, self._num_places)
         while step.budget > 0 and self._running.num_held < max_running:
             request = self._turns.next()
-            if request is None or not self._running.in_budget(request, step):
+            if request is None:
+                return
+            if not self._matchers.serve(request):
+                self._turns.hold(request)
+                continue
+            if not self._running.in_budget(request, step):
                 return
             cached = self._running.fits(request)
             if cached is None:
@@ -374,12 +362,24 @@ class Scheduler:
         status = request.status
         event = request.ended(ending)
         del self._requests[request.id]
+        self._matchers.leave(request)
         self._turns.forget(request)
         if status is Status.WAITING:
             self._trials.leave(request)
         else:
             self._running.leave(request)
         return event
+
+    def _part(self, request: Request, fault: str) -> list[RequestEvent]:
+        """A row's matcher met its limits: go on alone from the tokens before, or end."""
+        if request.status is Status.ENDED or request.void:
+            return []
+        if not self._matchers.part(request):
+            return [self._end(request, ConstraintFailure(fault))]
+        request.void = True
+        if request.status is Status.RUNNING:
+            self._running.preempt(request)
+        return []
 
     def _freed(self, request: Request) -> None:
         """The request holds nothing on the ranks any more; a preempted one waits again."""

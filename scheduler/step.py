@@ -62,7 +62,9 @@ class Step:
             # It was preempted after its prompt: nobody needs to be told again.
             off = {"prompt_logprobs": -1, "pooling": Pooling.NONE}
             sampling = msgspec.structs.replace(sampling, **off)
-        self.joins.append(Join(request.place, tokens, len(request.prompt), slot, sampling))
+        prompt_length = len(request.prompt)
+        join = Join(request.place, tokens, prompt_length, slot, sampling, request.matcher)
+        self.joins.append(join)
 
     def add_fill(self, resident: Resident) -> None:
         """Move an adapter from host memory to the slot and pages that it was given."""

@@ -46,11 +46,12 @@ class Trials:
 
     def __len__(self) -> int:
         """How many requests wait, set aside or not."""
-        return len(self._turns.queues) + len(self._aside)
+        return len(self._turns.queues) + len(self._turns.held) + len(self._aside)
 
     def __iter__(self) -> Iterator[Request]:
         """All waiting requests."""
         yield from self._turns.queues
+        yield from self._turns.held.values()
         yield from self._aside.values()
 
     @property
@@ -63,7 +64,7 @@ class Trials:
         """Whether another request of this adapter is one too many where `limit` may wait."""
         if self.active:
             return len(self) >= limit
-        return self._turns.queues.is_full(key, limit)
+        return self._turns.queues.is_full(key, max(limit - len(self._turns.held), 0))
 
     def wait(self, request: Request) -> None:
         """Let a request wait that is new, or that holds nothing on the ranks any more."""
@@ -88,6 +89,9 @@ class Trials:
         waited = list(self._turns.queues)
         involved = [each for key in moved for each in self._turns.queues.waiting_for(key)]
         involved += [request for request in ran if request.in_flight]
+        involved += self._turns.held.values()  # Their matchers were being made.
+        for request in self._turns.release():
+            self.wait(request)
         for request in ran:
             request.rewind()
             self.wait(request)
@@ -149,10 +153,11 @@ class Trials:
         self._aside[request.serial] = request
 
     def _queue(self, request: Request) -> None:
-        if request.first_scheduled is None:
+        if request.first_scheduled is None and not request.aside:
             self._turns.queues.append(request)
         else:
             self._turns.queues.bring_back(request)
+        request.aside = False
         self._turns.enlist(request)
 
 

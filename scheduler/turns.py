@@ -8,6 +8,25 @@ Adapters that wait for the device share its places by time. A resident holds its
 from its first admission on; after that it is the next to yield, however many requests it has, and
 whether they are new or old makes no difference. Time is counted in steps, of which one with many
 tokens counts for several: else one adapter's prompts would stretch everybody's waiting.
+
+Nobody starves, counted in steps. Let S be the most steps that an admitted request runs, and a
+claim an adapter that is staged but finds no room on the device. The n-th claim gets its room
+within n * (2 patience_steps + s + S) steps, s being a slice (slice_steps at most, see turns.py):
+when the first has waited for its patience, residents in its way that have had theirs admit
+nobody, and what they run ends; after s + patience_steps more, any do. Where the prefix cache
+keeps what was computed, what they run makes way when the slice is over, unless it ends within
+SHORTEST_SLICE steps, so that S is hardly more than s. A step with many tokens counts for several.
+Claims stand in the order of their age; one whose priority is p higher stands where one that is
+p * patience_steps steps older would, so only for so many steps can newcomers go before it. Among
+queues with room, turns come by deficit round-robin in tokens, and a lower priority has one of
+every PASSED_OVER + 3 n admissions (queues.py). An admission takes S steps at most, for a request
+in turn that lacks blocks or a place keeps its turn (against lower priorities, and against all
+once its own was passed over so often) until the running ones end. Among running requests the
+oldest is never preempted for lack of blocks and always advances. Who has used up his share
+(shares.py) waits for requests that are charged to him to end, or for his own debt; a merge waits
+for each of its parts. Bytes on their way to the device are waited for by their own rows alone,
+however many steps that takes; a resident that was filled for somebody admits him before it is
+closed. After losses of the ranks suspects are tried apart, and all others wait (trials.py).
 """
 
 from collections import Counter
@@ -37,12 +56,14 @@ _ON_THE_WAY = (Standing.ABSENT, Standing.FILLING)
 class Turns:
     """All waiting requests and what keeps each from joining.
 
-    limits: the scheduler's, for the quantum and the patience.
+    limits: the scheduler's, for the quantum and the patience. held: those that stand aside until
+    the ranks have made their matchers.
     """
 
     def __init__(self, limits: Limits, residency: Residency) -> None:
         """Start with nobody waiting."""
         self.shares = Shares()
+        self.held: dict[int, Request] = {}
         self.queues = AdapterQueues(limits.quantum_tokens, self.shares.of)
         self._limits = limits
         self._residency = residency
@@ -85,8 +106,23 @@ class Turns:
             self._residency.enlist(request.adapter)
         self.seat(request.adapter)
 
+    def hold(self, request: Request) -> None:
+        """The request in turn stands aside, and others have theirs."""
+        self.leave(request)
+        request.aside = True
+        self.held[request.serial] = request
+
+    def release(self, matcher: int | None = None) -> list[Request]:
+        """Those who stand aside for this matcher, or for any, do so no longer."""
+        freed = [each for each in self.held.values() if matcher in (None, each.matcher)]
+        for request in freed:
+            del self.held[request.serial]
+        return freed
+
     def leave(self, request: Request) -> None:
         """The request ended while it waited."""
+        if self.held.pop(request.serial, None) is not None:
+            return
         self.queues.remove(request)
         if request.adapter is not None:
             self._residency.delist(request.adapter)

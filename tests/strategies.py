@@ -20,6 +20,7 @@ class Arrive:
     """A request comes; the ingress will match a stop string at `stop_at`, `late` turns later.
 
     scored, pooled: whether its prompt's logprobs are asked for, and whether it is an embedding's.
+    constraint: what its answer is held to.
     """
 
     prompt: tuple[int, ...]
@@ -30,6 +31,7 @@ class Arrive:
     late: int = 0
     scored: bool = False
     pooled: bool = False
+    constraint: str = ""
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,8 @@ class Story:
 
     shapes: what each adapter takes. failing: adapters whose first staging fails. delays: turns
     that staging takes, per adapter. copies: turns that a fill takes beyond the first, likewise.
-    shares: what each may take at first. merges: adapters that are made of others.
+    shares: what each may take at first. merges: adapters that are made of others. making: turns
+    that a matcher takes. wear: after how many tokens one's lexer meets its limits.
     """
 
     capacity: Capacity
@@ -101,6 +104,8 @@ class Story:
     copies: dict[AdapterKey, int] = field(default_factory=dict)
     shares: dict[AdapterKey | None, AdapterShare] = field(default_factory=dict)
     merges: dict[AdapterKey, tuple[AdapterKey, ...]] = field(default_factory=dict)
+    making: int = 0
+    wear: int = 1000
 
     def all_shares(self) -> list[AdapterShare]:
         """Every share that anybody has at any time."""
@@ -144,6 +149,7 @@ def limits() -> st.SearchStrategy[Limits]:
         quantum_tokens=st.sampled_from([1, 8, 50]),
         patience_steps=st.sampled_from([0, 3, 10]),
         slice_steps=st.sampled_from([1, 4, 128]),
+        max_matchers=st.sampled_from([64, 1, 2]),
     )
 
 
@@ -221,6 +227,7 @@ def stories(draw: st.DrawFn, num_adapters: int = 5, max_actions: int = 30) -> St
         stop_at=st.one_of(st.none(), st.none(), st.integers(0, 6)),
         late=st.integers(0, 2),
         scored=st.booleans(),
+        constraint=st.sampled_from(["", "", "a", "b", "c"]),
     )
     embed = st.builds(
         Arrive, prompt=prompts(), stopping=st.just(Stopping(0)), adapter=adapters,
@@ -247,4 +254,6 @@ def stories(draw: st.DrawFn, num_adapters: int = 5, max_actions: int = 30) -> St
         copies={key: draw(st.sampled_from([0, 0, 1, 5])) for key in keys(num_adapters)},
         shares=draw(adapter_shares(num_adapters)),
         merges=draw(merges(num_adapters)),
+        making=draw(st.sampled_from([0, 1, 4])),
+        wear=draw(st.sampled_from([1, 6, 20, 1000])),
     )

@@ -11,22 +11,23 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
 
-from configs.adapters import AdapterKey, AdapterRefusal, AdapterShape, FetchedAdapter
+from configs.adapters import AdapterKey, AdapterRefusal, FetchedAdapter
 from configs.engine import RecoveryConfig
 from deployments.driver.description import common
+from deployments.driver.staging import Staging, staging_event
 from deployments.rank.messages import (
     Broken,
     LoadReport,
     Placed,
+    Prepare,
+    Prepared,
     Report,
     Stage,
     StageAnswer,
-    Staged,
-    StageFailed,
     Step,
     Stepped,
     Stop,
@@ -35,7 +36,6 @@ from deployments.rank.transport import RankLinks, RanksLost
 from scheduler.events import (
     AdapterFailed,
     AdapterPlaced,
-    AdapterStaged,
     Ended,
     Event,
     RequestEvent,
@@ -82,15 +82,6 @@ class LoopSettings:
     loaded: Callable[[str, float], None]
 
 
-@dataclass
-class _Staging:
-    """An adapter that the ranks were told to stage, and which of them have answered."""
-
-    attempt: int
-    since: float
-    answers: list[StageAnswer] = field(default_factory=list)
-
-
 class EngineLoop:
     """Drives one scheduler over one group of ranks until `stop`."""
 
@@ -113,10 +104,11 @@ class EngineLoop:
         self._posted = threading.Event()
         self._in_flight: deque[StepPlan] = deque()
         self._oldest_since = 0.0
-        self._staging: dict[AdapterKey, _Staging] = {}
+        self._staging: dict[AdapterKey, Staging] = {}
         self._num_attempts = 0
         self._placing: dict[AdapterKey, set[int]] = {}
         self._placing_since: dict[AdapterKey, float] = {}
+        self._prepared: dict[int, list[str]] = {}
         self._stopping = False
         self._starter: threading.Thread | None = None
         self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
@@ -171,6 +163,9 @@ class EngineLoop:
         self._run_commands()
         self._request_staging(self._links)
         self._launch(self._links)
+        for order in self._scheduler.to_make():
+            self._prepared[order.number] = []
+            self._links.send(Prepare(order.number, order.constraint, order.gone))
         # What came until now is heard below: where this thread was late, no rank is blamed.
         seconds, now = self._seconds_to_wait(), time.monotonic()
         for report in self._links.receive(seconds):
@@ -215,7 +210,7 @@ class EngineLoop:
                 self._fail_staging(key, "the adapter was forgotten: ask for it again", False)
                 continue
             self._num_attempts += 1
-            self._staging[key] = _Staging(self._num_attempts, time.monotonic())
+            self._staging[key] = Staging(self._num_attempts, time.monotonic())
             links.send(Stage(adapter, self._num_attempts))
 
     def _give_up_staging(self, now: float) -> None:
@@ -251,6 +246,8 @@ class EngineLoop:
             raise RanksLost(f"rank-{report.rank}: {report.message}")
         elif isinstance(report, Placed):
             self._collect_placing(report)
+        elif isinstance(report, Prepared):
+            self._collect_prepared(report)
         else:
             self._collect_staging(report)
 
@@ -272,6 +269,14 @@ class EngineLoop:
         self._settings.loaded("place", now - self._placing_since.pop(report.key))
         self._emit(self._scheduler.adapter(AdapterPlaced(report.key), now))
 
+    def _collect_prepared(self, report: Prepared) -> None:
+        """Wait for every rank: an answer is held to its constraint on all of them or on none."""
+        faults = self._prepared[report.number]
+        faults.append(report.fault)
+        if len(faults) == self._num_ranks:
+            del self._prepared[report.number]
+            self._emit(self._scheduler.made(report.number, max(faults)))
+
     def _collect_staging(self, report: StageAnswer) -> None:
         """Wait for every rank's answer: an adapter is staged on all of them or on none."""
         staging = self._staging.get(report.key)
@@ -283,7 +288,7 @@ class EngineLoop:
         now = time.monotonic()
         del self._staging[report.key]
         self._settings.loaded("stage", now - staging.since)
-        self._emit(self._scheduler.adapter(_staging_event(staging.answers), now))
+        self._emit(self._scheduler.adapter(staging_event(staging.answers), now))
 
     def _emit(self, events: Sequence[Event]) -> None:
         if events:
@@ -298,6 +303,7 @@ class EngineLoop:
         self._staging.clear()
         self._placing.clear()
         self._placing_since.clear()
+        self._prepared.clear()
         self._group.stop()
         self._blame(self._scheduler.group_lost(time.monotonic()))
         began = time.monotonic()
@@ -381,15 +387,3 @@ class EngineLoop:
         links, self.reports = started[0]
         self.num_rebuilds += 1
         return links
-
-
-def _staging_event(answers: Sequence[StageAnswer]) -> AdapterStaged | AdapterFailed:
-    """What all ranks' answers come to."""
-    kept = sum(isinstance(answer, Staged) for answer in answers)
-    for answer in answers:
-        if isinstance(answer, StageFailed):
-            partly = kept > 0
-            return AdapterFailed(answer.key, answer.refusal, answer.message, partly)
-    shapes = [answer.shape for answer in answers if not isinstance(answer, StageFailed)]
-    shape = AdapterShape(shapes[0].num_pages, max(shape.host_bytes for shape in shapes))
-    return AdapterStaged(answers[0].key, shape, kept=kept == len(answers))

@@ -180,7 +180,7 @@ def _ending(ending: events.Ending) -> Ending:
         return Finished(ending)
     if isinstance(ending, events.Cancelled):
         return Cancelled()
-    if isinstance(ending, events.RanksFailure):
+    if isinstance(ending, events.RanksFailure | events.ConstraintFailure):
         return Failed(ErrorKind.GENERATION, ending.message)
     retry = 5.0 if ending.refusal is AdapterRefusal.UNAVAILABLE else None
     return Failed(ErrorKind(ending.refusal.value), ending.message, retry)

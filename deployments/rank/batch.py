@@ -15,7 +15,9 @@ def forward_batch(plan: StepPlan) -> ForwardBatch:
     """Return the plan's joins and rows; its fills and drops are commands of their own."""
     return ForwardBatch(
         joins=[
-            BatchJoin(join.place, join.tokens, join.prompt_length, join.slot, join.sampling)
+            BatchJoin(
+                join.place, join.tokens, join.prompt_length, join.slot, join.sampling, join.matcher
+            )
             for join in plan.joins
         ],
         rows=[
@@ -44,6 +46,7 @@ def step_result(plan: StepPlan, sampled: SampledTokens, seconds: float) -> StepR
         reports=reports,
         idle_seconds=sampled.idle_seconds,
         captured=sampled.captured,
+        faults=sampled.faults,
     )
 
 

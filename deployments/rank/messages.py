@@ -29,6 +29,14 @@ class Stage(msgspec.Struct, frozen=True, tag="stage"):
     attempt: int = 0
 
 
+class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
+    """Make the matcher of a constraint, beside the steps; forget those that are gone."""
+
+    number: int
+    constraint: str
+    gone: list[int]
+
+
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """Leave the loop."""
 
@@ -74,6 +82,14 @@ class StageFailed(msgspec.Struct, frozen=True, tag="stage_failed"):
     attempt: int = 0
 
 
+class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
+    """This rank has made a matcher, or says what is wrong with its constraint."""
+
+    rank: int
+    number: int
+    fault: str = ""
+
+
 class Broken(msgspec.Struct, frozen=True, tag="broken"):
     """A step raised on this rank: the group is unusable from here on."""
 
@@ -81,9 +97,9 @@ class Broken(msgspec.Struct, frozen=True, tag="broken"):
     message: str
 
 
-Command = Step | Stage | Stop
+Command = Step | Stage | Prepare | Stop
 StageAnswer = Staged | Deferred | StageFailed
-Report = Stepped | StageAnswer | Placed | Broken
+Report = Stepped | StageAnswer | Placed | Prepared | Broken
 
 
 class StoreAddress(msgspec.Struct, frozen=True):

@@ -23,6 +23,7 @@ from deployments.rank.messages import (
     Deferred,
     Hello,
     Placed,
+    Prepared,
     Report,
     Staged,
     StageFailed,
@@ -223,7 +224,7 @@ class RankLinks:
         self._selector = selectors.DefaultSelector()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(
-            Stepped | Staged | Deferred | StageFailed | Placed | Broken
+            Stepped | Staged | Deferred | StageFailed | Placed | Prepared | Broken
         )
         self._loss: str | None = None
         self._woken = False

@@ -3,7 +3,7 @@
 The reader drains the socket so that the driver never blocks on a rank that computes; the main
 thread launches fills and steps in the order of their plans; two reporters wait, one for each
 step's tokens, one for each fill, so that the main thread may launch the next step meanwhile;
-staging threads read adapters, several side by side.
+staging threads read adapters, several side by side; one more makes matchers.
 """
 
 import contextlib
@@ -32,6 +32,8 @@ from deployments.rank.messages import (
     Command,
     Deferred,
     Placed,
+    Prepare,
+    Prepared,
     Report,
     Stage,
     StageAnswer,
@@ -79,6 +81,10 @@ class Runner(Protocol):
         """Forget a host copy."""
         ...
 
+    def prepare(self, number: int, constraint: str, gone: Sequence[int]) -> str:
+        """Make a constraint's matcher and forget those that are gone; "" or what is wrong."""
+        ...
+
 
 @dataclass(frozen=True)
 class _Launched:
@@ -106,7 +112,9 @@ class Worker:
     def run(self) -> None:
         """Work until the end of the stream; a step that raises is reported, then re-raised."""
         staging = ThreadPoolExecutor(self._staging_threads, thread_name_prefix="stage")
-        reader = threading.Thread(target=self._read, args=(staging,), name="reader", daemon=True)
+        making = ThreadPoolExecutor(1, thread_name_prefix="matchers")
+        pools = (staging, making)
+        reader = threading.Thread(target=self._read, args=pools, name="reader", daemon=True)
         reporters = [
             threading.Thread(target=self._report_steps, name="reporter", daemon=True),
             threading.Thread(target=self._report_fills, name="fill-reporter", daemon=True),
@@ -124,7 +132,8 @@ class Worker:
             self._launched.put(None)
             self._filling.put(None)
             self._order.end()
-            staging.shutdown(wait=False, cancel_futures=True)
+            for pool in pools:
+                pool.shutdown(wait=False, cancel_futures=True)
             for thread in reporters:
                 thread.join(timeout=5.0)
             self._channel.close()
@@ -139,8 +148,10 @@ class Worker:
             self._order.dropped(key)
         self._launched.put(_Launched(plan, self._runner.step(forward_batch(plan)), started))
 
-    def _read(self, staging: ThreadPoolExecutor) -> None:
-        decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Step | Stage | Stop)
+    def _read(self, staging: ThreadPoolExecutor, making: ThreadPoolExecutor) -> None:
+        decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(
+            Step | Stage | Prepare | Stop
+        )
         while (frame := self._channel.receive()) is not None:
             command = decoder.decode(frame)
             if isinstance(command, Step):
@@ -151,6 +162,9 @@ class Worker:
                 turn = self._order.read_stage(command.adapter.key)
                 with contextlib.suppress(RuntimeError):  # the main thread has ended already
                     staging.submit(self._stage, command, turn)
+            elif isinstance(command, Prepare):
+                with contextlib.suppress(RuntimeError):  # the same
+                    making.submit(self._prepare, command)
             else:
                 break
         self._plans.put(None)
@@ -180,6 +194,15 @@ class Worker:
     def _stage(self, stage: Stage, turn: Turn) -> None:
         wanted = self._order.await_turn(stage.adapter.key, turn)
         self._send(self._answer(stage.adapter, stage.attempt, wanted))
+
+    def _prepare(self, order: Prepare) -> None:
+        try:
+            fault = self._runner.prepare(order.number, order.constraint, order.gone)
+        except Exception as error:
+            # Whatever is wrong with one constraint must not hold up its requests for ever.
+            logger.exception("a matcher could not be made")
+            fault = f"the answer cannot be held to its constraint: {error}"
+        self._send(Prepared(self._rank, order.number, fault))
 
     def _answer(self, adapter: FetchedAdapter, attempt: int, wanted: bool) -> StageAnswer:
         """Stage an adapter, if it is still wanted, and tell what became of it."""

@@ -72,6 +72,7 @@ class _Run:
     asked: Asked
     answer: Answer
     known: list[int]
+    matcher: int = -1
     computed: int = 0
     rejoined: bool = False
 
@@ -87,7 +88,8 @@ class _Run:
         asked, start, known = self.asked, self.computed, len(self.known)
         if start == 0:
             tokens, length = list(self.known), len(asked.prompt)
-            batch.joins.append(BatchJoin(self.place, tokens, length, asked.slot, asked.sampling))
+            how = (asked.slot, asked.sampling, self.matcher)
+            batch.joins.append(BatchJoin(self.place, tokens, length, *how))
         length = min(asked.chunk, known - start) if start < known else 1
         self.computed = end = start + length
         blocks = pile.reach(self.place, end)
@@ -113,8 +115,13 @@ def generate(
     """Run all requests together, one step ahead: step n + 1 goes out before n is waited for."""
     pile = BlockPile(num_blocks, block_size)
     answers = [Answer() for _ in requests]
+    prepared = {"": -1}
+    for constraint in {asked.sampling.constraint: None for asked in requests}:
+        if constraint:
+            prepared[constraint] = len(prepared)
+            assert runner.prepare(prepared[constraint], constraint, []) == ""
     runs = [
-        _Run(place, asked, answer, list(asked.prompt))
+        _Run(place, asked, answer, list(asked.prompt), prepared[asked.sampling.constraint])
         for place, (asked, answer) in enumerate(zip(requests, answers, strict=True))
     ]
     flying: list[tuple[list[BatchRow], StepOutput]] = []

@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from configs.adapters import AdapterKey, AdapterShape
 from configs.rope_sets import RopeSets
 from configs.sampling import FinishReason, Pooling, Sampling, Stopping
@@ -112,6 +114,7 @@ class Seat:
     prompt_length: int
     sets: RopeSets | None
     known: int
+    matcher: int = -1
     blocks: list[int] = field(default_factory=list)
 
     def rope_set(self, position: int) -> int:
@@ -150,6 +153,8 @@ class FakeRanks:
         self.owners: dict[tuple[int, int], int] = {}  # (projection, page): slot
         self.filling: dict[AdapterKey, int] = {}  # slot
         self.refused: set[AdapterKey] = set()  # keys that some rank had no room for
+        self.matchers: dict[int, int] = {}  # number: tokens that it has followed
+        self.wear = 1000
         self.in_flight: deque[Named] = deque()
         self.last_step = 0
         self.last_applied = 0
@@ -184,7 +189,8 @@ class FakeRanks:
         self._append_blocks(plan.rows)
         for row in plan.rows:
             self._verify(row)
-        tokens, logprobs = self._compute(plan)
+        faults = self._follow(plan)
+        tokens, logprobs = self._compute(plan, dict(faults))
         seats = [self.seats[row.place] for row in plan.rows]
         self.in_flight.append(
             Named(
@@ -194,7 +200,8 @@ class FakeRanks:
             )
         )
         reports = [self._report(i, row) for i, row in enumerate(plan.rows) if self._tells(row)]
-        return StepResult(plan.epoch, plan.step, tokens, logprobs, reports=reports or None)
+        result = StepResult(plan.epoch, plan.step, tokens, logprobs, reports=reports or None)
+        return replace(result, faults=faults or None)
 
     def applied(self, plan: StepPlan) -> None:
         self.in_flight.popleft()
@@ -240,7 +247,12 @@ class FakeRanks:
             join.prompt_length,
             self.capacity.rope_sets,
             len(join.tokens),
+            join.matcher,
         )
+        if join.matcher >= 0:
+            assert join.matcher in self.matchers, "a row would wait for its matcher"
+            self.matchers[join.matcher] += len(join.tokens) - join.prompt_length
+        assert (join.matcher >= 0) == bool(join.sampling.constraint)
         assert 0 < join.prompt_length <= len(join.tokens)
 
     def _append_blocks(self, rows: list[Row]) -> None:
@@ -298,12 +310,25 @@ class FakeRanks:
         pooled = embedding(seat.states(end)) if pools else b""
         return PromptReport(index, row.start + 1, scores, pooled)
 
-    def _compute(self, plan: StepPlan) -> tuple[list[int], list[TokenLogprobs | None] | None]:
+    def _follow(self, plan: StepPlan) -> list[tuple[int, str]]:
+        """The rows whose matchers have met their limits, as all do that share a lexer."""
+        faults = []
+        for index, row in enumerate(plan.rows):
+            number = self.seats[row.place].matcher
+            if row.samples and number in self.matchers:
+                self.matchers[number] += 1
+                if self.matchers[number] > self.wear:
+                    faults.append((index, "worn"))
+        return faults
+
+    def _compute(
+        self, plan: StepPlan, faults: dict[int, str]
+    ) -> tuple[list[int], list[TokenLogprobs | None] | None]:
         """Write keys and values, sample, and keep the sampled tokens in their places."""
         size = self.capacity.block_size
         tokens: list[int] = []
         logprobs: list[TokenLogprobs | None] = []
-        for row in plan.rows:
+        for index, row in enumerate(plan.rows):
             seat, end = self.seats[row.place], row.start + row.length
             states = seat.states(end)
             for position in range(row.start, end):
@@ -311,7 +336,7 @@ class FakeRanks:
                 self.cache[cell] = (states[position], plan.step)
             if row.samples:
                 assert len(seat.tokens) == end, "sampling would overwrite a token"
-                tokens.append(next_token(states[-1]))
+                tokens.append(VOCABULARY if index in faults else next_token(states[-1]))
                 seat.tokens.append(tokens[-1])
                 asked = seat.sampling.logprobs >= 0
                 logprobs.append(TokenLogprobs(-float(tokens[-1]), [], []) if asked else None)

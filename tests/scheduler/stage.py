@@ -17,6 +17,7 @@ from scheduler.events import (
     AdapterUnloaded,
     AdapterWanted,
     Cancelled,
+    ConstraintFailure,
     Ended,
     NewTokens,
     RanksFailure,
@@ -68,6 +69,7 @@ class Stage:
         self.in_flight: deque[tuple[StepPlan, StepResult]] = deque()
         self.staging: dict[AdapterKey, int] = {}
         self.placing: dict[AdapterKey, int] = {}
+        self.making: dict[int, int] = {}
         self.has_failed: set[AdapterKey] = set()
         self.wanted: set[AdapterKey] = set()
         self.computed = 0  # positions, over all plans
@@ -140,6 +142,7 @@ class Stage:
                 logprobs=0 if arrival.logprobs else -1,
                 prompt_logprobs=0 if arrival.scored else -1,
                 pooling=Pooling.MEAN if arrival.pooled else Pooling.NONE,
+                grammar=arrival.constraint,
             ),
             stopping=arrival.stopping,
             adapter=arrival.adapter,
@@ -158,6 +161,7 @@ class Stage:
         self.turn += 1
         self.answer_staging()
         self.answer_placing()
+        self.answer_making()
         self.match_stop_strings()
         plan = self.scheduler.schedule(float(self.turn))
         self.scheduler.check()
@@ -197,6 +201,21 @@ class Stage:
             self.ranks.placed(key)
             self.tell(AdapterPlaced(key))
 
+    def answer_making(self) -> None:
+        for order in self.scheduler.to_make():
+            assert order.number not in self.making, "a matcher is made twice"
+            assert order.number not in self.ranks.matchers, "a matcher is made again"
+            for number in order.gone:
+                del self.ranks.matchers[number]
+            self.making[order.number] = self.turn + self.story.making
+            held = len(self.making) + len(self.ranks.matchers)
+            assert held <= self.story.limits.max_matchers
+        for number in [number for number, due in self.making.items() if due <= self.turn]:
+            del self.making[number]
+            self.ranks.matchers[number] = 0
+            self.hear(self.scheduler.made(number, ""))
+            self.scheduler.check()
+
     def match_stop_strings(self) -> None:
         for client in self.clients:
             at = client.arrival.stop_at
@@ -211,6 +230,7 @@ class Stage:
         self.in_flight.clear()
         self.staging.clear()
         self.placing.clear()
+        self.making.clear()
         self.hear(self.scheduler.group_lost(float(self.turn)))
         self.scheduler.check()
         self.ranks = self._new_ranks()
@@ -256,6 +276,9 @@ class Stage:
                 self.check_told(arrival, event)
             case Cancelled():
                 assert client.cancelled
+            case ConstraintFailure():
+                assert arrival.constraint
+                assert len(event.tokens) >= self.story.wear, "another wore its lexer out"
             case RanksFailure(message):
                 assert self.num_losses >= 3 or "less memory" in message
             case AdapterFailure(refusal):
@@ -294,7 +317,9 @@ class Stage:
 
     def _new_ranks(self) -> FakeRanks:
         epoch, story = self.scheduler.epoch, self.story
-        return FakeRanks(story.capacity, story.limits.max_running, epoch)
+        ranks = FakeRanks(story.capacity, story.limits.max_running, epoch)
+        ranks.wear = story.wear
+        return ranks
 
 
 def play(story: Story) -> Stage:

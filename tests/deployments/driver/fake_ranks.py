@@ -156,6 +156,11 @@ class FakeRunner:
     def drop(self, key: AdapterKey) -> None:
         self.staged.pop(key, None)
 
+    def prepare(self, number: int, constraint: str, gone: Sequence[int]) -> str:
+        if "slow" in constraint:
+            self.staging_gate.wait(HELD_SECONDS)
+        return "too costly" if "costly" in constraint else ""
+
 
 def _work(worker: Worker) -> None:
     """As an actor does: a step that raises ends the process, here the thread."""

@@ -18,6 +18,8 @@ from deployments.rank.messages import (
     Command,
     LoadReport,
     Placed,
+    Prepare,
+    Prepared,
     Report,
     Stage,
     Staged,
@@ -27,7 +29,7 @@ from deployments.rank.messages import (
     Stop,
 )
 from deployments.rank.transport import Channel, RankLinks
-from scheduler.events import AdapterArrived, AdapterFailure, Ended, Event
+from scheduler.events import AdapterArrived, AdapterFailure, ConstraintFailure, Ended, Event
 from scheduler.plan import StepPlan, StepResult
 from scheduler.policy import Limits
 from scheduler.request import Request
@@ -37,7 +39,7 @@ from tests.deployments.driver.stories import PATIENCE_S, Clock
 
 KEY = AdapterKey(1)
 STAGE_SECONDS = 20.0
-C = TypeVar("C", Step, Stage, Stop)
+C = TypeVar("C", Step, Stage, Prepare, Stop)
 
 
 class HandRank:
@@ -62,7 +64,7 @@ class HandRank:
         """The next thing the rank is told, which must be of this kind."""
         frame = self.end.receive()
         assert frame is not None, "the driver hung up"
-        told: Command = msgspec.msgpack.decode(frame, type=Step | Stage | Stop)
+        told: Command = msgspec.msgpack.decode(frame, type=Step | Stage | Prepare | Stop)
         assert isinstance(told, kind), told
         return told
 
@@ -100,10 +102,14 @@ class Played:
             self.events.put(event)
 
     def ask(
-        self, name: str, key: AdapterKey | None = KEY, after: threading.Event | None = None
+        self,
+        name: str,
+        key: AdapterKey | None = KEY,
+        after: threading.Event | None = None,
+        constraint: str = "",
     ) -> None:
         """Have the loop take a request for one token, if need be when it may go on."""
-        asked = Request((name, 0), [5], Sampling(), Stopping(1), key)
+        asked = Request((name, 0), [5], Sampling(grammar=constraint), Stopping(1), key)
 
         def add(scheduler: Scheduler, now: float) -> list[Event]:
             if after is not None:
@@ -183,3 +189,21 @@ def test_a_broken_rank_is_heard_out(played: Played, caplog: pytest.LogCaptureFix
     assert played.ended().tokens == [7]
     assert "the card is on fire" in caplog.text
     assert "Broken pipe" not in caplog.text
+
+
+def test_a_matcher_in_the_making_holds_up_nobody(played: Played) -> None:
+    """However long it takes: steps go on, and its request joins when it is there."""
+    rank = played.rank
+    played.ask("held", None, constraint="slow")
+    order = rank.hear(Prepare)
+    assert order.constraint == "slow"
+    for token in (7, 8):
+        played.ask("free", None)
+        assert [join.matcher for join in rank.answer(token).joins] == [-1]
+        assert played.ended().tokens == [token]
+    rank.say(Prepared(0, order.number))
+    assert [join.matcher for join in rank.answer(9).joins] == [order.number]
+    assert played.ended().tokens == [9]
+    played.ask("other", None, constraint="costly")
+    rank.say(Prepared(0, rank.hear(Prepare).number, "too costly"))
+    assert played.ended().ending == ConstraintFailure("too costly")

@@ -70,8 +70,9 @@ def held(folder: Path, places: int) -> Grammars:
     eos = token_id(write_tokenizer(folder), EOS)
     (folder / "config.json").write_text(json.dumps({"eos_token_id": eos}))
     grammars = Grammars(lambda: folder, VOCAB)
+    assert grammars.prepare(0, "start: /[a-z][0-9]/") == ""
     for place in range(places):
-        grammars.join(place, "start: /[a-z][0-9]/")
+        grammars.join(place, 0)
     return grammars
 
 
@@ -82,7 +83,8 @@ def test_masks_are_the_cpus(tmp_path: Path) -> None:
     found = []
     for device in (torch.device("cpu"), torch.device("cuda")):
         grammars, steps = held(tmp_path, 1), []
-        grammars.join(2, "start: /x/")
+        assert grammars.prepare(1, "start: /x/") == ""
+        grammars.join(2, 1)
         for length in range(3):
             places, ends = np.arange(3), [6 + length] * 3
             targets = places * WIDTH + np.array(ends)

@@ -21,7 +21,7 @@ from modeling.sampling.tensors import sampling_tensors
 from modeling.transfer import HostCopy
 from sharding.group import SingleRank
 from tests.checkpoints import write_llama
-from tests.fakes import EOS, token_id, write_tokenizer
+from tests.fakes import EOS, byte_level_tokenizer, token_id, write_tokenizer
 from tests.modeling.parity import BLOCK_SIZE, NUM_BLOCKS, engine_config
 from tests.modeling.stepping import Asked, generate
 
@@ -50,8 +50,16 @@ class Ranks:
         self.params = params
         self.buffer = torch.zeros(len(params) * WIDTH, dtype=torch.int64)
         self.lengths = [3] * len(params)
+        self.prepared = {"": -1}
         for place, asked in enumerate(params):
-            self.grammars.join(place, asked.constraint)
+            self.join(place, asked.constraint)
+
+    def join(self, place: int, constraint: str, known: Sequence[int] = ()) -> None:
+        """As a scheduler has it: one matcher for all who ask for the same."""
+        if constraint not in self.prepared:
+            self.prepared[constraint] = len(self.prepared)
+            assert self.grammars.prepare(self.prepared[constraint], constraint) == ""
+        self.grammars.join(place, self.prepared[constraint], known)
 
     def step(self, seed: int) -> list[int]:
         places = np.arange(len(self.params))
@@ -104,7 +112,7 @@ def test_a_request_that_comes_back_goes_on(tmp_path: Path) -> None:
     ranks = Ranks(tmp_path, [Sampling(json_schema=PERSON)])
     for seed in range(5):
         ranks.step(seed)
-    ranks.grammars.join(0, PERSON, ranks.answer(0))
+    ranks.join(0, PERSON, ranks.answer(0))
     for seed in range(5, 120):
         ranks.step(seed)
     assert json.loads(decoded(ranks.tokenizer, ranks.answer(0))).keys() == {"name", "age"}
@@ -118,9 +126,9 @@ def test_a_place_is_anybodys_afterwards(tmp_path: Path) -> None:
         ranks.step(seed)
     assert not torch.equal(ranks.grammars.masks([0], CPU), begin)
     ranks.step(3)
-    ranks.grammars.join(0, "")
+    ranks.join(0, "")
     ranks.grammars.follow([0], torch.tensor([7]))
-    ranks.grammars.join(0, PERSON)
+    ranks.join(0, PERSON)
     assert torch.equal(ranks.grammars.masks([0], CPU), begin)
 
 
@@ -152,15 +160,59 @@ def test_masks_wait_for_their_own_steps_alone(
     assert waits == [first, second]
 
 
-def test_what_cannot_be_compiled_ends_at_once_and_stops_nobody(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_was_not_prepared_ends_at_once_and_stops_nobody(tmp_path: Path) -> None:
     """Text that no schema held is not an answer: only the tokens that end it are allowed."""
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 37]}')
     none = Grammars(lambda: tmp_path, 40)
-    none.join(0, PERSON)
-    assert none.masks([0], CPU).tolist() == [[1 << 3, 1 << 5]]
-    assert "its answer ends here" in caplog.text
+    assert "cannot" in none.prepare(0, PERSON) or "tokenizer" in none.prepare(0, PERSON)
+    none.join(5, 0)
+    assert none.masks([5], CPU).tolist() == [[1 << 3, 1 << 5]]
+    assert none.take_faults([4, 5]) == [(1, "the answer's constraint was not prepared")]
+    assert none.take_faults([4, 5]) is None
+
+
+def test_what_cannot_be_prepared_is_named(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path, [])
+    fault = ranks.grammars.prepare(0, "start: other")
+    assert fault.startswith("the answer cannot be held to its constraint: ")
+    ranks.grammars.join(0, 0)
+    ranks.grammars.masks([0], CPU)
+    assert ranks.grammars.take_faults([0]) is not None
+
+
+AMBIGUOUS = 'start: e\ne: e e e e | "a" | ""'
+
+
+def test_an_answer_too_costly_to_follow_ends_and_no_other(tmp_path: Path) -> None:
+    """It is told to the driver by its row; beside it everything is as it would be without it."""
+    endless = ((token_id(byte_level_tokenizer(), EOS), -100.0),)
+    costly = Sampling(grammar=AMBIGUOUS, logit_bias=endless)
+    params = [Sampling(json_schema=PERSON), costly, Sampling()]
+    ranks, alone = Ranks(tmp_path, params), Ranks(tmp_path, [params[0], Sampling(), params[2]])
+    told: list[tuple[int, str]] = []
+    for seed in range(390):
+        found, expected = ranks.step(seed), alone.step(seed)
+        assert (found[0], found[2]) == (expected[0], expected[2])
+        told = ranks.grammars.take_faults([7, 0, 1, 2]) or []
+        if told:
+            assert found[1] == ranks.eos
+            break
+    [(row, fault)] = told
+    assert row == 2
+    assert fault.startswith("the answer cannot be held to its constraint any further: ")
+
+
+def test_ranks_meet_limits_at_the_same_token(tmp_path: Path) -> None:
+    """Also where rows share a lexer, whose fuel one may have spent for the other."""
+    params = [Sampling(temperature=1.0, seed=s, grammar=r'start: /(\w{1,40} .{1,40}){1,40}/')
+              for s in range(5)]  # fmt: skip
+
+    def followed() -> list[tuple[list[int], object]]:
+        ranks = Ranks(tmp_path, params)
+        places = range(len(params))
+        return [(ranks.step(seed), ranks.grammars.take_faults(places)) for seed in range(40)]
+
+    assert followed() == followed()
 
 
 def test_a_runner_is_a_step_ahead_of_everybody_else(tmp_path: Path) -> None:
@@ -205,15 +257,16 @@ def test_grammars_hold_answers_too(tmp_path: Path) -> None:
     assert json.loads(texts[1]) in ([{"kind": "fox"}], [{"kind": "dog"}])
 
 
-def test_what_is_compiled_is_bounded(tmp_path: Path) -> None:
-    ranks = Ranks(tmp_path, [Sampling()])
-    many = [f'start: "{place}"' for place in range(200)]
-    for grammar in [*many, many[0]]:
-        ranks.grammars.join(0, grammar)
-    first = ranks.tokenizer.encode("0", add_special_tokens=False).ids[0]
-    [allowed] = ranks.grammars.masks([0], CPU).tolist()
-    assert allowed[first // 32] & 1 << first % 32
-    assert ranks.grammars.num_compiled <= 64
+def test_what_is_gone_is_forgotten(tmp_path: Path) -> None:
+    """And who joined before goes on."""
+    ranks = Ranks(tmp_path, [Sampling(json_schema=PERSON)])
+    begin = ranks.grammars.masks([0], CPU)
+    assert ranks.grammars.prepare(9, 'start: "a"', gone=[1]) == ""
+    assert torch.equal(ranks.grammars.masks([0], CPU), begin)
+    assert ranks.grammars.take_faults([0]) is None
+    ranks.grammars.join(0, 1)
+    ranks.grammars.masks([0], CPU)
+    assert ranks.grammars.take_faults([0]) is not None
 
 
 def test_an_answer_fits_a_schema_or_a_grammar() -> None:

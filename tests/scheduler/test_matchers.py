@@ -1,0 +1,130 @@
+"""Matchers: nobody waits for another's, and whose limits are met goes on alone, or ends."""
+
+from msgspec.structs import replace
+
+from configs.sampling import FinishReason, Sampling, Stopping
+from scheduler.events import ConstraintFailure, Ended, NewTokens, RequestEvent
+from scheduler.plan import StepPlan, StepResult
+from scheduler.policy import Limits
+from scheduler.request import Request
+from scheduler.scheduler import Scheduler
+from tests.scheduler.small import capacity
+
+
+def scheduler(max_matchers: int = 64) -> Scheduler:
+    return Scheduler(Limits(steps_ahead=1, max_matchers=max_matchers), capacity())
+
+
+def add(to: Scheduler, name: str, constraint: str = "", tokens: int = 4) -> None:
+    asked = Sampling(grammar=constraint)
+    to.add(Request((name, 0), [5, 6], asked, Stopping(tokens)), 0.0)
+
+
+def step(
+    of: Scheduler, faults: dict[int, str] | None = None
+) -> tuple[StepPlan, list[RequestEvent]]:
+    """One plan and its tokens; `faults`: by place."""
+    plan = of.schedule(0.0)
+    rows = [i for i, row in enumerate(plan.rows) if row.place in (faults or {})]
+    tokens = [7] * sum(row.samples for row in plan.rows)
+    result = StepResult(plan.epoch, plan.step, tokens)
+    events = of.apply(plan, replace(result, faults=[(row, "worn") for row in rows]), 0.0)
+    of.check()
+    return plan, events
+
+
+def joined(plan: StepPlan) -> list[tuple[int, str]]:
+    return [(join.matcher, join.sampling.grammar) for join in plan.joins]
+
+
+def test_who_awaits_a_matcher_holds_up_nobody() -> None:
+    all = scheduler()
+    add(all, "held", "a")
+    add(all, "free")
+    assert joined(step(all)[0]) == [(-1, "")]
+    [order] = all.to_make()
+    assert (order.constraint, order.gone, all.to_make()) == ("a", [], [])
+    assert joined(step(all)[0]) == []
+    assert all.made(order.number, "") == []
+    assert joined(step(all)[0]) == [(order.number, "a")]
+    add(all, "same", "a")
+    assert joined(step(all)[0]) == [(order.number, "a")], "it is there already"
+    assert all.to_make() == []
+
+
+def test_what_cannot_be_made_ends_those_who_ask_for_it() -> None:
+    all = scheduler()
+    for name in ("one", "two"):
+        add(all, name, "a")
+    add(all, "other", "b")
+    assert all.schedule(0.0).empty
+    first, second = all.to_make()
+    events = all.made(first.number, "no")
+    assert [(e.request_id[0], e.ending) for e in events if isinstance(e, Ended)] == [
+        ("one", ConstraintFailure("no")), ("two", ConstraintFailure("no"))]  # fmt: skip
+    all.made(second.number, "")
+    assert joined(step(all)[0]) == [(second.number, "b")]
+
+
+def test_who_wore_a_lexer_out_is_found_by_being_alone() -> None:
+    """Its neighbours lose a token that is made again, and their clients see nothing of it."""
+    all = scheduler()
+    add(all, "costly", "a")
+    add(all, "neighbour", "a")
+    assert all.schedule(0.0).empty
+    [shared] = all.to_make()
+    all.made(shared.number, "")
+    plan, events = step(all)
+    assert [event.tokens for event in events if isinstance(event, NewTokens)] == [[7], [7]]
+    both = {join.place: "worn" for join in plan.joins}
+    assert step(all, both)[1] == []
+    add(all, "later", "a")
+    assert all.schedule(0.0).empty
+    orders = all.to_make()
+    assert [order.constraint for order in orders] == ["a"] * 3
+    assert shared.number not in {order.number for order in orders}
+    for order in orders:
+        all.made(order.number, "")
+    plan, _ = step(all)
+    assert [join.tokens for join in plan.joins] == [[5, 6, 7], [5, 6, 7], [5, 6]]
+    assert len({join.matcher for join in plan.joins}) == 3
+    [costly] = [join.place for join in plan.joins[:1]]
+    _, [ended, *_] = step(all, {costly: "worn"})
+    assert isinstance(ended, Ended)
+    assert (ended.request_id[0], ended.ending) == ("costly", ConstraintFailure("worn"))
+    assert ended.tokens == [7, 7]
+    rest = [event for _ in range(6) for event in step_if_any(all) if isinstance(event, Ended)]
+    assert [(e.ending, e.tokens) for e in rest] == [(FinishReason.LENGTH, [7] * 4)] * 2
+
+
+def step_if_any(of: Scheduler) -> list[RequestEvent]:
+    return step(of)[1] if of.has_work else []
+
+
+def test_all_is_made_again_after_a_loss() -> None:
+    all = scheduler()
+    add(all, "one", "a")
+    assert all.schedule(0.0).empty
+    [before] = all.to_make()
+    all.made(before.number, "")
+    step(all)
+    assert all.group_lost(0.0) == []
+    all.check()
+    assert all.schedule(0.0).empty
+    [again] = all.to_make()
+    assert again.constraint == "a"
+    all.made(again.number, "")
+    assert [join.tokens for join in step(all)[0].joins] == [[5, 6, 7]]
+
+
+def test_the_ranks_hold_no_more_than_they_may() -> None:
+    all = scheduler(max_matchers=1)
+    add(all, "one", "a", tokens=1)
+    add(all, "two", "b", tokens=1)
+    assert all.schedule(0.0).empty
+    [first] = all.to_make()
+    assert all.to_make() == [], "there is no room"
+    all.made(first.number, "")
+    assert joined(step(all)[0]) == [(first.number, "a")]
+    [second] = all.to_make()
+    assert second.gone == [first.number]
