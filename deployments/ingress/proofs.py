@@ -7,6 +7,7 @@ do: compile, build, and make masks over the whole vocabulary, the first and some
 
 import contextlib
 import os
+import random
 import resource
 import signal
 import struct
@@ -26,7 +27,7 @@ MEMORY_BYTES = 128 << 20
 """What one constraint may add to a process that has the tokenizer."""
 
 _WALK = 24
-"""Tokens of an answer that is tried, drawn among those that fit; each needs a mask."""
+"""Tokens of answers that are tried, drawn among those that fit; each needs a mask."""
 
 
 class Claim(msgspec.Struct, frozen=True, array_like=True):
@@ -82,16 +83,19 @@ def _tried(tokenizer: "LLTokenizer", asked: bytes, cpu_seconds: float) -> bytes:
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if status == 0:
         return found
-    late = status == -signal.SIGPROF
-    words = f"takes over {cpu_seconds:g} s to compile" if late else "takes too much memory"
-    return msgspec.msgpack.encode(Proof(fault=f"it {words}"))
+    words = {
+        -signal.SIGPROF: f"it takes over {cpu_seconds:g} s to compile",
+        -signal.SIGABRT: "it takes too much memory",
+        -signal.SIGKILL: "it takes too much memory",
+    }
+    return msgspec.msgpack.encode(Proof(fault=words.get(status, "it makes the compiler fail")))
 
 
 def _limit(cpu_seconds: float) -> None:
     """Have this process ended when it takes more than a constraint may."""
-    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    taken = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
     most = taken + MEMORY_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
@@ -140,21 +144,21 @@ def _remarks(text: str, trusted: bool) -> str:
 
 
 def _walk(tokenizer: "LLTokenizer", text: str) -> None:
-    """Follow an answer that fits; ValueError where a mask takes more than it may."""
+    """Follow answers that fit, one after the other; ValueError where a mask takes too much."""
     import numpy as np  # The ingress itself, which imports this file, has no use for it.
 
     matcher = matcher_of(tokenizer, text)
-    draw = np.random.default_rng(0)
+    draw = random.Random(0)
     for _ in range(_WALK):
         mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
         fitting = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
         going_on = fitting[~np.isin(fitting, tokenizer.eos_tokens)]
         if len(going_on):
-            matcher.try_consume_tokens([int(draw.choice(going_on))])
+            matcher.try_consume_tokens([int(going_on[draw.randrange(len(going_on))])])
         if matcher.is_error():
             raise ValueError(f"it takes too much to follow: {reason(matcher.get_error())}")
         if matcher.is_stopped():
-            return
+            matcher.reset()
 
 
 def _read(source: BinaryIO) -> bytes | None:

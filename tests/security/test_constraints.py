@@ -16,7 +16,8 @@ from tests.security.constraints import COSTLY, FAIR
 pytest.importorskip("llguidance")
 
 PLAIN = Claim('start: "a"')
-ENDLESS = Claim('{"type": "integer", "multipleOf": 999983}')
+LARGE = Claim('{"type": "integer", "multipleOf": 999983}')
+LONG = Claim(str(COSTLY["many rules in GBNF"]["guided_grammar"]), foreign=True)
 
 
 @pytest.fixture
@@ -44,7 +45,7 @@ def test_the_process_lives_on_after_what_it_had_to_end(prover: Prover) -> None:
     async def ask() -> tuple[Proof, int, int]:
         assert await prover.prove(PLAIN) == Proof(PLAIN.text)
         [before] = prover.pids
-        found = await prover.prove(ENDLESS)
+        found = await prover.prove(LONG)
         assert await prover.prove(PLAIN) == Proof(PLAIN.text)
         [after] = prover.pids
         await prover.close()
@@ -74,7 +75,7 @@ def test_memory_has_a_bound_too(driver: FakeDriver) -> None:
 
     async def ask() -> Proof:
         patient = Prover(driver.info.tokenizer, driver.info.vocab_size, 60.0)
-        found = await patient.prove(ENDLESS)
+        found = await patient.prove(LARGE)
         await patient.close()
         return found
 
