@@ -5,13 +5,13 @@ import asyncio
 import httpx
 import pytest
 
+from benchmarks.attack.constraints import COSTLY, FAIR
 from deployments.contract import ErrorKind
 from deployments.ingress.errors import RequestError
 from deployments.ingress.proofs import Claim, Proof
 from deployments.ingress.prover import Prover
 from tests.deployments.ingress.openai_http import CHAT, HELLO, post, refused
 from tests.fakes import FakeDriver
-from tests.security.constraints import COSTLY, FAIR
 
 pytest.importorskip("llguidance")
 

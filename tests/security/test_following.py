@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.attack.constraints import STEEP
 from configs.grammars import matcher_of, tokenizer_of
 from deployments.ingress.structured import Constrainable
 from tests.fakes import EOS, token_id, write_tokenizer
-from tests.security.constraints import STEEP
 
 pytest.importorskip("llguidance")
 
