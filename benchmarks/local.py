@@ -65,9 +65,10 @@ class LocalDriver:
         adapter: AdapterReference,
         api_token: str | None,
         allowed: tuple[str, ...] | None = None,
+        payer: str = "",
     ) -> TemplateSource | Failed:
         """An adapter's own chat template."""
-        return await self._engine.chat_template(adapter, api_token, allowed)
+        return await self._engine.chat_template(adapter, api_token, allowed, payer)
 
     async def describe(self) -> EngineInfo:
         """What is served."""

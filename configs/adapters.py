@@ -99,11 +99,12 @@ class AdapterShape(msgspec.Struct, frozen=True):
 
 
 class AdapterRefusal(StrEnum):
-    """Why an adapter is not served; DENIED: the caller's API key is not for it."""
+    """Why an adapter is not served; DENIED: not for this caller. QUOTA: it had its downloads."""
 
     NOT_FOUND = "adapter_not_found"
     FORBIDDEN = "adapter_forbidden"
     DENIED = "forbidden"
+    QUOTA = "quota"
     UNSUPPORTED = "adapter_unsupported"
     TOO_LARGE = "adapter_too_large"
     UNAVAILABLE = "adapter_unavailable"

@@ -16,6 +16,9 @@ class FetchConfig(Config):
     refusal_s: how long a refusal is repeated without asking again.
     cache_dir: where downloads are kept, on a local disk; drivers of one node may share it.
     cache_bytes: how much is kept there; what was not used for longest goes first.
+    hub_on_demand: whether requests may have adapters downloaded from the hub; what the operator
+    loads, pins and preloads always may. download_bytes_per_hour: what each API key, or all callers
+    without one together, may have downloaded by one driver replica.
     """
 
     connect_timeout_s: PositiveFloat = 5.0
@@ -27,6 +30,8 @@ class FetchConfig(Config):
     refusal_s: NonNegativeFloat = 5.0
     cache_dir: str = "~/.cache/loray/adapters"
     cache_bytes: PositiveInt = 64 * 2**30
+    hub_on_demand: bool = True
+    download_bytes_per_hour: PositiveInt = 64 * 2**30
 
 
 class S3Config(Config):

@@ -66,7 +66,8 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     """One HTTP request: one or more sequences over one adapter (None = the base model).
 
     allowed: patterns of "source:id"; the adapter that the name stands for must fit one of them.
-    None: all adapters are allowed.
+    None: all adapters are allowed. payer: the name of the API key whose budget downloads are
+    charged to; "" is everybody without one.
     cache_salt: only requests of equal salts find each other's prompts in the prefix cache; a hash
     of the caller's group of API keys and of the request's own salt (b"": neither).
     """
@@ -76,6 +77,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     adapter: AdapterReference | None = None
     api_token: str | None = None
     allowed: tuple[str, ...] | None = None
+    payer: str = ""
     cache_salt: bytes = b""
 
     def __repr__(self) -> str:
@@ -260,10 +262,11 @@ class Driver(Protocol):
         adapter: AdapterReference,
         api_token: str | None,
         allowed: tuple[str, ...] | None = None,
+        payer: str = "",
     ) -> TemplateSource | Failed:
         """The adapter's own chat template; its files are fetched if they are not here.
 
-        allowed: as in `GenerateRequest`.
+        allowed, payer: as in `GenerateRequest`.
         """
         ...
 

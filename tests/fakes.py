@@ -163,6 +163,7 @@ class FakeDriver:
         self.replies: dict[str | None, str] = {}
         self.templates: dict[str, TemplateSource | Failed] = {}
         self.template_tokens: list[str | None] = []
+        self.template_payers: list[str] = []
         self.faults: dict[str | None, Failed] = {}
         self.fail_after = 0
         self.hold_after: int | None = None
@@ -213,8 +214,10 @@ class FakeDriver:
         adapter: AdapterReference,
         api_token: str | None,
         allowed: tuple[str, ...] | None = None,
+        payer: str = "",
     ) -> TemplateSource | Failed:
         self.template_tokens.append(api_token)
+        self.template_payers.append(payer)
         return self.templates.get(adapter.id, TemplateSource())
 
     async def describe(self) -> EngineInfo:

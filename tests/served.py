@@ -49,8 +49,9 @@ class OneReplica:
         adapter: AdapterReference,
         api_token: str | None,
         allowed: tuple[str, ...] | None = None,
+        payer: str = "",
     ) -> TemplateSource | Failed:
-        return await self._engine.chat_template(adapter, api_token, allowed)
+        return await self._engine.chat_template(adapter, api_token, allowed, payer)
 
     async def describe(self) -> EngineInfo:
         return await self._engine.describe()

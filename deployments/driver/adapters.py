@@ -63,16 +63,19 @@ class EngineAdapters:
         self.num_overdue = 0
         self._said_overdue = -_SAY_EVERY_S
 
-    async def resolve(self, reference: AdapterReference, token: Token) -> AdapterKey:
+    async def resolve(
+        self, reference: AdapterReference, token: Token, payer: str | None = None
+    ) -> AdapterKey:
         """The version that serves a request now, held until `release`; AdapterError if none.
 
-        token: the caller's, False for none, True for the server's own.
+        token: the caller's, False for none, True for the server's own. payer: whom a download is
+        charged to, None for the operator, who pays none.
         """
         token = token or self._config.share_hub_token
         is_served = self._versions.current(reference) is not None
         try:
             patience_s = self._config.look_timeout_s if is_served else None
-            newest = await self.directory.resolve(reference, token, patience_s)
+            newest = await self.directory.resolve(reference, token, patience_s, payer)
         except Overdue as overdue:
             last = await self._versions.last(reference)
             if last is not None:
@@ -80,7 +83,7 @@ class EngineAdapters:
                 return last
             if not overdue.goes_on:
                 raise
-            newest = await self.directory.resolve(reference, token)
+            newest = await self.directory.resolve(reference, token, payer=payer)
         return await self._versions.choose(reference, newest)
 
     def _overdue(self, reference: AdapterReference, overdue: Overdue) -> None:
@@ -110,14 +113,16 @@ class EngineAdapters:
         """A version could not be read any more: whether there is another to serve instead."""
         return self._versions.give_up(reference, key)
 
-    async def chat_template(self, reference: AdapterReference, token: Token) -> TemplateSource:
+    async def chat_template(
+        self, reference: AdapterReference, token: Token, payer: str
+    ) -> TemplateSource:
         """The adapter's own chat template; AdapterError for who may not use the adapter.
 
         A merge has none.
         """
         if reference.rule is not None:
             return TemplateSource()
-        key = await self.resolve(reference, token)
+        key = await self.resolve(reference, token, payer)
         try:
             folder = Path(self.directory.fetched(key).folder)
             look = partial(read_template, folder)

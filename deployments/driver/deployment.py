@@ -117,9 +117,10 @@ class DriverDeployment:
         adapter: AdapterReference,
         api_token: str | None,
         allowed: tuple[str, ...] | None = None,
+        payer: str = "",
     ) -> TemplateSource | Failed:
         """An adapter's own chat template."""
-        return await self._running.chat_template(adapter, api_token, allowed)
+        return await self._running.chat_template(adapter, api_token, allowed, payer)
 
     async def describe(self) -> EngineInfo:
         """What is served."""

@@ -5,7 +5,6 @@ Lives on the replica's event loop and speaks to the engine's loop thread by `pos
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -53,8 +52,6 @@ from scheduler.snapshot import AdapterView, Snapshot
 from sharding.sources.adapters import AdapterSources
 
 T = TypeVar("T")
-
-logger = logging.getLogger("loray.driver")
 
 
 class Engine:
@@ -252,11 +249,12 @@ class Engine:
         adapter: AdapterReference,
         api_token: str | None,
         allowed: tuple[str, ...] | None = None,
+        payer: str = "",
     ) -> TemplateSource | Failed:
         """An adapter's own chat template, for those who may use the adapter."""
         try:
             target = self._control.target(adapter, allowed)
-            return await self._adapters.chat_template(target, api_token or False)
+            return await self._adapters.chat_template(target, api_token or False, payer)
         except AdapterError as error:
             return Failed(ErrorKind(error.refusal.value), error.message)
 
@@ -295,7 +293,7 @@ class Engine:
         meant = msgspec.structs.replace(request, adapter=reference)
         while True:
             began = time.monotonic()
-            key = await self._adapters.resolve(reference, request.api_token or False)
+            key = await self._adapters.resolve(reference, request.api_token or False, request.payer)
             self.usage.loaded("fetch", time.monotonic() - began)
             self.usage.used(reference, key)
             self._shares.met(reference, key, self._directory.parts(key))

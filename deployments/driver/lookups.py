@@ -104,32 +104,36 @@ class Lookups:
             raise Overdue(error.refusal, error.message, goes_on=False) from error
 
     async def bring(
-        self, found: Found, work: Callable[[], Awaitable[AdapterKey]], patience_s: float | None
+        self,
+        found: Found,
+        work: Callable[[], Awaitable[AdapterKey]],
+        patience_s: float | None,
+        payer: str | None,
     ) -> AdapterKey:
-        """The result of `work`, which brings what was found, once for all who ask.
+        """The result of `work`, which brings what was found, once for all whom `payer` stands for.
 
         patience_s: Overdue after so long, or when it is refused, or while another version of the
         same name is brought: a file that grows would be hashed at each of its sizes.
         """
         reference = found.reference
         if patience_s is None:
-            return await self._bring(found, work, None)
+            return await self._bring(found, work, None, payer)
         if self._bringing.get(reference, found.origin) != found.origin:
             raise _overdue(reference)
         try:
-            return await self._bring(found, work, patience_s)
+            return await self._bring(found, work, patience_s, payer)
         except Late:
             raise _overdue(reference) from None
         except AdapterError as error:
             raise Overdue(error.refusal, error.message, goes_on=False) from error
 
     async def read(
-        self, found: Found, token: Token, digest: str | None
+        self, found: Found, token: Token, digest: str | None, payer: str | None
     ) -> tuple[AdapterFolder, str]:
         """The files on this node and their digest; hashing is skipped for what was hashed."""
 
         def read() -> tuple[AdapterFolder, str]:
-            folder = self.sources.bring(found, token)
+            folder = self.sources.bring(found, token, payer)
             try:
                 return folder, digest or self.sources.digest(folder, found.reference.id)
             except AdapterError:
@@ -141,7 +145,8 @@ class Lookups:
 
     def refused(self, reference: AdapterReference, token: Token, error: AdapterError) -> None:
         """Repeat a refusal of a far source for a while without asking again."""
-        if reference.source is not AdapterSource.LOCAL:
+        is_callers_own = error.refusal in (AdapterRefusal.DENIED, AdapterRefusal.QUOTA)
+        if reference.source is not AdapterSource.LOCAL and not is_callers_own:
             self._answers.refuse(reference, self.caller(token), error)
 
     async def local_names(self) -> list[str]:
@@ -169,7 +174,11 @@ class Lookups:
             raise AdapterError(AdapterRefusal.UNAVAILABLE, message) from None
 
     async def _bring(
-        self, found: Found, work: Callable[[], Awaitable[AdapterKey]], patience_s: float | None
+        self,
+        found: Found,
+        work: Callable[[], Awaitable[AdapterKey]],
+        patience_s: float | None,
+        payer: str | None,
     ) -> AdapterKey:
         async def bring() -> AdapterKey:
             self._bringing[found.reference] = found.origin
@@ -178,7 +187,7 @@ class Lookups:
             finally:
                 self._bringing.pop(found.reference, None)
 
-        key: AdapterKey = await self._errands.once(found.origin, bring, patience_s)
+        key: AdapterKey = await self._errands.once((found.origin, payer), bring, patience_s)
         return key
 
     async def _look(self, reference: AdapterReference, token: Token, caller: Caller) -> Found:

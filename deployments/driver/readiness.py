@@ -6,6 +6,7 @@ cache, and changed bytes under an old name never meet what the old ones computed
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, islice
@@ -75,24 +76,30 @@ class AdapterDirectory:
         self._references: dict[AdapterReference, AdapterKey] = {}
 
     async def resolve(
-        self, reference: AdapterReference, api_token: Token, patience_s: float | None = None
+        self,
+        reference: AdapterReference,
+        api_token: Token,
+        patience_s: float | None = None,
+        payer: str | None = None,
     ) -> AdapterKey:
         """Fetch the adapter, or find that it is here; AdapterError when it cannot be had.
 
         api_token: the caller's, False for none, True for the server's own. The caller holds the
         key that is returned. patience_s: where the last version would do. Overdue after so long,
         and where it is the new one that cannot be had; None waits as long as any request may.
+        payer: as in `AdapterSources.bring`.
 
         Callers that ask for the same content at once share one download; one that leaves, or
         waits for too long, does not end it for the others.
         """
         if reference.rule is not None:
-            return await self._resolve_merge(reference, reference.rule, api_token, patience_s)
+            one = partial(self.resolve, api_token=api_token, patience_s=patience_s, payer=payer)
+            return await self._resolve_merge(reference, reference.rule, one)
         try:
             async with asyncio.timeout(self._config.fetch_timeout_s):
                 found = await self.lookups.find(reference, api_token, patience_s)
-                bring = partial(self._bring_and_hold, found, api_token)
-                key = await self.lookups.bring(found, bring, patience_s)
+                bring = partial(self._bring_and_hold, found, api_token, payer)
+                key = await self.lookups.bring(found, bring, patience_s, payer)
         except TimeoutError as error:
             raise AdapterError(
                 AdapterRefusal.UNAVAILABLE,
@@ -191,13 +198,19 @@ class AdapterDirectory:
         assert origins == self._origins
 
     async def _resolve_merge(
-        self, reference: AdapterReference, rule: MergeRule, token: Token, patience_s: float | None
+        self,
+        reference: AdapterReference,
+        rule: MergeRule,
+        resolve: Callable[[AdapterReference], Awaitable[AdapterKey]],
     ) -> AdapterKey:
-        """The key of a merge of what its parts mean now; this caller must be let have each."""
+        """The key of a merge of what its parts mean now; this caller must be let have each.
+
+        resolve: has one part for the caller.
+        """
         held: dict[int, AdapterKey] = {}
 
         async def fetch(index: int) -> None:
-            held[index] = await self.resolve(reference.parts[index], token, patience_s)
+            held[index] = await resolve(reference.parts[index])
 
         try:
             places = range(len(reference.parts))
@@ -225,21 +238,21 @@ class AdapterDirectory:
         self._forget_some()
         return key
 
-    async def _bring_and_hold(self, found: Found, token: Token) -> AdapterKey:
+    async def _bring_and_hold(self, found: Found, token: Token, payer: str | None) -> AdapterKey:
         """Bring files that stay until those who asked could hold them, however late the loop is."""
-        key = await self._bring(found, token)
+        key = await self._bring(found, token, payer)
         self.hold(key)
         when_all_have_it(partial(self.release, key))
         return key
 
-    async def _bring(self, found: Found, token: Token) -> AdapterKey:
+    async def _bring(self, found: Found, token: Token, payer: str | None) -> AdapterKey:
         """The key of what was found, its files on this node and kept there for a while."""
         key = self._origins.get(found.origin)
         if key is not None and self._lies_ready(found, self._known[key]):
             self._rest(key, self._known[key])
             return key
         hashed = self._known[key].adapter.digest if key is not None else None
-        folder, digest = await self.lookups.read(found, token, hashed)
+        folder, digest = await self.lookups.read(found, token, hashed, payer)
         return self._register(found, folder, digest)
 
     def _lies_ready(self, found: Found, known: _Known) -> bool:

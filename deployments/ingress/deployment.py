@@ -117,11 +117,12 @@ class HandleDriver:
         adapter: AdapterReference,
         api_token: str | None,
         allowed: tuple[str, ...] | None = None,
+        payer: str = "",
     ) -> TemplateSource | Failed:
         """Ask any replica; it has the adapter's files, or fetches them."""
         try:
             answer: TemplateSource | Failed = await self._handle.chat_template.remote(
-                adapter, api_token, allowed
+                adapter, api_token, allowed, payer
             )
         except (RayError, BackPressureError, DeploymentUnavailableError) as error:
             raise RequestError(ErrorKind.UNAVAILABLE, _LOST, retry_after_s=1.0) from error

@@ -9,6 +9,7 @@ from deployments.ingress.constraints import Constraint
 from deployments.ingress.conversations import conversation
 from deployments.ingress.engine import Engine, Job, Served
 from deployments.ingress.errors import invalid
+from deployments.ingress.keys import Grant
 from deployments.ingress.openai_jobs import Caller, job_of, prompt_limit, reference_of
 from deployments.ingress.openai_replies import ChatWriter, Envelope
 from deployments.ingress.openai_schema import ChatBody
@@ -57,8 +58,9 @@ async def _template(
     reference = reference_of(body, served.info, engine.settings)
     own, name = TemplateSource(), ""
     if reference is not None and not reference.parts:  # A merge's chats use the model's.
-        allowed = caller.grant.patterns if caller.grant is not None else None
-        own = await engine.templates.of(reference, body.api_token or caller.token, allowed)
+        grant = caller.grant or Grant()
+        token = body.api_token or caller.token
+        own = await engine.templates.of(reference, token, grant.patterns, grant.name)
         name = reference.id
     return engine.templates.choose(served.text, own, name, with_tools, body.chat_template)
 

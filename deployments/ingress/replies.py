@@ -185,6 +185,9 @@ def _admit(request: Request, job: Job) -> tuple[Job, Quota]:
     prompts = job.request.sequences[:: job.choices]
     grant.quota.take_tokens(sum(len(sequence.prompt) for sequence in prompts))
     asked = msgspec.structs.replace(
-        job.request, allowed=grant.patterns, cache_salt=grant.cache_salt(job.cache_salt)
+        job.request,
+        allowed=grant.patterns,
+        payer=grant.name,
+        cache_salt=grant.cache_salt(job.cache_salt),
     )
     return replace(job, request=asked), grant.quota

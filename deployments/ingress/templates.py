@@ -90,16 +90,17 @@ class Templates:
         reference: AdapterReference,
         api_token: str | None,
         allowed: tuple[str, ...] | None = None,
+        payer: str = "",
     ) -> TemplateSource:
         """The adapter's own templates, maybe none; RequestError if they cannot be had.
 
-        allowed: as in `GenerateRequest`.
+        allowed, payer: as in `GenerateRequest`.
         """
         now, asked = self._clock(), (reference, allowed)
         known = self._known.get(asked)
         if known is not None and now - known[0] < _GOOD_SECONDS:
             return known[1]
-        answer = await self._driver.chat_template(reference, api_token, allowed)
+        answer = await self._driver.chat_template(reference, api_token, allowed, payer)
         if isinstance(answer, Failed):
             raise RequestError.of(answer)
         self._known[asked] = (now, answer)

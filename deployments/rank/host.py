@@ -1,6 +1,7 @@
 """What a rank does from its start to its end, whatever process it lives in."""
 
 import os
+import socket
 import sys
 import time
 from datetime import timedelta
@@ -23,8 +24,20 @@ from sharding.group import TensorParallel
 def open_store(host: str, size: int, timeout_s: float) -> tuple[Store, StoreAddress]:
     """Open a group's store on a port that the system chooses, so that none can be stolen."""
     timeout = timedelta(seconds=timeout_s)
-    store = TCPStore(host, 0, size, True, timeout, wait_for_workers=False)
-    return store, StoreAddress(host, store.port, size)
+    # Of its own the store listens on all interfaces, and it asks nobody for a secret.
+    family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    door = socket.create_server(address[:2], family=family, backlog=size)
+    port = door.getsockname()[1]
+    store = TCPStore(
+        host,
+        port,
+        size,
+        True,
+        timeout,
+        wait_for_workers=False,
+        master_listen_fd=door.detach(),
+    )
+    return store, StoreAddress(host, port, size)
 
 
 def join_store(address: StoreAddress, timeout_s: float) -> Store:

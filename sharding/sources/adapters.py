@@ -19,6 +19,7 @@ from sharding.sources.base import (
     check_texts,
     refuse,
 )
+from sharding.sources.budget import DownloadBudget
 from sharding.sources.cache import CacheFull, DiskCache
 from sharding.sources.download import Download
 from sharding.sources.files import check_headers, content_digest, fingerprint
@@ -47,6 +48,7 @@ class AdapterSources:
         if config.s3 is not None:
             s3 = S3Source(config.s3, config.fetch, config.allow_pickle)
             self._remote[AdapterSource.S3] = s3
+        self._budget = DownloadBudget(config.fetch.download_bytes_per_hour)
         self.cache = DiskCache(Path(config.fetch.cache_dir).expanduser(), config.fetch.cache_bytes)
 
     def look(self, reference: AdapterReference, token: Token) -> Found:
@@ -65,9 +67,10 @@ class AdapterSources:
             # Files that vanish meanwhile, names that no file system takes.
             _refuse_unreadable(reference.id, error)
 
-    def bring(self, found: Found, token: Token) -> AdapterFolder:
+    def bring(self, found: Found, token: Token, payer: str | None = None) -> AdapterFolder:
         """The files of what was found, on this node; a held entry of the cache is the caller's.
 
+        payer: whose budget a download is charged to; None for the operator, who pays none.
         It calls `release` when nobody reads them any more.
         """
         name = found.reference.id
@@ -80,7 +83,7 @@ class AdapterSources:
                 here = replace(here, origin=origin_of(here.folder, here.fingerprint))
             return here
         try:
-            folder = self.cache.hold(found.origin) or self._download(found, token)
+            folder = self.cache.hold(found.origin) or self._download(found, token, payer)
         except OSError as error:
             _refuse_unreadable(name, error)
         try:
@@ -126,8 +129,10 @@ class AdapterSources:
             )
         return source
 
-    def _download(self, found: Found, token: Token) -> Path:
+    def _download(self, found: Found, token: Token, payer: str | None) -> Path:
         name = found.reference.id
+        if payer is not None:
+            self._charge(found, payer)
         deadline = time.monotonic() + _PATIENCE_FACTOR * self._config.fetch_timeout_s
         source = self._source(found.reference)
         download = Download(source, found, token, self._patience, deadline)
@@ -144,6 +149,25 @@ class AdapterSources:
         except AdapterError:
             self.cache.discard(found.origin)
             raise
+
+    def _charge(self, found: Found, payer: str) -> None:
+        """Refuse what clients may not have downloaded."""
+        name = found.reference.id
+        if found.reference.source is AdapterSource.HUB and not self._config.fetch.hub_on_demand:
+            refuse(
+                AdapterRefusal.DENIED,
+                f"adapter {name!r} is not on this server, which downloads none from the hub for "
+                "requests (adapters.fetch.hub_on_demand): ask its operator to load it",
+            )
+        wait_s = self._budget.charge(payer, found.size)
+        if wait_s:
+            refuse(
+                AdapterRefusal.QUOTA,
+                f"adapter {name!r} has to be downloaded, and downloads of "
+                f"{self._config.fetch.download_bytes_per_hour} bytes an hour "
+                "(adapters.fetch.download_bytes_per_hour) are used up: try again in "
+                f"{wait_s:.0f} s, or use adapters that are here",
+            )
 
     def _fill(self, download: Download, folder: Path) -> None:
         download.into(folder)

@@ -16,6 +16,7 @@ from configs.adapters import (
     AdapterSource,
 )
 from configs.engine import AdaptersConfig
+from configs.merging import MergeRule
 from deployments.driver.readiness import AdapterDirectory
 from sharding.sources.adapters import AdapterSources
 from sharding.sources.base import Token
@@ -373,3 +374,28 @@ def test_a_look_at_what_is_known_costs_no_thread(hub: HubServer, tmp_path: Path)
         directory.release(key)
 
     play(patient_config(tmp_path, hub_endpoint=hub.url), story)
+
+
+def test_the_refusal_of_one_callers_download_is_not_anothers(
+    hub: HubServer, tmp_path: Path
+) -> None:
+    """Nor the operator's, though all of them come without a token of the hub."""
+    hub.add("acme/sql", adapter_files())
+    hub.add("acme/code", adapter_files(2.0))
+    code = AdapterReference(AdapterSource.HUB, "acme/code")
+
+    async def story(directory: AdapterDirectory) -> None:
+        directory.release(await directory.resolve(SQL, False, payer="team-a"))
+        for _ in range(2):
+            with pytest.raises(AdapterError) as caught:
+                await directory.resolve(code, False, payer="team-a")
+            assert caught.value.refusal is AdapterRefusal.QUOTA
+        both = AdapterReference(
+            AdapterSource.HUB, "both", parts=(SQL, code), rule=MergeRule((1.0, 1.0))
+        )
+        with pytest.raises(AdapterError) as caught:
+            await directory.resolve(both, False, payer="team-a")
+        assert caught.value.refusal is AdapterRefusal.QUOTA
+        directory.release(await directory.resolve(code, False, payer="team-b"))
+
+    play(patient_config(tmp_path, {"download_bytes_per_hour": 1}, hub_endpoint=hub.url), story)

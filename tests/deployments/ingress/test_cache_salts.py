@@ -101,3 +101,25 @@ def test_what_is_no_salt_is_refused(
     assert reply.status_code == 400, reply.text
     assert "cache_salt" in reply.text
     assert server.driver.requests == []
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_downloads_are_charged_to_the_key(server: Server, http: httpx.Client, path: str) -> None:
+    """Or to nobody's, where it has none."""
+    salt(server, http, path)
+    assert [request.payer for request in server.driver.requests] == [""]
+    configure(server)
+    for name in ("a", "c"):
+        salt(server, http, path, name)
+        assert [request.payer for request in server.driver.requests] == [name]
+
+
+def test_a_download_for_a_template_is_charged_to_the_key(
+    server: Server, http: httpx.Client
+) -> None:
+    configure(server)
+    body = {**OPENAI["/v1/chat/completions"], "model": "acme/sql"}
+    assert http.post(
+        "/v1/chat/completions", json=body, headers={"authorization": "Bearer c"}
+    ).is_success
+    assert server.driver.template_payers == ["c"]

@@ -72,6 +72,7 @@ class Scripted:
         adapter: AdapterReference,
         api_token: str | None,
         allowed: tuple[str, ...] | None = None,
+        payer: str = "",
     ) -> TemplateSource | Failed:
         raise NotImplementedError
 

@@ -41,6 +41,7 @@ class SilentDriver:
         adapter: AdapterReference,
         api_token: str | None,
         allowed: tuple[str, ...] | None = None,
+        payer: str = "",
     ) -> TemplateSource | Failed:
         raise NotImplementedError
 
