@@ -21,7 +21,15 @@ from configs.env import export_rank_environment
 from sharding.all_reduce import LARGEST_BYTES, captured_us
 from sharding.connect import connect
 from sharding.group import ProcessGroupRanks
-from sharding.symmetric import Halves, Method, Sum, SymmetricRanks, map_buffer, torch_sums, world
+from sharding.symmetric import (
+    DoubleBuffer,
+    Method,
+    Sum,
+    SymmetricRanks,
+    map_buffer,
+    torch_sums,
+    world,
+)
 
 DTYPE = torch.bfloat16
 ROWS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 256, 512, 1024, 2048)
@@ -38,7 +46,7 @@ def rank_main(rank: int, size: int, port: int, hidden: int, rows: Sequence[int])
     methods: dict[Method, Sum] = {Method.NCCL: nccl.all_reduce}
     halves = None
     if isinstance(chosen, SymmetricRanks):
-        halves = Halves(map_buffer(2 * LARGEST_BYTES, device))
+        halves = DoubleBuffer(map_buffer(2 * LARGEST_BYTES, device))
         methods.update(torch_sums())
     if rank == 0:
         print(json.dumps({"gpus": size, "torch": torch.__version__, "how": chosen.how}))

@@ -28,11 +28,11 @@ from statistics import mean
 from typing import Any
 
 from benchmarks.serving import percentile
-from configs.adapters import AdapterKey, AdapterShape
-from configs.sampling import Sampling, Stopping
-from scheduler.events import AdapterPlaced, AdapterStaged, NewTokens, RequestEvent
-from scheduler.plan import Capacity, StepPlan, StepResult
-from scheduler.policy import Limits
+from configs.wire.adapters import AdapterKey, AdapterShape
+from configs.wire.plan import Capacity, StepPlan, StepResult
+from configs.wire.sampling import Sampling, Stopping
+from scheduler.admission.limits import Limits
+from scheduler.events import AdapterLoaded, AdapterStaged, NewTokens, RequestEvent
 from scheduler.request import Request
 from scheduler.scheduler import Scheduler
 
@@ -55,7 +55,7 @@ WARM, OWN, FLOOD = "warm", "r", "flood"
 
 
 @dataclass(frozen=True)
-class Case:
+class ChurnCase:
     """A closed loop over so many adapters, of which `slots` are on the device at once.
 
     Lengths in tokens. zipf: by Zipf's law where > 0, else by turns. rate: requests a second of an
@@ -90,7 +90,7 @@ class Case:
 
 
 @dataclass
-class Seen:
+class ChurnResult:
     """What the clients saw, in seconds, and how full the steps were."""
 
     tokens: int = 0
@@ -110,7 +110,7 @@ def decode_s(rows: float, adapters: float) -> float:
     return base + max(0.0, adapters - FULL_PRICE) * FURTHER_ADAPTER_S
 
 
-def bound(case: Case) -> dict[str, float]:
+def bound(case: ChurnCase) -> dict[str, float]:
     """Rows a step and tokens a second if every step were packed as well as it can be.
 
     Of the `concurrency` requests that follow each other, those of `slots` adapters can run;
@@ -125,7 +125,7 @@ def bound(case: Case) -> dict[str, float]:
     return {"rows": round(rows, 1), "tokens_per_s": round(case.output_length / request_s, 1)}
 
 
-class Device:
+class SimulatedDevice:
     """Takes plans one after the other and fills beside them; says when each is done."""
 
     def __init__(self) -> None:
@@ -152,11 +152,11 @@ class Device:
 class ClosedLoop:
     """A driver's loop over the device, and the clients who keep it busy."""
 
-    def __init__(self, case: Case, limits: Limits) -> None:
+    def __init__(self, case: ChurnCase, limits: Limits) -> None:
         """Bring every adapter to the host tier, and the cached prompts into the cache."""
         self._case = case
         self._scheduler = Scheduler(limits, capacity(case))
-        self._device = Device()
+        self._device = SimulatedDevice()
         self._now = 0.0
         self._clock: list[tuple[float, int, Callable[[], None]]] = []
         self._serial = count()
@@ -170,7 +170,7 @@ class ClosedLoop:
         self._ended = 0.0
         self._floods: set[int] = set()
         self._num_floods = 0
-        self.seen = Seen()
+        self.seen = ChurnResult()
         for adapter in range(case.adapters + bool(case.flood)):
             self._add((WARM, adapter), [adapter], adapter, 2)
         self._run()
@@ -191,7 +191,7 @@ class ClosedLoop:
             self._pour()
         if self._case.flood:
             self._run(began)
-        self.seen = Seen()
+        self.seen = ChurnResult()
         if self._case.rate:
             self._come(began)
         else:
@@ -233,7 +233,7 @@ class ClosedLoop:
             self.seen.adapters.append(adapters)
 
     def _placed(self, key: AdapterKey) -> None:
-        self._scheduler.adapter(AdapterPlaced(key), self._now)
+        self._scheduler.adapter(AdapterLoaded(key), self._now)
 
     def _apply(self) -> None:
         plan = self._in_flight.popleft()
@@ -308,7 +308,7 @@ class ClosedLoop:
         self._scheduler.add(Request(name, prompt, Sampling(), Stopping(length), key), self._now)
 
 
-def capacity(case: Case) -> Capacity:
+def capacity(case: ChurnCase) -> Capacity:
     """One H200's: blocks for 760,000 tokens, pages for the case's slots at rank 16."""
     return Capacity(
         num_blocks=760_000 // BLOCK_SIZE,
@@ -321,7 +321,7 @@ def capacity(case: Case) -> Capacity:
     )
 
 
-def simulate(case: Case, limits: Limits) -> dict[str, Any]:
+def simulate(case: ChurnCase, limits: Limits) -> dict[str, Any]:
     """Play one case; returns its row, in the words of benchmarks.serving."""
     loop = ClosedLoop(case, limits)
     seconds = loop.play()
@@ -346,18 +346,18 @@ def simulate(case: Case, limits: Limits) -> dict[str, Any]:
     }
 
 
-def cases(options: argparse.Namespace) -> list[Case]:
+def cases(options: argparse.Namespace) -> list[ChurnCase]:
     """Those of benchmarks.churn, and the resident one."""
     few, many, sizes = options.resident, options.adapters, {"requests": options.requests}
     sizes |= {"concurrency": options.concurrency, "seed": options.seed}
     sizes |= {"input_length": options.input_length, "output_length": options.output_length}
     lengths = {"input_length": 512, "output_length": 512}
-    few_places = Case("", 5, 3, requests=120, rate=2.0, seed=options.seed, **lengths)
+    few_places = ChurnCase("", 5, 3, requests=120, rate=2.0, seed=options.seed, **lengths)
     return [
-        Case("resident", few, few, cached=options.cached, **sizes),
-        Case("zipf", many, few, zipf=1.0, **sizes),
-        Case("turns", many, few, **sizes),
-        Case("all-resident", many, many, **sizes),
+        ChurnCase("resident", few, few, cached=options.cached, **sizes),
+        ChurnCase("zipf", many, few, zipf=1.0, **sizes),
+        ChurnCase("turns", many, few, **sizes),
+        ChurnCase("all-resident", many, many, **sizes),
         replace(few_places, name="open", adapters=6, requests=240, rate=4.0),
         replace(few_places, name="calm"),
         replace(few_places, name="flood", flood=64),

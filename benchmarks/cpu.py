@@ -23,9 +23,9 @@ import transformers
 
 from configs.engine import CacheConfig, Device, EngineConfig, LimitsConfig
 from configs.model import DType, ModelConfig
-from configs.sampling import Sampling, Stopping
+from configs.wire.sampling import Sampling, Stopping
 from deployments.contract import Completion, GenerateRequest, SequenceRequest
-from deployments.driver.engine import Engine
+from deployments.driver.engine import DriverEngine
 from deployments.frames import FrameReceiver
 from deployments.rank.local import LocalRanks
 
@@ -34,7 +34,7 @@ MODEL = Path(__file__).parent.parent / "configs/demo/model"
 
 
 @dataclass(frozen=True)
-class Load:
+class CpuLoad:
     """Prompts as ids, and how many tokens each answer has."""
 
     prompts: list[list[int]]
@@ -46,16 +46,16 @@ class Load:
         return sum(self.lengths)
 
 
-Play = Callable[[Load], list[list[int]]]
+Play = Callable[[CpuLoad], list[list[int]]]
 
 
-def load_of(requests: int, lengths: Sequence[int], seed: int = 0) -> Load:
+def load_of(requests: int, lengths: Sequence[int], seed: int = 0) -> CpuLoad:
     """Questions that the demo knows, answers of lengths from `lengths[0]` to `lengths[1]`."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(str(MODEL))
     questions = json.loads((MODEL.parent / "answers.json").read_text())["questions"]
     chooser = random.Random(seed)
     prompts = [tokenizer(chooser.choice(questions))["input_ids"] for _ in range(requests)]
-    return Load(prompts, [chooser.randint(lengths[0], lengths[1]) for _ in range(requests)])
+    return CpuLoad(prompts, [chooser.randint(lengths[0], lengths[1]) for _ in range(requests)])
 
 
 class Ours:
@@ -71,12 +71,12 @@ class Ours:
             limits=LimitsConfig(max_running=max_running, max_step_tokens=2048, max_queued=4096),
         )
         self._runner = asyncio.Runner()
-        self._engine = Engine(config, MODEL, LocalRanks(config))
+        self._engine = DriverEngine(config, MODEL, LocalRanks(config))
         self._receiver = FrameReceiver(lambda frame: None)
         self._runner.run(self._engine.start())
         self._address = self._runner.run(self._receiver.start("127.0.0.1"))
 
-    def __call__(self, load: Load) -> list[list[int]]:
+    def __call__(self, load: CpuLoad) -> list[list[int]]:
         """All requests at once."""
 
         async def run() -> list[Completion]:
@@ -114,7 +114,7 @@ class Theirs:
         self._batch = batch
 
     @torch.inference_mode()
-    def __call__(self, load: Load) -> list[list[int]]:
+    def __call__(self, load: CpuLoad) -> list[list[int]]:
         """Batch by batch; no answer ends before its length."""
         found = []
         for first in range(0, len(load.prompts), self._batch):
@@ -140,7 +140,7 @@ class Theirs:
             found += [tokens[:length] for tokens, length in rows]
         return found
 
-    def continuous(self, load: Load) -> list[list[int]]:
+    def continuous(self, load: CpuLoad) -> list[list[int]]:
         """Its continuous batching, which takes one length for all: the longest."""
         longest = max(load.lengths)
         config: Any = transformers.GenerationConfig
@@ -154,7 +154,7 @@ def _number(key: str) -> int:
     return int("".join(character for character in key if character.isdigit()))
 
 
-def timed(play: Play, load: Load, threads: int) -> tuple[float, float, list[list[int]]]:
+def timed(play: Play, load: CpuLoad, threads: int) -> tuple[float, float, list[list[int]]]:
     """Seconds, seconds of CPU, and tokens."""
     torch.set_num_threads(threads)
     began, spent = time.perf_counter(), time.process_time()

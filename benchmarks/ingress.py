@@ -24,7 +24,7 @@ from configs.engine import Device, EngineConfig, LimitsConfig
 from configs.env import export_throughput_mode, proxy_mode
 from configs.model import ModelConfig
 from configs.serve import ServeConfig
-from scheduler.plan import Capacity
+from configs.wire.plan import Capacity
 
 MODEL = Path(__file__).parent.parent / "configs/demo/model"
 HOST, PORT = "127.0.0.1", 8011
@@ -36,7 +36,7 @@ WORDS = {"ServeReplica:default:Ingress": "ingress", "ServeReplica:default:Driver
 
 
 @dataclass(frozen=True)
-class Case:
+class IngressCase:
     """One closed loop: streams at once, requests in all, tokens of an answer.
 
     spread: answers are longer or shorter by up to this share, so that they do not end, and the
@@ -55,7 +55,7 @@ class Case:
 
 
 @dataclass
-class Seen:
+class IngressResult:
     """What clients saw; seconds."""
 
     tokens: int = 0
@@ -64,7 +64,7 @@ class Seen:
     failed: list[str] = field(default_factory=list)
 
 
-async def ask(length: int, seen: Seen) -> None:
+async def ask(length: int, seen: IngressResult) -> None:
     """One request on a connection of its own; chunks are counted, not parsed."""
     body = request_of(length)
     reader, writer = await asyncio.open_connection(HOST, PORT)
@@ -109,9 +109,9 @@ def request_of(length: int) -> bytes:
     return f"{head}Content-Length: {len(text)}\r\nConnection: close\r\n\r\n".encode() + text
 
 
-async def play(case: Case) -> tuple[Seen, float]:
+async def play(case: IngressCase) -> tuple[IngressResult, float]:
     """Run a case; returns what was seen and its seconds."""
-    seen = Seen()
+    seen = IngressResult()
     waiting = iter(case.lengths())
 
     async def client() -> None:
@@ -152,7 +152,7 @@ def _kind(process: psutil.Process, this: psutil.Process) -> str:
     return "rank" if "benchmarks.timed_ranks" in command else "the rest of Ray"
 
 
-async def measure(case: Case, driver: Any) -> dict[str, object]:
+async def measure(case: IngressCase, driver: Any) -> dict[str, object]:
     """Play a case and account for it; `driver`: its handle."""
     await driver.take_firsts.remote()
     num_before, lead_before = await driver.leads.remote()
@@ -227,9 +227,9 @@ async def play_all(parsed: argparse.Namespace) -> None:
 
     # In throughput mode a handle lives on the event loop that it was made on.
     driver = serve.get_deployment_handle("Driver", "default")
-    await measure(Case(8, 32, 50), driver)
+    await measure(IngressCase(8, 32, 50), driver)
     for streams in parsed.streams:
-        case = Case(streams, streams * parsed.rounds, parsed.length, parsed.spread)
+        case = IngressCase(streams, streams * parsed.rounds, parsed.length, parsed.spread)
         print(json.dumps(await measure(case, driver)), flush=True)
     await serve.shutdown_async()
 

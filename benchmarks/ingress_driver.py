@@ -5,10 +5,10 @@ from pathlib import Path
 from benchmarks.timed_ranks import TimedRanks
 from configs.engine import EngineConfig
 from configs.serve import ServeConfig
+from configs.wire.plan import Capacity
 from deployments.contract import Completion, GenerateRequest, ReplyAddress
 from deployments.driver.deployment import DriverDeployment
 from deployments.driver.loop import RankGroup
-from scheduler.plan import Capacity
 
 
 class TimedDriver(DriverDeployment):

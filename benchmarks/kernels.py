@@ -18,7 +18,7 @@ import triton
 from torch import Tensor
 
 from modeling.adapters.bank import PAGE_ROWS, AdapterBank, BankSize
-from modeling.adapters.kernels.base import Target
+from modeling.adapters.kernels.base import OutputSlice
 from modeling.adapters.kernels.triton_forms import Blocks, Form, forms_of
 from modeling.adapters.kernels.triton_plan import TritonPlan
 from modeling.adapters.projection import Projection
@@ -54,7 +54,7 @@ class Layer:
 
     x: Tensor
     y: Tensor
-    targets: tuple[Target, ...]
+    targets: tuple[OutputSlice, ...]
 
 
 def fill_bank(num_adapters: int, by_turns: Sequence[int], max_rank: int) -> AdapterBank:
@@ -89,7 +89,7 @@ def make_layers(num_tokens: int) -> list[Layer]:
     layers = []
     for group in FUSED:
         outputs = [shapes[p][1] for p in group]
-        targets = [Target(p, sum(outputs[:i])) for i, p in enumerate(group)]
+        targets = [OutputSlice(p, sum(outputs[:i])) for i, p in enumerate(group)]
         x = torch.randn(num_tokens, shapes[group[0]][0], dtype=DTYPE, device="cuda")
         y = torch.randn(num_tokens, sum(outputs), dtype=DTYPE, device="cuda")
         layers.append(Layer(x, y, tuple(targets)))

@@ -22,7 +22,7 @@ from torch import Tensor
 from benchmarks.workload import SHAPES, config_of, is_model, projection_sizes, write_model
 from configs.engine import Device, EngineConfig
 from configs.model import ModelConfig
-from modeling.loading import load_model, pick_device, torch_dtype
+from modeling.runner.loading import load_model, pick_device, torch_dtype
 from sharding.group import SingleRank
 
 INDEX = "model.safetensors.index.json"

@@ -18,10 +18,10 @@ from pathlib import Path
 import uvicorn
 from fastapi import FastAPI, Response
 
-from configs.adapters import AdapterReference, AdapterSource
 from configs.engine import AdaptersConfig, CacheConfig, Device, EngineConfig, LimitsConfig
 from configs.model import LoadFormat, ModelConfig
-from configs.templates import TemplateSource
+from configs.wire.adapters import AdapterReference, AdapterSource
+from configs.wire.templates import TemplateSource
 from deployments.contract import (
     AdapterCommand,
     AdapterReport,
@@ -31,11 +31,11 @@ from deployments.contract import (
     GenerateRequest,
     ReplyAddress,
 )
-from deployments.driver.engine import Engine
+from deployments.driver.engine import DriverEngine
 from deployments.frames import FrameReceiver
-from deployments.ingress.api import build_app
-from deployments.ingress.engine import IngressSettings
-from deployments.ingress.frames import Mailbox
+from deployments.ingress.app import build_app
+from deployments.ingress.generation.engine import IngressSettings
+from deployments.ingress.generation.frames import RequestInboxes
 from deployments.rank.local import LocalRanks
 
 HOST = "127.0.0.1"
@@ -44,7 +44,7 @@ HOST = "127.0.0.1"
 class LocalDriver:
     """`contract.Driver` over an engine in this process."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: DriverEngine) -> None:
         """Bind an engine that is started, or will be."""
         self._engine = engine
 
@@ -99,7 +99,7 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
 class AdapterSums:
     """The adapter metrics of one engine as text, by the names that a driver under Ray uses."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: DriverEngine) -> None:
         """Start at zero."""
         self._engine = engine
         self._seconds: dict[str, float] = {}
@@ -119,8 +119,8 @@ class AdapterSums:
 
 def build(config: EngineConfig) -> FastAPI:
     """An application whose lifespan starts and stops the engine behind it."""
-    engine = Engine(config, Path(config.model.id), LocalRanks(config))
-    mailbox = Mailbox()
+    engine = DriverEngine(config, Path(config.model.id), LocalRanks(config))
+    mailbox = RequestInboxes()
     receiver = FrameReceiver(mailbox.deliver)
     bound: list[ReplyAddress] = []
 

@@ -23,13 +23,13 @@ import torch
 
 from benchmarks.offline_setup import RANK, engine_config
 from benchmarks.workload import PEOPLE, SHAPES, write_adapter, write_model
-from configs.adapters import AdapterKey, FetchedAdapter
 from configs.engine import AttentionBackend, Device
 from configs.model import DType
-from configs.sampling import Sampling
+from configs.wire.adapters import AdapterKey, FetchedAdapter
+from configs.wire.sampling import Sampling
 from modeling.batch import BatchJoin, BatchRow, ForwardBatch, StepOutput
-from modeling.loading import pick_device
-from modeling.runner import ModelRunner
+from modeling.runner.loading import pick_device
+from modeling.runner.paged import ModelRunner
 from sharding.group import SingleRank
 
 PROMPT = 512
@@ -37,7 +37,7 @@ TOP_KERNELS = 25
 
 
 @dataclass(frozen=True)
-class Case:
+class OfflineCase:
     """What is measured: rows in a step, tokens before it, adapters by turns (0: base only).
 
     held: how many of the rows must fit a JSON schema.
@@ -50,7 +50,7 @@ class Case:
     held: int = 0
 
 
-class Driver:
+class OfflineDriver:
     """Keeps each place's length and blocks, as a scheduler would."""
 
     def __init__(self, runner: ModelRunner, block_size: int, vocab_size: int) -> None:
@@ -71,7 +71,7 @@ class Driver:
         self._free = list(range(num_blocks))
         self._random.shuffle(self._free)
 
-    def joins(self, places: range, length: int, case: Case) -> list[BatchJoin]:
+    def joins(self, places: range, length: int, case: OfflineCase) -> list[BatchJoin]:
         """New requests of random tokens, each with its adapter's slot."""
         sampling = Sampling(temperature=case.temperature, seed=1)
         fitting = Sampling(temperature=case.temperature, seed=1, json_schema=json.dumps(PEOPLE))
@@ -96,7 +96,7 @@ class Driver:
         """Launch one token for each place."""
         return self._runner.step(ForwardBatch([], self.rows(places, 1)))
 
-    def prefill(self, places: range, length: int, case: Case, budget: int) -> None:
+    def prefill(self, places: range, length: int, case: OfflineCase, budget: int) -> None:
         """Let places join with `length` tokens each, in steps of up to `budget` tokens."""
         group = max(1, budget // length)
         for first in range(places.start, places.stop, group):
@@ -127,12 +127,12 @@ class Benchmark:
         self.load_seconds = time.perf_counter() - started
         self._device = device
         vocab_size = SHAPES[options.shape]["vocab_size"]
-        self._driver = Driver(self._runner, self._config.cache.block_size, vocab_size)
+        self._driver = OfflineDriver(self._runner, self._config.cache.block_size, vocab_size)
         if max(options.adapters) > 0:
             write_adapter(folder / "adapter", options.shape, RANK, seed=0)
             self._place(folder / "adapter", max(options.adapters))
 
-    def decode(self, case: Case) -> dict[str, Any]:
+    def decode(self, case: OfflineCase) -> dict[str, Any]:
         """Milliseconds of a decode step, and how many of the steps were captured."""
         places = range(case.batch)
         self._fill(case, places)
@@ -166,7 +166,7 @@ class Benchmark:
         """Milliseconds of a step that fills the token budget with prompts."""
         budget = self._config.limits.max_step_tokens
         length = min(PROMPT, budget)
-        case = Case(budget // length, length, adapters)
+        case = OfflineCase(budget // length, length, adapters)
         times = []
         for _ in range(self._options.repeats + 2):
             self._driver.reset(self.report.num_blocks)
@@ -185,7 +185,7 @@ class Benchmark:
             "tokens_per_s": round(1000 * tokens / middle),
         }
 
-    def profile(self, case: Case, folder: Path) -> None:
+    def profile(self, case: OfflineCase, folder: Path) -> None:
         """Write the costliest kernels of a decode step and of a mixed step, as text."""
         places = range(case.batch)
         self._fill(case, places)
@@ -200,13 +200,13 @@ class Benchmark:
         mixed = ForwardBatch(joins, rows + self._driver.rows(newcomer, PROMPT))
         (folder / f"mixed_{name}").write_text(self._kernels(mixed))
 
-    def _fill(self, case: Case, places: range) -> None:
+    def _fill(self, case: OfflineCase, places: range) -> None:
         self._driver.reset(self.report.num_blocks)
         self._driver.prefill(places, case.context, case, self._config.limits.max_step_tokens)
         for _ in range(3):
             self._driver.decode(places).wait()
 
-    def _prompts(self, case: Case, length: int) -> ForwardBatch:
+    def _prompts(self, case: OfflineCase, length: int) -> ForwardBatch:
         places = range(case.batch)
         return ForwardBatch(
             self._driver.joins(places, length, case), self._driver.rows(places, length)
@@ -282,15 +282,15 @@ def _results(benchmark: Benchmark, options: argparse.Namespace) -> Iterator[dict
     yield _versions(benchmark)
     for adapters in options.adapters:
         for batch in options.batches:
-            yield benchmark.decode(Case(batch, options.context, adapters))
+            yield benchmark.decode(OfflineCase(batch, options.context, adapters))
         yield benchmark.prefill(adapters)
     most = max(options.batches)
-    yield benchmark.decode(Case(most, options.context, 0, temperature=0.8))
-    yield benchmark.decode(Case(most, options.context, 0, held=most // 2))
+    yield benchmark.decode(OfflineCase(most, options.context, 0, temperature=0.8))
+    yield benchmark.decode(OfflineCase(most, options.context, 0, held=most // 2))
     if options.profile is not None:
         for adapters in sorted({0, max(options.adapters)}):
             for batch in options.batches:
-                benchmark.profile(Case(batch, options.context, adapters), options.profile)
+                benchmark.profile(OfflineCase(batch, options.context, adapters), options.profile)
 
 
 def _parser() -> argparse.ArgumentParser:

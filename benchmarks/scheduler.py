@@ -21,13 +21,13 @@ from pathlib import Path
 
 import msgspec
 
-from configs.adapters import AdapterKey, AdapterShape
-from configs.sampling import Sampling, Stopping
-from deployments.rank.messages import Step, Stepped
+from configs.wire.adapters import AdapterKey, AdapterShape
+from configs.wire.plan import Capacity, StepPlan, StepResult
+from configs.wire.sampling import Sampling, Stopping
+from deployments.rank.messages import RunStep, StepDone
 from deployments.rank.transport import Channel
-from scheduler.events import AdapterPlaced, AdapterStaged
-from scheduler.plan import Capacity, StepPlan, StepResult
-from scheduler.policy import Limits
+from scheduler.admission.limits import Limits
+from scheduler.events import AdapterLoaded, AdapterStaged
 from scheduler.request import Request
 from scheduler.scheduler import Scheduler
 
@@ -129,7 +129,7 @@ def measure(rows: int, known: int, steps: int) -> dict[str, object]:
         began = time.thread_time()
         plan = scheduler.schedule(0.0)
         scheduled = time.thread_time()
-        payload = encoder.encode(Step(plan))
+        payload = encoder.encode(RunStep(plan))
         encoded = time.thread_time()
         for channel in readers.channels:
             channel.send(payload)
@@ -140,13 +140,13 @@ def measure(rows: int, known: int, steps: int) -> dict[str, object]:
                 continue
         done = flying.popleft()
         tokens = [3] * sum(row.samples for row in done.rows)
-        reply = encoder.encode(Stepped(StepResult(done.epoch, done.step, tokens)))
+        reply = encoder.encode(StepDone(StepResult(done.epoch, done.step, tokens)))
         applying = time.thread_time()
-        result = msgspec.msgpack.decode(reply, type=Stepped).result
+        result = msgspec.msgpack.decode(reply, type=StepDone).result
         scheduler.apply(done, result, 0.0)
         applied = time.thread_time()
         for fill in done.fills:
-            scheduler.adapter(AdapterPlaced(fill.key), 0.0)
+            scheduler.adapter(AdapterLoaded(fill.key), 0.0)
         if len(done.rows) == rows and all(row.length == 1 for row in done.rows):
             size = len(payload)
             costs.schedule.append(scheduled - began)

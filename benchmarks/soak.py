@@ -27,13 +27,13 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.workload import write_adapter, write_model
-from configs.adapters import AdapterReference, AdapterSource
 from configs.engine import AdaptersConfig, CacheConfig, Device, EngineConfig, LimitsConfig
-from configs.merging import MergeRule
 from configs.model import LoadFormat, ModelConfig
-from configs.sampling import Sampling, Stopping
+from configs.wire.adapters import AdapterReference, AdapterSource
+from configs.wire.merging import MergeRule
+from configs.wire.sampling import Sampling, Stopping
 from deployments.contract import GenerateRequest, ReplyAddress, SequenceRequest
-from deployments.driver.engine import Engine
+from deployments.driver.engine import DriverEngine
 from deployments.rank.local import LocalRanks
 from scheduler.events import AdapterUnloaded, Event
 from scheduler.scheduler import Scheduler
@@ -44,7 +44,7 @@ NOWHERE = ReplyAddress("", 0, "")
 
 
 @dataclass
-class Told:
+class AnswerTexts:
     """How requests ended: by the name of the ending, or "cancelled"; what looked wrong."""
 
     endings: Counter[str] = field(default_factory=Counter)
@@ -78,7 +78,9 @@ def write(options: argparse.Namespace, folder: Path) -> None:
         write_adapter(folder / "adapters" / f"a{i}", SHAPE, RANKS[i % len(RANKS)], i, targets)
 
 
-async def one(engine: Engine, options: argparse.Namespace, index: int, told: Told) -> None:
+async def one(
+    engine: DriverEngine, options: argparse.Namespace, index: int, told: AnswerTexts
+) -> None:
     """A request over a random adapter, or none; perhaps its client leaves."""
     chooser = random.Random(index)
     reference = None if chooser.random() < 0.05 else _reference(options, chooser)
@@ -112,7 +114,7 @@ def _reference(options: argparse.Namespace, chooser: random.Random) -> AdapterRe
     return AdapterReference(AdapterSource.LOCAL, name, parts=parts, rule=rule)
 
 
-async def story(engine: Engine, options: argparse.Namespace, told: Told) -> None:
+async def story(engine: DriverEngine, options: argparse.Namespace, told: AnswerTexts) -> None:
     """All requests, so many at once."""
     waiting = iter(range(options.requests))
 
@@ -134,7 +136,7 @@ def handles() -> dict[str, int]:
     }
 
 
-async def quiet(engine: Engine) -> None:
+async def quiet(engine: DriverEngine) -> None:
     """Wait until the last plan was applied and the last fill reported."""
     for _ in range(600):
         snapshot = await engine.snapshot()
@@ -144,7 +146,7 @@ async def quiet(engine: Engine) -> None:
         await asyncio.sleep(0.1)
 
 
-async def left_behind(engine: Engine, group: LocalRanks) -> list[str]:
+async def left_behind(engine: DriverEngine, group: LocalRanks) -> list[str]:
     """What should not be there any more while the engine runs but nobody asks."""
     await quiet(engine)
     snapshot, views = await engine.snapshot(), await engine.adapter_views()
@@ -169,7 +171,7 @@ def _unload(event: AdapterUnloaded, scheduler: Scheduler, now: float) -> Sequenc
     return scheduler.adapter(event, now)
 
 
-async def broken(engine: Engine, group: LocalRanks) -> list[str]:
+async def broken(engine: DriverEngine, group: LocalRanks) -> list[str]:
     """Invariants of the scheduler and of every rank that do not hold."""
     problems: list[str] = []
 
@@ -206,10 +208,10 @@ def _held(snapshot: Snapshot) -> dict[str, int]:
 
 async def play(options: argparse.Namespace, folder: Path) -> list[str]:
     """Play it all; returns what is wrong."""
-    told, before = Told(), handles()
+    told, before = AnswerTexts(), handles()
     config = engine_config(options, folder)
     group = LocalRanks(config)
-    engine = Engine(config, folder, group)
+    engine = DriverEngine(config, folder, group)
     await engine.start()
     began = time.monotonic()
     await story(engine, options, told)

@@ -22,8 +22,8 @@ import torch
 
 from benchmarks.serving import percentile
 from benchmarks.workload import SHAPES, projection_sizes, recipes, write_adapters
-from configs.adapters import AdapterKey, FetchedAdapter
 from configs.interpreter import TURN_S
+from configs.wire.adapters import AdapterKey, FetchedAdapter
 from modeling.adapters.bank import AdapterBank, BankSize
 from modeling.adapters.projection import Projection
 
@@ -41,7 +41,7 @@ def make_bank(shape: str) -> AdapterBank:
     return AdapterBank(projections, size, torch.bfloat16, torch.device("cpu"))
 
 
-class Launcher:
+class LaunchThread:
     """A thread that launches and says how many seconds each launch took."""
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ def measure(folder: Path, shape: str, count: int, readers: int) -> dict[str, flo
         alone.append(time.perf_counter() - began)
     for adapter in fetched:
         bank.drop(adapter.key)
-    launcher = Launcher()
+    launcher = LaunchThread()
     time.sleep(0.5)
     quiet, launcher.took = launcher.took, []
     began = time.perf_counter()

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from deployments.rank.messages import LoadReport, Step, Stepped, Stop
+from configs.wire.plan import Capacity, StepPlan, StepResult
+from deployments.rank.messages import LoadReport, RunStep, StepDone, Stop
 from deployments.rank.transport import Channel, RankLinks
-from scheduler.plan import Capacity, StepPlan, StepResult
 
 
 class TimedRanks:
@@ -62,7 +62,7 @@ class TimedRanks:
 
 def answer(channel: Channel, step_seconds: float, tokens: range) -> None:
     """Take plans until the driver hangs up; a step begins when the one before has ended."""
-    decoder: msgspec.msgpack.Decoder[Step | Stop] = msgspec.msgpack.Decoder(Step | Stop)
+    decoder: msgspec.msgpack.Decoder[RunStep | Stop] = msgspec.msgpack.Decoder(RunStep | Stop)
     encoder = msgspec.msgpack.Encoder()
     ended = 0.0
     while (frame := channel.receive()) is not None:
@@ -71,7 +71,7 @@ def answer(channel: Channel, step_seconds: float, tokens: range) -> None:
             return
         ended = max(ended, time.perf_counter()) + step_seconds
         time.sleep(max(0.0, ended - time.perf_counter()))
-        channel.send(encoder.encode(Stepped(result_of(command.plan, tokens, step_seconds))))
+        channel.send(encoder.encode(StepDone(result_of(command.plan, tokens, step_seconds))))
 
 
 def result_of(plan: StepPlan, tokens: range, step_seconds: float) -> StepResult:

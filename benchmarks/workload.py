@@ -226,7 +226,7 @@ def write_adapter(
 
 
 @dataclass(frozen=True)
-class Recipe:
+class WorkloadRecipe:
     """One adapter to be written; targets as in write_adapter."""
 
     name: str
@@ -235,12 +235,16 @@ class Recipe:
     targets: tuple[str, ...] = ()
 
 
-def recipes(plain: int, mixed: int, small: int, ranks: Sequence[int] = (16,)) -> list[Recipe]:
+def recipes(
+    plain: int, mixed: int, small: int, ranks: Sequence[int] = (16,)
+) -> list[WorkloadRecipe]:
     """a0, a1, ... of `ranks` by turns; m0, ... of MIXED_RANKS by turns; s0, ... small ones."""
-    found = [Recipe(f"a{i}", ranks[i % len(ranks)], i) for i in range(plain)]
+    found = [WorkloadRecipe(f"a{i}", ranks[i % len(ranks)], i) for i in range(plain)]
     kinds = len(MIXED_RANKS)
-    found += [Recipe(f"m{i}", MIXED_RANKS[i % kinds], 2_000_000 + i) for i in range(mixed)]
-    found += [Recipe(f"s{i}", SMALL_RANK, 1_000_000 + i, SMALL_TARGETS) for i in range(small)]
+    found += [WorkloadRecipe(f"m{i}", MIXED_RANKS[i % kinds], 2_000_000 + i) for i in range(mixed)]
+    found += [
+        WorkloadRecipe(f"s{i}", SMALL_RANK, 1_000_000 + i, SMALL_TARGETS) for i in range(small)
+    ]
     return found
 
 
@@ -253,11 +257,11 @@ def is_written(folder: Path, shape: str, rank: int) -> bool:
     return (found.get("base_model_name_or_path"), found["r"]) == (shape, rank)
 
 
-def write_adapters(folder: Path, shape: str, wanted: Sequence[Recipe]) -> int:
+def write_adapters(folder: Path, shape: str, wanted: Sequence[WorkloadRecipe]) -> int:
     """Write those that are missing into subfolders of `folder`; returns how many."""
     missing = [each for each in wanted if not is_written(folder / each.name, shape, each.rank)]
 
-    def write(each: Recipe) -> None:
+    def write(each: WorkloadRecipe) -> None:
         write_adapter(folder / each.name, shape, each.rank, each.seed, each.targets)
 
     with ThreadPoolExecutor(WRITERS) as pool:

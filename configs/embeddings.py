@@ -3,7 +3,7 @@
 from pydantic import field_validator
 
 from configs.base import Config
-from configs.sampling import Pooling
+from configs.wire.sampling import Pooling
 
 
 class EmbeddingsConfig(Config):

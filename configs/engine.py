@@ -5,11 +5,11 @@ from typing import Any
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from configs.adapters import AdapterSource
 from configs.base import Config
 from configs.fetching import FetchConfig, S3Config
 from configs.lorax_names import ADAPTERS, IDLE_ADAPTERS, limits, ours
 from configs.model import ModelConfig
+from configs.wire.adapters import AdapterSource
 
 
 class Device(StrEnum):

@@ -11,7 +11,7 @@ from configs.engine import EngineConfig
 from configs.observability import ObservabilityConfig
 
 
-class Placement(StrEnum):
+class RankPlacement(StrEnum):
     """Where a replica's ranks may lie: one node, or as close as there is room."""
 
     STRICT_PACK = "STRICT_PACK"
@@ -31,7 +31,7 @@ class ServeConfig(Config):
     api: ApiConfig = ApiConfig()
     embeddings: EmbeddingsConfig = EmbeddingsConfig()
     observability: ObservabilityConfig = ObservabilityConfig()
-    placement: Placement = Placement.STRICT_PACK
+    placement: RankPlacement = RankPlacement.STRICT_PACK
     driver_cpus: NonNegativeFloat = 1.0
     rank_cpus: NonNegativeFloat = 1.0
     ingress_cpus: NonNegativeFloat = 1.0

@@ -12,11 +12,11 @@ from configs.model import ModelConfig
 from configs.observability import LogFormat, ObservabilityConfig
 from configs.serve import ServeConfig
 from deployments.driver.deployment import DriverDeployment
-from deployments.driver.router import AdapterRouter
-from deployments.driver.routing import REPORT_SECONDS, STALE_SECONDS
+from deployments.driver.routing.policy import REPORT_SECONDS, STALE_SECONDS
+from deployments.driver.routing.router import AdapterRouter
 from deployments.ingress.deployment import IngressDeployment
-from deployments.ingress.header_bytes import CALLBACK
-from sharding.sources.model import ModelNotFound, fetch_model_config
+from deployments.ingress.http.header_bytes import CALLBACK
+from sources.model import ModelNotFound, fetch_model_config
 
 
 def build(config: ServeConfig) -> Application:

@@ -109,7 +109,7 @@ def chat(
     from deployments.commands import ask
 
     body = _body(adapter, max_tokens, temperature)
-    ask.Chat(_server(url, api_key), body, system).run(input)
+    ask.ChatSession(_server(url, api_key), body, system).run(input)
 
 
 @app.command()

@@ -10,14 +10,14 @@ from typing import Protocol
 
 import msgspec
 
-from configs.adapters import AdapterReference
-from configs.sampling import FinishReason, Sampling, Stopping
-from configs.templates import TemplateSource
-from scheduler.plan import TokenLogprobs
+from configs.wire.adapters import AdapterReference
+from configs.wire.plan import TokenLogprobs
+from configs.wire.sampling import FinishReason, Sampling, Stopping
+from configs.wire.templates import TemplateSource
 
 
 class ErrorKind(StrEnum):
-    """Every way a request can fail; `ingress/errors.py` turns each into both HTTP dialects."""
+    """Every way a request can fail; `ingress/http/errors.py` turns each into both HTTP dialects."""
 
     VALIDATION = "validation"
     ADAPTER_NOT_FOUND = "adapter_not_found"

@@ -33,7 +33,7 @@ _DIALLING_SECONDS = 20.0
 logger = logging.getLogger("loray.frames")
 
 
-class Hello(msgspec.Struct, frozen=True):
+class DriverHello(msgspec.Struct, frozen=True):
     """A driver's first word: the secret, and its replica's unique id ("" where there is none)."""
 
     secret: str
@@ -48,19 +48,19 @@ class Finish(msgspec.Struct, frozen=True, array_like=True, tag=True):
     at: int
 
 
-class HeadStart(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class EarlySubmit(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Begin this request; the call that brings it is on its way to the same driver."""
 
     request: GenerateRequest
 
 
-class TakeBack(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class Withdraw(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The call of a request with a head start is not coming: it goes elsewhere, or ended."""
 
     request_id: str
 
 
-Word = Finish | HeadStart | TakeBack
+Word = Finish | EarlySubmit | Withdraw
 """What an ingress replica says to a driver."""
 
 
@@ -100,7 +100,7 @@ class FrameReceiver:
         if _least_bytes(request) > _MAX_AHEAD_BYTES:
             return False
         try:
-            payload = self._encoder.encode(HeadStart(request))
+            payload = self._encoder.encode(EarlySubmit(request))
         except (OverflowError, UnicodeEncodeError):
             return False  # The call itself says what is wrong with it.
         unsent = writer.transport.get_write_buffer_size()
@@ -113,7 +113,7 @@ class FrameReceiver:
         """Tell the driver with this id that the call of a head start is not coming."""
         writer = self._replicas.get(replica)
         if writer is not None and not writer.is_closing():
-            _write_frame(writer, self._encoder.encode(TakeBack(request_id)))
+            _write_frame(writer, self._encoder.encode(Withdraw(request_id)))
 
     async def close(self) -> None:
         """Stop listening and hang up."""
@@ -146,7 +146,7 @@ class FrameReceiver:
     def _greeted(self, frame: bytes) -> str | None:
         """The replica id of who knows the secret."""
         try:
-            hello = msgspec.msgpack.decode(frame, type=Hello)
+            hello = msgspec.msgpack.decode(frame, type=DriverHello)
         except msgspec.DecodeError:
             return None
         known = hmac.compare_digest(hello.secret.encode(), self._secret.encode())
@@ -236,7 +236,7 @@ class FrameSender:
             async with asyncio.timeout(_DIALLING_SECONDS):
                 reader, writer = await asyncio.open_connection(address.host, address.port)
             writer.transport.set_write_buffer_limits(_MAX_UNSENT_BYTES)
-            _write_frame(writer, self._encoder.encode(Hello(address.secret, self._replica)))
+            _write_frame(writer, self._encoder.encode(DriverHello(address.secret, self._replica)))
             self._writers[address] = writer
             self._connected[address].set_result(None)
             self._events.on_room(address)
@@ -264,7 +264,7 @@ class FrameSender:
     def _heed(self, word: Word, address: ReplyAddress) -> None:
         if isinstance(word, Finish):
             self._events.on_finish(word)
-        elif isinstance(word, HeadStart):
+        elif isinstance(word, EarlySubmit):
             self._events.on_head_start(word.request, address)
         else:
             self._events.on_take_back(word.request_id)

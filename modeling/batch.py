@@ -7,7 +7,7 @@ block table, adapter slot and sampling parameters, so that a running row is four
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from configs.sampling import Sampling
+from configs.wire.sampling import Sampling
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class RowLogprobs:
 
 
 @dataclass(frozen=True)
-class PromptAnswer:
+class PromptScores:
     """What a row tells about its request's prompt.
 
     row: its index in the batch. first: the position of the first of `logprobs`. embedding:
@@ -86,7 +86,7 @@ class SampledTokens:
 
     tokens: list[int]
     logprobs: list[RowLogprobs | None] | None = None
-    prompts: list[PromptAnswer] | None = None
+    prompts: list[PromptScores] | None = None
     idle_seconds: float | None = None
     captured: bool = False
     faults: list[tuple[int, str]] | None = None

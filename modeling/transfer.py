@@ -66,7 +66,7 @@ def _torch_type(array: npt.NDArray[Any]) -> torch.dtype:
     return torch.from_numpy(np.empty(0, dtype=array.dtype)).dtype
 
 
-class Staging:
+class TransferBuffer:
     """Static device bytes, rewritten each step from host memory that exists twice.
 
     A step calls `begin`, writes, `send`, and `sent` once it has queued all that reads the turn's

@@ -2,15 +2,19 @@
 
 from dataclasses import asdict
 
-from scheduler.residency import Residency
-from scheduler.resident import AdapterState
-from scheduler.running import Running
-from scheduler.snapshot import Snapshot, Tally
-from scheduler.trials import Trials
+from scheduler.adapters.residency import Residency
+from scheduler.adapters.resident import AdapterState
+from scheduler.admission.crash_isolation import CrashIsolation
+from scheduler.running import RunningRequests
+from scheduler.snapshot import Counters, Snapshot
 
 
 def census(
-    trials: Trials, running: Running, residency: Residency, tally: Tally, plans_in_flight: int
+    trials: CrashIsolation,
+    running: RunningRequests,
+    residency: Residency,
+    tally: Counters,
+    plans_in_flight: int,
 ) -> Snapshot:
     """Count who waits, who runs and what they hold."""
     adapters = dict.fromkeys(AdapterState, 0)

@@ -2,9 +2,9 @@
 
 import msgspec
 
-from configs.adapters import AdapterKey, AdapterRefusal, AdapterShape
-from configs.sampling import FinishReason
-from scheduler.plan import TokenLogprobs
+from configs.wire.adapters import AdapterKey, AdapterRefusal, AdapterShape
+from configs.wire.plan import TokenLogprobs
+from configs.wire.sampling import FinishReason
 
 RequestId = tuple[str, int]
 """(HTTP request id, index of the sequence in it)."""
@@ -17,7 +17,7 @@ class AdapterFailure(msgspec.Struct, frozen=True):
     message: str
 
 
-class Cancelled(msgspec.Struct, frozen=True):
+class ClientCancelled(msgspec.Struct, frozen=True):
     """The client left."""
 
 
@@ -33,7 +33,7 @@ class ConstraintFailure(msgspec.Struct, frozen=True):
     message: str
 
 
-Ending = FinishReason | AdapterFailure | Cancelled | RanksFailure | ConstraintFailure
+Ending = FinishReason | AdapterFailure | ClientCancelled | RanksFailure | ConstraintFailure
 
 
 class NewTokens(msgspec.Struct, frozen=True, gc=False):
@@ -104,7 +104,7 @@ class AdapterFailed(msgspec.Struct, frozen=True):
     partly: bool = False
 
 
-class AdapterPlaced(msgspec.Struct, frozen=True):
+class AdapterLoaded(msgspec.Struct, frozen=True):
     """All ranks have finished a plan's fill; rows may use the adapter from now on."""
 
     key: AdapterKey
@@ -130,5 +130,5 @@ class AdapterWanted(msgspec.Struct, frozen=True):
 
 
 AdapterEvent = (
-    AdapterStaged | AdapterFailed | AdapterPlaced | AdapterPinned | AdapterUnloaded | AdapterWanted
+    AdapterStaged | AdapterFailed | AdapterLoaded | AdapterPinned | AdapterUnloaded | AdapterWanted
 )

@@ -7,11 +7,11 @@ scheduled .. scheduled + length - 1, and samples when it reaches the end of all 
 from dataclasses import dataclass, field
 from enum import Enum
 
-from configs.adapters import AdapterKey
 from configs.rope_sets import SHORT
-from configs.sampling import FinishReason, Pooling, Sampling, Stopping
+from configs.wire.adapters import AdapterKey
+from configs.wire.plan import PromptReport, TokenLogprobs
+from configs.wire.sampling import FinishReason, Pooling, Sampling, Stopping
 from scheduler.events import Ended, Ending, RequestId
-from scheduler.plan import PromptReport, TokenLogprobs
 
 PROOF_TOKENS = 8
 """New tokens that show that the ranks live with a request; see trials.py."""

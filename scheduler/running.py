@@ -7,18 +7,18 @@ when the last of them was applied, so the one in need may have to pause for them
 
 from collections.abc import Callable
 
-from configs.adapters import AdapterKey
 from configs.rope_sets import SHORT
-from scheduler.plan import Capacity
-from scheduler.prefix import PrefixCache
+from configs.wire.adapters import AdapterKey
+from configs.wire.plan import Capacity
+from scheduler.kv.prefix_cache import PrefixCache
 from scheduler.request import Request, Status
-from scheduler.step import Step
+from scheduler.step import StepBuilder
 
 SHORTEST_SLICE = 16
 """Tokens: fewer are not worth a pause, for about a block of them is computed again after it."""
 
 
-class Running:
+class RunningRequests:
     """Requests in the order of their age, and those that leave while plans still name them.
 
     freed: called when a request holds nothing on the ranks any more. stalled: whether the last
@@ -65,7 +65,7 @@ class Running:
         """Blocks that nobody holds, with or without content worth keeping."""
         return self._pool.available
 
-    def advance(self, step: Step, beside: int | None = None) -> None:
+    def advance(self, step: StepBuilder, beside: int | None = None) -> None:
         """Give every running request its token, then the longer ones their next chunks.
 
         beside: tokens that prompts may have in a step in which others get their token; None: all
@@ -90,7 +90,7 @@ class Running:
                     self._extend(request, min(ahead, step.budget), step)
                 self.owed += self._blocks_for(request.total) - len(request.blocks)
 
-    def in_budget(self, request: Request, step: Step) -> bool:
+    def in_budget(self, request: Request, step: StepBuilder) -> bool:
         """Whether a step has tokens left for a new request.
 
         A sequence that cannot be cut takes what it takes where no other joins, or it would wait
@@ -114,7 +114,7 @@ class Running:
         room = self._pool.available - idle - self.owed - len(self.members) // 2
         return cached if needed <= room else None
 
-    def join(self, request: Request, cached: list[int], slot: int, step: Step) -> None:
+    def join(self, request: Request, cached: list[int], slot: int, step: StepBuilder) -> None:
         """Give a waiting request a place and its first row, behind its cached blocks."""
         assert request.status is Status.WAITING, request.id
         self._pool.share(cached)
@@ -193,7 +193,7 @@ class Running:
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def _extend(self, request: Request, length: int, step: Step) -> None:
+    def _extend(self, request: Request, length: int, step: StepBuilder) -> None:
         """Add a row of up to `length` positions, as far as there are blocks for them."""
         length, rope_set = self._by_one_set(request, length)
         room = len(request.blocks) * self.block_size - request.scheduled

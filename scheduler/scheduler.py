@@ -9,20 +9,33 @@ a plan in flight names is given to nobody else before it was applied.
 from collections import deque
 from collections.abc import Mapping
 
-from configs.adapters import AdapterKey, AdapterRefusal
 from configs.runtime import AdapterShare
-from configs.sampling import FinishReason
+from configs.wire.adapters import AdapterKey, AdapterRefusal
+from configs.wire.plan import Capacity, StepPlan, StepResult, TokenLogprobs
+from configs.wire.sampling import FinishReason
+from scheduler.adapters.residency import Residency
+from scheduler.adapters.resident import AdapterState
+from scheduler.admission.admission_queue import AdmissionQueue
+from scheduler.admission.crash_isolation import CrashIsolation
+from scheduler.admission.limits import (
+    DrainRate,
+    InvalidRequest,
+    Limits,
+    Overloaded,
+    outgrown,
+    refuse_impossible,
+)
 from scheduler.census import census
 from scheduler.events import (
     AdapterArrived,
     AdapterEvent,
     AdapterFailed,
     AdapterFailure,
+    AdapterLoaded,
     AdapterPinned,
-    AdapterPlaced,
     AdapterStaged,
     AdapterWanted,
-    Cancelled,
+    ClientCancelled,
     ConstraintFailure,
     Ended,
     Ending,
@@ -32,16 +45,10 @@ from scheduler.events import (
     RequestId,
 )
 from scheduler.matchers import Make, Matchers
-from scheduler.plan import Capacity, StepPlan, StepResult, TokenLogprobs
-from scheduler.policy import InvalidRequest, Limits, Overloaded, Pace, outgrown, refuse_impossible
 from scheduler.request import Request, Status
-from scheduler.residency import Residency
-from scheduler.resident import AdapterState
-from scheduler.running import Running
-from scheduler.snapshot import AdapterView, Snapshot, Tally
-from scheduler.step import Step
-from scheduler.trials import Trials
-from scheduler.turns import Turns
+from scheduler.running import RunningRequests
+from scheduler.snapshot import AdapterView, Counters, Snapshot
+from scheduler.step import StepBuilder
 
 UNLOADED = AdapterFailure(
     AdapterRefusal.UNAVAILABLE, "the adapter was unloaded while it was being staged"
@@ -58,15 +65,15 @@ class Scheduler:
         self._epoch = epoch
         self._num_places = limits.max_running
         self._next_serial = 0
-        self._flights: deque[Step] = deque()
+        self._flights: deque[StepBuilder] = deque()
         self._requests: dict[RequestId, Request] = {}
         self._residency = Residency(capacity)
-        self._turns = Turns(limits, self._residency)
-        self._trials = Trials(self._turns)
+        self._turns = AdmissionQueue(limits, self._residency)
+        self._trials = CrashIsolation(self._turns)
         self._matchers = Matchers(limits.max_matchers)
         self._running = self._new_running()
-        self._pace = Pace()
-        self._tally = Tally()
+        self._pace = DrainRate()
+        self._tally = Counters()
 
     @property
     def epoch(self) -> int:
@@ -106,7 +113,7 @@ class Scheduler:
 
         An empty plan must not be sent and is not applied.
         """
-        step = Step(self._limits.max_step_tokens)
+        step = StepBuilder(self._limits.max_step_tokens)
         if len(self._flights) < self._limits.steps_ahead:
             self._trials.conduct(self._running)
             self._running.advance(step, self._limits.max_mixed_prompt_tokens)
@@ -169,7 +176,7 @@ class Scheduler:
     def cancel(self, request_id: RequestId) -> list[RequestEvent]:
         """The client left; what the request holds is free after the plans in flight."""
         request = self._requests.get(request_id)
-        return [] if request is None else [self._end(request, Cancelled())]
+        return [] if request is None else [self._end(request, ClientCancelled())]
 
     def adapter(self, event: AdapterEvent, now: float) -> list[Event]:
         """Something happened to an adapter, or should."""
@@ -184,7 +191,7 @@ class Scheduler:
         elif isinstance(event, AdapterFailed):
             self._residency.failed(event.key, event.partly)
             return self._fail(event.key, AdapterFailure(event.refusal, event.message))
-        elif isinstance(event, AdapterPlaced):
+        elif isinstance(event, AdapterLoaded):
             self._residency.placed(event.key)
             self._turns.seat(event.key)
         elif isinstance(event, AdapterPinned):
@@ -293,11 +300,11 @@ class Scheduler:
         self._running = self._new_running()
         self._residency.lost(capacity)
 
-    def _new_running(self) -> Running:
+    def _new_running(self) -> RunningRequests:
         caching = self._limits.prefix_caching and self._capacity.prefix_caching
-        return Running(self._capacity, self._num_places, caching, self._freed)
+        return RunningRequests(self._capacity, self._num_places, caching, self._freed)
 
-    def _admit(self, step: Step, now: float) -> None:
+    def _admit(self, step: StepBuilder, now: float) -> None:
         """Bring adapters closer to those who wait for them, and let others join."""
         self._turns.begin(now)
         self._turns.fill_claims(step)
@@ -307,7 +314,7 @@ class Scheduler:
         if not self._running.num_held:
             self._turns.make_room(step)
 
-    def _let_join(self, step: Step, now: float) -> None:
+    def _let_join(self, step: StepBuilder, now: float) -> None:
         """Let waiting requests join, in turn, while there are tokens, places and blocks."""
         max_running = min(self._limits.max_running, self._num_places)
         while step.budget > 0 and self._running.num_held < max_running:

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from configs.adapters import AdapterKey
-from scheduler.resident import AdapterState
+from configs.wire.adapters import AdapterKey
+from scheduler.adapters.resident import AdapterState
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class AdapterCounts:
 
 
 @dataclass(slots=True)
-class Tally:
+class Counters:
     """What has come about since start, but for step_tokens: as in a Snapshot."""
 
     step_tokens: int = 0

@@ -2,16 +2,16 @@
 
 import msgspec
 
-from configs.sampling import Pooling
-from scheduler.plan import Fill, Join, Row, StepPlan
+from configs.wire.plan import AdapterLoad, RequestJoin, StepPlan, StepRow
+from configs.wire.sampling import Pooling
+from scheduler.adapters.resident import Resident
 from scheduler.request import Request
-from scheduler.resident import Resident
 
 MAX_FILLS = 4
 """Fills that one plan begins: launching their copies must not hold up the launch of the step."""
 
 
-class Step:
+class StepBuilder:
     """The rows, joins, fills and drops of one step, and whose they are.
 
     budget: tokens that may still be added; tokens: those that were. number: the plan's step once
@@ -23,10 +23,10 @@ class Step:
         self.budget = budget
         self.tokens = 0
         self.number = -1
-        self.joins: list[Join] = []
-        self.rows: list[Row] = []
+        self.joins: list[RequestJoin] = []
+        self.rows: list[StepRow] = []
         self.requests: list[Request] = []
-        self.fills: list[Fill] = []
+        self.fills: list[AdapterLoad] = []
         self.dropped: list[Resident] = []
 
     @property
@@ -45,7 +45,7 @@ class Step:
         end, total = start + length, len(request.tokens) + pending
         assert start < end <= total, (request.id, start, length, total)
         samples = end == total and request.stopping.max_new_tokens > 0
-        self.rows.append(Row(request.place, start, length, blocks, samples, rope_set))
+        self.rows.append(StepRow(request.place, start, length, blocks, samples, rope_set))
         self.requests.append(request)
         self.budget -= length
         self.tokens += length
@@ -63,12 +63,12 @@ class Step:
             off = {"prompt_logprobs": -1, "pooling": Pooling.NONE}
             sampling = msgspec.structs.replace(sampling, **off)
         prompt_length = len(request.prompt)
-        join = Join(request.place, tokens, prompt_length, slot, sampling, request.matcher)
+        join = RequestJoin(request.place, tokens, prompt_length, slot, sampling, request.matcher)
         self.joins.append(join)
 
     def add_fill(self, resident: Resident) -> None:
         """Move an adapter from host memory to the slot and pages that it was given."""
-        self.fills.append(Fill(resident.key, resident.slot, resident.pages))
+        self.fills.append(AdapterLoad(resident.key, resident.slot, resident.pages))
 
     def seal(self, epoch: int, number: int) -> StepPlan:
         """The plan as it is sent."""

@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import Store
 from configs.engine import AllReduce
 from sharding.group import ProcessGroupRanks, TensorParallel
 from sharding.symmetric import (
-    Halves,
+    DoubleBuffer,
     Method,
     SizeTable,
     Sum,
@@ -62,7 +62,7 @@ def with_symmetric_memory(
     # A rank that failed alone must not leave the others in a barrier.
     if any(ranks.maximum([float(reason is not None)], device)):
         return _without(ranks, wanted, reason or "another rank cannot map its peers' memory")
-    halves, sums = Halves(memory), torch_sums()
+    halves, sums = DoubleBuffer(memory), torch_sums()
     with torch.inference_mode():
         dtypes, reason = right_dtypes(ranks, halves, sums, device)
         if not dtypes:
@@ -113,7 +113,7 @@ def unreachable(told: Sequence[tuple[str, int]]) -> str | None:
 
 
 def right_dtypes(
-    ranks: ProcessGroupRanks, halves: Halves, sums: Mapping[Method, Sum], device: torch.device
+    ranks: ProcessGroupRanks, halves: DoubleBuffer, sums: Mapping[Method, Sum], device: torch.device
 ) -> tuple[list[torch.dtype], str]:
     """Return the types in which every method gives NCCL's sums on every rank, and why not all."""
     right: list[torch.dtype] = []
@@ -136,7 +136,10 @@ def right_dtypes(
 
 
 def measure(
-    methods: Mapping[Method, Sum], ranks: ProcessGroupRanks, halves: Halves, dtype: torch.dtype
+    methods: Mapping[Method, Sum],
+    ranks: ProcessGroupRanks,
+    halves: DoubleBuffer,
+    dtype: torch.dtype,
 ) -> list[tuple[int, dict[Method, float]]]:
     """Return for each of SIZES what a sum in a captured step takes, microseconds by method.
 
@@ -201,7 +204,7 @@ def _pattern(
 
 
 def _differences(
-    ranks: ProcessGroupRanks, halves: Halves, sums: Mapping[Method, Sum], x: Tensor
+    ranks: ProcessGroupRanks, halves: DoubleBuffer, sums: Mapping[Method, Sum], x: Tensor
 ) -> str:
     """Say in what sums differ from NCCL's, or between ranks; "" where they do not."""
     expected = ranks.all_reduce(x.clone())

@@ -48,7 +48,7 @@ Sum = Callable[[Tensor], Tensor]
 """From a summand in the buffer to the sum in memory of its own."""
 
 
-class Halves:
+class DoubleBuffer:
     """A buffer's two halves, given out by turns.
 
     Two, because a layer may hold two summands before it adds them up (GPT-NeoX's parallel
@@ -104,7 +104,11 @@ class SymmetricRanks:
     """Ranks that sum through a buffer where that was measured to be faster, else as `ranks` do."""
 
     def __init__(
-        self, ranks: TensorParallel, halves: Halves, sums: Mapping[Method, Sum], table: SizeTable
+        self,
+        ranks: TensorParallel,
+        halves: DoubleBuffer,
+        sums: Mapping[Method, Sum],
+        table: SizeTable,
     ) -> None:
         """sums: for each method of the table but NCCL."""
         self._ranks = ranks

@@ -15,9 +15,10 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import TemplateProcessing
 from tokenizers.trainers import BpeTrainer
 
-from configs.adapters import AdapterReference, allows
-from configs.sampling import FinishReason, Pooling
-from configs.templates import TemplateSource
+from configs.wire.adapters import AdapterReference, allows
+from configs.wire.plan import TokenLogprobs
+from configs.wire.sampling import FinishReason, Pooling
+from configs.wire.templates import TemplateSource
 from deployments.contract import (
     AdapterCommand,
     AdapterInfo,
@@ -34,7 +35,6 @@ from deployments.contract import (
     TokenFrame,
     TokenRun,
 )
-from scheduler.plan import TokenLogprobs
 from tests.fakes_adapters import Replicas
 
 TALE = "The naïve fox 🦊 jumps over 東京 tower, über-lazy dogs watch; café END! 👩‍🚀 flies. "

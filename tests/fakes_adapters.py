@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from configs.adapters import AdapterReference, AdapterSource
+from configs.wire.adapters import AdapterReference, AdapterSource
 from deployments.contract import (
     AdapterAction,
     AdapterCommand,

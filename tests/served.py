@@ -8,10 +8,10 @@ import uvicorn
 import yaml
 from fastapi import FastAPI
 
-from configs.adapters import AdapterReference
 from configs.engine import EngineConfig
 from configs.serve import ServeConfig
-from configs.templates import TemplateSource
+from configs.wire.adapters import AdapterReference
+from configs.wire.templates import TemplateSource
 from deployments.contract import (
     AdapterCommand,
     AdapterReport,
@@ -21,13 +21,13 @@ from deployments.contract import (
     GenerateRequest,
     ReplyAddress,
 )
-from deployments.driver.engine import Engine
+from deployments.driver.engine import DriverEngine
 from deployments.frames import FrameReceiver
-from deployments.ingress.api import build_app
-from deployments.ingress.engine import IngressSettings
-from deployments.ingress.frames import Mailbox
+from deployments.ingress.app import build_app
+from deployments.ingress.generation.engine import IngressSettings
+from deployments.ingress.generation.frames import RequestInboxes
 from deployments.rank.local import LocalRanks
-from sharding.sources.model import fetch_model
+from sources.model import fetch_model
 
 _PATIENCE_S = 600.0
 
@@ -35,7 +35,7 @@ _PATIENCE_S = 600.0
 class OneReplica:
     """`contract.Driver` over an engine on the same event loop."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: DriverEngine) -> None:
         self._engine = engine
 
     async def generate(self, request: GenerateRequest, reply_to: ReplyAddress) -> Completion:
@@ -70,9 +70,9 @@ def demo_config(**changes: object) -> EngineConfig:
 
 def demo_app(config: EngineConfig, settings: IngressSettings) -> FastAPI:
     """The application; its lifespan starts and ends the engine."""
-    mailbox = Mailbox()
+    mailbox = RequestInboxes()
     receiver = FrameReceiver(mailbox.deliver)
-    engine = Engine(config, fetch_model(config.model), LocalRanks(config))
+    engine = DriverEngine(config, fetch_model(config.model), LocalRanks(config))
     bound: list[ReplyAddress] = []
 
     @asynccontextmanager

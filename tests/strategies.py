@@ -4,12 +4,12 @@ from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
 
-from configs.adapters import AdapterKey, AdapterShape
 from configs.rope_sets import RopeSets
 from configs.runtime import AdapterShare
-from configs.sampling import Stopping
-from scheduler.plan import Capacity
-from scheduler.policy import Limits
+from configs.wire.adapters import AdapterKey, AdapterShape
+from configs.wire.plan import Capacity
+from configs.wire.sampling import Stopping
+from scheduler.admission.limits import Limits
 
 PROJECTIONS = ("q_proj", "down_proj")
 VOCABULARY = 11

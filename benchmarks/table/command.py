@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 
 from benchmarks.table.chart import NothingToDraw, draw
-from benchmarks.table.groups import FULL, SMALL, Group, groups
+from benchmarks.table.groups import FULL, SMALL, RowGroup, groups
 from benchmarks.table.page import line_of, page
 from benchmarks.table.play import PEER_OF, Budget, Peer, Player, Session, plan, unmeasured
 from benchmarks.table.rows import Results, ResultsError, gpus, is_good, machine, read_rows
@@ -30,7 +30,7 @@ from benchmarks.table.setup import HOST, ITEM_BYTES, PEERS, SetupError, setup_of
 from benchmarks.workload import SHAPES
 
 
-def chosen_names(parsed: argparse.Namespace, known: dict[str, Group]) -> list[str]:
+def chosen_names(parsed: argparse.Namespace, known: dict[str, RowGroup]) -> list[str]:
     """The groups to be played; SetupError for one that this machine is too small for."""
     has = len(gpus()) if parsed.device == "cuda" else max(group.gpus for group in known.values())
     if not has:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from benchmarks.serving import Case
 from benchmarks.table.figures import CHIPS, FIGURES, PEER, UNITS, Figure, Goal, is_better_low, limit
-from benchmarks.table.groups import Group
+from benchmarks.table.groups import RowGroup
 from benchmarks.table.rows import OURS, Row, is_good, key_of, medians
 
 STANDARD = ("one-gpu", "two-gpus", "seventy-b")
@@ -41,7 +41,7 @@ class PeerValue:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class GoalVerdict:
     """Whether a goal is met; None: it cannot be judged, and why."""
 
     case: str
@@ -89,7 +89,7 @@ def peer_value(sheet: Sheet, group: str, case: str, metric: str) -> PeerValue | 
     return PeerValue(min(figure.quoted), max(figure.quoted), True)
 
 
-def verdicts_of(sheet: Sheet, group: str) -> list[Verdict]:
+def verdicts_of(sheet: Sheet, group: str) -> list[GoalVerdict]:
     """What is to be said of every goal of a group's measured cases."""
     found = []
     for (of_group, case), figure in FIGURES.items():
@@ -98,7 +98,7 @@ def verdicts_of(sheet: Sheet, group: str) -> list[Verdict]:
     return found
 
 
-def _verdict(sheet: Sheet, key: tuple[str, str], figure: Figure, goal: Goal) -> Verdict:
+def _verdict(sheet: Sheet, key: tuple[str, str], figure: Figure, goal: Goal) -> GoalVerdict:
     metric = goal.metric or figure.metric
     row, value = sheet.row(*key), sheet.value(*key, metric)
     sign = "≤" if is_better_low(metric) else "≥"
@@ -106,14 +106,14 @@ def _verdict(sheet: Sheet, key: tuple[str, str], figure: Figure, goal: Goal) -> 
     words = f"{UNITS[metric]} {sign} {_words(goal)}"
     assert row is not None
     if value is None or bound is None:
-        return Verdict(label, words, None, "not measured: " + (goal.of or metric))
+        return GoalVerdict(label, words, None, "not measured: " + (goal.of or metric))
     reason = why_not(row)
     if reason:
-        return Verdict(label, words, None, reason)
+        return GoalVerdict(label, words, None, reason)
     met = value <= bound if is_better_low(metric) else value >= bound
     shown = f"{number(metric, value)} against {number(metric, bound)}"
     by = "" if met else f", missed by {abs(value / bound - 1):.1%}"
-    return Verdict(label, words, met, shown + by)
+    return GoalVerdict(label, words, met, shown + by)
 
 
 def _words(goal: Goal) -> str:
@@ -144,7 +144,7 @@ def _is_standard(row: Row) -> bool:
     return is_shape and row["device"] == "cuda" and bool(names) and names <= set(CHIPS)
 
 
-def limit_of(row: Row, group: Group, metric: str) -> float | None:
+def limit_of(row: Row, group: RowGroup, metric: str) -> float | None:
     """What the machine allows, in the metric's unit; None where that is not known."""
     [what] = [play.what for play in group.plays if play.name == row["case"]]
     if group.name not in STANDARD or not isinstance(what, Case) or not _is_standard(row):

@@ -7,7 +7,7 @@ from benchmarks import churn, fairness
 from benchmarks.fairness import Load, Terms
 from benchmarks.serving import Case, standard_cases
 from benchmarks.structured import Comparison
-from benchmarks.workload import MIXED_RANKS, Recipe, recipes
+from benchmarks.workload import MIXED_RANKS, WorkloadRecipe, recipes
 
 BASE = "base"
 PLAIN_RANK, RESIDENT, CHURNED = 16, 32, 128
@@ -108,7 +108,7 @@ SMALL = Scale(
 
 
 @dataclass(frozen=True)
-class Group:
+class RowGroup:
     """Cases for one server.
 
     gpus: tensor-parallel ranks. shape: None is the command's own. places, pages, max_rank: of the
@@ -128,7 +128,7 @@ class Group:
     weights: bool = False
 
 
-def groups(scale: Scale) -> dict[str, Group]:
+def groups(scale: Scale) -> dict[str, RowGroup]:
     """All of them by name, in the order in which they are played."""
     rows, mixed_pages = (
         _standard(scale),
@@ -139,32 +139,34 @@ def groups(scale: Scale) -> dict[str, Group]:
     seventy = (replace(lora32, seconds=25.0), replace(_named(rows, "base-c64"), seconds=25.0))
     fair, churned = _fair(scale), _churn(scale)
     made = [
-        Group("one-gpu", "one GPU", rows, pages=mixed_pages, max_rank=rank),
-        Group("two-gpus", "two GPUs", rows, 2, pages=mixed_pages, max_rank=rank),
-        Group("seventy-b", "Llama-3-70B's shape over four GPUs", seventy, 4, shape="llama3-70b"),
-        Group("churn", f"{CHURNED} adapters on {RESIDENT} places", churned[:-1]),
-        Group(
+        RowGroup("one-gpu", "one GPU", rows, pages=mixed_pages, max_rank=rank),
+        RowGroup("two-gpus", "two GPUs", rows, 2, pages=mixed_pages, max_rank=rank),
+        RowGroup("seventy-b", "Llama-3-70B's shape over four GPUs", seventy, 4, shape="llama3-70b"),
+        RowGroup("churn", f"{CHURNED} adapters on {RESIDENT} places", churned[:-1]),
+        RowGroup(
             "churn-all-resident",
             f"{CHURNED} adapters on {CHURNED} places",
             churned[-1:],
             places=CHURNED,
             pages=CHURNED * _pages(PLAIN_RANK),
         ),
-        Group("fairness", "6 adapters on 3 places", fair, places=3, pages=3 * _pages(PLAIN_RANK)),
-        Group("structured", "answers under a schema", (_structured(scale),), json=True),
-        Group(
+        RowGroup(
+            "fairness", "6 adapters on 3 places", fair, places=3, pages=3 * _pages(PLAIN_RANK)
+        ),
+        RowGroup("structured", "answers under a schema", (_structured(scale),), json=True),
+        RowGroup(
             "start", "a server's start", _start(), pages=mixed_pages, max_rank=rank, weights=True
         ),
     ]
     return {group.name: group for group in made}
 
 
-def written(plays: Iterable[Play]) -> list[Recipe]:
+def written(plays: Iterable[Play]) -> list[WorkloadRecipe]:
     """The adapters that these cases ask for, and so need on disk."""
     return written_for([name for play in plays for name in play.models])
 
 
-def written_for(names: Iterable[str]) -> list[Recipe]:
+def written_for(names: Iterable[str]) -> list[WorkloadRecipe]:
     """The adapters of these names; those of a kind are counted from 0."""
     most = dict.fromkeys("ams", 0)
     for name in set(names) - {BASE}:

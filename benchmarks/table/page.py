@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 
 from benchmarks.table.figures import FIGURES, PEER, PEER_NAME, RATE, UNITS
 from benchmarks.table.goals import (
+    GoalVerdict,
     PeerValue,
     Sheet,
-    Verdict,
     gain,
     limit_of,
     number,
@@ -14,7 +14,7 @@ from benchmarks.table.goals import (
     sheet_of,
     verdicts_of,
 )
-from benchmarks.table.groups import FULL, Group, groups
+from benchmarks.table.groups import FULL, RowGroup, groups
 from benchmarks.table.rows import OURS, Row, is_good
 
 QUOTED = "\\*"
@@ -80,7 +80,7 @@ def line_of(row: Row) -> str:
     return f"{row['case']:12} {', '.join(told)}"
 
 
-def _cases(sheet: Sheet, group: Group) -> list[str]:
+def _cases(sheet: Sheet, group: RowGroup) -> list[str]:
     names = [play.name for play in group.plays]
     return [n for n in names if sheet.row(group.name, n) or sheet.row(group.name, n, PEER)]
 
@@ -103,7 +103,7 @@ def _heading(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def _group(sheet: Sheet, group: Group) -> str:
+def _group(sheet: Sheet, group: RowGroup) -> str:
     cases = _cases(sheet, group)
     parts = [f"## {group.name}: {group.about}"]
     said = _said(sheet, group, cases)
@@ -116,7 +116,7 @@ def _group(sheet: Sheet, group: Group) -> str:
     return "\n\n".join(parts)
 
 
-def _said(sheet: Sheet, group: Group, cases: Sequence[str]) -> str:
+def _said(sheet: Sheet, group: RowGroup, cases: Sequence[str]) -> str:
     """What the servers said of themselves; several values where they differ."""
     rows = [row for case in cases if (row := sheet.row(group.name, case))]
     servers = [row["server"] for row in rows if row.get("server")]
@@ -127,7 +127,7 @@ def _said(sheet: Sheet, group: Group, cases: Sequence[str]) -> str:
     return f"{'; '.join(lines)}." if lines else ""
 
 
-def _compared(sheet: Sheet, group: Group, cases: Sequence[str]) -> list[list[str]]:
+def _compared(sheet: Sheet, group: RowGroup, cases: Sequence[str]) -> list[list[str]]:
     head = ["case", "figure", "ours", "peer", "ours / peer", "limit", "of the limit", "goals"]
     table = [head]
     for case in cases:
@@ -155,7 +155,7 @@ def _compared(sheet: Sheet, group: Group, cases: Sequence[str]) -> list[list[str
     return table
 
 
-def _detailed(sheet: Sheet, group: Group, cases: Sequence[str]) -> list[list[str]]:
+def _detailed(sheet: Sheet, group: RowGroup, cases: Sequence[str]) -> list[list[str]]:
     sides = [(case, side) for case in cases for side in (OURS, PEER)]
     rows = {
         case if side == OURS else f"{case}, peer": row | adapters_told(row)
@@ -187,7 +187,7 @@ def adapters_told(row: Row) -> Row:
     return told
 
 
-def _outcome(verdicts: Sequence[Verdict]) -> str:
+def _outcome(verdicts: Sequence[GoalVerdict]) -> str:
     judged = [v for v in verdicts if v.is_met is not None]
     if not judged:
         return "not judged" if verdicts else ""
@@ -210,7 +210,7 @@ def _peer(metric: str, peer: PeerValue | None) -> str:
     return "-".join(numbers) + (QUOTED if peer.is_quoted else "")
 
 
-def _goals(verdicts: Sequence[Verdict]) -> str:
+def _goals(verdicts: Sequence[GoalVerdict]) -> str:
     if not verdicts:
         return ""
     met = [v for v in verdicts if v.is_met]

@@ -10,12 +10,12 @@ from fnmatch import fnmatch
 from benchmarks import fairness, serving
 from benchmarks.serving import Case
 from benchmarks.structured import Comparison
-from benchmarks.table.groups import BASE, Fair, Group, Loading, Play, Start
+from benchmarks.table.groups import BASE, Fair, Loading, Play, RowGroup, Start
 from benchmarks.table.rows import OURS, PEER, Results, Row, now
 from benchmarks.table.server import (
     Ready,
-    Server,
     ServerError,
+    TableServer,
     Teller,
     answers,
     is_announced,
@@ -41,7 +41,7 @@ PEER_OF = {"peer": "one-gpu"} | {f"peer-{n}": n for n in ("two-gpus", "churn", "
 class Session:
     """Cases against one start of one server; template: a peer's command."""
 
-    group: Group
+    group: RowGroup
     side: str
     plays: tuple[Play, ...]
     template: str = ""
@@ -76,7 +76,7 @@ class Budget:
 
 
 def plan(
-    all_groups: Mapping[str, Group],
+    all_groups: Mapping[str, RowGroup],
     names: Sequence[str],
     patterns: Sequence[str],
     peer: Peer | None,
@@ -112,7 +112,7 @@ def _matches(play: Play, patterns: Sequence[str]) -> bool:
     return not patterns or any(fnmatch(play.name, pattern) for pattern in patterns)
 
 
-def _of_peer(group: Group, plays: Sequence[Play], peer: Peer) -> list[Session]:
+def _of_peer(group: RowGroup, plays: Sequence[Play], peer: Peer) -> list[Session]:
     """Base rows, plain adapters and mixed ranks go to servers of their own.
 
     A peer may pay for adapters in base rows too, and for the largest rank in all of them.
@@ -134,7 +134,7 @@ def seed_of(play: Play) -> int:
 
 
 @dataclass(frozen=True)
-class Target:
+class LoadTarget:
     """A server that is ready, and what tells about it; teller: None for a peer."""
 
     url: str
@@ -146,7 +146,7 @@ class Target:
         return await asyncio.to_thread(self.teller.ask) if self.teller is not None else {}
 
 
-async def warm_up(target: Target, plays: Sequence[Play]) -> None:
+async def warm_up(target: LoadTarget, plays: Sequence[Play]) -> None:
     """Ask for everything that the cases do not bring in themselves; ServerError if any fails."""
     names = {n for play in plays if not (play.settle or play.cold) for n in play.models}
     models = (BASE, *sorted(names - {BASE}))
@@ -155,7 +155,7 @@ async def warm_up(target: Target, plays: Sequence[Play]) -> None:
         raise ServerError(f"the server fails {row['errors']} requests: {row['first_error'][0]}")
 
 
-async def measure(play: Play, target: Target) -> Row:
+async def measure(play: Play, target: LoadTarget) -> Row:
     """Play one case; returns its figures."""
     if play.settle:
         await serving.settle(target.url, play.models, target.vocabulary)
@@ -163,7 +163,7 @@ async def measure(play: Play, target: Target) -> Row:
     return await _figures(play, target) | await target.told()
 
 
-async def _figures(play: Play, target: Target) -> Row:
+async def _figures(play: Play, target: LoadTarget) -> Row:
     seed = seed_of(play)
     match play.what:
         case Case() as case:
@@ -181,7 +181,7 @@ async def _figures(play: Play, target: Target) -> Row:
             raise AssertionError("a load needs no server")
 
 
-async def _compared(comparison: Comparison, target: Target, seed: int) -> Row:
+async def _compared(comparison: Comparison, target: LoadTarget, seed: int) -> Row:
     rows = [row async for row in comparison.rows(target.url, target.vocabulary, seed)]
     *loops, last = rows
     best = last["output_tokens_per_s"]
@@ -241,16 +241,16 @@ class Player:
                 self.tell(f"the server left behind: {left}")
             self._append(session, "(end)", left)
 
-    def _start(self, session: Session) -> Server:
+    def _start(self, session: Session) -> TableServer:
         setup, group = self.setup, session.group
         if session.side == OURS:
             command = our_command(setup, group)
         else:
             command = peer_command(setup, group, session.plays, session.template)
         log = setup.work / "logs" / f"{group.name}-{session.side}-{session.plays[0].name}.log"
-        return Server(command, log, setup.url)
+        return TableServer(command, log, setup.url)
 
-    def _measure(self, session: Session, server: Server) -> None:
+    def _measure(self, session: Session, server: TableServer) -> None:
         is_ours = session.side == OURS
         timeout = min(READY_S, self.budget.left)
         ready = server.wait(is_announced if is_ours else answers, timeout)
@@ -263,12 +263,12 @@ class Player:
         has_steps = is_ours and not session.group.weights
         teller = Teller(ready.chosen["ray address"], server.log) if has_steps else None
         try:
-            asyncio.run(self._play(session, Target(server.url, vocabulary, teller), ready))
+            asyncio.run(self._play(session, LoadTarget(server.url, vocabulary, teller), ready))
         finally:
             if teller is not None:
                 teller.stop()
 
-    async def _play(self, session: Session, target: Target, ready: Ready) -> None:
+    async def _play(self, session: Session, target: LoadTarget, ready: Ready) -> None:
         if not session.group.weights:
             await warm_up(target, session.plays)
         if target.teller is not None:

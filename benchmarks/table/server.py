@@ -40,7 +40,7 @@ class Ready:
     chosen: Mapping[str, str]
 
 
-class Server:
+class TableServer:
     """One server's process, its output in a file, and what it leaves behind."""
 
     def __init__(self, command: Sequence[str], log: Path, url: str) -> None:
@@ -53,7 +53,7 @@ class Server:
         with log.open("w") as file:
             self._process = start(command, file)
 
-    def wait(self, is_ready: Callable[["Server"], bool], timeout_s: float) -> Ready:
+    def wait(self, is_ready: Callable[["TableServer"], bool], timeout_s: float) -> Ready:
         """Wait until it answers; ServerError when it ends first, or takes too long."""
         while not is_ready(self):
             if self._process.poll() is not None:
@@ -135,12 +135,12 @@ def wait_until_free(before: int) -> int:
     return left if left > _TOLERATED_MIB else 0
 
 
-def is_announced(server: Server) -> bool:
+def is_announced(server: TableServer) -> bool:
     """Whether a server of ours has said that it serves."""
     return ANNOUNCED in server.said()
 
 
-def answers(server: Server) -> bool:
+def answers(server: TableServer) -> bool:
     """Whether any OpenAI-compatible server lists its models."""
     try:
         with urllib.request.urlopen(f"{server.url}/v1/models", timeout=5) as reply:

@@ -16,10 +16,10 @@ from typing import Any
 import yaml
 
 from benchmarks.loading import has_weights
-from benchmarks.table.groups import BASE, PAGE_ROWS, Group, Play, written
+from benchmarks.table.groups import BASE, PAGE_ROWS, Play, RowGroup, written
 from benchmarks.workload import (
     SHAPES,
-    Recipe,
+    WorkloadRecipe,
     adapter_parameters,
     is_model,
     is_written,
@@ -79,33 +79,33 @@ class Setup:
         """Where servers answer."""
         return f"http://{HOST}:{self.port}"
 
-    def shape_of(self, group: Group) -> str:
+    def shape_of(self, group: RowGroup) -> str:
         """The group's own shape, but for those who test with a tiny one."""
         return self.shape if self.shape == "tiny" else group.shape or self.shape
 
-    def model_of(self, group: Group) -> Path:
+    def model_of(self, group: RowGroup) -> Path:
         """The folder of a group's model."""
         shape = self.shape_of(group)
         if group.weights:
             return self.work / f"{shape}-weights{f'-{self.layers}' if self.layers else ''}"
         return self.work / (f"{shape}-json" if group.json else shape)
 
-    def adapters_of(self, group: Group) -> Path:
+    def adapters_of(self, group: RowGroup) -> Path:
         """The folder of adapters, shared by all models of a shape."""
         return self.work / self.shape_of(group) / "adapters"
 
-    def words(self, group: Group) -> str:
+    def words(self, group: RowGroup) -> str:
         """What rows must share to be compared."""
         layers = [f"{self.layers} layers"] if group.weights and self.layers else []
         return ", ".join([self.shape, self.dtype, self.device, *layers, *self.settings])
 
-    def vocabulary_of(self, group: Group) -> int:
+    def vocabulary_of(self, group: RowGroup) -> int:
         """Words that every prompt's tokens are chosen from."""
         size: int = SHAPES[self.shape_of(group)]["vocab_size"]
         return min(WORDS, size - (JSON_PIECES if group.json else 0) - SPECIAL)
 
 
-def write_files(setup: Setup, group: Group, plays: Sequence[Play]) -> None:
+def write_files(setup: Setup, group: RowGroup, plays: Sequence[Play]) -> None:
     """Write what is missing of model, weights and adapters, in processes of their own.
 
     They may use the GPU for it and leave nothing on it. SetupError when the disk is too small.
@@ -129,13 +129,15 @@ def write_files(setup: Setup, group: Group, plays: Sequence[Play]) -> None:
         _run(["benchmarks.workload", *made])
 
 
-def missing_of(setup: Setup, group: Group, wanted: Sequence[Recipe]) -> list[Recipe]:
+def missing_of(
+    setup: Setup, group: RowGroup, wanted: Sequence[WorkloadRecipe]
+) -> list[WorkloadRecipe]:
     """The adapters that are still to be written."""
     shape, folder = setup.shape_of(group), setup.adapters_of(group)
     return [each for each in wanted if not is_written(folder / each.name, shape, each.rank)]
 
 
-def is_loadable(setup: Setup, group: Group) -> bool:
+def is_loadable(setup: Setup, group: RowGroup) -> bool:
     """Whether the group's weights are there."""
     shape = setup.shape_of(group)
     return has_weights(setup.model_of(group), shape, setup.layers, setup.dtype)
@@ -166,7 +168,7 @@ def claimed(setup: Setup, name: str) -> Iterator[None]:
         yield
 
 
-def check_space(setup: Setup, group: Group, missing: Sequence[Recipe]) -> None:
+def check_space(setup: Setup, group: RowGroup, missing: Sequence[WorkloadRecipe]) -> None:
     """SetupError when what is missing does not fit the disk."""
     shape = setup.shape_of(group)
     need = sum(_bytes_on_disk(shape, each) for each in missing)
@@ -181,7 +183,7 @@ def check_space(setup: Setup, group: Group, missing: Sequence[Recipe]) -> None:
         )
 
 
-def _bytes_on_disk(shape: str, recipe: Recipe) -> int:
+def _bytes_on_disk(shape: str, recipe: WorkloadRecipe) -> int:
     per_row = adapter_parameters(shape, 1)
     if recipe.targets:
         sizes = projection_sizes(shape).items()
@@ -198,7 +200,7 @@ def _weight_bytes(shape: str, setup: Setup) -> int:
     return int((matrices + ends) * ITEM_BYTES[setup.dtype])
 
 
-def host_bytes(setup: Setup, group: Group, plays: Iterable[Play]) -> int:
+def host_bytes(setup: Setup, group: RowGroup, plays: Iterable[Play]) -> int:
     """A host tier for all the group's adapters, on each rank; small ones find room if they can."""
     shape, item = setup.shape_of(group), ITEM_BYTES[setup.dtype]
     ranks = [recipe.rank for recipe in written(plays) if not recipe.targets]
@@ -207,7 +209,7 @@ def host_bytes(setup: Setup, group: Group, plays: Iterable[Play]) -> int:
     return int(held * item * HOST_SHARE) + HOST_SPARE
 
 
-def server_config(setup: Setup, group: Group) -> dict[str, Any]:
+def server_config(setup: Setup, group: RowGroup) -> dict[str, Any]:
     """The Serve config of one group, the same for any of its cases."""
     model = {"id": str(setup.model_of(group)), "name": BASE, "dtype": setup.dtype}
     args: dict[str, Any] = {
@@ -258,14 +260,14 @@ def change(args: dict[str, Any], setting: str) -> None:
     args[last] = yaml.safe_load(value)
 
 
-def our_command(setup: Setup, group: Group) -> list[str]:
+def our_command(setup: Setup, group: RowGroup) -> list[str]:
     """`loray serve` over a yaml that is written for this group."""
     path = setup.work / f"{group.name}.yaml"
     path.write_text(yaml.safe_dump(server_config(setup, group), sort_keys=False))
     return [sys.executable, "-m", "deployments.cli", "serve", str(path), "--no-dashboard"]
 
 
-def peer_command(setup: Setup, group: Group, plays: Sequence[Play], template: str) -> list[str]:
+def peer_command(setup: Setup, group: RowGroup, plays: Sequence[Play], template: str) -> list[str]:
     """A peer's command with this group's values in place of {names}; SetupError for others."""
     wanted, folder = written(plays), setup.adapters_of(group)
     values = {
@@ -290,14 +292,14 @@ def peer_command(setup: Setup, group: Group, plays: Sequence[Play], template: st
         ) from fault
 
 
-def measure_loading(setup: Setup, group: Group) -> dict[str, Any]:
+def measure_loading(setup: Setup, group: RowGroup) -> dict[str, Any]:
     """benchmarks.loading over the group's weights, in a process of its own; returns its row."""
     said = _run(["benchmarks.loading", *_weights(setup, group), "--device", setup.device])
     row: dict[str, Any] = json.loads(said.splitlines()[-1])
     return row
 
 
-def _weights(setup: Setup, group: Group) -> list[str]:
+def _weights(setup: Setup, group: RowGroup) -> list[str]:
     """Which checkpoint, for benchmarks.loading."""
     asked = [str(setup.model_of(group)), "--shape", setup.shape_of(group), "--dtype", setup.dtype]
     return asked + (["--layers", str(setup.layers)] if setup.layers else [])

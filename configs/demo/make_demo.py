@@ -53,7 +53,7 @@ ALL_PROJECTIONS: Final = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
-class AdapterPlan:
+class DemoAdapter:
     """The shape of one adapter; the four differ so that a server meets every kind."""
 
     rank: int
@@ -63,12 +63,12 @@ class AdapterPlan:
     rslora: bool = False
 
 
-ADAPTERS: Final[Mapping[str, AdapterPlan]] = MappingProxyType(
+ADAPTERS: Final[Mapping[str, DemoAdapter]] = MappingProxyType(
     {
-        "pirate": AdapterPlan(rank=8, alpha=16, layers=(1, 2)),
-        "french": AdapterPlan(rank=24, alpha=48),
-        "json": AdapterPlan(rank=16, alpha=8, rslora=True),
-        "shout": AdapterPlan(rank=4, alpha=8, projections=ATTENTION),
+        "pirate": DemoAdapter(rank=8, alpha=16, layers=(1, 2)),
+        "french": DemoAdapter(rank=24, alpha=48),
+        "json": DemoAdapter(rank=16, alpha=8, rslora=True),
+        "shout": DemoAdapter(rank=4, alpha=8, projections=ATTENTION),
     }
 )
 

@@ -16,7 +16,7 @@ def generate(server: Server, prompt: str, body: Json) -> None:
     _print_all(events, lambda choice: choice["text"])
 
 
-class Chat:
+class ChatSession:
     """A conversation: what was said so far, and who answers."""
 
     def __init__(self, server: Server, body: Json, system: str | None = None) -> None:

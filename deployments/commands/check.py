@@ -12,9 +12,9 @@ from configs.architectures.base import ArchitectureError
 from configs.engine import EngineConfig
 from configs.serve import ServeConfig
 from deployments.commands.failing import fail
-from modeling.adapters.judging import Verdict, adaptable, base_tensors, judge
+from modeling.runner.adapter_check import AdapterVerdict, adaptable, base_tensors, judge
 from sharding.checkpoint import CheckpointError
-from sharding.sources.model import ModelNotFound
+from sources.model import ModelNotFound
 
 
 def check(folder: Path, model: str, settings: dict[str, object]) -> None:
@@ -50,7 +50,7 @@ def _config(model: str, settings: dict[str, object]) -> EngineConfig:
         fail(f"--model {model} cannot be used: {error}", status=2)
 
 
-def _tell(folder: Path, verdict: Verdict) -> None:
+def _tell(folder: Path, verdict: AdapterVerdict) -> None:
     if not verdict.reasons:
         typer.echo(f"{folder}: served exactly ({verdict.num_modules} modules, rank {verdict.rank})")
         return

@@ -7,16 +7,16 @@ from typing import Any
 import typer
 import yaml
 
-from configs.adapters import AdapterError, AdapterSource, parse_reference
 from configs.architectures.base import ArchitectureError
 from configs.architectures.select import load_architecture
 from configs.base import faults
 from configs.engine import EngineConfig
 from configs.runtime import RuntimeConfig, with_runtime
 from configs.serve import ServeConfig
+from configs.wire.adapters import AdapterError, AdapterSource, parse_reference
 from deployments.commands.failing import fail
-from sharding.sources.local import LocalSource
-from sharding.sources.model import ModelNotFound, fetch_model_config
+from sources.local import LocalSource
+from sources.model import ModelNotFound, fetch_model_config
 
 _OURS = "deployments.app:build"
 _DEPLOYMENTS = ("Driver", "Ingress")

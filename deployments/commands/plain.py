@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from configs.base import faults
 from configs.serve import ServeConfig
 from deployments.commands.failing import fail
-from sharding.sources.model import ModelNotFound, fetch_model
+from sources.model import ModelNotFound, fetch_model
 
 # Ray reserves so much for each process. Nothing else runs in the cluster that `loray serve`
 # starts, so a small machine must not be too small for it.

@@ -10,10 +10,12 @@ import msgspec
 from ray import serve
 from ray.util import get_current_placement_group
 
-from configs.adapters import AdapterReference
 from configs.engine import EngineConfig
 from configs.serve import ServeConfig
-from configs.templates import TemplateSource
+from configs.wire.adapters import AdapterReference
+from configs.wire.templates import TemplateSource
+from deployments.admin_commands import AdminCommands
+from deployments.admin_store import RayAdminStore
 from deployments.contract import (
     AdapterCommand,
     AdapterReport,
@@ -23,20 +25,18 @@ from deployments.contract import (
     GenerateRequest,
     ReplyAddress,
 )
-from deployments.driver.engine import Engine
+from deployments.driver.adapters.usage import LoadSum
+from deployments.driver.engine import DriverEngine
 from deployments.driver.loop import RankGroup
 from deployments.driver.settings import OperatorSettings
-from deployments.driver.usage import LoadSum
-from deployments.ledger import RayLedger
 from deployments.observability.adapter_metrics import AdapterMetrics
 from deployments.observability.logs import hand_logs_to_serve
 from deployments.observability.metrics import EngineMetrics
 from deployments.observability.steps import StepRecord
-from deployments.orders import Orders
 from deployments.rank.group import RayRanks
 from deployments.rank.messages import LoadReport
 from scheduler.snapshot import AdapterView, Snapshot
-from sharding.sources.model import fetch_model
+from sources.model import fetch_model
 
 _METRICS_SECONDS = 1.0
 _ORDERS_SECONDS = 10.0
@@ -47,7 +47,7 @@ logger = logging.getLogger("loray.driver")
 class DriverDeployment:
     """One driver replica and the ranks in its placement group."""
 
-    _engine: Engine | None = None
+    _engine: DriverEngine | None = None
     _tasks: Sequence[asyncio.Task[None]] = ()
     _views: Sequence[AdapterView] = ()
     _num_open = 0
@@ -60,14 +60,14 @@ class DriverDeployment:
         logger.info("loading %s over %d ranks", folder.name, config.engine.tensor_parallel)
         context = serve.get_replica_context()
         group = self._group(config.engine, folder)
-        self._engine = Engine(config.engine, folder, group, context.replica_id.unique_id)
+        self._engine = DriverEngine(config.engine, folder, group, context.replica_id.unique_id)
         await self._engine.start()
         for what, choice in (await self._engine.describe()).chosen.items():
             logger.info("%s: %s", what, choice)
-        ledger = RayLedger(context.app_name)
-        orders = Orders(ledger, self._engine.adapters)
+        ledger = RayAdminStore(context.app_name)
+        orders = AdminCommands(ledger, self._engine.adapters)
         await orders.follow(pins=False)
-        shelf = RayLedger(context.app_name, "settings")
+        shelf = RayAdminStore(context.app_name, "settings")
         self._settings = OperatorSettings(self._engine.reconfigure, shelf)
         follow = _follow(orders, self._settings)
         self._tasks = [asyncio.create_task(each) for each in (self._report(), follow)]
@@ -172,12 +172,12 @@ class DriverDeployment:
             await self._engine.stop()
 
     @property
-    def _running(self) -> Engine:
+    def _running(self) -> DriverEngine:
         assert self._engine is not None, "Serve calls nothing before __init__ is done"
         return self._engine
 
 
-async def _follow(orders: Orders, settings: OperatorSettings) -> None:
+async def _follow(orders: AdminCommands, settings: OperatorSettings) -> None:
     """Do what operators ordered, while the replica lives."""
     while True:
         try:

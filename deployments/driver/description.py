@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
+from configs.wire.plan import Capacity
 from deployments.rank.messages import LoadReport
-from scheduler.plan import Capacity
 
 
 def stop_token_ids(folder: Path) -> tuple[int, ...]:

@@ -12,11 +12,12 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from configs.adapters import AdapterError, AdapterKey, AdapterReference
 from configs.engine import EngineConfig
 from configs.runtime import RuntimeConfig, with_runtime
-from configs.sampling import FinishReason
-from configs.templates import TemplateSource
+from configs.wire.adapters import AdapterError, AdapterKey, AdapterReference
+from configs.wire.plan import Capacity
+from configs.wire.sampling import FinishReason
+from configs.wire.templates import TemplateSource
 from deployments.contract import (
     AdapterCommand,
     AdapterReport,
@@ -28,33 +29,32 @@ from deployments.contract import (
     ReplyAddress,
     SequenceOutcome,
 )
-from deployments.driver.adapters import EngineAdapters
-from deployments.driver.ahead import HeadStarts
-from deployments.driver.control import Control
+from deployments.driver.adapters.control import AdapterControl
+from deployments.driver.adapters.directory import AdapterDirectory
+from deployments.driver.adapters.lifecycle import EngineAdapters
+from deployments.driver.adapters.report import AdapterReporter
+from deployments.driver.adapters.shares import NamedRateLimits
+from deployments.driver.adapters.usage import AdapterUsage
 from deployments.driver.description import chosen, common, read_json, stop_token_ids
-from deployments.driver.holdings import Holdings
 from deployments.driver.loop import EngineLoop, LoopSettings, RankGroup
-from deployments.driver.readiness import AdapterDirectory
-from deployments.driver.routing import Report
-from deployments.driver.shares import NamedShares
-from deployments.driver.streams import Streams, refusal, unreadable
-from deployments.driver.usage import Usage
+from deployments.driver.routing.policy import ReplicaReport
+from deployments.driver.streaming.early_submit import EarlySubmits
+from deployments.driver.streaming.streams import Streams, refusal, unreadable
 from deployments.frames import Finish, FrameSender
 from deployments.observability.steps import StepLog
 from deployments.observability.tracing import DRIVER, request_span
 from deployments.rank.messages import LoadReport
+from scheduler.admission.limits import InvalidRequest, Limits, Overloaded
 from scheduler.events import AdapterArrived, Event
-from scheduler.plan import Capacity
-from scheduler.policy import InvalidRequest, Limits, Overloaded
 from scheduler.request import Request
 from scheduler.scheduler import Scheduler
 from scheduler.snapshot import AdapterView, Snapshot
-from sharding.sources.adapters import AdapterSources
+from sources.adapters import AdapterSources
 
 T = TypeVar("T")
 
 
-class Engine:
+class DriverEngine:
     """Everything a driver replica does; `deployment.py` gives it a Serve shell."""
 
     def __init__(
@@ -67,18 +67,18 @@ class Engine:
         self._directory = AdapterDirectory(AdapterSources(config.adapters), config.adapters)
         self._sender = FrameSender(self, replica)
         self._streams = Streams(self._sender)
-        self.head_starts = HeadStarts(self._generate, self._streams, self._settled)
+        self.head_starts = EarlySubmits(self._generate, self._streams, self._settled)
         self._limits = config.limits
         self._adapters = EngineAdapters(
             config.adapters, self._directory, self._post, self._run_trial
         )
-        self._shares = NamedShares(config.adapters.default_source, self._post)
-        self.usage = Usage(config.adapters.default_source)
+        self._shares = NamedRateLimits(config.adapters.default_source, self._post)
+        self.usage = AdapterUsage(config.adapters.default_source)
         load_timeout_s = 2 * config.recovery.stage_timeout_s
-        self._control = Control(
+        self._control = AdapterControl(
             self._adapters, self.usage, self._post, self.adapter_views, load_timeout_s
         )
-        self._holdings = Holdings(self._control.target, self._adapters.serving)
+        self._holdings = AdapterReporter(self._control.target, self._adapters.serving)
         self.steps = StepLog()
         self._looks: set[asyncio.Future[Any]] = set()
         self._loop: EngineLoop | None = None
@@ -191,7 +191,7 @@ class Engine:
         """The scheduler's adapters, taken in the same way."""
         return await self._look(Scheduler.adapters)
 
-    def report(self, views: Sequence[AdapterView], load: int) -> Report:
+    def report(self, views: Sequence[AdapterView], load: int) -> ReplicaReport:
         """What to tell routers, with the adapters as seen last and as many open requests."""
         ready = self.healthy and self.failure is None
         return self._holdings.report(views, self._adapters.pins, load, ready, time.monotonic())

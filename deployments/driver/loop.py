@@ -15,32 +15,32 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
 
-from configs.adapters import AdapterKey, AdapterRefusal, FetchedAdapter
 from configs.engine import RecoveryConfig
+from configs.wire.adapters import AdapterKey, AdapterRefusal, FetchedAdapter
+from configs.wire.plan import StepPlan, StepResult
 from deployments.driver.description import common
 from deployments.driver.staging import Staging, staging_event
 from deployments.rank.messages import (
-    Broken,
+    Loaded,
     LoadReport,
-    Placed,
     Prepare,
     Prepared,
+    RankBroken,
     Report,
+    RunStep,
     Stage,
     StageAnswer,
-    Step,
-    Stepped,
+    StepDone,
     Stop,
 )
 from deployments.rank.transport import RankLinks, RanksLost
 from scheduler.events import (
     AdapterFailed,
-    AdapterPlaced,
+    AdapterLoaded,
     Ended,
     Event,
     RequestEvent,
 )
-from scheduler.plan import StepPlan, StepResult
 from scheduler.scheduler import Scheduler
 
 _STEPS_AHEAD = 2
@@ -237,28 +237,28 @@ class EngineLoop:
             for fill in plan.fills:
                 self._placing[fill.key] = set()
                 self._placing_since[fill.key] = time.monotonic()
-            links.send(Step(plan))
+            links.send(RunStep(plan))
 
     def _take(self, report: Report) -> None:
-        if isinstance(report, Stepped):
+        if isinstance(report, StepDone):
             self._apply(report)
-        elif isinstance(report, Broken):
+        elif isinstance(report, RankBroken):
             raise RanksLost(f"rank-{report.rank}: {report.message}")
-        elif isinstance(report, Placed):
+        elif isinstance(report, Loaded):
             self._collect_placing(report)
         elif isinstance(report, Prepared):
             self._collect_prepared(report)
         else:
             self._collect_staging(report)
 
-    def _apply(self, report: Stepped) -> None:
+    def _apply(self, report: StepDone) -> None:
         plan = self._in_flight.popleft()
         assert plan.step == report.result.step, f"answer to {report.result.step}, not {plan.step}"
         self._oldest_since = time.monotonic()
         self._emit(self._scheduler.apply(plan, report.result, self._oldest_since))
         self._settings.applied(plan, report.result)
 
-    def _collect_placing(self, report: Placed) -> None:
+    def _collect_placing(self, report: Loaded) -> None:
         """Wait for every rank: rows use an adapter only once all of them have its bytes."""
         ranks = self._placing[report.key]
         ranks.add(report.rank)
@@ -267,7 +267,7 @@ class EngineLoop:
         now = time.monotonic()
         del self._placing[report.key]
         self._settings.loaded("place", now - self._placing_since.pop(report.key))
-        self._emit(self._scheduler.adapter(AdapterPlaced(report.key), now))
+        self._emit(self._scheduler.adapter(AdapterLoaded(report.key), now))
 
     def _collect_prepared(self, report: Prepared) -> None:
         """Wait for every rank: an answer is held to its constraint on all of them or on none."""
@@ -318,7 +318,7 @@ class EngineLoop:
         assert self._links is not None
         with suppress(RanksLost):
             for report in self._links.receive(0.0):
-                if isinstance(report, Broken):
+                if isinstance(report, RankBroken):
                     return f"rank-{report.rank}: {report.message}"
         return None
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 
-from configs.adapters import AdapterError
 from configs.base import faults
 from configs.runtime import RuntimeConfig
-from deployments.orders import Ledger, LedgerFault
+from configs.wire.adapters import AdapterError
+from deployments.admin_commands import AdminStore, AdminStoreError
 
 _LAST = "user_config"
 
@@ -27,7 +27,7 @@ class OperatorSettings:
     application from the ledger. A pin that cannot be had is left out at start.
     """
 
-    def __init__(self, apply: Apply, ledger: Ledger) -> None:
+    def __init__(self, apply: Apply, ledger: AdminStore) -> None:
         """Nothing is applied yet."""
         self._apply = apply
         self._ledger = ledger
@@ -62,7 +62,7 @@ class OperatorSettings:
         self.refused, self._applied = None, True
         try:
             await asyncio.to_thread(self._ledger.put, _LAST, msgspec.json.encode(self._wanted))
-        except LedgerFault as fault:
+        except AdminStoreError as fault:
             logger.warning("replicas that start later will not know this user_config: %s", fault)
 
     def _refuse(self, error: Exception) -> None:
@@ -102,6 +102,6 @@ class OperatorSettings:
         try:
             found = (await asyncio.to_thread(self._ledger.read)).get(_LAST)
             return None if found is None else RuntimeConfig.model_validate_json(found)
-        except (LedgerFault, ValueError) as error:
+        except (AdminStoreError, ValueError) as error:
             logger.warning("the last good user_config cannot be read: %s", error)
             return None

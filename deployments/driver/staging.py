@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from configs.adapters import AdapterShape
+from configs.wire.adapters import AdapterShape
 from deployments.rank.messages import StageAnswer, Staged, StageFailed
 from scheduler.events import AdapterFailed, AdapterStaged
 

@@ -13,10 +13,12 @@ from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
-from configs.adapters import AdapterReference
 from configs.env import proxy_mode
 from configs.serve import ServeConfig
-from configs.templates import TemplateSource
+from configs.wire.adapters import AdapterReference
+from configs.wire.templates import TemplateSource
+from deployments.admin_commands import AdminStore, AdminStoreError, note
+from deployments.admin_store import RayAdminStore
 from deployments.contract import (
     AdapterCommand,
     AdapterReport,
@@ -27,19 +29,17 @@ from deployments.contract import (
     GenerateRequest,
     ReplyAddress,
 )
+from deployments.early_submit import telling
 from deployments.frames import FrameReceiver
-from deployments.headstart import telling
-from deployments.ingress.ahead import Ahead
-from deployments.ingress.api import build_app
-from deployments.ingress.engine import IngressSettings
-from deployments.ingress.errors import RequestError
-from deployments.ingress.frames import Mailbox
-from deployments.ingress.keys import is_loopback
-from deployments.ingress.peers import Peers
-from deployments.ingress.text import Text
-from deployments.ledger import RayLedger
+from deployments.ingress.access.keys import is_loopback
+from deployments.ingress.access.peers import ReplicaCount
+from deployments.ingress.app import build_app
+from deployments.ingress.generation.early_submit import EarlySubmitter
+from deployments.ingress.generation.engine import IngressSettings
+from deployments.ingress.generation.frames import RequestInboxes
+from deployments.ingress.http.errors import RequestError
+from deployments.ingress.text.tokenizer import ModelTokenizer
 from deployments.observability.logs import hand_logs_to_serve
-from deployments.orders import Ledger, LedgerFault, note
 
 _NOBODY = "no driver answers now: try again"
 _LOST = "the engine that ran this request is gone: send it again"
@@ -51,7 +51,9 @@ logger = logging.getLogger("loray.ingress")
 class HandleDriver:
     """`contract.Driver` over a Serve handle: Serve routes, counts, limits and cancels."""
 
-    def __init__(self, handle: DeploymentHandle, receiver: FrameReceiver, ledger: Ledger) -> None:
+    def __init__(
+        self, handle: DeploymentHandle, receiver: FrameReceiver, ledger: AdminStore
+    ) -> None:
         """Calls go to any driver replica that Serve picks; finishes go back by socket.
 
         What lasts of commands is written into the ledger.
@@ -62,7 +64,7 @@ class HandleDriver:
 
     async def generate(self, request: GenerateRequest, reply_to: ReplyAddress) -> Completion:
         """One unary call a request; when the client leaves, the driver's call is cancelled."""
-        with Ahead(self._receiver, request) as ahead:
+        with EarlySubmitter(self._receiver, request) as ahead:
             return await self._generate(request, reply_to, ahead)
 
     @cached_property
@@ -71,7 +73,7 @@ class HandleDriver:
         return self._handle.generate
 
     async def _generate(
-        self, request: GenerateRequest, reply_to: ReplyAddress, ahead: Ahead
+        self, request: GenerateRequest, reply_to: ReplyAddress, ahead: EarlySubmitter
     ) -> Completion:
         with telling(ahead.chosen):
             response = self._generating.remote(request, reply_to)
@@ -108,7 +110,7 @@ class HandleDriver:
             raise RequestError(ErrorKind.UNAVAILABLE, _NOBODY, retry_after_s=1.0)
         try:
             await asyncio.to_thread(note, self._ledger, command, reports)
-        except LedgerFault as fault:
+        except AdminStoreError as fault:
             raise RequestError(ErrorKind.UNAVAILABLE, f"{_UNWRITTEN}: {fault}") from fault
         return reports
 
@@ -165,7 +167,7 @@ class IngressDeployment:
         """Build the API; its lifespan binds the address that frames come to."""
         limits = self._config.engine.limits
         trusts = self._config.engine.model.trust_remote_code
-        peers = Peers(_running_replicas)
+        peers = ReplicaCount(_running_replicas)
         settings = IngressSettings(
             default_source=self._config.engine.adapters.default_source,
             max_stop_sequences=limits.max_stop_sequences,
@@ -175,9 +177,9 @@ class IngressDeployment:
             api=self._config.api,
             replicas=peers.count,
             loopback=_front_is_loopback(),
-            read_text=partial(Text.load, trust_remote_code=trusts),
+            read_text=partial(ModelTokenizer.load, trust_remote_code=trusts),
         )
-        mailbox = Mailbox()
+        mailbox = RequestInboxes()
         receiver = FrameReceiver(mailbox.deliver)
         bound: list[ReplyAddress] = []
 
@@ -188,7 +190,7 @@ class IngressDeployment:
                 yield
             await receiver.close()
 
-        ledger = RayLedger(serve.get_replica_context().app_name)
+        ledger = RayAdminStore(serve.get_replica_context().app_name)
         # Serve's default asks of every object in a call whether it is one of a script's own. What
         # goes this way is the contract's, which both sides import; what comes may be any error.
         handle = self._driver.options(request_serialization="pickle")

@@ -13,14 +13,18 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from starlette.responses import Response
 
-from configs.adapters import AdapterReference, AdapterSource
 from configs.embeddings import EmbeddingsConfig
-from configs.sampling import Pooling, Sampling, Stopping
+from configs.wire.adapters import AdapterReference, AdapterSource
+from configs.wire.sampling import Pooling, Sampling, Stopping
 from deployments.contract import Completion, EngineInfo, GenerateRequest, SequenceRequest
-from deployments.ingress.authorization import bearer_token
-from deployments.ingress.engine import Engine, IngressSettings, Job
-from deployments.ingress.errors import RequestError, invalid
-from deployments.ingress.lorax_schema import (
+from deployments.ingress.access.authorization import bearer_token
+from deployments.ingress.adapter_names.merges import MergedAdapters, asked_adapter
+from deployments.ingress.adapter_names.references import parse_source
+from deployments.ingress.generation.engine import EngineClient, GenerationJob, IngressSettings
+from deployments.ingress.generation.replies import FinishedCall, whole
+from deployments.ingress.http.errors import RequestError, invalid
+from deployments.ingress.http.unicode import Unicode
+from deployments.ingress.lorax.schema import (
     GenerateParameters,
     GenerateRequestBody,
     check_adapters,
@@ -28,13 +32,9 @@ from deployments.ingress.lorax_schema import (
     check_lengths,
     input_limit,
 )
-from deployments.ingress.merges import MergedAdapters, asked_adapter
-from deployments.ingress.openai_schema import PromptInput, prompts_of
-from deployments.ingress.references import parse_source
-from deployments.ingress.replies import Whole, whole
-from deployments.ingress.request_fields import REFUSED_EMBEDDINGS, refuse_others
-from deployments.ingress.text import Limit, Text
-from deployments.ingress.unicode import Unicode
+from deployments.ingress.openai.request_fields import REFUSED_EMBEDDINGS, refuse_others
+from deployments.ingress.openai.schema import PromptInput, prompts_of
+from deployments.ingress.text.tokenizer import Limit, ModelTokenizer
 
 Vector = tuple[float, ...]
 
@@ -75,7 +75,7 @@ class _Asked:
     cache_salt: str = ""
 
 
-def routes(engine: Engine) -> APIRouter:
+def routes(engine: EngineClient) -> APIRouter:
     """Both routes over this engine."""
     router = APIRouter()
     defaults = engine.settings.embeddings
@@ -88,7 +88,7 @@ def routes(engine: Engine) -> APIRouter:
             normalize=defaults.normalize if body.normalize is None else body.normalize,
         )
 
-        def complete(result: Whole) -> object:
+        def complete(result: FinishedCall) -> object:
             vectors = _vectors(result.completion, config)
             return _reply(body, vectors, sum(len(ids) for ids in asked.inputs))
 
@@ -98,7 +98,7 @@ def routes(engine: Engine) -> APIRouter:
     async def embed(request: Request, body: GenerateRequestBody) -> Response:
         asked = await _of_lorax(request, body, engine)
 
-        def complete(result: Whole) -> object:
+        def complete(result: FinishedCall) -> object:
             return {"embeddings": _vectors(result.completion, defaults)[0]}
 
         return await whole(request, engine, _job(asked, defaults), complete)
@@ -106,7 +106,7 @@ def routes(engine: Engine) -> APIRouter:
     return router
 
 
-async def _of_openai(request: Request, body: EmbeddingsBody, engine: Engine) -> _Asked:
+async def _of_openai(request: Request, body: EmbeddingsBody, engine: EngineClient) -> _Asked:
     started = time.monotonic()
     _check(body, engine.settings)
     info, text = await engine.served()
@@ -147,7 +147,7 @@ def _adapter_by(
     return asked_adapter(given.adapter_id or "", given.merged_adapters, info, default_source)
 
 
-async def _of_lorax(request: Request, body: GenerateRequestBody, engine: Engine) -> _Asked:
+async def _of_lorax(request: Request, body: GenerateRequestBody, engine: EngineClient) -> _Asked:
     """The adapter is chosen as for /generate; parameters of sampling change nothing."""
     started, given = time.monotonic(), body.settled
     info, text = await engine.served()
@@ -188,7 +188,7 @@ def _limit(info: EngineInfo) -> Limit:
     return Limit(info.max_input_tokens, refusal)
 
 
-async def _ids(given: str | list[int], text: Text, limit: Limit) -> list[int]:
+async def _ids(given: str | list[int], text: ModelTokenizer, limit: Limit) -> list[int]:
     return await text.encode(given, limit=limit) if isinstance(given, str) else given
 
 
@@ -204,7 +204,7 @@ def _checked(ids: list[int], info: EngineInfo) -> list[int]:
     return ids
 
 
-def _job(asked: _Asked, config: EmbeddingsConfig) -> Job:
+def _job(asked: _Asked, config: EmbeddingsConfig) -> GenerationJob:
     """The driver's request: sequences that generate nothing."""
     sampling, stopping = Sampling(pooling=config.pooling), Stopping(0)
     request = GenerateRequest(
@@ -213,7 +213,7 @@ def _job(asked: _Asked, config: EmbeddingsConfig) -> Job:
         adapter=asked.adapter,
         api_token=asked.api_token,
     )
-    return Job(
+    return GenerationJob(
         request=request,
         stops=(),
         keep_stops=False,

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 
 from ray.serve.metrics import Counter, Gauge, Histogram
 
-from configs.adapters import AdapterKey
-from deployments.observability.adapter_records import LoadRecord, RequestRecord, TopLabels
+from configs.wire.adapters import AdapterKey
+from deployments.observability.adapter_records import LoadRecord, SequenceRecord, TopLabels
 from deployments.observability.lorax_metrics import BASE, OTHER
 from deployments.observability.zero import begin
 from scheduler.snapshot import AdapterCounts, AdapterTiers, AdapterView
@@ -96,7 +96,7 @@ class AdapterMetrics:
             for each in [{**tags, "ok": ok} for ok in _OK] if "requests" in name else [tags]:
                 begin(counter, each)
 
-    def requests(self, records: Sequence[RequestRecord]) -> None:
+    def requests(self, records: Sequence[SequenceRecord]) -> None:
         """Take the sequences that ended since the last call."""
         for record in records:
             tags = {"adapter": self._labels.count(record.adapter)}

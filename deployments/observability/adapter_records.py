@@ -10,7 +10,7 @@ _LEAD = 2
 
 
 @dataclass(frozen=True)
-class RequestRecord:
+class SequenceRecord:
     """A sequence that ended; ok: not by an error. None: it never came to so many tokens."""
 
     adapter: str

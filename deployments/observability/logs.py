@@ -23,7 +23,7 @@ def configure_logs(who: str, log_format: LogFormat) -> None:
 
 def hand_logs_to_serve() -> None:
     """Let Serve write this replica's lines; a second call changes nothing."""
-    _use(HandOver())
+    _use(ServeLogHandler())
 
 
 def _use(handler: logging.Handler) -> None:
@@ -35,7 +35,7 @@ def _use(handler: logging.Handler) -> None:
     root.propagate = False
 
 
-class HandOver(logging.Handler):
+class ServeLogHandler(logging.Handler):
     """Gives lines to Serve's handlers, whichever those are when a line comes."""
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from scheduler.plan import StepPlan, StepResult
+from configs.wire.plan import StepPlan, StepResult
 
 _KEPT_STEPS = 8192
 

@@ -1,14 +1,14 @@
 """From a plan to a batch and back: the scheduler's words in the runner's, number by number."""
 
+from configs.wire.plan import PromptReport, StepPlan, StepResult, TokenLogprobs
 from modeling.batch import (
     BatchJoin,
     BatchRow,
     ForwardBatch,
-    PromptAnswer,
+    PromptScores,
     RowLogprobs,
     SampledTokens,
 )
-from scheduler.plan import PromptReport, StepPlan, StepResult, TokenLogprobs
 
 
 def forward_batch(plan: StepPlan) -> ForwardBatch:
@@ -50,7 +50,7 @@ def step_result(plan: StepPlan, sampled: SampledTokens, seconds: float) -> StepR
     )
 
 
-def _report(answer: PromptAnswer) -> PromptReport:
+def _report(answer: PromptScores) -> PromptReport:
     logprobs = [_told(row) for row in answer.logprobs]
     return PromptReport(answer.row, answer.first, logprobs, answer.embedding)
 

@@ -10,13 +10,13 @@ import torch
 from torch._C._distributed_c10d import Store, TCPStore
 
 from configs.engine import EngineConfig
+from configs.wire.plan import Capacity
 from deployments.rank.messages import LoadReport, StoreAddress
 from deployments.rank.transport import Channel
 from deployments.rank.worker import Worker
-from modeling.loading import pick_device
-from modeling.report import RunnerReport
-from modeling.runners import RunnerChoice, choose_runner
-from scheduler.plan import Capacity
+from modeling.runner.base import RunnerChoice, choose_runner
+from modeling.runner.loading import pick_device
+from modeling.runner.report import RunnerReport
 from sharding.connect import connect
 from sharding.group import TensorParallel
 

@@ -11,7 +11,7 @@ from deployments.rank.host import RankHost
 from deployments.rank.messages import LoadReport
 from deployments.rank.transport import Channel, RankLinks
 from sharding.group import memory_store
-from sharding.sources.model import fetch_model
+from sources.model import fetch_model
 
 
 class LocalRanks:

@@ -2,18 +2,18 @@
 
 import msgspec
 
-from configs.adapters import AdapterKey, AdapterRefusal, AdapterShape, FetchedAdapter
-from scheduler.plan import Capacity, StepPlan, StepResult
+from configs.wire.adapters import AdapterKey, AdapterRefusal, AdapterShape, FetchedAdapter
+from configs.wire.plan import Capacity, StepPlan, StepResult
 
 
-class Hello(msgspec.Struct, frozen=True, tag="hello"):
+class RankHello(msgspec.Struct, frozen=True, tag="hello"):
     """A rank's first words; a wrong secret ends the connection."""
 
     secret: str
     rank: int
 
 
-class Step(msgspec.Struct, frozen=True, tag="step"):
+class RunStep(msgspec.Struct, frozen=True, tag="step"):
     """Run this plan."""
 
     plan: StepPlan
@@ -41,7 +41,7 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """Leave the loop."""
 
 
-class Stepped(msgspec.Struct, frozen=True, tag="stepped"):
+class StepDone(msgspec.Struct, frozen=True, tag="stepped"):
     """Rank 0's answer to a step."""
 
     result: StepResult
@@ -56,7 +56,7 @@ class Staged(msgspec.Struct, frozen=True, tag="staged"):
     attempt: int = 0
 
 
-class Deferred(msgspec.Struct, frozen=True, tag="deferred"):
+class StageDeferred(msgspec.Struct, frozen=True, tag="deferred"):
     """This rank's host tier has no room for the adapter now."""
 
     rank: int
@@ -65,7 +65,7 @@ class Deferred(msgspec.Struct, frozen=True, tag="deferred"):
     attempt: int = 0
 
 
-class Placed(msgspec.Struct, frozen=True, tag="placed"):
+class Loaded(msgspec.Struct, frozen=True, tag="placed"):
     """A fill is done on this rank: the adapter's bytes are on the device."""
 
     rank: int
@@ -90,16 +90,16 @@ class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
     fault: str = ""
 
 
-class Broken(msgspec.Struct, frozen=True, tag="broken"):
+class RankBroken(msgspec.Struct, frozen=True, tag="broken"):
     """A step raised on this rank: the group is unusable from here on."""
 
     rank: int
     message: str
 
 
-Command = Step | Stage | Prepare | Stop
-StageAnswer = Staged | Deferred | StageFailed
-Report = Stepped | StageAnswer | Placed | Prepared | Broken
+Command = RunStep | Stage | Prepare | Stop
+StageAnswer = Staged | StageDeferred | StageFailed
+Report = StepDone | StageAnswer | Loaded | Prepared | RankBroken
 
 
 class StoreAddress(msgspec.Struct, frozen=True):

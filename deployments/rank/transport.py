@@ -18,16 +18,16 @@ from collections.abc import Sequence
 import msgspec
 
 from deployments.rank.messages import (
-    Broken,
     Command,
-    Deferred,
-    Hello,
-    Placed,
+    Loaded,
     Prepared,
+    RankBroken,
+    RankHello,
     Report,
     Staged,
+    StageDeferred,
     StageFailed,
-    Stepped,
+    StepDone,
 )
 
 _LENGTH = struct.Struct("!I")
@@ -194,7 +194,7 @@ class Listener:
     def _greet(self, frame: bytes) -> int | None:
         """The rank that a greeting is from; None if it does not know the secret."""
         try:
-            hello = msgspec.msgpack.decode(frame, type=Hello)
+            hello = msgspec.msgpack.decode(frame, type=RankHello)
         except msgspec.DecodeError:
             return None
         known = hmac.compare_digest(hello.secret.encode(), self._secret.encode())
@@ -210,7 +210,7 @@ def dial(address: Address, rank: int, same_node: bool) -> Channel:
         sock = socket.create_connection((address.host, address.port), timeout=30.0)
         sock.settimeout(None)
     channel = Channel(sock)
-    channel.send(msgspec.msgpack.encode(Hello(address.secret, rank)))
+    channel.send(msgspec.msgpack.encode(RankHello(address.secret, rank)))
     return channel
 
 
@@ -224,7 +224,7 @@ class RankLinks:
         self._selector = selectors.DefaultSelector()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(
-            Stepped | Staged | Deferred | StageFailed | Placed | Prepared | Broken
+            StepDone | Staged | StageDeferred | StageFailed | Loaded | Prepared | RankBroken
         )
         self._loss: str | None = None
         self._woken = False

@@ -18,7 +18,7 @@ from typing import Protocol
 
 import msgspec
 
-from configs.adapters import (
+from configs.wire.adapters import (
     AdapterDeferred,
     AdapterError,
     AdapterKey,
@@ -26,32 +26,32 @@ from configs.adapters import (
     AdapterShape,
     FetchedAdapter,
 )
+from configs.wire.plan import StepPlan
 from deployments.rank.batch import forward_batch, step_result
 from deployments.rank.messages import (
-    Broken,
     Command,
-    Deferred,
-    Placed,
+    Loaded,
     Prepare,
     Prepared,
+    RankBroken,
     Report,
+    RunStep,
     Stage,
     StageAnswer,
     Staged,
+    StageDeferred,
     StageFailed,
-    Step,
-    Stepped,
+    StepDone,
     Stop,
 )
-from deployments.rank.order import StageOrder, Turn
+from deployments.rank.staging_order import StageOrder, StagingTicket
 from deployments.rank.transport import Channel
 from modeling.batch import ForwardBatch, StepOutput
-from scheduler.plan import StepPlan
 
 logger = logging.getLogger("loray.rank.worker")
 
 
-class Filled(Protocol):
+class LoadEvent(Protocol):
     """A fill under way."""
 
     def wait(self) -> None:
@@ -59,8 +59,8 @@ class Filled(Protocol):
         ...
 
 
-class Runner(Protocol):
-    """What a worker asks of a model runner (`modeling.runner.ModelRunner`)."""
+class StepRunner(Protocol):
+    """What a worker asks of a model runner (`modeling.runner.paged.ModelRunner`)."""
 
     def step(self, batch: ForwardBatch) -> StepOutput:
         """Launch one step."""
@@ -73,7 +73,7 @@ class Runner(Protocol):
         """
         ...
 
-    def place(self, key: AdapterKey, slot: int, pages: Sequence[Sequence[int]]) -> Filled:
+    def place(self, key: AdapterKey, slot: int, pages: Sequence[Sequence[int]]) -> LoadEvent:
         """Start to move a staged adapter to device pages, beside the steps."""
         ...
 
@@ -97,7 +97,7 @@ class Worker:
     """Runs the plans of one driver on one runner until the driver says stop or hangs up."""
 
     def __init__(
-        self, runner: Runner, rank: int, channel: Channel, staging_threads: int = 4
+        self, runner: StepRunner, rank: int, channel: Channel, staging_threads: int = 4
     ) -> None:
         """Bind a loaded runner to a connected channel."""
         self._runner = runner
@@ -105,7 +105,7 @@ class Worker:
         self._channel = channel
         self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
         self._launched: queue.SimpleQueue[_Launched | None] = queue.SimpleQueue()
-        self._filling: queue.SimpleQueue[tuple[AdapterKey, Filled] | None] = queue.SimpleQueue()
+        self._filling: queue.SimpleQueue[tuple[AdapterKey, LoadEvent] | None] = queue.SimpleQueue()
         self._staging_threads = staging_threads
         self._order = StageOrder()
 
@@ -150,11 +150,11 @@ class Worker:
 
     def _read(self, staging: ThreadPoolExecutor, making: ThreadPoolExecutor) -> None:
         decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(
-            Step | Stage | Prepare | Stop
+            RunStep | Stage | Prepare | Stop
         )
         while (frame := self._channel.receive()) is not None:
             command = decoder.decode(frame)
-            if isinstance(command, Step):
+            if isinstance(command, RunStep):
                 for key in command.plan.drops:
                     self._order.read_drop(key)
                 self._plans.put(command.plan)
@@ -179,7 +179,7 @@ class Worker:
                 return
             if self._rank == 0:
                 seconds = time.perf_counter() - launched.started
-                self._send(Stepped(step_result(launched.plan, sampled, seconds)))
+                self._send(StepDone(step_result(launched.plan, sampled, seconds)))
 
     def _report_fills(self) -> None:
         while (filling := self._filling.get()) is not None:
@@ -189,9 +189,9 @@ class Worker:
             except Exception as error:
                 self._break(error)
                 return
-            self._send(Placed(self._rank, key))
+            self._send(Loaded(self._rank, key))
 
-    def _stage(self, stage: Stage, turn: Turn) -> None:
+    def _stage(self, stage: Stage, turn: StagingTicket) -> None:
         wanted = self._order.await_turn(stage.adapter.key, turn)
         self._send(self._answer(stage.adapter, stage.attempt, wanted))
 
@@ -213,7 +213,7 @@ class Worker:
         try:
             return Staged(rank, key, self._runner.stage(adapter), attempt)
         except AdapterDeferred as deferred:
-            return Deferred(rank, key, deferred.shape, attempt)
+            return StageDeferred(rank, key, deferred.shape, attempt)
         except AdapterError as error:
             return StageFailed(rank, key, error.refusal, error.message, attempt)
         except Exception as error:
@@ -224,7 +224,7 @@ class Worker:
 
     def _break(self, error: Exception) -> None:
         logger.exception("a step failed")
-        self._send(Broken(self._rank, f"{type(error).__name__}: {error}"))
+        self._send(RankBroken(self._rank, f"{type(error).__name__}: {error}"))
         self._plans.put(None)
 
     def _send(self, report: Report) -> None:

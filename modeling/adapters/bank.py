@@ -8,24 +8,24 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from configs.adapters import AdapterKey, AdapterShape, FetchedAdapter
-from modeling.adapters.copies import (
+from configs.wire.adapters import AdapterKey, AdapterShape, FetchedAdapter
+from modeling.adapters.device_copies import CopyEvent, DeviceCopies
+from modeling.adapters.host_cache import (
     PAGE_ROWS,
-    CopiesSize,
-    HostCopies,
+    HostAdapterCache,
+    HostCacheSize,
     StagedAdapter,
     copy_bytes,
     page_bytes,
     take,
 )
-from modeling.adapters.fills import Filled, Fills
 from modeling.adapters.projection import BaseRows, Projection
 
 __all__ = [
     "PAGE_ROWS",
     "AdapterBank",
     "BankSize",
-    "Placement",
+    "DeviceAdapter",
     "Pool",
     "copy_bytes",
     "page_bytes",
@@ -75,7 +75,7 @@ class Factors:
     bt: Tensor
 
 
-class Placement:
+class DeviceAdapter:
     """An adapter on the device: the pages it was given, and its true ranks."""
 
     def __init__(self, pools: tuple[Pool, ...], pages: list[list[int]], ranks: Tensor) -> None:
@@ -158,13 +158,13 @@ class AdapterBank:
         # What a fill writes of a slot's tables; a row is written anew once it was copied.
         self._host_table = torch.zeros(self.page_table.shape, dtype=torch.int32, pin_memory=on_cuda)
         self._host_ranks = torch.zeros(self.ranks.shape, dtype=torch.int32, pin_memory=on_cuda)
-        self._placements: list[Placement | None] = [None] * size.slots
-        self._filled: dict[int, Filled] = {}
-        self._last_fill: dict[AdapterKey, Filled] = {}
+        self._placements: list[DeviceAdapter | None] = [None] * size.slots
+        self._filled: dict[int, CopyEvent] = {}
+        self._last_fill: dict[AdapterKey, CopyEvent] = {}
         self._owners: list[dict[int, int]] = [{} for _ in self.projections]
-        self._fills = Fills(device)
-        copies = CopiesSize(self.pool_pages, size.max_rank, size.host_bytes if size.slots else 0)
-        self._copies = HostCopies(self.projections, copies, dtype, on_cuda, base)
+        self._fills = DeviceCopies(device)
+        copies = HostCacheSize(self.pool_pages, size.max_rank, size.host_bytes if size.slots else 0)
+        self._copies = HostAdapterCache(self.projections, copies, dtype, on_cuda, base)
 
     @property
     def pool_pages(self) -> tuple[int, ...]:
@@ -194,7 +194,7 @@ class AdapterBank:
         """
         return self._copies.stage(adapter)
 
-    def place(self, key: AdapterKey, slot: int, pages: Sequence[Sequence[int]]) -> Filled:
+    def place(self, key: AdapterKey, slot: int, pages: Sequence[Sequence[int]]) -> CopyEvent:
         """Start to copy a staged adapter into its pages, and name it by `slot`; waits for nothing.
 
         pages: for each projection, one page index for each page of its AdapterShape.
@@ -207,7 +207,7 @@ class AdapterBank:
             self._filled[slot].wait()  # Long since done, unless a slot is filled twice at once.
         with self._fills.fill(slot, self._take_over(slot, table)) as filled:
             self._copy(staged, slot, table)
-        self._placements[slot] = Placement(self.pools, table, staged.ranks)
+        self._placements[slot] = DeviceAdapter(self.pools, table, staged.ranks)
         self._filled[slot] = self._last_fill[key] = filled
         return filled
 
@@ -220,7 +220,7 @@ class AdapterBank:
         last = self._last_fill.pop(key, None)
         self._copies.drop(key, None if last is None else last.event)
 
-    def placement(self, slot: int) -> Placement:
+    def placement(self, slot: int) -> DeviceAdapter:
         """Return what lies at a slot."""
         placement = self._placements[slot]
         assert placement is not None, f"slot {slot} is used before anything was placed there"

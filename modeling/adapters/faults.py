@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
-from configs.adapters import AdapterError, AdapterRefusal
+from configs.wire.adapters import AdapterError, AdapterRefusal
 
 MAX_REASONS = 12
 MAX_REASON_CHARS = 600

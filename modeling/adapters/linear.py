@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from modeling.adapters.kernels.base import AdapterData, Target
+from modeling.adapters.kernels.base import AdapterData, OutputSlice
 from sharding.linear import ColumnParallelLinear, RowParallelLinear
 
 
@@ -17,7 +17,7 @@ class AdapterColumnLinear(nn.Module):
         self.base = base
         self._layer = layer
         self._targets = tuple(
-            Target(projection, offset)
+            OutputSlice(projection, offset)
             for projection, offset in zip(projections, base.offsets, strict=True)
         )
 
@@ -47,7 +47,7 @@ class AdapterRowLinear(nn.Module):
         super().__init__()
         self.base = base
         self._layer = layer
-        self._targets = (Target(projection, 0),)
+        self._targets = (OutputSlice(projection, 0),)
 
     def partial(self, x: Tensor, adapter_data: AdapterData | None) -> Tensor:
         """[tokens, local_in] to this rank's summand of [tokens, out], deltas included."""

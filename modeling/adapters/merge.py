@@ -30,12 +30,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from configs.adapters import AdapterError, FetchedAdapter
-from configs.merging import MergeRule, MergeStrategy, SignMethod
+from configs.wire.adapters import AdapterError, FetchedAdapter
+from configs.wire.merging import MergeRule, MergeStrategy, SignMethod
 from modeling.adapters.faults import refuse
 from modeling.adapters.peft import LoraModule, LoraStack, PeftAdapter, open_adapter, reading
 from modeling.adapters.peft_ends import Matrix, check_finite
-from modeling.adapters.projection import BaseRows, Place, Projection
+from modeling.adapters.projection import BaseRows, ModulePosition, Projection
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class _Part:
     name: str
     weight: float
     adapter: PeftAdapter
-    modules: dict[Place, str]
+    modules: dict[ModulePosition, str]
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,9 @@ class MergedAdapter:
     digest: str
 
     @property
-    def ranks(self) -> dict[Place, int]:
+    def ranks(self) -> dict[ModulePosition, int]:
         """True rank of every adapted place: the largest of its parts', in the model's order."""
-        ranks: dict[Place, int] = {}
+        ranks: dict[ModulePosition, int] = {}
         for part in self.parts:
             for place, rank in part.adapter.ranks.items():
                 ranks[place] = max(rank, ranks.get(place, 0))
@@ -93,7 +93,7 @@ class MergedAdapter:
         """Yield nothing: parts with whole matrices are refused."""
         return iter(())
 
-    def _merge(self, place: Place, rank: int) -> LoraModule:
+    def _merge(self, place: ModulePosition, rank: int) -> LoraModule:
         terms = [
             self._term(index, place, rank)
             for index, part in enumerate(self.parts)
@@ -107,7 +107,7 @@ class MergedAdapter:
             check_finite("the merge (are its weights too large?)", factor)
         return LoraModule(place, a, b)
 
-    def _term(self, index: int, place: Place, rank: int) -> _Term:
+    def _term(self, index: int, place: ModulePosition, rank: int) -> _Term:
         part = self.parts[index]
         module = part.modules[place]
         with _named(part.name):

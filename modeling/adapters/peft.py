@@ -11,7 +11,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from configs.adapters import AdapterRefusal
+from configs.wire.adapters import AdapterRefusal
 from modeling.adapters.faults import Faults, refuse
 from modeling.adapters.peft_config import LoraPlan, judge_config
 from modeling.adapters.peft_ends import (
@@ -26,7 +26,13 @@ from modeling.adapters.peft_ends import (
     find_ends,
     is_tied,
 )
-from modeling.adapters.projection import WHOLE_KINDS, BaseRows, Place, Projection, ProjectionKind
+from modeling.adapters.projection import (
+    WHOLE_KINDS,
+    BaseRows,
+    ModulePosition,
+    Projection,
+    ProjectionKind,
+)
 from sharding.tensor_file import DamagedFile, TensorFile
 
 WEIGHTS_NAME = "adapter_model.safetensors"
@@ -55,7 +61,7 @@ ENDS = frozenset({"embed_tokens", "lm_head", "embed_in", "embed_out", "wte"})
 class LoraModule:
     """One module's factors in float32: a [r, in], b [out, r] with the scaling folded in."""
 
-    place: Place
+    place: ModulePosition
     a: Tensor
     b: Tensor
 
@@ -75,7 +81,7 @@ class LoraStack:
     def modules(self) -> Iterator[LoraModule]:
         """One by one."""
         for layer, a, b in zip(self.layers, self.a, self.b, strict=True):
-            yield LoraModule(Place(self.projection, layer), a.float(), b)
+            yield LoraModule(ModulePosition(self.projection, layer), a.float(), b)
 
 
 @dataclass(frozen=True)
@@ -84,12 +90,12 @@ class PeftAdapter:
 
     file: TensorFile
     plan: LoraPlan
-    modules: dict[str, Place]
+    modules: dict[str, ModulePosition]
     projections: tuple[Projection, ...]
     ends: EndTensors = field(default_factory=EndTensors)
 
     @property
-    def ranks(self) -> dict[Place, int]:
+    def ranks(self) -> dict[ModulePosition, int]:
         """True rank of every adapted place; a whole matrix, which has none, counts as 1."""
         whole = dict.fromkeys(self.ends.matrices.values(), 1)
         return whole | {place: self.plan.rank_of(name) for name, place in self.modules.items()}
@@ -201,7 +207,7 @@ def _judge(
     """Judge a file by the plan; model: its projections, and its tensors that may be copied."""
     projections, base = model
     known = {
-        module: Place(index, layer)
+        module: ModulePosition(index, layer)
         for index, projection in enumerate(projections)
         if not projection.kind.whole
         for layer in range(projection.num_layers)
@@ -251,7 +257,7 @@ def _key(projection: Projection, module: str, side: str) -> str:
     return PREFIX + module + (EMBEDDING_SUFFIXES if is_embedding else SUFFIXES)[side]
 
 
-def _match(keys: Iterable[str], adapter: PeftAdapter, faults: Faults) -> dict[str, Place]:
+def _match(keys: Iterable[str], adapter: PeftAdapter, faults: Faults) -> dict[str, ModulePosition]:
     """Map tensors to places of the model; faults gets those that have none, and lone halves."""
     known, projections = adapter.modules, adapter.projections
     factors: dict[str, tuple[str, str]] = {}
@@ -340,7 +346,7 @@ def _check_ranks(adapter: PeftAdapter, max_rank: int) -> None:
             )
 
 
-def _check_targets(adapter: PeftAdapter, known: Mapping[str, Place]) -> None:
+def _check_targets(adapter: PeftAdapter, known: Mapping[str, ModulePosition]) -> None:
     """Refuse modules that PEFT would leave out, or make up; known: all that may be adapted."""
     plan, projections = adapter.plan, adapter.projections
     left_out: dict[str, str] = {}
@@ -362,7 +368,7 @@ def _check_targets(adapter: PeftAdapter, known: Mapping[str, Place]) -> None:
         _check_whole(adapter, known)
 
 
-def _check_whole(adapter: PeftAdapter, known: Mapping[str, Place]) -> None:
+def _check_whole(adapter: PeftAdapter, known: Mapping[str, ModulePosition]) -> None:
     """Refuse a file without factors for which PEFT would draw random ones, other than zero."""
     given = set(adapter.modules.values())
     for module, place in known.items():
@@ -378,7 +384,7 @@ def _check_whole(adapter: PeftAdapter, known: Mapping[str, Place]) -> None:
 def _check_once(adapter: PeftAdapter) -> None:
     """Refuse a place that the file adapts twice, by two names or by factors and a matrix."""
     whole = {key.removesuffix(WEIGHT_SUFFIX) for key in adapter.ends.matrices}
-    taken: set[Place] = set()
+    taken: set[ModulePosition] = set()
     for module, place in adapter.modules.items():
         if place in taken or PREFIX + module in whole:
             refuse(f"{module} is adapted twice: save the adapter again")

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from configs.adapters import AdapterRefusal
 from configs.reading import read_text
+from configs.wire.adapters import AdapterRefusal
 from modeling.adapters.faults import Faults, refuse
 from modeling.adapters.patterns import Effort, PatternError
 from modeling.adapters.targets import PatternTable, Targets, read_targets
-from sharding.sources.base import CONFIG_NAME, MAX_CONFIG_BYTES
+from sources.base import CONFIG_NAME, MAX_CONFIG_BYTES
 
 SERVED = frozenset(
     {"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"}

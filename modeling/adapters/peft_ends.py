@@ -18,7 +18,7 @@ from modeling.adapters.peft_config import LoraPlan
 from modeling.adapters.projection import (
     WHOLE_KINDS,
     BaseRows,
-    Place,
+    ModulePosition,
     Projection,
     ProjectionKind,
     width,
@@ -46,7 +46,7 @@ FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 class Matrix:
     """A whole embedding's or head's rows on this rank, [token ids, hidden], as stored."""
 
-    place: Place
+    place: ModulePosition
     rows: Tensor
 
 
@@ -58,7 +58,7 @@ class EndTensors:
     beside their factors.
     """
 
-    matrices: dict[str, Place] = field(default_factory=dict)
+    matrices: dict[str, ModulePosition] = field(default_factory=dict)
     copies: dict[str, BaseRows] = field(default_factory=dict)
     copied: set[str] = field(default_factory=set)
 
@@ -120,7 +120,7 @@ def find_ends(
                     f"modules_to_save asks for {weights[0]}, of which the file holds "
                     f"{len(present)}: save the adapter again"
                 )
-            found.matrices[present[0]] = Place(_whole_pool(end, projections, plan), 0)
+            found.matrices[present[0]] = ModulePosition(_whole_pool(end, projections, plan), 0)
             found.copies.pop(present[0], None)
         else:
             found.copies.update(dict.fromkeys(present, end.base_rows))
@@ -172,7 +172,10 @@ def _whole_pool(end: Projection, projections: Sequence[Projection], plan: LoraPl
 
 
 def check_tying(
-    file: Any, plan: LoraPlan, projections: Sequence[Projection], adapted: Mapping[str, Place]
+    file: Any,
+    plan: LoraPlan,
+    projections: Sequence[Projection],
+    adapted: Mapping[str, ModulePosition],
 ) -> None:
     """Refuse ends that PEFT would tie (ensure_weight_tying) and that the file has as two."""
     ends = [p for p in projections if p.kind in WHOLE_KINDS]

@@ -7,7 +7,15 @@ from torch import Tensor
 
 from sharding.slicing import Segments, width
 
-__all__ = ["WHOLE_KINDS", "BaseRows", "Place", "Projection", "ProjectionKind", "Segments", "width"]
+__all__ = [
+    "WHOLE_KINDS",
+    "BaseRows",
+    "ModulePosition",
+    "Projection",
+    "ProjectionKind",
+    "Segments",
+    "width",
+]
 
 
 class ProjectionKind(Enum):
@@ -36,7 +44,7 @@ WHOLE_KINDS = {
 
 
 @dataclass(frozen=True)
-class Place:
+class ModulePosition:
     """Where a module's delta belongs: index of the projection, and the layer."""
 
     projection: int

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from modeling.adapters.bank import PAGE_ROWS, AdapterBank
-from modeling.adapters.kernels.base import AdapterData, Target
-from modeling.adapters.kernels.reference import Group
+from modeling.adapters.kernels.base import AdapterData, OutputSlice
+from modeling.adapters.kernels.reference import TokenGroup
 from modeling.adapters.projection import WHOLE_KINDS, Projection, ProjectionKind
 from modeling.transfer import to_device
 from sharding.embedding import ParallelHead, VocabParallelEmbedding
@@ -107,17 +107,17 @@ class VocabularyAdapters:
         self._whole_logits = _matrices(bank, logit_slots, kinds.get(ProjectionKind.WHOLE_HEAD))
         self._num_logits = len(logit_slots)
 
-    def has_product(self, x: Tensor, weight: Tensor, targets: tuple[Target, ...]) -> bool:
+    def has_product(self, x: Tensor, weight: Tensor, targets: tuple[OutputSlice, ...]) -> bool:
         """Whether the layers' kernel computes the base product; see `AdapterData`."""
         return self._layers.has_product(x, weight, targets)
 
     def product(
-        self, y: Tensor, x: Tensor, weight: Tensor, layer: int, targets: tuple[Target, ...]
+        self, y: Tensor, x: Tensor, weight: Tensor, layer: int, targets: tuple[OutputSlice, ...]
     ) -> None:
         """Compute the base product of a layer's projections; see `AdapterData`."""
         self._layers.product(y, x, weight, layer, targets)
 
-    def add(self, y: Tensor, x: Tensor, layer: int, targets: tuple[Target, ...]) -> None:
+    def add(self, y: Tensor, x: Tensor, layer: int, targets: tuple[OutputSlice, ...]) -> None:
         """Add the deltas of a layer's projections; see `AdapterData`."""
         self._layers.add(y, x, layer, targets)
 
@@ -154,13 +154,13 @@ def adapts_vocabulary(bank: AdapterBank, slots: Sequence[int]) -> bool:
     return any(bank.adapts(slot, end) for end in ends for slot in set(slots) - {-1})
 
 
-def _groups(bank: AdapterBank, slots: npt.NDArray[np.int64], projection: int) -> list[Group]:
+def _groups(bank: AdapterBank, slots: npt.NDArray[np.int64], projection: int) -> list[TokenGroup]:
     """The rows of each adapter that has this projection."""
-    groups: list[Group] = []
+    groups: list[TokenGroup] = []
     for slot in np.unique(slots[slots >= 0]).tolist():
         if bank.adapts(slot, projection):
             rows = to_device(np.flatnonzero(slots == slot), bank.page_table.device)
-            groups.append(Group(rows, bank.placement(slot)))
+            groups.append(TokenGroup(rows, bank.placement(slot)))
     return groups
 
 

@@ -62,7 +62,7 @@ class AttentionStep:
         return max(self.key_lengths, default=0)
 
 
-class CapturedAttention(ABC):
+class GraphAttention(ABC):
     """Attention of decode steps of one size inside a graph: same addresses, new contents.
 
     Before each replay `write` fills host memory, which the caller sends to the device words that
@@ -134,6 +134,6 @@ class AttentionBackend(ABC):
         """
         return None
 
-    def captured(self, rows: int, words: Tensor) -> CapturedAttention:
+    def captured(self, rows: int, words: Tensor) -> GraphAttention:
         """Attention of captured decode steps, over static device memory `words` (int32)."""
         raise NotImplementedError(f"attention backend {self.name!r} has no captured form")

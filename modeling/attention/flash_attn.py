@@ -16,7 +16,7 @@ from modeling.attention.base import (
     AttentionBackend,
     AttentionSpec,
     AttentionStep,
-    CapturedAttention,
+    GraphAttention,
     Words,
 )
 from modeling.attention.kv_cache import FP8, LayerCache
@@ -114,9 +114,9 @@ class FlashAttention(AttentionBackend):
         """Lengths and whole tables."""
         return rows * (1 + max_blocks)
 
-    def captured(self, rows: int, words: Tensor) -> "CapturedFlashAttn":
+    def captured(self, rows: int, words: Tensor) -> "GraphFlashAttn":
         """Decode over static lengths and tables."""
-        return CapturedFlashAttn(self, rows, words)
+        return GraphFlashAttn(self, rows, words)
 
     def _decode(
         self, q: Tensor, cache: LayerCache, step: FlashAttnStep, window: int | None
@@ -150,7 +150,7 @@ class FlashAttention(AttentionBackend):
         return out
 
 
-class CapturedFlashAttn(CapturedAttention):
+class GraphFlashAttn(GraphAttention):
     """Decode of a fixed number of rows; nothing is planned on the host."""
 
     def __init__(self, backend: FlashAttention, rows: int, words: Tensor) -> None:

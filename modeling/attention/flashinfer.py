@@ -22,7 +22,7 @@ from modeling.attention.base import (
     AttentionBackend,
     AttentionSpec,
     AttentionStep,
-    CapturedAttention,
+    GraphAttention,
     Words,
 )
 from modeling.attention.kv_cache import FP8, LayerCache
@@ -63,7 +63,7 @@ class FlashInferStep(AttentionStep):
 
 
 @dataclass(frozen=True)
-class Turn:
+class EagerPlan:
     """One of two sets of eager wrappers, and the event behind its last plan."""
 
     wrappers: dict[int | None, WindowPlan]
@@ -150,9 +150,9 @@ class FlashInferAttention(AttentionBackend):
         """Row starts, last pages' lengths, and the ragged page list, which may fill up."""
         return _indices_at(rows) + rows * max_blocks
 
-    def captured(self, rows: int, words: Tensor) -> "CapturedDecode":
+    def captured(self, rows: int, words: Tensor) -> "GraphDecode":
         """Wrappers of a fixed number of rows, over `words`."""
-        return CapturedDecode(self, rows, words)
+        return GraphDecode(self, rows, words)
 
     def captured_wrapper(self, window: int | None, parts: tuple[Tensor, Tensor, Tensor]) -> Wrapper:
         """A decode wrapper over static buffers; those of one window share their plan's memory.
@@ -182,14 +182,14 @@ class FlashInferAttention(AttentionBackend):
             "sm_scale": self.spec.scale,
         }
 
-    def _new_turn(self) -> Turn:
+    def _new_turn(self) -> EagerPlan:
         decode = partial(flashinfer.BatchDecodeWithPagedKVCacheWrapper, use_tensor_cores=True)
         prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper
         wrappers = {
             window: WindowPlan(decode(self._workspace, "NHD"), prefill(self._workspace, "NHD"))
             for window in self.spec.windows
         }
-        return Turn(wrappers, torch.cuda.Event())  # type: ignore[no-untyped-call]
+        return EagerPlan(wrappers, torch.cuda.Event())  # type: ignore[no-untyped-call]
 
     def _pages(
         self, key_lengths: Sequence[int], tables: Tensor, first_row: int
@@ -234,7 +234,7 @@ class FlashInferAttention(AttentionBackend):
         )
 
 
-class CapturedDecode(CapturedAttention):
+class GraphDecode(GraphAttention):
     """Decode of a fixed number of rows, for graphs; rows beyond the step's are planned too."""
 
     def __init__(self, backend: FlashInferAttention, rows: int, words: Tensor) -> None:

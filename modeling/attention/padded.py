@@ -66,7 +66,7 @@ class GrowingCache:
 
 
 class PaddedAttention:
-    """A `DoorAttention` of batch * n tokens, row after row.
+    """A `AttentionCall` of batch * n tokens, row after row.
 
     weights: one [batch, all heads, n, places] a layer, where they are kept; else None.
     """

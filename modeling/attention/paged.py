@@ -9,7 +9,7 @@ from modeling.attention.base import AttentionStep
 from modeling.attention.kv_cache import LayerCache
 
 
-class DoorAttention(Protocol):
+class AttentionCall(Protocol):
     """One forward's attention: a door's own cache and its own idea of who sees whom."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

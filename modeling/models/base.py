@@ -78,7 +78,7 @@ class PagedModel(Protocol):
 
 
 @runtime_checkable
-class Windowed(Protocol):
+class WindowedModel(Protocol):
     """A model some of whose layers see only the last tokens; windows: as in AttentionSpec."""
 
     windows: tuple[int | None, ...]
@@ -94,7 +94,7 @@ def attention_spec(model: PagedModel, page_size: int) -> AttentionSpec:
         page_size=page_size,
         dtype=model.dtype,
         device=model.device,
-        windows=model.windows if isinstance(model, Windowed) else (None,),
+        windows=model.windows if isinstance(model, WindowedModel) else (None,),
     )
 
 

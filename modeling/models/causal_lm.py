@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from configs.sampling import Sampling
+from configs.wire.sampling import Sampling
 from modeling.adapters.projection import BaseRows, Projection
 from modeling.batch import BatchJoin
 from modeling.models.causal_lm_adapters import (
     AdapterHooks,
-    Calls,
+    LinearModule,
+    ModuleCalls,
     Reach,
     RowAdapters,
-    Spot,
     Trial,
     base_tensors,
     place,
@@ -32,7 +32,7 @@ from modeling.models.causal_lm_adapters import (
 from modeling.models.causal_lm_batch import CausalLMBatch
 from modeling.models.causal_lm_cache import Past, cache_bytes, keys_head_dim_last
 from modeling.models.causal_lm_sharing import Sharing, sharing_of
-from modeling.sampling.sampler import Chosen, choose
+from modeling.sampling.sampler import SampledStep, choose
 from modeling.sampling.tensors import sampling_tensors
 
 __all__ = ["CausalLM", "CausalLMBatch"]
@@ -145,7 +145,7 @@ class CausalLM:
 
     def generate_token(
         self, batch: CausalLMBatch, adapter_data: RowAdapters | None = None
-    ) -> tuple[Chosen, CausalLMBatch]:
+    ) -> tuple[SampledStep, CausalLMBatch]:
         """Choose every row's next token and give the batch that goes on from there."""
         logits = self.next_logits(batch, adapter_data)
         params = [request.sampling for request in batch.requests]
@@ -219,7 +219,7 @@ class CausalLM:
     @torch.inference_mode()
     def _try(self, tokens: Sequence[list[int]]) -> "_Findings":
         """Prefill two rows, decode one token, and compare the second with a row of its own."""
-        calls = Calls(self.model)
+        calls = ModuleCalls(self.model)
         rows = [BatchJoin(i, row, len(row), -1, Sampling()) for i, row in enumerate(tokens)]
         batch = self.batch(rows)
         with calls.watch():
@@ -253,7 +253,7 @@ class _Findings:
 
     keys_head_dim_last: bool
     bytes_per_token: int
-    spots: list[Spot]
+    spots: list[LinearModule]
     error: float
     largest: float
     bound: float

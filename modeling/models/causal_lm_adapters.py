@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from modeling.adapters.kernels.base import AdapterData, Target
+from modeling.adapters.kernels.base import AdapterData, OutputSlice
 from modeling.adapters.projection import BaseRows, Projection
 
 logger = logging.getLogger("loray.modeling.causal_lm")
@@ -32,7 +32,7 @@ NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
 
 
 @dataclass(frozen=True)
-class Call:
+class ModuleCall:
     """How a module was called: its input's leading dimensions, and both types."""
 
     leading: tuple[int, ...]
@@ -50,7 +50,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Spot:
+class LinearModule:
     """A linear module inside a layer: its path, the layer, and nn.Linear's view of its sizes.
 
     reads_cache: whether each call sees all tokens of the cache, not the step's new ones alone.
@@ -69,14 +69,14 @@ class Spot:
         return NUMBER.sub("{layer}", self.path)
 
 
-class Calls:
+class ModuleCalls:
     """What trial forwards show of a model's linear modules."""
 
     def __init__(self, model: nn.Module) -> None:
         """Look at every nn.Linear and Conv1D whose path holds exactly one number."""
         found = (_spot(path, module) for path, module in model.named_modules())
         self.spots = [spot for spot in found if spot is not None]
-        self._seen: dict[str, list[Call]] = defaultdict(list)
+        self._seen: dict[str, list[ModuleCall]] = defaultdict(list)
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -88,7 +88,7 @@ class Calls:
             for hook in hooks:
                 hook.remove()
 
-    def adaptable(self, trial: Trial) -> list[Spot]:
+    def adaptable(self, trial: Trial) -> list[LinearModule]:
         """Return the modules that saw all tokens that they should, once in each forward.
 
         The forwards watched were the trial's prefill and its decode, in this order.
@@ -109,15 +109,15 @@ class Calls:
             # An input by keyword would not reach the hook that adds deltas.
             if inputs and isinstance(output, Tensor):
                 x = inputs[0]
-                call = Call(tuple(x.shape[:-1]), x.dtype, output.dtype)
+                call = ModuleCall(tuple(x.shape[:-1]), x.dtype, output.dtype)
             else:
-                call = Call((), torch.bool, torch.bool)
+                call = ModuleCall((), torch.bool, torch.bool)
             self._seen[path].append(call)
 
         return hook
 
 
-def _as_expected(calls: Sequence[Call], trial: Trial, reads_cache: bool) -> bool:
+def _as_expected(calls: Sequence[ModuleCall], trial: Trial, reads_cache: bool) -> bool:
     """Whether a module was called once in the prefill and once in the decode, with all tokens."""
     lengths = (trial.length, trial.length + 1 if reads_cache else 1)
     return len(calls) == len(lengths) and all(
@@ -133,7 +133,7 @@ def _in_order(leading: tuple[int, ...], rows: int, length: int) -> bool:
     return long in ([size for size in (rows, length) if size != 1], [rows * length])
 
 
-def _spot(path: str, module: nn.Module) -> Spot | None:
+def _spot(path: str, module: nn.Module) -> LinearModule | None:
     numbers = NUMBER.findall(path)
     if len(numbers) != 1:
         return None
@@ -143,27 +143,27 @@ def _spot(path: str, module: nn.Module) -> Spot | None:
         sizes = (int(module.nx), int(module.nf))  # Its weight lies as [in, out].
     else:
         return None
-    return Spot(path, int(numbers[0]), *sizes, module)
+    return LinearModule(path, int(numbers[0]), *sizes, module)
 
 
 @dataclass(frozen=True)
-class Placed:
+class HookPosition:
     """Where a module's delta comes from: index of the projection, and its layer there."""
 
-    spot: Spot
+    spot: LinearModule
     projection: int
     layer: int
 
 
-def place(spots: Sequence[Spot]) -> tuple[tuple[Projection, ...], list[Placed]]:
+def place(spots: Sequence[LinearModule]) -> tuple[tuple[Projection, ...], list[HookPosition]]:
     """Make a projection of each kind of module, over all layers.
 
     Kinds that some layers lack, or have in another size, make one projection for each module.
     """
-    kinds: dict[str, list[Spot]] = defaultdict(list)
+    kinds: dict[str, list[LinearModule]] = defaultdict(list)
     for spot in spots:
         kinds[spot.template].append(spot)
-    groups: dict[str, list[Spot]] = {}
+    groups: dict[str, list[LinearModule]] = {}
     for template, members in kinds.items():
         sizes = {(spot.in_features, spot.out_features) for spot in members}
         whole = [spot.layer for spot in members] == list(range(len(members)))
@@ -174,14 +174,14 @@ def place(spots: Sequence[Spot]) -> tuple[tuple[Projection, ...], list[Placed]]:
     names = shortest_names(list(groups))
     projections = tuple(_projection(names[key], key, group) for key, group in groups.items())
     placed = [
-        Placed(spot, index, layer)
+        HookPosition(spot, index, layer)
         for index, group in enumerate(groups.values())
         for layer, spot in enumerate(group)
     ]
     return projections, placed
 
 
-def _projection(name: str, module: str, group: Sequence[Spot]) -> Projection:
+def _projection(name: str, module: str, group: Sequence[LinearModule]) -> Projection:
     inputs, outputs = group[0].in_features, group[0].out_features
     return Projection(
         name=name,
@@ -241,7 +241,7 @@ class Reach:
 class AdapterHooks:
     """Adds a forward's deltas to what the placed modules return."""
 
-    def __init__(self, placed: Sequence[Placed], device: torch.device) -> None:
+    def __init__(self, placed: Sequence[HookPosition], device: torch.device) -> None:
         """Hook the modules; `device` is where adapters lie."""
         self._over: Callable[[int], AdapterData] | None = None
         self._reach = Reach(0, 0, 0)
@@ -259,7 +259,7 @@ class AdapterHooks:
         finally:
             self._over = None
 
-    def _data(self, spot: Spot, num_tokens: int) -> AdapterData | None:
+    def _data(self, spot: LinearModule, num_tokens: int) -> AdapterData | None:
         """What to add to a module's output; RuntimeError when it sees other tokens than before."""
         if self._over is None:
             return None
@@ -273,8 +273,8 @@ class AdapterHooks:
             )
         return self._over(length)
 
-    def _hook(self, placed: Placed) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Any]:
-        layer, targets = placed.layer, (Target(placed.projection, 0),)
+    def _hook(self, placed: HookPosition) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Any]:
+        layer, targets = placed.layer, (OutputSlice(placed.projection, 0),)
 
         def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
             data = self._data(placed.spot, output.shape[:-1].numel())

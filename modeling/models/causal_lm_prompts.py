@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from configs.sampling import Pooling
+from configs.wire.sampling import Pooling
 from modeling.batch import BatchJoin
 from modeling.models.causal_lm import TRIAL, CausalLM
 from modeling.models.causal_lm_adapters import RowAdapters
 from modeling.models.causal_lm_cache import Past
-from modeling.prompts import SLICE_BYTES, PromptRow, Told, joined
+from modeling.sampling.prompt_scores import SLICE_BYTES, PromptRow, PromptScoresOnDevice, joined
 from modeling.sampling.sampler import ChosenLogprobs, logprobs_of
 
 Adapters = Callable[[int], RowAdapters | None]
@@ -33,7 +33,9 @@ class CausalLMPrompts:
         self._model = model
         self.slice_length = max(1, SLICE_BYTES // (4 * vocab_size)) if self._goes_on() else WHOLE
 
-    def tell(self, asking: Sequence[tuple[int, BatchJoin]], adapters: Adapters) -> Told:
+    def tell(
+        self, asking: Sequence[tuple[int, BatchJoin]], adapters: Adapters
+    ) -> PromptScoresOnDevice:
         """Read the whole prompt of each (row's index in the batch, its request)."""
         rows = [
             PromptRow(index, join.place, 0, 0, 0, join.prompt_length, join.prompt_length,
@@ -49,7 +51,7 @@ class CausalLMPrompts:
             if row.pools:
                 states = self._model.hidden_states(ids, adapters(join.slot))
                 embeddings += [] if states is None else [_pooled(states, row.asked.pooling)]
-        return Told(
+        return PromptScoresOnDevice(
             rows,
             joined(scores) if scores else None,
             torch.stack(embeddings) if embeddings else None,

@@ -19,7 +19,7 @@ from modeling.attention.kv_cache import LayerCache
 from modeling.layers.attention import rotate_and_store
 from modeling.layers.mlp import PlainMLP
 from modeling.layers.norm import LayerNorm
-from modeling.models.shell import FlashShell, Outline
+from modeling.models.shell import ModelOutline, PagedBase
 from sharding.embedding import VocabParallelEmbedding
 from sharding.group import TensorParallel
 from sharding.linear import ColumnParallelLinear, ColumnPart, RowParallelLinear
@@ -30,7 +30,7 @@ PEFT_PREFIX = "transformer"
 """Where PEFT finds the decoder, however the checkpoint's own names begin."""
 
 
-class Adaptable(IntEnum):
+class GPT2Projection(IntEnum):
     """The model's adaptable linear maps, in the order of `projections`."""
 
     C_ATTN = 0
@@ -85,7 +85,7 @@ class FlashGPT2Attention(nn.Module):
         self.c_attn = AdapterColumnLinear(
             ColumnParallelLinear(hidden, (part,), True, weights, stored_transposed=True),
             layer_id,
-            (Adaptable.C_ATTN,),
+            (GPT2Projection.C_ATTN,),
         )
         self.c_proj = AdapterRowLinear(
             RowParallelLinear(
@@ -97,7 +97,7 @@ class FlashGPT2Attention(nn.Module):
                 stored_transposed=True,
             ),
             layer_id,
-            Adaptable.ATTN_C_PROJ,
+            GPT2Projection.ATTN_C_PROJ,
         )
         # A backend has one scale for all layers (flashinfer plans with it); a layer's own share
         # of it goes into the queries.
@@ -140,8 +140,8 @@ class GPT2MLP(PlainMLP):
             f"{prefix}.c_proj", (hidden, size), cut, True, weights, stored_transposed=True
         )
         super().__init__(
-            AdapterColumnLinear(up, layer_id, (Adaptable.C_FC,)),
-            AdapterRowLinear(down, layer_id, Adaptable.MLP_C_PROJ),
+            AdapterColumnLinear(up, layer_id, (GPT2Projection.C_FC,)),
+            AdapterRowLinear(down, layer_id, GPT2Projection.MLP_C_PROJ),
             config.activation,
         )
 
@@ -237,7 +237,7 @@ class FlashGPT2Model(nn.Module):
         return normed
 
 
-class FlashGPT2ForCausalLM(FlashShell):
+class FlashGPT2ForCausalLM(PagedBase):
     """The decoder and its head; a `PagedModel`."""
 
     def __init__(self, prefix: str, config: GPT2Architecture, weights: Weights) -> None:
@@ -247,7 +247,7 @@ class FlashGPT2ForCausalLM(FlashShell):
         if config.tie_word_embeddings:
             weights.stand_in(f"{inner}.wte.weight", f"{head}.weight")
         transformer = FlashGPT2Model(inner, config, weights)
-        outline = Outline(
+        outline = ModelOutline(
             projections=gpt2_projections(config, weights.group),
             heads=_heads(config, weights.group),
             head_dim=config.head_dim,

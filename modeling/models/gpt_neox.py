@@ -15,13 +15,13 @@ from modeling.adapters.kernels.base import AdapterData
 from modeling.adapters.linear import AdapterColumnLinear, AdapterRowLinear
 from modeling.adapters.projection import Projection
 from modeling.adapters.vocabulary import EndNames
-from modeling.attention.paged import DoorAttention
+from modeling.attention.paged import AttentionCall
 from modeling.layers.attention import split_heads
 from modeling.layers.mlp import PlainMLP
 from modeling.layers.norm import LayerNorm
 from modeling.layers.rotary import Rotary
 from modeling.models.padded import PaddedAnswer, PaddedCall, Past, answer
-from modeling.models.shell import Outline, TwoDoorShell
+from modeling.models.shell import ModelOutline, PagedAndPaddedBase
 from sharding.embedding import VocabParallelEmbedding
 from sharding.group import TensorParallel
 from sharding.linear import ColumnParallelLinear, ColumnPart, RowParallelLinear
@@ -35,7 +35,7 @@ Angles = tuple[Tensor, Tensor]
 """Cosines and sines of a step, [tokens, 1, rotated width] each."""
 
 
-class Adaptable(IntEnum):
+class GPTNeoXProjection(IntEnum):
     """The model's adaptable linear maps, in the order of `projections`."""
 
     QUERY_KEY_VALUE = 0
@@ -121,17 +121,17 @@ class GPTNeoXAttention(nn.Module):
         self.query_key_value = AdapterColumnLinear(
             ColumnParallelLinear(hidden, (part,), bias, weights),
             layer_id,
-            (Adaptable.QUERY_KEY_VALUE,),
+            (GPTNeoXProjection.QUERY_KEY_VALUE,),
         )
         shape = (hidden, hidden)
         dense = RowParallelLinear(f"{prefix}.dense", shape, self.heads.queries, bias, weights)
-        self.dense = AdapterRowLinear(dense, layer_id, Adaptable.DENSE)
+        self.dense = AdapterRowLinear(dense, layer_id, GPTNeoXProjection.DENSE)
 
     def forward(
         self,
         hidden_states: Tensor,
         angles: Angles,
-        attention: DoorAttention,
+        attention: AttentionCall,
         adapter_data: AdapterData | None,
     ) -> Tensor:
         """[tokens, hidden] to this rank's summand of the same shape."""
@@ -153,8 +153,8 @@ class GPTNeoXMLP(PlainMLP):
         up = ColumnParallelLinear(hidden, (part,), True, weights)
         down = RowParallelLinear(f"{prefix}.dense_4h_to_h", (hidden, size), cut, True, weights)
         super().__init__(
-            AdapterColumnLinear(up, layer_id, (Adaptable.H_TO_4H,)),
-            AdapterRowLinear(down, layer_id, Adaptable.FOUR_H_TO_H),
+            AdapterColumnLinear(up, layer_id, (GPTNeoXProjection.H_TO_4H,)),
+            AdapterRowLinear(down, layer_id, GPTNeoXProjection.FOUR_H_TO_H),
             config.hidden_act,
         )
 
@@ -181,7 +181,7 @@ class GPTNeoXLayer(nn.Module):
         self,
         hidden_states: Tensor,
         angles: Angles,
-        attention: DoorAttention,
+        attention: AttentionCall,
         adapter_data: AdapterData | None,
     ) -> Tensor:
         """The residual stream [tokens, hidden] to the same shape, equal on every rank."""
@@ -217,7 +217,7 @@ class GPTNeoXModel(nn.Module):
         self,
         embeds: Tensor,
         position_ids: Tensor,
-        attention: DoorAttention,
+        attention: AttentionCall,
         adapter_data: AdapterData | None,
         trace: list[Tensor] | None = None,
     ) -> Tensor:
@@ -235,7 +235,7 @@ class GPTNeoXModel(nn.Module):
         return normed
 
 
-class GPTNeoXForCausalLM(TwoDoorShell):
+class GPTNeoXForCausalLM(PagedAndPaddedBase):
     """The decoder and its head; a `PagedModel` and a `PaddedModel`."""
 
     def __init__(self, config: GPTNeoXArchitecture, weights: Weights) -> None:
@@ -246,7 +246,7 @@ class GPTNeoXForCausalLM(TwoDoorShell):
         if config.tie_word_embeddings:
             weights.stand_in(f"{PEFT_PREFIX}.embed_in.weight", f"{head}.weight")
         gpt_neox = GPTNeoXModel(config, weights)
-        outline = Outline(
+        outline = ModelOutline(
             projections=gpt_neox_projections(config, weights.group),
             heads=_heads(config, weights.group),
             head_dim=config.head_dim,
@@ -316,10 +316,10 @@ class GPTNeoXForCausalLM(TwoDoorShell):
         self,
         embeds: Tensor,
         position_ids: Tensor,
-        attention: DoorAttention,
+        attention: AttentionCall,
         trace: list[Tensor] | None,
     ) -> Tensor:
-        """As `TwoDoorShell`; here, as in transformers, the farthest position is for the batch.
+        """As `PagedAndPaddedBase`; here, as in transformers, the farthest position is for the batch.
 
         ValueError for a position where dynamic rope would begin to change.
         """

@@ -25,7 +25,7 @@ from modeling.models.llama_projections import (
     llama_projections,
     mlp_projections,
 )
-from modeling.models.shell import FlashShell, Outline
+from modeling.models.shell import ModelOutline, PagedBase
 from sharding.embedding import VocabParallelEmbedding
 from sharding.linear import ColumnParallelLinear, RowParallelLinear
 from sharding.loader import Weights
@@ -252,7 +252,7 @@ class FlashLlamaModel(nn.Module):
         return stream, None
 
 
-class FlashLlamaForCausalLM(FlashShell):
+class FlashLlamaForCausalLM(PagedBase):
     """The decoder and its head; a `PagedModel`."""
 
     def __init__(
@@ -267,7 +267,7 @@ class FlashLlamaForCausalLM(FlashShell):
         if config.tie_word_embeddings:
             weights.stand_in(f"{inner}.embed_tokens.weight", f"{head}.weight")
         model = FlashLlamaModel(inner, config, weights, create_layer_fn)
-        outline = Outline(
+        outline = ModelOutline(
             projections=llama_projections(inner, config, weights.group),
             heads=llama_heads(config, weights.group),
             head_dim=config.head_dim,

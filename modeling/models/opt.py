@@ -10,16 +10,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from configs.architectures.opt import OPTArchitecture
-from modeling.adapters.kernels.base import AdapterData, Target
+from modeling.adapters.kernels.base import AdapterData, OutputSlice
 from modeling.adapters.linear import AdapterColumnLinear, AdapterRowLinear
 from modeling.adapters.projection import Projection
 from modeling.adapters.vocabulary import EndNames
-from modeling.attention.paged import DoorAttention
+from modeling.attention.paged import AttentionCall
 from modeling.layers.attention import split_heads
 from modeling.layers.mlp import PlainMLP
 from modeling.layers.norm import LayerNorm
 from modeling.models.padded import PaddedAnswer, PaddedCall, Past, answer
-from modeling.models.shell import Outline, TwoDoorShell
+from modeling.models.shell import ModelOutline, PagedAndPaddedBase
 from sharding.embedding import VocabParallelEmbedding
 from sharding.group import TensorParallel
 from sharding.linear import ColumnParallelLinear, ColumnPart, RowParallelLinear
@@ -36,7 +36,7 @@ POSITION_OFFSET = 2
 """The first rows of the position table are for padding (fairseq's padding_idx + 1)."""
 
 
-class Adaptable(IntEnum):
+class OPTProjection(IntEnum):
     """The model's adaptable linear maps, in the order of `projections`."""
 
     Q = 0
@@ -112,13 +112,13 @@ class OPTAttention(nn.Module):
         self.qkv_proj = AdapterColumnLinear(
             ColumnParallelLinear(hidden, parts, config.bias, weights),
             layer_id,
-            (Adaptable.Q, Adaptable.K, Adaptable.V),
+            (OPTProjection.Q, OPTProjection.K, OPTProjection.V),
         )
         out = RowParallelLinear(f"{prefix}.out_proj", (hidden, hidden), cut, config.bias, weights)
-        self.out_proj = AdapterRowLinear(out, layer_id, Adaptable.OUT)
+        self.out_proj = AdapterRowLinear(out, layer_id, OPTProjection.OUT)
 
     def forward(
-        self, hidden_states: Tensor, attention: DoorAttention, adapter_data: AdapterData | None
+        self, hidden_states: Tensor, attention: AttentionCall, adapter_data: AdapterData | None
     ) -> Tensor:
         """[tokens, hidden] to the same shape, equal on every rank."""
         qkv: Tensor = self.qkv_proj(hidden_states, adapter_data)
@@ -137,8 +137,8 @@ def _feed_forward(
     up = ColumnParallelLinear(hidden, (part,), config.bias, weights)
     down = RowParallelLinear(f"{prefix}.fc2", (hidden, size), cut, config.bias, weights)
     return PlainMLP(
-        AdapterColumnLinear(up, layer_id, (Adaptable.FC1,)),
-        AdapterRowLinear(down, layer_id, Adaptable.FC2),
+        AdapterColumnLinear(up, layer_id, (OPTProjection.FC1,)),
+        AdapterRowLinear(down, layer_id, OPTProjection.FC2),
         config.activation,
     )
 
@@ -163,7 +163,7 @@ class OPTDecoderLayer(nn.Module):
         self.final_layer_norm = _norm(f"{prefix}.final_layer_norm", config, weights)
 
     def forward(
-        self, hidden_states: Tensor, attention: DoorAttention, adapter_data: AdapterData | None
+        self, hidden_states: Tensor, attention: AttentionCall, adapter_data: AdapterData | None
     ) -> Tensor:
         """The residual stream [tokens, hidden] to the same shape."""
         x = hidden_states
@@ -212,7 +212,7 @@ class OPTDecoder(nn.Module):
         self,
         embeds: Tensor,
         position_ids: Tensor,
-        attention: DoorAttention,
+        attention: AttentionCall,
         adapter_data: AdapterData | None,
         trace: list[Tensor] | None = None,
     ) -> Tensor:
@@ -220,7 +220,7 @@ class OPTDecoder(nn.Module):
 
         trace: gets what enters each layer.
         """
-        embeds = _project(embeds, self.project_in, adapter_data, Adaptable.PROJECT_IN)
+        embeds = _project(embeds, self.project_in, adapter_data, OPTProjection.PROJECT_IN)
         hidden = embeds + self.embed_positions(position_ids)
         for layer in self.layers:
             if trace is not None:
@@ -228,7 +228,7 @@ class OPTDecoder(nn.Module):
             hidden = layer(hidden, attention, adapter_data)
         if self.final_layer_norm is not None:
             hidden = self.final_layer_norm(hidden)
-        return _project(hidden, self.project_out, adapter_data, Adaptable.PROJECT_OUT)
+        return _project(hidden, self.project_out, adapter_data, OPTProjection.PROJECT_OUT)
 
 
 def _project(
@@ -239,7 +239,7 @@ def _project(
         return x
     y = F.linear(x, weight)
     if adapter_data is not None:
-        adapter_data.add(y, x, 0, (Target(projection, 0),))
+        adapter_data.add(y, x, 0, (OutputSlice(projection, 0),))
     return y
 
 
@@ -255,7 +255,7 @@ class OPTModel(nn.Module):
         self,
         embeds: Tensor,
         position_ids: Tensor,
-        attention: DoorAttention,
+        attention: AttentionCall,
         adapter_data: AdapterData | None,
         trace: list[Tensor] | None = None,
     ) -> Tensor:
@@ -264,7 +264,7 @@ class OPTModel(nn.Module):
         return out
 
 
-class OPTForCausalLM(TwoDoorShell):
+class OPTForCausalLM(PagedAndPaddedBase):
     """The decoder and its head; a `PagedModel` and a `PaddedModel`."""
 
     def __init__(self, config: OPTArchitecture, weights: Weights) -> None:
@@ -272,7 +272,7 @@ class OPTForCausalLM(TwoDoorShell):
         if config.tie_word_embeddings:
             weights.stand_in(f"{PEFT_PREFIX}.embed_tokens.weight", "lm_head.weight")
         model = OPTModel(config, weights)
-        outline = Outline(
+        outline = ModelOutline(
             projections=opt_projections(config, weights.group),
             heads=_heads(config, weights.group),
             head_dim=config.head_dim,

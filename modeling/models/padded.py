@@ -18,7 +18,7 @@ from modeling.attention.padded import (
     Pairs,
     local_head_mask,
 )
-from modeling.attention.paged import DoorAttention
+from modeling.attention.paged import AttentionCall
 from sharding.group import TensorParallel
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class PaddedModel(Protocol):
         self,
         embeds: Tensor,
         position_ids: Tensor,
-        attention: DoorAttention,
+        attention: AttentionCall,
         trace: list[Tensor] | None,
     ) -> Tensor:
         """[tokens, width] to what the head reads; `trace` gets what enters each layer."""

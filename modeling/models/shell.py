@@ -20,14 +20,14 @@ from modeling.adapters.vocabulary import (
 )
 from modeling.attention.base import AttentionStep
 from modeling.attention.kv_cache import LayerCache
-from modeling.attention.paged import DoorAttention, PagedAttention
+from modeling.attention.paged import AttentionCall, PagedAttention
 from sharding.embedding import ParallelHead, VocabParallelEmbedding
 from sharding.loader import Weights
 from sharding.slicing import HeadCut
 
 
 @dataclass(frozen=True)
-class Outline:
+class ModelOutline:
     """What a family tells its outer class.
 
     head: the head's name in the checkpoint. ends: PEFT's names of embedding and head.
@@ -42,10 +42,10 @@ class Outline:
     ends: EndNames
 
 
-class CausalShell(nn.Module):
+class CausalBase(nn.Module):
     """A decoder's sizes, its head, and the adapters of both ends."""
 
-    def __init__(self, config: ModelArchitecture, weights: Weights, outline: Outline) -> None:
+    def __init__(self, config: ModelArchitecture, weights: Weights, outline: ModelOutline) -> None:
         """Read the head, or share the embedding's memory."""
         super().__init__()
         self.group = weights.group
@@ -91,7 +91,7 @@ class CausalShell(nn.Module):
         return (hidden if bare else self.head(hidden, adapter_data)), None
 
 
-class FlashShell(CausalShell):
+class PagedBase(CausalBase):
     """A family whose one door is the engine's."""
 
     @property
@@ -135,7 +135,7 @@ class FlashShell(CausalShell):
     """The engine's way in; such a family has no other."""
 
 
-class TwoDoorShell(CausalShell):
+class PagedAndPaddedBase(CausalBase):
     """A family with transformers' padded door too; a `PaddedModel` but for `positions`.
 
     use_cache: what a call of the padded door that does not say gets.
@@ -181,7 +181,7 @@ class TwoDoorShell(CausalShell):
         self,
         embeds: Tensor,
         position_ids: Tensor,
-        attention: DoorAttention,
+        attention: AttentionCall,
         trace: list[Tensor] | None,
     ) -> Tensor:
         """[tokens, embedding width] to the same shape, without adapters."""

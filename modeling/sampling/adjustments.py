@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from configs.sampling import Sampling
+from configs.wire.sampling import Sampling
 from modeling.sampling.history import TokenHistory
 from modeling.transfer import to_device
 

@@ -25,14 +25,14 @@ class ChosenLogprobs:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class SampledStep:
     """Tokens int64 [n], and their logprobs where a row asked."""
 
     tokens: Tensor
     logprobs: ChosenLogprobs | None
 
 
-def choose(logits: Tensor, sampling: SamplingTensors) -> Chosen:
+def choose(logits: Tensor, sampling: SamplingTensors) -> SampledStep:
     """Choose each row's token: logits [n, vocab], without padded columns.
 
     Greedy rows take the best logit, the lowest id among equals.
@@ -43,8 +43,8 @@ def choose(logits: Tensor, sampling: SamplingTensors) -> Chosen:
     if random is not None:
         tokens[random.rows] = _sample(asked[random.rows].float(), random)
     if sampling.num_top < 0:
-        return Chosen(tokens, None)
-    return Chosen(tokens, logprobs_of(logits, tokens, sampling.num_top))
+        return SampledStep(tokens, None)
+    return SampledStep(tokens, logprobs_of(logits, tokens, sampling.num_top))
 
 
 def _sample(logits: Tensor, random: RandomRows) -> Tensor:
@@ -80,6 +80,6 @@ def logprobs_of(logits: Tensor, tokens: Tensor, num_top: int) -> ChosenLogprobs:
     return ChosenLogprobs(chosen, best.indices, best.values)
 
 
-def no_rows(device: torch.device) -> Chosen:
+def no_rows(device: torch.device) -> SampledStep:
     """Return what a step without sampling rows chose."""
-    return Chosen(torch.empty(0, dtype=torch.int64, device=device), None)
+    return SampledStep(torch.empty(0, dtype=torch.int64, device=device), None)

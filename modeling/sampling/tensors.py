@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from configs.sampling import Sampling
+from configs.wire.sampling import Sampling
 from modeling.sampling.adjustments import Adjustments, adjustments
 from modeling.sampling.history import TokenHistory
 from modeling.sampling.noise import noise_keys

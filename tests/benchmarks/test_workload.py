@@ -13,7 +13,7 @@ from benchmarks import loading, workload
 from benchmarks.workload import MIXED_RANKS, adapter_parameters, config_of, recipes, write_adapters
 from configs.engine import EngineConfig
 from configs.model import LoadFormat, ModelConfig
-from modeling.adapters.judging import adaptable, judge
+from modeling.runner.adapter_check import adaptable, judge
 
 
 def stamps(folder: Path) -> dict[str, int]:

@@ -9,7 +9,6 @@ import yaml
 from pydantic import ValidationError
 from ray.serve.schema import ServeDeploySchema
 
-from configs.adapters import AdapterReference, AdapterSource, parse_reference
 from configs.engine import EngineConfig
 from configs.env import (
     THROUGHPUT_ENVIRONMENT,
@@ -18,6 +17,7 @@ from configs.env import (
     proxy_mode,
 )
 from configs.serve import ServeConfig
+from configs.wire.adapters import AdapterReference, AdapterSource, parse_reference
 from deployments.app import bundles
 from tests.checkpoints import write_llama
 

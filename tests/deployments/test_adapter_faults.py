@@ -14,12 +14,12 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from deployments.ingress.engine import IngressSettings
+from deployments.ingress.generation.engine import IngressSettings
 from tests.hub_server import HubServer
 from tests.s3_server import FaultyS3, s3_server
 from tests.served import demo_app, demo_config, served
-from tests.sharding.sources.adapter_files import left_over, write_files
-from tests.sharding.sources.test_faults import Bomb
+from tests.sources.adapter_files import left_over, write_files
+from tests.sources.test_faults import Bomb
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 PIRATE = {

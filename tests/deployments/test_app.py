@@ -7,7 +7,7 @@ import pytest
 
 from configs.model import ModelConfig
 from deployments import app
-from sharding.sources.model import ModelNotFound
+from sources.model import ModelNotFound
 
 FAR, FARTHER = "a" * 56, "b" * 56
 ABSENT = ModelConfig(id="/no/such/model")

@@ -12,11 +12,11 @@ import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
-from configs.adapters import AdapterSource
 from configs.api import ApiConfig, SecretConfig
 from configs.serve import ServeConfig
+from configs.wire.adapters import AdapterSource
 from deployments.cli import app
-from deployments.ingress.engine import IngressSettings
+from deployments.ingress.generation.engine import IngressSettings
 from tests.served import demo_app, demo_config, served
 
 QUESTION = "What is the capital of France?"

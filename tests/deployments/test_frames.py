@@ -8,9 +8,9 @@ import struct
 import msgspec
 import pytest
 
-from configs.adapters import AdapterReference, AdapterSource
-from configs.merging import MergeRule
-from configs.sampling import Sampling, Stopping
+from configs.wire.adapters import AdapterReference, AdapterSource
+from configs.wire.merging import MergeRule
+from configs.wire.sampling import Sampling, Stopping
 from deployments.contract import (
     GenerateRequest,
     ReplyAddress,
@@ -18,8 +18,8 @@ from deployments.contract import (
     TokenFrame,
     TokenRun,
 )
-from deployments.frames import Finish, FrameReceiver, FrameSender, Hello
-from tests.deployments.driver.stories import until_true
+from deployments.frames import DriverHello, Finish, FrameReceiver, FrameSender
+from tests.deployments.driver.routing.stories import until_true
 
 
 class Recorder:
@@ -87,7 +87,7 @@ def packed(word: object) -> bytes:
         b"\x00\x00\x00\x05wrong",
         struct.pack("!I", 1 << 30),
         b"GET / HTTP/1.1\r\n\r\n",
-        packed(Hello("wrong", "a replica")),
+        packed(DriverHello("wrong", "a replica")),
         packed({"replica": "a replica"}),
     ],
 )
@@ -265,7 +265,7 @@ def test_a_driver_that_does_not_read_is_sent_no_head_starts() -> None:
         receiver = FrameReceiver(lambda frame: None)
         address = await receiver.start("127.0.0.1")
         _, writer = await asyncio.open_connection(address.host, address.port, limit=1)
-        writer.write(packed(Hello(address.secret, "a")))
+        writer.write(packed(DriverHello(address.secret, "a")))
         await until_true(lambda: receiver.send_ahead("a", request()))
         large, count = request([100_000] * 12_000), 0
         while receiver.send_ahead("a", large):

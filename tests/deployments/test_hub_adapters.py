@@ -7,7 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from deployments.ingress.engine import IngressSettings
+from deployments.ingress.generation.engine import IngressSettings
 from tests.hub_server import HubServer
 from tests.served import demo_app, demo_config, served
 

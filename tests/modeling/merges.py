@@ -10,8 +10,8 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import pad
 
-from configs.adapters import AdapterKey, FetchedAdapter
-from configs.merging import MergeRule
+from configs.wire.adapters import AdapterKey, FetchedAdapter
+from configs.wire.merging import MergeRule
 from tests.checkpoints import AdapterRecipe, load_oracle, write_adapter
 
 PARTS: dict[str, AdapterRecipe] = {

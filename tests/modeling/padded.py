@@ -7,12 +7,12 @@ from typing import Any, cast
 
 import torch
 
-from configs.adapters import AdapterKey, FetchedAdapter
 from configs.engine import AdaptersConfig, CacheConfig, Device, EngineConfig, LimitsConfig
 from configs.model import ModelConfig
-from configs.sampling import Sampling
-from modeling.padded_runner import PaddedRunner
-from modeling.runner import ModelRunner
+from configs.wire.adapters import AdapterKey, FetchedAdapter
+from configs.wire.sampling import Sampling
+from modeling.runner.padded import PaddedRunner
+from modeling.runner.paged import ModelRunner
 from sharding.group import SingleRank
 from tests.checkpoints import write_adapter
 from tests.checkpoints_others import GPT2_ADAPTERS, write_gpt2

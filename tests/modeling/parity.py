@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from configs.adapters import AdapterKey, FetchedAdapter
 from configs.engine import AdaptersConfig, CacheConfig, Device, EngineConfig, LimitsConfig
 from configs.model import ModelConfig
-from configs.sampling import Sampling
-from modeling.runner import ModelRunner
+from configs.wire.adapters import AdapterKey, FetchedAdapter
+from configs.wire.sampling import Sampling
+from modeling.runner.paged import ModelRunner
 from sharding.group import TensorParallel
 from tests.checkpoints import (
     FUSED_LINEARS,

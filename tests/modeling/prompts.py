@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from configs.sampling import Pooling, Sampling
+from configs.wire.sampling import Pooling, Sampling
 from tests.modeling.stepping import Answer, Asked
 from tests.oracle import MIN_SHIFT, TOLERANCE, final_states, prompt_logits, truth
 

@@ -8,15 +8,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from configs.adapters import AdapterKey, FetchedAdapter
-from configs.sampling import Stopping
+from configs.wire.adapters import AdapterKey, FetchedAdapter
+from configs.wire.plan import StepPlan
+from configs.wire.sampling import Stopping
 from deployments.rank.batch import forward_batch, step_result
 from deployments.rank.host import capacity_of
 from modeling.batch import RowLogprobs, StepOutput
-from modeling.runner import ModelRunner
-from scheduler.events import AdapterPlaced, AdapterStaged, Ended, NewTokens
-from scheduler.plan import StepPlan
-from scheduler.policy import Limits
+from modeling.runner.paged import ModelRunner
+from scheduler.admission.limits import Limits
+from scheduler.events import AdapterLoaded, AdapterStaged, Ended, NewTokens
 from scheduler.request import Request
 from scheduler.scheduler import Scheduler
 from tests.modeling.stepping import Answer, Asked
@@ -101,7 +101,7 @@ class Ranks:
             self.runner.drop(key)
         self._flying.append((plan, self.runner.step(forward_batch(plan))))
         for fill in plan.fills:
-            self.scheduler.adapter(AdapterPlaced(fill.key), 0.0)
+            self.scheduler.adapter(AdapterLoaded(fill.key), 0.0)
 
     def _land(self) -> None:
         plan, output = self._flying.popleft()

@@ -4,17 +4,17 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from configs.sampling import Sampling
+from configs.wire.sampling import Sampling
 from modeling.batch import (
     BatchJoin,
     BatchRow,
     ForwardBatch,
-    PromptAnswer,
+    PromptScores,
     RowLogprobs,
     SampledTokens,
     StepOutput,
 )
-from modeling.runner import ModelRunner
+from modeling.runner.paged import ModelRunner
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Answer:
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[RowLogprobs | None] = field(default_factory=list)
-    prompts: list[PromptAnswer] = field(default_factory=list)
+    prompts: list[PromptScores] = field(default_factory=list)
 
 
 class BlockPile:

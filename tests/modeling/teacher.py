@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from configs.sampling import Sampling
-from modeling.runner import ModelRunner
+from configs.wire.sampling import Sampling
+from modeling.runner.paged import ModelRunner
 from tests.checkpoints import (
     AdapterRecipe,
     load_adapted_oracle,

@@ -7,7 +7,7 @@ import torch
 
 from configs.model import DType, ModelConfig
 from modeling.models.llama import FlashLlamaForCausalLM
-from modeling.runner import ModelRunner
+from modeling.runner.paged import ModelRunner
 from sharding.group import SingleRank
 from tests.checkpoints import write_adapter
 from tests.modeling.parity import engine_config, place_all

@@ -22,9 +22,9 @@ from configs.engine import (
     LimitsConfig,
 )
 from configs.model import DType, ModelConfig
-from modeling.loading import pick_device
-from modeling.padded_runner import PaddedRunner
-from modeling.runner import ModelRunner
+from modeling.runner.loading import pick_device
+from modeling.runner.padded import PaddedRunner
+from modeling.runner.paged import ModelRunner
 from sharding.group import SingleRank, TensorParallel
 from tests.checkpoints import write_adapter
 from tests.modeling.parity import (

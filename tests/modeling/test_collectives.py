@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from configs.engine import AdaptersConfig
-from configs.sampling import Sampling
+from configs.wire.sampling import Sampling
 from modeling.batch import BatchJoin, BatchRow, ForwardBatch
-from modeling.runner import ModelRunner
+from modeling.runner.paged import ModelRunner
 from sharding.group import TensorParallel
 from tests.modeling.parity import World, engine_config, place_all
 from tests.ranks import run_ranks

@@ -5,13 +5,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from configs.adapters import AdapterKey, FetchedAdapter
 from configs.engine import AdaptersConfig, CacheConfig, Device, LimitsConfig
 from configs.model import DType, ModelConfig
-from configs.sampling import Sampling
-from modeling import prompts
-from modeling.loading import pick_device
-from modeling.runner import ModelRunner
+from configs.wire.adapters import AdapterKey, FetchedAdapter
+from configs.wire.sampling import Sampling
+from modeling.runner.loading import pick_device
+from modeling.runner.paged import ModelRunner
+from modeling.sampling import prompt_scores as prompts
 from sharding.group import SingleRank
 from tests.modeling.parity import ADAPTERS, BASE, World, engine_config, place_all, poison
 from tests.modeling.prompts import Prompts, check_answers, prompt_of, questions

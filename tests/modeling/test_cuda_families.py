@@ -8,9 +8,9 @@ import torch
 
 from configs.engine import AttentionBackend, CacheConfig, Device
 from configs.model import DType, ModelConfig
-from configs.sampling import Sampling
-from modeling.loading import pick_device
-from modeling.runner import ModelRunner
+from configs.wire.sampling import Sampling
+from modeling.runner.loading import pick_device
+from modeling.runner.paged import ModelRunner
 from sharding.group import SingleRank
 from tests.modeling.parity import (
     BASE,

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from configs.engine import AdaptersConfig, Device
-from modeling.loading import pick_device
-from modeling.runner import ModelRunner
+from modeling.runner.loading import pick_device
+from modeling.runner.paged import ModelRunner
 from sharding.group import SingleRank
 from tests.modeling.parity import (
     BASE,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from configs.engine import AdaptersConfig, AllReduce, AttentionBackend, Device, EngineConfig
-from modeling.runner import ModelRunner
+from modeling.runner.paged import ModelRunner
 from sharding.group import SingleRank, TensorParallel
 from tests.modeling.parity import (
     BASE,

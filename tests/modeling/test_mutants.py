@@ -5,16 +5,16 @@ from dataclasses import replace
 import pytest
 from torch import Tensor
 
-from modeling.adapters import copies
-from modeling.adapters.bank import AdapterBank, Placement, take
+from modeling.adapters import host_cache as copies
+from modeling.adapters.bank import AdapterBank, DeviceAdapter, take
 from modeling.adapters.kernels.base import AdapterData
 from modeling.adapters.linear import AdapterRowLinear
 from modeling.adapters.peft_config import LoraPlan
 from modeling.adapters.projection import Segments, width
 from modeling.batch import BatchJoin
-from modeling.sampling.sampler import Chosen, choose
+from modeling.runner.input_batch import InputBatch
+from modeling.sampling.sampler import SampledStep, choose
 from modeling.sampling.tensors import SamplingTensors
-from modeling.state import PlaceState
 from tests.modeling.parity import Setting, World, compare, expect_mismatch
 
 ONE = Setting("llama", "gqa", 1, ["r8"])
@@ -75,7 +75,7 @@ def test_row_delta_after_the_sum(world: World, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_two_adapters_swapped(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    def placement(self: AdapterBank, slot: int) -> Placement:
+    def placement(self: AdapterBank, slot: int) -> DeviceAdapter:
         found = self._placements[1 - slot]
         assert found is not None
         return found
@@ -85,22 +85,22 @@ def test_two_adapters_swapped(world: World, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_adapter_on_the_wrong_layer(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Placement.rank
-    monkeypatch.setattr(Placement, "rank", lambda self, p, layer: real(self, p, 1 - layer))
+    real = DeviceAdapter.rank
+    monkeypatch.setattr(DeviceAdapter, "rank", lambda self, p, layer: real(self, p, 1 - layer))
     expect_mismatch(world, Setting("llama", "gqa", 1, ["last_layer"]))
 
 
 def test_sample_lands_one_position_late(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = PlaceState.write
-    monkeypatch.setattr(PlaceState, "write", lambda self, at, tokens: real(self, at + 1, tokens))
+    real = InputBatch.write
+    monkeypatch.setattr(InputBatch, "write", lambda self, at, tokens: real(self, at + 1, tokens))
     expect_mismatch(world, ONE)
 
 
 def test_last_token_of_the_wrong_row(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    def rolled(logits: Tensor, sampling: SamplingTensors) -> Chosen:
+    def rolled(logits: Tensor, sampling: SamplingTensors) -> SampledStep:
         return choose(logits.roll(1, dims=0), sampling)
 
-    monkeypatch.setattr("modeling.runner.choose", rolled)
+    monkeypatch.setattr("modeling.runner.paged.choose", rolled)
     expect_mismatch(world, TWO)
 
 
@@ -115,6 +115,6 @@ def test_preempted_request_joins_without(
             return replace(join, slot=-1)
         return replace(join, tokens=[*join.tokens[:-1], 0])
 
-    real = PlaceState.join
-    monkeypatch.setattr(PlaceState, "join", lambda self, joins: real(self, [*map(forget, joins)]))
+    real = InputBatch.join
+    monkeypatch.setattr(InputBatch, "join", lambda self, joins: real(self, [*map(forget, joins)]))
     expect_mismatch(world, REJOINED)

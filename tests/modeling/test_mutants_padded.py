@@ -12,7 +12,7 @@ from modeling.models import causal_lm_adapters, causal_lm_batch, causal_lm_cache
 from modeling.models.causal_lm import TRIAL, CausalLM
 from modeling.models.causal_lm_adapters import RowAdapters
 from modeling.models.causal_lm_batch import CausalLMBatch
-from modeling.padded_runner import PaddedRunner
+from modeling.runner.padded import PaddedRunner
 from tests.modeling.padded import PaddedWorld, compare_padded
 from tests.modeling.parity import BASE, WHOLE, Mismatch, Setting
 
@@ -89,12 +89,12 @@ def test_caches_aligned_on_the_left_are_noticed(
 def test_a_delta_on_another_layer_is_noticed(
     padded: PaddedWorld, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    placed = causal_lm_adapters.Placed
+    placed = causal_lm_adapters.HookPosition
 
     def other(spot: Any, projection: int, layer: int) -> Any:
         return placed(spot, projection, 1 - layer)
 
-    monkeypatch.setattr(causal_lm_adapters, "Placed", other)
+    monkeypatch.setattr(causal_lm_adapters, "HookPosition", other)
     expect_mismatch(padded, kind, ["r4"])
 
 

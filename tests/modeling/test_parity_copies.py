@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from configs.adapters import AdapterError, AdapterKey, FetchedAdapter
 from configs.engine import AdaptersConfig
 from configs.model import DType, ModelConfig
-from modeling.adapters.judging import adaptable, base_tensors, judge
-from modeling.runner import ModelRunner
+from configs.wire.adapters import AdapterError, AdapterKey, FetchedAdapter
+from modeling.runner.adapter_check import adaptable, base_tensors, judge
+from modeling.runner.paged import ModelRunner
 from sharding.group import TensorParallel
 from tests.checkpoints import AdapterRecipe, write_adapter
 from tests.modeling.padded import PaddedWorld, compare_padded, padded_runner

@@ -16,7 +16,7 @@ from modeling.adapters.kernels.base import AdapterData
 from modeling.adapters.linear import AdapterRowLinear
 from modeling.adapters.projection import Projection
 from modeling.models import gpt2, gpt_neox, opt
-from modeling.runner import ModelRunner
+from modeling.runner.paged import ModelRunner
 from sharding.group import TensorParallel
 from sharding.linear import RowParallelLinear
 from sharding.slicing import Segments

@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 from configs.architectures.llama import Architecture, Blend
 from configs.architectures.select import load_architecture
 from configs.model import ModelConfig
-from modeling import loading
 from modeling.attention.sdpa import SdpaAttention, SdpaStep
 from modeling.models import llama, llama_projections
-from modeling.runner import ModelRunner
+from modeling.runner import loading
+from modeling.runner.paged import ModelRunner
 from sharding.checkpoint import CheckpointError
 from sharding.group import TensorParallel
 from sharding.slicing import Segments

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch.nn.functional import pad
 
-from configs.adapters import FetchedAdapter
 from configs.engine import AdaptersConfig, EngineConfig
-from configs.merging import MergeRule, MergeStrategy, SignMethod
-from configs.sampling import Sampling
+from configs.wire.adapters import FetchedAdapter
+from configs.wire.merging import MergeRule, MergeStrategy, SignMethod
+from configs.wire.sampling import Sampling
 from modeling.adapters import merge
 from modeling.adapters.peft_config import LoraPlan
-from modeling.runner import ModelRunner
+from modeling.runner.paged import ModelRunner
 from sharding.group import TensorParallel
 from tests.modeling.merges import fetched, write_merged, write_padded, write_part
 from tests.modeling.parity import (

@@ -14,11 +14,11 @@ import torch
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import config as lora
 
-from configs.adapters import AdapterError
-from configs.sampling import Sampling
-from modeling.adapters.judging import adaptable
+from configs.wire.adapters import AdapterError
+from configs.wire.sampling import Sampling
 from modeling.adapters.peft import open_adapter
-from modeling.runner import ModelRunner
+from modeling.runner.adapter_check import adaptable
+from modeling.runner.paged import ModelRunner
 from sharding.group import SingleRank
 from tests.checkpoints import load_oracle, write_llama
 from tests.checkpoints_others import write_gpt2

@@ -18,11 +18,11 @@ from configs.architectures.rope import Rope, RotaryArchitecture
 from configs.architectures.select import load_architecture
 from configs.engine import LimitsConfig
 from configs.model import ModelConfig
-from configs.sampling import Sampling
-from modeling import loading
+from configs.wire.sampling import Sampling
 from modeling.layers import rotary
-from modeling.runner import ModelRunner
-from scheduler.prefix import PrefixKey
+from modeling.runner import loading
+from modeling.runner.paged import ModelRunner
+from scheduler.kv.prefix_cache import PrefixKey
 from sharding.group import SingleRank, TensorParallel
 from tests.checkpoints import ROPE_BORDER, load_oracle, oracle_greedy, oracle_logits
 from tests.modeling.parity import (

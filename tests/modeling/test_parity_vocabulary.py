@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from configs.adapters import AdapterError, AdapterKey, AdapterRefusal, FetchedAdapter
 from configs.engine import AdaptersConfig
+from configs.wire.adapters import AdapterError, AdapterKey, AdapterRefusal, FetchedAdapter
 from modeling.adapters import vocabulary
-from modeling.runner import ModelRunner
+from modeling.runner.paged import ModelRunner
 from sharding.embedding import ParallelHead, VocabParallelEmbedding
 from sharding.group import SingleRank
 from tests.checkpoints import AdapterRecipe, write_adapter, write_llama

@@ -18,8 +18,8 @@ import transformers
 from peft import PeftModel
 
 from configs.model import DType, ModelConfig, Quantize
-from modeling.models.causal_lm_loading import load_causal_lm, quantization_config
-from modeling.padded_runner import PaddedRunner
+from modeling.runner.padded import PaddedRunner
+from modeling.runner.padded_loading import load_causal_lm, quantization_config
 from tests.checkpoints import AdapterRecipe, write_adapter, write_llama
 from tests.checkpoints_others import write_gpt2
 from tests.checkpoints_padded import write_padded

@@ -16,15 +16,15 @@ from configs.engine import (
     LimitsConfig,
 )
 from configs.model import DType, ModelConfig
-from configs.sampling import Sampling
-from modeling.loading import pick_device
-from modeling.runner import ModelRunner
+from configs.wire.sampling import Sampling
+from modeling.runner.loading import pick_device
+from modeling.runner.paged import ModelRunner
 from sharding.group import SingleRank
 from tests.checkpoints import ROPE_BORDER, write_adapter, write_llama
 from tests.modeling.parity import World, engine_config
+from tests.modeling.runner.test_graphs_cuda import WIDE
 from tests.modeling.scheduled import MAX_RUNNING, Ranks, generate_scheduled
 from tests.modeling.stepping import Answer, Asked
-from tests.modeling.test_graphs_cuda import WIDE
 from tests.modeling.test_parity_ropes import LENGTHS, LONGROPES, NAMES
 from tests.oracle import NUM_TOKENS, prompt_truth
 

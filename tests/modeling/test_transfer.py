@@ -5,7 +5,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from modeling.transfer import LINE_BYTES, HostCopy, Staging, pack_to_device, to_device
+from modeling.transfer import LINE_BYTES, HostCopy, TransferBuffer, pack_to_device, to_device
 
 CPU = torch.device("cpu")
 
@@ -26,7 +26,7 @@ def test_packing_follows_indices_and_not_memory() -> None:
 
 
 def test_staging_takes_turns() -> None:
-    staging = Staging(8, CPU)
+    staging = TransferBuffer(8, CPU)
     turns = []
     for step in range(4):
         turn, host = staging.begin()
@@ -59,7 +59,7 @@ def test_a_copy_is_not_overwritten_by_a_later_step() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_turn_is_not_rewritten_before_it_was_read() -> None:
-    staging = Staging(1 << 20, torch.device("cuda"))
+    staging = TransferBuffer(1 << 20, torch.device("cuda"))
     seen = []
     for step in range(60):
         _, host = staging.begin()

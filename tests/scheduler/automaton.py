@@ -13,19 +13,19 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from configs.adapters import AdapterKey, AdapterShape
 from configs.rope_sets import RopeSets
-from configs.sampling import FinishReason, Pooling, Sampling, Stopping
-from scheduler.plan import (
+from configs.wire.adapters import AdapterKey, AdapterShape
+from configs.wire.plan import (
+    AdapterLoad,
     Capacity,
-    Fill,
-    Join,
     PromptReport,
-    Row,
+    RequestJoin,
     StepPlan,
     StepResult,
+    StepRow,
     TokenLogprobs,
 )
+from configs.wire.sampling import FinishReason, Pooling, Sampling, Stopping
 from tests.strategies import VOCABULARY
 
 
@@ -207,7 +207,7 @@ class FakeRanks:
         self.in_flight.popleft()
         self.last_applied = plan.step
 
-    def _fill(self, fill: Fill) -> None:
+    def _fill(self, fill: AdapterLoad) -> None:
         assert fill.key in self.host, f"adapter {fill.key} is not staged"
         assert 0 <= fill.slot < self.capacity.adapter_slots
         assert [len(pages) for pages in fill.pages] == list(self.host[fill.key].num_pages)
@@ -233,7 +233,7 @@ class FakeRanks:
             self.host.pop(key, None)
             self.refused.discard(key)
 
-    def _join(self, join: Join) -> None:
+    def _join(self, join: RequestJoin) -> None:
         assert 0 <= join.place < self.num_places
         for named in self.in_flight:
             assert join.place not in named.places, f"place {join.place} is in use"
@@ -255,7 +255,7 @@ class FakeRanks:
         assert (join.matcher >= 0) == bool(join.sampling.constraint)
         assert 0 < join.prompt_length <= len(join.tokens)
 
-    def _append_blocks(self, rows: list[Row]) -> None:
+    def _append_blocks(self, rows: list[StepRow]) -> None:
         size = self.capacity.block_size
         fresh: set[int] = set()
         for row in rows:
@@ -271,7 +271,7 @@ class FakeRanks:
         held = [block for row in rows for block in set(self.seats[row.place].blocks)]
         assert all(held.count(block) == 1 for block in fresh), "a fresh block is shared"
 
-    def _verify(self, row: Row) -> None:
+    def _verify(self, row: StepRow) -> None:
         """Everything that attention over this row would read is there."""
         seat, size = self.seats[row.place], self.capacity.block_size
         assert row.length > 0
@@ -293,13 +293,13 @@ class FakeRanks:
             for index, each in enumerate(pages):
                 assert all(self.owners[index, page] == seat.slot for page in each), "page taken"
 
-    def _tells(self, row: Row) -> bool:
+    def _tells(self, row: StepRow) -> bool:
         seat = self.seats[row.place]
         if seat.sampling.pooling is not Pooling.NONE:
             return True
         return seat.sampling.prompt_logprobs >= 0 and row.start < seat.prompt_length - 1
 
-    def _report(self, index: int, row: Row) -> PromptReport:
+    def _report(self, index: int, row: StepRow) -> PromptReport:
         """Each token's score at the position before it; the embedding with the last position."""
         seat, end = self.seats[row.place], row.start + row.length
         scores = []

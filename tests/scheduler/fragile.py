@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from configs.adapters import AdapterKey
+from configs.wire.adapters import AdapterKey
+from configs.wire.plan import StepPlan, StepResult, StepRow
 from scheduler.events import Ended, RanksFailure
-from scheduler.plan import Row, StepPlan, StepResult
 from tests.scheduler.automaton import FakeRanks, Seat
 from tests.scheduler.stage import Client, Stage
 from tests.strategies import Story
@@ -16,7 +16,7 @@ class Place:
     """One row of a step and whose it is."""
 
     seat: Seat
-    row: Row
+    row: StepRow
 
     @property
     def prompt(self) -> tuple[int, ...]:

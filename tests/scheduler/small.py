@@ -1,10 +1,10 @@
 """Small requests, ranks and limits for tests that step by hand."""
 
-from configs.adapters import AdapterKey, AdapterShape
 from configs.runtime import AdapterShare
-from configs.sampling import Sampling, Stopping
-from scheduler.plan import Capacity
-from scheduler.policy import Limits
+from configs.wire.adapters import AdapterKey, AdapterShape
+from configs.wire.plan import Capacity
+from configs.wire.sampling import Sampling, Stopping
+from scheduler.admission.limits import Limits
 from scheduler.request import Request
 from tests.strategies import PROJECTIONS, Action, Arrive, Story
 

@@ -3,20 +3,23 @@
 from collections import deque
 from dataclasses import dataclass, field
 
-from configs.adapters import AdapterKey, AdapterRefusal
 from configs.runtime import AdapterShare
-from configs.sampling import FinishReason, Pooling, Sampling
+from configs.wire.adapters import AdapterKey, AdapterRefusal
+from configs.wire.plan import StepPlan, StepResult
+from configs.wire.sampling import FinishReason, Pooling, Sampling
+from scheduler.adapters.resident import AdapterState
+from scheduler.admission.limits import InvalidRequest
 from scheduler.events import (
     AdapterArrived,
     AdapterEvent,
     AdapterFailed,
     AdapterFailure,
+    AdapterLoaded,
     AdapterPinned,
-    AdapterPlaced,
     AdapterStaged,
     AdapterUnloaded,
     AdapterWanted,
-    Cancelled,
+    ClientCancelled,
     ConstraintFailure,
     Ended,
     NewTokens,
@@ -24,10 +27,7 @@ from scheduler.events import (
     RequestEvent,
     RequestId,
 )
-from scheduler.plan import StepPlan, StepResult
-from scheduler.policy import InvalidRequest
 from scheduler.request import Request
-from scheduler.resident import AdapterState
 from scheduler.scheduler import Scheduler
 from tests.scheduler.automaton import FakeRanks, about, alone
 from tests.strategies import (
@@ -199,7 +199,7 @@ class Stage:
         for key in [key for key, due in self.placing.items() if due <= self.turn]:
             del self.placing[key]
             self.ranks.placed(key)
-            self.tell(AdapterPlaced(key))
+            self.tell(AdapterLoaded(key))
 
     def answer_making(self) -> None:
         for order in self.scheduler.to_make():
@@ -274,7 +274,7 @@ class Stage:
             case FinishReason():
                 assert (event.tokens, event.ending) == (expected, reason)
                 self.check_told(arrival, event)
-            case Cancelled():
+            case ClientCancelled():
                 assert client.cancelled
             case ConstraintFailure():
                 assert arrival.constraint

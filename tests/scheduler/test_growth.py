@@ -4,11 +4,11 @@ import sys
 from types import FrameType
 from typing import Any
 
-from configs.adapters import AdapterKey, AdapterShape
-from configs.sampling import Sampling, Stopping
-from scheduler.events import AdapterPlaced, AdapterStaged
-from scheduler.plan import Capacity, StepResult
-from scheduler.policy import Limits
+from configs.wire.adapters import AdapterKey, AdapterShape
+from configs.wire.plan import Capacity, StepResult
+from configs.wire.sampling import Sampling, Stopping
+from scheduler.admission.limits import Limits
+from scheduler.events import AdapterLoaded, AdapterStaged
 from scheduler.request import Request
 from scheduler.scheduler import Scheduler
 
@@ -53,7 +53,7 @@ def step(scheduler: Scheduler) -> int:
     tokens = [9] * sum(row.samples for row in plan.rows)
     scheduler.apply(plan, StepResult(plan.epoch, plan.step, tokens), 0.0)
     for fill in plan.fills:
-        scheduler.adapter(AdapterPlaced(fill.key), 0.0)
+        scheduler.adapter(AdapterLoaded(fill.key), 0.0)
     return len(plan.rows)
 
 

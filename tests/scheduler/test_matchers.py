@@ -2,10 +2,10 @@
 
 from msgspec.structs import replace
 
-from configs.sampling import FinishReason, Sampling, Stopping
+from configs.wire.plan import StepPlan, StepResult
+from configs.wire.sampling import FinishReason, Sampling, Stopping
+from scheduler.admission.limits import Limits
 from scheduler.events import ConstraintFailure, Ended, NewTokens, RequestEvent
-from scheduler.plan import StepPlan, StepResult
-from scheduler.policy import Limits
 from scheduler.request import Request
 from scheduler.scheduler import Scheduler
 from tests.scheduler.small import capacity

@@ -6,17 +6,17 @@ import pytest
 from hypothesis import HealthCheck, Phase, find, settings
 from hypothesis.errors import NoSuchExample
 
-from configs.adapters import AdapterKey
 from configs.rope_sets import RopeSets
-from scheduler import prefix
-from scheduler.device import DeviceTier
-from scheduler.host import HostTier
+from configs.wire.adapters import AdapterKey
+from scheduler.adapters.device_tier import DeviceTier
+from scheduler.adapters.host_tier import HostTier
+from scheduler.adapters.residency import Residency
+from scheduler.adapters.resident import Resident
+from scheduler.kv import prefix_cache as prefix
 from scheduler.request import Request
-from scheduler.residency import Residency
-from scheduler.resident import Resident
-from scheduler.running import Running
+from scheduler.running import RunningRequests
 from scheduler.scheduler import Scheduler
-from scheduler.step import Step
+from scheduler.step import StepBuilder
 from tests.scheduler.stage import play
 from tests.strategies import Story, stories
 
@@ -44,25 +44,25 @@ def no_checks(patch: Patch) -> None:
 def free_before_apply(patch: Patch) -> None:
     """Blocks and places come free when a request ends, although a plan still names them."""
 
-    def leave(self: Running, request: Request) -> None:
+    def leave(self: RunningRequests, request: Request) -> None:
         self.members.remove(request)
         self._free(request)
 
-    patch.setattr(Running, "leave", leave)
+    patch.setattr(RunningRequests, "leave", leave)
 
 
 def register_before_computed(patch: Patch) -> None:
     """The prefix cache learns of blocks when they are scheduled."""
-    join = Running.join
+    join = RunningRequests.join
 
     def join_and_register(
-        self: Running, request: Request, cached: list[int], slot: int, step: Step
+        self: RunningRequests, request: Request, cached: list[int], slot: int, step: StepBuilder
     ) -> None:
         join(self, request, cached, slot, step)
         request.computed = request.scheduled
         self.prefix.register(request)
 
-    patch.setattr(Running, "join", join_and_register)
+    patch.setattr(RunningRequests, "join", join_and_register)
 
 
 def forget_the_salt(patch: Patch) -> None:
@@ -94,7 +94,7 @@ def use_before_filled(patch: Patch) -> None:
     """Rows may join as soon as a fill was planned."""
     fill = Residency.fill
 
-    def fill_and_forget(self: Residency, key: AdapterKey, step: Step) -> None:
+    def fill_and_forget(self: Residency, key: AdapterKey, step: StepBuilder) -> None:
         fill(self, key, step)
         self.placed(key)
 

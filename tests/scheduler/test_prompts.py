@@ -2,10 +2,10 @@
 
 import pytest
 
-from configs.sampling import FinishReason, Pooling, Sampling, Stopping
+from configs.wire.plan import PromptReport, StepPlan, StepResult, TokenLogprobs
+from configs.wire.sampling import FinishReason, Pooling, Sampling, Stopping
+from scheduler.admission.limits import InvalidRequest, Limits
 from scheduler.events import Ended
-from scheduler.plan import PromptReport, StepPlan, StepResult, TokenLogprobs
-from scheduler.policy import InvalidRequest, Limits
 from scheduler.request import Request
 from scheduler.scheduler import Scheduler
 from tests.scheduler.small import capacity, request

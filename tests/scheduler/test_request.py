@@ -2,9 +2,9 @@
 
 import pytest
 
-from configs.sampling import FinishReason, Sampling, Stopping
-from scheduler.events import Cancelled
-from scheduler.plan import TokenLogprobs
+from configs.wire.plan import TokenLogprobs
+from configs.wire.sampling import FinishReason, Sampling, Stopping
+from scheduler.events import ClientCancelled
 from scheduler.request import Request, Status
 from tests.scheduler.small import request
 
@@ -53,11 +53,11 @@ def test_truncation_cuts_tokens_and_logprobs_but_never_the_prompt() -> None:
 def test_it_ends_once_and_tells_everything() -> None:
     asked = request(0, [1, 2], max_new_tokens=9)
     asked.accept(4)
-    ended = asked.ended(Cancelled())
-    assert (ended.tokens, ended.logprobs, ended.ending) == ([4], None, Cancelled())
+    ended = asked.ended(ClientCancelled())
+    assert (ended.tokens, ended.logprobs, ended.ending) == ([4], None, ClientCancelled())
     assert asked.status is Status.ENDED
     with pytest.raises(AssertionError, match="ended twice"):
-        asked.ended(Cancelled())
+        asked.ended(ClientCancelled())
 
 
 def test_rewinding_keeps_the_tokens_and_nothing_else() -> None:

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from configs.rope_sets import LONG, SHORT, RopeSets
-from scheduler.plan import Row, StepPlan, StepResult
-from scheduler.policy import Limits
+from configs.wire.plan import StepPlan, StepResult, StepRow
+from scheduler.admission.limits import Limits
 from scheduler.request import Request
 from scheduler.scheduler import Scheduler
 from tests.scheduler.small import capacity, request
@@ -20,7 +20,7 @@ class Told:
     """What ranks were asked to compute: (position, rope set) of each place, in order."""
 
     scheduler: Scheduler
-    rows: list[Row]
+    rows: list[StepRow]
 
     def run(self, *requests: Request, turns: int = 200) -> list[tuple[int, int]]:
         """Serve the requests to their ends; returns what was computed since."""

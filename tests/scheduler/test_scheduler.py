@@ -4,21 +4,21 @@ from dataclasses import replace
 
 import pytest
 
-from configs.adapters import AdapterKey, AdapterRefusal, AdapterShape
-from configs.sampling import FinishReason
+from configs.wire.adapters import AdapterKey, AdapterRefusal, AdapterShape
+from configs.wire.plan import StepPlan, StepResult, StepRow
+from configs.wire.sampling import FinishReason
+from scheduler.adapters.resident import AdapterState
+from scheduler.admission.limits import InvalidRequest, Limits, Overloaded
 from scheduler.events import (
     AdapterFailed,
     AdapterFailure,
+    AdapterLoaded,
     AdapterPinned,
-    AdapterPlaced,
     AdapterStaged,
-    Cancelled,
+    ClientCancelled,
     Ended,
     NewTokens,
 )
-from scheduler.plan import Row, StepPlan, StepResult
-from scheduler.policy import InvalidRequest, Limits, Overloaded
-from scheduler.resident import AdapterState
 from scheduler.scheduler import Scheduler
 from tests.scheduler.small import capacity, request
 
@@ -44,7 +44,7 @@ def fill_all(scheduler: Scheduler) -> list[AdapterKey]:
     assert plan.rows == []
     assert scheduler.apply(plan, answer(plan), 0.0) == []
     for fill in plan.fills:
-        assert scheduler.adapter(AdapterPlaced(fill.key), 0.0) == []
+        assert scheduler.adapter(AdapterLoaded(fill.key), 0.0) == []
     return [fill.key for fill in plan.fills]
 
 
@@ -60,11 +60,11 @@ def test_a_request_joins_whole_and_goes_on_in_few_numbers() -> None:
     (join,) = first.joins
     assert (join.tokens, join.prompt_length, join.slot) == ([4, 5, 6], 3, -1)
     (row,) = first.rows
-    assert row == Row(join.place, 0, 3, row.blocks, True)
+    assert row == StepRow(join.place, 0, 3, row.blocks, True)
     assert len(row.blocks) == 1
     second = scheduler.schedule(3.0)
     assert second.joins == []
-    assert second.rows == [Row(join.place, 3, 1, [], True)]
+    assert second.rows == [StepRow(join.place, 3, 1, [], True)]
     assert scheduler.schedule(4.0).empty, "two plans are in flight"
     events = scheduler.apply(first, answer(first, 8), 5.0)
     assert events == [NewTokens(("r", 0), 0, [8])]
@@ -204,7 +204,7 @@ def test_a_request_that_waits_for_its_adapter_holds_up_nobody() -> None:
     second = scheduler.schedule(0.0)
     assert second.joins == [], "no row waits for bytes that are on their way"
     scheduler.apply(first, answer(first), 0.0)
-    scheduler.adapter(AdapterPlaced(AdapterKey(2)), 0.0)
+    scheduler.adapter(AdapterLoaded(AdapterKey(2)), 0.0)
     plan = scheduler.schedule(0.0)
     assert [join.tokens[0] for join in plan.joins] == [2]
     assert plan.joins[0].slot == first.fills[0].slot
@@ -258,7 +258,7 @@ def test_an_adapter_without_room_waits_until_the_others_requests_end() -> None:
         filled.append([fill.key for fill in plan.fills])
         scheduler.apply(plan, answer(plan), 0.0)
         for fill in plan.fills:
-            scheduler.adapter(AdapterPlaced(fill.key), 0.0)
+            scheduler.adapter(AdapterLoaded(fill.key), 0.0)
         scheduler.check()
     assert filled == [[1], [], [], [2], [], []]
 
@@ -300,14 +300,14 @@ def test_a_cancelled_request_is_gone_within_two_steps(steps: int) -> None:
             stage_all(scheduler)
         flights.append(scheduler.schedule(0.0))
         for fill in flights[-1].fills:
-            scheduler.adapter(AdapterPlaced(fill.key), 0.0)
+            scheduler.adapter(AdapterLoaded(fill.key), 0.0)
         if len(flights) == 2 and not flights[0].empty:
             plan = flights.pop(0)
             scheduler.apply(plan, answer(plan), 0.0)
         flights = [plan for plan in flights if not plan.empty]
     (ended,) = scheduler.cancel(("r", 0))
     assert isinstance(ended, Ended)
-    assert ended.ending == Cancelled()
+    assert ended.ending == ClientCancelled()
     assert scheduler.cancel(("r", 0)) == []
     assert len(flights) <= 2
     for plan in flights:
@@ -329,13 +329,13 @@ def test_when_the_group_is_lost_all_begin_again_with_their_tokens() -> None:
     scheduler.check()
     assert scheduler.apply(second, answer(second), 0.0) == [], "the old epoch is over"
     assert scheduler.snapshot().free_blocks == 100
-    scheduler.adapter(AdapterPlaced(AdapterKey(1)), 0.0)
+    scheduler.adapter(AdapterLoaded(AdapterKey(1)), 0.0)
     assert scheduler.adapter_states() == {1: AdapterState.DISK}
     assert stage_all(scheduler) == [1]
     plans = [scheduler.schedule(0.0)]
     assert plans[0].epoch == 1
     assert [fill.key for fill in plans[0].fills] == [1]
-    scheduler.adapter(AdapterPlaced(AdapterKey(1)), 0.0)
+    scheduler.adapter(AdapterLoaded(AdapterKey(1)), 0.0)
     plans.append(scheduler.schedule(0.0))
     assert [join.tokens for plan in plans for join in plan.joins] == [[3, 9], [1, 2, 8]]
 

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from scheduler import turns
+from scheduler.admission import admission_queue as turns
 from tests.scheduler.stage import play
 from tests.strategies import Story, stories
 

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import msgspec
 
+from configs.wire.plan import Capacity, StepPlan, StepResult
+from scheduler.admission.limits import Limits
 from scheduler.events import Ended
-from scheduler.plan import Capacity, StepPlan, StepResult
-from scheduler.policy import Limits
 from scheduler.scheduler import Scheduler
 from tests.scheduler.small import capacity, request
 

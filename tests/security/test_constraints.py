@@ -7,22 +7,22 @@ import pytest
 
 from benchmarks.attack.constraints import COSTLY, FAIR
 from deployments.contract import ErrorKind
-from deployments.ingress.errors import RequestError
-from deployments.ingress.proofs import Claim, Proof
-from deployments.ingress.prover import Prover
-from tests.deployments.ingress.openai_http import CHAT, HELLO, post, refused
+from deployments.ingress.http.errors import RequestError
+from deployments.ingress.structured.compile_pool import CompilePool
+from deployments.ingress.structured.compile_process import CompileResult, CompileTask
+from tests.deployments.ingress.openai.openai_http import CHAT, HELLO, post, refused
 from tests.fakes import FakeDriver
 
 pytest.importorskip("llguidance")
 
-PLAIN = Claim('start: "a"')
-LARGE = Claim('{"type": "integer", "multipleOf": 999983}')
-LONG = Claim(str(COSTLY["many rules in GBNF"]["guided_grammar"]), foreign=True)
+PLAIN = CompileTask('start: "a"')
+LARGE = CompileTask('{"type": "integer", "multipleOf": 999983}')
+LONG = CompileTask(str(COSTLY["many rules in GBNF"]["guided_grammar"]), foreign=True)
 
 
 @pytest.fixture
-def prover(driver: FakeDriver) -> Prover:
-    return Prover(driver.info.tokenizer, driver.info.vocab_size, 0.5)
+def prover(driver: FakeDriver) -> CompilePool:
+    return CompilePool(driver.info.tokenizer, driver.info.vocab_size, 0.5)
 
 
 @pytest.mark.parametrize("name", COSTLY)
@@ -41,30 +41,30 @@ def test_what_only_looks_costly_is_served(http: httpx.Client, driver: FakeDriver
     assert len(driver.requests) == len(FAIR)
 
 
-def test_the_process_lives_on_after_what_it_had_to_end(prover: Prover) -> None:
-    async def ask() -> tuple[Proof, int, int]:
-        assert await prover.prove(PLAIN) == Proof(PLAIN.text)
+def test_the_process_lives_on_after_what_it_had_to_end(prover: CompilePool) -> None:
+    async def ask() -> tuple[CompileResult, int, int]:
+        assert await prover.prove(PLAIN) == CompileResult(PLAIN.text)
         [before] = prover.pids
         found = await prover.prove(LONG)
-        assert await prover.prove(PLAIN) == Proof(PLAIN.text)
+        assert await prover.prove(PLAIN) == CompileResult(PLAIN.text)
         [after] = prover.pids
         await prover.close()
         return found, before, after
 
     found, before, after = asyncio.run(ask())
-    assert found == Proof(fault="it takes over 0.5 s to compile")
+    assert found == CompileResult(fault="it takes over 0.5 s to compile")
     assert before == after
 
 
-def test_more_than_may_wait_are_told_to_come_again(prover: Prover) -> None:
+def test_more_than_may_wait_are_told_to_come_again(prover: CompilePool) -> None:
     async def ask() -> list[object]:
-        claims = [Claim(f'start: "{place}"') for place in range(40)]
+        claims = [CompileTask(f'start: "{place}"') for place in range(40)]
         tried = await asyncio.gather(*map(prover.prove, claims), return_exceptions=True)
         await prover.close()
         return list(tried)
 
     answers = asyncio.run(ask())
-    assert [isinstance(answer, Proof) for answer in answers] == [True] * 34 + [False] * 6
+    assert [isinstance(answer, CompileResult) for answer in answers] == [True] * 34 + [False] * 6
     for refusal in answers[34:]:
         assert isinstance(refusal, RequestError)
         assert refusal.kind is ErrorKind.OVERLOADED
@@ -73,18 +73,18 @@ def test_more_than_may_wait_are_told_to_come_again(prover: Prover) -> None:
 def test_memory_has_a_bound_too(driver: FakeDriver) -> None:
     """What needs more than a constraint may add ends its fork, and nothing else."""
 
-    async def ask() -> Proof:
-        patient = Prover(driver.info.tokenizer, driver.info.vocab_size, 60.0)
+    async def ask() -> CompileResult:
+        patient = CompilePool(driver.info.tokenizer, driver.info.vocab_size, 60.0)
         found = await patient.prove(LARGE)
         await patient.close()
         return found
 
-    assert asyncio.run(ask()) == Proof(fault="it takes too much memory")
+    assert asyncio.run(ask()) == CompileResult(fault="it takes too much memory")
 
 
 def test_a_tokenizer_that_cannot_guide_is_named(driver: FakeDriver) -> None:
-    async def ask() -> Proof:
-        narrow = Prover(driver.info.tokenizer, 7)
+    async def ask() -> CompileResult:
+        narrow = CompilePool(driver.info.tokenizer, 7)
         found = await narrow.prove(PLAIN)
         await narrow.close()
         return found

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.attack.constraints import STEEP
 from configs.grammars import matcher_of, tokenizer_of
-from deployments.ingress.structured import Constrainable
+from deployments.ingress.structured.fields import Constrainable
 from tests.fakes import EOS, token_id, write_tokenizer
 
 pytest.importorskip("llguidance")

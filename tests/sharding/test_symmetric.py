@@ -15,7 +15,7 @@ from sharding.all_reduce import (
     with_symmetric_memory,
 )
 from sharding.group import ProcessGroupRanks, TensorParallel, memory_store
-from sharding.symmetric import Halves, Method, SizeTable, Sum, SymmetricRanks
+from sharding.symmetric import DoubleBuffer, Method, SizeTable, Sum, SymmetricRanks
 from tests.checkpoints import write_llama
 from tests.checkpoints_others import write_gpt2, write_gpt_neox
 from tests.modeling.models.stepping import Stepper, load
@@ -30,7 +30,7 @@ class Twin:
 
     def __init__(self, group: TensorParallel, table: SizeTable) -> None:
         self.memory = torch.zeros(2 * HALF, dtype=torch.uint8)
-        self.halves = Halves(self.memory)
+        self.halves = DoubleBuffer(self.memory)
         self.calls: list[Method] = []
         self._group = group
         sums = {method: self._sum(method) for method in (ONE, TWO)}
@@ -104,7 +104,7 @@ def test_a_sum_outlives_the_next_one() -> None:
 
 
 def test_two_summands_may_wait_at_once() -> None:
-    halves = Halves(torch.zeros(2 * HALF, dtype=torch.uint8))
+    halves = DoubleBuffer(torch.zeros(2 * HALF, dtype=torch.uint8))
     one, two = (halves.take((8,), torch.bfloat16).fill_(i) for i in (1, 2))
     assert halves.holds(one)
     assert halves.holds(two)
@@ -170,7 +170,7 @@ def test_ranks_that_must_and_cannot_say_why_and_what_to_do() -> None:
 def checked(group: TensorParallel, fault: Callable[[Tensor], None]) -> list[torch.dtype]:
     """The types that pass the comparison at start, where `fault` has its way with every sum."""
     assert isinstance(group, ProcessGroupRanks)
-    halves = Halves(torch.zeros(1 << 24, dtype=torch.uint8))
+    halves = DoubleBuffer(torch.zeros(1 << 24, dtype=torch.uint8))
 
     def summed(x: Tensor) -> Tensor:
         out = group.all_reduce(x.clone())

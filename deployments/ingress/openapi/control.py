@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from typing import Any, Literal, TypedDict
 
-from configs.merging import MergeStrategy, SignMethod
+from configs.wire.merging import MergeStrategy, SignMethod
 from deployments.ingress.openapi.operation import PLAIN, Operation
 
 
-class Residency(TypedDict):
+class AdapterResidency(TypedDict):
     """What one replica has of an adapter, and does with it; last_used: seconds since the epoch."""
 
     state: Literal["absent", "disk", "host", "device"]
@@ -22,7 +22,7 @@ class Residency(TypedDict):
     last_used: float | None
 
 
-class Recipe(TypedDict):
+class MergeRecipe(TypedDict):
     """A merge, in the words of a request."""
 
     ids: list[str]
@@ -44,7 +44,7 @@ class AdapterReply(TypedDict):
     adapter_id: str
     revision: str | None
     root: str | None
-    merged_adapters: Recipe | None
+    merged_adapters: MergeRecipe | None
     state: Literal["absent", "disk", "host", "device"]
     digest: str | None
     rank: int | None
@@ -52,7 +52,7 @@ class AdapterReply(TypedDict):
     pinned: bool
     num_requests: int
     last_used: float | None
-    replicas: dict[str, Residency]
+    replicas: dict[str, AdapterResidency]
 
 
 class AdaptersReply(TypedDict):

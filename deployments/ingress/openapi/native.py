@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, NotRequired, TypedDict
 
 from deployments.contract import AdapterInfo
-from deployments.ingress.lorax_replies import Details, StreamEvent
+from deployments.ingress.lorax.replies import Details, StreamEvent
 from deployments.ingress.openapi.operation import PLAIN, Operation
 
 

@@ -26,7 +26,7 @@ class CachedTokens(TypedDict):
     cached_tokens: int
 
 
-class Usage(TypedDict):
+class UsageReply(TypedDict):
     """Token counts; a prompt counts once, however many choices it has."""
 
     prompt_tokens: int
@@ -62,7 +62,7 @@ class CompletionReply(TypedDict):
     created: int
     model: str
     choices: list[CompletionChoice]
-    usage: NotRequired[Usage | None]
+    usage: NotRequired[UsageReply | None]
 
 
 class TopLogprob(TypedDict):
@@ -137,7 +137,7 @@ class ChatReply(TypedDict):
     created: int
     model: str
     choices: list[ChatChoice]
-    usage: Usage
+    usage: UsageReply
     prompt_logprobs: NotRequired[list[dict[str, Any] | None]]
 
 
@@ -158,7 +158,7 @@ class ChatChunk(TypedDict):
     created: int
     model: str
     choices: list[ChatChunkChoice]
-    usage: NotRequired[Usage | None]
+    usage: NotRequired[UsageReply | None]
 
 
 class EmbeddingReply(TypedDict):

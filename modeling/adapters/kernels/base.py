@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Target:
+class OutputSlice:
     """Where one projection's delta goes: columns offset .. offset + local_outputs of y."""
 
     projection: int
@@ -25,12 +25,12 @@ class Target:
 class AdapterData(Protocol):
     """The adapters of one step, as layers see them (the seeds' `adapter_data`)."""
 
-    def has_product(self, x: Tensor, weight: Tensor, targets: tuple[Target, ...]) -> bool:
+    def has_product(self, x: Tensor, weight: Tensor, targets: tuple[OutputSlice, ...]) -> bool:
         """Whether `product` is the faster way to these targets' base product."""
         ...
 
     def product(
-        self, y: Tensor, x: Tensor, weight: Tensor, layer: int, targets: tuple[Target, ...]
+        self, y: Tensor, x: Tensor, weight: Tensor, layer: int, targets: tuple[OutputSlice, ...]
     ) -> None:
         """Write x W^T into y [tokens, out], together with what `add` needs of x.
 
@@ -38,6 +38,6 @@ class AdapterData(Protocol):
         """
         ...
 
-    def add(self, y: Tensor, x: Tensor, layer: int, targets: tuple[Target, ...]) -> None:
+    def add(self, y: Tensor, x: Tensor, layer: int, targets: tuple[OutputSlice, ...]) -> None:
         """Add the deltas of `targets` at `layer` into y [tokens, out] in place; x: [tokens, in]."""
         ...

@@ -10,37 +10,37 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from modeling.adapters.bank import AdapterBank, Placement
-from modeling.adapters.kernels.base import AdapterData, Target
+from modeling.adapters.bank import AdapterBank, DeviceAdapter
+from modeling.adapters.kernels.base import AdapterData, OutputSlice
 from modeling.transfer import to_device
 
 
 @dataclass(frozen=True)
-class Group:
+class TokenGroup:
     """The tokens of one adapter: a slice where they lie together, else their int64 indices."""
 
     rows: slice | Tensor
-    placement: Placement
+    placement: DeviceAdapter
 
 
 class ReferenceBatch:
     """The adapters of one step, grouped once for all layers."""
 
-    def __init__(self, groups: Sequence[Group]) -> None:
+    def __init__(self, groups: Sequence[TokenGroup]) -> None:
         """Keep the groups."""
         self._groups = tuple(groups)
 
-    def has_product(self, x: Tensor, weight: Tensor, targets: tuple[Target, ...]) -> bool:
+    def has_product(self, x: Tensor, weight: Tensor, targets: tuple[OutputSlice, ...]) -> bool:
         """No: torch's own product serves."""
         return False
 
     def product(
-        self, y: Tensor, x: Tensor, weight: Tensor, layer: int, targets: tuple[Target, ...]
+        self, y: Tensor, x: Tensor, weight: Tensor, layer: int, targets: tuple[OutputSlice, ...]
     ) -> None:
         """Is never asked for."""
         raise NotImplementedError
 
-    def add(self, y: Tensor, x: Tensor, layer: int, targets: tuple[Target, ...]) -> None:
+    def add(self, y: Tensor, x: Tensor, layer: int, targets: tuple[OutputSlice, ...]) -> None:
         """Add the deltas of `targets` at `layer` into y [tokens, out] in place; x: [tokens, in].
 
         y[t, o + j] += sum_r (sum_i x[t, i] * A[r, i]) * Bt[r, j], r below the true rank.
@@ -70,5 +70,5 @@ def reference_batch(bank: AdapterBank, slots: Sequence[int], lengths: Sequence[i
         start, stop = int(rows[0]), int(rows[-1]) + 1
         together = stop - start == len(rows)
         index = slice(start, stop) if together else to_device(rows, device)
-        groups.append(Group(index, bank.placement(slot)))
+        groups.append(TokenGroup(index, bank.placement(slot)))
     return ReferenceBatch(groups)

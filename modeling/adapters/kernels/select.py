@@ -14,7 +14,7 @@ BatchBuilder = Callable[[AdapterBank, Sequence[int], Sequence[int]], AdapterData
 """From (bank, slot of each row, length of each row) to the step's adapter data."""
 
 
-class AdapterPlan(Protocol):
+class AdapterStepPlan(Protocol):
     """Buffers at fixed addresses, so that a captured step serves any mix of adapters."""
 
     def update(self, slots: Sequence[int], lengths: Sequence[int]) -> int:
@@ -26,7 +26,7 @@ class AdapterPlan(Protocol):
         ...
 
 
-PlanBuilder = Callable[[AdapterBank, int], AdapterPlan]
+PlanBuilder = Callable[[AdapterBank, int], AdapterStepPlan]
 """From (bank, most tokens of a step) to a plan."""
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from modeling.adapters.bank import AdapterBank
-from modeling.adapters.kernels.base import Target
+from modeling.adapters.kernels.base import OutputSlice
 from modeling.adapters.kernels.tiles import HEADER, cut_tiles
 from modeling.adapters.kernels.triton_expand import expand_kernel
 from modeling.adapters.kernels.triton_forms import Blocks, Form, forms_of
@@ -36,7 +36,7 @@ MAX_TARGETS = 3
 
 
 @dataclass(frozen=True)
-class Group:
+class LaunchGroup:
     """Projections of one launch, padded to three with places of width 0.
 
     a, bt: their pools. outputs, offsets: columns of y. inputs: columns of x. layers: of a pool.
@@ -84,7 +84,7 @@ class TritonPlan:
         self.arrived = torch.zeros(MAX_BLOCKS, dtype=torch.int32, device=device)
         most_tiles = max(self.max_tiles(tokens) for _, tokens in used)
         self.summed = torch.zeros(MAX_TARGETS, most_tiles, dtype=torch.int32, device=device)
-        self._groups: dict[tuple[Target, ...], Group] = {}
+        self._groups: dict[tuple[OutputSlice, ...], LaunchGroup] = {}
 
     def form(self, num_tokens: int) -> Form:
         """Return how a step of so many tokens is cut."""
@@ -117,7 +117,7 @@ class TritonPlan:
         tiles = self.max_tiles(num_tokens) if num_tiles is None else num_tiles
         return TritonBatch(self, num_tokens, tiles)
 
-    def group(self, targets: tuple[Target, ...]) -> Group:
+    def group(self, targets: tuple[OutputSlice, ...]) -> LaunchGroup:
         """Return what a launch for these targets reads, made once."""
         found = self._groups.get(targets)
         if found is None:
@@ -142,7 +142,7 @@ class TritonBatch:
         """num_tiles: how many records of the plan are looked at."""
         self._plan = plan
         self._product = product_form(num_tokens) if num_tiles else None
-        self._started: tuple[Group, int] | None = None
+        self._started: tuple[LaunchGroup, int] | None = None
         self._num_tokens = num_tokens
         self._num_tiles = num_tiles
         self._form = plan.form(num_tokens)
@@ -165,12 +165,12 @@ class TritonBatch:
         self._key = (self._form.max_tokens, self._constants["SPLITS"])
         self._launch = launch_options(plan.dependent_launch)
 
-    def has_product(self, x: Tensor, weight: Tensor, targets: tuple[Target, ...]) -> bool:
+    def has_product(self, x: Tensor, weight: Tensor, targets: tuple[OutputSlice, ...]) -> bool:
         """Whether the base product of these targets is to be computed by `product`."""
         return self._product is not None and len(targets) <= MAX_TARGETS and _fits(x, weight)
 
     def product(
-        self, y: Tensor, x: Tensor, weight: Tensor, layer: int, targets: tuple[Target, ...]
+        self, y: Tensor, x: Tensor, weight: Tensor, layer: int, targets: tuple[OutputSlice, ...]
     ) -> None:
         """y = x W^T, and the shrink of what `add` is called for next, in one launch.
 
@@ -220,7 +220,7 @@ class TritonBatch:
         )
         self._started = group, num_splits
 
-    def add(self, y: Tensor, x: Tensor, layer: int, targets: tuple[Target, ...]) -> None:
+    def add(self, y: Tensor, x: Tensor, layer: int, targets: tuple[OutputSlice, ...]) -> None:
         """Add the deltas of `targets` at `layer` into y [tokens, out] in place; x: [tokens, in].
 
         y[t, o + j] += sum_r (sum_i x[t, i] * A[r, i]) * Bt[r, j], r below the true rank.
@@ -241,7 +241,7 @@ class TritonBatch:
         """Programs for each block of columns: a tile each, or several tiles in turn."""
         return num_blocks, min(self._num_tiles, -(-self._form.programs // num_blocks))
 
-    def _shrink(self, x: Tensor, layer: int, group: Group) -> int:
+    def _shrink(self, x: Tensor, layer: int, group: LaunchGroup) -> int:
         """Leave the partial sums of x A^T and return into how many splits."""
         blocks = self._form.shrink
         splits = self._constants["SPLITS"]
@@ -265,7 +265,7 @@ class TritonBatch:
         self._plan.shrink(key, grid, arguments, constants, self._options(blocks))
         return num_splits
 
-    def _expand(self, y: Tensor, layer: int, group: Group, num_splits: int) -> None:
+    def _expand(self, y: Tensor, layer: int, group: LaunchGroup, num_splits: int) -> None:
         """Add the partial sums, times Bt, into y."""
         blocks = self._form.expand
         num_blocks = sum(-(-width // blocks.columns) for width in group.outputs)
@@ -303,7 +303,7 @@ def triton_batch(bank: AdapterBank, slots: Sequence[int], lengths: Sequence[int]
     return plan.batch(num_tokens, plan.update(slots, lengths))
 
 
-def _group(bank: AdapterBank, targets: tuple[Target, ...], key: int) -> Group:
+def _group(bank: AdapterBank, targets: tuple[OutputSlice, ...], key: int) -> LaunchGroup:
     """Gather the pools of up to three projections that share x."""
     indices = [target.projection for target in targets]
     layers = {bank.projections[index].num_layers for index in indices}
@@ -311,7 +311,7 @@ def _group(bank: AdapterBank, targets: tuple[Target, ...], key: int) -> Group:
     assert len(layers) == len(inputs) == 1, f"projections of one x differ: {indices}"
     padding = MAX_TARGETS - len(targets)
     padded = indices + indices[-1:] * padding
-    return Group(
+    return LaunchGroup(
         key=key,
         count=len(targets),
         a=tuple(bank.pools[index].a for index in padded),

@@ -10,7 +10,7 @@ from benchmarks.serving import Case
 from benchmarks.table.chart import NothingToDraw, draw
 from benchmarks.table.command import main
 from benchmarks.table.figures import CHIPS, RATE, TPOT, TTFT, limit
-from benchmarks.table.goals import Verdict, sheet_of, verdicts_of, why_not
+from benchmarks.table.goals import GoalVerdict, sheet_of, verdicts_of, why_not
 from benchmarks.table.groups import FULL, groups
 from benchmarks.table.page import adapters_told, line_of, page
 from benchmarks.table.rows import ResultsError, medians, read_rows
@@ -27,8 +27,8 @@ ONE_GPU = [
 ]
 
 
-def verdicts(rows: list[dict[str, Any]], group: str = "one-gpu") -> dict[str, list[Verdict]]:
-    found: dict[str, list[Verdict]] = {}
+def verdicts(rows: list[dict[str, Any]], group: str = "one-gpu") -> dict[str, list[GoalVerdict]]:
+    found: dict[str, list[GoalVerdict]] = {}
     for verdict in verdicts_of(sheet_of(rows), group):
         found.setdefault(verdict.case.removeprefix(f"{group}/"), []).append(verdict)
     return found

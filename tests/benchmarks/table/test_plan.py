@@ -11,7 +11,7 @@ import yaml
 
 from benchmarks.table.command import check_port, chosen_names, main, parser, peer_of, sessions_of
 from benchmarks.table.figures import FIGURES
-from benchmarks.table.groups import FULL, SMALL, Group, Play, groups, written
+from benchmarks.table.groups import FULL, SMALL, Play, RowGroup, groups, written
 from benchmarks.table.play import PEER_OF, Budget, Peer, Session, plan, seed_of, unmeasured
 from benchmarks.table.rows import Gpu, Results, gpus
 from benchmarks.table.setup import (
@@ -24,9 +24,9 @@ from benchmarks.table.setup import (
     peer_command,
     server_config,
 )
-from benchmarks.workload import Recipe
+from benchmarks.workload import WorkloadRecipe
 from configs.serve import ServeConfig
-from scheduler.pages import AdapterPages
+from scheduler.adapters.page_pool import AdapterPages
 from tests.benchmarks.table.rows import rate
 
 PEER = Peer("serve-base {model}", "serve-adapters {lora_modules}")
@@ -54,7 +54,7 @@ def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("group", ALL, ids=lambda group: group.name)
-def test_every_configuration_is_one_that_the_server_takes(group: Group, tmp_path: Path) -> None:
+def test_every_configuration_is_one_that_the_server_takes(group: RowGroup, tmp_path: Path) -> None:
     config = yaml.safe_load(yaml.safe_dump(server_config(Setup(tmp_path), group)))
     [app] = config["applications"]
     engine = ServeConfig.model_validate(app["args"]).engine
@@ -224,7 +224,7 @@ def test_settings_go_where_they_are_named() -> None:
 
 
 def test_a_disk_that_is_too_small(tmp_path: Path) -> None:
-    large = Recipe("a0", rank=10**9, seed=0)
+    large = WorkloadRecipe("a0", rank=10**9, seed=0)
     with pytest.raises(SetupError, match="GB are free: name another disk"):
         check_space(Setup(tmp_path), groups(FULL)["churn"], [large])
 

@@ -24,14 +24,14 @@ from benchmarks.structured import Comparison
 from benchmarks.table.command import main
 from benchmarks.table.groups import SMALL, Fair, Play, groups
 from benchmarks.table.page import line_of
-from benchmarks.table.play import Budget, Player, Session, Target, measure, warm_up
+from benchmarks.table.play import Budget, LoadTarget, Player, Session, measure, warm_up
 from benchmarks.table.rows import Results, Row, read_rows
 from benchmarks.table.server import ServerError, Teller, read_choices
 from benchmarks.table.setup import Setup, server_config, write_files
 from configs.engine import EngineConfig
 from configs.serve import ServeConfig
 from deployments.commands import serve
-from deployments.driver.usage import LoadSum
+from deployments.driver.adapters.usage import LoadSum
 from deployments.observability.steps import StepRecord
 from tests.end_to_end.conftest import free_port
 from tests.served import served
@@ -177,14 +177,14 @@ def setup(work: Path) -> Setup:
 
 
 @pytest.fixture(scope="module")
-def ours(setup: Setup) -> Iterator[Target]:
+def ours(setup: Setup) -> Iterator[LoadTarget]:
     """Our server over the one-GPU group's configuration, tiny and without Ray."""
     group = groups(SMALL)["one-gpu"]
     with served(local.build(tiny_engine(setup, "one-gpu"))) as url:
-        yield Target(url, setup.vocabulary_of(group))
+        yield LoadTarget(url, setup.vocabulary_of(group))
 
 
-def played(target: Target, *plays: Play) -> list[Row]:
+def played(target: LoadTarget, *plays: Play) -> list[Row]:
     """These cases' rows."""
 
     async def play() -> list[Row]:
@@ -202,14 +202,14 @@ def small(name: str) -> Play:
     return replace(play, what=replace(case, input_length=16, output_length=4))
 
 
-def test_our_server_answers_mixed_ranks_and_plain_ones(ours: Target) -> None:
+def test_our_server_answers_mixed_ranks_and_plain_ones(ours: LoadTarget) -> None:
     rows = played(ours, small("lora32-c64"), small("mixed32-c64"))
     assert [(row["case"], row["errors"]) for row in rows] == [("lora32-c64", 0), ("mixed32-c64", 0)]
     assert [row["cached_prompt_tokens"] for row in rows] == [0, 0]
     assert all(row["output_tokens_per_s"] > 0 for row in rows)
 
 
-def test_our_server_is_fair_to_whoever_comes(ours: Target) -> None:
+def test_our_server_is_fair_to_whoever_comes(ours: LoadTarget) -> None:
     [play] = [play for play in groups(SMALL)["fairness"].plays if play.name == "flood"]
     assert isinstance(play.what, Fair)
     load = replace(play.what.load, requests=6, rate=20.0)
@@ -224,7 +224,7 @@ def test_our_server_holds_half_of_the_answers_to_a_schema(setup: Setup) -> None:
     assert isinstance(play.what, Comparison)
     case = replace(play.what.case, concurrency=4, requests=4, output_length=4)
     with served(local.build(tiny_engine(setup, "structured"))) as url:
-        target = Target(url, setup.vocabulary_of(group))
+        target = LoadTarget(url, setup.vocabulary_of(group))
         [row] = played(target, replace(play, what=replace(play.what, case=case)))
     assert (row["errors"], row["share"], row["cached_prompt_tokens"]) == (0, 0.5, 0)
     expected = row["held_tokens_per_s"] / row["free_tokens_per_s"]

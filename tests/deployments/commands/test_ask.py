@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from deployments.commands.ask import Chat
+from deployments.commands.ask import ChatSession
 from deployments.commands.server import Json, Server
 
 
@@ -45,7 +45,7 @@ def reader(*lines: str | type[BaseException]) -> Any:
 
 def test_each_turn_brings_what_was_said_before() -> None:
     server = Talker(["Par", "is."], ["Rome."])
-    chat = Chat(server, {"model": "pirate"}, "Be brief.")
+    chat = ChatSession(server, {"model": "pirate"}, "Be brief.")
     chat.run(reader("France?", "", "Italy?"))
     assert server.asked[1]["messages"] == [
         {"role": "system", "content": "Be brief."},
@@ -57,7 +57,7 @@ def test_each_turn_brings_what_was_said_before() -> None:
 
 def test_ctrl_c_ends_an_answer_and_not_the_chat(capsys: pytest.CaptureFixture[str]) -> None:
     server = Talker(["Once upon ", None, "never said"], ["Yes."])
-    chat = Chat(server, {"model": ""})
+    chat = ChatSession(server, {"model": ""})
     chat.run(reader("A story!", "Still there?"))
     assert server.num_closed == 2
     assert chat.messages[1] == {"role": "assistant", "content": "Once upon "}
@@ -67,13 +67,13 @@ def test_ctrl_c_ends_an_answer_and_not_the_chat(capsys: pytest.CaptureFixture[st
 
 def test_ctrl_c_at_the_prompt_ends_the_chat() -> None:
     server = Talker(["Never asked."])
-    Chat(server, {"model": ""}).run(reader(KeyboardInterrupt, "Hello?"))
+    ChatSession(server, {"model": ""}).run(reader(KeyboardInterrupt, "Hello?"))
     assert server.asked == []
 
 
 def test_clear_forgets_all_but_the_opening() -> None:
     server = Talker(["One."], ["Two."])
-    chat = Chat(server, {"model": ""}, "Count.")
+    chat = ChatSession(server, {"model": ""}, "Count.")
     chat.run(reader("Go", "/clear", "/adapter red", "Again"))
     assert [m["role"] for m in server.asked[1]["messages"]] == ["system", "user"]
     assert server.asked[1]["model"] == "red"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 
-from configs.adapters import (
+from configs.wire.adapters import (
     AdapterDeferred,
     AdapterError,
     AdapterKey,
@@ -21,11 +21,11 @@ from configs.adapters import (
     AdapterShape,
     FetchedAdapter,
 )
+from configs.wire.plan import Capacity
 from deployments.rank.messages import LoadReport
 from deployments.rank.transport import Channel, RankLinks, RanksLost
 from deployments.rank.worker import Worker
 from modeling.batch import ForwardBatch, SampledTokens, StepOutput
-from scheduler.plan import Capacity
 
 VOCABULARY = 1000
 POISON = 5000
@@ -92,7 +92,7 @@ class FakeFill:
 
 @dataclass
 class FakeRunner:
-    """Speaks `deployments.rank.worker.Runner`; adapters are named by their digest.
+    """Speaks `deployments.rank.worker.StepRunner`; adapters are named by their digest.
 
     gate: steps wait for it, so that a test can hold a step in flight; staging_gate: adapters
     whose name holds "slow" wait for that; filling_gate: fills do. poison: a token whose row

@@ -6,8 +6,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from configs.adapters import AdapterReference, AdapterSource
-from configs.sampling import FinishReason, Sampling, Stopping
+from configs.wire.adapters import AdapterReference, AdapterSource
+from configs.wire.sampling import FinishReason, Sampling, Stopping
 from deployments.contract import (
     Cancelled,
     ErrorKind,
@@ -17,11 +17,11 @@ from deployments.contract import (
     SequenceRequest,
     TokenFrame,
 )
-from deployments.driver.engine import Engine
+from deployments.driver.engine import DriverEngine
 from deployments.frames import FrameReceiver
-from scheduler.resident import AdapterState
+from scheduler.adapters.resident import AdapterState
 from tests.deployments.driver.fake_ranks import POISON, FakeGroup, continuation
-from tests.deployments.driver.stories import (
+from tests.deployments.driver.routing.stories import (
     NOWHERE,
     PATIENCE_S,
     Clock,
@@ -41,7 +41,7 @@ OVERDUE_S = 1.1 * PATIENCE_S
 
 
 def test_many_requests_over_base_and_adapters_get_their_own_tokens(root: Path) -> None:
-    async def story(engine: Engine, group: FakeGroup) -> None:
+    async def story(engine: DriverEngine, group: FakeGroup) -> None:
         names = [None, None, "red", "blue", *(f"a{i}" for i in range(8))]
         asked = [
             request(f"r{i}", [i, i + 1, i % 3], 3 + i % 7, names[i % len(names)]) for i in range(60)
@@ -59,7 +59,7 @@ def test_many_requests_over_base_and_adapters_get_their_own_tokens(root: Path) -
 
 
 def test_callers_of_another_salt_find_no_cached_prompt(root: Path) -> None:
-    async def story(engine: Engine, group: FakeGroup) -> None:
+    async def story(engine: DriverEngine, group: FakeGroup) -> None:
         found = []
         for i, salt in enumerate((b"", b"", b"x", b"y", b"x")):
             asked = msgspec.structs.replace(request(f"r{i}", list(range(65)), 1), cache_salt=salt)
@@ -71,7 +71,7 @@ def test_callers_of_another_salt_find_no_cached_prompt(root: Path) -> None:
 
 
 def test_frames_and_completion_tell_the_same(root: Path) -> None:
-    async def story(engine: Engine, group: FakeGroup) -> None:
+    async def story(engine: DriverEngine, group: FakeGroup) -> None:
         heard: dict[int, list[int]] = {0: [], 1: [], 2: []}
         complete = asyncio.Event()
 
@@ -93,7 +93,7 @@ def test_frames_and_completion_tell_the_same(root: Path) -> None:
 
 
 def test_a_stop_string_ends_a_sequence_where_it_was_matched(root: Path) -> None:
-    async def story(engine: Engine, group: FakeGroup) -> None:
+    async def story(engine: DriverEngine, group: FakeGroup) -> None:
         group.gate.clear()
         group.gate.let(10)
 
@@ -114,7 +114,7 @@ def test_a_stop_string_ends_a_sequence_where_it_was_matched(root: Path) -> None:
 
 
 def test_bad_adapters_are_refused_and_disturb_nobody(root: Path) -> None:
-    async def story(engine: Engine, group: FakeGroup) -> None:
+    async def story(engine: DriverEngine, group: FakeGroup) -> None:
         good = [engine.generate(request(f"g{i}", [i], 40, "red"), NOWHERE) for i in range(4)]
         bad = [
             engine.generate(request(f"b-{name}", [1], 5, name), NOWHERE)
@@ -137,7 +137,7 @@ def test_bad_adapters_are_refused_and_disturb_nobody(root: Path) -> None:
 
 
 def test_a_client_that_leaves_frees_its_request(root: Path) -> None:
-    async def story(engine: Engine, group: FakeGroup) -> None:
+    async def story(engine: DriverEngine, group: FakeGroup) -> None:
         group.gate.clear()
         leaving = asyncio.create_task(engine.generate(request("gone", [1], 100), NOWHERE))
         await until_running(engine)
@@ -153,7 +153,7 @@ def test_a_client_that_leaves_frees_its_request(root: Path) -> None:
 
 
 def test_too_many_requests_are_told_to_come_back(root: Path) -> None:
-    async def story(engine: Engine, group: FakeGroup) -> None:
+    async def story(engine: DriverEngine, group: FakeGroup) -> None:
         group.gate.clear()
         asked = [
             asyncio.create_task(engine.generate(request(f"r{i}", [i], 3), NOWHERE))
@@ -171,7 +171,7 @@ def test_too_many_requests_are_told_to_come_back(root: Path) -> None:
 
 
 def test_an_impossible_request_is_refused_with_numbers(root: Path) -> None:
-    async def story(engine: Engine, group: FakeGroup) -> None:
+    async def story(engine: DriverEngine, group: FakeGroup) -> None:
         ending = (await engine.generate(request("r", [1], 500), NOWHERE)).sequences[0].ending
         assert isinstance(ending, Failed)
         assert ending.kind is ErrorKind.VALIDATION
@@ -181,7 +181,7 @@ def test_an_impossible_request_is_refused_with_numbers(root: Path) -> None:
 
 
 def test_a_dead_rank_is_replaced_and_requests_go_on(root: Path) -> None:
-    async def story(engine: Engine, group: FakeGroup) -> None:
+    async def story(engine: DriverEngine, group: FakeGroup) -> None:
         asked = [
             engine.generate(request(f"r{i}", [i], 60, "red" if i % 2 else None), NOWHERE)
             for i in range(6)
@@ -202,7 +202,7 @@ def test_a_dead_rank_is_replaced_and_requests_go_on(root: Path) -> None:
 def test_a_request_that_breaks_every_step_ends_and_the_others_go_on(root: Path) -> None:
     """It is tried again after a loss of the ranks, but not for ever."""
 
-    async def story(engine: Engine, group: FakeGroup) -> None:
+    async def story(engine: DriverEngine, group: FakeGroup) -> None:
         poison = engine.generate(request("poison", [1, POISON], 5), NOWHERE)
         ending = (await poison).sequences[0].ending
         assert isinstance(ending, Failed)
@@ -215,7 +215,7 @@ def test_a_request_that_breaks_every_step_ends_and_the_others_go_on(root: Path) 
 
 
 def test_requests_of_a_lost_ingress_are_cancelled_at_the_ranks(root: Path) -> None:
-    async def story(engine: Engine, group: FakeGroup) -> None:
+    async def story(engine: DriverEngine, group: FakeGroup) -> None:
         group.gate.clear()
         gone = asyncio.create_task(engine.generate(request("r", [5], 120), NOWHERE))
         await until_running(engine)
@@ -231,7 +231,7 @@ def test_requests_of_a_lost_ingress_are_cancelled_at_the_ranks(root: Path) -> No
 def test_one_of_several_sequences_is_too_much_and_nobody_else_is_forgotten(root: Path) -> None:
     """Both ends of such a request may reach the streams in any order."""
 
-    async def story(engine: Engine, group: FakeGroup) -> None:
+    async def story(engine: DriverEngine, group: FakeGroup) -> None:
         asked = [engine.generate(request(f"r{i}", [i], 4, num=2), NOWHERE) for i in range(12)]
         for answer in await asyncio.gather(*asked):
             assert len({type(sequence.ending) for sequence in answer.sequences}) == 1
@@ -241,7 +241,7 @@ def test_one_of_several_sequences_is_too_much_and_nobody_else_is_forgotten(root:
 
 
 def test_a_value_that_no_plan_can_carry_is_refused(root: Path) -> None:
-    async def story(engine: Engine, group: FakeGroup) -> None:
+    async def story(engine: DriverEngine, group: FakeGroup) -> None:
         bad = GenerateRequest("bad", [SequenceRequest([2**70], Sampling(), Stopping(3))])
         ending = (await engine.generate(bad, NOWHERE)).sequences[0].ending
         assert isinstance(ending, Failed)
@@ -255,7 +255,7 @@ def test_a_value_that_no_plan_can_carry_is_refused(root: Path) -> None:
 def test_adapters_that_cannot_be_read_in_time_fail_and_others_are_served(
     root: Path, clock: Clock
 ) -> None:
-    async def story(engine: Engine, group: FakeGroup) -> None:
+    async def story(engine: DriverEngine, group: FakeGroup) -> None:
         slow = [
             asyncio.create_task(engine.generate(request(f"s{i}", [i], 5, f"slow{i}"), NOWHERE))
             for i in (1, 2)
@@ -275,7 +275,7 @@ def test_adapters_that_cannot_be_read_in_time_fail_and_others_are_served(
 
 
 def test_names_of_equal_content_read_the_files_that_were_verified_last(root: Path) -> None:
-    async def story(engine: Engine, group: FakeGroup) -> None:
+    async def story(engine: DriverEngine, group: FakeGroup) -> None:
         folder = root / "adapters"
         (folder / "blue" / "adapter_config.json").write_bytes(
             (folder / "red" / "adapter_config.json").read_bytes()
@@ -295,7 +295,7 @@ def test_names_of_equal_content_read_the_files_that_were_verified_last(root: Pat
 
 @pytest.mark.parametrize("name", ["./red", "a" * 300, "red\0", "red/", "../adapters/red"])
 def test_odd_names_are_not_found(root: Path, name: str) -> None:
-    async def story(engine: Engine, group: FakeGroup) -> None:
+    async def story(engine: DriverEngine, group: FakeGroup) -> None:
         ending = (await engine.generate(request("r", [1], 2, name), NOWHERE)).sequences[0].ending
         assert isinstance(ending, Failed)
         assert ending.kind is ErrorKind.ADAPTER_NOT_FOUND
@@ -304,7 +304,7 @@ def test_odd_names_are_not_found(root: Path, name: str) -> None:
 
 
 def test_a_rank_that_hangs_is_replaced(root: Path, clock: Clock) -> None:
-    async def story(engine: Engine, group: FakeGroup) -> None:
+    async def story(engine: DriverEngine, group: FakeGroup) -> None:
         await engine.generate(request("warm", [9], 2), NOWHERE)
         group.gate.clear()
         hung = asyncio.create_task(engine.generate(request("r", [4], 10), NOWHERE))
@@ -316,7 +316,7 @@ def test_a_rank_that_hangs_is_replaced(root: Path, clock: Clock) -> None:
 
 
 def test_ranks_that_do_not_come_back_end_requests_with_a_retryable_error(root: Path) -> None:
-    async def story(engine: Engine, group: FakeGroup) -> None:
+    async def story(engine: DriverEngine, group: FakeGroup) -> None:
         group.gate.clear()
         answer = asyncio.create_task(engine.generate(request("r", [4], 120), NOWHERE))
         await until_running(engine)
@@ -336,7 +336,7 @@ def test_ranks_that_do_not_come_back_end_requests_with_a_retryable_error(root: P
 def test_a_rebuild_that_takes_too_long_ends_requests_and_later_ones_are_served(
     root: Path, clock: Clock
 ) -> None:
-    async def story(engine: Engine, group: FakeGroup) -> None:
+    async def story(engine: DriverEngine, group: FakeGroup) -> None:
         await engine.generate(request("first", [50], 3), NOWHERE)
         group.gate.clear()
         group.may_start.clear()
@@ -359,7 +359,7 @@ def test_a_rebuild_that_takes_too_long_ends_requests_and_later_ones_are_served(
 
 
 def test_preloaded_adapters_are_there_and_a_bad_one_stops_the_start(root: Path) -> None:
-    async def story(engine: Engine, group: FakeGroup) -> None:
+    async def story(engine: DriverEngine, group: FakeGroup) -> None:
         assert set(group.runners[0].placed.values()) == {digest_of(engine, "red")}
 
     adapters = {"local_roots": [str(root / "adapters")], "default_source": "local"}
@@ -371,7 +371,7 @@ def test_preloaded_adapters_are_there_and_a_bad_one_stops_the_start(root: Path) 
 def test_rows_use_an_adapter_only_when_every_rank_has_its_bytes(root: Path) -> None:
     """While they are on their way others are served, and nobody's step waits."""
 
-    async def story(engine: Engine, group: FakeGroup) -> None:
+    async def story(engine: DriverEngine, group: FakeGroup) -> None:
         group.filling_gate.clear()
         red = asyncio.create_task(engine.generate(request("red", [3], 9, "red"), NOWHERE))
         await until(engine, lambda snapshot: snapshot.adapters[AdapterState.FILLING] == 1)
@@ -386,7 +386,7 @@ def test_rows_use_an_adapter_only_when_every_rank_has_its_bytes(root: Path) -> N
 
 
 def test_a_fill_that_does_not_end_is_a_loss_of_the_ranks(root: Path, clock: Clock) -> None:
-    async def story(engine: Engine, group: FakeGroup) -> None:
+    async def story(engine: DriverEngine, group: FakeGroup) -> None:
         group.filling_gate.clear()
         red = asyncio.create_task(engine.generate(request("red", [3], 9, "red"), NOWHERE))
         filling = AdapterState.FILLING
@@ -400,7 +400,7 @@ def test_a_fill_that_does_not_end_is_a_loss_of_the_ranks(root: Path, clock: Cloc
 def test_an_adapter_that_a_rank_has_no_room_for_waits_for_room(root: Path) -> None:
     """As when two are staged at once and one is larger than any so far."""
 
-    async def story(engine: Engine, group: FakeGroup) -> None:
+    async def story(engine: DriverEngine, group: FakeGroup) -> None:
         group.runners[1].full = 2
         asked = [engine.generate(request(n, [3], 9, n), NOWHERE) for n in ("red", "blue")]
         for name, answer in zip(("red", "blue"), await asyncio.gather(*asked), strict=True):

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from configs.adapters import (
+from configs.engine import RecoveryConfig
+from configs.wire.adapters import (
     AdapterKey,
     AdapterReference,
     AdapterRefusal,
@@ -15,21 +16,20 @@ from configs.adapters import (
     AdapterSource,
     FetchedAdapter,
 )
-from configs.engine import RecoveryConfig
-from configs.sampling import Sampling, Stopping
-from deployments.driver.engine import Engine
+from configs.wire.plan import StepResult
+from configs.wire.sampling import Sampling, Stopping
+from deployments.driver.adapters.versions import Versions
+from deployments.driver.engine import DriverEngine
 from deployments.driver.loop import EngineLoop, LoopSettings
-from deployments.driver.versions import Versions
-from deployments.rank.messages import Placed, Stage, Staged, Step, Stepped
+from deployments.rank.messages import Loaded, RunStep, Stage, Staged, StepDone
+from scheduler.admission.limits import Limits
 from scheduler.events import AdapterFailure, Ended, Event
-from scheduler.plan import StepResult
-from scheduler.policy import Limits
 from scheduler.request import Request
 from scheduler.scheduler import Scheduler
+from tests.deployments.driver.adapters.test_versions import Ranks, Shelf
 from tests.deployments.driver.fake_ranks import FakeGroup
-from tests.deployments.driver.stories import play
+from tests.deployments.driver.routing.stories import play
 from tests.deployments.driver.test_loop import KEY, HandRank
-from tests.deployments.driver.test_versions import Ranks, Shelf
 
 LIMIT, LONG_AFTER = 300.0, 1000.0
 """Seconds that ranks may take, and more than those."""
@@ -129,7 +129,7 @@ class Played:
     def serve_adapted(self, name: str) -> None:
         """Play the rank from an adapter's fill to the end of its request."""
         assert [fill.key for fill in self.rank.answer().fills] == [KEY]
-        self.rank.say(Placed(0, KEY))
+        self.rank.say(Loaded(0, KEY))
         self.rank.answer(7)
         assert self.end(name).tokens == [7]
 
@@ -170,11 +170,11 @@ def test_a_late_driver_takes_no_rank_for_lost(played: Played, clock: Clock) -> N
     held.may_go_on.clear()
     played.loop.start()
     played.ask("base", None)
-    plan = rank.hear(Step).plan
+    plan = rank.hear(RunStep).plan
     played.ask("red")
     rank.say(Staged(0, KEY, SHAPE, rank.hear(Stage).attempt))
     assert held.came.wait(HANGING_SECONDS)
-    rank.say(Stepped(StepResult(plan.epoch, plan.step, [3])))
+    rank.say(StepDone(StepResult(plan.epoch, plan.step, [3])))
     clock.now = LONG_AFTER
     held.may_go_on.set()
     assert played.end("base").tokens == [3]
@@ -216,7 +216,7 @@ def test_an_adapter_that_was_forgotten_while_it_was_wanted_ends_its_requests_alo
 
 
 def test_who_looks_while_the_loop_fails_is_told(root: Path) -> None:
-    async def story(engine: Engine, group: FakeGroup) -> None:
+    async def story(engine: DriverEngine, group: FakeGroup) -> None:
         held = Held()
 
         def fail(scheduler: Scheduler, now: float) -> list[Event]:

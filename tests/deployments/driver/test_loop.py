@@ -9,37 +9,37 @@ from typing import TypeVar
 import msgspec
 import pytest
 
-from configs.adapters import AdapterKey, AdapterRefusal, AdapterShape, FetchedAdapter
 from configs.engine import RecoveryConfig
-from configs.sampling import FinishReason, Sampling, Stopping
+from configs.wire.adapters import AdapterKey, AdapterRefusal, AdapterShape, FetchedAdapter
+from configs.wire.plan import StepPlan, StepResult
+from configs.wire.sampling import FinishReason, Sampling, Stopping
 from deployments.driver.loop import EngineLoop, LoopSettings
 from deployments.rank.messages import (
-    Broken,
     Command,
+    Loaded,
     LoadReport,
-    Placed,
     Prepare,
     Prepared,
+    RankBroken,
     Report,
+    RunStep,
     Stage,
     Staged,
     StageFailed,
-    Step,
-    Stepped,
+    StepDone,
     Stop,
 )
 from deployments.rank.transport import Channel, RankLinks
+from scheduler.admission.limits import Limits
 from scheduler.events import AdapterArrived, AdapterFailure, ConstraintFailure, Ended, Event
-from scheduler.plan import StepPlan, StepResult
-from scheduler.policy import Limits
 from scheduler.request import Request
 from scheduler.scheduler import Scheduler
 from tests.deployments.driver.fake_ranks import FakeGroup
-from tests.deployments.driver.stories import PATIENCE_S, Clock
+from tests.deployments.driver.routing.stories import PATIENCE_S, Clock
 
 KEY = AdapterKey(1)
 STAGE_SECONDS = 20.0
-C = TypeVar("C", Step, Stage, Prepare, Stop)
+C = TypeVar("C", RunStep, Stage, Prepare, Stop)
 
 
 class HandRank:
@@ -64,7 +64,7 @@ class HandRank:
         """The next thing the rank is told, which must be of this kind."""
         frame = self.end.receive()
         assert frame is not None, "the driver hung up"
-        told: Command = msgspec.msgpack.decode(frame, type=Step | Stage | Prepare | Stop)
+        told: Command = msgspec.msgpack.decode(frame, type=RunStep | Stage | Prepare | Stop)
         assert isinstance(told, kind), told
         return told
 
@@ -73,8 +73,8 @@ class HandRank:
 
     def answer(self, *tokens: int) -> StepPlan:
         """Hear of a step and tell its tokens."""
-        plan = self.hear(Step).plan
-        self.say(Stepped(StepResult(plan.epoch, plan.step, list(tokens))))
+        plan = self.hear(RunStep).plan
+        self.say(StepDone(StepResult(plan.epoch, plan.step, list(tokens))))
         return plan
 
 
@@ -152,7 +152,7 @@ def test_an_answer_that_comes_after_it_was_given_up_is_not_taken_for_a_later_one
     rank.say(StageFailed(0, KEY, AdapterRefusal.UNSUPPORTED, "dropped", first.attempt))
     rank.say(Staged(0, KEY, AdapterShape((1,), 100), second.attempt))
     assert [fill.key for fill in rank.answer().fills] == [KEY]
-    rank.say(Placed(0, KEY))
+    rank.say(Loaded(0, KEY))
     rank.answer(7)
     ended = played.ended()
     assert (ended.ending, ended.tokens) == (FinishReason.LENGTH, [7])
@@ -180,7 +180,7 @@ def test_a_broken_rank_is_heard_out(played: Played, caplog: pytest.LogCaptureFix
     """It said why before it hung up, but the driver notices as it sends the next plan."""
     rank, may_go_on = played.rank, threading.Event()
     played.ask("r", None, may_go_on)
-    rank.say(Broken(0, "the card is on fire"))
+    rank.say(RankBroken(0, "the card is on fire"))
     rank.end.close()
     may_go_on.set()
     while rank.starts < 2:

@@ -7,12 +7,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from configs.adapters import AdapterReference, AdapterSource
+from configs.wire.adapters import AdapterReference, AdapterSource
 from deployments.contract import AdapterAction, AdapterCommand, ErrorKind, Failed
-from deployments.driver.engine import Engine
-from deployments.rank.messages import Command, Stage, Step
+from deployments.driver.engine import DriverEngine
+from deployments.rank.messages import Command, RunStep, Stage
 from tests.deployments.driver.fake_ranks import POISON, FakeGroup, continuation
-from tests.deployments.driver.stories import (
+from tests.deployments.driver.routing.stories import (
     NOWHERE,
     digest_of,
     healthy,
@@ -29,7 +29,7 @@ from tests.deployments.driver.stories import (
 LIMITS = {"max_step_tokens": 64, "max_running": 16, "max_queued": 64}
 
 
-async def until_rebuilt(engine: Engine, times: int) -> None:
+async def until_rebuilt(engine: DriverEngine, times: int) -> None:
     """Ask until the ranks were made anew so often, and serve."""
     while engine.num_rebuilds < times:
         await engine.snapshot()
@@ -42,7 +42,7 @@ def small_capacity(group: FakeGroup, **changes: int) -> None:
 
 @pytest.mark.parametrize("count", [2, 8, 16])
 def test_only_the_request_that_breaks_each_step_ends(root: Path, count: int) -> None:
-    async def story(engine: Engine, group: FakeGroup) -> None:
+    async def story(engine: DriverEngine, group: FakeGroup) -> None:
         names = [None, "red", "blue"]
         asked = [request(f"r{i}", [i, 7], 9, names[i % 3]) for i in range(count - 1)]
         asked.insert(count // 2, request("poison", [1, POISON], 5, names[count % 3]))
@@ -66,7 +66,7 @@ def test_a_rank_that_is_lost_while_a_plan_is_sent(
 ) -> None:
     """One rank has the plan, the other never gets it."""
 
-    async def story(engine: Engine, group: FakeGroup) -> None:
+    async def story(engine: DriverEngine, group: FakeGroup) -> None:
         links = group._links
         assert links is not None
         send = links.send
@@ -74,7 +74,7 @@ def test_a_rank_that_is_lost_while_a_plan_is_sent(
 
         def send_and_lose(command: Command) -> None:
             nonlocal num_steps
-            num_steps += isinstance(command, Step)
+            num_steps += isinstance(command, RunStep)
             if num_steps == 5:
                 group.kill(1)
             send(command)
@@ -91,7 +91,7 @@ def test_a_rank_that_is_lost_while_a_plan_is_sent(
 def test_ranks_that_are_lost_while_an_adapter_is_sent_or_read(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def story(engine: Engine, group: FakeGroup) -> None:
+    async def story(engine: DriverEngine, group: FakeGroup) -> None:
         links = group._links
         assert links is not None
         send = links.send
@@ -108,7 +108,7 @@ def test_ranks_that_are_lost_while_an_adapter_is_sent_or_read(
     assert play(root, story).starts == 2
 
 
-async def lose(engine: Engine, group: FakeGroup) -> None:
+async def lose(engine: DriverEngine, group: FakeGroup) -> None:
     """Lose the ranks and keep the new ones from starting."""
     group.may_start.clear()
     group.kill(0)
@@ -116,7 +116,7 @@ async def lose(engine: Engine, group: FakeGroup) -> None:
 
 
 def test_clients_leave_come_and_load_adapters_during_a_rebuild(root: Path) -> None:
-    async def story(engine: Engine, group: FakeGroup) -> None:
+    async def story(engine: DriverEngine, group: FakeGroup) -> None:
         group.gate.clear()
         names = ("stays", "leaves")
         asked = [request(name, [i], 60, "red") for i, name in enumerate(names)]
@@ -146,7 +146,7 @@ def test_clients_leave_come_and_load_adapters_during_a_rebuild(root: Path) -> No
 def test_a_server_that_stops_during_a_rebuild_leaves_no_rank_and_no_client(root: Path) -> None:
     asked: list[asyncio.Task[object]] = []
 
-    async def story(engine: Engine, group: FakeGroup) -> None:
+    async def story(engine: DriverEngine, group: FakeGroup) -> None:
         group.gate.clear()
         open_request = engine.generate(request("r", [4], 60), NOWHERE)
         asked.append(asyncio.create_task(open_request))
@@ -167,7 +167,7 @@ def test_a_server_that_stops_during_a_rebuild_leaves_no_rank_and_no_client(root:
 
 
 def test_a_server_that_stops_with_dead_ranks_stops_well(root: Path) -> None:
-    async def story(engine: Engine, group: FakeGroup) -> None:
+    async def story(engine: DriverEngine, group: FakeGroup) -> None:
         await engine.generate(request("r", [4], 3), NOWHERE)
         group.kill(0)
         group.kill(1)
@@ -180,7 +180,7 @@ def test_a_server_that_stops_with_dead_ranks_stops_well(root: Path) -> None:
 def test_ranks_that_are_lost_again_while_they_catch_up(root: Path) -> None:
     """All who ran are suspects then, and all of them turn out to be well."""
 
-    async def story(engine: Engine, group: FakeGroup) -> None:
+    async def story(engine: DriverEngine, group: FakeGroup) -> None:
         asked = [request(f"r{i}", [i], 120, "red" if i % 2 else None) for i in range(6)]
         answers = [asyncio.create_task(engine.generate(each, NOWHERE)) for each in asked]
         for loss in range(2):
@@ -199,7 +199,7 @@ def test_ranks_that_are_lost_again_while_they_catch_up(root: Path) -> None:
 def test_ranks_that_come_back_with_less_memory_go_on_with_that(root: Path) -> None:
     """Blocks, adapter pages and slots are counted anew; what no longer fits is told so."""
 
-    async def story(engine: Engine, group: FakeGroup) -> None:
+    async def story(engine: DriverEngine, group: FakeGroup) -> None:
         group.gate.clear()
         asked = [request(f"r{i}", [i], 20, f"a{i}") for i in range(6)]
         asked.append(request("large", [7] * 20, 60))
@@ -224,7 +224,7 @@ def test_ranks_that_come_back_with_less_memory_go_on_with_that(root: Path) -> No
 
 
 def test_ranks_that_come_back_with_more_memory_use_it(root: Path) -> None:
-    async def story(engine: Engine, group: FakeGroup) -> None:
+    async def story(engine: DriverEngine, group: FakeGroup) -> None:
         await engine.generate(request("first", [4], 3), NOWHERE)
         small_capacity(group, num_blocks=100)
         group.kill(0)
@@ -237,7 +237,7 @@ def test_ranks_that_come_back_with_more_memory_use_it(root: Path) -> None:
 
 
 def test_ranks_of_unequal_memory_count_by_the_least(root: Path) -> None:
-    async def story(engine: Engine, group: FakeGroup) -> None:
+    async def story(engine: DriverEngine, group: FakeGroup) -> None:
         assert (await engine.snapshot()).num_blocks == 64 - 1
 
     class Unequal(FakeGroup):

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from configs.runtime import RuntimeConfig
+from deployments.admin_commands import AdminStoreError
 from deployments.contract import AdapterAction, AdapterCommand
-from deployments.driver.engine import Engine
+from deployments.driver.engine import DriverEngine
 from deployments.driver.settings import OperatorSettings
-from deployments.orders import LedgerFault
 from tests.deployments.driver.fake_ranks import FakeGroup
-from tests.deployments.driver.stories import NOWHERE, play, request
+from tests.deployments.driver.routing.stories import NOWHERE, play, request
 
 LIST = AdapterCommand(AdapterAction.LIST)
 TYPOS = [
@@ -45,18 +45,18 @@ class Shelf:
 
     def _ask(self) -> None:
         if self.down:
-            raise LedgerFault("no answer")
+            raise AdminStoreError("no answer")
 
 
-async def pinned(engine: Engine) -> set[str]:
+async def pinned(engine: DriverEngine) -> set[str]:
     report = await engine.adapters(LIST)
     return {status.reference.id for status in report.adapters if status.pinned}
 
 
-def played(root: Path, story: Callable[[Engine, Shelf], Awaitable[None]]) -> None:
+def played(root: Path, story: Callable[[DriverEngine, Shelf], Awaitable[None]]) -> None:
     shelf = Shelf()
 
-    async def whole(engine: Engine, group: FakeGroup) -> None:
+    async def whole(engine: DriverEngine, group: FakeGroup) -> None:
         await story(engine, shelf)
 
     play(root, whole)
@@ -66,7 +66,7 @@ def played(root: Path, story: Callable[[Engine, Shelf], Awaitable[None]]) -> Non
 def test_a_fault_on_a_running_replica_keeps_all_its_settings(
     root: Path, typo: dict[str, object]
 ) -> None:
-    async def story(engine: Engine, shelf: Shelf) -> None:
+    async def story(engine: DriverEngine, shelf: Shelf) -> None:
         settings = OperatorSettings(engine.reconfigure, shelf)
         await settings.take({"pinned_adapters": ["blue"], "max_queued": 77})
         await settings.take({"max_queued": 5, "names": {"sql": "local:red"}} | typo)
@@ -83,7 +83,7 @@ def test_a_fault_on_a_running_replica_keeps_all_its_settings(
 
 
 def test_a_pin_that_cannot_be_had_stops_no_start(root: Path) -> None:
-    async def story(engine: Engine, shelf: Shelf) -> None:
+    async def story(engine: DriverEngine, shelf: Shelf) -> None:
         settings = OperatorSettings(engine.reconfigure, shelf)
         await settings.take({"pinned_adapters": ["blue", "nobody", "red"], "max_queued": 77})
         assert settings.refused is not None
@@ -95,7 +95,7 @@ def test_a_pin_that_cannot_be_had_stops_no_start(root: Path) -> None:
 
 
 def test_a_replica_that_starts_under_a_fault_takes_the_last_good_settings(root: Path) -> None:
-    async def story(engine: Engine, shelf: Shelf) -> None:
+    async def story(engine: DriverEngine, shelf: Shelf) -> None:
         await OperatorSettings(engine.reconfigure, shelf).take({"pinned_adapters": ["blue"]})
         await engine.reconfigure(RuntimeConfig())
         later = OperatorSettings(engine.reconfigure, shelf)
@@ -109,7 +109,7 @@ def test_a_replica_that_starts_under_a_fault_takes_the_last_good_settings(root: 
 
 @pytest.mark.parametrize("down", [False, True])
 def test_a_first_start_under_a_fault_says_what_is_wrong(root: Path, down: bool) -> None:
-    async def story(engine: Engine, shelf: Shelf) -> None:
+    async def story(engine: DriverEngine, shelf: Shelf) -> None:
         shelf.down = down
         with pytest.raises(ValueError, match="pined_adapters"):
             await OperatorSettings(engine.reconfigure, shelf).take({"pined_adapters": ["red"]})
@@ -118,7 +118,7 @@ def test_a_first_start_under_a_fault_says_what_is_wrong(root: Path, down: bool) 
 
 
 def test_settings_hold_where_the_ledger_does_not_answer(root: Path) -> None:
-    async def story(engine: Engine, shelf: Shelf) -> None:
+    async def story(engine: DriverEngine, shelf: Shelf) -> None:
         shelf.down = True
         settings = OperatorSettings(engine.reconfigure, shelf)
         await settings.take({"pinned_adapters": ["blue"]})

@@ -15,11 +15,11 @@ import uvicorn
 from fastapi import FastAPI
 
 from deployments.contract import ReplyAddress
-from deployments.ingress.api import build_app
-from deployments.ingress.engine import IngressSettings
-from deployments.ingress.frames import Mailbox
-from deployments.ingress.renderer import Renderer
-from deployments.ingress.text import Text
+from deployments.ingress.app import build_app
+from deployments.ingress.chat_templates.renderer import Renderer
+from deployments.ingress.generation.engine import IngressSettings
+from deployments.ingress.generation.frames import RequestInboxes
+from deployments.ingress.text.tokenizer import ModelTokenizer
 from tests.fakes import FakeDriver, engine_info, write_tokenizer
 
 PATIENCE = 300.0
@@ -41,9 +41,9 @@ class Server:
 
     def __init__(self, folder: Path) -> None:
         self.tokenizer = write_tokenizer(folder)
-        self.text = Text.load(str(folder))
+        self.text = ModelTokenizer.load(str(folder))
         self._folder = folder
-        self.mailbox = Mailbox()
+        self.mailbox = RequestInboxes()
         self.driver = FakeDriver(engine_info(folder, self.tokenizer), self.tokenizer)
         self.clock = Clock()
         self._uvicorn = uvicorn.Server(
@@ -58,7 +58,7 @@ class Server:
     def fresh_app(self, settings: IngressSettings = IngressSettings()) -> FastAPI:  # noqa: B008
         """A new driver and a new application over it, behind the same port, at the same time."""
         self.driver = FakeDriver(engine_info(self._folder, self.tokenizer), self.tokenizer)
-        self.mailbox = Mailbox()
+        self.mailbox = RequestInboxes()
         self.driver.deliver = self.mailbox.deliver
         app = build_app(
             self.driver,
@@ -69,9 +69,9 @@ class Server:
         asyncio.run_coroutine_threadsafe(self._begin(app), self.loop).result(PATIENCE)
         return app
 
-    def _read(self, folder: str) -> Text:
+    def _read(self, folder: str) -> ModelTokenizer:
         """The tokenizer that most tests share was read at the start."""
-        return self.text if folder == str(self._folder) else Text.load(folder)
+        return self.text if folder == str(self._folder) else ModelTokenizer.load(folder)
 
     async def _begin(self, app: FastAPI) -> None:
         """Serve this application, and end what the one before has started."""

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorUnavailableError
 
-from configs.adapters import AdapterReference, AdapterSource
+from configs.wire.adapters import AdapterReference, AdapterSource
+from deployments.admin_commands import AdminStoreError
 from deployments.contract import AdapterAction, AdapterCommand, AdapterReport, ErrorKind, Failed
 from deployments.frames import FrameReceiver
 from deployments.ingress.deployment import HandleDriver
-from deployments.ingress.errors import RequestError
-from deployments.orders import LedgerFault
+from deployments.ingress.http.errors import RequestError
 
 RED = AdapterReference(AdapterSource.LOCAL, "red")
 PIN = AdapterCommand(AdapterAction.PIN, RED)
@@ -43,7 +43,7 @@ class Book:
 
     def put(self, key: str, order: bytes) -> None:
         if self.closed:
-            raise LedgerFault("Ray's store is away")
+            raise AdminStoreError("Ray's store is away")
         self.orders[key] = order
 
     def remove(self, key: str) -> None:

@@ -19,7 +19,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
 from deployments.contract import ErrorKind, Failed
-from tests.deployments.ingress.openai_http import CHAT, COMPLETIONS, HELLO
+from tests.deployments.ingress.openai.openai_http import CHAT, COMPLETIONS, HELLO
 from tests.fakes import FakeDriver, Unreliable
 
 RESPONSES = "/v1/responses"

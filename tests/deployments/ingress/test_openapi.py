@@ -12,8 +12,8 @@ from fastapi.routing import APIRoute
 from jsonschema import Draft202012Validator
 
 from deployments.ingress.openapi.document import OPERATIONS
-from tests.deployments.ingress.browser import CHROMIUM, chromium
 from tests.deployments.ingress.conftest import Server
+from tests.deployments.ingress.pages.browser import CHROMIUM, chromium
 from tests.fakes import FakeDriver
 
 

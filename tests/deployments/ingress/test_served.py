@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from configs.adapters import AdapterSource
-from deployments.ingress.engine import IngressSettings
+from configs.wire.adapters import AdapterSource
+from deployments.ingress.generation.engine import IngressSettings
 from tests.served import demo_app, demo_config, served
 
 

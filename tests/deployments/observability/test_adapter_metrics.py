@@ -5,13 +5,13 @@ from collections import defaultdict
 import pytest
 from ray.util.metrics import Counter
 
-from configs.adapters import AdapterKey
+from configs.wire.adapters import AdapterKey
 from deployments.observability import adapter_metrics
 from deployments.observability.adapter_metrics import MAX_LABELS, AdapterMetrics
-from deployments.observability.adapter_records import LoadRecord, RequestRecord
+from deployments.observability.adapter_records import LoadRecord, SequenceRecord
 from deployments.observability.lorax_metrics import OTHER
 from deployments.observability.zero import _NOTHING
-from scheduler.resident import AdapterState
+from scheduler.adapters.resident import AdapterState
 from scheduler.snapshot import AdapterCounts, AdapterTiers, AdapterView
 
 begun: set[tuple[str, tuple[str, ...]]] = set()
@@ -60,9 +60,9 @@ def series(monkeypatch: pytest.MonkeyPatch) -> Series:
     return told
 
 
-def record(adapter: str, tokens: int = 4, ok: bool = True) -> RequestRecord:
+def record(adapter: str, tokens: int = 4, ok: bool = True) -> SequenceRecord:
     first, each = (0.2, 0.01) if tokens else (None, None)
-    return RequestRecord(adapter, ok, 7, tokens, first, each)
+    return SequenceRecord(adapter, ok, 7, tokens, first, each)
 
 
 def view(key: int, waiting: int) -> AdapterView:

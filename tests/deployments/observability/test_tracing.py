@@ -16,8 +16,8 @@ from opentelemetry.sdk.trace.export import (
 from opentelemetry.trace import StatusCode
 from ray.serve._private.tracing_utils import _load_span_processors
 
-from configs.adapters import AdapterSource
-from deployments.ingress.engine import IngressSettings
+from configs.wire.adapters import AdapterSource
+from deployments.ingress.generation.engine import IngressSettings
 from deployments.observability.tracing import DRIVER, INGRESS
 from tests.served import demo_app, demo_config, served
 

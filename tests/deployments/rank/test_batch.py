@@ -1,33 +1,41 @@
 import msgspec
 import pytest
 
-from configs.adapters import AdapterKey
 from configs.rope_sets import LONG
-from configs.sampling import Sampling
+from configs.wire.adapters import AdapterKey
+from configs.wire.plan import (
+    AdapterLoad,
+    PromptReport,
+    RequestJoin,
+    StepPlan,
+    StepResult,
+    StepRow,
+    TokenLogprobs,
+)
+from configs.wire.sampling import Sampling
 from deployments.observability.steps import StepLog
 from deployments.rank.batch import forward_batch, step_result
 from modeling.batch import (
     BatchJoin,
     BatchRow,
     ForwardBatch,
-    PromptAnswer,
+    PromptScores,
     RowLogprobs,
     SampledTokens,
 )
-from scheduler.plan import Fill, Join, PromptReport, Row, StepPlan, StepResult, TokenLogprobs
 
 SAMPLING = Sampling(temperature=0.5, top_k=3, top_p=0.9, seed=2**64 - 1, logprobs=2)
 
 PLAN = StepPlan(
     epoch=3,
     step=41,
-    joins=[Join(place=5, tokens=[7, 8, 9], prompt_length=2, slot=1, sampling=SAMPLING)],
+    joins=[RequestJoin(place=5, tokens=[7, 8, 9], prompt_length=2, slot=1, sampling=SAMPLING)],
     rows=[
-        Row(place=5, start=0, length=3, blocks=[4, 6], samples=True),
-        Row(place=0, start=9, length=4, blocks=[], samples=False),
-        Row(place=2, start=17, length=1, blocks=[1], samples=True, rope_set=LONG),
+        StepRow(place=5, start=0, length=3, blocks=[4, 6], samples=True),
+        StepRow(place=0, start=9, length=4, blocks=[], samples=False),
+        StepRow(place=2, start=17, length=1, blocks=[1], samples=True, rope_set=LONG),
     ],
-    fills=[Fill(key=AdapterKey(9), slot=1, pages=[[0], []])],
+    fills=[AdapterLoad(key=AdapterKey(9), slot=1, pages=[[0], []])],
     drops=[AdapterKey(4)],
 )
 
@@ -47,8 +55,8 @@ def test_a_plan_becomes_a_batch_number_by_number() -> None:
 
 def test_a_batch_names_every_field_of_a_plan() -> None:
     # A field added to one side and forgotten on the other would travel nowhere.
-    assert [f.name for f in msgspec.structs.fields(Join)] == list(BatchJoin.__annotations__)
-    assert [f.name for f in msgspec.structs.fields(Row)] == list(BatchRow.__annotations__)
+    assert [f.name for f in msgspec.structs.fields(RequestJoin)] == list(BatchJoin.__annotations__)
+    assert [f.name for f in msgspec.structs.fields(StepRow)] == list(BatchRow.__annotations__)
     assert [f.name for f in msgspec.structs.fields(TokenLogprobs)] == list(
         RowLogprobs.__annotations__
     )
@@ -78,7 +86,7 @@ def test_a_replay_is_told(captured: bool) -> None:
 
 
 def test_what_is_told_about_prompts_travels_whole() -> None:
-    answer = PromptAnswer(1, 10, [RowLogprobs(-0.5, [3], [-0.25])], b"\x00\x01")
+    answer = PromptScores(1, 10, [RowLogprobs(-0.5, [3], [-0.25])], b"\x00\x01")
     told = step_result(PLAN, SampledTokens([11, 12], prompts=[answer]), 0.0)
     sent = msgspec.msgpack.decode(msgspec.msgpack.encode(told), type=StepResult)
     report = PromptReport(1, 10, [TokenLogprobs(-0.5, [3], [-0.25])], b"\x00\x01")

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import torch
 
-from configs.adapters import AdapterReference, AdapterSource
-from configs.sampling import Sampling, Stopping
+from configs.wire.adapters import AdapterReference, AdapterSource
+from configs.wire.sampling import Sampling, Stopping
 from deployments.contract import AdapterAction, AdapterCommand, GenerateRequest, SequenceRequest
-from deployments.driver.engine import Engine
+from deployments.driver.engine import DriverEngine
 from deployments.observability.steps import StepRecord
 from deployments.rank.local import LocalRanks
 from tests.checkpoints import AdapterRecipe, write_adapter, write_llama
-from tests.deployments.driver.stories import PATIENCE_S
+from tests.deployments.driver.routing.stories import PATIENCE_S
 from tests.deployments.rank.test_whole_ends import NOWHERE, config
 
 NUM_TOKENS, NUM_ADAPTERS, NUM_MOVES = 60, 5, 4
@@ -21,7 +21,7 @@ HOST_BYTES = 60_000
 """Room for two of the adapters on each rank."""
 
 
-async def generate(engine: Engine, name: str) -> tuple[list[int], Sequence[StepRecord]]:
+async def generate(engine: DriverEngine, name: str) -> tuple[list[int], Sequence[StepRecord]]:
     """One request over the base model, and the steps from its first on."""
     await engine.snapshot()  # the loop writes a step down after it told of its tokens
     records = engine.steps.last()
@@ -34,7 +34,7 @@ async def generate(engine: Engine, name: str) -> tuple[list[int], Sequence[StepR
     return outcome.tokens, steps[first:]
 
 
-async def come_and_go(engine: Engine) -> None:
+async def come_and_go(engine: DriverEngine) -> None:
     """Adapters are pinned, loaded and unpinned by turns, in tiers that hold two of them."""
     index = 0
     while True:
@@ -45,7 +45,7 @@ async def come_and_go(engine: Engine) -> None:
         index += 1
 
 
-async def story(engine: Engine) -> None:
+async def story(engine: DriverEngine) -> None:
     """The request has the tokens that it has alone, one in every step, until much was moved."""
     alone, _ = await generate(engine, "alone")
     loads = asyncio.create_task(come_and_go(engine))
@@ -70,7 +70,7 @@ def test_a_request_has_a_token_in_every_step_while_adapters_come_and_go(tmp_path
     opened = config(tmp_path, max_device_adapters=2, device_pages=2, host_bytes=HOST_BYTES)
 
     async def play() -> None:
-        engine = Engine(opened, model, LocalRanks(opened))
+        engine = DriverEngine(opened, model, LocalRanks(opened))
         await engine.start()
         try:
             await story(engine)

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from configs.adapters import AdapterReference, AdapterSource
-from configs.merging import MergeRule, MergeStrategy
-from configs.sampling import Sampling, Stopping
+from configs.wire.adapters import AdapterReference, AdapterSource
+from configs.wire.merging import MergeRule, MergeStrategy
+from configs.wire.sampling import Sampling, Stopping
 from deployments.contract import Completion, ErrorKind, Failed, GenerateRequest, SequenceRequest
-from deployments.driver.engine import Engine
+from deployments.driver.engine import DriverEngine
 from deployments.rank.local import LocalRanks
 from tests.checkpoints import AdapterRecipe, write_adapter, write_llama
-from tests.deployments.driver.stories import PATIENCE_S
+from tests.deployments.driver.routing.stories import PATIENCE_S
 from tests.deployments.rank.test_whole_ends import NOWHERE, NUM_TOKENS, config
 from tests.modeling.merges import write_merged, write_part
 from tests.oracle import prompt_truth
@@ -51,7 +51,7 @@ def test_merges_answer_as_peft_beside_each_other_and_the_base(tmp_path: Path) ->
 
     async def story() -> tuple[list[Completion], int]:
         opened = config(tmp_path)
-        engine = Engine(opened, model, LocalRanks(opened))
+        engine = DriverEngine(opened, model, LocalRanks(opened))
         await engine.start()
         try:
             asked = [
@@ -78,7 +78,7 @@ def test_a_part_that_cannot_be_merged_fails_its_own_request_alone(tmp_path: Path
 
     async def story() -> list[Completion]:
         opened = config(tmp_path)
-        engine = Engine(opened, model, LocalRanks(opened))
+        engine = DriverEngine(opened, model, LocalRanks(opened))
         await engine.start()
         halves = MergeRule((0.5, 0.5))
         try:

@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from configs.adapters import AdapterReference, AdapterSource
 from configs.engine import EngineConfig
-from configs.sampling import FinishReason, Sampling, Stopping
+from configs.wire.adapters import AdapterReference, AdapterSource
+from configs.wire.sampling import FinishReason, Sampling, Stopping
 from deployments.contract import Finished, GenerateRequest, SequenceRequest
-from deployments.driver.engine import Engine
+from deployments.driver.engine import DriverEngine
 from deployments.rank.local import LocalRanks
 from tests.checkpoints import write_adapter
 from tests.checkpoints_padded import ADAPTERS, write_padded
-from tests.deployments.driver.stories import PATIENCE_S, pin, together
+from tests.deployments.driver.routing.stories import PATIENCE_S, pin, together
 from tests.oracle import NUM_TOKENS, prompt_truth
 
 NAMES = [None, "r4", "rows", "r16", None, "r4", "columns", "r16"]
@@ -62,7 +62,7 @@ def test_a_padded_model_serves_base_and_adapters_together(
 
     async def serve() -> None:
         config = engine_config(tmp_path)
-        engine = Engine(config, model, LocalRanks(config))
+        engine = DriverEngine(config, model, LocalRanks(config))
         await engine.start()
         try:
             await pin(engine, *adapters)

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from deployments.rank.processes import await_end, has_ended, sigkill
-from tests.deployments.driver.stories import PATIENCE_S
+from tests.deployments.driver.routing.stories import PATIENCE_S
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="asks /proc")
 

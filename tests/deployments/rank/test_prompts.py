@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 import torch
 
-from configs.adapters import AdapterReference, AdapterSource
 from configs.engine import EngineConfig
-from configs.sampling import FinishReason, Pooling, Sampling, Stopping
+from configs.wire.adapters import AdapterReference, AdapterSource
+from configs.wire.sampling import FinishReason, Pooling, Sampling, Stopping
 from deployments.contract import Finished, GenerateRequest, SequenceOutcome, SequenceRequest
-from deployments.driver.engine import Engine
+from deployments.driver.engine import DriverEngine
 from deployments.rank.local import LocalRanks
 from tests.checkpoints import AdapterRecipe, write_adapter, write_llama
 from tests.checkpoints_padded import ADAPTERS, write_padded
-from tests.deployments.driver.stories import PATIENCE_S, pin, together
+from tests.deployments.driver.routing.stories import PATIENCE_S, pin, together
 from tests.modeling.prompts import prompt_of
 from tests.oracle import TOLERANCE, final_states, prompt_logits, truth
 
@@ -87,7 +87,7 @@ def test_prompts_are_told_about_amid_preemptions(tmp_path: Path, kind: str, rank
     )
 
     async def serve() -> None:
-        engine = Engine(config, model, LocalRanks(config))
+        engine = DriverEngine(config, model, LocalRanks(config))
         await engine.start()
         try:
             requests = [

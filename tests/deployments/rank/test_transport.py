@@ -8,11 +8,11 @@ from contextlib import contextmanager
 import msgspec
 import pytest
 
-from configs.sampling import Sampling
-from deployments.rank.messages import Hello, Step, Stepped, Stop
+from configs.wire.plan import RequestJoin, StepPlan, StepResult, StepRow
+from configs.wire.sampling import Sampling
+from deployments.rank.messages import RankHello, RunStep, StepDone, Stop
 from deployments.rank.transport import Address, Channel, Listener, RankLinks, RanksLost, dial
-from scheduler.plan import Join, Row, StepPlan, StepResult
-from tests.deployments.driver.stories import PATIENCE_S
+from tests.deployments.driver.routing.stories import PATIENCE_S
 
 SECRET = "a-secret-that-only-ranks-know"
 
@@ -40,8 +40,8 @@ def linked(num_ranks: int, same_node: bool = True) -> Iterator[tuple[RankLinks, 
 
 
 def plan(num_tokens: int) -> StepPlan:
-    join = Join(3, list(range(num_tokens)), num_tokens, -1, Sampling(seed=2**64 - 1))
-    return StepPlan(1, 7, [join], [Row(3, 0, num_tokens, [0, 1], True)], [], [])
+    join = RequestJoin(3, list(range(num_tokens)), num_tokens, -1, Sampling(seed=2**64 - 1))
+    return StepPlan(1, 7, [join], [StepRow(3, 0, num_tokens, [0, 1], True)], [], [])
 
 
 @pytest.mark.parametrize("same_node", [True, False])
@@ -59,13 +59,13 @@ def test_every_rank_gets_the_same_plan_and_rank_zero_answers(
         threads = [threading.Thread(target=take, args=(rank,)) for rank in range(num_ranks)]
         for thread in threads:
             thread.start()
-        links.send(Step(sent))
+        links.send(RunStep(sent))
         for thread in threads:
             thread.join()
         for frame in received:
             assert frame is not None
-            assert msgspec.msgpack.decode(frame, type=Step | Stop) == Step(sent)
-        answer = Stepped(StepResult(1, 7, [42]))
+            assert msgspec.msgpack.decode(frame, type=RunStep | Stop) == RunStep(sent)
+        answer = StepDone(StepResult(1, 7, [42]))
         ends[0].send(msgspec.msgpack.encode(answer))
         assert links.receive(PATIENCE_S) == [answer]
 
@@ -110,8 +110,8 @@ def knock(address: Address, greeting: bytes) -> bytes:
         b"",
         b"\xff\xff\xff\xff",
         b"\x00\x00\x00\x04junk",
-        len(h := msgspec.msgpack.encode(Hello("wrong", 0))).to_bytes(4, "big") + h,
-        len(h := msgspec.msgpack.encode(Hello(SECRET, 9))).to_bytes(4, "big") + h,
+        len(h := msgspec.msgpack.encode(RankHello("wrong", 0))).to_bytes(4, "big") + h,
+        len(h := msgspec.msgpack.encode(RankHello(SECRET, 9))).to_bytes(4, "big") + h,
     ],
 )
 def test_strangers_are_refused_and_ranks_still_get_in(greeting: bytes) -> None:

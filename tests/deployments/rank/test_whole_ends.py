@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from configs.adapters import AdapterReference, AdapterSource
 from configs.engine import EngineConfig
-from configs.sampling import Sampling, Stopping
+from configs.wire.adapters import AdapterReference, AdapterSource
+from configs.wire.sampling import Sampling, Stopping
 from deployments.contract import Completion, GenerateRequest, ReplyAddress, SequenceRequest
-from deployments.driver.engine import Engine
+from deployments.driver.engine import DriverEngine
 from deployments.rank.local import LocalRanks
 from tests.checkpoints import AdapterRecipe, write_adapter, write_llama
-from tests.deployments.driver.stories import PATIENCE_S
+from tests.deployments.driver.routing.stories import PATIENCE_S
 from tests.oracle import prompt_truth
 
 NOWHERE = ReplyAddress("127.0.0.1", 1, "nobody listens here")
@@ -47,7 +47,7 @@ def write(root: Path) -> dict[str, Path]:
 async def ask(
     engine_config: EngineConfig, root: Path, asked: list[GenerateRequest]
 ) -> list[Completion]:
-    engine = Engine(engine_config, root / "model", LocalRanks(engine_config))
+    engine = DriverEngine(engine_config, root / "model", LocalRanks(engine_config))
     await engine.start()
     try:
         return await asyncio.gather(*(engine.generate(request, NOWHERE) for request in asked))

@@ -9,26 +9,26 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from configs.adapters import AdapterKey, FetchedAdapter
-from configs.sampling import Sampling
+from configs.wire.adapters import AdapterKey, FetchedAdapter
+from configs.wire.plan import AdapterLoad, RequestJoin, StepPlan, StepRow
+from configs.wire.sampling import Sampling
 from deployments.rank.messages import (
     Command,
     Report,
+    RunStep,
     Stage,
     StageAnswer,
     Staged,
     StageFailed,
-    Step,
-    Stepped,
+    StepDone,
     Stop,
 )
-from deployments.rank.order import StageOrder
+from deployments.rank.staging_order import StageOrder
 from deployments.rank.transport import Channel
 from deployments.rank.worker import Worker
 from modeling.batch import ForwardBatch, StepOutput
-from scheduler.plan import Fill, Join, Row, StepPlan
 from tests.deployments.driver.fake_ranks import HELD_SECONDS, POISON, FakeRunner, Gate
-from tests.deployments.driver.stories import PATIENCE_S
+from tests.deployments.driver.routing.stories import PATIENCE_S
 
 KEY = AdapterKey(1)
 OTHERS = OTHER, _ = AdapterKey(2), AdapterKey(3)
@@ -79,13 +79,13 @@ class Driver:
         adapter = FetchedAdapter(key, name, str(self.folder), f"content-{attempt}")
         self.say(Stage(adapter, attempt))
 
-    def drop(self, *keys: AdapterKey, fills: tuple[Fill, ...] = ()) -> None:
+    def drop(self, *keys: AdapterKey, fills: tuple[AdapterLoad, ...] = ()) -> None:
         self.num_steps += 1
-        self.say(Step(StepPlan(0, self.num_steps, [], [], list(fills), list(keys))))
+        self.say(RunStep(StepPlan(0, self.num_steps, [], [], list(fills), list(keys))))
 
     def staged(self) -> StageAnswer:
         """The next answer to a staging; those of steps are left out."""
-        while isinstance(answer := self.hear(), Stepped):
+        while isinstance(answer := self.hear(), StepDone):
             pass
         assert isinstance(answer, Staged | StageFailed), answer
         return answer
@@ -108,8 +108,10 @@ def driver(tmp_path: Path) -> Iterator[Driver]:
 def hold(driver: Driver) -> None:
     """Keep the worker's main thread in a step, as on a rank that is behind."""
     driver.num_steps += 1
-    join = Join(0, [5], 1, -1, Sampling())
-    driver.say(Step(StepPlan(0, driver.num_steps, [join], [Row(0, 0, 1, [0], True)], [], [])))
+    join = RequestJoin(0, [5], 1, -1, Sampling())
+    driver.say(
+        RunStep(StepPlan(0, driver.num_steps, [join], [StepRow(0, 0, 1, [0], True)], [], []))
+    )
     assert driver.runner.launching.wait(PATIENCE_S)
 
 
@@ -124,9 +126,9 @@ def test_what_is_staged_anew_does_not_fall_to_the_drop_before(driver: Driver) ->
     driver.runner.may_launch.set()
     assert driver.staged().attempt == 2
     assert driver.runner.staged == {KEY: "content-2", OTHER: "content-3"}
-    driver.drop(fills=(Fill(KEY, 0, [[0]]),))
+    driver.drop(fills=(AdapterLoad(KEY, 0, [[0]]),))
     driver.drop(KEY, OTHER)
-    while not isinstance(report := driver.hear(), Stepped) or report.result.step != 4:
+    while not isinstance(report := driver.hear(), StepDone) or report.result.step != 4:
         pass
     assert driver.runner.staged == {}
 
@@ -137,7 +139,7 @@ def test_what_was_dropped_before_it_was_read_is_not_read(driver: Driver) -> None
         driver.stage(other, attempt, "slow")
     driver.stage(KEY, 2)
     driver.drop(KEY)
-    while not isinstance(driver.hear(), Stepped):  # as a driver that gave it up does
+    while not isinstance(driver.hear(), StepDone):  # as a driver that gave it up does
         pass
     driver.runner.staging_gate.set()
     answers = {answer.key: answer for answer in [driver.staged() for _ in range(3)]}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from modeling.adapters.bank import PAGE_ROWS, AdapterBank, BankSize
-from modeling.adapters.kernels.base import Target
+from modeling.adapters.kernels.base import OutputSlice
 from modeling.adapters.projection import Projection
 
 NUM_LAYERS = 2
@@ -20,7 +20,7 @@ class Case:
     """A layer's input and the targets that share it."""
 
     inputs: int
-    targets: tuple[Target, ...]
+    targets: tuple[OutputSlice, ...]
     outputs: int
 
 
@@ -68,7 +68,7 @@ def rows_of(bank: AdapterBank, slot: int, projection: int, rank: int) -> tuple[T
 
 
 def truth(
-    bank: AdapterBank, y: Tensor, x: Tensor, layer: int, targets: Sequence[Target], of: Tensor
+    bank: AdapterBank, y: Tensor, x: Tensor, layer: int, targets: Sequence[OutputSlice], of: Tensor
 ) -> Tensor:
     """y plus the deltas, in float64; of: the slot of each token, on the CPU."""
     result = y.double()

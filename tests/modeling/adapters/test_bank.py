@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from configs.adapters import (
+from configs.wire.adapters import (
     AdapterDeferred,
     AdapterError,
     AdapterKey,

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from configs.adapters import AdapterKey, FetchedAdapter
+from configs.wire.adapters import AdapterKey, FetchedAdapter
 from modeling.adapters.bank import AdapterBank, BankSize
-from modeling.adapters.fills import Filled
+from modeling.adapters.device_copies import CopyEvent
 from tests.modeling.adapters.lora_files import DOWN, UP, factors, write_lora
 from tests.modeling.no_waits import no_synchronisation
 
@@ -57,11 +57,11 @@ def read(bank: AdapterBank, slot: int, pages: list[int], delay: int = 0) -> Tens
         return torch.stack([bank.pools[0].a[page, 0] for page in pages])
 
 
-def passed() -> Filled:
+def passed() -> CopyEvent:
     """A mark behind all that the current stream was given."""
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
-    return Filled(event)
+    return CopyEvent(event)
 
 
 def hold_fills(bank: AdapterBank) -> None:

@@ -11,14 +11,14 @@ from msgspec.structs import replace
 from peft.utils import merge_utils
 from torch import Tensor
 
-from configs.adapters import AdapterError, AdapterKey, AdapterRefusal
-from configs.merging import MergeRule, MergeStrategy, SignMethod
+from configs.wire.adapters import AdapterError, AdapterKey, AdapterRefusal
+from configs.wire.merging import MergeRule, MergeStrategy, SignMethod
 from modeling.adapters import merge
-from modeling.adapters.copies import CopiesSize, HostCopies
+from modeling.adapters.host_cache import HostAdapterCache, HostCacheSize
 from modeling.adapters.merge import combine, open_fetched, prune
 from modeling.adapters.peft import LoraModule, open_adapter
-from modeling.adapters.projection import Place
-from sharding.sources.files import fingerprint
+from modeling.adapters.projection import ModulePosition
+from sources.files import fingerprint
 from tests.modeling.adapters.lora_files import DOWN, UP, factors, write_lora
 from tests.modeling.adapters.test_peft_ends import HEAD, ROWS, ends
 from tests.modeling.merges import fetched
@@ -87,7 +87,7 @@ def test_nothing_draws_from_the_global_generator() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def merged(folders: Sequence[Path], rule: MergeRule) -> dict[Place, LoraModule]:
+def merged(folders: Sequence[Path], rule: MergeRule) -> dict[ModulePosition, LoraModule]:
     """What is read of a merge."""
     opened = open_fetched(fetched(1, folders, rule), PROJECTIONS, 64)
     modules = list(opened.read())
@@ -105,15 +105,15 @@ def test_places_and_ranks_are_those_of_all_parts(tmp_path: Path) -> None:
     ]
     found = merged(folders, MergeRule((0.5, 2.0)))
     assert {place: len(m.a) for place, m in found.items()} == {
-        Place(0, 0): 4, Place(0, 1): 7, Place(0, 2): 4, Place(1, 0): 4,
+        ModulePosition(0, 0): 4, ModulePosition(0, 1): 7, ModulePosition(0, 2): 4, ModulePosition(1, 0): 4,
     }  # fmt: skip
     # alpha 8: scalings 2, and 8 / 7 where the rank is 7.
     name = "base_model.model.model.layers.{}.up.lora_{}.weight"
     a_one, a_two = one[name.format(1, "A")], two[name.format(1, "A")]
     expected = sqrt(2.0 * 8 / 7) * a_two
     expected[:4] += sqrt(0.5 * 2) * a_one
-    torch.testing.assert_close(found[Place(0, 1)].a, expected, atol=1e-5, rtol=0)
-    alone = found[Place(0, 0)]
+    torch.testing.assert_close(found[ModulePosition(0, 1)].a, expected, atol=1e-5, rtol=0)
+    alone = found[ModulePosition(0, 0)]
     product = one[name.format(0, "B")] @ one[name.format(0, "A")]
     torch.testing.assert_close(alone.b @ alone.a, 0.5 * 2 * product, atol=1e-5, rtol=0)
 
@@ -126,11 +126,15 @@ def test_the_recipe_seeds_every_tensor_its_own_way(tmp_path: Path) -> None:
     for place, module in first.items():
         assert torch.equal(module.a, again[place].a)
         assert torch.equal(module.b, again[place].b)
-    assert not torch.equal(first[Place(0, 0)].a, first[Place(0, 1)].a), "another place"
-    values = set((first[Place(0, 0)].a / sqrt(2)).round(decimals=4).flatten().tolist())
+    assert not torch.equal(first[ModulePosition(0, 0)].a, first[ModulePosition(0, 1)].a), (
+        "another place"
+    )
+    values = set((first[ModulePosition(0, 0)].a / sqrt(2)).round(decimals=4).flatten().tolist())
     assert values == {0.0, 2.0, 4.0}, "each part has a mask of its own"
     other = merged(folders, MergeRule((1.0, 1.0 + 1e-9), DARE_LINEAR, 0.5))
-    assert not torch.equal(first[Place(0, 0)].a, other[Place(0, 0)].a), "another recipe"
+    assert not torch.equal(first[ModulePosition(0, 0)].a, other[ModulePosition(0, 0)].a), (
+        "another recipe"
+    )
 
 
 def refusal(*parts: Path, rule: MergeRule | None = None) -> AdapterError:
@@ -176,7 +180,9 @@ def test_a_part_that_changed_while_it_was_read_is_refused(
     adapter = fetched(1, folders, MergeRule((1.0, 1.0)))
     parts = tuple(replace(p, fingerprint=fingerprint(Path(p.folder))) for p in adapter.parts)
     adapter = replace(adapter, parts=parts)
-    tier = HostCopies(PROJECTIONS, CopiesSize((8, 8), 64, 2**20), torch.float32, pinned=False)
+    tier = HostAdapterCache(
+        PROJECTIONS, HostCacheSize((8, 8), 64, 2**20), torch.float32, pinned=False
+    )
     assert tier.stage(adapter).num_pages == (1, 0)
     tier.drop(AdapterKey(1))
 

@@ -7,10 +7,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from configs.adapters import AdapterError, AdapterRefusal
+from configs.wire.adapters import AdapterError, AdapterRefusal
 from modeling.adapters import peft
 from modeling.adapters.peft import open_adapter
-from modeling.adapters.projection import Place
+from modeling.adapters.projection import ModulePosition
 from tests.modeling.adapters.lora_files import DOWN, UP, factors, write_lora
 
 PROJECTIONS = (UP, DOWN)
@@ -28,7 +28,11 @@ def test_factors_come_with_the_scaling_in_b(tmp_path: Path, dtype: torch.dtype) 
     tensors = factors(UP, [4, 4, 4], dtype=dtype)
     adapter = open_adapter(write_lora(tmp_path, tensors), PROJECTIONS, 64)
     modules = list(adapter.read())
-    assert [m.place for m in modules] == [Place(0, 0), Place(0, 1), Place(0, 2)]
+    assert [m.place for m in modules] == [
+        ModulePosition(0, 0),
+        ModulePosition(0, 1),
+        ModulePosition(0, 2),
+    ]
     for layer, module in enumerate(modules):
         name = f"base_model.model.model.layers.{layer}.up.lora_"
         assert torch.equal(module.a, tensors[f"{name}A.weight"].float())
@@ -43,14 +47,22 @@ def test_each_module_has_its_own_rank_and_scaling(tmp_path: Path) -> None:
         "use_rslora": True,
     }
     adapter = open_adapter(write_lora(tmp_path, tensors, **fields), PROJECTIONS, 64)
-    assert adapter.ranks == {Place(0, 0): 4, Place(0, 1): 9, Place(1, 2): 2}
+    assert adapter.ranks == {
+        ModulePosition(0, 0): 4,
+        ModulePosition(0, 1): 9,
+        ModulePosition(1, 2): 2,
+    }
     scales = {
         module.place: float((module.b / tensors[key]).mean())
         for module, key in zip(
             adapter.read(), [k for k in tensors if k.endswith("B.weight")], strict=True
         )
     }
-    expected = {Place(0, 0): 8 / 2, Place(0, 1): 8 / 3, Place(1, 2): 3 / 2**0.5}
+    expected = {
+        ModulePosition(0, 0): 8 / 2,
+        ModulePosition(0, 1): 8 / 3,
+        ModulePosition(1, 2): 3 / 2**0.5,
+    }
     assert scales == pytest.approx(expected, rel=1e-6)
 
 
@@ -205,7 +217,7 @@ def test_tensors_that_peft_would_leave_out_are_refused(
 def test_targets_beyond_the_file_do_no_harm(tmp_path: Path) -> None:
     fields = {"target_modules": "all-linear", "exclude_modules": ["x"]}
     folder = write_lora(tmp_path, factors(UP, [0, 4, 0]), **fields)
-    assert open_adapter(folder, PROJECTIONS, 64).ranks == {Place(0, 1): 4}
+    assert open_adapter(folder, PROJECTIONS, 64).ranks == {ModulePosition(0, 1): 4}
 
 
 def test_factors_that_peft_would_make_up_are_refused(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import peft
 import pytest
 from peft.utils.other import get_pattern_key
 
-from configs.adapters import AdapterError, AdapterRefusal
+from configs.wire.adapters import AdapterError, AdapterRefusal
 from modeling.adapters.faults import MAX_REASON_CHARS, MAX_REASONS
 from modeling.adapters.peft_config import (
     HARMLESS_INITS,

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from configs.adapters import AdapterError, AdapterRefusal
+from configs.wire.adapters import AdapterError, AdapterRefusal
 from modeling.adapters.peft import PeftAdapter, open_adapter
-from modeling.adapters.projection import Place, Projection, ProjectionKind
+from modeling.adapters.projection import ModulePosition, Projection, ProjectionKind
 from tests.modeling.adapters.lora_files import UP, factors, write_lora
 
 VOCAB, HIDDEN, RANK = 11, 6, 4
@@ -109,9 +109,9 @@ def test_each_rank_reads_its_own_rows_of_a_whole_matrix(
     whole = {f"{HEAD}.weight": torch.randn(VOCAB, HIDDEN).bfloat16()}
     fields = {"modules_to_save": ["lm_head"]}
     adapter = opened(tmp_path, whole, ends(first, last), **fields)
-    assert adapter.ranks == {Place(0, 0): 4, Place(4, 0): 1}
+    assert adapter.ranks == {ModulePosition(0, 0): 4, ModulePosition(4, 0): 1}
     found = list(adapter.read_matrices())
-    assert [matrix.place for matrix in found] == [Place(4, 0)] * (last > first)
+    assert [matrix.place for matrix in found] == [ModulePosition(4, 0)] * (last > first)
     for matrix in found:
         assert torch.equal(matrix.rows, whole[f"{HEAD}.weight"][first:last])
 
@@ -121,12 +121,12 @@ def test_an_entry_means_the_end_of_a_path_as_in_peft(tmp_path: Path, entry: str)
     whole = {f"{EMBEDDING}.weight": ROWS + 1}
     adapter = opened(tmp_path, whole, modules_to_save=[entry])
     (matrix,) = adapter.read_matrices()
-    assert matrix.place == Place(3, 0)
+    assert matrix.place == ModulePosition(3, 0)
 
 
 def test_a_file_may_hold_whole_matrices_alone(tmp_path: Path) -> None:
     path = write_lora(tmp_path, {f"{HEAD}.weight": ROWS}, modules_to_save=["lm_head"])
-    assert open_adapter(path, ends(), 64).ranks == {Place(4, 0): 1}
+    assert open_adapter(path, ends(), 64).ranks == {ModulePosition(4, 0): 1}
 
 
 def test_a_server_without_copies_says_how(tmp_path: Path) -> None:
@@ -180,15 +180,19 @@ def test_an_end_adapted_twice_is_refused(tmp_path: Path) -> None:
 
 def test_an_end_may_go_by_an_older_name(tmp_path: Path) -> None:
     older = "base_model.model.embed_out"
-    assert opened(tmp_path, head_factors(older)).ranks[Place(2, 0)] == RANK
+    assert opened(tmp_path, head_factors(older)).ranks[ModulePosition(2, 0)] == RANK
     adapter = opened(tmp_path, {f"{older}.weight": ROWS}, modules_to_save=["embed_out"])
-    assert adapter.ranks == {Place(0, 0): 4, Place(4, 0): 1}
+    assert adapter.ranks == {ModulePosition(0, 0): 4, ModulePosition(4, 0): 1}
 
 
 def test_factors_that_were_trained_as_one(tmp_path: Path) -> None:
     tying = {"ensure_weight_tying": True}
     adapter = opened(tmp_path, as_one(), ends(tied=True), **tying)
-    assert adapter.ranks == {Place(0, 0): 4, Place(1, 0): RANK, Place(2, 0): RANK}
+    assert adapter.ranks == {
+        ModulePosition(0, 0): 4,
+        ModulePosition(1, 0): RANK,
+        ModulePosition(2, 0): RANK,
+    }
     two = {**embedding_factors(), **head_factors()}
     message = refusal(tmp_path, two, ends(tied=True), **tying)
     assert "were not trained as one" in message
@@ -216,14 +220,17 @@ def test_an_embedding_that_peft_does_not_know_is_tied_to_nothing(tmp_path: Path)
         for key, value in embedding_factors().items()
     }
     adapter = opened(tmp_path, renamed, (up, wte, *rest), ensure_weight_tying=True)
-    assert Place(1, 0) in adapter.ranks
+    assert ModulePosition(1, 0) in adapter.ranks
 
 
 def test_matrices_that_were_trained_as_one(tmp_path: Path) -> None:
     fields = {"ensure_weight_tying": True, "modules_to_save": ["embed_tokens"]}
     equal = {f"{EMBEDDING}.weight": ROWS + 1, f"{HEAD}.weight": ROWS + 1}
     adapter = opened(tmp_path, equal, ends(tied=True), **fields)
-    assert [m.place for m in adapter.read_matrices()] == [Place(3, 0), Place(4, 0)]
+    assert [m.place for m in adapter.read_matrices()] == [
+        ModulePosition(3, 0),
+        ModulePosition(4, 0),
+    ]
     other = equal | {f"{HEAD}.weight": ROWS + 2}
     assert "were not trained as one" in refusal(tmp_path, other, ends(tied=True), **fields)
 

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs.adapters import AdapterKey
+from configs.wire.adapters import AdapterKey
 from modeling.adapters.bank import AdapterBank
-from modeling.adapters.kernels.base import Target
+from modeling.adapters.kernels.base import OutputSlice
 from modeling.adapters.kernels.reference import reference_batch
 from modeling.adapters.kernels.select import select_kernel
 from modeling.adapters.projection import Projection
@@ -16,7 +16,7 @@ from tests.modeling.adapters.test_bank import fetched, make_bank
 
 SIDE = Projection("side", "model.layers.{layer}.side", 6, 4, ((0, 6),), ((0, 4),), 3)
 RANKS = [[3, 0, 8], [17, 20, 1], [1, 1, 0], [32, 8, 9]]
-TARGETS = (Target(0, 2), Target(1, 12))
+TARGETS = (OutputSlice(0, 2), OutputSlice(1, 12))
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,9 @@ def test_batches_follow_the_equation(
 
 def test_a_place_that_is_not_adapted_is_not_touched(bank: AdapterBank) -> None:
     y = torch.full((2, 17), float("nan"))
-    reference_batch(bank, [0], [2]).add(y, torch.ones(2, 6), 1, (Target(0, 0), Target(1, 10)))
+    reference_batch(bank, [0], [2]).add(
+        y, torch.ones(2, 6), 1, (OutputSlice(0, 0), OutputSlice(1, 10))
+    )
     assert bool(y.isnan().all())
     ones = torch.ones(2, 17)
     reference_batch(bank, [0], [2]).add(ones, torch.full((2, 6), float("nan")), 1, TARGETS)
@@ -94,7 +96,7 @@ def test_an_adapter_placed_later_is_seen(bank: AdapterBank, tmp_path: Path) -> N
         own.stage(fetched(write_lora(tmp_path / str(key), factors(UP, [4, 4, 4], seed)), key))
         own.place(AdapterKey(key), 0, [[3], []])
         y = torch.zeros(1, 10)
-        reference_batch(own, [0], [1]).add(y, x, 0, (Target(0, 0),))
+        reference_batch(own, [0], [1]).add(y, x, 0, (OutputSlice(0, 0),))
         results.append(y)
     assert not torch.allclose(results[0], results[1])
 
@@ -106,7 +108,7 @@ def test_half_precision_computes_in_its_own_type(tmp_path: Path, dtype: torch.dt
     own.place(AdapterKey(1), 0, [[3]])
     x = torch.randn(5, 6, generator=torch.Generator().manual_seed(0)).to(dtype)
     y = torch.zeros(5, 10, dtype=dtype)
-    reference_batch(own, [0, -1, 0], [2, 1, 2]).add(y, x, 1, (Target(0, 0),))
+    reference_batch(own, [0, -1, 0], [2, 1, 2]).add(y, x, 1, (OutputSlice(0, 0),))
     placed = own.placement(0).factors(0, 1)
     expected = x.double() @ placed.a.double() @ placed.bt.double()
     expected[2] = 0

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from modeling.adapters.bank import AdapterBank
-from modeling.adapters.kernels.base import AdapterData, Target
+from modeling.adapters.kernels.base import AdapterData, OutputSlice
 from modeling.adapters.kernels.select import select_kernel
 from tests.modeling.adapters.filled_bank import NUM_LAYERS, Case, fill_bank, truth
 
@@ -23,10 +23,10 @@ SHAPES = [
     *[(4096, 1024), (14336, 64), (64, 14336), (128, 64), (100, 40)],
 ]
 CASES = [
-    Case(1024, (Target(0, 16), Target(1, 4112), Target(2, 4240)), 4320),
-    Case(1024, (Target(0, 0), Target(2, 4096)), 4160),
-    *[Case(SHAPES[p][0], (Target(p, 16),), SHAPES[p][1] + 32) for p in range(3, 7)],
-    Case(100, (Target(7, 3),), 47),
+    Case(1024, (OutputSlice(0, 16), OutputSlice(1, 4112), OutputSlice(2, 4240)), 4320),
+    Case(1024, (OutputSlice(0, 0), OutputSlice(2, 4096)), 4160),
+    *[Case(SHAPES[p][0], (OutputSlice(p, 16),), SHAPES[p][1] + 32) for p in range(3, 7)],
+    Case(100, (OutputSlice(7, 3),), 47),
 ]
 RANKS = [1, 4, 8, 16, 24, 64, 128]
 NUM_SLOTS = len(RANKS) + 2
@@ -135,9 +135,9 @@ def test_deltas_follow_the_equation(
 
 
 PRODUCT_CASES = [
-    Case(1024, (Target(0, 16), Target(1, 4112), Target(2, 4240)), 4320),
-    Case(4096, (Target(3, 0),), 1024),
-    Case(14336, (Target(4, 0),), 64),
+    Case(1024, (OutputSlice(0, 16), OutputSlice(1, 4112), OutputSlice(2, 4240)), 4320),
+    Case(4096, (OutputSlice(3, 0),), 1024),
+    Case(14336, (OutputSlice(4, 0),), 64),
 ]
 
 

@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from configs.adapters import AdapterKey, FetchedAdapter
+from configs.wire.adapters import AdapterKey, FetchedAdapter
 from modeling.adapters.bank import AdapterBank, BankSize
-from modeling.adapters.kernels.base import Target
+from modeling.adapters.kernels.base import OutputSlice
 from modeling.adapters.kernels.reference import reference_batch
 from modeling.adapters.vocabulary import (
     EndNames,
@@ -96,7 +96,7 @@ def test_logits_of_other_rows_than_announced(folders: tuple[Path, Path]) -> None
 def test_layers_are_the_kernels_own(folders: tuple[Path, Path]) -> None:
     batch, x = batch_of(bank_of(0, folders)), torch.randn(5, HIDDEN)
     y = torch.zeros(5, 3)
-    batch.add(y, x, 0, (Target(1, 0),))
+    batch.add(y, x, 0, (OutputSlice(1, 0),))
     a, b = factors(folders, "lm_head")
     torch.testing.assert_close(y[4], x[4] @ a.T @ b[:3].T)
 

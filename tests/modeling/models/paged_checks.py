@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from configs.architectures.select import load_architecture
-from modeling.adapters.kernels.base import Target
+from modeling.adapters.kernels.base import OutputSlice
 from modeling.models.base import PagedModel
 from modeling.models.gpt2 import FlashGPT2ForCausalLM
 from modeling.models.gpt_neox import GPTNeoXForCausalLM
@@ -141,15 +141,15 @@ class Recorder:
     model: PagedModel
     asked: list[tuple[int, int, int]]
 
-    def has_product(self, x: Tensor, weight: Tensor, targets: tuple[Target, ...]) -> bool:
+    def has_product(self, x: Tensor, weight: Tensor, targets: tuple[OutputSlice, ...]) -> bool:
         return False
 
     def product(
-        self, y: Tensor, x: Tensor, weight: Tensor, layer: int, targets: tuple[Target, ...]
+        self, y: Tensor, x: Tensor, weight: Tensor, layer: int, targets: tuple[OutputSlice, ...]
     ) -> None:
         raise AssertionError
 
-    def add(self, y: Tensor, x: Tensor, layer: int, targets: tuple[Target, ...]) -> None:
+    def add(self, y: Tensor, x: Tensor, layer: int, targets: tuple[OutputSlice, ...]) -> None:
         for target in targets:
             projection = self.model.projections[target.projection]
             assert x.shape[1] == projection.local_inputs

@@ -24,8 +24,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from configs.sampling import Sampling
-from modeling.padded_runner import PaddedRunner
+from configs.wire.sampling import Sampling
+from modeling.runner.padded import PaddedRunner
 from sharding.checkpoint import CheckpointError
 from tests.modeling.models.tiny_causal import VARIANTS, kinds, write_tiny
 from tests.modeling.padded import generate_padded, padded_runner

@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from configs.sampling import Sampling
+from configs.wire.sampling import Sampling
 from modeling.adapters.kernels.base import AdapterData
 from modeling.adapters.kernels.reference import ReferenceBatch
 from modeling.batch import BatchJoin
 from modeling.models import causal_lm_sharing
 from modeling.models.causal_lm import CausalLM, CausalLMBatch
 from modeling.models.causal_lm_adapters import shortest_names
-from modeling.models.causal_lm_loading import load_causal_lm
 from modeling.models.causal_lm_sharing import Sharing
+from modeling.runner.padded_loading import load_causal_lm
 from tests.checkpoints import load_oracle, oracle_greedy, oracle_logits
 from tests.checkpoints_padded import write_padded
 from tests.modeling.models.foreign_models import (

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
 
-from configs.sampling import Sampling
+from configs.wire.sampling import Sampling
 from modeling.batch import BatchJoin
 from modeling.models.causal_lm_batch import ROOM, CausalLMBatch
 from modeling.models.causal_lm_cache import (

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from modeling.adapters.kernels.base import Target
+from modeling.adapters.kernels.base import OutputSlice
 from modeling.models import llama
 from modeling.models.base import PagedModel
 from sharding.group import SingleRank, TensorParallel
@@ -156,15 +156,15 @@ class Recorder:
     model: PagedModel
     asked: list[tuple[int, int, int]]
 
-    def has_product(self, x: Tensor, weight: Tensor, targets: tuple[Target, ...]) -> bool:
+    def has_product(self, x: Tensor, weight: Tensor, targets: tuple[OutputSlice, ...]) -> bool:
         return False
 
     def product(
-        self, y: Tensor, x: Tensor, weight: Tensor, layer: int, targets: tuple[Target, ...]
+        self, y: Tensor, x: Tensor, weight: Tensor, layer: int, targets: tuple[OutputSlice, ...]
     ) -> None:
         raise AssertionError
 
-    def add(self, y: Tensor, x: Tensor, layer: int, targets: tuple[Target, ...]) -> None:
+    def add(self, y: Tensor, x: Tensor, layer: int, targets: tuple[OutputSlice, ...]) -> None:
         for target in targets:
             projection = self.model.projections[target.projection]
             assert x.shape[1] == projection.local_inputs

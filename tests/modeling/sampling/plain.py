@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from configs.sampling import Sampling
+from configs.wire.sampling import Sampling
 from modeling.sampling.watermark import GREEN_BONUS, green
 
 

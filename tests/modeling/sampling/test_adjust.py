@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from configs.sampling import Sampling
+from configs.wire.sampling import Sampling
 from modeling.sampling import adjustments as building
 from modeling.sampling.adjust import adjust
 from modeling.sampling.adjustments import adjustments
 from modeling.sampling.history import TokenHistory
-from modeling.sampling.sampler import Chosen, choose
+from modeling.sampling.sampler import SampledStep, choose
 from modeling.sampling.tensors import sampling_tensors
 from modeling.sampling.watermark import green
 from tests.modeling.sampling.plain import PlainRow, plain_adjusted
@@ -57,7 +57,7 @@ def adjusted(logits: Tensor, rows: Sequence[PlainRow]) -> Tensor:
     return logits.float() if found is None else adjust(logits, found)
 
 
-def chosen(logits: Tensor, rows: Sequence[PlainRow]) -> Chosen:
+def chosen(logits: Tensor, rows: Sequence[PlainRow]) -> SampledStep:
     positions = [len(row.tokens) for row in rows]
     params = [row.params for row in rows]
     return choose(logits, sampling_tensors(params, positions, CPU, history(rows)))

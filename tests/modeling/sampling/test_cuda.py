@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from configs.sampling import Sampling
+from configs.wire.sampling import Sampling
 from modeling.sampling.grammars import Grammars
 from modeling.sampling.history import TokenHistory
 from modeling.sampling.sampler import choose

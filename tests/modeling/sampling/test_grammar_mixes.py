@@ -13,8 +13,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from configs.sampling import Sampling
-from modeling.runner import ModelRunner
+from configs.wire.sampling import Sampling
+from modeling.runner.paged import ModelRunner
 from sharding.group import SingleRank, TensorParallel
 from tests.checkpoints import (
     AdapterRecipe,
@@ -27,8 +27,8 @@ from tests.checkpoints import (
 from tests.fakes import EOS, token_id, write_tokenizer
 from tests.modeling.padded import generate_padded, padded_runner
 from tests.modeling.parity import BLOCK_SIZE, NUM_BLOCKS, WHOLE, engine_config, place_all
+from tests.modeling.runner.test_cuda_graphs import capture_on_cpu
 from tests.modeling.stepping import Asked, generate
-from tests.modeling.test_graphs import capture_on_cpu
 from tests.ranks import run_ranks
 
 llguidance = pytest.importorskip("llguidance")

@@ -11,8 +11,8 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from configs.sampling import Sampling
-from modeling.runner import ModelRunner
+from configs.wire.sampling import Sampling
+from modeling.runner.paged import ModelRunner
 from modeling.sampling import grammars
 from modeling.sampling.grammars import Grammars
 from modeling.sampling.history import TokenHistory

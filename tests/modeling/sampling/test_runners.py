@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from configs.sampling import Sampling
+from configs.wire.sampling import Sampling
 from modeling.batch import BatchJoin, BatchRow, ForwardBatch
-from modeling.runner import ModelRunner
+from modeling.runner.paged import ModelRunner
 from sharding.group import SingleRank, TensorParallel
 from tests.modeling.padded import PaddedWorld, generate_padded, padded_runner
 from tests.modeling.parity import BLOCK_SIZE, NUM_BLOCKS, World, engine_config
+from tests.modeling.runner.test_cuda_graphs import capture_on_cpu
 from tests.modeling.stepping import Asked, generate
-from tests.modeling.test_graphs import capture_on_cpu
 from tests.ranks import run_ranks
 
 PROMPTS = [[5, 9, 33, 71, 8, 60, 12], [44, 3, 17], [80] * 19, [9, 8, 7, 6, 5]]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from configs.sampling import Sampling
+from configs.wire.sampling import Sampling
 from modeling.sampling import sampler
 from modeling.sampling.sampler import choose, no_rows
 from modeling.sampling.tensors import sampling_tensors

@@ -2,7 +2,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs.sampling import Sampling
+from configs.wire.sampling import Sampling
 from modeling.sampling.warpers import keep_best, keep_likely, keep_typical, warp_temperature
 from tests.modeling.sampling.plain import plain_kept
 

@@ -1,0 +1,135 @@
+"""Adapters as values: how a client names one, what it resolved to, what it needs."""
+
+from collections.abc import Sequence
+from enum import StrEnum
+from fnmatch import fnmatchcase
+from typing import NewType
+
+import msgspec
+
+from configs.wire.merging import MergeRule
+
+AdapterKey = NewType("AdapterKey", int)
+"""The driver's short name for one content digest; 0 is never used."""
+
+
+class AdapterSource(StrEnum):
+    """Where an adapter's files come from."""
+
+    HUB = "hub"
+    LOCAL = "local"
+    S3 = "s3"
+
+
+class AdapterReference(msgspec.Struct, frozen=True):
+    """How a client names an adapter: (source, id, revision), or a merge of some.
+
+    parts, rule: of a merge, whose source and id are for people.
+    """
+
+    source: AdapterSource
+    id: str
+    revision: str | None = None
+    parts: tuple["AdapterReference", ...] = ()
+    rule: MergeRule | None = None
+    root: str = ""
+
+    @property
+    def members(self) -> tuple["AdapterReference", ...]:
+        """Every adapter that is asked for: itself, or the parts of the merge."""
+        return self.parts or (self,)
+
+
+def parse_reference(text: str, default_source: AdapterSource) -> AdapterReference:
+    """Read "[hub:|local:|s3:]id[@revision]", e.g. "local:pirate" or "acme/sql@v2".
+
+    An unknown prefix is part of the id; s3://bucket/prefix is an id of source s3. Raises
+    ValueError for an empty id.
+    """
+    head, colon, rest = text.partition(":")
+    known = bool(colon) and head.lower() in {source.value for source in AdapterSource}
+    source = AdapterSource(head.lower()) if known else default_source
+    name = rest if known and not rest.startswith("//") else text
+    path, _, revision = name.rpartition("@")
+    if not path or not revision:
+        path, revision = name, ""
+    if not path.strip():
+        raise ValueError(f"`{text}` names no adapter: it needs a name")
+    return AdapterReference(source, path, revision or None)
+
+
+def allows(patterns: Sequence[str] | None, source: str, id: str) -> bool:
+    """Whether an adapter fits one of the patterns of "source:id" (`*`, `?`); None: all do."""
+    return patterns is None or any(fnmatchcase(f"{source}:{id}", one) for one in patterns)
+
+
+class FetchedAdapter(msgspec.Struct, frozen=True):
+    """An adapter whose files lie in `folder` on this node; `digest` is that of their content.
+
+    fingerprint: name, size in bytes and modification time in ns of the files that were digested;
+    a reader compares it, so that other bytes are never served under this key. () is not compared.
+    root: the folder, links resolved, that its files must lie in; "" is not compared.
+    parts, rule: of a merge, which has no folder of its own; its digest is that of the recipe.
+    """
+
+    key: AdapterKey
+    name: str
+    folder: str
+    digest: str
+    fingerprint: tuple[tuple[str, int, int], ...] = ()
+    parts: tuple["FetchedAdapter", ...] = ()
+    rule: MergeRule | None = None
+    root: str = ""
+
+    @property
+    def members(self) -> tuple["FetchedAdapter", ...]:
+        """Every adapter whose files are read: itself, or the parts of the merge."""
+        return self.parts or (self,)
+
+
+class AdapterShape(msgspec.Struct, frozen=True):
+    """What a staged adapter takes: pages of 8 rank rows for each projection, and host bytes.
+
+    num_pages: one count for each of the model's projections, in the model's order.
+    host_bytes: bytes of this rank's slices in the host tier.
+    """
+
+    num_pages: tuple[int, ...]
+    host_bytes: int
+
+
+class AdapterRefusal(StrEnum):
+    """Why an adapter is not served; DENIED: not for this caller. QUOTA: it had its downloads."""
+
+    NOT_FOUND = "adapter_not_found"
+    FORBIDDEN = "adapter_forbidden"
+    DENIED = "forbidden"
+    QUOTA = "quota"
+    UNSUPPORTED = "adapter_unsupported"
+    TOO_LARGE = "adapter_too_large"
+    UNAVAILABLE = "adapter_unavailable"
+
+
+class AdapterError(Exception):
+    """An adapter that cannot be served exactly; `message` says why and what to do.
+
+    reasons: each thing that is wrong by itself, where more was looked for than the first.
+    """
+
+    def __init__(
+        self, refusal: AdapterRefusal, message: str, reasons: tuple[str, ...] = ()
+    ) -> None:
+        """Keep the parts: the kind for the table of statuses, the message for the client."""
+        super().__init__(message)
+        self.refusal = refusal
+        self.message = message
+        self.reasons = reasons or (message,)
+
+
+class AdapterDeferred(Exception):
+    """A rank's host tier has no room for an adapter now; `shape` says what it will take."""
+
+    def __init__(self, shape: AdapterShape) -> None:
+        """Keep the shape: the next try is made when there is room for it."""
+        super().__init__(f"no room for {shape.host_bytes} bytes in the host tier now")
+        self.shape = shape

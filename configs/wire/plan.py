@@ -1,0 +1,152 @@
+"""StepPlan and StepResult: the only words that the scheduler and the ranks share.
+
+A plan carries differences. A request's tokens go to the ranks once, when it (re)joins; from
+then on each rank keeps them in its token buffer at the request's `place`, and a row says only
+which positions to compute. The token that step n samples lands in that buffer, so the plan of
+step n + 1 can name it by position before anyone on the host has seen its value.
+"""
+
+import msgspec
+
+from configs.rope_sets import RopeSets
+from configs.wire.adapters import AdapterKey
+from configs.wire.sampling import Sampling
+
+
+class RequestJoin(msgspec.Struct, frozen=True, array_like=True):
+    """A request that takes a place on the ranks: new, or back after a preemption.
+
+    place: index into the ranks' token buffer and block table, in [0, max_running).
+    tokens: every known token id, prompt first; written to positions 0..len-1 of the place.
+    prompt_length: how many of `tokens` are the prompt's.
+    slot: the adapter's device slot, -1 for the base model. matcher: the number of what all ranks
+    made of the answer's constraint, -1 without one.
+    """
+
+    place: int
+    tokens: list[int]
+    prompt_length: int
+    slot: int
+    sampling: Sampling
+    matcher: int = -1
+
+
+class StepRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One request's share of a step: compute positions start .. start + length - 1.
+
+    blocks: block indices to append to the place's block table before computing.
+    samples: whether the logits of the last position choose the token at start + length.
+    rope_set: whose rotary frequencies these positions take; see configs/rope_sets.py.
+    """
+
+    place: int
+    start: int
+    length: int
+    blocks: list[int]
+    samples: bool
+    rope_set: int = 0
+
+
+class AdapterLoad(msgspec.Struct, frozen=True, array_like=True):
+    """Move a staged adapter from host memory to the device, beside the steps.
+
+    The ranks report when it is there, and only plans made after that have rows that use it.
+    slot: index into the ranks' adapter table. pages: for each projection, its page indices.
+    """
+
+    key: AdapterKey
+    slot: int
+    pages: list[list[int]]
+
+
+class StepPlan(msgspec.Struct, frozen=True, array_like=True):
+    """What every rank does in one step; the same bytes go to all of them.
+
+    drops: adapters whose host copies the ranks forget (never one that a row uses).
+    """
+
+    epoch: int
+    step: int
+    joins: list[RequestJoin]
+    rows: list[StepRow]
+    fills: list[AdapterLoad]
+    drops: list[AdapterKey]
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing would happen; such a plan is not sent."""
+        return not (self.rows or self.fills or self.drops)
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Natural logprobs of one sampled token and of the most likely alternatives, best first."""
+
+    logprob: float
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class PromptReport(msgspec.Struct, frozen=True, array_like=True):
+    """What a row tells about its request's prompt, where that was asked for.
+
+    row: its index in the plan. first: the position of the first of `logprobs`, which are those
+    of the prompt's own tokens; position 0 has none. embedding: float32, little-endian, with the
+    prompt's last position; else empty.
+    """
+
+    row: int
+    first: int = 1
+    logprobs: list[TokenLogprobs] = []
+    embedding: bytes = b""
+
+
+class StepResult(msgspec.Struct, frozen=True, array_like=True):
+    """Rank 0's answer: one token for each row with `samples`, in the plan's order.
+
+    logprobs: None when no row asked, else one entry (or None) for each token. reports: of rows
+    that ask about their prompts, None without any.
+    compute_seconds: time from the step's start to its tokens on the host. idle_seconds: how long
+    the device had nothing to do before the step; None on devices that do not tell. captured: the
+    step was a replay of a captured one. faults: rows, by their index, whose answers cannot be held
+    to their constraints any further, and why: their tokens mean nothing.
+    """
+
+    epoch: int
+    step: int
+    tokens: list[int]
+    logprobs: list[TokenLogprobs | None] | None = None
+    compute_seconds: float = 0.0
+    reports: list[PromptReport] | None = None
+    idle_seconds: float | None = None
+    captured: bool = False
+    faults: list[tuple[int, str]] | None = None
+
+
+class Capacity(msgspec.Struct, frozen=True):
+    """What the ranks can hold, measured at start; the minimum over ranks is the group's.
+
+    num_blocks, block_size: of the KV cache. projections: the adaptable linear maps' names, in
+    the order of every per-projection list. adapter_pages: pages in each projection's pool.
+    adapter_slots: adapters that may be on the device at once. host_bytes: the host tier.
+    max_total_tokens: the longest sequence that the ranks' buffers take. chunked: whether a
+    sequence may be computed in several rows; prefix_caching: whether blocks can be shared.
+    pool_pages: pages of each projection's pool where they differ; empty: adapter_pages each.
+    rope_sets: where rotary frequencies depend on a sequence's length, on which; else None.
+    """
+
+    num_blocks: int
+    block_size: int
+    projections: tuple[str, ...]
+    adapter_pages: int
+    adapter_slots: int
+    host_bytes: int
+    max_total_tokens: int
+    chunked: bool = True
+    prefix_caching: bool = True
+    pool_pages: tuple[int, ...] = ()
+    rope_sets: RopeSets | None = None
+
+    @property
+    def pages(self) -> tuple[int, ...]:
+        """Pages of each projection's pool."""
+        return self.pool_pages or (self.adapter_pages,) * len(self.projections)

@@ -1,0 +1,315 @@
+"""Control: what operators ask of one driver about its adapters. On the replica's event loop."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+
+from configs.reading import read_text
+from configs.wire.adapters import (
+    AdapterError,
+    AdapterKey,
+    AdapterReference,
+    AdapterRefusal,
+    AdapterSource,
+    FetchedAdapter,
+    allows,
+)
+from deployments.contract import (
+    AdapterAction,
+    AdapterCommand,
+    AdapterReport,
+    AdapterStatus,
+    ErrorKind,
+    Failed,
+)
+from deployments.driver.adapters.lifecycle import EngineAdapters
+from deployments.driver.adapters.usage import AdapterUsage
+from deployments.driver.loop import Command
+from scheduler.adapters.resident import AdapterState
+from scheduler.events import AdapterArrived, AdapterUnloaded, AdapterWanted
+from scheduler.snapshot import AdapterView
+from sources.base import CONFIG_NAME, MAX_CONFIG_BYTES
+
+_SHOWN = {
+    AdapterState.DISK: "disk",
+    AdapterState.STAGING: "disk",
+    AdapterState.HOST: "host",
+    AdapterState.FILLING: "host",
+    AdapterState.DEVICE: "device",
+}
+_MAX_RANKS = 10_000
+
+Views = Callable[[], Awaitable[Sequence[AdapterView]]]
+
+
+class _Refused(Exception):
+    """A command that cannot be done; the message is meant for the operator."""
+
+
+class AdapterControl:
+    """Names, loads, pins and unloads adapters, and tells where they are.
+
+    What it does lasts as long as the replica; `orders.py` brings names and pins to later ones.
+    A name of the operator's config goes before one that was given here.
+    """
+
+    def __init__(
+        self,
+        adapters: EngineAdapters,
+        usage: AdapterUsage,
+        post: Callable[[Command], None],
+        views: Views,
+        load_timeout_s: float,
+    ) -> None:
+        """`post` reaches the scheduler, `views` asks it where its adapters are."""
+        self._adapters = adapters
+        self._directory = adapters.directory
+        self._usage = usage
+        self._post = post
+        self._views = views
+        self._load_timeout_s = load_timeout_s
+        self._configured: dict[AdapterReference, AdapterReference] = {}
+        self._named: dict[AdapterReference, AdapterReference] = {}
+        self._loading: dict[AdapterKey, list[asyncio.Future[AdapterArrived]]] = {}
+        self._ranks: dict[str, int | None] = {}
+
+    def configure(self, names: dict[str, str]) -> None:
+        """Take the names of an operator's config; ValueError for one that names nothing."""
+        read = self._adapters.read
+        self._configured = {read(name): read(target) for name, target in names.items()}
+
+    def target(
+        self, reference: AdapterReference, allowed: Sequence[str] | None = None
+    ) -> AdapterReference:
+        """What a client means by a name, or by the names of a merge.
+
+        allowed: patterns of what it may use; AdapterError for a name that stands for another.
+        """
+        if reference.parts:
+            parts = tuple(self.target(part, allowed) for part in reference.parts)
+            return replace(reference, parts=parts)
+        target = self._configured.get(reference) or self._named.get(reference, reference)
+        if not allows(allowed, target.source.value, target.id):
+            name = f"{reference.source.value}:{reference.id}"
+            message = f"this API key may not use the adapter '{name}'"
+            raise AdapterError(AdapterRefusal.DENIED, message)
+        return target
+
+    def arrived(self, event: AdapterArrived) -> None:
+        """An adapter that was to be loaded is there, or cannot be had."""
+        for future in self._loading.pop(event.key, ()):
+            if not future.done():
+                future.set_result(event)
+
+    async def run(self, command: AdapterCommand) -> AdapterReport:
+        """Do what is asked; whatever keeps it from being done is in the report."""
+        try:
+            shown = await self._do(command)
+            return AdapterReport("", await self._statuses(shown))
+        except AdapterError as error:
+            failure = Failed(ErrorKind(error.refusal.value), error.message)
+        except _Refused as error:
+            failure = Failed(ErrorKind.VALIDATION, str(error))
+        return AdapterReport("", failure=failure)
+
+    async def _do(self, command: AdapterCommand) -> AdapterReference | None:
+        """Do it; returns the name that it was about, None for all."""
+        action, reference = command.action, command.reference
+        if action is AdapterAction.NAME:
+            return await self._name(command)
+        if action is AdapterAction.UNNAME:
+            assert command.name is not None, command
+            return self._unname(command.name, command.reference)
+        if reference is None:
+            assert action is AdapterAction.LIST, command
+            return None
+        target = self.target(reference)
+        if action is AdapterAction.LOAD:
+            await self._load(target, command.api_token)
+        if action is AdapterAction.PIN or (action is AdapterAction.LOAD and command.pin):
+            await self._adapters.keep(target, command.api_token or True)
+        elif action is AdapterAction.UNPIN:
+            self._known(target)
+            self._adapters.unkeep(target)
+        elif action is AdapterAction.UNLOAD:
+            self._unload(target)
+        return reference
+
+    async def _load(self, reference: AdapterReference, api_token: str | None) -> None:
+        """Fetch the adapter and have it staged; AdapterError if that fails."""
+        key = await self._adapters.resolve(reference, api_token or True)
+        try:
+            arrived = await self._stage(key)
+        finally:
+            self._adapters.release(key)
+        if arrived.failure is not None:
+            raise AdapterError(arrived.failure.refusal, arrived.failure.message)
+
+    async def _stage(self, key: AdapterKey) -> AdapterArrived:
+        future: asyncio.Future[AdapterArrived] = asyncio.get_running_loop().create_future()
+        self._loading.setdefault(key, []).append(future)
+        self._post(lambda scheduler, now: scheduler.adapter(AdapterWanted(key), now))
+        try:
+            async with asyncio.timeout(self._load_timeout_s):
+                return await future
+        except TimeoutError as error:
+            raise AdapterError(
+                AdapterRefusal.UNAVAILABLE,
+                f"the adapter is not staged after {self._load_timeout_s:g} s: the host tier is "
+                "full of pinned adapters, or the disk is slow; it stays wanted",
+            ) from error
+
+    def _unload(self, reference: AdapterReference) -> None:
+        """Have the adapter's bytes dropped when the requests that it has now have ended."""
+        key = self._known(reference)
+        if self._adapters.pinned_by_config(reference):
+            raise _Refused(
+                f"{reference.id!r} is pinned by the server's user_config: unpin it there"
+            )
+        self._adapters.unkeep(reference)
+        if self._adapters.is_pinned(key):
+            raise _Refused(f"{reference.id!r} is pinned by another name of the same content")
+        self._post(lambda scheduler, now: scheduler.adapter(AdapterUnloaded(key), now))
+
+    async def _name(self, command: AdapterCommand) -> AdapterReference:
+        """Let clients call an adapter by another name, once it is staged."""
+        name = command.name
+        assert name is not None, command
+        if name in self._configured:
+            raise _Refused(f"{name.id!r} is named by the server's user_config: change it there")
+        target = command.reference or await self._folder(command.folder or "")
+        before = None if command.replace else self._named.get(name)
+        if before is not None and (command.stage or before != target):
+            raise _Refused(
+                f"the lora adapter {name.id!r} has already been loaded: set `load_inplace` to "
+                "true to give the name to another, or unload it first"
+            )
+        if command.stage:
+            await self._load(target, command.api_token)
+        self._named[name] = target
+        return name
+
+    async def _folder(self, folder: str) -> AdapterReference:
+        reference = await self._directory.lookups.local_reference(folder)
+        if reference is None:
+            raise AdapterError(
+                AdapterRefusal.NOT_FOUND,
+                f"{folder!r} does not lie under the server's local adapter roots "
+                "(adapters.local_roots)",
+            )
+        return reference
+
+    def _unname(self, name: AdapterReference, meaning: AdapterReference | None) -> AdapterReference:
+        target = self._named.get(name)
+        if target is None or meaning not in (None, target):
+            raise AdapterError(
+                AdapterRefusal.NOT_FOUND, f"the lora adapter {name.id!r} is not loaded"
+            )
+        del self._named[name]
+        others = {*self._named.values(), *self._configured.values()}
+        key = self._adapters.serving(target)
+        if key is not None and target not in others and not self._adapters.is_pinned(key):
+            self._unload(target)
+        return name
+
+    def _known(self, reference: AdapterReference) -> AdapterKey:
+        key = self._adapters.serving(reference)
+        if key is None:
+            raise AdapterError(
+                AdapterRefusal.NOT_FOUND, f"adapter {reference.id!r} is not known here"
+            )
+        return key
+
+    async def _statuses(self, only: AdapterReference | None) -> list[AdapterStatus]:
+        """Every name that is known here, or the one that is asked for."""
+        views = {view.key: view for view in await self._views()}
+        names = {**self._named, **self._configured}
+        local = await self._directory.lookups.local_names()
+        every = [only] if only is not None else [*names, *self._every_name(views, local)]
+        found = []
+        for reference in dict.fromkeys(every):
+            target = names.get(reference, reference)
+            key = self._adapters.serving(target)
+            adapter = None if key is None else self._directory.peek(key)
+            alias = target if reference in names else None
+            found.append((reference, alias, adapter, views.get(key) if key else None))
+        digested = [adapter for _, _, adapter, _ in found if adapter is not None]
+        await self._learn_ranks(digested)
+        here = set(local)
+        return [
+            self._status(*each, lies_here=_is_local(each[1] or each[0], here))
+            for each in found
+            if each[2] is not None or each[1] is not None or _is_local(each[0], here)
+        ]
+
+    def _every_name(
+        self, keys: Iterable[AdapterKey], local: Iterable[str]
+    ) -> Iterable[AdapterReference]:
+        """Adapters that are known or lie there, and the merges among what the ranks know."""
+        yield from self._directory.names()
+        yield from (AdapterReference(AdapterSource.LOCAL, name) for name in local)
+        for key in keys:
+            yield from self._directory.recipes(key)
+
+    def _status(
+        self,
+        reference: AdapterReference,
+        alias: AdapterReference | None,
+        adapter: FetchedAdapter | None,
+        view: AdapterView | None,
+        lies_here: bool,
+    ) -> AdapterStatus:
+        if adapter is None:
+            return AdapterStatus(reference, "disk" if lies_here else "absent", alias)
+        uses = self._usage.of(adapter.key)
+        return AdapterStatus(
+            reference=reference,
+            state="disk" if view is None else _SHOWN[view.state],
+            target=alias,
+            digest=adapter.digest,
+            rank=self._ranks.get(adapter.digest),
+            bytes=sum(size for _, size, _ in adapter.fingerprint),
+            host_bytes=view.host_bytes if view else 0,
+            device_pages=view.device_pages if view else 0,
+            pinned=bool(view and view.pinned),
+            draining=bool(view and view.draining),
+            running=view.running if view else 0,
+            waiting=view.waiting if view else 0,
+            num_requests=uses.count,
+            last_used=uses.last,
+        )
+
+    async def _learn_ranks(self, adapters: Sequence[FetchedAdapter]) -> None:
+        """Read the ranks that are not known yet, off the event loop."""
+        unknown = {a.digest: a for a in adapters if a.digest not in self._ranks}
+        if len(self._ranks) + len(unknown) > _MAX_RANKS:
+            self._ranks.clear()
+        with contextlib.suppress(AdapterError):
+            for digest, adapter in unknown.items():
+                read = partial(_rank, adapter)
+                self._ranks[digest] = await self._directory.lookups.glance(("rank", digest), read)
+
+
+def _is_local(reference: AdapterReference, known: set[str]) -> bool:
+    return reference.source is AdapterSource.LOCAL and reference.id in known
+
+
+def _rank(adapter: FetchedAdapter) -> int | None:
+    """The largest rank that an adapter, or a part of it, has; None if that cannot be read."""
+    ranks = [_rank_in(member.folder) for member in adapter.members if member.folder]
+    return max((rank for rank in ranks if rank is not None), default=None)
+
+
+def _rank_in(folder: str) -> int | None:
+    try:
+        config: Any = json.loads(read_text(Path(folder) / CONFIG_NAME, MAX_CONFIG_BYTES))
+        ranks = [config.get("r"), *(config.get("rank_pattern") or {}).values()]
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return None
+    return max((rank for rank in ranks if isinstance(rank, int)), default=None)

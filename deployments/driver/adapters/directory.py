@@ -1,0 +1,341 @@
+"""Before admission, off the loop: an adapter's name becomes files on disk and a key.
+
+The key stands for the content's digest, so two names of the same bytes share pages and prefix
+cache, and changed bytes under an old name never meet what the old ones computed.
+"""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count, islice
+
+from msgspec.structs import replace
+
+from configs.engine import AdaptersConfig
+from configs.wire.adapters import (
+    AdapterError,
+    AdapterKey,
+    AdapterReference,
+    AdapterRefusal,
+    FetchedAdapter,
+)
+from configs.wire.merging import MergeRule
+from deployments.contract import AdapterInfo
+from deployments.driver.adapters.lookups import Lookups, Overdue
+from deployments.driver.adapters.single_flight import when_all_have_it
+from sources.adapters import AdapterSources
+from sources.base import AdapterFolder, FoundAdapter, Token
+
+_LINGER_SECONDS = 1.0
+_FORGET_AT_ONCE = 64
+_ORIGINS_OF_ONE = 8
+
+
+@dataclass
+class _Known:
+    """One content that was asked for: where it lies, who uses it, how clients call it.
+
+    holders: requests and pins that may need its files. folders: by origin, those that the disk
+    cache keeps for them. origins: the last ones that had this content. idle_since: seconds of
+    the event loop. parts: contents that a merge is made of, in its order; who holds it holds them.
+    """
+
+    adapter: FetchedAdapter
+    names: set[AdapterReference] = field(default_factory=set)
+    origins: list[str] = field(default_factory=list)
+    folders: dict[str, AdapterFolder] = field(default_factory=dict)
+    holders: int = 0
+    idle_since: float = 0.0
+    parts: tuple[AdapterKey, ...] = ()
+
+
+class AdapterDirectory:
+    """Every adapter that was asked for and found; lives on the replica's event loop.
+
+    Whoever gets a key from `resolve` holds it: the files stay on disk until each holder has
+    called `release`. What nobody holds is forgotten when too much is known.
+    """
+
+    def __init__(
+        self,
+        sources: AdapterSources,
+        config: AdaptersConfig,
+        linger_s: float = _LINGER_SECONDS,
+    ) -> None:
+        """Keys count from 1. Files are let go `linger_s` after their last use."""
+        self._sources = sources
+        self._config = config
+        self._linger_s = linger_s
+        self.lookups = Lookups(sources, config)
+        self._next_key = count(1)
+        self._keys: dict[str, AdapterKey] = {}
+        self._known: OrderedDict[AdapterKey, _Known] = OrderedDict()
+        self._origins: dict[str, AdapterKey] = {}
+        self._references: dict[AdapterReference, AdapterKey] = {}
+
+    async def resolve(
+        self,
+        reference: AdapterReference,
+        api_token: Token,
+        patience_s: float | None = None,
+        payer: str | None = None,
+    ) -> AdapterKey:
+        """Fetch the adapter, or find that it is here; AdapterError when it cannot be had.
+
+        api_token: the caller's, False for none, True for the server's own. The caller holds the
+        key that is returned. patience_s: where the last version would do. Overdue after so long,
+        and where it is the new one that cannot be had; None waits as long as any request may.
+        payer: as in `AdapterSources.bring`.
+
+        Callers that ask for the same content at once share one download; one that leaves, or
+        waits for too long, does not end it for the others.
+        """
+        if reference.rule is not None:
+            one = partial(self.resolve, api_token=api_token, patience_s=patience_s, payer=payer)
+            return await self._resolve_merge(reference, reference.rule, one)
+        try:
+            async with asyncio.timeout(self._config.fetch_timeout_s):
+                found = await self.lookups.find(reference, api_token, patience_s)
+                bring = partial(self._bring_and_hold, found, api_token, payer)
+                key = await self.lookups.bring(found, bring, patience_s, payer)
+        except TimeoutError as error:
+            raise AdapterError(
+                AdapterRefusal.UNAVAILABLE,
+                f"adapter {reference.id!r} is not here after {self._config.fetch_timeout_s:g} s; "
+                "it is still being fetched: try again",
+            ) from error
+        except Overdue:
+            raise
+        except AdapterError as error:
+            self.lookups.refused(reference, api_token, error)
+            raise
+        self._name(reference, key)
+        self.hold(key)
+        return key
+
+    def hold(self, key: AdapterKey) -> bool:
+        """One holder more; False if the key, or a part of it, was forgotten."""
+        known = self._known.get(key)
+        if known is None or not all(part in self._known for part in known.parts):
+            return False
+        for part in known.parts:
+            self.hold(part)
+        known.holders += 1
+        self._known.move_to_end(key)
+        return True
+
+    def release(self, key: AdapterKey) -> None:
+        """One holder less."""
+        known = self._known[key]
+        known.holders -= 1
+        assert known.holders >= 0, known
+        self._rest(key, known)
+        for part in known.parts:
+            self.release(part)
+
+    def fetched(self, key: AdapterKey) -> FetchedAdapter:
+        """The files behind a key that somebody holds; callable from any thread."""
+        known = self._known[key]
+        if not known.parts:
+            return known.adapter
+        # A part's files may lie elsewhere by now than when the merge was first asked for.
+        return replace(known.adapter, parts=tuple(map(self.fetched, known.parts)))
+
+    def parts(self, key: AdapterKey) -> tuple[AdapterKey, ...]:
+        """What a merge that somebody holds is made of, in its order; () for other adapters."""
+        return self._known[key].parts
+
+    def name(self, key: AdapterKey) -> str:
+        """What clients call the adapter."""
+        return self._known[key].adapter.name
+
+    def names(self) -> list[AdapterReference]:
+        """What clients have called adapters that are still known, but for merges."""
+        return [reference for reference in self._references if not reference.parts]
+
+    def find(self, reference: AdapterReference) -> AdapterKey | None:
+        """The newest content of a name, as far as it is known."""
+        return self._references.get(reference)
+
+    def recipes(self, key: AdapterKey) -> list[AdapterReference]:
+        """How clients asked for a merge that is still known; none for other adapters."""
+        known = self._known.get(key)
+        return [] if known is None else [name for name in known.names if name.parts]
+
+    def peek(self, key: AdapterKey) -> FetchedAdapter | None:
+        """The files behind a key that nobody may hold; None when it was forgotten."""
+        known = self._known.get(key)
+        if known is None or not known.parts:
+            return None if known is None else known.adapter
+        parts = (self.peek(part) for part in known.parts)
+        return replace(known.adapter, parts=tuple(part for part in parts if part is not None))
+
+    async def listing(self) -> list[AdapterInfo]:
+        """Known adapters, and those under the local roots that nobody asked for yet."""
+        known = {reference.id: reference for reference in self.names()}
+        rows = [AdapterInfo(name, ref.source.value, "known") for name, ref in known.items()]
+        rows += [
+            AdapterInfo(name, "local", "on disk")
+            for name in await self.lookups.local_names()
+            if name not in known
+        ]
+        return sorted(rows, key=lambda row: row.id)
+
+    def close(self) -> None:
+        """Let running downloads go; their callers are leaving too."""
+        self.lookups.close()
+        for known in self._known.values():
+            self._let_go(known)
+
+    def check(self) -> None:
+        """Assert that all maps name the same keys and that only what is used is kept on disk."""
+        assert {known.adapter.digest: key for key, known in self._known.items()} == self._keys
+        assert all(reference in self._known[k].names for reference, k in self._references.items())
+        assert sum(len(known.names) for known in self._known.values()) == len(self._references)
+        origins = {name: key for key, known in self._known.items() for name in known.origins}
+        assert origins == self._origins
+
+    async def _resolve_merge(
+        self,
+        reference: AdapterReference,
+        rule: MergeRule,
+        resolve: Callable[[AdapterReference], Awaitable[AdapterKey]],
+    ) -> AdapterKey:
+        """The key of a merge of what its parts mean now; this caller must be let have each.
+
+        resolve: has one part for the caller.
+        """
+        held: dict[int, AdapterKey] = {}
+
+        async def fetch(index: int) -> None:
+            held[index] = await resolve(reference.parts[index])
+
+        try:
+            places = range(len(reference.parts))
+            ended = await asyncio.gather(*map(fetch, places), return_exceptions=True)
+            # That a caller may not use one part counts more than that another is late.
+            for fault in sorted(filter(None, ended), key=lambda fault: isinstance(fault, Overdue)):
+                raise fault
+            key = self._register_merge(reference, rule, tuple(held[i] for i in places))
+            self._name(reference, key)
+            self.hold(key)
+            return key
+        finally:
+            for part in held.values():
+                self.release(part)
+
+    def _register_merge(
+        self, reference: AdapterReference, rule: MergeRule, parts: tuple[AdapterKey, ...]
+    ) -> AdapterKey:
+        digest = rule.digest([self._known[part].adapter.digest for part in parts])
+        key = self._key_of(digest)
+        adapter = FetchedAdapter(key, reference.id, "", digest, rule=rule.settled())
+        # A part that was forgotten meanwhile has another key now; then nobody held the merge.
+        self._known.setdefault(key, _Known(adapter)).parts = parts
+        self._rest(key, self._known[key])
+        self._forget_some()
+        return key
+
+    async def _bring_and_hold(
+        self, found: FoundAdapter, token: Token, payer: str | None
+    ) -> AdapterKey:
+        """Bring files that stay until those who asked could hold them, however late the loop is."""
+        key = await self._bring(found, token, payer)
+        self.hold(key)
+        when_all_have_it(partial(self.release, key))
+        return key
+
+    async def _bring(self, found: FoundAdapter, token: Token, payer: str | None) -> AdapterKey:
+        """The key of what was found, its files on this node and kept there for a while."""
+        key = self._origins.get(found.origin)
+        if key is not None and self._lies_ready(found, self._known[key]):
+            self._rest(key, self._known[key])
+            return key
+        hashed = self._known[key].adapter.digest if key is not None else None
+        folder, digest = await self.lookups.read(found, token, hashed, payer)
+        return self._register(found, folder, digest)
+
+    def _lies_ready(self, found: FoundAdapter, known: _Known) -> bool:
+        """Whether the files that would be read are those that were found, and stay."""
+        held = known.folders.get(found.origin)
+        folder = found.folder if held is None else held.folder
+        return folder is not None and str(folder) == known.adapter.folder
+
+    def _register(self, found: FoundAdapter, folder: AdapterFolder, digest: str) -> AdapterKey:
+        key = self._key_of(digest)
+        # Names may share content: the folder to read is the one that was verified last.
+        adapter = FetchedAdapter(
+            key,
+            found.reference.id,
+            str(folder.folder),
+            digest,
+            folder.fingerprint,
+            root=str(folder.root or ""),
+        )
+        known = self._known.setdefault(key, _Known(adapter))
+        known.adapter = adapter
+        if folder.held is not None and known.folders.setdefault(folder.held, folder) is not folder:
+            self._sources.release(folder)
+        self._remember(folder.origin, key, known)
+        self._rest(key, known)
+        self._forget_some()
+        return key
+
+    def _key_of(self, digest: str) -> AdapterKey:
+        key = self._keys.get(digest)
+        if key is None:
+            key = self._keys[digest] = AdapterKey(next(self._next_key))
+        return key
+
+    def _remember(self, origin: str, key: AdapterKey, known: _Known) -> None:
+        """The same content may come from many places; the last few are found without hashing."""
+        if self._origins.get(origin) != key:
+            self._origins[origin] = key
+            known.origins.append(origin)
+        if len(known.origins) > _ORIGINS_OF_ONE:
+            del self._origins[known.origins.pop(0)]
+
+    def _name(self, reference: AdapterReference, key: AdapterKey) -> None:
+        """A name may have moved to other bytes."""
+        before = self._references.get(reference)
+        if before is not None:
+            self._known[before].names.discard(reference)
+        self._references[reference] = key
+        self._known[key].names.add(reference)
+
+    def _rest(self, key: AdapterKey, known: _Known) -> None:
+        """Nobody may hold the key now: let its files go when that lasts."""
+        loop = asyncio.get_running_loop()
+        known.idle_since = loop.time()
+        self._known.move_to_end(key)
+        if not known.holders and known.folders:
+            loop.call_later(self._linger_s, self._let_go_if_idle, known)
+
+    def _let_go_if_idle(self, known: _Known) -> None:
+        idle_for = asyncio.get_running_loop().time() - known.idle_since
+        if not known.holders and idle_for >= self._linger_s * 0.99:
+            self._let_go(known)
+
+    def _let_go(self, known: _Known) -> None:
+        while known.folders:
+            self._sources.release(known.folders.popitem()[1])
+
+    def _forget_some(self) -> None:
+        """Keep the maps within their bound; what is held or was just used stays."""
+        surplus = len(self._known) - self._config.max_known
+        if surplus <= 0:
+            return
+        recent = asyncio.get_running_loop().time() - self._linger_s
+        for key in list(islice(self._known, min(surplus, _FORGET_AT_ONCE))):
+            known = self._known[key]
+            if not known.holders and not known.folders and known.idle_since < recent:
+                self._forget(key, known)
+
+    def _forget(self, key: AdapterKey, known: _Known) -> None:
+        del self._known[key], self._keys[known.adapter.digest]
+        for reference in known.names:
+            del self._references[reference]
+        for origin in known.origins:
+            del self._origins[origin]

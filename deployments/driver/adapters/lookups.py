@@ -1,0 +1,218 @@
+"""What a name means now and its files on this node, asked of the sources in threads.
+
+Looks at local folders, reading and hashing them, looks at far sources and downloads have threads
+of their own, so that none keeps another waiting. A call that hangs (a mount that does not answer)
+gives its place to the next one.
+"""
+
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Hashable
+from functools import partial
+from typing import TypeVar
+
+from configs.engine import AdaptersConfig
+from configs.wire.adapters import (
+    AdapterError,
+    AdapterKey,
+    AdapterReference,
+    AdapterRefusal,
+    AdapterSource,
+)
+from deployments.driver.adapters.access_cache import AccessCache, Caller
+from deployments.driver.adapters.single_flight import BlockingCalls, Late, SingleFlight
+from sources.adapters import AdapterSources
+from sources.base import AdapterFolder, FoundAdapter, Token, Unreachable
+
+_LOOKING_THREADS = 16
+_READING_THREADS = 4
+_DOWNLOADING_THREADS = 16
+_HANGING_THREADS = 64
+_READING_PATIENCE_S = 30.0
+
+_NO_VERSION = frozenset({AdapterRefusal.NOT_FOUND, AdapterRefusal.FORBIDDEN, AdapterRefusal.DENIED})
+"""Refusals of a name; others are of what lies there."""
+
+T = TypeVar("T")
+
+logger = logging.getLogger("loray.driver.adapters")
+
+
+class Overdue(AdapterError):
+    """The caller may use the adapter, but what its name means now is not to be had in time.
+
+    goes_on: whether it is still looked for; else it was refused.
+    """
+
+    def __init__(self, refusal: AdapterRefusal, message: str, goes_on: bool) -> None:
+        """Say why."""
+        super().__init__(refusal, message)
+        self.goes_on = goes_on
+
+
+class Lookups:
+    """Questions to the sources, each asked once at a time; lives on the replica's event loop."""
+
+    def __init__(self, sources: AdapterSources, config: AdaptersConfig) -> None:
+        """Nothing is asked yet."""
+        self.sources = sources
+        self._config = config
+        self._answers = AccessCache(config.fetch)
+        self._errands = SingleFlight()
+        self._bringing: dict[AdapterReference, str] = {}
+        self._local_names: list[str] = []
+        self._looking = BlockingCalls("look", _LOOKING_THREADS)
+        patience_s = config.look_timeout_s
+        self._local = BlockingCalls("stat", _LOOKING_THREADS, patience_s, _HANGING_THREADS)
+        patience_s = _READING_PATIENCE_S
+        self._reading = BlockingCalls("read", _READING_THREADS, patience_s, _HANGING_THREADS)
+        self._downloading = BlockingCalls("fetch", _DOWNLOADING_THREADS)
+
+    def close(self) -> None:
+        """Let running downloads go; their callers are leaving too."""
+        self.sources.close()
+        for calls in (self._looking, self._local, self._reading, self._downloading):
+            calls.close()
+
+    def caller(self, token: Token) -> Caller:
+        """Who asks, without what proves it."""
+        return self._answers.caller(token)
+
+    async def find(
+        self, reference: AdapterReference, token: Token, patience_s: float | None
+    ) -> FoundAdapter:
+        """What the reference names now; AdapterError if it is not there or not for this caller.
+
+        patience_s: of a local folder, Overdue after so long or when it is no adapter. Elsewhere
+        nobody is served before the source said that this caller may.
+        """
+        caller = self.caller(token)
+        found = self._answers.fresh(reference, caller)
+        if found is not None:
+            return found
+        look = partial(self._look, reference, token, caller)
+        if reference.source is not AdapterSource.LOCAL or patience_s is None:
+            patience_s = None
+        try:
+            answer: FoundAdapter = await self._errands.once((reference, caller), look, patience_s)
+            return answer
+        except Late:
+            raise _overdue(reference) from None
+        except AdapterError as error:
+            if patience_s is None or error.refusal in _NO_VERSION:
+                raise
+            raise Overdue(error.refusal, error.message, goes_on=False) from error
+
+    async def bring(
+        self,
+        found: FoundAdapter,
+        work: Callable[[], Awaitable[AdapterKey]],
+        patience_s: float | None,
+        payer: str | None,
+    ) -> AdapterKey:
+        """The result of `work`, which brings what was found, once for all whom `payer` stands for.
+
+        patience_s: Overdue after so long, or when it is refused, or while another version of the
+        same name is brought: a file that grows would be hashed at each of its sizes.
+        """
+        reference = found.reference
+        if patience_s is None:
+            return await self._bring(found, work, None, payer)
+        if self._bringing.get(reference, found.origin) != found.origin:
+            raise _overdue(reference)
+        try:
+            return await self._bring(found, work, patience_s, payer)
+        except Late:
+            raise _overdue(reference) from None
+        except AdapterError as error:
+            raise Overdue(error.refusal, error.message, goes_on=False) from error
+
+    async def read(
+        self, found: FoundAdapter, token: Token, digest: str | None, payer: str | None
+    ) -> tuple[AdapterFolder, str]:
+        """The files on this node and their digest; hashing is skipped for what was hashed."""
+
+        def read() -> tuple[AdapterFolder, str]:
+            folder = self.sources.bring(found, token, payer)
+            try:
+                return folder, digest or self.sources.digest(folder, found.reference.id)
+            except AdapterError:
+                self.sources.release(folder)
+                raise
+
+        calls = self._reading if found.folder else self._downloading
+        return await calls.run(read)
+
+    def refused(self, reference: AdapterReference, token: Token, error: AdapterError) -> None:
+        """Repeat a refusal of a far source for a while without asking again."""
+        is_callers_own = error.refusal in (AdapterRefusal.DENIED, AdapterRefusal.QUOTA)
+        if reference.source is not AdapterSource.LOCAL and not is_callers_own:
+            self._answers.refuse(reference, self.caller(token), error)
+
+    async def local_names(self) -> list[str]:
+        """Ids of the adapters directly under the local roots, as last seen if that takes long."""
+        with contextlib.suppress(AdapterError, OSError):
+            self._local_names = await self.glance("names", self.sources.known_local)
+        return self._local_names
+
+    async def local_reference(self, folder: str) -> AdapterReference | None:
+        """The name of a folder under the local roots; None for any other path."""
+        return await self.glance(folder, partial(self.sources.local_reference, folder))
+
+    async def glance(self, what: Hashable, call: Callable[[], T]) -> T:
+        """A short call that reads local files; AdapterError if they do not answer in time.
+
+        `what` names it: who asks for the same meanwhile shares it.
+        """
+        look = partial(self._local.run, call)
+        limit = self._config.look_timeout_s
+        try:
+            answer: T = await self._errands.once(("glance", what), look, limit)
+            return answer
+        except Late:
+            message = f"the adapters' files do not answer within {limit:g} s: try again"
+            raise AdapterError(AdapterRefusal.UNAVAILABLE, message) from None
+
+    async def _bring(
+        self,
+        found: FoundAdapter,
+        work: Callable[[], Awaitable[AdapterKey]],
+        patience_s: float | None,
+        payer: str | None,
+    ) -> AdapterKey:
+        async def bring() -> AdapterKey:
+            self._bringing[found.reference] = found.origin
+            try:
+                return await work()
+            finally:
+                self._bringing.pop(found.reference, None)
+
+        key: AdapterKey = await self._errands.once((found.origin, payer), bring, patience_s)
+        return key
+
+    async def _look(
+        self, reference: AdapterReference, token: Token, caller: Caller
+    ) -> FoundAdapter:
+        """What the reference names, as the source says, or as it said when it last answered."""
+        calls = self._local if reference.source is AdapterSource.LOCAL else self._looking
+        try:
+            found = await calls.run(partial(self.sources.look, reference, token))
+        except Unreachable as error:
+            lately = self._answers.confirmed(reference, caller)
+            if lately is None:
+                raise AdapterError(
+                    AdapterRefusal.UNAVAILABLE,
+                    f"adapter {reference.id!r}: its source {reference.source.value!r} is out of "
+                    f"reach ({error}), and did not confirm lately that this caller may use it: "
+                    "try again",
+                ) from error
+            logger.warning("%s is out of reach; its last answers serve", reference.source.value)
+            return lately
+        if found.lasting:
+            self._answers.keep(reference, caller, found)
+        return found
+
+
+def _overdue(reference: AdapterReference) -> Overdue:
+    message = f"adapter {reference.id!r}: what it is now is not known yet: try again"
+    return Overdue(AdapterRefusal.UNAVAILABLE, message, goes_on=True)

@@ -1,0 +1,77 @@
+"""What a replica tells routers of its adapters, by the names that clients use."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+
+from configs.wire.adapters import AdapterKey, AdapterReference, AdapterSource
+from deployments.driver.routing.policy import HoldingTier, Mark, ReplicaReport, mark
+from scheduler.adapters.resident import AdapterState
+from scheduler.snapshot import AdapterView
+
+MAX_NAMES = 256
+
+_BEAT_SECONDS = 5.0
+_TIERS = {
+    AdapterState.DEVICE: HoldingTier.DEVICE,
+    AdapterState.FILLING: HoldingTier.HOST,
+    AdapterState.HOST: HoldingTier.HOST,
+    AdapterState.STAGING: HoldingTier.HOST,
+}
+
+
+class AdapterReporter:
+    """The names that were asked for last, and where their adapters are; on the event loop.
+
+    Reports name at most `MAX_NAMES`: pinned ones, then the last asked for. For others routers go
+    by the hash of the name, which is how they came here.
+    """
+
+    def __init__(
+        self,
+        target: Callable[[AdapterReference], AdapterReference],
+        serving: Callable[[AdapterReference], AdapterKey | None],
+    ) -> None:
+        """target: what clients mean by a name. serving: the content that this is now."""
+        self._target = target
+        self._serving = serving
+        self._asked: OrderedDict[AdapterReference, Mark] = OrderedDict()
+
+    def asked(self, reference: AdapterReference) -> None:
+        """A client named an adapter that there is."""
+        if reference not in self._asked:
+            self._asked[reference] = mark(reference)
+        self._asked.move_to_end(reference)
+        if len(self._asked) > MAX_NAMES:
+            self._asked.popitem(last=False)
+
+    def report(
+        self,
+        views: Sequence[AdapterView],
+        pinned: Iterable[AdapterReference],
+        load: int,
+        ready: bool,
+        now: float,
+    ) -> ReplicaReport:
+        """What to tell now; `now` in seconds of any clock that does not go back."""
+        names = {reference: mark(reference) for reference in pinned}
+        names |= {name: self._asked[name] for name in reversed(self._asked) if name not in names}
+        states = {view.key: view.state for view in views if not view.draining}
+        held = {
+            its_mark: tier
+            for name, its_mark in islice(names.items(), MAX_NAMES)
+            if (tier := self._tier(name, states)) is not HoldingTier.NOWHERE
+        }
+        return ReplicaReport(held, load, ready, beat=int(now / _BEAT_SECONDS))
+
+    def _tier(self, name: AdapterReference, states: dict[AdapterKey, AdapterState]) -> HoldingTier:
+        target = self._target(name)
+        key = self._serving(target)
+        if key is None:
+            return HoldingTier.NOWHERE
+        tier = _TIERS.get(states.get(key, AdapterState.DISK))
+        if tier is not None:
+            return tier
+        # Local folders lie on every node's disk; others only where they were downloaded.
+        local = all(member.source is AdapterSource.LOCAL for member in target.members)
+        return HoldingTier.NOWHERE if local else HoldingTier.DISK

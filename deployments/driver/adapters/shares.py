@@ -1,0 +1,73 @@
+"""Shares as operators write them, by name, brought to the scheduler, which knows contents."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from configs.runtime import AdapterShare, RuntimeConfig
+from configs.wire.adapters import AdapterKey, AdapterReference, AdapterSource, parse_reference
+from deployments.driver.loop import Command
+from scheduler.events import Event
+from scheduler.scheduler import Scheduler
+
+
+class NamedRateLimits:
+    """Which share each name has; lives on the replica's event loop.
+
+    Names of the same content have one queue: of their shares the one that stands first in the
+    config is taken. A merge has none of its own: its requests count against its parts.
+    """
+
+    def __init__(self, default_source: AdapterSource, post: Callable[[Command], None]) -> None:
+        """`post` reaches the scheduler; everybody has the same share."""
+        self._default_source = default_source
+        self._post = post
+        self._shares: dict[AdapterReference, tuple[int, AdapterShare]] = {}
+        self._given: dict[AdapterKey, int] = {}
+
+    def configure(
+        self, runtime: RuntimeConfig, known: Iterable[tuple[AdapterReference, AdapterKey]]
+    ) -> None:
+        """Take an operator's shares; ValueError, and no change, for a name that names nothing.
+
+        known: the names that were met, and their contents.
+        """
+        self._shares = {
+            parse_reference(text, self._default_source): (order, share)
+            for order, (text, share) in enumerate(runtime.adapters.items())
+        }
+        self._given = {}
+        own: dict[AdapterKey, AdapterShare] = {}
+        for reference, key in known:
+            if (share := self._take(reference, key)) is not None:
+                own[key] = share
+
+        def share_out(scheduler: Scheduler, now: float) -> Sequence[Event]:
+            scheduler.share_out(runtime.base_model, runtime.adapter_default, own)
+            return []
+
+        self._post(share_out)
+
+    def met(
+        self, reference: AdapterReference, key: AdapterKey, parts: Sequence[AdapterKey] = ()
+    ) -> None:
+        """A request called this content so; parts: the contents of a merge's parts."""
+        for name, content in zip(reference.members, parts or (key,), strict=True):
+            share = self._take(name, content)
+            if share is not None:
+                self._give(content, share)
+
+    def _give(self, key: AdapterKey, share: AdapterShare) -> None:
+        def give(scheduler: Scheduler, now: float) -> Sequence[Event]:
+            scheduler.share(key, share)
+            return []
+
+        self._post(give)
+
+    def _take(self, reference: AdapterReference, key: AdapterKey) -> AdapterShare | None:
+        """The share that the name brings to the content; None if it changes nothing."""
+        found = self._shares.get(reference)
+        if found is None and reference.revision is not None:
+            found = self._shares.get(AdapterReference(reference.source, reference.id))
+        if found is None or self._given.get(key, len(self._shares)) <= found[0]:
+            return None
+        self._given[key] = found[0]
+        return found[1]

@@ -1,0 +1,157 @@
+"""A name that moved to new bytes: the old version serves until the new one has answered once."""
+
+import asyncio
+import logging
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Protocol
+
+from configs.wire.adapters import AdapterKey, AdapterReference
+from deployments.driver.adapters.directory import AdapterDirectory
+
+_MAX_NAMES = 1 << 16
+_RETRY_SECONDS = 30.0
+
+logger = logging.getLogger("loray.driver.adapters")
+
+
+class VersionHost(Protocol):
+    """What a change of versions asks of the engine."""
+
+    async def try_out(self, reference: AdapterReference, key: AdapterKey) -> str | None:
+        """Stage a version and run a token through it; what went wrong, None if nothing."""
+        ...
+
+    async def is_in_memory(self, key: AdapterKey) -> bool:
+        """Whether the ranks hold the adapter."""
+        ...
+
+    def moved(self, reference: AdapterReference, old: AdapterKey, new: AdapterKey) -> None:
+        """From now on the name means the new version."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Change:
+    newest: AdapterKey
+    task: "asyncio.Task[None]"
+
+
+class Versions:
+    """Which content each name serves; lives on the replica's event loop.
+
+    A version that cannot be served does not replace one that is; it is tried again after a while.
+    """
+
+    def __init__(self, directory: AdapterDirectory, serving: VersionHost) -> None:
+        """Names have no versions yet."""
+        self._directory = directory
+        self._serving = serving
+        self._current: OrderedDict[AdapterReference, AdapterKey] = OrderedDict()
+        self._changes: dict[AdapterReference, _Change] = {}
+        self._refused: OrderedDict[AdapterReference, tuple[AdapterKey, float]] = OrderedDict()
+
+    def current(self, reference: AdapterReference) -> AdapterKey | None:
+        """The version that serves the name now, if it was asked for."""
+        return self._current.get(reference)
+
+    async def choose(self, reference: AdapterReference, newest: AdapterKey) -> AdapterKey:
+        """The version that serves a request now; the caller holds it instead of `newest`."""
+        old = self._current.get(reference)
+        if old is None or old == newest or not self._directory.hold(old):
+            self._serve(reference, newest)
+            return newest
+        if reference not in self._changes and not self._is_refused(reference, newest):
+            try:
+                in_memory = await self._serving.is_in_memory(old)
+            except BaseException:  # Whoever asked has left, and holds neither.
+                self._directory.release(old)
+                self._directory.release(newest)
+                raise
+            if not in_memory:
+                self._directory.release(old)
+                if self._current.get(reference) == old:  # Another may have changed it meanwhile.
+                    self._replace(reference, old, newest)
+                return newest
+            if reference not in self._changes:
+                task = asyncio.create_task(self._change(reference, old, newest))
+                self._changes[reference] = _Change(newest, task)
+        self._directory.release(newest)
+        return old
+
+    async def last(self, reference: AdapterReference) -> AdapterKey | None:
+        """The version that serves the name, held by the caller, if the ranks have it in memory."""
+        key = self._current.get(reference)
+        if key is None or not self._directory.hold(key):
+            return None
+        try:
+            in_memory = await self._serving.is_in_memory(key)
+        except BaseException:  # Whoever asked has left.
+            self._directory.release(key)
+            raise
+        if in_memory:
+            return key
+        self._directory.release(key)
+        return None
+
+    def give_up(self, reference: AdapterReference, key: AdapterKey) -> bool:
+        """A version could not be read any more: whether there is another to serve instead."""
+        change = self._changes.get(reference)
+        if change is not None and self._current.get(reference) == key:
+            self._replace(reference, key, change.newest)
+        return self._current.get(reference) not in (None, key)
+
+    async def settle(self) -> None:
+        """Wait until no name is changing its version."""
+        await asyncio.gather(*(change.task for change in self._changes.values()))
+
+    async def close(self) -> None:
+        """End what still runs."""
+        tasks = [change.task for change in self._changes.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _change(
+        self, reference: AdapterReference, old: AdapterKey, newest: AdapterKey
+    ) -> None:
+        held = self._directory.hold(newest)
+        try:
+            fault = await self._serving.try_out(reference, newest) if held else "it is gone"
+            if fault is None:
+                if self._current.get(reference) == old:
+                    self._replace(reference, old, newest)
+                logger.info("adapter %s serves its new version", reference.id)
+            else:
+                self._refuse(reference, newest)
+                logger.warning(
+                    "the new version of adapter %s cannot be served, the old one stays: %s",
+                    reference.id,
+                    fault,
+                )
+        finally:
+            del self._changes[reference]
+            if held:
+                self._directory.release(newest)
+
+    def _replace(self, reference: AdapterReference, old: AdapterKey, new: AdapterKey) -> None:
+        self._serve(reference, new)
+        self._serving.moved(reference, old, new)
+
+    def _serve(self, reference: AdapterReference, key: AdapterKey) -> None:
+        self._current[reference] = key
+        self._current.move_to_end(reference)
+        self._refused.pop(reference, None)
+        if len(self._current) > _MAX_NAMES:
+            self._current.popitem(last=False)
+
+    def _refuse(self, reference: AdapterReference, key: AdapterKey) -> None:
+        until = asyncio.get_running_loop().time() + _RETRY_SECONDS
+        self._refused[reference] = (key, until)
+        if len(self._refused) > _MAX_NAMES:
+            self._refused.popitem(last=False)
+
+    def _is_refused(self, reference: AdapterReference, key: AdapterKey) -> bool:
+        refused = self._refused.get(reference)
+        now = asyncio.get_running_loop().time()
+        return refused is not None and refused[0] == key and now < refused[1]

@@ -1,0 +1,130 @@
+"""Tokens on their way to ingress replicas: at once, or as soon as the socket takes them.
+
+A frame that finds no room is not lost: its runs are kept, each sequence's joined to one, and go
+before what comes later. So a client's stream stands still no longer than the socket. What is
+kept are tokens that open requests hold anyway, each once, and it goes with its request.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Protocol
+
+from deployments.contract import ReplyAddress, TokenFrame, TokenRun
+
+_FRAME_TOKENS = 16384
+"""Tokens of one frame, so that none comes near the largest that a receiver takes."""
+
+_Sequence = tuple[str, int]
+
+
+class FrameLink(Protocol):
+    """What takes frames to ingress replicas."""
+
+    def has_room(self, address: ReplyAddress) -> bool:
+        """Whether a frame would be taken now."""
+        ...
+
+    def send(self, address: ReplyAddress, frame: TokenFrame) -> bool:
+        """Take a frame without waiting, or tell that there is no room for it."""
+        ...
+
+
+class Outbox:
+    """Runs of all requests by where they go."""
+
+    def __init__(self, link: FrameLink) -> None:
+        """Nothing waits yet."""
+        self._link = link
+        self._fresh: defaultdict[ReplyAddress, list[TokenRun]] = defaultdict(list)
+        self._kept: dict[ReplyAddress, dict[_Sequence, TokenRun]] = {}
+        self.num_held_up = 0
+
+    @property
+    def num_kept(self) -> int:
+        """Tokens that a socket had no room for yet."""
+        return sum(len(run.tokens) for kept in self._kept.values() for run in kept.values())
+
+    def put(self, address: ReplyAddress, run: TokenRun) -> None:
+        """Have a run sent with the next `flush`."""
+        self._fresh[address].append(run)
+
+    def flush(self) -> None:
+        """Send one frame to each ingress replica, or keep its runs."""
+        for address, runs in self._fresh.items():
+            if address not in self._kept and self._link.send(address, TokenFrame(runs)):
+                continue
+            self._keep(address, runs)
+            self.resend(address)
+            self.num_held_up += address in self._kept
+        self._fresh.clear()
+
+    def resend(self, address: ReplyAddress) -> None:
+        """Send what was kept, as far as there is room by now."""
+        kept = self._kept.get(address)
+        if kept is None:
+            return
+        while kept and self._link.has_room(address):
+            self._link.send(address, TokenFrame(list(_take(kept))))
+        if not kept:
+            del self._kept[address]
+
+    def forget(self, address: ReplyAddress, request_id: str, num_sequences: int) -> None:
+        """The request is over: its completion tells everything."""
+        kept = self._kept.get(address)
+        if kept is None:
+            return
+        for index in range(num_sequences):
+            kept.pop((request_id, index), None)
+        if not kept:
+            del self._kept[address]
+
+    def drop(self, address: ReplyAddress) -> None:
+        """Nobody listens there any more."""
+        self._kept.pop(address, None)
+        self._fresh.pop(address, None)
+
+    def _keep(self, address: ReplyAddress, runs: list[TokenRun]) -> None:
+        kept = self._kept.setdefault(address, {})
+        for run in runs:
+            before = kept.get((run.request_id, run.index))
+            if before is None:
+                # Lists of its own, for the run's are its event's.
+                logprobs = None if run.logprobs is None else list(run.logprobs)
+                run = TokenRun(run.request_id, run.index, run.start, list(run.tokens), logprobs)
+                kept[run.request_id, run.index] = run
+                continue
+            assert run.start == before.start + len(before.tokens), (run.start, before.start)
+            before.tokens.extend(run.tokens)
+            if before.logprobs is not None and run.logprobs is not None:
+                before.logprobs.extend(run.logprobs)
+
+
+def _take(kept: dict[_Sequence, TokenRun]) -> Iterator[TokenRun]:
+    """Take the runs of one frame, oldest first; one that is too long is cut."""
+    room = _FRAME_TOKENS
+    while kept and room > 0:
+        sequence, run = next(iter(kept.items()))
+        if len(run.tokens) > room:
+            head, rest = _cut(run, room)
+            kept[sequence] = rest
+            yield head
+            return
+        del kept[sequence]
+        room -= len(run.tokens)
+        yield run
+
+
+def _cut(run: TokenRun, length: int) -> tuple[TokenRun, TokenRun]:
+    """A run's first `length` tokens, and the rest."""
+    scores = run.logprobs
+    parts = [
+        TokenRun(
+            run.request_id,
+            run.index,
+            run.start + part.start,
+            run.tokens[part],
+            None if scores is None else scores[part],
+        )
+        for part in (slice(0, length), slice(length, len(run.tokens)))
+    ]
+    return parts[0], parts[1]

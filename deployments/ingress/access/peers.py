@@ -1,0 +1,43 @@
+"""How many replicas an ingress has: what is counted in each of them is shared out among all."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+logger = logging.getLogger("loray.ingress.peers")
+
+_SECONDS = 10.0
+
+
+class ReplicaCount:
+    """The number of replicas, as last told by who knows."""
+
+    def __init__(self, ask: Callable[[], int], seconds: float = _SECONDS) -> None:
+        """`ask` is called in a thread every so many seconds; it may block, and it may fail."""
+        self._ask = ask
+        self._seconds = seconds
+        self._count = 1
+
+    def count(self) -> int:
+        """At least this replica itself."""
+        return self._count
+
+    @asynccontextmanager
+    async def watched(self) -> AsyncIterator[None]:
+        """Within this the number follows the truth."""
+        watching = asyncio.create_task(self._watch())
+        try:
+            yield
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+
+    async def _watch(self) -> None:
+        while True:
+            try:
+                self._count = max(1, await asyncio.to_thread(self._ask))
+            except Exception:
+                # Whatever carries the question; what was told last is still the best guess.
+                logger.warning("the number of ingress replicas is not known", exc_info=True)
+            await asyncio.sleep(self._seconds)

@@ -1,0 +1,51 @@
+"""How clients name adapters: an optional source before a colon, an optional revision after @."""
+
+from configs.wire.adapters import AdapterReference, AdapterSource, parse_reference
+from deployments.contract import AdapterInfo, EngineInfo
+from deployments.ingress.http.errors import invalid
+
+_SOURCES = {source.value: source for source in AdapterSource}
+
+
+def parse_source(name: str) -> AdapterSource:
+    """A source by its name, in any case; an unknown one is refused with the known ones."""
+    source = _SOURCES.get(name.lower())
+    if source is None:
+        known = ", ".join(_SOURCES)
+        raise invalid(f"`adapter_source` must be one of {known}. Given: {name}", "adapter_source")
+    return source
+
+
+def model_reference(
+    model: str, info: EngineInfo, default_source: AdapterSource
+) -> AdapterReference | None:
+    """What OpenAI's `model` names: None for the base model, else an adapter."""
+    if model in ("", info.model_name, info.model_id):
+        return None
+    try:
+        reference = parse_reference(model, default_source)
+    except ValueError as error:
+        raise invalid(str(error), "model") from error
+    if "://" in reference.id and reference.source is not AdapterSource.S3:
+        raise invalid(f"`{model}` is an address: adapters are named by source and id", "model")
+    return reference
+
+
+def listed_name(adapter: AdapterInfo, default_source: AdapterSource) -> str:
+    """The name by which a client reaches a listed adapter."""
+    return _name(adapter.source, adapter.id, default_source)
+
+
+def listed_reference(adapter: AdapterReference, default_source: AdapterSource) -> str:
+    """The same name for what a client asked for, without its revision."""
+    return _name(adapter.source.value, adapter.id, default_source)
+
+
+def full_name(adapter: AdapterReference, default_source: AdapterSource) -> str:
+    """The name by which a client reaches just this revision."""
+    name = listed_reference(adapter, default_source)
+    return name if adapter.revision is None else f"{name}@{adapter.revision}"
+
+
+def _name(source: str, id: str, default_source: AdapterSource) -> str:
+    return id if source == default_source.value else f"{source}:{id}"

@@ -1,0 +1,75 @@
+"""What operators' machines ask: is it alive, does it generate, how much has it done."""
+
+import uuid
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from configs.wire.sampling import Sampling, Stopping
+from deployments.contract import GenerateRequest, SequenceRequest
+from deployments.ingress.access.keys import require
+from deployments.ingress.generation.engine import EngineClient, GenerationJob
+from deployments.ingress.generation.replies import collect, json_response
+from deployments.ingress.http.errors import RequestError
+from deployments.ingress.pages.playground import Page, wanted
+from deployments.observability.lorax_metrics import CONTENT_TYPE
+
+_QUESTION = "Who?"
+
+
+def routes(engine: EngineClient, page: Page) -> APIRouter:
+    """Health, start-up and metrics of this replica and of the engine behind it.
+
+    page: what browsers get at /, where others learn of the health.
+    """
+    router = APIRouter()
+
+    @router.get("/")
+    async def root(request: Request) -> Response:
+        return page.response() if wanted(request) else await health()
+
+    @router.get("/health")
+    @router.get("/ping")
+    async def health() -> Response:
+        if await _healthy(engine):
+            return _well()
+        return json_response({"error": "unhealthy", "error_type": "healthcheck"}, 503)
+
+    @router.get("/startup")
+    async def startup() -> Response:
+        try:
+            await _generate(engine)
+        except RequestError as error:
+            body = {"error": error.message, "error_type": "failed healthcheck"}
+            return json_response(body, 500)
+        return _well()
+
+    @router.get("/metrics")
+    async def metrics(request: Request) -> Response:
+        require(request)
+        if "application/json" in request.headers.get("accept", ""):
+            return json_response(engine.metrics.json())
+        return Response(engine.metrics.text(), media_type=CONTENT_TYPE)
+
+    return router
+
+
+def _well() -> Response:
+    return Response(media_type="text/plain")
+
+
+async def _healthy(engine: EngineClient) -> bool:
+    try:
+        return (await engine.info()).healthy
+    except RequestError:
+        return False
+
+
+async def _generate(engine: EngineClient) -> None:
+    """One greedy token of the base model through the queue that requests take."""
+    served = await engine.served()
+    ids = await served.text.encode(_QUESTION)
+    sequence = SequenceRequest(ids, Sampling(), Stopping(1))
+    request = GenerateRequest(f"startup-{uuid.uuid4().hex}", [sequence])
+    job = GenerationJob(request, [], keep_stops=True, per_token=False, characters=len(_QUESTION))
+    await collect(engine, served, job)

@@ -1,0 +1,162 @@
+"""The HTTP application: both dialects over one driver. It knows nothing of Ray."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+
+from deployments.contract import Driver, ErrorKind, ReplyAddress
+from deployments.ingress import embeddings
+from deployments.ingress.access.gate import KeyGate
+from deployments.ingress.access.keys import Keys
+from deployments.ingress.admin import adapters as control
+from deployments.ingress.admin import probes
+from deployments.ingress.generation.engine import EngineClient, IngressSettings
+from deployments.ingress.generation.frames import RequestInboxes
+from deployments.ingress.http.bodies import BodyLimit, HeadAsGet, HeaderLimit
+from deployments.ingress.http.draining import Drain, DrainGate
+from deployments.ingress.http.error_responses import error_response, status_response
+from deployments.ingress.http.errors import RequestError
+from deployments.ingress.http.malformed import not_json, unfit
+from deployments.ingress.http.sse import ClientGone
+from deployments.ingress.lorax import routes as lorax
+from deployments.ingress.openai import responses
+from deployments.ingress.openai import routes as openai
+from deployments.ingress.openapi.document import documented
+from deployments.ingress.pages import playground, reference
+
+# Nobody reads it; it shows up in access logs.
+_CLIENT_CLOSED_REQUEST = 499
+# axum's words, which LoRAX answers with.
+_NO_JSON_TYPE = "Expected request with `Content-Type: application/json`"
+
+Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
+
+
+def build_app(
+    driver: Driver,
+    mailbox: RequestInboxes,
+    reply_to: Callable[[], ReplyAddress],
+    settings: IngressSettings,
+    lifespan: Lifespan | None = None,
+) -> FastAPI:
+    """An ASGI application over `driver`.
+
+    mailbox: token frames are to be given to its `deliver`, on the application's event loop.
+    reply_to: where frames are taken, asked with each call. lifespan: entered before the first
+    request is served, e.g. to bind that address.
+    """
+    engine = EngineClient(driver, mailbox, reply_to, settings)
+    app = FastAPI(
+        title="LoRay",
+        version=settings.version,
+        lifespan=_closing(engine, lifespan),
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.state.metrics = engine.metrics
+    app.state.drain = Drain(engine)
+    app.state.renderer = engine.templates.renderer
+    page = playground.Page()
+    # Serve and FastAPI each compare a request with one route after another: the busiest first.
+    app.include_router(openai.routes(engine))
+    app.include_router(lorax.routes(engine))
+    app.include_router(probes.routes(engine, page))
+    app.include_router(control.routes(engine))
+    app.include_router(responses.routes(engine))
+    app.include_router(embeddings.routes(engine))
+    app.include_router(playground.routes(page))
+    app.include_router(reference.routes(app))
+    app.openapi = documented(app)  # type: ignore[method-assign]
+    _guard(app, settings)
+    app.add_exception_handler(RequestError, _refused)
+    app.add_exception_handler(RequestValidationError, _malformed)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(ClientGone, _client_gone)
+    app.add_exception_handler(Exception, _our_fault)
+    return app
+
+
+def _closing(engine: EngineClient, lifespan: Lifespan | None) -> Lifespan:
+    """The given lifespan; at its end the engine's own processes end too."""
+
+    @asynccontextmanager
+    async def whole(app: FastAPI) -> AsyncIterator[None]:
+        async with lifespan(app) if lifespan is not None else nullcontext():
+            try:
+                yield
+            finally:
+                await engine.templates.close()
+                await engine.compiler.close()
+
+    return whole
+
+
+def _guard(app: FastAPI, settings: IngressSettings) -> None:
+    """What a request passes before its route, last to first."""
+    config = settings.api
+    app.add_middleware(
+        BodyLimit,
+        max_bytes=config.max_body_bytes,
+        max_depth=config.max_json_depth,
+        seconds=config.body_timeout_s,
+    )
+    keys = Keys(
+        config,
+        settings.default_source,
+        settings.clock,
+        settings.replicas,
+        loopback=settings.loopback,
+    )
+    app.add_middleware(KeyGate, keys=keys)
+    app.add_middleware(
+        HeaderLimit, max_bytes=config.max_header_bytes, max_headers=config.max_headers
+    )
+    app.add_middleware(DrainGate, drain=app.state.drain)
+    app.add_middleware(HeadAsGet)
+    if config.cors_allow_origin:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.cors_allow_origin,
+            allow_methods=config.cors_allow_method,
+            allow_headers=config.cors_allow_header,
+            expose_headers=config.cors_expose_header,
+            allow_credentials=config.cors_allow_credentials,
+        )
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    return error_response(request, error)
+
+
+async def _malformed(request: Request, error: Exception) -> Response:
+    """A body that is no JSON or does not fit its schema: the first thing wrong with it."""
+    assert isinstance(error, RequestValidationError)
+    if isinstance(error.body, bytes):
+        return status_response(request, 415, _NO_JSON_TYPE)
+    faults = [{**fault, "loc": fault["loc"][1:]} for fault in error.errors()]
+    if faults[0]["type"] == "json_invalid":
+        return error_response(request, not_json(faults[0]))
+    return error_response(request, unfit(faults, error.body))
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """No such route, wrong method, unreadable body: the status stays, the body is ours."""
+    assert isinstance(error, HTTPException)
+    if isinstance(error.__cause__, ValueError | RecursionError):  # no text, or numbers too long
+        return error_response(request, not_json())
+    return status_response(request, error.status_code, str(error.detail), error.headers)
+
+
+async def _client_gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=_CLIENT_CLOSED_REQUEST)
+
+
+async def _our_fault(request: Request, error: Exception) -> Response:
+    """A defect; the server logs it, the client learns no more than that."""
+    return error_response(request, RequestError(ErrorKind.GENERATION, "internal error"), 500)

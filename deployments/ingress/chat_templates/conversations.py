@@ -1,0 +1,55 @@
+"""From a chat request to what its template is given."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from deployments.ingress.chat_templates.template import Conversation, TemplateText
+from deployments.ingress.http.errors import invalid
+from deployments.ingress.openai.schema import ChatBody
+from deployments.ingress.tools.tooling import ToolFormat, prompted
+
+# What transformers' apply_chat_template takes by these names is no variable of the template.
+RESERVED = frozenset({
+    "messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt",
+    "continue_final_message", "tokenize", "sanitize_control_tokens", "padding", "truncation",
+    "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+})  # fmt: skip
+# Fields of a request that are variables of the template.
+_TEMPLATE_FIELDS = ("documents", "reasoning_effort")
+
+
+def conversation(body: ChatBody, means: ToolFormat | None, template: TemplateText) -> Conversation:
+    """The messages, the tools and the template's variables; refuses what would have no effect."""
+    messages, tools, words = prompted(body.rendered_messages(), means, template)
+    return Conversation(messages, _variables(body, tools, template), words, _continues(body))
+
+
+def _variables(
+    body: ChatBody, tools: Sequence[Any] | None, template: TemplateText
+) -> dict[str, Any]:
+    variables = dict(body.chat_template_kwargs or {})
+    for name in sorted(RESERVED & variables.keys()):
+        message = f"`chat_template_kwargs` cannot set `{name}`: it is no variable of the template"
+        raise invalid(message, "chat_template_kwargs")
+    for name in _TEMPLATE_FIELDS:
+        value = getattr(body, name)
+        if value is None or (not value and not template.reads(name)):
+            continue
+        if not template.reads(name):
+            message = f"`{name}` would have no effect: the chat template does not read it"
+            raise invalid(message, name, "unsupported_parameter")
+        if variables.setdefault(name, value) != value:
+            raise invalid(f"`{name}` is in `chat_template_kwargs` with another value", name)
+    continues = bool(body.continue_final_message)
+    starts = body.add_generation_prompt if body.add_generation_prompt is not None else not continues
+    if starts and continues:
+        message = "`continue_final_message` cannot be combined with `add_generation_prompt`"
+        raise invalid(message, "continue_final_message")
+    return {**variables, "add_generation_prompt": starts, "tools": tools}
+
+
+def _continues(body: ChatBody) -> str:
+    """The field of the last message that the answer goes on with, "" for a new message."""
+    field = body.continue_final_message
+    return field if isinstance(field, str) else "content" if field else ""

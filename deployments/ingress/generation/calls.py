@@ -1,0 +1,170 @@
+"""One HTTP request's call of the driver: tokens come by frames, the truth by the call itself."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from typing import NamedTuple
+
+from configs.wire.sampling import FinishReason
+from deployments.contract import (
+    Cancelled,
+    Completion,
+    Driver,
+    Ending,
+    ErrorKind,
+    Failed,
+    GenerateRequest,
+    ReplyAddress,
+)
+from deployments.ingress.generation.frames import RequestInboxes, SequenceUpdate
+from deployments.ingress.http.errors import RequestError
+from deployments.ingress.text.detokenizer_state import DetokenizerState, TextPiece
+from deployments.observability.tracing import INGRESS, request_span
+
+logger = logging.getLogger("loray.ingress.calls")
+
+
+class Event(NamedTuple):
+    """What is new of one sequence: pieces of text, and with the last one why it ended.
+
+    rest: text after the last piece, known only at the end.
+    """
+
+    sequence: int
+    pieces: list[TextPiece]
+    rest: str
+    reason: FinishReason | None
+
+    @property
+    def text(self) -> str:
+        """All new text."""
+        return "".join([piece.text for piece in self.pieces]) + self.rest
+
+
+class EngineCall:
+    """A running `Driver.generate` and the tokens that it has produced so far.
+
+    An async context manager: leaving it cancels the call if it still runs, which is how a
+    client's disconnect reaches the driver. frames=False takes all tokens from the completion.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        mailbox: RequestInboxes,
+        reply_to: ReplyAddress,
+        request: GenerateRequest,
+        frames: bool = True,
+    ) -> None:
+        """Nothing runs before the context is entered, or `start` is called."""
+        self._driver = driver
+        self._mailbox = mailbox
+        self._reply_to = reply_to
+        self._request = request
+        self._inbox = mailbox.open(request.id, len(request.sequences), listen=frames)
+        self._running: asyncio.Task[None] | None = None
+        self._finishing: set[asyncio.Task[None]] = set()
+        self.completion: Completion | None = None
+
+    def start(self) -> None:
+        """Begin before the context is entered, which must follow; else `close` must."""
+        if self._running is None:
+            self._running = asyncio.create_task(self._run())
+
+    async def __aenter__(self) -> "EngineCall":
+        """Start the call, if it was not."""
+        self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Close the call."""
+        await self.close()
+
+    async def close(self) -> None:
+        """Cancel what still runs and take no more frames."""
+        self._mailbox.close(self._request.id)
+        tasks = [*self._finishing, *([self._running] if self._running else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def updates(self) -> AsyncIterator[list[SequenceUpdate]]:
+        """Batches of news until every sequence has ended; a failed call raises RequestError."""
+        while updates := await self._inbox.take():
+            yield updates
+
+    def fail(self, error: RequestError) -> None:
+        """End it for whoever reads its updates; that it is closed then ends it on the driver."""
+        self._inbox.fail(error)
+
+    def finish(self, index: int, at: int) -> None:
+        """Tell the driver that a stop string ended this sequence after `at` tokens."""
+        task = asyncio.create_task(self._finish(index, at))
+        self._finishing.add(task)
+        task.add_done_callback(self._finishing.discard)
+
+    async def _finish(self, index: int, at: int) -> None:
+        try:
+            await self._driver.finish(self._request.id, index, at)
+        except Exception:
+            # The text is already right; the sequence only runs on to its token limit.
+            logger.warning("finish was not delivered for %s", self._request.id, exc_info=True)
+
+    async def _run(self) -> None:
+        try:
+            with request_span(INGRESS, self._request) as span:
+                answer = await self._driver.generate(self._request, self._reply_to)
+                self.completion = span.ended(answer)
+            self._inbox.complete(self.completion)
+        except RequestError as error:
+            self._inbox.fail(error)
+        except asyncio.CancelledError:
+            self._inbox.fail(RequestError(ErrorKind.UNAVAILABLE, "the engine cancelled the call"))
+            raise
+        except Exception as fault:
+            # Whatever carries the call may break in its own ways; the client gets one of ours.
+            logger.exception("generate failed for %s", self._request.id)
+            message = f"the engine did not answer ({type(fault).__name__})"
+            self._inbox.fail(RequestError(ErrorKind.UNAVAILABLE, message))
+
+
+async def events(
+    call: EngineCall, transcripts: Sequence[DetokenizerState]
+) -> AsyncIterator[list[Event]]:
+    """Batches of events of all sequences; a failure of any of them raises RequestError."""
+    async for updates in call.updates():
+        batch = [
+            event for update in updates if (event := _event(call, transcripts, update)) is not None
+        ]
+        if batch:
+            yield batch
+
+
+def _event(
+    call: EngineCall, transcripts: Sequence[DetokenizerState], update: SequenceUpdate
+) -> Event | None:
+    """What a client sees of one update."""
+    transcript = transcripts[update.index]
+    if transcript.stopped:
+        return None
+    pieces = transcript.feed(update.tokens, update.logprobs)
+    if transcript.stopped:
+        if update.ending is None:
+            call.finish(update.index, transcript.num_tokens)
+        return Event(update.index, pieces, "", FinishReason.STOP_STRING)
+    if update.ending is None:
+        return Event(update.index, pieces, "", None) if pieces else None
+    reason = _reason(update.ending)
+    rest = transcript.end()
+    return Event(
+        update.index, pieces, rest, FinishReason.STOP_STRING if transcript.stopped else reason
+    )
+
+
+def _reason(ending: Ending) -> FinishReason:
+    """Why a sequence finished; other endings raise."""
+    if isinstance(ending, Failed):
+        raise RequestError.of(ending)
+    if isinstance(ending, Cancelled):
+        raise RequestError(ErrorKind.UNAVAILABLE, "the request was cancelled")
+    return ending.reason

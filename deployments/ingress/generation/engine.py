@@ -1,0 +1,220 @@
+"""What all routes need of the engine behind them: its description, its text, calls to it."""
+
+import asyncio
+import logging
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+from weakref import WeakSet
+
+from configs.api import ApiConfig
+from configs.embeddings import EmbeddingsConfig
+from configs.model import ToolParser
+from configs.wire.adapters import AdapterSource
+from deployments.contract import (
+    AdapterCommand,
+    AdapterReport,
+    Driver,
+    EngineInfo,
+    ErrorKind,
+    GenerateRequest,
+    ReplyAddress,
+    SequenceRequest,
+)
+from deployments.ingress.access.quotas import Clock, Replicas, alone
+from deployments.ingress.chat_templates.adapter_templates import Templates
+from deployments.ingress.generation.calls import EngineCall
+from deployments.ingress.generation.frames import RequestInboxes
+from deployments.ingress.http.errors import SPELLINGS, RequestError
+from deployments.ingress.structured.constraints import Compiler
+from deployments.ingress.text.detokenizer_state import DetokenizerState
+from deployments.ingress.text.stops import StopStrings
+from deployments.ingress.text.tokenizer import ModelTokenizer
+from deployments.observability.lorax_metrics import RequestMetrics
+
+logger = logging.getLogger("loray.ingress")
+
+_INFO_SECONDS = 1.0
+# A health check must answer even when the engine does not.
+_DESCRIBE_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class IngressSettings:
+    """What the ingress decides by itself.
+
+    max_stop_length: characters of a stop string: each end of an answer is compared with all of
+    its beginnings. max_choices: the largest `n`. max_sequences: prompts times choices of one
+    request.
+    max_logprobs: alternatives a client may ask for with each token. keep_alive_seconds: how
+    long a stream may be silent. replicas: how many there are of this ingress now. clock: what
+    quotas fill by and what was told grows old by, in seconds. loopback: whether the server's HTTP
+    front can be reached from its own machine only. read_text: what reads the tokenizer in a folder.
+    """
+
+    default_source: AdapterSource = AdapterSource.HUB
+    max_stop_sequences: int = 4
+    max_stop_length: int = 1024
+    max_best_of: int = 2
+    max_choices: int = 16
+    max_sequences: int = 256
+    max_logprobs: int = 20
+    embeddings: EmbeddingsConfig = field(default_factory=EmbeddingsConfig)
+    api: ApiConfig = field(default_factory=ApiConfig)
+    keep_alive_seconds: float = 15.0
+    tool_parser: ToolParser = ToolParser.AUTO
+    version: str = "0.1.0"
+    replicas: Replicas = alone
+    clock: Clock = time.monotonic
+    loopback: bool = False
+    read_text: Callable[[str], ModelTokenizer] = ModelTokenizer.load
+
+
+class ServedModel(NamedTuple):
+    """What a driver serves, and the tokenizer that goes with it."""
+
+    info: EngineInfo
+    text: ModelTokenizer
+
+
+@dataclass(frozen=True)
+class GenerationJob:
+    """A validated request: what goes to the driver, and how its tokens become text.
+
+    stops: stop strings; keep_stops leaves the matched one in the text. per_token: whether the
+    reply tells tokens apart. characters: of the prompts, for the reply's headers. choices:
+    sequences of each prompt, of which best_of may be more than the client is shown. spoken:
+    special tokens that have text here. cache_salt: the request's own, "" without one.
+    """
+
+    request: GenerateRequest
+    stops: Sequence[str]
+    keep_stops: bool
+    per_token: bool
+    characters: int
+    choices: int = 1
+    spoken: frozenset[int] = frozenset()
+    cache_salt: str = ""
+    started: float = field(default_factory=time.monotonic)
+
+    def transcripts(self, text: ModelTokenizer) -> list[DetokenizerState]:
+        """One for each sequence."""
+        return [self._transcript(text, sequence) for sequence in self.request.sequences]
+
+    def _transcript(self, text: ModelTokenizer, sequence: SequenceRequest) -> DetokenizerState:
+        silent = frozenset(sequence.stopping.stop_token_ids)
+        hidden = text.hidden(self.stops, silent, self.spoken)
+        return DetokenizerState(
+            text.stream(silent, self.spoken),
+            StopStrings(self.stops, self.keep_stops, hidden.values()),
+            per_token=self.per_token or bool(self.stops),
+            hidden=hidden,
+        )
+
+
+class EngineClient:
+    """The driver as the routes see it. Its description is asked for once a second at most."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        mailbox: RequestInboxes,
+        reply_to: Callable[[], ReplyAddress],
+        settings: IngressSettings,
+    ) -> None:
+        """`reply_to` is asked with each call: the socket may be bound after this."""
+        self.settings = settings
+        self.metrics = RequestMetrics()
+        self.metrics.begin({row.metric for row in SPELLINGS.values()})
+        self.compiler = Compiler()
+        self.templates = Templates(driver, settings.clock)
+        self._driver = driver
+        self._mailbox = mailbox
+        self._reply_to = reply_to
+        self._asking = asyncio.Lock()
+        self._asked = float("-inf")
+        self._times_asked = 0
+        self._served: ServedModel | None = None
+        self._silence: RequestError | None = None
+        self._calls: WeakSet[EngineCall] = WeakSet()
+        self._ended: Callable[[], RequestError] | None = None
+        self._unreadable: str | None = None
+
+    async def served(self) -> ServedModel:
+        """The engine as last described, whenever that was."""
+        return self._served or await self._refresh()
+
+    async def info(self) -> EngineInfo:
+        """The engine as described within the last second."""
+        return (await self._refresh()).info
+
+    def call(self, job: GenerationJob, streams: bool) -> EngineCall:
+        """A call of the driver; without stop strings a whole reply needs no frames."""
+        if self._ended is not None:
+            raise self._ended()
+        listens = streams or bool(job.stops)
+        call = EngineCall(
+            self._driver, self._mailbox, self._reply_to(), job.request, frames=listens
+        )
+        self._calls.add(call)
+        return call
+
+    def end_calls(self, error: Callable[[], RequestError]) -> None:
+        """End all that run with such an error, and those that come."""
+        self._ended = error
+        for call in self._calls:
+            call.fail(error())
+
+    async def adapters(self, command: AdapterCommand) -> list[AdapterReport]:
+        """What every driver replica says to an operator's command."""
+        return await self._driver.adapters(command)
+
+    async def _refresh(self) -> ServedModel:
+        so_far = self._times_asked
+        async with self._asking:
+            age = self.settings.clock() - self._asked
+            stale = self._silence is not None or age > _INFO_SECONDS
+            # Those who waited while another asked share its answer, also when there was none.
+            if stale and self._times_asked == so_far:
+                await self._ask()
+            if self._silence is not None:
+                raise self._silence
+            assert self._served is not None
+            return self._served
+
+    async def _ask(self) -> None:
+        try:
+            info = await self._describe()
+            self._served = ServedModel(info, await self._text_of(info))
+            self._silence = None
+        except RequestError as silence:
+            self._silence = silence
+        self._asked = self.settings.clock()
+        self._times_asked += 1
+
+    async def _describe(self) -> EngineInfo:
+        try:
+            async with asyncio.timeout(_DESCRIBE_SECONDS):
+                return await self._driver.describe()
+        except Exception as fault:
+            message = f"the engine did not answer ({type(fault).__name__})"
+            raise RequestError(ErrorKind.UNAVAILABLE, message) from fault
+
+    async def _text_of(self, info: EngineInfo) -> ModelTokenizer:
+        if self._served is not None:
+            return self._served.text
+        if self._unreadable is None:
+            try:
+                return await asyncio.to_thread(self.settings.read_text, info.tokenizer)
+            except (OSError, ValueError, subprocess.TimeoutExpired) as fault:
+                logger.exception("no text can be served")
+                self._unreadable = str(fault)
+        # Files that cannot be read now cannot be read at the next request either.
+        raise RequestError(ErrorKind.UNAVAILABLE, self._unreadable)
+
+
+def stop_ids(info: EngineInfo, ignored: bool | None) -> tuple[int, ...]:
+    """The tokens that end a sequence, unless the client wants them ignored."""
+    return () if ignored else info.stop_token_ids

@@ -1,0 +1,89 @@
+"""Every request in the metrics once: when it ended well, failed, or was left by its client."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from deployments.contract import Completion
+from deployments.ingress.adapter_names.references import listed_reference
+from deployments.ingress.generation.engine import EngineClient, GenerationJob
+from deployments.ingress.generation.reply_headers import RequestTimes, safe
+from deployments.ingress.http.errors import SPELLINGS, RequestError
+from deployments.ingress.http.sse import ClientGone
+from deployments.observability.lorax_metrics import BASE, RequestRecord
+
+logger = logging.getLogger("loray.ingress")
+
+
+class RequestObserver:
+    """One request from its call of the driver on."""
+
+    def __init__(self, engine: EngineClient, job: GenerationJob) -> None:
+        """The call begins now."""
+        self._metrics = engine.metrics
+        self._job = job
+        self._submitted = time.monotonic()
+        adapter = job.request.adapter
+        source = engine.settings.default_source
+        self._adapter = None if adapter is None else listed_reference(adapter, source)
+
+    def ended(self, completion: Completion, generated: int) -> RequestTimes:
+        """The request ended well, after so many tokens; returns where its time went."""
+        times = RequestTimes.of(self._job, completion, self._submitted)
+        sequences = self._job.request.sequences
+        record = RequestRecord(
+            total=times.total,
+            validation=times.validation,
+            queue=times.queue,
+            inference=times.inference,
+            per_token=times.inference / max(1, generated),
+            first_token=times.first,
+            input_length=sum(len(s.prompt) for s in sequences[:: self._job.choices]),
+            max_new_tokens=max(s.stopping.max_new_tokens for s in sequences),
+            generated_tokens=generated,
+        )
+        self._metrics.succeeded(self._adapter, record)
+        _log_end(self._name, record)
+        return times
+
+    def failed(self, err: str) -> None:
+        """The request failed."""
+        self._metrics.failed(err, self._adapter)
+        fields = {"adapter": self._name, "error_type": err}
+        logger.info("request over %s failed: %s", self._name, err, extra=fields)
+
+    @property
+    def _name(self) -> str:
+        """The adapter's name for logs, in which a client's line breaks do not make new lines."""
+        return BASE if self._adapter is None else safe(self._adapter)
+
+
+def _log_end(adapter: str, record: RequestRecord) -> None:
+    fields = {
+        "adapter": adapter,
+        "prompt_tokens": record.input_length,
+        "generated_tokens": record.generated_tokens,
+        "total_seconds": round(record.total, 6),
+        "queue_seconds": round(record.queue, 6),
+        "first_token_seconds": round(record.first_token, 6),
+    }
+    words = "request over %s: %d prompt and %d generated tokens, %.3f s, %.3f of it queued"
+    told = (adapter, record.input_length, record.generated_tokens, record.total, record.queue)
+    logger.info(words, *told, extra=fields)
+
+
+@contextmanager
+def observed(engine: EngineClient, job: GenerationJob) -> Iterator[RequestObserver]:
+    """Watch a request; defects are counted where they are answered."""
+    watch = RequestObserver(engine, job)
+    try:
+        yield watch
+    except RequestError as error:
+        error.counted = True
+        watch.failed(SPELLINGS[error.kind].metric)
+        raise
+    except (ClientGone, asyncio.CancelledError, GeneratorExit):
+        watch.failed("dropped")
+        raise

@@ -1,0 +1,93 @@
+"""What clients are told about their prompts' own tokens, in the three shapes that they know."""
+
+from dataclasses import dataclass
+
+import msgspec
+
+from configs.wire.plan import TokenLogprobs
+from configs.wire.sampling import Sampling
+from deployments.contract import SequenceRequest
+from deployments.ingress.generation.replies import Choice
+from deployments.ingress.text.detokenizer_state import DetokenizerState, TextPiece
+from deployments.ingress.text.logprobs import finite
+from deployments.ingress.text.stops import StopStrings
+from deployments.ingress.text.tokenizer import ModelTokenizer
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt as text, where that is needed or was given, and as ids.
+
+    starts: where in the text each token begins; None where nobody asks or only ids were given.
+    """
+
+    text: str
+    ids: list[int]
+    starts: list[int] | None = None
+
+
+class PrefillToken(msgspec.Struct):
+    """One token of the prompt as LoRAX shows it; nothing comes before the first."""
+
+    id: int
+    text: str
+    logprob: float | None
+
+
+def asking(sequence: SequenceRequest, num_top: int) -> SequenceRequest:
+    """The same sequence, which also tells the logprobs of its prompt's tokens."""
+    sampling: Sampling = msgspec.structs.replace(sequence.sampling, prompt_logprobs=num_top)
+    return msgspec.structs.replace(sequence, sampling=sampling)
+
+
+def prefill(choice: Choice, text: ModelTokenizer) -> list[PrefillToken]:
+    """LoRAX's `details.prefill`; empty where it was not asked for."""
+    if choice.prompt_logprobs is None:
+        return []
+    values = [None, *(finite(found.logprob) for found in choice.prompt_logprobs)]
+    return [
+        PrefillToken(id, text.token_text(id), value)
+        for id, value in zip(choice.prompt, values, strict=True)
+    ]
+
+
+def echoed(prompt: Prompt, choice: Choice, num_top: int, text: ModelTokenizer) -> list[TextPiece]:
+    """The prompt's pieces and then the answer's, for OpenAI's `echo` with `logprobs`."""
+    assert choice.prompt_logprobs is not None, "asked for by the job"
+    cut = [
+        TokenLogprobs(found.logprob, found.top_ids[:num_top], found.top_logprobs[:num_top])
+        for found in choice.prompt_logprobs
+    ]
+    starts = prompt.starts
+    if starts is None:
+        spelled = DetokenizerState(text.stream(), StopStrings((), keep=False), per_token=True)
+        starts = [piece.offset for piece in spelled.feed(prompt.ids)]
+    own = [
+        TextPiece(id, "", start, found)
+        for id, start, found in zip(prompt.ids, starts, [None, *cut], strict=True)
+    ]
+    after = len(prompt.text)
+    return own + [piece._replace(offset=after + piece.offset) for piece in choice.pieces]
+
+
+def told_by_id(
+    choice: Choice, num_top: int, text: ModelTokenizer
+) -> list[dict[str, object] | None]:
+    """vLLM's `prompt_logprobs`: for each token the candidates by id, null for the first."""
+    assert choice.prompt_logprobs is not None, "asked for by the job"
+    told: list[dict[str, object] | None] = [None]
+    for id, found in zip(choice.prompt[1:], choice.prompt_logprobs, strict=True):
+        pairs = zip(found.top_ids[:num_top], found.top_logprobs[:num_top], strict=True)
+        entries: dict[str, object] = {
+            str(top): _candidate(top, value, rank, text)
+            for rank, (top, value) in enumerate(pairs, 1)
+        }
+        entries.setdefault(str(id), _candidate(id, found.logprob, None, text))
+        told.append(entries)
+    return told
+
+
+def _candidate(
+    id: int, logprob: float, rank: int | None, text: ModelTokenizer
+) -> dict[str, object]:
+    return {"logprob": finite(logprob), "rank": rank, "decoded_token": text.token_text(id)}

@@ -1,0 +1,196 @@
+"""How both dialects answer: whole, or as a stream whose status waits for the first token."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from configs.wire.plan import TokenLogprobs
+from configs.wire.sampling import FinishReason
+from deployments.contract import Completion
+from deployments.ingress.access.keys import caller
+from deployments.ingress.access.quotas import Quota
+from deployments.ingress.generation.calls import EngineCall, Event, events
+from deployments.ingress.generation.engine import EngineClient, GenerationJob, ServedModel
+from deployments.ingress.generation.observed import observed
+from deployments.ingress.generation.reply_headers import reply_headers, stream_headers
+from deployments.ingress.http.errors import RequestError
+from deployments.ingress.http.sse import KEEP_ALIVE, EventStream, unless_gone, wait_unless_gone
+from deployments.ingress.text.detokenizer_state import DetokenizerState, TextPiece
+from deployments.ingress.text.tokenizer import ModelTokenizer
+
+_encode = msgspec.json.Encoder().encode
+
+
+class Choice(NamedTuple):
+    """One sequence at its end; prompt_logprobs: of the prompt that it shares with others."""
+
+    text: str
+    pieces: list[TextPiece]
+    num_tokens: int
+    reason: FinishReason
+    prompt: Sequence[int] = ()
+    prompt_logprobs: list[TokenLogprobs] | None = None
+
+
+class RunningCall(NamedTuple):
+    """A call under way, for those who write its stream."""
+
+    call: EngineCall
+    transcripts: list[DetokenizerState]
+    text: ModelTokenizer
+
+    def events(self) -> AsyncIterator[list[Event]]:
+        """Batches of events of all sequences."""
+        return events(self.call, self.transcripts)
+
+
+Chunks = Callable[[RunningCall], AsyncGenerator[bytes, None]]
+
+
+class FinishedCall(NamedTuple):
+    """All sequences at their end."""
+
+    choices: list[Choice]
+    completion: Completion
+
+
+def json_response(
+    value: object, status: int = 200, headers: dict[str, str] | None = None
+) -> Response:
+    """A JSON reply."""
+    return Response(_encode(value), status, headers, media_type="application/json")
+
+
+async def whole(
+    request: Request,
+    engine: EngineClient,
+    job: GenerationJob,
+    body: Callable[[FinishedCall], object],
+) -> Response:
+    """Run a job to its end and answer with `body` of it and the headers of a whole reply."""
+    served = await engine.served()
+    job, quota = _admit(request, job)
+    with observed(engine, job) as watch:
+        result = await unless_gone(request.receive, collect(engine, served, job))
+        generated = sum(choice.num_tokens for choice in result.choices)
+        quota.take_tokens(generated)
+        times = watch.ended(result.completion, generated)
+    headers = reply_headers(served.info, job, times, generated)
+    return json_response(body(result), headers=headers)
+
+
+async def collect(engine: EngineClient, served: ServedModel, job: GenerationJob) -> FinishedCall:
+    """Run a job to its end."""
+    transcripts = job.transcripts(served.text)
+    gathered: list[list[Event]] = [[] for _ in transcripts]
+    async with engine.call(job, streams=False) as call:
+        async for batch in events(call, transcripts):
+            for event in batch:
+                gathered[event.sequence].append(event)
+    assert call.completion is not None, "the events ended before the call"
+    outcomes = call.completion.sequences
+    # A prompt is told about once, with the first of its choices.
+    told = [outcomes[i - i % job.choices].prompt_logprobs for i in range(len(outcomes))]
+    choices = [
+        _choice(parts, transcript.num_tokens)._replace(prompt=sequence.prompt, prompt_logprobs=own)
+        for parts, transcript, sequence, own in zip(
+            gathered, transcripts, job.request.sequences, told, strict=True
+        )
+    ]
+    return FinishedCall(choices, call.completion)
+
+
+def _choice(parts: list[Event], num_tokens: int) -> Choice:
+    """One sequence from all of its events."""
+    reason = parts[-1].reason
+    assert reason is not None, "a sequence without an end"
+    text = "".join([event.text for event in parts])
+    pieces = [piece for event in parts for piece in event.pieces]
+    return Choice(text, pieces, num_tokens, reason)
+
+
+async def stream(
+    request: Request,
+    engine: EngineClient,
+    job: GenerationJob,
+    chunks: Chunks,
+    error_body: Callable[[RequestError], object],
+) -> Response:
+    """Run a job as a stream of chunks; a failure before the first one is raised.
+
+    If the first one is late, the stream begins with a comment, and a failure is its last event.
+    """
+    info, text = await engine.served()
+    job, quota = _admit(request, job)
+    running = RunningCall(engine.call(job, streams=True), job.transcripts(text), text)
+    body = _within_call(engine, job, running, chunks, quota)
+    running.call.start()
+    first = asyncio.ensure_future(anext(body))
+    keep_alive = engine.settings.keep_alive_seconds
+    try:
+        await wait_unless_gone(request.receive, first, keep_alive)
+    except BaseException:
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        await running.call.close()  # if `first` has not come as far as to do it
+        raise
+    headers = stream_headers(info, job)
+    if first.done():
+        return EventStream(first.result(), body, error_body, headers, keep_alive)
+    late = _late(first, body)
+    return EventStream(await anext(late), late, error_body, headers, keep_alive)
+
+
+async def _late(
+    first: asyncio.Future[bytes], body: AsyncGenerator[bytes, None]
+) -> AsyncGenerator[bytes, None]:
+    """A comment, then the body whose first chunk is still awaited; closing this closes both."""
+    try:
+        yield KEEP_ALIVE
+        yield await first
+        async for chunk in body:
+            yield chunk
+    finally:
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        await body.aclose()
+
+
+async def _within_call(
+    engine: EngineClient, job: GenerationJob, running: RunningCall, chunks: Chunks, quota: Quota
+) -> AsyncGenerator[bytes, None]:
+    with observed(engine, job) as watch:
+        try:
+            async with running.call:
+                async for chunk in chunks(running):
+                    yield chunk
+        finally:
+            # Who leaves in the middle has had these tokens all the same.
+            generated = sum(transcript.num_tokens for transcript in running.transcripts)
+            quota.take_tokens(generated)
+        assert running.call.completion is not None, "the events ended before the call"
+        watch.ended(running.call.completion, generated)
+
+
+def _admit(request: Request, job: GenerationJob) -> tuple[GenerationJob, Quota]:
+    """The job as this caller may run it, and what the answer's tokens are charged to.
+
+    The prompts' are charged already; raises for a quota that is used up. Every route's jobs pass
+    here, so none forgets the caller's salt of the prefix cache.
+    """
+    grant = caller(request)
+    grant.quota.admit_tokens()
+    prompts = job.request.sequences[:: job.choices]
+    grant.quota.take_tokens(sum(len(sequence.prompt) for sequence in prompts))
+    asked = msgspec.structs.replace(
+        job.request,
+        allowed=grant.patterns,
+        payer=grant.name,
+        cache_salt=grant.cache_salt(job.cache_salt),
+    )
+    return replace(job, request=asked), grant.quota

@@ -1,0 +1,154 @@
+"""Limits on what a client may send, for parsing a body holds up everybody else."""
+
+import asyncio
+from itertools import accumulate, compress, islice
+from operator import xor
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from deployments.ingress.http.error_responses import error_response, status_response
+from deployments.ingress.http.errors import invalid
+
+_MARKS = b'"[]{}'
+_OTHERS = bytes(byte for byte in range(256) if byte not in _MARKS)
+_QUOTES = bytes(byte == ord('"') for byte in range(256))
+# An opening bracket is one level more, a closing one (255 is -1 in eight bits) one less.
+_LEVELS = bytes.maketrans(_MARKS, b"\x00\x01\xff\x01\xff")
+
+_WITHOUT_BODY = frozenset({"GET", "HEAD", "OPTIONS"})
+
+
+class HeadAsGet:
+    """Lets HEAD ask for whatever GET may, as LoRAX does: balancers and people look by it.
+
+    The HTTP server leaves the body out by itself: it goes by the method that it read.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        """Stand before `app`."""
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass it on, by another name."""
+        if scope["type"] == "http" and scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}
+        await self._app(scope, receive, send)
+
+
+class HeaderLimit:
+    """Answers 431 to a request whose address and headers are too many or too long."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int, max_headers: int) -> None:
+        """Stand before `app`."""
+        self._app = app
+        self._max_bytes = max_bytes
+        self._max_headers = max_headers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Count, and let it pass or answer."""
+        if scope["type"] == "http" and not self._fits(scope):
+            message = (
+                f"at most {self._max_headers} headers and {self._max_bytes} bytes of address and "
+                "headers are read"
+            )
+            reply = status_response(Request(scope), 431, message)
+            await reply(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _fits(self, scope: Scope) -> bool:
+        headers = scope["headers"]
+        address = len(scope.get("raw_path") or b"") + len(scope.get("query_string") or b"")
+        total = address + sum(len(name) + len(value) for name, value in headers)
+        return len(headers) <= self._max_headers and total <= self._max_bytes
+
+
+class BodyLimit:
+    """Reads a body before anybody parses it; 413 if it is too long, whatever length it announced.
+
+    One that has not come after `seconds` is answered with 408. Arrays and objects that lie deeper
+    within each other than max_depth are bad input, and so is what is no UTF-8.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int, max_depth: int, seconds: float) -> None:
+        """Stand before `app`."""
+        self._app = app
+        self._max_bytes = max_bytes
+        self._max_depth = max_depth
+        self._seconds = seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Hand the body on in one piece."""
+        if scope["type"] != "http" or scope["method"] in _WITHOUT_BODY:
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope)
+        try:
+            async with asyncio.timeout(self._seconds):
+                body = await self._read(receive)
+        except TimeoutError:
+            message = f"the body did not come within {self._seconds:g} s"
+            reply = status_response(request, 408, message, {"Connection": "close"})
+            await reply(scope, receive, send)
+            return
+        if body is None:
+            return
+        refusal = self._refusal(request, body)
+        if refusal is None:
+            await self._app(scope, _replaying(body, receive), send)
+        else:
+            await refusal(scope, receive, send)
+
+    async def _read(self, receive: Receive) -> bytes | None:
+        """The body, or as much of it as is too much; None when the client has left."""
+        body = bytearray()
+        while len(body) <= self._max_bytes:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            body += message.get("body", b"")
+            if not message.get("more_body", False):
+                break
+        return bytes(body)
+
+    def _refusal(self, request: Request, body: bytes) -> Response | None:
+        if len(body) > self._max_bytes:
+            return status_response(request, 413, f"the body is longer than {self._max_bytes} bytes")
+        if b"\0" in body:
+            # JSON in UTF-16 has some, and its other bytes would be taken for brackets and quotes.
+            return error_response(request, invalid("the body must be JSON in UTF-8"))
+        if deeper_than(self._max_depth, body):
+            message = f"the body's arrays and objects lie more than {self._max_depth} deep"
+            return error_response(request, invalid(message))
+        return None
+
+
+def _replaying(body: bytes, receive: Receive) -> Receive:
+    """A receive that gives the body first, then whatever comes."""
+    given = False
+
+    async def replay() -> Message:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replay
+
+
+def deeper_than(max_depth: int, body: bytes) -> bool:
+    """Whether brackets outside of strings lie deeper within each other than this.
+
+    Every pass is one of C's over the whole body: a hostile one costs little more than a good one.
+    """
+    if body.count(b"[") + body.count(b"{") <= max_depth:
+        return False
+    unescaped = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    # Two quotes side by side leave what is inside of strings and what is outside as it was.
+    marks = unescaped.translate(None, delete=_OTHERS).replace(b'""', b"")
+    outside = islice(accumulate(marks.translate(_QUOTES), xor, initial=1), 1, None)
+    steps = compress(memoryview(marks.translate(_LEVELS)).cast("b"), outside)
+    return max(accumulate(steps), default=0) > max_depth

@@ -1,0 +1,143 @@
+"""One table from error kinds to statuses and bodies in both HTTP dialects."""
+
+import math
+from dataclasses import dataclass
+
+from deployments.contract import ErrorKind, Failed
+
+
+class RequestError(Exception):
+    """A request that cannot be served: its kind chooses the status, its message is the client's.
+
+    param: the field at fault, for OpenAI's dialect. code: overrides the table's OpenAI code.
+    counted: whether the metrics have it already.
+    A `Driver` may raise it too, for what it knows before any sequence exists.
+    """
+
+    def __init__(
+        self,
+        kind: ErrorKind,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        """Keep the parts; both dialects are made from them when the reply is written."""
+        # A message may quote what the client sent, and that may have no encoding.
+        self.message = message.encode("utf-8", "replace").decode()
+        super().__init__(self.message)
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.retry_after_s = retry_after_s
+        self.counted = False
+
+    @classmethod
+    def of(cls, failed: Failed) -> "RequestError":
+        """The same failure as an exception."""
+        return cls(failed.kind, failed.message, retry_after_s=failed.retry_after_s)
+
+
+def invalid(message: str, param: str | None = None, code: str | None = None) -> RequestError:
+    """Bad input, found before the driver was asked."""
+    return RequestError(ErrorKind.VALIDATION, message, param=param, code=code)
+
+
+@dataclass(frozen=True)
+class ErrorShape:
+    """How one kind is written: (status, type, code) for OpenAI, (status, error_type) for LoRAX.
+
+    metric: the failure's label in LoRAX's metrics.
+    """
+
+    openai_status: int
+    openai_type: str
+    openai_code: str | None
+    lorax_status: int
+    lorax_type: str
+    lorax_text: str
+    metric: str
+
+
+_BAD = "invalid_request_error"
+_OURS = "server_error"
+_FAILED = "Request failed during generation: {}"
+
+SPELLINGS: dict[ErrorKind, ErrorShape] = {
+    ErrorKind.VALIDATION: ErrorShape(
+        400, _BAD, None, 422, "validation", "Input validation error: {}", "validation"
+    ),
+    ErrorKind.ADAPTER_NOT_FOUND: ErrorShape(
+        404, _BAD, "model_not_found", 424, "generation", _FAILED, "download_adapter"
+    ),
+    ErrorKind.ADAPTER_FORBIDDEN: ErrorShape(
+        403, _BAD, "adapter_forbidden", 424, "generation", _FAILED, "download_adapter"
+    ),
+    ErrorKind.ADAPTER_UNSUPPORTED: ErrorShape(
+        400, _BAD, "adapter_unsupported", 424, "generation", _FAILED, "load_adapter"
+    ),
+    ErrorKind.ADAPTER_TOO_LARGE: ErrorShape(
+        400, _BAD, "adapter_too_large", 424, "generation", _FAILED, "load_adapter"
+    ),
+    ErrorKind.ADAPTER_UNAVAILABLE: ErrorShape(
+        503, _OURS, "adapter_unavailable", 424, "generation", _FAILED, "download_adapter"
+    ),
+    ErrorKind.UNAUTHORIZED: ErrorShape(
+        401, _BAD, "invalid_api_key", 401, "unauthorized", "{}", "validation"
+    ),
+    ErrorKind.FORBIDDEN: ErrorShape(403, _BAD, "forbidden", 403, "forbidden", "{}", "validation"),
+    # LoRAX's client waits and tries again on this type.
+    ErrorKind.QUOTA: ErrorShape(
+        429, "rate_limit_error", "rate_limit_exceeded", 429, "overloaded", "{}", "overloaded"
+    ),
+    ErrorKind.OVERLOADED: ErrorShape(
+        429,
+        "rate_limit_error",
+        "overloaded",
+        429,
+        "overloaded",
+        "Model is overloaded",
+        "overloaded",
+    ),
+    ErrorKind.UNAVAILABLE: ErrorShape(
+        503, _OURS, "unavailable", 503, "unavailable", "Service unavailable: {}", "unavailable"
+    ),
+    ErrorKind.GENERATION: ErrorShape(
+        500, _OURS, "generation", 424, "generation", _FAILED, "generation"
+    ),
+}
+
+_ADAPTER_KINDS = frozenset(kind for kind in ErrorKind if kind.value.startswith("adapter_"))
+
+
+def openai_error(error: RequestError) -> dict[str, object]:
+    """The body of an error in OpenAI's dialect."""
+    row = SPELLINGS[error.kind]
+    param = error.param or ("model" if error.kind in _ADAPTER_KINDS else None)
+    return {
+        "error": {
+            "message": error.message,
+            "type": row.openai_type,
+            "param": param,
+            "code": error.code or row.openai_code,
+        }
+    }
+
+
+def lorax_error(error: RequestError) -> dict[str, object]:
+    """The body of an error in LoRAX's dialect, with the kind as a machine-readable `code`."""
+    row = SPELLINGS[error.kind]
+    return {
+        "error": row.lorax_text.format(error.message),
+        "error_type": row.lorax_type,
+        "code": error.kind.value,
+    }
+
+
+def retry_headers(error: RequestError) -> dict[str, str]:
+    """Retry-After in whole seconds: always with an overload, else when it makes sense."""
+    seconds = error.retry_after_s
+    if seconds is None and error.kind is ErrorKind.OVERLOADED:
+        seconds = 1.0
+    return {} if seconds is None else {"Retry-After": str(max(1, math.ceil(seconds)))}

@@ -1,0 +1,189 @@
+"""LoRAX's reply objects, whole and as events of a stream."""
+
+from collections.abc import AsyncGenerator, Sequence
+
+import msgspec
+
+from configs.wire.sampling import FinishReason
+from deployments.contract import SequenceRequest
+from deployments.ingress.generation.choices import best_first
+from deployments.ingress.generation.prompt_replies import PrefillToken, prefill
+from deployments.ingress.generation.replies import Choice, FinishedCall, RunningCall
+from deployments.ingress.http.sse import data
+from deployments.ingress.lorax.schema import GenerateRequestBody
+from deployments.ingress.text.detokenizer_state import TextPiece
+from deployments.ingress.text.logprobs import finite, sampled_logprob
+from deployments.ingress.text.tokenizer import ModelTokenizer
+
+
+class Alternative(msgspec.Struct):
+    """One token that could have stood there."""
+
+    id: int
+    text: str
+    logprob: float
+
+
+class Token(msgspec.Struct):
+    """One generated token as LoRAX shows it; alternatives only where the client asked."""
+
+    id: int
+    text: str
+    logprob: float
+    special: bool
+    skipped: bool = False
+    alternative_tokens: list[Alternative] | msgspec.UnsetType = msgspec.UNSET
+
+
+class StreamDetails(msgspec.Struct):
+    """Details of the last event of a stream; `seed` is set when tokens were drawn."""
+
+    finish_reason: FinishReason
+    prompt_tokens: int
+    generated_tokens: int
+    seed: int | None
+    skipped_tokens: int = 0
+
+
+class OtherSequence(msgspec.Struct):
+    """One of the sequences that were not the best."""
+
+    generated_text: str
+    finish_reason: FinishReason
+    generated_tokens: int
+    seed: int | None
+    tokens: list[Token]
+    prefill: list[PrefillToken] = []
+
+
+class Details(StreamDetails, kw_only=True):
+    """Details of a whole reply; the other sequences only where the client asked for several."""
+
+    tokens: list[Token]
+    prefill: list[PrefillToken] = []
+    best_of_sequences: list[OtherSequence] | msgspec.UnsetType = msgspec.UNSET
+
+
+class StreamEvent(msgspec.Struct):
+    """One event of a stream; the last one bears the whole text."""
+
+    token: Token
+    generated_text: str | None = None
+    details: StreamDetails | None = None
+
+
+class LoraxWriter:
+    """Writes the reply to one native request."""
+
+    def __init__(
+        self, body: GenerateRequestBody, sequences: Sequence[SequenceRequest], text: ModelTokenizer
+    ) -> None:
+        """`sequences` are what the driver was asked for, one unless best_of asked for more."""
+        first = sequences[0]
+        self._prefix = body.inputs if body.settled.return_full_text else ""
+        self._details = body.settled.details
+        self._whole_details = body.settled.detailed
+        self._num_input = len(first.prompt)
+        self._stopping = first.stopping
+        drawn = first.sampling.temperature > 0
+        self._seeds = [each.sampling.seed if drawn else None for each in sequences]
+        self._spell = _Speller(text, first.sampling.logprobs > 0)
+
+    def body(self, result: FinishedCall) -> dict[str, object]:
+        """A whole reply: the best sequence, and the others in its details."""
+        choices = result.choices
+        best, *others = best_first(
+            result.completion.sequences, [choice.num_tokens for choice in choices]
+        )
+        reply: dict[str, object] = {"generated_text": self._prefix + choices[best].text}
+        if self._whole_details:
+            choice = choices[best]
+            reply["details"] = Details(
+                finish_reason=choice.reason,
+                prompt_tokens=self._num_input,
+                generated_tokens=choice.num_tokens,
+                seed=self._seeds[best],
+                tokens=self._spell.all_of(choice),
+                prefill=prefill(choice, self._spell.text),
+                best_of_sequences=[self._other(choices[i], self._seeds[i]) for i in others]
+                or msgspec.UNSET,
+            )
+        return reply
+
+    def _other(self, choice: Choice, seed: int | None) -> OtherSequence:
+        return OtherSequence(
+            generated_text=self._prefix + choice.text,
+            finish_reason=choice.reason,
+            generated_tokens=choice.num_tokens,
+            seed=seed,
+            tokens=self._spell.all_of(choice),
+            prefill=prefill(choice, self._spell.text),
+        )
+
+    async def chunks(self, running: RunningCall) -> AsyncGenerator[bytes, None]:
+        """One event a token; a token that may be the last waits for its sequence's end."""
+        spell = self._spell
+        transcript = running.transcripts[0]
+        held: list[TextPiece] = []
+        shown: list[str] = []
+        async for batch in running.events():
+            [event] = batch
+            pieces = held + event.pieces
+            shown.append(event.text)
+            if event.reason is not None:
+                *others, last = spell.tokens(pieces, event.rest) or [_NO_TOKEN]
+                ending = self._ending(last, "".join(shown), event.reason, transcript.num_tokens)
+                yield b"".join([data(StreamEvent(token)) for token in others]) + data(ending)
+                continue
+            sendable = len(pieces) - self._may_end(pieces[-1], transcript.num_tokens)
+            pieces, held = pieces[:sendable], pieces[sendable:]
+            if pieces:
+                yield b"".join([data(StreamEvent(spell.token(piece))) for piece in pieces])
+
+    def _may_end(self, last: TextPiece, num_tokens: int) -> bool:
+        """Whether the driver may end the sequence with this token."""
+        stopping = self._stopping
+        return last.token in stopping.stop_token_ids or num_tokens >= stopping.max_new_tokens
+
+    def _ending(
+        self, token: Token, text: str, reason: FinishReason, num_tokens: int
+    ) -> StreamEvent:
+        details = StreamDetails(reason, self._num_input, num_tokens, self._seeds[0])
+        return StreamEvent(token, self._prefix + text, details if self._details else None)
+
+
+# Stands for a last token that is out already when its sequence turns out to have ended.
+_NO_TOKEN = Token(id=0, text="", logprob=0.0, special=True)
+
+
+class _Speller:
+    """From pieces to tokens as LoRAX shows them."""
+
+    def __init__(self, text: ModelTokenizer, alternatives: bool) -> None:
+        self.text = text
+        self._alternatives = alternatives
+
+    def token(self, piece: TextPiece) -> Token:
+        """One token."""
+        special = piece.token in self.text.special_ids
+        shown = self.text.token_text(piece.token) if special else piece.text
+        token = Token(piece.token, shown, sampled_logprob(piece), special)
+        if self._alternatives and piece.logprobs is not None:
+            pairs = zip(piece.logprobs.top_ids, piece.logprobs.top_logprobs, strict=True)
+            token.alternative_tokens = [
+                Alternative(id, self.text.token_text(id), finite(value)) for id, value in pairs
+            ]
+        return token
+
+    def tokens(self, pieces: Sequence[TextPiece], rest: str) -> list[Token]:
+        """All tokens; text that came only with the end belongs to the last that has text."""
+        tokens = [self.token(piece) for piece in pieces]
+        owner = next((token for token in reversed(tokens) if not token.special), None)
+        if owner is not None:
+            owner.text += rest
+        return tokens
+
+    def all_of(self, choice: Choice) -> list[Token]:
+        """The tokens of a whole sequence."""
+        rest = choice.text[sum(len(piece.text) for piece in choice.pieces) :]
+        return self.tokens(choice.pieces, rest)

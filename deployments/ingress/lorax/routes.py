@@ -1,0 +1,184 @@
+"""LoRAX's native routes: /, /generate, /generate_stream, /invocations, /tokenize, /info."""
+
+import asyncio
+import secrets
+import time
+import uuid
+from collections.abc import Sequence
+
+import msgspec
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from configs.wire.adapters import AdapterReference, AdapterSource
+from configs.wire.sampling import Stopping
+from deployments.contract import EngineInfo, GenerateRequest, SequenceRequest
+from deployments.ingress.access.authorization import bearer_token
+from deployments.ingress.access.keys import visible
+from deployments.ingress.adapter_names.merges import asked_adapter
+from deployments.ingress.adapter_names.references import parse_source
+from deployments.ingress.generation.choices import spread_seed
+from deployments.ingress.generation.engine import EngineClient, GenerationJob, stop_ids
+from deployments.ingress.generation.prompt_replies import asking
+from deployments.ingress.generation.replies import FinishedCall, json_response, stream, whole
+from deployments.ingress.http.errors import invalid, lorax_error
+from deployments.ingress.lorax.replies import LoraxWriter
+from deployments.ingress.lorax.schema import (
+    CompatGenerateBody,
+    GenerateParameters,
+    GenerateRequestBody,
+    TokenizeBody,
+    check,
+    check_characters,
+    check_known,
+    check_lengths,
+    input_limit,
+    sampling,
+    truncated,
+)
+from deployments.ingress.structured.constraints import UNCONSTRAINED, check_endings
+from deployments.ingress.text.tokenizer import Slice
+
+
+def routes(engine: EngineClient) -> APIRouter:
+    """All native routes over this engine."""
+    router = APIRouter()
+
+    @router.post("/")
+    @router.post("/invocations")
+    async def compat_generate(request: Request, body: CompatGenerateBody) -> Response:
+        return await _reply(engine, request, body, body.stream, listed=True)
+
+    @router.post("/generate")
+    async def generate(request: Request, body: GenerateRequestBody) -> Response:
+        return await _reply(engine, request, body, streams=False)
+
+    @router.post("/generate_stream")
+    async def generate_stream(request: Request, body: GenerateRequestBody) -> Response:
+        return await _reply(engine, request, body, streams=True)
+
+    @router.post("/tokenize")
+    async def tokenize(body: TokenizeBody) -> Response:
+        info, text = await engine.served()
+        check_characters(body.inputs, info)
+        slices = await text.slices(body.inputs, body.add_special_tokens)
+        return await asyncio.to_thread(_tokens, slices)
+
+    @router.get("/info")
+    async def info(request: Request) -> Response:
+        return json_response(_info(visible(request, await engine.info()), engine))
+
+    @router.post("/classify")
+    @router.post("/classify_batch")
+    async def classify() -> Response:
+        raise invalid("Text generation models don't support classification")
+
+    return router
+
+
+async def _reply(
+    engine: EngineClient,
+    request: Request,
+    body: GenerateRequestBody,
+    streams: bool,
+    listed: bool = False,
+) -> Response:
+    """Check, run, answer; `listed` wraps a whole reply in a list of one."""
+    job = await _job(engine, request, body, streams)
+    writer = LoraxWriter(body, job.request.sequences, (await engine.served()).text)
+    if streams:
+        return await stream(request, engine, job, writer.chunks, lorax_error)
+
+    def complete(result: FinishedCall) -> object:
+        reply = writer.body(result)
+        return [reply] if listed else reply
+
+    return await whole(request, engine, job, complete)
+
+
+async def _job(
+    engine: EngineClient, request: Request, body: GenerateRequestBody, streams: bool
+) -> GenerationJob:
+    """The driver's request, once everything was checked."""
+    started = time.monotonic()
+    given = body.settled
+    check(body.inputs, given, engine.settings, streams)
+    info, text = await engine.served()
+    limit = input_limit(given, info)
+    if limit is None:
+        check_characters(body.inputs, info)
+    ids = truncated(await text.encode(body.inputs, limit=limit), given, info)
+    check_known(ids, info)
+    stopping = Stopping(
+        max_new_tokens=check_lengths(len(ids), given.max_new_tokens, info),
+        stop_token_ids=stop_ids(info, given.ignore_eos_token),
+    )
+    wished = given.response_format
+    asked = wished.constraint if wished is not None else UNCONSTRAINED
+    asked = await engine.compiler.compiled(asked, info)
+    check_endings(asked, given.ignore_eos_token, 0)
+    seed = secrets.randbits(63) if given.seed is None else given.seed
+    told_apart = streams or given.detailed
+    logprobs = given.return_k_alternatives or 0 if told_apart else -1
+    choices = given.best_of or 1
+    if choices > 1:
+        logprobs = max(0, logprobs)
+    sequences = [
+        SequenceRequest(
+            ids,
+            sampling(given, spread_seed(seed, choice), logprobs, asked.json_schema),
+            stopping,
+        )
+        for choice in range(choices)
+    ]
+    if given.decoder_input_details:
+        sequences[0] = asking(sequences[0], 0)
+    return GenerationJob(
+        request=GenerateRequest(
+            id=f"gen-{uuid.uuid4().hex}",
+            sequences=sequences,
+            adapter=_adapter(given, info, engine.settings.default_source),
+            api_token=given.api_token or bearer_token(request),
+        ),
+        stops=given.stop,
+        keep_stops=True,
+        per_token=told_apart,
+        characters=len(body.inputs),
+        choices=choices,
+        started=started,
+    )
+
+
+def _adapter(
+    given: GenerateParameters, info: EngineInfo, default_source: AdapterSource
+) -> AdapterReference | None:
+    """The adapter or the merge that is asked for, None for the base model."""
+    source = parse_source(given.adapter_source) if given.adapter_source else default_source
+    return asked_adapter(given.adapter_id or "", given.merged_adapters, info, source)
+
+
+def _tokens(slices: Sequence[Slice]) -> Response:
+    """The reply of /tokenize, which may be very long."""
+    return json_response([token._asdict() for token in slices])
+
+
+def _info(info: EngineInfo, engine: EngineClient) -> dict[str, object]:
+    """LoRAX's fields by LoRAX's names, and what this server adds to them."""
+    settings = engine.settings
+    return {
+        "model_id": info.model_id,
+        "model_sha": info.model_revision,
+        "model_dtype": info.dtype,
+        "model_device_type": info.device,
+        "model_pipeline_tag": "text-generation",
+        "max_concurrent_requests": info.max_running + info.max_queued,
+        "max_best_of": settings.max_best_of,
+        "max_stop_sequences": settings.max_stop_sequences,
+        "max_input_length": info.max_input_tokens,
+        "max_total_tokens": info.max_total_tokens,
+        "max_batch_total_tokens": info.max_batch_total_tokens,
+        "version": settings.version,
+        "model_name": info.model_name,
+        "chosen": info.chosen,
+        "adapters": [msgspec.to_builtins(adapter) for adapter in info.adapters],
+    }

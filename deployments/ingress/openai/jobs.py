@@ -1,0 +1,262 @@
+"""From OpenAI's requests to what the driver is asked: checks, sampling, stopping."""
+
+import secrets
+import time
+import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from configs.wire.adapters import AdapterReference
+from configs.wire.sampling import LARGEST_TOP_K, Sampling, Stopping
+from deployments.contract import EngineInfo, GenerateRequest, SequenceRequest
+from deployments.ingress.access.keys import Grant
+from deployments.ingress.adapter_names.merges import asked_adapter
+from deployments.ingress.adapter_names.references import parse_source
+from deployments.ingress.generation.choices import spread_seed
+from deployments.ingress.generation.engine import (
+    GenerationJob,
+    IngressSettings,
+    ServedModel,
+    stop_ids,
+)
+from deployments.ingress.generation.prompt_replies import Prompt, asking
+from deployments.ingress.http.errors import RequestError, invalid
+from deployments.ingress.openai.schema import ChatBody, CompletionBody
+from deployments.ingress.structured.constraints import UNCONSTRAINED, Constraint, check_endings
+from deployments.ingress.text.tokenizer import Limit
+
+_DEFAULT_MAX_TOKENS = 16
+
+Body = CompletionBody | ChatBody
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who asked, when, and what an API key permits."""
+
+    token: str | None
+    started: float = field(default_factory=time.monotonic)
+    grant: Grant | None = None
+
+
+def check(body: Body, settings: IngressSettings) -> None:
+    """Refuse everything that can be refused without the tokens."""
+    body.refuse_unbuilt()
+    stops = body.stops
+    if len(stops) > settings.max_stop_sequences:
+        message = f"`stop` supports up to {settings.max_stop_sequences} strings, got {len(stops)}"
+        raise invalid(message, "stop")
+    if not all(0 < len(stop) <= settings.max_stop_length for stop in stops):
+        message = f"`stop` strings must have 1 to {settings.max_stop_length} characters"
+        raise invalid(message, "stop")
+    if body.include_stop_str_in_output and body.stop_token_ids:
+        message = "`include_stop_str_in_output` cannot be combined with `stop_token_ids`"
+        raise invalid(message, "include_stop_str_in_output")
+    _check_choices(body, settings)
+    _check_logprobs(body, settings)
+    if body.stream_options is not None and not body.stream:
+        raise invalid("`stream_options` is only for streams", "stream_options")
+    _check_told(body, settings)
+    if isinstance(body, CompletionBody):
+        _check_prompts(body, settings)
+
+
+def _check_choices(body: Body, settings: IngressSettings) -> None:
+    if body.choices > settings.max_choices:
+        raise invalid(f"`n` must be at most {settings.max_choices}, got {body.choices}", "n")
+    if isinstance(body, ChatBody) or body.best_of is None:
+        return
+    if body.best_of < body.choices:
+        raise invalid(f"`best_of` ({body.best_of}) is less than n ({body.choices})", "best_of")
+    if body.best_of > settings.max_choices:
+        message = f"`best_of` must be at most {settings.max_choices}, got {body.best_of}"
+        raise invalid(message, "best_of")
+    if body.stream and body.best_of > body.choices:
+        raise invalid("`best_of` above n cannot be streamed", "best_of")
+
+
+def _check_logprobs(body: Body, settings: IngressSettings) -> None:
+    if body.num_logprobs > settings.max_logprobs:
+        param = "top_logprobs" if isinstance(body, ChatBody) else "logprobs"
+        message = f"`{param}` must be at most {settings.max_logprobs}, got {body.num_logprobs}"
+        raise invalid(message, param)
+    if isinstance(body, ChatBody) and body.top_logprobs is not None and not body.logprobs:
+        raise invalid("`top_logprobs` needs `logprobs` to be true", "top_logprobs")
+
+
+def _check_told(body: Body, settings: IngressSettings) -> None:
+    """Refuse what cannot be told about prompts, and the asking of nothing at all."""
+    told = body.told_about_prompt
+    param = "prompt_logprobs" if body.prompt_logprobs is not None else "echo"
+    if told > settings.max_logprobs:
+        message = f"`{param}` must be at most {settings.max_logprobs}, got {told}"
+        raise invalid(message, param)
+    if told >= 0 and body.stream:
+        raise invalid("logprobs of the prompt cannot be streamed", param)
+    if body.max_tokens != 0:
+        return
+    if not isinstance(body, CompletionBody) or (told < 0 and not body.echo):
+        message = "`max_tokens` must be at least 1 unless `echo` or `prompt_logprobs` is asked for"
+        raise invalid(message, "max_tokens")
+
+
+def _check_prompts(body: CompletionBody, settings: IngressSettings) -> None:
+    prompts = body.prompt
+    if not prompts or not all(prompts):
+        raise invalid("`prompt` cannot be empty", "prompt")
+    if len(prompts) * body.candidates > settings.max_sequences:
+        raise invalid(
+            f"{len(prompts)} prompts times {body.candidates} choices are more than "
+            f"{settings.max_sequences} sequences",
+            "prompt",
+        )
+
+
+def reference_of(
+    body: Body, info: EngineInfo, settings: IngressSettings
+) -> AdapterReference | None:
+    """The adapter or the merge that is asked for, None for the base model."""
+    default_source = settings.default_source
+    if body.adapter_source is not None:
+        default_source = parse_source(body.adapter_source)
+    return asked_adapter(body.model, body.merged_adapters, info, default_source)
+
+
+def job_of(
+    body: Body,
+    prompts: Sequence[Prompt],
+    served: ServedModel,
+    settings: IngressSettings,
+    caller: Caller,
+    asked: Constraint = UNCONSTRAINED,
+) -> GenerationJob:
+    """The driver's request: for each prompt its candidates, in order."""
+    info = served.info
+    check_endings(asked, _ignores_end(body), body.min_tokens or 0)
+    seed = secrets.randbits(63) if body.seed is None else body.seed
+    sequences = [
+        SequenceRequest(
+            prompt.ids, _sampling(body, spread_seed(seed, i), stopping, asked), stopping
+        )
+        for prompt in prompts
+        for stopping in [_stopping(body, len(checked_ids(prompt.ids, info)), info)]
+        for i in range(body.candidates)
+    ]
+    if body.told_about_prompt >= 0:
+        # Once for each prompt: its choices share it.
+        for i in range(0, len(sequences), body.candidates):
+            sequences[i] = asking(sequences[i], body.told_about_prompt)
+    for name, ids in (("logit_bias", body.logit_bias), ("stop_token_ids", body.stop_token_ids)):
+        _check_known(name, ids or (), info)
+    request = GenerateRequest(
+        id=f"req-{uuid.uuid4().hex}",
+        sequences=sequences,
+        adapter=reference_of(body, info, settings),
+        api_token=body.api_token or caller.token,
+    )
+    return GenerationJob(
+        request=request,
+        stops=body.stops,
+        keep_stops=bool(body.include_stop_str_in_output),
+        per_token=body.num_logprobs >= 0,
+        characters=sum(len(prompt.text) for prompt in prompts),
+        choices=body.candidates,
+        cache_salt=body.cache_salt or "",
+        started=caller.started,
+    )
+
+
+def _sampling(body: Body, seed: int, stopping: Stopping, asked: Constraint) -> Sampling:
+    temperature = _or(body.temperature, 1.0)
+    drawn = temperature > 0
+    masked = stopping.min_new_tokens > 0
+    return Sampling(
+        temperature=temperature,
+        top_k=min(max(0, body.top_k or 0), LARGEST_TOP_K) if drawn else 0,
+        top_p=_or(body.top_p, 1.0) if drawn else 1.0,
+        min_p=_or(body.min_p, 0.0) if drawn else 0.0,
+        typical_p=_or(body.typical_p, 1.0) if drawn else 1.0,
+        seed=seed,
+        # The best of several are found by their logprobs.
+        logprobs=max(body.num_logprobs, 0 if body.candidates > body.choices else -1),
+        repetition_penalty=_or(body.repetition_penalty, 1.0),
+        frequency_penalty=_or(body.frequency_penalty, 0.0),
+        presence_penalty=_or(body.presence_penalty, 0.0),
+        watermark=bool(body.watermark),
+        logit_bias=tuple((body.logit_bias or {}).items()),
+        masked_ids=stopping.stop_token_ids if masked else (),
+        masked_tokens=stopping.min_new_tokens,
+        json_schema=asked.json_schema,
+        grammar=asked.grammar,
+    )
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def _stopping(body: Body, num_prompt: int, info: EngineInfo) -> Stopping:
+    """When to end; refuses what cannot fit, with the numbers."""
+    param = "messages" if isinstance(body, ChatBody) else "prompt"
+    left = info.max_total_tokens - num_prompt
+    wanted = _wanted_tokens(body)
+    default = left if isinstance(body, ChatBody) else min(_DEFAULT_MAX_TOKENS, left)
+    limit = max(1, default) if wanted is None else wanted
+    if limit > left:
+        raise invalid(
+            f"This model's maximum context length is {info.max_total_tokens} tokens. However, "
+            f"you requested {num_prompt + limit} tokens ({num_prompt} in the {param}, {limit} in "
+            f"the completion). Please reduce the length of the {param} or completion.",
+            param,
+            "context_length_exceeded",
+        )
+    if num_prompt > info.max_input_tokens:
+        message = f"`{param}` has {num_prompt} tokens; at most {info.max_input_tokens} are allowed"
+        raise invalid(message, param, "context_length_exceeded")
+    shortest = body.min_tokens or 0
+    if shortest > limit:
+        raise invalid(f"`min_tokens` ({shortest}) is more than max_tokens ({limit})", "min_tokens")
+    ends = stop_ids(info, _ignores_end(body))
+    # A set's order would do too, but the same request should make the same plan.
+    return Stopping(limit, tuple(dict.fromkeys([*ends, *(body.stop_token_ids or ())])), shortest)
+
+
+def _ignores_end(body: Body) -> bool:
+    return bool(body.ignore_eos or body.ignore_eos_token)
+
+
+def _wanted_tokens(body: Body) -> int | None:
+    newer = body.max_completion_tokens if isinstance(body, ChatBody) else None
+    return body.max_tokens if newer is None else newer
+
+
+def prompt_limit(info: EngineInfo, param: str) -> Limit:
+    """How many tokens a prompt may have; the answer's are counted when it was read."""
+
+    def refusal(size: str) -> RequestError:
+        return invalid(
+            f"This model's maximum context length is {info.max_total_tokens} tokens. However, "
+            f"your {param} has {size}, which cannot fit. "
+            f"Please reduce the length of the {param}.",
+            param,
+            "context_length_exceeded",
+        )
+
+    return Limit(min(info.max_input_tokens, info.max_total_tokens), refusal)
+
+
+def checked_ids(ids: list[int], info: EngineInfo) -> list[int]:
+    """The ids of a prompt, refused if there are none or if the model does not know one."""
+    if not ids:
+        raise invalid("the prompt has no tokens", "prompt")
+    if min(ids) < 0 or max(ids) >= info.vocab_size:
+        raise invalid(f"token ids must be in [0, {info.vocab_size})", "prompt")
+    return ids
+
+
+def _check_known(name: str, ids: Iterable[int], info: EngineInfo) -> None:
+    """Refuse token ids that the model does not have."""
+    unknown = next((id for id in ids if id >= info.vocab_size), None)
+    if unknown is not None:
+        message = f"`{name}` has token {unknown}; ids must be in [0, {info.vocab_size})"
+        raise invalid(message, name)

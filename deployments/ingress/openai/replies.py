@@ -1,0 +1,213 @@
+"""OpenAI's reply objects: whole ones as dicts, chunks as bytes around a prepared frame."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from configs.wire.sampling import FinishReason
+from deployments.contract import Completion, SequenceRequest
+from deployments.ingress.generation.calls import Event
+from deployments.ingress.generation.prompt_replies import Prompt, echoed, told_by_id
+from deployments.ingress.generation.replies import Choice
+from deployments.ingress.text.detokenizer_state import TextPiece
+from deployments.ingress.text.logprobs import chat_logprobs, completion_logprobs
+from deployments.ingress.text.tokenizer import ModelTokenizer
+
+_encode = msgspec.json.Encoder().encode
+
+_REASONS = {
+    FinishReason.LENGTH: "length",
+    FinishReason.STOP_TOKEN: "stop",
+    FinishReason.STOP_STRING: "stop",
+}
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """What all objects of one reply share. num_logprobs: as `Sampling.logprobs`.
+
+    num_prompt_logprobs: the same of the prompt, in vLLM's shape.
+    """
+
+    id: str
+    model: str
+    text: ModelTokenizer
+    num_logprobs: int
+    includes_usage: bool = False
+    num_prompt_logprobs: int = -1
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+class ReplyWriter:
+    """Writes one reply, whole or in chunks; subclasses say what a choice looks like."""
+
+    kind: str
+    chunk_kind: str
+
+    def __init__(self, envelope: Envelope) -> None:
+        """Prepare the bytes around a chunk's choice, for they never change."""
+        self._envelope = envelope
+        usage = {"usage": None} if envelope.includes_usage else {}
+        frame = _encode({**self._head(self.chunk_kind), "choices": [], **usage})
+        before, after = frame.split(b'"choices":[]', 1)
+        self._before = b"data: " + before + b'"choices":[{"index":%d,'
+        self._after = b"}]" + after + b"\n\n"
+
+    def chunks(self, event: Event) -> bytes:
+        """All chunks that one event makes."""
+        text = event.text
+        chunks = b""
+        if text or (event.pieces and self._envelope.num_logprobs >= 0):
+            chunks = self._chunk(event.sequence, self._delta(text), self._logprobs(event.pieces))
+        if event.reason is not None:
+            reason = b'"%s"' % _REASONS[event.reason].encode()
+            chunks += self._chunk(event.sequence, self._last_delta(), b"null", reason)
+        return chunks
+
+    def usage_chunk(self, usage: object) -> bytes:
+        """The last chunk of a stream whose client asked for usage."""
+        body = {**self._head(self.chunk_kind), "choices": [], "usage": usage}
+        return b"data: " + _encode(body) + b"\n\n"
+
+    def body(self, choices: Sequence[Choice], usage: object) -> dict[str, object]:
+        """A whole reply."""
+        written = [
+            {
+                "index": index,
+                **self._content(index, choice.text),
+                "logprobs": msgspec.Raw(self._logprobs(self._pieces(index, choice))),
+                "finish_reason": _REASONS[choice.reason],
+            }
+            for index, choice in enumerate(choices)
+        ]
+        return {**self._head(self.kind), "choices": written, "usage": usage}
+
+    def first_chunk(self, index: int) -> bytes:
+        """What a choice begins with, before any token."""
+        raise NotImplementedError
+
+    def _content(self, index: int, text: str) -> dict[str, object]:
+        raise NotImplementedError
+
+    def _pieces(self, index: int, choice: Choice) -> list[TextPiece]:
+        return choice.pieces
+
+    def _told(self, choice: Choice) -> dict[str, object]:
+        """What was asked about the prompt, as vLLM answers."""
+        num_top = self._envelope.num_prompt_logprobs
+        if num_top < 0:
+            return {}
+        return {"prompt_logprobs": told_by_id(choice, num_top, self._envelope.text)}
+
+    def _delta(self, text: str) -> bytes:
+        raise NotImplementedError
+
+    def _last_delta(self) -> bytes:
+        raise NotImplementedError
+
+    def _token_logprobs(self, pieces: Sequence[TextPiece]) -> object:
+        raise NotImplementedError
+
+    def _head(self, kind: str) -> dict[str, object]:
+        shared = self._envelope
+        return {
+            "id": shared.id, "object": kind, "created": shared.created, "model": shared.model,
+        }  # fmt: skip
+
+    def _chunk(
+        self, index: int, delta: bytes, logprobs: bytes = b"null", reason: bytes = b"null"
+    ) -> bytes:
+        parts = (self._before % index, delta, b',"logprobs":', logprobs, b',"finish_reason":',
+                 reason, self._after)  # fmt: skip
+        return b"".join(parts)
+
+    def _logprobs(self, pieces: Sequence[TextPiece]) -> bytes:
+        if self._envelope.num_logprobs < 0:
+            return b"null"
+        return _encode(self._token_logprobs(pieces))
+
+
+class CompletionWriter(ReplyWriter):
+    """text_completion objects; `echo` holds each choice's prompt when it is to be repeated."""
+
+    kind = chunk_kind = "text_completion"
+
+    def __init__(self, envelope: Envelope, echo: Sequence[Prompt] = ()) -> None:
+        """Without echo, choices begin with their first token."""
+        super().__init__(envelope)
+        self._echo = echo
+
+    def first_chunk(self, index: int) -> bytes:
+        """The prompt, when it is repeated."""
+        return self._chunk(index, self._delta(self._echo[index].text)) if self._echo else b""
+
+    def body(self, choices: Sequence[Choice], usage: object) -> dict[str, object]:
+        """A whole reply; each choice tells about its own prompt."""
+        written = super().body(choices, usage)
+        if self._envelope.num_prompt_logprobs >= 0:
+            entries: Any = written["choices"]
+            for entry, choice in zip(entries, choices, strict=True):
+                entry.update(self._told(choice))
+        return written
+
+    def _content(self, index: int, text: str) -> dict[str, object]:
+        return {"text": self._echo[index].text + text if self._echo else text}
+
+    def _pieces(self, index: int, choice: Choice) -> list[TextPiece]:
+        shared = self._envelope
+        if not self._echo or shared.num_logprobs < 0:
+            return choice.pieces
+        return echoed(self._echo[index], choice, shared.num_logprobs, shared.text)
+
+    def _delta(self, text: str) -> bytes:
+        return b'"text":' + _encode(text)
+
+    def _last_delta(self) -> bytes:
+        return b'"text":""'
+
+    def _token_logprobs(self, pieces: Sequence[TextPiece]) -> object:
+        return completion_logprobs(pieces, self._envelope.text, self._envelope.num_logprobs)
+
+
+class ChatWriter(ReplyWriter):
+    """chat.completion objects."""
+
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+
+    def body(self, choices: Sequence[Choice], usage: object) -> dict[str, object]:
+        """A whole reply; all choices share one prompt."""
+        return {**super().body(choices, usage), **self._told(choices[0])}
+
+    def first_chunk(self, index: int) -> bytes:
+        """The role."""
+        return self._chunk(index, b'"delta":{"role":"assistant","content":"","refusal":null}')
+
+    def _content(self, index: int, text: str) -> dict[str, object]:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def _delta(self, text: str) -> bytes:
+        return b'"delta":{"content":' + _encode(text) + b"}"
+
+    def _last_delta(self) -> bytes:
+        return b'"delta":{}'
+
+    def _token_logprobs(self, pieces: Sequence[TextPiece]) -> object:
+        return chat_logprobs(pieces, self._envelope.text)
+
+
+def usage_of(
+    sequences: Sequence[SequenceRequest], choices: int, generated: int, completion: Completion
+) -> dict[str, object]:
+    """Token counts; a prompt counts once, however many choices it has."""
+    prompt = sum(len(sequence.prompt) for sequence in sequences[::choices])
+    cached = sum(outcome.cached_tokens for outcome in completion.sequences[::choices])
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": generated,
+        "total_tokens": prompt + generated,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }

@@ -1,0 +1,80 @@
+"""POST /v1/responses: a chat whose answer is a list of items; nothing is stored."""
+
+from collections.abc import AsyncGenerator
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from configs.wire.sampling import FinishReason
+from deployments.ingress.access.authorization import bearer_token
+from deployments.ingress.access.keys import caller as grant_of
+from deployments.ingress.generation.engine import EngineClient, ServedModel
+from deployments.ingress.generation.replies import FinishedCall, RunningCall, stream, whole
+from deployments.ingress.http.errors import RequestError, invalid
+from deployments.ingress.openai.chat import ChatJob, chat
+from deployments.ingress.openai.jobs import Caller, check
+from deployments.ingress.openai.replies import usage_of
+from deployments.ingress.openai.responses_replies import ResponseWriter
+from deployments.ingress.openai.responses_schema import ResponsesBody, echoed, renamed
+
+
+def routes(engine: EngineClient) -> APIRouter:
+    """The route over this engine."""
+    router = APIRouter(prefix="/v1")
+
+    @router.post("/responses")
+    async def responses(request: Request, body: ResponsesBody) -> Response:
+        caller = Caller(bearer_token(request), grant=grant_of(request))
+        try:
+            served = await engine.served()
+            asked = await _asked(body, engine, served, caller)
+        except RequestError as error:
+            raise renamed(error) from error
+        spelling = served.text if body.wants_logprobs else None
+        writer = ResponseWriter(body.model, echoed(body), asked.tooling, spelling)
+        return await _reply(request, engine, asked, writer, bool(body.stream))
+
+    return router
+
+
+async def _asked(
+    body: ResponsesBody, engine: EngineClient, served: ServedModel, caller: Caller
+) -> ChatJob:
+    """What the driver is asked."""
+    as_chat = body.as_chat()
+    check(as_chat, engine.settings)
+    asked = await chat(as_chat, engine, served, caller)
+    if asked.tooling is not None and body.wants_logprobs:
+        raise invalid("logprobs cannot be combined with tools that may be called", "include")
+    return asked
+
+
+async def _reply(
+    request: Request, engine: EngineClient, asked: ChatJob, writer: ResponseWriter, streams: bool
+) -> Response:
+    """Run the job and write it."""
+    job = asked.job
+    sequences = job.request.sequences
+
+    async def chunks(running: RunningCall) -> AsyncGenerator[bytes, None]:
+        opening = writer.opening()
+        reason = FinishReason.LENGTH
+        async for batch in running.events():
+            written = opening + b"".join([writer.grow(event) for event in batch])
+            opening = b""
+            reason = batch[-1].reason or reason
+            if written:
+                yield written
+        completion = running.call.completion
+        assert completion is not None, "the events ended before the call"
+        generated = sum(transcript.num_tokens for transcript in running.transcripts)
+        yield writer.close(reason, usage_of(sequences, 1, generated, completion))
+
+    def complete(result: FinishedCall) -> object:
+        choice = result.choices[0]
+        usage = usage_of(sequences, 1, choice.num_tokens, result.completion)
+        return writer.whole(choice, usage)
+
+    if streams:
+        return await stream(request, engine, job, chunks, writer.failed)
+    return await whole(request, engine, job, complete)

@@ -1,0 +1,301 @@
+"""POST /v1/responses as a 2026 client sends it, and the same wish as a chat."""
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationError,
+    field_validator,
+)
+
+from deployments.ingress.http.errors import RequestError, invalid
+from deployments.ingress.http.malformed import unfit
+from deployments.ingress.http.unicode import Unicode, is_encodable
+from deployments.ingress.openai.request_fields import NO_SUCH
+from deployments.ingress.openai.schema import ChatBody
+
+_UNSUPPORTED = NO_SUCH
+_LOGPROBS = "message.output_text.logprobs"
+# What may be included without a difference: there is no reasoning to encrypt.
+_INCLUDED = frozenset({_LOGPROBS, "reasoning.encrypted_content"})
+_TEXT_PARTS = frozenset({"input_text", "output_text", "text"})
+_STATELESS = "responses are not stored: send the whole conversation in `input`"
+
+# What is refused here beside `request_fields.REFUSED`; the values are those that change nothing.
+REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
+    "previous_response_id": ((None,), _STATELESS),
+    "conversation": ((None,), _STATELESS),
+    "prompt": ((None,), "prompts are not stored: send `instructions` and `input`"),
+    "background": ((None, False), "there is nowhere to fetch a response later"),
+    "truncation": ((None, "disabled"), "shorten the input yourself"),
+    "max_tool_calls": ((None,), "use `parallel_tool_calls`"),
+    "context_management": ((None, []), "shorten the input yourself"),
+    "moderation": ((None,), "nothing is moderated here"),
+    "n": ((None, 1), "a response has one answer"),
+    "messages": ((None, []), "send them in `input`"),
+    "logprobs": ((None, False), f"put `{_LOGPROBS}` into `include`"),
+    "background_options": ((None,), "there is nowhere to fetch a response later"),
+    "access_programs": ((None, []), "there are no such programs"),
+    "image": ((None,), "only text is served"),
+    "enable_response_messages": ((None, False), "they are not part of a response"),
+    "previous_input_messages": ((None, []), _STATELESS),
+    "previous_response": ((None,), _STATELESS),
+}
+
+# The chat's fields by the names that this route has for them.
+_NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+    "logprobs": "include",
+}
+
+
+class InputPart(BaseModel):
+    """One part of a message; only text is served."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: Unicode
+    text: Unicode | None = None
+
+
+class InputItem(BaseModel):
+    """One item of the conversation so far: a message, a call, or what a call came to."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: Unicode | None = None
+    role: Unicode | None = None
+    content: Unicode | list[InputPart] | None = None
+    call_id: Unicode | None = None
+    name: Unicode | None = None
+    arguments: Unicode | None = None
+    output: Unicode | list[InputPart] | None = None
+
+
+class TextConfig(BaseModel):
+    """What the answer's text must be."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    format: dict[str, Any] | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class Reasoning(BaseModel):
+    """How much the model is to think; a summary would be of what is not told apart."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+
+
+class ResponsesBody(BaseModel):
+    """POST /v1/responses; the chat's further fields (seed, top_k, ...) are taken too."""
+
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False, extra="allow")
+
+    model: Unicode = Field(max_length=1024)
+    input: Unicode | list[InputItem]
+    instructions: Unicode | None = None
+    max_output_tokens: PositiveInt | None = None
+    temperature: float | None = Field(None, ge=0)
+    top_p: float | None = Field(None, gt=0, le=1)
+    text: TextConfig | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Unicode | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    include: list[Unicode] | None = None
+    top_logprobs: NonNegativeInt | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    store: bool | None = None
+    metadata: dict[str, str] | None = None
+    reasoning: Reasoning | None = None
+
+    @field_validator("text", "tools", "tool_choice", "metadata")
+    @classmethod
+    def _sayable(cls, given: Any) -> Any:
+        """The response repeats these, so they must have an encoding."""
+        plain = given.model_dump() if isinstance(given, BaseModel) else given
+        if not is_encodable(json.dumps(plain, ensure_ascii=False)):
+            raise ValueError("must be valid Unicode")
+        return given
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether tokens are told with their logprobs."""
+        return _LOGPROBS in (self.include or ())
+
+    def as_chat(self) -> ChatBody:
+        """The same wish as a chat; refuses what is not built."""
+        given = self.model_extra or {}
+        for name, (neutral, words) in REFUSED.items():
+            if name in given and given[name] not in neutral:
+                raise invalid(f"`{name}` is not supported: {words}", name, _UNSUPPORTED)
+        for name in self.include or ():
+            if name not in _INCLUDED:
+                raise invalid(f"`{name}` cannot be included", "include", _UNSUPPORTED)
+        if self.top_logprobs and not self.wants_logprobs:
+            message = f"`top_logprobs` needs `{_LOGPROBS}` in `include`"
+            raise invalid(message, "top_logprobs")
+        extra = {name: given[name] for name in given if name not in REFUSED}
+        chat = {**extra, **self._chat()}
+        try:
+            return ChatBody.model_validate(chat)
+        except ValidationError as fault:
+            raise _as_request_error(fault, chat) from fault
+
+    def _chat(self) -> dict[str, Any]:
+        chat: dict[str, Any] = {
+            "model": self.model,
+            "messages": self._messages(),
+            "stream": self.stream,
+            "logprobs": self.wants_logprobs or None,
+            "top_logprobs": self.top_logprobs if self.wants_logprobs else None,
+            "max_completion_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "tools": [_chat_tool(tool) for tool in self.tools] if self.tools else None,
+            "tool_choice": _chat_choice(self.tool_choice),
+            "response_format": self._format(),
+            "reasoning_effort": self._effort,
+        }
+        return {name: value for name, value in chat.items() if value is not None}
+
+    @property
+    def _effort(self) -> str | None:
+        return self.reasoning.effort if self.reasoning is not None else None
+
+    def _messages(self) -> list[dict[str, Any]]:
+        messages: list[dict[str, Any]] = []
+        if self.instructions:
+            messages.append({"role": "system", "content": self.instructions})
+        if isinstance(self.input, str):
+            return [*messages, {"role": "user", "content": self.input}]
+        for item in self.input:
+            _add(messages, item)
+        if not messages:
+            raise invalid("`input` cannot be empty", "input")
+        return messages
+
+    def _format(self) -> dict[str, Any] | None:
+        """The chat's response_format: there a schema lies one level deeper."""
+        given = self.text.format if self.text is not None else None
+        if given is None or given.get("type") != "json_schema":
+            return given
+        return {"type": "json_schema", "json_schema": given}
+
+
+def renamed(error: RequestError) -> RequestError:
+    """An error about a chat's field, about this route's field of the same meaning."""
+    name = _NAMES.get(error.param or "")
+    if name is None:
+        return error
+    message = error.message.replace(f"`{error.param}`", f"`{name}`")
+    return RequestError(
+        error.kind, message, param=name, code=error.code, retry_after_s=error.retry_after_s
+    )
+
+
+def _add(messages: list[dict[str, Any]], item: InputItem) -> None:
+    """Append an item; calls join the assistant's message before them."""
+    kind = item.type or "message"
+    if kind == "message":
+        if item.role is None:
+            raise invalid("a message needs a `role`", "input")
+        messages.append({"role": item.role, "content": _content(item.content)})
+    elif kind == "function_call":
+        function = {"name": item.name or "", "arguments": item.arguments or ""}
+        call = {"id": item.call_id, "type": "function", "function": function}
+        if not messages or messages[-1]["role"] != "assistant":
+            messages.append({"role": "assistant"})
+        messages[-1].setdefault("tool_calls", []).append(call)
+    elif kind == "function_call_output":
+        output = {"role": "tool", "tool_call_id": item.call_id, "content": _content(item.output)}
+        messages.append(output)
+    elif kind != "reasoning":  # thoughts of before are not shown to the model again
+        raise invalid(f"input of type `{kind}` is not supported", "input", _UNSUPPORTED)
+
+
+def _content(content: str | Iterable[InputPart] | None) -> str | list[dict[str, Any]] | None:
+    """A content as chats have it."""
+    if content is None or isinstance(content, str):
+        return content
+    for part in content:
+        if part.type not in _TEXT_PARTS or part.text is None:
+            raise invalid(f"content of type `{part.type}` is not supported: only text", "input")
+    return [{"type": "text", "text": part.text} for part in content]
+
+
+def _chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool as chats have it: one level deeper."""
+    if tool.get("type") != "function" or "function" in tool:
+        return dict(tool)
+    return {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
+
+
+def _chat_choice(choice: str | Mapping[str, Any] | None) -> str | dict[str, Any] | None:
+    """A tool_choice as chats have it."""
+    if choice is None or isinstance(choice, str):
+        return choice
+    if choice.get("type") == "function" and "function" not in choice:
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    if choice.get("type") == "allowed_tools" and "allowed_tools" not in choice:
+        tools = [_chat_choice(tool) for tool in choice.get("tools") or ()]
+        return {"type": "allowed_tools",
+                "allowed_tools": {"mode": choice.get("mode", "auto"), "tools": tools}}  # fmt: skip
+    return dict(choice)
+
+
+def _as_request_error(fault: ValidationError, chat: Mapping[str, Any]) -> RequestError:
+    """What is wrong with a field of the chat, by the name that this route has for it."""
+    error = unfit(fault.errors(), chat)
+    assert error.param, "a chat is an object"
+    head, *rest = error.param.split(".")
+    name = ".".join([_NAMES.get(head, head), *rest])
+    return invalid(error.message.replace(f"`{error.param}`", f"`{name}`"), name)
+
+
+def echoed(body: ResponsesBody) -> dict[str, Any]:
+    """What a response object repeats of its request."""
+    shown = body.text.format if body.text is not None else None
+    return {
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
+        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "text": {"format": shown or {"type": "text"}},
+        "tool_choice": _echoed_choice(body.tool_choice or "auto"),
+        "tools": [_echoed_tool(tool) for tool in body.tools or ()],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": 1.0 if body.top_p is None else body.top_p,
+    }
+
+
+def _echoed_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A function as a response has it, whichever way it was written."""
+    function = tool.get("function")
+    flat = {"type": "function", **function} if isinstance(function, dict) else tool
+    return {"strict": None, "parameters": None, **flat}
+
+
+def _echoed_choice(choice: str | Mapping[str, Any]) -> str | dict[str, Any]:
+    """A tool_choice as a response has it, whichever way it was written."""
+    if isinstance(choice, str):
+        plain = choice in ("none", "auto", "required")
+        return choice if plain else {"type": "function", "name": choice}
+    nested = choice.get(str(choice.get("type")))
+    return {"type": choice.get("type"), **nested} if isinstance(nested, dict) else dict(choice)

@@ -1,0 +1,221 @@
+"""OpenAI's requests as a 2026 client sends them."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, field_validator
+
+from configs.wire.sampling import MAX_LOGIT_BIAS
+from deployments.ingress.adapter_names.merges import MergedAdapters
+from deployments.ingress.http.errors import invalid
+from deployments.ingress.http.unicode import Unicode, is_encodable
+from deployments.ingress.openai.request_fields import refuse_others
+from deployments.ingress.structured.fields import Constrainable
+from deployments.ingress.tools.schema import AsWritten, CalledFunction, ToolCall, ToolFields
+
+# Others' ways to name an adapter, which would be passed over in silence.
+_NAMES_OF_ADAPTERS = ("adapter_id", "lora_path")
+
+_MAX_STOP_IDS = 256
+_Bias = Annotated[float, Field(ge=-100, le=100)]
+
+# What clients may write as `prompt`, for the API's documentation.
+PromptInput = str | list[str] | list[int] | list[list[int]]
+
+
+class StreamOptions(BaseModel):
+    """What a stream carries beside the text."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: Literal[False] | None = None
+
+
+class _Body(Constrainable):
+    """Fields of both routes; unknown ones stay in `model_extra`, for `refuse_unbuilt`."""
+
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False, extra="allow")
+
+    model: Unicode = Field(max_length=1024)
+    max_tokens: PositiveInt | None = None
+    temperature: float | None = Field(None, ge=0)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    typical_p: float | None = Field(None, gt=0, le=1)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0)
+    logit_bias: dict[NonNegativeInt, _Bias] | None = Field(None, max_length=MAX_LOGIT_BIAS)
+    watermark: bool | None = None
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
+    stop: Unicode | list[Unicode] | None = None
+    n: PositiveInt | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop_token_ids: list[NonNegativeInt] | None = Field(None, max_length=_MAX_STOP_IDS)
+    ignore_eos: bool | None = None
+    ignore_eos_token: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    min_tokens: NonNegativeInt | None = None
+    add_special_tokens: bool | None = None
+    prompt_logprobs: NonNegativeInt | None = None
+    adapter_source: Unicode | None = None
+    merged_adapters: MergedAdapters | None = None
+    api_token: Unicode | None = None
+    cache_salt: Unicode | None = Field(None, min_length=1)
+
+    @property
+    def choices(self) -> int:
+        """How many choices the client is shown for each prompt."""
+        return self.n or 1
+
+    @property
+    def candidates(self) -> int:
+        """How many sequences are generated for each prompt."""
+        return self.choices
+
+    @property
+    def stops(self) -> list[str]:
+        """The stop strings."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether the stream ends with a chunk of usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def num_logprobs(self) -> int:
+        """Alternatives wanted with each token; -1 for no logprobs at all."""
+        raise NotImplementedError
+
+    @property
+    def told_about_prompt(self) -> int:
+        """Alternatives wanted with each token of the prompt; -1 for no logprobs of it."""
+        return -1 if self.prompt_logprobs is None else self.prompt_logprobs
+
+    def refuse_unbuilt(self) -> None:
+        """Raise for a parameter that would change the result and is not built."""
+        refuse_others(self.model_extra)
+        for name, value in (self.model_extra or {}).items():
+            if name in _NAMES_OF_ADAPTERS and value not in (None, "", self.model):
+                message = f"`{name}` is not read here: name the adapter in `model`"
+                raise invalid(message, name, "unsupported_parameter")
+
+
+class CompletionBody(_Body):
+    """POST /v1/completions."""
+
+    prompt: list[str | list[int]]
+    max_tokens: NonNegativeInt | None = None
+    logprobs: NonNegativeInt | None = None
+    echo: bool | None = None
+    best_of: PositiveInt | None = None
+
+    @property
+    def num_logprobs(self) -> int:
+        """Alternatives wanted with each token; -1 for no logprobs at all."""
+        return -1 if self.logprobs is None else self.logprobs
+
+    @property
+    def candidates(self) -> int:
+        """How many sequences are generated for each prompt; the best of them are shown."""
+        return max(self.choices, self.best_of or 1)
+
+    @property
+    def told_about_prompt(self) -> int:
+        """Alternatives wanted with each token of the prompt; `echo` wants those of `logprobs`."""
+        return max(super().told_about_prompt, self.num_logprobs if self.echo else -1)
+
+    @field_validator("prompt", mode="plain", json_schema_input_type=PromptInput)
+    @classmethod
+    def _prompts(cls, given: object) -> list[str | list[int]]:
+        return prompts_of(given)
+
+
+def prompts_of(given: object) -> list[str | list[int]]:
+    """One entry a prompt, whichever of OpenAI's four forms was given."""
+    prompts = [given] if isinstance(given, str) or _is_ids(given) else given
+    if isinstance(prompts, list) and all(_is_text(p) or _is_ids(p) for p in prompts):
+        return prompts
+    raise ValueError("must be a string, token ids, or a list of strings or of token id lists")
+
+
+def _is_ids(value: object) -> bool:
+    """Whether this is a prompt of token ids; `type` is asked because True is an int too."""
+    return isinstance(value, list) and bool(value) and all(type(id) is int for id in value)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and is_encodable(value)
+
+
+class ContentPart(BaseModel):
+    """One part of a message; only text is served."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Unicode
+    text: Unicode | None = None
+
+
+class Message(AsWritten):
+    """One message of a chat; it goes to the template as it is written."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: Unicode
+    content: Unicode | list[ContentPart] | None = None
+    name: Unicode | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: Unicode | None = None
+    function_call: CalledFunction | None = None
+
+    def rendered(self) -> dict[str, Any]:
+        """The message by today's roles and fields, arguments of calls as values."""
+        _check_text(self.content)
+        message = dict(self._written)
+        if self.role == "function":
+            message["role"] = "tool"
+        calls = [call.rendered() for call in self.tool_calls or ()]
+        if message.pop("function_call", None) is not None and self.function_call is not None:
+            calls.append({"type": "function", "function": self.function_call.rendered()})
+        return {**message, "tool_calls": calls} if calls else message
+
+
+class ChatBody(_Body, ToolFields):
+    """POST /v1/chat/completions; chat_template_kwargs are variables for the template."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: PositiveInt | None = None
+    logprobs: bool | None = None
+    top_logprobs: NonNegativeInt | None = None
+    documents: list[dict[str, Any]] | None = None
+    reasoning_effort: Unicode | None = None
+    chat_template: Unicode | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | Unicode | None = None
+
+    @property
+    def num_logprobs(self) -> int:
+        """Alternatives wanted with each token; -1 for no logprobs at all."""
+        return (self.top_logprobs or 0) if self.logprobs else -1
+
+    def rendered_messages(self) -> list[dict[str, Any]]:
+        """Messages as templates know them; results bear the names of their functions."""
+        called: dict[str | None, str] = {}
+        rendered = []
+        for message in self.messages:
+            called |= {call.id: call.function.name for call in message.tool_calls or ()}
+            plain = message.rendered()
+            is_named = plain.get("name") is not None
+            if plain["role"] == "tool" and message.tool_call_id in called and not is_named:
+                plain["name"] = called[message.tool_call_id]
+            rendered.append(plain)
+        return rendered
+
+
+def _check_text(content: str | list[ContentPart] | None) -> None:
+    for part in content if isinstance(content, list) else ():
+        if part.type != "text" or part.text is None:
+            raise invalid(f"content of type `{part.type}` is not supported: only text", "messages")

@@ -1,0 +1,137 @@
+"""Chat replies whose answers may hold calls of tools."""
+
+import secrets
+import string
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from configs.wire.sampling import FinishReason
+from deployments.ingress.generation.calls import Event
+from deployments.ingress.generation.replies import Choice
+from deployments.ingress.openai.replies import ChatWriter, Envelope
+from deployments.ingress.tools.parsers import CallReader, CallStart, Part, TextDelta
+from deployments.ingress.tools.tooling import ToolFormat
+
+_encode = msgspec.json.Encoder().encode
+_SHORT = string.ascii_letters + string.digits
+
+
+@dataclass
+class ReadCall:
+    """One call of an answer; arguments are JSON text."""
+
+    name: str
+    arguments: str = ""
+
+
+@dataclass
+class Answer:
+    """An answer taken apart: what it says and what it calls."""
+
+    text: str = ""
+    calls: list[ReadCall] = field(default_factory=list)
+
+    def take(self, parts: Iterable[Part]) -> "Answer":
+        """The answer with these parts added."""
+        for part in parts:
+            if isinstance(part, TextDelta):
+                self.text += part.text
+            elif isinstance(part, CallStart):
+                self.calls.append(ReadCall(part.name))
+            else:
+                self.calls[-1].arguments += part.text
+        return self
+
+
+def read_whole(reader: CallReader, text: str) -> Answer:
+    """A whole text taken apart."""
+    return Answer().take(reader.push(text)).take(reader.end())
+
+
+def call_id(tooling: ToolFormat) -> str:
+    """A new id of a call."""
+    if tooling.short_ids:
+        return "".join(secrets.choice(_SHORT) for _ in range(9))
+    return f"call_{secrets.token_hex(12)}"
+
+
+class ToolChatWriter(ChatWriter):
+    """chat.completion objects with tool_calls, or function_call for those who asked so."""
+
+    def __init__(self, envelope: Envelope, tooling: ToolFormat) -> None:
+        """Every choice gets a reader of its own when it begins."""
+        super().__init__(envelope)
+        self._tooling = tooling
+        self._legacy = tooling.toolbox.legacy
+        self._readers: dict[int, CallReader] = {}
+
+    def first_chunk(self, index: int) -> bytes:
+        """The role."""
+        self._readers[index] = self._tooling.reader()
+        return super().first_chunk(index)
+
+    def chunks(self, event: Event) -> bytes:
+        """All chunks that one event makes; the first of them has its logprobs."""
+        reader = self._readers[event.sequence]
+        parts = reader.push(event.text)
+        if event.reason is not None:
+            parts += reader.end()
+        told = bool(event.pieces) and self._envelope.num_logprobs >= 0
+        deltas = [self._part(part) for part in parts] or ([b'"delta":{}'] if told else [])
+        logprobs = self._logprobs(event.pieces) if told else b"null"
+        chunks = b""
+        for delta in deltas:
+            chunks += self._chunk(event.sequence, delta, logprobs)
+            logprobs = b"null"
+        if event.reason is not None:
+            reason = b'"%s"' % self._reason(event.reason, reader.num_calls).encode()
+            chunks += self._chunk(event.sequence, self._last_delta(), b"null", reason)
+        return chunks
+
+    def body(self, choices: Sequence[Choice], usage: object) -> dict[str, object]:
+        """A whole reply, calls taken out of the texts."""
+        reply = super().body(choices, usage)
+        written: Any = reply["choices"]
+        for place, choice in zip(written, choices, strict=True):
+            answer = read_whole(self._tooling.reader(), choice.text)
+            place["message"]["content"] = answer.text if answer.text or not answer.calls else None
+            place["message"] |= self._calls(answer.calls)
+            place["finish_reason"] = self._reason(choice.reason, len(answer.calls))
+        return reply
+
+    def _part(self, part: Part) -> bytes:
+        """The delta of one part."""
+        if isinstance(part, TextDelta):
+            return self._delta(part.text)
+        if isinstance(part, CallStart):
+            call: dict[str, object] = {"name": part.name, "arguments": ""}
+            if not self._legacy:
+                call = {"index": part.call, "id": call_id(self._tooling), "type": "function",
+                        "function": call}  # fmt: skip
+        else:
+            call = {"arguments": part.text}
+            if not self._legacy:
+                call = {"index": part.call, "function": call}
+        written = {"function_call": call} if self._legacy else {"tool_calls": [call]}
+        return b'"delta":' + _encode(written)
+
+    def _calls(self, calls: Sequence[ReadCall]) -> dict[str, object]:
+        written = [{"name": call.name, "arguments": call.arguments} for call in calls]
+        if not written:
+            return {}
+        if self._legacy:
+            return {"function_call": written[0]}
+        return {"tool_calls": [
+            {"id": call_id(self._tooling), "type": "function", "function": function}
+            for function in written
+        ]}  # fmt: skip
+
+    def _reason(self, reason: FinishReason, num_calls: int) -> str:
+        if reason is FinishReason.LENGTH:
+            return "length"
+        if not num_calls:
+            return "stop"
+        return "function_call" if self._legacy else "tool_calls"

@@ -1,0 +1,71 @@
+"""One page to compare adapters side by side, over the public API alone."""
+
+import base64
+import hashlib
+import re
+from importlib.resources import files
+
+from fastapi import APIRouter, Request
+from starlette.responses import HTMLResponse, Response
+
+_INLINE = re.compile(r"<(style|script)>(.*?)</\1>", re.DOTALL)
+
+
+class Page:
+    """The playground with the headers that keep it from asking anybody but this server."""
+
+    def __init__(self) -> None:
+        """Read it once."""
+        self._text = (
+            files("deployments.ingress.pages").joinpath("playground.html").read_text("utf-8")
+        )
+        parts = inline_digests(self._text)
+        self._policy = "; ".join(
+            [
+                "default-src 'none'",
+                f"style-src {parts['style']}",
+                f"script-src {parts['script']}",
+                "connect-src 'self'",
+                "img-src data:",
+                "base-uri 'none'",
+                "form-action 'none'",
+                "frame-ancestors 'none'",
+            ]
+        )
+
+    def response(self) -> Response:
+        """The page itself."""
+        headers = {
+            "Cache-Control": "no-cache",
+            "Content-Security-Policy": self._policy,
+            "Referrer-Policy": "no-referrer",
+            "Vary": "Accept",
+            "X-Content-Type-Options": "nosniff",
+        }
+        return HTMLResponse(self._text, headers=headers)
+
+
+def inline_digests(page: str) -> dict[str, str]:
+    """What a policy calls a page's inline style and script, by `style` and `script`."""
+    return {kind: _digest(inline) for kind, inline in _INLINE.findall(page)}
+
+
+def _digest(inline: str) -> str:
+    digest = hashlib.sha256(inline.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"
+
+
+def wanted(request: Request) -> bool:
+    """Whether a browser asks for something to look at."""
+    return "text/html" in request.headers.get("accept", "")
+
+
+def routes(page: Page) -> APIRouter:
+    """The page under a name of its own; browsers get it at / too."""
+    router = APIRouter()
+
+    @router.get("/playground", include_in_schema=False)
+    async def playground() -> Response:
+        return page.response()
+
+    return router

@@ -1,0 +1,78 @@
+"""Logprobs in OpenAI's two shapes: one for completions, one for chat."""
+
+from collections.abc import Sequence
+
+from configs.wire.plan import TokenLogprobs
+from deployments.ingress.text.detokenizer_state import TextPiece
+from deployments.ingress.text.tokenizer import ModelTokenizer
+
+_REPLACEMENT = "\ufffd"
+# OpenAI's own floor; JSON has no infinities.
+_FLOOR = -9999.0
+
+
+def finite(logprob: float) -> float:
+    """A logprob that JSON can say."""
+    return logprob if logprob > _FLOOR else _FLOOR
+
+
+def sampled_logprob(piece: TextPiece) -> float:
+    """The logprob of a piece's own token; 0 where the driver reported none."""
+    return 0.0 if piece.logprobs is None else finite(piece.logprobs.logprob)
+
+
+def completion_logprobs(
+    pieces: Sequence[TextPiece], text: ModelTokenizer, num_top: int
+) -> dict[str, object]:
+    """Four lists, one entry a token; the alternatives include the sampled token.
+
+    A token without logprobs, as an echoed prompt's first is, has nulls.
+    """
+    tops = [_top_by_spelling(piece, text) for piece in pieces] if num_top else None
+    return {
+        "tokens": [_spelled(piece.token, text) for piece in pieces],
+        "token_logprobs": [piece.logprobs and sampled_logprob(piece) for piece in pieces],
+        "top_logprobs": tops,
+        "text_offset": [piece.offset for piece in pieces],
+    }
+
+
+def chat_logprobs(pieces: Sequence[TextPiece], text: ModelTokenizer) -> dict[str, object]:
+    """One object a token, each with its bytes and its alternatives."""
+    content = []
+    for piece in pieces:
+        alternatives = [_entry(id, logprob, text) for id, logprob in _top(piece.logprobs)]
+        own = _entry(piece.token, sampled_logprob(piece), text)
+        content.append({**own, "top_logprobs": alternatives})
+    return {"content": content, "refusal": None}
+
+
+def _top(logprobs: TokenLogprobs | None) -> list[tuple[int, float]]:
+    if logprobs is None:
+        return []
+    return list(zip(logprobs.top_ids, logprobs.top_logprobs, strict=True))
+
+
+def _top_by_spelling(piece: TextPiece, text: ModelTokenizer) -> dict[str, float] | None:
+    if piece.logprobs is None:
+        return None
+    top = {_spelled(id, text): finite(logprob) for id, logprob in _top(piece.logprobs)}
+    top.setdefault(_spelled(piece.token, text), sampled_logprob(piece))
+    return top
+
+
+def _entry(id: int, logprob: float, text: ModelTokenizer) -> dict[str, object]:
+    raw = text.token_bytes(id)
+    return {
+        "token": raw.decode("utf-8", "replace"),
+        "logprob": finite(logprob),
+        "bytes": list(raw),
+    }
+
+
+def _spelled(id: int, text: ModelTokenizer) -> str:
+    """A token as a string; parts of characters are spelled by their bytes, as OpenAI does."""
+    spelled = text.token_text(id)
+    if _REPLACEMENT not in spelled:
+        return spelled
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in text.token_bytes(id))

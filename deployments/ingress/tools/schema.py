@@ -1,0 +1,245 @@
+"""Tools as clients write them: functions, which of them may be called, and calls of the past."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    StringConstraints,
+    model_validator,
+)
+
+from deployments.ingress.http.errors import invalid
+from deployments.ingress.http.unicode import Unicode
+
+_MAX_TOOLS = 128
+_UNSUPPORTED = "unsupported_parameter"
+
+FunctionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]
+
+
+class AsWritten(BaseModel):
+    """Keeps what the client wrote: chat templates are given that, as transformers does it."""
+
+    _written: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _keep(cls, given: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        made = handler(given)
+        if isinstance(given, dict):
+            made._written = given
+        return made
+
+
+class Function(AsWritten):
+    """What a model may call; parameters are the JSON schema of its arguments."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    name: FunctionName
+    description: Unicode | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def shown(self) -> dict[str, Any]:
+        """The function as its client wrote it."""
+        return self._written
+
+
+class Tool(AsWritten):
+    """One tool; only functions are served."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    type: Unicode
+    function: Function | None = None
+
+    def shown(self) -> dict[str, Any]:
+        """What chat templates are given."""
+        return self._written
+
+
+class Named(BaseModel):
+    """A function by its name."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    name: Unicode
+
+
+class AllowedTools(BaseModel):
+    """Some of the tools, and whether one of them must be called."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    mode: Literal["auto", "required"]
+    tools: list["ToolChoice"]
+
+
+class ToolChoice(BaseModel):
+    """One function that must be called, or several that may be."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    type: Unicode = "function"
+    function: Named | None = None
+    allowed_tools: AllowedTools | None = None
+
+
+class CalledFunction(AsWritten):
+    """A call of the past; arguments are JSON, in a string as far as the model could write it."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    name: Unicode
+    arguments: Any = ""
+
+    def rendered(self) -> dict[str, Any]:
+        """As chat templates take it: the arguments as values, or the text if it is no JSON."""
+        arguments = self.arguments
+        read = _read(arguments) if isinstance(arguments, str) else arguments
+        return {**self._written, "arguments": read}
+
+
+class ToolCall(AsWritten):
+    """A call of the past with its id."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    id: Unicode | None = None
+    type: Unicode = "function"
+    function: CalledFunction
+
+    def rendered(self) -> dict[str, Any]:
+        """As chat templates take it."""
+        return {**self._written, "function": self.function.rendered()}
+
+
+@dataclass(frozen=True)
+class Toolbox:
+    """The tools of one request.
+
+    functions: what the model is told of, and `shown` is how. callable: which of them it may call.
+    forced: whether it must call one. parallel: whether it may call several. legacy: whether the
+    client speaks of functions, not of tools.
+    """
+
+    functions: tuple[Function, ...]
+    callable: tuple[Function, ...]
+    forced: bool
+    parallel: bool
+    legacy: bool
+    param: str = "tool_choice"
+    shown: tuple[dict[str, Any], ...] = ()
+
+
+class ToolFields(BaseModel):
+    """The fields of a chat request that are about tools; functions are their older spelling."""
+
+    tools: list[Tool] | None = Field(None, max_length=_MAX_TOOLS)
+    tool_choice: Unicode | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    functions: list[Function] | None = Field(None, max_length=_MAX_TOOLS)
+    function_call: Unicode | Named | None = None
+
+    @property
+    def toolbox(self) -> Toolbox | None:
+        """The tools of this request, None when nothing can be called."""
+        legacy = not self.tools and bool(self.functions)
+        if self.tools and self.functions:
+            raise invalid("`functions` cannot be combined with `tools`", "functions")
+        param = "function_call" if legacy else "tool_choice"
+        functions = self.functions or [] if legacy else _functions(self.tools or [])
+        _refuse_twice(functions, "functions" if legacy else "tools")
+        chosen = _legacy_choice(self.function_call) if legacy else self.tool_choice
+        if not functions:
+            _refuse_choice(self.tool_choice, "tool_choice", "tools")
+            _refuse_choice(self.function_call, "function_call", "functions")
+            return None
+        if chosen == "none":
+            return None
+        may, forced = _chosen(chosen, functions, param)
+        parallel = not legacy and self.parallel_tool_calls is not False
+        shown = [{"type": "function", "function": function.shown()} for function in functions]
+        if not legacy:
+            shown = [tool.shown() for tool in self.tools or ()]
+        return Toolbox(tuple(functions), may, forced, parallel, legacy, param, tuple(shown))
+
+
+def _functions(tools: Sequence[Tool]) -> list[Function]:
+    for tool in tools:
+        if tool.type != "function":
+            message = f"tools of type `{tool.type}` are not supported: only functions"
+            raise invalid(message, "tools", _UNSUPPORTED)
+        if tool.function is None:
+            raise invalid("a tool of type function needs `function`", "tools")
+    return [tool.function for tool in tools if tool.function is not None]
+
+
+def _refuse_twice(functions: Sequence[Function], param: str) -> None:
+    names = [function.name for function in functions]
+    for name in names:
+        if names.count(name) > 1:
+            raise invalid(f"the function `{name}` is defined more than once", param)
+
+
+def _refuse_choice(choice: object, param: str, missing: str) -> None:
+    """A choice among no tools is a mistake, unless it is none of them."""
+    if choice not in (None, "none", "auto"):
+        raise invalid(f"`{param}` needs `{missing}`", param)
+
+
+def _legacy_choice(choice: str | Named | None) -> str | ToolChoice | None:
+    return ToolChoice(function=choice) if isinstance(choice, Named) else choice
+
+
+def _chosen(
+    choice: str | ToolChoice | None, functions: Sequence[Function], param: str
+) -> tuple[tuple[Function, ...], bool]:
+    """The functions that may be called, and whether one must be."""
+    if choice is None or choice in ("auto", "required"):
+        return tuple(functions), choice == "required"
+    if isinstance(choice, str):  # LoRAX's way to name a function
+        return _by_name([choice], functions, param), True
+    if choice.type == "allowed_tools" and choice.allowed_tools is not None:
+        allowed = choice.allowed_tools
+        names = [_name(tool, param) for tool in allowed.tools]
+        return _by_name(names, functions, param), allowed.mode == "required"
+    return _by_name([_name(choice, param)], functions, param), True
+
+
+def _name(choice: ToolChoice, param: str) -> str:
+    if choice.type != "function" or choice.function is None:
+        words = "must be none, auto, required, or name a function"
+        raise invalid(f"`{param}` {words}", param)
+    return choice.function.name
+
+
+def _by_name(
+    names: Sequence[str], functions: Sequence[Function], param: str
+) -> tuple[Function, ...]:
+    known: Mapping[str, Function] = {function.name: function for function in functions}
+    for name in names:
+        if name not in known:
+            raise invalid(f"`{param}` names `{name}`, which is none of the functions", param)
+    if not names:
+        raise invalid(f"`{param}` allows no function", param)
+    return tuple(known[name] for name in dict.fromkeys(names))
+
+
+def _read(arguments: str) -> Any:
+    """What the text of arguments says; an empty one stands for none.
+
+    What a model wrote wrongly, or not to its end, comes back in the next request's messages.
+    """
+    try:
+        return json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        return arguments

@@ -1,0 +1,112 @@
+"""Tools in chats: what the model is told of them, what it may say, how its answer is read."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from configs.model import ToolParser
+from deployments.ingress.chat_templates.message_forms import text_of
+from deployments.ingress.chat_templates.template import TemplateText
+from deployments.ingress.tools.parsers import FORCED, FORMATS, CallFormat, CallReader
+from deployments.ingress.tools.schema import Toolbox
+
+_TOLD = """You can call functions. These are the functions, as JSON:
+<tools>
+{tools}
+</tools>
+"""
+_HOW_IF_IT_LIKES = """To call a function, write a block like this, one for each call:
+<tool_call>
+{"name": "<the function's name>", "arguments": {<its arguments>}}
+</tool_call>"""
+_HOW_BY_FORCE = """Answer with a JSON list of calls and nothing else:
+[{"name": "<the function's name>", "arguments": {<its arguments>}}]"""
+
+# What templates of the known formats write, the more particular first.
+_TRACES = (
+    ("[TOOL_CALLS]", ToolParser.MISTRAL),
+    ("<tool_call>", ToolParser.HERMES),
+)
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """How one request's tools are told and read."""
+
+    toolbox: Toolbox
+    format: CallFormat
+
+    def reader(self) -> CallReader:
+        """A reader for one answer."""
+        names = [function.name for function in self.toolbox.callable]
+        return CallReader(self.format, names, self.toolbox.parallel)
+
+    @property
+    def short_ids(self) -> bool:
+        """Whether calls are known by nine letters and digits: Mistral's templates insist."""
+        return self.format is FORMATS[ToolParser.MISTRAL]
+
+
+def tooling(
+    toolbox: Toolbox | None, template: TemplateText | None, parser: ToolParser
+) -> ToolFormat | None:
+    """How the tools of a request meet this model."""
+    if toolbox is None:
+        return None
+    if toolbox.forced:
+        return ToolFormat(toolbox, FORCED)
+    return ToolFormat(toolbox, FORMATS[_parser(template, parser)])
+
+
+def _parser(template: TemplateText | None, parser: ToolParser) -> ToolParser:
+    if template is None or not template.reads("tools"):
+        return ToolParser.HERMES  # as it was told to
+    if parser is not ToolParser.AUTO:
+        return parser
+    found = (known for trace, known in _TRACES if trace in template.source)
+    return next(found, ToolParser.LLAMA3_JSON)
+
+
+def prompted(
+    messages: Messages, tooling: ToolFormat | None, template: TemplateText
+) -> tuple[list[dict[str, Any]], Sequence[Mapping[str, Any]] | None, str]:
+    """Messages, tools and words for the template: one that reads no tools gets them as text."""
+    plain = [dict(message) for message in messages]
+    toolbox = tooling.toolbox if tooling is not None else None
+    if template.reads("tools"):
+        return plain, toolbox.shown if toolbox else None, ""
+    spoken: list[dict[str, Any]] = []
+    # Results in a row become one message: many templates want user and assistant to take turns.
+    for are_results, group in groupby(plain, lambda message: message["role"] == "tool"):
+        if are_results:
+            spoken.append({"role": "user", "content": "\n".join(map(_result, group))})
+        else:
+            spoken += map(_in_words, group)
+    return spoken, None, _words(toolbox) if toolbox else ""
+
+
+def _words(toolbox: Toolbox) -> str:
+    """What the model is told of the tools, and of how to call them."""
+    lines = "\n".join(json.dumps(function.shown()) for function in toolbox.functions)
+    how = _HOW_BY_FORCE if toolbox.forced else _HOW_IF_IT_LIKES
+    return _TOLD.format(tools=lines) + how
+
+
+def _result(message: Mapping[str, Any]) -> str:
+    """What a call came to."""
+    return f"<tool_response>\n{text_of(message.get('content') or '')}\n</tool_response>"
+
+
+def _in_words(message: dict[str, Any]) -> dict[str, Any]:
+    """A message without the field that is about tools."""
+    calls = message.pop("tool_calls", None)
+    if calls:
+        content = text_of(message.get("content") or "")
+        said = [content] if content else []
+        blocks = [f"<tool_call>\n{json.dumps(call['function'])}\n</tool_call>" for call in calls]
+        message["content"] = "\n".join([*said, *blocks])
+    return message

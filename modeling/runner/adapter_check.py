@@ -1,0 +1,103 @@
+"""Every reason why an adapter's folder would not be served, found without a server.
+
+The reader that serves adapters (`peft.py`) is asked, so that both always agree.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from configs.architectures.select import load_architecture, padded_reason
+from configs.engine import AdaptersConfig, EngineConfig
+from configs.wire.adapters import AdapterError
+from modeling.adapters.peft import FACTOR, WEIGHTS_NAME, open_adapter
+from modeling.adapters.projection import BaseRows, Projection
+from modeling.models.select import build_model
+from modeling.runner.loading import load_model
+from sharding.group import SingleRank
+from sharding.loader import Weights
+from sharding.slicing import Segments, width
+from sharding.tensor_file import DamagedFile, TensorFile
+from sources.model import fetch_model, fetch_model_config
+
+
+@dataclass(frozen=True)
+class AdapterVerdict:
+    """reasons: why it would be refused; none: it is served. rank: the largest of its matrices."""
+
+    reasons: tuple[str, ...]
+    num_modules: int = 0
+    rank: int = 0
+
+
+class _Shapes:
+    """A source of weights that have sizes and no values: what a model is made of costs nothing."""
+
+    bytes_read = 0
+
+    def names(self) -> None:
+        """Any name will do."""
+
+    def read(self, name: str, shape: tuple[int, ...], cut: tuple[Segments, ...]) -> Tensor:
+        """As large as asked for, and empty."""
+        return torch.empty([width(segments) for segments in cut], device="meta")
+
+
+def adaptable(config: EngineConfig) -> tuple[Projection, ...]:
+    """What adapters may change of the model, on one rank.
+
+    Weights are read only where they decide: for models in transformers' own code, and where
+    adapters may bring copies of embedding or head, which are compared with the base model's.
+    """
+    architecture = load_architecture(fetch_model_config(config.model))
+    cpu = torch.device("cpu")
+    if padded_reason(architecture, config.model.quantize) is not None:
+        # Here, not above: paged models do without transformers.
+        from modeling.runner.padded_loading import load_causal_lm
+
+        return load_causal_lm(config.model, cpu, False).model.projections
+    if config.adapters.vocabulary:
+        fetch_model(config.model)
+        return load_model(config, SingleRank(), cpu).model.projections
+    weights = Weights(_Shapes(), SingleRank(), torch.float32, torch.device("meta"))
+    return build_model(architecture, weights).projections
+
+
+def base_tensors(config: EngineConfig, folder: Path) -> Mapping[str, BaseRows]:
+    """What the adapter of `folder` may hold copies of; read only if it holds more than factors."""
+    try:
+        with TensorFile(folder / WEIGHTS_NAME) as file:
+            if all(FACTOR in key for key in file.keys()):  # noqa: SIM118
+                return {}
+    except (DamagedFile, OSError):
+        return {}
+    architecture, cpu = load_architecture(fetch_model(config.model)), torch.device("cpu")
+    if padded_reason(architecture, config.model.quantize) is not None:
+        from modeling.runner.padded_loading import load_causal_lm
+
+        return load_causal_lm(config.model, cpu, False).model.base_tensors()
+    return load_model(config, SingleRank(), cpu).model.base_tensors()
+
+
+def judge(
+    folder: Path,
+    projections: Sequence[Projection],
+    config: AdaptersConfig,
+    progress: Callable[[int, int], None],
+    base: Mapping[str, BaseRows] = MappingProxyType({}),
+) -> AdapterVerdict:
+    """Read all of the files; `progress` is told of modules read and of all that there are."""
+    try:
+        adapter = open_adapter(folder, projections, config.max_rank, base)
+        ranks = list(adapter.ranks.values())
+        for done, _ in enumerate(adapter.read(), start=1):
+            progress(done, len(ranks))
+        for _ in adapter.read_matrices():
+            pass
+    except AdapterError as error:
+        return AdapterVerdict(error.reasons)
+    return AdapterVerdict((), len(ranks), max(ranks, default=0))

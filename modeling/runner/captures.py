@@ -1,0 +1,71 @@
+"""Which steps a runner records at start, and what they will take."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from configs.engine import CudaGraphs, LimitsConfig
+from modeling.runner.cuda_graphs import (
+    DecodeGraphs,
+    Forward,
+    GraphParts,
+    GraphRecorder,
+    captured_sizes,
+)
+from modeling.runner.memory import GRAPH_BYTES, SEGMENT_BYTES
+from modeling.runner.piecewise import PieceRecorder, PiecewiseGraphs, PiecewiseParts, segment_sizes
+
+
+@dataclass(frozen=True)
+class GraphSizes:
+    """decode: rows of captured decode steps; mixed: tokens of captured mixed steps; ascending."""
+
+    decode: tuple[int, ...] = ()
+    mixed: tuple[int, ...] = ()
+
+    def __bool__(self) -> bool:
+        """Whether anything is captured."""
+        return bool(self.decode or self.mixed)
+
+    @property
+    def largest(self) -> "GraphSizes":
+        """The largest of each alone."""
+        return GraphSizes(self.decode[-1:], self.mixed[-1:])
+
+    def others_bytes(self, num_layers: int) -> int:
+        """What all but the largest take of the device, for base rows alone or with adapters."""
+        segments = (num_layers + 1) * max(0, len(self.mixed) - 1)
+        return max(0, len(self.decode) - 1) * GRAPH_BYTES + segments * SEGMENT_BYTES
+
+
+class StepGraphs(NamedTuple):
+    """A runner's captured steps; None where there are none."""
+
+    decode: DecodeGraphs | None
+    mixed: PiecewiseGraphs | None
+
+
+def capture_sizes(choice: CudaGraphs, limits: LimitsConfig, has_form: bool) -> GraphSizes:
+    """What `choice` asks for; has_form: whether the attention has a captured form."""
+    decode: tuple[int, ...] = ()
+    mixed: tuple[int, ...] = ()
+    if choice is not CudaGraphs.NONE and has_form:
+        decode = captured_sizes(limits.max_running)
+    if choice is CudaGraphs.ALL:
+        mixed = segment_sizes(limits.max_step_tokens)
+    return GraphSizes(decode, mixed)
+
+
+def capture(
+    parts: GraphParts, sizes: GraphSizes, device: torch.device, hidden: Forward
+) -> StepGraphs:
+    """Record steps of these sizes; hidden: `parts.forward`, but to hidden states of all tokens."""
+    decode = mixed = None
+    if sizes.decode:
+        decode = DecodeGraphs(parts, sizes.decode, device, GraphRecorder(device))
+    if sizes.mixed:
+        slot = parts.scratch_page * parts.state.size.block_size
+        segments = PiecewiseParts(hidden, parts.backend, slot, parts.adapters)
+        mixed = PiecewiseGraphs(segments, sizes.mixed, device, PieceRecorder(device))
+    return StepGraphs(decode, mixed)

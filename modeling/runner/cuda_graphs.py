@@ -1,0 +1,227 @@
+"""Captured decode steps: one CUDA graph for each of a dozen batch sizes, base and with adapters.
+
+A graph replays the same launches at the same addresses, so all that varies lies in static
+buffers: one packed transfer brings a step's tables, the attention's plan and the adapters' tiles
+follow, then the replay. A step of fewer rows than the graph's is filled up with padding rows of
+one key: they read and write a page that nobody owns, and leave their tokens where nobody looks.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from modeling.adapters.kernels.base import AdapterData
+from modeling.adapters.kernels.select import AdapterStepPlan
+from modeling.attention.base import AttentionBackend, AttentionStep
+from modeling.layers.fused import fused_ops
+from modeling.runner.input_batch import InputBatch, StepLayout, StepTensors
+from modeling.transfer import TransferBuffer, aligned
+
+SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
+"""Rows of captured steps; a step takes the next larger one."""
+
+WARM_UPS = 2
+"""Runs before a capture: the first one loads kernels and makes the libraries' workspaces."""
+
+INT64_BYTES, INT32_BYTES = 8, 4
+
+Forward = Callable[[StepTensors, AttentionStep, AdapterData | None], Tensor]
+"""From a step's tensors, planned attention and adapters to logits [sampling rows, vocab]."""
+
+
+Record = Callable[[Callable[[], None]], Callable[[], None]]
+"""From a computation on fixed addresses to its replay."""
+
+
+def captured_sizes(max_running: int) -> tuple[int, ...]:
+    """The sizes of captured steps, ascending; the last one holds all places, up to 256."""
+    most = min(max_running, SIZES[-1])
+    return (*(size for size in SIZES if size < most), most)
+
+
+def size_for(sizes: Sequence[int], num_rows: int) -> int | None:
+    """The smallest size that holds the rows; None when there is none."""
+    return next((size for size in sizes if num_rows <= size), None)
+
+
+@dataclass(frozen=True)
+class GraphParts:
+    """What captured steps are made of.
+
+    scratch_page: a cache page that nobody owns. vocab_size, dtype: of the logits.
+    adapters: None where steps with adapters are not captured.
+    """
+
+    forward: Forward
+    backend: AttentionBackend
+    state: InputBatch
+    scratch_page: int
+    vocab_size: int
+    dtype: torch.dtype
+    adapters: AdapterStepPlan | None
+
+
+@dataclass(frozen=True)
+class GraphOutput:
+    """What a replay leaves, until the next one: rows are the step's own, padding is cut off.
+
+    tokens: int64 [n], each row's greedy choice, in the token buffer already. logits: [n, vocab].
+    targets: int64 [n], as in StepLayout.
+    """
+
+    tokens: Tensor
+    logits: Tensor
+    targets: Tensor
+
+
+class PaddedStep:
+    """One size's part of the static buffer: how a layout is laid there, and the views of it."""
+
+    def __init__(self, parts: GraphParts, size: int, static: Tensor) -> None:
+        """static: uint8, as many as `step_bytes` says at least."""
+        self.size = size
+        self._page = parts.scratch_page
+        block_size = parts.state.size.block_size
+        # What stands in the columns of padding rows: ids_at, positions, slots, targets.
+        scratch = parts.state.scratch_token
+        self._padding = (scratch, 0, parts.scratch_page * block_size, scratch)
+        self._words = _words(parts, size)
+        self._words_at = 4 * aligned(size * INT64_BYTES)
+        columns = [static[a:b].view(torch.int64) for a, b in self._columns()]
+        self.ids_at, self.positions, self.slots, self.targets = columns
+        words = static[self._words_at : self._words_at + self._words * INT32_BYTES]
+        self.attention = parts.backend.captured(size, words.view(torch.int32))
+        device = static.device
+        self.cu_seqlens = torch.arange(size + 1, dtype=torch.int32, device=device)
+        self.last_tokens = torch.arange(size, device=device)
+        self.block_tables = torch.zeros(size, 0, dtype=torch.int32, device=device)
+
+    def fill(self, host: npt.NDArray[np.uint8], layout: StepLayout) -> int:
+        """Write a decode step, padded; returns how many bytes must reach the device."""
+        rows = layout.num_rows
+        values = (layout.ids_at, layout.positions, layout.slots, layout.targets)
+        for (start, stop), own, padding in zip(self._columns(), values, self._padding, strict=True):
+            column = host[start:stop].view(np.int64)
+            column[:rows] = own
+            column[rows:] = padding
+        key_lengths = np.ones(self.size, dtype=np.int32)
+        key_lengths[:rows] = layout.key_lengths
+        width = max(1, layout.tables.shape[1])
+        tables = np.full((self.size, width), self._page, dtype=np.int32)
+        tables[:rows, : layout.tables.shape[1]] = layout.tables
+        end = self._words_at + self._words * INT32_BYTES
+        used = self.attention.write(host[self._words_at : end].view(np.int32), key_lengths, tables)
+        return self._words_at + used * INT32_BYTES
+
+    def _columns(self) -> list[tuple[int, int]]:
+        """Where the four int64 columns lie, in bytes."""
+        stride = aligned(self.size * INT64_BYTES)
+        return [(i * stride, i * stride + self.size * INT64_BYTES) for i in range(4)]
+
+
+def step_bytes(parts: GraphParts, size: int) -> int:
+    """Bytes of static buffer that steps of one size take."""
+    return 4 * aligned(size * INT64_BYTES) + aligned(_words(parts, size) * INT32_BYTES)
+
+
+def _words(parts: GraphParts, size: int) -> int:
+    words = parts.backend.captured_words(size, parts.state.size.max_blocks)
+    assert words is not None, parts.backend.name
+    return words
+
+
+class GraphRecorder:
+    """Makes graphs that share one pool of memory, for they never run together."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Captures run on a stream of their own."""
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def __call__(self, compute: Callable[[], None]) -> Callable[[], None]:
+        """Return what repeats the launches of `compute`, on the caller's stream."""
+        here = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(here)
+        with torch.cuda.stream(self._stream):
+            for _ in range(WARM_UPS):
+                compute()
+        here.wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads go on meanwhile: only this one's calls are held to a capture's rules.
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        ):
+            compute()
+        return graph.replay
+
+
+class DecodeGraphs:
+    """All captured steps of one runner, by size, for base rows alone and with adapters."""
+
+    def __init__(
+        self, parts: GraphParts, sizes: Sequence[int], device: torch.device, record: Record
+    ) -> None:
+        """Record every size, the largest first, so that the others fit into its memory."""
+        self.sizes = tuple(sorted(sizes))
+        largest = self.sizes[-1]
+        self._parts = parts
+        self._fused = fused_ops(device)
+        self._staging = TransferBuffer(max(step_bytes(parts, size) for size in self.sizes), device)
+        # Graphs write here at last: outputs of their own would keep apart what they may share.
+        self._logits = torch.empty(largest, parts.vocab_size, dtype=parts.dtype, device=device)
+        self._tokens = torch.zeros(largest, dtype=torch.int64, device=device)
+        self._steps: dict[int, PaddedStep] = {}
+        self._replays: dict[tuple[int, bool], Callable[[], None]] = {}
+        kinds = (False,) if parts.adapters is None else (False, True)
+        for size in reversed(self.sizes):
+            step = PaddedStep(parts, size, self._staging.device_bytes)
+            self._steps[size] = step
+            for with_adapters in kinds:
+                self._bring(step, StepLayout.empty(), with_adapters)
+                adapters = parts.adapters.batch(size) if parts.adapters and with_adapters else None
+                compute = partial(self._compute, step, adapters)
+                self._replays[size, with_adapters] = record(compute)
+
+    def run(self, layout: StepLayout) -> GraphOutput | None:
+        """Replay a step; None when no graph serves it."""
+        rows = layout.num_rows
+        size = size_for(self.sizes, rows)
+        with_adapters = max(layout.adapter_slots) >= 0
+        if size is None or not layout.decodes or (size, with_adapters) not in self._replays:
+            return None
+        step = self._steps[size]
+        self._bring(step, layout, with_adapters)
+        self._replays[size, with_adapters]()
+        return GraphOutput(self._tokens[:rows], self._logits[:rows], step.targets[:rows])
+
+    def _bring(self, step: PaddedStep, layout: StepLayout, with_adapters: bool) -> None:
+        """Queue all that the step's graph reads, on the current stream."""
+        turn, host = self._staging.begin()
+        self._staging.send(step.fill(host, layout))
+        step.attention.plan(turn)
+        self._staging.sent()
+        if with_adapters and self._parts.adapters is not None:
+            padding = [-1] * (step.size - layout.num_rows)
+            self._parts.adapters.update(layout.adapter_slots + padding, [1] * step.size)
+
+    def _compute(self, step: PaddedStep, adapters: AdapterData | None) -> None:
+        """What a graph holds: from the token buffer back to the token buffer."""
+        state = self._parts.state
+        tensors = StepTensors(
+            input_ids=state.tokens[step.ids_at],
+            positions=step.positions,
+            slots=step.slots,
+            cu_seqlens=step.cu_seqlens,
+            block_tables=step.block_tables,
+            last_tokens=step.last_tokens,
+        )
+        logits = self._parts.forward(tensors, step.attention.step, adapters)
+        tokens = self._fused.best(logits) if self._fused else logits.argmax(dim=-1)
+        self._logits[: step.size].copy_(logits)
+        self._tokens[: step.size].copy_(tokens)
+        state.write(step.targets, tokens)

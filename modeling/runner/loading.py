@@ -1,0 +1,110 @@
+"""A model's share from its folder: architecture, type, weights, and what they took."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import nn
+
+from configs.architectures.base import ModelArchitecture
+from configs.architectures.select import load_architecture
+from configs.engine import CacheDType, Device, EngineConfig
+from configs.model import DType, LoadFormat
+from modeling.attention.kv_cache import FP8, CacheScales
+from modeling.attention.scales import stored_scales
+from modeling.models.base import PagedModel
+from modeling.models.select import build_model
+from sharding.checkpoint import Checkpoint, DummySource, open_checkpoint
+from sharding.group import TensorParallel
+from sharding.loader import Weights
+from sources.model import fetch_model
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A rank's share of the model, and the bytes and seconds that it took.
+
+    cache_scales: each layer's, where an fp8 cache is asked for and the checkpoint has them.
+    """
+
+    model: PagedModel
+    architecture: ModelArchitecture
+    bytes_read: int
+    bytes_resident: int
+    seconds: float
+    cache_scales: tuple[CacheScales, ...] | None = None
+
+
+def pick_device(wanted: Device) -> torch.device:
+    """Return what AUTO means here; ValueError when CUDA is asked for and there is none."""
+    has_cuda = torch.cuda.is_available()
+    if wanted is Device.CUDA and not has_cuda:
+        raise ValueError("device: cuda is asked for, but this machine has none; use cpu or auto")
+    if wanted is Device.CPU or not has_cuda:
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def load_model(config: EngineConfig, group: TensorParallel, device: torch.device) -> LoadedModel:
+    """Read this rank's share of the model that `config.model` names."""
+    started = time.monotonic()
+    folder = fetch_model(config.model)
+    architecture = load_architecture(folder).with_rope_length(config.model.dynamic_rope_length)
+    source: Checkpoint | DummySource
+    scales = None
+    if config.model.load_format is LoadFormat.DUMMY:
+        dtype = _dtype(config.model.dtype, architecture, torch.float32)
+        source = DummySource(device, dtype)
+    else:
+        source = open_checkpoint(folder, config.model.allow_pickle)
+        dtype = _dtype(config.model.dtype, architecture, stored_dtype(source, folder))
+        if config.cache.dtype is CacheDType.FP8:
+            scales = stored_scales(source, architecture.num_layers)
+    model = build_model(architecture, Weights(source, group, dtype, device))
+    if config.adapters.enabled and config.adapters.vocabulary:
+        model.adapt_vocabulary(whole_ends=config.adapters.vocabulary_copies > 0)
+    # A tied head shares its tensor with the embedding; parameters() yields it once.
+    resident = sum(p.nbytes for p in cast(nn.Module, model).parameters())
+    seconds = time.monotonic() - started
+    return LoadedModel(model, architecture, source.bytes_read, resident, seconds, scales)
+
+
+def total_tokens(config: EngineConfig, architecture: ModelArchitecture) -> int:
+    """Return the longest sequence; ValueError when the model was not made for the one asked."""
+    longest = architecture.max_total_tokens
+    wanted = config.limits.max_total_tokens
+    if wanted is not None and wanted > longest and not architecture.stretches:
+        is_own = longest == architecture.max_position_embeddings
+        name = "the model's own max_position_embeddings" if is_own else "model.dynamic_rope_length"
+        raise ValueError(
+            f"limits.max_total_tokens ({wanted}) is above {name} ({longest}): "
+            f"{architecture.longer_advice}"
+        )
+    return wanted or longest
+
+
+def _dtype(wanted: DType, architecture: ModelArchitecture, stored: torch.dtype) -> torch.dtype:
+    """Return what AUTO means: the config's type, else that of the tensors."""
+    name = architecture.checkpoint_dtype if wanted is DType.AUTO else wanted.value
+    return stored if name is None else torch_dtype(name)
+
+
+def stored_dtype(source: Checkpoint, folder: Path) -> torch.dtype:
+    """Return the type of the checkpoint's first tensor."""
+    names = sorted(source.names())
+    if not names:
+        raise ValueError(f"{folder}: the checkpoint holds no tensors")
+    return source.dtype(names[0])
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return the torch type of that name."""
+    dtypes = {
+        "float32": torch.float32,
+        "float16": torch.float16,
+        "bfloat16": torch.bfloat16,
+        "fp8": FP8,
+    }
+    return dtypes[name]

@@ -1,0 +1,95 @@
+"""How much of a device's memory each thing gets: adapter pools first, cache pages with the rest."""
+
+from dataclasses import dataclass
+
+import torch
+
+from configs.engine import AdaptersConfig, EngineConfig
+from modeling.adapters.bank import PAGE_ROWS
+from modeling.runner.input_batch import BatchSize
+
+DEFAULT_RANK = 16
+"""What a CPU's pools are sized for: the commonest rank of published adapters."""
+
+CPU_POOL_BYTES = 256 * 2**20
+CPU_CACHE_BYTES = 512 * 2**20
+
+GRAPH_BYTES = 16 * 2**20
+"""What the driver keeps for one more captured step of some hundred launches, with room."""
+
+SEGMENT_BYTES = 2**20
+"""The same for one more segment, of some ten launches."""
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Bytes of a CUDA device: all of it, and what nobody has taken."""
+
+    total: int
+    free: int
+
+
+def device_memory(device: torch.device) -> DeviceMemory:
+    """Ask the driver, after giving back what torch holds without need."""
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return DeviceMemory(total=total, free=free)
+
+
+def adapter_pages(config: AdaptersConfig, page_bytes: int, memory: DeviceMemory | None) -> int:
+    """Return the number of pages in each projection's pool.
+
+    page_bytes: of one page in all pools. memory: None on a CPU. The largest rank that is served
+    always fits, and no pool is larger than all slots could fill.
+    """
+    if not config.enabled:
+        return 0
+    if config.device_pages is not None:
+        return config.device_pages
+    largest = -(-config.max_rank // PAGE_ROWS)
+    if memory is None:
+        wanted = config.max_device_adapters * -(-min(DEFAULT_RANK, config.max_rank) // PAGE_ROWS)
+        budget = CPU_POOL_BYTES
+    else:
+        wanted = config.max_device_adapters * largest
+        budget = int(memory.free * config.memory_fraction)
+    return max(largest, min(wanted, budget // page_bytes))
+
+
+def vocabulary_copies(config: AdaptersConfig, copy_bytes: int, memory: DeviceMemory | None) -> int:
+    """Return how many whole embeddings and heads the pools hold; ValueError if they do not fit.
+
+    copy_bytes: of one of each. memory: None on a CPU.
+    """
+    wanted = config.vocabulary_copies
+    if memory is not None and wanted * copy_bytes > memory.free:
+        raise ValueError(
+            f"adapters.vocabulary_copies ({wanted}) takes {wanted * copy_bytes} bytes on this "
+            f"rank, {memory.free} are free: lower it, or use more ranks"
+        )
+    return wanted
+
+
+def cpu_blocks(size: BatchSize, block_bytes: int) -> int:
+    """Blocks for every place at full length, up to the default budget, but for one at least."""
+    wanted = size.max_running * size.max_blocks
+    return max(size.max_blocks, min(wanted, CPU_CACHE_BYTES // block_bytes))
+
+
+def cuda_blocks(
+    config: EngineConfig, memory: DeviceMemory, activation_bytes: int, block_bytes: int
+) -> int:
+    """Blocks in what cache.device_memory_fraction leaves; ValueError when that is none.
+
+    activation_bytes: what steps will take beyond what is allocated now: the peak of the largest
+    one, and the captured ones' memory.
+    """
+    taken = memory.total - memory.free + activation_bytes
+    room = int(memory.total * config.cache.device_memory_fraction) - taken
+    if room < block_bytes:
+        raise ValueError(
+            f"no memory is left for the KV cache: {taken} of {memory.total} bytes are taken and "
+            f"cache.device_memory_fraction is {config.cache.device_memory_fraction}; raise it, "
+            "lower adapters.memory_fraction or limits.max_step_tokens, or use more ranks"
+        )
+    return room // block_bytes

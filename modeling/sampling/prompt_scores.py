@@ -1,0 +1,175 @@
+"""What a step tells about prompts: the logprobs of their own tokens, and their embeddings.
+
+Logits of whole chunks are never held: a vocabulary of 128,256 over 2,048 positions is a gigabyte
+in float32. The head reads the hidden states in slices, and only those of rows that ask.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from configs.wire.sampling import Pooling, Sampling
+from modeling.batch import PromptScores, RowLogprobs
+from modeling.sampling.sampler import ChosenLogprobs, logprobs_of
+from modeling.transfer import to_device
+
+SLICE_BYTES = 64 * 2**20
+"""Float32 logits that are looked at together."""
+
+Ints = npt.NDArray[np.int64]
+
+Head = Callable[[Tensor, Ints], Tensor]
+"""From hidden states [n, width] of the step's n tokens at these indices to logits [n, vocab]."""
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """A row whose request asks about its prompt.
+
+    row: its index in the batch. place: where it sits. at: where its tokens begin among the
+    step's. known_at: where in the flat token buffer its first token lies. start, end: the
+    positions that it computes.
+    """
+
+    row: int
+    place: int
+    at: int
+    known_at: int
+    start: int
+    end: int
+    prompt_length: int
+    asked: Sampling
+
+    @property
+    def num_scored(self) -> int:
+        """Positions whose logits speak of the prompt's next token."""
+        if self.asked.prompt_logprobs < 0:
+            return 0
+        return max(0, min(self.end, self.prompt_length - 1) - self.start)
+
+    @property
+    def pools(self) -> bool:
+        """Whether its hidden states belong to an embedding."""
+        return self.asked.pooling is not Pooling.NONE and self.start < self.prompt_length
+
+    @property
+    def completes(self) -> bool:
+        """Whether its embedding is complete with this row."""
+        return self.pools and self.end >= self.prompt_length
+
+
+@dataclass(frozen=True)
+class PromptScoresOnDevice:
+    """What a step tells, on the device.
+
+    logprobs: of all that is scored, row after row; None where nothing is. embeddings: float32
+    [completed rows, width], None without any or where the model shows no states.
+    """
+
+    rows: Sequence[PromptRow]
+    logprobs: ChosenLogprobs | None
+    embeddings: Tensor | None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that must reach the host."""
+        found = self.logprobs
+        scores = [] if found is None else [found.logprob, found.top_ids, found.top_logprobs]
+        return scores if self.embeddings is None else [*scores, self.embeddings]
+
+    def answers(self, copied: Sequence[Tensor]) -> list[PromptScores]:
+        """The rows' answers, from `tensors` on the host."""
+        logprobs: Iterator[RowLogprobs] = iter(())
+        embeddings: Iterator[Tensor] = iter(())
+        if self.logprobs is not None:
+            own, ids, top = (tensor.tolist() for tensor in copied[:3])
+            logprobs = map(RowLogprobs, own, ids, top)
+        pooled = self.embeddings is not None
+        if pooled:
+            embeddings = iter(copied[-1])
+        return [
+            PromptScores(
+                row=row.row,
+                first=row.start + 1,
+                logprobs=[
+                    _cut(next(logprobs), row.asked.prompt_logprobs) for _ in range(row.num_scored)
+                ],
+                embedding=_bytes(next(embeddings)) if pooled and row.completes else b"",
+            )
+            for row in self.rows
+        ]
+
+
+class PromptReader:
+    """Reads prompts for one rank; keeps the sums of those that are computed in several rows."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        """Nothing read yet."""
+        self._slice = max(1, SLICE_BYTES // (4 * vocab_size))
+        self._device = device
+        self._sums: dict[int, Tensor] = {}
+
+    def read(
+        self, rows: Sequence[PromptRow], hidden: Tensor, known: Tensor, head: Head
+    ) -> PromptScoresOnDevice:
+        """Read a step's rows; every rank does so alike, for the head gathers its logits.
+
+        hidden: [tokens, width], of the whole step, after the final norm. known: the flat token
+        buffer.
+        """
+        scored = [row for row in rows if row.num_scored]
+        logprobs = self._score(scored, hidden, known, head) if scored else None
+        pooled = [self._pool(row, hidden) for row in rows if row.pools]
+        complete = [embedding for embedding in pooled if embedding is not None]
+        return PromptScoresOnDevice(rows, logprobs, torch.stack(complete) if complete else None)
+
+    def _score(
+        self, rows: Sequence[PromptRow], hidden: Tensor, known: Tensor, head: Head
+    ) -> ChosenLogprobs:
+        num_top = max(row.asked.prompt_logprobs for row in rows)
+        at = np.concatenate([row.at + np.arange(row.num_scored) for row in rows])
+        next_at = np.concatenate([row.known_at + 1 + np.arange(row.num_scored) for row in rows])
+        hidden_at, tokens = to_device(at, self._device), known[to_device(next_at, self._device)]
+        parts = []
+        for first in range(0, len(at), self._slice):
+            cut = slice(first, first + self._slice)
+            logits = head(hidden[hidden_at[cut]], at[cut])
+            parts.append(logprobs_of(logits, tokens[cut], num_top))
+        return joined(parts)
+
+    def _pool(self, row: PromptRow, hidden: Tensor) -> Tensor | None:
+        """Take in a row; the embedding if it is complete."""
+        states = hidden[row.at : row.at + row.end - row.start]
+        if row.asked.pooling is Pooling.LAST:
+            return states[-1].float() if row.completes else None
+        total = states.float().sum(dim=0)
+        # A place may still hold the sum of a request that left before its end.
+        before = self._sums.pop(row.place, None)
+        if row.start > 0:
+            assert before is not None, f"place {row.place} has no sum up to {row.start}"
+            total += before
+        if row.completes:
+            return total / row.prompt_length
+        self._sums[row.place] = total
+        return None
+
+
+def joined(parts: Sequence[ChosenLogprobs]) -> ChosenLogprobs:
+    """Several findings as one; each has the same number of alternatives."""
+    return ChosenLogprobs(
+        torch.cat([part.logprob for part in parts]),
+        torch.cat([part.top_ids for part in parts]),
+        torch.cat([part.top_logprobs for part in parts]),
+    )
+
+
+def _cut(found: RowLogprobs, num_top: int) -> RowLogprobs:
+    return RowLogprobs(found.logprob, found.top_ids[:num_top], found.top_logprobs[:num_top])
+
+
+def _bytes(embedding: Tensor) -> bytes:
+    return embedding.numpy().astype("<f4").tobytes()

@@ -1,0 +1,170 @@
+"""DeviceTier: which adapters hold a slot and pages on the device, and who must make room.
+
+Slot and pages are taken back only while no request holds or awaits the adapter and no fill of
+it is under way, least recently admitting first. A reservation closes the residents that stand
+in the way of an adapter that has waited for long: they admit nobody, so what they hold comes
+free, whoever waits for them. None is closed before it has admitted one of those it was filled
+for, or fills would chase each other.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from configs.wire.adapters import AdapterKey
+from configs.wire.plan import Capacity
+from scheduler.adapters.page_pool import AdapterPages
+from scheduler.adapters.resident import Resident
+
+
+class DeviceTier:
+    """Placed adapters in the order of their last admission."""
+
+    def __init__(self, capacity: Capacity) -> None:
+        """Start empty."""
+        num_projections = len(capacity.projections)
+        self._none = [0] * num_projections
+        self._pages = AdapterPages(capacity.pages, capacity.adapter_slots)
+        self._placed: OrderedDict[AdapterKey, Resident] = OrderedDict()
+        self._idle_slots = 0
+        self._idle_pages = [0] * num_projections
+        self._reserved: AdapterKey | None = None
+        self._closed: set[AdapterKey] = set()
+        self._reopened: list[AdapterKey] = []
+
+    @property
+    def reserved(self) -> AdapterKey | None:
+        """The adapter for whose sake others admit nobody."""
+        return self._reserved
+
+    @property
+    def num_placed(self) -> int:
+        """How many adapters hold a slot."""
+        return len(self._placed)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that they hold, over all projections."""
+        return sum(len(pages) for resident in self._placed.values() for pages in resident.pages)
+
+    @property
+    def closed(self) -> list[AdapterKey]:
+        """Adapters that admit nobody for the sake of another."""
+        return sorted(self._closed)
+
+    def is_closed(self, key: AdapterKey) -> bool:
+        """Whether the adapter admits nobody for the sake of another."""
+        return key in self._closed
+
+    def has_room(self, resident: Resident) -> bool:
+        """Whether the adapter could be placed now, in free or idle slots and pages."""
+        assert resident.shape is not None
+        if self._reserved not in (None, resident.key):
+            return False
+        return self._pages.fits(resident.shape.num_pages, self._idle_slots, self._idle_pages)
+
+    def place(self, resident: Resident) -> list[Resident]:
+        """Give the adapter a slot and pages; returns the idle ones that were evicted for it."""
+        assert resident.shape is not None
+        assert not resident.on_device, resident
+        evicted = []
+        for victim in [r for r in self._placed.values() if r.evictable]:
+            if self._pages.fits(resident.shape.num_pages, 0, self._none):
+                break
+            self.evict(victim)
+            evicted.append(victim)
+        resident.slot, resident.pages = self._pages.allocate(resident.shape.num_pages)
+        self._placed[resident.key] = resident
+        if resident.key == self._reserved:
+            self.end_reservation()
+        return evicted
+
+    def evict(self, resident: Resident) -> None:
+        """Take back slot and pages; all plans that named them were applied."""
+        assert resident.evictable, resident
+        self._pages.release(resident.slot, resident.pages)
+        del self._placed[resident.key]
+        self._count(resident, False)
+        resident.slot, resident.pages = -1, []
+
+    def touch(self, resident: Resident) -> None:
+        """The adapter admitted a request."""
+        self._placed.move_to_end(resident.key)
+        self.refresh(resident)
+
+    def refresh(self, resident: Resident) -> None:
+        """Users, waiting, a fill or the pin has changed: count it among the idle ones or not."""
+        self._count(resident, self._is_evictable(resident))
+
+    def reserve(self, resident: Resident, latest: int | None = None) -> None:
+        """Close the least recently admitting adapters until this one has room among them.
+
+        latest: those that began to admit after it are not closed; None closes any. Pinned ones
+        are closed only if the rest is not enough: a pin yields to an adapter that could never be
+        served beside the pinned ones, and to no other. Nothing happens while those that are owed
+        a first request would have to be closed too.
+        """
+        assert self._reserved is None, self._reserved
+        assert resident.shape is not None
+        placed = sorted(self._placed.values(), key=lambda r: r.pinned)
+        unpinned = [other for other in placed if not other.pinned]
+        others = placed if self._in_the_way(resident, unpinned) is None else unpinned
+        others = [r for r in others if not r.owed and (latest is None or r.since <= latest)]
+        closed = self._in_the_way(resident, others)
+        if closed is None:
+            return
+        self._reserved = resident.key
+        self._closed = {other.key for other in closed}
+        for other in closed:
+            self.refresh(other)
+
+    def end_reservation(self) -> None:
+        """Whoever was closed and is still placed admits again."""
+        closed, self._closed, self._reserved = self._closed, set(), None
+        for key in sorted(closed):
+            if key in self._placed:
+                self.refresh(self._placed[key])
+            self._reopened.append(key)
+
+    def take_reopened(self) -> list[AdapterKey]:
+        """Adapters that a reservation had closed, each named once when it is over."""
+        reopened, self._reopened = self._reopened, []
+        return reopened
+
+    def check(self, residents: dict[AdapterKey, Resident]) -> None:
+        """Assert that slots and pages are each in one place and that the idle sums are right."""
+        placed = list(self._placed.values())
+        self._pages.check([r.slot for r in placed], [r.pages for r in placed])
+        assert self._placed.keys() == {key for key, r in residents.items() if r.on_device}
+        assert all(residents[r.key] is r for r in placed)
+        idle = [r for r in placed if self._is_evictable(r)]
+        assert all(r.evictable == self._is_evictable(r) for r in residents.values())
+        assert self._idle_slots == len(idle)
+        for index, count in enumerate(self._idle_pages):
+            assert count == sum(len(r.pages[index]) for r in idle)
+
+    def _is_evictable(self, resident: Resident) -> bool:
+        if not resident.on_device or resident.users or resident.filling or resident.owed:
+            return False
+        return resident.key in self._closed or not (resident.pinned or resident.waiting)
+
+    def _in_the_way(
+        self, resident: Resident, others: Sequence[Resident]
+    ) -> Sequence[Resident] | None:
+        """The first of these without whom it would have room; None if it had none without all."""
+        assert resident.shape is not None
+        counts, pages = resident.shape.num_pages, self._none
+        for index, other in enumerate(others):
+            if self._pages.fits(counts, index, pages):
+                return others[:index]
+            pages = [have + len(own) for have, own in zip(pages, other.pages, strict=True)]
+        return others if self._pages.fits(counts, len(others), pages) else None
+
+    def _count(self, resident: Resident, evictable: bool) -> None:
+        """Keep the sums of what could be taken back at once."""
+        if evictable == resident.evictable:
+            return
+        resident.evictable = evictable
+        sign = 1 if evictable else -1
+        self._idle_slots += sign
+        for index, pages in enumerate(resident.pages):
+            self._idle_pages[index] += sign * len(pages)

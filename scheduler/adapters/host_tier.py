@@ -1,0 +1,166 @@
+"""HostTier: which adapters the ranks hold in host memory, which come next, which must go."""
+
+from collections import OrderedDict
+
+from configs.wire.adapters import AdapterKey
+from scheduler.adapters.resident import Resident
+
+FIRST_GUESS_DIVISOR = 8
+"""Before any adapter was staged, each is taken to need this fraction of the tier."""
+
+
+class HostTier:
+    """Host copies in the order of their last use, within `capacity_bytes` on each rank.
+
+    An adapter's size is not known before the ranks have looked at it, so room is kept for one
+    as large as the largest so far; one that turns out too large comes back with its size and is
+    staged again when there is room for that. A dropped copy's bytes count until the plan with
+    the drop was applied, and its adapter is not staged again before: the ranks would drop the
+    new copy.
+    """
+
+    def __init__(self, capacity_bytes: int, largest: int = 0) -> None:
+        """Start empty; `largest` is what the largest adapter so far took, in bytes."""
+        self.capacity_bytes = capacity_bytes
+        self.largest = largest
+        self.num_evictions = 0
+        self._copies: OrderedDict[AdapterKey, Resident] = OrderedDict()
+        self._wants: dict[AdapterKey, Resident] = {}
+        self._expected: dict[AdapterKey, int] = {}
+        self._leaving: dict[AdapterKey, int] = {}
+        self._unsent: list[Resident] = []
+        self._copies_bytes = 0
+        self._leaving_bytes = 0
+        self._short: Resident | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all copies, those that are leaving included."""
+        return self._copies_bytes + self._leaving_bytes
+
+    @property
+    def num_copies(self) -> int:
+        """How many adapters have a host copy."""
+        return len(self._copies)
+
+    @property
+    def has_unsent_drops(self) -> bool:
+        """Whether the next plan must tell the ranks to forget something."""
+        return bool(self._unsent)
+
+    def want(self, resident: Resident) -> None:
+        """Have the adapter staged when its turn comes, if it is still wanted then."""
+        if resident.wanted:
+            self._wants[resident.key] = resident
+
+    def to_stage(self) -> list[AdapterKey]:
+        """Keys to stage now, first wanted first; each is named once until it is answered."""
+        named, settled = [], []
+        self._short = None
+        for key, resident in self._wants.items():
+            if not resident.wanted:
+                settled.append(key)
+            elif resident.dropping:
+                continue
+            elif self._has_room(resident):
+                resident.staging = True
+                self._expected[key] = self._guess(resident)
+                named.append(key)
+            elif resident.waiting > 0:
+                self._short = resident
+                break
+            else:  # Only pinned: it must not hold up adapters that requests wait for.
+                self._short = self._short or resident
+        for key in (*settled, *named):
+            del self._wants[key]
+        return named
+
+    def staged(self, resident: Resident) -> None:
+        """The ranks hold the adapter; its shape is known."""
+        assert resident.shape is not None
+        del self._expected[resident.key]
+        resident.staging = False
+        resident.on_host = True
+        self._copies[resident.key] = resident
+        self._copies_bytes += resident.shape.host_bytes
+        self.largest = max(self.largest, min(resident.shape.host_bytes, self.capacity_bytes))
+
+    def failed(self, resident: Resident, partly: bool = False) -> None:
+        """The adapter could not be staged; partly: what some ranks hold of it must go."""
+        expected = self._expected.pop(resident.key)
+        resident.staging = False
+        if partly:
+            self._leave(resident, expected)
+
+    def touch(self, resident: Resident) -> None:
+        """The adapter was used."""
+        if resident.on_host:
+            self._copies.move_to_end(resident.key)
+
+    def discard(self, resident: Resident) -> None:
+        """Forget the host copy with the next plan."""
+        assert not resident.filling, resident
+        assert resident.shape is not None
+        del self._copies[resident.key]
+        resident.on_host = False
+        self._copies_bytes -= resident.shape.host_bytes
+        self._leave(resident, resident.shape.host_bytes)
+
+    def drops(self) -> list[Resident]:
+        """What the plan in the making tells the ranks to forget."""
+        short = self._short if self._short is not None and self._short.wanted else None
+        reserved = sum(self._expected.values()) + (self._guess(short) if short else 0)
+        awaited = short is not None and short.waiting > 0
+        while self._copies and self._copies_bytes + reserved > self.capacity_bytes:
+            victim = self._victim(awaited)
+            if victim is None:
+                break
+            self.discard(victim)
+            self.num_evictions += 1
+        dropped, self._unsent = self._unsent, []
+        return dropped
+
+    def dropped(self, resident: Resident) -> None:
+        """The plan with the drop was applied; the bytes are free."""
+        self._leaving_bytes -= self._leaving.pop(resident.key)
+        resident.dropping = False
+        self.want(resident)
+
+    def check(self) -> None:
+        """Assert that bytes add up and that every adapter is in one state."""
+        sizes = [r.shape.host_bytes for r in self._copies.values() if r.shape is not None]
+        assert sum(sizes) == self._copies_bytes, (sizes, self._copies_bytes)
+        assert all(r.on_host and not r.dropping for r in self._copies.values())
+        assert sum(self._leaving.values()) == self._leaving_bytes, self._leaving
+        assert self._leaving.keys().isdisjoint(self._copies)
+        assert all(r.dropping and not r.on_host for r in self._unsent)
+
+    def _leave(self, resident: Resident, num_bytes: int) -> None:
+        """Tell the ranks with the next plan to forget what they hold."""
+        resident.dropping = True
+        self._leaving[resident.key] = num_bytes
+        self._leaving_bytes += num_bytes
+        self._unsent.append(resident)
+
+    def _guess(self, resident: Resident) -> int:
+        """What the adapter will take, in bytes."""
+        if resident.shape is not None:
+            return resident.shape.host_bytes
+        return self.largest or self.capacity_bytes // FIRST_GUESS_DIVISOR
+
+    def _has_room(self, resident: Resident) -> bool:
+        held = self._copies_bytes + self._leaving_bytes
+        if held == 0 and not self._expected:
+            return True
+        expected = sum(self._expected.values()) + self._guess(resident)
+        return held + expected <= self.capacity_bytes
+
+    def _victim(self, awaited: bool) -> Resident | None:
+        """The least recent copy that nobody needs; a pinned one only for a request's sake."""
+        idle = [
+            r for r in self._copies.values() if not r.filling and (r.on_device or r.waiting == 0)
+        ]
+        for resident in idle:
+            if resident.on_device or not resident.pinned:
+                return resident
+        return idle[0] if idle and awaited else None

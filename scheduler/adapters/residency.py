@@ -1,0 +1,374 @@
+"""Residency: the map of adapters over disk, host memory and device, and who moves next.
+
+An adapter is on disk, staging, on the host, filling, or on the device (with or without a host
+copy). The tiers (host.py, device.py) know memory; this file knows requests, pins and plans.
+"""
+
+from collections import Counter
+from enum import Enum
+
+from configs.wire.adapters import AdapterKey, AdapterRefusal, AdapterShape
+from configs.wire.plan import Capacity
+from scheduler.adapters.device_tier import DeviceTier
+from scheduler.adapters.host_tier import HostTier
+from scheduler.adapters.resident import AdapterState, Resident
+from scheduler.events import AdapterFailure
+from scheduler.request import Request
+from scheduler.snapshot import AdapterCounts, AdapterTiers, AdapterView
+from scheduler.step import StepBuilder
+
+
+class AdapterReadiness(Enum):
+    """What an adapter could do for a request now."""
+
+    READY = "on the device, admitting"
+    FILLING = "on its way to the device"
+    PLACEABLE = "staged, and the device has room"
+    BLOCKED = "staged, but it must wait for the device"
+    ABSENT = "not staged"
+
+
+class Residency:
+    """Every adapter that anybody uses, awaits or pins, and every one that holds memory.
+
+    now: the time of turns.py.
+    """
+
+    def __init__(self, capacity: Capacity) -> None:
+        """Start with every adapter on disk."""
+        self.host = HostTier(capacity.host_bytes)
+        self.device = DeviceTier(capacity)
+        self._capacity = capacity
+        self._residents: dict[AdapterKey, Resident] = {}
+        self._unplaced_pins: dict[AdapterKey, Resident] = {}
+        self._uses = [0, 0, 0]  # on the device, on the host, not staged
+        self._device_evictions = 0
+        self._host_evictions = 0
+        self._staged = [0, 0]  # adapters, bytes
+        self._filled = [0, 0]
+        self.num_filling = 0
+        self.now = 0
+
+    @property
+    def has_moves(self) -> bool:
+        """Whether a fill is under way, or the next plan has one for a pin, or a drop."""
+        if self.host.has_unsent_drops or self.num_filling:
+            return True
+        return any(self.standing(key) is AdapterReadiness.PLACEABLE for key in self._unplaced_pins)
+
+    def states(self) -> dict[AdapterKey, AdapterState]:
+        """Where each known adapter is."""
+        return {key: resident.state for key, resident in self._residents.items()}
+
+    def views(self) -> list[AdapterView]:
+        """Every known adapter."""
+        return [
+            AdapterView(
+                key=key,
+                state=each.state,
+                running=each.users,
+                waiting=each.waiting,
+                pinned=each.pinned,
+                draining=each.unloading,
+                host_bytes=each.shape.host_bytes if each.on_host and each.shape else 0,
+                device_pages=sum(len(pages) for pages in each.pages) if each.on_device else 0,
+            )
+            for key, each in self._residents.items()
+        ]
+
+    def tiers(self) -> AdapterTiers:
+        """How full the tiers are."""
+        return AdapterTiers(
+            host_bytes=self.host.num_bytes,
+            host_capacity_bytes=self.host.capacity_bytes,
+            device_pages=self.device.num_pages,
+            device_capacity_pages=sum(self._capacity.pages),
+            device_adapters=self.device.num_placed,
+            device_slots=self._capacity.adapter_slots,
+        )
+
+    def counts(self) -> AdapterCounts:
+        """What happened since start."""
+        device_hits, host_hits, misses = self._uses
+        host_evictions = self._host_evictions + self.host.num_evictions
+        evictions = (self._device_evictions, host_evictions)
+        moved = (*self._staged, *self._filled)
+        return AdapterCounts(device_hits, host_hits, misses, *evictions, *moved)
+
+    def standing(self, key: AdapterKey) -> AdapterReadiness:
+        """What a request of this adapter would meet; changes nothing."""
+        resident = self._residents[key]
+        if resident.filling:
+            return AdapterReadiness.FILLING
+        if resident.on_device:
+            return (
+                AdapterReadiness.BLOCKED if self.device.is_closed(key) else AdapterReadiness.READY
+            )
+        if not resident.on_host:
+            return AdapterReadiness.ABSENT
+        return (
+            AdapterReadiness.PLACEABLE
+            if self.device.has_room(resident)
+            else AdapterReadiness.BLOCKED
+        )
+
+    def since(self, key: AdapterKey) -> int:
+        """When the adapter admitted the first request after it was filled or idle."""
+        return self._residents[key].since
+
+    def enlist(self, key: AdapterKey) -> None:
+        """A request waits for the adapter; staging starts now, not when its turn comes."""
+        resident = self._know(key)
+        self._uses[0 if resident.on_device else 1 if resident.on_host else 2] += 1
+        resident.waiting += 1
+        resident.unloading = False
+        self.device.refresh(resident)
+        self.host.want(resident)
+
+    def delist(self, key: AdapterKey) -> None:
+        """A request waits no longer: it was admitted or ended."""
+        resident = self._residents[key]
+        resident.waiting -= 1
+        assert resident.waiting >= 0, resident
+        resident.owed = resident.owed and resident.waiting > 0
+        if resident.waiting == 0 and key == self.device.reserved:
+            self.device.end_reservation()
+        self._settle(resident)
+
+    def fill(self, key: AdapterKey, step: StepBuilder) -> None:
+        """Bring a staged adapter that has room to the device, beginning with this step."""
+        resident = self._residents[key]
+        assert resident.on_host, resident
+        for victim in self.device.place(resident):
+            self._evicted(victim)
+        resident.filling, resident.idle_since = True, -1
+        resident.owed = resident.waiting > 0
+        self.num_filling += 1
+        self.device.refresh(resident)
+        self._unplaced_pins.pop(resident.key, None)
+        step.add_fill(resident)
+        _count(self._filled, resident)
+
+    def placed(self, key: AdapterKey) -> None:
+        """All ranks have finished the adapter's fill."""
+        resident = self._residents.get(key)
+        if resident is not None and resident.filling:
+            resident.filling = False
+            self.num_filling -= 1
+            self._settle(resident)
+
+    def acquire(self, key: AdapterKey) -> int:
+        """Hold the slot of an adapter that is ready, for a request."""
+        resident = self._residents[key]
+        assert resident.on_device, resident
+        assert not resident.filling, resident
+        if resident.idle_since is not None and resident.idle_since < self.now:
+            resident.since = self.now  # A whole step could have taken its place.
+        resident.idle_since = None
+        resident.users += 1
+        resident.owed = False
+        self.device.touch(resident)
+        self.host.touch(resident)
+        return resident.slot
+
+    def release(self, key: AdapterKey) -> None:
+        """A request that held the adapter is gone, and so are all plans that named it."""
+        resident = self._residents[key]
+        resident.users -= 1
+        assert resident.users >= 0, resident
+        if not (resident.users or resident.waiting):
+            resident.idle_since = self.now
+        self._settle(resident)
+
+    def forgo(self, key: AdapterKey) -> None:
+        """Those who wait for the adapter may not be admitted for now: no room is kept for them."""
+        if key == self.device.reserved:
+            self.device.end_reservation()
+        resident = self._residents[key]
+        resident.owed = False
+        self.device.refresh(resident)
+
+    def reserve(self, key: AdapterKey, latest: int | None = None) -> None:
+        """Have others make room for an adapter that has waited for long; see DeviceTier."""
+        self.device.reserve(self._residents[key], latest)
+
+    def staged(self, key: AdapterKey, shape: AdapterShape) -> AdapterFailure | None:
+        """The ranks hold the adapter in host memory; a failure if it can never be placed."""
+        resident = self._residents.get(key)
+        if resident is None or not resident.staging:
+            return None  # The answer to a question of ranks that are gone.
+        assert len(shape.num_pages) == len(self._capacity.projections), shape
+        resident.shape = shape
+        self.host.staged(resident)
+        _count(self._staged, resident)
+        failure = self._too_large(shape)
+        if failure is not None:
+            self._unpin(resident)
+            self.host.discard(resident)
+        self._settle(resident)
+        return failure
+
+    def deferred(self, key: AdapterKey, shape: AdapterShape) -> None:
+        """Some rank had no room for the adapter; it is staged again once there is enough."""
+        resident = self._residents.get(key)
+        if resident is not None and resident.staging:
+            resident.shape = shape
+            self.host.failed(resident, partly=True)
+            self._settle(resident)
+
+    def failed(self, key: AdapterKey, partly: bool = False) -> None:
+        """The adapter could not be staged; the next request for it tries again.
+
+        partly: some rank holds it, or may come to.
+        """
+        resident = self._residents.get(key)
+        if resident is not None and resident.staging:
+            self.host.failed(resident, partly)
+            self._unpin(resident)
+            self._settle(resident)
+
+    def pin(self, key: AdapterKey, pinned: bool) -> None:
+        """Keep the adapter on the device from when there is room, or no longer."""
+        resident = self._know(key)
+        self._unpin(resident)
+        if pinned:
+            resident.pinned = True
+            resident.unloading = False
+            if not resident.on_device:
+                self._unplaced_pins[key] = resident
+        if self.device.reserved is not None:
+            self.device.end_reservation()  # What stands in whose way has changed.
+        self.host.want(resident)
+        self._settle(resident)
+
+    def ask(self, key: AdapterKey) -> bool:
+        """Have the adapter staged without a request; True if there is nothing to wait for."""
+        resident = self._know(key)
+        resident.unloading = False
+        resident.asked = not (resident.on_host or resident.on_device)
+        self.host.want(resident)
+        return not resident.asked
+
+    def answer(self, key: AdapterKey) -> bool:
+        """Whether somebody waits to hear what became of the adapter; he is told now."""
+        resident = self._residents.get(key)
+        if resident is None or not resident.asked:
+            return False
+        resident.asked = False
+        self._settle(resident)
+        return True
+
+    def unload(self, key: AdapterKey) -> None:
+        """Forget the adapter once nobody uses or awaits it."""
+        resident = self._know(key)
+        resident.unloading = True
+        self.pin(key, False)
+
+    def fill_pins(self, step: StepBuilder) -> None:
+        """Place staged pinned adapters that have room, without waiting for a request."""
+        for key in list(self._unplaced_pins):
+            if step.may_fill and self.standing(key) is AdapterReadiness.PLACEABLE:
+                self.fill(key, step)
+
+    def applied(self, step: StepBuilder) -> None:
+        """A plan with drops was executed by all ranks."""
+        for resident in step.dropped:
+            self.host.dropped(resident)
+            self._settle(resident)
+
+    @property
+    def moving(self) -> list[AdapterKey]:
+        """Adapters on their way to the host or to the device."""
+        return [key for key, each in self._residents.items() if each.staging or each.filling]
+
+    def lost(self, capacity: Capacity) -> None:
+        """The ranks are gone, or other ones came that hold `capacity` and no adapter yet."""
+        self._capacity = capacity
+        self._host_evictions += self.host.num_evictions
+        self.host = HostTier(capacity.host_bytes, min(self.host.largest, capacity.host_bytes))
+        self.device = DeviceTier(capacity)
+        self._unplaced_pins = {}
+        self.num_filling = 0
+        for key, resident in list(self._residents.items()):
+            fresh = Resident(
+                key, waiting=resident.waiting, pinned=resident.pinned, asked=resident.asked
+            )
+            self._residents[key] = fresh
+            if fresh.pinned:
+                self._unplaced_pins[key] = fresh
+            self.host.want(fresh)
+            self._settle(fresh)
+
+    def check(self, held: list[Request], waiting: list[Request]) -> None:
+        """Assert that memory adds up and that users and waiting count exactly these requests."""
+        self.host.check()
+        self.device.check(self._residents)
+        users = Counter(request.adapter for request in held)
+        waits = Counter(request.adapter for request in waiting)
+        for key, resident in self._residents.items():
+            assert (resident.users, resident.waiting) == (users[key], waits[key]), resident
+            assert not resident.forgettable, resident
+        assert {*users, *waits} - {None} <= set(self._residents)
+        assert self.num_filling == sum(r.filling for r in self._residents.values())
+        pins = {key for key, r in self._residents.items() if r.pinned and not r.on_device}
+        assert self._unplaced_pins.keys() == pins
+
+    def _know(self, key: AdapterKey) -> Resident:
+        if key not in self._residents:
+            self._residents[key] = Resident(key)
+        return self._residents[key]
+
+    def _unpin(self, resident: Resident) -> None:
+        resident.pinned = False
+        self._unplaced_pins.pop(resident.key, None)
+
+    def _too_large(self, shape: AdapterShape) -> AdapterFailure | None:
+        """The reason why an adapter of this shape can never be placed."""
+        capacity = self._capacity
+        if capacity.adapter_slots < 1:
+            message = "the device has no room for adapters; raise max_device_adapters"
+            return AdapterFailure(AdapterRefusal.TOO_LARGE, message)
+        needs = zip(capacity.projections, shape.num_pages, capacity.pages, strict=True)
+        for name, count, most in needs:
+            if count > most:
+                message = (
+                    f"the adapter needs {count} pages of 8 rank rows for {name}, but the device "
+                    f"has {most}; lower its rank or raise device_pages"
+                )
+                return AdapterFailure(AdapterRefusal.TOO_LARGE, message)
+        if shape.host_bytes > capacity.host_bytes:
+            message = (
+                f"the adapter needs {shape.host_bytes} bytes of host memory on each rank, but "
+                f"the tier has {capacity.host_bytes}; raise host_bytes"
+            )
+            return AdapterFailure(AdapterRefusal.TOO_LARGE, message)
+        return None
+
+    def _evicted(self, resident: Resident) -> None:
+        """It may be wanted again, on the host and then on the device."""
+        self._device_evictions += 1
+        if resident.pinned:
+            self._unplaced_pins[resident.key] = resident
+        self.host.want(resident)
+        if resident.forgettable:
+            del self._residents[resident.key]
+
+    def _settle(self, resident: Resident) -> None:
+        """Follow up on a count that fell: unload what was to be unloaded, forget empty records."""
+        self.device.refresh(resident)
+        busy = resident.users or resident.filling or resident.waiting or resident.staging
+        if resident.unloading and not busy:
+            resident.unloading = False
+            if resident.on_device:
+                self.device.evict(resident)
+            if resident.on_host:
+                self.host.discard(resident)
+        if resident.forgettable:
+            self._residents.pop(resident.key, None)
+
+
+def _count(sums: list[int], resident: Resident) -> None:
+    """Add an adapter to (adapters, bytes)."""
+    assert resident.shape is not None
+    sums[0] += 1
+    sums[1] += resident.shape.host_bytes

@@ -1,0 +1,74 @@
+"""Resident: what is known about one adapter and where its bytes are."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from configs.wire.adapters import AdapterKey, AdapterShape
+
+
+class AdapterState(StrEnum):
+    """Where an adapter's bytes are, for people; DEVICE may have a host copy too."""
+
+    DISK = "disk"
+    STAGING = "staging"
+    HOST = "host"
+    FILLING = "filling"
+    DEVICE = "device"
+
+
+@dataclass(slots=True, eq=False)
+class Resident:
+    """One adapter that is used, awaited, pinned, or somewhere in memory.
+
+    users: requests that hold its slot. filling: a fill is under way that not all ranks have
+    finished. waiting: queued requests. dropping: a plan in flight (or the next one) makes the
+    ranks forget the host copy. owed: it was filled for requests that wait, and none of them
+    was admitted since.
+    evictable: counted among what the device tier may take back at once. asked: somebody waits
+    for its being staged, without a request. since: when it admitted the first request after it was
+    filled or idle; idle_since: when it became so, None while it is not; both in turns.py's time.
+    """
+
+    key: AdapterKey
+    shape: AdapterShape | None = None
+    on_host: bool = False
+    staging: bool = False
+    dropping: bool = False
+    slot: int = -1
+    pages: list[list[int]] = field(default_factory=list)
+    users: int = 0
+    filling: bool = False
+    owed: bool = False
+    waiting: int = 0
+    pinned: bool = False
+    unloading: bool = False
+    evictable: bool = False
+    asked: bool = False
+    since: int = 0
+    idle_since: int | None = None
+
+    @property
+    def on_device(self) -> bool:
+        """Whether it has a slot, though its bytes may still be on their way there."""
+        return self.slot >= 0
+
+    @property
+    def wanted(self) -> bool:
+        """Whether it should be staged to host memory."""
+        needed = self.waiting > 0 or self.pinned or self.asked
+        return needed and not (self.on_device or self.on_host or self.staging)
+
+    @property
+    def forgettable(self) -> bool:
+        """Whether nothing at all would be lost with this record."""
+        busy = self.users or self.filling or self.waiting or self.staging or self.dropping
+        return not (busy or self.asked or self.pinned or self.on_host or self.on_device)
+
+    @property
+    def state(self) -> AdapterState:
+        """Where its bytes are."""
+        if self.on_device:
+            return AdapterState.FILLING if self.filling else AdapterState.DEVICE
+        if self.on_host:
+            return AdapterState.HOST
+        return AdapterState.STAGING if self.staging else AdapterState.DISK

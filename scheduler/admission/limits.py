@@ -1,0 +1,137 @@
+"""Limits, and the refusals that follow from them."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from configs.engine import EngineConfig
+from configs.wire.plan import Capacity
+from configs.wire.sampling import Pooling
+from scheduler.events import RanksFailure
+from scheduler.request import Request
+
+SHORTEST_RETRY_S = 1.0
+LONGEST_RETRY_S = 60.0
+
+
+class InvalidRequest(ValueError):
+    """A request that these limits can never serve; the message says which and what to do."""
+
+
+class Overloaded(Exception):
+    """As many requests wait as may wait; trying again after `retry_after_s` makes sense."""
+
+    def __init__(self, num_waiting: int, retry_after_s: float) -> None:
+        """Tell how many wait and when to come back."""
+        super().__init__(f"{num_waiting} requests are waiting, try again in {retry_after_s:.0f} s")
+        self.retry_after_s = retry_after_s
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the scheduler admits; `configs.engine.LimitsConfig` explains the first five.
+
+    steps_ahead: plans that may be in flight at once. quantum_tokens: what each adapter's queue
+    earns in a round. patience_steps: how long an adapter waits for room on the device before
+    resident ones stop admitting for its sake. slice_steps: for how many steps, at most, such a
+    resident holds its place before what it runs makes way (turns.py says when it is less); the
+    blocks stay where the prefix cache finds them. max_matchers: of constraints, that the ranks
+    hold at once (matchers.py).
+    """
+
+    max_step_tokens: int = 2048
+    max_mixed_prompt_tokens: int | None = None
+    max_running: int = 256
+    max_queued: int = 1024
+    max_total_tokens: int | None = None
+    prefix_caching: bool = True
+    steps_ahead: int = 2
+    quantum_tokens: int = 2048
+    patience_steps: int = 16
+    slice_steps: int = 384
+    max_matchers: int = 64
+
+    def __post_init__(self) -> None:
+        """Refuse limits under which nothing could run."""
+        mixed = 1 if self.max_mixed_prompt_tokens is None else self.max_mixed_prompt_tokens
+        tokens = self.max_step_tokens, mixed, self.quantum_tokens
+        if min(*tokens, self.max_running, self.steps_ahead, self.max_matchers) < 1:
+            raise ValueError(f"limits must be at least 1: {self}")
+        if self.slice_steps < 1:
+            raise ValueError(f"slice_steps must be at least 1: {self}")
+        if self.max_queued < 0 or self.patience_steps < 0:
+            raise ValueError(f"max_queued and patience_steps must not be negative: {self}")
+
+    @classmethod
+    def from_config(cls, config: EngineConfig, steps_ahead: int = 2) -> "Limits":
+        """The limits of one engine; steps_ahead is 1 for models that cannot run ahead."""
+        return cls(
+            max_step_tokens=config.limits.max_step_tokens,
+            max_mixed_prompt_tokens=config.limits.max_mixed_prompt_tokens,
+            max_running=config.limits.max_running,
+            max_queued=config.limits.max_queued,
+            max_total_tokens=config.limits.max_total_tokens,
+            prefix_caching=config.cache.prefix_caching,
+            steps_ahead=steps_ahead,
+            quantum_tokens=config.limits.max_step_tokens,
+        )
+
+
+def refuse_impossible(request: Request, limits: Limits, capacity: Capacity) -> None:
+    """Raise InvalidRequest for a request that could not run even if it were alone."""
+    if not request.prompt:
+        raise InvalidRequest("the prompt has no tokens; send at least one")
+    longest = min(limits.max_total_tokens or capacity.max_total_tokens, capacity.max_total_tokens)
+    prompt, new = len(request.prompt), request.stopping.max_new_tokens
+    if prompt + new > longest:
+        raise InvalidRequest(
+            f"{prompt} prompt tokens and max_new_tokens {new} make {prompt + new} tokens, "
+            f"but at most {longest} are served; shorten one of them"
+        )
+    if new and request.sampling.pooling is not Pooling.NONE:
+        raise InvalidRequest("an embedding is made of a prompt alone; set max_new_tokens to 0")
+    refuse_oversized(request, capacity)
+
+
+def refuse_oversized(request: Request, capacity: Capacity) -> None:
+    """Raise InvalidRequest for a request that the cache could not hold even if it were alone."""
+    prompt, new = len(request.prompt), request.stopping.max_new_tokens
+    # The last token is only handed out: no step computes keys and values for it.
+    held = capacity.num_blocks * capacity.block_size
+    if prompt + max(new, 1) - 1 > held:
+        raise InvalidRequest(
+            f"{prompt} prompt tokens and max_new_tokens {new} do not fit into the cache, "
+            f"which holds {held} tokens; shorten one of them"
+        )
+
+
+def outgrown(requests: Iterable[Request], capacity: Capacity) -> dict[Request, RanksFailure]:
+    """What ends requests that were admitted to ranks which held more than these."""
+    failures = {}
+    for request in requests:
+        try:
+            refuse_oversized(request, capacity)
+        except InvalidRequest as refusal:
+            message = f"the ranks came back with less memory than they had: {refusal}"
+            failures[request] = RanksFailure(message)
+    return failures
+
+
+class DrainRate:
+    """How fast requests leave, for telling clients when to come back."""
+
+    def __init__(self) -> None:
+        """Know nothing yet."""
+        self._interval_s = 0.0
+        self._last: float | None = None
+
+    def left(self, count: int, now: float) -> None:
+        """`count` requests ended at `now`, in seconds."""
+        if self._last is not None:
+            interval = max(now - self._last, 0.0) / count
+            self._interval_s += 0.1 * (interval - self._interval_s)
+        self._last = now
+
+    def retry_after_s(self, num_waiting: int) -> float:
+        """Seconds until about half of those waiting have left, within sane bounds."""
+        estimate = self._interval_s * num_waiting / 2
+        return min(max(estimate, SHORTEST_RETRY_S), LONGEST_RETRY_S)

@@ -1,0 +1,235 @@
+"""From an adapter's name to its files on this node, whatever source it names."""
+
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+from configs.engine import AdaptersConfig
+from configs.reading import FileChanged, NotRegular, OutsideRoot
+from configs.wire.adapters import AdapterError, AdapterReference, AdapterRefusal, AdapterSource
+from sources.base import (
+    AdapterFolder,
+    FoundAdapter,
+    RemoteSource,
+    Token,
+    Unreachable,
+    check_files,
+    check_texts,
+    refuse,
+)
+from sources.budget import DownloadBudget
+from sources.cache import CacheFull, DiskCache
+from sources.download import Download
+from sources.files import check_headers, content_digest, fingerprint
+from sources.hub import HubSource
+from sources.local import LocalSource, origin_of
+from sources.retry import RetryPolicy
+from sources.s3 import S3Source
+
+_PATIENCE_FACTOR = 10
+"""A download is given up after this many times the longest wait of one request for it."""
+
+
+class AdapterSources:
+    """Turns references into folders; every refusal is an AdapterError that says what to do.
+
+    Everything blocks on disk or network, and may be called from any thread.
+    """
+
+    def __init__(self, config: AdaptersConfig) -> None:
+        """Check what can be checked without asking anybody."""
+        self._config = config
+        self._local = LocalSource(config.local_roots, config.max_file_bytes)
+        self._patience = RetryPolicy(config.fetch.attempts, config.fetch.backoff_s)
+        hub = HubSource(config.hub_endpoint, config.fetch, config.allow_pickle, self._patience)
+        self._remote: dict[AdapterSource, RemoteSource] = {AdapterSource.HUB: hub}
+        if config.s3 is not None:
+            s3 = S3Source(config.s3, config.fetch, config.allow_pickle)
+            self._remote[AdapterSource.S3] = s3
+        self._budget = DownloadBudget(config.fetch.download_bytes_per_hour)
+        self.cache = DiskCache(Path(config.fetch.cache_dir).expanduser(), config.fetch.cache_bytes)
+
+    def look(self, reference: AdapterReference, token: Token) -> FoundAdapter:
+        """What the reference names now, if the token may read it; brings no weights.
+
+        AdapterError says why not, Unreachable that the source did not answer.
+        """
+        try:
+            if reference.source is AdapterSource.LOCAL:
+                return self._local.look(reference)
+            found = self._source(reference).look(reference, token)
+            if found.folder is None:
+                check_files(found, self._config.max_file_bytes)
+            return found
+        except (OSError, ValueError) as error:
+            # Files that vanish meanwhile, names that no file system takes.
+            _refuse_unreadable(reference.id, error)
+
+    def bring(self, found: FoundAdapter, token: Token, payer: str | None = None) -> AdapterFolder:
+        """The files of what was found, on this node; a held entry of the cache is the caller's.
+
+        payer: whose budget a download is charged to; None for the operator, who pays none.
+        It calls `release` when nobody reads them any more.
+        """
+        name = found.reference.id
+        if found.folder is not None and self._is_pickled(found.folder):
+            return self._converted(found, found.folder)
+        if found.folder is not None:
+            here = self._inspected(found.folder, found)
+            if found.reference.source is AdapterSource.LOCAL:
+                # It may have been rewritten since the look.
+                here = replace(here, origin=origin_of(here.folder, here.fingerprint))
+            return here
+        try:
+            folder = self.cache.hold(found.origin) or self._download(found, token, payer)
+        except OSError as error:
+            _refuse_unreadable(name, error)
+        try:
+            return replace(self._inspected(folder, found), held=found.origin)
+        except AdapterError:
+            self.cache.release(found.origin)
+            raise
+
+    def digest(self, folder: AdapterFolder, name: str) -> str:
+        """The content's digest; AdapterError when the files are written to meanwhile."""
+        try:
+            digest = content_digest(folder)
+            if fingerprint(folder.folder) != folder.fingerprint:
+                raise FileChanged("its files change: try again when they are written")
+            return digest
+        except OSError as error:
+            _refuse_unreadable(name, error)
+
+    def release(self, folder: AdapterFolder) -> None:
+        """Nobody reads these files any more: they may be evicted."""
+        if folder.held is not None:
+            self.cache.release(folder.held)
+
+    def close(self) -> None:
+        """Have running downloads end soon; what they have is resumed by the next one."""
+        self._patience.stopping.set()
+
+    def local_reference(self, folder: str) -> AdapterReference | None:
+        """The name of a folder under the local roots; None for any other path."""
+        return self._local.name_of(folder)
+
+    def known_local(self) -> list[str]:
+        """Ids of the adapters directly under the local roots, for listings."""
+        return self._local.listing()
+
+    def _source(self, reference: AdapterReference) -> RemoteSource:
+        source = self._remote.get(reference.source)
+        if source is None:
+            refuse(
+                AdapterRefusal.UNSUPPORTED,
+                f"adapter {reference.id!r}: this server has no source "
+                f"{reference.source.value!r}: use hub or local, or configure adapters.s3",
+            )
+        return source
+
+    def _download(self, found: FoundAdapter, token: Token, payer: str | None) -> Path:
+        name = found.reference.id
+        if payer is not None:
+            self._charge(found, payer)
+        deadline = time.monotonic() + _PATIENCE_FACTOR * self._config.fetch_timeout_s
+        source = self._source(found.reference)
+        download = Download(source, found, token, self._patience, deadline)
+        try:
+            return self.cache.add(found.origin, found.size, partial(self._fill, download))
+        except CacheFull as error:
+            _refuse_full(name, found.size, error)
+        except Unreachable as error:
+            refuse(
+                AdapterRefusal.UNAVAILABLE,
+                f"adapter {name!r} could not be downloaded ({error}): try again",
+                error,
+            )
+        except AdapterError:
+            self.cache.discard(found.origin)
+            raise
+
+    def _charge(self, found: FoundAdapter, payer: str) -> None:
+        """Refuse what clients may not have downloaded."""
+        name = found.reference.id
+        if found.reference.source is AdapterSource.HUB and not self._config.fetch.hub_on_demand:
+            refuse(
+                AdapterRefusal.DENIED,
+                f"adapter {name!r} is not on this server, which downloads none from the hub for "
+                "requests (adapters.fetch.hub_on_demand): ask its operator to load it",
+            )
+        wait_s = self._budget.charge(payer, found.size)
+        if wait_s:
+            refuse(
+                AdapterRefusal.QUOTA,
+                f"adapter {name!r} has to be downloaded, and downloads of "
+                f"{self._config.fetch.download_bytes_per_hour} bytes an hour "
+                "(adapters.fetch.download_bytes_per_hour) are used up: try again in "
+                f"{wait_s:.0f} s, or use adapters that are here",
+            )
+
+    def _fill(self, download: Download, folder: Path) -> None:
+        download.into(folder)
+        if self._is_pickled(folder):
+            _convert(folder, folder, download.found.reference.id, None)
+
+    def _is_pickled(self, folder: Path) -> bool:
+        """Whether there are weights only as a pickle, and such may be read."""
+        names = (folder / "adapter_model.bin", folder / "adapter_model.safetensors")
+        return self._config.allow_pickle and [p.is_file() for p in names] == [True, False]
+
+    def _converted(self, found: FoundAdapter, folder: Path) -> AdapterFolder:
+        """A folder that is not ours to write to, as safetensors in the cache."""
+        name = found.reference.id
+        try:
+            files = fingerprint(folder)
+            origin = origin_of(folder, files)
+            size = sum(size for _, size, _ in files)
+            made = self.cache.add(
+                origin, size, lambda into: _convert(folder, into, name, found.root)
+            )
+        except (OSError, ValueError) as error:
+            _refuse_unreadable(name, error)
+        except CacheFull as error:
+            _refuse_full(name, size, error)
+        except AdapterError:
+            self.cache.discard(origin)
+            raise
+        here = self._inspected(made, found)
+        return replace(here, origin=origin, held=origin)
+
+    def _inspected(self, folder: Path, found: FoundAdapter) -> AdapterFolder:
+        try:
+            files = fingerprint(folder)
+            check_texts(((file, size) for file, size, _ in files), found.reference.id)
+            root = found.root if folder == found.folder else None
+            check_headers(folder, found.reference.id, root)
+            return AdapterFolder(folder, files, found.origin, root=root)
+        except OSError as error:
+            _refuse_unreadable(found.reference.id, error)
+
+
+def _convert(folder: Path, into: Path, name: str, root: Path | None) -> None:
+    # Imported when it is needed: drivers that read no pickles need no torch.
+    from sources.pickled import convert
+
+    convert(folder, into, name, root)
+
+
+def _refuse_full(name: str, num_bytes: int, error: Exception) -> NoReturn:
+    refuse(
+        AdapterRefusal.UNAVAILABLE,
+        f"adapter {name!r} with {num_bytes} bytes could not be kept: {error}; try again later, "
+        "or give the server more room (adapters.fetch.cache_bytes)",
+        error,
+    )
+
+
+def _refuse_unreadable(name: str, error: Exception) -> NoReturn:
+    refusal = AdapterRefusal.UNAVAILABLE
+    if isinstance(error, NotRegular):
+        refusal = AdapterRefusal.UNSUPPORTED
+    elif isinstance(error, OutsideRoot):
+        refusal = AdapterRefusal.FORBIDDEN
+    refuse(refusal, f"adapter {name!r} cannot be read: {error}", error)

@@ -1,0 +1,199 @@
+"""Adapters on the hub: every look asks whether the caller's token may read the repository."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+from huggingface_hub import HfApi, get_session, hf_hub_url, snapshot_download
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.utils._headers import build_hf_headers
+from huggingface_hub.utils._http import hf_raise_for_status
+
+from configs.fetching import FetchConfig
+from configs.wire.adapters import AdapterReference, AdapterRefusal
+from configs.wire.templates import OTHERS_FOLDER
+from sources.base import (
+    CONFIG_NAME,
+    TEMPLATE_NAMES,
+    FileBody,
+    FoundAdapter,
+    HTTPError,
+    RemoteFile,
+    Token,
+    is_adapter_file,
+    refuse,
+)
+from sources.retry import RetryPolicy
+
+_PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
+_LONGEST_TOKEN = 1024
+_OTHERS = f"{OTHERS_FOLDER}/*.jinja"
+
+
+class HubSource:
+    """The hub at one endpoint; the library's own cache is read when the hub is switched off.
+
+    HF_HUB_OFFLINE=1 is the operator's word that what lies in that cache is for everybody.
+    """
+
+    def __init__(
+        self, endpoint: str | None, fetch: FetchConfig, allow_pickle: bool, patience: RetryPolicy
+    ) -> None:
+        """`endpoint` None is the library's default."""
+        self._api = HfApi(endpoint=endpoint)
+        self._fetch = fetch
+        self._allow_pickle = allow_pickle
+        self._patience = patience
+
+    def look(self, reference: AdapterReference, token: Token) -> FoundAdapter:
+        """The commit that the reference names, and its files."""
+        _check_token(token, reference.id)
+        try:
+            info = self._patience.ask(lambda: self._info(reference, token), self.is_transient)
+        except OfflineModeIsEnabled:
+            return self._offline(reference)
+        except (HTTPError, HFValidationError) as error:
+            _refuse(error, reference.id)
+        files = tuple(
+            RemoteFile(file.rfilename, file.size or 0, file.blob_id or "")
+            for file in info.siblings or ()
+            if is_adapter_file(file.rfilename, self._allow_pickle)
+        )
+        return FoundAdapter(
+            reference,
+            f"hub:{self._api.endpoint}:{reference.id}@{info.sha}",
+            files,
+            folder=self._cached(reference.id, str(info.sha), files),
+            open_to_all=not (info.private or info.gated),
+        )
+
+    @contextmanager
+    def open(
+        self, found: FoundAdapter, file: RemoteFile, start: int, token: Token
+    ) -> Iterator[FileBody]:
+        """Stream a file of the commit that was found."""
+        commit = found.origin.rpartition("@")[2]
+        url = hf_hub_url(
+            found.reference.id, file.name, revision=commit, endpoint=self._api.endpoint
+        )
+        headers = {**build_hf_headers(token=token), "Accept-Encoding": "identity"}
+        if start:
+            headers["Range"] = f"bytes={start}-"
+        with get_session().stream("GET", url, headers=headers, timeout=self._timeout) as answer:
+            try:
+                hf_raise_for_status(answer)
+            except (HTTPError, HFValidationError) as error:
+                if self.is_transient(error):
+                    raise
+                _refuse(error, found.reference.id)
+            begins = start if answer.status_code == 206 else 0
+            yield FileBody(begins, answer.iter_bytes())
+
+    def is_transient(self, error: Exception) -> bool:
+        """A status that may pass, or no answer at all."""
+        answer = getattr(error, "response", None)
+        if answer is not None:
+            return answer.status_code in _PASSING
+        return isinstance(error, HTTPError) and not isinstance(error, OfflineModeIsEnabled)
+
+    @property
+    def _timeout(self) -> Any:
+        """Of connecting, reading, writing and waiting for a connection, as the library takes it."""
+        connect, read = self._fetch.connect_timeout_s, self._fetch.read_timeout_s
+        return (connect, read, read, read)
+
+    def _info(self, reference: AdapterReference, token: Token) -> Any:
+        info = self._api.model_info(
+            reference.id,
+            revision=reference.revision,
+            files_metadata=True,
+            token=token,
+            timeout=self._timeout,
+        )
+        if info.gated:  # Its description is public, its files are not.
+            url = f"{self._api.endpoint}/api/models/{reference.id}/auth-check"
+            headers = build_hf_headers(token=token)
+            hf_raise_for_status(get_session().get(url, headers=headers, timeout=self._timeout))
+        return info
+
+    def _cached(self, repo: str, commit: str, files: tuple[RemoteFile, ...]) -> Path | None:
+        """The commit's folder in the library's cache, when all files are there; never evicted."""
+        try:
+            folder = snapshot_download(repo, revision=commit, local_files_only=True)
+        except (LocalEntryNotFoundError, OSError):
+            return None
+        whole = all(_has(Path(folder), file) for file in files)
+        return Path(folder) if whole else None
+
+    def _offline(self, reference: AdapterReference) -> FoundAdapter:
+        try:
+            folder = Path(
+                snapshot_download(
+                    reference.id,
+                    revision=reference.revision,
+                    allow_patterns=[CONFIG_NAME, "adapter_model*", *TEMPLATE_NAMES, _OTHERS],
+                    local_files_only=True,
+                )
+            )
+        except (LocalEntryNotFoundError, HFValidationError, OSError) as error:
+            refuse(
+                AdapterRefusal.NOT_FOUND,
+                f"adapter {reference.id!r} is not in the local hub cache, and this server does "
+                "not ask the hub (HF_HUB_OFFLINE): check the id, or use source `local`",
+                error,
+            )
+        if not (folder / CONFIG_NAME).is_file():
+            refuse(
+                AdapterRefusal.NOT_FOUND,
+                f"adapter {reference.id!r} has no {CONFIG_NAME}: not an adapter",
+            )
+        return FoundAdapter(reference, f"cached:{folder}", folder=folder, lasting=False)
+
+
+def _has(folder: Path, file: RemoteFile) -> bool:
+    path = folder / file.name
+    return path.is_file() and path.stat().st_size == file.size
+
+
+def _check_token(token: Token, name: str) -> None:
+    """Refuse what cannot stand in a header: the HTTP library would quote it in its error."""
+    plain = isinstance(token, bool) or (token.isascii() and token.isprintable())
+    if not plain or (isinstance(token, str) and (" " in token or len(token) > _LONGEST_TOKEN)):
+        refuse(
+            AdapterRefusal.FORBIDDEN,
+            f"adapter {name!r}: the api_token has characters that no token of the hub has",
+        )
+
+
+def _refuse(error: Exception, name: str) -> NoReturn:
+    """Say what the hub's final answer means for the client."""
+    if isinstance(error, GatedRepoError):
+        refuse(
+            AdapterRefusal.FORBIDDEN,
+            f"adapter {name!r} is gated: send an api_token that may read it",
+            error,
+        )
+    if isinstance(error, RepositoryNotFoundError | RevisionNotFoundError | EntryNotFoundError):
+        refuse(
+            AdapterRefusal.NOT_FOUND,
+            f"adapter {name!r} was not found on the hub, or it is private and the request "
+            "brought no api_token that may read it",
+            error,
+        )
+    if isinstance(error, HFValidationError):
+        refuse(AdapterRefusal.NOT_FOUND, f"{name!r} is not a valid adapter id: {error}", error)
+    status = getattr(getattr(error, "response", None), "status_code", "no answer")
+    refuse(
+        AdapterRefusal.FORBIDDEN,
+        f"adapter {name!r}: the hub refused this request ({status}): check the api_token",
+        error,
+    )

@@ -1,0 +1,94 @@
+"""Adapters in folders of this node: only under the configured roots, links out of them refused."""
+
+import posixpath
+import time
+from pathlib import Path
+
+from configs.wire.adapters import AdapterReference, AdapterRefusal, AdapterSource
+from sources.base import (
+    CONFIG_NAME,
+    PACKAGE_ROOT,
+    Fingerprint,
+    FoundAdapter,
+    check_size,
+    refuse,
+)
+from sources.files import fingerprint
+
+_LONGEST_ID = 255
+_CLOCK_TICK_NS = 100_000_000
+
+
+class LocalSource:
+    """Looks ids up under the roots; `id@revision` is the folder of just that name."""
+
+    def __init__(self, roots: tuple[str, ...], max_bytes: int) -> None:
+        """Roots that are relative are looked up in the working directory, then the package."""
+        self._roots = [_find_root(root) for root in roots]
+        self._max_bytes = max_bytes
+
+    def look(self, reference: AdapterReference) -> FoundAdapter:
+        """The folder that the reference names, its files' sizes checked; AdapterError if none."""
+        name = reference.id
+        if reference.revision is not None:
+            name = f"{name}@{reference.revision}"
+        root, folder = self._find(name)
+        files = fingerprint(folder)
+        if not all((folder / file).resolve().is_relative_to(root) for file, _, _ in files):
+            refuse(
+                AdapterRefusal.FORBIDDEN,
+                f"adapter {name!r} has a link to a file outside the server's local adapter roots",
+            )
+        check_size(sum(size for _, size, _ in files), name, self._max_bytes)
+        origin = origin_of(folder, files)
+        return FoundAdapter(reference, origin, folder=folder, root=root, lasting=False)
+
+    def name_of(self, folder: str) -> AdapterReference | None:
+        """The reference of a folder under the roots, links followed; None for any other path."""
+        if "\0" in folder:
+            return None
+        path = Path(folder).resolve()
+        for root in self._roots:
+            if path != root and path.is_relative_to(root):
+                return AdapterReference(AdapterSource.LOCAL, path.relative_to(root).as_posix())
+        return None
+
+    def listing(self) -> list[str]:
+        """Ids of the adapters directly under the roots."""
+        return sorted(
+            path.parent.name for root in self._roots for path in root.glob(f"*/{CONFIG_NAME}")
+        )
+
+    def _find(self, name: str) -> tuple[Path, Path]:
+        """The root and the folder that the name leads to."""
+        plain = "\0" not in name and posixpath.normpath(name) == name
+        plain = plain and ".." not in name.split("/")
+        for root in self._roots if plain and len(name) <= _LONGEST_ID else ():
+            folder = (root / name).resolve()
+            if folder.is_relative_to(root) and (folder / CONFIG_NAME).is_file():
+                return root, folder
+        refuse(
+            AdapterRefusal.NOT_FOUND,
+            f"adapter {name!r} was not found: no folder of that name with an "
+            "adapter_config.json lies under the server's local adapter roots",
+        )
+
+
+def origin_of(folder: Path, files: Fingerprint) -> str:
+    """Names what lies in a folder now: rewritten files have another time.
+
+    What was written just now may be written again within one tick of the file system's clock, so
+    it has a name that never comes again.
+    """
+    now = time.time_ns()
+    is_young = now - max(changed for _, _, changed in files) < _CLOCK_TICK_NS
+    return f"local:{folder}:{files}{now if is_young else ''}"
+
+
+def _find_root(root: str) -> Path:
+    for folder in (Path(root), PACKAGE_ROOT / root):
+        if folder.is_dir():
+            return folder.resolve()
+    raise ValueError(
+        f"adapters.local_roots: {root!r} is not a folder; give an existing folder or remove it"
+    )

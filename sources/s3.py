@@ -1,0 +1,159 @@
+"""Adapters in S3 buckets, under configured roots only, with the server's own credentials."""
+
+import importlib
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from typing import Any, NoReturn
+
+from configs.fetching import FetchConfig, S3Config
+from configs.wire.adapters import AdapterReference, AdapterRefusal
+from sources.base import (
+    FileBody,
+    FoundAdapter,
+    RemoteFile,
+    Token,
+    Unreachable,
+    is_adapter_file,
+    refuse,
+)
+
+_PIECE_BYTES = 1 << 16
+_MISSING = frozenset({"NoSuchBucket", "NoSuchKey", "404"})
+_CHANGED = frozenset({"PreconditionFailed", "412"})
+_FORBIDDEN = frozenset(
+    {"AccessDenied", "403", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken"}
+)
+_UNANSWERED = ("NoCredentialsError", "PartialCredentialsError", "NoRegionError")
+
+
+class S3Source:
+    """One S3 service; boto3 asks again by itself, with exponential back-off and jitter."""
+
+    def __init__(self, config: S3Config, fetch: FetchConfig, allow_pickle: bool) -> None:
+        """ImportError with advice when boto3 is not installed."""
+        try:
+            boto3 = importlib.import_module("boto3")
+            botocore = importlib.import_module("botocore.config")
+            self._errors = importlib.import_module("botocore.exceptions")
+        except ImportError as error:
+            raise ImportError(
+                "adapters.s3 is configured, but boto3 is not installed: pip install loray[s3]"
+            ) from error
+        self._roots = config.roots
+        self._allow_pickle = allow_pickle
+        self._client = boto3.session.Session().client(
+            "s3",
+            endpoint_url=config.endpoint_url,
+            region_name=config.region,
+            config=botocore.Config(
+                connect_timeout=fetch.connect_timeout_s,
+                read_timeout=fetch.read_timeout_s,
+                retries={"total_max_attempts": fetch.attempts, "mode": "standard"},
+                # Services other than AWS seldom have a host name for each bucket.
+                s3={"addressing_style": "path" if config.endpoint_url else "auto"},
+            ),
+        )
+
+    def look(self, reference: AdapterReference, token: Token) -> FoundAdapter:
+        """The files under the id's prefix, one level deep; an ETag is a file's version."""
+        bucket, prefix = self._place(reference)
+        try:
+            listed = self._client.list_objects_v2(Bucket=bucket, Prefix=prefix, Delimiter="/")
+        except self._errors.ClientError as error:
+            if self.is_transient(error):
+                raise Unreachable(f"s3 answered {_code(error)}") from error
+            self._refuse(error, reference.id)
+        except self._errors.BotoCoreError as error:
+            self._refuse_unanswered(error, reference.id)
+        files = tuple(
+            RemoteFile(name, entry["Size"], entry["ETag"])
+            for entry in listed.get("Contents", ())
+            if is_adapter_file(name := entry["Key"].removeprefix(prefix), self._allow_pickle)
+        )
+        if not files:
+            refuse(
+                AdapterRefusal.NOT_FOUND,
+                f"adapter {reference.id!r} was not found: no adapter's files lie there in s3",
+            )
+        tags = ",".join(f"{file.name}={file.tag}" for file in files)
+        endpoint = self._client.meta.endpoint_url
+        return FoundAdapter(reference, f"s3:{endpoint}/{bucket}/{prefix}:{tags}", files)
+
+    @contextmanager
+    def open(
+        self, found: FoundAdapter, file: RemoteFile, start: int, token: Token
+    ) -> Iterator[FileBody]:
+        """Stream a file, if it is still the version that was found."""
+        bucket, prefix = self._place(found.reference)
+        ranged = {"Range": f"bytes={start}-"} if start else {}
+        try:
+            answer = self._client.get_object(
+                Bucket=bucket, Key=prefix + file.name, IfMatch=file.tag, **ranged
+            )
+        except self._errors.ClientError as error:
+            if self.is_transient(error):
+                raise
+            self._refuse(error, found.reference.id)
+        with closing(answer["Body"]) as body:
+            begins = start if "ContentRange" in answer else 0
+            yield FileBody(begins, body.iter_chunks(_PIECE_BYTES))
+
+    def is_transient(self, error: Exception) -> bool:
+        """A status that may pass, or a connection that broke."""
+        if isinstance(error, self._errors.ClientError):
+            status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+            return status >= 500 or status in (408, 429)
+        if type(error).__name__ in _UNANSWERED:
+            return False
+        return isinstance(error, self._errors.BotoCoreError)
+
+    def _place(self, reference: AdapterReference) -> tuple[str, str]:
+        """Bucket and prefix (with a "/" at its end) of an id; refuses what no root holds."""
+        name = reference.id.removeprefix("s3://").rstrip("/")
+        if reference.revision is not None:
+            name = f"{name}@{reference.revision}"
+        parts = name.split("/")
+        if not all(part not in ("", ".", "..") for part in parts):
+            refuse(AdapterRefusal.NOT_FOUND, f"{reference.id!r} is no path in a bucket")
+        if not any(f"{name}/".startswith(f"{root}/") for root in self._roots):
+            if reference.id.startswith("s3://"):
+                refuse(
+                    AdapterRefusal.FORBIDDEN,
+                    f"adapter {reference.id!r} does not lie under the server's adapters.s3.roots",
+                )
+            name = f"{self._roots[0]}/{name}"
+        bucket, _, prefix = name.partition("/")
+        return bucket, f"{prefix}/" if prefix else ""
+
+    def _refuse(self, error: Any, name: str) -> NoReturn:
+        code = _code(error)
+        if code in _MISSING:
+            refuse(AdapterRefusal.NOT_FOUND, f"adapter {name!r} was not found in s3", error)
+        if code in _FORBIDDEN:
+            refuse(
+                AdapterRefusal.FORBIDDEN,
+                f"adapter {name!r}: s3 refused the server's credentials ({code})",
+                error,
+            )
+        changed = "it changed while it was read: " if code in _CHANGED else ""
+        refuse(
+            AdapterRefusal.UNAVAILABLE,
+            f"adapter {name!r} could not be read from s3: {changed}try again ({code})",
+            error,
+        )
+
+    def _refuse_unanswered(self, error: Exception, name: str) -> NoReturn:
+        if self.is_transient(error):
+            raise Unreachable(f"s3 gave no answer ({type(error).__name__})") from error
+        if isinstance(error, self._errors.ParamValidationError):
+            refuse(AdapterRefusal.NOT_FOUND, f"{name!r} is no path in a bucket", error)
+        refuse(
+            AdapterRefusal.UNAVAILABLE,
+            f"adapter {name!r}: the server has no credentials for s3, or no region; see boto3's "
+            "configuration",
+            error,
+        )
+
+
+def _code(error: Any) -> str:
+    return str(error.response.get("Error", {}).get("Code", "no answer"))

@@ -1,0 +1,113 @@
+"""Rights belong to callers and end; versions are the same for all; tokens are not kept."""
+
+import pytest
+
+from configs.fetching import FetchConfig
+from configs.wire.adapters import AdapterError, AdapterReference, AdapterRefusal, AdapterSource
+from deployments.driver.adapters.access_cache import AccessCache
+from sources.base import FoundAdapter
+
+SQL = AdapterReference(AdapterSource.HUB, "acme/sql")
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def answers(clock: Clock) -> AccessCache:
+    return AccessCache(FetchConfig(recheck_s=30, grace_s=100, refusal_s=5), clock)
+
+
+def found(origin: str = "v1", open_to_all: bool = False) -> FoundAdapter:
+    return FoundAdapter(SQL, origin, open_to_all=open_to_all)
+
+
+def test_an_answer_is_for_its_caller_and_for_a_while(answers: AccessCache, clock: Clock) -> None:
+    good, other = answers.caller("hf_good"), answers.caller("hf_other")
+    answers.keep(SQL, good, found())
+    assert answers.fresh(SQL, good) == found()
+    for caller in (other, answers.caller(False), answers.caller(True)):
+        assert answers.fresh(SQL, caller) is None
+        assert answers.confirmed(SQL, caller) is None
+    clock.now += 29
+    assert answers.fresh(SQL, good) == found()
+    clock.now += 1
+    assert answers.fresh(SQL, good) is None
+
+
+def test_what_is_open_is_for_everybody_until_it_is_not(answers: AccessCache) -> None:
+    good, nobody = answers.caller("hf_good"), answers.caller(False)
+    answers.keep(SQL, nobody, found(open_to_all=True))
+    assert answers.fresh(SQL, good) is not None
+    answers.keep(SQL, good, found())
+    assert answers.fresh(SQL, good) is not None
+    assert answers.fresh(SQL, nobody) is None
+
+
+def test_out_of_reach_only_lately_confirmed_callers_are_served(
+    answers: AccessCache, clock: Clock
+) -> None:
+    good = answers.caller("hf_good")
+    answers.keep(SQL, good, found())
+    clock.now += 99
+    assert answers.confirmed(SQL, good) == found()
+    assert answers.fresh(SQL, good) == found(), "the source is not asked again at once"
+    clock.now += 5
+    assert answers.fresh(SQL, good) is None
+    assert answers.confirmed(SQL, good) is None, "grace does not renew itself"
+
+
+def test_a_no_ends_a_right_and_is_repeated_for_a_while(answers: AccessCache, clock: Clock) -> None:
+    good, other = answers.caller("hf_good"), answers.caller("hf_other")
+    for caller in (good, other):
+        answers.keep(SQL, caller, found())
+    answers.refuse(SQL, good, AdapterError(AdapterRefusal.NOT_FOUND, "gone"))
+    with pytest.raises(AdapterError, match="gone"):
+        answers.fresh(SQL, good)
+    assert answers.fresh(SQL, other) is not None
+    clock.now += 5
+    assert answers.fresh(SQL, good) is None
+    assert answers.confirmed(SQL, good) is None
+
+
+def test_no_answer_ends_no_right(answers: AccessCache, clock: Clock) -> None:
+    good = answers.caller("hf_good")
+    answers.keep(SQL, good, found())
+    answers.refuse(SQL, good, AdapterError(AdapterRefusal.UNAVAILABLE, "broken"))
+    clock.now += 5
+    assert answers.confirmed(SQL, good) == found()
+
+
+def test_a_new_version_is_everybodys(answers: AccessCache) -> None:
+    """Else a name would serve now this version, now that one, by who asks."""
+    good, other = answers.caller("hf_good"), answers.caller("hf_other")
+    answers.keep(SQL, good, found("v1"))
+    answers.keep(SQL, other, found("v2"))
+    assert answers.fresh(SQL, good) == found("v2")
+
+
+def test_tokens_are_not_kept(answers: AccessCache) -> None:
+    caller = answers.caller("hf_secret")
+    answers.keep(SQL, caller, found())
+    answers.refuse(SQL, caller, AdapterError(AdapterRefusal.NOT_FOUND, "gone"))
+    assert "hf_secret" not in repr(vars(answers))
+    assert caller != AccessCache(FetchConfig()).caller("hf_secret"), "the hash has a key"
+
+
+def test_memory_is_bounded(answers: AccessCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deployments.driver.adapters.access_cache._MAX_ANSWERS", 10)
+    for index in range(50):
+        reference = AdapterReference(AdapterSource.HUB, f"acme/a{index}")
+        answers.keep(reference, "me", found())
+        answers.refuse(reference, "you", AdapterError(AdapterRefusal.NOT_FOUND, "gone"))
+    sizes = [len(answers._rights), len(answers._refused), len(answers._found)]
+    assert max(sizes) <= 10

@@ -1,0 +1,135 @@
+"""What a replica tells of its adapters: by clients' names, where they are, and not too many."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from configs.wire.adapters import AdapterKey, AdapterReference, AdapterSource
+from configs.wire.merging import MergeRule
+from deployments.driver.adapters.report import MAX_NAMES, AdapterReporter
+from deployments.driver.engine import DriverEngine
+from deployments.driver.routing.policy import HoldingTier, ReplicaReport, mark
+from scheduler.adapters.resident import AdapterState
+from scheduler.snapshot import AdapterView
+from tests.deployments.driver.fake_ranks import FakeGroup
+from tests.deployments.driver.routing.stories import NOWHERE, play, request
+
+ONE, TWO = AdapterKey(1), AdapterKey(2)
+RED = AdapterReference(AdapterSource.HUB, "red")
+BLUE = AdapterReference(AdapterSource.LOCAL, "blue")
+
+
+def view(key: AdapterKey, state: AdapterState, draining: bool = False) -> AdapterView:
+    return AdapterView(key, state, 0, 0, False, draining, 0, 0)
+
+
+class Names:
+    """Names of a driver: aliases, and the contents that they mean."""
+
+    def __init__(self) -> None:
+        self.aliases: dict[AdapterReference, AdapterReference] = {}
+        self.contents: dict[AdapterReference, AdapterKey] = {RED: ONE, BLUE: TWO}
+        self.holdings = AdapterReporter(self.target, self.contents.get)
+
+    def target(self, name: AdapterReference) -> AdapterReference:
+        return self.aliases.get(name, name)
+
+    def told(self, *views: AdapterView, pins: tuple[AdapterReference, ...] = ()) -> ReplicaReport:
+        return self.holdings.report(views, pins, load=3, ready=True, now=12.0)
+
+
+@pytest.mark.parametrize(
+    ("state", "tier"),
+    [
+        (AdapterState.DEVICE, HoldingTier.DEVICE),
+        (AdapterState.FILLING, HoldingTier.HOST),
+        (AdapterState.HOST, HoldingTier.HOST),
+        (AdapterState.STAGING, HoldingTier.HOST),
+        (AdapterState.DISK, HoldingTier.DISK),
+    ],
+)
+def test_an_adapter_is_told_where_it_is(state: AdapterState, tier: HoldingTier) -> None:
+    names = Names()
+    assert names.told(view(ONE, state)).held == {}, "nobody asked for it"
+    names.holdings.asked(RED)
+    assert names.told(view(ONE, state)).held == {mark(RED): tier}
+    assert names.told(view(ONE, state, draining=True)).held == {mark(RED): HoldingTier.DISK}
+    del names.contents[RED]
+    assert names.told(view(ONE, state)).held == {}, "it was forgotten"
+
+
+def test_files_count_where_they_were_downloaded() -> None:
+    names = Names()
+    rule = MergeRule((1.0, 1.0))
+    mixed = AdapterReference(AdapterSource.LOCAL, "mixed", parts=(BLUE, RED), rule=rule)
+    names.contents[mixed] = AdapterKey(3)
+    names.aliases[AdapterReference(AdapterSource.LOCAL, "mine")] = RED
+    for name in (RED, BLUE, mixed, *names.aliases):
+        names.holdings.asked(name)
+    told = names.told().held
+    assert told == {mark(name): HoldingTier.DISK for name in (RED, mixed, *names.aliases)}
+
+
+def test_two_names_of_one_content_are_both_told() -> None:
+    names = Names()
+    names.contents[BLUE] = ONE
+    names.holdings.asked(RED)
+    names.holdings.asked(BLUE)
+    told = names.told(view(ONE, AdapterState.DEVICE)).held
+    assert told == {mark(RED): HoldingTier.DEVICE, mark(BLUE): HoldingTier.DEVICE}
+
+
+def test_pins_and_the_last_names_are_told_and_no_more() -> None:
+    names = Names()
+    many = [AdapterReference(AdapterSource.HUB, f"a{i}") for i in range(2 * MAX_NAMES)]
+    names.contents |= dict.fromkeys(many, TWO)
+    for name in (*many, many[7]):
+        names.holdings.asked(name)
+    told = names.told(view(TWO, AdapterState.HOST), pins=(RED,)).held
+    last = [many[7], *reversed(many[-MAX_NAMES:])][: MAX_NAMES - 1]
+    assert told == {mark(RED): HoldingTier.DISK, **{mark(name): HoldingTier.HOST for name in last}}
+
+
+def test_a_name_that_is_asked_for_again_stays() -> None:
+    names = Names()
+    many = [AdapterReference(AdapterSource.HUB, f"a{i}") for i in range(MAX_NAMES)]
+    for name in (RED, *many[: MAX_NAMES // 2], RED, *many[MAX_NAMES // 2 :]):
+        names.holdings.asked(name)
+    assert names.told(view(ONE, AdapterState.HOST)).held == {mark(RED): HoldingTier.HOST}
+
+
+def test_the_beat_grows_with_time_alone() -> None:
+    holdings = Names().holdings
+    reports = [holdings.report([], [], 0, True, now) for now in (0.0, 4.9, 5.0, 14.0, 1e6)]
+    assert [report.beat for report in reports] == [0, 0, 1, 2, 200_000]
+    assert reports[0].packed() == reports[1].packed() != reports[2].packed()
+
+
+def test_an_engine_tells_what_requests_came_for(root: Path) -> None:
+    async def story(engine: DriverEngine, group: FakeGroup) -> None:
+        assert engine.report([], 0).held == {}
+        missing = request("r0", [1], adapter="nobody")
+        red = request("r1", [1, 2], adapter="red")
+        await asyncio.gather(*(engine.generate(each, NOWHERE) for each in (missing, red)))
+        told = engine.report(await engine.adapter_views(), 5)
+        assert red.adapter is not None
+        assert told.held == {mark(red.adapter): HoldingTier.DEVICE}
+        assert (told.load, told.ready) == (5, True)
+
+    play(root, story)
+
+
+def test_an_engine_whose_ranks_are_rebuilt_is_not_ready(root: Path) -> None:
+    async def story(engine: DriverEngine, group: FakeGroup) -> None:
+        group.may_start.clear()
+        group.kill(1)
+        lost = asyncio.create_task(engine.generate(request("r", [1]), NOWHERE))
+        while engine.report([], 0).ready:
+            await engine.snapshot()
+        assert not lost.done()
+        group.may_start.set()
+        await lost
+        assert engine.report([], 0).ready
+
+    play(root, story)

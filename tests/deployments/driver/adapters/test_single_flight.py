@@ -1,0 +1,125 @@
+"""An errand is run once for all who ask, and its end is told when all of them have gone on."""
+
+import asyncio
+import threading
+from functools import partial
+
+import pytest
+
+from deployments.driver.adapters.single_flight import (
+    BlockingCalls,
+    Late,
+    SingleFlight,
+    when_all_have_it,
+)
+from tests.deployments.driver.routing.stories import PATIENCE_S
+
+
+def test_all_who_ask_share_a_run_and_go_on_before_its_end_is_told() -> None:
+    told: list[str] = []
+
+    async def story() -> None:
+        errands, may_end = SingleFlight(), asyncio.Event()
+
+        async def work() -> int:
+            told.append("run")
+            await may_end.wait()
+            when_all_have_it(lambda: told.append("end"))
+            return 7
+
+        async def ask() -> None:
+            told.append(f"got {await errands.once('what', work)}")
+
+        asked = [asyncio.create_task(ask()) for _ in range(3)]
+        await asyncio.sleep(0)
+        asked[0].cancel()
+        may_end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await asked[0]
+        await asyncio.gather(*asked[1:])
+        await asyncio.sleep(0)
+        assert told == ["run", "got 7", "got 7", "end"]
+        told.clear()
+        await ask()
+        assert told[:2] == ["run", "got 7"], "what has ended is run again"
+
+    asyncio.run(asyncio.wait_for(story(), PATIENCE_S))
+
+
+def test_who_is_impatient_goes_on_without_the_errand() -> None:
+    async def story() -> None:
+        errands, may_end = SingleFlight(), asyncio.Event()
+        runs = 0
+
+        async def work() -> int:
+            nonlocal runs
+            runs += 1
+            await may_end.wait()
+            return 7
+
+        with pytest.raises(Late):
+            await errands.once("what", work, 0.0)
+        patient = asyncio.create_task(errands.once("what", work))
+        with pytest.raises(Late):
+            await errands.once("what", work, 1e-6)
+        may_end.set()
+        assert await patient == 7
+        assert runs == 1
+        assert await errands.once("what", work, PATIENCE_S) == 7
+
+    asyncio.run(asyncio.wait_for(story(), PATIENCE_S))
+
+
+def test_an_errand_that_is_late_already_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many ask, they wait for `patience_s` in all."""
+
+    async def story() -> None:
+        errands, may_end, loop = SingleFlight(), asyncio.Event(), asyncio.get_running_loop()
+        first = asyncio.create_task(errands.once("what", may_end.wait))
+        await asyncio.sleep(0)
+        time = loop.time
+        monkeypatch.setattr(loop, "time", lambda: time() + PATIENCE_S / 2)
+        with pytest.raises(Late):
+            await errands.once("what", may_end.wait, PATIENCE_S / 3)
+        may_end.set()
+        assert await first
+
+    asyncio.run(asyncio.wait_for(story(), PATIENCE_S))
+
+
+def test_calls_that_hang_give_their_places_to_others() -> None:
+    async def story() -> None:
+        may_end = threading.Event()
+        calls = BlockingCalls("test", width=2, patience_s=0.01, most=8)
+        hanging = [asyncio.create_task(calls.run(may_end.wait)) for _ in range(7)]
+        assert await calls.run(lambda: 5) == 5
+        assert not any(task.done() for task in hanging)
+        may_end.set()
+        assert await asyncio.gather(*hanging) == [True] * 7
+        calls.close()
+
+    asyncio.run(asyncio.wait_for(story(), PATIENCE_S))
+
+
+def test_no_more_calls_than_places_run_at_once() -> None:
+    async def story() -> None:
+        calls = BlockingCalls("test", width=2)
+        running: list[int] = []
+        most: list[int] = []
+
+        def call() -> None:
+            running.append(1)
+            most.append(len(running))
+            running.pop()
+
+        await asyncio.gather(*(calls.run(call) for _ in range(30)))
+        assert max(most) <= 2
+        with pytest.raises(OSError, match="why"):
+            await calls.run(partial(_raise, OSError("why")))
+        calls.close()
+
+    asyncio.run(asyncio.wait_for(story(), PATIENCE_S))
+
+
+def _raise(error: Exception) -> None:
+    raise error

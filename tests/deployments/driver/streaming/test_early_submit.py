@@ -1,0 +1,395 @@
+"""Head starts: run once whatever comes first, adopted by their calls, else gone without a trace."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from configs.wire.sampling import Stopping
+from deployments.contract import (
+    Cancelled,
+    Completion,
+    Failed,
+    GenerateRequest,
+    ReplyAddress,
+    SequenceOutcome,
+    TokenFrame,
+)
+from deployments.driver.engine import DriverEngine
+from deployments.driver.streaming.early_submit import EarlySubmits
+from deployments.frames import FrameReceiver
+from tests.deployments.driver.fake_ranks import FakeGroup, continuation
+from tests.deployments.driver.routing.stories import (
+    PATIENCE_S,
+    play,
+    request,
+    tokens,
+    until,
+    until_running,
+    until_true,
+)
+from tests.deployments.driver.streaming.sockets import HERE, THERE
+
+ONE, OTHER = request("one", [1]), request("other", [2])
+
+
+class Runs:
+    """Stands for an engine: what runs, until it is told to end, and whose tokens are held."""
+
+    def __init__(self, patience_s: float = PATIENCE_S) -> None:
+        self.begun: list[str] = []
+        self.cancelled: list[str] = []
+        self.held: set[str] = set()
+        self.num_settled = 0
+        self.fault: Exception | None = None
+        self.free = asyncio.Event()
+        self.starts = EarlySubmits(self.run, self, self.settle, patience_s)
+
+    async def run(self, asked: GenerateRequest, reply_to: ReplyAddress) -> Completion:
+        self.begun.append(asked.id)
+        number = len(self.begun)
+        try:
+            await self.free.wait()
+        except asyncio.CancelledError:
+            self.cancelled.append(asked.id)
+            raise
+        if self.fault is not None:
+            raise self.fault
+        return Completion([SequenceOutcome([number], Cancelled())])
+
+    async def settle(self) -> None:
+        self.num_settled += 1
+
+    def hold(self, request_id: str) -> None:
+        self.held.add(request_id)
+
+    def release(self, request_id: str) -> None:
+        self.held.discard(request_id)
+
+    def call(self, asked: GenerateRequest = ONE) -> "asyncio.Task[Completion]":
+        return asyncio.create_task(self.starts.call(asked, HERE))
+
+
+def tell(story: Callable[[Runs], Awaitable[None]], patience_s: float = PATIENCE_S) -> None:
+    """Run a story; at its end nothing may wait, be held or run."""
+
+    async def act() -> None:
+        before, runs = asyncio.all_tasks(), Runs(patience_s)
+        await story(runs)
+        await until_true(lambda: asyncio.all_tasks() == before)
+        assert (len(runs.starts), runs.held) == (0, set())
+
+    asyncio.run(asyncio.wait_for(act(), PATIENCE_S))
+
+
+async def turns() -> None:
+    """Let everything run that can."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_call_adopts_what_runs_or_has_ended(ended: bool) -> None:
+    async def story(runs: Runs) -> None:
+        runs.starts.begin(ONE, HERE)
+        runs.starts.begin(OTHER, HERE)
+        assert runs.held == {"one", "other"}
+        if ended:
+            runs.free.set()
+            await turns()
+        call = runs.call()
+        await turns()
+        assert "one" not in runs.held
+        runs.free.set()
+        assert (await call).sequences[0].tokens == [1]
+        assert (await runs.call(OTHER)).sequences[0].tokens == [2]
+        assert (runs.begun, runs.starts.num_adopted) == (["one", "other"], 2)
+        assert runs.starts.lead_seconds > 0
+
+    tell(story)
+
+
+def test_a_call_that_is_here_first_runs_alone() -> None:
+    """And what it overtook is ignored, while it runs and after its end."""
+
+    async def story(runs: Runs) -> None:
+        call = runs.call()
+        await turns()
+        runs.starts.begin(ONE, HERE)
+        runs.free.set()
+        await call
+        runs.starts.begin(ONE, HERE)
+        await turns()
+        assert (runs.begun, runs.starts.num_adopted, len(runs.starts)) == (["one"], 0, 0)
+
+    tell(story)
+
+
+def test_a_head_start_that_comes_twice_is_one() -> None:
+    async def story(runs: Runs) -> None:
+        runs.starts.begin(ONE, HERE)
+        runs.starts.begin(ONE, HERE)
+        call = runs.call()
+        await turns()
+        runs.starts.begin(ONE, HERE)
+        runs.free.set()
+        await call
+        assert runs.begun == ["one"]
+
+    tell(story)
+
+
+def test_what_is_taken_back_ends_and_stays_so_until_its_call_comes_after_all() -> None:
+    async def story(runs: Runs) -> None:
+        runs.starts.begin(ONE, HERE)
+        await turns()
+        runs.starts.take_back("one")
+        call = runs.call()
+        runs.starts.begin(ONE, HERE)
+        await turns()
+        assert (runs.cancelled, runs.begun) == (["one"], ["one", "one"])
+        assert runs.num_settled == 1, "nothing of the first may be mistaken for the second's"
+        runs.free.set()
+        assert (await call).sequences[0].tokens == [2]
+        assert runs.starts.num_adopted == 0
+
+    tell(story)
+
+
+def test_what_was_adopted_or_never_here_is_not_taken_back() -> None:
+    async def story(runs: Runs) -> None:
+        runs.starts.begin(ONE, HERE)
+        call = runs.call()
+        await turns()
+        runs.starts.take_back("one")
+        runs.starts.take_back("nobody")
+        runs.starts.lost(HERE)
+        runs.starts.close()
+        runs.free.set()
+        assert (await call).sequences[0].tokens == [1]
+        runs.starts.take_back("one")
+
+    tell(story)
+
+
+def test_a_call_that_does_not_come_is_not_waited_for() -> None:
+    async def story(runs: Runs) -> None:
+        runs.starts.begin(ONE, HERE)
+        await until_true(lambda: runs.cancelled == ["one"])
+        runs.free.set()
+        runs.starts.begin(OTHER, HERE)
+        await until_true(lambda: not len(runs.starts))
+        assert (await runs.call()).sequences[0].tokens == [3], "it began anew"
+        assert runs.starts.num_adopted == 0
+
+    tell(story, patience_s=0.01)
+
+
+def test_an_ingress_replica_that_is_gone_takes_its_own_along() -> None:
+    async def story(runs: Runs) -> None:
+        runs.starts.begin(ONE, HERE)
+        runs.starts.begin(OTHER, THERE)
+        await turns()
+        runs.starts.lost(HERE)
+        await turns()
+        assert (runs.cancelled, len(runs.starts)) == (["one"], 1)
+        runs.starts.close()
+
+    tell(story)
+
+
+def test_a_call_that_is_cancelled_ends_what_it_adopted() -> None:
+    async def story(runs: Runs) -> None:
+        runs.starts.begin(ONE, HERE)
+        await turns()
+        call = runs.call()
+        await turns()
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert runs.cancelled == ["one"]
+
+    tell(story)
+
+
+def test_a_fault_is_the_calls_and_nobodys_without_one() -> None:
+    async def story(runs: Runs) -> None:
+        runs.fault = ValueError("broken")
+        runs.free.set()
+        runs.starts.begin(ONE, HERE)
+        runs.starts.begin(OTHER, HERE)
+        await turns()
+        with pytest.raises(ValueError, match="broken"):
+            await runs.call()
+        runs.starts.take_back("other")
+
+    tell(story)
+
+
+@pytest.mark.parametrize("changed", ["request", "address"])
+def test_only_the_same_request_is_adopted(changed: str) -> None:
+    async def story(runs: Runs) -> None:
+        longer = request("one", [1], 6)
+        runs.starts.begin(
+            longer if changed == "request" else ONE, HERE if changed == "request" else THERE
+        )
+        await turns()
+        call = runs.call()
+        await turns()
+        assert (runs.cancelled, runs.begun) == (["one"], ["one", "one"])
+        runs.free.set()
+        await call
+        assert runs.starts.num_adopted == 0
+
+    tell(story)
+
+
+def test_no_more_is_remembered_than_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deployments.driver.streaming.early_submit._REMEMBERED", 3)
+
+    async def story(runs: Runs) -> None:
+        runs.free.set()
+        for i in range(9):
+            await runs.call(request(f"r{i}", [1]))
+        assert list(runs.starts._past) == ["r6", "r7", "r8"]
+
+    tell(story)
+
+
+class Ingress:
+    """An ingress replica that a driver dialled as `driver`, and all tokens that it was sent."""
+
+    def __init__(self) -> None:
+        self.heard: dict[str, list[int]] = {}
+        self.receiver = FrameReceiver(self._deliver)
+
+    def _deliver(self, frame: TokenFrame) -> None:
+        for run in frame.runs:
+            told = self.heard.setdefault(run.request_id, [])
+            assert run.start == len(told)
+            told += run.tokens
+
+
+@asynccontextmanager
+async def dialled(engine: DriverEngine) -> AsyncIterator[tuple[Ingress, ReplyAddress]]:
+    """An ingress replica whose first request was answered."""
+    ingress = Ingress()
+    address = await ingress.receiver.start("127.0.0.1")
+    await engine.generate(request("first", [9], 1), address)
+    yield ingress, address
+    await ingress.receiver.close()
+
+
+def test_tokens_leave_when_the_call_is_here_and_are_the_same(root: Path) -> None:
+    async def story(engine: DriverEngine, group: FakeGroup) -> None:
+        async with dialled(engine) as (ingress, address):
+            asked = [request(f"r{i}", [i], 9, adapter) for i, adapter in enumerate((None, "red"))]
+            alone = [await engine.generate(each, address) for each in asked]
+            again = [
+                request(f"again r{i}", [i], 9, adapter) for i, adapter in enumerate((None, "red"))
+            ]
+            for each in again:
+                assert ingress.receiver.send_ahead("", each) is False, "a nameless driver"
+                engine.on_head_start(each, address)
+            for each in again:
+                await engine.head_starts._begun[each.id].task
+            assert not any(each.id in ingress.heard for each in again)
+            answers = [await engine.generate(each, address) for each in again]
+            assert [tokens(answer) for answer in answers] == [tokens(answer) for answer in alone]
+            assert engine.head_starts.num_adopted == 2
+
+    play(root, story)
+
+
+def test_held_tokens_go_first_when_the_call_comes(root: Path) -> None:
+    async def story(engine: DriverEngine, group: FakeGroup) -> None:
+        async with dialled(engine) as (ingress, address):
+            group.gate.clear()
+            asked = request("r", [5], 20)
+            engine.on_head_start(asked, address)
+            await until_running(engine)
+            group.gate.let(6)
+            await until_true(lambda: bool(engine._streams._held.get("r")))
+            call = asyncio.create_task(engine.generate(asked, address))
+            await until_true(lambda: "r" in ingress.heard)
+            group.gate.set()
+            assert tokens(await call) == [continuation("", [5], 20)]
+            await until_true(lambda: len(ingress.heard["r"]) == 20)
+
+    play(root, story)
+
+
+def test_requests_of_a_lost_ingress_and_taken_back_ones_leave_the_ranks(root: Path) -> None:
+    """And a call that comes after all is answered as if nothing had been."""
+
+    async def story(engine: DriverEngine, group: FakeGroup) -> None:
+        async with dialled(engine) as (_, address):
+            group.gate.clear()
+            asked = [request(name, [i], 50) for i, name in enumerate(("back", "lost"))]
+            for each in asked:
+                engine.on_head_start(each, address)
+            await until(engine, lambda snapshot: snapshot.running + snapshot.queued == 2)
+            engine.on_take_back("back")
+            call = asyncio.create_task(engine.generate(asked[0], address))
+            # The old one has left, and what the call brings is there beside the other.
+            await until_true(lambda: not engine.head_starts._leaving and len(engine._streams) == 2)
+            group.gate.set()
+            assert tokens(await call) == [continuation("", [0], 50)]
+            group.gate.clear()
+        await until_true(lambda: not engine._sender.has_room(address))
+        assert len(engine.head_starts) == 0
+        group.gate.set()
+        assert tokens(await engine.generate(asked[1], address)) == [continuation("", [1], 50)]
+
+    play(root, story)
+
+
+def test_a_call_that_is_cancelled_frees_the_ranks_of_what_it_adopted(root: Path) -> None:
+    async def story(engine: DriverEngine, group: FakeGroup) -> None:
+        async with dialled(engine) as (_, address):
+            group.gate.clear()
+            asked = request("gone", [1], 100)
+            engine.on_head_start(asked, address)
+            await until_running(engine)
+            call = asyncio.create_task(engine.generate(asked, address))
+            await until_true(lambda: engine.head_starts.num_adopted == 1)
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+            group.gate.set()
+            answer = await engine.generate(request("next", [3], 100), address)
+            assert tokens(answer) == [continuation("", [3], 100)]
+
+    play(root, story)
+
+
+def test_the_engines_end_leaves_no_head_start_behind(root: Path) -> None:
+    async def story(engine: DriverEngine, group: FakeGroup) -> None:
+        async with dialled(engine) as (_, address):
+            group.gate.clear()
+            engine.on_head_start(request("r", [1], 100), address)
+            await until_running(engine)
+            group.gate.set()
+            await engine.stop()
+            assert len(engine.head_starts) == 0
+            await until_true(lambda: not engine._streams)
+
+    play(root, story)
+
+
+def test_an_impossible_request_ahead_is_refused_as_it_would_be(root: Path) -> None:
+    async def story(engine: DriverEngine, group: FakeGroup) -> None:
+        async with dialled(engine) as (_, address):
+            good = request("r", [1])
+            asked = GenerateRequest("r", [*good.sequences] * 2)
+            huge = GenerateRequest(
+                "r", [type(s)(s.prompt, s.sampling, Stopping(500)) for s in asked.sequences]
+            )
+            engine.on_head_start(huge, address)
+            endings = [s.ending for s in (await engine.generate(huge, address)).sequences]
+            assert [isinstance(ending, Failed) for ending in endings] == [True, True]
+            assert engine.head_starts.num_adopted == 1
+
+    play(root, story)

@@ -1,0 +1,126 @@
+"""Tokens for replicas that are slow, gone, or never came: none is lost, none is kept long."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deployments.contract import ReplyAddress, TokenRun
+from deployments.driver.streaming import outbox
+from deployments.driver.streaming.outbox import Outbox
+from tests.deployments.driver.streaming.sockets import HERE, THERE, Sockets, heard
+from tests.fakes import token_logprobs
+
+
+def token_run(start: int, name: str = "r", index: int = 0, count: int = 1) -> TokenRun:
+    tokens = list(range(start, start + count))
+    return TokenRun(name, index, start, tokens, [token_logprobs(t, 1) for t in tokens])
+
+
+def say(box: Outbox, start: int, name: str = "r", address: ReplyAddress = HERE) -> None:
+    box.put(address, token_run(start, name))
+    box.flush()
+
+
+def test_a_stream_goes_on_as_soon_as_its_socket_takes_frames_again() -> None:
+    sockets = Sockets()
+    box = Outbox(sockets)
+    inbox = sockets.mailboxes[HERE].open("r", 1)
+    say(box, 0)
+    sockets.room[HERE] = 0
+    for start in range(1, 6):
+        say(box, start)
+    assert heard(inbox) == [0]
+    sockets.room[HERE] = 9
+    box.resend(HERE)
+    assert heard(inbox) == [1, 2, 3, 4, 5], "without another token, let alone the end"
+    assert box.num_kept == 0
+    assert box.num_held_up == 5
+    say(box, 6)
+    assert heard(inbox) == [6]
+
+
+def test_what_was_refused_goes_before_what_comes_later() -> None:
+    sockets = Sockets(room=0)
+    box = Outbox(sockets)
+    inbox = sockets.mailboxes[HERE].open("r", 1)
+    for start in range(3):
+        say(box, start)
+    sockets.room[HERE] = 1
+    say(box, 3)
+    assert heard(inbox) == [0, 1, 2, 3]
+    assert len(sockets.frames) == 1
+
+
+def test_one_slow_replica_holds_up_no_other() -> None:
+    sockets = Sockets()
+    sockets.room[THERE] = 0
+    box = Outbox(sockets)
+    inbox = sockets.mailboxes[HERE].open("r", 1)
+    for start in range(4):
+        box.put(THERE, token_run(start, "other"))
+        say(box, start)
+    assert heard(inbox) == [0, 1, 2, 3]
+    assert box.num_kept == 4
+
+
+def test_each_token_is_kept_once_and_goes_with_its_request() -> None:
+    box = Outbox(Sockets(room=0))
+    for start in range(100):
+        for name in ("r", "s"):
+            box.put(HERE, token_run(start, name))
+            box.put(HERE, token_run(start, name, index=1))
+        box.flush()
+    assert box.num_kept == 400
+    box.forget(HERE, "r", 2)
+    assert box.num_kept == 200
+    box.forget(THERE, "s", 2)
+    box.drop(HERE)
+    assert box.num_kept == 0
+
+
+def test_a_long_silence_is_made_up_for_in_frames_of_a_bounded_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(outbox, "_FRAME_TOKENS", 7)
+    sockets = Sockets(room=0)
+    box = Outbox(sockets)
+    inboxes = [sockets.mailboxes[HERE].open(name, 1) for name in "rst"]
+    for start in range(20):
+        for name in "rst":
+            box.put(HERE, token_run(start, name))
+        box.flush()
+    sockets.room[HERE] = 4
+    box.resend(HERE)
+    assert box.num_kept == 60 - 4 * 7
+    sockets.room[HERE] = 99
+    box.resend(HERE)
+    assert [heard(inbox) for inbox in inboxes] == [list(range(20))] * 3
+    sizes = [sum(len(run.tokens) for run in frame.runs) for frame in sockets.frames]
+    assert max(sizes) == 7
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2), st.booleans()), max_size=60))
+def test_whatever_the_socket_does_tokens_come_once_in_order(
+    turns: list[tuple[int, int, bool]],
+) -> None:
+    """In each turn some sequences get a token, the socket takes some frames, or tells of room."""
+    sockets = Sockets(room=0)
+    box = Outbox(sockets)
+    inbox = sockets.mailboxes[HERE].open("r", 3)
+    said = [0, 0, 0]
+    got: list[list[int]] = [[], [], []]
+    for sequences, room, told in turns:
+        sockets.room[HERE] = room
+        for index in range(sequences):
+            box.put(HERE, token_run(said[index], index=index))
+            said[index] += 1
+        box.flush()
+        if told:
+            box.resend(HERE)
+        for index in range(3):
+            got[index] += heard(inbox, index)
+        assert box.num_kept == sum(said) - sum(map(len, got)), "kept, or heard"
+        if room > 1 and (sequences or told):
+            assert box.num_kept == 0
+    assert got == [list(range(len(each))) for each in got]

@@ -1,0 +1,159 @@
+"""A request's way back: each sequence ends once, and a slow socket delays a stream, no more."""
+
+import asyncio
+import struct
+
+import msgspec
+
+from configs.wire.sampling import FinishReason, Sampling, Stopping
+from deployments.contract import (
+    Cancelled,
+    Finished,
+    GenerateRequest,
+    ReplyAddress,
+    SequenceRequest,
+    TokenFrame,
+)
+from deployments.driver.streaming.streams import Streams
+from deployments.frames import Finish, FrameSender
+from deployments.ingress.generation.frames import RequestInboxes
+from scheduler.events import Ended, NewTokens
+from tests.deployments.driver.routing.stories import PATIENCE_S
+from tests.deployments.driver.streaming.sockets import HERE, Sockets, heard
+
+
+def request(name: str = "r", num: int = 1) -> GenerateRequest:
+    return GenerateRequest(name, [SequenceRequest([1], Sampling(), Stopping(9))] * num)
+
+
+def new(streams: Streams, start: int, *tokens: int, index: int = 0) -> None:
+    streams.take(NewTokens(("r", index), start, list(tokens)))
+    streams.flush()
+
+
+def end(streams: Streams, *tokens: int, index: int = 0) -> None:
+    ended = Ended(("r", index), FinishReason.LENGTH, list(tokens), None, 0, 0.0, None, None)
+    streams.take(ended)
+
+
+def test_a_sequence_that_ended_is_still_told_while_another_runs() -> None:
+    """There is no completion before the last of them ends."""
+
+    async def story() -> None:
+        sockets = Sockets(room=0)
+        streams = Streams(sockets)
+        inbox = sockets.mailboxes[HERE].open("r", 2)
+        completion = streams.open(request(num=2), HERE)
+        new(streams, 0, 5, 6)
+        new(streams, 0, 7, index=1)
+        end(streams, 5, 6)
+        sockets.room[HERE] = 3
+        streams.resend(HERE)
+        assert (heard(inbox), heard(inbox, 1)) == ([5, 6], [7])
+        assert not completion.done()
+        end(streams, 7, index=1)
+        assert [s.ending for s in (await completion).sequences] == [
+            Finished(FinishReason.LENGTH)
+        ] * 2
+
+    asyncio.run(story())
+
+
+def test_a_replica_that_is_gone_costs_nothing() -> None:
+    async def story() -> None:
+        sockets = Sockets(room=0)
+        streams = Streams(sockets)
+        completion = streams.open(request(), HERE)
+        new(streams, 0, 5, 6)
+        assert streams._outbox.num_kept == 2
+        streams.abandon(HERE)
+        new(streams, 2, 7)
+        assert streams._outbox.num_kept == 0
+        assert (await completion).sequences[0].ending == Cancelled()
+        assert streams.close("r") == [0]
+
+    asyncio.run(story())
+
+
+def test_what_is_kept_goes_with_its_request_and_who_does_not_listen_is_sent_nothing() -> None:
+    async def story() -> None:
+        sockets = Sockets(room=0)
+        streams = Streams(sockets)
+        streams.open(request(), HERE)
+        new(streams, 0, 5, 6)
+        streams.close("r")
+        assert streams._outbox.num_kept == 0
+        sockets.room[HERE] = 9
+        streams.open(request(), None)
+        new(streams, 0, 5)
+        assert sockets.frames == []
+        assert streams.num_held_up == 1
+
+    asyncio.run(story())
+
+
+class Engine:
+    """What an engine does with what comes back on its sockets."""
+
+    def __init__(self) -> None:
+        self.sender = FrameSender(self)
+        self.streams = Streams(self.sender)
+
+    def on_room(self, address: ReplyAddress) -> None:
+        self.streams.resend(address)
+
+    def on_finish(self, finish: Finish) -> None:
+        raise AssertionError(finish)
+
+    def on_head_start(self, request: GenerateRequest, address: ReplyAddress) -> None:
+        raise AssertionError(request)
+
+    def on_take_back(self, request_id: str) -> None:
+        raise AssertionError(request_id)
+
+    def on_lost(self, address: ReplyAddress) -> None:
+        self.streams.abandon(address)
+
+
+def test_a_stream_goes_on_when_a_full_socket_is_read_again_and_not_at_its_end() -> None:
+    """Over a real socket, whose reader sleeps for a while and then reads everything."""
+    length, parts = 50_000, 60
+
+    async def story() -> None:
+        reading, complete, checked = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        mailbox = RequestInboxes()
+        inbox = mailbox.open("r", 1)
+
+        async def read_late(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reading.wait()
+            num_frames = 0
+            while not complete.is_set():
+                (size,) = struct.unpack("!I", await reader.readexactly(4))
+                frame = await reader.readexactly(size)
+                num_frames += 1
+                if num_frames > 1:  # the first is the greeting
+                    mailbox.deliver(msgspec.msgpack.decode(frame, type=TokenFrame))
+                if inbox._channels[0].length == parts * length:
+                    complete.set()
+            await checked.wait()
+            writer.close()
+            await writer.wait_closed()
+
+        server = await asyncio.start_server(read_late, "127.0.0.1", 0)
+        address = ReplyAddress("127.0.0.1", server.sockets[0].getsockname()[1], "hush")
+        engine = Engine()
+        await engine.sender.connect(address)
+        completion = engine.streams.open(request(), address)
+        for part in range(parts):
+            new(engine.streams, part * length, *range(70_000, 70_000 + length))
+        assert engine.streams.num_held_up > 0
+        reading.set()
+        await complete.wait()
+        assert not completion.done()
+        assert heard(inbox) == [*range(70_000, 70_000 + length)] * parts
+        checked.set()
+        assert (await completion).sequences[0].ending == Cancelled(), "the replica hung up"
+        engine.sender.close()
+        server.close()
+
+    asyncio.run(asyncio.wait_for(story(), PATIENCE_S))

@@ -1,0 +1,272 @@
+"""What chat templates are given, beside transformers over the same folder."""
+
+import copy
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from deployments.ingress.chat_templates.conversations import RESERVED
+from tests.deployments.ingress.conftest import Server
+from tests.deployments.ingress.openai.openai_http import CHAT, HELLO, post, refused
+from tests.fakes import BOS, EOS, FakeDriver, write_tokenizer
+
+TOLD = (
+    "{{ bos_token }}{% if tools is not none %}<tools>{{ tools | tojson }}</tools>{% endif %}"
+    "{% if documents is none %}no documents{% else %}{{ documents | tojson(indent=1) }}{% endif %}"
+    "{{ thinking_mode }}{{ reasoning_effort }}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m | tojson }}{{ m.content }}"
+    "{% if m.content is defined %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+PARTS = (
+    "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>"
+    "{% if m.content is string %}{{ m.content | trim }}"
+    "{% else %}{% for part in m.content %}{% if part.type == 'text' %}{{ part.text | trim }}+"
+    "{% endif %}{% endfor %}{% endif %}{{ eos_token }}\n"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+ONLY_PARTS = PARTS.replace("m.content is string", "false")
+ALTERNATING = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('take turns') }}{% endif %}[{{ m.role }}]{{ m.content | trim }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+SCOPES = (
+    "{% set ns = namespace(n=0) %}{% set said = 'outer' %}{% for m in messages %}"
+    "{% generation %}{% set said = 'inner' %}{% set ns.n = ns.n + 1 %}{{ m.content }}"
+    "{% endgeneration %}{{ said }}{{ ns.n }}{{ dict(a=1).a }}{% endfor %}"
+)
+THINKS = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.reasoning_content %}<think>"
+    "{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+FUNCTION = {"name": "get_time", "strict": True, "parameters": {"type": ["object"]}, "x": [1]}
+TOOLS = [
+    {"type": "function", "function": FUNCTION},
+    {"function": {"name": "f"}, "type": "function"},
+]
+DOCUMENTS = [{"title": "t", "text": "ü"}]
+TWO = [{"type": "text", "text": " a "}, {"type": "text", "text": "b"}]
+ANSWERED: list[dict[str, Any]] = [
+    *HELLO,
+    {"role": "assistant", "content": None, "refusal": None, "reasoning": "because",
+     "tool_calls": [{"id": "call_1", "type": "function",
+                     "function": {"name": "f", "arguments": {"b": 1, "a": None}}}]},
+    {"role": "tool", "name": "f", "tool_call_id": "call_1", "content": "5"},
+    {"role": "assistant", "content": "so 5", "thinking": "", "annotations": []},
+    {"role": "user", "content": "thanks"},
+]  # fmt: skip
+BEGUN = [*HELLO, {"role": "assistant", "content": "It is "}]
+THOUGHT = [*HELLO, {"role": "assistant", "content": "x", "thinking": "Let me"}]
+
+
+@pytest.fixture
+def folder(server: Server, tmp_path: Path) -> Path:
+    """A model's folder, its template still to be written."""
+    tokenizer = write_tokenizer(tmp_path)
+    driver = server.driver
+    driver.tokenizer = tokenizer
+    driver.info = msgspec.structs.replace(
+        driver.info, tokenizer=str(tmp_path), max_total_tokens=4096, max_input_tokens=4000
+    )
+    return tmp_path
+
+
+def save(folder: Path, template: object) -> None:
+    config = {"bos_token": BOS, "eos_token": {"content": EOS, "__type": "AddedToken"},
+              "pad_token": None, "chat_template": template}  # fmt: skip
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), "utf-8")
+
+
+def expected(folder: Path, body: dict[str, Any], **others: Any) -> list[int]:
+    """The ids of transformers for the same chat."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    asked = {"add_generation_prompt": not body.get("continue_final_message"), **body, **others}
+    ids = tokenizer.apply_chat_template(asked.pop("messages"), return_dict=False, **asked)
+    return list(ids)
+
+
+def prompt_of(driver: FakeDriver) -> list[int]:
+    return list(driver.requests[-1].sequences[0].prompt)
+
+
+CASES: list[tuple[object, dict[str, Any]]] = [
+    (TOLD, {"messages": HELLO}),
+    (TOLD, {"messages": ANSWERED}),
+    (TOLD, {"messages": ANSWERED, "tools": TOOLS, "documents": DOCUMENTS}),
+    (TOLD, {"messages": HELLO, "documents": []}),
+    (TOLD, {"messages": HELLO, "reasoning_effort": "low"}),
+    (TOLD, {"messages": HELLO, "add_generation_prompt": False}),
+    (TOLD, {"messages": [{"role": "user", "content": "a", "zeta": 1, "alpha": {"b": None}}]}),
+    (PARTS, {"messages": [{"role": "system", "content": TWO}, {"role": "user", "content": TWO}]}),
+    (PARTS, {"messages": [{"role": "user", "content": " plain "}]}),
+    (ONLY_PARTS, {"messages": [{"role": "user", "content": TWO}]}),
+    (ALTERNATING, {"messages": BEGUN, "continue_final_message": True}),
+    (SCOPES, {"messages": [*HELLO, *HELLO]}),
+    (THINKS, {"messages": THOUGHT}),
+    (THINKS, {"messages": [*HELLO, {"role": "assistant", "content": "x", "reasoning": "r"}]}),
+    (THINKS, {"messages": BEGUN, "continue_final_message": True}),
+    (THINKS, {"messages": THOUGHT, "continue_final_message": "thinking"}),
+    (THINKS, {"messages": THOUGHT, "continue_final_message": "reasoning_content"}),
+    (PARTS, {"messages": BEGUN, "continue_final_message": True}),
+    (PARTS, {"messages": [*HELLO, {"role": "assistant", "content": TWO}],
+             "continue_final_message": True}),
+    ([{"name": "default", "template": THINKS}, {"name": "tool_use", "template": TOLD}],
+     {"messages": HELLO, "tools": TOOLS}),
+    ([{"name": "default", "template": THINKS}, {"name": "tool_use", "template": TOLD}],
+     {"messages": HELLO}),
+    ([{"name": "default", "template": THINKS}, {"name": "rag", "template": TOLD}],
+     {"messages": HELLO, "documents": DOCUMENTS, "chat_template": "rag"}),
+    ({"default": THINKS, "tool_use": TOLD}, {"messages": HELLO, "tools": TOOLS}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("template", "body"), CASES)
+def test_prompts_are_those_of_transformers(
+    http: httpx.Client, driver: FakeDriver, folder: Path, template: object, body: dict[str, Any]
+) -> None:
+    save(folder, template)
+    want = expected(folder, body)
+    sent = copy.deepcopy(body)
+    for message in sent["messages"]:
+        for call in message.get("tool_calls", ()):
+            call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+    post(http, CHAT, **sent, max_tokens=1)
+    assert prompt_of(driver) == want
+
+
+@pytest.mark.parametrize("form", ["file", "files", "others alone"])
+def test_templates_in_files_come_first(
+    http: httpx.Client, driver: FakeDriver, folder: Path, form: str
+) -> None:
+    save(folder, [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "no"}])
+    if form != "others alone":
+        (folder / "chat_template.jinja").write_text(THINKS, "utf-8")
+    if form != "file":
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text(TOLD, "utf-8")
+        post(http, CHAT, messages=HELLO, tools=TOOLS, max_tokens=1)
+        assert prompt_of(driver) == expected(folder, {"messages": HELLO, "tools": TOOLS})
+    if form != "others alone":
+        post(http, CHAT, messages=HELLO, max_tokens=1)
+        assert prompt_of(driver) == expected(folder, {"messages": HELLO})
+        return
+    with pytest.raises(ValueError, match="no default"):
+        expected(folder, {"messages": HELLO})
+    assert "none is the default" in refused(http, CHAT, 400, messages=HELLO)["message"]
+
+
+@pytest.mark.parametrize(
+    ("template", "body", "param"),
+    [
+        (PARTS, {"messages": HELLO, "documents": DOCUMENTS}, "documents"),
+        (PARTS, {"messages": HELLO, "reasoning_effort": "low"}, "reasoning_effort"),
+        (TOLD, {"messages": HELLO, "reasoning_effort": "low",
+                "chat_template_kwargs": {"reasoning_effort": "high"}}, "reasoning_effort"),
+        (TOLD, {"messages": HELLO, "chat_template": "{{ messages }}"}, "chat_template"),
+        (PARTS, {"messages": [{"role": "user", "content": None}], "continue_final_message": True},
+         "continue_final_message"),
+        (PARTS, {"messages": BEGUN, "continue_final_message": True, "add_generation_prompt": True},
+         "continue_final_message"),
+        (PARTS, {"messages": BEGUN, "continue_final_message": "reasoning_content"},
+         "continue_final_message"),
+        ("{{ messages[0].content }}", {"messages": BEGUN, "continue_final_message": True},
+         "continue_final_message"),
+        (ALTERNATING, {"messages": [{"role": "system", "content": "x"}, *HELLO]}, "messages"),
+    ],
+)  # fmt: skip
+def test_what_would_have_no_effect_is_refused(
+    http: httpx.Client, folder: Path, template: str, body: dict[str, Any], param: str
+) -> None:
+    save(folder, template)
+    assert refused(http, CHAT, 400, **body)["param"] == param
+
+
+def test_what_apply_chat_template_takes_itself_is_no_variable(
+    http: httpx.Client, folder: Path
+) -> None:
+    taken = inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters
+    assert {*taken, "messages"} - {"self", "kwargs"} == RESERVED
+    save(folder, TOLD)
+    for name in sorted(RESERVED):
+        error = refused(http, CHAT, 400, messages=HELLO, chat_template_kwargs={name: []})
+        assert error["param"] == "chat_template_kwargs"
+        assert f"`{name}`" in error["message"]
+
+
+def test_variables_reach_the_template(http: httpx.Client, driver: FakeDriver, folder: Path) -> None:
+    save(folder, TOLD)
+    body = {"messages": HELLO, "chat_template_kwargs": {"thinking_mode": [1], "bos_token": "~"}}
+    post(http, CHAT, **body, max_tokens=1)
+    want = expected(folder, {"messages": HELLO}, thinking_mode=[1], bos_token="~")
+    assert prompt_of(driver) == want
+
+
+def test_documents_that_are_none_have_no_effect_to_miss(http: httpx.Client, folder: Path) -> None:
+    save(folder, PARTS)
+    post(http, CHAT, messages=HELLO, documents=[], max_tokens=1)
+
+
+def test_a_broken_template_beside_the_default_breaks_its_own_chats_alone(
+    http: httpx.Client, folder: Path
+) -> None:
+    save(folder, {"default": PARTS, "rag": "{% if %}"})
+    post(http, CHAT, messages=HELLO, max_tokens=1)
+    error = refused(http, CHAT, 400, messages=HELLO, chat_template="rag")
+    assert (error["param"], "is broken" in error["message"]) == ("chat_template", True)
+
+
+def text_of(driver: FakeDriver) -> str:
+    return str(driver.tokenizer.decode(prompt_of(driver), skip_special_tokens=False))
+
+
+def test_parts_become_text_only_where_no_parts_are_known(
+    http: httpx.Client, driver: FakeDriver, folder: Path
+) -> None:
+    save(folder, ALTERNATING)
+    post(http, CHAT, messages=[{"role": "user", "content": TWO}], max_tokens=1)
+    assert text_of(driver) == "[user]a \nb[assistant]"
+
+
+def test_a_text_is_no_loss_where_only_parts_are_known(
+    http: httpx.Client, driver: FakeDriver, folder: Path
+) -> None:
+    save(folder, ONLY_PARTS)
+    post(http, CHAT, messages=HELLO, max_tokens=1)
+    want = expected(folder, {"messages": [{"role": "user", "content": [
+        {"type": "text", "text": "hello"}]}]})  # fmt: skip
+    assert prompt_of(driver) == want
+
+
+def test_tools_in_words_need_no_system_role_and_keep_turns(
+    http: httpx.Client, driver: FakeDriver, folder: Path
+) -> None:
+    save(folder, ALTERNATING)
+    call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+    results = [{"role": "tool", "tool_call_id": str(n), "content": str(n)} for n in range(2)]
+    calls = [{"id": str(n), **call} for n in range(2)]
+    messages = [*HELLO, {"role": "assistant", "tool_calls": calls}, *results]
+    post(http, CHAT, messages=messages, tools=TOOLS, max_tokens=1)
+    prompt = text_of(driver)
+    assert prompt.startswith("[user]You can call functions.")
+    assert json.dumps(FUNCTION) in prompt
+    assert "</tool_call>\n\nhello[assistant]<tool_call>" in prompt
+    assert "[user]<tool_response>\n0\n</tool_response>\n<tool_response>\n1\n</tool_resp" in prompt
+
+
+@pytest.mark.parametrize(("known", "role"), [("", "system"), ("{# developer #}", "developer")])
+def test_developers_are_the_system_where_the_template_knows_none(
+    http: httpx.Client, driver: FakeDriver, folder: Path, known: str, role: str
+) -> None:
+    save(folder, known + PARTS)
+    post(http, CHAT, messages=[{"role": "developer", "content": "be brief"}], max_tokens=1)
+    assert text_of(driver).startswith(f"<s><|{role}|>be brief")

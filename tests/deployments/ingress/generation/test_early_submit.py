@@ -1,0 +1,188 @@
+"""Head starts over a Serve handle: to the replica that Serve chose last, and taken back in time."""
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Generator
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorUnavailableError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+
+from deployments.contract import Completion, GenerateRequest, ReplyAddress
+from deployments.early_submit import _told, replica_chosen, telling
+from deployments.ingress.deployment import HandleDriver
+from deployments.ingress.http.errors import RequestError
+from tests.deployments.driver.routing.stories import PATIENCE_S
+
+HERE = ReplyAddress("h", 1, "hush")
+ASKED, ANSWER = GenerateRequest("r", []), Completion([])
+
+
+class Receiver:
+    """Takes what would go by socket; `away` replicas have not dialled."""
+
+    def __init__(self, *away: str) -> None:
+        self.away = away
+        self.sent: list[str] = []
+
+    def send_ahead(self, replica: str, request: GenerateRequest) -> bool:
+        assert request is ASKED
+        if replica in self.away:
+            return False
+        self.sent.append(f"{replica} begins")
+        return True
+
+    def take_back(self, replica: str, request_id: str) -> None:
+        assert request_id == "r"
+        self.sent.append(f"{replica} ends")
+
+
+class Response:
+    """What a call of a handle returns."""
+
+    def __init__(self, task: "asyncio.Task[Completion]") -> None:
+        self.task = task
+
+    def __await__(self) -> Generator[Any, None, Completion]:
+        return self.task.__await__()
+
+    def cancel(self) -> None:
+        self.task.cancel()
+
+
+class Handle:
+    """A deployment's handle: Serve chooses these replicas one after the other, then answers so."""
+
+    def __init__(self, *chosen: str, answer: Completion | Exception = ANSWER) -> None:
+        self.chosen = chosen
+        self.answer = answer
+        self.free = asyncio.Event()
+        self.is_told = asyncio.Event()
+        self.free.set()
+
+    @property
+    def generate(self) -> "Handle":
+        return self
+
+    def remote(self, request: GenerateRequest, reply_to: ReplyAddress) -> Response:
+        assert (request, reply_to) == (ASKED, HERE)
+        return Response(asyncio.create_task(self._serve()))
+
+    async def _serve(self) -> Completion:
+        for replica in self.chosen:
+            await asyncio.sleep(0)
+            replica_chosen(replica)
+        self.is_told.set()
+        await self.free.wait()
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+def play(story: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(story(), PATIENCE_S))
+
+
+def driver_of(handle: Any, receiver: Any) -> HandleDriver:
+    ledger: Any = None
+    return HandleDriver(handle, receiver, ledger)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "sent"),
+    [
+        ("", []),
+        ("a", ["a begins"]),
+        ("aa", ["a begins"]),
+        ("ab", ["a begins", "a ends", "b begins"]),
+        ("aba", ["a begins", "a ends", "b begins", "b ends", "a begins"]),
+        ("ax", ["a begins", "a ends"]),
+        ("xa", ["a begins"]),
+    ],
+)
+def test_the_replica_that_was_chosen_last_begins(chosen: str, sent: list[str]) -> None:
+    async def story() -> None:
+        receiver = Receiver("x")
+        assert await driver_of(Handle(*chosen), receiver).generate(ASKED, HERE) is ANSWER
+        assert receiver.sent == sent
+
+    play(story)
+
+
+@pytest.mark.parametrize(
+    ("fault", "seen"),
+    [
+        (ActorUnavailableError("it died", b"x" * 16), RequestError),
+        (BackPressureError(num_queued_requests=1, max_queued_requests=1), RequestError),
+        (DeploymentUnavailableError(None), DeploymentUnavailableError),
+    ],
+)
+def test_a_call_that_fails_takes_its_head_start_back(
+    fault: Exception, seen: type[Exception]
+) -> None:
+    async def story() -> None:
+        receiver = Receiver()
+        with pytest.raises(seen):
+            await driver_of(Handle("a", answer=fault), receiver).generate(ASKED, HERE)
+        assert receiver.sent == ["a begins", "a ends"]
+
+    play(story)
+
+
+def test_a_client_that_leaves_takes_its_head_start_back() -> None:
+    async def story() -> None:
+        receiver, handle = Receiver(), Handle("a")
+        handle.free.clear()
+        call = asyncio.create_task(driver_of(handle, receiver).generate(ASKED, HERE))
+        await handle.is_told.wait()
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert receiver.sent == ["a begins", "a ends"]
+
+    play(story)
+
+
+def test_a_router_on_another_event_loop_and_a_late_one_give_none() -> None:
+    async def story() -> None:
+        receiver = Receiver()
+        told: list[Callable[[str], None]] = []
+
+        class Elsewhere(Handle):
+            async def _serve(self) -> Completion:
+                async def chosen() -> None:
+                    replica_chosen("a")
+
+                loop = asyncio.new_event_loop()
+                await asyncio.to_thread(loop.run_until_complete, chosen())
+                loop.close()
+                return ANSWER
+
+        class Late(Handle):
+            async def _serve(self) -> Completion:
+                chosen = _told.get()
+                assert chosen is not None
+                told.append(chosen)
+                return ANSWER
+
+        assert await driver_of(Elsewhere(), receiver).generate(ASKED, HERE) is ANSWER
+        assert await driver_of(Late(), receiver).generate(ASKED, HERE) is ANSWER
+        told[0]("a")
+        assert receiver.sent == []
+
+    play(story)
+
+
+def test_who_began_no_call_is_told_nothing() -> None:
+    told: list[str] = []
+    replica_chosen("nobody asked")
+    with telling(told.append):
+        replica_chosen("a")
+        with telling(lambda replica: None):
+            replica_chosen("b")
+        other = threading.Thread(target=replica_chosen, args=("c",))
+        other.start()
+        other.join()
+    replica_chosen("d")
+    assert told == ["a"]

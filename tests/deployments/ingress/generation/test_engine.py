@@ -1,0 +1,77 @@
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from deployments.contract import EngineInfo, ErrorKind, ReplyAddress
+from deployments.ingress.generation.engine import EngineClient, IngressSettings
+from deployments.ingress.generation.frames import RequestInboxes
+from deployments.ingress.http.errors import RequestError
+from deployments.ingress.text.tokenizer import ModelTokenizer
+from tests.deployments.ingress.conftest import Clock
+from tests.fakes import FakeDriver, engine_info, write_tokenizer
+
+
+@pytest.fixture
+def driver(tmp_path: Path) -> FakeDriver:
+    tokenizer = write_tokenizer(tmp_path)
+    return FakeDriver(engine_info(tmp_path, tokenizer), tokenizer)
+
+
+def _engine(driver: FakeDriver, clock: Clock) -> EngineClient:
+    settings = IngressSettings(clock=clock)
+    return EngineClient(driver, RequestInboxes(), lambda: ReplyAddress("h", 1, "hush"), settings)
+
+
+def test_many_requests_at_once_ask_once(driver: FakeDriver) -> None:
+    async def story() -> None:
+        clock = Clock()
+        engine = _engine(driver, clock)
+        answers = await asyncio.gather(*(engine.served() for _ in range(20)))
+        assert {id(served.text) for served in answers} == {id(answers[0].text)}
+        infos: list[EngineInfo] = await asyncio.gather(*(engine.info() for _ in range(20)))
+        assert infos == [driver.info] * 20
+        assert driver.descriptions == 1
+        clock.now += 1.5
+        await asyncio.gather(*(engine.served() for _ in range(20)))
+        assert driver.descriptions == 1
+        await asyncio.gather(*(engine.info() for _ in range(20)))
+        assert driver.descriptions == 2
+
+    asyncio.run(story())
+
+
+def test_an_engine_that_is_not_there_yet_is_asked_again(driver: FakeDriver) -> None:
+    async def story() -> None:
+        engine = _engine(driver, Clock())
+        driver.broken = ConnectionError("starting")
+        with pytest.raises(RequestError, match="did not answer") as caught:
+            await engine.served()
+        assert caught.value.kind is ErrorKind.UNAVAILABLE
+        driver.broken = None
+        assert (await engine.served()).info == driver.info
+
+    asyncio.run(story())
+
+
+def test_a_tokenizer_that_is_not_served_is_named_and_read_once(
+    driver: FakeDriver, tmp_path: Path
+) -> None:
+    read: list[str] = []
+
+    def reading(folder: str) -> ModelTokenizer:
+        read.append(folder)
+        raise ValueError("this tokenizer is not served")
+
+    async def story() -> None:
+        settings = IngressSettings(clock=Clock(), read_text=reading)
+        engine = EngineClient(
+            driver, RequestInboxes(), lambda: ReplyAddress("h", 1, "hush"), settings
+        )
+        for _ in range(3):
+            with pytest.raises(RequestError, match="this tokenizer is not served") as caught:
+                await engine.served()
+            assert caught.value.kind is ErrorKind.UNAVAILABLE
+        assert read == [str(tmp_path)]
+
+    asyncio.run(story())

@@ -1,0 +1,156 @@
+"""What clients are told about their prompts' own tokens, in each dialect."""
+
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from deployments.ingress.text.tokenizer import ModelTokenizer
+from tests.deployments.ingress.conftest import Server, spoken
+from tests.deployments.ingress.openai.openai_http import CHAT, COMPLETIONS, HELLO, post, refused
+from tests.fakes import FakeDriver, token_logprobs
+
+PROMPTS = ["the fox jumps", "café 東京 🦊"]
+
+
+@pytest.fixture
+def text(server: Server) -> ModelTokenizer:
+    return server.text
+
+
+def values(ids: list[int]) -> list[float | None]:
+    """The fake's logprobs of a prompt, as both dialects show them."""
+    return [None, *(token_logprobs(id, 0).logprob for id in ids[1:])]
+
+
+def asked(driver: FakeDriver) -> list[int]:
+    """What each sequence of the last request asks about its prompt."""
+    return [each.sampling.prompt_logprobs for each in driver.requests[-1].sequences]
+
+
+def test_lorax_details_tell_the_prefill(
+    http: httpx.Client, driver: FakeDriver, text: ModelTokenizer
+) -> None:
+    body = {"inputs": PROMPTS[1], "parameters": {"decoder_input_details": True, "seed": 1}}
+    details = http.post("/generate", json=body).json()["details"]
+    ids = driver.requests[-1].sequences[0].prompt
+    assert asked(driver) == [0]
+    assert [token["id"] for token in details["prefill"]] == ids
+    assert [token["logprob"] for token in details["prefill"]] == values(ids)
+    assert [token["text"] for token in details["prefill"]] == [text.token_text(id) for id in ids]
+    assert details["tokens"], "it asks for details by itself"
+    told: Any = {"details": True}
+    reply = http.post("/generate", json={"inputs": "hello", "parameters": told}).json()
+    assert reply["details"]["prefill"] == []
+    assert asked(driver) == [-1]
+
+
+def test_lorax_sequences_share_one_prefill(http: httpx.Client, driver: FakeDriver) -> None:
+    given = {"decoder_input_details": True, "best_of": 2, "do_sample": True, "max_new_tokens": 5}
+    reply = http.post("/generate", json={"inputs": "hello", "parameters": given}).json()
+    assert asked(driver) == [0, -1], "the prompt is read once"
+    details = reply["details"]
+    assert details["best_of_sequences"][0]["prefill"] == details["prefill"] != []
+
+
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_echo_with_logprobs(
+    http: httpx.Client, driver: FakeDriver, text: ModelTokenizer, as_ids: bool
+) -> None:
+    """Prompt and answer in the same four lists, with offsets into the whole text."""
+    known = [driver.tokenizer.encode(prompt).ids for prompt in PROMPTS]
+    given: Any = known if as_ids else PROMPTS
+    reply = post(http, COMPLETIONS, prompt=given, echo=True, logprobs=2, max_tokens=6, n=2, seed=4)
+    assert asked(driver) == [2, -1, 2, -1]
+    for index, choice in enumerate(reply["choices"]):
+        ids, told = known[index // 2], choice["logprobs"]
+        answer = driver.answer(driver.requests[-1].sequences[index], None)
+        assert choice["text"] == PROMPTS[index // 2] + spoken(driver, index)
+        assert told["token_logprobs"][: len(ids)] == values(ids)
+        assert told["top_logprobs"][0] is None
+        assert all(len(top) == 2 for top in told["top_logprobs"][1:])
+        assert len(told["tokens"]) == len(told["text_offset"]) == len(ids) + len(answer)
+        offsets = told["text_offset"]
+        assert offsets == sorted(offsets)
+        assert offsets[len(ids)] == len(PROMPTS[index // 2])
+        for token, offset in zip(told["tokens"], offsets, strict=True):
+            if not token.startswith("bytes:") and token != "<s>":
+                assert choice["text"].startswith(token, offset), (token, offset)
+
+
+def test_echo_alone_asks_nothing_about_the_prompt(http: httpx.Client, driver: FakeDriver) -> None:
+    reply = post(http, COMPLETIONS, prompt="hello", echo=True, max_tokens=0)
+    assert reply["choices"][0]["text"] == "hello"
+    assert reply["choices"][0]["logprobs"] is None
+    assert asked(driver) == [-1]
+
+
+def test_scoring_without_generating(http: httpx.Client, driver: FakeDriver) -> None:
+    reply = post(http, COMPLETIONS, prompt="hello", echo=True, logprobs=0, max_tokens=0)
+    (choice,) = reply["choices"]
+    ids = driver.requests[-1].sequences[0].prompt
+    assert driver.requests[-1].sequences[0].stopping.max_new_tokens == 0
+    assert choice["text"] == "hello"
+    assert choice["logprobs"]["token_logprobs"] == values(ids)
+    assert choice["finish_reason"] == "length"
+    assert reply["usage"]["completion_tokens"] == 0
+    assert reply["usage"]["total_tokens"] == len(ids)
+
+
+def test_max_tokens_0_must_ask_something(http: httpx.Client, driver: FakeDriver) -> None:
+    error = refused(http, COMPLETIONS, 400, prompt="a", max_tokens=0)
+    assert "unless `echo` or `prompt_logprobs`" in error["message"]
+    assert refused(http, CHAT, 400, messages=HELLO, max_tokens=0)["param"] == "max_tokens"
+    assert driver.requests == []
+
+
+def test_vllms_shape(http: httpx.Client, driver: FakeDriver, text: ModelTokenizer) -> None:
+    reply = post(http, COMPLETIONS, prompt=PROMPTS, prompt_logprobs=2, max_tokens=3)
+    for choice, sequence in zip(reply["choices"], driver.requests[-1].sequences, strict=True):
+        first, *told = choice["prompt_logprobs"]
+        assert first is None
+        assert choice["logprobs"] is None
+        for id, entries in zip(sequence.prompt[1:], told, strict=True):
+            found = token_logprobs(id, 2)
+            assert list(entries) == [str(top) for top in found.top_ids]
+            own = entries[str(id)]
+            assert own == {
+                "logprob": found.logprob,
+                "rank": 1,
+                "decoded_token": text.token_text(id),
+            }
+    chat = post(http, CHAT, messages=HELLO, prompt_logprobs=0, max_tokens=3)
+    ids = driver.requests[-1].sequences[0].prompt
+    assert [list(each) if each else None for each in chat["prompt_logprobs"]] == [
+        None, *([str(id)] for id in ids[1:]),
+    ]  # fmt: skip
+    assert chat["prompt_logprobs"][1][str(ids[1])]["rank"] is None, "no alternatives were asked for"
+    assert "prompt_logprobs" not in post(http, CHAT, messages=HELLO, max_tokens=3)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, {"prompt": "a", "echo": True, "logprobs": 1}),
+        (COMPLETIONS, {"prompt": "a", "prompt_logprobs": 1}),
+        (CHAT, {"messages": HELLO, "prompt_logprobs": 0}),
+    ],
+)
+def test_streams_do_not_tell_about_prompts(
+    http: httpx.Client, driver: FakeDriver, path: str, body: dict[str, object]
+) -> None:
+    reply = http.post(path, json={"model": "tiny", "stream": True, **body})
+    assert reply.status_code == 400
+    assert "cannot be streamed" in reply.json()["error"]["message"]
+    assert driver.requests == []
+
+
+def test_openais_client_reads_an_echo(server: Server, driver: FakeDriver) -> None:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        reply = client.completions.create(
+            model="tiny", prompt="hello", echo=True, logprobs=1, max_tokens=0
+        )
+    told = reply.choices[0].logprobs
+    assert told is not None
+    assert told.token_logprobs == values(driver.requests[-1].sequences[0].prompt)

@@ -1,0 +1,76 @@
+import json
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis.strategies import booleans, dictionaries, integers, lists, recursive, text
+
+from deployments.ingress.http.bodies import deeper_than
+from tests.fakes import FakeDriver
+
+LONG = b'{"model": "tiny", "prompt": "' + b"a" * (8 * 2**20) + b'"}'
+
+
+def _pieces() -> Iterator[bytes]:
+    """Sent in chunks, a body announces no length."""
+    for start in range(0, len(LONG), 2**20):
+        yield LONG[start : start + 2**20]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/generate"])
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_body_that_is_too_long(
+    http: httpx.Client, driver: FakeDriver, path: str, announced: bool
+) -> None:
+    headers = {"content-type": "application/json"}
+    reply = http.post(path, content=LONG if announced else _pieces(), headers=headers)
+    assert reply.status_code == 413
+    assert "longer than 8388608 bytes" in str(reply.json()["error"])
+    assert driver.requests == []
+
+
+@pytest.mark.parametrize(("path", "status"), [("/v1/completions", 400), ("/generate", 422)])
+def test_a_body_that_is_too_deep(
+    http: httpx.Client, driver: FakeDriver, path: str, status: int
+) -> None:
+    headers = {"content-type": "application/json"}
+    for deep in (b'{"a":' * 65, b"[" * 10**6, b'{"inputs": "a", "x": ' + b"[" * 64 + b"]" * 64):
+        reply = http.post(path, content=deep, headers=headers)
+        assert reply.status_code == status
+        assert "more than 64 deep" in str(reply.json()["error"])
+    assert driver.requests == []
+
+
+def test_brackets_of_a_text_are_no_levels(http: httpx.Client) -> None:
+    inputs = '[{" \\' * 100
+    reply = http.post("/tokenize", json={"inputs": inputs, "nested": [[[["["]]]] * 100})
+    assert reply.status_code == 200, reply.text
+
+
+@given(
+    recursive(
+        integers() | text(alphabet='[]{}"\\aé', max_size=8),
+        lambda inner: lists(inner, max_size=4) | dictionaries(text('"\\[{', max_size=3), inner),
+        max_leaves=40,
+    ),
+    integers(1, 6),
+    booleans(),
+)
+def test_depth_is_that_of_the_value(value: object, limit: int, ascii: bool) -> None:
+    def depth(part: object) -> int:
+        inner = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+        return max(map(depth, inner), default=0) + isinstance(part, dict | list)
+
+    body = json.dumps(value, ensure_ascii=ascii).encode()
+    assert deeper_than(limit, body) == (depth(value) > limit)
+
+
+def test_headers_that_are_too_many_or_too_long(http: httpx.Client, driver: FakeDriver) -> None:
+    body = {"inputs": "a", "parameters": {"max_new_tokens": 1}}
+    for headers in ({f"x-{n}": "1" for n in range(101)}, {"x-long": "a" * 33000}):
+        reply = http.post("/generate", json=body, headers=headers)
+        assert (reply.status_code, reply.json()["error_type"]) == (431, "invalid_request")
+    assert http.post("/generate?a=" + "b" * 33000, json=body).status_code == 431
+    assert driver.requests == []
+    assert http.post("/generate", json=body, headers={"x-long": "a" * 20000}).status_code == 200

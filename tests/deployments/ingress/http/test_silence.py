@@ -1,0 +1,68 @@
+"""A driver that does not answer is asked once, not by every probe in turn."""
+
+import asyncio
+
+import pytest
+
+from configs.wire.adapters import AdapterReference
+from configs.wire.templates import TemplateSource
+from deployments.contract import (
+    AdapterCommand,
+    AdapterReport,
+    Completion,
+    EngineInfo,
+    ErrorKind,
+    Failed,
+    GenerateRequest,
+    ReplyAddress,
+)
+from deployments.ingress.generation.engine import EngineClient, IngressSettings
+from deployments.ingress.generation.frames import RequestInboxes
+from deployments.ingress.http.errors import RequestError
+
+
+class SilentDriver:
+    """Counts how often it was asked; every question breaks."""
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+
+    async def generate(self, request: GenerateRequest, reply_to: ReplyAddress) -> Completion:
+        raise AssertionError("nobody should come so far")
+
+    async def finish(self, request_id: str, index: int, at: int) -> None:
+        raise AssertionError("nobody should come so far")
+
+    async def adapters(self, command: AdapterCommand) -> list[AdapterReport]:
+        raise NotImplementedError
+
+    async def chat_template(
+        self,
+        adapter: AdapterReference,
+        api_token: str | None,
+        allowed: tuple[str, ...] | None = None,
+        payer: str = "",
+    ) -> TemplateSource | Failed:
+        raise NotImplementedError
+
+    async def describe(self) -> EngineInfo:
+        self.num_asked += 1
+        await asyncio.sleep(0)
+        raise ConnectionError("gone")
+
+
+def test_probes_share_one_silence() -> None:
+    driver = SilentDriver()
+    nowhere = ReplyAddress("127.0.0.1", 1, "")
+    engine = EngineClient(driver, RequestInboxes(), lambda: nowhere, IngressSettings())
+
+    async def probe() -> ErrorKind:
+        with pytest.raises(RequestError) as caught:
+            await engine.info()
+        return caught.value.kind
+
+    async def all_at_once() -> list[ErrorKind]:
+        return await asyncio.gather(*(probe() for _ in range(20)))
+
+    assert asyncio.run(all_at_once()) == [ErrorKind.UNAVAILABLE] * 20
+    assert driver.num_asked == 1

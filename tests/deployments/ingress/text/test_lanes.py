@@ -1,0 +1,43 @@
+import asyncio
+import threading
+
+import pytest
+
+from deployments.contract import ErrorKind
+from deployments.ingress.http.errors import RequestError
+from deployments.ingress.text.lanes import Lane
+
+
+def test_who_comes_when_too_much_is_in_line_is_refused() -> None:
+    """One alone may be longer than the line; what is done, or given up, is in line no more."""
+
+    async def story() -> None:
+        lane = Lane("test", 1, most_characters=100)
+        go_on = threading.Event()
+
+        def hold() -> str:
+            go_on.wait()
+            return "held"
+
+        longest = asyncio.ensure_future(lane.run(1000, hold))
+        await asyncio.sleep(0)
+        with pytest.raises(RequestError, match="too much text waits") as caught:
+            await lane.run(1, str)
+        assert caught.value.kind is ErrorKind.OVERLOADED
+        go_on.set()
+        assert await longest == "held"
+        first, second = lane.run(60, str), lane.run(40, str)
+        assert list(await asyncio.gather(first, second)) == ["", ""]
+        go_on.clear()
+        running = asyncio.ensure_future(lane.run(50, hold))
+        left = asyncio.ensure_future(lane.run(50, str))
+        await asyncio.sleep(0)
+        left.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await left
+        waits = asyncio.ensure_future(lane.run(50, str))
+        go_on.set()
+        assert list(await asyncio.gather(running, waits)) == ["held", ""]
+        lane.close()
+
+    asyncio.run(story())

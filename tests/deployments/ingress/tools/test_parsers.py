@@ -1,0 +1,200 @@
+"""Calls in a model's text: each format, what is no call, and text that comes in pieces."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from configs.model import ToolParser
+from deployments.ingress.tools.parsers import (
+    FORCED,
+    FORMATS,
+    ArgumentsDelta,
+    CallFormat,
+    CallReader,
+    CallStart,
+    TextDelta,
+)
+
+HERMES = FORMATS[ToolParser.HERMES]
+LLAMA = FORMATS[ToolParser.LLAMA3_JSON]
+MISTRAL = FORMATS[ToolParser.MISTRAL]
+NAMES = ("get_weather", "get")
+
+Read = tuple[str, list[tuple[str, str]]]
+
+
+def read(format: CallFormat, text: str, width: int = 10**9, parallel: bool = True) -> Read:
+    """What is said and what is called, the text coming in pieces of so many characters."""
+    reader = CallReader(format, NAMES, parallel)
+    parts = []
+    for start in range(0, len(text), width):
+        parts += reader.push(text[start : start + width])
+    parts += reader.end()
+    said = "".join(part.text for part in parts if isinstance(part, TextDelta))
+    calls = [(part.name, "") for part in parts if isinstance(part, CallStart)]
+    for part in parts:
+        if isinstance(part, ArgumentsDelta):
+            name, arguments = calls[part.call]
+            calls[part.call] = (name, arguments + part.text)
+    assert reader.num_calls == len(calls)
+    return said, calls
+
+
+TRICKY = '{"a": "}\\"</tool_call>[", "b": [{}, 1.5, null]}'
+
+
+@pytest.mark.parametrize(
+    ("format", "text", "said", "calls"),
+    [
+        (HERMES, '<tool_call>\n{"name": "get", "arguments": {"a": 1}}\n</tool_call>', "",
+         [("get", '{"a": 1}')]),
+        (HERMES, f'Let me see. \n<tool_call>{{"name": "get", "arguments": {TRICKY}}}</tool_call>\n'
+         '<tool_call>\n{"arguments": {"x": "é"}, "name": "get_weather"}\n</tool_call> \n',
+         "Let me see.",
+         [("get", TRICKY), ("get_weather", '{"x": "é"}')]),
+        (HERMES, '<tool_call>{"name": "get", "arguments": {}, "id": {"x": "}"}}</tool_call> bye',
+         "bye", [("get", "{}")]),
+        (HERMES, '<tool_call>{"name": "get"}', "", [("get", "{}")]),
+        (HERMES, '<tool_call>{"name": "get", "arguments": "{}"}</tool_call>', "", [("get", "{}")]),
+        (LLAMA, '{"name": "get", "parameters": {"a": {}}}', "", [("get", '{"a": {}}')]),
+        (LLAMA, '<|python_tag|>{"type": "function", "name": "get", "parameters": {"a": 1}}; '
+         '{"name": "get_weather", "parameters": {}}', "",
+         [("get", '{"a": 1}'), ("get_weather", "{}")]),
+        (MISTRAL, '[TOOL_CALLS] [{"name": "get", "arguments": {"a": 1}}, '
+         '{"arguments": {}, "name": "get"}]', "", [("get", '{"a": 1}'), ("get", "{}")]),
+        (MISTRAL, 'Well [TOOL_CALLS]get_weather[ARGS]{"a": 1}[TOOL_CALLS]get[CALL_ID]ab12[ARGS]{}',
+         "Well", [("get_weather", '{"a": 1}'), ("get", "{}")]),
+        (FORCED, '[{"name": "get", "arguments": {"a": 1}}, {"name": "get", "arguments": {}}]', "",
+         [("get", '{"a": 1}'), ("get", "{}")]),
+        # A bracket too many, and too few.
+        (HERMES, '<tool_call>{"name": "get", "arguments": {"a": 1}}}</tool_call> bye', "bye",
+         [("get", '{"a": 1}')]),
+        (HERMES, '<tool_call>{"arguments": {"a": 1}, "name": "get"}} ]\n</tool_call>\n'
+         '<tool_call>{"name": "get", "arguments": {}}}}</tool_call>', "",
+         [("get", '{"a": 1}'), ("get", "{}")]),
+        (HERMES, '<tool_call>{"name": "get", "arguments": {"a": "<"}\n</tool_call> x '
+         '<tool_call>{"name": "get", "arguments": {"b": [1\n</tool_call> bye', "xbye",
+         [("get", '{"a": "<"}'), ("get", '{"b": [1\n')]),
+        (LLAMA, '{"name": "get", "parameters": {"a": 1}}}', "", [("get", '{"a": 1}')]),
+        (MISTRAL, '[TOOL_CALLS] [{"name": "get", "arguments": {}}}, {"name": "get", "arguments": '
+         '{}}]]', "", [("get", "{}"), ("get", "{}")]),
+        (FORCED, '[{"name": "get", "arguments": {}}]]}', "", [("get", "{}")]),
+        # Arguments that are no object are the model's word all the same.
+        (HERMES, '<tool_call>{"name": "get", "arguments": null}</tool_call>', "",
+         [("get", "null")]),
+        (HERMES, '<tool_call>{"name": "get", "arguments": [1]}</tool_call>', "", [("get", "[1]")]),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("width", [1, 2, 7, 10**6])
+def test_calls(format: CallFormat, text: str, said: str, calls: object, width: int) -> None:
+    assert read(format, text, width) == (said, calls)
+
+
+@pytest.mark.parametrize(
+    ("format", "text"),
+    [
+        (HERMES, "no call \n"),
+        (HERMES, '{"name": "get", "arguments": {}}'),
+        (HERMES, 'x  <tool_call>{"name": "unknown", "arguments": {}}</tool_call> y'),
+        (HERMES, '<tool_call>{"name": "get", </tool_call> y'),
+        (HERMES, "<tool_call>get</tool_call>"),
+        (HERMES, "a <tool_"),
+        (HERMES, "a <tool_call> \n"),
+        (LLAMA, ' {"a": 1} is JSON'),
+        (LLAMA, "[1] says so"),
+        (LLAMA, '<|python_tag|>search.call(query="x")'),
+        (LLAMA, '{"name": "get", "parameters": [1}'),
+        (MISTRAL, "[TOOL_CALLS]what is it?"),
+        (MISTRAL, '[TOOL_CALLS]other{"a": 1}'),
+        (FORCED, "  \n"),
+        (FORCED, '[{"name": "get_w'),
+    ],
+)
+@pytest.mark.parametrize("width", [1, 3, 10**6])
+def test_what_is_no_call_stays_text(format: CallFormat, text: str, width: int) -> None:
+    assert read(format, text, width) == (text, [])
+
+
+@pytest.mark.parametrize("width", [1, 10**6])
+def test_an_answer_that_is_cut_off(width: int) -> None:
+    text = '[{"name": "get", "arguments": {"a": 1}}, {"name": "get", "arguments": {"b'
+    assert read(FORCED, text, width) == ("", [("get", '{"a": 1}'), ("get", '{"b')])
+    assert read(FORCED, text[:50], width) == ("", [("get", '{"a": 1}')])
+    assert read(HERMES, '<tool_call>{"name": "get", "arguments": {"b', width) == (
+        "", [("get", '{"b')],
+    )  # fmt: skip
+
+
+def test_one_call_at_most() -> None:
+    text = '<tool_call>{"name": "get", "arguments": {}}</tool_call>'
+    assert read(HERMES, text * 2 + "more", 1, parallel=False) == ("", [("get", "{}")])
+
+
+def test_arguments_come_as_they_are_written() -> None:
+    reader = CallReader(HERMES, NAMES, True)
+    assert reader.push('<tool_call>{"name": "get", "arg') == []
+    assert reader.push('uments": {"a": "on') == [
+        CallStart(0, "get"),
+        ArgumentsDelta(0, '{"a": "on'),
+    ]
+    assert reader.push('e"}}') == [ArgumentsDelta(0, 'e"}')]
+
+
+@pytest.mark.parametrize("head", ["{", '{"name"', "get", "get[CALL_ID]a1"])
+def test_blanks_without_end_hold_up_nobody(head: str) -> None:
+    """Matched in every way to share them out, so many would take hours."""
+    text = f"[TOOL_CALLS]{head}{' ' * 20_000}x {{"
+    assert read(MISTRAL, text, 10_000) == (text, [])
+
+
+_SCRAPS = st.sampled_from(
+    ["<tool_call>", "</tool_call>", "<tool", "[TOOL_CALLS]", "[", "]", "{", "}", '"', "\\", ",",
+     ";", " ", "\n", "name", '{"name": "get", "arguments": ', '{"name": "get", "parameters": {',
+     "get", "get_weather", '{"a": "}"}', "<|python_tag|>", "[ARGS]", "x", "é"]
+)  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    format=st.sampled_from([*FORMATS.values(), FORCED]),
+    scraps=st.lists(_SCRAPS, max_size=14),
+    width=st.integers(1, 9),
+    parallel=st.booleans(),
+)
+def test_pieces_never_matter(
+    format: CallFormat, scraps: list[str], width: int, parallel: bool
+) -> None:
+    text = "".join(scraps)
+    whole = read(format, text, parallel=parallel)
+    assert read(format, text, width, parallel) == whole
+    said, calls = whole
+    assert all(name in NAMES for name, _ in calls)
+    if not calls:
+        assert said == text
+
+
+@given(arguments=st.dictionaries(st.text(), st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+), max_size=4), width=st.integers(1, 9))  # fmt: skip
+@settings(max_examples=100, deadline=None)
+def test_any_arguments_come_through(arguments: dict[str, object], width: int) -> None:
+    call = json.dumps({"name": "get", "arguments": arguments})
+    for format, text in (
+        (HERMES, f"<tool_call>\n{call}\n</tool_call>"), (MISTRAL, f"[TOOL_CALLS] [{call}]"),
+        (LLAMA, call), (FORCED, f"[{call}]"),
+    ):  # fmt: skip
+        said, calls = read(format, text, width)
+        assert said == ""
+        assert [(name, json.loads(text)) for name, text in calls] == [("get", arguments)]
+
+
+@pytest.mark.parametrize("arguments", ['"\\ud800"', '{"a": "\\ud800"}'])
+def test_half_characters_break_nothing(arguments: str) -> None:
+    text = f'<tool_call>{{"arguments": {arguments}, "name": "get"}}</tool_call>'
+    said, [(name, called)] = read(HERMES, text)
+    assert (said, name) == ("", "get")
+    assert json.loads(called.encode()) == json.loads(arguments)

@@ -1,0 +1,71 @@
+"""Adapters that are written to while a rank reads them: refused as a version, and nothing else."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from configs.wire.adapters import AdapterError, AdapterKey, AdapterRefusal, FetchedAdapter
+from modeling.adapters import host_cache as copies
+from modeling.adapters.host_cache import HostAdapterCache, HostCacheSize
+from modeling.adapters.merge import OpenAdapter, open_fetched
+from sharding import tensor_file
+from sources.files import fingerprint
+from tests.modeling.adapters.lora_files import DOWN, UP, factors, write_lora
+
+SIZE = HostCacheSize((8, 8), 64, 2**22)
+RANKS = [64, 64, 64]
+
+
+def host_copies() -> HostAdapterCache:
+    return HostAdapterCache((UP, DOWN), SIZE, torch.float32, pinned=False)
+
+
+def fetched(key: int, folder: Path, root: str = "") -> FetchedAdapter:
+    files = fingerprint(folder)
+    return FetchedAdapter(AdapterKey(key), folder.name, str(folder), "", files, root=root)
+
+
+def adapter(folder: Path) -> Path:
+    return write_lora(folder, factors(UP, RANKS) | factors(DOWN, RANKS), r=64)
+
+
+@pytest.mark.parametrize("whole_bytes", [2**25, 0], ids=["small file", "large file"])
+@pytest.mark.parametrize("size", [0, 4096])
+def test_a_file_that_is_cut_short_fails_as_a_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, whole_bytes: int
+) -> None:
+    """As `cp` and `rsync --inplace` do; of a mapped file the rank would die (SIGBUS)."""
+    monkeypatch.setattr(tensor_file, "WHOLE_BYTES", whole_bytes)
+    good, bad = fetched(1, adapter(tmp_path / "good")), fetched(2, adapter(tmp_path / "bad"))
+
+    def opened(wanted: FetchedAdapter, *rest: Any) -> OpenAdapter:
+        found = open_fetched(wanted, *rest)
+        if wanted is bad:
+            os.truncate(tmp_path / "bad" / "adapter_model.safetensors", size)
+        return found
+
+    monkeypatch.setattr(copies, "open_fetched", opened)
+    tier = host_copies()
+    tier.stage(good)
+    with pytest.raises(AdapterError, match=r"cannot be read: .*try again") as raised:
+        tier.stage(bad)
+    assert raised.value.refusal is AdapterRefusal.UNAVAILABLE
+    tier.drop(good.key)
+    tier.stage(good)
+    tier.check()
+
+
+def test_links_that_lead_out_since_the_files_were_found(tmp_path: Path) -> None:
+    own, other = adapter(tmp_path / "root" / "own"), adapter(tmp_path / "other")
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        wanted = fetched(1, own, root=str(tmp_path / "root"))
+        host_copies().stage(wanted)
+        (own / name).unlink()
+        (own / name).symlink_to(other / name)
+        with pytest.raises(AdapterError, match=f"{name} is a link to a file outside"):
+            host_copies().stage(wanted)
+        (own / name).unlink()
+        (own / name).write_bytes((other / name).read_bytes())

@@ -1,0 +1,127 @@
+"""What an operator is told of an adapter before a server sees it, and that servers agree."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from configs.engine import AdaptersConfig, EngineConfig
+from configs.model import ModelConfig
+from configs.wire.adapters import AdapterError
+from modeling.adapters.peft import open_adapter
+from modeling.adapters.projection import Projection
+from modeling.runner.adapter_check import AdapterVerdict, adaptable, judge
+from modeling.runner.loading import load_model
+from sharding.group import SingleRank
+from tests.checkpoints import write_llama
+from tests.checkpoints_others import write_gpt2, write_gpt_neox, write_opt
+from tests.checkpoints_padded import write_padded
+from tests.modeling.adapters.lora_files import DOWN, UP, factors, write_lora
+
+CONFIG = AdaptersConfig(max_rank=8)
+TWO = (UP, DOWN)
+
+
+def verdict(folder: Path, projections: tuple[Projection, ...] = TWO) -> AdapterVerdict:
+    return judge(folder, projections, CONFIG, lambda done, total: None)
+
+
+def test_a_good_adapter_is_served_and_read_to_its_end(tmp_path: Path) -> None:
+    folder = write_lora(tmp_path / "good", factors(UP, [4, 4, 0]) | factors(DOWN, [0, 4, 4]))
+    seen: list[tuple[int, int]] = []
+    found = judge(folder, TWO, CONFIG, lambda done, total: seen.append((done, total)))
+    assert found == AdapterVerdict((), num_modules=4, rank=4)
+    assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
+
+
+def test_every_field_that_is_not_served_is_named_at_once(tmp_path: Path) -> None:
+    folder = write_lora(
+        tmp_path / "many", factors(UP, [4, 4, 4]), use_dora=True, bias="all", novelty=3
+    )
+    found = verdict(folder)
+    assert len(found.reasons) == 3
+    for word in ("use_dora", "bias", "novelty"):
+        assert any(word in reason for reason in found.reasons)
+
+
+def test_tensors_are_judged_although_the_config_is_refused(tmp_path: Path) -> None:
+    stranger = {"base_model.model.other.lora_A.weight": torch.ones(4, 6)}
+    folder = write_lora(tmp_path / "both", factors(UP, [4, 4, 4]) | stranger, use_dora=True)
+    config, tensors = verdict(folder).reasons
+    assert "use_dora" in config
+    assert "base_model.model.other" in tensors
+
+
+def test_values_are_read(tmp_path: Path) -> None:
+    folder = write_lora(tmp_path / "nan", factors(DOWN, [4, 4, 4]))
+    path = folder / "adapter_model.safetensors"
+    tensors = load_file(path)
+    tensors["base_model.model.model.layers.2.down.lora_B.weight"][1, 1] = float("nan")
+    save_file(tensors, path)
+    [reason] = verdict(folder).reasons
+    assert "layers.2.down.lora_B" in reason
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda folder: (folder / "adapter_config.json").unlink(), "adapter_config.json"),
+        (lambda folder: (folder / "adapter_config.json").write_text("{"), "not valid JSON"),
+        (lambda folder: (folder / "adapter_config.json").write_text("[]"), "must hold an object"),
+        (lambda folder: (folder / "adapter_model.safetensors").unlink(), "safetensors"),
+        (lambda folder: (folder / "adapter_config.json").write_text('{"r": 4}'), "peft_type"),
+    ],
+)
+def test_files_that_are_not_there_or_say_nothing(
+    spoil: Callable[[Path], object], words: str, tmp_path: Path
+) -> None:
+    folder = write_lora(tmp_path / "spoilt", factors(UP, [4, 4, 4]))
+    spoil(folder)
+    [reason] = verdict(folder).reasons
+    assert words in reason
+
+
+def test_a_rank_that_the_server_does_not_take(tmp_path: Path) -> None:
+    folder = write_lora(tmp_path / "wide", factors(UP, [9, 9, 9]), r=9)
+    [reason] = verdict(folder).reasons
+    assert "max_rank 8" in reason
+
+
+def test_whoever_is_refused_here_is_refused_by_the_reader(tmp_path: Path) -> None:
+    for name, fields in {"dora": {"use_dora": True}, "plain": {}}.items():
+        folder = write_lora(tmp_path / name, factors(UP, [4, 4, 4]), **fields)
+        refused = False
+        try:
+            open_adapter(folder, TWO, CONFIG.max_rank)
+        except AdapterError:
+            refused = True
+        assert bool(verdict(folder).reasons) == refused
+
+
+@pytest.mark.parametrize("vocabulary", [False, True])
+@pytest.mark.parametrize("write", [write_llama, write_gpt2, write_opt, write_gpt_neox])
+def test_the_model_is_judged_as_it_is_served(
+    write: Callable[[Path], Path], vocabulary: bool, tmp_path: Path
+) -> None:
+    config = EngineConfig(
+        model=ModelConfig(id=str(write(tmp_path / "model"))),
+        adapters=AdaptersConfig(vocabulary=vocabulary),
+    )
+    loaded = load_model(config, SingleRank(), torch.device("cpu"))
+    assert adaptable(config) == loaded.model.projections
+
+
+def test_a_model_in_transformers_code_is_tried_out(tmp_path: Path) -> None:
+    folder = write_padded(tmp_path / "model", "gemma2")
+    names = {p.name for p in adaptable(EngineConfig(model=ModelConfig(id=str(folder))))}
+    assert {"q_proj", "down_proj"} <= names
+
+
+def test_weights_of_a_paged_model_are_not_needed(tmp_path: Path) -> None:
+    folder = write_llama(tmp_path / "model")
+    for path in folder.glob("*.safetensors"):
+        path.unlink()
+    names = {p.name for p in adaptable(EngineConfig(model=ModelConfig(id=str(folder))))}
+    assert {"q_proj", "down_proj"} <= names

@@ -1,0 +1,267 @@
+"""Captured steps: how they are padded, and that replays change nothing, on any machine."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from configs.engine import CacheConfig
+from configs.wire.sampling import Sampling
+from modeling.adapters.bank import AdapterBank
+from modeling.adapters.kernels.base import OutputSlice
+from modeling.adapters.kernels.reference import reference_batch
+from modeling.attention.base import AttentionSpec, AttentionStep, GraphAttention, Words
+from modeling.attention.kv_cache import LayerCache, allocate
+from modeling.attention.sdpa import SdpaAttention
+from modeling.batch import BatchJoin, BatchRow, ForwardBatch
+from modeling.runner.cuda_graphs import (
+    SIZES,
+    DecodeGraphs,
+    GraphParts,
+    PaddedStep,
+    captured_sizes,
+    size_for,
+    step_bytes,
+)
+from modeling.runner.input_batch import BatchSize, InputBatch, StepLayout
+from modeling.runner.paged import ModelRunner
+from sharding.group import SingleRank
+from tests.modeling.parity import World, engine_config, place_all
+from tests.modeling.stepping import Asked, generate
+
+CPU = torch.device("cpu")
+
+
+NUM_BLOCKS, BLOCK_SIZE = 96, 16
+
+
+@pytest.mark.parametrize(
+    ("max_running", "expected"),
+    [
+        (1, (1,)),
+        (2, (1, 2)),
+        (5, (1, 2, 4, 5)),
+        (100, (1, 2, 4, 8, 16, 32, 48, 64, 96, 100)),
+        (256, SIZES),
+        (1000, SIZES),
+    ],
+)
+def test_sizes_hold_all_places_up_to_the_largest(
+    max_running: int, expected: tuple[int, ...]
+) -> None:
+    assert captured_sizes(max_running) == expected
+    assert len(expected) <= 12
+
+
+def test_a_step_takes_the_next_larger_size() -> None:
+    assert [size_for(SIZES, n) for n in (1, 3, 4, 33, 255, 256, 257)] == [
+        1,
+        4,
+        4,
+        48,
+        256,
+        256,
+        None,
+    ]
+
+
+@dataclass(frozen=True)
+class PlainStep(AttentionStep):
+    words: Tensor
+
+
+class PlainWords(GraphAttention):
+    """Key lengths, then whole tables."""
+
+    def __init__(self, backend: SdpaAttention, rows: int, words: Tensor) -> None:
+        self.step = PlainStep(backend, (1,) * rows, (1,) * rows, words)
+        self.words = words
+        self.rows = rows
+
+    def write(self, words: Words, key_lengths: Words, tables: Words) -> int:
+        words[: self.rows] = key_lengths
+        room = words[self.rows :].reshape(self.rows, -1)
+        room[:, : tables.shape[1]] = tables
+        return len(words)
+
+    def plan(self, turn: int) -> None:
+        pass
+
+
+class CapturedSdpa(SdpaAttention):
+    """SDPA that reads a step's lengths and tables when it computes, as a graph would."""
+
+    def captured_words(self, rows: int, max_blocks: int) -> int | None:
+        return rows * (1 + max_blocks)
+
+    def captured(self, rows: int, words: Tensor) -> PlainWords:
+        return PlainWords(self, rows, words)
+
+    def forward(
+        self,
+        q: Tensor,
+        cache: LayerCache,
+        cu_seqlen: Tensor,
+        block_tables: Tensor,
+        step: AttentionStep,
+        window: int | None = None,
+    ) -> Tensor:
+        if isinstance(step, PlainStep):
+            rows = len(step.query_lengths)
+            block_tables = step.words[rows:].view(rows, -1)
+            step = self.prepare(step.query_lengths, step.words[:rows].tolist(), block_tables)
+        return super().forward(q, cache, cu_seqlen, block_tables, step, window)
+
+
+class LateAdapters:
+    """The reference kernel behind a plan: rows are looked up when a step computes."""
+
+    def __init__(self, bank: AdapterBank) -> None:
+        self.bank = bank
+        self.rows: tuple[Sequence[int], Sequence[int]] = ((), ())
+
+    def update(self, slots: Sequence[int], lengths: Sequence[int]) -> int:
+        self.rows = (slots, lengths)
+        return 0
+
+    def batch(self, num_tokens: int, num_tiles: int | None = None) -> "LateAdapters":
+        return self
+
+    def has_product(self, x: Tensor, weight: Tensor, targets: tuple[OutputSlice, ...]) -> bool:
+        return False
+
+    def product(
+        self, y: Tensor, x: Tensor, weight: Tensor, layer: int, targets: tuple[OutputSlice, ...]
+    ) -> None:
+        raise AssertionError
+
+    def add(self, y: Tensor, x: Tensor, layer: int, targets: tuple[OutputSlice, ...]) -> None:
+        assert sum(self.rows[1]) == len(x)
+        reference_batch(self.bank, *self.rows).add(y, x, layer, targets)
+
+
+def make_parts() -> GraphParts:
+    state = InputBatch(BatchSize(4, 40, 8), CPU)
+    backend = CapturedSdpa(AttentionSpec(4, 2, 8, 1.0, 8, torch.float32, CPU))
+
+    def forward(*_: Any) -> Tensor:
+        raise AssertionError
+
+    return GraphParts(forward, backend, state, 77, 96, torch.float32, None)
+
+
+def fill(step: PaddedStep, static: Tensor, layout: StepLayout) -> int:
+    host = np.full(len(static), 99, dtype=np.uint8)
+    used = step.fill(host, layout)
+    static[:used] = torch.from_numpy(host[:used])
+    return used
+
+
+def test_rows_beyond_the_step_use_what_nobody_owns() -> None:
+    parts = make_parts()
+    state = parts.state
+    for place in (3, 1):
+        state.join([BatchJoin(place, [9] * 17, 17, -1, Sampling())])
+    state.layout([BatchRow(3, 0, 16, [2, 5], False), BatchRow(1, 0, 7, [4], False)])
+    layout = state.layout([BatchRow(3, 16, 1, [6], True), BatchRow(1, 7, 1, [], True)])
+    static = torch.zeros(step_bytes(parts, 4), dtype=torch.uint8)
+    step = PaddedStep(parts, 4, static)
+    used = fill(step, static, layout)
+    width = 41
+    assert step.ids_at.tolist() == [3 * width + 16, width + 7, 4 * width, 4 * width]
+    assert step.positions.tolist() == [16, 7, 0, 0]
+    assert step.slots.tolist() == [48, 39, 77 * 8, 77 * 8]
+    assert step.targets.tolist() == [3 * width + 17, width + 8, 4 * width, 4 * width]
+    assert isinstance(step.attention, PlainWords)
+    assert step.attention.words[:4].tolist() == [17, 8, 1, 1]
+    tables = step.attention.words[4:].view(4, -1)
+    assert tables[:, :3].tolist() == [[2, 5, 6], [4, 0, 0], [77] * 3, [77] * 3]
+    assert used <= len(static)
+    assert step.cu_seqlens.tolist() == [0, 1, 2, 3, 4]
+    # A later step with fewer rows leaves nothing of this one behind.
+    fill(step, static, StepLayout.empty())
+    assert step.ids_at.tolist() == step.targets.tolist() == [4 * width] * 4
+    assert step.slots.tolist() == [77 * 8] * 4
+    assert step.attention.words[:4].tolist() == [1] * 4
+    assert tables[:, 0].tolist() == [77] * 4
+
+
+def test_samples_of_padding_rows_reach_no_place() -> None:
+    parts = make_parts()
+    static = torch.zeros(step_bytes(parts, 4), dtype=torch.uint8)
+    step = PaddedStep(parts, 4, static)
+    fill(step, static, StepLayout.empty())
+    before = parts.state.tokens[: parts.state.scratch_token].clone()
+    parts.state.write(step.targets, torch.arange(1, 5))
+    assert torch.equal(parts.state.tokens[: parts.state.scratch_token], before)
+
+
+def requests(slots: Sequence[int], **fields: Any) -> list[Asked]:
+    """Requests that join and leave between replays."""
+    return [
+        Asked(
+            prompt=[(7 * i + 3 * j) % 90 + 3 for j in range(5 + 6 * i)],
+            num_tokens=6 + 5 * (i % 4),
+            slot=slots[i % len(slots)],
+            chunk=9,
+            joins_at=3 * i,
+            **fields,
+        )
+        for i in range(9)
+    ]
+
+
+def capture_on_cpu(runner: ModelRunner) -> DecodeGraphs:
+    """Let a CPU runner replay its decode steps, each replay being the computation itself."""
+    spec = runner._attention.backend.spec
+    page = len(runner._cache[0].keys)
+    runner._cache = allocate(runner._cache_spec, page + 1, CPU)
+    model = runner._loaded.model
+    parts = GraphParts(
+        forward=runner._forward,
+        backend=CapturedSdpa(spec),
+        state=runner._state,
+        scratch_page=page,
+        vocab_size=model.vocab_size,
+        dtype=model.dtype,
+        adapters=LateAdapters(runner._bank),
+    )
+    with torch.inference_mode():
+        return DecodeGraphs(parts, captured_sizes(8), CPU, lambda compute: compute)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, top_p=0.9, logprobs=2)])
+@pytest.mark.parametrize("slots", [(-1,), (-1, 0, 1)])
+def test_replays_are_steps(world: World, slots: tuple[int, ...], sampling: Sampling) -> None:
+    """Requests join and leave between replays; nine are too many for the largest size."""
+    config = engine_config(
+        world.model("llama", "gqa"),
+        cache=CacheConfig(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE),
+    )
+    runner = ModelRunner(config, SingleRank(), CPU)
+    runner.load()
+    folders = [world.adapter("llama", "gqa", name) for name in ("r8", "r24")]
+    place_all(runner, [folder for folder in folders if folder is not None])
+    asked = requests(slots, sampling=sampling)
+    expected = generate(runner, asked, NUM_BLOCKS, BLOCK_SIZE)
+    assert runner.num_captured == 0
+    runner._captured = capture_on_cpu(runner)
+    found = generate(runner, asked, NUM_BLOCKS, BLOCK_SIZE)
+    assert runner.num_captured > 10
+    assert [answer.tokens for answer in found] == [answer.tokens for answer in expected]
+    if sampling.logprobs >= 0:
+        assert found[8].logprobs[0] is not None
+
+
+def test_a_step_tells_whether_it_was_a_replay(world: World) -> None:
+    runner = ModelRunner(engine_config(world.model("llama", "gqa")), SingleRank(), CPU)
+    runner.load()
+    runner._captured = capture_on_cpu(runner)
+    join = BatchJoin(0, [1, 2, 3], 3, -1, Sampling())
+    whole, single = BatchRow(0, 0, 3, [0], True), BatchRow(0, 3, 1, [], True)
+    assert not runner.step(ForwardBatch([join], [whole])).wait().captured
+    assert runner.step(ForwardBatch([], [single])).wait().captured

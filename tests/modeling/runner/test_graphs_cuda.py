@@ -1,0 +1,189 @@
+"""CUDA graphs of decode steps: tokens, logits and memory are those of steps launch by launch."""
+
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from configs.engine import AdaptersConfig, AttentionBackend, CacheConfig, Device, LimitsConfig
+from configs.model import DType, ModelConfig
+from configs.wire.sampling import Sampling
+from modeling.batch import BatchJoin, BatchRow, ForwardBatch
+from modeling.runner.cuda_graphs import (
+    DecodeGraphs,
+)
+from modeling.runner.loading import pick_device
+from modeling.runner.paged import ModelRunner
+from sharding.group import SingleRank
+from tests.checkpoints import write_adapter, write_llama
+from tests.modeling.no_waits import no_synchronisation
+from tests.modeling.parity import engine_config, place_all
+from tests.modeling.runner.test_cuda_graphs import BLOCK_SIZE, NUM_BLOCKS, requests
+from tests.modeling.stepping import Answer, Asked, BlockPile, generate
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+WIDE: dict[str, Any] = {"hidden_size": 256, "head_dim": 128, "num_hidden_layers": 2}
+
+
+def make_runner(folder: Any, **changes: Any) -> ModelRunner:
+    fields: dict[str, Any] = {
+        "model": ModelConfig(id=str(folder), dtype=DType.BFLOAT16),
+        "device": Device.CUDA,
+        "attention": AttentionBackend.FLASHINFER,
+        "cache": CacheConfig(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE),
+        "limits": LimitsConfig(max_running=12, max_step_tokens=256),
+        "adapters": AdaptersConfig(
+            device_pages=40, max_device_adapters=10, max_rank=64, host_bytes=2**26
+        ),
+        **changes,
+    }
+    runner = ModelRunner(engine_config(folder, **fields), SingleRank(), pick_device(Device.CUDA))
+    runner.load()
+    return runner
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A model whose heads FlashInfer serves, and an adapter for it."""
+    pytest.importorskip("flashinfer")
+    root = tmp_path_factory.mktemp("wide")
+    write_llama(root / "model", "gqa", **WIDE)
+    write_adapter(root / "adapter", root / "model")
+    return root
+
+
+def tokens(runner: ModelRunner, asked: list[Asked]) -> list[list[int]]:
+    answers: list[Answer] = generate(runner, asked, NUM_BLOCKS, BLOCK_SIZE)
+    return [answer.tokens for answer in answers]
+
+
+def told_again(runner: ModelRunner, asked: Asked, known: list[int]) -> list[Answer]:
+    """Each token once more, from one prefill of all before it: never a captured step."""
+    found = []
+    sampling = msgspec.structs.replace(asked.sampling, logprobs=5)
+    for count in range(len(known)):
+        whole = [*asked.prompt, *known[:count]]
+        blocks = list(range(-(-len(whole) // BLOCK_SIZE)))
+        join = BatchJoin(11, whole, len(asked.prompt), asked.slot, sampling)
+        rows = [BatchRow(11, 0, len(whole), blocks, True)]
+        sampled = runner.step(ForwardBatch([join], rows)).wait()
+        assert sampled.logprobs is not None
+        found.append(Answer(sampled.tokens, sampled.logprobs))
+    return found
+
+
+@pytest.mark.parametrize("slots", [(-1,), (-1, 0), (0,)], ids=["base", "mixed", "adapter"])
+def test_captured_tokens_are_those_of_launches(wide: Any, slots: tuple[int, ...]) -> None:
+    asked = requests(slots)
+    runner = make_runner(wide / "model")
+    place_all(runner, [wide / "adapter"])
+    found = tokens(runner, asked)
+    assert runner.num_captured > runner.num_steps // 4
+    equal = []
+    for request, own in zip(asked, found, strict=True):
+        for token, again in zip(own, told_again(runner, request, own), strict=True):
+            equal.append(token == again.tokens[0])
+            best = again.logprobs[0]
+            assert best is not None
+            # bfloat16 logits of other batch shapes may tip a near tie, and nothing else.
+            gap = dict(zip(best.top_ids, best.top_logprobs, strict=True)).get(token, -1e9)
+            assert best.top_logprobs[0] - gap < 1.0, (request, own)
+    assert sum(equal) > 0.85 * len(equal)
+
+
+def test_captured_sampling_and_logprobs_are_those_of_launches(wide: Any) -> None:
+    sampling = Sampling(temperature=0.7, top_p=0.9, seed=3, logprobs=2)
+    asked = requests([-1], sampling=sampling)
+    runner = make_runner(wide / "model")
+    answers = generate(runner, asked, NUM_BLOCKS, BLOCK_SIZE)
+    assert runner.num_captured > 0
+    equal = []
+    for request, answer in zip(asked, answers, strict=True):
+        again = told_again(runner, request, answer.tokens)
+        for token, own, other in zip(answer.tokens, answer.logprobs, again, strict=True):
+            equal.append(token == other.tokens[0])
+            judged = other.logprobs[0]
+            assert own is not None
+            assert judged is not None
+            assert own.top_logprobs[0] == pytest.approx(judged.top_logprobs[0], abs=0.7)
+    assert sum(equal) > 0.85 * len(equal)
+
+
+def test_logits_of_a_replay_are_those_of_launches(wide: Any) -> None:
+    runner = make_runner(wide / "model")
+    captured = runner._captured
+    assert captured is not None
+    pile = BlockPile(NUM_BLOCKS, BLOCK_SIZE)
+    for count in (3, 1, 7):  # 7 rows replay as 8: the last one is padding
+        joins = [BatchJoin(p, [5 + p, 9, 33 + p], 3, -1, Sampling()) for p in range(count)]
+        blocks = [pile.reach(count * 20 + p, 4) for p in range(count)]
+        first = [BatchRow(p, 0, 3, blocks[p], True) for p in range(count)]
+        runner.step(ForwardBatch(joins, first)).wait()
+        rows = [BatchRow(p, 3, 1, [], True) for p in range(count)]
+        layout = runner._state.layout(rows)
+        with torch.inference_mode():
+            output = captured.run(layout)
+            assert output is not None
+            found = output.logits.float().clone()
+            inputs = runner._state.inputs(layout)
+            backend = runner._attention.backend
+            step = backend.prepare(inputs.query_lengths, inputs.key_lengths, inputs.block_tables)
+            expected = runner._forward(inputs, step, None).float()
+        error = (found - expected).norm() / expected.norm()
+        assert error < 5e-2, (count, float(error))
+
+
+def test_padding_rows_touch_no_place_and_no_page(wide: Any) -> None:
+    runner = make_runner(wide / "model")
+    join = BatchJoin(0, [5, 9, 33], 3, -1, Sampling())
+    joins = [join, *(BatchJoin(p, [8, 8, 8], 3, -1, Sampling()) for p in (1, 2))]
+    rows = [BatchRow(p, 0, 3, [p], True) for p in range(3)]
+    runner.step(ForwardBatch(joins, rows)).wait()
+    state, cache = runner._state, runner._cache
+    before = state.tokens[: state.scratch_token].clone()
+    pages = [layer.keys[:NUM_BLOCKS].clone() for layer in cache]
+    runner.step(ForwardBatch([], [BatchRow(p, 3, 1, [], True) for p in range(3)])).wait()
+    changed = (state.tokens[: state.scratch_token] != before).nonzero().flatten().tolist()
+    width = state.size.max_total_tokens + 1
+    assert set(changed) <= {p * width + 4 for p in range(3)}
+    for layer, was in zip(cache, pages, strict=True):
+        touched = (layer.keys[:NUM_BLOCKS] != was).flatten(2).any(-1).nonzero().tolist()
+        assert touched == [[0, 3], [1, 3], [2, 3]]
+
+
+def test_one_step_ahead_is_step_by_step(wide: Any) -> None:
+    runner = make_runner(wide / "model")
+    join = BatchJoin(2, [5, 9, 33], 3, -1, Sampling())
+
+    def batches() -> list[ForwardBatch]:
+        first = ForwardBatch([join], [BatchRow(2, 0, 3, [9, 3], True)])
+        return [first, *(ForwardBatch([], [BatchRow(2, 3 + i, 1, [], True)]) for i in range(20))]
+
+    slow = [runner.step(batch).wait().tokens for batch in batches()]
+    flying = [runner.step(batch) for batch in batches()]
+    assert [output.wait().tokens for output in flying] == slow
+
+
+def test_a_step_never_waits_for_the_device(wide: Any) -> None:
+    """Torch refuses synchronising calls here; none may come from a step once it is warm."""
+    runner = make_runner(wide / "model")
+    place_all(runner, [wide / "adapter"])
+    sampled = Sampling(temperature=0.7, top_p=0.9, top_k=7, seed=3, logprobs=1)
+    for params in (Sampling(), sampled):
+        asked = requests([-1, 0], sampling=params)
+        generate(runner, asked, NUM_BLOCKS, BLOCK_SIZE)
+        with no_synchronisation():
+            generate(runner, asked, NUM_BLOCKS, BLOCK_SIZE)
+
+
+def test_the_measured_memory_is_enough(wide: Any) -> None:
+    runner = make_runner(wide / "model", cache=CacheConfig(device_memory_fraction=0.5))
+    free, total = torch.cuda.mem_get_info()
+    assert total - free < 0.55 * total
+    assert isinstance(runner._captured, DecodeGraphs)
+    assert tokens(runner, requests([-1]))[0]

@@ -1,0 +1,63 @@
+import pytest
+
+from configs.engine import AdaptersConfig, EngineConfig
+from configs.model import ModelConfig
+from modeling.runner.input_batch import BatchSize
+from modeling.runner.memory import (
+    CPU_CACHE_BYTES,
+    CPU_POOL_BYTES,
+    DeviceMemory,
+    adapter_pages,
+    cpu_blocks,
+    cuda_blocks,
+    vocabulary_copies,
+)
+
+GIB = 2**30
+ENGINE = EngineConfig(model=ModelConfig(id="m"))
+
+
+def test_a_cpu_holds_all_slots_at_the_usual_rank() -> None:
+    assert adapter_pages(AdaptersConfig(max_device_adapters=20), 1000, None) == 40
+    assert adapter_pages(AdaptersConfig(max_device_adapters=20, max_rank=8), 1000, None) == 20
+
+
+def test_a_cpu_stays_within_its_budget_but_takes_the_largest_rank() -> None:
+    config = AdaptersConfig(max_device_adapters=500, max_rank=64)
+    assert adapter_pages(config, 2**20, None) == CPU_POOL_BYTES // 2**20
+    assert adapter_pages(config, GIB, None) == 8
+
+
+def test_a_gpu_gives_its_share_and_no_more_than_slots_can_fill() -> None:
+    config = AdaptersConfig(memory_fraction=0.25, max_device_adapters=10, max_rank=64)
+    memory = DeviceMemory(total=80 * GIB, free=64 * GIB)
+    assert adapter_pages(config, GIB // 2, memory) == 32
+    assert adapter_pages(config, 2**20, memory) == 80
+
+
+def test_given_pages_are_taken_as_given() -> None:
+    assert adapter_pages(AdaptersConfig(device_pages=3), GIB, None) == 3
+    assert adapter_pages(AdaptersConfig(device_pages=3, enabled=False), GIB, None) == 0
+
+
+def test_a_cpu_caches_every_place_within_its_budget() -> None:
+    assert cpu_blocks(BatchSize(4, 100, 16), 1000) == 28
+    assert cpu_blocks(BatchSize(256, 4096, 16), 2**20) == CPU_CACHE_BYTES // 2**20
+    assert cpu_blocks(BatchSize(256, 4096, 16), GIB) == 256
+
+
+def test_a_gpu_caches_with_what_is_left() -> None:
+    memory = DeviceMemory(total=80 * GIB, free=50 * GIB)
+    assert cuda_blocks(ENGINE, memory, 2 * GIB, GIB) == 72 - 30 - 2
+    with pytest.raises(ValueError, match=r"no memory is left.*device_memory_fraction is 0\.9"):
+        cuda_blocks(ENGINE, memory, 42 * GIB, GIB)
+
+
+def test_whole_embeddings_and_heads_must_fit() -> None:
+    config = AdaptersConfig(vocabulary=True, vocabulary_copies=3)
+    assert vocabulary_copies(config, 100, None) == 3
+    assert vocabulary_copies(config, 100, DeviceMemory(total=1000, free=300)) == 3
+    with pytest.raises(
+        ValueError, match=r"vocabulary_copies \(3\) takes 300 bytes .* 299 are free"
+    ):
+        vocabulary_copies(config, 100, DeviceMemory(total=1000, free=299))

@@ -1,0 +1,204 @@
+"""Captured mixed steps: replays of what was recorded between attentions change nothing.
+
+A tape stands in for CUDA graphs: it repeats the recorded operations on the tensors that they were
+recorded with, so that whatever a segment took from its first step as a number stays as it was.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from configs.engine import CacheConfig
+from configs.wire.sampling import Sampling
+from modeling.adapters.bank import AdapterBank
+from modeling.adapters.kernels.base import OutputSlice
+from modeling.attention.kv_cache import allocate
+from modeling.runner.paged import ModelRunner
+from modeling.runner.piecewise import TOKENS, PiecewiseGraphs, PiecewiseParts, segment_sizes
+from sharding.group import SingleRank
+from tests.modeling.parity import FAMILIES, World, engine_config, place_all
+from tests.modeling.runner.test_cuda_graphs import BLOCK_SIZE, CPU, NUM_BLOCKS, requests
+from tests.modeling.stepping import Asked, generate
+
+Operation = tuple[Any, tuple[Any, ...], dict[str, Any], Any]
+
+
+class Tape(TorchDispatchMode):
+    """Every operation with the tensors that it read and made."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operations: list[Operation] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self.operations.append((func, args, kwargs or {}, made))
+        return made
+
+    def replay(self) -> None:
+        for func, args, kwargs, made in self.operations:
+            again = func(*args, **kwargs)
+            for old, new in zip(tree_leaves(made), tree_leaves(again), strict=True):
+                if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+class Tapes:
+    """Records segments on tapes, as PieceRecorder does in graphs."""
+
+    def __init__(self) -> None:
+        self._tape: Tape | None = None
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        assert self._tape is None
+        yield
+        assert self._tape is None
+
+    def begin(self) -> None:
+        self._tape = Tape()
+        self._tape.__enter__()  # type: ignore[no-untyped-call]
+
+    def end(self) -> Callable[[], None]:
+        tape, self._tape = self._tape, None
+        assert tape is not None
+        tape.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        return tape.replay
+
+    def alias(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+
+class GatheredAdapters:
+    """A plan whose steps look each token's adapter up where the plan says it: in a buffer."""
+
+    def __init__(self, bank: AdapterBank, most: int) -> None:
+        self.bank = bank
+        self.slots = torch.full((most,), -1)
+
+    def update(self, slots: Sequence[int], lengths: Sequence[int]) -> int:
+        of_token = [slot for slot, n in zip(slots, lengths, strict=True) for _ in range(n)]
+        self.slots[: len(of_token)].copy_(torch.tensor(of_token))
+        return 1
+
+    def batch(self, num_tokens: int, num_tiles: int | None = None) -> "GatheredAdapters":
+        return self
+
+    def has_product(self, x: Tensor, weight: Tensor, targets: tuple[OutputSlice, ...]) -> bool:
+        return False
+
+    def product(
+        self, y: Tensor, x: Tensor, weight: Tensor, layer: int, targets: tuple[OutputSlice, ...]
+    ) -> None:
+        raise AssertionError
+
+    def add(self, y: Tensor, x: Tensor, layer: int, targets: tuple[OutputSlice, ...]) -> None:
+        of_token = self.slots[: len(x)]
+        slots = of_token.clamp(min=0)
+        for target in targets:
+            pool = self.bank.pools[target.projection]
+            pages = self.bank.page_table[slots, target.projection].clamp(min=0).long()
+            a, bt = (side[pages, layer].flatten(1, 2) for side in (pool.a, pool.bt))
+            ranks = self.bank.ranks[slots, target.projection, layer]
+            used = torch.arange(a.shape[1]) < torch.where(of_token < 0, 0, ranks)[:, None]
+            # What lies beyond the rank is anybody's, and may be no number.
+            a, bt = (torch.where(used[..., None], side, 0.0) for side in (a, bt))
+            delta = torch.einsum("tr,tro->to", torch.einsum("ti,tri->tr", x, a), bt)
+            y[:, target.offset : target.offset + bt.shape[-1]] += delta
+
+
+def record_on_cpu(runner: ModelRunner, sizes: Sequence[int]) -> PiecewiseGraphs:
+    """Let a CPU runner replay its mixed steps from tapes."""
+    page = len(runner._cache[0].keys)
+    runner._cache = allocate(runner._cache_spec, page + 1, CPU)
+    parts = PiecewiseParts(
+        forward=partial(runner._forward, skip_head=True),
+        backend=runner._attention.backend,
+        scratch_slot=page * BLOCK_SIZE,
+        adapters=GatheredAdapters(runner._bank, max(sizes)),
+    )
+    with torch.inference_mode():
+        return PiecewiseGraphs(parts, sizes, CPU, Tapes())
+
+
+def make_runner(world: World, family: str, kind: str) -> ModelRunner:
+    config = engine_config(
+        world.model(family, kind),
+        cache=CacheConfig(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE),
+    )
+    runner = ModelRunner(config, SingleRank(), CPU)
+    runner.load()
+    return runner
+
+
+def test_sizes_hold_every_step_and_waste_little() -> None:
+    for most in (1, 64, 100, 2048, 4096):
+        sizes = segment_sizes(most)
+        assert sizes[-1] == most
+        assert sorted(set(sizes)) == list(sizes)
+    assert segment_sizes(8192)[-1] == TOKENS[-1]
+    for smaller, size in pairwise(TOKENS):
+        assert size - smaller - 1 <= max(128, size // 4)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, top_p=0.9, logprobs=2)])
+@pytest.mark.parametrize("slots", [(-1,), (-1, 0, 1)])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        ("llama", "gqa"),
+        ("relative", "qwen3"),
+        ("relative", "mistral"),
+        ("gpt2", "by_layer"),
+        ("opt", "post_norm"),
+        ("gpt_neox", "parallel"),
+    ],
+)
+def test_replays_are_steps(
+    world: World, family: str, kind: str, slots: tuple[int, ...], sampling: Sampling
+) -> None:
+    """Prompts in chunks beside decode rows, in steps that fill a size and steps that do not."""
+    runner = make_runner(world, family, kind)
+    names = list(FAMILIES[family].adapters)[-2:]
+    folders = [world.adapter(family, kind, name) for name in names]
+    place_all(runner, [folder for folder in folders if folder is not None])
+    asked = requests(slots, sampling=sampling)
+    expected = generate(runner, asked, NUM_BLOCKS, BLOCK_SIZE)
+    runner._segmented = record_on_cpu(runner, (4, 9, 16, 40))
+    runner.num_steps = 0
+    found = generate(runner, asked, NUM_BLOCKS, BLOCK_SIZE)
+    assert runner.num_captured == runner.num_steps > 20
+    assert [answer.tokens for answer in found] == [answer.tokens for answer in expected]
+
+
+def test_a_step_that_no_size_holds_is_launched(world: World) -> None:
+    runner = make_runner(world, "llama", "gqa")
+    asked = [Asked(prompt=list(range(3, 33)), num_tokens=4, slot=-1, chunk=40)]
+    expected = generate(runner, asked, NUM_BLOCKS, BLOCK_SIZE)
+    runner._segmented = record_on_cpu(runner, (8, 16))
+    runner.num_captured = 0
+    found = generate(runner, asked, NUM_BLOCKS, BLOCK_SIZE)
+    assert runner.num_captured == 3
+    assert [answer.tokens for answer in found] == [answer.tokens for answer in expected]
+
+
+def test_filling_reaches_no_place_and_no_page(world: World) -> None:
+    runner = make_runner(world, "llama", "gqa")
+    asked = [Asked(prompt=list(range(3, 13)), num_tokens=3, slot=-1, chunk=40)]
+    runner._segmented = record_on_cpu(runner, (16,))
+    generate(runner, asked, NUM_BLOCKS, BLOCK_SIZE)
+    used = [bool((page != 0).any()) for page in runner._cache[0].keys[:-1]]
+    assert sum(used) == -(-12 // BLOCK_SIZE)
+    spare = runner._cache[0].keys[-1]
+    assert (spare[0] != 0).any()
+    assert (spare[1:] == 0).all()

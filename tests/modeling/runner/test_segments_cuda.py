@@ -1,0 +1,98 @@
+"""Captured mixed steps as CUDA graphs: what they leave is what launches leave."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from configs.engine import CudaGraphs
+from configs.wire.sampling import Sampling
+from modeling.batch import BatchJoin, BatchRow
+from modeling.runner.paged import ModelRunner
+from modeling.runner.piecewise import PiecewiseGraphs
+from tests.checkpoints import write_adapter, write_llama
+from tests.modeling.no_waits import no_synchronisation
+from tests.modeling.parity import place_all
+from tests.modeling.runner.test_cuda_graphs import BLOCK_SIZE, NUM_BLOCKS, requests
+from tests.modeling.runner.test_graphs_cuda import WIDE, make_runner
+from tests.modeling.stepping import generate
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.fixture(scope="module", params=["flashinfer", "sdpa"])
+def backend(request: pytest.FixtureRequest) -> str:
+    """An attention that is launched between the segments."""
+    if request.param == "flashinfer":
+        pytest.importorskip("flashinfer")
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory, backend: str) -> ModelRunner:
+    """One whose mixed steps are captured, with an adapter in slot 0."""
+    root = tmp_path_factory.mktemp("segments")
+    write_llama(root / "model", "gqa", **WIDE)
+    write_adapter(root / "adapter", root / "model")
+    made = make_runner(root / "model", attention=backend, cuda_graphs=CudaGraphs.ALL)
+    place_all(made, [root / "adapter"])
+    return made
+
+
+def hidden_states(runner: ModelRunner, lengths: list[int], slots: list[int]) -> tuple[Any, Any]:
+    """What a replay and what launches leave of one step: rows of these lengths and adapters."""
+    segments = runner._segmented
+    assert isinstance(segments, PiecewiseGraphs)
+    joins = [
+        BatchJoin(
+            place, [(5 * i + place) % 60 + 3 for i in range(length)], length, slot, Sampling()
+        )
+        for place, (length, slot) in enumerate(zip(lengths, slots, strict=True))
+    ]
+    runner._state.join(joins)
+    starts = [sum(-(-n // BLOCK_SIZE) for n in lengths[:i]) for i in range(len(lengths))]
+    rows = [
+        BatchRow(place, 0, length, list(range(first, first - -length // BLOCK_SIZE)), True)
+        for place, (length, first) in enumerate(zip(lengths, starts, strict=True))
+    ]
+    inputs = runner._state.inputs(runner._state.layout(rows))
+    backend = runner._attention.backend
+    found = []
+    with torch.inference_mode():
+        for replayed in (True, False):
+            step = backend.prepare(inputs.query_lengths, inputs.key_lengths, inputs.block_tables)
+            if replayed:
+                hidden = segments.run(inputs, step)
+            else:
+                adapters = runner._adapters(inputs)
+                hidden = runner._forward(inputs, step, adapters, skip_head=True)
+            assert hidden is not None
+            found.append(hidden.float().clone())
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "slots"),
+    [([64], [-1]), ([64], [0]), ([1, 1, 40], [0, -1, 0]), ([130], [0]), ([1, 7, 90], [-1, 0, -1])],
+)
+def test_hidden_states_of_replays_are_those_of_launches(
+    runner: ModelRunner, lengths: list[int], slots: list[int]
+) -> None:
+    replayed, launched = hidden_states(runner, lengths, slots)
+    error = (replayed - launched).norm() / launched.norm()
+    # Products of other numbers of rows round otherwise in bfloat16.
+    assert error < 3e-2, float(error)
+
+
+@pytest.mark.parametrize("slots", [(-1,), (-1, 0)])
+def test_every_step_is_captured(runner: ModelRunner, backend: str, slots: tuple[int, ...]) -> None:
+    """And none waits for the device, once it is warm; SDPA's masks of mixed steps do."""
+    generate(runner, requests(slots), NUM_BLOCKS, BLOCK_SIZE)
+    runner.num_steps = runner.num_captured = 0
+    with no_synchronisation() if backend == "flashinfer" else nullcontext():
+        generate(runner, requests(slots), NUM_BLOCKS, BLOCK_SIZE)
+    assert runner.num_steps == runner.num_captured > 20

@@ -1,0 +1,36 @@
+"""Rehearsed steps are steps: a state takes them, within its places and its one spare page."""
+
+import pytest
+import torch
+
+from modeling.runner.input_batch import BatchSize, InputBatch
+from modeling.runner.warmup import rehearsals, widest_step
+
+SIZES = [(BatchSize(16, 256, 16), 256), (BatchSize(1, 40, 8), 64), (BatchSize(2, 2, 1), 2)]
+SIZES += [(BatchSize(256, 4096, 16), 8192), (BatchSize(3, 1000, 16), 5)]
+
+
+@pytest.mark.parametrize(("size", "most"), SIZES)
+def test_rehearsals_are_steps(size: BatchSize, most: int) -> None:
+    state = InputBatch(size, torch.device("cpu"))
+    tokens = set()
+    for batch in rehearsals(size, most, 7, [-1, 0]):
+        state.join(batch.joins)
+        layout = state.layout(batch.rows)
+        assert len(layout.positions) <= most
+        assert set(layout.slots // size.block_size) == {7}
+        assert len(layout.targets) == layout.num_rows
+        tokens.add(len(layout.positions))
+    assert max(tokens) > min(most, size.max_running * (size.max_total_tokens - 1)) / 2
+
+
+@pytest.mark.parametrize(("size", "most"), SIZES)
+def test_the_widest_step_fills_the_budget(size: BatchSize, most: int) -> None:
+    state = InputBatch(size, torch.device("cpu"))
+    batch = widest_step(size, most)
+    state.join(batch.joins)
+    layout = state.layout(batch.rows)
+    assert layout.num_rows == size.max_running
+    assert len(layout.positions) <= most
+    blocks = [block for row in batch.rows for block in row.blocks]
+    assert len(set(blocks)) == len(blocks) == max(blocks) + 1

@@ -1,0 +1,176 @@
+"""The device tier: room, eviction, reservations."""
+
+import msgspec
+import pytest
+
+from configs.wire.adapters import AdapterKey, AdapterShape
+from scheduler.adapters.device_tier import DeviceTier
+from scheduler.adapters.resident import Resident
+from tests.scheduler.small import capacity
+
+
+def adapter(key: int, pages: int = 1) -> Resident:
+    return Resident(AdapterKey(key), AdapterShape((pages, pages), 10), on_host=True)
+
+
+def placed(tier: DeviceTier, key: int, pages: int = 1, users: int = 0) -> Resident:
+    resident = adapter(key, pages)
+    tier.place(resident)
+    resident.users = users
+    tier.touch(resident)
+    return resident
+
+
+def check(tier: DeviceTier, *residents: Resident) -> None:
+    tier.check({resident.key: resident for resident in residents})
+
+
+def test_an_adapter_gets_a_slot_and_pages_of_its_own() -> None:
+    tier = DeviceTier(capacity(adapter_pages=4))
+    first, second = placed(tier, 1, 2), placed(tier, 2, 2)
+    assert first.slot != second.slot
+    assert set(first.pages[0]).isdisjoint(second.pages[0])
+    check(tier, first, second)
+
+
+def test_adapters_share_the_few_pages_of_a_small_pool() -> None:
+    tier = DeviceTier(msgspec.structs.replace(capacity(adapter_slots=4), pool_pages=(8, 1)))
+    first, second = (
+        Resident(AdapterKey(key), AdapterShape((1, 1), 10), on_host=True) for key in (1, 2)
+    )
+    tier.place(first)
+    first.users = 1
+    tier.refresh(first)
+    assert not tier.has_room(second)
+    assert tier.has_room(Resident(AdapterKey(3), AdapterShape((7, 0), 10), on_host=True))
+    first.users = 0
+    tier.refresh(first)
+    assert tier.place(second) == [first]
+    tier.touch(second)
+    check(tier, second)
+
+
+def test_the_least_recent_idle_adapter_makes_room() -> None:
+    tier = DeviceTier(capacity(adapter_slots=3))
+    first, second, third = (placed(tier, key) for key in (1, 2, 3))
+    tier.touch(first)
+    fourth = adapter(4)
+    assert tier.place(fourth) == [second]
+    fourth.filling = True
+    tier.refresh(fourth)
+    assert not second.on_device
+    check(tier, first, third, fourth)
+
+
+def test_who_is_awaited_stays_until_a_reservation_closes_it() -> None:
+    tier = DeviceTier(capacity(adapter_slots=1))
+    first = placed(tier, 1)
+    first.waiting = 1
+    tier.refresh(first)
+    assert not tier.has_room(adapter(2))
+    claimant = adapter(2)
+    tier.reserve(claimant)
+    assert tier.place(claimant) == [first]
+
+
+def test_who_is_owed_a_first_request_is_not_closed_before_it() -> None:
+    """Else two adapters could be filled by turns for ever, and neither ever used."""
+    tier = DeviceTier(capacity(adapter_slots=2))
+    owed, running = placed(tier, 1), placed(tier, 2, users=1)
+    owed.waiting, owed.owed = 1, True
+    tier.refresh(owed)
+    tier.reserve(adapter(3))
+    assert (tier.is_closed(owed.key), tier.is_closed(running.key)) == (False, True)
+    tier.end_reservation()
+    running.owed = True
+    tier.reserve(adapter(4))
+    assert tier.reserved is None, "it is asked again when one of them was served"
+    check(tier, owed, running)
+
+
+def test_users_fills_and_pins_keep_an_adapter_in_place() -> None:
+    tier = DeviceTier(capacity(adapter_slots=3))
+    used, filled, pinned = placed(tier, 1, users=1), placed(tier, 2), placed(tier, 3)
+    filled.filling, pinned.pinned = True, True
+    tier.refresh(filled)
+    tier.refresh(pinned)
+    check(tier, used, filled, pinned)
+    assert not tier.has_room(adapter(4))
+    used.users = 0
+    tier.refresh(used)
+    assert tier.has_room(adapter(4))
+    with pytest.raises(AssertionError):
+        tier.evict(filled)
+
+
+def test_as_many_go_as_are_needed_and_no_more() -> None:
+    tier = DeviceTier(capacity(adapter_pages=6, adapter_slots=4))
+    first, second, third = (placed(tier, key, 2) for key in (1, 2, 3))
+    assert tier.has_room(adapter(4, 4))
+    assert tier.place(adapter(4, 4)) == [first, second]
+    assert third.on_device
+
+
+def test_a_reservation_closes_those_in_the_way_and_nobody_else() -> None:
+    tier = DeviceTier(capacity(adapter_slots=3))
+    residents = [placed(tier, key, users=1) for key in (1, 2, 3)]
+    claimant, other = adapter(4), adapter(5)
+    tier.reserve(claimant)
+    assert tier.reserved == 4
+    assert [tier.is_closed(r.key) for r in residents] == [True, False, False]
+    residents[0].users = 0
+    tier.refresh(residents[0])
+    assert tier.has_room(claimant)
+    assert not tier.has_room(other), "what comes free is reserved"
+    assert tier.place(claimant) == [residents[0]]
+    claimant.filling = True
+    assert tier.reserved is None
+    assert tier.take_reopened() == [1]
+    assert tier.take_reopened() == []
+    check(tier, *residents, claimant)
+
+
+def test_a_pin_yields_only_to_who_could_never_be_served_beside_it() -> None:
+    tier = DeviceTier(capacity(adapter_slots=2))
+    pinned, used = placed(tier, 1), placed(tier, 2, users=1)
+    pinned.pinned = True
+    tier.refresh(pinned)
+    tier.reserve(adapter(3))
+    assert (tier.is_closed(pinned.key), tier.is_closed(used.key)) == (False, True)
+    tier.end_reservation()
+    used.pinned = True
+    claimant = adapter(3)
+    tier.reserve(claimant)
+    assert tier.is_closed(pinned.key)
+    assert tier.has_room(claimant)
+    assert tier.place(claimant) == [pinned]
+    claimant.filling = True
+    check(tier, pinned, used, claimant)
+
+
+def test_a_pin_does_not_yield_because_the_others_are_owed_a_request() -> None:
+    """They will have had it soon; the pin's running requests would be interrupted for nothing."""
+    tier = DeviceTier(capacity(adapter_slots=2))
+    pinned, owed = placed(tier, 1, users=1), placed(tier, 2, users=1)
+    pinned.pinned = owed.owed = True
+    claimant = adapter(3)
+    tier.reserve(claimant)
+    assert tier.reserved is None
+    owed.owed = False
+    tier.reserve(claimant)
+    assert (tier.is_closed(pinned.key), tier.is_closed(owed.key)) == (False, True)
+    tier.end_reservation()
+    check(tier, pinned, owed)
+
+
+def test_a_reservation_can_end_without_being_used() -> None:
+    tier = DeviceTier(capacity(adapter_slots=1))
+    pinned = placed(tier, 1)
+    pinned.pinned = True
+    tier.refresh(pinned)
+    tier.reserve(adapter(2))
+    assert pinned.evictable
+    tier.end_reservation()
+    assert not pinned.evictable
+    assert tier.take_reopened() == [1]
+    check(tier, pinned)

@@ -1,0 +1,223 @@
+"""The map of adapters: from disk to the device and back, and what is refused on the way."""
+
+from configs.wire.adapters import AdapterKey, AdapterRefusal, AdapterShape
+from configs.wire.plan import Capacity
+from scheduler.adapters.residency import AdapterReadiness, Residency
+from scheduler.adapters.resident import AdapterState
+from scheduler.step import StepBuilder
+from tests.scheduler.small import capacity
+
+ONE, TWO = AdapterKey(1), AdapterKey(2)
+SMALL = AdapterShape((1, 1), 10)
+
+
+def staged(residency: Residency, key: AdapterKey, shape: AdapterShape = SMALL) -> None:
+    residency.enlist(key)
+    assert residency.host.to_stage() == [key]
+    assert residency.staged(key, shape) is None
+
+
+def used(residency: Residency, key: AdapterKey) -> StepBuilder:
+    """A request of a staged adapter is admitted, after a fill if it takes one."""
+    step = StepBuilder(10)
+    if residency.standing(key) is AdapterReadiness.PLACEABLE:
+        residency.fill(key, step)
+        residency.placed(key)
+    residency.acquire(key)
+    residency.delist(key)
+    return step
+
+
+def state(residency: Residency, key: AdapterKey) -> AdapterState | None:
+    return residency.states().get(key)
+
+
+def test_from_disk_to_the_device_and_to_rest() -> None:
+    residency = Residency(capacity())
+    residency.enlist(ONE)
+    assert state(residency, ONE) is AdapterState.DISK
+    assert residency.host.to_stage() == [1]
+    assert state(residency, ONE) is AdapterState.STAGING
+    assert residency.standing(ONE) is AdapterReadiness.ABSENT
+    residency.staged(ONE, SMALL)
+    assert state(residency, ONE) is AdapterState.HOST
+    assert residency.standing(ONE) is AdapterReadiness.PLACEABLE
+    step = StepBuilder(10)
+    residency.fill(ONE, step)
+    assert [(fill.key, len(fill.pages)) for fill in step.fills] == [(1, 2)]
+    assert state(residency, ONE) is AdapterState.FILLING
+    assert residency.standing(ONE) is AdapterReadiness.FILLING
+    assert residency.has_moves
+    residency.placed(ONE)
+    assert residency.standing(ONE) is AdapterReadiness.READY
+    assert state(residency, ONE) is AdapterState.DEVICE
+    used(residency, ONE)
+    residency.release(ONE)
+    residency.check([], [])
+    assert state(residency, ONE) is AdapterState.DEVICE
+
+
+def test_a_second_request_needs_no_second_fill() -> None:
+    residency = Residency(capacity())
+    staged(residency, ONE)
+    used(residency, ONE)
+    residency.enlist(ONE)
+    assert used(residency, ONE).fills == []
+
+
+def test_without_idle_room_an_adapter_is_blocked() -> None:
+    residency = Residency(capacity(adapter_slots=1))
+    staged(residency, ONE)
+    residency.fill(ONE, StepBuilder(10))
+    staged(residency, TWO)
+    residency.delist(ONE)
+    assert residency.standing(TWO) is AdapterReadiness.BLOCKED, "the fill is still under way"
+    residency.placed(ONE)
+    assert residency.standing(TWO) is AdapterReadiness.PLACEABLE
+    residency.enlist(ONE)
+    assert residency.standing(TWO) is AdapterReadiness.BLOCKED, "a request waits for what is there"
+    used(residency, ONE)
+    assert residency.standing(TWO) is AdapterReadiness.BLOCKED, "and uses it"
+    residency.release(ONE)
+    assert residency.standing(TWO) is AdapterReadiness.PLACEABLE
+    used(residency, TWO)
+    assert state(residency, ONE) is AdapterState.HOST
+
+
+def refusal(ranks: Capacity, shape: AdapterShape) -> str:
+    residency = Residency(ranks)
+    residency.enlist(ONE)
+    residency.host.to_stage()
+    failure = residency.staged(ONE, shape)
+    assert failure is not None
+    assert failure.refusal is AdapterRefusal.TOO_LARGE
+    residency.delist(ONE)
+    step = StepBuilder(1)
+    step.dropped = residency.host.drops()
+    assert [resident.key for resident in step.dropped] == [1], "the copy is of no use"
+    residency.applied(step)
+    residency.check([], [])
+    assert residency.states() == {}
+    return failure.message
+
+
+def test_what_can_never_be_placed_is_refused_with_numbers() -> None:
+    too_many = AdapterShape((1, 9), 10)
+    message = refusal(capacity(adapter_pages=8), too_many)
+    assert "9 pages of 8 rank rows for down_proj" in message
+    assert "has 8" in message
+    assert "1001 bytes" in refusal(capacity(host_bytes=1000), AdapterShape((1, 1), 1001))
+    assert "max_device_adapters" in refusal(capacity(adapter_slots=0), SMALL)
+
+
+def test_a_failed_adapter_is_tried_again_by_the_next_request() -> None:
+    residency = Residency(capacity())
+    residency.enlist(ONE)
+    residency.host.to_stage()
+    residency.failed(ONE)
+    residency.delist(ONE)
+    assert residency.states() == {}
+    residency.enlist(ONE)
+    assert residency.host.to_stage() == [1]
+
+
+def test_answers_that_nobody_asked_for_are_ignored() -> None:
+    residency = Residency(capacity())
+    assert residency.staged(ONE, SMALL) is None
+    residency.failed(ONE)
+    assert residency.states() == {}
+    staged(residency, TWO)
+    residency.failed(TWO)
+    assert state(residency, TWO) is AdapterState.HOST
+
+
+def test_a_pinned_adapter_is_staged_and_filled_unasked_and_stays() -> None:
+    residency = Residency(capacity(adapter_slots=1))
+    residency.pin(ONE, True)
+    assert residency.host.to_stage() == [1]
+    residency.staged(ONE, SMALL)
+    assert residency.has_moves
+    step = StepBuilder(10)
+    residency.fill_pins(step)
+    assert [fill.key for fill in step.fills] == [1]
+    residency.placed(ONE)
+    assert not residency.has_moves
+    staged(residency, TWO)
+    assert residency.standing(TWO) is AdapterReadiness.BLOCKED
+    residency.pin(ONE, False)
+    assert residency.standing(TWO) is AdapterReadiness.PLACEABLE
+
+
+def test_an_unloaded_adapter_goes_once_nobody_uses_it() -> None:
+    residency = Residency(capacity())
+    staged(residency, ONE)
+    used(residency, ONE)
+    residency.unload(ONE)
+    assert state(residency, ONE) is AdapterState.DEVICE
+    residency.release(ONE)
+    last = StepBuilder(1)
+    last.dropped = residency.host.drops()
+    assert [resident.key for resident in last.dropped] == [1]
+    residency.applied(last)
+    assert residency.states() == {}
+    residency.unload(TWO)
+    assert residency.states() == {}
+
+
+def test_a_new_request_calls_an_unloading_off() -> None:
+    residency = Residency(capacity())
+    staged(residency, ONE)
+    used(residency, ONE)
+    residency.unload(ONE)
+    residency.enlist(ONE)
+    residency.release(ONE)
+    residency.delist(ONE)
+    assert state(residency, ONE) is AdapterState.DEVICE
+
+
+def test_when_the_ranks_are_lost_only_who_is_wanted_is_remembered() -> None:
+    residency = Residency(capacity(adapter_slots=3))
+    for key in (ONE, TWO):
+        staged(residency, key)
+        used(residency, key)
+    residency.enlist(TWO)
+    residency.pin(AdapterKey(3), True)
+    residency.lost(capacity(adapter_slots=3))
+    assert residency.states() == {2: AdapterState.DISK, 3: AdapterState.DISK}
+    assert residency.host.to_stage() == [2, 3]
+    assert residency.staged(TWO, SMALL) is None
+    assert residency.standing(TWO) is AdapterReadiness.PLACEABLE
+
+
+def test_a_plan_begins_a_few_fills_and_no_more() -> None:
+    residency = Residency(capacity(adapter_slots=8))
+    keys = [AdapterKey(index) for index in range(1, 8)]
+    for key in keys:
+        residency.pin(key, True)
+    for key in residency.host.to_stage():
+        residency.staged(key, SMALL)
+    steps = [StepBuilder(10), StepBuilder(10), StepBuilder(10)]
+    for step in steps:
+        residency.fill_pins(step)
+    assert [[fill.key for fill in step.fills] for step in steps] == [keys[:4], keys[4:], []]
+
+
+def test_what_some_rank_has_no_room_for_is_staged_again() -> None:
+    residency = Residency(capacity(host_bytes=1000))
+    residency.enlist(ONE)
+    residency.host.to_stage()
+    residency.deferred(ONE, AdapterShape((1, 1), 900))
+    assert state(residency, ONE) is AdapterState.DISK
+    step = StepBuilder(1)
+    step.dropped = residency.host.drops()
+    assert [resident.key for resident in step.dropped] == [ONE]
+    residency.applied(step)
+    assert residency.host.to_stage() == [ONE]
+
+
+def test_a_late_word_of_a_fill_is_ignored() -> None:
+    residency = Residency(capacity())
+    residency.placed(ONE)
+    staged(residency, TWO)
+    residency.placed(TWO)
+    assert state(residency, TWO) is AdapterState.HOST

@@ -1,0 +1,270 @@
+"""Queues: whose turn it is, counted in tokens."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from configs.runtime import AdapterShare
+from configs.wire.adapters import AdapterKey
+from scheduler.admission.queues import PASSED_OVER, AdapterQueues, _Round, cost
+from scheduler.request import Request
+from tests.scheduler.small import request
+
+ONE, TWO, THREE = AdapterKey(1), AdapterKey(2), AdapterKey(3)
+
+
+def queued(queues: AdapterQueues, asked: Request, serial: int) -> Request:
+    asked.serial = serial
+    queues.append(asked)
+    queues.resume(asked.adapter)
+    return asked
+
+
+def take(queues: AdapterQueues) -> Request | None:
+    asked = queues.in_turn()
+    if asked is not None:
+        assert queues.in_turn() is asked, "asking twice changes the turn"
+        queues.admit(asked)
+    queues.check()
+    return asked
+
+
+def test_one_queue_is_first_come_first_served() -> None:
+    queues = AdapterQueues(10)
+    asked = [queued(queues, request(i), i) for i in range(3)]
+    assert [take(queues) for _ in range(4)] == [*asked, None]
+
+
+def test_a_flood_of_one_adapter_lets_the_others_through() -> None:
+    queues = AdapterQueues(7)
+    for index in range(20):
+        queued(queues, request(index, adapter=1), index)
+    late = queued(queues, request(20, adapter=2), 20)
+    order = [take(queues) for _ in range(21)]
+    assert order.index(late) <= 2
+
+
+def test_turns_are_fair_in_tokens_not_in_requests() -> None:
+    queues = AdapterQueues(50)
+    for index in range(200):
+        queued(queues, request(index, [1] * 45, 5, adapter=1), index)
+        queued(queues, request(300 + index, [1] * 5, 5, adapter=2), 300 + index)
+    tokens: Counter[int | None] = Counter()
+    for _ in range(110):
+        asked = take(queues)
+        assert asked is not None
+        tokens[asked.adapter] += cost(asked)
+    assert abs(tokens[1] - tokens[2]) <= 100
+
+
+def test_a_request_that_comes_back_is_first_and_free() -> None:
+    queues = AdapterQueues(1)
+    for index in range(1, 4):
+        queued(queues, request(index), index)
+    for serial in (7, 0):
+        asked = request(serial)
+        asked.serial, asked.first_scheduled = serial, 0.0
+        queues.bring_back(asked)
+        assert cost(asked) == 0
+    order = [take(queues) for _ in range(5)]
+    assert [each.serial for each in order if each] == [0, 7, 1, 2, 3]
+
+
+def test_a_claim_is_passed_by_and_keeps_its_seniority() -> None:
+    queues = AdapterQueues(100)
+    for serial, key in enumerate((1, 2, 3)):
+        queued(queues, request(serial, adapter=key), serial)
+    queues.park(TWO, 5)
+    queues.park(ONE, 9)
+    assert queues.claims(9) == [TWO, ONE]
+    assert queues.claims(1) == [TWO]
+    asked = take(queues)
+    assert asked is not None
+    assert asked.adapter == THREE
+    assert take(queues) is None
+    queues.suspend(TWO)
+    assert queues.claims(9) == [ONE]
+    queues.park(TWO, 20)
+    assert queues.claims(9) == [TWO, ONE]
+    assert queues.waits_since(TWO) == 5
+    queues.check()
+
+
+def test_a_claim_in_the_round_stays_a_claim_until_it_is_served() -> None:
+    queues = AdapterQueues(100)
+    for serial in range(2):
+        queued(queues, request(serial, adapter=1), serial)
+    queues.park(ONE, 5)
+    queues.resume(ONE)
+    assert queues.in_round(ONE)
+    assert queues.claims(9) == [ONE]
+    assert take(queues) is not None
+    assert queues.claims(9) == []
+    assert queues.waits_since(ONE) is None
+    queues.park(ONE, 8)
+    assert queues.waits_since(ONE) == 8
+
+
+def test_a_suspended_queue_is_in_neither_until_it_is_resumed() -> None:
+    queues = AdapterQueues(100)
+    queued(queues, request(0, adapter=1), 0)
+    queues.suspend(ONE)
+    assert take(queues) is None
+    assert len(queues) == 1
+    queues.resume(ONE, first=True)
+    assert take(queues) is not None
+    queues.resume(TWO)  # Nobody waits for it: nothing happens.
+    assert take(queues) is None
+
+
+def test_removing_the_last_request_removes_the_queue_wherever_it_is() -> None:
+    queues = AdapterQueues(100)
+    asked = [queued(queues, request(i, adapter=i + 1), i) for i in range(3)]
+    queues.park(ONE, 0)
+    queues.suspend(TWO)
+    for each in asked:
+        assert queues.waiting_for(each.adapter) == [each]
+        queues.remove(each)
+        queues.check()
+    assert len(queues) == 0
+    assert list(queues) == []
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.integers(1, 30)), min_size=1, max_size=60),
+    st.integers(1, 40),
+)
+def test_between_two_turns_others_take_a_quantum_and_a_request_each(
+    arrivals: list[tuple[int, int]], quantum: int
+) -> None:
+    """The bound of the module: rounds are counted in the longest request over the quantum."""
+    queues = AdapterQueues(quantum)
+    for serial, (key, length) in enumerate(arrivals):
+        queued(queues, request(serial, [1] * length, 1, adapter=key + 1), serial)
+    longest = max(length for _, length in arrivals) + 1
+    rounds = -(-longest // quantum) + 1
+    bound = (rounds * quantum + longest) * len({key for key, _ in arrivals})
+    waited: Counter[int] = Counter()
+    while (asked := take(queues)) is not None:
+        served = asked.adapter or 0
+        waited.pop(served, None)
+        for key in {each.adapter or 0 for each in queues}:
+            if key != served:
+                waited[key] += cost(asked)
+                assert waited[key] <= bound
+
+
+def test_weights_share_tokens_in_their_proportion() -> None:
+    weights = {1: 1.0, 2: 3.0, 3: 0.5}
+    queues = AdapterQueues(20, lambda key: AdapterShare(weight=weights[key or 0]))
+    for index in range(400):
+        for key in weights:
+            serial = 3 * index + key
+            queued(queues, request(serial, [1] * 30, 10, adapter=key), serial)
+    tokens: Counter[int] = Counter()
+    for _ in range(450):
+        asked = take(queues)
+        assert asked is not None
+        tokens[asked.adapter or 0] += cost(asked)
+    assert tokens[2] == pytest.approx(3 * tokens[1], abs=160)
+    assert tokens[1] == pytest.approx(2 * tokens[3], abs=160)
+
+
+def test_rounds_in_which_nobody_is_in_turn_take_no_time() -> None:
+    """As many rounds as a long request and a small quantum need, skipped and not walked."""
+    queues = AdapterQueues(1, lambda _: AdapterShare(weight=0.01))
+    for key in range(1, 4):
+        queued(queues, request(key, [1] * 2_000_000, 1, adapter=key), key)
+    assert take(queues) is not None
+    assert all(abs(queue.credit) < 2_000_010 for queue in queues._queues.values())
+
+
+def test_skipping_rounds_changes_no_turn() -> None:
+    """The same order as walking every round."""
+
+    def order(patch: pytest.MonkeyPatch | None) -> list[int]:
+        if patch is not None:
+            patch.setattr(_Round, "_skip", lambda self, quantum: None)
+        queues = AdapterQueues(3, lambda key: AdapterShare(weight=(key or 1) / 2))
+        for serial in range(60):
+            length = 1 + serial * 7 % 40
+            queued(queues, request(serial, [1] * length, 1, adapter=serial % 4 + 1), serial)
+        return [each.serial for _ in range(60) if (each := take(queues)) is not None]
+
+    skipped = order(None)
+    with pytest.MonkeyPatch.context() as patch:
+        assert order(patch) == skipped
+    assert len(skipped) == 60
+
+
+def test_the_highest_priority_goes_first_and_lower_ones_still_get_turns() -> None:
+    queues = AdapterQueues(100, lambda key: AdapterShare(priority=(key or 0) - 2))
+    for serial in range(300):
+        queued(queues, request(serial, adapter=serial % 3 + 1), serial)
+    served = [each.adapter or 0 for _ in range(90) if (each := take(queues)) is not None]
+    assert set(served[:PASSED_OVER]) == {3}
+    counts = Counter(served)
+    assert counts[3] > counts[2] >= 4
+    assert counts[3] > counts[1] >= 4
+
+
+@settings(deadline=None)
+@given(st.sets(st.integers(-8, 8), min_size=2, max_size=17), st.integers(100, 400))
+def test_every_priority_has_one_of_so_many_admissions(present: set[int], num: int) -> None:
+    priorities = sorted(present)
+    n = len(priorities)
+    queues = AdapterQueues(100, lambda key: AdapterShare(priority=priorities[key or 0]))
+    last = dict.fromkeys(range(n), 0)
+    for key in range(n):
+        queued(queues, request(key, adapter=key), key)
+    for turn in range(1, num):
+        asked = take(queues)
+        assert asked is not None
+        key = asked.adapter or 0
+        last[key] = turn
+        queued(queues, request(n + turn, adapter=key), n + turn)
+        assert turn - min(last.values()) <= PASSED_OVER + 3 * n
+
+
+def test_a_change_of_priority_moves_a_queue_that_waits() -> None:
+    priorities = {1: 0, 2: 0}
+    queues = AdapterQueues(100, lambda key: AdapterShare(priority=priorities[key or 0]))
+    for serial in range(8):
+        queued(queues, request(serial, adapter=serial % 2 + 1), serial)
+    priorities[2] = 5
+    queues.reshare()
+    assert take(queues) is None, "nobody is in the round until resumed"
+    for key in (ONE, TWO):
+        queues.resume(key)
+    assert [each.adapter for _ in range(4) if (each := take(queues)) is not None] == [TWO] * 4
+
+
+def test_a_higher_priority_is_a_head_start_among_claims() -> None:
+    queues = AdapterQueues(100, lambda key: AdapterShare(priority=1 if key == TWO else 0))
+    for key in (1, 2, 3):
+        queued(queues, request(key, adapter=key), key)
+    queues.park(ONE, 0, head_start=10)
+    queues.park(TWO, 12, head_start=10)
+    queues.park(THREE, 3, head_start=10)
+    assert queues.claims(9) == [ONE, TWO, THREE]
+    assert queues.waits_since(TWO) == 12
+
+
+def test_a_flood_fills_the_queue_for_itself_alone() -> None:
+    queues = AdapterQueues(100)
+    for serial in range(10):
+        assert not queues.is_full(ONE, 10)
+        queued(queues, request(serial, adapter=1), serial)
+    assert queues.is_full(ONE, 10)
+    for serial in range(10, 15):
+        assert not queues.is_full(TWO, 10)
+        queued(queues, request(serial, adapter=2), serial)
+    assert queues.is_full(TWO, 10), "half of it is theirs"
+    assert not queues.is_full(THREE, 10)
+    for serial in range(15, 20):
+        queued(queues, request(serial, adapter=serial), serial)
+    assert queues.is_full(THREE, 10), "never more than twice as many"
+    assert queues.is_full(None, 0)

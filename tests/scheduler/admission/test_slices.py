@@ -1,0 +1,125 @@
+"""Slices: how long an adapter keeps its place on the device while others wait for one."""
+
+from dataclasses import replace
+
+import pytest
+
+from configs.wire.adapters import AdapterKey
+from scheduler.adapters.resident import AdapterState
+from scheduler.running import SHORTEST_SLICE
+from tests.scheduler.admission.test_fairness import PATIENCE, limits, waited
+from tests.scheduler.small import arrive, capacity, story
+from tests.scheduler.stage import Stage
+
+
+@pytest.mark.parametrize("slice_steps", [5, 20])
+def test_long_answers_make_way_for_another_adapter_and_go_on_where_they_were(
+    slice_steps: int,
+) -> None:
+    tight = replace(limits(), slice_steps=slice_steps)
+    stage = Stage(story(ranks=capacity(adapter_slots=1, num_blocks=200), limits=tight))
+    busy = [stage.arrive(arrive(new=150, adapter=1, first=first)) for first in (1, 4, 7)]
+    for _ in range(8):
+        stage.go_round()
+    late = stage.arrive(arrive(new=4, adapter=2))
+    stage.run(2000)
+    assert waited(stage, late) <= PATIENCE + slice_steps + 8
+    assert all(len(client.received) == 150 for client in busy)
+    snapshot = stage.scheduler.snapshot()
+    assert snapshot.num_preemptions == 3
+    # What was computed is found again, but for a block and what two plans in flight had added.
+    assert stage.computed <= 3 * (152 + 2 * 4 + 2) + 6
+
+
+def test_an_answer_is_not_interrupted_before_it_had_its_slice() -> None:
+    """Two adapters on one slot take turns; each turn brings a slice to every request."""
+    tight = replace(limits(max_running=2), slice_steps=10, patience_steps=0)
+    stage = Stage(story(ranks=capacity(adapter_slots=1, num_blocks=200), limits=tight))
+    for adapter in (1, 2):
+        stage.arrive(arrive(new=100, adapter=adapter))
+    stage.run(2000)
+    assert stage.scheduler.snapshot().num_preemptions <= 2 * 100 // 10
+
+
+@pytest.mark.parametrize("claims", [1, 2, 4, 8])
+def test_slices_are_short_where_few_wait_for_many_and_where_many_wait_for_few(
+    claims: int,
+) -> None:
+    """A lone claim hardly waits, and many claims do not wait the longer the more they are."""
+    residents, longest = 4, 100
+    tight = replace(limits(max_running=8, max_step_tokens=64), slice_steps=longest)
+    stage = Stage(story(ranks=capacity(adapter_slots=residents, num_blocks=300), limits=tight))
+    busy = [stage.arrive(arrive(new=160, adapter=key, first=key)) for key in (1, 2, 3, 4)]
+    for _ in range(8):
+        stage.go_round()
+    late = [stage.arrive(arrive(new=2, adapter=5 + key)) for key in range(claims)]
+    stage.run(2000)
+    first = min(waited(stage, client) for client in late)
+    many = 2 * SHORTEST_SLICE * residents**2 // claims
+    share = max(min(longest * claims // residents, many), SHORTEST_SLICE + PATIENCE)
+    assert share - 8 <= first <= share + 8
+    assert all(len(client.received) == 160 for client in busy)
+
+
+def test_an_answer_that_ends_soon_is_not_interrupted() -> None:
+    tight = replace(limits(max_running=2), slice_steps=10, patience_steps=0)
+    stage = Stage(story(ranks=capacity(adapter_slots=1, num_blocks=200), limits=tight))
+    first, second = (
+        stage.arrive(arrive(new=10 + SHORTEST_SLICE, adapter=adapter)) for adapter in (1, 2)
+    )
+    stage.run(400)
+    assert stage.scheduler.snapshot().num_preemptions == 0
+    assert waited(stage, second) - waited(stage, first) <= 10 + SHORTEST_SLICE + 6
+
+
+def test_who_had_his_slice_yields_at_once_though_new_requests_of_his_keep_coming() -> None:
+    """A place is shared by time: requests that just joined make no slice begin anew."""
+    tight = limits(max_running=40, max_step_tokens=200)
+    stage = Stage(story(ranks=capacity(adapter_slots=3, num_blocks=900), limits=tight))
+    late = None
+    for turn in range(170):
+        if turn % 8 == 0:
+            for key in (1, 2, 3):
+                stage.arrive(arrive(new=100, adapter=key, first=turn))
+        if turn == 150:
+            late = stage.arrive(arrive(adapter=4))
+        stage.go_round()
+    assert late is not None
+    # Its patience, and what it takes to drain, to fill and to answer.
+    assert waited(stage, late) <= PATIENCE + 6
+    stage.run(2000)
+
+
+def test_who_began_last_keeps_his_place_while_another_had_his_slice() -> None:
+    tight = replace(limits(max_running=8, max_step_tokens=64), slice_steps=100)
+    stage = Stage(story(ranks=capacity(adapter_slots=2, num_blocks=300), limits=tight))
+    old = stage.arrive(arrive(new=180, adapter=1))
+    for _ in range(60):
+        stage.go_round()
+    young = stage.arrive(arrive(new=180, adapter=2, first=3))
+    again = stage.arrive(arrive(new=180, adapter=1, first=6))  # the last to admit is the old one
+    for _ in range(4):
+        stage.go_round()
+    late = stage.arrive(arrive(new=40, adapter=3))
+    for _ in range(PATIENCE + 5):
+        stage.go_round()
+        assert stage.scheduler.adapter_states()[AdapterKey(2)] is AdapterState.DEVICE
+    assert waited(stage, late) <= PATIENCE + 6
+    stage.run(2000)
+    assert all(len(client.received) == 180 for client in (old, young, again))
+
+
+def test_steps_full_of_one_adapters_prompts_count_for_several() -> None:
+    """Patience is time: another adapter does not wait the longer the longer the steps are."""
+    wide = limits(max_running=200, max_step_tokens=2048)
+    stage = Stage(story(ranks=capacity(adapter_slots=1, num_blocks=9000), limits=wide))
+    stage.arrive(arrive(new=150, adapter=1))
+    for _ in range(60):
+        stage.go_round()
+    for first in range(120):
+        stage.arrive(arrive(length=150, new=40, adapter=1, first=first))
+    late = stage.arrive(arrive(adapter=2))
+    for _ in range(PATIENCE + 6):
+        stage.go_round()
+    assert waited(stage, late) < PATIENCE
+    stage.run(4000)

@@ -1,0 +1,81 @@
+"""Whatever a client writes as a name, only the configured servers are asked."""
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs.engine import AdaptersConfig
+from configs.wire.adapters import AdapterError, AdapterSource, parse_reference
+from sources.adapters import AdapterSources
+from sources.base import Unreachable
+
+HUB, STORE = "hub.invalid", "store.invalid"
+# Some are refused by their form, the rest are looked up where lookups belong.
+NAMES = (
+    "acme/sql", "evil.example", "evil.example/x", "//evil.example/x", "http://evil.example/x",
+    "https://evil.example/x@main", "acme/sql@http://evil.example/", "acme/sql@../../evil",
+    "user:password@evil.example/x", "evil.example:8080/x", "169.254.169.254/latest", "a/b?c=http://d",
+    "a/b#c", "a\\b", "a%2f..%2fb", "../../x", "file:///etc/passwd", "ftp://evil.example/x",
+    "s3://evil.example/x", "s3:evil.example/../x", "s3:@evil.example/x", "s3:bucket/x",
+    "s3:http://evil.example/x", "hub:s3://evil.example/x", "local:http://evil.example/x",
+)  # fmt: skip
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The hosts whose addresses anybody wants; there is none."""
+    hosts: set[str] = set()
+
+    def nowhere(host: Any, *_: object, **__: object) -> Any:
+        hosts.add(host.decode() if isinstance(host, bytes) else str(host))
+        raise socket.gaierror(socket.EAI_NONAME, "no such host")
+
+    def refused(self: socket.socket, address: Any) -> None:
+        hosts.add(str(address[0]))
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(socket, "getaddrinfo", nowhere)
+    monkeypatch.setattr(socket.socket, "connect", refused)
+    return hosts
+
+
+@pytest.fixture
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AdapterSources:
+    pytest.importorskip("boto3")
+    # As the start script has it; else the library asks its own server for more than a name.
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY", True)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    return AdapterSources(
+        AdaptersConfig.model_validate(
+            {
+                "hub_endpoint": f"http://{HUB}",
+                "s3": {"roots": ["bucket/adapters"], "endpoint_url": f"http://{STORE}"},
+                "local_roots": [str(tmp_path)],
+                "fetch": {"cache_dir": str(tmp_path / "cache"), "attempts": 1},
+            }
+        )
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("default", list(AdapterSource))
+def test_no_name_leads_elsewhere(
+    sources: AdapterSources, asked: set[str], name: str, default: AdapterSource
+) -> None:
+    reference = parse_reference(name, default)
+    with pytest.raises((AdapterError, Unreachable)):
+        sources.look(reference, False)
+    assert asked <= {HUB, STORE, f"bucket.{STORE}"}
+
+
+def test_the_configured_servers_are_asked(sources: AdapterSources, asked: set[str]) -> None:
+    with pytest.raises((AdapterError, Unreachable)):
+        sources.look(parse_reference("acme/sql", AdapterSource.HUB), False)
+    assert asked == {HUB}
+    with pytest.raises((AdapterError, Unreachable)):
+        sources.look(parse_reference("s3:sql", AdapterSource.HUB), False)
+    assert len(asked) == 2

@@ -1,0 +1,207 @@
+"""The same faults at every source: pickles that are bombs, files that lie, a disk that is full."""
+
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+import torch
+from safetensors.torch import load
+
+from configs.wire.adapters import AdapterError, AdapterReference, AdapterRefusal, AdapterSource
+from sources.adapters import AdapterSources
+from tests.hub_server import HubServer
+from tests.s3_server import s3_server
+from tests.sources.adapter_files import (
+    adapter_files,
+    fetch,
+    left_over,
+    refusal,
+    sources,
+    write_files,
+)
+from tests.sources.test_cache import small_files
+
+CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+UNSUPPORTED = AdapterRefusal.UNSUPPORTED
+
+
+@dataclass
+class Place:
+    """A source that an adapter can be put into, and the config that has a server read there."""
+
+    root: Path
+    reference: AdapterReference
+    put: Callable[[dict[str, bytes]], object]
+    config: dict[str, Any]
+
+    def store(self, **others: Any) -> AdapterSources:
+        return sources(self.root, **self.config, **others)
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    with s3_server() as url:
+        yield url
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[Place]:
+    with HubServer() as server:
+        yield Place(
+            tmp_path,
+            AdapterReference(AdapterSource.HUB, "acme/sql"),
+            lambda files: server.add("acme/sql", files),
+            {"hub_endpoint": server.url},
+        )
+
+
+@pytest.fixture
+def s3(tmp_path: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Place:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    service = boto3.resource("s3", endpoint_url=endpoint, region_name="us-east-1")
+    bucket = service.create_bucket(Bucket="faults")
+    bucket.objects.delete()
+
+    def put(files: dict[str, bytes]) -> None:
+        for name, content in files.items():
+            bucket.put_object(Key=f"sql/{name}", Body=content)
+
+    config = {"roots": ["faults"], "endpoint_url": endpoint, "region": "us-east-1"}
+    return Place(tmp_path, AdapterReference(AdapterSource.S3, "sql"), put, {"s3": config})
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Place:
+    root = tmp_path / "roots"
+    root.mkdir()
+
+    def put(files: dict[str, bytes]) -> None:
+        for path in write_files(root / "sql", files).iterdir():
+            os.utime(path, (1, 1))  # else it counts as one that may still be written
+
+    reference = AdapterReference(AdapterSource.LOCAL, "sql")
+    return Place(tmp_path, reference, put, {"local_roots": [str(root)]})
+
+
+@pytest.fixture(params=["hub", "s3", "local"])
+def place(request: pytest.FixtureRequest) -> Place:
+    found: Place = request.getfixturevalue(request.param)
+    return found
+
+
+class Bomb:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return os.system, (f"touch {self.trace}",)
+
+
+def pickled(folder: Path, content: object) -> dict[str, bytes]:
+    """An adapter as PEFT saved it of old."""
+    torch.save(content, folder / "saved")
+    return {CONFIG: adapter_files()[CONFIG], PICKLE: (folder / "saved").read_bytes()}
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    return load(adapter_files()[WEIGHTS])
+
+
+@pytest.mark.parametrize("kind", ["code", "raw code", "not tensors", "huge view", "half"])
+def test_a_bomb_is_refused_and_does_not_go_off(place: Place, kind: str) -> None:
+    trace = place.root / "went-off"
+    bombs: dict[str, object] = {
+        "code": {**tensors(), "x": Bomb(trace)},
+        "not tensors": {"x": [1, 2]},
+        "huge view": {"x": torch.ones(1).expand(10**12)},
+    }
+    files = pickled(place.root, bombs.get(kind, tensors()))
+    if kind == "raw code":
+        files[PICKLE] = pickle.dumps(Bomb(trace))
+    elif kind == "half":
+        files[PICKLE] = files[PICKLE][:-100]
+    place.put(files)
+    assert refusal(place.store(allow_pickle=True), place.reference) is UNSUPPORTED
+    assert not trace.exists()
+    assert not left_over(place.root)
+    # Without that setting it is not even looked at: refused here, or by the ranks' reader.
+    strict = place.store()
+    if place.reference.source is AdapterSource.LOCAL:
+        assert not (fetch(strict, place.reference).folder / WEIGHTS).exists()
+    else:
+        assert refusal(strict, place.reference) is UNSUPPORTED
+
+
+@pytest.mark.parametrize("weights", [
+    (10 * 2**30).to_bytes(8, "little") + b"{}", adapter_files()[WEIGHTS][:40], b"half", b"",
+], ids=["10 GB header", "half a file", "half a length", "empty"])  # fmt: skip
+def test_a_file_that_lies_about_its_size_is_refused_unread(place: Place, weights: bytes) -> None:
+    place.put({**adapter_files(), WEIGHTS: weights})
+    store = place.store()
+    for _ in range(2):
+        assert refusal(store, place.reference) is UNSUPPORTED
+    assert not left_over(place.root)
+    place.put(adapter_files())
+    assert refusal_or_none(store, place.reference) is None, "a good version is served at once"
+
+
+def refusal_or_none(store: AdapterSources, reference: AdapterReference) -> AdapterRefusal | None:
+    try:
+        store.release(fetch(store, reference))
+    except AdapterError as error:
+        return error.refusal
+    return None
+
+
+def test_a_full_disk_refuses_the_newcomer_and_leaves_nothing(place: Place) -> None:
+    """Local adapters take room only where a pickle is made into safetensors."""
+    large = {"x": torch.ones(64, 64)}
+    if place.reference.source is AdapterSource.LOCAL:
+        place.put(pickled(place.root, large))
+    else:
+        place.put({**adapter_files(), "tokenizer_config.json": b"{}" + b" " * 5000})
+    store = place.store(allow_pickle=True)
+    found = store.look(place.reference, False)
+    with small_files(), pytest.raises(AdapterError, match=r"the disk is full.*cache_bytes") as told:
+        store.bring(found, False)
+    assert told.value.refusal is AdapterRefusal.UNAVAILABLE
+    assert not left_over(place.root)
+    assert refusal_or_none(store, place.reference) is None, "and when there is room again"
+    store.cache.check()
+
+
+def test_what_is_larger_than_the_whole_cache_is_refused_with_the_setting(place: Place) -> None:
+    content = pickled(place.root, tensors())
+    place.put(content)
+    store = place.store(allow_pickle=True, fetch={"cache_bytes": 100})
+    with pytest.raises(AdapterError, match="cache_bytes") as told:
+        fetch(store, place.reference)
+    assert told.value.refusal is AdapterRefusal.UNAVAILABLE
+    assert not left_over(place.root)
+
+
+@pytest.mark.parametrize("name", [CONFIG, "tokenizer_config.json", "chat_template.jinja"])
+def test_a_text_larger_than_any_is_refused_before_anybody_parses_it(
+    place: Place, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sources.base.MAX_TEXT_BYTES", 1000)
+    place.put({**adapter_files(), name: b" " * 1001})
+    with pytest.raises(AdapterError, match=name) as told:
+        fetch(place.store(), place.reference)
+    assert told.value.refusal is AdapterRefusal.TOO_LARGE
+    assert not list(place.root.glob("cache/*"))
+
+
+def test_more_bytes_than_the_limit_are_refused_before_they_are_brought(place: Place) -> None:
+    place.put(adapter_files())
+    store = place.store(max_file_bytes=50)
+    assert refusal(store, place.reference) is AdapterRefusal.TOO_LARGE
+    assert not list(place.root.glob("cache/*"))

@@ -1,0 +1,261 @@
+"""Against a hub on this machine: rights, sizes, faults that pass, half files, one download."""
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from configs.wire.adapters import AdapterError, AdapterReference, AdapterRefusal, AdapterSource
+from sources.adapters import AdapterSources
+from sources.base import Unreachable
+from tests.hub_server import HubServer
+from tests.sources.adapter_files import (
+    adapter_files,
+    fetch,
+    left_over,
+    refusal,
+    sources,
+    write_files,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+SQL = AdapterReference(AdapterSource.HUB, "acme/sql")
+
+
+@pytest.fixture
+def hub() -> Iterator[HubServer]:
+    with HubServer() as server:
+        yield server
+
+
+@pytest.fixture
+def store(hub: HubServer, tmp_path: Path) -> AdapterSources:
+    return sources(tmp_path, hub_endpoint=hub.url)
+
+
+def read(folder: Path) -> dict[str, bytes]:
+    found = [path for path in folder.rglob("*") if path.is_file()]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
+
+
+def test_only_the_adapters_own_files_are_downloaded_once(
+    hub: HubServer, store: AdapterSources, tmp_path: Path
+) -> None:
+    files = adapter_files(chat_template__jinja=b"{{ messages }}")
+    files["additional_chat_templates/tool_use.jinja"] = b"{{ tools }}"
+    junk = {
+        "deep/x.jinja": b"x",
+        "additional_chat_templates/deep/x.jinja": b"x",
+        "adapter_model/x.safetensors": b"x",
+        "optimizer.pt": b"x" * 99,
+        "adapter_model.bin": b"pickle",
+        "deep/adapter_model.x": b"x",
+    }
+    hub.add("acme/sql", {**files, **junk})
+    first = fetch(store, SQL)
+    assert read(first.folder) == files
+    assert fetch(store, SQL).folder == first.folder
+    assert sorted(hub.downloads()) == sorted(Path(name).name for name in files)
+    assert not left_over(tmp_path)
+    store.release(first)
+    store.cache.check()
+
+
+def test_a_branch_that_moves_is_found_and_the_older_commit_stays(
+    hub: HubServer, store: AdapterSources
+) -> None:
+    repository = hub.add("acme/sql", adapter_files(1.0))
+    older, old = repository.sha, fetch(store, SQL)
+    repository.files = adapter_files(2.0)
+    assert read(fetch(store, SQL).folder) == adapter_files(2.0)
+    rolled_back = AdapterReference(AdapterSource.HUB, "acme/sql", older)
+    assert fetch(store, rolled_back).folder == old.folder
+    missing = AdapterReference(AdapterSource.HUB, "acme/sql", "nowhere")
+    assert refusal(store, missing) is AdapterRefusal.NOT_FOUND
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_private_adapter_is_for_those_who_may_read_it(
+    hub: HubServer, store: AdapterSources, gated: bool
+) -> None:
+    hub.add("acme/sql", adapter_files(), readers={"hf_good"}, gated=gated)
+    found = store.look(SQL, "hf_good")
+    assert not found.open_to_all
+    store.bring(found, "hf_good")
+    for token in (False, "hf_bad"):
+        said = refusal(store, SQL, token)
+        assert said is (AdapterRefusal.FORBIDDEN if gated else AdapterRefusal.NOT_FOUND)
+
+
+@pytest.mark.parametrize("token", ["hf secret", "hf_secret\nX: y", "hf_sécret", "x" * 5000])
+def test_an_odd_token_is_refused_without_being_quoted(store: AdapterSources, token: str) -> None:
+    with pytest.raises(AdapterError) as caught:
+        store.look(SQL, token)
+    assert caught.value.refusal is AdapterRefusal.FORBIDDEN
+    assert token not in caught.value.message
+    assert token not in repr(caught.value.__context__)
+
+
+def test_too_large_is_refused_before_any_download(hub: HubServer, tmp_path: Path) -> None:
+    hub.add("acme/sql", adapter_files())
+    store = sources(tmp_path, hub_endpoint=hub.url, max_file_bytes=50)
+    assert refusal(store, SQL) is AdapterRefusal.TOO_LARGE
+    assert not hub.downloads()
+
+
+@pytest.mark.parametrize("missing", ["adapter_config.json", "adapter_model.safetensors"])
+def test_what_is_no_adapter_is_refused_before_any_download(
+    hub: HubServer, store: AdapterSources, missing: str
+) -> None:
+    files = {**adapter_files(), "adapter_model.bin": b"a pickle"}
+    del files[missing]
+    hub.add("acme/sql", files)
+    expected = {"adapter_config.json": AdapterRefusal.NOT_FOUND}
+    assert refusal(store, SQL) is expected.get(missing, AdapterRefusal.UNSUPPORTED)
+    assert not hub.downloads()
+
+
+@pytest.mark.parametrize("name", ["not a name", "http://evil/acme/sql", "../acme", "a/b/c", ""])
+def test_odd_ids_are_not_found_and_nobody_is_asked(
+    hub: HubServer, store: AdapterSources, name: str
+) -> None:
+    reference = AdapterReference(AdapterSource.HUB, name)
+    assert refusal(store, reference) is AdapterRefusal.NOT_FOUND
+    assert not hub.requests
+
+
+def test_faults_that_pass_are_waited_out(hub: HubServer, store: AdapterSources) -> None:
+    hub.add("acme/sql", adapter_files())
+    hub.faults = [500, 429]
+    found = store.look(SQL, False)
+    hub.faults = [503, 502]
+    assert read(store.bring(found, False).folder) == adapter_files()
+
+
+def test_a_hub_that_stays_broken_is_asked_so_often_and_no_more(
+    hub: HubServer, store: AdapterSources
+) -> None:
+    hub.faults = [500] * 10
+    with pytest.raises(Unreachable):
+        store.look(SQL, False)
+    assert len(hub.requests) == 4
+    hub.faults = [403] * 10
+    assert refusal(store, SQL) is AdapterRefusal.FORBIDDEN
+    assert len(hub.requests) == 5, "what was refused is not asked again"
+
+
+def test_a_broken_download_goes_on_where_it_broke_off(
+    hub: HubServer, store: AdapterSources, tmp_path: Path
+) -> None:
+    files = adapter_files(tokenizer_config__json=b"{}" + b" " * 5000)
+    hub.add("acme/sql", files)
+    hub.cuts = [10, 15]
+    assert read(fetch(store, SQL).folder) == files
+    assert hub.resumed == [10, 25]
+    assert not left_over(tmp_path)
+
+
+def test_half_a_file_is_kept_for_the_next_try(
+    hub: HubServer, store: AdapterSources, tmp_path: Path
+) -> None:
+    hub.add("acme/sql", adapter_files())
+    found = store.look(SQL, False)
+    hub.cuts = [20, 0]
+    impatient = sources(tmp_path, hub_endpoint=hub.url, fetch={"attempts": 1})
+    with pytest.raises(AdapterError, match="broke off"):
+        impatient.bring(found, False)
+    assert left_over(tmp_path)
+    assert read(fetch(store, SQL).folder) == adapter_files()
+    assert hub.resumed == [20, 20]
+    assert not left_over(tmp_path)
+
+
+def test_a_slow_hub_is_given_up(hub: HubServer, store: AdapterSources, tmp_path: Path) -> None:
+    hub.add("acme/sql", adapter_files())
+    found = store.look(SQL, False)
+    hub.gate.clear()
+    fetch = {"read_timeout_s": 0.1, "attempts": 2}
+    impatient = sources(tmp_path, hub_endpoint=hub.url, fetch=fetch)
+    with pytest.raises(AdapterError, match="broke off: ReadTimeout") as told:
+        impatient.bring(found, False)
+    assert told.value.refusal is AdapterRefusal.UNAVAILABLE
+    hub.await_downloads(2)
+    assert len(hub.downloads()) == 2
+
+
+def test_a_hub_that_is_not_there_is_out_of_reach(tmp_path: Path) -> None:
+    store = sources(tmp_path, hub_endpoint="http://127.0.0.1:9")
+    with pytest.raises(Unreachable):
+        store.look(SQL, False)
+
+
+def test_many_at_once_share_one_download(hub: HubServer, store: AdapterSources) -> None:
+    hub.add("acme/sql", adapter_files())
+    found = store.look(SQL, False)
+    hub.gate.clear()
+    brought: list[Path] = []
+    threads = [
+        threading.Thread(target=lambda: brought.append(store.bring(found, False).folder))
+        for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    hub.gate.set()
+    for thread in threads:
+        thread.join()
+    assert len(set(brought)) == 1
+    assert len(brought) == 8
+    assert len(hub.downloads()) == 2
+
+
+def test_what_the_hubs_own_cache_has_is_not_downloaded_again(
+    hub: HubServer, tmp_path: Path
+) -> None:
+    """In a process of its own, for the hub's client reads its environment when it is imported."""
+    sha = hub.add("acme/sql", adapter_files(), readers={"hf_good"}).sha
+    cached = tmp_path / "hub" / "models--acme--sql"
+    write_files(cached / "snapshots" / sha, adapter_files())
+    write_files(cached / "refs", {"main": sha.encode()})
+    script = f"""
+import os
+from pathlib import Path
+from configs.wire.adapters import AdapterError, AdapterReference, AdapterRefusal, AdapterSource
+from configs.engine import AdaptersConfig
+from sources.adapters import AdapterSources
+
+store = AdapterSources(AdaptersConfig(hub_endpoint={hub.url!r}))
+
+def look(name, token=False):
+    try:
+        return store.look(AdapterReference(AdapterSource.HUB, name), token)
+    except AdapterError as error:
+        return error.refusal
+
+if os.environ.get("HF_HUB_OFFLINE"):
+    found = look("acme/sql")
+    assert look("acme/other") is look("not a name") is AdapterRefusal.NOT_FOUND
+else:
+    found = look("acme/sql", "hf_good")
+    assert look("acme/sql") is AdapterRefusal.NOT_FOUND, "cached, but not for everybody"
+assert store.bring(found, False).folder.name == {sha!r}, found
+"""
+    for offline in ({}, {"HF_HUB_OFFLINE": "1"}):
+        environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), **offline}
+        done = subprocess.run(
+            [sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True
+        )
+        assert done.returncode == 0, done.stderr.decode()
+    assert not hub.downloads()
+
+
+def test_a_server_that_breaks_off_for_ever_is_given_up(
+    hub: HubServer, store: AdapterSources
+) -> None:
+    hub.add("acme/sql", adapter_files())
+    hub.cuts = [20, *[0] * 50]
+    assert refusal(store, SQL) is AdapterRefusal.UNAVAILABLE
+    assert len(hub.downloads()) == 1 + 4

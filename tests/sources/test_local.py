@@ -1,0 +1,145 @@
+"""Names become folders: roots are walls, sizes are bounded, damaged files are refused at once."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from configs.wire.adapters import AdapterError, AdapterReference, AdapterRefusal, AdapterSource
+from sources.files import content_digest
+from tests.sources.adapter_files import (
+    adapter_files,
+    fetch,
+    refusal,
+    sources,
+    write_files,
+)
+
+
+def write(folder: Path, fill: float = 1.0) -> Path:
+    return write_files(folder, adapter_files(fill))
+
+
+def local(name: str, revision: str | None = None) -> AdapterReference:
+    return AdapterReference(AdapterSource.LOCAL, name, revision)
+
+
+def test_a_local_adapter_is_found_under_its_root(tmp_path: Path) -> None:
+    folder = write(tmp_path / "team" / "red")
+    found = fetch(sources(tmp_path, local_roots=[str(tmp_path)]), local("team/red"))
+    assert found.folder == folder
+    assert [name for name, _, _ in found.fingerprint] == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+
+
+@pytest.mark.parametrize("name", ["../outside", "red/../../outside", "link", "nobody", "/etc"])
+def test_nothing_outside_the_roots_is_read(tmp_path: Path, name: str) -> None:
+    outside = write(tmp_path / "outside")
+    root = tmp_path / "root"
+    write(root / "red")
+    (root / "link").symlink_to(outside)
+    store = sources(tmp_path, local_roots=[str(root)])
+    assert refusal(store, local(name)) is AdapterRefusal.NOT_FOUND
+
+
+def test_a_link_to_a_file_outside_is_refused_and_one_inside_is_not(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    weights = write(root / "blobs") / "adapter_model.safetensors"
+    for name in ("inside", "outside"):
+        (write(root / name) / "adapter_model.safetensors").unlink()
+    (root / "inside" / "adapter_model.safetensors").symlink_to(weights)
+    secret = write(tmp_path / "secret") / "adapter_model.safetensors"
+    (root / "outside" / "adapter_model.safetensors").symlink_to(secret)
+    store = sources(tmp_path, local_roots=[str(root)])
+    assert fetch(store, local("inside")).folder == root / "inside"
+    assert refusal(store, local("outside")) is AdapterRefusal.FORBIDDEN
+
+
+def test_a_revision_is_a_folder_of_its_own(tmp_path: Path) -> None:
+    write(tmp_path / "red")
+    older = write(tmp_path / "red@v1", 2.0)
+    store = sources(tmp_path, local_roots=[str(tmp_path)])
+    assert fetch(store, local("red", "v1")).folder == older
+    assert refusal(store, local("red", "v2")) is AdapterRefusal.NOT_FOUND
+
+
+def test_too_large_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    write(tmp_path / "red")
+    store = sources(tmp_path, local_roots=[str(tmp_path)], max_file_bytes=5)
+    assert refusal(store, local("red")) is AdapterRefusal.TOO_LARGE
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        (10 * 2**30).to_bytes(8, "little") + b"{}",
+        (2**63).to_bytes(8, "little") * 9,
+        b"half",
+        b"",
+    ],
+    ids=["10 GB header", "absurd", "half a length", "empty"],
+)
+def test_a_header_longer_than_its_file_is_refused_unread(tmp_path: Path, weights: bytes) -> None:
+    (write(tmp_path / "red") / "adapter_model.safetensors").write_bytes(weights)
+    store = sources(tmp_path, local_roots=[str(tmp_path)])
+    assert refusal(store, local("red")) is AdapterRefusal.UNSUPPORTED
+
+
+def test_s3_is_refused_by_name_when_it_is_not_configured(tmp_path: Path) -> None:
+    reference = AdapterReference(AdapterSource.S3, "bucket/red")
+    assert refusal(sources(tmp_path), reference) is AdapterRefusal.UNSUPPORTED
+
+
+def test_a_root_that_is_not_there_stops_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="local_roots"):
+        sources(tmp_path, local_roots=[str(tmp_path / "missing")])
+
+
+def test_the_digest_is_that_of_the_content(tmp_path: Path) -> None:
+    store = sources(tmp_path, local_roots=[str(tmp_path)])
+    write(tmp_path / "red")
+    write(tmp_path / "same")
+    write(tmp_path / "other", 2.0)
+    (write(tmp_path / "chat") / "chat_template.jinja").write_text("{{ messages }}")
+    names = ("red", "same", "other", "chat")
+    red, same, other, chat = (content_digest(fetch(store, local(name))) for name in names)
+    assert red == same
+    assert len({red, other, chat}) == 3
+
+
+def test_adapters_under_the_roots_are_listed(tmp_path: Path) -> None:
+    write(tmp_path / "red")
+    write(tmp_path / "blue")
+    (tmp_path / "not-an-adapter").mkdir()
+    assert sources(tmp_path, local_roots=[str(tmp_path)]).known_local() == ["blue", "red"]
+
+
+def test_a_link_that_leads_out_since_the_look(tmp_path: Path) -> None:
+    """It is judged by what was opened, not by a path that may lead elsewhere by then."""
+    own = write_files(tmp_path / "root" / "red", adapter_files())
+    other = write_files(tmp_path / "other", adapter_files(2.0))
+    store = sources(tmp_path, local_roots=[str(tmp_path / "root")])
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        found = store.look(local("red"), False)
+        (own / name).unlink()
+        (own / name).symlink_to(other / name)
+        with pytest.raises(AdapterError, match=f"{name} is a link to a file outside") as raised:
+            store.digest(store.bring(found, False), "red")
+        assert raised.value.refusal is AdapterRefusal.FORBIDDEN
+        (own / name).unlink()
+        (own / name).write_bytes((other / name).read_bytes())
+
+
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json"])
+def test_what_is_no_regular_file_is_refused(tmp_path: Path, name: str) -> None:
+    folder = write_files(tmp_path / "red", adapter_files())
+    store = sources(tmp_path, local_roots=[str(tmp_path)])
+    found = store.look(local("red"), False)
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(AdapterError, match=f"{name} is no regular file") as raised:
+        store.bring(found, False)
+    assert raised.value.refusal is AdapterRefusal.UNSUPPORTED
+    assert refusal(store, local("red")) in (AdapterRefusal.UNSUPPORTED, AdapterRefusal.NOT_FOUND)

@@ -1,0 +1,102 @@
+"""Pickles: refused unless they may be read, then read as tensors alone, never run."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load, load_file
+
+from configs.wire.adapters import AdapterError, AdapterReference, AdapterRefusal, AdapterSource
+from tests.hub_server import HubServer
+from tests.sources.adapter_files import (
+    adapter_files,
+    fetch,
+    left_over,
+    refusal,
+    sources,
+    write_files,
+)
+
+RED = AdapterReference(AdapterSource.LOCAL, "red")
+SQL = AdapterReference(AdapterSource.HUB, "acme/sql")
+
+
+def pickled(folder: Path) -> dict[str, torch.Tensor]:
+    """An adapter as PEFT saved it of old; returns its tensors."""
+    files = adapter_files()
+    tensors = load(files.pop("adapter_model.safetensors"))
+    write_files(folder, files)
+    torch.save(tensors, folder / "adapter_model.bin")
+    for path in folder.iterdir():
+        os.utime(path, (1, 1))
+    return tensors
+
+
+def test_a_pickle_is_read_only_where_it_may_be(tmp_path: Path) -> None:
+    tensors = pickled(tmp_path / "red")
+    store = sources(tmp_path, local_roots=[str(tmp_path)], allow_pickle=True)
+    found = fetch(store, RED)
+    assert found.folder != tmp_path / "red", "the operator's folder is not ours to write to"
+    read = load_file(found.folder / "adapter_model.safetensors")
+    assert read.keys() == tensors.keys()
+    assert all(torch.equal(read[name], tensors[name]) for name in tensors)
+    assert fetch(store, RED).folder == found.folder
+    strict = sources(tmp_path, local_roots=[str(tmp_path)])
+    assert fetch(strict, RED).folder == tmp_path / "red", "the ranks refuse it with their reason"
+
+
+def test_a_downloaded_pickle_is_not_kept(tmp_path: Path) -> None:
+    tensors = pickled(tmp_path / "red")
+    files = {path.name: path.read_bytes() for path in (tmp_path / "red").iterdir()}
+    with HubServer() as hub:
+        hub.add("acme/sql", files)
+        assert refusal(sources(tmp_path, hub_endpoint=hub.url), SQL) is AdapterRefusal.UNSUPPORTED
+        assert not hub.downloads()
+        store = sources(tmp_path, hub_endpoint=hub.url, allow_pickle=True)
+        folder = fetch(store, SQL).folder
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    assert load_file(folder / "adapter_model.safetensors").keys() == tensors.keys()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: torch.ones(2, 6, device="meta"), "has no values"),
+        (lambda: torch.eye(6).to_sparse(), "is no dense tensor"),
+        (lambda: torch.zeros(2, 6, dtype=torch.int8), "has type torch.int8"),
+        (lambda: torch.zeros(2, 6, dtype=torch.complex128), "is no dense tensor"),
+        (lambda: torch.ones(1, 1).expand(2**20, 2**10), "larger than the file"),
+    ],
+)
+def test_tensors_that_no_adapter_has_are_refused(
+    tmp_path: Path, make: Callable[[], torch.Tensor], message: str
+) -> None:
+    pickled(tmp_path / "red")
+    torch.save({"a": make()}, tmp_path / "red" / "adapter_model.bin")
+    store = sources(tmp_path, local_roots=[str(tmp_path)], allow_pickle=True)
+    with pytest.raises(AdapterError, match=message) as raised:
+        fetch(store, RED)
+    assert raised.value.refusal is AdapterRefusal.UNSUPPORTED
+    assert not left_over(tmp_path)
+
+
+def test_a_link_that_leads_out_since_the_look(tmp_path: Path) -> None:
+    """For every file and either format: it is judged by what was opened."""
+    pickled(tmp_path / "roots" / "red")
+    pickled(tmp_path / "other")
+    for name in ("adapter_model.bin", "adapter_config.json"):
+        store = sources(tmp_path, local_roots=[str(tmp_path / "roots")], allow_pickle=True)
+        found = store.look(RED, False)
+        path = tmp_path / "roots" / "red" / name
+        path.unlink()
+        path.symlink_to(tmp_path / "other" / name)
+        with pytest.raises(AdapterError, match=f"{name} is a link to a file outside") as raised:
+            store.bring(found, False)
+        assert raised.value.refusal is AdapterRefusal.FORBIDDEN
+        path.unlink()
+        path.write_bytes((tmp_path / "other" / name).read_bytes())
