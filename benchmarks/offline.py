@@ -26,8 +26,9 @@ from benchmarks.workload import PEOPLE, SHAPES, write_adapter, write_model
 from configs.engine import AttentionBackend, Device
 from configs.model import DType
 from configs.wire.adapters import AdapterKey, FetchedAdapter
+from configs.wire.plan import RequestJoin, StepRow
 from configs.wire.sampling import Sampling
-from modeling.batch import BatchJoin, BatchRow, ForwardBatch, StepOutput
+from modeling.batch import ForwardBatch, StepOutput
 from modeling.runner.loading import pick_device
 from modeling.runner.paged import ModelRunner
 from sharding.group import SingleRank
@@ -71,7 +72,7 @@ class OfflineDriver:
         self._free = list(range(num_blocks))
         self._random.shuffle(self._free)
 
-    def joins(self, places: range, length: int, case: OfflineCase) -> list[BatchJoin]:
+    def joins(self, places: range, length: int, case: OfflineCase) -> list[RequestJoin]:
         """New requests of random tokens, each with its adapter's slot."""
         sampling = Sampling(temperature=case.temperature, seed=1)
         fitting = Sampling(temperature=case.temperature, seed=1, json_schema=json.dumps(PEOPLE))
@@ -85,10 +86,10 @@ class OfflineDriver:
             slot = place % case.adapters if case.adapters else -1
             held = place < case.held
             asked, matcher = (fitting, 0) if held else (sampling, -1)
-            found.append(BatchJoin(place, tokens, length, slot, asked, matcher))
+            found.append(RequestJoin(place, tokens, length, slot, asked, matcher))
         return found
 
-    def rows(self, places: range, length: int) -> list[BatchRow]:
+    def rows(self, places: range, length: int) -> list[StepRow]:
         """Compute the next `length` tokens of each place."""
         return [self._row(place, length) for place in places]
 
@@ -104,12 +105,12 @@ class OfflineDriver:
             joins = self.joins(some, length, case)
             self._runner.step(ForwardBatch(joins, self.rows(some, length))).wait()
 
-    def _row(self, place: int, length: int) -> BatchRow:
+    def _row(self, place: int, length: int) -> StepRow:
         start = self._lengths[place]
         self._lengths[place] = start + length
         lacking = -(-(start + length) // self._block_size) - self._held[place]
         self._held[place] += lacking
-        return BatchRow(place, start, length, [self._free.pop() for _ in range(lacking)], True)
+        return StepRow(place, start, length, [self._free.pop() for _ in range(lacking)], True)
 
 
 class Benchmark:

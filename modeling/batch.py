@@ -1,92 +1,38 @@
-"""ForwardBatch: one step as numbers on the host, before a runner makes tensors of it.
+"""What a runner is given for one step, and what it answers.
 
-`deployments/rank/batch.py` translates a plan into it; a runner keeps each place's tokens,
-block table, adapter slot and sampling parameters, so that a running row is four numbers.
+A runner keeps each slot's tokens, block table, adapter slot and sampling parameters, so a running
+request needs only one `StepRow`.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from configs.wire.sampling import Sampling
-
-
-@dataclass(frozen=True)
-class BatchJoin:
-    """A request that takes a place: its known tokens, prompt first; slot -1 is the base model.
-
-    matcher: the number under which its constraint's was prepared, -1 without one.
-    """
-
-    place: int
-    tokens: list[int]
-    prompt_length: int
-    slot: int
-    sampling: Sampling
-    matcher: int = -1
-
-
-@dataclass(frozen=True)
-class BatchRow:
-    """Compute positions start .. start + length - 1 of the request at `place`.
-
-    blocks: cache blocks to append to the place's block table first.
-    samples: whether the last position's logits choose the token at start + length.
-    rope_set: whose rotary frequencies these positions take; see configs/rope_sets.py.
-    """
-
-    place: int
-    start: int
-    length: int
-    blocks: list[int]
-    samples: bool
-    rope_set: int = 0
+from configs.wire.plan import PromptReport, RequestJoin, StepRow, TokenLogprobs
 
 
 @dataclass(frozen=True)
 class ForwardBatch:
     """The rows of one step, in the order in which their tokens are answered."""
 
-    joins: list[BatchJoin]
-    rows: list[BatchRow]
-
-
-@dataclass(frozen=True)
-class RowLogprobs:
-    """Natural logprobs of one sampled token and of the most likely alternatives, best first."""
-
-    logprob: float
-    top_ids: list[int]
-    top_logprobs: list[float]
-
-
-@dataclass(frozen=True)
-class PromptScores:
-    """What a row tells about its request's prompt.
-
-    row: its index in the batch. first: the position of the first of `logprobs`. embedding:
-    float32, little-endian; empty before the prompt's last position.
-    """
-
-    row: int
-    first: int
-    logprobs: list[RowLogprobs]
-    embedding: bytes
+    joins: list[RequestJoin]
+    rows: list[StepRow]
 
 
 @dataclass(frozen=True)
 class SampledTokens:
-    """What one step sampled: one token for each row with `samples`, in row order.
+    """What one step sampled; the fields are those of `configs.wire.plan.StepResult`.
 
-    logprobs: None when no row asked, else one entry (or None) for each token. prompts: what
-    rows tell about their prompts, None when no row does. idle_seconds: how long the device had
-    nothing to do before the step, None where it does not tell. captured: the step was a replay
-    of a captured one. faults: rows, by their index, whose matchers could not go on, and why; None
-    without any.
+    tokens: one token id for each row with `samples`, in row order.
+    logprobs: None when no row asked, else one entry (or None) for each token.
+    reports: what rows report about their prompts, None when no row does.
+    idle_seconds: how long the device had nothing to do before the step; None if unknown.
+    captured: the step was a replay of a CUDA graph.
+    faults: (row's index, reason) of rows whose matchers could not go on; None without any.
     """
 
     tokens: list[int]
-    logprobs: list[RowLogprobs | None] | None = None
-    prompts: list[PromptScores] | None = None
+    logprobs: list[TokenLogprobs | None] | None = None
+    reports: list[PromptReport] | None = None
     idle_seconds: float | None = None
     captured: bool = False
     faults: list[tuple[int, str]] | None = None

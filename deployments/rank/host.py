@@ -14,9 +14,9 @@ from configs.wire.plan import Capacity
 from deployments.rank.messages import LoadReport, StoreAddress
 from deployments.rank.transport import Channel
 from deployments.rank.worker import Worker
-from modeling.runner.base import RunnerChoice, choose_runner
 from modeling.runner.loading import pick_device
 from modeling.runner.report import RunnerReport
+from modeling.runner.select import RunnerChoice, choose_runner
 from sharding.connect import connect
 from sharding.group import TensorParallel
 

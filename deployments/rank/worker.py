@@ -11,10 +11,8 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
 
 import msgspec
 
@@ -23,11 +21,9 @@ from configs.wire.adapters import (
     AdapterError,
     AdapterKey,
     AdapterRefusal,
-    AdapterShape,
     FetchedAdapter,
 )
-from configs.wire.plan import StepPlan
-from deployments.rank.batch import forward_batch, step_result
+from configs.wire.plan import StepPlan, StepResult
 from deployments.rank.messages import (
     Command,
     Loaded,
@@ -46,44 +42,10 @@ from deployments.rank.messages import (
 )
 from deployments.rank.staging_order import StageOrder, StagingTicket
 from deployments.rank.transport import Channel
-from modeling.batch import ForwardBatch, StepOutput
+from modeling.batch import ForwardBatch, SampledTokens, StepOutput
+from modeling.runner.base import PendingCopy, StepRunner
 
 logger = logging.getLogger("loray.rank.worker")
-
-
-class LoadEvent(Protocol):
-    """A fill under way."""
-
-    def wait(self) -> None:
-        """Block until the adapter's bytes are on the device."""
-        ...
-
-
-class StepRunner(Protocol):
-    """What a worker asks of a model runner (`modeling.runner.paged.ModelRunner`)."""
-
-    def step(self, batch: ForwardBatch) -> StepOutput:
-        """Launch one step."""
-        ...
-
-    def stage(self, adapter: FetchedAdapter) -> AdapterShape:
-        """Read, check, cut and keep an adapter in host memory.
-
-        AdapterError if it is refused, AdapterDeferred if there is no room for it now.
-        """
-        ...
-
-    def place(self, key: AdapterKey, slot: int, pages: Sequence[Sequence[int]]) -> LoadEvent:
-        """Start to move a staged adapter to device pages, beside the steps."""
-        ...
-
-    def drop(self, key: AdapterKey) -> None:
-        """Forget a host copy."""
-        ...
-
-    def prepare(self, number: int, constraint: str, gone: Sequence[int]) -> str:
-        """Make a constraint's matcher and forget those that are gone; "" or what is wrong."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -105,7 +67,9 @@ class Worker:
         self._channel = channel
         self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
         self._launched: queue.SimpleQueue[_Launched | None] = queue.SimpleQueue()
-        self._filling: queue.SimpleQueue[tuple[AdapterKey, LoadEvent] | None] = queue.SimpleQueue()
+        self._filling: queue.SimpleQueue[tuple[AdapterKey, PendingCopy] | None] = (
+            queue.SimpleQueue()
+        )
         self._staging_threads = staging_threads
         self._order = StageOrder()
 
@@ -146,7 +110,9 @@ class Worker:
         for key in plan.drops:
             self._runner.drop(key)
             self._order.dropped(key)
-        self._launched.put(_Launched(plan, self._runner.step(forward_batch(plan)), started))
+        self._launched.put(
+            _Launched(plan, self._runner.step(ForwardBatch(plan.joins, plan.rows)), started)
+        )
 
     def _read(self, staging: ThreadPoolExecutor, making: ThreadPoolExecutor) -> None:
         decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(
@@ -233,3 +199,20 @@ class Worker:
         except OSError:
             logger.info("the driver hung up")
             self._plans.put(None)
+
+
+def step_result(plan: StepPlan, sampled: SampledTokens, seconds: float) -> StepResult:
+    """Answer a plan; `seconds` from the step's start until its tokens are on the host."""
+    expected = sum(row.samples for row in plan.rows)
+    assert len(sampled.tokens) == expected, (plan.step, len(sampled.tokens), expected)
+    return StepResult(
+        epoch=plan.epoch,
+        step=plan.step,
+        tokens=sampled.tokens,
+        logprobs=sampled.logprobs,
+        compute_seconds=seconds,
+        reports=sampled.reports,
+        idle_seconds=sampled.idle_seconds,
+        captured=sampled.captured,
+        faults=sampled.faults,
+    )

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from configs.wire.plan import RequestJoin
 from configs.wire.sampling import Sampling
 from modeling.adapters.projection import BaseRows, Projection
-from modeling.batch import BatchJoin
 from modeling.models.causal_lm_adapters import (
     AdapterHooks,
     LinearModule,
@@ -186,7 +186,7 @@ class CausalLM:
             for row, length in zip(found, batch.input_lengths, strict=True)
         ]
 
-    def batch(self, requests: list[BatchJoin]) -> CausalLMBatch:
+    def batch(self, requests: list[RequestJoin]) -> CausalLMBatch:
         """Return a batch of whole sequences for this model."""
         return CausalLMBatch.from_requests(
             requests, self.pad_token_id, self.device, self.keys_head_dim_last
@@ -220,7 +220,7 @@ class CausalLM:
     def _try(self, tokens: Sequence[list[int]]) -> "_Findings":
         """Prefill two rows, decode one token, and compare the second with a row of its own."""
         calls = ModuleCalls(self.model)
-        rows = [BatchJoin(i, row, len(row), -1, Sampling()) for i, row in enumerate(tokens)]
+        rows = [RequestJoin(i, row, len(row), -1, Sampling()) for i, row in enumerate(tokens)]
         batch = self.batch(rows)
         with calls.watch():
             chosen = self.next_logits(batch).argmax(-1)
@@ -231,7 +231,7 @@ class CausalLM:
         batch.advance(chosen)
         with calls.watch():
             together = self.next_logits(batch)[1]
-        alone = self.batch([BatchJoin(0, [*tokens[1], int(chosen[1])], 1, -1, Sampling())])
+        alone = self.batch([RequestJoin(0, [*tokens[1], int(chosen[1])], 1, -1, Sampling())])
         apart = self.next_logits(alone)[0]
         return _Findings(
             keys_head_dim_last=head_dim_last,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from modeling.batch import BatchJoin
+from configs.wire.plan import RequestJoin
 from modeling.models.causal_lm_cache import (
     CachePart,
     Past,
@@ -39,7 +39,7 @@ class CausalLMBatch:
     cache of all columns but the next input's. keys_head_dim_last: how the cache lays out keys.
     """
 
-    requests: list[BatchJoin]
+    requests: list[RequestJoin]
     input_ids: Tensor
     attention_mask: Tensor
     position_ids: Tensor
@@ -51,7 +51,7 @@ class CausalLMBatch:
     @classmethod
     def from_requests(
         cls,
-        requests: Sequence[BatchJoin],
+        requests: Sequence[RequestJoin],
         pad_token_id: int,
         device: torch.device,
         keys_head_dim_last: bool = True,

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from configs.wire.plan import RequestJoin
 from configs.wire.sampling import Pooling
-from modeling.batch import BatchJoin
 from modeling.models.causal_lm import TRIAL, CausalLM
 from modeling.models.causal_lm_adapters import RowAdapters
 from modeling.models.causal_lm_cache import Past
@@ -34,7 +34,7 @@ class CausalLMPrompts:
         self.slice_length = max(1, SLICE_BYTES // (4 * vocab_size)) if self._goes_on() else WHOLE
 
     def tell(
-        self, asking: Sequence[tuple[int, BatchJoin]], adapters: Adapters
+        self, asking: Sequence[tuple[int, RequestJoin]], adapters: Adapters
     ) -> PromptScoresOnDevice:
         """Read the whole prompt of each (row's index in the batch, its request)."""
         rows = [

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from configs.architectures.rope import POSITIONS_PER_SET
+from configs.wire.plan import RequestJoin, StepRow
 from configs.wire.sampling import Sampling
-from modeling.batch import BatchJoin, BatchRow
 from modeling.sampling.grammars import Grammars
 from modeling.sampling.history import TokenHistory
 from modeling.sampling.prompt_scores import PromptRow
@@ -136,7 +136,7 @@ class InputBatch:
         self._about_prompt = np.zeros(size.max_running, dtype=np.bool_)
         self._prompt_lengths = np.zeros(size.max_running, dtype=np.int64)
 
-    def join(self, joins: Sequence[BatchJoin]) -> None:
+    def join(self, joins: Sequence[RequestJoin]) -> None:
         """Give each request its place, with its tokens and an empty block table."""
         for join in joins:
             count = len(join.tokens)
@@ -155,7 +155,7 @@ class InputBatch:
                 answer = join.tokens[join.prompt_length :]
                 self._grammars.join(join.place, join.matcher, answer)
 
-    def layout(self, rows: Sequence[BatchRow]) -> StepLayout:
+    def layout(self, rows: Sequence[StepRow]) -> StepLayout:
         """Append the rows' blocks to their tables and lay the step out."""
         self._append_blocks(rows)
         places = np.array([row.place for row in rows], dtype=np.int64)
@@ -250,7 +250,7 @@ class InputBatch:
         if self._grammars is not None and layout.prompt_lengths is not None:
             self._grammars.follow((layout.targets // self._width).tolist(), tokens)
 
-    def _prompt_row(self, index: int, row: BatchRow, at: int) -> PromptRow | None:
+    def _prompt_row(self, index: int, row: StepRow, at: int) -> PromptRow | None:
         """What a row tells about its prompt, None where that is nothing any more."""
         told = PromptRow(
             row=index,
@@ -264,7 +264,7 @@ class InputBatch:
         )
         return told if told.num_scored or told.pools else None
 
-    def _append_blocks(self, rows: Sequence[BatchRow]) -> None:
+    def _append_blocks(self, rows: Sequence[StepRow]) -> None:
         for row in rows:
             if row.blocks:
                 first = self._num_blocks[row.place]

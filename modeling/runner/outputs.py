@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
+from configs.wire.plan import TokenLogprobs
 from configs.wire.sampling import Sampling
-from modeling.batch import RowLogprobs, SampledTokens, StepOutput
+from modeling.batch import SampledTokens, StepOutput
 from modeling.sampling.prompt_scores import PromptScoresOnDevice
 from modeling.sampling.sampler import ChosenLogprobs, SampledStep
 from modeling.transfer import HostCopy, StepStart
@@ -41,10 +42,10 @@ def step_output(
     return StepOutput(wait)
 
 
-def _rows(found: ChosenLogprobs, asked: Sequence[Sampling]) -> list[RowLogprobs | None]:
+def _rows(found: ChosenLogprobs, asked: Sequence[Sampling]) -> list[TokenLogprobs | None]:
     """Cut the step's logprobs to what each row asked for."""
     columns = (found.logprob.tolist(), found.top_ids.tolist(), found.top_logprobs.tolist())
     return [
-        RowLogprobs(own, ids[: row.logprobs], top[: row.logprobs]) if row.logprobs >= 0 else None
+        TokenLogprobs(own, ids[: row.logprobs], top[: row.logprobs]) if row.logprobs >= 0 else None
         for row, own, ids, top in zip(asked, *columns, strict=True)
     ]

@@ -22,11 +22,12 @@ from configs.wire.adapters import (
     AdapterShape,
     FetchedAdapter,
 )
+from configs.wire.plan import RequestJoin, StepRow
 from configs.wire.sampling import Sampling
 from modeling.adapters.bank import AdapterBank, BankSize, page_bytes
 from modeling.adapters.device_copies import CopyEvent
 from modeling.adapters.kernels.select import select_kernel
-from modeling.batch import BatchJoin, BatchRow, ForwardBatch, StepOutput
+from modeling.batch import ForwardBatch, StepOutput
 from modeling.models.causal_lm import CausalLM, CausalLMBatch
 from modeling.models.causal_lm_adapters import RowAdapters
 from modeling.models.causal_lm_prompts import CausalLMPrompts
@@ -88,7 +89,7 @@ class PaddedRunner:
         self._size: BatchSize
         self._grammars: Grammars
         self._tokens: Tensor
-        self._seats: dict[int, BatchJoin] = {}
+        self._seats: dict[int, RequestJoin] = {}
         self._running: PaddedBatches
 
     def load(self) -> RunnerReport:
@@ -218,16 +219,16 @@ class PaddedRunner:
     def _rehearse(self, num_rows: int, length: int) -> None:
         """Prefill so many rows and draw a token for each at random."""
         sampling = Sampling(temperature=1.0, top_p=0.9, typical_p=0.9, logprobs=0)
-        joins = [BatchJoin(i, [0] * length, length, -1, sampling) for i in range(num_rows)]
+        joins = [RequestJoin(i, [0] * length, length, -1, sampling) for i in range(num_rows)]
         self._model.generate_token(self._model.batch(joins))
 
     @torch.inference_mode()
     def _rehearse_prompt(self, length: int) -> None:
         """Score a prompt, its logits in slices."""
         asked = Sampling(prompt_logprobs=0)
-        self._prompts.tell([(0, BatchJoin(0, [0] * length, length, -1, asked))], self._alone)
+        self._prompts.tell([(0, RequestJoin(0, [0] * length, length, -1, asked))], self._alone)
 
-    def _join(self, joins: Sequence[BatchJoin]) -> None:
+    def _join(self, joins: Sequence[RequestJoin]) -> None:
         """Give each request its place; whoever had it before has left."""
         for join in joins:
             count = len(join.tokens)
@@ -240,7 +241,7 @@ class PaddedRunner:
             self._grammars.join(join.place, join.matcher, answer)
         self._running.keep(self._running.places - {join.place for join in joins})
 
-    def _tell(self, rows: Sequence[BatchRow]) -> PromptScoresOnDevice | None:
+    def _tell(self, rows: Sequence[StepRow]) -> PromptScoresOnDevice | None:
         """Read the prompts whose ends the rows reach, where somebody asks about them."""
         asking = [
             (index, seat)
@@ -255,7 +256,7 @@ class PaddedRunner:
         return self._over([slot])
 
     def _step(
-        self, rows: Sequence[BatchRow], told: PromptScoresOnDevice | None, asking: Sequence[int]
+        self, rows: Sequence[StepRow], told: PromptScoresOnDevice | None, asking: Sequence[int]
     ) -> StepOutput:
         ends = [row.start + row.length for row in rows]
         going = self._running.going_on(
@@ -278,7 +279,7 @@ class PaddedRunner:
         self._running.advance(tokens)
         return step_output(chosen, asked, told, faults=self._grammars.take_faults(asking))
 
-    def _history(self, rows: Sequence[BatchRow], ends: Sequence[int]) -> TokenHistory | None:
+    def _history(self, rows: Sequence[StepRow], ends: Sequence[int]) -> TokenHistory | None:
         """Where the rows' own tokens lie; None where no row looks at them."""
         seats = [self._seats[row.place] for row in rows]
         if not any(seat.sampling.adjusted for seat in seats):
@@ -288,7 +289,7 @@ class PaddedRunner:
         targets = places * self._tokens.shape[1] + np.array(ends)
         return TokenHistory(self._tokens.view(-1), targets, prompts, places, self._grammars)
 
-    def _request(self, row: BatchRow) -> BatchJoin:
+    def _request(self, row: StepRow) -> RequestJoin:
         """Return a row's request with all tokens up to the row's last."""
         seat, end = self._seats[row.place], _end(row)
         tokens = seat.tokens[:end]
@@ -335,7 +336,7 @@ class PaddedRunner:
         )
 
 
-def _end(row: BatchRow) -> int:
+def _end(row: StepRow) -> int:
     return row.start + row.length
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from modeling.batch import BatchJoin
+from configs.wire.plan import RequestJoin
 from modeling.models.causal_lm import CausalLM, CausalLMBatch
 from modeling.models.causal_lm_adapters import RowAdapters
 from modeling.transfer import to_device
@@ -70,7 +70,7 @@ class PaddedBatches:
             if lengths.get(place) == length and not begins_anew(length)
         }
 
-    def compute(self, going: Set[int], fresh: Sequence[BatchJoin]) -> tuple[list[int], Tensor]:
+    def compute(self, going: Set[int], fresh: Sequence[RequestJoin]) -> tuple[list[int], Tensor]:
         """Compute the step of rows that go on and of whole requests.
 
         Returns the places of both, and logits [rows, vocab] in their order.
@@ -96,9 +96,9 @@ class PaddedBatches:
             for batches in groups.values()
         ]
 
-    def _batches(self, fresh: Sequence[BatchJoin]) -> list[CausalLMBatch]:
+    def _batches(self, fresh: Sequence[RequestJoin]) -> list[CausalLMBatch]:
         """Batches of whole requests, of like length and of one group."""
-        groups: dict[Hashable, list[BatchJoin]] = defaultdict(list)
+        groups: dict[Hashable, list[RequestJoin]] = defaultdict(list)
         batches = []
         for request in fresh:
             if len(self._cuts(request)) > 1:
@@ -109,10 +109,10 @@ class PaddedBatches:
             batches += [self._model.batch(alike) for alike in groups_of_like_length(group)]
         return batches
 
-    def _cuts(self, request: BatchJoin) -> list[int]:
+    def _cuts(self, request: RequestJoin) -> list[int]:
         return self._model.sharing.cuts(request.prompt_length, len(request.tokens))
 
-    def _in_pieces(self, request: BatchJoin) -> CausalLMBatch:
+    def _in_pieces(self, request: RequestJoin) -> CausalLMBatch:
         """Compute a request up to its last piece, which is the batch's next input."""
         cuts = self._cuts(request)
         batch = self._model.batch([replace(request, tokens=request.tokens[: cuts[0]])])
@@ -123,9 +123,9 @@ class PaddedBatches:
         return batch
 
 
-def groups_of_like_length(requests: Sequence[BatchJoin]) -> list[list[BatchJoin]]:
+def groups_of_like_length(requests: Sequence[RequestJoin]) -> list[list[RequestJoin]]:
     """Group requests, longest first, so that none is padded to more than MAX_PADDING times."""
-    groups: list[list[BatchJoin]] = []
+    groups: list[list[RequestJoin]] = []
     for request in sorted(requests, key=lambda each: -len(each.tokens)):
         if groups and len(groups[-1][0].tokens) <= MAX_PADDING * len(request.tokens):
             groups[-1].append(request)

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 
+from configs.wire.plan import RequestJoin, StepRow
 from configs.wire.sampling import Sampling
-from modeling.batch import BatchJoin, BatchRow, ForwardBatch
+from modeling.batch import ForwardBatch
 from modeling.runner.input_batch import BatchSize
 
 EVERYTHING = Sampling(
@@ -47,7 +48,7 @@ def rehearsals(
             first = _prefill(blocks, length, slot, EVERYTHING)
             yield first
             crosses = length % size.block_size == 0
-            decode = BatchRow(0, length, 1, [scratch_page] if crosses else [], True)
+            decode = StepRow(0, length, 1, [scratch_page] if crosses else [], True)
             yield ForwardBatch(first.joins[1:], [decode, *first.rows[1:]])
 
 
@@ -57,7 +58,7 @@ def _prefill(
     """As many new requests as there are block tables, all of one length."""
     return ForwardBatch(
         joins=[
-            BatchJoin(place, [0] * length, length, slot, sampling) for place in range(len(blocks))
+            RequestJoin(place, [0] * length, length, slot, sampling) for place in range(len(blocks))
         ],
-        rows=[BatchRow(place, 0, length, own, True) for place, own in enumerate(blocks)],
+        rows=[StepRow(place, 0, length, own, True) for place, own in enumerate(blocks)],
     )

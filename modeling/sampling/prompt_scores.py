@@ -12,8 +12,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from configs.wire.plan import PromptReport, TokenLogprobs
 from configs.wire.sampling import Pooling, Sampling
-from modeling.batch import PromptScores, RowLogprobs
 from modeling.sampling.sampler import ChosenLogprobs, logprobs_of
 from modeling.transfer import to_device
 
@@ -81,18 +81,18 @@ class PromptScoresOnDevice:
         scores = [] if found is None else [found.logprob, found.top_ids, found.top_logprobs]
         return scores if self.embeddings is None else [*scores, self.embeddings]
 
-    def answers(self, copied: Sequence[Tensor]) -> list[PromptScores]:
+    def answers(self, copied: Sequence[Tensor]) -> list[PromptReport]:
         """The rows' answers, from `tensors` on the host."""
-        logprobs: Iterator[RowLogprobs] = iter(())
+        logprobs: Iterator[TokenLogprobs] = iter(())
         embeddings: Iterator[Tensor] = iter(())
         if self.logprobs is not None:
             own, ids, top = (tensor.tolist() for tensor in copied[:3])
-            logprobs = map(RowLogprobs, own, ids, top)
+            logprobs = map(TokenLogprobs, own, ids, top)
         pooled = self.embeddings is not None
         if pooled:
             embeddings = iter(copied[-1])
         return [
-            PromptScores(
+            PromptReport(
                 row=row.row,
                 first=row.start + 1,
                 logprobs=[
@@ -167,8 +167,8 @@ def joined(parts: Sequence[ChosenLogprobs]) -> ChosenLogprobs:
     )
 
 
-def _cut(found: RowLogprobs, num_top: int) -> RowLogprobs:
-    return RowLogprobs(found.logprob, found.top_ids[:num_top], found.top_logprobs[:num_top])
+def _cut(found: TokenLogprobs, num_top: int) -> TokenLogprobs:
+    return TokenLogprobs(found.logprob, found.top_ids[:num_top], found.top_logprobs[:num_top])
 
 
 def _bytes(embedding: Tensor) -> bytes:

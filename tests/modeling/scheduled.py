@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from configs.wire.adapters import AdapterKey, FetchedAdapter
-from configs.wire.plan import StepPlan
+from configs.wire.plan import StepPlan, TokenLogprobs
 from configs.wire.sampling import Stopping
-from deployments.rank.batch import forward_batch, step_result
 from deployments.rank.host import capacity_of
-from modeling.batch import RowLogprobs, StepOutput
+from deployments.rank.worker import step_result
+from modeling.batch import ForwardBatch, StepOutput
 from modeling.runner.paged import ModelRunner
 from scheduler.admission.limits import Limits
 from scheduler.events import AdapterLoaded, AdapterStaged, Ended, NewTokens
@@ -99,7 +99,7 @@ class Ranks:
             self.runner.place(fill.key, fill.slot, fill.pages)
         for key in plan.drops:
             self.runner.drop(key)
-        self._flying.append((plan, self.runner.step(forward_batch(plan))))
+        self._flying.append((plan, self.runner.step(ForwardBatch(plan.joins, plan.rows))))
         for fill in plan.fills:
             self.scheduler.adapter(AdapterLoaded(fill.key), 0.0)
 
@@ -110,7 +110,7 @@ class Ranks:
                 answer = self.answers[event.request_id]
                 answer.tokens += event.tokens
                 answer.logprobs += [
-                    RowLogprobs(one.logprob, one.top_ids, one.top_logprobs)
+                    TokenLogprobs(one.logprob, one.top_ids, one.top_logprobs)
                     for one in event.logprobs or ()
                 ]
             else:

@@ -4,16 +4,9 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from configs.wire.plan import PromptReport, RequestJoin, StepRow, TokenLogprobs
 from configs.wire.sampling import Sampling
-from modeling.batch import (
-    BatchJoin,
-    BatchRow,
-    ForwardBatch,
-    PromptScores,
-    RowLogprobs,
-    SampledTokens,
-    StepOutput,
-)
+from modeling.batch import ForwardBatch, SampledTokens, StepOutput
 from modeling.runner.paged import ModelRunner
 
 
@@ -39,8 +32,8 @@ class Answer:
     """What came back for one request; prompts: what each of its rows told about its prompt."""
 
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[RowLogprobs | None] = field(default_factory=list)
-    prompts: list[PromptScores] = field(default_factory=list)
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    prompts: list[PromptReport] = field(default_factory=list)
 
 
 class BlockPile:
@@ -89,12 +82,12 @@ class _Run:
         if start == 0:
             tokens, length = list(self.known), len(asked.prompt)
             how = (asked.slot, asked.sampling, self.matcher)
-            batch.joins.append(BatchJoin(self.place, tokens, length, *how))
+            batch.joins.append(RequestJoin(self.place, tokens, length, *how))
         length = min(asked.chunk, known - start) if start < known else 1
         self.computed = end = start + length
         blocks = pile.reach(self.place, end)
         samples = end >= known and asked.num_tokens > 0
-        batch.rows.append(BatchRow(self.place, start, length, blocks, samples))
+        batch.rows.append(StepRow(self.place, start, length, blocks, samples))
 
     def _pauses(self, pile: BlockPile) -> bool:
         """Whether a preempted request waits for its tokens; with all of them it starts anew."""
@@ -124,7 +117,7 @@ def generate(
         _Run(place, asked, answer, list(asked.prompt), prepared[asked.sampling.constraint])
         for place, (asked, answer) in enumerate(zip(requests, answers, strict=True))
     ]
-    flying: list[tuple[list[BatchRow], StepOutput]] = []
+    flying: list[tuple[list[StepRow], StepOutput]] = []
     step = 0
     while not all(run.done for run in runs):
         batch = ForwardBatch([], [])
@@ -142,14 +135,14 @@ def generate(
 
 
 def _landed(
-    flying: list[tuple[list[BatchRow], StepOutput]],
-) -> tuple[list[BatchRow], SampledTokens]:
+    flying: list[tuple[list[StepRow], StepOutput]],
+) -> tuple[list[StepRow], SampledTokens]:
     rows, output = flying.pop(0)
     return rows, output.wait()
 
 
-def _note(answers: list[Answer], rows: list[BatchRow], sampled: SampledTokens) -> None:
-    for told in sampled.prompts or ():
+def _note(answers: list[Answer], rows: list[StepRow], sampled: SampledTokens) -> None:
+    for told in sampled.reports or ():
         answers[rows[told.row].place].prompts.append(told)
     places = [row.place for row in rows if row.samples]
     logprobs = sampled.logprobs or [None] * len(places)

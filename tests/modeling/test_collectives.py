@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from configs.engine import AdaptersConfig
+from configs.wire.plan import RequestJoin, StepRow
 from configs.wire.sampling import Sampling
-from modeling.batch import BatchJoin, BatchRow, ForwardBatch
+from modeling.batch import ForwardBatch
 from modeling.runner.paged import ModelRunner
 from sharding.group import TensorParallel
 from tests.modeling.parity import World, engine_config, place_all
@@ -30,8 +31,8 @@ SUMS = [
 """Family, variant, and the sums of one of its layers."""
 
 
-def joins(slots: list[int], sampling: Sampling) -> list[BatchJoin]:
-    return [BatchJoin(i, [1, 2, 3, 4 + i], 4, slot, sampling) for i, slot in enumerate(slots)]
+def joins(slots: list[int], sampling: Sampling) -> list[RequestJoin]:
+    return [RequestJoin(i, [1, 2, 3, 4 + i], 4, slot, sampling) for i, slot in enumerate(slots)]
 
 
 def counted(group: CountedRanks, runner: ModelRunner, batch: ForwardBatch) -> Counter[str]:
@@ -59,12 +60,12 @@ def test_a_step_sums_and_gathers_no_more_than_it_must(
         found = []
         for slots in ([-1, -1], [0, -1], [0, 0]):
             join = joins(slots, sampling)
-            whole = [BatchRow(i, 0, 4, [2 * i], True) for i in range(2)]
+            whole = [StepRow(i, 0, 4, [2 * i], True) for i in range(2)]
             found.append(counted(group, runner, ForwardBatch(join, whole)))
-            decode = [BatchRow(i, 4, 1, [], True) for i in range(2)]
+            decode = [StepRow(i, 4, 1, [], True) for i in range(2)]
             found.append(counted(group, runner, ForwardBatch([], decode)))
         join = joins([0, -1], sampling)
-        part = [BatchRow(i, 0, 3, [2 * i], False) for i in range(2)]
+        part = [StepRow(i, 0, 3, [2 * i], False) for i in range(2)]
         found.append(counted(group, runner, ForwardBatch(join, part)))
         return found
 
@@ -85,7 +86,7 @@ def test_adapters_of_the_vocabulary_add_none(world: World) -> None:
         runner = ModelRunner(config, group, torch.device("cpu"))
         runner.load()
         place_all(runner, [adapter])
-        rows = [BatchRow(i, 0, 4, [2 * i], True) for i in range(2)]
+        rows = [StepRow(i, 0, 4, [2 * i], True) for i in range(2)]
         return counted(group, runner, ForwardBatch(joins([0, -1], Sampling()), rows))
 
     assert run_ranks(2, on_rank) == [Counter(sum=1 + 2 * LAYERS, gather=1)] * 2

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 from torch import Tensor
 
+from configs.wire.plan import RequestJoin
 from modeling.adapters import host_cache as copies
 from modeling.adapters.bank import AdapterBank, DeviceAdapter, take
 from modeling.adapters.kernels.base import AdapterData
 from modeling.adapters.linear import AdapterRowLinear
 from modeling.adapters.peft_config import LoraPlan
 from modeling.adapters.projection import Segments, width
-from modeling.batch import BatchJoin
 from modeling.runner.input_batch import InputBatch
 from modeling.sampling.sampler import SampledStep, choose
 from modeling.sampling.tensors import SamplingTensors
@@ -108,7 +108,7 @@ def test_last_token_of_the_wrong_row(world: World, monkeypatch: pytest.MonkeyPat
 def test_preempted_request_joins_without(
     world: World, monkeypatch: pytest.MonkeyPatch, lost: str
 ) -> None:
-    def forget(join: BatchJoin) -> BatchJoin:
+    def forget(join: RequestJoin) -> RequestJoin:
         if len(join.tokens) == join.prompt_length:
             return join
         if lost == "adapter":

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from configs.wire.plan import RequestJoin
 from configs.wire.sampling import Sampling
 from modeling.adapters.kernels.base import AdapterData
 from modeling.adapters.kernels.reference import ReferenceBatch
-from modeling.batch import BatchJoin
 from modeling.models import causal_lm_sharing
 from modeling.models.causal_lm import CausalLM, CausalLMBatch
 from modeling.models.causal_lm_adapters import shortest_names
@@ -36,9 +36,9 @@ CPU = torch.device("cpu")
 PROMPTS = [[5, 9, 33, 7, 8, 6, 12], [4, 3], [30] * 12]
 
 
-def requests(prompts: list[list[int]], sampling: Sampling | None = None) -> list[BatchJoin]:
+def requests(prompts: list[list[int]], sampling: Sampling | None = None) -> list[RequestJoin]:
     sampling = sampling or Sampling()
-    return [BatchJoin(i, tokens, len(tokens), -1, sampling) for i, tokens in enumerate(prompts)]
+    return [RequestJoin(i, tokens, len(tokens), -1, sampling) for i, tokens in enumerate(prompts)]
 
 
 def load(folder: Path) -> CausalLM:

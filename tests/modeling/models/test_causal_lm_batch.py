@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
 
+from configs.wire.plan import RequestJoin
 from configs.wire.sampling import Sampling
-from modeling.batch import BatchJoin
 from modeling.models.causal_lm_batch import ROOM, CausalLMBatch
 from modeling.models.causal_lm_cache import (
     KeyValue,
@@ -33,9 +33,9 @@ LAYOUTS = [
 ]
 
 
-def request(place: int, length: int) -> BatchJoin:
+def request(place: int, length: int) -> RequestJoin:
     tokens = [100 * place + i for i in range(length)]
-    return BatchJoin(place, tokens, length, -1, Sampling())
+    return RequestJoin(place, tokens, length, -1, Sampling())
 
 
 def batch_of(lengths: dict[int, int], head_dim_last: bool = True) -> CausalLMBatch:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from configs.engine import CacheConfig
+from configs.wire.plan import RequestJoin, StepRow
 from configs.wire.sampling import Sampling
 from modeling.adapters.bank import AdapterBank
 from modeling.adapters.kernels.base import OutputSlice
@@ -17,7 +18,7 @@ from modeling.adapters.kernels.reference import reference_batch
 from modeling.attention.base import AttentionSpec, AttentionStep, GraphAttention, Words
 from modeling.attention.kv_cache import LayerCache, allocate
 from modeling.attention.sdpa import SdpaAttention
-from modeling.batch import BatchJoin, BatchRow, ForwardBatch
+from modeling.batch import ForwardBatch
 from modeling.runner.cuda_graphs import (
     SIZES,
     DecodeGraphs,
@@ -165,9 +166,9 @@ def test_rows_beyond_the_step_use_what_nobody_owns() -> None:
     parts = make_parts()
     state = parts.state
     for place in (3, 1):
-        state.join([BatchJoin(place, [9] * 17, 17, -1, Sampling())])
-    state.layout([BatchRow(3, 0, 16, [2, 5], False), BatchRow(1, 0, 7, [4], False)])
-    layout = state.layout([BatchRow(3, 16, 1, [6], True), BatchRow(1, 7, 1, [], True)])
+        state.join([RequestJoin(place, [9] * 17, 17, -1, Sampling())])
+    state.layout([StepRow(3, 0, 16, [2, 5], False), StepRow(1, 0, 7, [4], False)])
+    layout = state.layout([StepRow(3, 16, 1, [6], True), StepRow(1, 7, 1, [], True)])
     static = torch.zeros(step_bytes(parts, 4), dtype=torch.uint8)
     step = PaddedStep(parts, 4, static)
     used = fill(step, static, layout)
@@ -261,7 +262,7 @@ def test_a_step_tells_whether_it_was_a_replay(world: World) -> None:
     runner = ModelRunner(engine_config(world.model("llama", "gqa")), SingleRank(), CPU)
     runner.load()
     runner._captured = capture_on_cpu(runner)
-    join = BatchJoin(0, [1, 2, 3], 3, -1, Sampling())
-    whole, single = BatchRow(0, 0, 3, [0], True), BatchRow(0, 3, 1, [], True)
+    join = RequestJoin(0, [1, 2, 3], 3, -1, Sampling())
+    whole, single = StepRow(0, 0, 3, [0], True), StepRow(0, 3, 1, [], True)
     assert not runner.step(ForwardBatch([join], [whole])).wait().captured
     assert runner.step(ForwardBatch([], [single])).wait().captured

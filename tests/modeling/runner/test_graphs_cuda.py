@@ -8,8 +8,9 @@ import torch
 
 from configs.engine import AdaptersConfig, AttentionBackend, CacheConfig, Device, LimitsConfig
 from configs.model import DType, ModelConfig
+from configs.wire.plan import RequestJoin, StepRow
 from configs.wire.sampling import Sampling
-from modeling.batch import BatchJoin, BatchRow, ForwardBatch
+from modeling.batch import ForwardBatch
 from modeling.runner.cuda_graphs import (
     DecodeGraphs,
 )
@@ -69,8 +70,8 @@ def told_again(runner: ModelRunner, asked: Asked, known: list[int]) -> list[Answ
     for count in range(len(known)):
         whole = [*asked.prompt, *known[:count]]
         blocks = list(range(-(-len(whole) // BLOCK_SIZE)))
-        join = BatchJoin(11, whole, len(asked.prompt), asked.slot, sampling)
-        rows = [BatchRow(11, 0, len(whole), blocks, True)]
+        join = RequestJoin(11, whole, len(asked.prompt), asked.slot, sampling)
+        rows = [StepRow(11, 0, len(whole), blocks, True)]
         sampled = runner.step(ForwardBatch([join], rows)).wait()
         assert sampled.logprobs is not None
         found.append(Answer(sampled.tokens, sampled.logprobs))
@@ -120,11 +121,11 @@ def test_logits_of_a_replay_are_those_of_launches(wide: Any) -> None:
     assert captured is not None
     pile = BlockPile(NUM_BLOCKS, BLOCK_SIZE)
     for count in (3, 1, 7):  # 7 rows replay as 8: the last one is padding
-        joins = [BatchJoin(p, [5 + p, 9, 33 + p], 3, -1, Sampling()) for p in range(count)]
+        joins = [RequestJoin(p, [5 + p, 9, 33 + p], 3, -1, Sampling()) for p in range(count)]
         blocks = [pile.reach(count * 20 + p, 4) for p in range(count)]
-        first = [BatchRow(p, 0, 3, blocks[p], True) for p in range(count)]
+        first = [StepRow(p, 0, 3, blocks[p], True) for p in range(count)]
         runner.step(ForwardBatch(joins, first)).wait()
-        rows = [BatchRow(p, 3, 1, [], True) for p in range(count)]
+        rows = [StepRow(p, 3, 1, [], True) for p in range(count)]
         layout = runner._state.layout(rows)
         with torch.inference_mode():
             output = captured.run(layout)
@@ -140,14 +141,14 @@ def test_logits_of_a_replay_are_those_of_launches(wide: Any) -> None:
 
 def test_padding_rows_touch_no_place_and_no_page(wide: Any) -> None:
     runner = make_runner(wide / "model")
-    join = BatchJoin(0, [5, 9, 33], 3, -1, Sampling())
-    joins = [join, *(BatchJoin(p, [8, 8, 8], 3, -1, Sampling()) for p in (1, 2))]
-    rows = [BatchRow(p, 0, 3, [p], True) for p in range(3)]
+    join = RequestJoin(0, [5, 9, 33], 3, -1, Sampling())
+    joins = [join, *(RequestJoin(p, [8, 8, 8], 3, -1, Sampling()) for p in (1, 2))]
+    rows = [StepRow(p, 0, 3, [p], True) for p in range(3)]
     runner.step(ForwardBatch(joins, rows)).wait()
     state, cache = runner._state, runner._cache
     before = state.tokens[: state.scratch_token].clone()
     pages = [layer.keys[:NUM_BLOCKS].clone() for layer in cache]
-    runner.step(ForwardBatch([], [BatchRow(p, 3, 1, [], True) for p in range(3)])).wait()
+    runner.step(ForwardBatch([], [StepRow(p, 3, 1, [], True) for p in range(3)])).wait()
     changed = (state.tokens[: state.scratch_token] != before).nonzero().flatten().tolist()
     width = state.size.max_total_tokens + 1
     assert set(changed) <= {p * width + 4 for p in range(3)}
@@ -158,11 +159,11 @@ def test_padding_rows_touch_no_place_and_no_page(wide: Any) -> None:
 
 def test_one_step_ahead_is_step_by_step(wide: Any) -> None:
     runner = make_runner(wide / "model")
-    join = BatchJoin(2, [5, 9, 33], 3, -1, Sampling())
+    join = RequestJoin(2, [5, 9, 33], 3, -1, Sampling())
 
     def batches() -> list[ForwardBatch]:
-        first = ForwardBatch([join], [BatchRow(2, 0, 3, [9, 3], True)])
-        return [first, *(ForwardBatch([], [BatchRow(2, 3 + i, 1, [], True)]) for i in range(20))]
+        first = ForwardBatch([join], [StepRow(2, 0, 3, [9, 3], True)])
+        return [first, *(ForwardBatch([], [StepRow(2, 3 + i, 1, [], True)]) for i in range(20))]
 
     slow = [runner.step(batch).wait().tokens for batch in batches()]
     flying = [runner.step(batch) for batch in batches()]

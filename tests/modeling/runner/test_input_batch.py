@@ -5,26 +5,26 @@ import torch
 
 from configs.architectures.rope import POSITIONS_PER_SET
 from configs.rope_sets import LONG, SHORT
+from configs.wire.plan import RequestJoin, StepRow
 from configs.wire.sampling import Sampling
-from modeling.batch import BatchJoin, BatchRow
 from modeling.runner.input_batch import BatchSize, InputBatch, StepInputs, StepLayout
 
 SIZE = BatchSize(max_running=4, max_total_tokens=40, block_size=8)
 
 
-def make_state(*joins: BatchJoin) -> InputBatch:
+def make_state(*joins: RequestJoin) -> InputBatch:
     state = InputBatch(SIZE, torch.device("cpu"))
     state.join(joins)
     return state
 
 
-def step(state: InputBatch, rows: list[BatchRow]) -> StepInputs:
+def step(state: InputBatch, rows: list[StepRow]) -> StepInputs:
     return state.inputs(state.layout(rows))
 
 
-def join(place: int, num_tokens: int, **fields: Any) -> BatchJoin:
+def join(place: int, num_tokens: int, **fields: Any) -> RequestJoin:
     tokens = [100 * (place + 1) + i for i in range(num_tokens)]
-    return BatchJoin(
+    return RequestJoin(
         place, tokens, num_tokens, fields.get("slot", -1), fields.get("sampling", Sampling())
     )
 
@@ -32,7 +32,7 @@ def join(place: int, num_tokens: int, **fields: Any) -> BatchJoin:
 def test_a_step_is_built_from_its_rows() -> None:
     warm = Sampling(temperature=1.0, seed=4)
     state = make_state(join(2, 11, slot=3, sampling=warm), join(0, 5))
-    inputs = step(state, [BatchRow(2, 0, 10, [7, 1], False), BatchRow(0, 0, 5, [4], True)])
+    inputs = step(state, [StepRow(2, 0, 10, [7, 1], False), StepRow(0, 0, 5, [4], True)])
     assert inputs.input_ids.tolist() == [*range(300, 310), *range(100, 105)]
     assert inputs.positions.tolist() == [*range(10), *range(5)]
     assert inputs.slots.tolist() == [*range(56, 64), 8, 9, *range(32, 37)]
@@ -45,7 +45,7 @@ def test_a_step_is_built_from_its_rows() -> None:
     assert inputs.adapter_slots == [3, -1]
     # The sample of place 0 is found by the next step, which also finishes the other's chunk.
     state.write(inputs.targets, torch.tensor([77]))
-    inputs = step(state, [BatchRow(0, 5, 1, [], True), BatchRow(2, 10, 1, [], True)])
+    inputs = step(state, [StepRow(0, 5, 1, [], True), StepRow(2, 10, 1, [], True)])
     assert inputs.input_ids.tolist() == [77, 310]
     assert inputs.slots.tolist() == [37, 10]
     assert inputs.key_lengths == [6, 11]
@@ -57,9 +57,9 @@ def test_a_step_is_built_from_its_rows() -> None:
 def test_positions_bear_the_rope_set_of_their_row_and_slots_do_not() -> None:
     state = make_state(join(0, 6), join(1, 3), join(2, 4))
     rows = [
-        BatchRow(0, 0, 5, [0], False, LONG),
-        BatchRow(1, 0, 2, [1], False, SHORT),
-        BatchRow(2, 0, 1, [2], False, LONG),
+        StepRow(0, 0, 5, [0], False, LONG),
+        StepRow(1, 0, 2, [1], False, SHORT),
+        StepRow(2, 0, 1, [2], False, LONG),
     ]
     inputs = step(state, rows)
     far = POSITIONS_PER_SET
@@ -71,12 +71,12 @@ def test_positions_bear_the_rope_set_of_their_row_and_slots_do_not() -> None:
 def test_rows_of_one_token_come_first_and_samples_keep_the_plans_order() -> None:
     warm = Sampling(temperature=1.0, seed=4)
     state = make_state(join(0, 6), join(1, 4, slot=5), join(2, 8, sampling=warm), join(3, 3))
-    state.layout([BatchRow(1, 0, 3, [1], False), BatchRow(3, 0, 2, [3], False)])
+    state.layout([StepRow(1, 0, 3, [1], False), StepRow(3, 0, 2, [3], False)])
     rows = [
-        BatchRow(2, 0, 8, [2], True),
-        BatchRow(1, 3, 1, [], True),
-        BatchRow(0, 0, 5, [0], False),
-        BatchRow(3, 2, 1, [], True),
+        StepRow(2, 0, 8, [2], True),
+        StepRow(1, 3, 1, [], True),
+        StepRow(0, 0, 5, [0], False),
+        StepRow(3, 2, 1, [], True),
     ]
     layout = state.layout(rows)
     assert not layout.decodes
@@ -92,7 +92,7 @@ def test_rows_of_one_token_come_first_and_samples_keep_the_plans_order() -> None
     assert inputs.sample_positions == [8, 4, 3]
     assert inputs.sampling == [warm, Sampling(), Sampling()]
     state.write(inputs.targets, torch.tensor([70, 71, 72]))
-    rows = [BatchRow(1, 4, 1, [], True), BatchRow(2, 8, 1, [4], True), BatchRow(3, 3, 1, [], True)]
+    rows = [StepRow(1, 4, 1, [], True), StepRow(2, 8, 1, [4], True), StepRow(3, 3, 1, [], True)]
     layout = state.layout(rows)
     assert layout.decodes
     assert state.inputs(layout).input_ids.tolist() == [71, 70, 72]
@@ -100,22 +100,22 @@ def test_rows_of_one_token_come_first_and_samples_keep_the_plans_order() -> None
 
 def test_a_step_in_which_a_row_does_not_sample_is_no_decode_step() -> None:
     state = make_state(join(0, 6), join(1, 4))
-    rows = [BatchRow(0, 0, 1, [0], False), BatchRow(1, 0, 1, [1], True)]
+    rows = [StepRow(0, 0, 1, [0], False), StepRow(1, 0, 1, [1], True)]
     assert not state.layout(rows).decodes
     assert StepLayout.empty().decodes
 
 
 def test_blocks_come_as_they_are_needed() -> None:
     state = make_state(join(1, 8))
-    step(state, [BatchRow(1, 0, 8, [3], True)])
-    inputs = step(state, [BatchRow(1, 8, 1, [0], True)])
+    step(state, [StepRow(1, 0, 8, [3], True)])
+    inputs = step(state, [StepRow(1, 8, 1, [0], True)])
     assert inputs.slots.tolist() == [0]
     assert inputs.block_tables.tolist() == [[3, 0]]
 
 
 def test_a_cached_prefix_starts_in_the_middle() -> None:
     state = make_state(join(1, 20))
-    inputs = step(state, [BatchRow(1, 16, 4, [3, 5, 6], True)])
+    inputs = step(state, [StepRow(1, 16, 4, [3, 5, 6], True)])
     assert inputs.input_ids.tolist() == [216, 217, 218, 219]
     assert inputs.slots.tolist() == [48, 49, 50, 51]
     assert inputs.key_lengths == [20]
@@ -123,16 +123,16 @@ def test_a_cached_prefix_starts_in_the_middle() -> None:
 
 def test_who_joins_anew_starts_with_an_empty_table() -> None:
     state = make_state(join(1, 8, slot=2))
-    step(state, [BatchRow(1, 0, 8, [3], True)])
+    step(state, [StepRow(1, 0, 8, [3], True)])
     state.join([join(1, 3)])
-    inputs = step(state, [BatchRow(1, 0, 3, [6], True)])
+    inputs = step(state, [StepRow(1, 0, 3, [6], True)])
     assert inputs.slots.tolist() == [48, 49, 50]
     assert inputs.adapter_slots == [-1]
 
 
 def test_the_longest_sequence_fits_exactly() -> None:
     state = make_state(join(3, 40))
-    inputs = step(state, [BatchRow(3, 0, 40, [0, 1, 2, 3, 4], True)])
+    inputs = step(state, [StepRow(3, 0, 40, [0, 1, 2, 3, 4], True)])
     state.write(inputs.targets, torch.tensor([9]))
     assert inputs.sample_positions == [40]
 
@@ -140,21 +140,21 @@ def test_the_longest_sequence_fits_exactly() -> None:
 @pytest.mark.parametrize(
     "rows",
     [
-        [BatchRow(0, 0, 9, [1], True)],
-        [BatchRow(0, 0, 0, [1], True)],
-        [BatchRow(0, -1, 2, [1], True)],
-        [BatchRow(0, 39, 2, [0, 1, 2, 3, 4], True)],
-        [BatchRow(0, 0, 1, [0, 1, 2, 3, 4, 5], True)],
-        [BatchRow(0, 0, 1, [0], True), BatchRow(0, 1, 1, [], True)],
+        [StepRow(0, 0, 9, [1], True)],
+        [StepRow(0, 0, 0, [1], True)],
+        [StepRow(0, -1, 2, [1], True)],
+        [StepRow(0, 39, 2, [0, 1, 2, 3, 4], True)],
+        [StepRow(0, 0, 1, [0, 1, 2, 3, 4, 5], True)],
+        [StepRow(0, 0, 1, [0], True), StepRow(0, 1, 1, [], True)],
     ],
     ids=["beyond its blocks", "nothing", "before 0", "too long", "too many blocks", "twice"],
 )
-def test_rows_that_cannot_be_are_stopped(rows: list[BatchRow]) -> None:
+def test_rows_that_cannot_be_are_stopped(rows: list[StepRow]) -> None:
     with pytest.raises(AssertionError):
         make_state(join(0, 9)).layout(rows)
 
 
 @pytest.mark.parametrize("bad", [join(4, 3), join(0, 41), join(0, 0)])
-def test_joins_that_cannot_be_are_stopped(bad: BatchJoin) -> None:
+def test_joins_that_cannot_be_are_stopped(bad: RequestJoin) -> None:
     with pytest.raises(AssertionError):
         make_state(bad)

@@ -9,12 +9,13 @@ import torch
 from configs.engine import AdaptersConfig, EngineConfig, LimitsConfig
 from configs.model import ModelConfig, Quantize
 from configs.wire.adapters import AdapterError, AdapterKey, FetchedAdapter
+from configs.wire.plan import RequestJoin, StepRow
 from configs.wire.sampling import Sampling
-from modeling.batch import BatchJoin, BatchRow, ForwardBatch
+from modeling.batch import ForwardBatch
 from modeling.models.causal_lm_batch import ROOM
-from modeling.runner.base import choose_runner
 from modeling.runner.padded import PaddedRunner
 from modeling.runner.paged import ModelRunner
+from modeling.runner.select import choose_runner
 from sharding.group import SingleRank
 from tests.checkpoints import AdapterRecipe, write_adapter, write_llama
 from tests.modeling.padded import (
@@ -54,16 +55,16 @@ def run(runner: PaddedRunner, requests: list[Asked]) -> list[list[int]]:
     return [answer.tokens for answer in generate_padded(runner, requests)]
 
 
-def join(place: int, index: int, more: list[int] | None = None) -> BatchJoin:
+def join(place: int, index: int, more: list[int] | None = None) -> RequestJoin:
     request, tokens = asked(index), [*PROMPTS[index], *(more or [])]
-    return BatchJoin(place, tokens, len(PROMPTS[index]), request.slot, request.sampling)
+    return RequestJoin(place, tokens, len(PROMPTS[index]), request.slot, request.sampling)
 
 
-def row(place: int, start: int, length: int = 1) -> BatchRow:
-    return BatchRow(place, start, length, [], True)
+def row(place: int, start: int, length: int = 1) -> StepRow:
+    return StepRow(place, start, length, [], True)
 
 
-def step(runner: PaddedRunner, joins: list[BatchJoin], rows: list[BatchRow]) -> list[int]:
+def step(runner: PaddedRunner, joins: list[RequestJoin], rows: list[StepRow]) -> list[int]:
     found = runner.step(ForwardBatch(joins, rows)).wait().tokens
     runner.check()
     return found
@@ -132,7 +133,7 @@ def test_steps_in_flight_keep_their_own_tokens(runner: PaddedRunner) -> None:
 
 def test_steps_that_sample_nothing(runner: PaddedRunner) -> None:
     assert step(runner, [], []) == []
-    halfway = runner.step(ForwardBatch([join(0, 2)], [BatchRow(0, 0, 8, [], False)])).wait()
+    halfway = runner.step(ForwardBatch([join(0, 2)], [StepRow(0, 0, 8, [], False)])).wait()
     assert (halfway.tokens, halfway.logprobs) == ([], None)
 
 
@@ -271,6 +272,6 @@ def test_a_known_family_runs_padded_too(tmp_path: Path) -> None:
     paged = ModelRunner(padded_config(tmp_path), SingleRank(), CPU)
     paged.load()
     batch = ForwardBatch(
-        [BatchJoin(0, PROMPTS[0], 7, -1, Sampling())], [BatchRow(0, 0, 7, [NUM_BLOCKS - 1], True)]
+        [RequestJoin(0, PROMPTS[0], 7, -1, Sampling())], [StepRow(0, 0, 7, [NUM_BLOCKS - 1], True)]
     )
     assert paged.step(batch).wait().tokens == padded[:1]

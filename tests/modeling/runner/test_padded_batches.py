@@ -4,8 +4,8 @@ from pathlib import Path
 
 import torch
 
+from configs.wire.plan import RequestJoin
 from configs.wire.sampling import Sampling
-from modeling.batch import BatchJoin
 from modeling.models.causal_lm import CausalLM
 from modeling.runner.padded_batches import PaddedBatches, groups_of_like_length
 from modeling.runner.padded_loading import load_causal_lm
@@ -13,8 +13,8 @@ from tests.modeling.models.tiny_causal import ORIGINAL, write_tiny
 from tests.modeling.padded import padded_config
 
 
-def request(place: int, length: int) -> BatchJoin:
-    return BatchJoin(place, [3 + place] * length, length, -1, Sampling())
+def request(place: int, length: int) -> RequestJoin:
+    return RequestJoin(place, [3 + place] * length, length, -1, Sampling())
 
 
 def load(folder: Path, kind: str, variant: str) -> CausalLM:
@@ -28,7 +28,7 @@ def together(batches: PaddedBatches) -> list[set[int]]:
     return sorted((set(batch.places) for batch in batches._running), key=min)
 
 
-def step(batches: PaddedBatches, fresh: list[BatchJoin]) -> list[set[int]]:
+def step(batches: PaddedBatches, fresh: list[RequestJoin]) -> list[set[int]]:
     """Everybody goes on, and `fresh` joins."""
     places, logits = batches.compute(batches.places, fresh)
     assert sorted(places) == sorted({*places})
@@ -67,7 +67,7 @@ def test_rows_of_one_length_share_where_columns_are_looked_at(tmp_path: Path) ->
 
 def test_prompts_share_a_forward_with_their_like() -> None:
     lengths = [3, 100, 7, 51, 49, 4, 1]
-    requests = [BatchJoin(i, [0] * n, n, -1, Sampling()) for i, n in enumerate(lengths)]
+    requests = [RequestJoin(i, [0] * n, n, -1, Sampling()) for i, n in enumerate(lengths)]
     groups = [[len(r.tokens) for r in group] for group in groups_of_like_length(requests)]
     assert groups == [[100, 51], [49], [7, 4], [3], [1]]
     assert groups_of_like_length([]) == []

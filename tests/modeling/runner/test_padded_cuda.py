@@ -8,8 +8,9 @@ import torch
 
 from configs.engine import CacheConfig, LimitsConfig
 from configs.model import DType, ModelConfig
+from configs.wire.plan import RequestJoin, StepRow
 from configs.wire.sampling import Sampling
-from modeling.batch import BatchJoin, BatchRow, ForwardBatch
+from modeling.batch import ForwardBatch
 from modeling.runner.padded import PaddedRunner
 from tests.checkpoints_padded import write_padded
 from tests.modeling.padded import PaddedWorld, generate_padded, padded_runner
@@ -92,6 +93,6 @@ def test_the_token_budget_is_measured(padded: PaddedWorld) -> None:
     report = runner.allocate(runner.measure())
     assert report.dtype == "float32"
     assert report.num_blocks > 1000
-    join = BatchJoin(0, [5, 6, 7], 3, -1, Sampling(temperature=1.0, seed=3))
-    batch = ForwardBatch([join], [BatchRow(0, 0, 3, [], True)])
+    join = RequestJoin(0, [5, 6, 7], 3, -1, Sampling(temperature=1.0, seed=3))
+    batch = ForwardBatch([join], [StepRow(0, 0, 3, [], True)])
     assert 0 <= runner.step(batch).wait().tokens[0] < 96

@@ -9,8 +9,9 @@ import torch
 from configs.engine import AdaptersConfig, CacheConfig, CacheDType, Device, LimitsConfig
 from configs.model import DType, LoadFormat, ModelConfig
 from configs.wire.adapters import AdapterError, AdapterKey, FetchedAdapter
+from configs.wire.plan import RequestJoin, StepRow
 from configs.wire.sampling import Sampling
-from modeling.batch import BatchJoin, BatchRow, ForwardBatch
+from modeling.batch import ForwardBatch
 from modeling.runner.loading import pick_device
 from modeling.runner.paged import ModelRunner
 from modeling.runner.report import RunnerReport
@@ -85,25 +86,25 @@ def test_a_preempted_request_goes_on_as_if_nothing_was(world: World) -> None:
     # Back at another place with its first five tokens, to be computed again.
     tokens = [*PROMPTS[1], *whole[:5]]
     sampling = asked(1).sampling
-    join = BatchJoin(6, tokens, len(PROMPTS[1]), asked(1).slot, sampling)
-    found = runner.step(ForwardBatch([join], [BatchRow(6, 0, len(tokens), [50, 51], True)])).wait()
+    join = RequestJoin(6, tokens, len(PROMPTS[1]), asked(1).slot, sampling)
+    found = runner.step(ForwardBatch([join], [StepRow(6, 0, len(tokens), [50, 51], True)])).wait()
     assert found.tokens == [whole[5]]
 
 
 def test_steps_in_flight_keep_their_own_tokens(world: World) -> None:
     runner = make_runner(world)
     (whole,) = run(runner, [asked(0)])
-    join = BatchJoin(2, PROMPTS[0], 7, asked(0).slot, asked(0).sampling)
-    outputs = [runner.step(ForwardBatch([join], [BatchRow(2, 0, 7, [9], True)]))]
-    outputs += [runner.step(ForwardBatch([], [BatchRow(2, 7 + i, 1, [], True)])) for i in range(4)]
+    join = RequestJoin(2, PROMPTS[0], 7, asked(0).slot, asked(0).sampling)
+    outputs = [runner.step(ForwardBatch([join], [StepRow(2, 0, 7, [9], True)]))]
+    outputs += [runner.step(ForwardBatch([], [StepRow(2, 7 + i, 1, [], True)])) for i in range(4)]
     assert [output.wait().tokens for output in reversed(outputs)] == [[t] for t in whole[4::-1]]
 
 
 def test_steps_that_sample_nothing(world: World) -> None:
     runner = make_runner(world)
     assert runner.step(ForwardBatch([], [])).wait().tokens == []
-    join = BatchJoin(0, PROMPTS[2], 19, -1, Sampling(logprobs=1))
-    halfway = runner.step(ForwardBatch([join], [BatchRow(0, 0, 8, [0], False)])).wait()
+    join = RequestJoin(0, PROMPTS[2], 19, -1, Sampling(logprobs=1))
+    halfway = runner.step(ForwardBatch([join], [StepRow(0, 0, 8, [0], False)])).wait()
     assert halfway.tokens == []
     assert halfway.logprobs is None
 
@@ -120,7 +121,7 @@ def test_each_row_gets_the_logprobs_it_asked_for(world: World) -> None:
         assert own.top_logprobs[0] == own.logprob < 0
         assert len(own.top_ids) == len(own.top_logprobs) == 3
     assert all(own is not None and own.top_ids == [] for own in answers[2].logprobs)
-    assert runner.step(ForwardBatch([], [BatchRow(1, 4, 1, [], True)])).wait().logprobs is None
+    assert runner.step(ForwardBatch([], [StepRow(1, 4, 1, [], True)])).wait().logprobs is None
 
 
 def test_a_slot_is_given_to_another_adapter(world: World) -> None:
@@ -138,9 +139,9 @@ def test_a_slot_is_given_to_another_adapter(world: World) -> None:
 
 def test_rows_beyond_their_blocks_are_stopped(world: World) -> None:
     runner = make_runner(world)
-    join = BatchJoin(0, PROMPTS[2], 19, -1, Sampling())
+    join = RequestJoin(0, PROMPTS[2], 19, -1, Sampling())
     with pytest.raises(AssertionError, match="beyond their block tables"):
-        runner.step(ForwardBatch([join], [BatchRow(0, 0, 19, [0], True)]))
+        runner.step(ForwardBatch([join], [StepRow(0, 0, 19, [0], True)]))
 
 
 def test_the_report_counts_what_was_taken(world: World) -> None:

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from configs.engine import CudaGraphs
+from configs.wire.plan import RequestJoin, StepRow
 from configs.wire.sampling import Sampling
-from modeling.batch import BatchJoin, BatchRow
 from modeling.runner.paged import ModelRunner
 from modeling.runner.piecewise import PiecewiseGraphs
 from tests.checkpoints import write_adapter, write_llama
@@ -48,7 +48,7 @@ def hidden_states(runner: ModelRunner, lengths: list[int], slots: list[int]) -> 
     segments = runner._segmented
     assert isinstance(segments, PiecewiseGraphs)
     joins = [
-        BatchJoin(
+        RequestJoin(
             place, [(5 * i + place) % 60 + 3 for i in range(length)], length, slot, Sampling()
         )
         for place, (length, slot) in enumerate(zip(lengths, slots, strict=True))
@@ -56,7 +56,7 @@ def hidden_states(runner: ModelRunner, lengths: list[int], slots: list[int]) -> 
     runner._state.join(joins)
     starts = [sum(-(-n // BLOCK_SIZE) for n in lengths[:i]) for i in range(len(lengths))]
     rows = [
-        BatchRow(place, 0, length, list(range(first, first - -length // BLOCK_SIZE)), True)
+        StepRow(place, 0, length, list(range(first, first - -length // BLOCK_SIZE)), True)
         for place, (length, first) in enumerate(zip(lengths, starts, strict=True))
     ]
     inputs = runner._state.inputs(runner._state.layout(rows))

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from configs.engine import EngineConfig
+from configs.wire.plan import RequestJoin, StepRow
 from configs.wire.sampling import Pooling, Sampling
-from modeling.batch import BatchJoin, BatchRow, ForwardBatch
+from modeling.batch import ForwardBatch
 from modeling.runner.paged import ModelRunner
 from modeling.sampling import prompt_scores as prompts
 from sharding.group import SingleRank, TensorParallel
@@ -120,15 +121,15 @@ def test_logits_are_read_in_slices_by_rows_that_ask_alone(
     monkeypatch.setattr(model, "head", watched)
     scored = Sampling(prompt_logprobs=0)
     joins = [
-        BatchJoin(0, prompt_of(12, VOCAB), 12, -1, Sampling()),
-        BatchJoin(1, prompt_of(11, VOCAB), 11, -1, scored),
+        RequestJoin(0, prompt_of(12, VOCAB), 12, -1, Sampling()),
+        RequestJoin(1, prompt_of(11, VOCAB), 11, -1, scored),
     ]
-    rows = [BatchRow(0, 0, 12, [0], True), BatchRow(1, 0, 11, [1], True)]
+    rows = [StepRow(0, 0, 12, [0], True), StepRow(1, 0, 11, [1], True)]
     runner.step(ForwardBatch(joins, rows)).wait()
     assert seen == [4, 4, 2, 2], "ten positions of the prompt in slices, then two samples"
     seen.clear()
-    decode = [BatchRow(0, 12, 1, [], True), BatchRow(1, 11, 1, [], True)]
-    assert runner.step(ForwardBatch([], decode)).wait().prompts is None
+    decode = [StepRow(0, 12, 1, [], True), StepRow(1, 11, 1, [], True)]
+    assert runner.step(ForwardBatch([], decode)).wait().reports is None
     assert seen == [2], "the prompt is over: nothing but the samples"
 
 
@@ -137,18 +138,18 @@ def test_a_place_forgets_the_sum_of_who_left(world: World) -> None:
     runner.load()
     pooled = Sampling(pooling=Pooling.MEAN)
 
-    def embed(prompt: list[int], rows: list[BatchRow]) -> bytes:
-        joins = [BatchJoin(0, prompt, len(prompt), -1, pooled)]
+    def embed(prompt: list[int], rows: list[StepRow]) -> bytes:
+        joins = [RequestJoin(0, prompt, len(prompt), -1, pooled)]
         for row in rows:
-            found = runner.step(ForwardBatch(joins, [row])).wait().prompts
+            found = runner.step(ForwardBatch(joins, [row])).wait().reports
             joins = []
         assert found is not None
         return found[0].embedding
 
     prompt = prompt_of(8, VOCAB)
-    alone = embed(prompt, [BatchRow(0, 0, 4, [0], False), BatchRow(0, 4, 4, [], False)])
-    assert embed(prompt_of(9, VOCAB), [BatchRow(0, 0, 5, [1], False)]) == b""
-    assert embed(prompt, [BatchRow(0, 0, 4, [2], False), BatchRow(0, 4, 4, [], False)]) == alone
+    alone = embed(prompt, [StepRow(0, 0, 4, [0], False), StepRow(0, 4, 4, [], False)])
+    assert embed(prompt_of(9, VOCAB), [StepRow(0, 0, 5, [1], False)]) == b""
+    assert embed(prompt, [StepRow(0, 0, 4, [2], False), StepRow(0, 4, 4, [], False)]) == alone
 
 
 def test_the_vocabulary_is_the_checkpoints() -> None:

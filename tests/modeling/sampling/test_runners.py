@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from configs.wire.plan import RequestJoin, StepRow
 from configs.wire.sampling import Sampling
-from modeling.batch import BatchJoin, BatchRow, ForwardBatch
+from modeling.batch import ForwardBatch
 from modeling.runner.paged import ModelRunner
 from sharding.group import SingleRank, TensorParallel
 from tests.modeling.padded import PaddedWorld, generate_padded, padded_runner
@@ -85,8 +86,8 @@ def test_a_request_that_comes_back_goes_on_as_it_would(world: World, sampling: S
     for known in (1, 7):
         tokens = [*prompt, *answer.tokens[:known]]
         blocks = list(range(-(-len(tokens) // BLOCK_SIZE)))
-        join = BatchJoin(1, tokens, len(prompt), -1, sampling)
-        row = BatchRow(1, 0, len(tokens), blocks, True)
+        join = RequestJoin(1, tokens, len(prompt), -1, sampling)
+        row = StepRow(1, 0, len(tokens), blocks, True)
         assert runner.step(ForwardBatch([join], [row])).wait().tokens == [answer.tokens[known]]
 
 
@@ -102,6 +103,6 @@ def test_replays_of_captured_steps_are_adjusted(world: World) -> None:
 
 def test_a_batch_without_a_buffer_refuses(tmp_path: Path) -> None:
     model = padded_runner(PaddedWorld(tmp_path).model("gptj"), [])._model
-    batch = model.batch([BatchJoin(0, [1, 2], 2, -1, NO_REPEATS)])
+    batch = model.batch([RequestJoin(0, [1, 2], 2, -1, NO_REPEATS)])
     with pytest.raises(ValueError, match="token buffer"):
         model.generate_token(batch)

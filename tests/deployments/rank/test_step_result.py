@@ -14,15 +14,8 @@ from configs.wire.plan import (
 )
 from configs.wire.sampling import Sampling
 from deployments.observability.steps import StepLog
-from deployments.rank.batch import forward_batch, step_result
-from modeling.batch import (
-    BatchJoin,
-    BatchRow,
-    ForwardBatch,
-    PromptScores,
-    RowLogprobs,
-    SampledTokens,
-)
+from deployments.rank.worker import step_result
+from modeling.batch import SampledTokens
 
 SAMPLING = Sampling(temperature=0.5, top_k=3, top_p=0.9, seed=2**64 - 1, logprobs=2)
 
@@ -40,30 +33,8 @@ PLAN = StepPlan(
 )
 
 
-def test_a_plan_becomes_a_batch_number_by_number() -> None:
-    # Through the wire, as ranks get it.
-    plan = msgspec.msgpack.decode(msgspec.msgpack.encode(PLAN), type=StepPlan)
-    assert forward_batch(plan) == ForwardBatch(
-        joins=[BatchJoin(5, [7, 8, 9], 2, 1, SAMPLING)],
-        rows=[
-            BatchRow(5, 0, 3, [4, 6], True),
-            BatchRow(0, 9, 4, [], False),
-            BatchRow(2, 17, 1, [1], True, LONG),
-        ],
-    )
-
-
-def test_a_batch_names_every_field_of_a_plan() -> None:
-    # A field added to one side and forgotten on the other would travel nowhere.
-    assert [f.name for f in msgspec.structs.fields(RequestJoin)] == list(BatchJoin.__annotations__)
-    assert [f.name for f in msgspec.structs.fields(StepRow)] == list(BatchRow.__annotations__)
-    assert [f.name for f in msgspec.structs.fields(TokenLogprobs)] == list(
-        RowLogprobs.__annotations__
-    )
-
-
 def test_tokens_answer_the_plan() -> None:
-    sampled = SampledTokens([11, 12], [None, RowLogprobs(-0.5, [12, 3], [-0.5, -1.5])])
+    sampled = SampledTokens([11, 12], [None, TokenLogprobs(-0.5, [12, 3], [-0.5, -1.5])])
     assert step_result(PLAN, sampled, 0.25) == StepResult(
         epoch=3,
         step=41,
@@ -86,8 +57,8 @@ def test_a_replay_is_told(captured: bool) -> None:
 
 
 def test_what_is_told_about_prompts_travels_whole() -> None:
-    answer = PromptScores(1, 10, [RowLogprobs(-0.5, [3], [-0.25])], b"\x00\x01")
-    told = step_result(PLAN, SampledTokens([11, 12], prompts=[answer]), 0.0)
+    answer = PromptReport(1, 10, [TokenLogprobs(-0.5, [3], [-0.25])], b"\x00\x01")
+    told = step_result(PLAN, SampledTokens([11, 12], reports=[answer]), 0.0)
     sent = msgspec.msgpack.decode(msgspec.msgpack.encode(told), type=StepResult)
     report = PromptReport(1, 10, [TokenLogprobs(-0.5, [3], [-0.25])], b"\x00\x01")
     assert sent.reports == [report]
