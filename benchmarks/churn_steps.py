@@ -136,8 +136,8 @@ class SimulatedDevice:
 
     def send(self, plan: StepPlan, now: float) -> tuple[float, int]:
         """When the plan's tokens are in the loop, and how many adapters it uses."""
-        self._slots.update((join.place, join.slot) for join in plan.joins)
-        used = {self._slots[row.place] for row in plan.rows} - {-1}
+        self._slots.update((join.batch_slot, join.adapter_slot) for join in plan.joins)
+        used = {self._slots[row.batch_slot] for row in plan.rows} - {-1}
         rows, tokens = len(plan.rows), sum(row.length for row in plan.rows)
         took = decode_s(rows, len(used)) + (tokens - rows) * PROMPT_TOKEN_S if rows else 0.0
         self._step_end = max(self._step_end, now + SEND_S) + took
@@ -225,9 +225,9 @@ class ClosedLoop:
         self._in_flight.append(plan)
         due, adapters = self._device.send(plan, self._now)
         self._at(due, self._apply)
-        for fill in plan.fills:
+        for fill in plan.loads:
             self._at(self._device.fill(self._now), partial(self._placed, fill.key))
-        self.seen.fills += len(plan.fills)
+        self.seen.fills += len(plan.loads)
         if plan.rows:
             self.seen.rows.append(len(plan.rows))
             self.seen.adapters.append(adapters)

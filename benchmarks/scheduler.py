@@ -145,7 +145,7 @@ def measure(rows: int, known: int, steps: int) -> dict[str, object]:
         result = msgspec.msgpack.decode(reply, type=StepDone).result
         scheduler.apply(done, result, 0.0)
         applied = time.thread_time()
-        for fill in done.fills:
+        for fill in done.loads:
             scheduler.adapter(AdapterLoaded(fill.key), 0.0)
         if len(done.rows) == rows and all(row.length == 1 for row in done.rows):
             size = len(payload)

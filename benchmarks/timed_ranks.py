@@ -77,7 +77,9 @@ def answer(channel: Channel, step_seconds: float, tokens: range) -> None:
 def result_of(plan: StepPlan, tokens: range, step_seconds: float) -> StepResult:
     """A token for each row that samples: another one each step, and in each place."""
     chosen = [
-        tokens[(plan.step * 31 + row.place * 7) % len(tokens)] for row in plan.rows if row.samples
+        tokens[(plan.step * 31 + row.batch_slot * 7) % len(tokens)]
+        for row in plan.rows
+        if row.samples
     ]
     return StepResult(plan.epoch, plan.step, chosen, None, step_seconds)
 

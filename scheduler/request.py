@@ -37,8 +37,8 @@ class Request:
     rope_set: that of position 0 (configs/rope_sets.py). in_flight: plans in flight with its row.
     registered: leading blocks whose content the prefix cache knows. prompt_logprobs, embedding:
     what the ranks reported about its prompt so far. losses: of the ranks, in a row, that it was
-    involved in; alone: those of them in which it was the only one; lost_with: tokens that it had
-    at the last one; trials: how often it became a suspect (trials.py). matcher: the number of
+    involved in; losses_alone: those of them in which it was the only one; lost_with: tokens that it had
+    at the last one; isolation_rounds: how often it became a suspect (trials.py). matcher: the number of
     what the ranks made of its constraint, -1 without; parted: nobody shares it. aside: it waits
     for that. void: what plans in flight still sample for it is nobody's (matchers.py).
     """
@@ -60,7 +60,7 @@ class Request:
     scheduled: int = field(default=0, init=False)
     pending: int = field(default=0, init=False)
     in_flight: int = field(default=0, init=False)
-    place: int = field(default=-1, init=False)
+    batch_slot: int = field(default=-1, init=False)
     blocks: list[int] = field(default_factory=list, init=False)
     digests: list[bytes] = field(default_factory=list, init=False)
     rope_set: int = field(default=SHORT, init=False)
@@ -69,9 +69,9 @@ class Request:
     first_scheduled: float | None = field(default=None, init=False)
     first_token: float | None = field(default=None, init=False)
     losses: int = field(default=0, init=False)
-    alone: int = field(default=0, init=False)
+    losses_alone: int = field(default=0, init=False)
     lost_with: int = field(default=0, init=False)
-    trials: int = field(default=0, init=False)
+    isolation_rounds: int = field(default=0, init=False)
     matcher: int = field(default=-1, init=False)
     parted: bool = field(default=False, init=False)
     aside: bool = field(default=False, init=False)
@@ -84,7 +84,7 @@ class Request:
         self.tokens = list(self.prompt)
 
     @property
-    def payers(self) -> tuple[AdapterKey | None, ...]:
+    def charged_adapters(self) -> tuple[AdapterKey | None, ...]:
         """Whose shares it counts against: the parts of a merge, else its own adapter."""
         return self.parts or (self.adapter,)
 
@@ -110,14 +110,14 @@ class Request:
         return total >= len(self.prompt) + most if most else self.scheduled >= total
 
     @property
-    def answered(self) -> bool:
+    def prompt_done(self) -> bool:
         """Whether it generates nothing and its whole prompt was computed."""
         return not self.stopping.max_new_tokens and self.computed >= len(self.prompt)
 
     @property
-    def proof(self) -> int:
+    def tokens_to_clear(self) -> int:
         """How many new tokens clear it after a loss: four times as many with each further trial."""
-        return PROOF_TOKENS << 2 * max(self.trials - 1, 0)
+        return PROOF_TOKENS << 2 * max(self.isolation_rounds - 1, 0)
 
     @property
     def awaits_report(self) -> bool:
@@ -128,14 +128,14 @@ class Request:
         scored = asked.prompt_logprobs < 0 or len(self.prompt_logprobs) >= len(self.prompt) - 1
         return not scored or (asked.pooling is not Pooling.NONE and not self.embedding)
 
-    def keep(self, logprobs: TokenLogprobs | None) -> list[TokenLogprobs] | None:
+    def add_logprobs(self, logprobs: TokenLogprobs | None) -> list[TokenLogprobs] | None:
         """Keep the logprobs of one sampled token, if they were asked for, and return them."""
         if self.sampling.logprobs < 0 or logprobs is None:
             return None
         self.logprobs.append(logprobs)
         return [logprobs]
 
-    def learn(self, report: PromptReport) -> None:
+    def add_prompt_report(self, report: PromptReport) -> None:
         """Keep what is new in a report; a prompt that is computed again is reported again."""
         if report.logprobs:
             known = len(self.prompt_logprobs) + 1 - report.first
@@ -146,8 +146,8 @@ class Request:
     def accept(self, token: int) -> FinishReason | None:
         """Append a sampled token; to end by a stop token goes before ending by length."""
         self.tokens.append(token)
-        if self.losses and len(self.tokens) - self.lost_with >= self.proof:
-            self.losses = self.alone = 0
+        if self.losses and len(self.tokens) - self.lost_with >= self.tokens_to_clear:
+            self.losses = self.losses_alone = 0
         stopping = self.stopping
         count = len(self.tokens) - len(self.prompt)
         if token in stopping.stop_token_ids and count >= stopping.min_new_tokens:
@@ -170,14 +170,14 @@ class Request:
         """Be as new but for the tokens, which the next Join brings back to the ranks."""
         self.status = Status.WAITING
         self.computed = self.scheduled = self.pending = self.in_flight = self.registered = 0
-        self.place = -1
+        self.batch_slot = -1
         self.blocks = []
         self.void = False
 
     def count_loss(self, alone: bool) -> None:
         """The ranks were lost, and it was involved, or even the only one."""
         self.losses += 1
-        self.alone += alone
+        self.losses_alone += alone
         self.lost_with = len(self.tokens)
 
     def ended(self, ending: Ending) -> Ended:

@@ -22,7 +22,7 @@ class RunningRequests:
     """Requests in the order of their age, and those that leave while plans still name them.
 
     freed: called when a request holds nothing on the ranks any more. stalled: whether the last
-    step left somebody without a block. owed: blocks that known tokens of admitted requests
+    step left somebody without a block. reserved_blocks: blocks that known tokens of admitted requests
     will still take.
     """
 
@@ -34,16 +34,16 @@ class RunningRequests:
         freed: Callable[[Request], None],
     ) -> None:
         """Start with nobody running."""
-        self.num_places = num_places
+        self.num_batch_slots = num_places
         self.num_blocks = capacity.num_blocks
         self.block_size = capacity.block_size
         self.members: list[Request] = []
         self.draining: dict[int, Request] = {}
         self.stalled = False
-        self.owed = 0
+        self.reserved_blocks = 0
         self.num_preemptions = 0
         self._freed = freed
-        self._places = list(range(num_places - 1, -1, -1))
+        self._free_batch_slots = list(range(num_places - 1, -1, -1))
         self._chunked = capacity.chunked
         self._rope = capacity.rope_sets
         self.prefix = PrefixCache(capacity.num_blocks, capacity.block_size, prefix_caching)
@@ -72,7 +72,7 @@ class RunningRequests:
         that are left.
         """
         self.stalled = False
-        self.owed = 0
+        self.reserved_blocks = 0
         self._preempt_outgrown()
         longer = []
         for request in self.members:  # Preemption takes younger ones off the end as we go.
@@ -88,7 +88,7 @@ class RunningRequests:
                 ahead = request.total - request.scheduled
                 if step.budget > 0:
                     self._extend(request, min(ahead, step.budget), step)
-                self.owed += self._blocks_for(request.total) - len(request.blocks)
+                self.reserved_blocks += self._blocks_for(request.total) - len(request.blocks)
 
     def in_budget(self, request: Request, step: StepBuilder) -> bool:
         """Whether a step has tokens left for a new request.
@@ -111,7 +111,7 @@ class RunningRequests:
         cached = self.prefix.match(request)
         idle = sum(1 for block in cached if self._pool.is_idle(block))
         needed = self._blocks_for(len(request.tokens)) - len(cached)
-        room = self._pool.available - idle - self.owed - len(self.members) // 2
+        room = self._pool.available - idle - self.reserved_blocks - len(self.members) // 2
         return cached if needed <= room else None
 
     def join(self, request: Request, cached: list[int], slot: int, step: StepBuilder) -> None:
@@ -119,7 +119,7 @@ class RunningRequests:
         assert request.status is Status.WAITING, request.id
         self._pool.share(cached)
         request.status = Status.RUNNING
-        request.place = self._places.pop()
+        request.batch_slot = self._free_batch_slots.pop()
         request.registered = len(cached)
         request.computed = request.scheduled = len(cached) * self.block_size
         length = len(request.tokens) - request.scheduled
@@ -128,7 +128,7 @@ class RunningRequests:
         length, rope_set = self._by_one_set(request, length)
         end = request.scheduled + length
         request.blocks = cached + self._pool.allocate(self._blocks_for(end) - len(cached))
-        self.owed += self._blocks_for(len(request.tokens)) - len(request.blocks)
+        self.reserved_blocks += self._blocks_for(len(request.tokens)) - len(request.blocks)
         step.add_join(request, slot)
         step.add_row(request, length, list(request.blocks), rope_set)
         index = len(self.members)
@@ -136,7 +136,7 @@ class RunningRequests:
             index -= 1
         self.members.insert(index, request)
 
-    def leave(self, request: Request) -> None:
+    def release(self, request: Request) -> None:
         """Give back what the request holds once no plan in flight names it."""
         if request.serial in self.draining:
             return
@@ -146,7 +146,7 @@ class RunningRequests:
         else:
             self._free(request)
 
-    def pause(self, key: AdapterKey) -> None:
+    def preempt_adapter(self, key: AdapterKey) -> None:
         """Preempt an adapter's requests for the sake of another's, once it had its slice.
 
         Only where the prefix cache keeps what they have computed, and not if all end soon anyway.
@@ -162,14 +162,14 @@ class RunningRequests:
         """Take a running request off the ranks; `freed` is called when it holds nothing there."""
         self.num_preemptions += 1
         request.status = Status.LEAVING
-        self.leave(request)
+        self.release(request)
 
-    def drained(self, request: Request) -> None:
+    def finish_draining(self, request: Request) -> None:
         """The last plan that named a leaving request was applied."""
         del self.draining[request.serial]
         self._free(request)
 
-    def computed(self, request: Request, end: int) -> None:
+    def mark_computed(self, request: Request, end: int) -> None:
         """Positions below `end` were computed; full blocks of them can be found from now on."""
         request.computed = end
         if end >= (request.registered + 1) * self.block_size:
@@ -180,8 +180,10 @@ class RunningRequests:
         held = [*self.members, *self.draining.values()]
         self._pool.check(request.blocks for request in held)
         self.prefix.check()
-        taken = [request.place for request in held]
-        assert sorted([*self._places, *taken]) == list(range(self.num_places)), "places"
+        taken = [request.batch_slot for request in held]
+        assert sorted([*self._free_batch_slots, *taken]) == list(range(self.num_batch_slots)), (
+            "places"
+        )
         serials = [request.serial for request in self.members]
         assert serials == sorted(set(serials)), serials
         assert all(request.status is Status.RUNNING for request in self.members)
@@ -237,6 +239,6 @@ class RunningRequests:
 
     def _free(self, request: Request) -> None:
         self._pool.release(request.blocks)
-        self._places.append(request.place)
-        request.blocks, request.place = [], -1
+        self._free_batch_slots.append(request.batch_slot)
+        request.blocks, request.batch_slot = [], -1
         self._freed(request)

@@ -63,17 +63,17 @@ class Scheduler:
         self._limits = limits
         self._capacity = capacity
         self._epoch = epoch
-        self._num_places = limits.max_running
+        self._num_batch_slots = limits.max_running
         self._next_serial = 0
         self._flights: deque[StepBuilder] = deque()
         self._requests: dict[RequestId, Request] = {}
         self._residency = Residency(capacity)
-        self._turns = AdmissionQueue(limits, self._residency)
-        self._trials = CrashIsolation(self._turns)
+        self._admission = AdmissionQueue(limits, self._residency)
+        self._isolation = CrashIsolation(self._admission)
         self._matchers = Matchers(limits.max_matchers)
         self._running = self._new_running()
-        self._pace = DrainRate()
-        self._tally = Counters()
+        self._drain_rate = DrainRate()
+        self._counters = Counters()
 
     @property
     def epoch(self) -> int:
@@ -88,7 +88,7 @@ class Scheduler:
     @property
     def next_wake(self) -> float | None:
         """When `schedule` should be asked again though nothing happens; in seconds."""
-        return self._turns.shares.next_wake
+        return self._admission.rate_limits.next_wake
 
     def add(self, request: Request, now: float) -> None:
         """Queue a request; `now` in seconds.
@@ -99,14 +99,14 @@ class Scheduler:
             raise InvalidRequest(f"a request with the id {request.id} is already being served")
         refuse_impossible(request, self._limits, self._capacity)
         idle = max(self._limits.max_running - self._running.num_held, 0)
-        if self._trials.is_full(request.adapter, self._limits.max_queued + idle):
-            retry_after_s = self._pace.retry_after_s(len(self._trials))
-            raise Overloaded(len(self._trials), retry_after_s)
+        if self._isolation.is_full(request.adapter, self._limits.max_queued + idle):
+            retry_after_s = self._drain_rate.retry_after_s(len(self._isolation))
+            raise Overloaded(len(self._isolation), retry_after_s)
         request.serial = self._next_serial
         self._next_serial += 1
         self._requests[request.id] = request
-        self._turns.meet(request)
-        self._trials.wait(request)
+        self._admission.register(request)
+        self._isolation.enqueue(request)
 
     def schedule(self, now: float) -> StepPlan:
         """Make the next plan; it is empty when there is nothing to do or enough is in flight.
@@ -115,20 +115,20 @@ class Scheduler:
         """
         step = StepBuilder(self._limits.max_step_tokens)
         if len(self._flights) < self._limits.steps_ahead:
-            self._trials.conduct(self._running)
+            self._isolation.prepare_step(self._running)
             self._running.advance(step, self._limits.max_mixed_prompt_tokens)
             if not self._running.stalled:
                 self._admit(step, now)
-            if not self._trials.active:
-                self._residency.fill_pins(step)
+            if not self._isolation.active:
+                self._residency.load_pins(step)
             step.dropped = self._residency.host.drops()
         if step.empty:
-            return step.seal(self._epoch, -1)
-        self._tally.num_steps += 1
-        self._tally.step_tokens = step.tokens
-        self._turns.passed(self._tally.step_tokens)
+            return step.build(self._epoch, -1)
+        self._counters.num_steps += 1
+        self._counters.step_tokens = step.tokens
+        self._admission.advance_time(self._counters.step_tokens)
         self._flights.append(step)
-        return step.seal(self._epoch, self._tally.num_steps)
+        return step.build(self._epoch, self._counters.num_steps)
 
     def apply(self, plan: StepPlan, result: StepResult, now: float) -> list[RequestEvent]:
         """Account for the oldest plan in flight; a result of an older group changes nothing."""
@@ -139,9 +139,9 @@ class Scheduler:
         events: list[RequestEvent] = []
         index = 0
         num_requests = len(self._requests)
-        computed, draining, gone = self._running.computed, self._running.draining, Status.ENDED
+        computed, draining, gone = self._running.mark_computed, self._running.draining, Status.ENDED
         for report in result.reports or ():
-            step.requests[report.row].learn(report)
+            step.requests[report.row].add_prompt_report(report)
         faults = dict(result.faults or ())
         for place, (request, row) in enumerate(zip(step.requests, step.rows, strict=True)):
             request.in_flight -= 1
@@ -152,15 +152,15 @@ class Scheduler:
                 if row.samples:
                     logprobs = result.logprobs[index] if result.logprobs else None
                     self._take(request, result.tokens[index], logprobs, now, events)
-                elif request.answered:
+                elif request.prompt_done:
                     events.append(self._end(request, FinishReason.LENGTH))
             index += row.samples
             if request.in_flight == 0 and request.serial in draining:
-                self._running.drained(request)
+                self._running.finish_draining(request)
         assert index == len(result.tokens), (index, len(result.tokens))
         self._residency.applied(step)
         if num_ended := num_requests - len(self._requests):
-            self._pace.left(num_ended, now)
+            self._drain_rate.left(num_ended, now)
         return events
 
     def finish(
@@ -186,18 +186,18 @@ class Scheduler:
             failure = self._residency.staged(event.key, event.shape)
             if failure is not None:
                 return self._fail(event.key, failure)
-            self._turns.seat(event.key)
+            self._admission.update(event.key)
             return self._answer(event.key, None)
         elif isinstance(event, AdapterFailed):
             self._residency.failed(event.key, event.partly)
             return self._fail(event.key, AdapterFailure(event.refusal, event.message))
         elif isinstance(event, AdapterLoaded):
-            self._residency.placed(event.key)
-            self._turns.seat(event.key)
+            self._residency.loaded(event.key)
+            self._admission.update(event.key)
         elif isinstance(event, AdapterPinned):
             self._residency.pin(event.key, event.pinned)
         elif isinstance(event, AdapterWanted):
-            return [AdapterArrived(event.key)] if self._residency.ask(event.key) else []
+            return [AdapterArrived(event.key)] if self._residency.request_staging(event.key) else []
         else:
             self._residency.unload(event.key)
             return self._answer(event.key, UNLOADED)
@@ -210,8 +210,8 @@ class Scheduler:
     def made(self, number: int, fault: str) -> list[RequestEvent]:
         """All ranks have made a matcher, or cannot: then all who want it end with the fault."""
         self._matchers.made(number, fault)
-        for request in self._turns.release(number):
-            self._trials.wait(request)
+        for request in self._admission.release(number):
+            self._isolation.enqueue(request)
         users = [each for each in self._requests.values() if fault and each.matcher == number]
         return [self._end(request, ConstraintFailure(fault)) for request in users]
 
@@ -220,7 +220,7 @@ class Scheduler:
 
         It is asked before `schedule`, so that none is waited for in vain.
         """
-        self._trials.conduct(self._running)
+        self._isolation.prepare_step(self._running)
         return self._residency.host.to_stage()
 
     def group_lost(self, now: float) -> list[RequestEvent]:
@@ -234,8 +234,8 @@ class Scheduler:
         self._flights.clear()
         ran, moved = self._running.alive, self._residency.moving
         self._replace_group(self._capacity)
-        self._turns.lost()
-        failures = self._trials.lost(ran, moved)
+        self._admission.reset()
+        failures = self._isolation.ranks_lost(ran, moved)
         self._matchers.lost()
         return [self._end(request, failure) for request, failure in failures.items()]
 
@@ -251,22 +251,22 @@ class Scheduler:
     def reconfigure(self, limits: Limits) -> None:
         """Go on under other limits; no more may run than the ranks had places for at start."""
         self._limits = limits
-        self._turns.reconfigure(limits)
+        self._admission.reconfigure(limits)
         self._running.prefix.enabled = limits.prefix_caching and self._capacity.prefix_caching
 
-    def share_out(
+    def set_shares(
         self, base: AdapterShare, default: AdapterShare, own: Mapping[AdapterKey, AdapterShare]
     ) -> None:
         """Go on under other shares: the base model's, every adapter's, and those of some."""
-        self._turns.share_out(base, default, own)
+        self._admission.set_shares(base, default, own)
 
-    def share(self, key: AdapterKey, share: AdapterShare) -> None:
+    def set_share(self, key: AdapterKey, share: AdapterShare) -> None:
         """Give one adapter a share of its own."""
-        self._turns.give(key, share)
+        self._admission.set_share(key, share)
 
     def snapshot(self) -> Snapshot:
         """Count everything."""
-        parts = (self._trials, self._running, self._residency, self._tally)
+        parts = (self._isolation, self._running, self._residency, self._counters)
         return census(*parts, plans_in_flight=len(self._flights))
 
     def adapter_states(self) -> dict[AdapterKey, AdapterState]:
@@ -284,52 +284,52 @@ class Scheduler:
         for request in {*flying, *self._requests.values()}:
             assert request.in_flight == flying.count(request), request.id
         held = [*self._running.members, *self._running.draining.values()]
-        self._turns.check(held, self._requests.values())
+        self._admission.check(held, self._requests.values())
         alive = {r.id for r in held if r.status is not Status.ENDED}
-        self._trials.check()
+        self._isolation.check()
         self._matchers.check(list(self._requests.values()))
-        waiting = {request.id for request in self._trials}
+        waiting = {request.id for request in self._isolation}
         assert alive.isdisjoint(waiting), alive & waiting
         assert alive | waiting == set(self._requests)
-        self._residency.check(held, list(self._turns.queues))
+        self._residency.check(held, list(self._admission.queues))
 
     def _replace_group(self, capacity: Capacity) -> None:
         """Nobody is on the ranks, and no adapter."""
-        self._tally.num_preemptions += self._running.num_preemptions
+        self._counters.num_preemptions += self._running.num_preemptions
         self._capacity = capacity
         self._running = self._new_running()
-        self._residency.lost(capacity)
+        self._residency.reset(capacity)
 
     def _new_running(self) -> RunningRequests:
         caching = self._limits.prefix_caching and self._capacity.prefix_caching
-        return RunningRequests(self._capacity, self._num_places, caching, self._freed)
+        return RunningRequests(self._capacity, self._num_batch_slots, caching, self._freed)
 
     def _admit(self, step: StepBuilder, now: float) -> None:
         """Bring adapters closer to those who wait for them, and let others join."""
-        self._turns.begin(now)
-        self._turns.fill_claims(step)
-        for key in self._turns.over():
-            self._running.pause(key)
+        self._admission.begin_step(now)
+        self._admission.load_pending(step)
+        for key in self._admission.expired_slices():
+            self._running.preempt_adapter(key)
         self._let_join(step, now)
         if not self._running.num_held:
-            self._turns.make_room(step)
+            self._admission.make_room(step)
 
     def _let_join(self, step: StepBuilder, now: float) -> None:
         """Let waiting requests join, in turn, while there are tokens, places and blocks."""
-        max_running = min(self._limits.max_running, self._num_places)
+        max_running = min(self._limits.max_running, self._num_batch_slots)
         while step.budget > 0 and self._running.num_held < max_running:
-            request = self._turns.next()
+            request = self._admission.next()
             if request is None:
                 return
             if not self._matchers.serve(request):
-                self._turns.hold(request)
+                self._admission.hold(request)
                 continue
             if not self._running.in_budget(request, step):
                 return
             cached = self._running.fits(request)
             if cached is None:
                 return  # It keeps its turn, so that blocks gather for it.
-            slot = self._turns.admit(request)
+            slot = self._admission.admit(request)
             self._count_join(request, len(cached) * self._capacity.block_size, now)
             self._running.join(request, cached, slot, step)
 
@@ -338,8 +338,8 @@ class Scheduler:
             return
         request.first_scheduled = now
         request.cached_tokens = min(cached_tokens, len(request.prompt))
-        self._tally.num_prompt_tokens += len(request.prompt)
-        self._tally.num_cached_tokens += request.cached_tokens
+        self._counters.num_prompt_tokens += len(request.prompt)
+        self._counters.num_cached_tokens += request.cached_tokens
 
     def _take(
         self,
@@ -352,13 +352,13 @@ class Scheduler:
         """Account for one sampled token."""
         start = len(request.tokens) - len(request.prompt)
         request.pending -= 1
-        self._tally.num_generated_tokens += 1
-        if self._turns.shares.metered:
-            for payer in request.payers:
-                self._turns.shares.spend(payer, 1, now)
+        self._counters.num_generated_tokens += 1
+        if self._admission.rate_limits.metered:
+            for payer in request.charged_adapters:
+                self._admission.rate_limits.spend(payer, 1, now)
         if request.first_token is None:
             request.first_token = now
-        shown = request.keep(logprobs) if logprobs is not None else None
+        shown = request.add_logprobs(logprobs) if logprobs is not None else None
         reason = request.accept(token)
         events.append(NewTokens(request.id, start, [token], shown))
         if reason is not None:
@@ -370,11 +370,11 @@ class Scheduler:
         event = request.ended(ending)
         del self._requests[request.id]
         self._matchers.leave(request)
-        self._turns.forget(request)
+        self._admission.forget(request)
         if status is Status.WAITING:
-            self._trials.leave(request)
+            self._isolation.remove(request)
         else:
-            self._running.leave(request)
+            self._running.release(request)
         return event
 
     def _part(self, request: Request, fault: str) -> list[RequestEvent]:
@@ -390,17 +390,17 @@ class Scheduler:
 
     def _freed(self, request: Request) -> None:
         """The request holds nothing on the ranks any more; a preempted one waits again."""
-        self._turns.freed(request)
+        self._admission.freed(request)
         if request.status is Status.LEAVING:
             request.rewind()
-            self._trials.wait(request)
+            self._isolation.enqueue(request)
 
     def _fail(self, key: AdapterKey, failure: AdapterFailure) -> list[Event]:
         """End all requests that wait for an adapter that cannot be served."""
-        waiting = self._turns.queues.waiting_for(key)
+        waiting = self._admission.queues.waiting_for(key)
         ended: list[Event] = [self._end(each, failure) for each in waiting]
         return ended + self._answer(key, failure)
 
     def _answer(self, key: AdapterKey, failure: AdapterFailure | None) -> list[Event]:
         """Tell who wanted the adapter staged what became of it."""
-        return [AdapterArrived(key, failure)] if self._residency.answer(key) else []
+        return [AdapterArrived(key, failure)] if self._residency.take_stage_request(key) else []

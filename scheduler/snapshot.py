@@ -42,7 +42,7 @@ class AdapterCounts:
 
     device_hits, host_hits, misses: queued requests by where their adapter was then; misses had
     to be staged. device_evictions, host_evictions: adapters that made room for others. staged,
-    fills: how many came to host memory and from there to the device; their bytes on each rank.
+    loads: how many came to host memory and from there to the device; their bytes on each rank.
     """
 
     device_hits: int
@@ -52,8 +52,8 @@ class AdapterCounts:
     host_evictions: int
     staged: int = 0
     staged_bytes: int = 0
-    fills: int = 0
-    fill_bytes: int = 0
+    loads: int = 0
+    load_bytes: int = 0
 
 
 @dataclass(slots=True)

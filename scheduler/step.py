@@ -26,18 +26,18 @@ class StepBuilder:
         self.joins: list[RequestJoin] = []
         self.rows: list[StepRow] = []
         self.requests: list[Request] = []
-        self.fills: list[AdapterLoad] = []
+        self.loads: list[AdapterLoad] = []
         self.dropped: list[Resident] = []
 
     @property
     def empty(self) -> bool:
         """Whether the ranks would have nothing to do."""
-        return not (self.rows or self.fills or self.dropped)
+        return not (self.rows or self.loads or self.dropped)
 
     @property
-    def may_fill(self) -> bool:
+    def may_load(self) -> bool:
         """Whether another fill may begin with this step."""
-        return len(self.fills) < MAX_FILLS
+        return len(self.loads) < MAX_FILLS
 
     def add_row(self, request: Request, length: int, blocks: list[int], rope_set: int) -> None:
         """Let the request compute its next `length` positions, after appending `blocks`."""
@@ -45,7 +45,7 @@ class StepBuilder:
         end, total = start + length, len(request.tokens) + pending
         assert start < end <= total, (request.id, start, length, total)
         samples = end == total and request.stopping.max_new_tokens > 0
-        self.rows.append(StepRow(request.place, start, length, blocks, samples, rope_set))
+        self.rows.append(StepRow(request.batch_slot, start, length, blocks, samples, rope_set))
         self.requests.append(request)
         self.budget -= length
         self.tokens += length
@@ -63,15 +63,17 @@ class StepBuilder:
             off = {"prompt_logprobs": -1, "pooling": Pooling.NONE}
             sampling = msgspec.structs.replace(sampling, **off)
         prompt_length = len(request.prompt)
-        join = RequestJoin(request.place, tokens, prompt_length, slot, sampling, request.matcher)
+        join = RequestJoin(
+            request.batch_slot, tokens, prompt_length, slot, sampling, request.matcher
+        )
         self.joins.append(join)
 
-    def add_fill(self, resident: Resident) -> None:
+    def add_load(self, resident: Resident) -> None:
         """Move an adapter from host memory to the slot and pages that it was given."""
-        self.fills.append(AdapterLoad(resident.key, resident.slot, resident.pages))
+        self.loads.append(AdapterLoad(resident.key, resident.slot, resident.pages))
 
-    def seal(self, epoch: int, number: int) -> StepPlan:
+    def build(self, epoch: int, number: int) -> StepPlan:
         """The plan as it is sent."""
         self.number = number
         drops = [resident.key for resident in self.dropped]
-        return StepPlan(epoch, number, self.joins, self.rows, self.fills, drops)
+        return StepPlan(epoch, number, self.joins, self.rows, self.loads, drops)

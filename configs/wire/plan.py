@@ -16,17 +16,17 @@ from configs.wire.sampling import Sampling
 class RequestJoin(msgspec.Struct, frozen=True, array_like=True):
     """A request that takes a place on the ranks: new, or back after a preemption.
 
-    place: index into the ranks' token buffer and block table, in [0, max_running).
+    batch_slot: index into the ranks' token buffer and block table, in [0, max_running).
     tokens: every known token id, prompt first; written to positions 0..len-1 of the place.
     prompt_length: how many of `tokens` are the prompt's.
-    slot: the adapter's device slot, -1 for the base model. matcher: the number of what all ranks
+    adapter_slot: the adapter's device slot, -1 for the base model. matcher: the number of what all ranks
     made of the answer's constraint, -1 without one.
     """
 
-    place: int
+    batch_slot: int
     tokens: list[int]
     prompt_length: int
-    slot: int
+    adapter_slot: int
     sampling: Sampling
     matcher: int = -1
 
@@ -39,7 +39,7 @@ class StepRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     rope_set: whose rotary frequencies these positions take; see configs/rope_sets.py.
     """
 
-    place: int
+    batch_slot: int
     start: int
     length: int
     blocks: list[int]
@@ -69,13 +69,13 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     step: int
     joins: list[RequestJoin]
     rows: list[StepRow]
-    fills: list[AdapterLoad]
+    loads: list[AdapterLoad]
     drops: list[AdapterKey]
 
     @property
     def empty(self) -> bool:
         """Whether nothing would happen; such a plan is not sent."""
-        return not (self.rows or self.fills or self.drops)
+        return not (self.rows or self.loads or self.drops)
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

@@ -234,7 +234,7 @@ class EngineLoop:
             if not self._in_flight:
                 self._oldest_since = time.monotonic()
             self._in_flight.append(plan)
-            for fill in plan.fills:
+            for fill in plan.loads:
                 self._placing[fill.key] = set()
                 self._placing_since[fill.key] = time.monotonic()
             links.send(RunStep(plan))

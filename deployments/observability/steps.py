@@ -40,8 +40,8 @@ class StepLog:
     def record(self, plan: StepPlan, result: StepResult) -> None:
         """Take an applied plan."""
         for join in plan.joins:
-            self._slots[join.place] = join.slot
-        slots = {self._slots[row.place] for row in plan.rows}
+            self._slots[join.batch_slot] = join.adapter_slot
+        slots = {self._slots[row.batch_slot] for row in plan.rows}
         self._records.append(
             StepRecord(
                 step=plan.step,
@@ -49,7 +49,7 @@ class StepLog:
                 num_tokens=sum(row.length for row in plan.rows),
                 num_sampled=sum(row.samples for row in plan.rows),
                 num_adapters=len(slots - {-1}),
-                num_fills=len(plan.fills),
+                num_fills=len(plan.loads),
                 seconds=result.compute_seconds,
                 idle_seconds=result.idle_seconds,
                 captured=result.captured,

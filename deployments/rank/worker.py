@@ -104,7 +104,7 @@ class Worker:
 
     def _launch(self, plan: StepPlan) -> None:
         started = time.perf_counter()
-        for fill in plan.fills:
+        for fill in plan.loads:
             filled = self._runner.place(fill.key, fill.slot, fill.pages)
             self._filling.put((fill.key, filled))
         for key in plan.drops:

@@ -81,7 +81,7 @@ class CausalLMBatch:
     @property
     def places(self) -> list[int]:
         """The rows' places, by which `filter` names them."""
-        return [request.place for request in self.requests]
+        return [request.batch_slot for request in self.requests]
 
     @property
     def max_input_length(self) -> int:

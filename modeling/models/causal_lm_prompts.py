@@ -38,7 +38,7 @@ class CausalLMPrompts:
     ) -> PromptScoresOnDevice:
         """Read the whole prompt of each (row's index in the batch, its request)."""
         rows = [
-            PromptRow(index, join.place, 0, 0, 0, join.prompt_length, join.prompt_length,
+            PromptRow(index, join.batch_slot, 0, 0, 0, join.prompt_length, join.prompt_length,
                       join.sampling)
             for index, join in asking
         ]  # fmt: skip
@@ -47,9 +47,9 @@ class CausalLMPrompts:
         for row, (_, join) in zip(rows, asking, strict=True):
             ids = torch.tensor(join.tokens[: join.prompt_length], device=self._model.device)
             if row.num_scored:
-                scores.append(self._score(ids, num_top, join.slot, adapters))
+                scores.append(self._score(ids, num_top, join.adapter_slot, adapters))
             if row.pools:
-                states = self._model.hidden_states(ids, adapters(join.slot))
+                states = self._model.hidden_states(ids, adapters(join.adapter_slot))
                 embeddings += [] if states is None else [_pooled(states, row.asked.pooling)]
         return PromptScoresOnDevice(
             rows,

@@ -140,25 +140,25 @@ class InputBatch:
         """Give each request its place, with its tokens and an empty block table."""
         for join in joins:
             count = len(join.tokens)
-            assert 0 <= join.place < self.size.max_running, join.place
-            assert 1 <= count <= self.size.max_total_tokens, (join.place, count)
-            first = join.place * self._width
+            assert 0 <= join.batch_slot < self.size.max_running, join.batch_slot
+            assert 1 <= count <= self.size.max_total_tokens, (join.batch_slot, count)
+            first = join.batch_slot * self._width
             tokens = to_device(np.array(join.tokens, dtype=np.int64), self._device)
             self.tokens[first : first + count].copy_(tokens, non_blocking=True)
-            self._num_blocks[join.place] = 0
-            self._adapter_slots[join.place] = join.slot
-            self._sampling[join.place] = join.sampling
-            self._adjusted[join.place] = join.sampling.adjusted
-            self._about_prompt[join.place] = join.sampling.about_prompt
-            self._prompt_lengths[join.place] = join.prompt_length
+            self._num_blocks[join.batch_slot] = 0
+            self._adapter_slots[join.batch_slot] = join.adapter_slot
+            self._sampling[join.batch_slot] = join.sampling
+            self._adjusted[join.batch_slot] = join.sampling.adjusted
+            self._about_prompt[join.batch_slot] = join.sampling.about_prompt
+            self._prompt_lengths[join.batch_slot] = join.prompt_length
             if self._grammars is not None:
                 answer = join.tokens[join.prompt_length :]
-                self._grammars.join(join.place, join.matcher, answer)
+                self._grammars.join(join.batch_slot, join.matcher, answer)
 
     def layout(self, rows: Sequence[StepRow]) -> StepLayout:
         """Append the rows' blocks to their tables and lay the step out."""
         self._append_blocks(rows)
-        places = np.array([row.place for row in rows], dtype=np.int64)
+        places = np.array([row.batch_slot for row in rows], dtype=np.int64)
         starts = np.array([row.start for row in rows], dtype=np.int64)
         lengths = np.array([row.length for row in rows], dtype=np.int64)
         rope_sets = np.array([row.rope_set for row in rows], dtype=np.int64)
@@ -254,24 +254,24 @@ class InputBatch:
         """What a row tells about its prompt, None where that is nothing any more."""
         told = PromptRow(
             row=index,
-            place=row.place,
+            place=row.batch_slot,
             at=at,
-            known_at=row.place * self._width + row.start,
+            known_at=row.batch_slot * self._width + row.start,
             start=row.start,
             end=row.start + row.length,
-            prompt_length=int(self._prompt_lengths[row.place]),
-            asked=self._sampling[row.place],
+            prompt_length=int(self._prompt_lengths[row.batch_slot]),
+            asked=self._sampling[row.batch_slot],
         )
         return told if told.num_scored or told.pools else None
 
     def _append_blocks(self, rows: Sequence[StepRow]) -> None:
         for row in rows:
             if row.blocks:
-                first = self._num_blocks[row.place]
+                first = self._num_blocks[row.batch_slot]
                 last = first + len(row.blocks)
                 assert last <= self.size.max_blocks, (row, first, self.size)
-                self._blocks[row.place, first:last] = row.blocks
-                self._num_blocks[row.place] = last
+                self._blocks[row.batch_slot, first:last] = row.blocks
+                self._num_blocks[row.batch_slot] = last
 
     def _check(self, places: Ints, starts: Ints, ends: Ints) -> None:
         """Assert that every row computes something, within its table and the longest sequence."""

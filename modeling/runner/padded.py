@@ -116,13 +116,15 @@ class PaddedRunner:
         """Launch one step; the next may be launched before `wait` is called on its output."""
         with self._on_device():
             self._join(batch.joins)
-            with self._bank.reading([self._seats[row.place].slot for row in batch.rows]):
+            with self._bank.reading(
+                [self._seats[row.batch_slot].adapter_slot for row in batch.rows]
+            ):
                 told = self._tell(batch.rows)
                 # A chunk that samples nothing waits for the prefill of its last one.
                 rows = [row for row in batch.rows if row.samples]
                 if not rows:
                     return step_output(no_rows(self._device), [], told)
-                return self._step(rows, told, [row.place for row in batch.rows])
+                return self._step(rows, told, [row.batch_slot for row in batch.rows])
 
     def stage(self, adapter: FetchedAdapter) -> AdapterShape:
         """Read an adapter into host memory; AdapterError when it cannot be served exactly."""
@@ -232,21 +234,21 @@ class PaddedRunner:
         """Give each request its place; whoever had it before has left."""
         for join in joins:
             count = len(join.tokens)
-            assert 0 <= join.place < self._size.max_running, join.place
-            assert 1 <= count <= self._size.max_total_tokens, (join.place, count)
+            assert 0 <= join.batch_slot < self._size.max_running, join.batch_slot
+            assert 1 <= count <= self._size.max_total_tokens, (join.batch_slot, count)
             tokens = to_device(np.array(join.tokens, dtype=np.int64), self._device)
-            self._tokens[join.place, :count].copy_(tokens, non_blocking=True)
-            self._seats[join.place] = join
+            self._tokens[join.batch_slot, :count].copy_(tokens, non_blocking=True)
+            self._seats[join.batch_slot] = join
             answer = join.tokens[join.prompt_length :]
-            self._grammars.join(join.place, join.matcher, answer)
-        self._running.keep(self._running.places - {join.place for join in joins})
+            self._grammars.join(join.batch_slot, join.matcher, answer)
+        self._running.keep(self._running.places - {join.batch_slot for join in joins})
 
     def _tell(self, rows: Sequence[StepRow]) -> PromptScoresOnDevice | None:
         """Read the prompts whose ends the rows reach, where somebody asks about them."""
         asking = [
             (index, seat)
             for index, row in enumerate(rows)
-            for seat in [self._seats[row.place]]
+            for seat in [self._seats[row.batch_slot]]
             if seat.sampling.about_prompt and row.start < seat.prompt_length <= _end(row)
         ]
         return self._prompts.tell(asking, self._alone) if asking else None
@@ -260,20 +262,20 @@ class PaddedRunner:
     ) -> StepOutput:
         ends = [row.start + row.length for row in rows]
         going = self._running.going_on(
-            [(row.place, end) for row, end in zip(rows, ends, strict=True) if row.length == 1]
+            [(row.batch_slot, end) for row, end in zip(rows, ends, strict=True) if row.length == 1]
         )
-        fresh = [self._request(row) for row in rows if row.place not in going]
+        fresh = [self._request(row) for row in rows if row.batch_slot not in going]
         computed, logits = self._running.compute(going, fresh)
         # From the batches' order to the plan's, and the tokens back again.
         at = {place: index for index, place in enumerate(computed)}
-        order = _indices([at[row.place] for row in rows], self._device)
-        asked = [self._seats[row.place].sampling for row in rows]
+        order = _indices([at[row.batch_slot] for row in rows], self._device)
+        asked = [self._seats[row.batch_slot].sampling for row in rows]
         chosen = choose(
             logits[order], sampling_tensors(asked, ends, self._device, self._history(rows, ends))
         )
-        places = _indices([row.place for row in rows], self._device)
+        places = _indices([row.batch_slot for row in rows], self._device)
         self._tokens[places, _indices(ends, self._device)] = chosen.tokens
-        self._grammars.follow([row.place for row in rows], chosen.tokens)
+        self._grammars.follow([row.batch_slot for row in rows], chosen.tokens)
         tokens = torch.empty_like(chosen.tokens)
         tokens[order] = chosen.tokens
         self._running.advance(tokens)
@@ -281,26 +283,26 @@ class PaddedRunner:
 
     def _history(self, rows: Sequence[StepRow], ends: Sequence[int]) -> TokenHistory | None:
         """Where the rows' own tokens lie; None where no row looks at them."""
-        seats = [self._seats[row.place] for row in rows]
+        seats = [self._seats[row.batch_slot] for row in rows]
         if not any(seat.sampling.adjusted for seat in seats):
             return None
-        places = np.array([row.place for row in rows], dtype=np.int64)
+        places = np.array([row.batch_slot for row in rows], dtype=np.int64)
         prompts = np.array([seat.prompt_length for seat in seats], dtype=np.int64)
         targets = places * self._tokens.shape[1] + np.array(ends)
         return TokenHistory(self._tokens.view(-1), targets, prompts, places, self._grammars)
 
     def _request(self, row: StepRow) -> RequestJoin:
         """Return a row's request with all tokens up to the row's last."""
-        seat, end = self._seats[row.place], _end(row)
+        seat, end = self._seats[row.batch_slot], _end(row)
         tokens = seat.tokens[:end]
         if len(tokens) < end:
             # It paused, and only the device knows what it has sampled.
-            tokens = self._tokens[row.place, :end].tolist()
+            tokens = self._tokens[row.batch_slot, :end].tolist()
         return replace(seat, tokens=tokens)
 
     def _adapters(self, batch: CausalLMBatch) -> RowAdapters | None:
         """Return a batch's adapters, None where all rows are the base model's."""
-        return self._over([request.slot for request in batch.requests])
+        return self._over([request.adapter_slot for request in batch.requests])
 
     def _over(self, slots: Sequence[int]) -> RowAdapters | None:
         if max(slots) < 0:

@@ -141,7 +141,7 @@ class ModelRunner:
                     chosen, told = self._compute(layout)
             captured = self.num_captured > before
             self._watch.stepped()
-            faults = self._grammars.take_faults([row.place for row in batch.rows])
+            faults = self._grammars.take_faults([row.batch_slot for row in batch.rows])
             return step_output(chosen, layout.sampling, told, start, captured, faults)
 
     def stage(self, adapter: FetchedAdapter) -> AdapterShape:

@@ -24,7 +24,7 @@ class DeviceTier:
         num_projections = len(capacity.projections)
         self._none = [0] * num_projections
         self._pages = AdapterPages(capacity.pages, capacity.adapter_slots)
-        self._placed: OrderedDict[AdapterKey, Resident] = OrderedDict()
+        self._loaded: OrderedDict[AdapterKey, Resident] = OrderedDict()
         self._idle_slots = 0
         self._idle_pages = [0] * num_projections
         self._reserved: AdapterKey | None = None
@@ -37,14 +37,14 @@ class DeviceTier:
         return self._reserved
 
     @property
-    def num_placed(self) -> int:
+    def num_loaded(self) -> int:
         """How many adapters hold a slot."""
-        return len(self._placed)
+        return len(self._loaded)
 
     @property
     def num_pages(self) -> int:
         """Pages that they hold, over all projections."""
-        return sum(len(pages) for resident in self._placed.values() for pages in resident.pages)
+        return sum(len(pages) for resident in self._loaded.values() for pages in resident.pages)
 
     @property
     def closed(self) -> list[AdapterKey]:
@@ -62,18 +62,18 @@ class DeviceTier:
             return False
         return self._pages.fits(resident.shape.num_pages, self._idle_slots, self._idle_pages)
 
-    def place(self, resident: Resident) -> list[Resident]:
+    def allocate(self, resident: Resident) -> list[Resident]:
         """Give the adapter a slot and pages; returns the idle ones that were evicted for it."""
         assert resident.shape is not None
         assert not resident.on_device, resident
         evicted = []
-        for victim in [r for r in self._placed.values() if r.evictable]:
+        for victim in [r for r in self._loaded.values() if r.evictable]:
             if self._pages.fits(resident.shape.num_pages, 0, self._none):
                 break
             self.evict(victim)
             evicted.append(victim)
         resident.slot, resident.pages = self._pages.allocate(resident.shape.num_pages)
-        self._placed[resident.key] = resident
+        self._loaded[resident.key] = resident
         if resident.key == self._reserved:
             self.end_reservation()
         return evicted
@@ -82,13 +82,13 @@ class DeviceTier:
         """Take back slot and pages; all plans that named them were applied."""
         assert resident.evictable, resident
         self._pages.release(resident.slot, resident.pages)
-        del self._placed[resident.key]
+        del self._loaded[resident.key]
         self._count(resident, False)
         resident.slot, resident.pages = -1, []
 
     def touch(self, resident: Resident) -> None:
         """The adapter admitted a request."""
-        self._placed.move_to_end(resident.key)
+        self._loaded.move_to_end(resident.key)
         self.refresh(resident)
 
     def refresh(self, resident: Resident) -> None:
@@ -105,10 +105,14 @@ class DeviceTier:
         """
         assert self._reserved is None, self._reserved
         assert resident.shape is not None
-        placed = sorted(self._placed.values(), key=lambda r: r.pinned)
+        placed = sorted(self._loaded.values(), key=lambda r: r.pinned)
         unpinned = [other for other in placed if not other.pinned]
         others = placed if self._in_the_way(resident, unpinned) is None else unpinned
-        others = [r for r in others if not r.owed and (latest is None or r.since <= latest)]
+        others = [
+            r
+            for r in others
+            if not r.first_admission_due and (latest is None or r.admitting_since <= latest)
+        ]
         closed = self._in_the_way(resident, others)
         if closed is None:
             return
@@ -121,8 +125,8 @@ class DeviceTier:
         """Whoever was closed and is still placed admits again."""
         closed, self._closed, self._reserved = self._closed, set(), None
         for key in sorted(closed):
-            if key in self._placed:
-                self.refresh(self._placed[key])
+            if key in self._loaded:
+                self.refresh(self._loaded[key])
             self._reopened.append(key)
 
     def take_reopened(self) -> list[AdapterKey]:
@@ -132,9 +136,9 @@ class DeviceTier:
 
     def check(self, residents: dict[AdapterKey, Resident]) -> None:
         """Assert that slots and pages are each in one place and that the idle sums are right."""
-        placed = list(self._placed.values())
+        placed = list(self._loaded.values())
         self._pages.check([r.slot for r in placed], [r.pages for r in placed])
-        assert self._placed.keys() == {key for key, r in residents.items() if r.on_device}
+        assert self._loaded.keys() == {key for key, r in residents.items() if r.on_device}
         assert all(residents[r.key] is r for r in placed)
         idle = [r for r in placed if self._is_evictable(r)]
         assert all(r.evictable == self._is_evictable(r) for r in residents.values())
@@ -143,7 +147,12 @@ class DeviceTier:
             assert count == sum(len(r.pages[index]) for r in idle)
 
     def _is_evictable(self, resident: Resident) -> bool:
-        if not resident.on_device or resident.users or resident.filling or resident.owed:
+        if (
+            not resident.on_device
+            or resident.users
+            or resident.loading
+            or resident.first_admission_due
+        ):
             return False
         return resident.key in self._closed or not (resident.pinned or resident.waiting)
 

@@ -25,7 +25,7 @@ class HostTier:
         self.largest = largest
         self.num_evictions = 0
         self._copies: OrderedDict[AdapterKey, Resident] = OrderedDict()
-        self._wants: dict[AdapterKey, Resident] = {}
+        self._queue: dict[AdapterKey, Resident] = {}
         self._expected: dict[AdapterKey, int] = {}
         self._leaving: dict[AdapterKey, int] = {}
         self._unsent: list[Resident] = []
@@ -48,16 +48,16 @@ class HostTier:
         """Whether the next plan must tell the ranks to forget something."""
         return bool(self._unsent)
 
-    def want(self, resident: Resident) -> None:
+    def enqueue(self, resident: Resident) -> None:
         """Have the adapter staged when its turn comes, if it is still wanted then."""
         if resident.wanted:
-            self._wants[resident.key] = resident
+            self._queue[resident.key] = resident
 
     def to_stage(self) -> list[AdapterKey]:
         """Keys to stage now, first wanted first; each is named once until it is answered."""
         named, settled = [], []
         self._short = None
-        for key, resident in self._wants.items():
+        for key, resident in self._queue.items():
             if not resident.wanted:
                 settled.append(key)
             elif resident.dropping:
@@ -72,7 +72,7 @@ class HostTier:
             else:  # Only pinned: it must not hold up adapters that requests wait for.
                 self._short = self._short or resident
         for key in (*settled, *named):
-            del self._wants[key]
+            del self._queue[key]
         return named
 
     def staged(self, resident: Resident) -> None:
@@ -99,7 +99,7 @@ class HostTier:
 
     def discard(self, resident: Resident) -> None:
         """Forget the host copy with the next plan."""
-        assert not resident.filling, resident
+        assert not resident.loading, resident
         assert resident.shape is not None
         del self._copies[resident.key]
         resident.on_host = False
@@ -124,7 +124,7 @@ class HostTier:
         """The plan with the drop was applied; the bytes are free."""
         self._leaving_bytes -= self._leaving.pop(resident.key)
         resident.dropping = False
-        self.want(resident)
+        self.enqueue(resident)
 
     def check(self) -> None:
         """Assert that bytes add up and that every adapter is in one state."""
@@ -158,7 +158,7 @@ class HostTier:
     def _victim(self, awaited: bool) -> Resident | None:
         """The least recent copy that nobody needs; a pinned one only for a request's sake."""
         idle = [
-            r for r in self._copies.values() if not r.filling and (r.on_device or r.waiting == 0)
+            r for r in self._copies.values() if not r.loading and (r.on_device or r.waiting == 0)
         ]
         for resident in idle:
             if resident.on_device or not resident.pinned:

@@ -22,10 +22,10 @@ class AdapterReadiness(Enum):
     """What an adapter could do for a request now."""
 
     READY = "on the device, admitting"
-    FILLING = "on its way to the device"
-    PLACEABLE = "staged, and the device has room"
-    BLOCKED = "staged, but it must wait for the device"
-    ABSENT = "not staged"
+    LOADING = "on its way to the device"
+    CAN_LOAD = "staged, and the device has room"
+    MUST_WAIT = "staged, but it must wait for the device"
+    NOT_STAGED = "not staged"
 
 
 class Residency:
@@ -40,21 +40,21 @@ class Residency:
         self.device = DeviceTier(capacity)
         self._capacity = capacity
         self._residents: dict[AdapterKey, Resident] = {}
-        self._unplaced_pins: dict[AdapterKey, Resident] = {}
+        self._unloaded_pins: dict[AdapterKey, Resident] = {}
         self._uses = [0, 0, 0]  # on the device, on the host, not staged
         self._device_evictions = 0
         self._host_evictions = 0
         self._staged = [0, 0]  # adapters, bytes
-        self._filled = [0, 0]
-        self.num_filling = 0
+        self._loaded = [0, 0]
+        self.num_loading = 0
         self.now = 0
 
     @property
     def has_moves(self) -> bool:
         """Whether a fill is under way, or the next plan has one for a pin, or a drop."""
-        if self.host.has_unsent_drops or self.num_filling:
+        if self.host.has_unsent_drops or self.num_loading:
             return True
-        return any(self.standing(key) is AdapterReadiness.PLACEABLE for key in self._unplaced_pins)
+        return any(self.readiness(key) is AdapterReadiness.CAN_LOAD for key in self._unloaded_pins)
 
     def states(self) -> dict[AdapterKey, AdapterState]:
         """Where each known adapter is."""
@@ -83,7 +83,7 @@ class Residency:
             host_capacity_bytes=self.host.capacity_bytes,
             device_pages=self.device.num_pages,
             device_capacity_pages=sum(self._capacity.pages),
-            device_adapters=self.device.num_placed,
+            device_adapters=self.device.num_loaded,
             device_slots=self._capacity.adapter_slots,
         )
 
@@ -92,81 +92,81 @@ class Residency:
         device_hits, host_hits, misses = self._uses
         host_evictions = self._host_evictions + self.host.num_evictions
         evictions = (self._device_evictions, host_evictions)
-        moved = (*self._staged, *self._filled)
+        moved = (*self._staged, *self._loaded)
         return AdapterCounts(device_hits, host_hits, misses, *evictions, *moved)
 
-    def standing(self, key: AdapterKey) -> AdapterReadiness:
+    def readiness(self, key: AdapterKey) -> AdapterReadiness:
         """What a request of this adapter would meet; changes nothing."""
         resident = self._residents[key]
-        if resident.filling:
-            return AdapterReadiness.FILLING
+        if resident.loading:
+            return AdapterReadiness.LOADING
         if resident.on_device:
             return (
-                AdapterReadiness.BLOCKED if self.device.is_closed(key) else AdapterReadiness.READY
+                AdapterReadiness.MUST_WAIT if self.device.is_closed(key) else AdapterReadiness.READY
             )
         if not resident.on_host:
-            return AdapterReadiness.ABSENT
+            return AdapterReadiness.NOT_STAGED
         return (
-            AdapterReadiness.PLACEABLE
+            AdapterReadiness.CAN_LOAD
             if self.device.has_room(resident)
-            else AdapterReadiness.BLOCKED
+            else AdapterReadiness.MUST_WAIT
         )
 
-    def since(self, key: AdapterKey) -> int:
+    def admitting_since(self, key: AdapterKey) -> int:
         """When the adapter admitted the first request after it was filled or idle."""
-        return self._residents[key].since
+        return self._residents[key].admitting_since
 
-    def enlist(self, key: AdapterKey) -> None:
+    def add_waiting(self, key: AdapterKey) -> None:
         """A request waits for the adapter; staging starts now, not when its turn comes."""
-        resident = self._know(key)
+        resident = self._get_or_add(key)
         self._uses[0 if resident.on_device else 1 if resident.on_host else 2] += 1
         resident.waiting += 1
         resident.unloading = False
         self.device.refresh(resident)
-        self.host.want(resident)
+        self.host.enqueue(resident)
 
-    def delist(self, key: AdapterKey) -> None:
+    def remove_waiting(self, key: AdapterKey) -> None:
         """A request waits no longer: it was admitted or ended."""
         resident = self._residents[key]
         resident.waiting -= 1
         assert resident.waiting >= 0, resident
-        resident.owed = resident.owed and resident.waiting > 0
+        resident.first_admission_due = resident.first_admission_due and resident.waiting > 0
         if resident.waiting == 0 and key == self.device.reserved:
             self.device.end_reservation()
-        self._settle(resident)
+        self._update(resident)
 
-    def fill(self, key: AdapterKey, step: StepBuilder) -> None:
+    def load(self, key: AdapterKey, step: StepBuilder) -> None:
         """Bring a staged adapter that has room to the device, beginning with this step."""
         resident = self._residents[key]
         assert resident.on_host, resident
-        for victim in self.device.place(resident):
+        for victim in self.device.allocate(resident):
             self._evicted(victim)
-        resident.filling, resident.idle_since = True, -1
-        resident.owed = resident.waiting > 0
-        self.num_filling += 1
+        resident.loading, resident.idle_since = True, -1
+        resident.first_admission_due = resident.waiting > 0
+        self.num_loading += 1
         self.device.refresh(resident)
-        self._unplaced_pins.pop(resident.key, None)
-        step.add_fill(resident)
-        _count(self._filled, resident)
+        self._unloaded_pins.pop(resident.key, None)
+        step.add_load(resident)
+        _count(self._loaded, resident)
 
-    def placed(self, key: AdapterKey) -> None:
+    def loaded(self, key: AdapterKey) -> None:
         """All ranks have finished the adapter's fill."""
         resident = self._residents.get(key)
-        if resident is not None and resident.filling:
-            resident.filling = False
-            self.num_filling -= 1
-            self._settle(resident)
+        if resident is not None and resident.loading:
+            resident.loading = False
+            self.num_loading -= 1
+            self._update(resident)
 
     def acquire(self, key: AdapterKey) -> int:
         """Hold the slot of an adapter that is ready, for a request."""
         resident = self._residents[key]
         assert resident.on_device, resident
-        assert not resident.filling, resident
+        assert not resident.loading, resident
         if resident.idle_since is not None and resident.idle_since < self.now:
-            resident.since = self.now  # A whole step could have taken its place.
+            resident.admitting_since = self.now  # A whole step could have taken its place.
         resident.idle_since = None
         resident.users += 1
-        resident.owed = False
+        resident.first_admission_due = False
         self.device.touch(resident)
         self.host.touch(resident)
         return resident.slot
@@ -178,14 +178,14 @@ class Residency:
         assert resident.users >= 0, resident
         if not (resident.users or resident.waiting):
             resident.idle_since = self.now
-        self._settle(resident)
+        self._update(resident)
 
-    def forgo(self, key: AdapterKey) -> None:
+    def cancel_reservation(self, key: AdapterKey) -> None:
         """Those who wait for the adapter may not be admitted for now: no room is kept for them."""
         if key == self.device.reserved:
             self.device.end_reservation()
         resident = self._residents[key]
-        resident.owed = False
+        resident.first_admission_due = False
         self.device.refresh(resident)
 
     def reserve(self, key: AdapterKey, latest: int | None = None) -> None:
@@ -205,7 +205,7 @@ class Residency:
         if failure is not None:
             self._unpin(resident)
             self.host.discard(resident)
-        self._settle(resident)
+        self._update(resident)
         return failure
 
     def deferred(self, key: AdapterKey, shape: AdapterShape) -> None:
@@ -214,7 +214,7 @@ class Residency:
         if resident is not None and resident.staging:
             resident.shape = shape
             self.host.failed(resident, partly=True)
-            self._settle(resident)
+            self._update(resident)
 
     def failed(self, key: AdapterKey, partly: bool = False) -> None:
         """The adapter could not be staged; the next request for it tries again.
@@ -225,79 +225,82 @@ class Residency:
         if resident is not None and resident.staging:
             self.host.failed(resident, partly)
             self._unpin(resident)
-            self._settle(resident)
+            self._update(resident)
 
     def pin(self, key: AdapterKey, pinned: bool) -> None:
         """Keep the adapter on the device from when there is room, or no longer."""
-        resident = self._know(key)
+        resident = self._get_or_add(key)
         self._unpin(resident)
         if pinned:
             resident.pinned = True
             resident.unloading = False
             if not resident.on_device:
-                self._unplaced_pins[key] = resident
+                self._unloaded_pins[key] = resident
         if self.device.reserved is not None:
             self.device.end_reservation()  # What stands in whose way has changed.
-        self.host.want(resident)
-        self._settle(resident)
+        self.host.enqueue(resident)
+        self._update(resident)
 
-    def ask(self, key: AdapterKey) -> bool:
+    def request_staging(self, key: AdapterKey) -> bool:
         """Have the adapter staged without a request; True if there is nothing to wait for."""
-        resident = self._know(key)
+        resident = self._get_or_add(key)
         resident.unloading = False
-        resident.asked = not (resident.on_host or resident.on_device)
-        self.host.want(resident)
-        return not resident.asked
+        resident.stage_requested = not (resident.on_host or resident.on_device)
+        self.host.enqueue(resident)
+        return not resident.stage_requested
 
-    def answer(self, key: AdapterKey) -> bool:
+    def take_stage_request(self, key: AdapterKey) -> bool:
         """Whether somebody waits to hear what became of the adapter; he is told now."""
         resident = self._residents.get(key)
-        if resident is None or not resident.asked:
+        if resident is None or not resident.stage_requested:
             return False
-        resident.asked = False
-        self._settle(resident)
+        resident.stage_requested = False
+        self._update(resident)
         return True
 
     def unload(self, key: AdapterKey) -> None:
         """Forget the adapter once nobody uses or awaits it."""
-        resident = self._know(key)
+        resident = self._get_or_add(key)
         resident.unloading = True
         self.pin(key, False)
 
-    def fill_pins(self, step: StepBuilder) -> None:
+    def load_pins(self, step: StepBuilder) -> None:
         """Place staged pinned adapters that have room, without waiting for a request."""
-        for key in list(self._unplaced_pins):
-            if step.may_fill and self.standing(key) is AdapterReadiness.PLACEABLE:
-                self.fill(key, step)
+        for key in list(self._unloaded_pins):
+            if step.may_load and self.readiness(key) is AdapterReadiness.CAN_LOAD:
+                self.load(key, step)
 
     def applied(self, step: StepBuilder) -> None:
         """A plan with drops was executed by all ranks."""
         for resident in step.dropped:
             self.host.dropped(resident)
-            self._settle(resident)
+            self._update(resident)
 
     @property
     def moving(self) -> list[AdapterKey]:
         """Adapters on their way to the host or to the device."""
-        return [key for key, each in self._residents.items() if each.staging or each.filling]
+        return [key for key, each in self._residents.items() if each.staging or each.loading]
 
-    def lost(self, capacity: Capacity) -> None:
+    def reset(self, capacity: Capacity) -> None:
         """The ranks are gone, or other ones came that hold `capacity` and no adapter yet."""
         self._capacity = capacity
         self._host_evictions += self.host.num_evictions
         self.host = HostTier(capacity.host_bytes, min(self.host.largest, capacity.host_bytes))
         self.device = DeviceTier(capacity)
-        self._unplaced_pins = {}
-        self.num_filling = 0
+        self._unloaded_pins = {}
+        self.num_loading = 0
         for key, resident in list(self._residents.items()):
             fresh = Resident(
-                key, waiting=resident.waiting, pinned=resident.pinned, asked=resident.asked
+                key,
+                waiting=resident.waiting,
+                pinned=resident.pinned,
+                stage_requested=resident.stage_requested,
             )
             self._residents[key] = fresh
             if fresh.pinned:
-                self._unplaced_pins[key] = fresh
-            self.host.want(fresh)
-            self._settle(fresh)
+                self._unloaded_pins[key] = fresh
+            self.host.enqueue(fresh)
+            self._update(fresh)
 
     def check(self, held: list[Request], waiting: list[Request]) -> None:
         """Assert that memory adds up and that users and waiting count exactly these requests."""
@@ -309,18 +312,18 @@ class Residency:
             assert (resident.users, resident.waiting) == (users[key], waits[key]), resident
             assert not resident.forgettable, resident
         assert {*users, *waits} - {None} <= set(self._residents)
-        assert self.num_filling == sum(r.filling for r in self._residents.values())
+        assert self.num_loading == sum(r.loading for r in self._residents.values())
         pins = {key for key, r in self._residents.items() if r.pinned and not r.on_device}
-        assert self._unplaced_pins.keys() == pins
+        assert self._unloaded_pins.keys() == pins
 
-    def _know(self, key: AdapterKey) -> Resident:
+    def _get_or_add(self, key: AdapterKey) -> Resident:
         if key not in self._residents:
             self._residents[key] = Resident(key)
         return self._residents[key]
 
     def _unpin(self, resident: Resident) -> None:
         resident.pinned = False
-        self._unplaced_pins.pop(resident.key, None)
+        self._unloaded_pins.pop(resident.key, None)
 
     def _too_large(self, shape: AdapterShape) -> AdapterFailure | None:
         """The reason why an adapter of this shape can never be placed."""
@@ -348,15 +351,15 @@ class Residency:
         """It may be wanted again, on the host and then on the device."""
         self._device_evictions += 1
         if resident.pinned:
-            self._unplaced_pins[resident.key] = resident
-        self.host.want(resident)
+            self._unloaded_pins[resident.key] = resident
+        self.host.enqueue(resident)
         if resident.forgettable:
             del self._residents[resident.key]
 
-    def _settle(self, resident: Resident) -> None:
+    def _update(self, resident: Resident) -> None:
         """Follow up on a count that fell: unload what was to be unloaded, forget empty records."""
         self.device.refresh(resident)
-        busy = resident.users or resident.filling or resident.waiting or resident.staging
+        busy = resident.users or resident.loading or resident.waiting or resident.staging
         if resident.unloading and not busy:
             resident.unloading = False
             if resident.on_device:

@@ -12,7 +12,7 @@ class AdapterState(StrEnum):
     DISK = "disk"
     STAGING = "staging"
     HOST = "host"
-    FILLING = "filling"
+    LOADING = "filling"
     DEVICE = "device"
 
 
@@ -20,12 +20,12 @@ class AdapterState(StrEnum):
 class Resident:
     """One adapter that is used, awaited, pinned, or somewhere in memory.
 
-    users: requests that hold its slot. filling: a fill is under way that not all ranks have
+    users: requests that hold its slot. loading: a fill is under way that not all ranks have
     finished. waiting: queued requests. dropping: a plan in flight (or the next one) makes the
-    ranks forget the host copy. owed: it was filled for requests that wait, and none of them
+    ranks forget the host copy. first_admission_due: it was filled for requests that wait, and none of them
     was admitted since.
-    evictable: counted among what the device tier may take back at once. asked: somebody waits
-    for its being staged, without a request. since: when it admitted the first request after it was
+    evictable: counted among what the device tier may take back at once. stage_requested: somebody waits
+    for its being staged, without a request. admitting_since: when it admitted the first request after it was
     filled or idle; idle_since: when it became so, None while it is not; both in turns.py's time.
     """
 
@@ -37,14 +37,14 @@ class Resident:
     slot: int = -1
     pages: list[list[int]] = field(default_factory=list)
     users: int = 0
-    filling: bool = False
-    owed: bool = False
+    loading: bool = False
+    first_admission_due: bool = False
     waiting: int = 0
     pinned: bool = False
     unloading: bool = False
     evictable: bool = False
-    asked: bool = False
-    since: int = 0
+    stage_requested: bool = False
+    admitting_since: int = 0
     idle_since: int | None = None
 
     @property
@@ -55,20 +55,20 @@ class Resident:
     @property
     def wanted(self) -> bool:
         """Whether it should be staged to host memory."""
-        needed = self.waiting > 0 or self.pinned or self.asked
+        needed = self.waiting > 0 or self.pinned or self.stage_requested
         return needed and not (self.on_device or self.on_host or self.staging)
 
     @property
     def forgettable(self) -> bool:
         """Whether nothing at all would be lost with this record."""
-        busy = self.users or self.filling or self.waiting or self.staging or self.dropping
-        return not (busy or self.asked or self.pinned or self.on_host or self.on_device)
+        busy = self.users or self.loading or self.waiting or self.staging or self.dropping
+        return not (busy or self.stage_requested or self.pinned or self.on_host or self.on_device)
 
     @property
     def state(self) -> AdapterState:
         """Where its bytes are."""
         if self.on_device:
-            return AdapterState.FILLING if self.filling else AdapterState.DEVICE
+            return AdapterState.LOADING if self.loading else AdapterState.DEVICE
         if self.on_host:
             return AdapterState.HOST
         return AdapterState.STAGING if self.staging else AdapterState.DISK

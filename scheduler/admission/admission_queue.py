@@ -49,7 +49,7 @@ STEP_TOKENS = 192
 """Time goes on by one for each step and each so many tokens: about as many take a GPU as long to
 compute as it takes to read the weights that every step reads, whatever the model."""
 
-_ON_THE_WAY = (AdapterReadiness.ABSENT, AdapterReadiness.FILLING)
+_ON_THE_WAY = (AdapterReadiness.NOT_STAGED, AdapterReadiness.LOADING)
 """Where an adapter is when something else than the device's room is awaited."""
 
 
@@ -62,9 +62,9 @@ class AdmissionQueue:
 
     def __init__(self, limits: Limits, residency: Residency) -> None:
         """Start with nobody waiting."""
-        self.shares = RateLimits()
+        self.rate_limits = RateLimits()
         self.held: dict[int, Request] = {}
-        self.queues = AdapterQueues(limits.quantum_tokens, self.shares.of)
+        self.queues = AdapterQueues(limits.quantum_tokens, self.rate_limits.share_of)
         self._limits = limits
         self._residency = residency
         self._step = 0
@@ -76,39 +76,39 @@ class AdmissionQueue:
         self._limits = limits
         self.queues.quantum_tokens = limits.quantum_tokens
 
-    def share_out(
+    def set_shares(
         self, base: AdapterShare, default: AdapterShare, own: Mapping[AdapterKey, AdapterShare]
     ) -> None:
         """Go on under other shares."""
-        self.shares.replace(base, default, own)
-        self.queues.reshare()
-        self.seat_all()
+        self.rate_limits.replace(base, default, own)
+        self.queues.update_shares()
+        self.update_all()
 
-    def give(self, key: AdapterKey, share: AdapterShare) -> None:
+    def set_share(self, key: AdapterKey, share: AdapterShare) -> None:
         """Give one adapter a share of its own."""
-        self.shares.give(key, share)
-        self.queues.reshare()
-        self.seat_all()
+        self.rate_limits.set_share(key, share)
+        self.queues.update_shares()
+        self.update_all()
 
-    def meet(self, request: Request) -> None:
+    def register(self, request: Request) -> None:
         """A request came; it is told of before it is queued."""
         if request.adapter is not None and request.parts:
-            self.shares.meet(request.adapter, request.parts)
+            self.rate_limits.add_merge_request(request.adapter, request.parts)
 
     def forget(self, request: Request) -> None:
         """A request ended, wherever it was."""
         if request.adapter is not None and request.parts:
-            self.shares.leave(request.adapter)
+            self.rate_limits.remove_merge_request(request.adapter)
 
-    def enlist(self, request: Request) -> None:
+    def enqueue(self, request: Request) -> None:
         """Let a queued request wait for its turn, and for its adapter before that."""
         if request.adapter is not None:
-            self._residency.enlist(request.adapter)
-        self.seat(request.adapter)
+            self._residency.add_waiting(request.adapter)
+        self.update(request.adapter)
 
     def hold(self, request: Request) -> None:
         """The request in turn stands aside, and others have theirs."""
-        self.leave(request)
+        self.remove(request)
         request.aside = True
         self.held[request.serial] = request
 
@@ -119,26 +119,26 @@ class AdmissionQueue:
             del self.held[request.serial]
         return freed
 
-    def leave(self, request: Request) -> None:
+    def remove(self, request: Request) -> None:
         """The request ended while it waited."""
         if self.held.pop(request.serial, None) is not None:
             return
         self.queues.remove(request)
         if request.adapter is not None:
-            self._residency.delist(request.adapter)
-        self._seat_beside(request.payers)
+            self._residency.remove_waiting(request.adapter)
+        self._update_sharing(request.charged_adapters)
 
-    def passed(self, num_tokens: int) -> None:
+    def advance_time(self, num_tokens: int) -> None:
         """A step with so many tokens was made."""
         more, self._tokens = divmod(self._tokens + num_tokens, STEP_TOKENS)
         self._step += 1 + more
         self._residency.now = self._step
 
-    def begin(self, now: float) -> None:
+    def begin_step(self, now: float) -> None:
         """Before a step's admissions: seat whoever may have come to be able to admit."""
         self._now = now
-        for payer in self.shares.woken(now):
-            self._seat_beside((payer,))
+        for payer in self.rate_limits.take_expired(now):
+            self._update_sharing((payer,))
 
     @property
     def slice_steps(self) -> int:
@@ -148,27 +148,30 @@ class AdmissionQueue:
         waits, and the share of answers that are interrupted stays the same. Where many wait for
         few they are short again, so that claims do not wait the longer the more they are.
         """
-        placed, claims = max(1, self._residency.device.num_placed), max(1, self.queues.claiming)
+        placed, claims = (
+            max(1, self._residency.device.num_loaded),
+            max(1, self.queues.num_pending_loads),
+        )
         longest = self._limits.slice_steps
         few = max(SHORTEST_SLICE, longest * claims // placed)
         many = 2 * SHORTEST_SLICE * max(1, placed * placed // claims)
         return min(longest, few, many)
 
-    def over(self) -> list[AdapterKey]:
+    def expired_slices(self) -> list[AdapterKey]:
         """The residents in a claim's way that had their slice."""
         latest = self._step - self.slice_steps
         closed = self._residency.device.closed
-        return [key for key in closed if self._residency.since(key) <= latest]
+        return [key for key in closed if self._residency.admitting_since(key) <= latest]
 
-    def fill_claims(self, step: StepBuilder) -> None:
+    def load_pending(self, step: StepBuilder) -> None:
         """Begin to bring claims that the device has room for there, in their order.
 
         They come before their turn, and so that no step waits for them: a queue is seated in
         its round when its adapter is there.
         """
         for key in self._residency.device.take_reopened():
-            self.seat(key)
-        claims = self._claims()
+            self.update(key)
+        claims = self._pending_loads()
         patience, length = self._limits.patience_steps, self.slice_steps
         waited = self._waited(claims[0]) if claims else -1
         if waited >= patience:
@@ -181,14 +184,14 @@ class AdmissionQueue:
 
     def make_room(self, step: StepBuilder) -> None:
         """Nobody runs whose end would make room: reserve it for the first claim at once."""
-        claims = self._claims()
-        if claims and not self._residency.num_filling:
+        claims = self._pending_loads()
+        if claims and not self._residency.num_loading:
             self._reserve(claims[0])
             self._advance(claims[0], step)
 
     def next(self) -> Request | None:
         """The request that may join now; the same one until something changes."""
-        while (request := self.queues.in_turn()) is not None:
+        while (request := self.queues.next_request()) is not None:
             if self._may_admit(request.adapter):
                 return request
         return None
@@ -201,94 +204,94 @@ class AdmissionQueue:
         slot = -1
         if key is not None:
             slot = self._residency.acquire(key)
-            self._residency.delist(key)
-        for payer in request.payers:
-            self.shares.admitted(payer, len(request.prompt) if fresh else 0, self._now)
-        self.shares.had_turn(key)
-        self._seat_beside(request.payers)
+            self._residency.remove_waiting(key)
+        for payer in request.charged_adapters:
+            self.rate_limits.admitted(payer, len(request.prompt) if fresh else 0, self._now)
+        self.rate_limits.record_admission(key)
+        self._update_sharing(request.charged_adapters)
         return slot
 
     def freed(self, request: Request) -> None:
         """An admitted request holds nothing on the ranks any more."""
-        for payer in request.payers:
-            self.shares.freed(payer)
+        for payer in request.charged_adapters:
+            self.rate_limits.freed(payer)
         if request.adapter is not None:
             self._residency.release(request.adapter)
-        self._seat_beside(request.payers)
+        self._update_sharing(request.charged_adapters)
         if request.parts:
-            self.seat(request.adapter)
+            self.update(request.adapter)
 
-    def lost(self) -> None:
+    def reset(self) -> None:
         """The ranks are gone: nobody holds anything, and no adapter is staged."""
-        self.shares.lost()
+        self.rate_limits.reset()
         for key in self.queues.keys:
-            self.queues.suspend(key)
-        self.seat(None)
+            self.queues.deactivate(key)
+        self.update(None)
 
-    def seat_all(self) -> None:
+    def update_all(self) -> None:
         """Seat every queue, where nothing says which may have changed."""
         for key in self.queues.keys:
-            self.seat(key)
+            self.update(key)
 
-    def seat(self, key: QueueKey) -> None:
+    def update(self, key: QueueKey) -> None:
         """Put a queue where it may be: in the round, among the claims, or aside.
 
         An adapter that is not on the device always begins as a claim, behind the older ones:
         it must not take the room that they wait for because it happens to come at its turn.
         """
-        if key not in self.queues or self.queues.in_round(key):
+        if key not in self.queues or self.queues.is_active(key):
             return
         if self._holds_back(key):
             return
         if key is None:
-            self.queues.resume(None)
+            self.queues.activate(None)
             return
-        standing = self._residency.standing(key)
+        standing = self._residency.readiness(key)
         if standing is AdapterReadiness.READY:
             self._resume(key)
         elif standing in _ON_THE_WAY:
-            self.queues.suspend(key)
+            self.queues.deactivate(key)
         else:
             self._park(key)
 
     def check(self, running: Iterable[Request], alive: Iterable[Request]) -> None:
         """Assert every invariant; `running`: the requests that hold places, `alive`: all."""
         self.queues.check()
-        charged = Counter(payer for request in running for payer in request.payers)
+        charged = Counter(payer for request in running for payer in request.charged_adapters)
         merges = Counter(request.adapter for request in alive if request.parts)
-        self.shares.check(charged, merges)
+        self.rate_limits.check(charged, merges)
 
     def _resume(self, key: AdapterKey) -> None:
         """The adapter is there: it is no claim any more, but keeps its seniority as one."""
-        self.queues.suspend(key)
-        self.queues.resume(key)
+        self.queues.deactivate(key)
+        self.queues.activate(key)
 
     def _park(self, key: AdapterKey) -> None:
-        self.queues.park(key, self._step, self._limits.patience_steps)
+        self.queues.wait_for_device(key, self._step, self._limits.patience_steps)
 
     def _holds_back(self, key: QueueKey) -> bool:
         """Set the queue aside if its share is used up: no room is to be made for it meanwhile.
 
         The same if it shares a cap with one that has the turn before it and could come to admit.
         """
-        if not self.shares.holds_back(key, self._now) and not self._gives_way(key):
+        if not self.rate_limits.is_over_limit(key, self._now) and not self._gives_way(key):
             return False
-        self.queues.suspend(key)
+        self.queues.deactivate(key)
         if key is not None:
-            self._residency.forgo(key)
+            self._residency.cancel_reservation(key)
         return True
 
     def _gives_way(self, key: QueueKey) -> bool:
-        waiting = [each for each in self.shares.before(key) if each in self.queues]
+        waiting = [each for each in self.rate_limits.ahead_of(key) if each in self.queues]
         return any(
-            each is None or self._residency.standing(each) is not AdapterReadiness.ABSENT
+            each is None or self._residency.readiness(each) is not AdapterReadiness.NOT_STAGED
             for each in waiting
         )
 
-    def _seat_beside(self, payers: Sequence[QueueKey]) -> None:
+    def _update_sharing(self, payers: Sequence[QueueKey]) -> None:
         """Seat those who may come to admit because something is charged to these no more."""
-        for key in self.shares.beside(payers):
-            self.seat(key)
+        for key in self.rate_limits.sharing_with(payers):
+            self.update(key)
 
     def _may_admit(self, key: QueueKey) -> bool:
         """Whether the queue in turn may admit in this step; if not, it steps aside."""
@@ -296,20 +299,22 @@ class AdmissionQueue:
             return False
         if key is None:
             return True
-        standing = self._residency.standing(key)
+        standing = self._residency.readiness(key)
         if standing in _ON_THE_WAY:
-            self.queues.suspend(key)
+            self.queues.deactivate(key)
         elif standing is not AdapterReadiness.READY:
             self._park(key)
         return standing is AdapterReadiness.READY
 
-    def _claims(self) -> list[AdapterKey]:
+    def _pending_loads(self) -> list[AdapterKey]:
         """The first claims, but for those that have used up their share."""
-        return [key for key in self.queues.claims(MAX_CLAIMS_SEEN) if not self._holds_back(key)]
+        return [
+            key for key in self.queues.pending_loads(MAX_CLAIMS_SEEN) if not self._holds_back(key)
+        ]
 
     def _waited(self, key: AdapterKey) -> int:
         """For how many steps a claim has waited."""
-        since = self.queues.waits_since(key)
+        since = self.queues.pending_since(key)
         return self._step - (self._step if since is None else since)
 
     def _reserve(self, key: AdapterKey, latest: int | None = None) -> None:
@@ -317,17 +322,17 @@ class AdmissionQueue:
 
         latest: only those that began to admit by then.
         """
-        blocked = self._residency.standing(key) is AdapterReadiness.BLOCKED
+        blocked = self._residency.readiness(key) is AdapterReadiness.MUST_WAIT
         if blocked and self._residency.device.reserved is None:
             self._residency.reserve(key, latest)
 
     def _advance(self, key: AdapterKey, step: StepBuilder) -> None:
         """Bring a claim one stage further, if it can."""
-        standing = self._residency.standing(key)
-        if standing is AdapterReadiness.PLACEABLE and step.may_fill:
-            self._residency.fill(key, step)
-            self.queues.suspend(key)
+        standing = self._residency.readiness(key)
+        if standing is AdapterReadiness.CAN_LOAD and step.may_load:
+            self._residency.load(key, step)
+            self.queues.deactivate(key)
         elif standing in _ON_THE_WAY:
-            self.queues.suspend(key)
+            self.queues.deactivate(key)
         elif standing is AdapterReadiness.READY:
             self._resume(key)

@@ -41,8 +41,8 @@ def cost(request: Request) -> int:
 class AdapterQueue:
     """The waiting requests of one adapter: those that come back first, then first come first.
 
-    claim: (when in the order of claims, a number that breaks ties) its adapter awaits room on
-    the device; waits_since: the step since which it does.
+    pending_load: (when in the order of claims, a number that breaks ties) its adapter awaits room on
+    the device; pending_since: the step since which it does.
     """
 
     def __init__(self, key: QueueKey, share: AdapterShare) -> None:
@@ -50,8 +50,8 @@ class AdapterQueue:
         self.key = key
         self.share = share
         self.credit = 0.0
-        self.claim: tuple[int, int] | None = None
-        self.waits_since = 0
+        self.pending_load: tuple[int, int] | None = None
+        self.pending_since = 0
         self._resumed: list[Request] = []
         self._fresh: OrderedDict[int, Request] = OrderedDict()
 
@@ -68,7 +68,7 @@ class AdapterQueue:
         """Add a new request at the back."""
         self._fresh[request.serial] = request
 
-    def bring_back(self, request: Request) -> None:
+    def requeue(self, request: Request) -> None:
         """Add a preempted request at the front, behind older ones of its kind."""
         insort(self._resumed, request, key=lambda each: each.serial)
 
@@ -92,7 +92,7 @@ class _Round:
         self.ring: OrderedDict[QueueKey, AdapterQueue] = OrderedDict()
         self.passed_over = 0
 
-    def in_turn(self, quantum_tokens: int) -> Request:
+    def next_request(self, quantum_tokens: int) -> Request:
         """The request that the round has come to."""
         while True:
             for _ in range(len(self.ring)):
@@ -123,8 +123,8 @@ class AdapterQueues:
         self._share_of = share_of
         self._queues: dict[QueueKey, AdapterQueue] = {}
         self._rounds: dict[int, _Round] = {}
-        self._claims: list[tuple[tuple[int, int], AdapterKey]] = []
-        self._num_claims = 0
+        self._pending_loads: list[tuple[tuple[int, int], AdapterKey]] = []
+        self._num_pending = 0
         self._num_waiting = 0
 
     def __len__(self) -> int:
@@ -146,9 +146,9 @@ class AdapterQueues:
         return list(self._queues)
 
     @property
-    def claiming(self) -> int:
+    def num_pending_loads(self) -> int:
         """How many adapters wait for room on the device."""
-        return len(self._claims)
+        return len(self._pending_loads)
 
     def is_full(self, key: QueueKey, limit: int) -> bool:
         """Whether another request of this adapter is one too many where `limit` may wait.
@@ -170,9 +170,9 @@ class AdapterQueues:
         self._queue(request.adapter).append(request)
         self._num_waiting += 1
 
-    def bring_back(self, request: Request) -> None:
+    def requeue(self, request: Request) -> None:
         """Queue a preempted request before all new ones of its adapter."""
-        self._queue(request.adapter).bring_back(request)
+        self._queue(request.adapter).requeue(request)
         self._num_waiting += 1
 
     def remove(self, request: Request) -> None:
@@ -181,7 +181,7 @@ class AdapterQueues:
         queue.remove(request)
         self._num_waiting -= 1
         if not len(queue):
-            self.suspend(queue.key)
+            self.deactivate(queue.key)
             del self._queues[queue.key]
 
     def admit(self, request: Request) -> None:
@@ -192,11 +192,11 @@ class AdapterQueues:
             if priority < queue.share.priority:
                 each.passed_over += 1
         self._rounds[queue.share.priority].passed_over = 0
-        self._unlist(queue)
-        queue.claim = None
+        self._leave_pending(queue)
+        queue.pending_load = None
         self.remove(request)
 
-    def in_turn(self) -> Request | None:
+    def next_request(self) -> Request | None:
         """The request whose turn it is; the same one until something changes."""
         if not self._rounds:
             return None
@@ -207,74 +207,74 @@ class AdapterQueues:
             if priority < highest and each.passed_over >= PASSED_OVER
         ]
         priority = max(due)[1] if due else highest
-        return self._rounds[priority].in_turn(self.quantum_tokens)
+        return self._rounds[priority].next_request(self.quantum_tokens)
 
-    def resume(self, key: QueueKey, first: bool = False) -> None:
+    def activate(self, key: QueueKey, first: bool = False) -> None:
         """Let the queue take part in its round, from the end or the front."""
         queue = self._queues.get(key)
-        if queue is None or self.in_round(key):
+        if queue is None or self.is_active(key):
             return
         ring = self._rounds.setdefault(queue.share.priority, _Round()).ring
         ring[key] = queue
         ring.move_to_end(key, last=not first)
 
-    def park(self, key: AdapterKey, step: int, head_start: int = 0) -> None:
+    def wait_for_device(self, key: AdapterKey, step: int, head_start: int = 0) -> None:
         """The adapter must wait for the device, since `step` unless it has waited before.
 
         head_start: steps by which each priority stands before the next lower one.
         """
         queue = self._queues[key]
         self._leave_round(queue)
-        if queue.claim is None:
-            self._num_claims += 1
-            queue.waits_since = step
-            queue.claim = (step - head_start * queue.share.priority, self._num_claims)
+        if queue.pending_load is None:
+            self._num_pending += 1
+            queue.pending_since = step
+            queue.pending_load = (step - head_start * queue.share.priority, self._num_pending)
         if self._index(queue) is None:
-            insort(self._claims, (queue.claim, key))
+            insort(self._pending_loads, (queue.pending_load, key))
 
-    def suspend(self, key: QueueKey) -> None:
+    def deactivate(self, key: QueueKey) -> None:
         """Take the queue out of the round until it is resumed; it keeps its seniority."""
         queue = self._queues[key]
         self._leave_round(queue)
-        self._unlist(queue)
+        self._leave_pending(queue)
 
-    def in_round(self, key: QueueKey) -> bool:
+    def is_active(self, key: QueueKey) -> bool:
         """Whether the queue takes part in a round."""
         queue = self._queues.get(key)
         each = None if queue is None else self._rounds.get(queue.share.priority)
         return each is not None and key in each.ring
 
-    def claims(self, limit: int) -> list[AdapterKey]:
+    def pending_loads(self, limit: int) -> list[AdapterKey]:
         """The first `limit` adapters that wait for the device, in the order of claims.
 
         They stay claims until a request of theirs is admitted, in the round or not.
         """
-        return [key for _, key in islice(self._claims, limit)]
+        return [key for _, key in islice(self._pending_loads, limit)]
 
-    def waits_since(self, key: AdapterKey) -> int | None:
+    def pending_since(self, key: AdapterKey) -> int | None:
         """The step since which the adapter waits for the device; None if it does not."""
         queue = self._queues[key]
-        return None if queue.claim is None else queue.waits_since
+        return None if queue.pending_load is None else queue.pending_since
 
-    def reshare(self) -> None:
+    def update_shares(self) -> None:
         """Ask for everybody's share again; all queues are out of the round until resumed."""
         for key, queue in self._queues.items():
-            self.suspend(key)
+            self.deactivate(key)
             queue.share = self._share_of(key)
 
     def check(self) -> None:
         """Assert that every queue is in one place and that requests are counted."""
         assert self._num_waiting == sum(len(queue) for queue in self._queues.values())
         assert all(len(queue) for queue in self._queues.values()), "an empty queue"
-        listed = [key for _, key in self._claims]
-        assert self._claims == sorted(self._claims)
+        listed = [key for _, key in self._pending_loads]
+        assert self._pending_loads == sorted(self._pending_loads)
         assert len(set(listed)) == len(listed)
         assert all(each.ring for each in self._rounds.values()), "an empty round"
         rings = [key for each in self._rounds.values() for key in each.ring]
         assert len(set(rings)) == len(rings)
         assert {*listed, *rings} <= set(self._queues)
-        assert all(self.in_round(key) for key in rings), "a queue in another priority's round"
-        assert all(self._queues[key].claim == claim for claim, key in self._claims)
+        assert all(self.is_active(key) for key in rings), "a queue in another priority's round"
+        assert all(self._queues[key].pending_load == claim for claim, key in self._pending_loads)
 
     def _queue(self, key: QueueKey) -> AdapterQueue:
         queue = self._queues.get(key)
@@ -290,14 +290,14 @@ class AdapterQueues:
 
     def _index(self, queue: AdapterQueue) -> int | None:
         """Where the queue stands among the claims."""
-        if queue.claim is None or queue.key is None:
+        if queue.pending_load is None or queue.key is None:
             return None
-        entry = (queue.claim, queue.key)
-        index = bisect_left(self._claims, entry)
-        found = index < len(self._claims) and self._claims[index] == entry
+        entry = (queue.pending_load, queue.key)
+        index = bisect_left(self._pending_loads, entry)
+        found = index < len(self._pending_loads) and self._pending_loads[index] == entry
         return index if found else None
 
-    def _unlist(self, queue: AdapterQueue) -> None:
+    def _leave_pending(self, queue: AdapterQueue) -> None:
         index = self._index(queue)
         if index is not None:
-            del self._claims[index]
+            del self._pending_loads[index]

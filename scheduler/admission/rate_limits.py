@@ -64,16 +64,16 @@ class RateLimits:
         self._num_sleeps = 0
         self._merges: dict[QueueKey, _Merge] = {}
         self._merged: dict[QueueKey, dict[QueueKey, None]] = {}
-        self._turns: dict[QueueKey, int] = {}
-        self._num_turns = 0
+        self._last_admissions: dict[QueueKey, int] = {}
+        self._num_admissions = 0
         self.metered = False
         self.lenient = False
 
-    def of(self, key: QueueKey) -> AdapterShare:
+    def share_of(self, key: QueueKey) -> AdapterShare:
         """The share of an adapter, or of the base model; of a merge what counts for its queue."""
         merge = self._merges.get(key)
         if merge is not None:
-            parts = [self.of(part) for part in merge.parts]
+            parts = [self.share_of(part) for part in merge.parts]
             weight = min(share.weight for share in parts)
             return AdapterShare(weight=weight, priority=min(share.priority for share in parts))
         return self._base if key is None else self._own.get(key, self._default)
@@ -86,38 +86,40 @@ class RateLimits:
         self.metered = any(
             share.tokens_per_second is not None for share in (base, default, *own.values())
         )
-        self._rouse()
+        self._clear_wakes()
 
-    def give(self, key: AdapterKey, share: AdapterShare) -> None:
+    def set_share(self, key: AdapterKey, share: AdapterShare) -> None:
         """Give one adapter a share of its own."""
         self._own[key] = share
         self.metered = self.metered or share.tokens_per_second is not None
-        self._rouse()
+        self._clear_wakes()
 
-    def meet(self, key: AdapterKey, parts: tuple[AdapterKey, ...]) -> None:
+    def add_merge_request(self, key: AdapterKey, parts: tuple[AdapterKey, ...]) -> None:
         """A request over a merge of these came."""
         if key not in self._merges:
             self._merges[key] = _Merge(parts)
-            self._turns[key] = self._num_turns  # New recipes do not go before those who wait.
+            self._last_admissions[key] = (
+                self._num_admissions
+            )  # New recipes do not go before those who wait.
             for part in parts:
                 self._merged.setdefault(part, {})[key] = None
         assert self._merges[key].parts == parts, (self._merges[key], parts)
         self._merges[key].num_requests += 1
 
-    def leave(self, key: AdapterKey) -> None:
+    def remove_merge_request(self, key: AdapterKey) -> None:
         """A request over a merge ended; after the last one nothing is known of the merge."""
         merge = self._merges[key]
         merge.num_requests -= 1
         if merge.num_requests:
             return
-        del self._merges[key], self._turns[key]
+        del self._merges[key], self._last_admissions[key]
         for part in merge.parts:
             del self._merged[part][key]
             if not self._merged[part]:
                 del self._merged[part]
-                self._turns.pop(part, None)
+                self._last_admissions.pop(part, None)
 
-    def beside(self, payers: Sequence[QueueKey]) -> list[QueueKey]:
+    def sharing_with(self, payers: Sequence[QueueKey]) -> list[QueueKey]:
         """These, and the merges that share a cap of theirs; in the order of their turns."""
         if not self._merged:
             return list(payers)
@@ -127,26 +129,26 @@ class RateLimits:
                 found.update(self._merged.get(payer, {}))
         return sorted(found, key=self._last_turn)
 
-    def before(self, key: QueueKey) -> list[QueueKey]:
+    def ahead_of(self, key: QueueKey) -> list[QueueKey]:
         """Who shares a cap with this queue and has the turn before it."""
         if not self._merged:
             return []
         merge = self._merges.get(key)
         payers = [p for p in ((key,) if merge is None else merge.parts) if self._is_capped(p)]
         own = self._last_turn(key)
-        return [each for each in self.beside(payers) if self._last_turn(each) < own]
+        return [each for each in self.sharing_with(payers) if self._last_turn(each) < own]
 
-    def had_turn(self, key: QueueKey) -> None:
+    def record_admission(self, key: QueueKey) -> None:
         """A queue has admitted a request."""
-        self._num_turns += 1
+        self._num_admissions += 1
         if key in self._merges or key in self._merged:
-            self._turns[key] = self._num_turns
+            self._last_admissions[key] = self._num_admissions
 
     def num_running(self, key: QueueKey) -> int:
         """How many requests that are charged to it hold a place."""
         return self._running.get(key, 0)
 
-    def holds_back(self, key: QueueKey, now: float) -> bool:
+    def is_over_limit(self, key: QueueKey, now: float) -> bool:
         """Whether the adapter has used up its share and must not admit now.
 
         One that ran dry, or the part of a merge that did, is named by `woken` when its bucket
@@ -154,8 +156,8 @@ class RateLimits:
         """
         merge = self._merges.get(key)
         if merge is not None:
-            return any([self.holds_back(part, now) for part in merge.parts])
-        share = self.of(key)
+            return any([self.is_over_limit(part, now) for part in merge.parts])
+        share = self.share_of(key)
         most = share.max_concurrent
         if most is not None and self.num_running(key) >= most:
             return True
@@ -175,7 +177,7 @@ class RateLimits:
 
     def spend(self, key: QueueKey, num_tokens: int, now: float) -> None:
         """Charge tokens to an adapter that has a rate."""
-        rate = self.of(key).tokens_per_second
+        rate = self.share_of(key).tokens_per_second
         if rate is None:
             return
         level = self._level(key, rate, now) - num_tokens
@@ -192,11 +194,11 @@ class RateLimits:
         else:
             del self._running[key]
 
-    def lost(self) -> None:
+    def reset(self) -> None:
         """Nobody holds a place any more."""
         self._running.clear()
 
-    def woken(self, now: float) -> list[QueueKey]:
+    def take_expired(self, now: float) -> list[QueueKey]:
         """Those whose time of waiting for tokens is over, each named once."""
         keys = []
         while self._wakes and self._wakes[0][0] <= now:
@@ -214,18 +216,18 @@ class RateLimits:
         assert {key: each.num_requests for key, each in self._merges.items()} == merges
         known = {part for merge in self._merges.values() for part in merge.parts}
         assert self._merged.keys() == known, (self._merged, self._merges)
-        assert self._turns.keys() <= {*self._merges, *known}
+        assert self._last_admissions.keys() <= {*self._merges, *known}
         assert self._running == running, (self._running, running)
         assert self._asleep == {key for _, _, key in self._wakes}
 
     def _is_capped(self, key: QueueKey) -> bool:
-        share = self.of(key)
+        share = self.share_of(key)
         return share.max_concurrent is not None or share.tokens_per_second is not None
 
     def _last_turn(self, key: QueueKey) -> int:
-        return self._turns.get(key, 0)
+        return self._last_admissions.get(key, 0)
 
-    def _rouse(self) -> None:
+    def _clear_wakes(self) -> None:
         """Times to wake were told by old rates: whoever asks again is told anew."""
         self._asleep.clear()
         self._wakes.clear()
@@ -240,6 +242,6 @@ class RateLimits:
     def _forget_full(self, now: float) -> None:
         """Drop the bucket that was charged longest ago once it is full, as one unknown is."""
         key = next(iter(self._buckets))
-        rate = self.of(key).tokens_per_second
+        rate = self.share_of(key).tokens_per_second
         if rate is None or self._level(key, rate, now) >= rate * BURST_SECONDS:
             del self._buckets[key]

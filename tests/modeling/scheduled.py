@@ -95,12 +95,12 @@ class Ranks:
             self.scheduler.adapter(AdapterStaged(key, self.runner.stage(fetched)), 0.0)
 
     def _launch(self, plan: StepPlan) -> None:
-        for fill in plan.fills:
+        for fill in plan.loads:
             self.runner.place(fill.key, fill.slot, fill.pages)
         for key in plan.drops:
             self.runner.drop(key)
         self._flying.append((plan, self.runner.step(ForwardBatch(plan.joins, plan.rows))))
-        for fill in plan.fills:
+        for fill in plan.loads:
             self.scheduler.adapter(AdapterLoaded(fill.key), 0.0)
 
     def _land(self) -> None:

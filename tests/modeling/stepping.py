@@ -143,8 +143,8 @@ def _landed(
 
 def _note(answers: list[Answer], rows: list[StepRow], sampled: SampledTokens) -> None:
     for told in sampled.reports or ():
-        answers[rows[told.row].place].prompts.append(told)
-    places = [row.place for row in rows if row.samples]
+        answers[rows[told.row].batch_slot].prompts.append(told)
+    places = [row.batch_slot for row in rows if row.samples]
     logprobs = sampled.logprobs or [None] * len(places)
     for place, token, own in zip(places, sampled.tokens, logprobs, strict=True):
         answers[place].tokens.append(token)

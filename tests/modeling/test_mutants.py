@@ -112,7 +112,7 @@ def test_preempted_request_joins_without(
         if len(join.tokens) == join.prompt_length:
             return join
         if lost == "adapter":
-            return replace(join, slot=-1)
+            return replace(join, adapter_slot=-1)
         return replace(join, tokens=[*join.tokens[:-1], 0])
 
     real = InputBatch.join

@@ -181,7 +181,7 @@ class FakeRanks:
         assert not plan.empty
         assert plan.step == self.last_step + 1 or self.last_step == 0
         self.last_step = plan.step
-        for fill in plan.fills:
+        for fill in plan.loads:
             self._fill(fill)
         self._drop(plan)
         for join in plan.joins:
@@ -191,10 +191,10 @@ class FakeRanks:
             self._verify(row)
         faults = self._follow(plan)
         tokens, logprobs = self._compute(plan, dict(faults))
-        seats = [self.seats[row.place] for row in plan.rows]
+        seats = [self.seats[row.batch_slot] for row in plan.rows]
         self.in_flight.append(
             Named(
-                places=frozenset(row.place for row in plan.rows),
+                places=frozenset(row.batch_slot for row in plan.rows),
                 blocks=frozenset(block for seat in seats for block in seat.blocks),
                 slots=frozenset(seat.slot for seat in seats) - {-1},
             )
@@ -234,14 +234,16 @@ class FakeRanks:
             self.refused.discard(key)
 
     def _join(self, join: RequestJoin) -> None:
-        assert 0 <= join.place < self.num_places
+        assert 0 <= join.batch_slot < self.num_places
         for named in self.in_flight:
-            assert join.place not in named.places, f"place {join.place} is in use"
-        assert join.slot not in self.filling.values(), "a row would wait for its adapter's bytes"
-        adapter = None if join.slot < 0 else self.slots[join.slot][0]
-        self.seats[join.place] = Seat(
+            assert join.batch_slot not in named.places, f"place {join.batch_slot} is in use"
+        assert join.adapter_slot not in self.filling.values(), (
+            "a row would wait for its adapter's bytes"
+        )
+        adapter = None if join.adapter_slot < 0 else self.slots[join.adapter_slot][0]
+        self.seats[join.batch_slot] = Seat(
             list(join.tokens),
-            join.slot,
+            join.adapter_slot,
             adapter,
             join.sampling,
             join.prompt_length,
@@ -259,7 +261,7 @@ class FakeRanks:
         size = self.capacity.block_size
         fresh: set[int] = set()
         for row in rows:
-            seat = self.seats[row.place]
+            seat = self.seats[row.batch_slot]
             for block in row.blocks:
                 assert 0 <= block < self.capacity.num_blocks
                 if (len(seat.blocks) + 1) * size > row.start:
@@ -268,12 +270,12 @@ class FakeRanks:
                 seat.blocks.append(block)
         for named in self.in_flight:
             assert fresh.isdisjoint(named.blocks), "a block is given away under a plan in flight"
-        held = [block for row in rows for block in set(self.seats[row.place].blocks)]
+        held = [block for row in rows for block in set(self.seats[row.batch_slot].blocks)]
         assert all(held.count(block) == 1 for block in fresh), "a fresh block is shared"
 
     def _verify(self, row: StepRow) -> None:
         """Everything that attention over this row would read is there."""
-        seat, size = self.seats[row.place], self.capacity.block_size
+        seat, size = self.seats[row.batch_slot], self.capacity.block_size
         assert row.length > 0
         wanted = {seat.rope_set(row.start + i) for i in range(row.length)}
         assert wanted == {row.rope_set}, f"rope set {row.rope_set} instead of {wanted}"
@@ -294,14 +296,14 @@ class FakeRanks:
                 assert all(self.owners[index, page] == seat.slot for page in each), "page taken"
 
     def _tells(self, row: StepRow) -> bool:
-        seat = self.seats[row.place]
+        seat = self.seats[row.batch_slot]
         if seat.sampling.pooling is not Pooling.NONE:
             return True
         return seat.sampling.prompt_logprobs >= 0 and row.start < seat.prompt_length - 1
 
     def _report(self, index: int, row: StepRow) -> PromptReport:
         """Each token's score at the position before it; the embedding with the last position."""
-        seat, end = self.seats[row.place], row.start + row.length
+        seat, end = self.seats[row.batch_slot], row.start + row.length
         scores = []
         if seat.sampling.prompt_logprobs >= 0:
             states = seat.states(min(end + 1, seat.prompt_length))[row.start + 1 :]
@@ -314,7 +316,7 @@ class FakeRanks:
         """The rows whose matchers have met their limits, as all do that share a lexer."""
         faults = []
         for index, row in enumerate(plan.rows):
-            number = self.seats[row.place].matcher
+            number = self.seats[row.batch_slot].matcher
             if row.samples and number in self.matchers:
                 self.matchers[number] += 1
                 if self.matchers[number] > self.wear:
@@ -329,7 +331,7 @@ class FakeRanks:
         tokens: list[int] = []
         logprobs: list[TokenLogprobs | None] = []
         for index, row in enumerate(plan.rows):
-            seat, end = self.seats[row.place], row.start + row.length
+            seat, end = self.seats[row.batch_slot], row.start + row.length
             states = seat.states(end)
             for position in range(row.start, end):
                 cell = (seat.blocks[position // size], position % size)

@@ -42,7 +42,7 @@ class FragileRanks(FakeRanks):
 
     def execute(self, plan: StepPlan) -> StepResult:
         result = super().execute(plan)
-        if self.breaks([Place(self.seats[row.place], row) for row in plan.rows], plan):
+        if self.breaks([Place(self.seats[row.batch_slot], row) for row in plan.rows], plan):
             raise RanksDown
         return result
 

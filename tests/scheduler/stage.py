@@ -80,7 +80,7 @@ class Stage:
     def share_out(self, shares: dict[AdapterKey | None, AdapterShare]) -> None:
         even = AdapterShare()
         own = {key: share for key, share in shares.items() if key is not None}
-        self.scheduler.share_out(shares.get(None, even), even, own)
+        self.scheduler.set_shares(shares.get(None, even), even, own)
 
     def play(self) -> None:
         """Act the story, then run until all is quiet; a story without end is an error."""
@@ -168,7 +168,7 @@ class Stage:
         if not plan.empty:
             self.in_flight.append((plan, self.ranks.execute(plan)))
         self.computed += sum(row.length for row in plan.rows)
-        for fill in plan.fills:
+        for fill in plan.loads:
             self.placing[fill.key] = self.turn + 1 + self.story.copies.get(fill.key, 0)
         if plan.empty or len(self.in_flight) >= self.story.limits.steps_ahead:
             self.apply_oldest()

@@ -52,7 +52,7 @@ def step(scheduler: Scheduler) -> int:
         return 0
     tokens = [9] * sum(row.samples for row in plan.rows)
     scheduler.apply(plan, StepResult(plan.epoch, plan.step, tokens), 0.0)
-    for fill in plan.fills:
+    for fill in plan.loads:
         scheduler.adapter(AdapterLoaded(fill.key), 0.0)
     return len(plan.rows)
 

@@ -25,7 +25,7 @@ def step(
 ) -> tuple[StepPlan, list[RequestEvent]]:
     """One plan and its tokens; `faults`: by place."""
     plan = of.schedule(0.0)
-    rows = [i for i, row in enumerate(plan.rows) if row.place in (faults or {})]
+    rows = [i for i, row in enumerate(plan.rows) if row.batch_slot in (faults or {})]
     tokens = [7] * sum(row.samples for row in plan.rows)
     result = StepResult(plan.epoch, plan.step, tokens)
     events = of.apply(plan, replace(result, faults=[(row, "worn") for row in rows]), 0.0)
@@ -76,7 +76,7 @@ def test_who_wore_a_lexer_out_is_found_by_being_alone() -> None:
     all.made(shared.number, "")
     plan, events = step(all)
     assert [event.tokens for event in events if isinstance(event, NewTokens)] == [[7], [7]]
-    both = {join.place: "worn" for join in plan.joins}
+    both = {join.batch_slot: "worn" for join in plan.joins}
     assert step(all, both)[1] == []
     add(all, "later", "a")
     assert all.schedule(0.0).empty
@@ -88,7 +88,7 @@ def test_who_wore_a_lexer_out_is_found_by_being_alone() -> None:
     plan, _ = step(all)
     assert [join.tokens for join in plan.joins] == [[5, 6, 7], [5, 6, 7], [5, 6]]
     assert len({join.matcher for join in plan.joins}) == 3
-    [costly] = [join.place for join in plan.joins[:1]]
+    [costly] = [join.batch_slot for join in plan.joins[:1]]
     _, [ended, *_] = step(all, {costly: "worn"})
     assert isinstance(ended, Ended)
     assert (ended.request_id[0], ended.ending) == ("costly", ConstraintFailure("worn"))

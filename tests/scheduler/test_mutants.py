@@ -48,7 +48,7 @@ def free_before_apply(patch: Patch) -> None:
         self.members.remove(request)
         self._free(request)
 
-    patch.setattr(RunningRequests, "leave", leave)
+    patch.setattr(RunningRequests, "release", leave)
 
 
 def register_before_computed(patch: Patch) -> None:
@@ -92,13 +92,13 @@ def reuse_adapter_pages(patch: Patch) -> None:
 
 def use_before_filled(patch: Patch) -> None:
     """Rows may join as soon as a fill was planned."""
-    fill = Residency.fill
+    fill = Residency.load
 
     def fill_and_forget(self: Residency, key: AdapterKey, step: StepBuilder) -> None:
         fill(self, key, step)
-        self.placed(key)
+        self.loaded(key)
 
-    patch.setattr(Residency, "fill", fill_and_forget)
+    patch.setattr(Residency, "load", fill_and_forget)
 
 
 def drop_while_filled(patch: Patch) -> None:
@@ -108,9 +108,9 @@ def drop_while_filled(patch: Patch) -> None:
         return next((r for r in self._copies.values() if r.on_device), None)
 
     def discard_anyway(self: HostTier, resident: Resident) -> None:
-        filling, resident.filling = resident.filling, False
+        filling, resident.loading = resident.loading, False
         discard(self, resident)
-        resident.filling = filling
+        resident.loading = filling
 
     discard = HostTier.discard
     patch.setattr(HostTier, "_victim", victim)

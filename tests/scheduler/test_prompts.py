@@ -24,7 +24,7 @@ def told(plan: StepPlan, lengths: dict[int, int]) -> StepResult:
     """What ranks answer; a token's logprob is its position. lengths: of prompts, by place."""
     reports = []
     for index, row in enumerate(plan.rows):
-        end = min(row.start + row.length, lengths.get(row.place, 0) - 1)
+        end = min(row.start + row.length, lengths.get(row.batch_slot, 0) - 1)
         found = [TokenLogprobs(-float(i), [], []) for i in range(row.start + 1, end + 1)]
         if found:
             reports.append(PromptReport(index, row.start + 1, found))
@@ -76,7 +76,7 @@ def test_the_prefix_cache_is_filled_but_not_read() -> None:
         scheduler.apply(plan, told(plan, {0: 9}), 0.0)
     scheduler.add(scored(3, 9, sampling=SCORED, first=20), 0.0)
     plan = scheduler.schedule(0.0)
-    scheduler.apply(plan, told(plan, {plan.rows[0].place: 9}), 0.0)
+    scheduler.apply(plan, told(plan, {plan.rows[0].batch_slot: 9}), 0.0)
     scheduler.add(scored(4, 9, sampling=Sampling(), first=20), 0.0)
     assert [row.start for row in scheduler.schedule(0.0).rows] == [8]
 
@@ -90,7 +90,7 @@ def test_whoever_was_told_is_not_told_again_after_a_preemption() -> None:
     while scheduler.has_work:
         plan = scheduler.schedule(0.0)
         joins += [join for join in plan.joins if join.tokens[0] == 1 and join.tokens[1] == 2]
-        lengths = {join.place: 6 for join in joins if join.sampling.prompt_logprobs >= 0}
+        lengths = {join.batch_slot: 6 for join in joins if join.sampling.prompt_logprobs >= 0}
         events += scheduler.apply(plan, told(plan, lengths), 0.0)
         scheduler.check()
     asked = [join.sampling.prompt_logprobs for join in joins]

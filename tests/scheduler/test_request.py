@@ -63,11 +63,11 @@ def test_it_ends_once_and_tells_everything() -> None:
 def test_rewinding_keeps_the_tokens_and_nothing_else() -> None:
     asked = request(0, [1, 2], max_new_tokens=9)
     asked.accept(4)
-    asked.computed, asked.scheduled, asked.pending, asked.place = 2, 3, 1, 7
+    asked.computed, asked.scheduled, asked.pending, asked.batch_slot = 2, 3, 1, 7
     asked.blocks, asked.registered = [3], 1
     asked.rewind()
     assert asked.tokens == [1, 2, 4]
-    assert (asked.computed, asked.scheduled, asked.pending, asked.place) == (0, 0, 0, -1)
+    assert (asked.computed, asked.scheduled, asked.pending, asked.batch_slot) == (0, 0, 0, -1)
     assert (asked.blocks, asked.registered, asked.status) == ([], 0, Status.WAITING)
 
 

@@ -43,9 +43,9 @@ def fill_all(scheduler: Scheduler) -> list[AdapterKey]:
     plan = scheduler.schedule(0.0)
     assert plan.rows == []
     assert scheduler.apply(plan, answer(plan), 0.0) == []
-    for fill in plan.fills:
+    for fill in plan.loads:
         assert scheduler.adapter(AdapterLoaded(fill.key), 0.0) == []
-    return [fill.key for fill in plan.fills]
+    return [fill.key for fill in plan.loads]
 
 
 def lengths(plan: StepPlan) -> list[tuple[int, int, bool]]:
@@ -58,13 +58,13 @@ def test_a_request_joins_whole_and_goes_on_in_few_numbers() -> None:
     scheduler.add(request(0, [4, 5, 6], max_new_tokens=3), 1.0)
     first = scheduler.schedule(2.0)
     (join,) = first.joins
-    assert (join.tokens, join.prompt_length, join.slot) == ([4, 5, 6], 3, -1)
+    assert (join.tokens, join.prompt_length, join.adapter_slot) == ([4, 5, 6], 3, -1)
     (row,) = first.rows
-    assert row == StepRow(join.place, 0, 3, row.blocks, True)
+    assert row == StepRow(join.batch_slot, 0, 3, row.blocks, True)
     assert len(row.blocks) == 1
     second = scheduler.schedule(3.0)
     assert second.joins == []
-    assert second.rows == [StepRow(join.place, 3, 1, [], True)]
+    assert second.rows == [StepRow(join.batch_slot, 3, 1, [], True)]
     assert scheduler.schedule(4.0).empty, "two plans are in flight"
     events = scheduler.apply(first, answer(first, 8), 5.0)
     assert events == [NewTokens(("r", 0), 0, [8])]
@@ -200,14 +200,14 @@ def test_a_request_that_waits_for_its_adapter_holds_up_nobody() -> None:
     scheduler.adapter(AdapterStaged(AdapterKey(2), SHAPE), 0.0)
     first = scheduler.schedule(0.0)
     assert [join.tokens[0] for join in first.joins] == [3]
-    assert [fill.key for fill in first.fills] == [2]
+    assert [fill.key for fill in first.loads] == [2]
     second = scheduler.schedule(0.0)
     assert second.joins == [], "no row waits for bytes that are on their way"
     scheduler.apply(first, answer(first), 0.0)
     scheduler.adapter(AdapterLoaded(AdapterKey(2)), 0.0)
     plan = scheduler.schedule(0.0)
     assert [join.tokens[0] for join in plan.joins] == [2]
-    assert plan.joins[0].slot == first.fills[0].slot
+    assert plan.joins[0].adapter_slot == first.loads[0].slot
     assert scheduler.adapter_states()[AdapterKey(1)] is AdapterState.STAGING
 
 
@@ -219,7 +219,7 @@ def test_an_adapter_is_filled_before_its_requests_turn_comes() -> None:
     stage_all(scheduler)
     plan = scheduler.schedule(0.0)
     assert lengths(plan) == [(0, 4, False)]
-    assert [fill.key for fill in plan.fills] == [1]
+    assert [fill.key for fill in plan.loads] == [1]
 
 
 def test_a_fill_takes_nothing_from_those_who_wait_for_what_is_there() -> None:
@@ -230,7 +230,7 @@ def test_a_fill_takes_nothing_from_those_who_wait_for_what_is_there() -> None:
     scheduler.add(request(1, adapter=2), 0.0)
     stage_all(scheduler)
     plan = scheduler.schedule(0.0)
-    assert (plan.fills, len(plan.joins)) == ([], 1)
+    assert (plan.loads, len(plan.joins)) == ([], 1)
 
 
 def test_a_failed_adapter_ends_its_requests_and_the_next_one_tries_again() -> None:
@@ -255,9 +255,9 @@ def test_an_adapter_without_room_waits_until_the_others_requests_end() -> None:
     filled = []
     while scheduler.has_work:
         plan = scheduler.schedule(0.0)
-        filled.append([fill.key for fill in plan.fills])
+        filled.append([fill.key for fill in plan.loads])
         scheduler.apply(plan, answer(plan), 0.0)
-        for fill in plan.fills:
+        for fill in plan.loads:
             scheduler.adapter(AdapterLoaded(fill.key), 0.0)
         scheduler.check()
     assert filled == [[1], [], [], [2], [], []]
@@ -299,7 +299,7 @@ def test_a_cancelled_request_is_gone_within_two_steps(steps: int) -> None:
         if step == 1:
             stage_all(scheduler)
         flights.append(scheduler.schedule(0.0))
-        for fill in flights[-1].fills:
+        for fill in flights[-1].loads:
             scheduler.adapter(AdapterLoaded(fill.key), 0.0)
         if len(flights) == 2 and not flights[0].empty:
             plan = flights.pop(0)
@@ -334,7 +334,7 @@ def test_when_the_group_is_lost_all_begin_again_with_their_tokens() -> None:
     assert stage_all(scheduler) == [1]
     plans = [scheduler.schedule(0.0)]
     assert plans[0].epoch == 1
-    assert [fill.key for fill in plans[0].fills] == [1]
+    assert [fill.key for fill in plans[0].loads] == [1]
     scheduler.adapter(AdapterLoaded(AdapterKey(1)), 0.0)
     plans.append(scheduler.schedule(0.0))
     assert [join.tokens for plan in plans for join in plan.joins] == [[3, 9], [1, 2, 8]]
@@ -394,6 +394,6 @@ def test_the_snapshot_counts() -> None:
     scheduler.schedule(0.0)
     snapshot = scheduler.snapshot()
     assert (snapshot.queued, snapshot.running, snapshot.plans_in_flight) == (1, 1, 1)
-    assert snapshot.adapters[AdapterState.FILLING] == 1
+    assert snapshot.adapters[AdapterState.LOADING] == 1
     plan = scheduler.schedule(0.0)
     assert (snapshot.num_steps, scheduler.snapshot().num_steps) == (1, 2 - plan.empty)

@@ -83,9 +83,9 @@ def test_a_preempted_sequence_comes_back_whole() -> None:
     while scheduler.has_work:
         plan = scheduler.schedule(0.0)
         assert all(row.samples for row in plan.rows)
-        starts = {row.place: (row.start, row.length) for row in plan.rows}
+        starts = {row.batch_slot: (row.start, row.length) for row in plan.rows}
         for join in plan.joins:
-            assert starts[join.place] == (0, len(join.tokens))
+            assert starts[join.batch_slot] == (0, len(join.tokens))
             joined.append(len(join.tokens))
         ended += run(scheduler, plan)
     assert [len(event.tokens) for event in ended] == [12, 12]

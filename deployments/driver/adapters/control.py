@@ -40,7 +40,7 @@ _SHOWN = {
     AdapterState.DISK: "disk",
     AdapterState.STAGING: "disk",
     AdapterState.HOST: "host",
-    AdapterState.FILLING: "host",
+    AdapterState.LOADING: "host",
     AdapterState.DEVICE: "device",
 }
 _MAX_RANKS = 10_000

@@ -28,7 +28,7 @@ from scheduler.events import AdapterPinned, Event
 from scheduler.scheduler import Scheduler
 from sources.base import Token
 
-_IN_MEMORY = frozenset({AdapterState.HOST, AdapterState.FILLING, AdapterState.DEVICE})
+_IN_MEMORY = frozenset({AdapterState.HOST, AdapterState.LOADING, AdapterState.DEVICE})
 
 _SAY_EVERY_S = 10.0
 

@@ -14,7 +14,7 @@ MAX_NAMES = 256
 _BEAT_SECONDS = 5.0
 _TIERS = {
     AdapterState.DEVICE: HoldingTier.DEVICE,
-    AdapterState.FILLING: HoldingTier.HOST,
+    AdapterState.LOADING: HoldingTier.HOST,
     AdapterState.HOST: HoldingTier.HOST,
     AdapterState.STAGING: HoldingTier.HOST,
 }

@@ -41,7 +41,7 @@ class NamedRateLimits:
                 own[key] = share
 
         def share_out(scheduler: Scheduler, now: float) -> Sequence[Event]:
-            scheduler.share_out(runtime.base_model, runtime.adapter_default, own)
+            scheduler.set_shares(runtime.base_model, runtime.adapter_default, own)
             return []
 
         self._post(share_out)
@@ -57,7 +57,7 @@ class NamedRateLimits:
 
     def _give(self, key: AdapterKey, share: AdapterShare) -> None:
         def give(scheduler: Scheduler, now: float) -> Sequence[Event]:
-            scheduler.share(key, share)
+            scheduler.set_share(key, share)
             return []
 
         self._post(give)

@@ -112,17 +112,17 @@ class FakeRunner:
 
     def step(self, batch: ForwardBatch) -> StepOutput:
         for join in batch.joins:
-            self.tokens[join.place] = dict(enumerate(join.tokens))
-            self.slots[join.place] = join.slot
+            self.tokens[join.batch_slot] = dict(enumerate(join.tokens))
+            self.slots[join.batch_slot] = join.adapter_slot
         self.batch_sizes.append(len(batch.rows))
         sampled = []
         for row in batch.rows:
             if row.samples:
-                known = self.tokens[row.place]
+                known = self.tokens[row.batch_slot]
                 if self.poison in known.values():
                     raise RuntimeError("this token breaks the step")
                 end = row.start + row.length
-                adapter = self.placed[slot] if (slot := self.slots[row.place]) >= 0 else ""
+                adapter = self.placed[slot] if (slot := self.slots[row.batch_slot]) >= 0 else ""
                 known[end] = next_token(adapter, [known[i] for i in range(end)])
                 sampled.append(known[end])
 

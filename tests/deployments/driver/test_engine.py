@@ -374,10 +374,10 @@ def test_rows_use_an_adapter_only_when_every_rank_has_its_bytes(root: Path) -> N
     async def story(engine: DriverEngine, group: FakeGroup) -> None:
         group.filling_gate.clear()
         red = asyncio.create_task(engine.generate(request("red", [3], 9, "red"), NOWHERE))
-        await until(engine, lambda snapshot: snapshot.adapters[AdapterState.FILLING] == 1)
+        await until(engine, lambda snapshot: snapshot.adapters[AdapterState.LOADING] == 1)
         answer = await engine.generate(request("base", [3], 9), NOWHERE)
         assert tokens(answer) == [continuation("", [3], 9)]
-        assert (await engine.snapshot()).adapters[AdapterState.FILLING] == 1
+        assert (await engine.snapshot()).adapters[AdapterState.LOADING] == 1
         assert not red.done()
         group.filling_gate.set()
         assert tokens(await red) == [continuation(digest_of(engine, "red"), [3], 9)]
@@ -389,7 +389,7 @@ def test_a_fill_that_does_not_end_is_a_loss_of_the_ranks(root: Path, clock: Cloc
     async def story(engine: DriverEngine, group: FakeGroup) -> None:
         group.filling_gate.clear()
         red = asyncio.create_task(engine.generate(request("red", [3], 9, "red"), NOWHERE))
-        filling = AdapterState.FILLING
+        filling = AdapterState.LOADING
         await until(engine, lambda s: s.adapters[filling] == 1 and not s.plans_in_flight)
         await pass_by(engine, clock, OVERDUE_S)
         assert tokens(await red) == [continuation(digest_of(engine, "red"), [3], 9)]

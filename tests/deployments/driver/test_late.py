@@ -128,7 +128,7 @@ class Played:
 
     def serve_adapted(self, name: str) -> None:
         """Play the rank from an adapter's fill to the end of its request."""
-        assert [fill.key for fill in self.rank.answer().fills] == [KEY]
+        assert [fill.key for fill in self.rank.answer().loads] == [KEY]
         self.rank.say(Loaded(0, KEY))
         self.rank.answer(7)
         assert self.end(name).tokens == [7]

@@ -151,7 +151,7 @@ def test_an_answer_that_comes_after_it_was_given_up_is_not_taken_for_a_later_one
     assert second.attempt != first.attempt
     rank.say(StageFailed(0, KEY, AdapterRefusal.UNSUPPORTED, "dropped", first.attempt))
     rank.say(Staged(0, KEY, AdapterShape((1,), 100), second.attempt))
-    assert [fill.key for fill in rank.answer().fills] == [KEY]
+    assert [fill.key for fill in rank.answer().loads] == [KEY]
     rank.say(Loaded(0, KEY))
     rank.answer(7)
     ended = played.ended()

@@ -22,13 +22,17 @@ SAMPLING = Sampling(temperature=0.5, top_k=3, top_p=0.9, seed=2**64 - 1, logprob
 PLAN = StepPlan(
     epoch=3,
     step=41,
-    joins=[RequestJoin(place=5, tokens=[7, 8, 9], prompt_length=2, slot=1, sampling=SAMPLING)],
-    rows=[
-        StepRow(place=5, start=0, length=3, blocks=[4, 6], samples=True),
-        StepRow(place=0, start=9, length=4, blocks=[], samples=False),
-        StepRow(place=2, start=17, length=1, blocks=[1], samples=True, rope_set=LONG),
+    joins=[
+        RequestJoin(
+            batch_slot=5, tokens=[7, 8, 9], prompt_length=2, adapter_slot=1, sampling=SAMPLING
+        )
     ],
-    fills=[AdapterLoad(key=AdapterKey(9), slot=1, pages=[[0], []])],
+    rows=[
+        StepRow(batch_slot=5, start=0, length=3, blocks=[4, 6], samples=True),
+        StepRow(batch_slot=0, start=9, length=4, blocks=[], samples=False),
+        StepRow(batch_slot=2, start=17, length=1, blocks=[1], samples=True, rope_set=LONG),
+    ],
+    loads=[AdapterLoad(key=AdapterKey(9), slot=1, pages=[[0], []])],
     drops=[AdapterKey(4)],
 )
 

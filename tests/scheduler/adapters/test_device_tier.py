@@ -15,7 +15,7 @@ def adapter(key: int, pages: int = 1) -> Resident:
 
 def placed(tier: DeviceTier, key: int, pages: int = 1, users: int = 0) -> Resident:
     resident = adapter(key, pages)
-    tier.place(resident)
+    tier.allocate(resident)
     resident.users = users
     tier.touch(resident)
     return resident
@@ -38,14 +38,14 @@ def test_adapters_share_the_few_pages_of_a_small_pool() -> None:
     first, second = (
         Resident(AdapterKey(key), AdapterShape((1, 1), 10), on_host=True) for key in (1, 2)
     )
-    tier.place(first)
+    tier.allocate(first)
     first.users = 1
     tier.refresh(first)
     assert not tier.has_room(second)
     assert tier.has_room(Resident(AdapterKey(3), AdapterShape((7, 0), 10), on_host=True))
     first.users = 0
     tier.refresh(first)
-    assert tier.place(second) == [first]
+    assert tier.allocate(second) == [first]
     tier.touch(second)
     check(tier, second)
 
@@ -55,8 +55,8 @@ def test_the_least_recent_idle_adapter_makes_room() -> None:
     first, second, third = (placed(tier, key) for key in (1, 2, 3))
     tier.touch(first)
     fourth = adapter(4)
-    assert tier.place(fourth) == [second]
-    fourth.filling = True
+    assert tier.allocate(fourth) == [second]
+    fourth.loading = True
     tier.refresh(fourth)
     assert not second.on_device
     check(tier, first, third, fourth)
@@ -70,19 +70,19 @@ def test_who_is_awaited_stays_until_a_reservation_closes_it() -> None:
     assert not tier.has_room(adapter(2))
     claimant = adapter(2)
     tier.reserve(claimant)
-    assert tier.place(claimant) == [first]
+    assert tier.allocate(claimant) == [first]
 
 
 def test_who_is_owed_a_first_request_is_not_closed_before_it() -> None:
     """Else two adapters could be filled by turns for ever, and neither ever used."""
     tier = DeviceTier(capacity(adapter_slots=2))
     owed, running = placed(tier, 1), placed(tier, 2, users=1)
-    owed.waiting, owed.owed = 1, True
+    owed.waiting, owed.first_admission_due = 1, True
     tier.refresh(owed)
     tier.reserve(adapter(3))
     assert (tier.is_closed(owed.key), tier.is_closed(running.key)) == (False, True)
     tier.end_reservation()
-    running.owed = True
+    running.first_admission_due = True
     tier.reserve(adapter(4))
     assert tier.reserved is None, "it is asked again when one of them was served"
     check(tier, owed, running)
@@ -91,7 +91,7 @@ def test_who_is_owed_a_first_request_is_not_closed_before_it() -> None:
 def test_users_fills_and_pins_keep_an_adapter_in_place() -> None:
     tier = DeviceTier(capacity(adapter_slots=3))
     used, filled, pinned = placed(tier, 1, users=1), placed(tier, 2), placed(tier, 3)
-    filled.filling, pinned.pinned = True, True
+    filled.loading, pinned.pinned = True, True
     tier.refresh(filled)
     tier.refresh(pinned)
     check(tier, used, filled, pinned)
@@ -107,7 +107,7 @@ def test_as_many_go_as_are_needed_and_no_more() -> None:
     tier = DeviceTier(capacity(adapter_pages=6, adapter_slots=4))
     first, second, third = (placed(tier, key, 2) for key in (1, 2, 3))
     assert tier.has_room(adapter(4, 4))
-    assert tier.place(adapter(4, 4)) == [first, second]
+    assert tier.allocate(adapter(4, 4)) == [first, second]
     assert third.on_device
 
 
@@ -122,8 +122,8 @@ def test_a_reservation_closes_those_in_the_way_and_nobody_else() -> None:
     tier.refresh(residents[0])
     assert tier.has_room(claimant)
     assert not tier.has_room(other), "what comes free is reserved"
-    assert tier.place(claimant) == [residents[0]]
-    claimant.filling = True
+    assert tier.allocate(claimant) == [residents[0]]
+    claimant.loading = True
     assert tier.reserved is None
     assert tier.take_reopened() == [1]
     assert tier.take_reopened() == []
@@ -143,8 +143,8 @@ def test_a_pin_yields_only_to_who_could_never_be_served_beside_it() -> None:
     tier.reserve(claimant)
     assert tier.is_closed(pinned.key)
     assert tier.has_room(claimant)
-    assert tier.place(claimant) == [pinned]
-    claimant.filling = True
+    assert tier.allocate(claimant) == [pinned]
+    claimant.loading = True
     check(tier, pinned, used, claimant)
 
 
@@ -152,11 +152,11 @@ def test_a_pin_does_not_yield_because_the_others_are_owed_a_request() -> None:
     """They will have had it soon; the pin's running requests would be interrupted for nothing."""
     tier = DeviceTier(capacity(adapter_slots=2))
     pinned, owed = placed(tier, 1, users=1), placed(tier, 2, users=1)
-    pinned.pinned = owed.owed = True
+    pinned.pinned = owed.first_admission_due = True
     claimant = adapter(3)
     tier.reserve(claimant)
     assert tier.reserved is None
-    owed.owed = False
+    owed.first_admission_due = False
     tier.reserve(claimant)
     assert (tier.is_closed(pinned.key), tier.is_closed(owed.key)) == (False, True)
     tier.end_reservation()

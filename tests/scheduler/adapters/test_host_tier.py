@@ -7,7 +7,7 @@ from scheduler.adapters.resident import Resident
 
 def wanted(tier: HostTier, key: int, waiting: int = 1) -> Resident:
     resident = Resident(AdapterKey(key), waiting=waiting, pinned=not waiting)
-    tier.want(resident)
+    tier.enqueue(resident)
     return resident
 
 
@@ -33,7 +33,7 @@ def test_each_key_is_named_once_until_it_is_answered() -> None:
     assert tier.to_stage() == [1, 2]
     assert tier.to_stage() == []
     tier.failed(first)
-    tier.want(first)
+    tier.enqueue(first)
     assert tier.to_stage() == [1]
 
 
@@ -86,7 +86,7 @@ def test_copies_that_requests_await_or_plans_fill_stay() -> None:
     tier = HostTier(60)
     first, second = on_host(tier, 1, 30), on_host(tier, 2, 30)
     first.waiting = 1
-    second.filling = True
+    second.loading = True
     wanted(tier, 3)
     assert tier.to_stage() == []
     assert tier.drops() == []
@@ -125,7 +125,7 @@ def test_a_dropped_adapter_is_not_staged_again_before_the_drop_was_applied() -> 
     tier.discard(resident)
     assert tier.has_unsent_drops
     resident.waiting = 1
-    tier.want(resident)
+    tier.enqueue(resident)
     assert tier.to_stage() == []
     assert tier.drops() == [resident]
     assert tier.to_stage() == []
@@ -151,7 +151,7 @@ def test_one_that_was_too_large_is_tried_again_when_its_own_size_is_free() -> No
     assert tier.to_stage() == [3]
     third.shape = AdapterShape((1,), 45)
     tier.failed(third, partly=True)
-    tier.want(third)
+    tier.enqueue(third)
     assert tier.to_stage() == [], "some rank may hold it until the drop was applied"
     assert tier.drops() == [third]
     tier.dropped(third)

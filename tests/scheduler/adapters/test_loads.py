@@ -63,7 +63,7 @@ def test_running_requests_do_not_feel_adapters_that_come_and_go(
                 stage.arrive(arrive(new=2, adapter=key))
         turn(stage, running)
     told = counts(stage)
-    assert told.fills >= 16
+    assert told.loads >= 16
     assert told.device_evictions >= 8
     if host_bytes < 10 * len(OTHERS):
         assert told.host_evictions >= 8
@@ -84,7 +84,7 @@ def test_running_requests_do_not_feel_what_operators_do() -> None:
         turn(stage, running)
     assert counts(stage).staged >= 16
     assert len(stage.has_failed) >= 8
-    assert counts(stage).fills >= 8
+    assert counts(stage).loads >= 8
 
 
 def test_running_requests_do_not_feel_a_disk_that_hangs() -> None:

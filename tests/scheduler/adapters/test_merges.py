@@ -20,43 +20,43 @@ ROOMY = capacity(adapter_slots=4)
 def shares(one: AdapterShare = EVEN, two: AdapterShare = EVEN) -> RateLimits:
     given = RateLimits()
     given.replace(EVEN, EVEN, {ONE: one, TWO: two})
-    given.meet(BOTH, (ONE, TWO))
+    given.add_merge_request(BOTH, (ONE, TWO))
     return given
 
 
 def test_a_merges_queue_counts_for_the_least_of_its_parts() -> None:
     given = shares(AdapterShare(weight=4, priority=3), AdapterShare(weight=0.5, priority=5))
-    assert given.of(BOTH) == AdapterShare(weight=0.5, priority=3)
-    given.give(TWO, AdapterShare(weight=9, priority=-1))
-    assert given.of(BOTH) == AdapterShare(weight=4, priority=-1)
-    given.leave(BOTH)
-    assert given.of(BOTH) == EVEN, "after its last request a merge is like any key"
+    assert given.share_of(BOTH) == AdapterShare(weight=0.5, priority=3)
+    given.set_share(TWO, AdapterShare(weight=9, priority=-1))
+    assert given.share_of(BOTH) == AdapterShare(weight=4, priority=-1)
+    given.remove_merge_request(BOTH)
+    assert given.share_of(BOTH) == EVEN, "after its last request a merge is like any key"
 
 
 def test_a_merge_is_held_back_by_each_part_and_waits_for_its_debt() -> None:
     given = shares(AdapterShare(max_concurrent=1), AdapterShare(tokens_per_second=10))
-    assert not given.holds_back(BOTH, 0.0)
+    assert not given.is_over_limit(BOTH, 0.0)
     given.admitted(ONE, 5, 0.0)
-    assert given.holds_back(BOTH, 0.0)
+    assert given.is_over_limit(BOTH, 0.0)
     assert given.next_wake is None
     given.freed(ONE)
     given.admitted(TWO, 30, 0.0)  # the bucket held 10
-    assert given.holds_back(BOTH, 1.9)
+    assert given.is_over_limit(BOTH, 1.9)
     assert given.next_wake == 2.0
-    assert given.woken(2.0) == [TWO], "and with it whoever is charged to it"
-    assert not given.holds_back(BOTH, 2.0)
+    assert given.take_expired(2.0) == [TWO], "and with it whoever is charged to it"
+    assert not given.is_over_limit(BOTH, 2.0)
 
 
 def test_those_who_wait_for_a_cap_are_named_when_a_request_is_freed() -> None:
     given = shares(AdapterShare(max_concurrent=1))
-    given.meet(ALONE, (ONE,))
-    assert given.beside((ONE,)) == [ONE, BOTH, ALONE]
-    assert given.beside((TWO,)) == [TWO], "nobody waits for a cap that is not there"
-    given.meet(BOTH, (ONE, TWO))
+    given.add_merge_request(ALONE, (ONE,))
+    assert given.sharing_with((ONE,)) == [ONE, BOTH, ALONE]
+    assert given.sharing_with((TWO,)) == [TWO], "nobody waits for a cap that is not there"
+    given.add_merge_request(BOTH, (ONE, TWO))
     for key in (BOTH, ALONE):
-        given.leave(key)
-    assert given.beside((ONE,)) == [ONE, BOTH], "one request over it is left"
-    given.leave(BOTH)
+        given.remove_merge_request(key)
+    assert given.sharing_with((ONE,)) == [ONE, BOTH], "one request over it is left"
+    given.remove_merge_request(BOTH)
     given.check({}, {})
 
 
@@ -115,7 +115,7 @@ def test_a_merge_that_is_preempted_or_loses_its_ranks_is_charged_once() -> None:
     stage.lose_group()
     stage.run(300)
     stage.check_end()
-    assert not stage.scheduler._turns.shares._merges
+    assert not stage.scheduler._admission.rate_limits._merges
 
 
 PATIENCE, STEPS = 6, 5

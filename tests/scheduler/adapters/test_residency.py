@@ -12,7 +12,7 @@ SMALL = AdapterShape((1, 1), 10)
 
 
 def staged(residency: Residency, key: AdapterKey, shape: AdapterShape = SMALL) -> None:
-    residency.enlist(key)
+    residency.add_waiting(key)
     assert residency.host.to_stage() == [key]
     assert residency.staged(key, shape) is None
 
@@ -20,11 +20,11 @@ def staged(residency: Residency, key: AdapterKey, shape: AdapterShape = SMALL) -
 def used(residency: Residency, key: AdapterKey) -> StepBuilder:
     """A request of a staged adapter is admitted, after a fill if it takes one."""
     step = StepBuilder(10)
-    if residency.standing(key) is AdapterReadiness.PLACEABLE:
-        residency.fill(key, step)
-        residency.placed(key)
+    if residency.readiness(key) is AdapterReadiness.CAN_LOAD:
+        residency.load(key, step)
+        residency.loaded(key)
     residency.acquire(key)
-    residency.delist(key)
+    residency.remove_waiting(key)
     return step
 
 
@@ -34,22 +34,22 @@ def state(residency: Residency, key: AdapterKey) -> AdapterState | None:
 
 def test_from_disk_to_the_device_and_to_rest() -> None:
     residency = Residency(capacity())
-    residency.enlist(ONE)
+    residency.add_waiting(ONE)
     assert state(residency, ONE) is AdapterState.DISK
     assert residency.host.to_stage() == [1]
     assert state(residency, ONE) is AdapterState.STAGING
-    assert residency.standing(ONE) is AdapterReadiness.ABSENT
+    assert residency.readiness(ONE) is AdapterReadiness.NOT_STAGED
     residency.staged(ONE, SMALL)
     assert state(residency, ONE) is AdapterState.HOST
-    assert residency.standing(ONE) is AdapterReadiness.PLACEABLE
+    assert residency.readiness(ONE) is AdapterReadiness.CAN_LOAD
     step = StepBuilder(10)
-    residency.fill(ONE, step)
-    assert [(fill.key, len(fill.pages)) for fill in step.fills] == [(1, 2)]
-    assert state(residency, ONE) is AdapterState.FILLING
-    assert residency.standing(ONE) is AdapterReadiness.FILLING
+    residency.load(ONE, step)
+    assert [(fill.key, len(fill.pages)) for fill in step.loads] == [(1, 2)]
+    assert state(residency, ONE) is AdapterState.LOADING
+    assert residency.readiness(ONE) is AdapterReadiness.LOADING
     assert residency.has_moves
-    residency.placed(ONE)
-    assert residency.standing(ONE) is AdapterReadiness.READY
+    residency.loaded(ONE)
+    assert residency.readiness(ONE) is AdapterReadiness.READY
     assert state(residency, ONE) is AdapterState.DEVICE
     used(residency, ONE)
     residency.release(ONE)
@@ -61,37 +61,39 @@ def test_a_second_request_needs_no_second_fill() -> None:
     residency = Residency(capacity())
     staged(residency, ONE)
     used(residency, ONE)
-    residency.enlist(ONE)
-    assert used(residency, ONE).fills == []
+    residency.add_waiting(ONE)
+    assert used(residency, ONE).loads == []
 
 
 def test_without_idle_room_an_adapter_is_blocked() -> None:
     residency = Residency(capacity(adapter_slots=1))
     staged(residency, ONE)
-    residency.fill(ONE, StepBuilder(10))
+    residency.load(ONE, StepBuilder(10))
     staged(residency, TWO)
-    residency.delist(ONE)
-    assert residency.standing(TWO) is AdapterReadiness.BLOCKED, "the fill is still under way"
-    residency.placed(ONE)
-    assert residency.standing(TWO) is AdapterReadiness.PLACEABLE
-    residency.enlist(ONE)
-    assert residency.standing(TWO) is AdapterReadiness.BLOCKED, "a request waits for what is there"
+    residency.remove_waiting(ONE)
+    assert residency.readiness(TWO) is AdapterReadiness.MUST_WAIT, "the fill is still under way"
+    residency.loaded(ONE)
+    assert residency.readiness(TWO) is AdapterReadiness.CAN_LOAD
+    residency.add_waiting(ONE)
+    assert residency.readiness(TWO) is AdapterReadiness.MUST_WAIT, (
+        "a request waits for what is there"
+    )
     used(residency, ONE)
-    assert residency.standing(TWO) is AdapterReadiness.BLOCKED, "and uses it"
+    assert residency.readiness(TWO) is AdapterReadiness.MUST_WAIT, "and uses it"
     residency.release(ONE)
-    assert residency.standing(TWO) is AdapterReadiness.PLACEABLE
+    assert residency.readiness(TWO) is AdapterReadiness.CAN_LOAD
     used(residency, TWO)
     assert state(residency, ONE) is AdapterState.HOST
 
 
 def refusal(ranks: Capacity, shape: AdapterShape) -> str:
     residency = Residency(ranks)
-    residency.enlist(ONE)
+    residency.add_waiting(ONE)
     residency.host.to_stage()
     failure = residency.staged(ONE, shape)
     assert failure is not None
     assert failure.refusal is AdapterRefusal.TOO_LARGE
-    residency.delist(ONE)
+    residency.remove_waiting(ONE)
     step = StepBuilder(1)
     step.dropped = residency.host.drops()
     assert [resident.key for resident in step.dropped] == [1], "the copy is of no use"
@@ -112,12 +114,12 @@ def test_what_can_never_be_placed_is_refused_with_numbers() -> None:
 
 def test_a_failed_adapter_is_tried_again_by_the_next_request() -> None:
     residency = Residency(capacity())
-    residency.enlist(ONE)
+    residency.add_waiting(ONE)
     residency.host.to_stage()
     residency.failed(ONE)
-    residency.delist(ONE)
+    residency.remove_waiting(ONE)
     assert residency.states() == {}
-    residency.enlist(ONE)
+    residency.add_waiting(ONE)
     assert residency.host.to_stage() == [1]
 
 
@@ -138,9 +140,9 @@ def test_a_pinned_adapter_is_staged_and_filled_unasked_and_stays() -> None:
     residency.staged(ONE, SMALL)
     assert residency.has_moves
     step = StepBuilder(10)
-    residency.fill_pins(step)
-    assert [fill.key for fill in step.fills] == [1]
-    residency.placed(ONE)
+    residency.load_pins(step)
+    assert [fill.key for fill in step.loads] == [1]
+    residency.loaded(ONE)
     assert not residency.has_moves
     staged(residency, TWO)
     assert residency.standing(TWO) is AdapterReadiness.BLOCKED
@@ -169,9 +171,9 @@ def test_a_new_request_calls_an_unloading_off() -> None:
     staged(residency, ONE)
     used(residency, ONE)
     residency.unload(ONE)
-    residency.enlist(ONE)
+    residency.add_waiting(ONE)
     residency.release(ONE)
-    residency.delist(ONE)
+    residency.remove_waiting(ONE)
     assert state(residency, ONE) is AdapterState.DEVICE
 
 
@@ -180,13 +182,13 @@ def test_when_the_ranks_are_lost_only_who_is_wanted_is_remembered() -> None:
     for key in (ONE, TWO):
         staged(residency, key)
         used(residency, key)
-    residency.enlist(TWO)
+    residency.add_waiting(TWO)
     residency.pin(AdapterKey(3), True)
-    residency.lost(capacity(adapter_slots=3))
+    residency.reset(capacity(adapter_slots=3))
     assert residency.states() == {2: AdapterState.DISK, 3: AdapterState.DISK}
     assert residency.host.to_stage() == [2, 3]
     assert residency.staged(TWO, SMALL) is None
-    assert residency.standing(TWO) is AdapterReadiness.PLACEABLE
+    assert residency.readiness(TWO) is AdapterReadiness.CAN_LOAD
 
 
 def test_a_plan_begins_a_few_fills_and_no_more() -> None:
@@ -198,13 +200,13 @@ def test_a_plan_begins_a_few_fills_and_no_more() -> None:
         residency.staged(key, SMALL)
     steps = [StepBuilder(10), StepBuilder(10), StepBuilder(10)]
     for step in steps:
-        residency.fill_pins(step)
-    assert [[fill.key for fill in step.fills] for step in steps] == [keys[:4], keys[4:], []]
+        residency.load_pins(step)
+    assert [[fill.key for fill in step.loads] for step in steps] == [keys[:4], keys[4:], []]
 
 
 def test_what_some_rank_has_no_room_for_is_staged_again() -> None:
     residency = Residency(capacity(host_bytes=1000))
-    residency.enlist(ONE)
+    residency.add_waiting(ONE)
     residency.host.to_stage()
     residency.deferred(ONE, AdapterShape((1, 1), 900))
     assert state(residency, ONE) is AdapterState.DISK
@@ -217,7 +219,7 @@ def test_what_some_rank_has_no_room_for_is_staged_again() -> None:
 
 def test_a_late_word_of_a_fill_is_ignored() -> None:
     residency = Residency(capacity())
-    residency.placed(ONE)
+    residency.loaded(ONE)
     staged(residency, TWO)
-    residency.placed(TWO)
+    residency.loaded(TWO)
     assert state(residency, TWO) is AdapterState.HOST

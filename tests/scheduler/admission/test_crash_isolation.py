@@ -134,7 +134,7 @@ def test_losses_with_progress_between_them_make_no_suspects() -> None:
         stage.lose_group()
         for _ in range(12):
             stage.go_round()
-            assert not stage.scheduler._trials.active
+            assert not stage.scheduler._isolation.active
     stage.run(300)
     stage.check_end()
 
@@ -145,7 +145,7 @@ def test_an_adapter_that_breaks_the_ranks_ends_its_own_requests_only(how: str) -
 
     def breaks(places: list[Place], plan: StepPlan) -> bool:
         if how == "fill":
-            return any(fill.key == damaged for fill in plan.fills)
+            return any(fill.key == damaged for fill in plan.loads)
         return how == "rows" and any(each.seat.adapter == damaged for each in places)
 
     arrivals = mates(12, adapters=3)
@@ -165,7 +165,7 @@ def test_an_adapter_that_breaks_the_ranks_ends_its_own_requests_only(how: str) -
 def in_trial(*arrivals: Arrive, **changes: object) -> FragileStage:
     """A stage that has just begun to try its suspects."""
     stage = stage_of(any_step, *arrivals, **changes)
-    while not stage.scheduler._trials.active:
+    while not stage.scheduler._isolation.active:
         stage.go_round()
         assert stage.turn < 100
     return stage
@@ -204,7 +204,7 @@ def test_a_debt_does_not_hold_up_those_who_wait_for_a_trial() -> None:
     slow = AdapterShare(tokens_per_second=0.01)
     stage = in_trial(*mates(6, new=12, adapters=1), poison(adapter=1))
     stage.share_out({AdapterKey(1): slow})
-    stage.scheduler._turns.shares.spend(AdapterKey(1), 100, float(stage.turn))
+    stage.scheduler._admission.rate_limits.spend(AdapterKey(1), 100, float(stage.turn))
     while not stage.failed:
         stage.go_round()
         assert stage.turn < 600, "it waits for its debt to be paid, and so does everybody"
@@ -218,7 +218,7 @@ def test_a_debt_does_not_hold_up_those_who_wait_for_a_trial() -> None:
 def test_nothing_of_an_adapter_moves_while_others_are_tried() -> None:
     stage = in_trial(poison(), *mates(7), arrive(4, 9, 5))
     stage.tell(AdapterPinned(AdapterKey(6), True))
-    while stage.scheduler._trials.active:
+    while stage.scheduler._isolation.active:
         assert not stage.placing.keys() - {AdapterKey(5)}
         stage.go_round()
     stage.run(1000)

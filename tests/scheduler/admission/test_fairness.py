@@ -185,7 +185,7 @@ def test_one_adapter_flooding_leaves_the_others_as_they_were() -> None:
         stage = Stage(story(ranks=ranks, limits=limits(max_running=6)))
         calm = [arrive(new=6, adapter=2), arrive(new=6, adapter=3, first=5)]
         for turn in range(240):
-            while depth and alive(stage, 1) + len(stage.scheduler._turns.queues.waiting_for(
+            while depth and alive(stage, 1) + len(stage.scheduler._admission.queues.waiting_for(
                 AdapterKey(1)
             )) < depth:  # fmt: skip
                 stage.arrive(arrive(new=6, adapter=1, first=9))
@@ -310,7 +310,7 @@ def test_a_step_costs_the_same_however_many_adapters_are_known() -> None:
         for _ in range(12):
             stage.go_round()
         count = 0
-        standing = Residency.standing
+        standing = Residency.readiness
 
         def counted(self: Residency, key: AdapterKey) -> AdapterReadiness:
             nonlocal count
@@ -318,7 +318,7 @@ def test_a_step_costs_the_same_however_many_adapters_are_known() -> None:
             return standing(self, key)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Residency, "standing", counted)
+            patch.setattr(Residency, "readiness", counted)
             stage.scheduler.schedule(float(stage.turn + 1))
         return count
 

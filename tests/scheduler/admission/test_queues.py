@@ -18,14 +18,14 @@ ONE, TWO, THREE = AdapterKey(1), AdapterKey(2), AdapterKey(3)
 def queued(queues: AdapterQueues, asked: Request, serial: int) -> Request:
     asked.serial = serial
     queues.append(asked)
-    queues.resume(asked.adapter)
+    queues.activate(asked.adapter)
     return asked
 
 
 def take(queues: AdapterQueues) -> Request | None:
-    asked = queues.in_turn()
+    asked = queues.next_request()
     if asked is not None:
-        assert queues.in_turn() is asked, "asking twice changes the turn"
+        assert queues.next_request() is asked, "asking twice changes the turn"
         queues.admit(asked)
     queues.check()
     return asked
@@ -66,7 +66,7 @@ def test_a_request_that_comes_back_is_first_and_free() -> None:
     for serial in (7, 0):
         asked = request(serial)
         asked.serial, asked.first_scheduled = serial, 0.0
-        queues.bring_back(asked)
+        queues.requeue(asked)
         assert cost(asked) == 0
     order = [take(queues) for _ in range(5)]
     assert [each.serial for each in order if each] == [0, 7, 1, 2, 3]
@@ -76,19 +76,19 @@ def test_a_claim_is_passed_by_and_keeps_its_seniority() -> None:
     queues = AdapterQueues(100)
     for serial, key in enumerate((1, 2, 3)):
         queued(queues, request(serial, adapter=key), serial)
-    queues.park(TWO, 5)
-    queues.park(ONE, 9)
-    assert queues.claims(9) == [TWO, ONE]
-    assert queues.claims(1) == [TWO]
+    queues.wait_for_device(TWO, 5)
+    queues.wait_for_device(ONE, 9)
+    assert queues.pending_loads(9) == [TWO, ONE]
+    assert queues.pending_loads(1) == [TWO]
     asked = take(queues)
     assert asked is not None
     assert asked.adapter == THREE
     assert take(queues) is None
-    queues.suspend(TWO)
-    assert queues.claims(9) == [ONE]
-    queues.park(TWO, 20)
-    assert queues.claims(9) == [TWO, ONE]
-    assert queues.waits_since(TWO) == 5
+    queues.deactivate(TWO)
+    assert queues.pending_loads(9) == [ONE]
+    queues.wait_for_device(TWO, 20)
+    assert queues.pending_loads(9) == [TWO, ONE]
+    assert queues.pending_since(TWO) == 5
     queues.check()
 
 
@@ -96,34 +96,34 @@ def test_a_claim_in_the_round_stays_a_claim_until_it_is_served() -> None:
     queues = AdapterQueues(100)
     for serial in range(2):
         queued(queues, request(serial, adapter=1), serial)
-    queues.park(ONE, 5)
-    queues.resume(ONE)
-    assert queues.in_round(ONE)
-    assert queues.claims(9) == [ONE]
+    queues.wait_for_device(ONE, 5)
+    queues.activate(ONE)
+    assert queues.is_active(ONE)
+    assert queues.pending_loads(9) == [ONE]
     assert take(queues) is not None
-    assert queues.claims(9) == []
-    assert queues.waits_since(ONE) is None
-    queues.park(ONE, 8)
-    assert queues.waits_since(ONE) == 8
+    assert queues.pending_loads(9) == []
+    assert queues.pending_since(ONE) is None
+    queues.wait_for_device(ONE, 8)
+    assert queues.pending_since(ONE) == 8
 
 
 def test_a_suspended_queue_is_in_neither_until_it_is_resumed() -> None:
     queues = AdapterQueues(100)
     queued(queues, request(0, adapter=1), 0)
-    queues.suspend(ONE)
+    queues.deactivate(ONE)
     assert take(queues) is None
     assert len(queues) == 1
-    queues.resume(ONE, first=True)
+    queues.activate(ONE, first=True)
     assert take(queues) is not None
-    queues.resume(TWO)  # Nobody waits for it: nothing happens.
+    queues.activate(TWO)  # Nobody waits for it: nothing happens.
     assert take(queues) is None
 
 
 def test_removing_the_last_request_removes_the_queue_wherever_it_is() -> None:
     queues = AdapterQueues(100)
     asked = [queued(queues, request(i, adapter=i + 1), i) for i in range(3)]
-    queues.park(ONE, 0)
-    queues.suspend(TWO)
+    queues.wait_for_device(ONE, 0)
+    queues.deactivate(TWO)
     for each in asked:
         assert queues.waiting_for(each.adapter) == [each]
         queues.remove(each)
@@ -235,10 +235,10 @@ def test_a_change_of_priority_moves_a_queue_that_waits() -> None:
     for serial in range(8):
         queued(queues, request(serial, adapter=serial % 2 + 1), serial)
     priorities[2] = 5
-    queues.reshare()
+    queues.update_shares()
     assert take(queues) is None, "nobody is in the round until resumed"
     for key in (ONE, TWO):
-        queues.resume(key)
+        queues.activate(key)
     assert [each.adapter for _ in range(4) if (each := take(queues)) is not None] == [TWO] * 4
 
 
@@ -246,11 +246,11 @@ def test_a_higher_priority_is_a_head_start_among_claims() -> None:
     queues = AdapterQueues(100, lambda key: AdapterShare(priority=1 if key == TWO else 0))
     for key in (1, 2, 3):
         queued(queues, request(key, adapter=key), key)
-    queues.park(ONE, 0, head_start=10)
-    queues.park(TWO, 12, head_start=10)
-    queues.park(THREE, 3, head_start=10)
-    assert queues.claims(9) == [ONE, TWO, THREE]
-    assert queues.waits_since(TWO) == 12
+    queues.wait_for_device(ONE, 0, head_start=10)
+    queues.wait_for_device(TWO, 12, head_start=10)
+    queues.wait_for_device(THREE, 3, head_start=10)
+    assert queues.pending_loads(9) == [ONE, TWO, THREE]
+    assert queues.pending_since(TWO) == 12
 
 
 def test_a_flood_fills_the_queue_for_itself_alone() -> None:

@@ -23,35 +23,35 @@ def shares(
 def test_each_has_its_own_share_or_the_default() -> None:
     slow, fast, base = (AdapterShare(weight=weight) for weight in (0.5, 2, 3))
     given = shares(slow, default=fast, base=base)
-    assert [given.of(key) for key in (ONE, TWO, None)] == [slow, fast, base]
-    given.give(TWO, slow)
-    assert given.of(TWO) == slow
+    assert [given.share_of(key) for key in (ONE, TWO, None)] == [slow, fast, base]
+    given.set_share(TWO, slow)
+    assert given.share_of(TWO) == slow
 
 
 def test_so_many_run_and_no_more_until_one_is_freed() -> None:
     given = shares(AdapterShare(max_concurrent=2))
     for _ in range(2):
-        assert not given.holds_back(ONE, 0.0)
+        assert not given.is_over_limit(ONE, 0.0)
         given.admitted(ONE, 10, 0.0)
-    assert given.holds_back(ONE, 0.0)
-    assert not given.holds_back(TWO, 0.0)
+    assert given.is_over_limit(ONE, 0.0)
+    assert not given.is_over_limit(TWO, 0.0)
     given.freed(ONE)
-    assert not given.holds_back(ONE, 0.0)
+    assert not given.is_over_limit(ONE, 0.0)
     assert given.next_wake is None, "nobody waits for a time"
     given.check({ONE: 1}, {})
-    given.lost()
+    given.reset()
     given.check({}, {})
 
 
 def test_who_ran_dry_is_woken_when_the_debt_is_paid() -> None:
     given = shares(AdapterShare(tokens_per_second=10))
     given.admitted(ONE, 30, 100.0)  # the bucket held 10
-    assert given.holds_back(ONE, 100.0)
-    assert given.holds_back(ONE, 101.9)
+    assert given.is_over_limit(ONE, 100.0)
+    assert given.is_over_limit(ONE, 101.9)
     assert given.next_wake == pytest.approx(102.0)
-    assert given.woken(101.9) == []
-    assert given.woken(102.0) == [ONE]
-    assert not given.holds_back(ONE, 102.0)
+    assert given.take_expired(101.9) == []
+    assert given.take_expired(102.0) == [ONE]
+    assert not given.is_over_limit(ONE, 102.0)
     assert given.next_wake is None
 
 
@@ -59,20 +59,20 @@ def test_a_full_bucket_holds_a_burst_and_no_more() -> None:
     given = shares(AdapterShare(tokens_per_second=10))
     given.admitted(ONE, 1, 0.0)
     given.spend(ONE, int(10 * BURST_SECONDS), 1000.0)
-    assert not given.holds_back(ONE, 1000.0)
+    assert not given.is_over_limit(ONE, 1000.0)
     given.spend(ONE, 1, 1000.0)
-    assert given.holds_back(ONE, 1000.0)
+    assert given.is_over_limit(ONE, 1000.0)
 
 
 def test_another_rate_tells_another_time_to_wake() -> None:
     given = shares(AdapterShare(tokens_per_second=1))
     given.admitted(ONE, 101, 0.0)
-    assert given.holds_back(ONE, 0.0)
+    assert given.is_over_limit(ONE, 0.0)
     given.replace(EVEN, EVEN, {ONE: AdapterShare(tokens_per_second=100)})
-    assert given.holds_back(ONE, 0.0)
+    assert given.is_over_limit(ONE, 0.0)
     assert given.next_wake == pytest.approx(1.0)
     given.replace(EVEN, EVEN, {})
-    assert not given.holds_back(ONE, 0.0)
+    assert not given.is_over_limit(ONE, 0.0)
     assert not given.metered
 
 
@@ -97,11 +97,11 @@ def test_an_adapter_takes_what_its_rate_allows_the_burst_and_one_prompt(
     longest = max(prompt for _, prompt in arrivals)
     for pause, prompt in arrivals:
         now += pause
-        while given.holds_back(ONE, now):
+        while given.is_over_limit(ONE, now):
             wake = given.next_wake
             assert wake is not None
             now = max(now, wake)
-            assert given.woken(now) == [ONE]
+            assert given.take_expired(now) == [ONE]
         given.admitted(ONE, prompt, now)
         taken += prompt
         assert taken <= rate * (now + BURST_SECONDS) + longest + 1e-3

@@ -43,7 +43,7 @@ class Names:
     ("state", "tier"),
     [
         (AdapterState.DEVICE, HoldingTier.DEVICE),
-        (AdapterState.FILLING, HoldingTier.HOST),
+        (AdapterState.LOADING, HoldingTier.HOST),
         (AdapterState.HOST, HoldingTier.HOST),
         (AdapterState.STAGING, HoldingTier.HOST),
         (AdapterState.DISK, HoldingTier.DISK),

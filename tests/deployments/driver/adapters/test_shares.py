@@ -26,7 +26,7 @@ class Told:
         assert command(self.scheduler, 0.0) == []
 
     def weight(self, key: AdapterKey | None) -> float:
-        return self.scheduler._turns.shares.of(key).weight
+        return self.scheduler._admission.rate_limits.share_of(key).weight
 
 
 def runtime(**adapters: float) -> RuntimeConfig:
