@@ -307,7 +307,7 @@ class Scheduler:
     def _admit(self, step: StepBuilder, now: float) -> None:
         """Bring adapters closer to those who wait for them, and let others join."""
         self._admission.begin_step(now)
-        self._admission.load_pending(step)
+        self._admission.start_loads(step)
         for key in self._admission.expired_slices():
             self._running.preempt_adapter(key)
         self._let_join(step, now)

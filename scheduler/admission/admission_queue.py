@@ -1,32 +1,13 @@
-"""Turns: which waiting request may join next.
+"""AdmissionQueue: which waiting request may join next.
 
-Three things decide: whose turn it is (queues.py), who has used up his share (shares.py), and
-whether the adapter's bytes are where a step can use them (residency.py). A queue that may not
-admit now stands aside and is seated again when what it waits for has come.
+Three things decide: the round among the adapters' queues (queues.py), rate limits
+(rate_limits.py), and whether a step can use the adapter's bytes (adapters/residency.py). Each
+queue is in one QueueState; `_state_of` decides which, `_enter` puts it there.
 
-Adapters that wait for the device share its places by time. A resident holds its place for a slice
-from its first admission on; after that it is the next to yield, however many requests it has, and
-whether they are new or old makes no difference. Time is counted in steps, of which one with many
-tokens counts for several: else one adapter's prompts would stretch everybody's waiting.
-
-Nobody starves, counted in steps. Let S be the most steps that an admitted request runs, and a
-claim an adapter that is staged but finds no room on the device. The n-th claim gets its room
-within n * (2 patience_steps + s + S) steps, s being a slice (slice_steps at most, see turns.py):
-when the first has waited for its patience, residents in its way that have had theirs admit
-nobody, and what they run ends; after s + patience_steps more, any do. Where the prefix cache
-keeps what was computed, what they run makes way when the slice is over, unless it ends within
-SHORTEST_SLICE steps, so that S is hardly more than s. A step with many tokens counts for several.
-Claims stand in the order of their age; one whose priority is p higher stands where one that is
-p * patience_steps steps older would, so only for so many steps can newcomers go before it. Among
-queues with room, turns come by deficit round-robin in tokens, and a lower priority has one of
-every PASSED_OVER + 3 n admissions (queues.py). An admission takes S steps at most, for a request
-in turn that lacks blocks or a place keeps its turn (against lower priorities, and against all
-once its own was passed over so often) until the running ones end. Among running requests the
-oldest is never preempted for lack of blocks and always advances. Who has used up his share
-(shares.py) waits for requests that are charged to him to end, or for his own debt; a merge waits
-for each of its parts. Bytes on their way to the device are waited for by their own rows alone,
-however many steps that takes; a resident that was filled for somebody admits him before it is
-closed. After losses of the ranks suspects are tried apart, and all others wait (trials.py).
+Adapters that wait for the device share it by time. A loaded adapter holds its slot for a slice,
+from its first admission on; after that it is the next to yield, whether its requests are old or
+new. Time is counted in steps, and a step with many tokens counts for several, so that one
+adapter's long prompts do not stretch the wait of all others.
 """
 
 from collections import Counter
@@ -36,21 +17,27 @@ from configs.runtime import AdapterShare
 from configs.wire.adapters import AdapterKey
 from scheduler.adapters.residency import AdapterReadiness, Residency
 from scheduler.admission.limits import Limits
-from scheduler.admission.queues import AdapterQueues
+from scheduler.admission.queues import AdapterQueues, QueueState
 from scheduler.admission.rate_limits import QueueKey, RateLimits
 from scheduler.request import Request
 from scheduler.running import SHORTEST_SLICE
 from scheduler.step import StepBuilder
 
-MAX_CLAIMS_SEEN = 16
-"""How many claims a step looks at, so that its cost does not grow with the adapters waiting."""
+MAX_LOADS_SEEN = 16
+"""How many pending loads a step looks at: its cost must not grow with the adapters that wait."""
 
 STEP_TOKENS = 192
-"""Time goes on by one for each step and each so many tokens: about as many take a GPU as long to
-compute as it takes to read the weights that every step reads, whatever the model."""
+"""Time advances by one for each step and by one for each so many tokens. A GPU computes about so
+many tokens in the time in which it reads the weights once, whatever the model."""
 
-_ON_THE_WAY = (AdapterReadiness.NOT_STAGED, AdapterReadiness.LOADING)
-"""Where an adapter is when something else than the device's room is awaited."""
+_STATE = {
+    AdapterReadiness.READY: QueueState.ADMITS,
+    AdapterReadiness.CAN_LOAD: QueueState.WAITS_FOR_DEVICE,
+    AdapterReadiness.MUST_WAIT: QueueState.WAITS_FOR_DEVICE,
+    AdapterReadiness.LOADING: QueueState.WAITS_FOR_BYTES,
+    AdapterReadiness.NOT_STAGED: QueueState.WAITS_FOR_BYTES,
+}
+"""What the queue of an adapter waits for, as far as the adapter decides it."""
 
 
 class AdmissionQueue:
@@ -135,10 +122,10 @@ class AdmissionQueue:
         self._residency.now = self._step
 
     def begin_step(self, now: float) -> None:
-        """Before a step's admissions: seat whoever may have come to be able to admit."""
+        """Before a step's admissions: look again at the queues whose rate limit has recovered."""
         self._now = now
-        for payer in self.rate_limits.take_expired(now):
-            self._update_sharing((payer,))
+        for key in self.rate_limits.take_expired(now):
+            self._update_sharing((key,))
 
     @property
     def slice_steps(self) -> int:
@@ -158,42 +145,43 @@ class AdmissionQueue:
         return min(longest, few, many)
 
     def expired_slices(self) -> list[AdapterKey]:
-        """The residents in a claim's way that had their slice."""
+        """The adapters that must yield to another and have had their slice."""
         latest = self._step - self.slice_steps
         closed = self._residency.device.closed
         return [key for key in closed if self._residency.admitting_since(key) <= latest]
 
-    def load_pending(self, step: StepBuilder) -> None:
-        """Begin to bring claims that the device has room for there, in their order.
+    def start_loads(self, step: StepBuilder) -> None:
+        """Begin to load the adapters that the device has room for, longest wait first.
 
-        They come before their turn, and so that no step waits for them: a queue is seated in
-        its round when its adapter is there.
+        That happens before their queues' turn in the round, and no step waits for it.
         """
         for key in self._residency.device.take_reopened():
             self.update(key)
-        claims = self._pending_loads()
+        pending = self._pending_loads()
         patience, length = self._limits.patience_steps, self.slice_steps
-        waited = self._waited(claims[0]) if claims else -1
+        waited = self._waited(pending[0]) if pending else -1
         if waited >= patience:
-            # One that needs several places may never find that all have had their slice.
+            # An adapter that needs several slots might never find that all have had their slice.
             may_wait = waited < 2 * patience + length
-            self._reserve(claims[0], self._step - length if may_wait else None)
+            self._reserve(pending[0], self._step - length if may_wait else None)
         reserved = self._residency.device.reserved
-        for key in claims if reserved is None else [reserved, *claims]:
-            self._advance(key, step)
+        for key in pending if reserved is None else [reserved, *pending]:
+            self._load(key, step)
 
     def make_room(self, step: StepBuilder) -> None:
-        """Nobody runs whose end would make room: reserve it for the first claim at once."""
-        claims = self._pending_loads()
-        if claims and not self._residency.num_loading:
-            self._reserve(claims[0])
-            self._advance(claims[0], step)
+        """Reserve room for the first pending load at once: nothing runs whose end would make it."""
+        pending = self._pending_loads()
+        if pending and not self._residency.num_loading:
+            self._reserve(pending[0])
+            self._load(pending[0], step)
 
     def next(self) -> Request | None:
         """The request that may join now; the same one until something changes."""
         while (request := self.queues.next_request()) is not None:
-            if self._may_admit(request.adapter):
+            state = self._state_of(request.adapter)
+            if state is QueueState.ADMITS:
                 return request
+            self._enter(request.adapter, state)
         return None
 
     def admit(self, request: Request) -> int:
@@ -222,37 +210,25 @@ class AdmissionQueue:
             self.update(request.adapter)
 
     def reset(self) -> None:
-        """The ranks are gone: nobody holds anything, and no adapter is staged."""
+        """The ranks are gone: no request holds anything there, and no adapter is staged."""
         self.rate_limits.reset()
         for key in self.queues.keys:
-            self.queues.deactivate(key)
+            self.queues.enter(key, QueueState.WAITS_FOR_BYTES)
         self.update(None)
 
     def update_all(self) -> None:
-        """Seat every queue, where nothing says which may have changed."""
+        """Look again at every queue."""
         for key in self.queues.keys:
             self.update(key)
 
     def update(self, key: QueueKey) -> None:
-        """Put a queue where it may be: in the round, among the claims, or aside.
+        """Look again at what a queue waits for.
 
-        An adapter that is not on the device always begins as a claim, behind the older ones:
-        it must not take the room that they wait for because it happens to come at its turn.
+        One that admits is looked at when its turn comes, in `next`. One whose adapter is not on
+        the device first becomes a pending load, behind those that wait longer.
         """
-        if key not in self.queues or self.queues.is_active(key):
-            return
-        if self._holds_back(key):
-            return
-        if key is None:
-            self.queues.activate(None)
-            return
-        standing = self._residency.readiness(key)
-        if standing is AdapterReadiness.READY:
-            self._resume(key)
-        elif standing in _ON_THE_WAY:
-            self.queues.deactivate(key)
-        else:
-            self._park(key)
+        if key in self.queues and not self.queues.admits(key):
+            self._enter(key, self._state_of(key))
 
     def check(self, running: Iterable[Request], alive: Iterable[Request]) -> None:
         """Assert every invariant; `running`: the requests that hold places, `alive`: all."""
@@ -261,64 +237,51 @@ class AdmissionQueue:
         merges = Counter(request.adapter for request in alive if request.parts)
         self.rate_limits.check(charged, merges)
 
-    def _resume(self, key: AdapterKey) -> None:
-        """The adapter is there: it is no claim any more, but keeps its seniority as one."""
-        self.queues.deactivate(key)
-        self.queues.activate(key)
+    def _state_of(self, key: QueueKey) -> QueueState:
+        """What the queue waits for now."""
+        if self._is_over_limit(key):
+            return QueueState.OVER_LIMIT
+        return QueueState.ADMITS if key is None else _STATE[self._residency.readiness(key)]
 
-    def _park(self, key: AdapterKey) -> None:
-        self.queues.wait_for_device(key, self._step, self._limits.patience_steps)
-
-    def _holds_back(self, key: QueueKey) -> bool:
-        """Set the queue aside if its share is used up: no room is to be made for it meanwhile.
-
-        The same if it shares a cap with one that has the turn before it and could come to admit.
-        """
-        if not self.rate_limits.is_over_limit(key, self._now) and not self._gives_way(key):
-            return False
-        self.queues.deactivate(key)
-        if key is not None:
+    def _enter(self, key: QueueKey, state: QueueState) -> None:
+        self.queues.enter(key, state, self._step, self._limits.patience_steps)
+        if state is QueueState.OVER_LIMIT and key is not None:
+            # No room is made for an adapter whose requests may not be admitted.
             self._residency.cancel_reservation(key)
-        return True
 
-    def _gives_way(self, key: QueueKey) -> bool:
+    def _is_over_limit(self, key: QueueKey) -> bool:
+        return self.rate_limits.is_over_limit(key, self._now) or self._yields(key)
+
+    def _yields(self, key: QueueKey) -> bool:
+        """Whether another queue shares a limit with this one, comes first and could admit."""
         waiting = [each for each in self.rate_limits.ahead_of(key) if each in self.queues]
         return any(
             each is None or self._residency.readiness(each) is not AdapterReadiness.NOT_STAGED
             for each in waiting
         )
 
-    def _update_sharing(self, payers: Sequence[QueueKey]) -> None:
-        """Seat those who may come to admit because something is charged to these no more."""
-        for key in self.rate_limits.sharing_with(payers):
+    def _update_sharing(self, charged: Sequence[QueueKey]) -> None:
+        """Look again at the queues that share a limit with these, which are charged for less."""
+        for key in self.rate_limits.sharing_with(charged):
             self.update(key)
 
-    def _may_admit(self, key: QueueKey) -> bool:
-        """Whether the queue in turn may admit in this step; if not, it steps aside."""
-        if self._holds_back(key):
-            return False
-        if key is None:
-            return True
-        standing = self._residency.readiness(key)
-        if standing in _ON_THE_WAY:
-            self.queues.deactivate(key)
-        elif standing is not AdapterReadiness.READY:
-            self._park(key)
-        return standing is AdapterReadiness.READY
-
     def _pending_loads(self) -> list[AdapterKey]:
-        """The first claims, but for those that have used up their share."""
-        return [
-            key for key in self.queues.pending_loads(MAX_CLAIMS_SEEN) if not self._holds_back(key)
-        ]
+        """The first pending loads, without those that are over their limit by now."""
+        pending = []
+        for key in self.queues.pending_loads(MAX_LOADS_SEEN):
+            if self._is_over_limit(key):
+                self._enter(key, QueueState.OVER_LIMIT)
+            else:
+                pending.append(key)
+        return pending
 
     def _waited(self, key: AdapterKey) -> int:
-        """For how many steps a claim has waited."""
+        """For how many steps a load has been pending."""
         since = self.queues.pending_since(key)
         return self._step - (self._step if since is None else since)
 
     def _reserve(self, key: AdapterKey, latest: int | None = None) -> None:
-        """Have others make room for a claim that finds none, unless they do for another.
+        """Have other adapters make room for this one, unless they do so for another already.
 
         latest: only those that began to admit by then.
         """
@@ -326,13 +289,10 @@ class AdmissionQueue:
         if blocked and self._residency.device.reserved is None:
             self._residency.reserve(key, latest)
 
-    def _advance(self, key: AdapterKey, step: StepBuilder) -> None:
-        """Bring a claim one stage further, if it can."""
-        standing = self._residency.readiness(key)
-        if standing is AdapterReadiness.CAN_LOAD and step.may_load:
+    def _load(self, key: AdapterKey, step: StepBuilder) -> None:
+        """Begin the adapter's load if it can begin, and put its queue where it belongs."""
+        readiness = self._residency.readiness(key)
+        if readiness is AdapterReadiness.CAN_LOAD and step.may_load:
             self._residency.load(key, step)
-            self.queues.deactivate(key)
-        elif standing in _ON_THE_WAY:
-            self.queues.deactivate(key)
-        elif standing is AdapterReadiness.READY:
-            self._resume(key)
+            readiness = AdapterReadiness.LOADING
+        self._enter(key, _STATE[readiness])

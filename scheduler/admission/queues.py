@@ -1,24 +1,19 @@
 """AdapterQueues: one queue for each adapter, served by deficit round-robin in tokens.
 
-Each time the round comes to a queue whose first request costs more than its credit, the queue
-earns its quantum (quantum_tokens times its weight) and the round goes on. So between two turns
-of one queue every other queue of its priority admits at most its own quantum and one longest
-request, and a request that heads its queue is in turn after at most ceil(longest request / its
-quantum) rounds, whatever the others hold.
+The round takes one queue after the other. A queue whose first request costs more than its credit
+earns its quantum (quantum_tokens times its weight), and the round goes on. Each priority has a
+round of its own, and the highest one is served; a lower one that has seen PASSED_OVER requests of
+higher ones admitted is served once. docs/design/fairness.md derives the bounds.
 
-Every priority has a round of its own, and the highest with anybody in it is served. A lower one
-that has seen PASSED_OVER requests of higher ones admitted has the next turn. So of any
-PASSED_OVER + 3 n admissions in a row, n being the number of priorities that wait, every one of
-them has at least one.
-
-A queue whose adapter waits for room on the device is a claim, and the round passes it by until
-there is room; claims are served in the order in which they began to wait, where each priority
-is a head start. One whose adapter is not staged, or has used up its share, is in neither.
+A queue is in one QueueState. The round sees only those that admit; those whose adapter waits for
+room on the device are pending loads, ordered by when they began to wait (each priority counts as
+a number of steps waited).
 """
 
 from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from enum import Enum
 from itertools import islice
 from math import ceil
 
@@ -38,8 +33,18 @@ def cost(request: Request) -> int:
     return 0 if request.first_scheduled is not None else request.max_total
 
 
+class QueueState(Enum):
+    """What a queue waits for; docs/architecture.md draws the transitions."""
+
+    NEW = "not looked at yet"
+    ADMITS = "its turn in the round"
+    WAITS_FOR_DEVICE = "room on the device: a pending load"
+    WAITS_FOR_BYTES = "staging, or the copy to the device"
+    OVER_LIMIT = "its rate limit, or a queue that shares the limit and comes first"
+
+
 class AdapterQueue:
-    """The waiting requests of one adapter: those that come back first, then first come first.
+    """The waiting requests of one adapter: those that were preempted first, then the new ones.
 
     pending_load: (when in the order of claims, a number that breaks ties) its adapter awaits room on
     the device; pending_since: the step since which it does.
@@ -50,6 +55,7 @@ class AdapterQueue:
         self.key = key
         self.share = share
         self.credit = 0.0
+        self.state = QueueState.NEW
         self.pending_load: tuple[int, int] | None = None
         self.pending_since = 0
         self._resumed: list[Request] = []
@@ -181,7 +187,7 @@ class AdapterQueues:
         queue.remove(request)
         self._num_waiting -= 1
         if not len(queue):
-            self.deactivate(queue.key)
+            self._leave_state(queue)
             del self._queues[queue.key]
 
     def admit(self, request: Request) -> None:
@@ -192,7 +198,6 @@ class AdapterQueues:
             if priority < queue.share.priority:
                 each.passed_over += 1
         self._rounds[queue.share.priority].passed_over = 0
-        self._leave_pending(queue)
         queue.pending_load = None
         self.remove(request)
 
@@ -209,46 +214,33 @@ class AdapterQueues:
         priority = max(due)[1] if due else highest
         return self._rounds[priority].next_request(self.quantum_tokens)
 
-    def activate(self, key: QueueKey, first: bool = False) -> None:
-        """Let the queue take part in its round, from the end or the front."""
-        queue = self._queues.get(key)
-        if queue is None or self.is_active(key):
-            return
-        ring = self._rounds.setdefault(queue.share.priority, _Round()).ring
-        ring[key] = queue
-        ring.move_to_end(key, last=not first)
+    def enter(self, key: QueueKey, state: QueueState, step: int = 0, head_start: int = 0) -> None:
+        """Move a queue to a state; one that begins to wait for the device does so from `step` on.
 
-    def wait_for_device(self, key: AdapterKey, step: int, head_start: int = 0) -> None:
-        """The adapter must wait for the device, since `step` unless it has waited before.
-
-        head_start: steps by which each priority stands before the next lower one.
+        head_start: steps by which each priority stands before the next lower one. A queue that
+        waited for the device before keeps its place in that order.
         """
         queue = self._queues[key]
-        self._leave_round(queue)
-        if queue.pending_load is None:
-            self._num_pending += 1
-            queue.pending_since = step
-            queue.pending_load = (step - head_start * queue.share.priority, self._num_pending)
-        if self._index(queue) is None:
+        self._leave_state(queue)
+        queue.state = state
+        if state is QueueState.ADMITS:
+            self._rounds.setdefault(queue.share.priority, _Round()).ring[key] = queue
+        elif state is QueueState.WAITS_FOR_DEVICE:
+            assert key is not None, "the base model needs no room on the device"
+            if queue.pending_load is None:
+                self._num_pending += 1
+                queue.pending_since = step
+                started = step - head_start * queue.share.priority
+                queue.pending_load = (started, self._num_pending)
             insort(self._pending_loads, (queue.pending_load, key))
 
-    def deactivate(self, key: QueueKey) -> None:
-        """Take the queue out of the round until it is resumed; it keeps its seniority."""
-        queue = self._queues[key]
-        self._leave_round(queue)
-        self._leave_pending(queue)
-
-    def is_active(self, key: QueueKey) -> bool:
+    def admits(self, key: QueueKey) -> bool:
         """Whether the queue takes part in a round."""
         queue = self._queues.get(key)
-        each = None if queue is None else self._rounds.get(queue.share.priority)
-        return each is not None and key in each.ring
+        return queue is not None and queue.state is QueueState.ADMITS
 
     def pending_loads(self, limit: int) -> list[AdapterKey]:
-        """The first `limit` adapters that wait for the device, in the order of claims.
-
-        They stay claims until a request of theirs is admitted, in the round or not.
-        """
+        """The first `limit` adapters that wait for room on the device, longest wait first."""
         return [key for _, key in islice(self._pending_loads, limit)]
 
     def pending_since(self, key: AdapterKey) -> int | None:
@@ -257,24 +249,30 @@ class AdapterQueues:
         return None if queue.pending_load is None else queue.pending_since
 
     def update_shares(self) -> None:
-        """Ask for everybody's share again; all queues are out of the round until resumed."""
-        for key, queue in self._queues.items():
-            self.deactivate(key)
-            queue.share = self._share_of(key)
+        """Read all shares again; the caller then decides each queue's state anew."""
+        for queue in self._queues.values():
+            self._leave_state(queue)
+            queue.state = QueueState.NEW
+            queue.share = self._share_of(queue.key)
 
     def check(self) -> None:
-        """Assert that every queue is in one place and that requests are counted."""
+        """Assert that every queue is where its state says, and that requests are counted."""
         assert self._num_waiting == sum(len(queue) for queue in self._queues.values())
         assert all(len(queue) for queue in self._queues.values()), "an empty queue"
-        listed = [key for _, key in self._pending_loads]
-        assert self._pending_loads == sorted(self._pending_loads)
-        assert len(set(listed)) == len(listed)
         assert all(each.ring for each in self._rounds.values()), "an empty round"
+        assert self._pending_loads == sorted(self._pending_loads)
         rings = [key for each in self._rounds.values() for key in each.ring]
-        assert len(set(rings)) == len(rings)
-        assert {*listed, *rings} <= set(self._queues)
-        assert all(self.is_active(key) for key in rings), "a queue in another priority's round"
-        assert all(self._queues[key].pending_load == claim for claim, key in self._pending_loads)
+        assert sorted(rings, key=str) == self._in_state(QueueState.ADMITS)
+        pending = [key for _, key in self._pending_loads]
+        assert sorted(pending, key=str) == self._in_state(QueueState.WAITS_FOR_DEVICE)
+        for load, key in self._pending_loads:
+            assert self._queues[key].pending_load == load, key
+        for priority, each in self._rounds.items():
+            assert all(queue.share.priority == priority for queue in each.ring.values())
+
+    def _in_state(self, state: QueueState) -> list[QueueKey]:
+        keys = [key for key, queue in self._queues.items() if queue.state is state]
+        return sorted(keys, key=str)
 
     def _queue(self, key: QueueKey) -> AdapterQueue:
         queue = self._queues.get(key)
@@ -283,21 +281,16 @@ class AdapterQueues:
             queue.credit = self.quantum_tokens * queue.share.weight
         return queue
 
-    def _leave_round(self, queue: AdapterQueue) -> None:
-        each = self._rounds.get(queue.share.priority)
-        if each is not None and each.ring.pop(queue.key, None) is not None and not each.ring:
-            del self._rounds[queue.share.priority]
-
-    def _index(self, queue: AdapterQueue) -> int | None:
-        """Where the queue stands among the claims."""
-        if queue.pending_load is None or queue.key is None:
-            return None
-        entry = (queue.pending_load, queue.key)
-        index = bisect_left(self._pending_loads, entry)
-        found = index < len(self._pending_loads) and self._pending_loads[index] == entry
-        return index if found else None
-
-    def _leave_pending(self, queue: AdapterQueue) -> None:
-        index = self._index(queue)
-        if index is not None:
+    def _leave_state(self, queue: AdapterQueue) -> None:
+        """Take the queue out of its round or out of the pending loads."""
+        priority = queue.share.priority
+        if queue.state is QueueState.ADMITS:
+            ring = self._rounds[priority].ring
+            del ring[queue.key]
+            if not ring:
+                del self._rounds[priority]
+        elif queue.state is QueueState.WAITS_FOR_DEVICE:
+            assert queue.pending_load is not None, queue.key
+            assert queue.key is not None
+            index = bisect_left(self._pending_loads, (queue.pending_load, queue.key))
             del self._pending_loads[index]

@@ -20,5 +20,5 @@ def test_every_story_ends_well(story: Story) -> None:
 @given(stories(num_adapters=8))
 def test_every_story_ends_well_when_more_claims_wait_than_a_step_looks_at(story: Story) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(turns, "MAX_CLAIMS_SEEN", 1)
+        patch.setattr(turns, "MAX_LOADS_SEEN", 1)
         play(story)

@@ -145,9 +145,9 @@ def test_a_pinned_adapter_is_staged_and_filled_unasked_and_stays() -> None:
     residency.loaded(ONE)
     assert not residency.has_moves
     staged(residency, TWO)
-    assert residency.standing(TWO) is AdapterReadiness.BLOCKED
+    assert residency.readiness(TWO) is AdapterReadiness.MUST_WAIT
     residency.pin(ONE, False)
-    assert residency.standing(TWO) is AdapterReadiness.PLACEABLE
+    assert residency.readiness(TWO) is AdapterReadiness.CAN_LOAD
 
 
 def test_an_unloaded_adapter_goes_once_nobody_uses_it() -> None:

@@ -104,7 +104,7 @@ def test_far_more_claims_than_a_step_looks_at_are_all_served(
     budget: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Claims that got room but lack tokens must not let younger ones reserve over them."""
-    monkeypatch.setattr(turns, "MAX_CLAIMS_SEEN", 2)
+    monkeypatch.setattr(turns, "MAX_LOADS_SEEN", 2)
     steps, num_adapters = 5, 30
     tight = limits(max_running=8, max_step_tokens=budget)
     stage = Stage(story(ranks=capacity(adapter_slots=4), limits=tight))
@@ -322,4 +322,4 @@ def test_a_step_costs_the_same_however_many_adapters_are_known() -> None:
             stage.scheduler.schedule(float(stage.turn + 1))
         return count
 
-    assert looks(400) <= looks(40) <= 3 * turns.MAX_CLAIMS_SEEN
+    assert looks(400) <= looks(40) <= 3 * turns.MAX_LOADS_SEEN

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from configs.runtime import AdapterShare
 from configs.wire.adapters import AdapterKey
-from scheduler.admission.queues import PASSED_OVER, AdapterQueues, _Round, cost
+from scheduler.admission.queues import PASSED_OVER, AdapterQueues, QueueState, _Round, cost
 from scheduler.request import Request
 from tests.scheduler.small import request
 
@@ -18,7 +18,8 @@ ONE, TWO, THREE = AdapterKey(1), AdapterKey(2), AdapterKey(3)
 def queued(queues: AdapterQueues, asked: Request, serial: int) -> Request:
     asked.serial = serial
     queues.append(asked)
-    queues.activate(asked.adapter)
+    if not queues.admits(asked.adapter):
+        queues.enter(asked.adapter, QueueState.ADMITS)
     return asked
 
 
@@ -72,58 +73,57 @@ def test_a_request_that_comes_back_is_first_and_free() -> None:
     assert [each.serial for each in order if each] == [0, 7, 1, 2, 3]
 
 
-def test_a_claim_is_passed_by_and_keeps_its_seniority() -> None:
+def test_the_round_passes_a_pending_load_by_and_it_keeps_its_place() -> None:
     queues = AdapterQueues(100)
     for serial, key in enumerate((1, 2, 3)):
         queued(queues, request(serial, adapter=key), serial)
-    queues.wait_for_device(TWO, 5)
-    queues.wait_for_device(ONE, 9)
+    queues.enter(TWO, QueueState.WAITS_FOR_DEVICE, 5)
+    queues.enter(ONE, QueueState.WAITS_FOR_DEVICE, 9)
     assert queues.pending_loads(9) == [TWO, ONE]
     assert queues.pending_loads(1) == [TWO]
     asked = take(queues)
     assert asked is not None
     assert asked.adapter == THREE
     assert take(queues) is None
-    queues.deactivate(TWO)
+    queues.enter(TWO, QueueState.OVER_LIMIT)
     assert queues.pending_loads(9) == [ONE]
-    queues.wait_for_device(TWO, 20)
+    queues.enter(TWO, QueueState.WAITS_FOR_DEVICE, 20)
     assert queues.pending_loads(9) == [TWO, ONE]
     assert queues.pending_since(TWO) == 5
     queues.check()
 
 
-def test_a_claim_in_the_round_stays_a_claim_until_it_is_served() -> None:
+def test_a_queue_keeps_its_wait_until_a_request_of_it_is_admitted() -> None:
     queues = AdapterQueues(100)
     for serial in range(2):
         queued(queues, request(serial, adapter=1), serial)
-    queues.wait_for_device(ONE, 5)
-    queues.activate(ONE)
-    assert queues.is_active(ONE)
-    assert queues.pending_loads(9) == [ONE]
-    assert take(queues) is not None
+    queues.enter(ONE, QueueState.WAITS_FOR_DEVICE, 5)
+    queues.enter(ONE, QueueState.ADMITS)
+    assert queues.admits(ONE)
     assert queues.pending_loads(9) == []
+    assert queues.pending_since(ONE) == 5
+    assert take(queues) is not None
     assert queues.pending_since(ONE) is None
-    queues.wait_for_device(ONE, 8)
+    queues.enter(ONE, QueueState.WAITS_FOR_DEVICE, 8)
     assert queues.pending_since(ONE) == 8
 
 
-def test_a_suspended_queue_is_in_neither_until_it_is_resumed() -> None:
+def test_a_queue_over_its_limit_is_not_served() -> None:
     queues = AdapterQueues(100)
     queued(queues, request(0, adapter=1), 0)
-    queues.deactivate(ONE)
+    queues.enter(ONE, QueueState.OVER_LIMIT)
     assert take(queues) is None
     assert len(queues) == 1
-    queues.activate(ONE, first=True)
+    queues.enter(ONE, QueueState.ADMITS)
     assert take(queues) is not None
-    queues.activate(TWO)  # Nobody waits for it: nothing happens.
     assert take(queues) is None
 
 
 def test_removing_the_last_request_removes_the_queue_wherever_it_is() -> None:
     queues = AdapterQueues(100)
     asked = [queued(queues, request(i, adapter=i + 1), i) for i in range(3)]
-    queues.wait_for_device(ONE, 0)
-    queues.deactivate(TWO)
+    queues.enter(ONE, QueueState.WAITS_FOR_DEVICE, 0)
+    queues.enter(TWO, QueueState.OVER_LIMIT)
     for each in asked:
         assert queues.waiting_for(each.adapter) == [each]
         queues.remove(each)
@@ -238,17 +238,17 @@ def test_a_change_of_priority_moves_a_queue_that_waits() -> None:
     queues.update_shares()
     assert take(queues) is None, "nobody is in the round until resumed"
     for key in (ONE, TWO):
-        queues.activate(key)
+        queues.enter(key, QueueState.ADMITS)
     assert [each.adapter for _ in range(4) if (each := take(queues)) is not None] == [TWO] * 4
 
 
-def test_a_higher_priority_is_a_head_start_among_claims() -> None:
+def test_a_higher_priority_counts_as_steps_waited() -> None:
     queues = AdapterQueues(100, lambda key: AdapterShare(priority=1 if key == TWO else 0))
     for key in (1, 2, 3):
         queued(queues, request(key, adapter=key), key)
-    queues.wait_for_device(ONE, 0, head_start=10)
-    queues.wait_for_device(TWO, 12, head_start=10)
-    queues.wait_for_device(THREE, 3, head_start=10)
+    queues.enter(ONE, QueueState.WAITS_FOR_DEVICE, 0, head_start=10)
+    queues.enter(TWO, QueueState.WAITS_FOR_DEVICE, 12, head_start=10)
+    queues.enter(THREE, QueueState.WAITS_FOR_DEVICE, 3, head_start=10)
     assert queues.pending_loads(9) == [ONE, TWO, THREE]
     assert queues.pending_since(TWO) == 12
 
