@@ -49,7 +49,7 @@ def rank_main(rank: int, size: int, port: int, hidden: int, rows: Sequence[int])
         halves = DoubleBuffer(map_buffer(2 * LARGEST_BYTES, device))
         methods.update(torch_sums())
     if rank == 0:
-        print(json.dumps({"gpus": size, "torch": torch.__version__, "how": chosen.how}))
+        print(json.dumps({"gpus": size, "torch": torch.__version__, "how": chosen.method}))
         print(" rows " + "".join(f"{name:>10}" for name in [*methods, "chosen"]), flush=True)
     with torch.inference_mode():
         for count in rows:
@@ -57,7 +57,7 @@ def rank_main(rank: int, size: int, port: int, hidden: int, rows: Sequence[int])
             if halves is not None and x.nbytes <= halves.half_bytes:
                 x = halves.take(x.shape, x.dtype).zero_()
             times = [captured_us(sum_, x) for sum_ in methods.values()]
-            room = chosen.room(x.shape, x.dtype)
+            room = chosen.output_buffer(x.shape, x.dtype)
             times.append(captured_us(chosen.all_reduce, room if room is not None else x.clone()))
             slowest = nccl.maximum(times, device)
             if rank == 0:

@@ -35,8 +35,8 @@ class TimedDriver(DriverDeployment):
 
     async def leads(self) -> tuple[int, float]:
         """How many requests ran before Serve's call was here, and by how many seconds in all."""
-        head_starts = self._running.head_starts
-        return head_starts.num_adopted, head_starts.lead_seconds
+        head_starts = self._running.early_submits
+        return head_starts.num_attached, head_starts.lead_seconds
 
     def _group(self, engine: EngineConfig, folder: Path) -> RankGroup:
         return TimedRanks(*self._timed)

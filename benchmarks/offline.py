@@ -249,7 +249,7 @@ class Benchmark:
         shape = self._runner.stage(FetchedAdapter(key, "bench", str(folder), "bench"))
         for slot in range(count):
             pages = [list(range(slot * n, (slot + 1) * n)) for n in shape.num_pages]
-            self._runner.place(key, slot, pages)
+            self._runner.load_adapter(key, slot, pages)
         self._synchronize()
 
     def _synchronize(self) -> None:

@@ -6,6 +6,6 @@ TURN_S = 0.0005
 """Seconds that a thread may keep it while others wait; Python's own 0.005 are a whole step."""
 
 
-def take_short_turns() -> None:
+def shorten_switch_interval() -> None:
     """For processes in which one thread makes steps and others do what can wait."""
     sys.setswitchinterval(TURN_S)

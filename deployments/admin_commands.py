@@ -1,7 +1,7 @@
 """Standing orders: names and pins that operators gave by a route, for replicas that start later.
 
 Whoever brought a command to all replicas writes what lasts of it into a ledger that outlives them
-(`note`). A replica that starts does what stands there, and looks into it again from time to time
+(`save`). A replica that starts does what stands there, and looks into it again from time to time
 (`AdminCommands`): for what came before it could be reached, and for what was taken back meanwhile.
 """
 
@@ -44,7 +44,7 @@ class AdminStore(Protocol):
         ...
 
 
-def note(ledger: AdminStore, command: AdapterCommand, reports: Sequence[AdapterReport]) -> None:
+def save(ledger: AdminStore, command: AdapterCommand, reports: Sequence[AdapterReport]) -> None:
     """Write down what lasts of a command that replicas did; AdminStoreError if that fails.
 
     A name or a pin that one of them refused is not written down; one that is taken back is taken
@@ -76,9 +76,9 @@ class AdminCommands:
 
     def __init__(self, ledger: AdminStore, run: Run) -> None:
         """Nothing is done yet."""
-        self._ledger = ledger
+        self._store = ledger
         self._run = run
-        self._done: dict[str, AdapterCommand] = {}
+        self._applied: dict[str, AdapterCommand] = {}
         self._failing: set[str] = set()
 
     async def follow(self, pins: bool = True) -> None:
@@ -87,24 +87,24 @@ class AdminCommands:
         pins: without them nothing is fetched, so that it takes no time.
         """
         try:
-            told = _decoded(await asyncio.to_thread(self._ledger.read))
+            told = _decoded(await asyncio.to_thread(self._store.read))
         except AdminStoreError as fault:
             logger.warning("names and pins given by hand could not be read: %s", fault)
             return
-        for key in self._done.keys() - told.keys():
-            order = self._done.pop(key)
+        for key in self._applied.keys() - told.keys():
+            order = self._applied.pop(key)
             await self._run(replace(order, action=_BACK[order.action]))
         self._failing &= told.keys()
-        new = {key: order for key, order in told.items() if self._done.get(key) != order}
+        new = {key: order for key, order in told.items() if self._applied.get(key) != order}
         for key, order in new.items():
             if order.action is AdapterAction.NAME:
-                moves = key in self._done
+                moves = key in self._applied
                 await self._do(key, replace(order, replace=moves, stage=False))
-                self._done[key] = order
+                self._applied[key] = order
         if pins:
             wanted = [key for key, order in new.items() if order.action is AdapterAction.PIN]
             done = await asyncio.gather(*(self._do(key, new[key]) for key in wanted))
-            self._done |= {key: new[key] for key, good in zip(wanted, done, strict=True) if good}
+            self._applied |= {key: new[key] for key, good in zip(wanted, done, strict=True) if good}
 
     async def _do(self, key: str, order: AdapterCommand) -> bool:
         """Whether it could be done; the first failure in a row is logged."""

@@ -11,7 +11,7 @@ _told: ContextVar[Callable[[str], None] | None] = ContextVar("loray_replica_chos
 
 
 @contextmanager
-def telling(chosen: Callable[[str], None]) -> Iterator[None]:
+def replica_listener(chosen: Callable[[str], None]) -> Iterator[None]:
     """Calls begun meanwhile tell the unique id of their replica, and of each that follows it.
 
     `chosen` is called on the router's event loop, just before the call is sent; what it raises ends

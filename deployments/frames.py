@@ -88,7 +88,7 @@ class FrameReceiver:
         for writer in self._drivers:
             _write_frame(writer, self._encoder.encode(Finish(request_id, index, at)))
 
-    def send_ahead(self, replica: str, request: GenerateRequest) -> bool:
+    def submit_early(self, replica: str, request: GenerateRequest) -> bool:
         """Give a request a head start on the driver with this id; False: nothing was sent.
 
         What is large, or would wait for what was sent before it, goes with its call alone, and so
@@ -109,7 +109,7 @@ class FrameReceiver:
         _write_frame(writer, payload)
         return True
 
-    def take_back(self, replica: str, request_id: str) -> None:
+    def withdraw(self, replica: str, request_id: str) -> None:
         """Tell the driver with this id that the call of a head start is not coming."""
         writer = self._replicas.get(replica)
         if writer is not None and not writer.is_closing():
@@ -126,7 +126,7 @@ class FrameReceiver:
         try:
             async with asyncio.timeout(_GREETING_SECONDS):
                 hello = await _read_frame(reader, _MAX_HELLO_BYTES)
-            replica = self._greeted(hello)
+            replica = self._accept(hello)
             if replica is None:
                 logger.warning("refused a connection that does not know the secret")
                 return
@@ -143,7 +143,7 @@ class FrameReceiver:
                 del self._replicas[replica]
             writer.close()
 
-    def _greeted(self, frame: bytes) -> str | None:
+    def _accept(self, frame: bytes) -> str | None:
         """The replica id of who knows the secret."""
         try:
             hello = msgspec.msgpack.decode(frame, type=DriverHello)
@@ -160,11 +160,11 @@ class FrameEvents(Protocol):
         """A stop string was matched."""
         ...
 
-    def on_head_start(self, request: GenerateRequest, address: ReplyAddress) -> None:
+    def on_early_submit(self, request: GenerateRequest, address: ReplyAddress) -> None:
         """A request came from this ingress replica ahead of its call."""
         ...
 
-    def on_take_back(self, request_id: str) -> None:
+    def on_withdraw(self, request_id: str) -> None:
         """The call of a head start is not coming."""
         ...
 
@@ -187,7 +187,7 @@ class FrameSender:
         self._writers: dict[ReplyAddress, asyncio.StreamWriter] = {}
         self._dials: dict[ReplyAddress, asyncio.Task[None]] = {}
         self._connected: dict[ReplyAddress, asyncio.Future[None]] = {}
-        self._emptying: set[asyncio.Task[None]] = set()
+        self._waiting_for_room: set[asyncio.Task[None]] = set()
         self._encoder = msgspec.msgpack.Encoder()
 
     async def connect(self, address: ReplyAddress) -> None:
@@ -213,13 +213,13 @@ class FrameSender:
         _write_frame(writer, self._encoder.encode(frame))
         if not _has_room(writer):
             task = asyncio.get_running_loop().create_task(self._await_room(address, writer))
-            self._emptying.add(task)
-            task.add_done_callback(self._emptying.discard)
+            self._waiting_for_room.add(task)
+            task.add_done_callback(self._waiting_for_room.discard)
         return True
 
     def close(self) -> None:
         """Hang up everywhere."""
-        for task in (*self._dials.values(), *self._emptying):
+        for task in (*self._dials.values(), *self._waiting_for_room):
             task.cancel()
 
     async def _await_room(self, address: ReplyAddress, writer: asyncio.StreamWriter) -> None:
@@ -247,7 +247,7 @@ class FrameSender:
                 except msgspec.DecodeError as error:
                     logger.warning("an ingress replica said what is no word: %s", error)
                     continue
-                self._heed(word, address)
+                self._handle(word, address)
         except (OSError, asyncio.IncompleteReadError, TimeoutError) as end:
             logger.info("an ingress connection ended: %r", end)
             if address in self._writers:
@@ -261,13 +261,13 @@ class FrameSender:
                 with contextlib.suppress(RuntimeError):  # the loop may be closing
                     writer.close()
 
-    def _heed(self, word: Word, address: ReplyAddress) -> None:
+    def _handle(self, word: Word, address: ReplyAddress) -> None:
         if isinstance(word, Finish):
             self._events.on_finish(word)
         elif isinstance(word, EarlySubmit):
-            self._events.on_head_start(word.request, address)
+            self._events.on_early_submit(word.request, address)
         else:
-            self._events.on_take_back(word.request_id)
+            self._events.on_withdraw(word.request_id)
 
 
 def _least_bytes(request: GenerateRequest) -> int:

@@ -22,8 +22,8 @@ from scheduler.admission.limits import (
     InvalidRequest,
     Limits,
     Overloaded,
-    outgrown,
     refuse_impossible,
+    too_large_now,
 )
 from scheduler.census import census
 from scheduler.events import (
@@ -245,7 +245,7 @@ class Scheduler:
         Requests that they could not hold any more end.
         """
         self._replace_group(capacity)
-        failures = outgrown(self._requests.values(), capacity)
+        failures = too_large_now(self._requests.values(), capacity)
         return [self._end(request, failure) for request, failure in failures.items()]
 
     def reconfigure(self, limits: Limits) -> None:

@@ -180,7 +180,7 @@ def captured_us(sum_: Sum, x: Tensor) -> float:
 
 
 def _nccl(ranks: ProcessGroupRanks, reason: str) -> ProcessGroupRanks:
-    ranks.how = f"nccl ({reason})"
+    ranks.method = f"nccl ({reason})"
     return ranks
 
 

@@ -12,12 +12,12 @@ from torch._C._distributed_c10d import AllreduceOptions, HashStore, ReduceOp, St
 class TensorParallel(Protocol):
     """One rank's view of its tensor-parallel group.
 
-    how: by what it sums, and why, for people.
+    method: by what it sums, and why, for people.
     """
 
     rank: int
     size: int
-    how: str
+    method: str
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over ranks, in place where that is free; returns the sum. Same shape everywhere."""
@@ -27,7 +27,7 @@ class TensorParallel(Protocol):
         """Concatenate over ranks along the last dimension: [.., n] to [.., size * n]."""
         ...
 
-    def room(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+    def output_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
         """Return memory out of which `all_reduce` reads a summand without a copy, or None.
 
         It holds garbage, and is good until the next `all_reduce` or the second next `room`.
@@ -40,7 +40,7 @@ class SingleRank:
 
     rank = 0
     size = 1
-    how = "one rank"
+    method = "one rank"
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return x."""
@@ -50,7 +50,7 @@ class SingleRank:
         """Return x."""
         return x
 
-    def room(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+    def output_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
         """Return None: nothing is sent."""
         return None
 
@@ -66,7 +66,7 @@ class ProcessGroupRanks:
         self._backend = backend
         self.rank = backend.rank()
         self.size = backend.size()
-        self.how = how
+        self.method = how
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over ranks in place; x must be contiguous."""
@@ -79,7 +79,7 @@ class ProcessGroupRanks:
         self._backend._allgather_base(parts.view(-1), x.contiguous().view(-1)).wait()
         return parts.movedim(0, -2).flatten(-2)
 
-    def room(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+    def output_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
         """Return None: sums read from anywhere."""
         return None
 

@@ -89,18 +89,18 @@ class RowParallelLinear(nn.Module):
 
     def partial(self, x: Tensor) -> Tensor:
         """[tokens, local_in] to this rank's summand of [tokens, out]; the bias is in rank 0's."""
-        room = self.room(x)
+        room = self.output_buffer(x)
         if room is None:
             return F.linear(x, self.weight, self.bias)
         if self.bias is None:
             return torch.mm(x, self.weight.t(), out=room)
         return torch.addmm(self.bias, x, self.weight.t(), out=room)
 
-    def room(self, x: Tensor) -> Tensor | None:
+    def output_buffer(self, x: Tensor) -> Tensor | None:
         """Memory [tokens, out] for x's partial product that is summed without a copy, if any."""
         if x.dim() != 2:
             return None
-        return self._group.room((len(x), len(self.weight)), x.dtype)
+        return self._group.output_buffer((len(x), len(self.weight)), x.dtype)
 
     def reduce(self, partial: Tensor) -> Tensor:
         """Sum the ranks' summands."""

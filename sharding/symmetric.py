@@ -112,36 +112,36 @@ class SymmetricRanks:
     ) -> None:
         """sums: for each method of the table but NCCL."""
         self._ranks = ranks
-        self._halves = halves
+        self._buffers = halves
         self._sums = sums
         self._table = table
         self._dtypes: frozenset[torch.dtype] = frozenset()
         self.rank, self.size = ranks.rank, ranks.size
-        self.how = ranks.how
+        self.method = ranks.method
 
     def serve(self, dtypes: frozenset[torch.dtype], how: str) -> None:
         """Use the buffer from now on, for these types."""
-        self._dtypes, self.how = dtypes, how
+        self._dtypes, self.method = dtypes, how
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over ranks; x is not the sum's memory where the buffer is used."""
         method = self._method(x.shape, x.dtype)
         if method is Method.NCCL:
-            assert not self._halves.holds(x)
+            assert not self._buffers.holds(x)
             return self._ranks.all_reduce(x)
-        if not self._halves.holds(x):
-            x = self._halves.take(x.shape, x.dtype).copy_(x)
+        if not self._buffers.holds(x):
+            x = self._buffers.take(x.shape, x.dtype).copy_(x)
         return self._sums[method](x)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Concatenate over ranks along the last dimension."""
         return self._ranks.all_gather(x)
 
-    def room(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+    def output_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
         """Return half of the buffer, for a summand of a size that is summed there."""
         if self._method(shape, dtype) is Method.NCCL:
             return None
-        return self._halves.take(shape, dtype)
+        return self._buffers.take(shape, dtype)
 
     def _method(self, shape: Sequence[int], dtype: torch.dtype) -> Method:
         num_bytes = prod(shape) * dtype.itemsize

@@ -51,15 +51,15 @@ class AdapterSources:
         self._budget = DownloadBudget(config.fetch.download_bytes_per_hour)
         self.cache = DiskCache(Path(config.fetch.cache_dir).expanduser(), config.fetch.cache_bytes)
 
-    def look(self, reference: AdapterReference, token: Token) -> FoundAdapter:
+    def resolve(self, reference: AdapterReference, token: Token) -> FoundAdapter:
         """What the reference names now, if the token may read it; brings no weights.
 
         AdapterError says why not, Unreachable that the source did not answer.
         """
         try:
             if reference.source is AdapterSource.LOCAL:
-                return self._local.look(reference)
-            found = self._source(reference).look(reference, token)
+                return self._local.resolve(reference)
+            found = self._source(reference).resolve(reference, token)
             if found.folder is None:
                 check_files(found, self._config.max_file_bytes)
             return found
@@ -67,7 +67,7 @@ class AdapterSources:
             # Files that vanish meanwhile, names that no file system takes.
             _refuse_unreadable(reference.id, error)
 
-    def bring(self, found: FoundAdapter, token: Token, payer: str | None = None) -> AdapterFolder:
+    def fetch(self, found: FoundAdapter, token: Token, payer: str | None = None) -> AdapterFolder:
         """The files of what was found, on this node; a held entry of the cache is the caller's.
 
         payer: whose budget a download is charged to; None for the operator, who pays none.
@@ -137,7 +137,7 @@ class AdapterSources:
         source = self._source(found.reference)
         download = Download(source, found, token, self._patience, deadline)
         try:
-            return self.cache.add(found.origin, found.size, partial(self._fill, download))
+            return self.cache.store(found.origin, found.size, partial(self._fill, download))
         except CacheFull as error:
             _refuse_full(name, found.size, error)
         except Unreachable as error:
@@ -186,7 +186,7 @@ class AdapterSources:
             files = fingerprint(folder)
             origin = origin_of(folder, files)
             size = sum(size for _, size, _ in files)
-            made = self.cache.add(
+            made = self.cache.store(
                 origin, size, lambda into: _convert(folder, into, name, found.root)
             )
         except (OSError, ValueError) as error:

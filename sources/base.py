@@ -97,7 +97,7 @@ class FileBody:
 class RemoteSource(Protocol):
     """A place that adapters are downloaded from; blocks on the network, used by many threads."""
 
-    def look(self, reference: AdapterReference, token: Token) -> FoundAdapter:
+    def resolve(self, reference: AdapterReference, token: Token) -> FoundAdapter:
         """What the reference names, if the token may read it; one or two small requests.
 
         AdapterError says why not; Unreachable when there was no answer.

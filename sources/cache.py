@@ -72,7 +72,7 @@ class DiskCache:
             if held.count == 0:
                 os.close(self._held.pop(name).descriptor)
 
-    def add(self, origin: str, num_bytes: int, fill: Callable[[Path], None]) -> Path:
+    def store(self, origin: str, num_bytes: int, fill: Callable[[Path], None]) -> Path:
         """The entry's folder, held, filled by `fill` unless somebody did so before or meanwhile.
 
         What a failed fill leaves behind is there for the next one, for an hour. CacheFull when

@@ -54,11 +54,11 @@ class HubSource:
         self._allow_pickle = allow_pickle
         self._patience = patience
 
-    def look(self, reference: AdapterReference, token: Token) -> FoundAdapter:
+    def resolve(self, reference: AdapterReference, token: Token) -> FoundAdapter:
         """The commit that the reference names, and its files."""
         _check_token(token, reference.id)
         try:
-            info = self._patience.ask(lambda: self._info(reference, token), self.is_transient)
+            info = self._patience.call(lambda: self._info(reference, token), self.is_transient)
         except OfflineModeIsEnabled:
             return self._offline(reference)
         except (HTTPError, HFValidationError) as error:

@@ -27,7 +27,7 @@ class LocalSource:
         self._roots = [_find_root(root) for root in roots]
         self._max_bytes = max_bytes
 
-    def look(self, reference: AdapterReference) -> FoundAdapter:
+    def resolve(self, reference: AdapterReference) -> FoundAdapter:
         """The folder that the reference names, its files' sizes checked; AdapterError if none."""
         name = reference.id
         if reference.revision is not None:

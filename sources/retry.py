@@ -24,7 +24,7 @@ class RetryPolicy:
     backoff_s: float
     stopping: threading.Event = field(default_factory=threading.Event)
 
-    def ask(self, question: Callable[[], T], is_transient: Callable[[Exception], bool]) -> T:
+    def call(self, question: Callable[[], T], is_transient: Callable[[Exception], bool]) -> T:
         """The answer; Unreachable after the last attempt. Other faults are raised at once."""
         for attempt in range(self.attempts):
             self.check()

@@ -54,7 +54,7 @@ class S3Source:
             ),
         )
 
-    def look(self, reference: AdapterReference, token: Token) -> FoundAdapter:
+    def resolve(self, reference: AdapterReference, token: Token) -> FoundAdapter:
         """The files under the id's prefix, one level deep; an ETag is a file's version."""
         bucket, prefix = self._place(reference)
         try:

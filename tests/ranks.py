@@ -84,7 +84,7 @@ class Table:
 class MemoryRank:
     """One rank's seat at a table. Sums are taken in the order of ranks, so all have the same."""
 
-    how = "memory"
+    method = "memory"
 
     def __init__(self, table: Table, rank: int) -> None:
         self._table = table
@@ -104,7 +104,7 @@ class MemoryRank:
         self._table.barrier.wait()
         return whole
 
-    def room(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+    def output_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
         return None
 
     def _bring(self, kind: str, x: Tensor) -> list[Tensor]:

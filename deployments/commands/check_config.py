@@ -139,6 +139,6 @@ def _missing(engine: EngineConfig, pins: "list[Any] | tuple[Any, ...]") -> Itera
         try:
             reference = parse_reference(str(text), adapters.default_source)
             if reference.source is AdapterSource.LOCAL:
-                LocalSource(adapters.local_roots, adapters.max_file_bytes).look(reference)
+                LocalSource(adapters.local_roots, adapters.max_file_bytes).resolve(reference)
         except (AdapterError, ValueError, OSError) as error:
             yield str(error)

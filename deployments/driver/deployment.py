@@ -96,7 +96,7 @@ class DriverDeployment:
                 self._running.steps.last(),
                 rebuilds=self._running.num_rebuilds,
                 dropped=self._running.dropped_frames,
-                head_starts=self._running.head_starts.num_adopted,
+                head_starts=self._running.early_submits.num_attached,
                 overdue=self._running.num_overdue,
             )
 
@@ -143,9 +143,9 @@ class DriverDeployment:
         """The scheduler in numbers."""
         return await self._running.snapshot()
 
-    async def head_starts(self) -> int:
+    async def early_submits(self) -> int:
         """Calls whose requests ran already when they came, for tests."""
-        return self._running.head_starts.num_adopted
+        return self._running.early_submits.num_attached
 
     async def load_sums(self) -> dict[str, LoadSum]:
         """How long adapters took to load, by stage, for benchmarks."""

@@ -35,7 +35,7 @@ from deployments.driver.adapters.lifecycle import EngineAdapters
 from deployments.driver.adapters.report import AdapterReporter
 from deployments.driver.adapters.shares import NamedRateLimits
 from deployments.driver.adapters.usage import AdapterUsage
-from deployments.driver.description import chosen, common, read_json, stop_token_ids
+from deployments.driver.description import common, read_json, startup_info, stop_token_ids
 from deployments.driver.loop import EngineLoop, LoopSettings, RankGroup
 from deployments.driver.routing.policy import ReplicaReport
 from deployments.driver.streaming.early_submit import EarlySubmits
@@ -67,20 +67,20 @@ class DriverEngine:
         self._directory = AdapterDirectory(AdapterSources(config.adapters), config.adapters)
         self._sender = FrameSender(self, replica)
         self._streams = Streams(self._sender)
-        self.head_starts = EarlySubmits(self._generate, self._streams, self._settled)
+        self.early_submits = EarlySubmits(self._generate, self._streams, self._drained)
         self._limits = config.limits
         self._adapters = EngineAdapters(
-            config.adapters, self._directory, self._post, self._run_trial
+            config.adapters, self._directory, self._post, self._run_test
         )
-        self._shares = NamedRateLimits(config.adapters.default_source, self._post)
+        self._rate_limits = NamedRateLimits(config.adapters.default_source, self._post)
         self.usage = AdapterUsage(config.adapters.default_source)
         load_timeout_s = 2 * config.recovery.stage_timeout_s
         self._control = AdapterControl(
             self._adapters, self.usage, self._post, self.adapter_views, load_timeout_s
         )
-        self._holdings = AdapterReporter(self._control.target, self._adapters.serving)
+        self._reporter = AdapterReporter(self._control.resolve_alias, self._adapters.serving)
         self.steps = StepLog()
-        self._looks: set[asyncio.Future[Any]] = set()
+        self._queries: set[asyncio.Future[Any]] = set()
         self._loop: EngineLoop | None = None
 
     async def start(self) -> None:
@@ -95,7 +95,7 @@ class DriverEngine:
             emit=lambda events: self._soon(self._on_events, events),
             fail=lambda message: self._soon(self._on_failure, message),
             applied=self.steps.record,
-            loaded=self.usage.loaded,
+            loaded=self.usage.stage_timed,
         )
         self._loop = EngineLoop(scheduler, self._group, started, settings)
         self._loop.start()
@@ -107,7 +107,7 @@ class DriverEngine:
         await asyncio.get_running_loop().run_in_executor(None, end)
         self._on_failure("the server is shutting down")
         self._sender.close()
-        self.head_starts.close()
+        self.early_submits.close()
         await self._adapters.close()
 
     @property
@@ -135,14 +135,14 @@ class DriverEngine:
         limits = Limits.from_config(config)
         await self._adapters.pin_only([self._adapters.read(t) for t in runtime.pinned_adapters])
         self._control.configure(runtime.names)
-        self._shares.configure(runtime, self._adapters.contents())
+        self._rate_limits.configure(runtime, self._adapters.contents())
         self._limits = config.limits
         self._post(lambda scheduler, now: _reconfigured(scheduler, limits))
 
     async def generate(self, request: GenerateRequest, reply_to: ReplyAddress) -> Completion:
         """Run all sequences to their end; a caller that goes away ends them within two steps."""
         with request_span(DRIVER, request) as span:
-            return span.ended(await self.head_starts.call(request, reply_to))
+            return span.ended(await self.early_submits.call(request, reply_to))
 
     async def _generate(self, request: GenerateRequest, reply_to: ReplyAddress) -> Completion:
         arrived = time.monotonic()
@@ -152,7 +152,7 @@ class DriverEngine:
         if request.adapter is None:
             return await self._run(request, None, arrived, reply_to)
         try:
-            target = self._control.target(request.adapter, request.allowed)
+            target = self._control.resolve_alias(request.adapter, request.allowed)
             return await self._run_adapted(request, target, arrived, reply_to)
         except AdapterError as error:
             return refusal(request, Failed(ErrorKind(error.refusal.value), error.message))
@@ -166,13 +166,13 @@ class DriverEngine:
         """The same, by socket."""
         self._replica.create_task(self.finish(finish.request_id, finish.index, finish.at))
 
-    def on_head_start(self, request: GenerateRequest, address: ReplyAddress) -> None:
+    def on_early_submit(self, request: GenerateRequest, address: ReplyAddress) -> None:
         """A request by socket, ahead of its call."""
-        self.head_starts.begin(request, address)
+        self.early_submits.start(request, address)
 
-    def on_take_back(self, request_id: str) -> None:
+    def on_withdraw(self, request_id: str) -> None:
         """Its call is not coming."""
-        self.head_starts.take_back(request_id)
+        self.early_submits.withdraw(request_id)
 
     def on_room(self, address: ReplyAddress) -> None:
         """An ingress replica takes frames: what it was not sent yet goes first."""
@@ -180,28 +180,28 @@ class DriverEngine:
 
     def on_lost(self, address: ReplyAddress) -> None:
         """An ingress replica is gone: nobody waits for its requests any more."""
-        self.head_starts.lost(address)
+        self.early_submits.ingress_lost(address)
         self._streams.abandon(address)
 
     async def snapshot(self) -> Snapshot:
         """The scheduler in numbers, taken between two steps; RuntimeError once the loop failed."""
-        return await self._look(Scheduler.snapshot)
+        return await self._query(Scheduler.snapshot)
 
     async def adapter_views(self) -> Sequence[AdapterView]:
         """The scheduler's adapters, taken in the same way."""
-        return await self._look(Scheduler.adapters)
+        return await self._query(Scheduler.adapters)
 
     def report(self, views: Sequence[AdapterView], load: int) -> ReplicaReport:
         """What to tell routers, with the adapters as seen last and as many open requests."""
         ready = self.healthy and self.failure is None
-        return self._holdings.report(views, self._adapters.pins, load, ready, time.monotonic())
+        return self._reporter.report(views, self._adapters.pins, load, ready, time.monotonic())
 
-    async def _settled(self) -> None:
+    async def _drained(self) -> None:
         """Return when all that was posted until now is done, and its events are heard."""
         with contextlib.suppress(RuntimeError):  # the loop failed, and tells nothing any more
-            await self._look(lambda scheduler: None)
+            await self._query(lambda scheduler: None)
 
-    async def _look(self, look: Callable[[Scheduler], T]) -> T:
+    async def _query(self, look: Callable[[Scheduler], T]) -> T:
         """What `look` sees between two steps."""
         if self.failure is not None:
             raise RuntimeError(self.failure)
@@ -211,12 +211,12 @@ class DriverEngine:
             self._soon(_deliver, taken, look(scheduler))
             return []
 
-        self._looks.add(taken)
+        self._queries.add(taken)
         self._post(take)
         try:
             return await taken
         finally:
-            self._looks.discard(taken)
+            self._queries.discard(taken)
 
     async def adapters(self, command: AdapterCommand) -> AdapterReport:
         """Do what an operator asks about adapters."""
@@ -242,7 +242,7 @@ class DriverEngine:
     @property
     def dropped_frames(self) -> int:
         """Token frames that could not go at once, for an ingress replica was slow or gone."""
-        return self._streams.num_held_up
+        return self._streams.num_delayed
 
     async def chat_template(
         self,
@@ -253,7 +253,7 @@ class DriverEngine:
     ) -> TemplateSource | Failed:
         """An adapter's own chat template, for those who may use the adapter."""
         try:
-            target = self._control.target(adapter, allowed)
+            target = self._control.resolve_alias(adapter, allowed)
             return await self._adapters.chat_template(target, api_token or False, payer)
         except AdapterError as error:
             return Failed(ErrorKind(error.refusal.value), error.message)
@@ -276,7 +276,7 @@ class DriverEngine:
             max_batch_total_tokens=capacity.num_blocks * capacity.block_size,
             max_running=limits.max_running,
             max_queued=limits.max_queued,
-            chosen=chosen(self.ranks),
+            chosen=startup_info(self.ranks),
             adapters=await self._directory.listing(),
             healthy=self.healthy,
         )
@@ -294,10 +294,10 @@ class DriverEngine:
         while True:
             began = time.monotonic()
             key = await self._adapters.resolve(reference, request.api_token or False, request.payer)
-            self.usage.loaded("fetch", time.monotonic() - began)
+            self.usage.stage_timed("fetch", time.monotonic() - began)
             self.usage.used(reference, key)
-            self._shares.met(reference, key, self._directory.parts(key))
-            self._holdings.asked(request.adapter)
+            self._rate_limits.adapter_seen(reference, key, self._directory.parts(key))
+            self._reporter.requested(request.adapter)
             try:
                 completion = await self._run(meant, key, arrived, reply_to)
             finally:
@@ -305,7 +305,7 @@ class DriverEngine:
             if not unreadable(completion) or not self._adapters.give_up(reference, key):
                 return completion
 
-    async def _run_trial(
+    async def _run_test(
         self, request: GenerateRequest, key: AdapterKey
     ) -> Sequence[SequenceOutcome]:
         return (await self._run(request, key, time.monotonic(), None)).sequences
@@ -374,7 +374,7 @@ class DriverEngine:
     def _on_events(self, events: Sequence[Event]) -> None:
         for event in events:
             if isinstance(event, AdapterArrived):
-                self._control.arrived(event)
+                self._control.stage_finished(event)
             else:
                 self._streams.take(event)
         self._streams.flush()
@@ -383,7 +383,7 @@ class DriverEngine:
         self._streams.fail_all(Failed(ErrorKind.UNAVAILABLE, message, 5.0))
         if self.failure is None:
             return
-        for taken in self._looks:  # Nobody answers them any more.
+        for taken in self._queries:  # Nobody answers them any more.
             if not taken.done():
                 taken.set_exception(RuntimeError(self.failure))
 

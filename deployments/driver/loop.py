@@ -106,8 +106,8 @@ class EngineLoop:
         self._oldest_since = 0.0
         self._staging: dict[AdapterKey, Staging] = {}
         self._num_attempts = 0
-        self._placing: dict[AdapterKey, set[int]] = {}
-        self._placing_since: dict[AdapterKey, float] = {}
+        self._loading: dict[AdapterKey, set[int]] = {}
+        self._loading_since: dict[AdapterKey, float] = {}
         self._prepared: dict[int, list[str]] = {}
         self._stopping = False
         self._starter: threading.Thread | None = None
@@ -142,7 +142,7 @@ class EngineLoop:
         try:
             while not self._stopping:
                 try:
-                    self._turn()
+                    self._iterate()
                 except RanksLost as loss:
                     if not self._stopping:
                         self._rebuild(str(loss))
@@ -157,7 +157,7 @@ class EngineLoop:
             self.failure = f"the engine loop failed: {type(error).__name__}: {error}"
             self._settings.fail(self.failure)
 
-    def _turn(self) -> None:
+    def _iterate(self) -> None:
         assert self._links is not None
         self._posted.clear()
         self._run_commands()
@@ -169,7 +169,7 @@ class EngineLoop:
         # What came until now is heard below: where this thread was late, no rank is blamed.
         seconds, now = self._seconds_to_wait(), time.monotonic()
         for report in self._links.receive(seconds):
-            self._take(report)
+            self._handle(report)
         self._give_up_staging(now)
         self._check_progress(now)
 
@@ -182,7 +182,7 @@ class EngineLoop:
         elif (wake := self._scheduler.next_wake) is not None:
             due = min(due, wake)
         # Both are in the order of their beginning.
-        for since in islice(self._placing_since.values(), 1):
+        for since in islice(self._loading_since.values(), 1):
             due = min(due, since + recovery.step_timeout_s)
         for staging in islice(self._staging.values(), 1):
             due = min(due, staging.since + recovery.stage_timeout_s)
@@ -194,7 +194,7 @@ class EngineLoop:
         stuck_for = now - self._oldest_since
         if self._in_flight and stuck_for > limit:
             raise RanksLost(f"step {self._in_flight[0].step} has not ended after {stuck_for:.1f} s")
-        stuck_for = now - next(iter(self._placing_since.values()), now)
+        stuck_for = now - next(iter(self._loading_since.values()), now)
         if stuck_for > limit:
             raise RanksLost(f"an adapter has not reached the device after {stuck_for:.1f} s")
 
@@ -235,21 +235,21 @@ class EngineLoop:
                 self._oldest_since = time.monotonic()
             self._in_flight.append(plan)
             for fill in plan.loads:
-                self._placing[fill.key] = set()
-                self._placing_since[fill.key] = time.monotonic()
+                self._loading[fill.key] = set()
+                self._loading_since[fill.key] = time.monotonic()
             links.send(RunStep(plan))
 
-    def _take(self, report: Report) -> None:
+    def _handle(self, report: Report) -> None:
         if isinstance(report, StepDone):
             self._apply(report)
         elif isinstance(report, RankBroken):
             raise RanksLost(f"rank-{report.rank}: {report.message}")
         elif isinstance(report, Loaded):
-            self._collect_placing(report)
+            self._collect_load(report)
         elif isinstance(report, Prepared):
             self._collect_prepared(report)
         else:
-            self._collect_staging(report)
+            self._collect_stage(report)
 
     def _apply(self, report: StepDone) -> None:
         plan = self._in_flight.popleft()
@@ -258,15 +258,15 @@ class EngineLoop:
         self._emit(self._scheduler.apply(plan, report.result, self._oldest_since))
         self._settings.applied(plan, report.result)
 
-    def _collect_placing(self, report: Loaded) -> None:
+    def _collect_load(self, report: Loaded) -> None:
         """Wait for every rank: rows use an adapter only once all of them have its bytes."""
-        ranks = self._placing[report.key]
+        ranks = self._loading[report.key]
         ranks.add(report.rank)
         if len(ranks) < self._num_ranks:
             return
         now = time.monotonic()
-        del self._placing[report.key]
-        self._settings.loaded("place", now - self._placing_since.pop(report.key))
+        del self._loading[report.key]
+        self._settings.loaded("place", now - self._loading_since.pop(report.key))
         self._emit(self._scheduler.adapter(AdapterLoaded(report.key), now))
 
     def _collect_prepared(self, report: Prepared) -> None:
@@ -277,7 +277,7 @@ class EngineLoop:
             del self._prepared[report.number]
             self._emit(self._scheduler.made(report.number, max(faults)))
 
-    def _collect_staging(self, report: StageAnswer) -> None:
+    def _collect_stage(self, report: StageAnswer) -> None:
         """Wait for every rank's answer: an adapter is staged on all of them or on none."""
         staging = self._staging.get(report.key)
         if staging is None or staging.attempt != report.attempt:
@@ -296,24 +296,24 @@ class EngineLoop:
 
     def _rebuild(self, loss: str) -> None:
         """Kill what is left of the group and start a new one; requests wait with their tokens."""
-        logger.error("the ranks are lost (%s); rebuilding them", self._last_words() or loss)
+        logger.error("the ranks are lost (%s); rebuilding them", self._reported_fault() or loss)
         self.healthy = False
         self._links = None
         self._in_flight.clear()
         self._staging.clear()
-        self._placing.clear()
-        self._placing_since.clear()
+        self._loading.clear()
+        self._loading_since.clear()
         self._prepared.clear()
         self._group.stop()
-        self._blame(self._scheduler.group_lost(time.monotonic()))
+        self._report_ended(self._scheduler.group_lost(time.monotonic()))
         began = time.monotonic()
         self._links = self._restart(began)
         if self._links is not None:
-            self._adopt()
+            self._apply_capacity()
             self.healthy = True
             logger.info("the ranks are back after %.1f s", time.monotonic() - began)
 
-    def _last_words(self) -> str | None:
+    def _reported_fault(self) -> str | None:
         """Why a rank broke, if it said so before it hung up."""
         assert self._links is not None
         with suppress(RanksLost):
@@ -322,7 +322,7 @@ class EngineLoop:
                     return f"rank-{report.rank}: {report.message}"
         return None
 
-    def _adopt(self) -> None:
+    def _apply_capacity(self) -> None:
         """Go on with what the new ranks hold: others may have taken memory meanwhile, or left."""
         capacity = common([report.capacity for report in self.reports])
         before, self._capacity = self._capacity, capacity
@@ -335,9 +335,9 @@ class EngineLoop:
             if (new := getattr(capacity, name)) != (old := getattr(before, name))
         ]
         logger.warning("the ranks came back with other memory: %s", ", ".join(changes))
-        self._blame(self._scheduler.regroup(capacity))
+        self._report_ended(self._scheduler.regroup(capacity))
 
-    def _blame(self, events: Sequence[RequestEvent]) -> None:
+    def _report_ended(self, events: Sequence[RequestEvent]) -> None:
         """Tell operators what the loss of the ranks means for requests, and clients of the ends."""
         for event in events:
             if isinstance(event, Ended):

@@ -21,7 +21,7 @@ from deployments.ingress.http.bodies import BodyLimit, HeadAsGet, HeaderLimit
 from deployments.ingress.http.draining import Drain, DrainGate
 from deployments.ingress.http.error_responses import error_response, status_response
 from deployments.ingress.http.errors import RequestError
-from deployments.ingress.http.malformed import not_json, unfit
+from deployments.ingress.http.malformed import not_json, validation_message
 from deployments.ingress.http.sse import ClientGone
 from deployments.ingress.lorax import routes as lorax
 from deployments.ingress.openai import responses
@@ -142,7 +142,7 @@ async def _malformed(request: Request, error: Exception) -> Response:
     faults = [{**fault, "loc": fault["loc"][1:]} for fault in error.errors()]
     if faults[0]["type"] == "json_invalid":
         return error_response(request, not_json(faults[0]))
-    return error_response(request, unfit(faults, error.body))
+    return error_response(request, validation_message(faults, error.body))
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -17,7 +17,7 @@ from configs.env import proxy_mode
 from configs.serve import ServeConfig
 from configs.wire.adapters import AdapterReference
 from configs.wire.templates import TemplateSource
-from deployments.admin_commands import AdminStore, AdminStoreError, note
+from deployments.admin_commands import AdminStore, AdminStoreError, save
 from deployments.admin_store import RayAdminStore
 from deployments.contract import (
     AdapterCommand,
@@ -29,7 +29,7 @@ from deployments.contract import (
     GenerateRequest,
     ReplyAddress,
 )
-from deployments.early_submit import telling
+from deployments.early_submit import replica_listener
 from deployments.frames import FrameReceiver
 from deployments.ingress.access.keys import is_loopback
 from deployments.ingress.access.peers import ReplicaCount
@@ -60,7 +60,7 @@ class HandleDriver:
         """
         self._handle = handle
         self._receiver = receiver
-        self._ledger = ledger
+        self._admin_store = ledger
 
     async def generate(self, request: GenerateRequest, reply_to: ReplyAddress) -> Completion:
         """One unary call a request; when the client leaves, the driver's call is cancelled."""
@@ -75,7 +75,7 @@ class HandleDriver:
     async def _generate(
         self, request: GenerateRequest, reply_to: ReplyAddress, ahead: EarlySubmitter
     ) -> Completion:
-        with telling(ahead.chosen):
+        with replica_listener(ahead.replica_selected):
             response = self._generating.remote(request, reply_to)
         try:
             completion: Completion = await response
@@ -109,7 +109,7 @@ class HandleDriver:
         if not reports:
             raise RequestError(ErrorKind.UNAVAILABLE, _NOBODY, retry_after_s=1.0)
         try:
-            await asyncio.to_thread(note, self._ledger, command, reports)
+            await asyncio.to_thread(save, self._admin_store, command, reports)
         except AdminStoreError as fault:
             raise RequestError(ErrorKind.UNAVAILABLE, f"{_UNWRITTEN}: {fault}") from fault
         return reports

@@ -18,7 +18,7 @@ from configs.wire.adapters import AdapterReference, AdapterSource
 from configs.wire.sampling import Pooling, Sampling, Stopping
 from deployments.contract import Completion, EngineInfo, GenerateRequest, SequenceRequest
 from deployments.ingress.access.authorization import bearer_token
-from deployments.ingress.adapter_names.merges import MergedAdapters, asked_adapter
+from deployments.ingress.adapter_names.merges import MergedAdapters, requested_adapter
 from deployments.ingress.adapter_names.references import parse_source
 from deployments.ingress.generation.engine import EngineClient, GenerationJob, IngressSettings
 from deployments.ingress.generation.replies import FinishedCall, whole
@@ -134,7 +134,7 @@ def _adapter_of(
         return _adapter_by(given, info, default_source)
     if body.adapter_source is not None:
         default_source = parse_source(body.adapter_source)
-    return asked_adapter(body.model, body.merged_adapters, info, default_source)
+    return requested_adapter(body.model, body.merged_adapters, info, default_source)
 
 
 def _adapter_by(
@@ -144,7 +144,7 @@ def _adapter_by(
     check_adapters(given)
     if given.adapter_source:
         default_source = parse_source(given.adapter_source)
-    return asked_adapter(given.adapter_id or "", given.merged_adapters, info, default_source)
+    return requested_adapter(given.adapter_id or "", given.merged_adapters, info, default_source)
 
 
 async def _of_lorax(request: Request, body: GenerateRequestBody, engine: EngineClient) -> _Asked:

@@ -9,7 +9,7 @@ import ray
 
 from configs.engine import EngineConfig
 from configs.env import cuda_ordinal
-from configs.interpreter import take_short_turns
+from configs.interpreter import shorten_switch_interval
 from configs.observability import LogFormat
 from deployments.observability.logs import configure_logs
 from deployments.rank.messages import LoadReport, StoreAddress
@@ -26,7 +26,7 @@ class RankActor:
         from deployments.rank.host import RankHost
 
         configure_logs(f"rank-{rank}", log_format)
-        take_short_turns()
+        shorten_switch_interval()
         gpus = ray.get_gpu_ids()
         # With several GPUs of its own, and no others in sight, a rank may use all that it sees.
         ordinal = cuda_ordinal(str(gpus[0])) if len(gpus) == 1 else None

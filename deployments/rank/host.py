@@ -59,7 +59,7 @@ class RankHost:
             update={"model": config.model.model_copy(update={"id": folder})}
         )
         self._rank = rank
-        self._chosen: RunnerChoice | None = None
+        self._runner_choice: RunnerChoice | None = None
         self._group: TensorParallel | None = None
         self._started = time.monotonic()
 
@@ -70,8 +70,8 @@ class RankHost:
         self._group = connect(store, self._rank, size, device, timeout_s, all_reduce)
         # Under Ray this process sees GPUs that are not its own.
         spread = self._cuda_ordinal is None
-        self._chosen = choose_runner(self._config, self._group, device, spread)
-        return min(self._chosen.runner.measure(), self._most_blocks())
+        self._runner_choice = choose_runner(self._config, self._group, device, spread)
+        return min(self._runner_choice.runner.measure(), self._most_blocks())
 
     def _most_blocks(self) -> int:
         """How many cache blocks the limits allow."""
@@ -81,18 +81,18 @@ class RankHost:
     def allocate(self, num_blocks: int) -> LoadReport:
         """Allocate num_blocks of cache (the group's minimum) and report what this rank holds."""
         self._enter_thread()
-        assert self._chosen is not None, "measure comes first"
+        assert self._runner_choice is not None, "measure comes first"
         assert self._group is not None
-        report = self._chosen.runner.allocate(num_blocks)
+        report = self._runner_choice.runner.allocate(num_blocks)
         return LoadReport(
             rank=self._rank,
             pid=os.getpid(),
-            capacity=capacity_of(report, self._chosen.paged),
+            capacity=capacity_of(report, self._runner_choice.paged),
             dtype=report.dtype,
             device=report.device,
             attention=f"{report.attention} ({report.attention_reason})",
             adapter_kernel=f"{report.adapter_kernel} ({report.adapter_kernel_reason})",
-            all_reduce=self._group.how,
+            all_reduce=self._group.method,
             weight_bytes_read=report.weight_bytes_read,
             weight_bytes_resident=report.weight_bytes_resident,
             cache_bytes=report.kv_bytes,
@@ -105,14 +105,14 @@ class RankHost:
         if self._enter_thread().type == "cuda":
             # What is left to the host are small pieces, which threads of threads would delay.
             torch.set_num_threads(1)
-        assert self._chosen is not None, "measure comes first"
+        assert self._runner_choice is not None, "measure comes first"
         threads = self._config.adapters.staging_threads
-        Worker(self._chosen.runner, self._rank, channel, threads).run()
+        Worker(self._runner_choice.runner, self._rank, channel, threads).run()
 
     def check(self) -> None:
         """Assert what must hold while no step or fill is under way."""
-        assert self._chosen is not None, "measure comes first"
-        self._chosen.runner.check()
+        assert self._runner_choice is not None, "measure comes first"
+        self._runner_choice.runner.check()
 
     def _enter_thread(self) -> torch.device:
         """Set what torch keeps for each thread; Ray may run every method on another one."""

@@ -27,7 +27,7 @@ class StageOrder:
         """Start with nothing asked."""
         self._changed = threading.Condition()
         self._drops: Counter[AdapterKey] = Counter()
-        self._turns: dict[AdapterKey, list[StagingTicket]] = {}
+        self._tickets: dict[AdapterKey, list[StagingTicket]] = {}
         self._ended = False
 
     def read_drop(self, key: AdapterKey) -> None:
@@ -39,7 +39,7 @@ class StageOrder:
         """A staging was read; its turn is for `await_turn`, once."""
         with self._changed:
             turn = StagingTicket(self._drops[key])
-            self._turns.setdefault(key, []).append(turn)
+            self._tickets.setdefault(key, []).append(turn)
             return turn
 
     def dropped(self, key: AdapterKey) -> None:
@@ -48,21 +48,21 @@ class StageOrder:
             self._drops[key] -= 1
             if not self._drops[key]:
                 del self._drops[key]
-            for turn in self._turns.get(key, ()):
+            for turn in self._tickets.get(key, ()):
                 if turn.drops_ahead:
                     turn.drops_ahead -= 1
                 else:
                     turn.void = True
             self._changed.notify_all()
 
-    def await_turn(self, key: AdapterKey, turn: StagingTicket) -> bool:
+    def wait_for_turn(self, key: AdapterKey, turn: StagingTicket) -> bool:
         """Wait for the drops that came before; False if one came after, or the rank has ended."""
         with self._changed:
             self._changed.wait_for(lambda: self._ended or not turn.drops_ahead)
-            turns = self._turns[key]
+            turns = self._tickets[key]
             turns.remove(turn)
             if not turns:
-                del self._turns[key]
+                del self._tickets[key]
             return not (self._ended or turn.void)
 
     def end(self) -> None:

@@ -153,7 +153,7 @@ class Listener:
                 raise RanksLost(f"ranks {missing} did not connect within {timeout_s} s")
             for key, _ in ready:
                 if isinstance(key.fileobj, socket.socket):
-                    self._meet(key.fileobj)
+                    self._accept_one(key.fileobj)
                 else:
                     self._admit(key.data, num_ranks, channels)
         return [channels[rank] for rank in range(num_ranks)]
@@ -167,7 +167,7 @@ class Listener:
         for sock in self._sockets:
             sock.close()
 
-    def _meet(self, listener: socket.socket) -> None:
+    def _accept_one(self, listener: socket.socket) -> None:
         """Let somebody connect, who is to say what rank he is."""
         peer, _ = listener.accept()
         channel = Channel(peer)

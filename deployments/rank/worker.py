@@ -67,11 +67,9 @@ class Worker:
         self._channel = channel
         self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
         self._launched: queue.SimpleQueue[_Launched | None] = queue.SimpleQueue()
-        self._filling: queue.SimpleQueue[tuple[AdapterKey, PendingCopy] | None] = (
-            queue.SimpleQueue()
-        )
+        self._copies: queue.SimpleQueue[tuple[AdapterKey, PendingCopy] | None] = queue.SimpleQueue()
         self._staging_threads = staging_threads
-        self._order = StageOrder()
+        self._staging_order = StageOrder()
 
     def run(self) -> None:
         """Work until the end of the stream; a step that raises is reported, then re-raised."""
@@ -81,7 +79,7 @@ class Worker:
         reader = threading.Thread(target=self._read, args=pools, name="reader", daemon=True)
         reporters = [
             threading.Thread(target=self._report_steps, name="reporter", daemon=True),
-            threading.Thread(target=self._report_fills, name="fill-reporter", daemon=True),
+            threading.Thread(target=self._report_loads, name="fill-reporter", daemon=True),
         ]
         for thread in (reader, *reporters):
             thread.start()
@@ -94,8 +92,8 @@ class Worker:
             raise
         finally:
             self._launched.put(None)
-            self._filling.put(None)
-            self._order.end()
+            self._copies.put(None)
+            self._staging_order.end()
             for pool in pools:
                 pool.shutdown(wait=False, cancel_futures=True)
             for thread in reporters:
@@ -105,11 +103,11 @@ class Worker:
     def _launch(self, plan: StepPlan) -> None:
         started = time.perf_counter()
         for fill in plan.loads:
-            filled = self._runner.place(fill.key, fill.slot, fill.pages)
-            self._filling.put((fill.key, filled))
+            filled = self._runner.load_adapter(fill.key, fill.slot, fill.pages)
+            self._copies.put((fill.key, filled))
         for key in plan.drops:
             self._runner.drop(key)
-            self._order.dropped(key)
+            self._staging_order.dropped(key)
         self._launched.put(
             _Launched(plan, self._runner.step(ForwardBatch(plan.joins, plan.rows)), started)
         )
@@ -122,10 +120,10 @@ class Worker:
             command = decoder.decode(frame)
             if isinstance(command, RunStep):
                 for key in command.plan.drops:
-                    self._order.read_drop(key)
+                    self._staging_order.read_drop(key)
                 self._plans.put(command.plan)
             elif isinstance(command, Stage):
-                turn = self._order.read_stage(command.adapter.key)
+                turn = self._staging_order.read_stage(command.adapter.key)
                 with contextlib.suppress(RuntimeError):  # the main thread has ended already
                     staging.submit(self._stage, command, turn)
             elif isinstance(command, Prepare):
@@ -147,8 +145,8 @@ class Worker:
                 seconds = time.perf_counter() - launched.started
                 self._send(StepDone(step_result(launched.plan, sampled, seconds)))
 
-    def _report_fills(self) -> None:
-        while (filling := self._filling.get()) is not None:
+    def _report_loads(self) -> None:
+        while (filling := self._copies.get()) is not None:
             key, filled = filling
             try:
                 filled.wait()
@@ -158,7 +156,7 @@ class Worker:
             self._send(Loaded(self._rank, key))
 
     def _stage(self, stage: Stage, turn: StagingTicket) -> None:
-        wanted = self._order.await_turn(stage.adapter.key, turn)
+        wanted = self._staging_order.wait_for_turn(stage.adapter.key, turn)
         self._send(self._answer(stage.adapter, stage.attempt, wanted))
 
     def _prepare(self, order: Prepare) -> None:

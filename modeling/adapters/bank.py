@@ -126,7 +126,7 @@ def _rows(pool: Tensor, pages: list[int], layer: int) -> Tensor:
 class AdapterBank:
     """Device pools, page tables and the host tier of one rank.
 
-    `stage` and `drop` may run on any thread, beside steps; `place` and `reading` belong to the
+    `stage` and `drop` may run on any thread, beside steps; `load` and `in_use` belong to the
     thread that launches steps, for they order what kernels read.
 
     page_table: int32 [slots, projections, pages of max_rank], ranks: int32 [slots, projections,
@@ -158,13 +158,13 @@ class AdapterBank:
         # What a fill writes of a slot's tables; a row is written anew once it was copied.
         self._host_table = torch.zeros(self.page_table.shape, dtype=torch.int32, pin_memory=on_cuda)
         self._host_ranks = torch.zeros(self.ranks.shape, dtype=torch.int32, pin_memory=on_cuda)
-        self._placements: list[DeviceAdapter | None] = [None] * size.slots
-        self._filled: dict[int, CopyEvent] = {}
-        self._last_fill: dict[AdapterKey, CopyEvent] = {}
+        self._loaded: list[DeviceAdapter | None] = [None] * size.slots
+        self._copy_of_slot: dict[int, CopyEvent] = {}
+        self._last_copy: dict[AdapterKey, CopyEvent] = {}
         self._owners: list[dict[int, int]] = [{} for _ in self.projections]
-        self._fills = DeviceCopies(device)
+        self._device_copies = DeviceCopies(device)
         copies = HostCacheSize(self.pool_pages, size.max_rank, size.host_bytes if size.slots else 0)
-        self._copies = HostAdapterCache(self.projections, copies, dtype, on_cuda, base)
+        self._host_cache = HostAdapterCache(self.projections, copies, dtype, on_cuda, base)
 
     @property
     def pool_pages(self) -> tuple[int, ...]:
@@ -179,12 +179,12 @@ class AdapterBank:
     @property
     def host_bytes(self) -> int:
         """Bytes of the arena that staged adapters take."""
-        return self._copies.num_bytes
+        return self._host_cache.num_bytes
 
     @property
     def host_capacity(self) -> int:
         """Bytes of the arena."""
-        return self._copies.capacity_bytes
+        return self._host_cache.capacity_bytes
 
     def stage(self, adapter: FetchedAdapter) -> AdapterShape:
         """Read, judge and cut an adapter, and keep it in host memory until `drop`.
@@ -192,43 +192,45 @@ class AdapterBank:
         Raises AdapterError when it cannot be served exactly or can never fit, AdapterDeferred
         when there is no room for it now.
         """
-        return self._copies.stage(adapter)
+        return self._host_cache.stage(adapter)
 
-    def place(self, key: AdapterKey, slot: int, pages: Sequence[Sequence[int]]) -> CopyEvent:
+    def load(self, key: AdapterKey, slot: int, pages: Sequence[Sequence[int]]) -> CopyEvent:
         """Start to copy a staged adapter into its pages, and name it by `slot`; waits for nothing.
 
         pages: for each projection, one page index for each page of its AdapterShape.
         """
-        staged = self._copies.find(key)
+        staged = self._host_cache.find(key)
         table = [list(part) for part in pages]
         counts = [len(part) for part in staged.pages]
         assert [len(part) for part in table] == counts, (key, table, counts)
-        if slot in self._filled:
-            self._filled[slot].wait()  # Long since done, unless a slot is filled twice at once.
-        with self._fills.fill(slot, self._take_over(slot, table)) as filled:
+        if slot in self._copy_of_slot:
+            self._copy_of_slot[
+                slot
+            ].wait()  # Long since done, unless a slot is filled twice at once.
+        with self._device_copies.copy(slot, self._take_over(slot, table)) as filled:
             self._copy(staged, slot, table)
-        self._placements[slot] = DeviceAdapter(self.pools, table, staged.ranks)
-        self._filled[slot] = self._last_fill[key] = filled
+        self._loaded[slot] = DeviceAdapter(self.pools, table, staged.ranks)
+        self._copy_of_slot[slot] = self._last_copy[key] = filled
         return filled
 
-    def reading(self, slots: Sequence[int]) -> AbstractContextManager[None]:
+    def in_use(self, slots: Sequence[int]) -> AbstractContextManager[None]:
         """Launch a step inside that reads these slots (-1: the base model)."""
-        return self._fills.reading(slots)
+        return self._device_copies.in_use(slots)
 
     def drop(self, key: AdapterKey) -> None:
         """Forget the host copy of an adapter; a key that is not there is ignored."""
-        last = self._last_fill.pop(key, None)
-        self._copies.drop(key, None if last is None else last.event)
+        last = self._last_copy.pop(key, None)
+        self._host_cache.drop(key, None if last is None else last.event)
 
-    def placement(self, slot: int) -> DeviceAdapter:
+    def loaded(self, slot: int) -> DeviceAdapter:
         """Return what lies at a slot."""
-        placement = self._placements[slot]
+        placement = self._loaded[slot]
         assert placement is not None, f"slot {slot} is used before anything was placed there"
         return placement
 
     def adapts(self, slot: int, projection: int) -> bool:
         """Whether what lies at a slot changes a projection's first layer; no, if nothing does."""
-        placement = self._placements[slot]
+        placement = self._loaded[slot]
         return placement is not None and placement.rank(projection, 0) > 0
 
     def check(self) -> None:
@@ -236,11 +238,11 @@ class AdapterBank:
 
         And that the arena holds the staged adapters; not while one is read.
         """
-        for placement in self._placements:
+        for placement in self._loaded:
             if placement is not None:
                 parts = zip(placement._pages, self.pool_pages, strict=True)
                 assert all(0 <= page < most for part, most in parts for page in part)
-        self._copies.check()
+        self._host_cache.check()
 
     def _take_over(self, slot: int, table: list[list[int]]) -> set[int]:
         """Note whose the pages are from now on; returns whose they were."""

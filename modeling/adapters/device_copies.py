@@ -35,7 +35,7 @@ class CopyEvent:
 class DeviceCopies:
     """The order of fills and steps on one device; on a CPU both are done when they return.
 
-    `fill` and `reading` belong to the thread that launches steps.
+    `copy` and `in_use` belong to the thread that launches steps.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -45,10 +45,10 @@ class DeviceCopies:
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._reads: dict[int, torch.cuda.Event] = {}
-        self._filling: dict[int, torch.cuda.Event] = {}
+        self._copying: dict[int, torch.cuda.Event] = {}
 
     @contextmanager
-    def fill(self, slot: int, over: Iterable[int]) -> Iterator[CopyEvent]:
+    def copy(self, slot: int, over: Iterable[int]) -> Iterator[CopyEvent]:
         """Copy into a slot and its pages inside; over: the slots whose pages those were before."""
         filled = CopyEvent(None)
         if self._stream is None:
@@ -61,21 +61,21 @@ class DeviceCopies:
             yield filled
             event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             event.record(self._stream)
-        filled.event = self._filling[slot] = event
+        filled.event = self._copying[slot] = event
 
     @contextmanager
-    def reading(self, slots: Sequence[int]) -> Iterator[None]:
+    def in_use(self, slots: Sequence[int]) -> Iterator[None]:
         """Launch a step inside that reads these slots (-1: the base model)."""
         used = set(slots) - {-1}
         if self._stream is None or not used:
             yield
             return
         here = torch.cuda.current_stream(self._device)
-        for slot in used & self._filling.keys():
-            event = self._filling[slot]
+        for slot in used & self._copying.keys():
+            event = self._copying[slot]
             here.wait_event(event)
             if CopyEvent(event).done:
-                del self._filling[slot]
+                del self._copying[slot]
         yield
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(here)

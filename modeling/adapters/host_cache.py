@@ -41,14 +41,14 @@ CHUNKS_OF_PAGE = 16
 class HostMatrix:
     """A or Bt of one page on the host: [rows, width] in runs that follow each other."""
 
-    runs: tuple[Tensor, ...]
+    ranges: tuple[Tensor, ...]
     firsts: tuple[int, ...]
 
     def write(self, first: int, rows: Tensor) -> None:
         """Write rows [n, width] from row `first` on, in the pools' type."""
         index, done = bisect_right(self.firsts, first) - 1, 0
-        while self.runs and done < len(rows):  # A rank without token ids has no runs.
-            run, start = self.runs[index], first + done - self.firsts[index]
+        while self.ranges and done < len(rows):  # A rank without token ids has no runs.
+            run, start = self.ranges[index], first + done - self.firsts[index]
             count = min(len(run) - start, len(rows) - done)
             run[start : start + count].copy_(rows[done : done + count])
             done += count
@@ -72,7 +72,7 @@ class HostMatrix:
 
     def copy_to(self, page: Tensor) -> None:
         """Copy all rows to a page of a pool, [rows, width], behind the current stream."""
-        for first, run in zip(self.firsts, self.runs, strict=True):
+        for first, run in zip(self.firsts, self.ranges, strict=True):
             page[first : first + len(run)].copy_(run, non_blocking=True)
 
 
@@ -122,9 +122,9 @@ class HostAdapterCache:
         self._projections = tuple(projections)
         self._size = size
         self._dtype = dtype
-        self._num_ranked = max((p.num_ranked for p in self._projections), default=0)
+        self._num_rank_pools = max((p.num_ranked for p in self._projections), default=0)
         chunk_bytes = chunk_size(self._projections, dtype)
-        self.arena = PinnedPool(size.host_bytes // chunk_bytes, chunk_bytes, pinned)
+        self.pool = PinnedPool(size.host_bytes // chunk_bytes, chunk_bytes, pinned)
         self._staged: dict[AdapterKey, StagedAdapter] = {}
         self._reads: dict[AdapterKey, list[object]] = {}
         self._lock = threading.Lock()
@@ -132,12 +132,12 @@ class HostAdapterCache:
     @property
     def capacity_bytes(self) -> int:
         """Bytes of the arena."""
-        return self.arena.num_chunks * self.arena.chunk_bytes
+        return self.pool.num_chunks * self.pool.chunk_bytes
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the arena that are taken."""
-        return self.arena.num_taken * self.arena.chunk_bytes
+        return self.pool.num_taken * self.pool.chunk_bytes
 
     def stage(self, adapter: FetchedAdapter) -> AdapterShape:
         """Read, judge and cut an adapter, and keep it until `drop`.
@@ -171,14 +171,14 @@ class HostAdapterCache:
             staged = self._staged.pop(key, None)
             self._reads.pop(key, None)
         if staged is not None:
-            self.arena.free(staged.chunks, after)
+            self.pool.free(staged.chunks, after)
 
     def check(self) -> None:
         """Assert that the arena holds the staged adapters alone; not while one is read."""
         with self._lock:
             chunks = [chunk for staged in self._staged.values() for chunk in staged.chunks]
             assert not self._reads, self._reads
-        self.arena.check(chunks)
+        self.pool.check(chunks)
 
     def _keep(self, adapter: FetchedAdapter, read: object, staged: StagedAdapter) -> AdapterShape:
         """Keep what was read, unless it was dropped or read by another thread meanwhile."""
@@ -188,7 +188,7 @@ class HostAdapterCache:
             if first is None and wanted:
                 self._staged[adapter.key] = staged
                 return staged.shape
-        self.arena.free(staged.chunks)
+        self.pool.free(staged.chunks)
         if first is not None:
             return first.shape
         raise AdapterError(
@@ -211,23 +211,23 @@ class HostAdapterCache:
 
     def _read(self, adapter: FetchedAdapter) -> StagedAdapter:
         opened = open_fetched(adapter, self._projections, self._size.max_rank, self._base)
-        ranks = torch.zeros(len(self._projections), self._num_ranked, dtype=torch.int32)
+        ranks = torch.zeros(len(self._projections), self._num_rank_pools, dtype=torch.int32)
         for place, rank in opened.ranks.items():
             ranks[place.projection, place.layer] = rank
         num_pages = tuple(-(-int(row.max()) // PAGE_ROWS) for row in ranks)
         layout = self._layout(num_pages)
-        shape = AdapterShape(num_pages, layout.num_chunks * self.arena.chunk_bytes)
+        shape = AdapterShape(num_pages, layout.num_chunks * self.pool.chunk_bytes)
         self._check_fits(shape)
-        chunks = self.arena.allocate(layout.num_chunks)
+        chunks = self.pool.allocate(layout.num_chunks)
         if chunks is None:
             raise AdapterDeferred(shape)
         try:
-            self.arena.zero(chunks)
+            self.pool.zero(chunks)
             pages = self._pages(layout, num_pages, chunks)
             self._write(opened, pages)
             _check_unchanged(adapter)
         except BaseException:
-            self.arena.free(chunks)
+            self.pool.free(chunks)
             raise
         return StagedAdapter(pages, ranks, chunks, shape)
 
@@ -254,21 +254,21 @@ class HostAdapterCache:
             rows = projection.num_layers * PAGE_ROWS
             widths = (projection.local_inputs, projection.local_outputs)
             halves += [(rows, width) for width in widths] * count
-        return lay_out(halves, self.arena.chunk_bytes // self._dtype.itemsize)
+        return lay_out(halves, self.pool.chunk_bytes // self._dtype.itemsize)
 
     def _pages(
         self, layout: "ChunkLayout", num_pages: Sequence[int], chunks: Sequence[int]
     ) -> tuple[tuple[HostPage, ...], ...]:
-        halves = self._halves(layout, chunks)
+        halves = self._matrices(layout, chunks)
         return tuple(
             tuple(HostPage(next(halves), next(halves)) for _ in range(count)) for count in num_pages
         )
 
-    def _halves(self, layout: "ChunkLayout", chunks: Sequence[int]) -> Iterator[HostMatrix]:
+    def _matrices(self, layout: "ChunkLayout", chunks: Sequence[int]) -> Iterator[HostMatrix]:
         size = self._dtype.itemsize
-        for runs in layout.halves:
+        for runs in layout.matrices:
             views = tuple(
-                self.arena.rows(chunks[run.chunk], run.offset * size, run.shape, self._dtype)
+                self.pool.rows(chunks[run.chunk], run.offset * size, run.shape, self._dtype)
                 for run in runs
             )
             yield HostMatrix(views, (0, *accumulate(len(view) for view in views))[: len(views)])
@@ -300,7 +300,7 @@ class RowRange:
 class ChunkLayout:
     """Where an adapter's halves lie in its chunks."""
 
-    halves: tuple[tuple[RowRange, ...], ...]
+    matrices: tuple[tuple[RowRange, ...], ...]
     num_chunks: int
 
 

@@ -55,7 +55,7 @@ class AdapterRowLinear(nn.Module):
             return self.base.partial(x)
         weight = self.base.weight
         if self.base.bias is None and adapter_data.has_product(x, weight, self._targets):
-            room = self.base.room(x)
+            room = self.base.output_buffer(x)
             y = x.new_empty(len(x), len(weight)) if room is None else room
             adapter_data.product(y, x, weight, self._layer, self._targets)
         else:

@@ -160,7 +160,7 @@ def _groups(bank: AdapterBank, slots: npt.NDArray[np.int64], projection: int) ->
     for slot in np.unique(slots[slots >= 0]).tolist():
         if bank.adapts(slot, projection):
             rows = to_device(np.flatnonzero(slots == slot), bank.page_table.device)
-            groups.append(TokenGroup(rows, bank.placement(slot)))
+            groups.append(TokenGroup(rows, bank.loaded(slot)))
     return groups
 
 

@@ -127,13 +127,13 @@ class AttentionBackend(ABC):
         window: this layer's, one of the spec's.
         """
 
-    def captured_words(self, rows: int, max_blocks: int) -> int | None:
+    def graph_words(self, rows: int, max_blocks: int) -> int | None:
         """How many int32 a captured decode step of `rows` rows reads; None: it has no such form.
 
         max_blocks: in the longest row's table.
         """
         return None
 
-    def captured(self, rows: int, words: Tensor) -> GraphAttention:
+    def graph_form(self, rows: int, words: Tensor) -> GraphAttention:
         """Attention of captured decode steps, over static device memory `words` (int32)."""
         raise NotImplementedError(f"attention backend {self.name!r} has no captured form")

@@ -24,7 +24,7 @@ class ClampWatch:
     def __init__(self, caches: Sequence[LayerCache]) -> None:
         """Watch from now on."""
         self._marks = [cache.clamped for cache in caches if cache.quantised]
-        self._told: set[tuple[int, int]] = set()
+        self._reported: set[tuple[int, int]] = set()
         self._steps = 0
         self._copy: HostCopy | None = None
 
@@ -39,10 +39,10 @@ class ClampWatch:
 
     def _tell(self, marks: Tensor) -> None:
         """marks: int32 [layers, 2]."""
-        new = {(layer, part) for layer, part in marks.nonzero().tolist()} - self._told
+        new = {(layer, part) for layer, part in marks.nonzero().tolist()} - self._reported
         if not new:
             return
-        self._told |= new
+        self._reported |= new
         keys, values = (sorted(layer for layer, of in new if of == part) for part in (0, 1))
         logger.warning(
             "the fp8 cache held keys of layers %s and values of layers %s at the largest number "

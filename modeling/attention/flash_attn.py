@@ -110,11 +110,11 @@ class FlashAttention(AttentionBackend):
             parts.append(self._prefill(q[split:], cache, rows, window))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def captured_words(self, rows: int, max_blocks: int) -> int | None:
+    def graph_words(self, rows: int, max_blocks: int) -> int | None:
         """Lengths and whole tables."""
         return rows * (1 + max_blocks)
 
-    def captured(self, rows: int, words: Tensor) -> "GraphFlashAttn":
+    def graph_form(self, rows: int, words: Tensor) -> "GraphFlashAttn":
         """Decode over static lengths and tables."""
         return GraphFlashAttn(self, rows, words)
 

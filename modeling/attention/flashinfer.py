@@ -146,11 +146,11 @@ class FlashInferAttention(AttentionBackend):
             plan.prefill.run(q[split:], pages, out=out[split:], **options)
         return out if cache.scales.values == 1.0 else out.mul_(cache.scales.values)
 
-    def captured_words(self, rows: int, max_blocks: int) -> int | None:
+    def graph_words(self, rows: int, max_blocks: int) -> int | None:
         """Row starts, last pages' lengths, and the ragged page list, which may fill up."""
         return _indices_at(rows) + rows * max_blocks
 
-    def captured(self, rows: int, words: Tensor) -> "GraphDecode":
+    def graph_form(self, rows: int, words: Tensor) -> "GraphDecode":
         """Wrappers of a fixed number of rows, over `words`."""
         return GraphDecode(self, rows, words)
 

@@ -81,7 +81,7 @@ class ModuleCalls:
     @contextmanager
     def watch(self) -> Iterator[None]:
         """Note how each module is called meanwhile."""
-        hooks = [spot.module.register_forward_hook(self._note(spot.path)) for spot in self.spots]
+        hooks = [spot.module.register_forward_hook(self._record(spot.path)) for spot in self.spots]
         try:
             yield
         finally:
@@ -104,7 +104,7 @@ class ModuleCalls:
             logger.info("modules that take no adapters: %s", ", ".join(left_out))
         return kept
 
-    def _note(self, path: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
+    def _record(self, path: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
         def hook(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
             # An input by keyword would not reach the hook that adds deltas.
             if inputs and isinstance(output, Tensor):

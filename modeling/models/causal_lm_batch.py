@@ -79,7 +79,7 @@ class CausalLMBatch:
         return len(self.requests)
 
     @property
-    def places(self) -> list[int]:
+    def batch_slots(self) -> list[int]:
         """The rows' places, by which `filter` names them."""
         return [request.batch_slot for request in self.requests]
 
@@ -123,7 +123,7 @@ class CausalLMBatch:
         The batch itself must not be used any more.
         """
         groups: dict[Hashable, list[int]] = {}
-        for place, length in zip(self.places, self.input_lengths, strict=True):
+        for place, length in zip(self.batch_slots, self.input_lengths, strict=True):
             groups.setdefault(group(length), []).append(place)
         if len(groups) == 1:
             return [self]
@@ -136,7 +136,7 @@ class CausalLMBatch:
 
         The batch itself must not be used any more.
         """
-        index = {place: row for row, place in enumerate(self.places)}
+        index = {place: row for row, place in enumerate(self.batch_slots)}
         kept = [index[place] for place in places]
         lengths = [self.input_lengths[row] for row in kept]
         rows = to_device(np.array(kept, dtype=np.int64), self.input_ids.device)
@@ -186,7 +186,7 @@ class CausalLMBatch:
     def check(self) -> None:
         """Assert that the mask counts each row's tokens and that all widths fit together."""
         rows, longest = len(self), self.max_input_length
-        assert len(set(self.places)) == rows, self.places
+        assert len(set(self.batch_slots)) == rows, self.batch_slots
         assert self.attention_mask.shape == (rows, longest + self.padding_right_offset)
         assert self.attention_mask.sum(1).tolist() == self.input_lengths
         assert bool(self.attention_mask[:, longest - 1].all()), "rows end in one column"

@@ -33,7 +33,7 @@ class CausalLMPrompts:
         self._model = model
         self.slice_length = max(1, SLICE_BYTES // (4 * vocab_size)) if self._goes_on() else WHOLE
 
-    def tell(
+    def score(
         self, asking: Sequence[tuple[int, RequestJoin]], adapters: Adapters
     ) -> PromptScoresOnDevice:
         """Read the whole prompt of each (row's index in the batch, its request)."""
@@ -42,7 +42,7 @@ class CausalLMPrompts:
                       join.sampling)
             for index, join in asking
         ]  # fmt: skip
-        num_top = max(row.asked.prompt_logprobs for row in rows)
+        num_top = max(row.sampling.prompt_logprobs for row in rows)
         scores, embeddings = [], []
         for row, (_, join) in zip(rows, asking, strict=True):
             ids = torch.tensor(join.tokens[: join.prompt_length], device=self._model.device)
@@ -50,7 +50,7 @@ class CausalLMPrompts:
                 scores.append(self._score(ids, num_top, join.adapter_slot, adapters))
             if row.pools:
                 states = self._model.hidden_states(ids, adapters(join.adapter_slot))
-                embeddings += [] if states is None else [_pooled(states, row.asked.pooling)]
+                embeddings += [] if states is None else [_pooled(states, row.sampling.pooling)]
         return PromptScoresOnDevice(
             rows,
             joined(scores) if scores else None,

@@ -18,7 +18,7 @@ from modeling.attention.paged import AttentionCall
 from modeling.layers.attention import split_heads
 from modeling.layers.mlp import PlainMLP
 from modeling.layers.norm import LayerNorm
-from modeling.models.padded import PaddedAnswer, PaddedCall, Past, answer
+from modeling.models.padded import PaddedAnswer, PaddedCall, Past, padded_forward
 from modeling.models.shell import ModelOutline, PagedAndPaddedBase
 from sharding.embedding import VocabParallelEmbedding
 from sharding.group import TensorParallel
@@ -316,7 +316,7 @@ class OPTForCausalLM(PagedAndPaddedBase):
         return_dict: bool | None = None,
     ) -> PaddedAnswer:
         """The padded door; arguments as in `PaddedCall`, positions counted by the mask."""
-        return answer(
+        return padded_forward(
             self,
             PaddedCall(
                 input_ids=input_ids,

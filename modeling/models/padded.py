@@ -90,7 +90,7 @@ class PaddedModel(Protocol):
         ...
 
 
-def answer(model: PaddedModel, call: PaddedCall) -> PaddedAnswer:
+def padded_forward(model: PaddedModel, call: PaddedCall) -> PaddedAnswer:
     """Run one padded forward; ValueError names an argument that does not fit."""
     from transformers.modeling_outputs import CausalLMOutputWithPast
 

@@ -30,7 +30,9 @@ class StepRunner(Protocol):
         """
         ...
 
-    def place(self, key: AdapterKey, slot: int, pages: Sequence[Sequence[int]]) -> PendingCopy:
+    def load_adapter(
+        self, key: AdapterKey, slot: int, pages: Sequence[Sequence[int]]
+    ) -> PendingCopy:
         """Start to copy a staged adapter to device pages, beside the steps."""
         ...
 

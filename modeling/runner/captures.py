@@ -11,10 +11,15 @@ from modeling.runner.cuda_graphs import (
     Forward,
     GraphParts,
     GraphRecorder,
-    captured_sizes,
+    graph_sizes,
 )
 from modeling.runner.memory import GRAPH_BYTES, SEGMENT_BYTES
-from modeling.runner.piecewise import PieceRecorder, PiecewiseGraphs, PiecewiseParts, segment_sizes
+from modeling.runner.piecewise import (
+    PieceRecorder,
+    PiecewiseGraphs,
+    PiecewiseParts,
+    piecewise_sizes,
+)
 
 
 @dataclass(frozen=True)
@@ -46,14 +51,14 @@ class StepGraphs(NamedTuple):
     mixed: PiecewiseGraphs | None
 
 
-def capture_sizes(choice: CudaGraphs, limits: LimitsConfig, has_form: bool) -> GraphSizes:
+def graph_sizes_of(choice: CudaGraphs, limits: LimitsConfig, has_form: bool) -> GraphSizes:
     """What `choice` asks for; has_form: whether the attention has a captured form."""
     decode: tuple[int, ...] = ()
     mixed: tuple[int, ...] = ()
     if choice is not CudaGraphs.NONE and has_form:
-        decode = captured_sizes(limits.max_running)
+        decode = graph_sizes(limits.max_running)
     if choice is CudaGraphs.ALL:
-        mixed = segment_sizes(limits.max_step_tokens)
+        mixed = piecewise_sizes(limits.max_step_tokens)
     return GraphSizes(decode, mixed)
 
 
@@ -65,7 +70,7 @@ def capture(
     if sizes.decode:
         decode = DecodeGraphs(parts, sizes.decode, device, GraphRecorder(device))
     if sizes.mixed:
-        slot = parts.scratch_page * parts.state.size.block_size
+        slot = parts.dummy_block * parts.state.size.block_size
         segments = PiecewiseParts(hidden, parts.backend, slot, parts.adapters)
         mixed = PiecewiseGraphs(segments, sizes.mixed, device, PieceRecorder(device))
     return StepGraphs(decode, mixed)

@@ -38,7 +38,7 @@ Record = Callable[[Callable[[], None]], Callable[[], None]]
 """From a computation on fixed addresses to its replay."""
 
 
-def captured_sizes(max_running: int) -> tuple[int, ...]:
+def graph_sizes(max_running: int) -> tuple[int, ...]:
     """The sizes of captured steps, ascending; the last one holds all places, up to 256."""
     most = min(max_running, SIZES[-1])
     return (*(size for size in SIZES if size < most), most)
@@ -53,14 +53,14 @@ def size_for(sizes: Sequence[int], num_rows: int) -> int | None:
 class GraphParts:
     """What captured steps are made of.
 
-    scratch_page: a cache page that nobody owns. vocab_size, dtype: of the logits.
+    dummy_block: a cache page that nobody owns. vocab_size, dtype: of the logits.
     adapters: None where steps with adapters are not captured.
     """
 
     forward: Forward
     backend: AttentionBackend
     state: InputBatch
-    scratch_page: int
+    dummy_block: int
     vocab_size: int
     dtype: torch.dtype
     adapters: AdapterStepPlan | None
@@ -85,17 +85,17 @@ class PaddedStep:
     def __init__(self, parts: GraphParts, size: int, static: Tensor) -> None:
         """static: uint8, as many as `step_bytes` says at least."""
         self.size = size
-        self._page = parts.scratch_page
+        self._page = parts.dummy_block
         block_size = parts.state.size.block_size
         # What stands in the columns of padding rows: ids_at, positions, slots, targets.
-        scratch = parts.state.scratch_token
-        self._padding = (scratch, 0, parts.scratch_page * block_size, scratch)
+        scratch = parts.state.dummy_token
+        self._padding = (scratch, 0, parts.dummy_block * block_size, scratch)
         self._words = _words(parts, size)
         self._words_at = 4 * aligned(size * INT64_BYTES)
         columns = [static[a:b].view(torch.int64) for a, b in self._columns()]
         self.ids_at, self.positions, self.slots, self.targets = columns
         words = static[self._words_at : self._words_at + self._words * INT32_BYTES]
-        self.attention = parts.backend.captured(size, words.view(torch.int32))
+        self.attention = parts.backend.graph_form(size, words.view(torch.int32))
         device = static.device
         self.cu_seqlens = torch.arange(size + 1, dtype=torch.int32, device=device)
         self.last_tokens = torch.arange(size, device=device)
@@ -130,7 +130,7 @@ def step_bytes(parts: GraphParts, size: int) -> int:
 
 
 def _words(parts: GraphParts, size: int) -> int:
-    words = parts.backend.captured_words(size, parts.state.size.max_blocks)
+    words = parts.backend.graph_words(size, parts.state.size.max_blocks)
     assert words is not None, parts.backend.name
     return words
 
@@ -182,7 +182,7 @@ class DecodeGraphs:
             step = PaddedStep(parts, size, self._staging.device_bytes)
             self._steps[size] = step
             for with_adapters in kinds:
-                self._bring(step, StepLayout.empty(), with_adapters)
+                self._copy_inputs(step, StepLayout.empty(), with_adapters)
                 adapters = parts.adapters.batch(size) if parts.adapters and with_adapters else None
                 compute = partial(self._compute, step, adapters)
                 self._replays[size, with_adapters] = record(compute)
@@ -195,11 +195,11 @@ class DecodeGraphs:
         if size is None or not layout.decodes or (size, with_adapters) not in self._replays:
             return None
         step = self._steps[size]
-        self._bring(step, layout, with_adapters)
+        self._copy_inputs(step, layout, with_adapters)
         self._replays[size, with_adapters]()
         return GraphOutput(self._tokens[:rows], self._logits[:rows], step.targets[:rows])
 
-    def _bring(self, step: PaddedStep, layout: StepLayout, with_adapters: bool) -> None:
+    def _copy_inputs(self, step: PaddedStep, layout: StepLayout, with_adapters: bool) -> None:
         """Queue all that the step's graph reads, on the current stream."""
         turn, host = self._staging.begin()
         self._staging.send(step.fill(host, layout))

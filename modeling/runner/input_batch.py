@@ -51,7 +51,7 @@ class StepLayout:
     last_tokens: [s], the sampling rows' last tokens among the T. targets: [s], where in the flat
     token buffer the samples go. sampling: s parameters. sample_positions: s positions of the tokens
     to be. adapter_slots: n, -1 for the base model. prompt_lengths: [s], None where no sample looks
-    at the tokens before it. prompts: the rows that tell about their prompts.
+    at the tokens before it. prompt_rows: the rows that tell about their prompts.
     """
 
     ids_at: Ints
@@ -66,7 +66,7 @@ class StepLayout:
     sample_positions: list[int]
     adapter_slots: list[int]
     prompt_lengths: Ints | None = None
-    prompts: Sequence[PromptRow] = ()
+    prompt_rows: Sequence[PromptRow] = ()
 
     @property
     def num_rows(self) -> int:
@@ -126,8 +126,8 @@ class InputBatch:
         # One more than the longest sequence: its last token is sampled and never computed.
         self._width = size.max_total_tokens + 1
         # One place more, of one token: where padding rows of captured steps leave theirs.
-        self.scratch_token = size.max_running * self._width
-        self.tokens = torch.zeros(self.scratch_token + 1, dtype=torch.int64, device=device)
+        self.dummy_token = size.max_running * self._width
+        self.tokens = torch.zeros(self.dummy_token + 1, dtype=torch.int64, device=device)
         self._blocks = np.zeros((size.max_running, size.max_blocks), dtype=np.int32)
         self._num_blocks = np.zeros(size.max_running, dtype=np.int64)
         self._adapter_slots = np.full(size.max_running, -1, dtype=np.int64)
@@ -195,7 +195,7 @@ class InputBatch:
             sample_positions=sample_positions,
             adapter_slots=self._adapter_slots[places].tolist(),
             prompt_lengths=prompt_lengths,
-            prompts=[
+            prompt_rows=[
                 told
                 for index in asking.tolist()
                 if (told := self._prompt_row(index, rows[index], int(bounds[now_at[index]])))
@@ -248,19 +248,19 @@ class InputBatch:
         """Leave a step's samples in the token buffer, and let grammars follow those they hold."""
         self.write(targets, tokens)
         if self._grammars is not None and layout.prompt_lengths is not None:
-            self._grammars.follow((layout.targets // self._width).tolist(), tokens)
+            self._grammars.advance((layout.targets // self._width).tolist(), tokens)
 
     def _prompt_row(self, index: int, row: StepRow, at: int) -> PromptRow | None:
         """What a row tells about its prompt, None where that is nothing any more."""
         told = PromptRow(
             row=index,
-            place=row.batch_slot,
+            batch_slot=row.batch_slot,
             at=at,
             known_at=row.batch_slot * self._width + row.start,
             start=row.start,
             end=row.start + row.length,
             prompt_length=int(self._prompt_lengths[row.batch_slot]),
-            asked=self._sampling[row.batch_slot],
+            sampling=self._sampling[row.batch_slot],
         )
         return told if told.num_scored or told.pools else None
 

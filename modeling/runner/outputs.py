@@ -34,7 +34,7 @@ def step_output(
     def wait() -> SampledTokens:
         copied = copy.wait()
         tokens, *logprobs = copied[: len(tensors)]
-        prompts = told.answers(copied[len(tensors) :]) if told is not None else None
+        prompts = told.reports(copied[len(tensors) :]) if told is not None else None
         rows = _rows(ChosenLogprobs(*logprobs), asked) if logprobs else None
         idle = start.idle_seconds() if start is not None else None
         return SampledTokens(tokens.tolist(), rows, prompts, idle, captured, faults)

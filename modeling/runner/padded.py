@@ -89,7 +89,7 @@ class PaddedRunner:
         self._size: BatchSize
         self._grammars: Grammars
         self._tokens: Tensor
-        self._seats: dict[int, RequestJoin] = {}
+        self._batch_slots: dict[int, RequestJoin] = {}
         self._running: PaddedBatches
 
     def load(self) -> RunnerReport:
@@ -116,10 +116,10 @@ class PaddedRunner:
         """Launch one step; the next may be launched before `wait` is called on its output."""
         with self._on_device():
             self._join(batch.joins)
-            with self._bank.reading(
-                [self._seats[row.batch_slot].adapter_slot for row in batch.rows]
+            with self._bank.in_use(
+                [self._batch_slots[row.batch_slot].adapter_slot for row in batch.rows]
             ):
-                told = self._tell(batch.rows)
+                told = self._score_prompts(batch.rows)
                 # A chunk that samples nothing waits for the prefill of its last one.
                 rows = [row for row in batch.rows if row.samples]
                 if not rows:
@@ -137,13 +137,13 @@ class PaddedRunner:
             return self._bank.stage(adapter)
 
     @torch.inference_mode()
-    def place(self, key: AdapterKey, slot: int, pages: Sequence[Sequence[int]]) -> CopyEvent:
+    def load_adapter(self, key: AdapterKey, slot: int, pages: Sequence[Sequence[int]]) -> CopyEvent:
         """Start to move a staged adapter to the device, beside the steps; waits for nothing.
 
         Steps launched before read what lay there, steps launched after read the adapter.
         """
         with self._on_device():
-            return self._bank.place(key, slot, pages)
+            return self._bank.load(key, slot, pages)
 
     def drop(self, key: AdapterKey) -> None:
         """Forget the host copy of an adapter."""
@@ -160,7 +160,7 @@ class PaddedRunner:
         """Assert what must hold between steps."""
         self._bank.check()
         self._running.check()
-        assert self._running.places <= self._seats.keys()
+        assert self._running.places <= self._batch_slots.keys()
 
     def _measure(self) -> int:
         config = self._config
@@ -206,9 +206,9 @@ class PaddedRunner:
         torch.cuda.reset_peak_memory_stats(self._device)
         before = torch.cuda.memory_allocated(self._device)
         try:
-            self._rehearse(1, longest)
-            self._rehearse_prompt(longest)
-            self._rehearse(num_rows, length)
+            self._warm_up(1, longest)
+            self._warm_up_prompt(longest)
+            self._warm_up(num_rows, length)
         except torch.OutOfMemoryError as error:
             raise ValueError(
                 f"no memory is left for a prompt of {longest} tokens, which this model computes "
@@ -218,17 +218,17 @@ class PaddedRunner:
         return torch.cuda.max_memory_allocated(self._device) - before
 
     @torch.inference_mode()
-    def _rehearse(self, num_rows: int, length: int) -> None:
+    def _warm_up(self, num_rows: int, length: int) -> None:
         """Prefill so many rows and draw a token for each at random."""
         sampling = Sampling(temperature=1.0, top_p=0.9, typical_p=0.9, logprobs=0)
         joins = [RequestJoin(i, [0] * length, length, -1, sampling) for i in range(num_rows)]
         self._model.generate_token(self._model.batch(joins))
 
     @torch.inference_mode()
-    def _rehearse_prompt(self, length: int) -> None:
+    def _warm_up_prompt(self, length: int) -> None:
         """Score a prompt, its logits in slices."""
         asked = Sampling(prompt_logprobs=0)
-        self._prompts.tell([(0, RequestJoin(0, [0] * length, length, -1, asked))], self._alone)
+        self._prompts.score([(0, RequestJoin(0, [0] * length, length, -1, asked))], self._alone)
 
     def _join(self, joins: Sequence[RequestJoin]) -> None:
         """Give each request its place; whoever had it before has left."""
@@ -238,20 +238,20 @@ class PaddedRunner:
             assert 1 <= count <= self._size.max_total_tokens, (join.batch_slot, count)
             tokens = to_device(np.array(join.tokens, dtype=np.int64), self._device)
             self._tokens[join.batch_slot, :count].copy_(tokens, non_blocking=True)
-            self._seats[join.batch_slot] = join
+            self._batch_slots[join.batch_slot] = join
             answer = join.tokens[join.prompt_length :]
             self._grammars.join(join.batch_slot, join.matcher, answer)
         self._running.keep(self._running.places - {join.batch_slot for join in joins})
 
-    def _tell(self, rows: Sequence[StepRow]) -> PromptScoresOnDevice | None:
+    def _score_prompts(self, rows: Sequence[StepRow]) -> PromptScoresOnDevice | None:
         """Read the prompts whose ends the rows reach, where somebody asks about them."""
         asking = [
             (index, seat)
             for index, row in enumerate(rows)
-            for seat in [self._seats[row.batch_slot]]
+            for seat in [self._batch_slots[row.batch_slot]]
             if seat.sampling.about_prompt and row.start < seat.prompt_length <= _end(row)
         ]
-        return self._prompts.tell(asking, self._alone) if asking else None
+        return self._prompts.score(asking, self._alone) if asking else None
 
     def _alone(self, slot: int) -> RowAdapters | None:
         """Return the adapter of one sequence by itself."""
@@ -269,13 +269,13 @@ class PaddedRunner:
         # From the batches' order to the plan's, and the tokens back again.
         at = {place: index for index, place in enumerate(computed)}
         order = _indices([at[row.batch_slot] for row in rows], self._device)
-        asked = [self._seats[row.batch_slot].sampling for row in rows]
+        asked = [self._batch_slots[row.batch_slot].sampling for row in rows]
         chosen = choose(
             logits[order], sampling_tensors(asked, ends, self._device, self._history(rows, ends))
         )
         places = _indices([row.batch_slot for row in rows], self._device)
         self._tokens[places, _indices(ends, self._device)] = chosen.tokens
-        self._grammars.follow([row.batch_slot for row in rows], chosen.tokens)
+        self._grammars.advance([row.batch_slot for row in rows], chosen.tokens)
         tokens = torch.empty_like(chosen.tokens)
         tokens[order] = chosen.tokens
         self._running.advance(tokens)
@@ -283,7 +283,7 @@ class PaddedRunner:
 
     def _history(self, rows: Sequence[StepRow], ends: Sequence[int]) -> TokenHistory | None:
         """Where the rows' own tokens lie; None where no row looks at them."""
-        seats = [self._seats[row.batch_slot] for row in rows]
+        seats = [self._batch_slots[row.batch_slot] for row in rows]
         if not any(seat.sampling.adjusted for seat in seats):
             return None
         places = np.array([row.batch_slot for row in rows], dtype=np.int64)
@@ -293,7 +293,7 @@ class PaddedRunner:
 
     def _request(self, row: StepRow) -> RequestJoin:
         """Return a row's request with all tokens up to the row's last."""
-        seat, end = self._seats[row.batch_slot], _end(row)
+        seat, end = self._batch_slots[row.batch_slot], _end(row)
         tokens = seat.tokens[:end]
         if len(tokens) < end:
             # It paused, and only the device knows what it has sampled.

@@ -38,7 +38,7 @@ class PaddedBatches:
     @property
     def places(self) -> set[int]:
         """Of all rows that run."""
-        return {place for batch in self._running for place in batch.places}
+        return {place for batch in self._running for place in batch.batch_slots}
 
     def check(self) -> None:
         """Assert that each row is in one batch, and that each batch is sound."""
@@ -49,7 +49,9 @@ class PaddedBatches:
 
     def keep(self, places: Set[int]) -> None:
         """Let all rows leave but those at `places`; copies only the batches that some leave."""
-        kept = [[place for place in batch.places if place in places] for batch in self._running]
+        kept = [
+            [place for place in batch.batch_slots if place in places] for batch in self._running
+        ]
         self._running = [
             batch.filter(own) if len(own) < len(batch) else batch
             for batch, own in zip(self._running, kept, strict=True)
@@ -61,7 +63,7 @@ class PaddedBatches:
         lengths = {
             place: length
             for batch in self._running
-            for place, length in zip(batch.places, batch.input_lengths, strict=True)
+            for place, length in zip(batch.batch_slots, batch.input_lengths, strict=True)
         }
         begins_anew = self._model.sharing.begins_anew
         return {
@@ -79,7 +81,7 @@ class PaddedBatches:
         batches, self._running = [*self._running, *self._batches(fresh)], []
         logits = [self._model.next_logits(batch, self._adapters(batch)) for batch in batches]
         self._stepping = batches
-        return [place for batch in batches for place in batch.places], torch.cat(logits)
+        return [place for batch in batches for place in batch.batch_slots], torch.cat(logits)
 
     def advance(self, tokens: Tensor) -> None:
         """Append each row's token, int64 [rows], in the order of `compute`."""

@@ -33,7 +33,7 @@ from modeling.attention.kv_cache import CacheSpec, LayerCache, allocate
 from modeling.attention.select import AttentionChoice
 from modeling.batch import ForwardBatch, StepOutput
 from modeling.runner.cache import choose_cache
-from modeling.runner.captures import GraphSizes, StepGraphs, capture, capture_sizes
+from modeling.runner.captures import GraphSizes, StepGraphs, capture, graph_sizes_of
 from modeling.runner.cuda_graphs import DecodeGraphs, GraphParts
 from modeling.runner.input_batch import (
     BatchSize,
@@ -54,7 +54,7 @@ from modeling.runner.memory import (
 from modeling.runner.outputs import step_output
 from modeling.runner.piecewise import PiecewiseGraphs
 from modeling.runner.report import RunnerReport
-from modeling.runner.warmup import rehearsals, widest_step
+from modeling.runner.warmup import warmup_batches, widest_step
 from modeling.sampling.grammars import Grammars
 from modeling.sampling.prompt_scores import PromptReader, PromptScoresOnDevice
 from modeling.sampling.sampler import SampledStep, choose, no_rows
@@ -85,13 +85,13 @@ class ModelRunner:
         self._cache_spec: CacheSpec
         self._size: BatchSize
         self._grammars: Grammars
-        self._state: InputBatch
+        self._input_batch: InputBatch
         self._prompts: PromptReader
         self._cache: list[LayerCache]
-        self._watch: ClampWatch
-        self._plan: AdapterStepPlan | None = None
-        self._captured: DecodeGraphs | None = None
-        self._segmented: PiecewiseGraphs | None = None
+        self._clamp_watch: ClampWatch
+        self._adapter_plan: AdapterStepPlan | None = None
+        self._decode_graphs: DecodeGraphs | None = None
+        self._piecewise_graphs: PiecewiseGraphs | None = None
         self.num_steps = 0
         self.num_captured = 0
 
@@ -114,10 +114,12 @@ class ModelRunner:
         once, so that no request waits for a compiler.
         """
         with self._on_device():
-            self._take(num_blocks)
+            self._allocate(num_blocks)
             if self._device.type == "cuda":
                 self._warm_up(num_blocks)
-                self._captured, self._segmented = self._capture(self._sizes(), num_blocks)
+                self._decode_graphs, self._piecewise_graphs = self._capture(
+                    self._sizes(), num_blocks
+                )
             self.num_steps = self.num_captured = 0
         return self._report(num_blocks)
 
@@ -129,18 +131,18 @@ class ModelRunner:
         """
         with self._on_device():
             start = self._clock.begin()
-            self._state.join(batch.joins)
+            self._input_batch.join(batch.joins)
             if not batch.rows:
                 return step_output(no_rows(self._device), [])
             self.num_steps += 1
-            layout = self._state.layout(batch.rows)
-            with self._bank.reading(layout.adapter_slots):
+            layout = self._input_batch.layout(batch.rows)
+            with self._bank.in_use(layout.adapter_slots):
                 before = self.num_captured
-                chosen, told = None if layout.prompts else self._replay(layout), None
+                chosen, told = None if layout.prompt_rows else self._replay(layout), None
                 if chosen is None:
                     chosen, told = self._compute(layout)
             captured = self.num_captured > before
-            self._watch.stepped()
+            self._clamp_watch.stepped()
             faults = self._grammars.take_faults([row.batch_slot for row in batch.rows])
             return step_output(chosen, layout.sampling, told, start, captured, faults)
 
@@ -155,13 +157,13 @@ class ModelRunner:
             return self._bank.stage(adapter)
 
     @torch.inference_mode()
-    def place(self, key: AdapterKey, slot: int, pages: Sequence[Sequence[int]]) -> CopyEvent:
+    def load_adapter(self, key: AdapterKey, slot: int, pages: Sequence[Sequence[int]]) -> CopyEvent:
         """Start to move a staged adapter to the device, beside the steps; waits for nothing.
 
         Steps launched before read what lay there, steps launched after read the adapter.
         """
         with self._on_device():
-            return self._bank.place(key, slot, pages)
+            return self._bank.load(key, slot, pages)
 
     def drop(self, key: AdapterKey) -> None:
         """Forget the host copy of an adapter."""
@@ -199,7 +201,7 @@ class ModelRunner:
         )
         self._bank = AdapterBank(model.projections, size, model.dtype, device, model.base_tensors())
         if self._kernel.plan is not None and pages:
-            self._plan = self._kernel.plan(self._bank, config.limits.max_step_tokens)
+            self._adapter_plan = self._kernel.plan(self._bank, config.limits.max_step_tokens)
         if config.cache.num_blocks is not None:
             return config.cache.num_blocks
         if device.type == "cpu":
@@ -208,42 +210,42 @@ class ModelRunner:
         memory = device_memory(device)
         return cuda_blocks(config, memory, taken, self._cache_spec.bytes_per_page)
 
-    def _take(self, num_blocks: int) -> None:
+    def _allocate(self, num_blocks: int) -> None:
         """Allocate the cache and the places' state; a CUDA cache has one page more, for padding."""
         spare = 1 if self._device.type == "cuda" else 0
         self._cache = allocate(self._cache_spec, num_blocks + spare, self._device)
-        self._watch = ClampWatch(self._cache)
-        self._state = InputBatch(self._size, self._device, self._grammars)
+        self._clamp_watch = ClampWatch(self._cache)
+        self._input_batch = InputBatch(self._size, self._device, self._grammars)
         self._prompts = PromptReader(self._loaded.model.vocab_size, self._device)
 
     def _step_peak(self) -> int:
         """Return the bytes that the widest step takes beyond weights, pools and cache."""
         batch = widest_step(self._size, self._config.limits.max_step_tokens)
-        self._take(1 + max(block for row in batch.rows for block in row.blocks))
+        self._allocate(1 + max(block for row in batch.rows for block in row.blocks))
         torch.cuda.reset_peak_memory_stats(self._device)
         before = torch.cuda.memory_allocated(self._device)
         self.step(batch).wait()
         peak = torch.cuda.max_memory_allocated(self._device) - before
-        del self._cache, self._state
+        del self._cache, self._input_batch
         return peak
 
     def _sizes(self) -> GraphSizes:
         """What is captured; no decode steps where the attention has no captured form."""
         config, backend = self._config, self._attention.backend
-        has_form = backend.captured_words(1, self._size.max_blocks) is not None
-        return capture_sizes(config.cuda_graphs, config.limits, has_form)
+        has_form = backend.graph_words(1, self._size.max_blocks) is not None
+        return graph_sizes_of(config.cuda_graphs, config.limits, has_form)
 
     def _graph_bytes(self) -> int:
         """Return what captured steps will take: the largest is tried, the others share with it."""
         sizes = self._sizes()
         if not sizes:
             return 0
-        self._take(1)
+        self._allocate(1)
         before = device_memory(self._device).free
         captured = self._capture(sizes.largest, 1)
         taken = before - device_memory(self._device).free
-        del captured, self._cache, self._state
-        kinds = 1 if self._plan is None else 2
+        del captured, self._cache, self._input_batch
+        kinds = 1 if self._adapter_plan is None else 2
         return max(0, taken) + kinds * sizes.others_bytes(self._loaded.model.num_layers)
 
     @torch.inference_mode()
@@ -252,26 +254,26 @@ class ModelRunner:
         parts = GraphParts(
             forward=self._forward,
             backend=self._attention.backend,
-            state=self._state,
-            scratch_page=scratch_page,
+            state=self._input_batch,
+            dummy_block=scratch_page,
             vocab_size=model.vocab_size,
             dtype=model.dtype,
-            adapters=self._plan,
+            adapters=self._adapter_plan,
         )
         return capture(parts, sizes, self._device, partial(self._forward, skip_head=True))
 
     def _warm_up(self, scratch_page: int) -> None:
         """Run steps for every kernel, all of them in a page that nobody owns."""
-        slots = [-1] if self._plan is None else [-1, 0]
+        slots = [-1] if self._adapter_plan is None else [-1, 0]
         most = self._config.limits.max_step_tokens
-        for batch in rehearsals(self._size, most, scratch_page, slots):
+        for batch in warmup_batches(self._size, most, scratch_page, slots):
             self.step(batch).wait()
 
     def _replay(self, layout: StepLayout) -> SampledStep | None:
         """Run a captured step; None when this is none."""
-        if self._captured is None or adapts_vocabulary(self._bank, layout.adapter_slots):
+        if self._decode_graphs is None or adapts_vocabulary(self._bank, layout.adapter_slots):
             return None
-        found = self._captured.run(layout)
+        found = self._decode_graphs.run(layout)
         if found is None:
             return None
         self.num_captured += 1
@@ -279,7 +281,7 @@ class ModelRunner:
         if params.plain:
             return SampledStep(found.tokens, None)
         chosen = choose(found.logits, params)
-        self._state.sampled(layout, found.targets, chosen.tokens)
+        self._input_batch.sampled(layout, found.targets, chosen.tokens)
         return chosen
 
     def _compute(self, layout: StepLayout) -> tuple[SampledStep, PromptScoresOnDevice | None]:
@@ -287,31 +289,31 @@ class ModelRunner:
 
         The head reads single tokens, or whole prompts in slices.
         """
-        inputs = self._state.inputs(layout)
+        inputs = self._input_batch.inputs(layout)
         attention = self._attention.backend.prepare(
             inputs.query_lengths, inputs.key_lengths, inputs.block_tables
         )
-        hidden, layers = self._replay_segments(inputs, attention), None
+        hidden, layers = self._replay_piecewise(inputs, attention), None
         if hidden is None:
             layers = self._adapters(inputs)
             adapters = self._with_vocabulary(layers, layout)
-            if inputs.sampling and not layout.prompts:
+            if inputs.sampling and not layout.prompt_rows:
                 logits = self._forward(inputs, attention, adapters)
                 return self._choose(layout, inputs, logits), None
             hidden = self._forward(inputs, attention, adapters, skip_head=True)
         head, told = partial(self._head, layout, layers), None
-        if layout.prompts:
-            told = self._prompts.read(layout.prompts, hidden, self._state.tokens, head)
+        if layout.prompt_rows:
+            told = self._prompts.read(layout.prompt_rows, hidden, self._input_batch.tokens, head)
         if not inputs.sampling:
             return no_rows(self._device), told
         logits = head(hidden[inputs.last_tokens], layout.last_tokens)
         return self._choose(layout, inputs, logits), told
 
-    def _replay_segments(self, inputs: StepInputs, attention: AttentionStep) -> Tensor | None:
+    def _replay_piecewise(self, inputs: StepInputs, attention: AttentionStep) -> Tensor | None:
         """Return the hidden states of a step in captured segments; None when it has no such."""
-        if self._segmented is None or adapts_vocabulary(self._bank, inputs.adapter_slots):
+        if self._piecewise_graphs is None or adapts_vocabulary(self._bank, inputs.adapter_slots):
             return None
-        hidden = self._segmented.run(inputs, attention)
+        hidden = self._piecewise_graphs.run(inputs, attention)
         self.num_captured += hidden is not None
         return hidden
 
@@ -324,12 +326,12 @@ class ModelRunner:
 
     def _choose(self, layout: StepLayout, inputs: StepInputs, logits: Tensor) -> SampledStep:
         chosen = choose(logits, self._sampling(layout))
-        self._state.sampled(layout, inputs.targets, chosen.tokens)
+        self._input_batch.sampled(layout, inputs.targets, chosen.tokens)
         return chosen
 
     def _sampling(self, layout: StepLayout) -> SamplingTensors:
         """Return how the step's samples are chosen."""
-        history = self._state.history(layout)
+        history = self._input_batch.history(layout)
         return sampling_tensors(layout.sampling, layout.sample_positions, self._device, history)
 
     def _forward(
@@ -360,9 +362,9 @@ class ModelRunner:
         slots, lengths = inputs.adapter_slots, inputs.query_lengths
         if max(slots) < 0:
             return None
-        if self._plan is None:
+        if self._adapter_plan is None:
             return self._kernel.batch(self._bank, slots, lengths)
-        return self._plan.batch(sum(lengths), self._plan.update(slots, lengths))
+        return self._adapter_plan.batch(sum(lengths), self._adapter_plan.update(slots, lengths))
 
     def _with_vocabulary(
         self, adapters: AdapterData | None, layout: StepLayout
@@ -400,6 +402,8 @@ class ModelRunner:
             kv_bytes=num_blocks * self._cache_spec.bytes_per_page,
             adapter_pool_bytes=self._bank.pool_bytes,
             load_seconds=loaded.seconds,
-            captured_rows=self._captured.sizes if self._captured is not None else (),
-            captured_tokens=self._segmented.sizes if self._segmented is not None else (),
+            captured_rows=self._decode_graphs.sizes if self._decode_graphs is not None else (),
+            captured_tokens=self._piecewise_graphs.sizes
+            if self._piecewise_graphs is not None
+            else (),
         )

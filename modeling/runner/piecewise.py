@@ -31,7 +31,7 @@ H200 the products of 448 tokens take longer than those of 512."""
 Replay = Callable[[], None]
 
 
-def segment_sizes(max_step_tokens: int) -> tuple[int, ...]:
+def piecewise_sizes(max_step_tokens: int) -> tuple[int, ...]:
     """The numbers of tokens to record, ascending; the last holds every step, up to 4096."""
     most = min(max_step_tokens, TOKENS[-1])
     return (*(size for size in TOKENS if size < most), most)
@@ -62,13 +62,13 @@ class PiecewiseParts:
     """What captured mixed steps are made of.
 
     forward: from a step's tensors to hidden states [tokens, ...]. backend: of the attention.
-    scratch_slot: of a cache page that nobody owns. adapters: None where steps with adapters are
+    dummy_slot: of a cache page that nobody owns. adapters: None where steps with adapters are
     not captured.
     """
 
     forward: Forward
     backend: AttentionBackend
-    scratch_slot: int
+    dummy_slot: int
     adapters: AdapterStepPlan | None
 
 
@@ -94,7 +94,7 @@ class SplitPoint(AttentionBackend):
     def __init__(self, spec: AttentionSpec, attended: Tensor) -> None:
         """attended: [most tokens, heads, head_dim], where all layers find what attention said."""
         super().__init__(spec)
-        self._attended = attended
+        self._on_attention = attended
         self._cut: Callable[[Tensor, Tensor, LayerCache, int | None], None] | None = None
 
     @classmethod
@@ -129,7 +129,7 @@ class SplitPoint(AttentionBackend):
         window: int | None = None,
     ) -> Tensor:
         """Return where the answer will lie."""
-        out = self._attended[: len(q)]
+        out = self._on_attention[: len(q)]
         if self._cut is not None:
             self._cut(q, out, cache, window)
         return out
@@ -148,34 +148,34 @@ class PiecewiseGraphs:
         self._parts = parts
         self._recorder = recorder
         shape = (largest, spec.num_heads, spec.head_dim)
-        self._seam = SplitPoint(spec, torch.zeros(shape, dtype=spec.dtype, device=device))
+        self._split_point = SplitPoint(spec, torch.zeros(shape, dtype=spec.dtype, device=device))
         self._ids = torch.zeros(largest, dtype=torch.int64, device=device)
         self._positions = torch.zeros(largest, dtype=torch.int64, device=device)
-        self._slots = torch.full_like(self._ids, parts.scratch_slot)
+        self._slots = torch.full_like(self._ids, parts.dummy_slot)
         self._empty = torch.zeros(1, 0, dtype=torch.int32, device=device)
         self._hidden = torch.empty(0, device=device)
-        self._segments: dict[tuple[int, bool], list[GraphPiece]] = {}
+        self._pieces: dict[tuple[int, bool], list[GraphPiece]] = {}
         kinds = (False,) if parts.adapters is None else (False, True)
         for size in reversed(self.sizes):
             for with_adapters in kinds:
-                self._segments[size, with_adapters] = self._record(size, with_adapters)
+                self._pieces[size, with_adapters] = self._record(size, with_adapters)
 
     def run(self, inputs: StepInputs, attention: AttentionStep) -> Tensor | None:
         """Hidden states [tokens, ...] of a step, until the next one; None when no size holds it."""
         tokens = len(inputs.input_ids)
         size = size_for(self.sizes, tokens)
         with_adapters = max(inputs.adapter_slots) >= 0
-        if size is None or (size, with_adapters) not in self._segments:
+        if size is None or (size, with_adapters) not in self._pieces:
             return None
-        self._bring(inputs, size)
+        self._copy_inputs(inputs, size)
         if with_adapters:
             self._update(inputs.adapter_slots, inputs.query_lengths, size)
-        for segment in self._segments[size, with_adapters]:
+        for segment in self._pieces[size, with_adapters]:
             segment.replay()
             self._attend(segment, inputs, attention, tokens)
         return self._hidden[:tokens]
 
-    def _bring(self, inputs: StepInputs, size: int) -> None:
+    def _copy_inputs(self, inputs: StepInputs, size: int) -> None:
         """Copy the step's tokens to where the segments read, and make the others harmless."""
         tokens = len(inputs.input_ids)
         self._ids[:tokens].copy_(inputs.input_ids)
@@ -183,7 +183,7 @@ class PiecewiseGraphs:
         self._slots[:tokens].copy_(inputs.slots)
         if tokens < size:
             self._positions[tokens:size].zero_()
-            self._slots[tokens:size].fill_(self._parts.scratch_slot)
+            self._slots[tokens:size].fill_(self._parts.dummy_slot)
 
     def _update(self, slots: Sequence[int], lengths: Sequence[int], size: int) -> None:
         """Describe the step's adapters, with a base row of tokens that fill the size up."""
@@ -211,7 +211,7 @@ class PiecewiseGraphs:
 
     def _record(self, size: int, with_adapters: bool) -> list[GraphPiece]:
         """Run the step once to load its kernels, then once more to record it."""
-        self._slots[:size].fill_(self._parts.scratch_slot)
+        self._slots[:size].fill_(self._parts.dummy_slot)
         adapters = None
         if with_adapters and self._parts.adapters is not None:
             self._update([], [], size)
@@ -224,7 +224,7 @@ class PiecewiseGraphs:
             block_tables=self._empty,
             last_tokens=self._ids[:0],
         )
-        step = self._seam.prepare((size,), (size,), self._empty)
+        step = self._split_point.prepare((size,), (size,), self._empty)
         segments: list[GraphPiece] = []
 
         def cut(q: Tensor, out: Tensor, cache: LayerCache, window: int | None) -> None:
@@ -235,7 +235,7 @@ class PiecewiseGraphs:
         with self._recorder.recording():
             self._make_room(self._parts.forward(tensors, step, adapters))
             self._recorder.begin()
-            with self._seam.cutting(cut):
+            with self._split_point.cutting(cut):
                 hidden = self._parts.forward(tensors, step, adapters)
             self._hidden[:size].copy_(hidden)
             segments.append(GraphPiece(self._recorder.end()))

@@ -32,7 +32,7 @@ def widest_step(size: BatchSize, max_step_tokens: int) -> ForwardBatch:
     return _prefill(blocks, length, -1, WIDEST)
 
 
-def rehearsals(
+def warmup_batches(
     size: BatchSize, max_step_tokens: int, scratch_page: int, slots: Sequence[int]
 ) -> Iterator[ForwardBatch]:
     """Steps of few, some and most tokens for each adapter slot: prefill, then mixed with decode.

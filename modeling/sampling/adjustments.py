@@ -162,7 +162,7 @@ def _allowed(
     rows = [row for row, p in enumerate(params) if p.constraint]
     if not rows or history.grammars is None:
         return None
-    words = history.grammars.masks(history.places[rows].tolist(), device)
+    words = history.grammars.masks(history.batch_slots[rows].tolist(), device)
     return Allowed(_ints(rows, device), words)
 
 

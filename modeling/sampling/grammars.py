@@ -58,7 +58,7 @@ class _Answer:
     known: list[int]
     sampled: list[tuple[_Samples, int]] = field(default_factory=list)
 
-    def news(self) -> list[int]:
+    def pending(self) -> list[int]:
         """The tokens that the matcher was not told yet; waits for those that are on their way."""
         news = self.known + [step.values[index] for step, index in self.sampled]
         self.known, self.sampled = [], []
@@ -77,7 +77,7 @@ class Grammars:
         """Begin to read the tokenizer in the model's folder, if llguidance is installed."""
         self._folder = folder
         self._vocab_size = vocab_size
-        self._answers: dict[int, _Answer] = {}
+        self._matchers: dict[int, _Answer] = {}
         self._prepared: dict[int, LLMatcher] = {}
         self._faults: dict[int, str] = {}
         self._tokenizer: Future[LLTokenizer] | None = None
@@ -111,11 +111,11 @@ class Grammars:
 
         Without a number (-1), forget who had the place before.
         """
-        self._answers.pop(place, None)
+        self._matchers.pop(place, None)
         if number >= 0:
             prepared = self._prepared.get(number)
             own = prepared.deep_copy() if prepared is not None else None
-            self._answers[place] = _Answer(number, own, list(known))
+            self._matchers[place] = _Answer(number, own, list(known))
 
     def take_faults(self, places: Sequence[int]) -> list[tuple[int, str]] | None:
         """Whose answers could not be followed since this was asked last, by index in `places`."""
@@ -124,14 +124,14 @@ class Grammars:
         faults, self._faults = self._faults, {}
         return [(row, faults[place]) for row, place in enumerate(places) if place in faults]
 
-    def follow(self, places: Sequence[int], tokens: Tensor) -> None:
+    def advance(self, places: Sequence[int], tokens: Tensor) -> None:
         """Note what a step samples for these places, tokens int64 [n]; waits for nothing."""
-        held = [(index, place) for index, place in enumerate(places) if place in self._answers]
+        held = [(index, place) for index, place in enumerate(places) if place in self._matchers]
         if not held:
             return
         samples = _Samples(tokens)
         for index, place in held:
-            self._answers[place].sampled.append((samples, index))
+            self._matchers[place].sampled.append((samples, index))
 
     def masks(self, places: Sequence[int], device: torch.device) -> Tensor:
         """Which tokens these places may choose next: int32 [n, words], a bit for each token.
@@ -145,10 +145,10 @@ class Grammars:
         host: npt.NDArray[np.int32] = words.numpy()
         following = []
         for row, place in enumerate(places):
-            matcher = self._told(place)
+            matcher = self._accepted(place)
             if matcher is not None:
                 following.append((matcher, row))
-        self._fill(following, [self._answers[places[row]].number for _, row in following], host)
+        self._fill(following, [self._matchers[places[row]].number for _, row in following], host)
         for matcher, row in following:
             if matcher.is_error():
                 self._faults[places[row]] = _too_much(matcher)
@@ -179,14 +179,14 @@ class Grammars:
             if group:
                 fill_next_token_bitmask_par(executor, group, host)
 
-    def _told(self, place: int) -> "LLMatcher | None":
+    def _accepted(self, place: int) -> "LLMatcher | None":
         """A place's matcher, told all there is; None where there can be none, and that is noted."""
-        answer = self._answers.get(place)
+        answer = self._matchers.get(place)
         if answer is None or answer.matcher is None:
             self._faults[place] = "the answer's constraint was not prepared"
             return None
         # Rows planned beyond an answer's end bring tokens that nobody reads.
-        news = answer.news()
+        news = answer.pending()
         if news and not answer.matcher.is_stopped():
             answer.matcher.consume_tokens(news)
         if answer.matcher.is_error():

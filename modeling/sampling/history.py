@@ -17,14 +17,14 @@ class TokenHistory:
     """Where the tokens of a step's n sampling rows lie, each row's in one piece, prompt first.
 
     buffer: int64, flat, on the device. targets: [n], where in it each row's next token goes.
-    prompt_lengths: [n]. places: [n], by which `grammars` knows the rows. The buffer is read
+    prompt_lengths: [n]. batch_slots: [n], by which `grammars` knows the rows. The buffer is read
     behind the step that writes the newest tokens: nobody waits for their values.
     """
 
     buffer: Tensor
     targets: Ints
     prompt_lengths: Ints
-    places: Ints
+    batch_slots: Ints
     grammars: Grammars | None = None
 
     def generated(self, positions: Sequence[int]) -> Ints:

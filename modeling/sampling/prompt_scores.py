@@ -30,31 +30,31 @@ Head = Callable[[Tensor, Ints], Tensor]
 class PromptRow:
     """A row whose request asks about its prompt.
 
-    row: its index in the batch. place: where it sits. at: where its tokens begin among the
+    row: its index in the batch. batch_slot: where it sits. at: where its tokens begin among the
     step's. known_at: where in the flat token buffer its first token lies. start, end: the
     positions that it computes.
     """
 
     row: int
-    place: int
+    batch_slot: int
     at: int
     known_at: int
     start: int
     end: int
     prompt_length: int
-    asked: Sampling
+    sampling: Sampling
 
     @property
     def num_scored(self) -> int:
         """Positions whose logits speak of the prompt's next token."""
-        if self.asked.prompt_logprobs < 0:
+        if self.sampling.prompt_logprobs < 0:
             return 0
         return max(0, min(self.end, self.prompt_length - 1) - self.start)
 
     @property
     def pools(self) -> bool:
         """Whether its hidden states belong to an embedding."""
-        return self.asked.pooling is not Pooling.NONE and self.start < self.prompt_length
+        return self.sampling.pooling is not Pooling.NONE and self.start < self.prompt_length
 
     @property
     def completes(self) -> bool:
@@ -81,7 +81,7 @@ class PromptScoresOnDevice:
         scores = [] if found is None else [found.logprob, found.top_ids, found.top_logprobs]
         return scores if self.embeddings is None else [*scores, self.embeddings]
 
-    def answers(self, copied: Sequence[Tensor]) -> list[PromptReport]:
+    def reports(self, copied: Sequence[Tensor]) -> list[PromptReport]:
         """The rows' answers, from `tensors` on the host."""
         logprobs: Iterator[TokenLogprobs] = iter(())
         embeddings: Iterator[Tensor] = iter(())
@@ -96,7 +96,8 @@ class PromptScoresOnDevice:
                 row=row.row,
                 first=row.start + 1,
                 logprobs=[
-                    _cut(next(logprobs), row.asked.prompt_logprobs) for _ in range(row.num_scored)
+                    _cut(next(logprobs), row.sampling.prompt_logprobs)
+                    for _ in range(row.num_scored)
                 ],
                 embedding=_bytes(next(embeddings)) if pooled and row.completes else b"",
             )
@@ -130,7 +131,7 @@ class PromptReader:
     def _score(
         self, rows: Sequence[PromptRow], hidden: Tensor, known: Tensor, head: Head
     ) -> ChosenLogprobs:
-        num_top = max(row.asked.prompt_logprobs for row in rows)
+        num_top = max(row.sampling.prompt_logprobs for row in rows)
         at = np.concatenate([row.at + np.arange(row.num_scored) for row in rows])
         next_at = np.concatenate([row.known_at + 1 + np.arange(row.num_scored) for row in rows])
         hidden_at, tokens = to_device(at, self._device), known[to_device(next_at, self._device)]
@@ -144,17 +145,17 @@ class PromptReader:
     def _pool(self, row: PromptRow, hidden: Tensor) -> Tensor | None:
         """Take in a row; the embedding if it is complete."""
         states = hidden[row.at : row.at + row.end - row.start]
-        if row.asked.pooling is Pooling.LAST:
+        if row.sampling.pooling is Pooling.LAST:
             return states[-1].float() if row.completes else None
         total = states.float().sum(dim=0)
         # A place may still hold the sum of a request that left before its end.
-        before = self._sums.pop(row.place, None)
+        before = self._sums.pop(row.batch_slot, None)
         if row.start > 0:
-            assert before is not None, f"place {row.place} has no sum up to {row.start}"
+            assert before is not None, f"place {row.batch_slot} has no sum up to {row.start}"
             total += before
         if row.completes:
             return total / row.prompt_length
-        self._sums[row.place] = total
+        self._sums[row.batch_slot] = total
         return None
 
 

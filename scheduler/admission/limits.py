@@ -104,7 +104,7 @@ def refuse_oversized(request: Request, capacity: Capacity) -> None:
         )
 
 
-def outgrown(requests: Iterable[Request], capacity: Capacity) -> dict[Request, RanksFailure]:
+def too_large_now(requests: Iterable[Request], capacity: Capacity) -> dict[Request, RanksFailure]:
     """What ends requests that were admitted to ranks which held more than these."""
     failures = {}
     for request in requests:

@@ -35,10 +35,10 @@ class Recorder:
     def on_finish(self, finish: Finish) -> None:
         self.finishes.put_nowait(finish)
 
-    def on_head_start(self, request: GenerateRequest, address: ReplyAddress) -> None:
+    def on_early_submit(self, request: GenerateRequest, address: ReplyAddress) -> None:
         self.ahead.put_nowait((request, address))
 
-    def on_take_back(self, request_id: str) -> None:
+    def on_withdraw(self, request_id: str) -> None:
         self.taken_back.put_nowait(request_id)
 
     def on_room(self, address: ReplyAddress) -> None:
@@ -211,8 +211,8 @@ def test_a_request_goes_ahead_to_the_replica_that_is_meant() -> None:
         asked = GenerateRequest("r", [full, *request().sequences], merge)
         # They dialled, but may not have been heard yet.
         await until_true(lambda: len(receiver._drivers) == 3)
-        assert receiver.send_ahead("b", asked)
-        receiver.take_back("b", "r")
+        assert receiver.submit_early("b", asked)
+        receiver.withdraw("b", "r")
         receiver.finish("r", 1, 3)
         assert await recorders["b"].ahead.get() == (asked, address)
         assert await recorders["b"].taken_back.get() == "r"
@@ -221,11 +221,11 @@ def test_a_request_goes_ahead_to_the_replica_that_is_meant() -> None:
         assert recorders["a"].ahead.empty()
         assert recorders[""].ahead.empty()
         for unknown in ("c", ""):
-            assert not receiver.send_ahead(unknown, asked)
-            receiver.take_back(unknown, "r")
+            assert not receiver.submit_early(unknown, asked)
+            receiver.withdraw(unknown, "r")
         await receiver.close()
-        assert not receiver.send_ahead("b", asked), "it hung up"
-        receiver.take_back("b", "r")
+        assert not receiver.submit_early("b", asked), "it hung up"
+        receiver.withdraw("b", "r")
         for recorder in recorders.values():
             await recorder.lost.get()
 
@@ -247,11 +247,11 @@ def test_what_must_not_go_ahead_does_not() -> None:
         receiver, recorder = FrameReceiver(lambda frame: None), Recorder()
         address = await receiver.start("127.0.0.1")
         await FrameSender(recorder, "a").connect(address)
-        await until_true(lambda: receiver.send_ahead("a", request()))
+        await until_true(lambda: receiver.submit_early("a", request()))
         for asked in (long, longer, many, secret, impossible, no_text):
-            assert not receiver.send_ahead("a", asked)
+            assert not receiver.submit_early("a", asked)
         almost = request([100_000] * 12_000)
-        assert receiver.send_ahead("a", almost)
+        assert receiver.submit_early("a", almost)
         assert (await recorder.ahead.get())[0] == request()
         assert (await recorder.ahead.get())[0] == almost
         await receiver.close()
@@ -266,9 +266,9 @@ def test_a_driver_that_does_not_read_is_sent_no_head_starts() -> None:
         address = await receiver.start("127.0.0.1")
         _, writer = await asyncio.open_connection(address.host, address.port, limit=1)
         writer.write(packed(DriverHello(address.secret, "a")))
-        await until_true(lambda: receiver.send_ahead("a", request()))
+        await until_true(lambda: receiver.submit_early("a", request()))
         large, count = request([100_000] * 12_000), 0
-        while receiver.send_ahead("a", large):
+        while receiver.submit_early("a", large):
             count += 1
             await asyncio.sleep(0)
             assert count < 10_000
@@ -288,15 +288,15 @@ def test_of_two_connections_of_a_replica_the_later_counts() -> None:
             while recorder.finishes.empty():  # until it was heard
                 receiver.finish("r", 0, 1)
                 await asyncio.sleep(0)
-        assert receiver.send_ahead("a", request())
+        assert receiver.submit_early("a", request())
         await recorders[1].ahead.get()
         senders[0].close()
         await until_true(lambda: len(receiver._drivers) == 1)
-        assert receiver.send_ahead("a", request()), "the end of the first changes nothing"
+        assert receiver.submit_early("a", request()), "the end of the first changes nothing"
         await recorders[1].ahead.get()
         senders[1].close()
         await until_true(lambda: not receiver._drivers)
-        assert not receiver.send_ahead("a", request())
+        assert not receiver.submit_early("a", request())
         assert recorders[0].ahead.empty()
         await receiver.close()
 

@@ -88,7 +88,7 @@ def padded_runner(
         key = AdapterKey(slot + 1)
         shape = runner.stage(FetchedAdapter(key, folder.name, str(folder), folder.name))
         taken = [free.pop() for _ in range(max(shape.num_pages))]
-        runner.place(key, slot, [taken[:count] for count in shape.num_pages])
+        runner.load_adapter(key, slot, [taken[:count] for count in shape.num_pages])
     return runner
 
 

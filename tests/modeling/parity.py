@@ -283,7 +283,7 @@ def place_all(runner: ModelRunner, folders: Sequence[Path]) -> None:
         key = AdapterKey(slot + 1)
         shape = runner.stage(FetchedAdapter(key, folder.name, str(folder), folder.name))
         pools = [(pages[key_], count) for key_, count in enumerate(shape.num_pages)]
-        runner.place(key, slot, [[free.pop() for _ in range(n)] for free, n in pools])
+        runner.load_adapter(key, slot, [[free.pop() for _ in range(n)] for free, n in pools])
 
 
 def compare(

@@ -96,7 +96,7 @@ class Ranks:
 
     def _launch(self, plan: StepPlan) -> None:
         for fill in plan.loads:
-            self.runner.place(fill.key, fill.slot, fill.pages)
+            self.runner.load_adapter(fill.key, fill.slot, fill.pages)
         for key in plan.drops:
             self.runner.drop(key)
         self._flying.append((plan, self.runner.step(ForwardBatch(plan.joins, plan.rows))))

@@ -134,6 +134,6 @@ def test_adapters_that_take_each_others_pages_keep_their_tokens(world: World) ->
     for turn in range(12):
         index = turn % len(folders)
         pages = [list(range(turn % 3, turn % 3 + count)) for count in shapes[index].num_pages]
-        runner.place(AdapterKey(1 + index), 0, pages)
+        runner.load_adapter(AdapterKey(1 + index), 0, pages)
         (answer,) = generate(runner, [Asked(prompt, 12, slot=0)], 64, 16)
         assert answer.tokens == expected[index], turn

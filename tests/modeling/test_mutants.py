@@ -76,11 +76,11 @@ def test_row_delta_after_the_sum(world: World, monkeypatch: pytest.MonkeyPatch) 
 
 def test_two_adapters_swapped(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     def placement(self: AdapterBank, slot: int) -> DeviceAdapter:
-        found = self._placements[1 - slot]
+        found = self._loaded[1 - slot]
         assert found is not None
         return found
 
-    monkeypatch.setattr(AdapterBank, "placement", placement)
+    monkeypatch.setattr(AdapterBank, "loaded", placement)
     expect_mismatch(world, TWO)
 
 

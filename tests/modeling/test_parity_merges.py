@@ -126,7 +126,7 @@ def _answers(
         pages = [
             [pool.pop() for _ in range(n)] for pool, n in zip(free, shape.num_pages, strict=True)
         ]
-        runner.place(adapter.key, slot, pages)
+        runner.load_adapter(adapter.key, slot, pages)
     answers = generate(runner, requests, NUM_BLOCKS, BLOCK_SIZE)
     runner.check()
     return answers

@@ -95,7 +95,7 @@ def test_a_sum_outlives_the_next_one() -> None:
         ranks = Twin(group, ALL_ONE_SHOT).ranks
         sums = []
         for i in range(5):
-            room = ranks.room((4, 4), torch.float32)
+            room = ranks.output_buffer((4, 4), torch.float32)
             assert room is not None
             sums.append(ranks.all_reduce(room.fill_(float(i))))
         return [float(x.mean()) for x in sums]
@@ -154,11 +154,11 @@ def test_ranks_that_must_and_cannot_say_why_and_what_to_do() -> None:
             with_symmetric_memory(group, store, device, AllReduce.SYMMETRIC)
         auto = with_symmetric_memory(group, store, device, AllReduce.AUTO)
         assert auto is group
-        reason = auto.how
+        reason = auto.method
         return (
             str(refused.value),
             reason,
-            with_symmetric_memory(group, store, device, AllReduce.NCCL).how,
+            with_symmetric_memory(group, store, device, AllReduce.NCCL).method,
         )
 
     for refused, reason, configured in run_ranks(2, on_rank):

@@ -46,10 +46,10 @@ def assert_summed(group: TensorParallel, found: Tensor, x: Tensor) -> None:
 
 
 def eager(group: TensorParallel, device: torch.device) -> None:
-    assert isinstance(group, SymmetricRanks), group.how
+    assert isinstance(group, SymmetricRanks), group.method
     for rows in (1, 2, 3, 8, 64, 100, 256, 1000, 2048):
         x = summand(group, (rows, HIDDEN), torch.bfloat16)
-        room = group.room(x.shape, x.dtype)
+        room = group.output_buffer(x.shape, x.dtype)
         assert room is not None
         assert_summed(group, group.all_reduce(room.copy_(x)), x)
         assert_summed(group, group.all_reduce(x.clone()), x)
@@ -65,7 +65,7 @@ def every_size_and_type(group: TensorParallel, device: torch.device) -> None:
 
 def captured(group: TensorParallel, device: torch.device) -> None:
     """A graph of sums that feed each other, replayed between eager ones of other sizes."""
-    assert isinstance(group, SymmetricRanks), group.how
+    assert isinstance(group, SymmetricRanks), group.method
     xs = [torch.zeros(rows, HIDDEN, dtype=torch.bfloat16, device=device) for rows in (1, 48, 256)]
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     outs: list[Tensor] = []
@@ -75,14 +75,14 @@ def captured(group: TensorParallel, device: torch.device) -> None:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             for x in xs:
-                first = group.room(x.shape, x.dtype)
-                second = group.room(x.shape, x.dtype)
+                first = group.output_buffer(x.shape, x.dtype)
+                second = group.output_buffer(x.shape, x.dtype)
                 assert first is not None
                 assert second is not None
                 torch.add(x, 1, out=first)
                 torch.mul(x, 0.5, out=second)
                 once = group.all_reduce(first + second)
-                third = group.room(x.shape, x.dtype)
+                third = group.output_buffer(x.shape, x.dtype)
                 outs.append(group.all_reduce(torch.mul(once, 0.25, out=third)) + once)
         for replay in range(REPLAYS):
             # Ranks must not be in step by chance.
@@ -100,13 +100,13 @@ def captured(group: TensorParallel, device: torch.device) -> None:
 
 
 def forced(group: TensorParallel, device: torch.device) -> None:
-    assert isinstance(group, SymmetricRanks), group.how
+    assert isinstance(group, SymmetricRanks), group.method
     for size in SIZES:
         method = group._table.method(size)
         assert method is not Method.NCCL
         for each in (Method.ONE_SHOT, Method.TWO_SHOT):
             x = summand(group, (size // 2,), torch.bfloat16)
-            taken = group._halves.take(x.shape, x.dtype).copy_(x)
+            taken = group._buffers.take(x.shape, x.dtype).copy_(x)
             assert_summed(group, group._sums[each](taken), x)
 
 

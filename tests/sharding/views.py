@@ -15,7 +15,7 @@ class LoneRank:
 
     rank: int
     size: int
-    how: str = "alone"
+    method: str = "alone"
 
     def all_reduce(self, x: Tensor) -> Tensor:
         raise AssertionError(f"rank {self.rank} of {self.size} is alone")
@@ -23,7 +23,7 @@ class LoneRank:
     def all_gather(self, x: Tensor) -> Tensor:
         raise AssertionError(f"rank {self.rank} of {self.size} is alone")
 
-    def room(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+    def output_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
         return None
 
 
@@ -33,7 +33,7 @@ class CountedRanks:
     def __init__(self, ranks: TensorParallel) -> None:
         self._ranks = ranks
         self.calls: list[str] = []
-        self.rank, self.size, self.how = ranks.rank, ranks.size, ranks.how
+        self.rank, self.size, self.method = ranks.rank, ranks.size, ranks.method
 
     def all_reduce(self, x: Tensor) -> Tensor:
         self.calls.append("sum")
@@ -43,5 +43,5 @@ class CountedRanks:
         self.calls.append("gather")
         return self._ranks.all_gather(x)
 
-    def room(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
-        return self._ranks.room(shape, dtype)
+    def output_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+        return self._ranks.output_buffer(shape, dtype)

@@ -59,7 +59,7 @@ def fetch(
     store: AdapterSources, reference: AdapterReference, token: Token = False
 ) -> AdapterFolder:
     """Look and bring, as a driver does."""
-    return store.bring(store.look(reference, token), token)
+    return store.fetch(store.resolve(reference, token), token)
 
 
 def refusal(

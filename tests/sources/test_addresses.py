@@ -68,14 +68,14 @@ def test_no_name_leads_elsewhere(
 ) -> None:
     reference = parse_reference(name, default)
     with pytest.raises((AdapterError, Unreachable)):
-        sources.look(reference, False)
+        sources.resolve(reference, False)
     assert asked <= {HUB, STORE, f"bucket.{STORE}"}
 
 
 def test_the_configured_servers_are_asked(sources: AdapterSources, asked: set[str]) -> None:
     with pytest.raises((AdapterError, Unreachable)):
-        sources.look(parse_reference("acme/sql", AdapterSource.HUB), False)
+        sources.resolve(parse_reference("acme/sql", AdapterSource.HUB), False)
     assert asked == {HUB}
     with pytest.raises((AdapterError, Unreachable)):
-        sources.look(parse_reference("s3:sql", AdapterSource.HUB), False)
+        sources.resolve(parse_reference("s3:sql", AdapterSource.HUB), False)
     assert len(asked) == 2

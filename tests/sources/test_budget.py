@@ -42,8 +42,8 @@ def hub_adapter(name: str) -> AdapterReference:
 
 def bring(store: AdapterSources, name: str, payer: str | None) -> None:
     """Look and bring, and hold nothing."""
-    found = store.look(hub_adapter(name), False)
-    store.release(store.bring(found, False, payer))
+    found = store.resolve(hub_adapter(name), False)
+    store.release(store.fetch(found, False, payer))
 
 
 def test_downloads_are_charged_to_who_asked_for_them(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def entries(cache: DiskCache) -> list[str]:
 
 def add(cache: DiskCache, name: str, num_bytes: int, used_at: int) -> Path:
     """An entry that nobody holds, as if it was last used at that time."""
-    folder = cache.add(name, num_bytes, fill(num_bytes))
+    folder = cache.store(name, num_bytes, fill(num_bytes))
     cache.release(name)
     os.utime(folder, (used_at, used_at))
     return folder
@@ -40,7 +40,7 @@ def test_what_was_not_used_for_longest_goes_first(tmp_path: Path) -> None:
     first, second, third = (add(cache, name, 30, at) for at, name in enumerate("abc"))
     assert cache.hold("a") == first  # a use makes it young
     cache.release("a")
-    cache.add("d", 30, fill(30))
+    cache.store("d", 30, fill(30))
     assert first.exists()
     assert not second.exists()
     assert third.exists()
@@ -50,13 +50,13 @@ def test_what_was_not_used_for_longest_goes_first(tmp_path: Path) -> None:
 
 def test_what_is_in_use_stays_and_the_newcomer_is_refused(tmp_path: Path) -> None:
     cache = DiskCache(tmp_path, 100)
-    held = [cache.add(name, 40, fill(40)) for name in "ab"]
+    held = [cache.store(name, 40, fill(40)) for name in "ab"]
     with pytest.raises(CacheFull, match="in use"):
-        cache.add("c", 40, fill(40))
+        cache.store("c", 40, fill(40))
     assert all(folder.exists() for folder in held)
     assert not list(tmp_path.glob("partial/*"))
     cache.release("a")
-    cache.add("c", 40, fill(40))
+    cache.store("c", 40, fill(40))
     assert [folder.exists() for folder in held] == [False, True]
     cache.check()
 
@@ -65,7 +65,7 @@ def test_an_entry_over_the_bound_evicts_nobody(tmp_path: Path) -> None:
     cache = DiskCache(tmp_path, 100)
     kept = add(cache, "a", 90, 0)
     with pytest.raises(CacheFull, match="cache_bytes"):
-        cache.add("b", 101, fill(101))
+        cache.store("b", 101, fill(101))
     assert kept.exists()
     assert not list(tmp_path.glob("partial/*"))
 
@@ -84,9 +84,9 @@ def small_files() -> Iterator[None]:
 def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
     cache = DiskCache(tmp_path, 1 << 20)
     with small_files(), pytest.raises(CacheFull, match="disk is full"):
-        cache.add("a", 4096, fill(4096))
+        cache.store("a", 4096, fill(4096))
     assert not list(tmp_path.glob("*/*"))
-    cache.add("b", 100, fill(100))
+    cache.store("b", 100, fill(100))
     cache.release("b")
     cache.check()
 
@@ -104,12 +104,12 @@ def test_half_an_entry_is_there_for_the_next_try_and_goes_when_room_is_needed(
         assert (folder / "weights").stat().st_size == 60
 
     with pytest.raises(ConnectionResetError):
-        cache.add("a", 60, broken)
-    cache.add("a", 60, resumed)
+        cache.store("a", 60, broken)
+    cache.store("a", 60, resumed)
     cache.release("a")
     with pytest.raises(ConnectionResetError):
-        cache.add("b", 40, broken)
-    cache.add("c", 40, fill(40))
+        cache.store("b", 40, broken)
+    cache.store("c", 40, fill(40))
     assert not list(tmp_path.glob("partial/*"))
     assert len(entries(cache)) == 2
     cache.check()
@@ -120,7 +120,7 @@ def test_what_nobody_resumed_is_swept(tmp_path: Path) -> None:
         (tmp_path / name).mkdir(parents=True)
         os.utime(tmp_path / name, (1, 1))
     cache = DiskCache(tmp_path, 100)
-    cache.add("a", 10, fill(10))
+    cache.store("a", 10, fill(10))
     assert [str(p.relative_to(tmp_path)) for p in tmp_path.glob("[pt]*/*")] == []
     cache.release("a")
     cache.check()
@@ -134,7 +134,7 @@ def test_many_threads_fill_an_entry_once(tmp_path: Path) -> None:
         filled.append(folder)
         fill(10)(folder)
 
-    threads = [threading.Thread(target=cache.add, args=("a", 10, slow)) for _ in range(16)]
+    threads = [threading.Thread(target=cache.store, args=("a", 10, slow)) for _ in range(16)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -161,8 +161,8 @@ def test_another_process_keeps_what_it_uses(tmp_path: Path) -> None:
         assert other.stdout is not None
         assert other.stdout.readline() == b"held\n"
         with pytest.raises(CacheFull, match="in use"):
-            cache.add("b", 60, fill(60))
+            cache.store("b", 60, fill(60))
         assert kept.exists()
         other.kill()
-    cache.add("b", 60, fill(60))
+    cache.store("b", 60, fill(60))
     assert not kept.exists(), "a process that is gone uses nothing"

@@ -169,9 +169,9 @@ def test_a_full_disk_refuses_the_newcomer_and_leaves_nothing(place: Place) -> No
     else:
         place.put({**adapter_files(), "tokenizer_config.json": b"{}" + b" " * 5000})
     store = place.store(allow_pickle=True)
-    found = store.look(place.reference, False)
+    found = store.resolve(place.reference, False)
     with small_files(), pytest.raises(AdapterError, match=r"the disk is full.*cache_bytes") as told:
-        store.bring(found, False)
+        store.fetch(found, False)
     assert told.value.refusal is AdapterRefusal.UNAVAILABLE
     assert not left_over(place.root)
     assert refusal_or_none(store, place.reference) is None, "and when there is room again"

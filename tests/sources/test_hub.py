@@ -83,9 +83,9 @@ def test_a_private_adapter_is_for_those_who_may_read_it(
     hub: HubServer, store: AdapterSources, gated: bool
 ) -> None:
     hub.add("acme/sql", adapter_files(), readers={"hf_good"}, gated=gated)
-    found = store.look(SQL, "hf_good")
+    found = store.resolve(SQL, "hf_good")
     assert not found.open_to_all
-    store.bring(found, "hf_good")
+    store.fetch(found, "hf_good")
     for token in (False, "hf_bad"):
         said = refusal(store, SQL, token)
         assert said is (AdapterRefusal.FORBIDDEN if gated else AdapterRefusal.NOT_FOUND)
@@ -94,7 +94,7 @@ def test_a_private_adapter_is_for_those_who_may_read_it(
 @pytest.mark.parametrize("token", ["hf secret", "hf_secret\nX: y", "hf_sécret", "x" * 5000])
 def test_an_odd_token_is_refused_without_being_quoted(store: AdapterSources, token: str) -> None:
     with pytest.raises(AdapterError) as caught:
-        store.look(SQL, token)
+        store.resolve(SQL, token)
     assert caught.value.refusal is AdapterRefusal.FORBIDDEN
     assert token not in caught.value.message
     assert token not in repr(caught.value.__context__)
@@ -131,9 +131,9 @@ def test_odd_ids_are_not_found_and_nobody_is_asked(
 def test_faults_that_pass_are_waited_out(hub: HubServer, store: AdapterSources) -> None:
     hub.add("acme/sql", adapter_files())
     hub.faults = [500, 429]
-    found = store.look(SQL, False)
+    found = store.resolve(SQL, False)
     hub.faults = [503, 502]
-    assert read(store.bring(found, False).folder) == adapter_files()
+    assert read(store.fetch(found, False).folder) == adapter_files()
 
 
 def test_a_hub_that_stays_broken_is_asked_so_often_and_no_more(
@@ -141,7 +141,7 @@ def test_a_hub_that_stays_broken_is_asked_so_often_and_no_more(
 ) -> None:
     hub.faults = [500] * 10
     with pytest.raises(Unreachable):
-        store.look(SQL, False)
+        store.resolve(SQL, False)
     assert len(hub.requests) == 4
     hub.faults = [403] * 10
     assert refusal(store, SQL) is AdapterRefusal.FORBIDDEN
@@ -163,11 +163,11 @@ def test_half_a_file_is_kept_for_the_next_try(
     hub: HubServer, store: AdapterSources, tmp_path: Path
 ) -> None:
     hub.add("acme/sql", adapter_files())
-    found = store.look(SQL, False)
+    found = store.resolve(SQL, False)
     hub.cuts = [20, 0]
     impatient = sources(tmp_path, hub_endpoint=hub.url, fetch={"attempts": 1})
     with pytest.raises(AdapterError, match="broke off"):
-        impatient.bring(found, False)
+        impatient.fetch(found, False)
     assert left_over(tmp_path)
     assert read(fetch(store, SQL).folder) == adapter_files()
     assert hub.resumed == [20, 20]
@@ -176,12 +176,12 @@ def test_half_a_file_is_kept_for_the_next_try(
 
 def test_a_slow_hub_is_given_up(hub: HubServer, store: AdapterSources, tmp_path: Path) -> None:
     hub.add("acme/sql", adapter_files())
-    found = store.look(SQL, False)
+    found = store.resolve(SQL, False)
     hub.gate.clear()
     fetch = {"read_timeout_s": 0.1, "attempts": 2}
     impatient = sources(tmp_path, hub_endpoint=hub.url, fetch=fetch)
     with pytest.raises(AdapterError, match="broke off: ReadTimeout") as told:
-        impatient.bring(found, False)
+        impatient.fetch(found, False)
     assert told.value.refusal is AdapterRefusal.UNAVAILABLE
     hub.await_downloads(2)
     assert len(hub.downloads()) == 2
@@ -190,16 +190,16 @@ def test_a_slow_hub_is_given_up(hub: HubServer, store: AdapterSources, tmp_path:
 def test_a_hub_that_is_not_there_is_out_of_reach(tmp_path: Path) -> None:
     store = sources(tmp_path, hub_endpoint="http://127.0.0.1:9")
     with pytest.raises(Unreachable):
-        store.look(SQL, False)
+        store.resolve(SQL, False)
 
 
 def test_many_at_once_share_one_download(hub: HubServer, store: AdapterSources) -> None:
     hub.add("acme/sql", adapter_files())
-    found = store.look(SQL, False)
+    found = store.resolve(SQL, False)
     hub.gate.clear()
     brought: list[Path] = []
     threads = [
-        threading.Thread(target=lambda: brought.append(store.bring(found, False).folder))
+        threading.Thread(target=lambda: brought.append(store.fetch(found, False).folder))
         for _ in range(8)
     ]
     for thread in threads:

@@ -122,11 +122,11 @@ def test_a_link_that_leads_out_since_the_look(tmp_path: Path) -> None:
     other = write_files(tmp_path / "other", adapter_files(2.0))
     store = sources(tmp_path, local_roots=[str(tmp_path / "root")])
     for name in ("adapter_model.safetensors", "adapter_config.json"):
-        found = store.look(local("red"), False)
+        found = store.resolve(local("red"), False)
         (own / name).unlink()
         (own / name).symlink_to(other / name)
         with pytest.raises(AdapterError, match=f"{name} is a link to a file outside") as raised:
-            store.digest(store.bring(found, False), "red")
+            store.digest(store.fetch(found, False), "red")
         assert raised.value.refusal is AdapterRefusal.FORBIDDEN
         (own / name).unlink()
         (own / name).write_bytes((other / name).read_bytes())
@@ -136,10 +136,10 @@ def test_a_link_that_leads_out_since_the_look(tmp_path: Path) -> None:
 def test_what_is_no_regular_file_is_refused(tmp_path: Path, name: str) -> None:
     folder = write_files(tmp_path / "red", adapter_files())
     store = sources(tmp_path, local_roots=[str(tmp_path)])
-    found = store.look(local("red"), False)
+    found = store.resolve(local("red"), False)
     (folder / name).unlink()
     os.mkfifo(folder / name)
     with pytest.raises(AdapterError, match=f"{name} is no regular file") as raised:
-        store.bring(found, False)
+        store.fetch(found, False)
     assert raised.value.refusal is AdapterRefusal.UNSUPPORTED
     assert refusal(store, local("red")) in (AdapterRefusal.UNSUPPORTED, AdapterRefusal.NOT_FOUND)

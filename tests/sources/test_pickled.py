@@ -91,12 +91,12 @@ def test_a_link_that_leads_out_since_the_look(tmp_path: Path) -> None:
     pickled(tmp_path / "other")
     for name in ("adapter_model.bin", "adapter_config.json"):
         store = sources(tmp_path, local_roots=[str(tmp_path / "roots")], allow_pickle=True)
-        found = store.look(RED, False)
+        found = store.resolve(RED, False)
         path = tmp_path / "roots" / "red" / name
         path.unlink()
         path.symlink_to(tmp_path / "other" / name)
         with pytest.raises(AdapterError, match=f"{name} is a link to a file outside") as raised:
-            store.bring(found, False)
+            store.fetch(found, False)
         assert raised.value.refusal is AdapterRefusal.FORBIDDEN
         path.unlink()
         path.write_bytes((tmp_path / "other" / name).read_bytes())

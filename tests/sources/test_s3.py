@@ -98,11 +98,11 @@ def test_new_bytes_are_a_new_version_and_a_revision_a_prefix(
     put(bucket, "sql", adapter_files(1.0))
     put(bucket, "sql@v1", adapter_files(3.0))
     found = store(tmp_path, endpoint, bucket.name)
-    old = found.look(s3("sql"), False)
-    first = found.bring(old, False)
+    old = found.resolve(s3("sql"), False)
+    first = found.fetch(old, False)
     put(bucket, "sql", adapter_files(2.0))
     assert read(fetch(found, s3("sql")).folder) == adapter_files(2.0)
-    assert found.bring(old, False).folder == first.folder
+    assert found.fetch(old, False).folder == first.folder
     assert read(fetch(found, s3("sql", "v1")).folder) == adapter_files(3.0)
 
 
@@ -111,10 +111,10 @@ def test_a_file_that_changed_since_the_look_is_not_mixed_in(
 ) -> None:
     put(bucket, "sql", adapter_files(1.0))
     found = store(tmp_path, endpoint, bucket.name)
-    old = found.look(s3("sql"), False)
+    old = found.resolve(s3("sql"), False)
     put(bucket, "sql", adapter_files(2.0))
     with pytest.raises(AdapterError, match="it changed while it was read"):
-        found.bring(old, False)
+        found.fetch(old, False)
     assert not left_over(tmp_path)
 
 
@@ -150,24 +150,24 @@ def test_a_service_that_stays_broken_is_out_of_reach(
     found = store(tmp_path, faulty.url, bucket.name, fetch={"attempts": 2})
     faulty.faults = [500] * 9
     with pytest.raises(Unreachable):
-        found.look(s3("sql"), False)
+        found.resolve(s3("sql"), False)
     assert len(faulty.asked) == 2
     faulty.faults = [403] * 9
     assert refusal(found, s3("sql")) is AdapterRefusal.FORBIDDEN
     assert len(faulty.asked) == 3
     gone = store(tmp_path, "http://127.0.0.1:9", bucket.name, fetch={"attempts": 1})
     with pytest.raises(Unreachable):
-        gone.look(s3("sql"), False)
+        gone.resolve(s3("sql"), False)
 
 
 def test_a_slow_service_is_given_up(bucket: Any, faulty: FaultyS3, tmp_path: Path) -> None:
     put(bucket, "sql", adapter_files())
-    found = store(tmp_path, faulty.url, bucket.name).look(s3("sql"), False)
+    found = store(tmp_path, faulty.url, bucket.name).resolve(s3("sql"), False)
     faulty.gate.clear()
     fetch = {"read_timeout_s": 0.1, "attempts": 2}
     impatient = store(tmp_path, faulty.url, bucket.name, fetch=fetch)
     with pytest.raises(AdapterError, match="broke off: ReadTimeoutError") as told:
-        impatient.bring(found, False)
+        impatient.fetch(found, False)
     assert told.value.refusal is AdapterRefusal.UNAVAILABLE
 
 

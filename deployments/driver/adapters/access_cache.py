@@ -45,7 +45,7 @@ class AccessCache:
         self._fetch = fetch
         self._clock = clock
         self._secret = secrets.token_bytes(32)
-        self._rights: OrderedDict[tuple[AdapterReference, Caller], _Access] = OrderedDict()
+        self._accesses: OrderedDict[tuple[AdapterReference, Caller], _Access] = OrderedDict()
         self._found: OrderedDict[AdapterReference, FoundAdapter] = OrderedDict()
         self._refused: OrderedDict[tuple[AdapterReference, Caller], _Refused] = OrderedDict()
 
@@ -62,7 +62,7 @@ class AccessCache:
         refused = self._refused.get((reference, caller))
         if refused is not None and now < refused.good_until:
             raise AdapterError(refused.refusal, refused.message)
-        right = self._right(reference, caller)
+        right = self._access(reference, caller)
         if right is None or now >= right.good_until:
             return None
         return self._found.get(reference)
@@ -71,21 +71,21 @@ class AccessCache:
         """What may be used while the source is out of reach; it is asked again in a while."""
         now = self._clock()
         for key in ((reference, caller), (reference, _EVERYBODY)):
-            right = self._rights.get(key)
+            right = self._accesses.get(key)
             if right is not None and now < right.confirmed + self._fetch.grace_s:
-                self._rights[key] = _Access(right.confirmed, now + self._fetch.refusal_s)
+                self._accesses[key] = _Access(right.confirmed, now + self._fetch.refusal_s)
                 return self._found.get(reference)
         return None
 
-    def keep(self, reference: AdapterReference, caller: Caller, found: FoundAdapter) -> None:
+    def record(self, reference: AdapterReference, caller: Caller, found: FoundAdapter) -> None:
         """The source said yes: this caller may, and for all who may this is what there is now."""
         now = self._clock()
         self._forget(reference, caller)
         key = (reference, _EVERYBODY if found.open_to_all else caller)
-        self._rights[key] = _Access(now, now + self._fetch.recheck_s)
+        self._accesses[key] = _Access(now, now + self._fetch.recheck_s)
         self._found[reference] = found
         self._found.move_to_end(reference)
-        _bound(self._rights)
+        _bound(self._accesses)
         _bound(self._found)
 
     def refuse(self, reference: AdapterReference, caller: Caller, error: AdapterError) -> None:
@@ -96,14 +96,14 @@ class AccessCache:
         self._refused[reference, caller] = _Refused(error.refusal, error.message, good_until)
         _bound(self._refused)
 
-    def _right(self, reference: AdapterReference, caller: Caller) -> _Access | None:
-        own = self._rights.get((reference, caller))
-        return own or self._rights.get((reference, _EVERYBODY))
+    def _access(self, reference: AdapterReference, caller: Caller) -> _Access | None:
+        own = self._accesses.get((reference, caller))
+        return own or self._accesses.get((reference, _EVERYBODY))
 
     def _forget(self, reference: AdapterReference, caller: Caller) -> None:
         """What was public may be private now, and the other way round."""
         for key in ((reference, caller), (reference, _EVERYBODY)):
-            self._rights.pop(key, None)
+            self._accesses.pop(key, None)
         self._refused.pop((reference, caller), None)
 
 

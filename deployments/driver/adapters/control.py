@@ -74,17 +74,17 @@ class AdapterControl:
         self._post = post
         self._views = views
         self._load_timeout_s = load_timeout_s
-        self._configured: dict[AdapterReference, AdapterReference] = {}
-        self._named: dict[AdapterReference, AdapterReference] = {}
+        self._configured_aliases: dict[AdapterReference, AdapterReference] = {}
+        self._aliases: dict[AdapterReference, AdapterReference] = {}
         self._loading: dict[AdapterKey, list[asyncio.Future[AdapterArrived]]] = {}
         self._ranks: dict[str, int | None] = {}
 
     def configure(self, names: dict[str, str]) -> None:
         """Take the names of an operator's config; ValueError for one that names nothing."""
         read = self._adapters.read
-        self._configured = {read(name): read(target) for name, target in names.items()}
+        self._configured_aliases = {read(name): read(target) for name, target in names.items()}
 
-    def target(
+    def resolve_alias(
         self, reference: AdapterReference, allowed: Sequence[str] | None = None
     ) -> AdapterReference:
         """What a client means by a name, or by the names of a merge.
@@ -92,16 +92,16 @@ class AdapterControl:
         allowed: patterns of what it may use; AdapterError for a name that stands for another.
         """
         if reference.parts:
-            parts = tuple(self.target(part, allowed) for part in reference.parts)
+            parts = tuple(self.resolve_alias(part, allowed) for part in reference.parts)
             return replace(reference, parts=parts)
-        target = self._configured.get(reference) or self._named.get(reference, reference)
+        target = self._configured_aliases.get(reference) or self._aliases.get(reference, reference)
         if not allows(allowed, target.source.value, target.id):
             name = f"{reference.source.value}:{reference.id}"
             message = f"this API key may not use the adapter '{name}'"
             raise AdapterError(AdapterRefusal.DENIED, message)
         return target
 
-    def arrived(self, event: AdapterArrived) -> None:
+    def stage_finished(self, event: AdapterArrived) -> None:
         """An adapter that was to be loaded is there, or cannot be had."""
         for future in self._loading.pop(event.key, ()):
             if not future.done():
@@ -129,14 +129,14 @@ class AdapterControl:
         if reference is None:
             assert action is AdapterAction.LIST, command
             return None
-        target = self.target(reference)
+        target = self.resolve_alias(reference)
         if action is AdapterAction.LOAD:
             await self._load(target, command.api_token)
         if action is AdapterAction.PIN or (action is AdapterAction.LOAD and command.pin):
-            await self._adapters.keep(target, command.api_token or True)
+            await self._adapters.pin_name(target, command.api_token or True)
         elif action is AdapterAction.UNPIN:
             self._known(target)
-            self._adapters.unkeep(target)
+            self._adapters.unpin_name(target)
         elif action is AdapterAction.UNLOAD:
             self._unload(target)
         return reference
@@ -172,7 +172,7 @@ class AdapterControl:
             raise _Refused(
                 f"{reference.id!r} is pinned by the server's user_config: unpin it there"
             )
-        self._adapters.unkeep(reference)
+        self._adapters.unpin_name(reference)
         if self._adapters.is_pinned(key):
             raise _Refused(f"{reference.id!r} is pinned by another name of the same content")
         self._post(lambda scheduler, now: scheduler.adapter(AdapterUnloaded(key), now))
@@ -181,10 +181,10 @@ class AdapterControl:
         """Let clients call an adapter by another name, once it is staged."""
         name = command.name
         assert name is not None, command
-        if name in self._configured:
+        if name in self._configured_aliases:
             raise _Refused(f"{name.id!r} is named by the server's user_config: change it there")
-        target = command.reference or await self._folder(command.folder or "")
-        before = None if command.replace else self._named.get(name)
+        target = command.reference or await self._check_folder(command.folder or "")
+        before = None if command.replace else self._aliases.get(name)
         if before is not None and (command.stage or before != target):
             raise _Refused(
                 f"the lora adapter {name.id!r} has already been loaded: set `load_inplace` to "
@@ -192,10 +192,10 @@ class AdapterControl:
             )
         if command.stage:
             await self._load(target, command.api_token)
-        self._named[name] = target
+        self._aliases[name] = target
         return name
 
-    async def _folder(self, folder: str) -> AdapterReference:
+    async def _check_folder(self, folder: str) -> AdapterReference:
         reference = await self._directory.lookups.local_reference(folder)
         if reference is None:
             raise AdapterError(
@@ -206,13 +206,13 @@ class AdapterControl:
         return reference
 
     def _unname(self, name: AdapterReference, meaning: AdapterReference | None) -> AdapterReference:
-        target = self._named.get(name)
+        target = self._aliases.get(name)
         if target is None or meaning not in (None, target):
             raise AdapterError(
                 AdapterRefusal.NOT_FOUND, f"the lora adapter {name.id!r} is not loaded"
             )
-        del self._named[name]
-        others = {*self._named.values(), *self._configured.values()}
+        del self._aliases[name]
+        others = {*self._aliases.values(), *self._configured_aliases.values()}
         key = self._adapters.serving(target)
         if key is not None and target not in others and not self._adapters.is_pinned(key):
             self._unload(target)
@@ -229,9 +229,9 @@ class AdapterControl:
     async def _statuses(self, only: AdapterReference | None) -> list[AdapterStatus]:
         """Every name that is known here, or the one that is asked for."""
         views = {view.key: view for view in await self._views()}
-        names = {**self._named, **self._configured}
+        names = {**self._aliases, **self._configured_aliases}
         local = await self._directory.lookups.local_names()
-        every = [only] if only is not None else [*names, *self._every_name(views, local)]
+        every = [only] if only is not None else [*names, *self._all_names(views, local)]
         found = []
         for reference in dict.fromkeys(every):
             target = names.get(reference, reference)
@@ -240,7 +240,7 @@ class AdapterControl:
             alias = target if reference in names else None
             found.append((reference, alias, adapter, views.get(key) if key else None))
         digested = [adapter for _, _, adapter, _ in found if adapter is not None]
-        await self._learn_ranks(digested)
+        await self._record_ranks(digested)
         here = set(local)
         return [
             self._status(*each, lies_here=_is_local(each[1] or each[0], here))
@@ -248,7 +248,7 @@ class AdapterControl:
             if each[2] is not None or each[1] is not None or _is_local(each[0], here)
         ]
 
-    def _every_name(
+    def _all_names(
         self, keys: Iterable[AdapterKey], local: Iterable[str]
     ) -> Iterable[AdapterReference]:
         """Adapters that are known or lie there, and the merges among what the ranks know."""
@@ -285,7 +285,7 @@ class AdapterControl:
             last_used=uses.last,
         )
 
-    async def _learn_ranks(self, adapters: Sequence[FetchedAdapter]) -> None:
+    async def _record_ranks(self, adapters: Sequence[FetchedAdapter]) -> None:
         """Read the ranks that are not known yet, off the event loop."""
         unknown = {a.digest: a for a in adapters if a.digest not in self._ranks}
         if len(self._ranks) + len(unknown) > _MAX_RANKS:

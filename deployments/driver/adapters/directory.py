@@ -24,7 +24,7 @@ from configs.wire.adapters import (
 from configs.wire.merging import MergeRule
 from deployments.contract import AdapterInfo
 from deployments.driver.adapters.lookups import Lookups, Overdue
-from deployments.driver.adapters.single_flight import when_all_have_it
+from deployments.driver.adapters.single_flight import wait_for_all
 from sources.adapters import AdapterSources
 from sources.base import AdapterFolder, FoundAdapter, Token
 
@@ -131,7 +131,7 @@ class AdapterDirectory:
         known = self._known[key]
         known.holders -= 1
         assert known.holders >= 0, known
-        self._rest(key, known)
+        self._mark_idle(key, known)
         for part in known.parts:
             self.release(part)
 
@@ -187,7 +187,7 @@ class AdapterDirectory:
         """Let running downloads go; their callers are leaving too."""
         self.lookups.close()
         for known in self._known.values():
-            self._let_go(known)
+            self._release_files(known)
 
     def check(self) -> None:
         """Assert that all maps name the same keys and that only what is used is kept on disk."""
@@ -234,8 +234,8 @@ class AdapterDirectory:
         adapter = FetchedAdapter(key, reference.id, "", digest, rule=rule.settled())
         # A part that was forgotten meanwhile has another key now; then nobody held the merge.
         self._known.setdefault(key, _Known(adapter)).parts = parts
-        self._rest(key, self._known[key])
-        self._forget_some()
+        self._mark_idle(key, self._known[key])
+        self._forget_oldest()
         return key
 
     async def _bring_and_hold(
@@ -244,20 +244,20 @@ class AdapterDirectory:
         """Bring files that stay until those who asked could hold them, however late the loop is."""
         key = await self._bring(found, token, payer)
         self.hold(key)
-        when_all_have_it(partial(self.release, key))
+        wait_for_all(partial(self.release, key))
         return key
 
     async def _bring(self, found: FoundAdapter, token: Token, payer: str | None) -> AdapterKey:
         """The key of what was found, its files on this node and kept there for a while."""
         key = self._origins.get(found.origin)
-        if key is not None and self._lies_ready(found, self._known[key]):
-            self._rest(key, self._known[key])
+        if key is not None and self._is_on_disk(found, self._known[key]):
+            self._mark_idle(key, self._known[key])
             return key
         hashed = self._known[key].adapter.digest if key is not None else None
         folder, digest = await self.lookups.read(found, token, hashed, payer)
         return self._register(found, folder, digest)
 
-    def _lies_ready(self, found: FoundAdapter, known: _Known) -> bool:
+    def _is_on_disk(self, found: FoundAdapter, known: _Known) -> bool:
         """Whether the files that would be read are those that were found, and stay."""
         held = known.folders.get(found.origin)
         folder = found.folder if held is None else held.folder
@@ -279,8 +279,8 @@ class AdapterDirectory:
         if folder.held is not None and known.folders.setdefault(folder.held, folder) is not folder:
             self._sources.release(folder)
         self._remember(folder.origin, key, known)
-        self._rest(key, known)
-        self._forget_some()
+        self._mark_idle(key, known)
+        self._forget_oldest()
         return key
 
     def _key_of(self, digest: str) -> AdapterKey:
@@ -305,24 +305,24 @@ class AdapterDirectory:
         self._references[reference] = key
         self._known[key].names.add(reference)
 
-    def _rest(self, key: AdapterKey, known: _Known) -> None:
+    def _mark_idle(self, key: AdapterKey, known: _Known) -> None:
         """Nobody may hold the key now: let its files go when that lasts."""
         loop = asyncio.get_running_loop()
         known.idle_since = loop.time()
         self._known.move_to_end(key)
         if not known.holders and known.folders:
-            loop.call_later(self._linger_s, self._let_go_if_idle, known)
+            loop.call_later(self._linger_s, self._release_files_if_idle, known)
 
-    def _let_go_if_idle(self, known: _Known) -> None:
+    def _release_files_if_idle(self, known: _Known) -> None:
         idle_for = asyncio.get_running_loop().time() - known.idle_since
         if not known.holders and idle_for >= self._linger_s * 0.99:
-            self._let_go(known)
+            self._release_files(known)
 
-    def _let_go(self, known: _Known) -> None:
+    def _release_files(self, known: _Known) -> None:
         while known.folders:
             self._sources.release(known.folders.popitem()[1])
 
-    def _forget_some(self) -> None:
+    def _forget_oldest(self) -> None:
         """Keep the maps within their bound; what is held or was just used stays."""
         surplus = len(self._known) - self._config.max_known
         if surplus <= 0:

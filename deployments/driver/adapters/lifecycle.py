@@ -157,7 +157,7 @@ class EngineAdapters:
         for key in before.values():
             self.release(key)
 
-    async def keep(self, reference: AdapterReference, token: Token = True) -> None:
+    async def pin_name(self, reference: AdapterReference, token: Token = True) -> None:
         """Pin an adapter until `unkeep`, as one that was loaded at start; AdapterError if not.
 
         token: of whoever may read it, True for the server's own; not needed where it is pinned.
@@ -172,7 +172,7 @@ class EngineAdapters:
         if before is not None:
             self._unpin_unless_needed(before)
 
-    def unkeep(self, reference: AdapterReference) -> None:
+    def unpin_name(self, reference: AdapterReference) -> None:
         """End such a pin; the operator's config may have another."""
         key = self._preloaded.pop(reference, None)
         if key is not None:
@@ -212,12 +212,12 @@ class EngineAdapters:
             key = await self.resolve(reference, True)
             self.set_pin(key, True)
             self._preloaded[reference] = key
-            fault = await self.try_out(reference, key)
+            fault = await self.test_version(reference, key)
             if fault is not None:
                 raise ValueError(f"adapters.preload: {text!r}: {fault}")
             logger.info("adapter %s is loaded", reference.id)
 
-    async def try_out(self, reference: AdapterReference, key: AdapterKey) -> str | None:
+    async def test_version(self, reference: AdapterReference, key: AdapterKey) -> str | None:
         """Stage a version and run a token through it; what went wrong, None if nothing."""
         one_token = SequenceRequest([0], Sampling(), Stopping(1))
         trial = GenerateRequest(f"trial-{uuid.uuid4().hex}", [one_token], reference)
@@ -231,13 +231,15 @@ class EngineAdapters:
 
         def ask(scheduler: Scheduler, now: float) -> Sequence[Event]:
             state = scheduler.adapter_states().get(key)
-            _soon(loop, _answer, answer, state in _IN_MEMORY)
+            _soon(loop, _resolve, answer, state in _IN_MEMORY)
             return []
 
         self._post(ask)
         return await answer
 
-    def moved(self, reference: AdapterReference, old: AdapterKey, new: AdapterKey) -> None:
+    def version_changed(
+        self, reference: AdapterReference, old: AdapterKey, new: AdapterKey
+    ) -> None:
         """Pins follow their name to the new version."""
         for pins in (self._pins, self._preloaded):
             if pins.get(reference) == old and self.directory.hold(new):
@@ -266,7 +268,7 @@ class EngineAdapters:
         self.directory.close()
 
 
-def _answer(answer: "asyncio.Future[bool]", value: bool) -> None:
+def _resolve(answer: "asyncio.Future[bool]", value: bool) -> None:
     if not answer.done():
         answer.set_result(value)
 

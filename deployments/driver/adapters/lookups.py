@@ -133,7 +133,7 @@ class Lookups:
         """The files on this node and their digest; hashing is skipped for what was hashed."""
 
         def read() -> tuple[AdapterFolder, str]:
-            folder = self.sources.bring(found, token, payer)
+            folder = self.sources.fetch(found, token, payer)
             try:
                 return folder, digest or self.sources.digest(folder, found.reference.id)
             except AdapterError:
@@ -196,7 +196,7 @@ class Lookups:
         """What the reference names, as the source says, or as it said when it last answered."""
         calls = self._local if reference.source is AdapterSource.LOCAL else self._looking
         try:
-            found = await calls.run(partial(self.sources.look, reference, token))
+            found = await calls.run(partial(self.sources.resolve, reference, token))
         except Unreachable as error:
             lately = self._answers.confirmed(reference, caller)
             if lately is None:
@@ -209,7 +209,7 @@ class Lookups:
             logger.warning("%s is out of reach; its last answers serve", reference.source.value)
             return lately
         if found.lasting:
-            self._answers.keep(reference, caller, found)
+            self._answers.record(reference, caller, found)
         return found
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
 from configs.wire.adapters import AdapterKey, AdapterReference, AdapterSource
-from deployments.driver.routing.policy import HoldingTier, Mark, ReplicaReport, mark
+from deployments.driver.routing.policy import HoldingTier, Mark, ReplicaReport, adapter_hash
 from scheduler.adapters.resident import AdapterState
 from scheduler.snapshot import AdapterView
 
@@ -33,17 +33,17 @@ class AdapterReporter:
         serving: Callable[[AdapterReference], AdapterKey | None],
     ) -> None:
         """target: what clients mean by a name. serving: the content that this is now."""
-        self._target = target
+        self._resolve_alias = target
         self._serving = serving
-        self._asked: OrderedDict[AdapterReference, Mark] = OrderedDict()
+        self._requested: OrderedDict[AdapterReference, Mark] = OrderedDict()
 
-    def asked(self, reference: AdapterReference) -> None:
+    def requested(self, reference: AdapterReference) -> None:
         """A client named an adapter that there is."""
-        if reference not in self._asked:
-            self._asked[reference] = mark(reference)
-        self._asked.move_to_end(reference)
-        if len(self._asked) > MAX_NAMES:
-            self._asked.popitem(last=False)
+        if reference not in self._requested:
+            self._requested[reference] = adapter_hash(reference)
+        self._requested.move_to_end(reference)
+        if len(self._requested) > MAX_NAMES:
+            self._requested.popitem(last=False)
 
     def report(
         self,
@@ -54,8 +54,10 @@ class AdapterReporter:
         now: float,
     ) -> ReplicaReport:
         """What to tell now; `now` in seconds of any clock that does not go back."""
-        names = {reference: mark(reference) for reference in pinned}
-        names |= {name: self._asked[name] for name in reversed(self._asked) if name not in names}
+        names = {reference: adapter_hash(reference) for reference in pinned}
+        names |= {
+            name: self._requested[name] for name in reversed(self._requested) if name not in names
+        }
         states = {view.key: view.state for view in views if not view.draining}
         held = {
             its_mark: tier
@@ -65,7 +67,7 @@ class AdapterReporter:
         return ReplicaReport(held, load, ready, beat=int(now / _BEAT_SECONDS))
 
     def _tier(self, name: AdapterReference, states: dict[AdapterKey, AdapterState]) -> HoldingTier:
-        target = self._target(name)
+        target = self._resolve_alias(name)
         key = self._serving(target)
         if key is None:
             return HoldingTier.NOWHERE

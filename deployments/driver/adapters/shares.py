@@ -21,7 +21,7 @@ class NamedRateLimits:
         self._default_source = default_source
         self._post = post
         self._shares: dict[AdapterReference, tuple[int, AdapterShare]] = {}
-        self._given: dict[AdapterKey, int] = {}
+        self._applied: dict[AdapterKey, int] = {}
 
     def configure(
         self, runtime: RuntimeConfig, known: Iterable[tuple[AdapterReference, AdapterKey]]
@@ -34,10 +34,10 @@ class NamedRateLimits:
             parse_reference(text, self._default_source): (order, share)
             for order, (text, share) in enumerate(runtime.adapters.items())
         }
-        self._given = {}
+        self._applied = {}
         own: dict[AdapterKey, AdapterShare] = {}
         for reference, key in known:
-            if (share := self._take(reference, key)) is not None:
+            if (share := self._remove(reference, key)) is not None:
                 own[key] = share
 
         def share_out(scheduler: Scheduler, now: float) -> Sequence[Event]:
@@ -46,28 +46,28 @@ class NamedRateLimits:
 
         self._post(share_out)
 
-    def met(
+    def adapter_seen(
         self, reference: AdapterReference, key: AdapterKey, parts: Sequence[AdapterKey] = ()
     ) -> None:
         """A request called this content so; parts: the contents of a merge's parts."""
         for name, content in zip(reference.members, parts or (key,), strict=True):
-            share = self._take(name, content)
+            share = self._remove(name, content)
             if share is not None:
-                self._give(content, share)
+                self._apply(content, share)
 
-    def _give(self, key: AdapterKey, share: AdapterShare) -> None:
+    def _apply(self, key: AdapterKey, share: AdapterShare) -> None:
         def give(scheduler: Scheduler, now: float) -> Sequence[Event]:
             scheduler.set_share(key, share)
             return []
 
         self._post(give)
 
-    def _take(self, reference: AdapterReference, key: AdapterKey) -> AdapterShare | None:
+    def _remove(self, reference: AdapterReference, key: AdapterKey) -> AdapterShare | None:
         """The share that the name brings to the content; None if it changes nothing."""
         found = self._shares.get(reference)
         if found is None and reference.revision is not None:
             found = self._shares.get(AdapterReference(reference.source, reference.id))
-        if found is None or self._given.get(key, len(self._shares)) <= found[0]:
+        if found is None or self._applied.get(key, len(self._shares)) <= found[0]:
             return None
-        self._given[key] = found[0]
+        self._applied[key] = found[0]
         return found[1]

@@ -56,7 +56,7 @@ class SingleFlight:
             task.exception()  # Everybody who asked may have left.
 
 
-def when_all_have_it(call: Callable[[], None]) -> None:
+def wait_for_all(call: Callable[[], None]) -> None:
     """At an errand's end: `call` as soon as all who asked have gone on with its result.
 
     A task's callbacks run in the order in which they were added. Those of who waits were added

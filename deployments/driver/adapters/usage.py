@@ -90,7 +90,7 @@ class AdapterUsage:
                 )
             )
 
-    def loaded(self, stage: str, seconds: float) -> None:
+    def stage_timed(self, stage: str, seconds: float) -> None:
         """A stage of an adapter's way took so long; any thread."""
         self._loads.append(LoadRecord(stage, seconds))
 

@@ -18,7 +18,7 @@ logger = logging.getLogger("loray.driver.adapters")
 class VersionHost(Protocol):
     """What a change of versions asks of the engine."""
 
-    async def try_out(self, reference: AdapterReference, key: AdapterKey) -> str | None:
+    async def test_version(self, reference: AdapterReference, key: AdapterKey) -> str | None:
         """Stage a version and run a token through it; what went wrong, None if nothing."""
         ...
 
@@ -26,7 +26,9 @@ class VersionHost(Protocol):
         """Whether the ranks hold the adapter."""
         ...
 
-    def moved(self, reference: AdapterReference, old: AdapterKey, new: AdapterKey) -> None:
+    def version_changed(
+        self, reference: AdapterReference, old: AdapterKey, new: AdapterKey
+    ) -> None:
         """From now on the name means the new version."""
         ...
 
@@ -46,7 +48,7 @@ class Versions:
     def __init__(self, directory: AdapterDirectory, serving: VersionHost) -> None:
         """Names have no versions yet."""
         self._directory = directory
-        self._serving = serving
+        self._host = serving
         self._current: OrderedDict[AdapterReference, AdapterKey] = OrderedDict()
         self._changes: dict[AdapterReference, _Change] = {}
         self._refused: OrderedDict[AdapterReference, tuple[AdapterKey, float]] = OrderedDict()
@@ -63,7 +65,7 @@ class Versions:
             return newest
         if reference not in self._changes and not self._is_refused(reference, newest):
             try:
-                in_memory = await self._serving.is_in_memory(old)
+                in_memory = await self._host.is_in_memory(old)
             except BaseException:  # Whoever asked has left, and holds neither.
                 self._directory.release(old)
                 self._directory.release(newest)
@@ -85,7 +87,7 @@ class Versions:
         if key is None or not self._directory.hold(key):
             return None
         try:
-            in_memory = await self._serving.is_in_memory(key)
+            in_memory = await self._host.is_in_memory(key)
         except BaseException:  # Whoever asked has left.
             self._directory.release(key)
             raise
@@ -117,7 +119,7 @@ class Versions:
     ) -> None:
         held = self._directory.hold(newest)
         try:
-            fault = await self._serving.try_out(reference, newest) if held else "it is gone"
+            fault = await self._host.test_version(reference, newest) if held else "it is gone"
             if fault is None:
                 if self._current.get(reference) == old:
                     self._replace(reference, old, newest)
@@ -136,7 +138,7 @@ class Versions:
 
     def _replace(self, reference: AdapterReference, old: AdapterKey, new: AdapterKey) -> None:
         self._serve(reference, new)
-        self._serving.moved(reference, old, new)
+        self._host.version_changed(reference, old, new)
 
     def _serve(self, reference: AdapterReference, key: AdapterKey) -> None:
         self._current[reference] = key

@@ -55,7 +55,7 @@ class HoldingTier(IntEnum):
     NOWHERE = 3
 
 
-def mark(reference: AdapterReference) -> Mark:
+def adapter_hash(reference: AdapterReference) -> Mark:
     """The same for the same name in every process; whatever characters it has."""
     return blake2b(repr(reference).encode(), digest_size=MARK_BYTES).digest()
 
@@ -75,11 +75,11 @@ class _Stats(msgspec.Struct, frozen=True):
 class ReplicaReport:
     """What a driver replica tells routers about itself.
 
-    held: adapters and where they are. load: open requests. ready: its ranks serve. beat: grows
+    tiers: adapters and where they are. load: open requests. ready: its ranks serve. beat: grows
     with time, so that a replica which tells nothing new differs from a silent one.
     """
 
-    held: Mapping[Mark, HoldingTier]
+    tiers: Mapping[Mark, HoldingTier]
     load: int = 0
     ready: bool = True
     beat: int = 0
@@ -103,24 +103,24 @@ class ReplicaReport:
             HoldingTier.HOST: told.host,
             HoldingTier.DEVICE: told.device,
         }
-        held = {each: tier for tier, joined in tiers.items() for each in _marks(joined)}
+        held = {each: tier for tier, joined in tiers.items() for each in _hashes(joined)}
         return cls(held, told.load, told.ready, told.beat)
 
     def _joined(self, tier: HoldingTier) -> bytes:
-        return b"".join(sorted(each for each, place in self.held.items() if place is tier))
+        return b"".join(sorted(each for each, place in self.tiers.items() if place is tier))
 
 
 @dataclass
 class _LastReport:
     """A replica's last stats, what they say, and since when they are known; seconds.
 
-    own: the router's own open requests at that time.
+    own_requests: the router's own open requests at that time.
     """
 
     stats: Mapping[str, Any]
     report: ReplicaReport | None
     since: float
-    own: int
+    own_requests: int
 
 
 class RoutingPolicy:
@@ -129,30 +129,30 @@ class RoutingPolicy:
     def __init__(self, chance: random.Random) -> None:
         """Nothing is known; `chance` draws replicas for the base model."""
         self._chance = chance
-        self._told: dict[str, _LastReport] = {}
+        self._reports: dict[str, _LastReport] = {}
         self._holds_until: OrderedDict[tuple[Mark, str], float] = OrderedDict()
 
-    def tell(self, stats: Mapping[str, Mapping[str, Any]], counts: Counts, now: float) -> None:
+    def update(self, stats: Mapping[str, Mapping[str, Any]], counts: Counts, now: float) -> None:
         """The replicas that live and the last stats of each; others are forgotten."""
-        for name in self._told.keys() - stats.keys():
-            del self._told[name]
+        for name in self._reports.keys() - stats.keys():
+            del self._reports[name]
         for name, new in stats.items():
-            told = self._told.get(name)
+            told = self._reports.get(name)
             if told is None or told.stats != new:
-                self._told[name] = _LastReport(
+                self._reports[name] = _LastReport(
                     new, ReplicaReport.unpacked(new), now, counts.get(name, 0)
                 )
 
     def chosen(self, adapter: AdapterReference, replica: str, now: float) -> None:
         """A request is about to go there: those that come with it are to follow."""
-        key = (mark(adapter), replica)
+        key = (adapter_hash(adapter), replica)
         if self._holds_until.get(key, now) <= now:
             self._hold(key, now + _CHOSEN_SECONDS)
 
     def sent(self, adapter: AdapterReference | None, replica: str, now: float) -> None:
         """A request goes there: until it can report, it counts as one that holds the adapter."""
         if adapter is not None:
-            self._hold((mark(adapter), replica), now + _SENT_SECONDS)
+            self._hold((adapter_hash(adapter), replica), now + _SENT_SECONDS)
 
     def order(
         self, adapter: AdapterReference | None, counts: Counts, now: float
@@ -168,7 +168,7 @@ class RoutingPolicy:
         if adapter is None:
             first = min(self._chance.sample(able, min(2, len(able))), key=loads.__getitem__)
         else:
-            first = self._preferred(mark(adapter), loads, now)
+            first = self._preferred(adapter_hash(adapter), loads, now)
         rest = [name for name in able if name != first]
         rebuilding = [name for name in counts if name not in loads]
         return [group for group in ([first], rest, rebuilding) if group]
@@ -195,11 +195,11 @@ class RoutingPolicy:
         report = self._report(name, now)
         if report is None:
             return own
-        return max(own, report.load + own - self._told[name].own)
+        return max(own, report.load + own - self._reports[name].own_requests)
 
     def _report(self, name: str, now: float) -> ReplicaReport | None:
         """What a replica told, unless that is old."""
-        told = self._told.get(name)
+        told = self._reports.get(name)
         return told.report if told is not None and now - told.since <= STALE_SECONDS else None
 
     def _is_ready(self, name: str, now: float) -> bool:
@@ -209,7 +209,7 @@ class RoutingPolicy:
     def _tier(self, adapter: Mark, name: str, now: float) -> HoldingTier:
         report = self._report(name, now)
         told = (
-            report.held.get(adapter, HoldingTier.NOWHERE)
+            report.tiers.get(adapter, HoldingTier.NOWHERE)
             if report is not None
             else HoldingTier.NOWHERE
         )
@@ -233,5 +233,5 @@ def _bound(loads: Iterable[int], slack: int) -> float:
     return LEEWAY * min(loads) + slack
 
 
-def _marks(joined: bytes) -> Sequence[Mark]:
+def _hashes(joined: bytes) -> Sequence[Mark]:
     return [joined[i : i + MARK_BYTES] for i in range(0, len(joined), MARK_BYTES)]

@@ -36,7 +36,7 @@ class AdapterRouter(RequestRouter):  # type: ignore[misc]
         stats = {replica.replica_id.unique_id: replica.routing_stats for replica in replicas}
         for gone in self._open.keys() - stats.keys():
             del self._open[gone]
-        self._routing.tell(stats, self._open, time.monotonic())
+        self._routing.update(stats, self._open, time.monotonic())
         super().update_replicas(replicas)
 
     async def choose_replicas(

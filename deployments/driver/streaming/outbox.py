@@ -35,56 +35,56 @@ class Outbox:
     def __init__(self, link: FrameLink) -> None:
         """Nothing waits yet."""
         self._link = link
-        self._fresh: defaultdict[ReplyAddress, list[TokenRun]] = defaultdict(list)
-        self._kept: dict[ReplyAddress, dict[_Sequence, TokenRun]] = {}
-        self.num_held_up = 0
+        self._new: defaultdict[ReplyAddress, list[TokenRun]] = defaultdict(list)
+        self._unsent: dict[ReplyAddress, dict[_Sequence, TokenRun]] = {}
+        self.num_delayed = 0
 
     @property
-    def num_kept(self) -> int:
+    def num_unsent(self) -> int:
         """Tokens that a socket had no room for yet."""
-        return sum(len(run.tokens) for kept in self._kept.values() for run in kept.values())
+        return sum(len(run.tokens) for kept in self._unsent.values() for run in kept.values())
 
-    def put(self, address: ReplyAddress, run: TokenRun) -> None:
+    def add(self, address: ReplyAddress, run: TokenRun) -> None:
         """Have a run sent with the next `flush`."""
-        self._fresh[address].append(run)
+        self._new[address].append(run)
 
     def flush(self) -> None:
         """Send one frame to each ingress replica, or keep its runs."""
-        for address, runs in self._fresh.items():
-            if address not in self._kept and self._link.send(address, TokenFrame(runs)):
+        for address, runs in self._new.items():
+            if address not in self._unsent and self._link.send(address, TokenFrame(runs)):
                 continue
-            self._keep(address, runs)
+            self._store_unsent(address, runs)
             self.resend(address)
-            self.num_held_up += address in self._kept
-        self._fresh.clear()
+            self.num_delayed += address in self._unsent
+        self._new.clear()
 
     def resend(self, address: ReplyAddress) -> None:
         """Send what was kept, as far as there is room by now."""
-        kept = self._kept.get(address)
+        kept = self._unsent.get(address)
         if kept is None:
             return
         while kept and self._link.has_room(address):
             self._link.send(address, TokenFrame(list(_take(kept))))
         if not kept:
-            del self._kept[address]
+            del self._unsent[address]
 
     def forget(self, address: ReplyAddress, request_id: str, num_sequences: int) -> None:
         """The request is over: its completion tells everything."""
-        kept = self._kept.get(address)
+        kept = self._unsent.get(address)
         if kept is None:
             return
         for index in range(num_sequences):
             kept.pop((request_id, index), None)
         if not kept:
-            del self._kept[address]
+            del self._unsent[address]
 
     def drop(self, address: ReplyAddress) -> None:
         """Nobody listens there any more."""
-        self._kept.pop(address, None)
-        self._fresh.pop(address, None)
+        self._unsent.pop(address, None)
+        self._new.pop(address, None)
 
-    def _keep(self, address: ReplyAddress, runs: list[TokenRun]) -> None:
-        kept = self._kept.setdefault(address, {})
+    def _store_unsent(self, address: ReplyAddress, runs: list[TokenRun]) -> None:
+        kept = self._unsent.setdefault(address, {})
         for run in runs:
             before = kept.get((run.request_id, run.index))
             if before is None:

@@ -57,16 +57,16 @@ class Streams:
         """Frames leave through `link`, which must not block."""
         self._outbox = Outbox(link)
         self._streams: dict[str, _Stream] = {}
-        self._held: dict[str, list[TokenRun]] = {}
+        self._held_back: dict[str, list[TokenRun]] = {}
 
     def __len__(self) -> int:
         """How many requests are open."""
         return len(self._streams)
 
     @property
-    def num_held_up(self) -> int:
+    def num_delayed(self) -> int:
         """Frames that an ingress replica did not take at once."""
-        return self._outbox.num_held_up
+        return self._outbox.num_delayed
 
     def open(
         self, request: GenerateRequest, reply_to: ReplyAddress | None
@@ -100,22 +100,22 @@ class Streams:
                 stream.end(index, _outcome(event))
         elif stream.reply_to is not None and stream.outcomes[index] is None:
             run = TokenRun(request_id, index, event.start, event.tokens, event.logprobs)
-            if request_id in self._held:
-                self._held[request_id].append(run)
+            if request_id in self._held_back:
+                self._held_back[request_id].append(run)
             else:
-                self._outbox.put(stream.reply_to, run)
+                self._outbox.add(stream.reply_to, run)
 
     def hold(self, request_id: str) -> None:
         """Send no tokens of this request, which need not be open yet, until it is released."""
-        self._held[request_id] = []
+        self._held_back[request_id] = []
 
     def release(self, request_id: str) -> None:
         """Send what was held of a request; of one that is over nothing."""
-        held = self._held.pop(request_id, [])
+        held = self._held_back.pop(request_id, [])
         stream = self._streams.get(request_id)
         if held and stream is not None and stream.reply_to is not None:
             for run in held:
-                self._outbox.put(stream.reply_to, run)
+                self._outbox.add(stream.reply_to, run)
             self._outbox.flush()
 
     def flush(self) -> None:

@@ -15,7 +15,7 @@ class ReplicaCount:
 
     def __init__(self, ask: Callable[[], int], seconds: float = _SECONDS) -> None:
         """`ask` is called in a thread every so many seconds; it may block, and it may fail."""
-        self._ask = ask
+        self._fetch = ask
         self._seconds = seconds
         self._count = 1
 
@@ -36,7 +36,7 @@ class ReplicaCount:
     async def _watch(self) -> None:
         while True:
             try:
-                self._count = max(1, await asyncio.to_thread(self._ask))
+                self._count = max(1, await asyncio.to_thread(self._fetch))
             except Exception:
                 # Whatever carries the question; what was told last is still the best guess.
                 logger.warning("the number of ingress replicas is not known", exc_info=True)

@@ -48,7 +48,7 @@ def check_merge(merged: MergedAdapters) -> None:
         raise invalid(f"the `ids` are longer than {_MAX_NAME} characters together", _PARAM)
 
 
-def asked_adapter(
+def requested_adapter(
     model: str, merged: MergedAdapters | None, info: EngineInfo, default_source: AdapterSource
 ) -> AdapterReference | None:
     """What a request names: an adapter, a merge of some, or None for the base model."""

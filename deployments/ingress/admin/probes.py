@@ -68,7 +68,7 @@ async def _healthy(engine: EngineClient) -> bool:
 async def _generate(engine: EngineClient) -> None:
     """One greedy token of the base model through the queue that requests take."""
     served = await engine.served()
-    ids = await served.text.encode(_QUESTION)
+    ids = await served.tokenizer.encode(_QUESTION)
     sequence = SequenceRequest(ids, Sampling(), Stopping(1))
     request = GenerateRequest(f"startup-{uuid.uuid4().hex}", [sequence])
     job = GenerationJob(request, [], keep_stops=True, per_token=False, characters=len(_QUESTION))

@@ -6,7 +6,7 @@ from typing import Any
 from deployments.ingress.chat_templates.template import Conversation, TemplateText
 from deployments.ingress.http.errors import invalid
 from deployments.ingress.openai.schema import ChatBody
-from deployments.ingress.tools.tooling import ToolFormat, prompted
+from deployments.ingress.tools.tooling import ToolFormat, with_tools
 
 # What transformers' apply_chat_template takes by these names is no variable of the template.
 RESERVED = frozenset({
@@ -21,7 +21,7 @@ _TEMPLATE_FIELDS = ("documents", "reasoning_effort")
 
 def conversation(body: ChatBody, means: ToolFormat | None, template: TemplateText) -> Conversation:
     """The messages, the tools and the template's variables; refuses what would have no effect."""
-    messages, tools, words = prompted(body.rendered_messages(), means, template)
+    messages, tools, words = with_tools(body.rendered_messages(), means, template)
     return Conversation(messages, _variables(body, tools, template), words, _continues(body))
 
 

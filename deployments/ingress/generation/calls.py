@@ -58,7 +58,7 @@ class EngineCall:
     ) -> None:
         """Nothing runs before the context is entered, or `start` is called."""
         self._driver = driver
-        self._mailbox = mailbox
+        self._inboxes = mailbox
         self._reply_to = reply_to
         self._request = request
         self._inbox = mailbox.open(request.id, len(request.sequences), listen=frames)
@@ -82,7 +82,7 @@ class EngineCall:
 
     async def close(self) -> None:
         """Cancel what still runs and take no more frames."""
-        self._mailbox.close(self._request.id)
+        self._inboxes.close(self._request.id)
         tasks = [*self._finishing, *([self._running] if self._running else [])]
         for task in tasks:
             task.cancel()

@@ -19,18 +19,18 @@ class EarlySubmitter:
         self._request = request
         self._loop = asyncio.get_running_loop()
         self._replica: str | None = None
-        self._over = False
+        self._ended = False
 
-    def chosen(self, replica: str) -> None:
+    def replica_selected(self, replica: str) -> None:
         """Send it to this replica, and take it back from the one before; from any event loop.
 
         Serve's router runs on another loop outside of throughput mode, where a hand-over would
         cost what the head start gains: there is none then.
         """
-        if self._over or replica == self._replica or asyncio.get_running_loop() is not self._loop:
+        if self._ended or replica == self._replica or asyncio.get_running_loop() is not self._loop:
             return
-        self._take_back()
-        if self._receiver.send_ahead(replica, self._request):
+        self._withdraw()
+        if self._receiver.submit_early(replica, self._request):
             self._replica = replica
 
     def __enter__(self) -> "EarlySubmitter":
@@ -39,11 +39,11 @@ class EarlySubmitter:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """The call ended; one that did not return an answer wants none any more."""
-        self._over = True
+        self._ended = True
         if kind is not None:
-            self._take_back()
+            self._withdraw()
 
-    def _take_back(self) -> None:
+    def _withdraw(self) -> None:
         if self._replica is not None:
-            self._receiver.take_back(self._replica, self._request.id)
+            self._receiver.withdraw(self._replica, self._request.id)
             self._replica = None

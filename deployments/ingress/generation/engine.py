@@ -76,7 +76,7 @@ class ServedModel(NamedTuple):
     """What a driver serves, and the tokenizer that goes with it."""
 
     info: EngineInfo
-    text: ModelTokenizer
+    tokenizer: ModelTokenizer
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class GenerationJob:
 
     stops: stop strings; keep_stops leaves the matched one in the text. per_token: whether the
     reply tells tokens apart. characters: of the prompts, for the reply's headers. choices:
-    sequences of each prompt, of which best_of may be more than the client is shown. spoken:
+    sequences of each prompt, of which best_of may be more than the client is shown. visible_special_tokens:
     special tokens that have text here. cache_salt: the request's own, "" without one.
     """
 
@@ -95,19 +95,19 @@ class GenerationJob:
     per_token: bool
     characters: int
     choices: int = 1
-    spoken: frozenset[int] = frozenset()
+    visible_special_tokens: frozenset[int] = frozenset()
     cache_salt: str = ""
     started: float = field(default_factory=time.monotonic)
 
-    def transcripts(self, text: ModelTokenizer) -> list[DetokenizerState]:
+    def detokenizers(self, text: ModelTokenizer) -> list[DetokenizerState]:
         """One for each sequence."""
         return [self._transcript(text, sequence) for sequence in self.request.sequences]
 
     def _transcript(self, text: ModelTokenizer, sequence: SequenceRequest) -> DetokenizerState:
         silent = frozenset(sequence.stopping.stop_token_ids)
-        hidden = text.hidden(self.stops, silent, self.spoken)
+        hidden = text.hidden(self.stops, silent, self.visible_special_tokens)
         return DetokenizerState(
-            text.stream(silent, self.spoken),
+            text.stream(silent, self.visible_special_tokens),
             StopStrings(self.stops, self.keep_stops, hidden.values()),
             per_token=self.per_token or bool(self.stops),
             hidden=hidden,
@@ -131,11 +131,11 @@ class EngineClient:
         self.compiler = Compiler()
         self.templates = Templates(driver, settings.clock)
         self._driver = driver
-        self._mailbox = mailbox
+        self._inboxes = mailbox
         self._reply_to = reply_to
-        self._asking = asyncio.Lock()
-        self._asked = float("-inf")
-        self._times_asked = 0
+        self._refreshing = asyncio.Lock()
+        self._refreshed_at = float("-inf")
+        self._num_refreshes = 0
         self._served: ServedModel | None = None
         self._silence: RequestError | None = None
         self._calls: WeakSet[EngineCall] = WeakSet()
@@ -156,7 +156,7 @@ class EngineClient:
             raise self._ended()
         listens = streams or bool(job.stops)
         call = EngineCall(
-            self._driver, self._mailbox, self._reply_to(), job.request, frames=listens
+            self._driver, self._inboxes, self._reply_to(), job.request, frames=listens
         )
         self._calls.add(call)
         return call
@@ -172,27 +172,27 @@ class EngineClient:
         return await self._driver.adapters(command)
 
     async def _refresh(self) -> ServedModel:
-        so_far = self._times_asked
-        async with self._asking:
-            age = self.settings.clock() - self._asked
+        so_far = self._num_refreshes
+        async with self._refreshing:
+            age = self.settings.clock() - self._refreshed_at
             stale = self._silence is not None or age > _INFO_SECONDS
             # Those who waited while another asked share its answer, also when there was none.
-            if stale and self._times_asked == so_far:
-                await self._ask()
+            if stale and self._num_refreshes == so_far:
+                await self._request_info()
             if self._silence is not None:
                 raise self._silence
             assert self._served is not None
             return self._served
 
-    async def _ask(self) -> None:
+    async def _request_info(self) -> None:
         try:
             info = await self._describe()
-            self._served = ServedModel(info, await self._text_of(info))
+            self._served = ServedModel(info, await self._tokenizer_of(info))
             self._silence = None
         except RequestError as silence:
             self._silence = silence
-        self._asked = self.settings.clock()
-        self._times_asked += 1
+        self._refreshed_at = self.settings.clock()
+        self._num_refreshes += 1
 
     async def _describe(self) -> EngineInfo:
         try:
@@ -202,9 +202,9 @@ class EngineClient:
             message = f"the engine did not answer ({type(fault).__name__})"
             raise RequestError(ErrorKind.UNAVAILABLE, message) from fault
 
-    async def _text_of(self, info: EngineInfo) -> ModelTokenizer:
+    async def _tokenizer_of(self, info: EngineInfo) -> ModelTokenizer:
         if self._served is not None:
-            return self._served.text
+            return self._served.tokenizer
         if self._unreadable is None:
             try:
                 return await asyncio.to_thread(self.settings.read_text, info.tokenizer)

@@ -89,7 +89,7 @@ class RequestInbox:
         """Open, and empty."""
         self._channels = [_Channel() for _ in range(num_sequences)]
         self._touched: dict[int, None] = {}
-        self._news = False
+        self._updated = False
         self._waiter: asyncio.Future[None] | None = None
         self._completion: Completion | None = None
         self._failure: BaseException | None = None
@@ -116,14 +116,14 @@ class RequestInbox:
 
     async def take(self) -> list[SequenceUpdate]:
         """Wait for news and take all of it; empty once everything was taken. One taker only."""
-        if not self._news:
+        if not self._updated:
             # An asyncio.Event asks for its loop at every wait, under a lock of all loops.
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         if self._failure is not None:
             raise self._failure
         if self._completion is None:
-            self._news = False
+            self._updated = False
             touched, self._touched = self._touched, {}
             return [SequenceUpdate(index, *self._channels[index].take()) for index in touched]
         ended = enumerate(self._completion.sequences[: len(self._channels)])
@@ -134,7 +134,7 @@ class RequestInbox:
         return updates
 
     def _announce(self) -> None:
-        self._news = True
+        self._updated = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 

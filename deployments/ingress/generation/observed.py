@@ -75,7 +75,7 @@ def _log_end(adapter: str, record: RequestRecord) -> None:
 
 
 @contextmanager
-def observed(engine: EngineClient, job: GenerationJob) -> Iterator[RequestObserver]:
+def observe(engine: EngineClient, job: GenerationJob) -> Iterator[RequestObserver]:
     """Watch a request; defects are counted where they are answered."""
     watch = RequestObserver(engine, job)
     try:

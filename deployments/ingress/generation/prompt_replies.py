@@ -70,7 +70,7 @@ def echoed(prompt: Prompt, choice: Choice, num_top: int, text: ModelTokenizer) -
     return own + [piece._replace(offset=after + piece.offset) for piece in choice.pieces]
 
 
-def told_by_id(
+def prompt_logprobs_by_id(
     choice: Choice, num_top: int, text: ModelTokenizer
 ) -> list[dict[str, object] | None]:
     """vLLM's `prompt_logprobs`: for each token the candidates by id, null for the first."""

@@ -16,7 +16,7 @@ from deployments.ingress.access.keys import caller
 from deployments.ingress.access.quotas import Quota
 from deployments.ingress.generation.calls import EngineCall, Event, events
 from deployments.ingress.generation.engine import EngineClient, GenerationJob, ServedModel
-from deployments.ingress.generation.observed import observed
+from deployments.ingress.generation.observed import observe
 from deployments.ingress.generation.reply_headers import reply_headers, stream_headers
 from deployments.ingress.http.errors import RequestError
 from deployments.ingress.http.sse import KEEP_ALIVE, EventStream, unless_gone, wait_unless_gone
@@ -41,12 +41,12 @@ class RunningCall(NamedTuple):
     """A call under way, for those who write its stream."""
 
     call: EngineCall
-    transcripts: list[DetokenizerState]
-    text: ModelTokenizer
+    detokenizers: list[DetokenizerState]
+    tokenizer: ModelTokenizer
 
     def events(self) -> AsyncIterator[list[Event]]:
         """Batches of events of all sequences."""
-        return events(self.call, self.transcripts)
+        return events(self.call, self.detokenizers)
 
 
 Chunks = Callable[[RunningCall], AsyncGenerator[bytes, None]]
@@ -75,7 +75,7 @@ async def whole(
     """Run a job to its end and answer with `body` of it and the headers of a whole reply."""
     served = await engine.served()
     job, quota = _admit(request, job)
-    with observed(engine, job) as watch:
+    with observe(engine, job) as watch:
         result = await unless_gone(request.receive, collect(engine, served, job))
         generated = sum(choice.num_tokens for choice in result.choices)
         quota.take_tokens(generated)
@@ -86,7 +86,7 @@ async def whole(
 
 async def collect(engine: EngineClient, served: ServedModel, job: GenerationJob) -> FinishedCall:
     """Run a job to its end."""
-    transcripts = job.transcripts(served.text)
+    transcripts = job.detokenizers(served.tokenizer)
     gathered: list[list[Event]] = [[] for _ in transcripts]
     async with engine.call(job, streams=False) as call:
         async for batch in events(call, transcripts):
@@ -127,7 +127,7 @@ async def stream(
     """
     info, text = await engine.served()
     job, quota = _admit(request, job)
-    running = RunningCall(engine.call(job, streams=True), job.transcripts(text), text)
+    running = RunningCall(engine.call(job, streams=True), job.detokenizers(text), text)
     body = _within_call(engine, job, running, chunks, quota)
     running.call.start()
     first = asyncio.ensure_future(anext(body))
@@ -164,14 +164,14 @@ async def _late(
 async def _within_call(
     engine: EngineClient, job: GenerationJob, running: RunningCall, chunks: Chunks, quota: Quota
 ) -> AsyncGenerator[bytes, None]:
-    with observed(engine, job) as watch:
+    with observe(engine, job) as watch:
         try:
             async with running.call:
                 async for chunk in chunks(running):
                     yield chunk
         finally:
             # Who leaves in the middle has had these tokens all the same.
-            generated = sum(transcript.num_tokens for transcript in running.transcripts)
+            generated = sum(transcript.num_tokens for transcript in running.detokenizers)
             quota.take_tokens(generated)
         assert running.call.completion is not None, "the events ended before the call"
         watch.ended(running.call.completion, generated)

@@ -19,7 +19,7 @@ def not_json(fault: Mapping[str, Any] | None = None) -> RequestError:
     return invalid(f"{_NO_JSON}: {fault['ctx']['error']} (character {place})")
 
 
-def unfit(faults: Sequence[Mapping[str, Any]], sent: object) -> RequestError:
+def validation_message(faults: Sequence[Mapping[str, Any]], sent: object) -> RequestError:
     """For a body that does not fit its schema: the first field at fault, and why.
 
     faults: pydantic's, with locations from the body `sent` on. Of a field that may have several

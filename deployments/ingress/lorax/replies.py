@@ -87,7 +87,7 @@ class LoraxWriter:
         self._stopping = first.stopping
         drawn = first.sampling.temperature > 0
         self._seeds = [each.sampling.seed if drawn else None for each in sequences]
-        self._spell = _Speller(text, first.sampling.logprobs > 0)
+        self._token_writer = _Speller(text, first.sampling.logprobs > 0)
 
     def body(self, result: FinishedCall) -> dict[str, object]:
         """A whole reply: the best sequence, and the others in its details."""
@@ -103,8 +103,8 @@ class LoraxWriter:
                 prompt_tokens=self._num_input,
                 generated_tokens=choice.num_tokens,
                 seed=self._seeds[best],
-                tokens=self._spell.all_of(choice),
-                prefill=prefill(choice, self._spell.text),
+                tokens=self._token_writer.all_of(choice),
+                prefill=prefill(choice, self._token_writer.tokenizer),
                 best_of_sequences=[self._other(choices[i], self._seeds[i]) for i in others]
                 or msgspec.UNSET,
             )
@@ -116,14 +116,14 @@ class LoraxWriter:
             finish_reason=choice.reason,
             generated_tokens=choice.num_tokens,
             seed=seed,
-            tokens=self._spell.all_of(choice),
-            prefill=prefill(choice, self._spell.text),
+            tokens=self._token_writer.all_of(choice),
+            prefill=prefill(choice, self._token_writer.tokenizer),
         )
 
     async def chunks(self, running: RunningCall) -> AsyncGenerator[bytes, None]:
         """One event a token; a token that may be the last waits for its sequence's end."""
-        spell = self._spell
-        transcript = running.transcripts[0]
+        spell = self._token_writer
+        transcript = running.detokenizers[0]
         held: list[TextPiece] = []
         shown: list[str] = []
         async for batch in running.events():
@@ -160,18 +160,18 @@ class _Speller:
     """From pieces to tokens as LoRAX shows them."""
 
     def __init__(self, text: ModelTokenizer, alternatives: bool) -> None:
-        self.text = text
+        self.tokenizer = text
         self._alternatives = alternatives
 
     def token(self, piece: TextPiece) -> Token:
         """One token."""
-        special = piece.token in self.text.special_ids
-        shown = self.text.token_text(piece.token) if special else piece.text
+        special = piece.token in self.tokenizer.special_ids
+        shown = self.tokenizer.token_text(piece.token) if special else piece.text
         token = Token(piece.token, shown, sampled_logprob(piece), special)
         if self._alternatives and piece.logprobs is not None:
             pairs = zip(piece.logprobs.top_ids, piece.logprobs.top_logprobs, strict=True)
             token.alternative_tokens = [
-                Alternative(id, self.text.token_text(id), finite(value)) for id, value in pairs
+                Alternative(id, self.tokenizer.token_text(id), finite(value)) for id, value in pairs
             ]
         return token
 

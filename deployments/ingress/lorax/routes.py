@@ -15,7 +15,7 @@ from configs.wire.sampling import Stopping
 from deployments.contract import EngineInfo, GenerateRequest, SequenceRequest
 from deployments.ingress.access.authorization import bearer_token
 from deployments.ingress.access.keys import visible
-from deployments.ingress.adapter_names.merges import asked_adapter
+from deployments.ingress.adapter_names.merges import requested_adapter
 from deployments.ingress.adapter_names.references import parse_source
 from deployments.ingress.generation.choices import spread_seed
 from deployments.ingress.generation.engine import EngineClient, GenerationJob, stop_ids
@@ -85,7 +85,7 @@ async def _reply(
 ) -> Response:
     """Check, run, answer; `listed` wraps a whole reply in a list of one."""
     job = await _job(engine, request, body, streams)
-    writer = LoraxWriter(body, job.request.sequences, (await engine.served()).text)
+    writer = LoraxWriter(body, job.request.sequences, (await engine.served()).tokenizer)
     if streams:
         return await stream(request, engine, job, writer.chunks, lorax_error)
 
@@ -154,7 +154,7 @@ def _adapter(
 ) -> AdapterReference | None:
     """The adapter or the merge that is asked for, None for the base model."""
     source = parse_source(given.adapter_source) if given.adapter_source else default_source
-    return asked_adapter(given.adapter_id or "", given.merged_adapters, info, source)
+    return requested_adapter(given.adapter_id or "", given.merged_adapters, info, source)
 
 
 def _tokens(slices: Sequence[Slice]) -> Response:

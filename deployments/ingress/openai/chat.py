@@ -40,16 +40,16 @@ async def chat(
     toolbox = body.toolbox
     template = await _template(body, engine, served, caller, toolbox is not None)
     means = tooling(toolbox, template, engine.settings.tool_parser)
-    words = served.text.added(means.format.markers) if means is not None else {}
+    words = served.tokenizer.added(means.format.markers) if means is not None else {}
     asked = await engine.compiler.compiled(await _asked(body, means, words), served.info)
     rendered = await template.render(conversation(body, means, template))
     # The template has written all special tokens.
     limit = prompt_limit(served.info, "messages")
-    ids = await served.text.encode(rendered, bool(body.add_special_tokens), limit)
+    ids = await served.tokenizer.encode(rendered, bool(body.add_special_tokens), limit)
     prompt = Prompt(rendered, ids)
     job = job_of(body, [prompt], served, engine.settings, caller, asked)
     if means is not None:
-        job = replace(job, spoken=frozenset(words.values()))
+        job = replace(job, visible_special_tokens=frozenset(words.values()))
     return ChatJob(job, means)
 
 
@@ -64,7 +64,7 @@ async def _template(
         token = body.api_token or caller.token
         own = await engine.templates.of(reference, token, grant.patterns, grant.name)
         name = reference.id
-    return engine.templates.choose(served.text, own, name, with_tools, body.chat_template)
+    return engine.templates.choose(served.tokenizer, own, name, with_tools, body.chat_template)
 
 
 async def _asked(body: ChatBody, means: ToolFormat | None, words: Mapping[str, int]) -> Constraint:

@@ -10,7 +10,7 @@ from configs.wire.adapters import AdapterReference
 from configs.wire.sampling import LARGEST_TOP_K, Sampling, Stopping
 from deployments.contract import EngineInfo, GenerateRequest, SequenceRequest
 from deployments.ingress.access.keys import Grant
-from deployments.ingress.adapter_names.merges import asked_adapter
+from deployments.ingress.adapter_names.merges import requested_adapter
 from deployments.ingress.adapter_names.references import parse_source
 from deployments.ingress.generation.choices import spread_seed
 from deployments.ingress.generation.engine import (
@@ -119,7 +119,7 @@ def reference_of(
     default_source = settings.default_source
     if body.adapter_source is not None:
         default_source = parse_source(body.adapter_source)
-    return asked_adapter(body.model, body.merged_adapters, info, default_source)
+    return requested_adapter(body.model, body.merged_adapters, info, default_source)
 
 
 def job_of(

@@ -10,7 +10,7 @@ import msgspec
 from configs.wire.sampling import FinishReason
 from deployments.contract import Completion, SequenceRequest
 from deployments.ingress.generation.calls import Event
-from deployments.ingress.generation.prompt_replies import Prompt, echoed, told_by_id
+from deployments.ingress.generation.prompt_replies import Prompt, echoed, prompt_logprobs_by_id
 from deployments.ingress.generation.replies import Choice
 from deployments.ingress.text.detokenizer_state import TextPiece
 from deployments.ingress.text.logprobs import chat_logprobs, completion_logprobs
@@ -34,7 +34,7 @@ class Envelope:
 
     id: str
     model: str
-    text: ModelTokenizer
+    tokenizer: ModelTokenizer
     num_logprobs: int
     includes_usage: bool = False
     num_prompt_logprobs: int = -1
@@ -100,7 +100,7 @@ class ReplyWriter:
         num_top = self._envelope.num_prompt_logprobs
         if num_top < 0:
             return {}
-        return {"prompt_logprobs": told_by_id(choice, num_top, self._envelope.text)}
+        return {"prompt_logprobs": prompt_logprobs_by_id(choice, num_top, self._envelope.tokenizer)}
 
     def _delta(self, text: str) -> bytes:
         raise NotImplementedError
@@ -160,7 +160,7 @@ class CompletionWriter(ReplyWriter):
         shared = self._envelope
         if not self._echo or shared.num_logprobs < 0:
             return choice.pieces
-        return echoed(self._echo[index], choice, shared.num_logprobs, shared.text)
+        return echoed(self._echo[index], choice, shared.num_logprobs, shared.tokenizer)
 
     def _delta(self, text: str) -> bytes:
         return b'"text":' + _encode(text)
@@ -169,7 +169,7 @@ class CompletionWriter(ReplyWriter):
         return b'"text":""'
 
     def _token_logprobs(self, pieces: Sequence[TextPiece]) -> object:
-        return completion_logprobs(pieces, self._envelope.text, self._envelope.num_logprobs)
+        return completion_logprobs(pieces, self._envelope.tokenizer, self._envelope.num_logprobs)
 
 
 class ChatWriter(ReplyWriter):
@@ -196,7 +196,7 @@ class ChatWriter(ReplyWriter):
         return b'"delta":{}'
 
     def _token_logprobs(self, pieces: Sequence[TextPiece]) -> object:
-        return chat_logprobs(pieces, self._envelope.text)
+        return chat_logprobs(pieces, self._envelope.tokenizer)
 
 
 def usage_of(

@@ -30,7 +30,7 @@ def routes(engine: EngineClient) -> APIRouter:
             asked = await _asked(body, engine, served, caller)
         except RequestError as error:
             raise renamed(error) from error
-        spelling = served.text if body.wants_logprobs else None
+        spelling = served.tokenizer if body.wants_logprobs else None
         writer = ResponseWriter(body.model, echoed(body), asked.tooling, spelling)
         return await _reply(request, engine, asked, writer, bool(body.stream))
 
@@ -67,7 +67,7 @@ async def _reply(
                 yield written
         completion = running.call.completion
         assert completion is not None, "the events ended before the call"
-        generated = sum(transcript.num_tokens for transcript in running.transcripts)
+        generated = sum(transcript.num_tokens for transcript in running.detokenizers)
         yield writer.close(reason, usage_of(sequences, 1, generated, completion))
 
     def complete(result: FinishedCall) -> object:

@@ -22,7 +22,7 @@ _encode = msgspec.json.Encoder().encode
 _BUSY = frozenset({ErrorKind.OVERLOADED})
 
 
-def usage_words(usage: Mapping[str, Any]) -> dict[str, object]:
+def response_usage(usage: Mapping[str, Any]) -> dict[str, object]:
     """Token counts by this API's names."""
     return {
         "input_tokens": usage["prompt_tokens"],
@@ -93,7 +93,7 @@ class ResponseWriter:
         self._shut(status)
         details = {"reason": "max_output_tokens"} if cut_off else None
         self._response |= {
-            "status": status, "incomplete_details": details, "usage": usage_words(usage),
+            "status": status, "incomplete_details": details, "usage": response_usage(usage),
         }  # fmt: skip
         self._tell(f"response.{status}", response=self._response)
         return self._told()

@@ -15,7 +15,7 @@ from pydantic import (
 )
 
 from deployments.ingress.http.errors import RequestError, invalid
-from deployments.ingress.http.malformed import unfit
+from deployments.ingress.http.malformed import validation_message
 from deployments.ingress.http.unicode import Unicode, is_encodable
 from deployments.ingress.openai.request_fields import NO_SUCH
 from deployments.ingress.openai.schema import ChatBody
@@ -260,7 +260,7 @@ def _chat_choice(choice: str | Mapping[str, Any] | None) -> str | dict[str, Any]
 
 def _as_request_error(fault: ValidationError, chat: Mapping[str, Any]) -> RequestError:
     """What is wrong with a field of the chat, by the name that this route has for it."""
-    error = unfit(fault.errors(), chat)
+    error = validation_message(fault.errors(), chat)
     assert error.param, "a chat is an object"
     head, *rest = error.param.split(".")
     name = ".".join([_NAMES.get(head, head), *rest])

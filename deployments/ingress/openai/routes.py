@@ -91,7 +91,7 @@ async def _prompts(body: CompletionBody, served: ServedModel) -> list[Prompt]:
     limit = prompt_limit(served.info, "prompt")
     for given in body.prompt:
         if isinstance(given, str):
-            served.text.check_length(given, limit)
+            served.tokenizer.check_length(given, limit)
     return [
         await _text_prompt(given, body, served)
         if isinstance(given, str)
@@ -131,7 +131,7 @@ async def _reply(
                 yield written
         completion = running.call.completion
         assert completion is not None, "the events ended before the call"
-        generated = sum(transcript.num_tokens for transcript in running.transcripts)
+        generated = sum(transcript.num_tokens for transcript in running.detokenizers)
         usage = usage_of(sequences, job.choices, generated, completion)
         yield (writer.usage_chunk(usage) if body.includes_usage else b"") + DONE
 
@@ -163,7 +163,7 @@ def _envelope(prefix: str, body: Body, served: ServedModel) -> Envelope:
     return Envelope(
         id=f"{prefix}-{uuid.uuid4().hex}",
         model=body.model,
-        text=served.text,
+        tokenizer=served.tokenizer,
         num_logprobs=body.num_logprobs,
         num_prompt_logprobs=-1 if body.prompt_logprobs is None else body.prompt_logprobs,
         includes_usage=body.includes_usage,

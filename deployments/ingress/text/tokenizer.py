@@ -79,10 +79,10 @@ class ModelTokenizer:
         added = tokenizer.get_added_tokens_decoder()
         self._added = {id: token.content for id, token in added.items()}
         self.special_ids = frozenset(id for id, token in added.items() if token.special)
-        self._marks = cuts_sequences(tokenizer)
-        self._quiet = self.special_ids
-        if self._marks:
-            self._quiet = frozenset(id for id in self.special_ids if self._added[id] in ENDS)
+        self._markers = cuts_sequences(tokenizer)
+        self._hidden_ids = self.special_ids
+        if self._markers:
+            self._hidden_ids = frozenset(id for id in self.special_ids if self._added[id] in ENDS)
         self._spelling = Spelling(tokenizer)
         self._extents = Extents(tokenizer)
 
@@ -147,7 +147,7 @@ class ModelTokenizer:
 
         `silent` ids have no text; `spoken` ones have, though their tokens are special.
         """
-        return TextStream(self._spelling, silent | (self._quiet - spoken), self._tidies)
+        return TextStream(self._spelling, silent | (self._hidden_ids - spoken), self._tidies)
 
     def hidden(
         self, stops: Sequence[str], silent: frozenset[int], spoken: frozenset[int]
@@ -156,7 +156,7 @@ class ModelTokenizer:
 
         silent and spoken as in `stream`; silent ones end the sequence anyway.
         """
-        words = {id: self._added[id] for id in self._quiet - spoken - silent}
+        words = {id: self._added[id] for id in self._hidden_ids - spoken - silent}
         held = any(word in stop for stop in stops for word in words.values() if word)
         return words if held else {}
 
@@ -208,7 +208,7 @@ class ModelTokenizer:
         if apart is not None:
             raise invalid(f"prompts with {apart} are not served: write the tokens that it means")
         try:
-            text = mark(text) if self._marks else text
+            text = mark(text) if self._markers else text
             [encoding] = encode([text], add_special_tokens=add_special_tokens)
             return encoding
         except (UnicodeEncodeError, TypeError) as fault:  # half of a surrogate pair
@@ -217,7 +217,7 @@ class ModelTokenizer:
     def _slices(self, text: str, add_special_tokens: bool) -> list[Slice]:
         encoding = self._encoding(self._tokenizer.encode_batch, text, add_special_tokens)
         offsets = encoding.offsets
-        if self._marks:
+        if self._markers:
             plain = MarkedOffsets(mark(text))
             offsets = [(plain.offset(start), plain.offset(stop)) for start, stop in offsets]
         pairs = zip(encoding.ids, offsets, strict=True)

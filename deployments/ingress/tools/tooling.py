@@ -71,7 +71,7 @@ def _parser(template: TemplateText | None, parser: ToolParser) -> ToolParser:
     return next(found, ToolParser.LLAMA3_JSON)
 
 
-def prompted(
+def with_tools(
     messages: Messages, tooling: ToolFormat | None, template: TemplateText
 ) -> tuple[list[dict[str, Any]], Sequence[Mapping[str, Any]] | None, str]:
     """Messages, tools and words for the template: one that reads no tools gets them as text."""

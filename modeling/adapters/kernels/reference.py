@@ -70,5 +70,5 @@ def reference_batch(bank: AdapterBank, slots: Sequence[int], lengths: Sequence[i
         start, stop = int(rows[0]), int(rows[-1]) + 1
         together = stop - start == len(rows)
         index = slice(start, stop) if together else to_device(rows, device)
-        groups.append(TokenGroup(index, bank.placement(slot)))
+        groups.append(TokenGroup(index, bank.loaded(slot)))
     return ReferenceBatch(groups)

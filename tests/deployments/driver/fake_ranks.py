@@ -149,7 +149,7 @@ class FakeRunner:
         self.staged[adapter.key] = adapter.digest
         return AdapterShape((1,), 100)
 
-    def place(self, key: AdapterKey, slot: int, pages: Sequence[Sequence[int]]) -> FakeFill:
+    def load_adapter(self, key: AdapterKey, slot: int, pages: Sequence[Sequence[int]]) -> FakeFill:
         self.placed[slot] = ""
         return FakeFill(self, slot, self.staged[key])
 

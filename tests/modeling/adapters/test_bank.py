@@ -41,7 +41,7 @@ def make_bank(
 
 def product(bank: AdapterBank, slot: int, projection: int, layer: int) -> torch.Tensor:
     """B A as the bank has it on the device: [out, in]."""
-    placed = bank.placement(slot).factors(projection, layer)
+    placed = bank.loaded(slot).factors(projection, layer)
     return (placed.a @ placed.bt).t()
 
 
@@ -63,8 +63,8 @@ def test_what_is_placed_is_the_adapter(tmp_path: Path) -> None:
     assert shape.num_pages == (3, 2)
     exact = (3 + 2) * 3 * 8 * (6 + 10) * 4
     assert exact <= shape.host_bytes <= 1.1 * exact, "less than a row a chunk is lost"
-    bank.place(AdapterKey(1), 2, [[9, 0, 4], [5, 6]])
-    placement = bank.placement(2)
+    bank.load(AdapterKey(1), 2, [[9, 0, 4], [5, 6]])
+    placement = bank.loaded(2)
     for layer, rank in enumerate([3, 8, 20]):
         assert placement.rank(0, layer) == rank
         found = product(bank, 2, 0, layer)
@@ -79,7 +79,7 @@ def test_what_is_placed_is_the_adapter(tmp_path: Path) -> None:
 def test_only_the_named_pages_are_written(tmp_path: Path) -> None:
     bank = make_bank()
     bank.stage(fetched(write_lora(tmp_path, factors(UP, [4, 4, 4])), 1))
-    bank.place(AdapterKey(1), 0, [[7], []])
+    bank.load(AdapterKey(1), 0, [[7], []])
     clean = [page for page in range(12) if not bool(bank.pools[0].a[page].isnan().any())]
     assert clean == [7]
     assert bool(bank.pools[1].a.isnan().all())
@@ -98,7 +98,7 @@ def test_each_rank_keeps_its_own_cut(tmp_path: Path) -> None:
     for cut in cuts:
         bank = make_bank((replace(UP, outputs=cut), replace(DOWN, inputs=cut)))
         bank.stage(fetched(folder, 1))
-        bank.place(AdapterKey(1), 0, [[3], [1]])
+        bank.load(AdapterKey(1), 0, [[3], [1]])
         rows = [i for start, stop in cut for i in range(start, stop)]
         whole_up = expected(tensors, "model.layers.1.up", 2)
         assert_equal(product(bank, 0, 0, 1), whole_up[rows])
@@ -117,9 +117,9 @@ def test_the_fold_is_done_in_float32(tmp_path: Path) -> None:
     folder = write_lora(tmp_path, tensors, r=4, lora_alpha=1e-3, use_rslora=True)
     bank = make_bank(dtype=torch.bfloat16)
     bank.stage(fetched(folder, 1))
-    bank.place(AdapterKey(1), 0, [[0], []])
+    bank.load(AdapterKey(1), 0, [[0], []])
     b = tensors["base_model.model.model.layers.0.up.lora_B.weight"]
-    assert torch.equal(bank.placement(0).factors(0, 0).bt, (b * 5e-4).bfloat16().t())
+    assert torch.equal(bank.loaded(0).factors(0, 0).bt, (b * 5e-4).bfloat16().t())
 
 
 def test_a_slot_and_its_pages_are_used_again(tmp_path: Path) -> None:
@@ -127,9 +127,9 @@ def test_a_slot_and_its_pages_are_used_again(tmp_path: Path) -> None:
     first, second = factors(UP, [12, 12, 12]), factors(UP, [4, 4, 4], seed=9)
     bank.stage(fetched(write_lora(tmp_path / "a", first, r=12), 1))
     bank.stage(fetched(write_lora(tmp_path / "b", second), 2))
-    bank.place(AdapterKey(1), 0, [[5, 6], []])
+    bank.load(AdapterKey(1), 0, [[5, 6], []])
     product(bank, 0, 0, 1)
-    bank.place(AdapterKey(2), 0, [[6], []])
+    bank.load(AdapterKey(2), 0, [[6], []])
     found = product(bank, 0, 0, 1)
     assert_equal(found, expected(second, "model.layers.1.up", 2))
     assert bank.page_table[0, 0].tolist() == [6, 0, 0, 0]
@@ -141,7 +141,7 @@ def test_host_copies_come_and_go(tmp_path: Path) -> None:
     shape = bank.stage(fetched(folder, 1))
     assert bank.stage(fetched(folder, 1)) == shape
     assert bank.host_bytes == shape.host_bytes
-    bank.place(AdapterKey(1), 0, [[0], []])
+    bank.load(AdapterKey(1), 0, [[0], []])
     bank.drop(AdapterKey(1))
     bank.drop(AdapterKey(1))
     bank.drop(AdapterKey(77))
@@ -149,7 +149,7 @@ def test_host_copies_come_and_go(tmp_path: Path) -> None:
     # What was placed stays until its pages are filled anew.
     assert not bool(product(bank, 0, 0, 0).isnan().any())
     with pytest.raises(AssertionError, match="never staged"):
-        bank.place(AdapterKey(1), 1, [[1], []])
+        bank.load(AdapterKey(1), 1, [[1], []])
     bank.check()
 
 
@@ -157,9 +157,9 @@ def test_a_page_list_must_fit_the_shape(tmp_path: Path) -> None:
     bank = make_bank()
     bank.stage(fetched(write_lora(tmp_path, factors(UP, [4, 4, 4])), 1))
     with pytest.raises(AssertionError):
-        bank.place(AdapterKey(1), 0, [[0, 1], []])
+        bank.load(AdapterKey(1), 0, [[0, 1], []])
     with pytest.raises(AssertionError, match="before anything was placed"):
-        bank.placement(0)
+        bank.loaded(0)
 
 
 def test_what_can_never_fit_is_too_large(tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ def test_many_threads_may_stage(tmp_path: Path) -> None:
     assert bank.host_bytes == 12 * shapes[0].host_bytes
     bank.check()
     for i, tensors in enumerate(all_factors):
-        bank.place(AdapterKey(1 + i), 0, [[i], []])
+        bank.load(AdapterKey(1 + i), 0, [[i], []])
         assert_equal(product(bank, 0, 0, 2), expected(tensors, "model.layers.2.up", 2))
 
 

@@ -40,7 +40,7 @@ def content(tmp_path: Path, key: int) -> Tensor:
     """A of layer 0 as it must lie in an adapter's two pages: [2, 8, in]."""
     folder = tmp_path / f"own{key}"
     alone = make_bank(folder, replace(SIZE, pages=2), count=key)
-    alone.place(AdapterKey(key), 0, [[0, 1], []]).wait()
+    alone.load(AdapterKey(key), 0, [[0, 1], []]).wait()
     return alone.pools[0].a[:, 0].clone()
 
 
@@ -51,7 +51,7 @@ def sleep(cycles: int) -> None:
 
 def read(bank: AdapterBank, slot: int, pages: list[int], delay: int = 0) -> Tensor:
     """What a step sees of a slot's pages; it may take a while before it looks."""
-    with bank.reading([-1, slot]):
+    with bank.in_use([-1, slot]):
         if delay:
             sleep(delay)
         return torch.stack([bank.pools[0].a[page, 0] for page in pages])
@@ -66,7 +66,7 @@ def passed() -> CopyEvent:
 
 def hold_fills(bank: AdapterBank) -> None:
     """Let the next fill's copies wait for a while on the device."""
-    stream = bank._fills._stream
+    stream = bank._device_copies._stream
     assert stream is not None
     with torch.cuda.stream(stream):
         sleep(A_WHILE)
@@ -75,10 +75,10 @@ def hold_fills(bank: AdapterBank) -> None:
 def test_a_fill_waits_for_the_step_that_still_reads_its_pages(tmp_path: Path) -> None:
     bank = make_bank(tmp_path)
     first, second = content(tmp_path, 1), content(tmp_path, 2)
-    bank.place(AdapterKey(1), 0, [[3, 5], []]).wait()
+    bank.load(AdapterKey(1), 0, [[3, 5], []]).wait()
     old = read(bank, 0, [3, 5], A_WHILE)
     # The same pages under another slot, as when one adapter is evicted for another.
-    filled = bank.place(AdapterKey(2), 1, [[5, 3], []])
+    filled = bank.load(AdapterKey(2), 1, [[5, 3], []])
     new = read(bank, 1, [5, 3])
     filled.wait()
     assert torch.equal(old, first)
@@ -90,7 +90,7 @@ def test_the_same_slot_may_be_filled_again_at_once(tmp_path: Path) -> None:
     expected = [content(tmp_path, key) for key in (1, 2, 3)]
     seen = []
     for turn in range(60):
-        bank.place(AdapterKey(1 + turn % 3), 0, [[turn % 5, turn % 5 + 1], []])
+        bank.load(AdapterKey(1 + turn % 3), 0, [[turn % 5, turn % 5 + 1], []])
         seen.append(read(bank, 0, [turn % 5, turn % 5 + 1], 20_000 * (turn % 7)))
         assert bank.page_table[0, 0].tolist() == [turn % 5, turn % 5 + 1]
     for turn, found in enumerate(seen):
@@ -100,10 +100,10 @@ def test_the_same_slot_may_be_filled_again_at_once(tmp_path: Path) -> None:
 def test_fills_go_on_while_a_step_runs(tmp_path: Path) -> None:
     """A fill of pages that nobody reads neither waits for the step nor holds it up."""
     bank = make_bank(tmp_path)
-    bank.place(AdapterKey(1), 0, [[0, 1], []]).wait()
+    bank.load(AdapterKey(1), 0, [[0, 1], []]).wait()
     read(bank, 0, [0, 1], A_WHILE)
     step = passed()
-    filled = bank.place(AdapterKey(2), 1, [[2, 3], []])
+    filled = bank.load(AdapterKey(2), 1, [[2, 3], []])
     filled.wait()
     assert not step.done, "the fill waited for the step, or the thread did"
     step.wait()
@@ -111,9 +111,9 @@ def test_fills_go_on_while_a_step_runs(tmp_path: Path) -> None:
 
 def test_a_step_of_others_does_not_wait_for_a_fill(tmp_path: Path) -> None:
     bank = make_bank(tmp_path)
-    bank.place(AdapterKey(1), 0, [[0, 1], []]).wait()
+    bank.load(AdapterKey(1), 0, [[0, 1], []]).wait()
     hold_fills(bank)
-    filled = bank.place(AdapterKey(2), 1, [[2, 3], []])
+    filled = bank.load(AdapterKey(2), 1, [[2, 3], []])
     read(bank, 0, [0, 1])
     passed().wait()
     assert not filled.done
@@ -123,12 +123,12 @@ def test_a_step_of_others_does_not_wait_for_a_fill(tmp_path: Path) -> None:
 
 def test_a_fill_does_not_stop_the_thread_that_launches_it(tmp_path: Path) -> None:
     bank = make_bank(tmp_path)
-    bank.place(AdapterKey(1), 0, [[0, 1], []]).wait()
+    bank.load(AdapterKey(1), 0, [[0, 1], []]).wait()
     read(bank, 0, [0, 1], A_WHILE)
     step = passed()
     with no_synchronisation():
-        bank.place(AdapterKey(2), 1, [[0, 1], []])
-        bank.place(AdapterKey(3), 2, [[4, 5], []])
+        bank.load(AdapterKey(2), 1, [[0, 1], []])
+        bank.load(AdapterKey(3), 2, [[4, 5], []])
     assert not step.done, "the thread waited for the step"
     torch.cuda.synchronize()
 
@@ -137,7 +137,7 @@ def test_dropped_memory_is_not_rewritten_before_it_was_copied(tmp_path: Path) ->
     takes = make_bank(tmp_path / "other", count=1).host_bytes
     bank = make_bank(tmp_path, replace(SIZE, host_bytes=takes), count=1)
     hold_fills(bank)
-    filled = bank.place(AdapterKey(1), 0, [[0, 1], []])
+    filled = bank.load(AdapterKey(1), 0, [[0, 1], []])
     bank.drop(AdapterKey(1))
     assert not filled.done
     folder = write_lora(tmp_path / "2", factors(UP, [16, 16, 16], seed=2), r=16)
@@ -149,8 +149,8 @@ def test_dropped_memory_is_not_rewritten_before_it_was_copied(tmp_path: Path) ->
 
 def test_the_arena_is_pinned_until_it_is_gone(tmp_path: Path) -> None:
     bank = make_bank(tmp_path)
-    staged = bank._copies.find(AdapterKey(1))
-    run = staged.pages[0][0].a.runs[0]
+    staged = bank._host_cache.find(AdapterKey(1))
+    run = staged.pages[0][0].a.ranges[0]
     assert run.is_pinned()
     del bank, staged
     assert not run.is_pinned()

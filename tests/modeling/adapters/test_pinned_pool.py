@@ -82,7 +82,7 @@ def cells(layout: ChunkLayout) -> list[tuple[int, int]]:
     """Every element of every run: (chunk, offset)."""
     return [
         (run.chunk, run.offset + i)
-        for runs in layout.halves
+        for runs in layout.matrices
         for run in runs
         for i in range(run.shape[0] * run.shape[1])
     ]
@@ -99,7 +99,7 @@ def test_halves_lie_in_whole_rows_one_after_the_other(
     found = cells(layout)
     assert found == sorted(set(found)), "no element twice, in order"
     assert all(0 <= index < layout.num_chunks and offset < chunk for index, offset in found)
-    for (rows, width), runs in zip(halves, layout.halves, strict=True):
+    for (rows, width), runs in zip(halves, layout.matrices, strict=True):
         assert sum(run.shape[0] for run in runs) == (rows if width else 0)
         assert all(run.shape[1] == width for run in runs)
     # What is lost: less than a row at the end of each chunk but the last.

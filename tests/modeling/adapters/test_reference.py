@@ -32,7 +32,7 @@ def bank(tmp_path_factory: pytest.TempPathFactory) -> AdapterBank:
         folder = write_lora(root / str(slot), tensors, rank_pattern=pattern)
         shape = filled.stage(fetched(folder, slot + 1))
         table = [next(pages) for _ in range(max(shape.num_pages))]
-        filled.place(AdapterKey(slot + 1), slot, [table[:n] for n in shape.num_pages])
+        filled.load(AdapterKey(slot + 1), slot, [table[:n] for n in shape.num_pages])
     return filled
 
 
@@ -94,7 +94,7 @@ def test_an_adapter_placed_later_is_seen(bank: AdapterBank, tmp_path: Path) -> N
     results = []
     for key, seed in ((1, 5), (2, 6)):
         own.stage(fetched(write_lora(tmp_path / str(key), factors(UP, [4, 4, 4], seed)), key))
-        own.place(AdapterKey(key), 0, [[3], []])
+        own.load(AdapterKey(key), 0, [[3], []])
         y = torch.zeros(1, 10)
         reference_batch(own, [0], [1]).add(y, x, 0, (OutputSlice(0, 0),))
         results.append(y)
@@ -105,11 +105,11 @@ def test_an_adapter_placed_later_is_seen(bank: AdapterBank, tmp_path: Path) -> N
 def test_half_precision_computes_in_its_own_type(tmp_path: Path, dtype: torch.dtype) -> None:
     own = make_bank((UP,), dtype=dtype)
     own.stage(fetched(write_lora(tmp_path, factors(UP, [4, 4, 4])), 1))
-    own.place(AdapterKey(1), 0, [[3]])
+    own.load(AdapterKey(1), 0, [[3]])
     x = torch.randn(5, 6, generator=torch.Generator().manual_seed(0)).to(dtype)
     y = torch.zeros(5, 10, dtype=dtype)
     reference_batch(own, [0, -1, 0], [2, 1, 2]).add(y, x, 1, (OutputSlice(0, 0),))
-    placed = own.placement(0).factors(0, 1)
+    placed = own.loaded(0).factors(0, 1)
     expected = x.double() @ placed.a.double() @ placed.bt.double()
     expected[2] = 0
     assert torch.allclose(y.double(), expected, atol=0.2, rtol=0.02)

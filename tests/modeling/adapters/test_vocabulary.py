@@ -47,7 +47,7 @@ def bank_of(rank: int, folders: tuple[Path, Path]) -> AdapterBank:
     ends = vocabulary_projections(names, embedding, head)
     bank = AdapterBank(ends, BankSize(4, 3, 16, 2**20), torch.float32, CPU)
     bank.stage(FetchedAdapter(AdapterKey(1), "a", str(folders[1]), "a"))
-    bank.place(AdapterKey(1), 2, [[3, 1], [0, 2]])
+    bank.load(AdapterKey(1), 2, [[3, 1], [0, 2]])
     return bank
 
 

@@ -134,10 +134,10 @@ def test_captured_decode(backend: type[AttentionBackend], window: int | None) ->
     """One step over static words; each case is written into them and computed anew."""
     spec = make_spec(windows=(window,))
     made, num_rows, max_blocks = backend(spec), 3, 4
-    count = made.captured_words(num_rows, max_blocks)
+    count = made.graph_words(num_rows, max_blocks)
     assert count is not None
     words = torch.zeros(count, dtype=torch.int32)
-    captured = made.captured(num_rows, words)
+    captured = made.graph_form(num_rows, words)
     starts = torch.arange(num_rows + 1, dtype=torch.int32)
     for case in ([(1, 5), (1, 300), (1, 256)], [(1, 700), (1, 1), (1, 90)]):
         paged = Paged(spec, case)

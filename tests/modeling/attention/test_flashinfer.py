@@ -147,10 +147,10 @@ def test_captured_decode_with_windows() -> None:
 def check_captured(num_rows: int, windows: tuple[int | None, ...]) -> None:
     spec = make_spec(16, windows=windows)
     backend = make_backend(spec)
-    count = backend.captured_words(num_rows, 64)
+    count = backend.graph_words(num_rows, 64)
     assert count is not None
     words = torch.zeros(count, dtype=torch.int32, device=spec.device)
-    captured = backend.captured(num_rows, words)
+    captured = backend.graph_form(num_rows, words)
     cases = [
         Paged(spec, [(1, 1 + (seed * 37 + 97 * row) % 1000) for row in range(num_rows)])
         for seed in range(4)

@@ -78,10 +78,10 @@ def test_two_layers_have_scales_of_their_own() -> None:
 def test_captured_decode(num_rows: int) -> None:
     spec = fp8_spec()
     backend = make_backend(spec)
-    count = backend.captured_words(num_rows, 64)
+    count = backend.graph_words(num_rows, 64)
     assert count is not None
     words = torch.zeros(count, dtype=torch.int32, device=spec.device)
-    captured = backend.captured(num_rows, words)
+    captured = backend.graph_form(num_rows, words)
     cases = [
         fp8_paged(spec, [(1, 1 + (seed * 37 + 97 * row) % 1000) for row in range(num_rows)])
         for seed in range(4)

@@ -192,7 +192,7 @@ class CountingRank:
     sums: int = 0
     rank = 0
     size = 2
-    how = "counted"
+    method = "counted"
 
     def all_reduce(self, x: Tensor) -> Tensor:
         self.sums += 1
@@ -201,7 +201,7 @@ class CountingRank:
     def all_gather(self, x: Tensor) -> Tensor:
         return torch.cat((x, x), dim=-1)
 
-    def room(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+    def output_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
         return None
 
 

@@ -83,7 +83,7 @@ def test_batches_generate_while_rows_join_and_leave(bloom: Path) -> None:
     def run(batch: CausalLMBatch, steps: int) -> CausalLMBatch:
         for _ in range(steps):
             chosen, batch = model.generate_token(batch)
-            for place, token in zip(batch.places, chosen.tokens.tolist(), strict=True):
+            for place, token in zip(batch.batch_slots, chosen.tokens.tolist(), strict=True):
                 found[place].append(token)
             batch.check()
         return batch
@@ -128,7 +128,7 @@ def test_code_that_knows_only_tuples() -> None:
 
     def step(batch: CausalLMBatch) -> CausalLMBatch:
         chosen, batch = model.generate_token(batch)
-        for place, token in zip(batch.places, chosen.tokens.tolist(), strict=True):
+        for place, token in zip(batch.batch_slots, chosen.tokens.tolist(), strict=True):
             tokens[place].append(token)
         return batch
 

@@ -53,7 +53,9 @@ def prefill(batch: CausalLMBatch, legacy: bool, folded: bool) -> None:
     layers = []
     for layer in range(NUM_LAYERS):
         values = torch.full((len(batch), batch.max_input_length), float("nan"))
-        for row, (place, length) in enumerate(zip(batch.places, batch.input_lengths, strict=True)):
+        for row, (place, length) in enumerate(
+            zip(batch.batch_slots, batch.input_lengths, strict=True)
+        ):
             own = [mark(place, position, layer) for position in range(length)]
             values[row, batch.max_input_length - length :] = torch.tensor(own)
         layers.append(laid_out(values, batch.keys_head_dim_last, folded))
@@ -81,7 +83,9 @@ def check_cache(batch: CausalLMBatch) -> None:
         if not batch.keys_head_dim_last:
             keys = keys.transpose(-1, -2)
         assert keys.shape == values.shape == (len(batch), NUM_HEADS, length, HEAD_DIM)
-        for row, (place, own) in enumerate(zip(batch.places, batch.input_lengths, strict=True)):
+        for row, (place, own) in enumerate(
+            zip(batch.batch_slots, batch.input_lengths, strict=True)
+        ):
             told = torch.tensor([mark(place, position, layer) for position in range(own - 1)])
             for head in range(NUM_HEADS):
                 found = values[row, head, length - own + 1 :, HEAD_DIM - 1]
@@ -140,7 +144,7 @@ def test_rows_part_by_their_lengths(legacy: bool, head_dim_last: bool, folded: b
     batch = batch_of({0: 9, 1: 3, 2: 6, 3: 4}, head_dim_last)
     prefill(batch, legacy, folded)
     parts = batch.split(lambda length: length > 5)
-    assert [part.places for part in parts] == [[0, 2], [1, 3]]
+    assert [part.batch_slots for part in parts] == [[0, 2], [1, 3]]
     for part in parts:
         check_cache(part)
     assert parts[1].split(lambda length: True) == [parts[1]]
@@ -156,7 +160,7 @@ def test_rows_leave_and_columns_with_them(legacy: bool, head_dim_last: bool, fol
     batch = batch_of({0: 9, 1: 3, 2: 6, 3: 4}, head_dim_last)
     prefill(batch, legacy, folded)
     kept = batch.filter([2, 1])
-    assert (kept.places, kept.input_lengths) == ([2, 1], [7, 4])
+    assert (kept.batch_slots, kept.input_lengths) == ([2, 1], [7, 4])
     assert kept.attention_mask.shape[1] == 7 + kept.padding_right_offset
     check_cache(kept)
     alone = kept.filter([1])
@@ -177,7 +181,7 @@ def test_batches_of_different_lengths_join(legacy: bool, head_dim_last: bool, fo
     for batch in batches:
         prefill(batch, legacy, folded)
     joined = CausalLMBatch.concatenate(batches)
-    assert joined.places == [0, 1, 2, 3, 4]
+    assert joined.batch_slots == [0, 1, 2, 3, 4]
     assert joined.input_lengths == [3, 8, 4, 2, 5]
     assert isinstance(joined.past_key_values, tuple if legacy else Cache)
     check_cache(joined)
@@ -203,7 +207,7 @@ def test_any_order_of_joining_and_leaving(legacy: bool, head_dim_last: bool, fol
         batch = fresh
         check_cache(batch)
         if len(batch) > 4:
-            batch = batch.filter(chance.sample(batch.places, chance.randint(1, 4)))
+            batch = batch.filter(chance.sample(batch.batch_slots, chance.randint(1, 4)))
             check_cache(batch)
 
 

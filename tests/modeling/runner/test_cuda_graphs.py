@@ -24,7 +24,7 @@ from modeling.runner.cuda_graphs import (
     DecodeGraphs,
     GraphParts,
     PaddedStep,
-    captured_sizes,
+    graph_sizes,
     size_for,
     step_bytes,
 )
@@ -54,7 +54,7 @@ NUM_BLOCKS, BLOCK_SIZE = 96, 16
 def test_sizes_hold_all_places_up_to_the_largest(
     max_running: int, expected: tuple[int, ...]
 ) -> None:
-    assert captured_sizes(max_running) == expected
+    assert graph_sizes(max_running) == expected
     assert len(expected) <= 12
 
 
@@ -196,9 +196,9 @@ def test_samples_of_padding_rows_reach_no_place() -> None:
     static = torch.zeros(step_bytes(parts, 4), dtype=torch.uint8)
     step = PaddedStep(parts, 4, static)
     fill(step, static, StepLayout.empty())
-    before = parts.state.tokens[: parts.state.scratch_token].clone()
+    before = parts.state.tokens[: parts.state.dummy_token].clone()
     parts.state.write(step.targets, torch.arange(1, 5))
-    assert torch.equal(parts.state.tokens[: parts.state.scratch_token], before)
+    assert torch.equal(parts.state.tokens[: parts.state.dummy_token], before)
 
 
 def requests(slots: Sequence[int], **fields: Any) -> list[Asked]:
@@ -225,14 +225,14 @@ def capture_on_cpu(runner: ModelRunner) -> DecodeGraphs:
     parts = GraphParts(
         forward=runner._forward,
         backend=CapturedSdpa(spec),
-        state=runner._state,
-        scratch_page=page,
+        state=runner._input_batch,
+        dummy_block=page,
         vocab_size=model.vocab_size,
         dtype=model.dtype,
         adapters=LateAdapters(runner._bank),
     )
     with torch.inference_mode():
-        return DecodeGraphs(parts, captured_sizes(8), CPU, lambda compute: compute)
+        return DecodeGraphs(parts, graph_sizes(8), CPU, lambda compute: compute)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, top_p=0.9, logprobs=2)])
@@ -250,7 +250,7 @@ def test_replays_are_steps(world: World, slots: tuple[int, ...], sampling: Sampl
     asked = requests(slots, sampling=sampling)
     expected = generate(runner, asked, NUM_BLOCKS, BLOCK_SIZE)
     assert runner.num_captured == 0
-    runner._captured = capture_on_cpu(runner)
+    runner._decode_graphs = capture_on_cpu(runner)
     found = generate(runner, asked, NUM_BLOCKS, BLOCK_SIZE)
     assert runner.num_captured > 10
     assert [answer.tokens for answer in found] == [answer.tokens for answer in expected]
@@ -261,7 +261,7 @@ def test_replays_are_steps(world: World, slots: tuple[int, ...], sampling: Sampl
 def test_a_step_tells_whether_it_was_a_replay(world: World) -> None:
     runner = ModelRunner(engine_config(world.model("llama", "gqa")), SingleRank(), CPU)
     runner.load()
-    runner._captured = capture_on_cpu(runner)
+    runner._decode_graphs = capture_on_cpu(runner)
     join = RequestJoin(0, [1, 2, 3], 3, -1, Sampling())
     whole, single = StepRow(0, 0, 3, [0], True), StepRow(0, 3, 1, [], True)
     assert not runner.step(ForwardBatch([join], [whole])).wait().captured

@@ -117,7 +117,7 @@ def test_captured_sampling_and_logprobs_are_those_of_launches(wide: Any) -> None
 
 def test_logits_of_a_replay_are_those_of_launches(wide: Any) -> None:
     runner = make_runner(wide / "model")
-    captured = runner._captured
+    captured = runner._decode_graphs
     assert captured is not None
     pile = BlockPile(NUM_BLOCKS, BLOCK_SIZE)
     for count in (3, 1, 7):  # 7 rows replay as 8: the last one is padding
@@ -126,12 +126,12 @@ def test_logits_of_a_replay_are_those_of_launches(wide: Any) -> None:
         first = [StepRow(p, 0, 3, blocks[p], True) for p in range(count)]
         runner.step(ForwardBatch(joins, first)).wait()
         rows = [StepRow(p, 3, 1, [], True) for p in range(count)]
-        layout = runner._state.layout(rows)
+        layout = runner._input_batch.layout(rows)
         with torch.inference_mode():
             output = captured.run(layout)
             assert output is not None
             found = output.logits.float().clone()
-            inputs = runner._state.inputs(layout)
+            inputs = runner._input_batch.inputs(layout)
             backend = runner._attention.backend
             step = backend.prepare(inputs.query_lengths, inputs.key_lengths, inputs.block_tables)
             expected = runner._forward(inputs, step, None).float()
@@ -145,11 +145,11 @@ def test_padding_rows_touch_no_place_and_no_page(wide: Any) -> None:
     joins = [join, *(RequestJoin(p, [8, 8, 8], 3, -1, Sampling()) for p in (1, 2))]
     rows = [StepRow(p, 0, 3, [p], True) for p in range(3)]
     runner.step(ForwardBatch(joins, rows)).wait()
-    state, cache = runner._state, runner._cache
-    before = state.tokens[: state.scratch_token].clone()
+    state, cache = runner._input_batch, runner._cache
+    before = state.tokens[: state.dummy_token].clone()
     pages = [layer.keys[:NUM_BLOCKS].clone() for layer in cache]
     runner.step(ForwardBatch([], [StepRow(p, 3, 1, [], True) for p in range(3)])).wait()
-    changed = (state.tokens[: state.scratch_token] != before).nonzero().flatten().tolist()
+    changed = (state.tokens[: state.dummy_token] != before).nonzero().flatten().tolist()
     width = state.size.max_total_tokens + 1
     assert set(changed) <= {p * width + 4 for p in range(3)}
     for layer, was in zip(cache, pages, strict=True):
@@ -186,5 +186,5 @@ def test_the_measured_memory_is_enough(wide: Any) -> None:
     runner = make_runner(wide / "model", cache=CacheConfig(device_memory_fraction=0.5))
     free, total = torch.cuda.mem_get_info()
     assert total - free < 0.55 * total
-    assert isinstance(runner._captured, DecodeGraphs)
+    assert isinstance(runner._decode_graphs, DecodeGraphs)
     assert tokens(runner, requests([-1]))[0]

@@ -172,7 +172,7 @@ def test_a_slot_is_given_to_another_adapter(padded: PaddedWorld, runner: PaddedR
     key = AdapterKey(9)
     folder = padded.adapter("gptj", "r16")
     shape = runner.stage(FetchedAdapter(key, "r16", str(folder), "r16"))
-    runner.place(key, 0, [list(range(count)) for count in shape.num_pages])
+    runner.load_adapter(key, 0, [list(range(count)) for count in shape.num_pages])
     runner.drop(key)
     assert run(runner, greedy[:1]) == [second]
 

@@ -25,7 +25,7 @@ def load(folder: Path, kind: str, variant: str) -> CausalLM:
 def together(batches: PaddedBatches) -> list[set[int]]:
     """The places of each batch."""
     batches.check()
-    return sorted((set(batch.places) for batch in batches._running), key=min)
+    return sorted((set(batch.batch_slots) for batch in batches._running), key=min)
 
 
 def step(batches: PaddedBatches, fresh: list[RequestJoin]) -> list[set[int]]:

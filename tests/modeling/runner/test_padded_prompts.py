@@ -80,7 +80,7 @@ def test_code_that_cannot_go_on_is_asked_for_whole_prompts() -> None:
     assert (able.slice_length, unable.slice_length) == (4, WHOLE)
     scored = Sampling(prompt_logprobs=1)
     asked = [(0, RequestJoin(0, [5, 9, 3, 7, 2, 8, 1], 7, -1, scored))]
-    parts = [each.tell(asked, lambda slot: None) for each in (able, unable)]
+    parts = [each.score(asked, lambda slot: None) for each in (able, unable)]
     for one, other in zip(parts[0].tensors, parts[1].tensors, strict=True):
         torch.testing.assert_close(one, other)
 
@@ -88,6 +88,6 @@ def test_code_that_cannot_go_on_is_asked_for_whole_prompts() -> None:
 def test_code_that_shows_no_states_gives_no_embedding() -> None:
     prompts = CausalLMPrompts(CausalLM(foreign(ForeignModel()), 0, CPU), VOCAB)
     pooled = Sampling(pooling=Pooling.MEAN)
-    told = prompts.tell([(3, RequestJoin(0, [5, 9], 2, -1, pooled))], lambda slot: None)
-    (answer,) = told.answers(told.tensors)
+    told = prompts.score([(3, RequestJoin(0, [5, 9], 2, -1, pooled))], lambda slot: None)
+    (answer,) = told.reports(told.tensors)
     assert (answer.row, answer.logprobs, answer.embedding) == (3, [], b"")

@@ -132,7 +132,7 @@ def test_a_slot_is_given_to_another_adapter(world: World) -> None:
     key = AdapterKey(2)
     other = folder(world, "r24")
     shape = runner.stage(FetchedAdapter(key, "r24", str(other), "r24"))
-    runner.place(key, 0, [list(range(count)) for count in shape.num_pages])
+    runner.load_adapter(key, 0, [list(range(count)) for count in shape.num_pages])
     runner.drop(key)
     assert run(runner, greedy[:1]) == [second]
 

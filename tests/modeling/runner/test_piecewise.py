@@ -22,7 +22,7 @@ from modeling.adapters.bank import AdapterBank
 from modeling.adapters.kernels.base import OutputSlice
 from modeling.attention.kv_cache import allocate
 from modeling.runner.paged import ModelRunner
-from modeling.runner.piecewise import TOKENS, PiecewiseGraphs, PiecewiseParts, segment_sizes
+from modeling.runner.piecewise import TOKENS, PiecewiseGraphs, PiecewiseParts, piecewise_sizes
 from sharding.group import SingleRank
 from tests.modeling.parity import FAMILIES, World, engine_config, place_all
 from tests.modeling.runner.test_cuda_graphs import BLOCK_SIZE, CPU, NUM_BLOCKS, requests
@@ -124,7 +124,7 @@ def record_on_cpu(runner: ModelRunner, sizes: Sequence[int]) -> PiecewiseGraphs:
     parts = PiecewiseParts(
         forward=partial(runner._forward, skip_head=True),
         backend=runner._attention.backend,
-        scratch_slot=page * BLOCK_SIZE,
+        dummy_slot=page * BLOCK_SIZE,
         adapters=GatheredAdapters(runner._bank, max(sizes)),
     )
     with torch.inference_mode():
@@ -143,10 +143,10 @@ def make_runner(world: World, family: str, kind: str) -> ModelRunner:
 
 def test_sizes_hold_every_step_and_waste_little() -> None:
     for most in (1, 64, 100, 2048, 4096):
-        sizes = segment_sizes(most)
+        sizes = piecewise_sizes(most)
         assert sizes[-1] == most
         assert sorted(set(sizes)) == list(sizes)
-    assert segment_sizes(8192)[-1] == TOKENS[-1]
+    assert piecewise_sizes(8192)[-1] == TOKENS[-1]
     for smaller, size in pairwise(TOKENS):
         assert size - smaller - 1 <= max(128, size // 4)
 
@@ -174,7 +174,7 @@ def test_replays_are_steps(
     place_all(runner, [folder for folder in folders if folder is not None])
     asked = requests(slots, sampling=sampling)
     expected = generate(runner, asked, NUM_BLOCKS, BLOCK_SIZE)
-    runner._segmented = record_on_cpu(runner, (4, 9, 16, 40))
+    runner._piecewise_graphs = record_on_cpu(runner, (4, 9, 16, 40))
     runner.num_steps = 0
     found = generate(runner, asked, NUM_BLOCKS, BLOCK_SIZE)
     assert runner.num_captured == runner.num_steps > 20
@@ -185,7 +185,7 @@ def test_a_step_that_no_size_holds_is_launched(world: World) -> None:
     runner = make_runner(world, "llama", "gqa")
     asked = [Asked(prompt=list(range(3, 33)), num_tokens=4, slot=-1, chunk=40)]
     expected = generate(runner, asked, NUM_BLOCKS, BLOCK_SIZE)
-    runner._segmented = record_on_cpu(runner, (8, 16))
+    runner._piecewise_graphs = record_on_cpu(runner, (8, 16))
     runner.num_captured = 0
     found = generate(runner, asked, NUM_BLOCKS, BLOCK_SIZE)
     assert runner.num_captured == 3
@@ -195,7 +195,7 @@ def test_a_step_that_no_size_holds_is_launched(world: World) -> None:
 def test_filling_reaches_no_place_and_no_page(world: World) -> None:
     runner = make_runner(world, "llama", "gqa")
     asked = [Asked(prompt=list(range(3, 13)), num_tokens=3, slot=-1, chunk=40)]
-    runner._segmented = record_on_cpu(runner, (16,))
+    runner._piecewise_graphs = record_on_cpu(runner, (16,))
     generate(runner, asked, NUM_BLOCKS, BLOCK_SIZE)
     used = [bool((page != 0).any()) for page in runner._cache[0].keys[:-1]]
     assert sum(used) == -(-12 // BLOCK_SIZE)

@@ -45,7 +45,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory, backend: str) -> ModelRunne
 
 def hidden_states(runner: ModelRunner, lengths: list[int], slots: list[int]) -> tuple[Any, Any]:
     """What a replay and what launches leave of one step: rows of these lengths and adapters."""
-    segments = runner._segmented
+    segments = runner._piecewise_graphs
     assert isinstance(segments, PiecewiseGraphs)
     joins = [
         RequestJoin(
@@ -53,13 +53,13 @@ def hidden_states(runner: ModelRunner, lengths: list[int], slots: list[int]) -> 
         )
         for place, (length, slot) in enumerate(zip(lengths, slots, strict=True))
     ]
-    runner._state.join(joins)
+    runner._input_batch.join(joins)
     starts = [sum(-(-n // BLOCK_SIZE) for n in lengths[:i]) for i in range(len(lengths))]
     rows = [
         StepRow(place, 0, length, list(range(first, first - -length // BLOCK_SIZE)), True)
         for place, (length, first) in enumerate(zip(lengths, starts, strict=True))
     ]
-    inputs = runner._state.inputs(runner._state.layout(rows))
+    inputs = runner._input_batch.inputs(runner._input_batch.layout(rows))
     backend = runner._attention.backend
     found = []
     with torch.inference_mode():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from modeling.runner.input_batch import BatchSize, InputBatch
-from modeling.runner.warmup import rehearsals, widest_step
+from modeling.runner.warmup import warmup_batches, widest_step
 
 SIZES = [(BatchSize(16, 256, 16), 256), (BatchSize(1, 40, 8), 64), (BatchSize(2, 2, 1), 2)]
 SIZES += [(BatchSize(256, 4096, 16), 8192), (BatchSize(3, 1000, 16), 5)]
@@ -14,7 +14,7 @@ SIZES += [(BatchSize(256, 4096, 16), 8192), (BatchSize(3, 1000, 16), 5)]
 def test_rehearsals_are_steps(size: BatchSize, most: int) -> None:
     state = InputBatch(size, torch.device("cpu"))
     tokens = set()
-    for batch in rehearsals(size, most, 7, [-1, 0]):
+    for batch in warmup_batches(size, most, 7, [-1, 0]):
         state.join(batch.joins)
         layout = state.layout(batch.rows)
         assert len(layout.positions) <= most

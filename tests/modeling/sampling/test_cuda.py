@@ -90,7 +90,7 @@ def test_masks_are_the_cpus(tmp_path: Path) -> None:
             targets = places * WIDTH + np.array(ends)
             history = TokenHistory(buffer(device), targets, np.full(3, 6), places, grammars)
             chosen = choose(logits(device)[:3], sampling_tensors(params, ends, device, history))
-            grammars.follow([0, 1, 2], chosen.tokens)
+            grammars.advance([0, 1, 2], chosen.tokens)
             steps.append(chosen.tokens.tolist())
         found.append(steps)
     assert found[0] == found[1]
@@ -106,7 +106,7 @@ def test_masks_wait_for_their_own_step_and_for_nothing_after_it(tmp_path: Path) 
         grammars = held(tmp_path, 2)
         begin = grammars.masks([0, 1], device)
         torch.cuda.synchronize()
-        grammars.follow([0, 1], torch.full((2,), letter, device=device))
+        grammars.advance([0, 1], torch.full((2,), letter, device=device))
         torch.cuda._sleep(2_000_000_000)  # type: ignore[no-untyped-call]
         after = torch.cuda.Event()  # type: ignore[no-untyped-call]
         after.record()

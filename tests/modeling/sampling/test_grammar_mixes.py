@@ -63,7 +63,7 @@ class Place:
         self.adapters = [write_adapter(root / f"a{i}", model, r) for i, r in enumerate(recipes)]
         self.plain = self.runner(SingleRank())
         self.captured = self.runner(SingleRank())
-        self.captured._captured = capture_on_cpu(self.captured)
+        self.captured._decode_graphs = capture_on_cpu(self.captured)
         self._models = [load_adapted_oracle(model, folder) for folder in self.adapters]
         self._models.append(load_oracle(model))
         self._tokenizer = llguidance.LLTokenizer(

@@ -71,7 +71,7 @@ class Ranks:
         logits = logits.repeat(len(self.params), 1)
         asked = sampling_tensors(self.params, self.lengths, CPU, history)
         chosen = choose(logits, asked).tokens
-        self.grammars.follow(places.tolist(), chosen)
+        self.grammars.advance(places.tolist(), chosen)
         tokens: list[int] = chosen.tolist()
         self.buffer[targets] = chosen
         self.lengths = [length + 1 for length in self.lengths]
@@ -127,7 +127,7 @@ def test_a_place_is_anybodys_afterwards(tmp_path: Path) -> None:
     assert not torch.equal(ranks.grammars.masks([0], CPU), begin)
     ranks.step(3)
     ranks.join(0, "")
-    ranks.grammars.follow([0], torch.tensor([7]))
+    ranks.grammars.advance([0], torch.tensor([7]))
     ranks.join(0, PERSON)
     assert torch.equal(ranks.grammars.masks([0], CPU), begin)
 

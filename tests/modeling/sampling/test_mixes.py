@@ -41,7 +41,7 @@ class Place:
         self._adapters = [folder for folder in folders if folder is not None]
         self.plain = self.runner(SingleRank())
         self.captured = self.runner(SingleRank())
-        self.captured._captured = capture_on_cpu(self.captured)
+        self.captured._decode_graphs = capture_on_cpu(self.captured)
         self._oracles = [load_adapted_oracle(self._model, folder) for folder in self._adapters]
         self._oracles.append(load_oracle(self._model))
         self.undecided = 0

@@ -166,7 +166,7 @@ def test_beside_captured_steps(world: World) -> None:
         for i, name in enumerate([BASE, "r8"])
     ]
     place_all(runner, [folder for folder, _ in told if folder is not None])
-    runner._captured = capture_on_cpu(runner)
+    runner._decode_graphs = capture_on_cpu(runner)
     asked = questions(told, 1, rejoins_at=2)
     check_answers(model, told, asked, generate(runner, asked, NUM_BLOCKS, BLOCK_SIZE))
     assert 0 < runner.num_captured < runner.num_steps

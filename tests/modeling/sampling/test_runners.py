@@ -96,7 +96,7 @@ def test_replays_of_captured_steps_are_adjusted(world: World) -> None:
     requests = [Asked(prompt, 12, sampling=sampling, joins_at=i) for i, (prompt, sampling) in
                 enumerate(zip(PROMPTS, ASKED, strict=True))]  # fmt: skip
     expected = generate(runner, requests, NUM_BLOCKS, BLOCK_SIZE)
-    runner._captured = capture_on_cpu(runner)
+    runner._decode_graphs = capture_on_cpu(runner)
     assert generate(runner, requests, NUM_BLOCKS, BLOCK_SIZE) == expected
     assert runner.num_captured > 5
 

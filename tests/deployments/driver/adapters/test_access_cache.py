@@ -33,7 +33,7 @@ def found(origin: str = "v1", open_to_all: bool = False) -> FoundAdapter:
 
 def test_an_answer_is_for_its_caller_and_for_a_while(answers: AccessCache, clock: Clock) -> None:
     good, other = answers.caller("hf_good"), answers.caller("hf_other")
-    answers.keep(SQL, good, found())
+    answers.record(SQL, good, found())
     assert answers.fresh(SQL, good) == found()
     for caller in (other, answers.caller(False), answers.caller(True)):
         assert answers.fresh(SQL, caller) is None
@@ -46,9 +46,9 @@ def test_an_answer_is_for_its_caller_and_for_a_while(answers: AccessCache, clock
 
 def test_what_is_open_is_for_everybody_until_it_is_not(answers: AccessCache) -> None:
     good, nobody = answers.caller("hf_good"), answers.caller(False)
-    answers.keep(SQL, nobody, found(open_to_all=True))
+    answers.record(SQL, nobody, found(open_to_all=True))
     assert answers.fresh(SQL, good) is not None
-    answers.keep(SQL, good, found())
+    answers.record(SQL, good, found())
     assert answers.fresh(SQL, good) is not None
     assert answers.fresh(SQL, nobody) is None
 
@@ -57,7 +57,7 @@ def test_out_of_reach_only_lately_confirmed_callers_are_served(
     answers: AccessCache, clock: Clock
 ) -> None:
     good = answers.caller("hf_good")
-    answers.keep(SQL, good, found())
+    answers.record(SQL, good, found())
     clock.now += 99
     assert answers.confirmed(SQL, good) == found()
     assert answers.fresh(SQL, good) == found(), "the source is not asked again at once"
@@ -69,7 +69,7 @@ def test_out_of_reach_only_lately_confirmed_callers_are_served(
 def test_a_no_ends_a_right_and_is_repeated_for_a_while(answers: AccessCache, clock: Clock) -> None:
     good, other = answers.caller("hf_good"), answers.caller("hf_other")
     for caller in (good, other):
-        answers.keep(SQL, caller, found())
+        answers.record(SQL, caller, found())
     answers.refuse(SQL, good, AdapterError(AdapterRefusal.NOT_FOUND, "gone"))
     with pytest.raises(AdapterError, match="gone"):
         answers.fresh(SQL, good)
@@ -81,7 +81,7 @@ def test_a_no_ends_a_right_and_is_repeated_for_a_while(answers: AccessCache, clo
 
 def test_no_answer_ends_no_right(answers: AccessCache, clock: Clock) -> None:
     good = answers.caller("hf_good")
-    answers.keep(SQL, good, found())
+    answers.record(SQL, good, found())
     answers.refuse(SQL, good, AdapterError(AdapterRefusal.UNAVAILABLE, "broken"))
     clock.now += 5
     assert answers.confirmed(SQL, good) == found()
@@ -90,14 +90,14 @@ def test_no_answer_ends_no_right(answers: AccessCache, clock: Clock) -> None:
 def test_a_new_version_is_everybodys(answers: AccessCache) -> None:
     """Else a name would serve now this version, now that one, by who asks."""
     good, other = answers.caller("hf_good"), answers.caller("hf_other")
-    answers.keep(SQL, good, found("v1"))
-    answers.keep(SQL, other, found("v2"))
+    answers.record(SQL, good, found("v1"))
+    answers.record(SQL, other, found("v2"))
     assert answers.fresh(SQL, good) == found("v2")
 
 
 def test_tokens_are_not_kept(answers: AccessCache) -> None:
     caller = answers.caller("hf_secret")
-    answers.keep(SQL, caller, found())
+    answers.record(SQL, caller, found())
     answers.refuse(SQL, caller, AdapterError(AdapterRefusal.NOT_FOUND, "gone"))
     assert "hf_secret" not in repr(vars(answers))
     assert caller != AccessCache(FetchConfig()).caller("hf_secret"), "the hash has a key"
@@ -107,7 +107,7 @@ def test_memory_is_bounded(answers: AccessCache, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("deployments.driver.adapters.access_cache._MAX_ANSWERS", 10)
     for index in range(50):
         reference = AdapterReference(AdapterSource.HUB, f"acme/a{index}")
-        answers.keep(reference, "me", found())
+        answers.record(reference, "me", found())
         answers.refuse(reference, "you", AdapterError(AdapterRefusal.NOT_FOUND, "gone"))
-    sizes = [len(answers._rights), len(answers._refused), len(answers._found)]
+    sizes = [len(answers._accesses), len(answers._refused), len(answers._found)]
     assert max(sizes) <= 10

@@ -65,9 +65,9 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def gate_looks(monkeypatch: pytest.MonkeyPatch, shut: set[str]) -> Gate:
-    look = AdapterSources.look
+    look = AdapterSources.resolve
     gate = Gate(look, lambda store, reference, token: reference.id, shut)
-    monkeypatch.setattr(AdapterSources, "look", lambda *arguments: gate(*arguments))
+    monkeypatch.setattr(AdapterSources, "resolve", lambda *arguments: gate(*arguments))
     return gate
 
 

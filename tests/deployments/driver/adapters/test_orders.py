@@ -9,7 +9,7 @@ import pytest
 
 from configs.runtime import RuntimeConfig
 from configs.wire.adapters import AdapterReference, AdapterSource
-from deployments.admin_commands import AdminCommands, AdminStoreError, note
+from deployments.admin_commands import AdminCommands, AdminStoreError, save
 from deployments.contract import (
     AdapterAction,
     AdapterCommand,
@@ -92,7 +92,7 @@ async def bring(book: Book, engine: DriverEngine, *commands: AdapterCommand) -> 
     for each in commands:
         report = await engine.adapters(each)
         assert report.failure is None, report.failure
-        note(book, each, [report])
+        save(book, each, [report])
 
 
 async def meaning(engine: DriverEngine, alias: str) -> AdapterReference | None:
@@ -164,13 +164,13 @@ def test_a_replica_does_not_undo_what_is_about_to_be_written_down(
             report = await engine.adapters(change)
             await orders.follow()
             assert await meaning(engine, "sql") == local("blue")
-            note(book, change, [report])
+            save(book, change, [report])
             await orders.follow()
         assert await meaning(engine, "new") == local("red")
         for change in (unname("sql"), command(AdapterAction.UNPIN, "red")):
             report = await engine.adapters(change)
             await orders.follow()
-            note(book, change, [report])
+            save(book, change, [report])
             await orders.follow()
         assert await meaning(engine, "sql") is None
         assert await pinned(engine) == set()
@@ -185,7 +185,7 @@ def test_a_name_that_moved_on_is_not_taken_away_with_its_old_meaning(root: Path)
         orders = AdminCommands(book, engine.adapters)
         await bring(book, engine, name("sql", "red"))
         await orders.follow()
-        note(book, unname("sql"), [AdapterReport("another")])
+        save(book, unname("sql"), [AdapterReport("another")])
         assert (await engine.adapters(name("sql", "blue", move=True))).failure is None
         await orders.follow()
         assert await meaning(engine, "sql") == local("blue")
@@ -203,7 +203,7 @@ def test_what_cannot_be_done_is_tried_again_and_told_once(
         await engine.reconfigure(RuntimeConfig(names={"taken": "local:blue"}))
         pin = AdapterCommand(AdapterAction.PIN, local("red"))
         for order in (pin, name("taken", "red")):
-            note(book, order, [AdapterReport("another")])
+            save(book, order, [AdapterReport("another")])
         folder.rename(root / "away")
         orders = AdminCommands(book, engine.adapters)
         for _attempt in range(3):
@@ -232,7 +232,7 @@ def test_a_ledger_that_does_not_answer_changes_nothing(
         assert await meaning(engine, "sql") == local("red")
         assert "could not be read" in caplog.text
         with pytest.raises(AdminStoreError):
-            note(book, unname("sql"), [AdapterReport("one")])
+            save(book, unname("sql"), [AdapterReport("one")])
 
     play(root, story)
 
@@ -244,21 +244,21 @@ def failed(kind: ErrorKind) -> AdapterReport:
 def test_only_what_all_replicas_did_is_written_down() -> None:
     book, good = Book(), AdapterReport("one")
     for kind in (ErrorKind.ADAPTER_NOT_FOUND, ErrorKind.ADAPTER_UNAVAILABLE):
-        note(book, name("sql", "red"), [good, failed(kind)])
-    note(book, command(AdapterAction.LOAD, "red"), [good])
-    note(book, AdapterCommand(AdapterAction.LIST), [good])
+        save(book, name("sql", "red"), [good, failed(kind)])
+    save(book, command(AdapterAction.LOAD, "red"), [good])
+    save(book, AdapterCommand(AdapterAction.LIST), [good])
     assert book.orders == {}
-    note(book, name("sql", "red"), [good, good])
-    note(book, unname("sql"), [good, failed(ErrorKind.VALIDATION)])
+    save(book, name("sql", "red"), [good, good])
+    save(book, unname("sql"), [good, failed(ErrorKind.VALIDATION)])
     assert len(book.orders) == 1
-    note(book, unname("sql"), [good, failed(ErrorKind.ADAPTER_NOT_FOUND)])
+    save(book, unname("sql"), [good, failed(ErrorKind.ADAPTER_NOT_FOUND)])
     assert book.orders == {}
 
 
 def test_no_token_is_written_down() -> None:
     book = Book()
     load = AdapterCommand(AdapterAction.LOAD, local("red"), pin=True, api_token="hf_secret")
-    note(book, load, [AdapterReport("one")])
+    save(book, load, [AdapterReport("one")])
     assert len(book.orders) == 1
     assert b"hf_secret" not in b"".join(book.orders.values())
 

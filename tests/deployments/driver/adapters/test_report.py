@@ -9,7 +9,7 @@ from configs.wire.adapters import AdapterKey, AdapterReference, AdapterSource
 from configs.wire.merging import MergeRule
 from deployments.driver.adapters.report import MAX_NAMES, AdapterReporter
 from deployments.driver.engine import DriverEngine
-from deployments.driver.routing.policy import HoldingTier, ReplicaReport, mark
+from deployments.driver.routing.policy import HoldingTier, ReplicaReport, adapter_hash
 from scheduler.adapters.resident import AdapterState
 from scheduler.snapshot import AdapterView
 from tests.deployments.driver.fake_ranks import FakeGroup
@@ -51,12 +51,14 @@ class Names:
 )
 def test_an_adapter_is_told_where_it_is(state: AdapterState, tier: HoldingTier) -> None:
     names = Names()
-    assert names.told(view(ONE, state)).held == {}, "nobody asked for it"
-    names.holdings.asked(RED)
-    assert names.told(view(ONE, state)).held == {mark(RED): tier}
-    assert names.told(view(ONE, state, draining=True)).held == {mark(RED): HoldingTier.DISK}
+    assert names.told(view(ONE, state)).tiers == {}, "nobody asked for it"
+    names.holdings.requested(RED)
+    assert names.told(view(ONE, state)).tiers == {adapter_hash(RED): tier}
+    assert names.told(view(ONE, state, draining=True)).tiers == {
+        adapter_hash(RED): HoldingTier.DISK
+    }
     del names.contents[RED]
-    assert names.told(view(ONE, state)).held == {}, "it was forgotten"
+    assert names.told(view(ONE, state)).tiers == {}, "it was forgotten"
 
 
 def test_files_count_where_they_were_downloaded() -> None:
@@ -66,18 +68,18 @@ def test_files_count_where_they_were_downloaded() -> None:
     names.contents[mixed] = AdapterKey(3)
     names.aliases[AdapterReference(AdapterSource.LOCAL, "mine")] = RED
     for name in (RED, BLUE, mixed, *names.aliases):
-        names.holdings.asked(name)
-    told = names.told().held
-    assert told == {mark(name): HoldingTier.DISK for name in (RED, mixed, *names.aliases)}
+        names.holdings.requested(name)
+    told = names.told().tiers
+    assert told == {adapter_hash(name): HoldingTier.DISK for name in (RED, mixed, *names.aliases)}
 
 
 def test_two_names_of_one_content_are_both_told() -> None:
     names = Names()
     names.contents[BLUE] = ONE
-    names.holdings.asked(RED)
-    names.holdings.asked(BLUE)
-    told = names.told(view(ONE, AdapterState.DEVICE)).held
-    assert told == {mark(RED): HoldingTier.DEVICE, mark(BLUE): HoldingTier.DEVICE}
+    names.holdings.requested(RED)
+    names.holdings.requested(BLUE)
+    told = names.told(view(ONE, AdapterState.DEVICE)).tiers
+    assert told == {adapter_hash(RED): HoldingTier.DEVICE, adapter_hash(BLUE): HoldingTier.DEVICE}
 
 
 def test_pins_and_the_last_names_are_told_and_no_more() -> None:
@@ -85,18 +87,21 @@ def test_pins_and_the_last_names_are_told_and_no_more() -> None:
     many = [AdapterReference(AdapterSource.HUB, f"a{i}") for i in range(2 * MAX_NAMES)]
     names.contents |= dict.fromkeys(many, TWO)
     for name in (*many, many[7]):
-        names.holdings.asked(name)
-    told = names.told(view(TWO, AdapterState.HOST), pins=(RED,)).held
+        names.holdings.requested(name)
+    told = names.told(view(TWO, AdapterState.HOST), pins=(RED,)).tiers
     last = [many[7], *reversed(many[-MAX_NAMES:])][: MAX_NAMES - 1]
-    assert told == {mark(RED): HoldingTier.DISK, **{mark(name): HoldingTier.HOST for name in last}}
+    assert told == {
+        adapter_hash(RED): HoldingTier.DISK,
+        **{adapter_hash(name): HoldingTier.HOST for name in last},
+    }
 
 
 def test_a_name_that_is_asked_for_again_stays() -> None:
     names = Names()
     many = [AdapterReference(AdapterSource.HUB, f"a{i}") for i in range(MAX_NAMES)]
     for name in (RED, *many[: MAX_NAMES // 2], RED, *many[MAX_NAMES // 2 :]):
-        names.holdings.asked(name)
-    assert names.told(view(ONE, AdapterState.HOST)).held == {mark(RED): HoldingTier.HOST}
+        names.holdings.requested(name)
+    assert names.told(view(ONE, AdapterState.HOST)).tiers == {adapter_hash(RED): HoldingTier.HOST}
 
 
 def test_the_beat_grows_with_time_alone() -> None:
@@ -108,13 +113,13 @@ def test_the_beat_grows_with_time_alone() -> None:
 
 def test_an_engine_tells_what_requests_came_for(root: Path) -> None:
     async def story(engine: DriverEngine, group: FakeGroup) -> None:
-        assert engine.report([], 0).held == {}
+        assert engine.report([], 0).tiers == {}
         missing = request("r0", [1], adapter="nobody")
         red = request("r1", [1, 2], adapter="red")
         await asyncio.gather(*(engine.generate(each, NOWHERE) for each in (missing, red)))
         told = engine.report(await engine.adapter_views(), 5)
         assert red.adapter is not None
-        assert told.held == {mark(red.adapter): HoldingTier.DEVICE}
+        assert told.tiers == {adapter_hash(red.adapter): HoldingTier.DEVICE}
         assert (told.load, told.ready) == (5, True)
 
     play(root, story)

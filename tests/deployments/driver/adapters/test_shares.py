@@ -42,7 +42,7 @@ def test_a_name_brings_its_share_when_it_is_first_met() -> None:
     shares.configure(runtime(red=2, blue__v2=3), [])
     assert (told.weight(None), told.weight(ONE)) == (7, 5)
     for text, key in (("red", ONE), ("red", ONE), ("blue@v1", TWO), ("blue@v2", AdapterKey(3))):
-        shares.met(parse_reference(text, AdapterSource.HUB), key)
+        shares.adapter_seen(parse_reference(text, AdapterSource.HUB), key)
     assert (told.weight(ONE), told.weight(TWO), told.weight(AdapterKey(3))) == (2, 5, 3)
     assert told.num_told == 3, "nothing is told twice"
 
@@ -51,8 +51,8 @@ def test_all_revisions_have_the_names_share_but_those_with_their_own() -> None:
     told = Told()
     shares = NamedRateLimits(AdapterSource.LOCAL, told.post)
     shares.configure(runtime(red=2, red__v9=4), [])
-    shares.met(parse_reference("red@v1", AdapterSource.LOCAL), ONE)
-    shares.met(parse_reference("local:red@v9", AdapterSource.HUB), TWO)
+    shares.adapter_seen(parse_reference("red@v1", AdapterSource.LOCAL), ONE)
+    shares.adapter_seen(parse_reference("local:red@v9", AdapterSource.HUB), TWO)
     assert (told.weight(ONE), told.weight(TWO)) == (2, 4)
 
 
@@ -61,7 +61,7 @@ def test_of_two_names_of_one_content_the_first_in_the_config_counts() -> None:
     shares = NamedRateLimits(AdapterSource.HUB, told.post)
     shares.configure(runtime(first=2, second=3), [])
     for text in ("second", "first", "second"):
-        shares.met(parse_reference(text, AdapterSource.HUB), ONE)
+        shares.adapter_seen(parse_reference(text, AdapterSource.HUB), ONE)
     assert told.weight(ONE) == 2
 
 
@@ -72,7 +72,7 @@ def test_a_merge_brings_its_parts_their_shares_and_has_none() -> None:
     parts = tuple(parse_reference(text, AdapterSource.HUB) for text in ("red", "blue@v1"))
     rule = MergeRule((1.0, 1.0))
     merge = AdapterReference(AdapterSource.HUB, "red,blue@v1", parts=parts, rule=rule)
-    shares.met(merge, AdapterKey(9), (ONE, TWO))
+    shares.adapter_seen(merge, AdapterKey(9), (ONE, TWO))
     assert [told.weight(key) for key in (ONE, TWO, AdapterKey(9))] == [2, 3, 5]
 
 

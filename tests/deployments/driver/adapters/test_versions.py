@@ -126,14 +126,16 @@ class Ranks:
         self.gate = asyncio.Event()
         self.moves: list[tuple[int, int]] = []
 
-    async def try_out(self, reference: AdapterReference, key: AdapterKey) -> str | None:
+    async def test_version(self, reference: AdapterReference, key: AdapterKey) -> str | None:
         await self.gate.wait()
         return None
 
     async def is_in_memory(self, key: AdapterKey) -> bool:
         return True
 
-    def moved(self, reference: AdapterReference, old: AdapterKey, new: AdapterKey) -> None:
+    def version_changed(
+        self, reference: AdapterReference, old: AdapterKey, new: AdapterKey
+    ) -> None:
         self.moves.append((old, new))
 
 

@@ -20,7 +20,7 @@ from deployments.driver.routing.policy import (
     HoldingTier,
     ReplicaReport,
     RoutingPolicy,
-    mark,
+    adapter_hash,
 )
 
 RED = AdapterReference(AdapterSource.HUB, "red")
@@ -44,13 +44,13 @@ def routing(
     told = RoutingPolicy(random.Random(3))
     stats = {
         name: ReplicaReport(
-            {mark(RED): (holds or {}).get(name, HoldingTier.NOWHERE)},
+            {adapter_hash(RED): (holds or {}).get(name, HoldingTier.NOWHERE)},
             (loads or {}).get(name, 0),
             name not in rebuilding,
         ).packed()
         for name in names
     }
-    told.tell(stats, {}, now)
+    told.update(stats, {}, now)
     return told
 
 
@@ -104,9 +104,10 @@ def test_every_replica_is_tried_once(
 ) -> None:
     router = RoutingPolicy(random.Random(0))
     reports = {
-        n: ReplicaReport({mark(RED): t}, load, ready) for n, (t, load, ready) in told.items()
+        n: ReplicaReport({adapter_hash(RED): t}, load, ready)
+        for n, (t, load, ready) in told.items()
     }
-    router.tell({name: report.packed() for name, report in reports.items()}, {}, 0.0)
+    router.update({name: report.packed() for name, report in reports.items()}, {}, 0.0)
     order = router.order(what, counts, now)
     assert sorted(name for group in order for name in group) == sorted(counts)
     assert all(order)
@@ -137,7 +138,7 @@ JUNK: st.SearchStrategy[object] = st.sampled_from(
 def test_what_others_tell_never_keeps_a_request(stats: dict[str, Any], count: int) -> None:
     """Stats may come from another version, or not come at all."""
     router = RoutingPolicy(random.Random(0))
-    router.tell({"r0": stats, "r1": {}}, {}, 0.0)
+    router.update({"r0": stats, "r1": {}}, {}, 0.0)
     for what in (RED, None):
         order = router.order(what, {"r0": count, "r1": 1, "r2": 0}, 1.0)
         assert sorted(name for group in order for name in group) == ["r0", "r1", "r2"]
@@ -176,7 +177,7 @@ def test_homes_are_spread_over_the_replicas() -> None:
 
 
 def test_every_process_means_the_same_adapter_and_home() -> None:
-    assert mark(RED).hex() == "bc1085de86f018dd"
+    assert adapter_hash(RED).hex() == "bc1085de86f018dd"
     assert home(RED, *NAMES) == "r0"
 
 
@@ -187,7 +188,7 @@ def test_names_differ_by_source_and_revision() -> None:
         AdapterReference(AdapterSource.HUB, "red", "v2"),
         AdapterReference(AdapterSource.HUB, "\ud800"),
     ]
-    assert len({mark(name) for name in names}) == len(names)
+    assert len({adapter_hash(name) for name in names}) == len(names)
 
 
 def test_a_calm_holder_is_passed_over_for_nobody_cold() -> None:
@@ -250,8 +251,10 @@ def test_old_reports_are_not_believed() -> None:
     elsewhere = next(name for name in NAMES[:2] if name != home(RED, *NAMES[:2]))
     router = routing({elsewhere: HoldingTier.DEVICE})
     counts = idle(*NAMES[:2])
-    router.tell(
-        {elsewhere: ReplicaReport({mark(RED): HoldingTier.DEVICE}).packed(), "r9": {}}, {}, 9.0
+    router.update(
+        {elsewhere: ReplicaReport({adapter_hash(RED): HoldingTier.DEVICE}).packed(), "r9": {}},
+        {},
+        9.0,
     )
     assert router.order(RED, counts, STALE_SECONDS)[0] == [elsewhere]
     assert router.order(RED, counts, STALE_SECONDS + 1)[0] == [home(RED, *NAMES[:2])]
@@ -263,8 +266,8 @@ def test_a_replica_that_tells_nothing_new_is_believed_by_its_beat() -> None:
     router = RoutingPolicy(random.Random(0))
     elsewhere = next(name for name in NAMES[:2] if name != home(RED, *NAMES[:2]))
     for beat in range(5):
-        report = ReplicaReport({mark(RED): HoldingTier.HOST}, beat=beat)
-        router.tell({elsewhere: report.packed()}, {}, beat * STALE_SECONDS)
+        report = ReplicaReport({adapter_hash(RED): HoldingTier.HOST}, beat=beat)
+        router.update({elsewhere: report.packed()}, {}, beat * STALE_SECONDS)
     now = 5 * STALE_SECONDS
     assert router.order(RED, idle(*NAMES[:2]), now)[0] == [elsewhere]
 
@@ -272,7 +275,7 @@ def test_a_replica_that_tells_nothing_new_is_believed_by_its_beat() -> None:
 def test_a_replica_that_died_and_its_reports_are_forgotten() -> None:
     elsewhere = next(name for name in NAMES[:2] if name != home(RED, *NAMES[:2]))
     router = routing({elsewhere: HoldingTier.DEVICE})
-    router.tell({}, {}, 1.0)
+    router.update({}, {}, 1.0)
     assert first(router, idle(*NAMES[:2])) == home(RED, *NAMES[:2])
 
 
@@ -316,9 +319,9 @@ def test_a_report_tells_others_requests_and_the_own_are_counted_on() -> None:
     elsewhere = next(name for name in NAMES[:2] if name != at_home)
     router, report = (
         RoutingPolicy(random.Random(0)),
-        ReplicaReport({mark(RED): HoldingTier.DEVICE}, 50).packed(),
+        ReplicaReport({adapter_hash(RED): HoldingTier.DEVICE}, 50).packed(),
     )
-    router.tell({at_home: report}, {at_home: 45}, 0.0)
+    router.update({at_home: report}, {at_home: 45}, 0.0)
     assert first(router, {at_home: 45, elsewhere: 0}) == elsewhere, "five are others'"
     assert first(router, {at_home: 0, elsewhere: 0}) == at_home, "the own have ended since"
     assert first(router, {at_home: 4, elsewhere: 0}) == elsewhere
@@ -330,8 +333,10 @@ def test_a_replica_has_at_least_what_this_router_sent_it() -> None:
     at_home = home(RED, *NAMES[:2])
     elsewhere = next(name for name in NAMES[:2] if name != at_home)
     router = RoutingPolicy(random.Random(0))
-    router.tell(
-        {at_home: ReplicaReport({mark(RED): HoldingTier.DEVICE}).packed()}, {at_home: 50}, 0.0
+    router.update(
+        {at_home: ReplicaReport({adapter_hash(RED): HoldingTier.DEVICE}).packed()},
+        {at_home: 50},
+        0.0,
     )
     assert first(router, {at_home: 50, elsewhere: 0}) == elsewhere
 

@@ -23,10 +23,10 @@ from deployments.driver.routing.policy import (
     HoldingTier,
     ReplicaReport,
     RoutingPolicy,
-    mark,
+    adapter_hash,
 )
 from deployments.driver.routing.router import AdapterRouter
-from deployments.early_submit import telling
+from deployments.early_submit import replica_listener
 from tests.deployments.driver.routing.stories import PATIENCE_S, Clock
 
 DRIVER = DeploymentID("Driver", "loray")
@@ -96,7 +96,7 @@ def generate(adapter: AdapterReference | None) -> GenerateRequest:
 
 
 def holding(name: str, adapter: AdapterReference) -> Replica:
-    return Replica(name, ReplicaReport({mark(adapter): HoldingTier.DEVICE}).packed())
+    return Replica(name, ReplicaReport({adapter_hash(adapter): HoldingTier.DEVICE}).packed())
 
 
 def test_every_call_about_an_adapter_goes_to_its_holder() -> None:
@@ -241,7 +241,7 @@ def test_who_asks_is_told_which_replica_takes_each_of_its_calls() -> None:
     async def story() -> None:
         calls = Calls(holding("a", RED), Replica("b"))
         told: list[str] = []
-        with telling(told.append):
+        with replica_listener(told.append):
             asked = [asyncio.create_task(calls.call(generate(RED))) for _ in range(2)]
         await calls.call(generate(RED))
         assert await asyncio.gather(*asked) == told == ["a", "a"]
@@ -256,7 +256,7 @@ def test_who_asks_is_told_when_another_replica_follows() -> None:
         told: list[str] = []
         metadata = RequestMetadata(request_id="one", internal_request_id="one")
         pending = PendingRequest(args=[generate(RED)], kwargs={}, metadata=metadata)
-        with telling(told.append):
+        with replica_listener(told.append):
             await calls.router._choose_replica_for_request(pending)
             calls.router.on_replica_actor_died(dead.replica_id)
             await calls.router._choose_replica_for_request(pending, is_retry=True)

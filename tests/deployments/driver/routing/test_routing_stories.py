@@ -12,7 +12,7 @@ from deployments.driver.routing.policy import (
     HoldingTier,
     ReplicaReport,
     RoutingPolicy,
-    mark,
+    adapter_hash,
 )
 from tests.deployments.driver.routing.test_policy import NAMES, RED, adapter, home
 
@@ -32,7 +32,7 @@ class Replica:
 
     def report(self, beat: int) -> ReplicaReport:
         held = {
-            mark(a): HoldingTier.DEVICE if i < self.slots else HoldingTier.DISK
+            adapter_hash(a): HoldingTier.DEVICE if i < self.slots else HoldingTier.DISK
             for i, a in enumerate(self.adapters)
         }
         return ReplicaReport(held, len(self.ends), beat=beat)
@@ -92,7 +92,7 @@ class Cluster:
         beat = int(self.now / 5)
         stats = {name: each.report(beat).packed() for name, each in self.replicas.items()}
         for i, router in enumerate(self.routers):
-            router.tell(stats, self._counts(i), self.now)
+            router.update(stats, self._counts(i), self.now)
 
 
 @pytest.mark.parametrize("routers", [1, 3])

@@ -93,8 +93,8 @@ async def turns() -> None:
 @pytest.mark.parametrize("ended", [False, True])
 def test_a_call_adopts_what_runs_or_has_ended(ended: bool) -> None:
     async def story(runs: Runs) -> None:
-        runs.starts.begin(ONE, HERE)
-        runs.starts.begin(OTHER, HERE)
+        runs.starts.start(ONE, HERE)
+        runs.starts.start(OTHER, HERE)
         assert runs.held == {"one", "other"}
         if ended:
             runs.free.set()
@@ -105,7 +105,7 @@ def test_a_call_adopts_what_runs_or_has_ended(ended: bool) -> None:
         runs.free.set()
         assert (await call).sequences[0].tokens == [1]
         assert (await runs.call(OTHER)).sequences[0].tokens == [2]
-        assert (runs.begun, runs.starts.num_adopted) == (["one", "other"], 2)
+        assert (runs.begun, runs.starts.num_attached) == (["one", "other"], 2)
         assert runs.starts.lead_seconds > 0
 
     tell(story)
@@ -117,23 +117,23 @@ def test_a_call_that_is_here_first_runs_alone() -> None:
     async def story(runs: Runs) -> None:
         call = runs.call()
         await turns()
-        runs.starts.begin(ONE, HERE)
+        runs.starts.start(ONE, HERE)
         runs.free.set()
         await call
-        runs.starts.begin(ONE, HERE)
+        runs.starts.start(ONE, HERE)
         await turns()
-        assert (runs.begun, runs.starts.num_adopted, len(runs.starts)) == (["one"], 0, 0)
+        assert (runs.begun, runs.starts.num_attached, len(runs.starts)) == (["one"], 0, 0)
 
     tell(story)
 
 
 def test_a_head_start_that_comes_twice_is_one() -> None:
     async def story(runs: Runs) -> None:
-        runs.starts.begin(ONE, HERE)
-        runs.starts.begin(ONE, HERE)
+        runs.starts.start(ONE, HERE)
+        runs.starts.start(ONE, HERE)
         call = runs.call()
         await turns()
-        runs.starts.begin(ONE, HERE)
+        runs.starts.start(ONE, HERE)
         runs.free.set()
         await call
         assert runs.begun == ["one"]
@@ -143,56 +143,56 @@ def test_a_head_start_that_comes_twice_is_one() -> None:
 
 def test_what_is_taken_back_ends_and_stays_so_until_its_call_comes_after_all() -> None:
     async def story(runs: Runs) -> None:
-        runs.starts.begin(ONE, HERE)
+        runs.starts.start(ONE, HERE)
         await turns()
-        runs.starts.take_back("one")
+        runs.starts.withdraw("one")
         call = runs.call()
-        runs.starts.begin(ONE, HERE)
+        runs.starts.start(ONE, HERE)
         await turns()
         assert (runs.cancelled, runs.begun) == (["one"], ["one", "one"])
         assert runs.num_settled == 1, "nothing of the first may be mistaken for the second's"
         runs.free.set()
         assert (await call).sequences[0].tokens == [2]
-        assert runs.starts.num_adopted == 0
+        assert runs.starts.num_attached == 0
 
     tell(story)
 
 
 def test_what_was_adopted_or_never_here_is_not_taken_back() -> None:
     async def story(runs: Runs) -> None:
-        runs.starts.begin(ONE, HERE)
+        runs.starts.start(ONE, HERE)
         call = runs.call()
         await turns()
-        runs.starts.take_back("one")
-        runs.starts.take_back("nobody")
-        runs.starts.lost(HERE)
+        runs.starts.withdraw("one")
+        runs.starts.withdraw("nobody")
+        runs.starts.ingress_lost(HERE)
         runs.starts.close()
         runs.free.set()
         assert (await call).sequences[0].tokens == [1]
-        runs.starts.take_back("one")
+        runs.starts.withdraw("one")
 
     tell(story)
 
 
 def test_a_call_that_does_not_come_is_not_waited_for() -> None:
     async def story(runs: Runs) -> None:
-        runs.starts.begin(ONE, HERE)
+        runs.starts.start(ONE, HERE)
         await until_true(lambda: runs.cancelled == ["one"])
         runs.free.set()
-        runs.starts.begin(OTHER, HERE)
+        runs.starts.start(OTHER, HERE)
         await until_true(lambda: not len(runs.starts))
         assert (await runs.call()).sequences[0].tokens == [3], "it began anew"
-        assert runs.starts.num_adopted == 0
+        assert runs.starts.num_attached == 0
 
     tell(story, patience_s=0.01)
 
 
 def test_an_ingress_replica_that_is_gone_takes_its_own_along() -> None:
     async def story(runs: Runs) -> None:
-        runs.starts.begin(ONE, HERE)
-        runs.starts.begin(OTHER, THERE)
+        runs.starts.start(ONE, HERE)
+        runs.starts.start(OTHER, THERE)
         await turns()
-        runs.starts.lost(HERE)
+        runs.starts.ingress_lost(HERE)
         await turns()
         assert (runs.cancelled, len(runs.starts)) == (["one"], 1)
         runs.starts.close()
@@ -202,7 +202,7 @@ def test_an_ingress_replica_that_is_gone_takes_its_own_along() -> None:
 
 def test_a_call_that_is_cancelled_ends_what_it_adopted() -> None:
     async def story(runs: Runs) -> None:
-        runs.starts.begin(ONE, HERE)
+        runs.starts.start(ONE, HERE)
         await turns()
         call = runs.call()
         await turns()
@@ -218,12 +218,12 @@ def test_a_fault_is_the_calls_and_nobodys_without_one() -> None:
     async def story(runs: Runs) -> None:
         runs.fault = ValueError("broken")
         runs.free.set()
-        runs.starts.begin(ONE, HERE)
-        runs.starts.begin(OTHER, HERE)
+        runs.starts.start(ONE, HERE)
+        runs.starts.start(OTHER, HERE)
         await turns()
         with pytest.raises(ValueError, match="broken"):
             await runs.call()
-        runs.starts.take_back("other")
+        runs.starts.withdraw("other")
 
     tell(story)
 
@@ -232,7 +232,7 @@ def test_a_fault_is_the_calls_and_nobodys_without_one() -> None:
 def test_only_the_same_request_is_adopted(changed: str) -> None:
     async def story(runs: Runs) -> None:
         longer = request("one", [1], 6)
-        runs.starts.begin(
+        runs.starts.start(
             longer if changed == "request" else ONE, HERE if changed == "request" else THERE
         )
         await turns()
@@ -241,7 +241,7 @@ def test_only_the_same_request_is_adopted(changed: str) -> None:
         assert (runs.cancelled, runs.begun) == (["one"], ["one", "one"])
         runs.free.set()
         await call
-        assert runs.starts.num_adopted == 0
+        assert runs.starts.num_attached == 0
 
     tell(story)
 
@@ -253,7 +253,7 @@ def test_no_more_is_remembered_than_is_told(monkeypatch: pytest.MonkeyPatch) -> 
         runs.free.set()
         for i in range(9):
             await runs.call(request(f"r{i}", [1]))
-        assert list(runs.starts._past) == ["r6", "r7", "r8"]
+        assert list(runs.starts._seen) == ["r6", "r7", "r8"]
 
     tell(story)
 
@@ -291,14 +291,14 @@ def test_tokens_leave_when_the_call_is_here_and_are_the_same(root: Path) -> None
                 request(f"again r{i}", [i], 9, adapter) for i, adapter in enumerate((None, "red"))
             ]
             for each in again:
-                assert ingress.receiver.send_ahead("", each) is False, "a nameless driver"
-                engine.on_head_start(each, address)
+                assert ingress.receiver.submit_early("", each) is False, "a nameless driver"
+                engine.on_early_submit(each, address)
             for each in again:
-                await engine.head_starts._begun[each.id].task
+                await engine.early_submits._waiting[each.id].task
             assert not any(each.id in ingress.heard for each in again)
             answers = [await engine.generate(each, address) for each in again]
             assert [tokens(answer) for answer in answers] == [tokens(answer) for answer in alone]
-            assert engine.head_starts.num_adopted == 2
+            assert engine.early_submits.num_attached == 2
 
     play(root, story)
 
@@ -308,10 +308,10 @@ def test_held_tokens_go_first_when_the_call_comes(root: Path) -> None:
         async with dialled(engine) as (ingress, address):
             group.gate.clear()
             asked = request("r", [5], 20)
-            engine.on_head_start(asked, address)
+            engine.on_early_submit(asked, address)
             await until_running(engine)
             group.gate.let(6)
-            await until_true(lambda: bool(engine._streams._held.get("r")))
+            await until_true(lambda: bool(engine._streams._held_back.get("r")))
             call = asyncio.create_task(engine.generate(asked, address))
             await until_true(lambda: "r" in ingress.heard)
             group.gate.set()
@@ -329,17 +329,19 @@ def test_requests_of_a_lost_ingress_and_taken_back_ones_leave_the_ranks(root: Pa
             group.gate.clear()
             asked = [request(name, [i], 50) for i, name in enumerate(("back", "lost"))]
             for each in asked:
-                engine.on_head_start(each, address)
+                engine.on_early_submit(each, address)
             await until(engine, lambda snapshot: snapshot.running + snapshot.queued == 2)
-            engine.on_take_back("back")
+            engine.on_withdraw("back")
             call = asyncio.create_task(engine.generate(asked[0], address))
             # The old one has left, and what the call brings is there beside the other.
-            await until_true(lambda: not engine.head_starts._leaving and len(engine._streams) == 2)
+            await until_true(
+                lambda: not engine.early_submits._leaving and len(engine._streams) == 2
+            )
             group.gate.set()
             assert tokens(await call) == [continuation("", [0], 50)]
             group.gate.clear()
         await until_true(lambda: not engine._sender.has_room(address))
-        assert len(engine.head_starts) == 0
+        assert len(engine.early_submits) == 0
         group.gate.set()
         assert tokens(await engine.generate(asked[1], address)) == [continuation("", [1], 50)]
 
@@ -351,10 +353,10 @@ def test_a_call_that_is_cancelled_frees_the_ranks_of_what_it_adopted(root: Path)
         async with dialled(engine) as (_, address):
             group.gate.clear()
             asked = request("gone", [1], 100)
-            engine.on_head_start(asked, address)
+            engine.on_early_submit(asked, address)
             await until_running(engine)
             call = asyncio.create_task(engine.generate(asked, address))
-            await until_true(lambda: engine.head_starts.num_adopted == 1)
+            await until_true(lambda: engine.early_submits.num_attached == 1)
             call.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await call
@@ -369,11 +371,11 @@ def test_the_engines_end_leaves_no_head_start_behind(root: Path) -> None:
     async def story(engine: DriverEngine, group: FakeGroup) -> None:
         async with dialled(engine) as (_, address):
             group.gate.clear()
-            engine.on_head_start(request("r", [1], 100), address)
+            engine.on_early_submit(request("r", [1], 100), address)
             await until_running(engine)
             group.gate.set()
             await engine.stop()
-            assert len(engine.head_starts) == 0
+            assert len(engine.early_submits) == 0
             await until_true(lambda: not engine._streams)
 
     play(root, story)
@@ -387,9 +389,9 @@ def test_an_impossible_request_ahead_is_refused_as_it_would_be(root: Path) -> No
             huge = GenerateRequest(
                 "r", [type(s)(s.prompt, s.sampling, Stopping(500)) for s in asked.sequences]
             )
-            engine.on_head_start(huge, address)
+            engine.on_early_submit(huge, address)
             endings = [s.ending for s in (await engine.generate(huge, address)).sequences]
             assert [isinstance(ending, Failed) for ending in endings] == [True, True]
-            assert engine.head_starts.num_adopted == 1
+            assert engine.early_submits.num_attached == 1
 
     play(root, story)

@@ -17,7 +17,7 @@ def token_run(start: int, name: str = "r", index: int = 0, count: int = 1) -> To
 
 
 def say(box: Outbox, start: int, name: str = "r", address: ReplyAddress = HERE) -> None:
-    box.put(address, token_run(start, name))
+    box.add(address, token_run(start, name))
     box.flush()
 
 
@@ -33,8 +33,8 @@ def test_a_stream_goes_on_as_soon_as_its_socket_takes_frames_again() -> None:
     sockets.room[HERE] = 9
     box.resend(HERE)
     assert heard(inbox) == [1, 2, 3, 4, 5], "without another token, let alone the end"
-    assert box.num_kept == 0
-    assert box.num_held_up == 5
+    assert box.num_unsent == 0
+    assert box.num_delayed == 5
     say(box, 6)
     assert heard(inbox) == [6]
 
@@ -57,25 +57,25 @@ def test_one_slow_replica_holds_up_no_other() -> None:
     box = Outbox(sockets)
     inbox = sockets.mailboxes[HERE].open("r", 1)
     for start in range(4):
-        box.put(THERE, token_run(start, "other"))
+        box.add(THERE, token_run(start, "other"))
         say(box, start)
     assert heard(inbox) == [0, 1, 2, 3]
-    assert box.num_kept == 4
+    assert box.num_unsent == 4
 
 
 def test_each_token_is_kept_once_and_goes_with_its_request() -> None:
     box = Outbox(Sockets(room=0))
     for start in range(100):
         for name in ("r", "s"):
-            box.put(HERE, token_run(start, name))
-            box.put(HERE, token_run(start, name, index=1))
+            box.add(HERE, token_run(start, name))
+            box.add(HERE, token_run(start, name, index=1))
         box.flush()
-    assert box.num_kept == 400
+    assert box.num_unsent == 400
     box.forget(HERE, "r", 2)
-    assert box.num_kept == 200
+    assert box.num_unsent == 200
     box.forget(THERE, "s", 2)
     box.drop(HERE)
-    assert box.num_kept == 0
+    assert box.num_unsent == 0
 
 
 def test_a_long_silence_is_made_up_for_in_frames_of_a_bounded_size(
@@ -87,11 +87,11 @@ def test_a_long_silence_is_made_up_for_in_frames_of_a_bounded_size(
     inboxes = [sockets.mailboxes[HERE].open(name, 1) for name in "rst"]
     for start in range(20):
         for name in "rst":
-            box.put(HERE, token_run(start, name))
+            box.add(HERE, token_run(start, name))
         box.flush()
     sockets.room[HERE] = 4
     box.resend(HERE)
-    assert box.num_kept == 60 - 4 * 7
+    assert box.num_unsent == 60 - 4 * 7
     sockets.room[HERE] = 99
     box.resend(HERE)
     assert [heard(inbox) for inbox in inboxes] == [list(range(20))] * 3
@@ -113,14 +113,14 @@ def test_whatever_the_socket_does_tokens_come_once_in_order(
     for sequences, room, told in turns:
         sockets.room[HERE] = room
         for index in range(sequences):
-            box.put(HERE, token_run(said[index], index=index))
+            box.add(HERE, token_run(said[index], index=index))
             said[index] += 1
         box.flush()
         if told:
             box.resend(HERE)
         for index in range(3):
             got[index] += heard(inbox, index)
-        assert box.num_kept == sum(said) - sum(map(len, got)), "kept, or heard"
+        assert box.num_unsent == sum(said) - sum(map(len, got)), "kept, or heard"
         if room > 1 and (sequences or told):
-            assert box.num_kept == 0
+            assert box.num_unsent == 0
     assert got == [list(range(len(each))) for each in got]

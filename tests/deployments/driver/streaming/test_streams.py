@@ -65,10 +65,10 @@ def test_a_replica_that_is_gone_costs_nothing() -> None:
         streams = Streams(sockets)
         completion = streams.open(request(), HERE)
         new(streams, 0, 5, 6)
-        assert streams._outbox.num_kept == 2
+        assert streams._outbox.num_unsent == 2
         streams.abandon(HERE)
         new(streams, 2, 7)
-        assert streams._outbox.num_kept == 0
+        assert streams._outbox.num_unsent == 0
         assert (await completion).sequences[0].ending == Cancelled()
         assert streams.close("r") == [0]
 
@@ -82,12 +82,12 @@ def test_what_is_kept_goes_with_its_request_and_who_does_not_listen_is_sent_noth
         streams.open(request(), HERE)
         new(streams, 0, 5, 6)
         streams.close("r")
-        assert streams._outbox.num_kept == 0
+        assert streams._outbox.num_unsent == 0
         sockets.room[HERE] = 9
         streams.open(request(), None)
         new(streams, 0, 5)
         assert sockets.frames == []
-        assert streams.num_held_up == 1
+        assert streams.num_delayed == 1
 
     asyncio.run(story())
 
@@ -105,10 +105,10 @@ class Engine:
     def on_finish(self, finish: Finish) -> None:
         raise AssertionError(finish)
 
-    def on_head_start(self, request: GenerateRequest, address: ReplyAddress) -> None:
+    def on_early_submit(self, request: GenerateRequest, address: ReplyAddress) -> None:
         raise AssertionError(request)
 
-    def on_take_back(self, request_id: str) -> None:
+    def on_withdraw(self, request_id: str) -> None:
         raise AssertionError(request_id)
 
     def on_lost(self, address: ReplyAddress) -> None:
@@ -146,7 +146,7 @@ def test_a_stream_goes_on_when_a_full_socket_is_read_again_and_not_at_its_end() 
         completion = engine.streams.open(request(), address)
         for part in range(parts):
             new(engine.streams, part * length, *range(70_000, 70_000 + length))
-        assert engine.streams.num_held_up > 0
+        assert engine.streams.num_delayed > 0
         reading.set()
         await complete.wait()
         assert not completion.done()

@@ -10,7 +10,7 @@ from ray.exceptions import ActorUnavailableError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
 from deployments.contract import Completion, GenerateRequest, ReplyAddress
-from deployments.early_submit import _told, replica_chosen, telling
+from deployments.early_submit import _told, replica_chosen, replica_listener
 from deployments.ingress.deployment import HandleDriver
 from deployments.ingress.http.errors import RequestError
 from tests.deployments.driver.routing.stories import PATIENCE_S
@@ -177,9 +177,9 @@ def test_a_router_on_another_event_loop_and_a_late_one_give_none() -> None:
 def test_who_began_no_call_is_told_nothing() -> None:
     told: list[str] = []
     replica_chosen("nobody asked")
-    with telling(told.append):
+    with replica_listener(told.append):
         replica_chosen("a")
-        with telling(lambda replica: None):
+        with replica_listener(lambda replica: None):
             replica_chosen("b")
         other = threading.Thread(target=replica_chosen, args=("c",))
         other.start()

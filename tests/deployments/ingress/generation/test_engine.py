@@ -28,7 +28,7 @@ def test_many_requests_at_once_ask_once(driver: FakeDriver) -> None:
         clock = Clock()
         engine = _engine(driver, clock)
         answers = await asyncio.gather(*(engine.served() for _ in range(20)))
-        assert {id(served.text) for served in answers} == {id(answers[0].text)}
+        assert {id(served.tokenizer) for served in answers} == {id(answers[0].tokenizer)}
         infos: list[EngineInfo] = await asyncio.gather(*(engine.info() for _ in range(20)))
         assert infos == [driver.info] * 20
         assert driver.descriptions == 1
