@@ -15,7 +15,8 @@ class AdapterShare(Config):
     weight: the tokens it is admitted for in a round, where another's are 1. max_concurrent:
     requests that may run at once. tokens_per_second: of prompts and answers, on average; one
     second's worth may come at once. priority: higher ones are admitted first, but not always
-    (scheduler/admission/queues.py says how often lower ones are). None: no cap. What is over a cap waits.
+    (scheduler/admission/queues.py says how often lower ones are). None: no cap. What is over a
+    cap waits.
     """
 
     weight: float = Field(default=1.0, ge=0.01, le=100.0)

@@ -30,17 +30,20 @@ class Status(Enum):
 class Request:
     """A sequence, its tokens and what it holds on the ranks.
 
-    arrival: seconds on the caller's clock. parts: what its adapter is a merge of, each once, ()
-    for others. tokens: all known ids, prompt first.
-    computed: positions whose step was applied; scheduled: positions that plans name;
-    pending: tokens that plans in flight will sample. cache_salt: of the prefix cache's keys.
-    rope_set: that of position 0 (configs/rope_sets.py). in_flight: plans in flight with its row.
-    registered: leading blocks whose content the prefix cache knows. prompt_logprobs, embedding:
-    what the ranks reported about its prompt so far. losses: of the ranks, in a row, that it was
-    involved in; losses_alone: those of them in which it was the only one; lost_with: tokens that it had
-    at the last one; isolation_rounds: how often it became a suspect (trials.py). matcher: the number of
-    what the ranks made of its constraint, -1 without; parted: nobody shares it. aside: it waits
-    for that. void: what plans in flight still sample for it is nobody's (matchers.py).
+    arrival: seconds on the caller's clock.
+    parts: what its adapter is a merge of, each once; () for others.
+    tokens: all known ids, prompt first.
+    computed: positions whose step was applied. scheduled: positions that plans name.
+    pending: tokens that plans in flight will sample. in_flight: plans in flight with its row.
+    cache_salt: of the prefix cache's keys. rope_set: that of position 0 (configs/rope_sets.py).
+    registered: leading blocks whose content the prefix cache knows.
+    prompt_logprobs, embedding: what the ranks reported about its prompt so far.
+    losses: of the ranks, in a row, in which it was involved. losses_alone: those in which no
+    other request was. lost_with: tokens that it had at the last one. isolation_rounds: how often
+    it was set apart (admission/crash_isolation.py).
+    matcher: the number of the matcher that the ranks made of its constraint; -1 without one.
+    parted: no other request shares that matcher. aside: it waits until the ranks have made it.
+    void: what plans in flight still sample for it is thrown away (matchers.py).
     """
 
     id: RequestId

@@ -21,9 +21,9 @@ SHORTEST_SLICE = 16
 class RunningRequests:
     """Requests in the order of their age, and those that leave while plans still name them.
 
-    freed: called when a request holds nothing on the ranks any more. stalled: whether the last
-    step left somebody without a block. reserved_blocks: blocks that known tokens of admitted requests
-    will still take.
+    freed: called when a request holds nothing on the ranks any more.
+    stalled: whether the last step left a request without a block.
+    reserved_blocks: blocks that known tokens of admitted requests will still take.
     """
 
     def __init__(

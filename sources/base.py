@@ -76,7 +76,8 @@ class AdapterFolder:
     """An adapter's files on this node and what they are.
 
     origin: names the content, as in Found, but of the files that are here now. held: the entry of
-    the disk cache that must not be evicted meanwhile, None for other folders. root: as in FoundAdapter.
+    the disk cache that must not be evicted meanwhile, None for other folders.
+    root: as in FoundAdapter.
     """
 
     folder: Path

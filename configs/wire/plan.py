@@ -14,13 +14,13 @@ from configs.wire.sampling import Sampling
 
 
 class RequestJoin(msgspec.Struct, frozen=True, array_like=True):
-    """A request that takes a place on the ranks: new, or back after a preemption.
+    """A request that joins the ranks' batch: new, or back after a preemption.
 
     batch_slot: index into the ranks' token buffer and block table, in [0, max_running).
-    tokens: every known token id, prompt first; written to positions 0..len-1 of the place.
+    tokens: every known token id, prompt first; written to the slot's positions 0 .. len - 1.
     prompt_length: how many of `tokens` are the prompt's.
-    adapter_slot: the adapter's device slot, -1 for the base model. matcher: the number of what all ranks
-    made of the answer's constraint, -1 without one.
+    adapter_slot: the adapter's device slot; -1 for the base model.
+    matcher: the number of the matcher that all ranks made of its constraint; -1 without one.
     """
 
     batch_slot: int

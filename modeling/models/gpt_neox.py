@@ -319,7 +319,7 @@ class GPTNeoXForCausalLM(PagedAndPaddedBase):
         attention: AttentionCall,
         trace: list[Tensor] | None,
     ) -> Tensor:
-        """As `PagedAndPaddedBase`; here, as in transformers, the farthest position is for the batch.
+        """As `PagedAndPaddedBase`; as in transformers, the farthest position counts for all rows.
 
         ValueError for a position where dynamic rope would begin to change.
         """

@@ -20,13 +20,19 @@ class AdapterState(StrEnum):
 class Resident:
     """One adapter that is used, awaited, pinned, or somewhere in memory.
 
-    users: requests that hold its slot. loading: a fill is under way that not all ranks have
-    finished. waiting: queued requests. dropping: a plan in flight (or the next one) makes the
-    ranks forget the host copy. first_admission_due: it was filled for requests that wait, and none of them
-    was admitted since.
-    evictable: counted among what the device tier may take back at once. stage_requested: somebody waits
-    for its being staged, without a request. admitting_since: when it admitted the first request after it was
-    filled or idle; idle_since: when it became so, None while it is not; both in turns.py's time.
+    shape: pages and bytes; None before it was staged once.
+    on_host, staging: a host copy is there; the ranks were asked for one.
+    dropping: a plan in flight, or the next one, makes the ranks forget the host copy.
+    slot, pages: what it holds on the device; -1 and empty while it is not there.
+    users: requests that hold its slot.
+    loading: its copy to the device was begun, and not all ranks have finished it.
+    first_admission_due: it was loaded for waiting requests and has admitted none of them yet.
+    waiting: queued requests.
+    pinned, unloading: an operator keeps it on the device, or lets it go when it is idle.
+    evictable: the device tier may take its slot and pages back at once.
+    stage_requested: an operator's command waits until it is staged.
+    admitting_since: when it admitted the first request after it was loaded or idle.
+    idle_since: when it became idle; None while it is not. Both in the admission queue's time.
     """
 
     key: AdapterKey

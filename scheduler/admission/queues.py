@@ -46,8 +46,10 @@ class QueueState(Enum):
 class AdapterQueue:
     """The waiting requests of one adapter: those that were preempted first, then the new ones.
 
-    pending_load: (when in the order of claims, a number that breaks ties) its adapter awaits room on
-    the device; pending_since: the step since which it does.
+    credit: tokens that it may still admit before its next turn earns more.
+    pending_load: its rank among the pending loads: (step since which it waits, less the steps
+    that its priority counts for; a number that breaks ties). None until it waits for the device,
+    and again once a request was admitted. pending_since: the step itself.
     """
 
     def __init__(self, key: QueueKey, share: AdapterShare) -> None:

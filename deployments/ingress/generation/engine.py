@@ -83,10 +83,12 @@ class ServedModel(NamedTuple):
 class GenerationJob:
     """A validated request: what goes to the driver, and how its tokens become text.
 
-    stops: stop strings; keep_stops leaves the matched one in the text. per_token: whether the
-    reply tells tokens apart. characters: of the prompts, for the reply's headers. choices:
-    sequences of each prompt, of which best_of may be more than the client is shown. visible_special_tokens:
-    special tokens that have text here. cache_salt: the request's own, "" without one.
+    stops: stop strings. keep_stops: the matched one stays in the text.
+    per_token: the reply lists single tokens.
+    characters: of the prompts, for the reply's headers.
+    choices: sequences of each prompt, of which best_of may be more than the client gets.
+    visible_special_tokens: special tokens that have text in the answer.
+    cache_salt: the request's own, "" without one.
     """
 
     request: GenerateRequest

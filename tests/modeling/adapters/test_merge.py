@@ -105,8 +105,11 @@ def test_places_and_ranks_are_those_of_all_parts(tmp_path: Path) -> None:
     ]
     found = merged(folders, MergeRule((0.5, 2.0)))
     assert {place: len(m.a) for place, m in found.items()} == {
-        ModulePosition(0, 0): 4, ModulePosition(0, 1): 7, ModulePosition(0, 2): 4, ModulePosition(1, 0): 4,
-    }  # fmt: skip
+        ModulePosition(0, 0): 4,
+        ModulePosition(0, 1): 7,
+        ModulePosition(0, 2): 4,
+        ModulePosition(1, 0): 4,
+    }
     # alpha 8: scalings 2, and 8 / 7 where the rank is 7.
     name = "base_model.model.model.layers.{}.up.lora_{}.weight"
     a_one, a_two = one[name.format(1, "A")], two[name.format(1, "A")]
