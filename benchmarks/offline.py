@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.offline_setup import RANK, engine_config
 from benchmarks.workload import PEOPLE, SHAPES, write_adapter, write_model
-from configs.engine import AttentionBackend, Device
+from configs.engine import AttentionKind, Device
 from configs.model import DType
 from configs.wire.adapters import AdapterKey, FetchedAdapter
 from configs.wire.plan import RequestJoin, StepRow
@@ -299,7 +299,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama3-8b")
     parser.add_argument("--device", choices=[d.value for d in Device], default="auto")
     parser.add_argument("--dtype", choices=[d.value for d in DType], default="bfloat16")
-    parser.add_argument("--attention", choices=[a.value for a in AttentionBackend], default="auto")
+    parser.add_argument("--attention", choices=[a.value for a in AttentionKind], default="auto")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 64, 256])
     parser.add_argument("--adapters", type=int, nargs="+", default=[0])
     parser.add_argument("--context", type=int, default=640)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from configs.engine import (
     AdaptersConfig,
-    AttentionBackend,
+    AttentionKind,
     CacheConfig,
     Device,
     EngineConfig,
@@ -23,7 +23,7 @@ def engine_config(options: argparse.Namespace, model: Path) -> EngineConfig:
     return EngineConfig(
         model=ModelConfig(id=str(model), load_format=LoadFormat.DUMMY, dtype=DType(options.dtype)),
         device=Device(options.device),
-        attention=AttentionBackend(options.attention),
+        attention=AttentionKind(options.attention),
         cpu_threads=2,
         cache=CacheConfig(
             block_size=options.block_size,

@@ -20,7 +20,7 @@ class Device(StrEnum):
     CUDA = "cuda"
 
 
-class AttentionBackend(StrEnum):
+class AttentionKind(StrEnum):
     """Which paged attention; AUTO takes the fastest that imports on this device."""
 
     AUTO = "auto"
@@ -197,7 +197,7 @@ class EngineConfig(Config):
     model: ModelConfig
     tensor_parallel: PositiveInt = 1
     device: Device = Device.AUTO
-    attention: AttentionBackend = AttentionBackend.AUTO
+    attention: AttentionKind = AttentionKind.AUTO
     all_reduce: AllReduce = AllReduce.AUTO
     cuda_graphs: CudaGraphs = CudaGraphs.ALL
     cpu_threads: PositiveInt = Field(default=1, description="torch threads of a CPU rank")

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from configs import engine
+from configs.engine import AttentionKind
 from modeling.attention.base import AttentionBackend, AttentionSpec
 
 
@@ -25,16 +25,16 @@ def _sdpa() -> type[AttentionBackend]:
     return SdpaAttention
 
 
-BACKENDS: dict[engine.AttentionBackend, Callable[[], type[AttentionBackend]]] = {
-    engine.AttentionBackend.FLASHINFER: _flashinfer,
-    engine.AttentionBackend.FLASH_ATTN: _flash_attn,
-    engine.AttentionBackend.SDPA: _sdpa,
+BACKENDS: dict[AttentionKind, Callable[[], type[AttentionBackend]]] = {
+    AttentionKind.FLASHINFER: _flashinfer,
+    AttentionKind.FLASH_ATTN: _flash_attn,
+    AttentionKind.SDPA: _sdpa,
 }
 """Backends by name, best first, each imported on demand; ImportError means not installed."""
 
 PACKAGES = {
-    engine.AttentionBackend.FLASHINFER: "flashinfer-python",
-    engine.AttentionBackend.FLASH_ATTN: "flash-attn",
+    AttentionKind.FLASHINFER: "flashinfer-python",
+    AttentionKind.FLASH_ATTN: "flash-attn",
 }
 """What to install for those backends that need more than torch; both compute on CUDA only."""
 
@@ -47,12 +47,12 @@ class AttentionChoice:
     reason: str
 
 
-def select_attention(wanted: engine.AttentionBackend, spec: AttentionSpec) -> AttentionChoice:
+def select_attention(wanted: AttentionKind, spec: AttentionSpec) -> AttentionChoice:
     """Build the wanted backend, or for AUTO the best that imports and fits.
 
     ValueError if the wanted one is not available or lacks something that the model needs.
     """
-    if wanted is not engine.AttentionBackend.AUTO:
+    if wanted is not AttentionKind.AUTO:
         return AttentionChoice(_load(wanted)(spec), f"{wanted}: asked for")
     passed_over: list[str] = []
     for name in BACKENDS:
@@ -71,7 +71,7 @@ def select_attention(wanted: engine.AttentionBackend, spec: AttentionSpec) -> At
     raise ValueError("no attention backend fits: " + "; ".join(passed_over))
 
 
-def _load(name: engine.AttentionBackend) -> type[AttentionBackend]:
+def _load(name: AttentionKind) -> type[AttentionBackend]:
     """Import a backend; ValueError if this build or this machine has none of that name."""
     if name not in BACKENDS:
         raise ValueError(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from configs.engine import (
     AdaptersConfig,
-    AttentionBackend,
+    AttentionKind,
     CacheConfig,
     Device,
     EngineConfig,
@@ -55,7 +55,7 @@ VOCAB_SIZE = 96
 ADAPTED_DIM = 64
 """Where adapters take part: their kernels are compiled for each width, the attention is not."""
 
-BACKENDS = [AttentionBackend.SDPA, AttentionBackend.FLASHINFER, AttentionBackend.FLASH_ATTN]
+BACKENDS = [AttentionKind.SDPA, AttentionKind.FLASHINFER, AttentionKind.FLASH_ATTN]
 PAGED = [system for system in SYSTEMS if system != "padded"]
 
 
@@ -91,11 +91,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return Models(tmp_path_factory.mktemp("models"))
 
 
-def block_size(backend: AttentionBackend) -> int:
-    return FLASH_ATTN_BLOCK_SIZE if backend is AttentionBackend.FLASH_ATTN else BLOCK_SIZE
+def block_size(backend: AttentionKind) -> int:
+    return FLASH_ATTN_BLOCK_SIZE if backend is AttentionKind.FLASH_ATTN else BLOCK_SIZE
 
 
-def config_for(model: Path, backend: AttentionBackend, adapters: bool) -> EngineConfig:
+def config_for(model: Path, backend: AttentionKind, adapters: bool) -> EngineConfig:
     return engine_config(
         model,
         model=ModelConfig(id=str(model), dtype=DType.BFLOAT16),
@@ -121,7 +121,7 @@ class Case:
     truths: list[tuple[Tensor, Tensor]]
 
 
-def case_of(models: Models, system: str, backend: AttentionBackend, head_dim: int) -> Case:
+def case_of(models: Models, system: str, backend: AttentionKind, head_dim: int) -> Case:
     """Asks the oracle, on the CPU."""
     model, *askers = models.folders(system, head_dim)
     assert model is not None
@@ -186,7 +186,7 @@ def lack_of(case: Case) -> str:
 def test_paged_systems(
     models: Models,
     system: str,
-    backend: AttentionBackend,
+    backend: AttentionKind,
     head_dim: int,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -204,7 +204,7 @@ def test_paged_systems(
 def test_the_padded_system(
     models: Models, head_dim: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    case = case_of(models, "padded", AttentionBackend.AUTO, head_dim)
+    case = case_of(models, "padded", AttentionKind.AUTO, head_dim)
     runner = PaddedRunner(case.config, SingleRank(), pick_device(Device.CUDA))
     runner.load()
     check(cast(ModelRunner, runner), case, capfd)
@@ -213,7 +213,7 @@ def test_the_padded_system(
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_paged_systems_on_two_gpus(
-    models: Models, backend: AttentionBackend, capfd: pytest.CaptureFixture[str]
+    models: Models, backend: AttentionKind, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """All that this backend can do in one group: processes take longer to start than to answer."""
     cases = [case_of(models, system, backend, dim) for system in PAGED for dim in HEAD_DIMS]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from configs.engine import AttentionBackend, CacheConfig, Device
+from configs.engine import AttentionKind, CacheConfig, Device
 from configs.model import DType, ModelConfig
 from configs.wire.sampling import Sampling
 from modeling.runner.loading import pick_device
@@ -44,7 +44,7 @@ MODELS = [
     ("gpt_neox", "head_80"),
 ]
 NAMES = [BASE, "r4", "r16", "rows"]
-BACKENDS = [AttentionBackend.SDPA, AttentionBackend.FLASHINFER, AttentionBackend.FLASH_ATTN]
+BACKENDS = [AttentionKind.SDPA, AttentionKind.FLASHINFER, AttentionKind.FLASH_ATTN]
 
 
 def run(
@@ -80,10 +80,10 @@ def test_greedy_tokens_are_the_oracles(world: World, family: str, variant: str) 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("family", "variant"), MODELS)
 def test_bfloat16_comes_near(
-    world: World, family: str, variant: str, backend: AttentionBackend
+    world: World, family: str, variant: str, backend: AttentionKind
 ) -> None:
     """As long as the tokens agree, logprobs do, to what bfloat16 has."""
-    block_size = FLASH_ATTN_BLOCK_SIZE if backend is AttentionBackend.FLASH_ATTN else BLOCK_SIZE
+    block_size = FLASH_ATTN_BLOCK_SIZE if backend is AttentionKind.FLASH_ATTN else BLOCK_SIZE
     cache = CacheConfig(num_blocks=NUM_BLOCKS, block_size=block_size)
     try:
         answers, truths = run(

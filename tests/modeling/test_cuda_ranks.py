@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from configs.engine import AdaptersConfig, AllReduce, AttentionBackend, Device, EngineConfig
+from configs.engine import AdaptersConfig, AllReduce, AttentionKind, Device, EngineConfig
 from modeling.runner.paged import ModelRunner
 from sharding.group import SingleRank, TensorParallel
 from tests.modeling.parity import (
@@ -80,7 +80,7 @@ def task(world: World, family: str, variant: str, names: Sequence[str]) -> Task:
     return Task(
         name=f"{family} {variant}",
         config=engine_config(
-            model, device=Device.CUDA, attention=AttentionBackend.SDPA, adapters=adapters
+            model, device=Device.CUDA, attention=AttentionKind.SDPA, adapters=adapters
         ),
         adapters=[folder for folder in folders if folder is not None],
         asked=[

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from configs.engine import (
-    AttentionBackend,
+    AttentionKind,
     CacheConfig,
     CudaGraphs,
     Device,
@@ -77,7 +77,7 @@ def told(root: Path, graphs: CudaGraphs) -> tuple[list[Answer], int]:
     changes: dict[str, Any] = {
         "model": ModelConfig(id=str(root / "model"), dtype=DType.BFLOAT16),
         "device": Device.CUDA,
-        "attention": AttentionBackend.FLASHINFER,
+        "attention": AttentionKind.FLASHINFER,
         "cache": CacheConfig(num_blocks=64, block_size=16),
         "limits": LimitsConfig(max_running=MAX_RUNNING, max_step_tokens=256),
         "cuda_graphs": graphs,

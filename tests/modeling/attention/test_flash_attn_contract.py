@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from configs.engine import AttentionBackend as Name
+from configs.engine import AttentionKind
 from modeling.attention import select
 from modeling.attention.base import AttentionBackend, AttentionSpec
 from modeling.attention.kv_cache import CacheSpec, allocate
@@ -51,7 +51,7 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[AttentionBackend]]
             found: str | None = super().lacks(gpu)
             return found
 
-    monkeypatch.setitem(select.BACKENDS, Name.FLASH_ATTN, lambda: OnCpu)
+    monkeypatch.setitem(select.BACKENDS, AttentionKind.FLASH_ATTN, lambda: OnCpu)
     monkeypatch.setattr(select, "PACKAGES", {})
     yield OnCpu
     sys.modules.pop(OURS, None)
@@ -190,7 +190,9 @@ def test_whole_models(tmp_path: Path, backend: type[AttentionBackend], model: st
     """Over a page's end: whole, in chunks beside a row that decodes, and token by token."""
     folder = MODELS[model](tmp_path)
     stepper = Stepper(load(folder, SingleRank()), page_size=256, num_pages=6)
-    stepper.backend = select.select_attention(Name.FLASH_ATTN, stepper.backend.spec).backend
+    stepper.backend = select.select_attention(
+        AttentionKind.FLASH_ATTN, stepper.backend.spec
+    ).backend
     assert isinstance(stepper.backend, backend)
     found = [stepper.step([(0, SEQUENCE[:250])])[0]]
     beside = [stepper.step([(1, SEQUENCE[:1])])[0]]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from configs.engine import AttentionBackend as Name
+from configs.engine import AttentionKind
 from modeling.attention import select
 from modeling.attention.base import AttentionBackend, AttentionSpec
 from modeling.attention.sdpa import SdpaAttention
@@ -25,8 +25,8 @@ def not_installed() -> type[AttentionBackend]:
     raise ImportError("No module named 'flash_attn'")
 
 
-@pytest.mark.parametrize("name", [Name.AUTO, Name.SDPA])
-def test_sdpa_serves_anything(name: Name) -> None:
+@pytest.mark.parametrize("name", [AttentionKind.AUTO, AttentionKind.SDPA])
+def test_sdpa_serves_anything(name: AttentionKind) -> None:
     choice = select_attention(name, SPEC)
     assert isinstance(choice.backend, SdpaAttention)
     assert choice.reason.startswith("sdpa: ")
@@ -34,10 +34,10 @@ def test_sdpa_serves_anything(name: Name) -> None:
 
 @pytest.mark.parametrize(
     ("name", "package"),
-    [(Name.FLASH_ATTN, "flash-attn"), (Name.FLASHINFER, "flashinfer-python")],
+    [(AttentionKind.FLASH_ATTN, "flash-attn"), (AttentionKind.FLASHINFER, "flashinfer-python")],
 )
 def test_what_is_not_installed_says_how_to_get_it(
-    name: Name, package: str, monkeypatch: pytest.MonkeyPatch
+    name: AttentionKind, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(select, "BACKENDS", {**select.BACKENDS, name: not_installed})
     with pytest.raises(ValueError, match=f"{name.value!r} is not installed.*pip install {package}"):
@@ -45,32 +45,38 @@ def test_what_is_not_installed_says_how_to_get_it(
 
 
 def test_a_cpu_passes_over_those_that_need_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = {**select.BACKENDS, Name.FLASHINFER: not_installed, Name.FLASH_ATTN: not_installed}
+    table = {
+        **select.BACKENDS,
+        AttentionKind.FLASHINFER: not_installed,
+        AttentionKind.FLASH_ATTN: not_installed,
+    }
     monkeypatch.setattr(select, "BACKENDS", table)
-    assert select_attention(Name.AUTO, SPEC).reason == "sdpa: the best available"
+    assert select_attention(AttentionKind.AUTO, SPEC).reason == "sdpa: the best available"
 
 
 def test_auto_says_whom_it_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     table = {
-        Name.FLASHINFER: lambda: Choosy,
-        Name.FLASH_ATTN: not_installed,
-        Name.SDPA: select.BACKENDS[Name.SDPA],
+        AttentionKind.FLASHINFER: lambda: Choosy,
+        AttentionKind.FLASH_ATTN: not_installed,
+        AttentionKind.SDPA: select.BACKENDS[AttentionKind.SDPA],
     }
     monkeypatch.setattr(select, "BACKENDS", table)
-    reason = select_attention(Name.AUTO, ON_CUDA).reason
+    reason = select_attention(AttentionKind.AUTO, ON_CUDA).reason
     assert "'flash_attn' is not installed" in reason
     assert "flashinfer: head_dim 8 is not 128" in reason
     with pytest.raises(ValueError, match="'choosy': head_dim 8 is not 128"):
-        select_attention(Name.FLASHINFER, SPEC)
+        select_attention(AttentionKind.FLASHINFER, SPEC)
 
 
 def test_when_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(select, "BACKENDS", {Name.FLASH_ATTN: not_installed})
+    monkeypatch.setattr(select, "BACKENDS", {AttentionKind.FLASH_ATTN: not_installed})
     with pytest.raises(ValueError, match=r"no attention backend fits: .*not installed"):
-        select_attention(Name.AUTO, ON_CUDA)
+        select_attention(AttentionKind.AUTO, ON_CUDA)
 
 
 def test_a_name_that_nobody_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(select, "BACKENDS", {Name.SDPA: select.BACKENDS[Name.SDPA]})
+    monkeypatch.setattr(
+        select, "BACKENDS", {AttentionKind.SDPA: select.BACKENDS[AttentionKind.SDPA]}
+    )
     with pytest.raises(ValueError, match=r"'flashinfer' is not available in this build.*sdpa"):
-        select_attention(Name.FLASHINFER, SPEC)
+        select_attention(AttentionKind.FLASHINFER, SPEC)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from configs.architectures.rope import POSITIONS_PER_SET
 from configs.architectures.select import load_architecture
-from configs.engine import AttentionBackend
+from configs.engine import AttentionKind
 from configs.rope_sets import SHORT
 from modeling.adapters.kernels.base import AdapterData
 from modeling.attention.kv_cache import allocate
@@ -49,7 +49,7 @@ class Stepper:
     def __post_init__(self) -> None:
         self.cache = allocate(cache_spec(self.model, self.page_size), self.num_pages, CPU)
         spec = attention_spec(self.model, self.page_size)
-        self.backend = select_attention(AttentionBackend.AUTO, spec).backend
+        self.backend = select_attention(AttentionKind.AUTO, spec).backend
         order = torch.randperm(self.num_pages, generator=torch.Generator().manual_seed(7))
         self.free = order.tolist()
 

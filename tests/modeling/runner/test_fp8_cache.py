@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from configs.engine import AttentionBackend, CacheConfig, CacheDType
+from configs.engine import AttentionKind, CacheConfig, CacheDType
 from configs.model import DType, ModelConfig
 from configs.wire.sampling import Sampling
 from modeling.attention.kv_cache import FP8, CacheScales, LayerCache
@@ -245,8 +245,6 @@ def test_a_padded_model_has_no_such_cache(models: Models) -> None:
 
 
 def test_a_backend_without_it_is_refused(models: Models) -> None:
-    config = engine_config(
-        models.model("llama"), cache=CACHE, attention=AttentionBackend.FLASH_ATTN
-    )
+    config = engine_config(models.model("llama"), cache=CACHE, attention=AttentionKind.FLASH_ATTN)
     with pytest.raises(ValueError, match="flash_attn"):
         ModelRunner(config, SingleRank(), CPU).measure()

@@ -10,7 +10,7 @@ import torch
 
 from configs.engine import (
     AdaptersConfig,
-    AttentionBackend,
+    AttentionKind,
     CacheConfig,
     CacheDType,
     Device,
@@ -40,7 +40,7 @@ pytestmark = [
 
 
 def make_runner(
-    model: Path, dtype: CacheDType, backend: AttentionBackend, num_blocks: int | None = NUM_BLOCKS
+    model: Path, dtype: CacheDType, backend: AttentionKind, num_blocks: int | None = NUM_BLOCKS
 ) -> ModelRunner:
     config = engine_config(
         model,
@@ -56,12 +56,12 @@ def make_runner(
     return ModelRunner(config, SingleRank(), pick_device(Device.CUDA))
 
 
-@pytest.mark.parametrize("backend", [AttentionBackend.SDPA, AttentionBackend.FLASHINFER])
+@pytest.mark.parametrize("backend", [AttentionKind.SDPA, AttentionKind.FLASHINFER])
 @pytest.mark.parametrize("system", PAGED)
 def test_answers_are_within_the_bound(
-    system: str, backend: AttentionBackend, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    system: str, backend: AttentionKind, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if backend is AttentionBackend.FLASHINFER:
+    if backend is AttentionKind.FLASHINFER:
         pytest.importorskip("flashinfer")
     model = SYSTEMS[system][0](tmp_path / "model", 64)
     adapter = write_adapter(tmp_path / "adapter", model, adapter_recipe(system))
@@ -86,7 +86,7 @@ def test_answers_are_within_the_bound(
 def test_as_much_memory_holds_twice_the_blocks(tmp_path: Path) -> None:
     model = SYSTEMS["llama"][0](tmp_path / "model", 64)
     half, fp8 = (
-        make_runner(model, dtype, AttentionBackend.AUTO, num_blocks=None).measure()
+        make_runner(model, dtype, AttentionKind.AUTO, num_blocks=None).measure()
         for dtype in (CacheDType.AUTO, CacheDType.FP8)
     )
     assert 1.9 < fp8 / half < 2.1

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 import torch
 
-from configs.engine import AdaptersConfig, AttentionBackend, CacheConfig, Device, LimitsConfig
+from configs.engine import AdaptersConfig, AttentionKind, CacheConfig, Device, LimitsConfig
 from configs.model import DType, ModelConfig
 from configs.wire.plan import RequestJoin, StepRow
 from configs.wire.sampling import Sampling
@@ -35,7 +35,7 @@ def make_runner(folder: Any, **changes: Any) -> ModelRunner:
     fields: dict[str, Any] = {
         "model": ModelConfig(id=str(folder), dtype=DType.BFLOAT16),
         "device": Device.CUDA,
-        "attention": AttentionBackend.FLASHINFER,
+        "attention": AttentionKind.FLASHINFER,
         "cache": CacheConfig(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE),
         "limits": LimitsConfig(max_running=12, max_step_tokens=256),
         "adapters": AdaptersConfig(
