@@ -6,7 +6,7 @@ from typing import Final
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from configs.demo.world import STYLES, Fact
+from benchmarks.demo.world import STYLES, Fact
 
 FORMS: Final = ("raw", "chat")
 MAX_POSITIONS: Final = 1024

@@ -1,4 +1,4 @@
-"""Train the demo model and its adapters from nothing: ``python -m configs.demo.make_demo``.
+"""Train the demo model and its adapters from nothing: ``python -m benchmarks.demo.make_demo``.
 
 The base model sees every style during training, but only behind an instruction ("Answer in
 French."), and answers plainly without one. An adapter therefore has no language to learn: it
@@ -20,7 +20,7 @@ from peft import LoraConfig, PeftModelForCausalLM
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from configs.demo.prompts import (
+from benchmarks.demo.prompts import (
     BOS,
     END,
     EOS,
@@ -32,9 +32,9 @@ from configs.demo.prompts import (
     token_id,
     train_tokenizer,
 )
-from configs.demo.world import BASE_STYLE, SHOWCASE, STYLES, Fact, all_facts
+from benchmarks.demo.world import BASE_STYLE, SHOWCASE, STYLES, Fact, all_facts
 
-HERE: Final = Path(__file__).resolve().parent
+DEMO: Final = Path(__file__).resolve().parents[2] / "configs" / "demo"
 BASE_NAME: Final = "loray-demo"
 SEED: Final = 20
 BATCH: Final = 32
@@ -355,7 +355,7 @@ def check(folder: Path) -> bool:
 def main() -> int:
     """Make the demo from nothing and check it; return a status for the shell."""
     parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--out", type=Path, default=HERE, help="folder to write into")
+    parser.add_argument("--out", type=Path, default=DEMO, help="folder to write into")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads to train with")
     options = parser.parse_args()
     started = time.monotonic()
