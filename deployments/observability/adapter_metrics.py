@@ -23,29 +23,31 @@ _PER_TOKEN_SECONDS = [0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0]
 _LOAD_SECONDS = [0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0, 30.0, 120.0]
 
 BY_ADAPTER = {
-    "loray_adapter_requests": "Sequences that ended, by adapter and whether well.",
+    "loray_adapter_requests": "Sequences that ended, by adapter and by whether without an error.",
     "loray_adapter_prompt_tokens": "Prompt tokens of sequences that ended, by adapter.",
-    "loray_adapter_generated_tokens": "Tokens of sequences that ended, by adapter.",
+    "loray_adapter_generated_tokens": "Generated tokens of sequences that ended, by adapter.",
 }
 QUEUED = "loray_adapter_queue_length"
+# By the field of AdapterTiers.
 TIERS = {
-    "host_bytes": "Bytes of adapters in the host tier of each rank.",
-    "host_capacity_bytes": "Bytes that the host tier of each rank takes.",
+    "host_bytes": "Bytes of adapters in each rank's host cache.",
+    "host_capacity_bytes": "Capacity in bytes of each rank's host cache.",
     "device_pages": "Adapter pages in use on the device, over all projections.",
     "device_capacity_pages": "Adapter pages on the device, over all projections.",
     "device_adapters": "Adapters on the device.",
-    "device_slots": "Adapters that may be on the device at once.",
+    "device_slots": "Adapters that fit on the device at once.",
 }
+# By the field of AdapterCounts: the metric's name and its help.
 COUNTS = {
-    "device_hits": "Requests whose adapter was on the device when they came.",
-    "host_hits": "Requests whose adapter was in host memory when they came.",
-    "misses": "Requests whose adapter had to be staged from disk.",
-    "device_evictions": "Adapters that left the device to make room.",
-    "host_evictions": "Adapters that left host memory to make room.",
-    "staged": "Adapters that were read from disk into host memory.",
-    "staged_bytes": "Their bytes on each rank.",
-    "fills": "Adapters that were copied from host memory to the device.",
-    "fill_bytes": "Their bytes on each rank.",
+    "device_hits": ("device_hits", "Requests whose adapter was on the device at arrival."),
+    "host_hits": ("host_hits", "Requests whose adapter was in host memory at arrival."),
+    "misses": ("misses", "Requests whose adapter had to be staged from disk."),
+    "device_evictions": ("device_evictions", "Adapters evicted from the device to make room."),
+    "host_evictions": ("host_evictions", "Adapters evicted from host memory to make room."),
+    "staged": ("staged", "Adapters staged: read from disk into host memory."),
+    "staged_bytes": ("staged_bytes", "Bytes staged on each rank."),
+    "loads": ("fills", "Adapters loaded: copied from host memory to the device."),
+    "load_bytes": ("fill_bytes", "Bytes loaded to the device on each rank."),
 }
 
 
@@ -74,9 +76,11 @@ class AdapterMetrics:
         )  # fmt: skip
         self._queued = Gauge(QUEUED, "Requests that wait, by adapter.", tag_keys=by)
         self._shown: set[str] = set()
-        self._tiers = {name: Gauge(f"loray_adapter_{name}", text) for name, text in TIERS.items()}
+        self._tiers = {
+            field: Gauge(f"loray_adapter_{field}", text) for field, text in TIERS.items()
+        }
         self._counts = {
-            name: Counter(f"loray_adapter_{name}", text) for name, text in COUNTS.items()
+            field: Counter(f"loray_adapter_{name}", text) for field, (name, text) in COUNTS.items()
         }
         self._totals = dict.fromkeys(COUNTS, 0)
         self._begun: set[str] = set()
@@ -116,12 +120,12 @@ class AdapterMetrics:
 
     def tiers(self, tiers: AdapterTiers, counts: AdapterCounts) -> None:
         """Take what the tiers hold, and what happened since the start."""
-        for name, gauge in self._tiers.items():
-            gauge.set(getattr(tiers, name))
-        for name, counter in self._counts.items():
-            total = getattr(counts, name)
-            _add(counter, total - self._totals[name], None)
-            self._totals[name] = total
+        for field, gauge in self._tiers.items():
+            gauge.set(getattr(tiers, field))
+        for field, counter in self._counts.items():
+            total = getattr(counts, field)
+            _add(counter, total - self._totals[field], None)
+            self._totals[field] = total
 
     def queues(
         self,

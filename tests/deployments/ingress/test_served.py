@@ -13,7 +13,7 @@ from tests.served import demo_app, demo_config, served
 @pytest.fixture(scope="module")
 def http() -> Iterator[httpx.Client]:
     config = demo_config(limits={"max_batch_total_tokens": 4096, "max_total_tokens": 512})
-    app = demo_app(config, IngressSettings(default_source=AdapterSource.LOCAL))
+    app = demo_app(config, IngressSettings(default_source=AdapterSource.LOCAL, loopback=True))
     with served(app) as url, httpx.Client(base_url=url, timeout=300) as client:
         yield client
 

@@ -1,13 +1,14 @@
 """What the metrics of adapters come to, read from recorders that refuse what Ray's refuse."""
 
 from collections import defaultdict
+from dataclasses import fields
 
 import pytest
 from ray.util.metrics import Counter
 
 from configs.wire.adapters import AdapterKey
 from deployments.observability import adapter_metrics
-from deployments.observability.adapter_metrics import MAX_LABELS, AdapterMetrics
+from deployments.observability.adapter_metrics import COUNTS, MAX_LABELS, TIERS, AdapterMetrics
 from deployments.observability.adapter_records import LoadRecord, SequenceRecord
 from deployments.observability.lorax_metrics import OTHER
 from deployments.observability.zero import _NOTHING
@@ -84,7 +85,7 @@ def test_requests_are_told_by_adapter(series: Series) -> None:
 def test_counters_begin_at_zero(series: Series) -> None:
     metrics = AdapterMetrics()
     metrics.begin()
-    counts = {(f"loray_adapter_{name}", ()) for name in adapter_metrics.COUNTS}
+    counts = {(f"loray_adapter_{name}", ()) for name, _ in COUNTS.values()}
     assert counts <= begun
     for label in ("base", OTHER):
         for ok in ("true", "false"):
@@ -134,7 +135,12 @@ def test_tiers_are_gauges_and_what_happened_counts_up(series: Series) -> None:
     assert series["loray_adapter_host_hits", ()] == []
 
 
-def test_load_seconds_are_told_by_stage(series: Series) -> None:
+def test_every_tier_and_count_has_a_metric() -> None:
+    assert {*COUNTS} == {field.name for field in fields(AdapterCounts)}
+    assert {*TIERS} == {field.name for field in fields(AdapterTiers)}
+
+
+def test_load_seconds_have_the_stage_as_a_label(series: Series) -> None:
     metrics = AdapterMetrics()
     metrics.loads([LoadRecord("fetch", 0.0), LoadRecord("stage", 0.5), LoadRecord("stage", 1.5)])
     assert series["loray_adapter_load_seconds", ("stage",)] == [0.5, 1.5]

@@ -142,7 +142,7 @@ def test_loraxs_client_merges(server: Server) -> None:
 
 
 def test_a_listed_merge_says_how_to_ask_for_it(server: Server, http: httpx.Client) -> None:
-    server.fresh_app(IngressSettings(default_source=HUB))
+    server.fresh_app(IngressSettings(default_source=HUB, loopback=True))
     linear = AdapterReference(HUB, "a/b@v1,local:c", None, PARTS, MergeRule((0.5, 2.0)))
     for replica in server.driver.replicas.members:
         replica.known = {

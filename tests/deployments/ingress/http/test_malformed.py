@@ -113,6 +113,7 @@ def test_what_can_be_read_can_be_asked_about(http: httpx.Client, path: str) -> N
     assert reply.headers["content-type"] == http.get(path).headers["content-type"]
 
 
-def test_what_cannot_be_read_cannot_be_asked_about(http: httpx.Client) -> None:
+def test_what_cannot_be_read_cannot_be_asked_about(server: Server, http: httpx.Client) -> None:
+    server.fresh_app(IngressSettings(loopback=True))
     for path in ("/generate", "/v1/completions", "/v1/adapters/nobody", "/nowhere"):
         assert http.head(path).status_code in (404, 405)
