@@ -71,8 +71,9 @@ class ApiConfig(Config):
     any key those routes are closed (`key`), unless the server listens on loopback; `open`: whoever
     reaches the port may use them.
     cors_allow_origin: none means that browsers let no other site's pages call this server.
-    max_json_depth: of arrays and objects within each other. body_timeout_s: how long a request's
-    body may take to come.
+    max_json_depth: of arrays and objects within each other. max_json_objects: arrays and objects of
+    one body: messages, content parts, tools and prompts together. body_timeout_s: how long a
+    request's body may take to come.
     """
 
     keys: tuple[KeyConfig, ...] = ()
@@ -87,6 +88,7 @@ class ApiConfig(Config):
     max_header_bytes: PositiveInt = 32 * 2**10
     max_headers: PositiveInt = 100
     max_json_depth: PositiveInt = 64
+    max_json_objects: PositiveInt = 10_000
     body_timeout_s: PositiveFloat = 60.0
 
     @property

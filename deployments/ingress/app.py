@@ -103,6 +103,7 @@ def _guard(app: FastAPI, settings: IngressSettings) -> None:
         BodyLimit,
         max_bytes=config.max_body_bytes,
         max_depth=config.max_json_depth,
+        max_objects=config.max_json_objects,
         seconds=config.body_timeout_s,
     )
     keys = Keys(

@@ -26,7 +26,7 @@ _MAX_TEMPLATES = 256
 _SHORT_BYTES = 64 << 10
 _PARAM = "chat_template"
 
-_Asked = tuple[AdapterReference, tuple[str, ...] | None]
+_CacheKey = tuple[AdapterReference, str | None, tuple[str, ...] | None, str]
 
 
 class Template(TemplateText, Protocol):
@@ -83,7 +83,7 @@ class Templates:
         self.pool = ThreadPoolExecutor(2, thread_name_prefix="templates")
         self._driver = driver
         self._clock = clock
-        self._known: OrderedDict[_Asked, tuple[float, TemplateSource]] = OrderedDict()
+        self._known: OrderedDict[_CacheKey, tuple[float, TemplateSource]] = OrderedDict()
 
     async def of(
         self,
@@ -96,15 +96,16 @@ class Templates:
 
         allowed, payer: as in `GenerateRequest`.
         """
-        now, asked = self._clock(), (reference, allowed)
-        known = self._known.get(asked)
+        # The driver checks the caller's rights; an answer is good for this caller alone.
+        now, key = self._clock(), (reference, api_token, allowed, payer)
+        known = self._known.get(key)
         if known is not None and now - known[0] < _GOOD_SECONDS:
             return known[1]
         answer = await self._driver.chat_template(reference, api_token, allowed, payer)
         if isinstance(answer, Failed):
             raise RequestError.of(answer)
-        self._known[asked] = (now, answer)
-        self._known.move_to_end(asked)
+        self._known[key] = (now, answer)
+        self._known.move_to_end(key)
         if len(self._known) > _MAX_TEMPLATES:
             self._known.popitem(last=False)
         return answer

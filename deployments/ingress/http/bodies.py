@@ -66,17 +66,20 @@ class HeaderLimit:
 
 
 class BodyLimit:
-    """Reads a body before anybody parses it; 413 if it is too long, whatever length it announced.
+    """Reads a body before it is parsed, and answers bodies over a limit.
 
-    One that has not come after `seconds` is answered with 408. Arrays and objects that lie deeper
-    within each other than max_depth are bad input, and so is what is no UTF-8.
+    413: longer than max_bytes, whatever length it announced. 408: not complete after `seconds`.
+    Bad input: arrays and objects nested deeper than max_depth or more than max_objects of them,
+    or a body that is not UTF-8.
     """
 
-    def __init__(self, app: ASGIApp, max_bytes: int, max_depth: int, seconds: float) -> None:
-        """Stand before `app`."""
+    def __init__(
+        self, app: ASGIApp, max_bytes: int, max_depth: int, max_objects: int, seconds: float
+    ) -> None:
         self._app = app
         self._max_bytes = max_bytes
         self._max_depth = max_depth
+        self._max_objects = max_objects
         self._seconds = seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -119,8 +122,19 @@ class BodyLimit:
         if b"\0" in body:
             # JSON in UTF-16 has some, and its other bytes would be taken for brackets and quotes.
             return error_response(request, invalid("the body must be JSON in UTF-8"))
-        if deeper_than(self._max_depth, body):
+        # Most bodies have so few brackets, in strings or outside, that they break neither limit.
+        if body.count(b"[") + body.count(b"{") <= min(self._max_depth, self._max_objects):
+            return None
+        depth, objects = nesting(body)
+        if depth > self._max_depth:
             message = f"the body's arrays and objects lie more than {self._max_depth} deep"
+            return error_response(request, invalid(message))
+        if objects > self._max_objects:
+            # pydantic takes about 10 us for each and holds the event loop meanwhile.
+            message = (
+                f"the body has {objects} arrays and objects (messages, content parts, tools, "
+                f"prompts); at most {self._max_objects} are read"
+            )
             return error_response(request, invalid(message))
         return None
 
@@ -139,16 +153,14 @@ def _replaying(body: bytes, receive: Receive) -> Receive:
     return replay
 
 
-def deeper_than(max_depth: int, body: bytes) -> bool:
-    """Whether brackets outside of strings lie deeper within each other than this.
+def nesting(body: bytes) -> tuple[int, int]:
+    """The deepest level of a body's arrays and objects, and how many there are.
 
     Every pass is one of C's over the whole body: a hostile one costs little more than a good one.
     """
-    if body.count(b"[") + body.count(b"{") <= max_depth:
-        return False
     unescaped = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     # Two quotes side by side leave what is inside of strings and what is outside as it was.
     marks = unescaped.translate(None, delete=_OTHERS).replace(b'""', b"")
     outside = islice(accumulate(marks.translate(_QUOTES), xor, initial=1), 1, None)
-    steps = compress(memoryview(marks.translate(_LEVELS)).cast("b"), outside)
-    return max(accumulate(steps), default=0) > max_depth
+    steps = bytes(compress(marks.translate(_LEVELS), outside))
+    return max(accumulate(memoryview(steps).cast("b")), default=0), steps.count(1)

@@ -74,6 +74,19 @@ def test_the_driver_is_asked_seldom_and_with_the_callers_token(
     assert prompt(driver) == "new hello"
 
 
+def test_a_template_is_remembered_for_its_caller_alone(
+    http: httpx.Client, driver: FakeDriver
+) -> None:
+    """Another token may not read a private adapter: the driver says so, each time."""
+    driver.templates["org/private"] = SHOUT
+    assert chat(http, "org/private", api_token="hf_mine").status_code == 200
+    driver.templates["org/private"] = Failed(ErrorKind.ADAPTER_NOT_FOUND, "not here")
+    for others in ({"api_token": "hf_other"}, {}):
+        assert chat(http, "org/private", **others).status_code == 404
+    assert chat(http, "org/private", api_token="hf_mine").status_code == 200
+    assert driver.template_tokens == ["hf_mine", "hf_other", None]
+
+
 def test_an_adapter_that_cannot_be_had_is_refused_before_it_is_called(
     http: httpx.Client, driver: FakeDriver
 ) -> None:

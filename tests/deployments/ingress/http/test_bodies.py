@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis.strategies import booleans, dictionaries, integers, lists, recursive, text
 
-from deployments.ingress.http.bodies import deeper_than
+from deployments.ingress.http.bodies import nesting
 from tests.fakes import FakeDriver
 
 LONG = b'{"model": "tiny", "prompt": "' + b"a" * (8 * 2**20) + b'"}'
@@ -54,16 +54,17 @@ def test_brackets_of_a_text_are_no_levels(http: httpx.Client) -> None:
         lambda inner: lists(inner, max_size=4) | dictionaries(text('"\\[{', max_size=3), inner),
         max_leaves=40,
     ),
-    integers(1, 6),
     booleans(),
 )
-def test_depth_is_that_of_the_value(value: object, limit: int, ascii: bool) -> None:
-    def depth(part: object) -> int:
+def test_nesting_is_that_of_the_value(value: object, ascii: bool) -> None:
+    def measure(part: object) -> tuple[int, int]:
         inner = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
-        return max(map(depth, inner), default=0) + isinstance(part, dict | list)
+        parts = [measure(each) for each in inner]
+        own = isinstance(part, dict | list)
+        return max((depth for depth, _ in parts), default=0) + own, sum(n for _, n in parts) + own
 
     body = json.dumps(value, ensure_ascii=ascii).encode()
-    assert deeper_than(limit, body) == (depth(value) > limit)
+    assert nesting(body) == measure(value)
 
 
 def test_headers_that_are_too_many_or_too_long(http: httpx.Client, driver: FakeDriver) -> None:
