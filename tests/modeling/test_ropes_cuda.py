@@ -1,11 +1,13 @@
 """Longrope's two sets on a GPU: the oracle's tokens in float32, and captured steps as launched."""
 
+import inspect
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import Phi3ForCausalLM
 
 from configs.engine import (
     AttentionKind,
@@ -25,7 +27,7 @@ from tests.modeling.parity import World, engine_config
 from tests.modeling.runner.test_graphs_cuda import WIDE
 from tests.modeling.scheduled import MAX_RUNNING, Ranks, generate_scheduled
 from tests.modeling.stepping import Answer, Asked
-from tests.modeling.test_parity_ropes import LENGTHS, LONGROPES, NAMES
+from tests.modeling.test_parity_ropes import LENGTHS, LONGROPES, NAMES, RECOMPUTED
 from tests.oracle import NUM_TOKENS, prompt_truth
 
 pytestmark = [
@@ -38,9 +40,17 @@ def runner(config: EngineConfig) -> ModelRunner:
     return ModelRunner(config, SingleRank(), pick_device(Device.CUDA))
 
 
+def _oracle_recomputes() -> bool:
+    """Whether `generate` computes all positions anew at the border, as since 5.18 or later."""
+    prepare = Phi3ForCausalLM.prepare_inputs_for_generation
+    return "next_sequence_length" in inspect.getsource(prepare)
+
+
 @pytest.mark.parametrize(("family", "variant"), LONGROPES)
 def test_greedy_tokens_are_the_oracles(world: World, family: str, variant: str) -> None:
     """Every length in one batch, with and without adapters."""
+    if (family, variant) == RECOMPUTED and not _oracle_recomputes():
+        pytest.skip("this transformers drops Phi-3's cache at the border and computes one token")
     model = world.model(family, variant)
     folders = [world.adapter(family, variant, name) for name in NAMES]
     adapters = [folder for folder in folders if folder is not None]
