@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from configs.reading import read_text
+from sharding.extents import CPU
 from sharding.pickled_file import PickledFile, UnreadablePickle
 from sharding.slicing import Segments, width
 from sharding.tensor_file import DamagedFile, TensorFile
@@ -41,9 +42,16 @@ class TensorSource(Protocol):
         """All tensor names; None when the source makes whatever it is asked for."""
         ...
 
-    def read(self, name: str, shape: tuple[int, ...], cut: tuple[Segments, ...]) -> Tensor:
+    def read(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        cut: tuple[Segments, ...],
+        device: torch.device = CPU,
+    ) -> Tensor:
         """The `cut` (segments for each dimension) of tensor `name`, whose whole shape is given.
 
+        device: where the caller needs it; a source may leave the move there to the caller.
         CheckpointError when there is no such tensor or its shape is another.
         """
         ...
@@ -66,7 +74,13 @@ class Checkpoint(Protocol):
         """The type that the tensor is stored in; CheckpointError if it is not a float type."""
         ...
 
-    def read(self, name: str, shape: tuple[int, ...], cut: tuple[Segments, ...]) -> Tensor:
+    def read(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        cut: tuple[Segments, ...],
+        device: torch.device = CPU,
+    ) -> Tensor:
         """As in TensorSource: only the bytes of the cut are read."""
         ...
 
@@ -95,7 +109,7 @@ class _File(Protocol):
 
     def dtype(self, key: str) -> str: ...
 
-    def read(self, key: str, cut: tuple[Segments, ...]) -> Tensor: ...
+    def read(self, key: str, cut: tuple[Segments, ...], device: torch.device = CPU) -> Tensor: ...
 
 
 class _FilesCheckpoint:
@@ -128,7 +142,13 @@ class _FilesCheckpoint:
             raise CheckpointError(f"tensor {name!r} is stored as {stored}, which is not supported")
         return _DTYPES[stored]
 
-    def read(self, name: str, shape: tuple[int, ...], cut: tuple[Segments, ...]) -> Tensor:
+    def read(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        cut: tuple[Segments, ...],
+        device: torch.device = CPU,
+    ) -> Tensor:
         """Read the cut; several segments of a dimension are concatenated.
 
         CheckpointError when there is no such tensor, its shape is another, or its file was
@@ -139,7 +159,7 @@ class _FilesCheckpoint:
             raise CheckpointError(f"tensor {name!r} has shape {found}, the model needs {shape}")
         self.dtype(name)
         try:
-            piece = self._file(name).read(name, cut)
+            piece = self._file(name).read(name, cut, device)
         except OSError as error:
             raise CheckpointError(
                 f"tensor {name!r} cannot be read: {error}; load the model again when its files are "
@@ -224,7 +244,13 @@ class DummySource:
     def names(self) -> None:
         """Any name will do."""
 
-    def read(self, name: str, shape: tuple[int, ...], cut: tuple[Segments, ...]) -> Tensor:
+    def read(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        cut: tuple[Segments, ...],
+        device: torch.device = CPU,
+    ) -> Tensor:
         """Random values of the cut's shape."""
         sizes = tuple(width(segments) for segments in cut)
         out = torch.empty(sizes, dtype=self._dtype, device=self._device)

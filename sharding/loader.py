@@ -61,7 +61,8 @@ class Weights:
         )
         found = self._find(name) or name
         self._used.add(found)
-        return self._source.read(found, shape, cut).to(self.device, self.dtype)
+        piece = self._source.read(found, shape, cut, self.device)
+        return piece.to(self.device, self.dtype)
 
     def has(self, name: str) -> bool:
         """Whether the checkpoint holds tensor `name`; a source that makes tensors has them all."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from configs.reading import RegularFile
-from sharding.extents import Extent, read_cut, read_whole
+from sharding.extents import CPU, Extent, read_cut, read_whole
 from sharding.slicing import Segments
 
 _MAX_PICKLE_BYTES = 64 << 20
@@ -74,17 +74,18 @@ class PickledFile:
         """A tensor's type as torch names it."""
         return str(self._stored[key].dtype)
 
-    def read(self, key: str, cut: tuple[Segments, ...]) -> Tensor:
+    def read(self, key: str, cut: tuple[Segments, ...], device: torch.device = CPU) -> Tensor:
         """A cut of a tensor in memory of its own; FileChanged if the file was written to."""
         stored = self._stored[key]
         if stored.is_contiguous:
-            return read_cut(self._file, Extent(stored.begin, stored.dtype, stored.shape), cut)
+            extent = Extent(stored.begin, stored.dtype, stored.shape)
+            return read_cut(self._file, extent, cut, device)
         flat = read_whole(self._file, Extent(stored.begin, stored.dtype, (stored.span,)))
         piece = flat.as_strided(stored.shape, stored.strides)
         for dim, segments in enumerate(cut):
             parts = [piece.narrow(dim, start, stop - start) for start, stop in segments]
             piece = torch.cat(parts, dim)
-        return piece.contiguous()
+        return piece.contiguous().to(device)
 
     def _load(self) -> dict[str, Tensor]:
         name = self._file.name

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from configs.reading import RegularFile
-from sharding.extents import Extent, read_cut, read_cut_into, read_whole
+from sharding.extents import CPU, Extent, read_cut, read_cut_into, read_whole
 from sharding.slicing import Segments, whole
 
 LENGTH_BYTES = 8
@@ -102,9 +102,9 @@ class TensorFile:
         """A tensor's type as the file names it."""
         return self._entries[key].dtype
 
-    def read(self, key: str, cut: tuple[Segments, ...]) -> Tensor:
+    def read(self, key: str, cut: tuple[Segments, ...], device: torch.device = CPU) -> Tensor:
         """A cut of a tensor in memory of its own; FileChanged if the file was written to."""
-        return read_cut(self._file, self._extent(key), cut)
+        return read_cut(self._file, self._extent(key), cut, device)
 
     def get_tensor(self, key: str) -> Tensor:
         """A whole tensor, which may share memory with others that were read from the file."""

@@ -24,6 +24,8 @@ from sharding.slicing import Segments, width
 from sharding.tensor_file import DamagedFile, TensorFile
 from sources.model import fetch_model, fetch_model_config
 
+META = torch.device("meta")
+
 
 @dataclass(frozen=True)
 class AdapterVerdict:
@@ -42,9 +44,15 @@ class _Shapes:
     def names(self) -> None:
         """Any name will do."""
 
-    def read(self, name: str, shape: tuple[int, ...], cut: tuple[Segments, ...]) -> Tensor:
+    def read(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        cut: tuple[Segments, ...],
+        device: torch.device = META,
+    ) -> Tensor:
         """As large as asked for, and empty."""
-        return torch.empty([width(segments) for segments in cut], device="meta")
+        return torch.empty([width(segments) for segments in cut], device=META)
 
 
 def adaptable(config: EngineConfig) -> tuple[Projection, ...]:
@@ -63,7 +71,7 @@ def adaptable(config: EngineConfig) -> tuple[Projection, ...]:
     if config.adapters.vocabulary:
         fetch_model(config.model)
         return load_model(config, SingleRank(), cpu).model.projections
-    weights = Weights(_Shapes(), SingleRank(), torch.float32, torch.device("meta"))
+    weights = Weights(_Shapes(), SingleRank(), torch.float32, META)
     return build_model(architecture, weights).projections
 
 

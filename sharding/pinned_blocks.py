@@ -1,0 +1,57 @@
+"""PinnedBlocks: host memory that a device copies from while the next bytes are read."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from queue import SimpleQueue
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class CopyEvent(Protocol):
+    """The end of one copy, as torch.cuda.Event marks it."""
+
+    def synchronize(self) -> None:
+        """Block until the copy is done."""
+        ...
+
+
+class PinnedBlocks:
+    """A few blocks of host memory that readers of any thread use by turns.
+
+    A device copies from pinned memory at full speed and without the CPU. Each block keeps the event
+    of its last copy, and nothing writes to the block before that copy is done. With more blocks
+    than readers, a reader fills one block while the device copies another.
+    """
+
+    def __init__(self, count: int, num_bytes: int, stream: torch.cuda.Stream | None) -> None:
+        """Allocate `count` blocks of `num_bytes`; copies are queued on `stream`, None on a CPU."""
+        self._stream = stream
+        self._free: SimpleQueue[tuple[Tensor, CopyEvent | None]] = SimpleQueue()
+        for _ in range(count):
+            memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=stream is not None)
+            self._free.put((memory, None))
+
+    @contextmanager
+    def block_for(self, target: Tensor) -> Iterator[Tensor]:
+        """Lend a block, shaped and typed as the contiguous `target`, to be written by the caller.
+
+        At the end of the `with`, a copy of it to `target` is queued. Waits for a free block.
+        """
+        memory, copied = self._free.get()
+        try:
+            if copied is not None:
+                copied.synchronize()
+            host = memory[: target.nbytes].view(target.dtype).view(target.shape)
+            yield host
+            copied = self.start_copy(target, host)
+        finally:
+            self._free.put((memory, copied))
+
+    def start_copy(self, target: Tensor, host: Tensor) -> CopyEvent | None:
+        """Queue the copy on the stream; returns its end, None if it is done already."""
+        # Reading threads have a current stream of their own: not the one that uses the tensor.
+        with torch.cuda.stream(self._stream):
+            target.copy_(host, non_blocking=True)
+            return None if self._stream is None else self._stream.record_event()
