@@ -215,7 +215,7 @@ class ClosedLoop:
         while len(self._in_flight) < 2:
             for key in self._scheduler.to_stage():
                 shape = AdapterShape((PAGES,), 1)
-                self._scheduler.adapter(AdapterStaged(key, shape), self._now)
+                self._scheduler.handle_adapter_event(AdapterStaged(key, shape))
             plan = self._scheduler.schedule(self._now)
             if plan.empty:
                 return
@@ -233,7 +233,7 @@ class ClosedLoop:
             self.seen.adapters.append(adapters)
 
     def _placed(self, key: AdapterKey) -> None:
-        self._scheduler.adapter(AdapterLoaded(key), self._now)
+        self._scheduler.handle_adapter_event(AdapterLoaded(key))
 
     def _apply(self) -> None:
         plan = self._in_flight.popleft()

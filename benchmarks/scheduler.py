@@ -103,7 +103,7 @@ def loaded(rows: int, known: int, steps: int) -> Scheduler:
         scheduler.add(_request(("known", i), AdapterKey(1 + i), 1), 0.0)
     while keys := scheduler.to_stage():
         for key in keys:
-            scheduler.adapter(AdapterStaged(key, AdapterShape((2,) * 4, 1)), 0.0)
+            scheduler.handle_adapter_event(AdapterStaged(key, AdapterShape((2,) * 4, 1)))
     for i in range(known):
         scheduler.cancel(("known", i))
     used = min(known, DEVICE_SLOTS)
@@ -146,7 +146,7 @@ def measure(rows: int, known: int, steps: int) -> dict[str, object]:
         scheduler.apply(done, result, 0.0)
         applied = time.thread_time()
         for fill in done.loads:
-            scheduler.adapter(AdapterLoaded(fill.key), 0.0)
+            scheduler.handle_adapter_event(AdapterLoaded(fill.key))
         if len(done.rows) == rows and all(row.length == 1 for row in done.rows):
             size = len(payload)
             costs.schedule.append(scheduled - began)

@@ -168,7 +168,7 @@ async def left_behind(engine: DriverEngine, group: LocalRanks) -> list[str]:
 
 
 def _unload(event: AdapterUnloaded, scheduler: Scheduler, now: float) -> Sequence[Event]:
-    return scheduler.adapter(event, now)
+    return scheduler.handle_adapter_event(event)
 
 
 async def broken(engine: DriverEngine, group: LocalRanks) -> list[str]:

@@ -24,7 +24,7 @@ def census(
     counts["num_preemptions"] += running.num_preemptions
     return Snapshot(
         queued=len(trials),
-        suspects=trials.num_suspects,
+        isolated=trials.num_isolated,
         running=len(running.members),
         draining=len(running.draining),
         plans_in_flight=plans_in_flight,

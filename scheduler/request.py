@@ -42,8 +42,9 @@ class Request:
     other request was. lost_with: tokens that it had at the last one. isolation_rounds: how often
     it was set apart (admission/crash_isolation.py).
     matcher: the number of the matcher that the ranks made of its constraint; -1 without one.
-    parted: no other request shares that matcher. aside: it waits until the ranks have made it.
-    void: what plans in flight still sample for it is thrown away (matchers.py).
+    own_matcher: no other request shares that matcher.
+    waiting_for_matcher: it waits outside its queue until the ranks have made the matcher.
+    discards_samples: what plans in flight still sample for it is thrown away (matchers.py).
     """
 
     id: RequestId
@@ -76,9 +77,9 @@ class Request:
     lost_with: int = field(default=0, init=False)
     isolation_rounds: int = field(default=0, init=False)
     matcher: int = field(default=-1, init=False)
-    parted: bool = field(default=False, init=False)
-    aside: bool = field(default=False, init=False)
-    void: bool = field(default=False, init=False)
+    own_matcher: bool = field(default=False, init=False)
+    waiting_for_matcher: bool = field(default=False, init=False)
+    discards_samples: bool = field(default=False, init=False)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)
     embedding: bytes = field(default=b"", init=False)
 
@@ -175,7 +176,7 @@ class Request:
         self.computed = self.scheduled = self.pending = self.in_flight = self.registered = 0
         self.batch_slot = -1
         self.blocks = []
-        self.void = False
+        self.discards_samples = False
 
     def count_loss(self, alone: bool) -> None:
         """The ranks were lost, and it was involved, or even the only one."""

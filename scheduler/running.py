@@ -55,7 +55,7 @@ class RunningRequests:
         return len(self.members) + len(self.draining)
 
     @property
-    def alive(self) -> list[Request]:
+    def unfinished(self) -> list[Request]:
         """All who hold a place and have not ended."""
         held = (*self.members, *self.draining.values())
         return [request for request in held if request.status is not Status.ENDED]
@@ -125,7 +125,7 @@ class RunningRequests:
         length = len(request.tokens) - request.scheduled
         if self._chunked:
             length = min(length, step.budget)
-        length, rope_set = self._by_one_set(request, length)
+        length, rope_set = self._one_rope_set(request, length)
         end = request.scheduled + length
         request.blocks = cached + self._pool.allocate(self._blocks_for(end) - len(cached))
         self.reserved_blocks += self._blocks_for(len(request.tokens)) - len(request.blocks)
@@ -197,7 +197,7 @@ class RunningRequests:
 
     def _extend(self, request: Request, length: int, step: StepBuilder) -> None:
         """Add a row of up to `length` positions, as far as there are blocks for them."""
-        length, rope_set = self._by_one_set(request, length)
+        length, rope_set = self._one_rope_set(request, length)
         room = len(request.blocks) * self.block_size - request.scheduled
         blocks: list[int] = []
         if length > room:
@@ -210,7 +210,7 @@ class RunningRequests:
             length = min(length, room + len(blocks) * self.block_size)
         step.add_row(request, length, blocks, rope_set)
 
-    def _by_one_set(self, request: Request, length: int) -> tuple[int, int]:
+    def _one_rope_set(self, request: Request, length: int) -> tuple[int, int]:
         """How many of the next `length` positions take one rope set, and which."""
         if self._rope is None:
             return length, SHORT

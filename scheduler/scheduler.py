@@ -44,7 +44,7 @@ from scheduler.events import (
     RequestEvent,
     RequestId,
 )
-from scheduler.matchers import Make, Matchers
+from scheduler.matchers import Matchers, PrepareMatcher
 from scheduler.request import Request, Status
 from scheduler.running import RunningRequests
 from scheduler.snapshot import AdapterView, Counters, Snapshot
@@ -146,12 +146,12 @@ class Scheduler:
         for place, (request, row) in enumerate(zip(step.requests, step.rows, strict=True)):
             request.in_flight -= 1
             if place in faults:
-                events += self._part(request, faults[place])
-            elif request.status is not gone and not request.void:
+                events += self._give_own_matcher(request, faults[place])
+            elif request.status is not gone and not request.discards_samples:
                 computed(request, row.start + row.length)
                 if row.samples:
                     logprobs = result.logprobs[index] if result.logprobs else None
-                    self._take(request, result.tokens[index], logprobs, now, events)
+                    self._accept_token(request, result.tokens[index], logprobs, now, events)
                 elif request.prompt_done:
                     events.append(self._end(request, FinishReason.LENGTH))
             index += row.samples
@@ -160,7 +160,7 @@ class Scheduler:
         assert index == len(result.tokens), (index, len(result.tokens))
         self._residency.applied(step)
         if num_ended := num_requests - len(self._requests):
-            self._drain_rate.left(num_ended, now)
+            self._drain_rate.record(num_ended, now)
         return events
 
     def finish(
@@ -178,19 +178,19 @@ class Scheduler:
         request = self._requests.get(request_id)
         return [] if request is None else [self._end(request, ClientCancelled())]
 
-    def adapter(self, event: AdapterEvent, now: float) -> list[Event]:
+    def handle_adapter_event(self, event: AdapterEvent) -> list[Event]:
         """Something happened to an adapter, or should."""
         if isinstance(event, AdapterStaged) and not event.kept:
             self._residency.deferred(event.key, event.shape)
         elif isinstance(event, AdapterStaged):
             failure = self._residency.staged(event.key, event.shape)
             if failure is not None:
-                return self._fail(event.key, failure)
+                return self._fail_waiting(event.key, failure)
             self._admission.update(event.key)
-            return self._answer(event.key, None)
+            return self._answer_stage_request(event.key, None)
         elif isinstance(event, AdapterFailed):
             self._residency.failed(event.key, event.partly)
-            return self._fail(event.key, AdapterFailure(event.refusal, event.message))
+            return self._fail_waiting(event.key, AdapterFailure(event.refusal, event.message))
         elif isinstance(event, AdapterLoaded):
             self._residency.loaded(event.key)
             self._admission.update(event.key)
@@ -200,17 +200,19 @@ class Scheduler:
             return [AdapterArrived(event.key)] if self._residency.request_staging(event.key) else []
         else:
             self._residency.unload(event.key)
-            return self._answer(event.key, UNLOADED)
+            return self._answer_stage_request(event.key, UNLOADED)
         return []
 
-    def to_make(self) -> list[Make]:
+    def matchers_to_prepare(self) -> list[PrepareMatcher]:
         """Matchers for the ranks to make now; each is named once until it is answered."""
-        return self._matchers.to_make(lambda: {each.matcher for each in self._running.alive})
+        return self._matchers.to_prepare(
+            lambda: {each.matcher for each in self._running.unfinished}
+        )
 
-    def made(self, number: int, fault: str) -> list[RequestEvent]:
+    def matcher_prepared(self, number: int, fault: str) -> list[RequestEvent]:
         """All ranks have made a matcher, or cannot: then all who want it end with the fault."""
-        self._matchers.made(number, fault)
-        for request in self._admission.release(number):
+        self._matchers.prepared(number, fault)
+        for request in self._admission.release_for_matcher(number):
             self._isolation.enqueue(request)
         users = [each for each in self._requests.values() if fault and each.matcher == number]
         return [self._end(request, ConstraintFailure(fault)) for request in users]
@@ -232,11 +234,11 @@ class Scheduler:
         """
         self._epoch += 1
         self._flights.clear()
-        ran, moved = self._running.alive, self._residency.moving
+        ran, moved = self._running.unfinished, self._residency.moving
         self._replace_group(self._capacity)
         self._admission.reset()
         failures = self._isolation.ranks_lost(ran, moved)
-        self._matchers.lost()
+        self._matchers.ranks_lost()
         return [self._end(request, failure) for request, failure in failures.items()]
 
     def regroup(self, capacity: Capacity) -> list[RequestEvent]:
@@ -310,19 +312,19 @@ class Scheduler:
         self._admission.start_loads(step)
         for key in self._admission.expired_slices():
             self._running.preempt_adapter(key)
-        self._let_join(step, now)
+        self._join_waiting(step, now)
         if not self._running.num_held:
             self._admission.make_room(step)
 
-    def _let_join(self, step: StepBuilder, now: float) -> None:
+    def _join_waiting(self, step: StepBuilder, now: float) -> None:
         """Let waiting requests join, in turn, while there are tokens, places and blocks."""
         max_running = min(self._limits.max_running, self._num_batch_slots)
         while step.budget > 0 and self._running.num_held < max_running:
             request = self._admission.next()
             if request is None:
                 return
-            if not self._matchers.serve(request):
-                self._admission.hold(request)
+            if not self._matchers.is_ready(request):
+                self._admission.hold_for_matcher(request)
                 continue
             if not self._running.in_budget(request, step):
                 return
@@ -341,7 +343,7 @@ class Scheduler:
         self._counters.num_prompt_tokens += len(request.prompt)
         self._counters.num_cached_tokens += request.cached_tokens
 
-    def _take(
+    def _accept_token(
         self,
         request: Request,
         token: int,
@@ -353,9 +355,9 @@ class Scheduler:
         start = len(request.tokens) - len(request.prompt)
         request.pending -= 1
         self._counters.num_generated_tokens += 1
-        if self._admission.rate_limits.metered:
+        if self._admission.rate_limits.has_rates:
             for payer in request.charged_adapters:
-                self._admission.rate_limits.spend(payer, 1, now)
+                self._admission.rate_limits.charge(payer, 1, now)
         if request.first_token is None:
             request.first_token = now
         shown = request.add_logprobs(logprobs) if logprobs is not None else None
@@ -369,7 +371,7 @@ class Scheduler:
         status = request.status
         event = request.ended(ending)
         del self._requests[request.id]
-        self._matchers.leave(request)
+        self._matchers.release(request)
         self._admission.forget(request)
         if status is Status.WAITING:
             self._isolation.remove(request)
@@ -377,30 +379,30 @@ class Scheduler:
             self._running.release(request)
         return event
 
-    def _part(self, request: Request, fault: str) -> list[RequestEvent]:
+    def _give_own_matcher(self, request: Request, fault: str) -> list[RequestEvent]:
         """A row's matcher met its limits: go on alone from the tokens before, or end."""
-        if request.status is Status.ENDED or request.void:
+        if request.status is Status.ENDED or request.discards_samples:
             return []
-        if not self._matchers.part(request):
+        if not self._matchers.give_own(request):
             return [self._end(request, ConstraintFailure(fault))]
-        request.void = True
+        request.discards_samples = True
         if request.status is Status.RUNNING:
             self._running.preempt(request)
         return []
 
     def _freed(self, request: Request) -> None:
         """The request holds nothing on the ranks any more; a preempted one waits again."""
-        self._admission.freed(request)
+        self._admission.release(request)
         if request.status is Status.LEAVING:
             request.rewind()
             self._isolation.enqueue(request)
 
-    def _fail(self, key: AdapterKey, failure: AdapterFailure) -> list[Event]:
+    def _fail_waiting(self, key: AdapterKey, failure: AdapterFailure) -> list[Event]:
         """End all requests that wait for an adapter that cannot be served."""
         waiting = self._admission.queues.waiting_for(key)
         ended: list[Event] = [self._end(each, failure) for each in waiting]
-        return ended + self._answer(key, failure)
+        return ended + self._answer_stage_request(key, failure)
 
-    def _answer(self, key: AdapterKey, failure: AdapterFailure | None) -> list[Event]:
+    def _answer_stage_request(self, key: AdapterKey, failure: AdapterFailure | None) -> list[Event]:
         """Tell who wanted the adapter staged what became of it."""
         return [AdapterArrived(key, failure)] if self._residency.take_stage_request(key) else []

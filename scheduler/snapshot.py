@@ -72,14 +72,14 @@ class Counters:
 class Snapshot:
     """The scheduler in numbers, for metrics.
 
-    suspects: requests that are tried apart, for the ranks were lost with them again and again.
+    isolated: requests that are tried apart, for the ranks were lost with them again and again.
     draining: ended or preempted requests that plans in flight still name. free_blocks: those
     that nobody holds. cached_blocks: those that the prefix cache can find. num_…: since start.
     step_tokens: positions computed by the last plan that was made.
     """
 
     queued: int
-    suspects: int
+    isolated: int
     running: int
     draining: int
     plans_in_flight: int

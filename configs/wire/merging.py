@@ -40,11 +40,11 @@ class MergeRule(msgspec.Struct, frozen=True):
         return self.strategy is not MergeStrategy.LINEAR
 
     @property
-    def elects(self) -> bool:
+    def elects_signs(self) -> bool:
         """Whether signs are elected, so that `sign_method` counts."""
         return self.strategy in (MergeStrategy.TIES, MergeStrategy.DARE_TIES)
 
-    def settled(self) -> "MergeRule":
+    def normalised(self) -> "MergeRule":
         """The same rule with nothing in it that does not count; one part is always linear."""
         strategy = self.strategy if len(self.weights) > 1 else MergeStrategy.LINEAR
         weights = tuple(map(float, self.weights))
@@ -53,11 +53,11 @@ class MergeRule(msgspec.Struct, frozen=True):
             weights,
             strategy,
             self.density if rule.prunes else 1.0,
-            self.sign_method if rule.elects else SignMethod.TOTAL,
+            self.sign_method if rule.elects_signs else SignMethod.TOTAL,
         )
 
     def digest(self, parts: Sequence[str]) -> str:
         """Name the content of a merge of parts with these digests, as hexadecimal digits."""
         assert len(parts) == len(self.weights), (parts, self.weights)
-        recipe = msgspec.json.encode((list(parts), self.settled()))
+        recipe = msgspec.json.encode((list(parts), self.normalised()))
         return hashlib.blake2b(recipe, digest_size=20, person=b"loray merge").hexdigest()

@@ -163,9 +163,9 @@ class EngineLoop:
         self._run_commands()
         self._request_staging(self._links)
         self._launch(self._links)
-        for order in self._scheduler.to_make():
+        for order in self._scheduler.matchers_to_prepare():
             self._prepared[order.number] = []
-            self._links.send(Prepare(order.number, order.constraint, order.gone))
+            self._links.send(Prepare(order.number, order.constraint, order.released))
         # What came until now is heard below: where this thread was late, no rank is blamed.
         seconds, now = self._seconds_to_wait(), time.monotonic()
         for report in self._links.receive(seconds):
@@ -224,7 +224,7 @@ class EngineLoop:
 
     def _fail_staging(self, key: AdapterKey, message: str, partly: bool) -> None:
         failed = AdapterFailed(key, AdapterRefusal.UNAVAILABLE, message, partly)
-        self._emit(self._scheduler.adapter(failed, time.monotonic()))
+        self._emit(self._scheduler.handle_adapter_event(failed))
 
     def _launch(self, links: RankLinks) -> None:
         while len(self._in_flight) < _STEPS_AHEAD:
@@ -267,7 +267,7 @@ class EngineLoop:
         now = time.monotonic()
         del self._loading[report.key]
         self._settings.loaded("place", now - self._loading_since.pop(report.key))
-        self._emit(self._scheduler.adapter(AdapterLoaded(report.key), now))
+        self._emit(self._scheduler.handle_adapter_event(AdapterLoaded(report.key)))
 
     def _collect_prepared(self, report: Prepared) -> None:
         """Wait for every rank: an answer is held to its constraint on all of them or on none."""
@@ -275,7 +275,7 @@ class EngineLoop:
         faults.append(report.fault)
         if len(faults) == self._num_ranks:
             del self._prepared[report.number]
-            self._emit(self._scheduler.made(report.number, max(faults)))
+            self._emit(self._scheduler.matcher_prepared(report.number, max(faults)))
 
     def _collect_stage(self, report: StageAnswer) -> None:
         """Wait for every rank's answer: an adapter is staged on all of them or on none."""
@@ -288,7 +288,7 @@ class EngineLoop:
         now = time.monotonic()
         del self._staging[report.key]
         self._settings.loaded("stage", now - staging.since)
-        self._emit(self._scheduler.adapter(staging_event(staging.answers), now))
+        self._emit(self._scheduler.handle_adapter_event(staging_event(staging.answers)))
 
     def _emit(self, events: Sequence[Event]) -> None:
         if events:
@@ -342,8 +342,8 @@ class EngineLoop:
         for event in events:
             if isinstance(event, Ended):
                 logger.error("request %s ends: %s", event.request_id, event.ending)
-        if suspects := self._scheduler.snapshot().suspects:
-            logger.warning("lost again: trying %d requests apart, all others wait", suspects)
+        if isolated := self._scheduler.snapshot().isolated:
+            logger.warning("lost again: %d requests run in isolation, all others wait", isolated)
         self._emit(events)
 
     def _restart(self, began: float) -> RankLinks | None:

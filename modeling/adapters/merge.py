@@ -138,7 +138,7 @@ def open_fetched(
     """
     if adapter.rule is None:
         return _open(adapter, projections, max_rank, base)
-    rule = adapter.rule.settled()
+    rule = adapter.rule.normalised()
     parts = []
     for member, weight in zip(adapter.parts, rule.weights, strict=True):
         with _named(member.name):
@@ -185,7 +185,7 @@ def combine(
         tensors = [prune(t, rule, seed) for t, seed in zip(tensors, seeds, strict=True)]
     stacked = torch.stack(list(tensors))
     scaled = stacked * torch.tensor(scales).view(-1, *[1] * (stacked.dim() - 1))
-    if not rule.elects:
+    if not rule.elects_signs:
         return scaled.sum(0)
     agrees = agreeing(stacked, rule.sign_method)
     return (scaled * agrees).sum(0) / agrees.sum(0).clamp(min=1)

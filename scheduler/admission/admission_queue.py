@@ -43,14 +43,14 @@ _STATE = {
 class AdmissionQueue:
     """All waiting requests and what keeps each from joining.
 
-    limits: the scheduler's, for the quantum and the patience. held: those that stand aside until
-    the ranks have made their matchers.
+    waiting_for_matcher: by serial, the requests that are next but whose matcher the ranks
+    have not made yet.
     """
 
     def __init__(self, limits: Limits, residency: Residency) -> None:
         """Start with nobody waiting."""
         self.rate_limits = RateLimits()
-        self.held: dict[int, Request] = {}
+        self.waiting_for_matcher: dict[int, Request] = {}
         self.queues = AdapterQueues(limits.quantum_tokens, self.rate_limits.share_of)
         self._limits = limits
         self._residency = residency
@@ -93,22 +93,24 @@ class AdmissionQueue:
             self._residency.add_waiting(request.adapter)
         self.update(request.adapter)
 
-    def hold(self, request: Request) -> None:
+    def hold_for_matcher(self, request: Request) -> None:
         """The request in turn stands aside, and others have theirs."""
         self.remove(request)
-        request.aside = True
-        self.held[request.serial] = request
+        request.waiting_for_matcher = True
+        self.waiting_for_matcher[request.serial] = request
 
-    def release(self, matcher: int | None = None) -> list[Request]:
+    def release_for_matcher(self, matcher: int | None = None) -> list[Request]:
         """Those who stand aside for this matcher, or for any, do so no longer."""
-        freed = [each for each in self.held.values() if matcher in (None, each.matcher)]
+        freed = [
+            each for each in self.waiting_for_matcher.values() if matcher in (None, each.matcher)
+        ]
         for request in freed:
-            del self.held[request.serial]
+            del self.waiting_for_matcher[request.serial]
         return freed
 
     def remove(self, request: Request) -> None:
         """The request ended while it waited."""
-        if self.held.pop(request.serial, None) is not None:
+        if self.waiting_for_matcher.pop(request.serial, None) is not None:
             return
         self.queues.remove(request)
         if request.adapter is not None:
@@ -199,7 +201,7 @@ class AdmissionQueue:
         self._update_sharing(request.charged_adapters)
         return slot
 
-    def freed(self, request: Request) -> None:
+    def release(self, request: Request) -> None:
         """An admitted request holds nothing on the ranks any more."""
         for payer in request.charged_adapters:
             self.rate_limits.freed(payer)
@@ -250,9 +252,9 @@ class AdmissionQueue:
             self._residency.cancel_reservation(key)
 
     def _is_over_limit(self, key: QueueKey) -> bool:
-        return self.rate_limits.is_over_limit(key, self._now) or self._yields(key)
+        return self.rate_limits.is_over_limit(key, self._now) or self._must_yield(key)
 
-    def _yields(self, key: QueueKey) -> bool:
+    def _must_yield(self, key: QueueKey) -> bool:
         """Whether another queue shares a limit with this one, comes first and could admit."""
         waiting = [each for each in self.rate_limits.ahead_of(key) if each in self.queues]
         return any(
@@ -262,7 +264,7 @@ class AdmissionQueue:
 
     def _update_sharing(self, charged: Sequence[QueueKey]) -> None:
         """Look again at the queues that share a limit with these, which are charged for less."""
-        for key in self.rate_limits.sharing_with(charged):
+        for key in self.rate_limits.sharing_limits_with(charged):
             self.update(key)
 
     def _pending_loads(self) -> list[AdapterKey]:

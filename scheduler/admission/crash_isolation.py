@@ -41,41 +41,47 @@ class CrashIsolation:
         self.active = False
         self._admission = turns
         self._group: dict[int, Request] = {}
-        self._later: deque[list[Request]] = deque()
-        self._set_aside: dict[int, Request] = {}
+        self._next_groups: deque[list[Request]] = deque()
+        self._held_back: dict[int, Request] = {}
 
     def __len__(self) -> int:
         """How many requests wait, set aside or not."""
-        return len(self._admission.queues) + len(self._admission.held) + len(self._set_aside)
+        return (
+            len(self._admission.queues)
+            + len(self._admission.waiting_for_matcher)
+            + len(self._held_back)
+        )
 
     def __iter__(self) -> Iterator[Request]:
         """All waiting requests."""
         yield from self._admission.queues
-        yield from self._admission.held.values()
-        yield from self._set_aside.values()
+        yield from self._admission.waiting_for_matcher.values()
+        yield from self._held_back.values()
 
     @property
-    def num_suspects(self) -> int:
+    def num_isolated(self) -> int:
         """How many requests are or will be tried."""
-        groups = (self._group.values(), *self._later)
+        groups = (self._group.values(), *self._next_groups)
         return sum(not _is_done(request) for group in groups for request in group)
 
     def is_full(self, key: QueueKey, limit: int) -> bool:
         """Whether another request of this adapter is one too many where `limit` may wait."""
         if self.active:
             return len(self) >= limit
-        return self._admission.queues.is_full(key, max(limit - len(self._admission.held), 0))
+        return self._admission.queues.is_full(
+            key, max(limit - len(self._admission.waiting_for_matcher), 0)
+        )
 
     def enqueue(self, request: Request) -> None:
         """Let a request wait that is new, or that holds nothing on the ranks any more."""
         if self.active and request.serial not in self._group:
-            self._set_aside[request.serial] = request
+            self._held_back[request.serial] = request
         else:
             self._queue(request)
 
     def remove(self, request: Request) -> None:
         """The request ended while it waited."""
-        if self._set_aside.pop(request.serial, None) is None:
+        if self._held_back.pop(request.serial, None) is None:
             self._admission.remove(request)
 
     def ranks_lost(
@@ -89,8 +95,8 @@ class CrashIsolation:
         waited = list(self._admission.queues)
         involved = [each for key in moved for each in self._admission.queues.waiting_for(key)]
         involved += [request for request in ran if request.in_flight]
-        involved += self._admission.held.values()  # Their matchers were being made.
-        for request in self._admission.release():
+        involved += self._admission.waiting_for_matcher.values()  # Their matchers were being made.
+        for request in self._admission.release_for_matcher():
             self.enqueue(request)
         for request in ran:
             request.rewind()
@@ -101,7 +107,7 @@ class CrashIsolation:
         suspects = sorted((r for r in involved if r.losses > 1), key=lambda each: each.serial)
         guilty = [r for r in suspects if r.losses >= MAX_LOSSES and r.losses_alone >= MAX_ALONE]
         if self.active or suspects:
-            self._isolate(suspects)
+            self._start_round(suspects)
         return {request: _failure(request) for request in guilty}
 
     def prepare_step(self, running: RunningRequests) -> None:
@@ -120,11 +126,11 @@ class CrashIsolation:
     def check(self) -> None:
         """Assert that requests are set aside only while others are tried."""
         queued = {request.serial for request in self._admission.queues}
-        assert queued.isdisjoint(self._set_aside), "a request waits twice"
-        assert self.active or not (self._set_aside or self._group or self._later)
+        assert queued.isdisjoint(self._held_back), "a request waits twice"
+        assert self.active or not (self._held_back or self._group or self._next_groups)
         assert not self.active or queued <= self._group.keys(), "not of the present group"
 
-    def _isolate(self, suspects: list[Request]) -> None:
+    def _start_round(self, suspects: list[Request]) -> None:
         """Begin a trial, or go on with the present group's halves."""
         if not self.active:
             for request in suspects:
@@ -132,32 +138,32 @@ class CrashIsolation:
         names = {request.serial for request in suspects}
         others = [r for r in self._group.values() if r.serial not in names and not _is_done(r)]
         self._group = {}
-        self.active = self._admission.rate_limits.lenient = True
+        self.active = self._admission.rate_limits.ignores_rates = True
         for request in list(self._admission.queues):
             self._hold_back(request)
         half = (len(suspects) + 1) // 2
         for group in (others, suspects[half:], suspects[:half]):
-            self._later.appendleft(group)
+            self._next_groups.appendleft(group)
 
     def _next_group(self) -> None:
         """Queue the next group; after the last one everybody."""
-        while self._later and not self._group:
-            group = self._later.popleft()
+        while self._next_groups and not self._group:
+            group = self._next_groups.popleft()
             self._group = {r.serial: r for r in group if r.status is not Status.ENDED}
-        self.active = self._admission.rate_limits.lenient = bool(self._group)
-        for serial in list(self._group) or sorted(self._set_aside):
-            self._queue(self._set_aside.pop(serial))
+        self.active = self._admission.rate_limits.ignores_rates = bool(self._group)
+        for serial in list(self._group) or sorted(self._held_back):
+            self._queue(self._held_back.pop(serial))
 
     def _hold_back(self, request: Request) -> None:
         self._admission.remove(request)
-        self._set_aside[request.serial] = request
+        self._held_back[request.serial] = request
 
     def _queue(self, request: Request) -> None:
-        if request.first_scheduled is None and not request.aside:
+        if request.first_scheduled is None and not request.waiting_for_matcher:
             self._admission.queues.append(request)
         else:
             self._admission.queues.requeue(request)
-        request.aside = False
+        request.waiting_for_matcher = False
         self._admission.enqueue(request)
 
 

@@ -124,7 +124,7 @@ class DrainRate:
         self._interval_s = 0.0
         self._last: float | None = None
 
-    def left(self, count: int, now: float) -> None:
+    def record(self, count: int, now: float) -> None:
         """`count` requests ended at `now`, in seconds."""
         if self._last is not None:
             interval = max(now - self._last, 0.0) / count

@@ -50,7 +50,7 @@ class _Merge:
 class RateLimits:
     """Everybody's share, who has used his up, and until when.
 
-    lenient: who is in debt admits all the same, and is charged (all others wait for him).
+    ignores_rates: who is in debt admits all the same, and is charged (all others wait for him).
     """
 
     def __init__(self) -> None:
@@ -59,15 +59,15 @@ class RateLimits:
         self._own: dict[AdapterKey, AdapterShare] = {}
         self._running: dict[QueueKey, int] = {}
         self._buckets: OrderedDict[QueueKey, _Bucket] = OrderedDict()
-        self._asleep: set[QueueKey] = set()
-        self._wakes: list[tuple[float, int, QueueKey]] = []
-        self._num_sleeps = 0
+        self._in_debt: set[QueueKey] = set()
+        self._debts_end: list[tuple[float, int, QueueKey]] = []
+        self._num_debts = 0
         self._merges: dict[QueueKey, _Merge] = {}
-        self._merged: dict[QueueKey, dict[QueueKey, None]] = {}
+        self._merges_of: dict[QueueKey, dict[QueueKey, None]] = {}
         self._last_admissions: dict[QueueKey, int] = {}
         self._num_admissions = 0
-        self.metered = False
-        self.lenient = False
+        self.has_rates = False
+        self.ignores_rates = False
 
     def share_of(self, key: QueueKey) -> AdapterShare:
         """The share of an adapter, or of the base model; of a merge what counts for its queue."""
@@ -83,16 +83,16 @@ class RateLimits:
     ) -> None:
         """Go on under other shares; what was taken so far still counts."""
         self._base, self._default, self._own = base, default, dict(own)
-        self.metered = any(
+        self.has_rates = any(
             share.tokens_per_second is not None for share in (base, default, *own.values())
         )
-        self._clear_wakes()
+        self._clear_debts()
 
     def set_share(self, key: AdapterKey, share: AdapterShare) -> None:
         """Give one adapter a share of its own."""
         self._own[key] = share
-        self.metered = self.metered or share.tokens_per_second is not None
-        self._clear_wakes()
+        self.has_rates = self.has_rates or share.tokens_per_second is not None
+        self._clear_debts()
 
     def add_merge_request(self, key: AdapterKey, parts: tuple[AdapterKey, ...]) -> None:
         """A request over a merge of these came."""
@@ -102,7 +102,7 @@ class RateLimits:
                 self._num_admissions
             )  # New recipes do not go before those who wait.
             for part in parts:
-                self._merged.setdefault(part, {})[key] = None
+                self._merges_of.setdefault(part, {})[key] = None
         assert self._merges[key].parts == parts, (self._merges[key], parts)
         self._merges[key].num_requests += 1
 
@@ -114,34 +114,36 @@ class RateLimits:
             return
         del self._merges[key], self._last_admissions[key]
         for part in merge.parts:
-            del self._merged[part][key]
-            if not self._merged[part]:
-                del self._merged[part]
+            del self._merges_of[part][key]
+            if not self._merges_of[part]:
+                del self._merges_of[part]
                 self._last_admissions.pop(part, None)
 
-    def sharing_with(self, payers: Sequence[QueueKey]) -> list[QueueKey]:
+    def sharing_limits_with(self, payers: Sequence[QueueKey]) -> list[QueueKey]:
         """These, and the merges that share a cap of theirs; in the order of their turns."""
-        if not self._merged:
+        if not self._merges_of:
             return list(payers)
         found = dict.fromkeys(payers)
         for payer in payers:
             if self._is_capped(payer):
-                found.update(self._merged.get(payer, {}))
-        return sorted(found, key=self._last_turn)
+                found.update(self._merges_of.get(payer, {}))
+        return sorted(found, key=self._last_admission)
 
     def ahead_of(self, key: QueueKey) -> list[QueueKey]:
         """Who shares a cap with this queue and has the turn before it."""
-        if not self._merged:
+        if not self._merges_of:
             return []
         merge = self._merges.get(key)
         payers = [p for p in ((key,) if merge is None else merge.parts) if self._is_capped(p)]
-        own = self._last_turn(key)
-        return [each for each in self.sharing_with(payers) if self._last_turn(each) < own]
+        own = self._last_admission(key)
+        return [
+            each for each in self.sharing_limits_with(payers) if self._last_admission(each) < own
+        ]
 
     def record_admission(self, key: QueueKey) -> None:
         """A queue has admitted a request."""
         self._num_admissions += 1
-        if key in self._merges or key in self._merged:
+        if key in self._merges or key in self._merges_of:
             self._last_admissions[key] = self._num_admissions
 
     def num_running(self, key: QueueKey) -> int:
@@ -162,20 +164,20 @@ class RateLimits:
         if most is not None and self.num_running(key) >= most:
             return True
         rate = share.tokens_per_second
-        if rate is None or self.lenient or (level := self._level(key, rate, now)) >= _DEBT:
+        if rate is None or self.ignores_rates or (level := self._level(key, rate, now)) >= _DEBT:
             return False
-        if key not in self._asleep:
-            self._asleep.add(key)
-            self._num_sleeps += 1
-            heappush(self._wakes, (now - level / rate, self._num_sleeps, key))
+        if key not in self._in_debt:
+            self._in_debt.add(key)
+            self._num_debts += 1
+            heappush(self._debts_end, (now - level / rate, self._num_debts, key))
         return True
 
     def admitted(self, key: QueueKey, prompt_tokens: int, now: float) -> None:
         """A request took a place; prompt_tokens is 0 for one that comes back."""
         self._running[key] = self.num_running(key) + 1
-        self.spend(key, prompt_tokens, now)
+        self.charge(key, prompt_tokens, now)
 
-    def spend(self, key: QueueKey, num_tokens: int, now: float) -> None:
+    def charge(self, key: QueueKey, num_tokens: int, now: float) -> None:
         """Charge tokens to an adapter that has a rate."""
         rate = self.share_of(key).tokens_per_second
         if rate is None:
@@ -201,36 +203,36 @@ class RateLimits:
     def take_expired(self, now: float) -> list[QueueKey]:
         """Those whose time of waiting for tokens is over, each named once."""
         keys = []
-        while self._wakes and self._wakes[0][0] <= now:
-            keys.append(heappop(self._wakes)[2])
-        self._asleep.difference_update(keys)
+        while self._debts_end and self._debts_end[0][0] <= now:
+            keys.append(heappop(self._debts_end)[2])
+        self._in_debt.difference_update(keys)
         return keys
 
     @property
     def next_wake(self) -> float | None:
         """When somebody is to be named by `woken`, in seconds on the caller's clock."""
-        return self._wakes[0][0] if self._wakes else None
+        return self._debts_end[0][0] if self._debts_end else None
 
     def check(self, running: Mapping[QueueKey, int], merges: Mapping[QueueKey, int]) -> None:
         """Assert that exactly these requests hold places, and who lives over each merge."""
         assert {key: each.num_requests for key, each in self._merges.items()} == merges
         known = {part for merge in self._merges.values() for part in merge.parts}
-        assert self._merged.keys() == known, (self._merged, self._merges)
+        assert self._merges_of.keys() == known, (self._merges_of, self._merges)
         assert self._last_admissions.keys() <= {*self._merges, *known}
         assert self._running == running, (self._running, running)
-        assert self._asleep == {key for _, _, key in self._wakes}
+        assert self._in_debt == {key for _, _, key in self._debts_end}
 
     def _is_capped(self, key: QueueKey) -> bool:
         share = self.share_of(key)
         return share.max_concurrent is not None or share.tokens_per_second is not None
 
-    def _last_turn(self, key: QueueKey) -> int:
+    def _last_admission(self, key: QueueKey) -> int:
         return self._last_admissions.get(key, 0)
 
-    def _clear_wakes(self) -> None:
+    def _clear_debts(self) -> None:
         """Times to wake were told by old rates: whoever asks again is told anew."""
-        self._asleep.clear()
-        self._wakes.clear()
+        self._in_debt.clear()
+        self._debts_end.clear()
 
     def _level(self, key: QueueKey, rate: float, now: float) -> float:
         bucket = self._buckets.get(key)

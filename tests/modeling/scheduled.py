@@ -92,7 +92,7 @@ class Ranks:
         for key in self.scheduler.to_stage():
             folder = self._folders[int(key) - 1]
             fetched = FetchedAdapter(key, folder.name, str(folder), folder.name)
-            self.scheduler.adapter(AdapterStaged(key, self.runner.stage(fetched)), 0.0)
+            self.scheduler.handle_adapter_event(AdapterStaged(key, self.runner.stage(fetched)))
 
     def _launch(self, plan: StepPlan) -> None:
         for fill in plan.loads:
@@ -101,7 +101,7 @@ class Ranks:
             self.runner.drop(key)
         self._flying.append((plan, self.runner.step(ForwardBatch(plan.joins, plan.rows))))
         for fill in plan.loads:
-            self.scheduler.adapter(AdapterLoaded(fill.key), 0.0)
+            self.scheduler.handle_adapter_event(AdapterLoaded(fill.key))
 
     def _land(self) -> None:
         plan, output = self._flying.popleft()

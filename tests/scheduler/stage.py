@@ -202,10 +202,10 @@ class Stage:
             self.tell(AdapterLoaded(key))
 
     def answer_making(self) -> None:
-        for order in self.scheduler.to_make():
+        for order in self.scheduler.matchers_to_prepare():
             assert order.number not in self.making, "a matcher is made twice"
             assert order.number not in self.ranks.matchers, "a matcher is made again"
-            for number in order.gone:
+            for number in order.released:
                 del self.ranks.matchers[number]
             self.making[order.number] = self.turn + self.story.making
             held = len(self.making) + len(self.ranks.matchers)
@@ -213,7 +213,7 @@ class Stage:
         for number in [number for number, due in self.making.items() if due <= self.turn]:
             del self.making[number]
             self.ranks.matchers[number] = 0
-            self.hear(self.scheduler.made(number, ""))
+            self.hear(self.scheduler.matcher_prepared(number, ""))
             self.scheduler.check()
 
     def match_stop_strings(self) -> None:
@@ -238,7 +238,7 @@ class Stage:
             assert self.scheduler.apply(plan, result, float(self.turn)) == []
 
     def tell(self, event: AdapterEvent) -> None:
-        told = self.scheduler.adapter(event, float(self.turn))
+        told = self.scheduler.handle_adapter_event(event)
         for arrived in [each for each in told if isinstance(each, AdapterArrived)]:
             assert arrived.key in self.wanted, "nobody asked, or it was answered before"
             self.wanted.remove(arrived.key)

@@ -32,7 +32,7 @@ def knowing(num_adapters: int) -> Scheduler:
         scheduler.add(request("known", i, i + 1), 0.0)
     while keys := scheduler.to_stage():
         for key in keys:
-            scheduler.adapter(AdapterStaged(key, AdapterShape((1,), 1)), 0.0)
+            scheduler.handle_adapter_event(AdapterStaged(key, AdapterShape((1,), 1)))
     for i in range(num_adapters):
         scheduler.cancel(("known", i))
     for i in range(ROWS):
@@ -53,7 +53,7 @@ def step(scheduler: Scheduler) -> int:
     tokens = [9] * sum(row.samples for row in plan.rows)
     scheduler.apply(plan, StepResult(plan.epoch, plan.step, tokens), 0.0)
     for fill in plan.loads:
-        scheduler.adapter(AdapterLoaded(fill.key), 0.0)
+        scheduler.handle_adapter_event(AdapterLoaded(fill.key))
     return len(plan.rows)
 
 

@@ -42,14 +42,14 @@ def test_who_awaits_a_matcher_holds_up_nobody() -> None:
     add(all, "held", "a")
     add(all, "free")
     assert joined(step(all)[0]) == [(-1, "")]
-    [order] = all.to_make()
-    assert (order.constraint, order.gone, all.to_make()) == ("a", [], [])
+    [order] = all.matchers_to_prepare()
+    assert (order.constraint, order.released, all.matchers_to_prepare()) == ("a", [], [])
     assert joined(step(all)[0]) == []
-    assert all.made(order.number, "") == []
+    assert all.matcher_prepared(order.number, "") == []
     assert joined(step(all)[0]) == [(order.number, "a")]
     add(all, "same", "a")
     assert joined(step(all)[0]) == [(order.number, "a")], "it is there already"
-    assert all.to_make() == []
+    assert all.matchers_to_prepare() == []
 
 
 def test_what_cannot_be_made_ends_those_who_ask_for_it() -> None:
@@ -58,11 +58,11 @@ def test_what_cannot_be_made_ends_those_who_ask_for_it() -> None:
         add(all, name, "a")
     add(all, "other", "b")
     assert all.schedule(0.0).empty
-    first, second = all.to_make()
-    events = all.made(first.number, "no")
+    first, second = all.matchers_to_prepare()
+    events = all.matcher_prepared(first.number, "no")
     assert [(e.request_id[0], e.ending) for e in events if isinstance(e, Ended)] == [
         ("one", ConstraintFailure("no")), ("two", ConstraintFailure("no"))]  # fmt: skip
-    all.made(second.number, "")
+    all.matcher_prepared(second.number, "")
     assert joined(step(all)[0]) == [(second.number, "b")]
 
 
@@ -72,19 +72,19 @@ def test_who_wore_a_lexer_out_is_found_by_being_alone() -> None:
     add(all, "costly", "a")
     add(all, "neighbour", "a")
     assert all.schedule(0.0).empty
-    [shared] = all.to_make()
-    all.made(shared.number, "")
+    [shared] = all.matchers_to_prepare()
+    all.matcher_prepared(shared.number, "")
     plan, events = step(all)
     assert [event.tokens for event in events if isinstance(event, NewTokens)] == [[7], [7]]
     both = {join.batch_slot: "worn" for join in plan.joins}
     assert step(all, both)[1] == []
     add(all, "later", "a")
     assert all.schedule(0.0).empty
-    orders = all.to_make()
+    orders = all.matchers_to_prepare()
     assert [order.constraint for order in orders] == ["a"] * 3
     assert shared.number not in {order.number for order in orders}
     for order in orders:
-        all.made(order.number, "")
+        all.matcher_prepared(order.number, "")
     plan, _ = step(all)
     assert [join.tokens for join in plan.joins] == [[5, 6, 7], [5, 6, 7], [5, 6]]
     assert len({join.matcher for join in plan.joins}) == 3
@@ -105,15 +105,15 @@ def test_all_is_made_again_after_a_loss() -> None:
     all = scheduler()
     add(all, "one", "a")
     assert all.schedule(0.0).empty
-    [before] = all.to_make()
-    all.made(before.number, "")
+    [before] = all.matchers_to_prepare()
+    all.matcher_prepared(before.number, "")
     step(all)
     assert all.group_lost(0.0) == []
     all.check()
     assert all.schedule(0.0).empty
-    [again] = all.to_make()
+    [again] = all.matchers_to_prepare()
     assert again.constraint == "a"
-    all.made(again.number, "")
+    all.matcher_prepared(again.number, "")
     assert [join.tokens for join in step(all)[0].joins] == [[5, 6, 7]]
 
 
@@ -122,9 +122,9 @@ def test_the_ranks_hold_no_more_than_they_may() -> None:
     add(all, "one", "a", tokens=1)
     add(all, "two", "b", tokens=1)
     assert all.schedule(0.0).empty
-    [first] = all.to_make()
-    assert all.to_make() == [], "there is no room"
-    all.made(first.number, "")
+    [first] = all.matchers_to_prepare()
+    assert all.matchers_to_prepare() == [], "there is no room"
+    all.matcher_prepared(first.number, "")
     assert joined(step(all)[0]) == [(first.number, "a")]
-    [second] = all.to_make()
-    assert second.gone == [first.number]
+    [second] = all.matchers_to_prepare()
+    assert second.released == [first.number]

@@ -34,7 +34,7 @@ def answer(plan: StepPlan, *tokens: int) -> StepResult:
 def stage_all(scheduler: Scheduler) -> list[AdapterKey]:
     named = scheduler.to_stage()
     for key in named:
-        assert scheduler.adapter(AdapterStaged(key, SHAPE), 0.0) == []
+        assert scheduler.handle_adapter_event(AdapterStaged(key, SHAPE)) == []
     return named
 
 
@@ -44,7 +44,7 @@ def fill_all(scheduler: Scheduler) -> list[AdapterKey]:
     assert plan.rows == []
     assert scheduler.apply(plan, answer(plan), 0.0) == []
     for fill in plan.loads:
-        assert scheduler.adapter(AdapterLoaded(fill.key), 0.0) == []
+        assert scheduler.handle_adapter_event(AdapterLoaded(fill.key)) == []
     return [fill.key for fill in plan.loads]
 
 
@@ -197,14 +197,14 @@ def test_a_request_that_waits_for_its_adapter_holds_up_nobody() -> None:
     scheduler.add(request(1, adapter=2), 0.0)
     scheduler.add(request(2), 0.0)
     assert scheduler.to_stage() == [1, 2]
-    scheduler.adapter(AdapterStaged(AdapterKey(2), SHAPE), 0.0)
+    scheduler.handle_adapter_event(AdapterStaged(AdapterKey(2), SHAPE))
     first = scheduler.schedule(0.0)
     assert [join.tokens[0] for join in first.joins] == [3]
     assert [fill.key for fill in first.loads] == [2]
     second = scheduler.schedule(0.0)
     assert second.joins == [], "no row waits for bytes that are on their way"
     scheduler.apply(first, answer(first), 0.0)
-    scheduler.adapter(AdapterLoaded(AdapterKey(2)), 0.0)
+    scheduler.handle_adapter_event(AdapterLoaded(AdapterKey(2)))
     plan = scheduler.schedule(0.0)
     assert [join.tokens[0] for join in plan.joins] == [2]
     assert plan.joins[0].adapter_slot == first.loads[0].slot
@@ -240,7 +240,7 @@ def test_a_failed_adapter_ends_its_requests_and_the_next_one_tries_again() -> No
     scheduler.add(request(2, adapter=2), 0.0)
     scheduler.to_stage()
     failed = AdapterFailed(AdapterKey(1), AdapterRefusal.NOT_FOUND, "no such folder")
-    events = scheduler.adapter(failed, 0.0)
+    events = scheduler.handle_adapter_event(failed)
     expected = AdapterFailure(AdapterRefusal.NOT_FOUND, "no such folder")
     assert [event.ending for event in events if isinstance(event, Ended)] == [expected] * 2
     scheduler.add(request(3, adapter=1), 0.0)
@@ -258,14 +258,14 @@ def test_an_adapter_without_room_waits_until_the_others_requests_end() -> None:
         filled.append([fill.key for fill in plan.loads])
         scheduler.apply(plan, answer(plan), 0.0)
         for fill in plan.loads:
-            scheduler.adapter(AdapterLoaded(fill.key), 0.0)
+            scheduler.handle_adapter_event(AdapterLoaded(fill.key))
         scheduler.check()
     assert filled == [[1], [], [], [2], [], []]
 
 
 def test_a_pinned_adapter_is_filled_by_a_plan_without_rows() -> None:
     scheduler = Scheduler(Limits(), capacity())
-    scheduler.adapter(AdapterPinned(AdapterKey(1), True), 0.0)
+    scheduler.handle_adapter_event(AdapterPinned(AdapterKey(1), True))
     assert stage_all(scheduler) == [1]
     assert scheduler.has_work
     assert fill_all(scheduler) == [1]
@@ -300,7 +300,7 @@ def test_a_cancelled_request_is_gone_within_two_steps(steps: int) -> None:
             stage_all(scheduler)
         flights.append(scheduler.schedule(0.0))
         for fill in flights[-1].loads:
-            scheduler.adapter(AdapterLoaded(fill.key), 0.0)
+            scheduler.handle_adapter_event(AdapterLoaded(fill.key))
         if len(flights) == 2 and not flights[0].empty:
             plan = flights.pop(0)
             scheduler.apply(plan, answer(plan), 0.0)
@@ -329,13 +329,13 @@ def test_when_the_group_is_lost_all_begin_again_with_their_tokens() -> None:
     scheduler.check()
     assert scheduler.apply(second, answer(second), 0.0) == [], "the old epoch is over"
     assert scheduler.snapshot().free_blocks == 100
-    scheduler.adapter(AdapterLoaded(AdapterKey(1)), 0.0)
+    scheduler.handle_adapter_event(AdapterLoaded(AdapterKey(1)))
     assert scheduler.adapter_states() == {1: AdapterState.DISK}
     assert stage_all(scheduler) == [1]
     plans = [scheduler.schedule(0.0)]
     assert plans[0].epoch == 1
     assert [fill.key for fill in plans[0].loads] == [1]
-    scheduler.adapter(AdapterLoaded(AdapterKey(1)), 0.0)
+    scheduler.handle_adapter_event(AdapterLoaded(AdapterKey(1)))
     plans.append(scheduler.schedule(0.0))
     assert [join.tokens for plan in plans for join in plan.joins] == [[3, 9], [1, 2, 8]]
 

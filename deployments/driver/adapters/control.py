@@ -154,7 +154,7 @@ class AdapterControl:
     async def _stage(self, key: AdapterKey) -> AdapterArrived:
         future: asyncio.Future[AdapterArrived] = asyncio.get_running_loop().create_future()
         self._loading.setdefault(key, []).append(future)
-        self._post(lambda scheduler, now: scheduler.adapter(AdapterWanted(key), now))
+        self._post(lambda scheduler, now: scheduler.handle_adapter_event(AdapterWanted(key)))
         try:
             async with asyncio.timeout(self._load_timeout_s):
                 return await future
@@ -175,7 +175,7 @@ class AdapterControl:
         self._adapters.unpin_name(reference)
         if self._adapters.is_pinned(key):
             raise _Refused(f"{reference.id!r} is pinned by another name of the same content")
-        self._post(lambda scheduler, now: scheduler.adapter(AdapterUnloaded(key), now))
+        self._post(lambda scheduler, now: scheduler.handle_adapter_event(AdapterUnloaded(key)))
 
     async def _name(self, command: AdapterCommand) -> AdapterReference:
         """Let clients call an adapter by another name, once it is staged."""

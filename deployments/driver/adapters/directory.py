@@ -231,7 +231,7 @@ class AdapterDirectory:
     ) -> AdapterKey:
         digest = rule.digest([self._known[part].adapter.digest for part in parts])
         key = self._key_of(digest)
-        adapter = FetchedAdapter(key, reference.id, "", digest, rule=rule.settled())
+        adapter = FetchedAdapter(key, reference.id, "", digest, rule=rule.normalised())
         # A part that was forgotten meanwhile has another key now; then nobody held the merge.
         self._known.setdefault(key, _Known(adapter)).parts = parts
         self._mark_idle(key, self._known[key])

@@ -203,7 +203,9 @@ class EngineAdapters:
 
     def set_pin(self, key: AdapterKey, pinned: bool) -> None:
         """Keep an adapter on the device, or no longer."""
-        self._post(lambda scheduler, now: scheduler.adapter(AdapterPinned(key, pinned), now))
+        self._post(
+            lambda scheduler, now: scheduler.handle_adapter_event(AdapterPinned(key, pinned))
+        )
 
     async def preload(self) -> None:
         """Pin the configured adapters and run a token through each; a bad one ends start-up."""

@@ -83,4 +83,4 @@ def _rule(merged: MergedAdapters) -> MergeRule:
         merged.merge_strategy or MergeStrategy.LINEAR,
         merged.density or 0.0,
         merged.majority_sign_method or SignMethod.TOTAL,
-    ).settled()
+    ).normalised()

@@ -258,7 +258,7 @@ def _recipe(reference: AdapterReference, default_source: AdapterSource) -> dict[
         "weights": rule.weights,
         "merge_strategy": rule.strategy.value,
         "density": rule.density if rule.prunes else None,
-        "majority_sign_method": rule.sign_method.value if rule.elects else None,
+        "majority_sign_method": rule.sign_method.value if rule.elects_signs else None,
     }
 
 

@@ -55,7 +55,7 @@ def test_only_the_request_that_breaks_each_step_ends(root: Path, count: int) -> 
             ending = answer.sequences[0].ending
             assert isinstance(ending, Failed)
             assert ending.kind is ErrorKind.GENERATION
-        assert (await engine.snapshot()).suspects == 0
+        assert (await engine.snapshot()).isolated == 0
         assert engine.failure is None
 
     assert play(root, story, limits=LIMITS).starts <= 1 + 2 + ceil(log2(count)) + 1

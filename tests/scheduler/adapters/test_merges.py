@@ -50,12 +50,12 @@ def test_a_merge_is_held_back_by_each_part_and_waits_for_its_debt() -> None:
 def test_those_who_wait_for_a_cap_are_named_when_a_request_is_freed() -> None:
     given = shares(AdapterShare(max_concurrent=1))
     given.add_merge_request(ALONE, (ONE,))
-    assert given.sharing_with((ONE,)) == [ONE, BOTH, ALONE]
-    assert given.sharing_with((TWO,)) == [TWO], "nobody waits for a cap that is not there"
+    assert given.sharing_limits_with((ONE,)) == [ONE, BOTH, ALONE]
+    assert given.sharing_limits_with((TWO,)) == [TWO], "nobody waits for a cap that is not there"
     given.add_merge_request(BOTH, (ONE, TWO))
     for key in (BOTH, ALONE):
         given.remove_merge_request(key)
-    assert given.sharing_with((ONE,)) == [ONE, BOTH], "one request over it is left"
+    assert given.sharing_limits_with((ONE,)) == [ONE, BOTH], "one request over it is left"
     given.remove_merge_request(BOTH)
     given.check({}, {})
 

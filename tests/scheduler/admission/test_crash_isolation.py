@@ -204,7 +204,7 @@ def test_a_debt_does_not_hold_up_those_who_wait_for_a_trial() -> None:
     slow = AdapterShare(tokens_per_second=0.01)
     stage = in_trial(*mates(6, new=12, adapters=1), poison(adapter=1))
     stage.share_out({AdapterKey(1): slow})
-    stage.scheduler._admission.rate_limits.spend(AdapterKey(1), 100, float(stage.turn))
+    stage.scheduler._admission.rate_limits.charge(AdapterKey(1), 100, float(stage.turn))
     while not stage.failed:
         stage.go_round()
         assert stage.turn < 600, "it waits for its debt to be paid, and so does everybody"

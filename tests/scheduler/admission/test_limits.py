@@ -79,6 +79,6 @@ def test_the_pace_follows_how_fast_requests_leave() -> None:
     pace = DrainRate()
     assert pace.retry_after_s(1000) == 1.0
     for second in range(100):
-        pace.left(2, float(second))
+        pace.record(2, float(second))
     assert pace.retry_after_s(40) == pytest.approx(10.0, rel=0.01)
     assert pace.retry_after_s(10_000) == 60.0

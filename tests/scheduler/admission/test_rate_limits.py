@@ -58,9 +58,9 @@ def test_who_ran_dry_is_woken_when_the_debt_is_paid() -> None:
 def test_a_full_bucket_holds_a_burst_and_no_more() -> None:
     given = shares(AdapterShare(tokens_per_second=10))
     given.admitted(ONE, 1, 0.0)
-    given.spend(ONE, int(10 * BURST_SECONDS), 1000.0)
+    given.charge(ONE, int(10 * BURST_SECONDS), 1000.0)
     assert not given.is_over_limit(ONE, 1000.0)
-    given.spend(ONE, 1, 1000.0)
+    given.charge(ONE, 1, 1000.0)
     assert given.is_over_limit(ONE, 1000.0)
 
 
@@ -73,7 +73,7 @@ def test_another_rate_tells_another_time_to_wake() -> None:
     assert given.next_wake == pytest.approx(1.0)
     given.replace(EVEN, EVEN, {})
     assert not given.is_over_limit(ONE, 0.0)
-    assert not given.metered
+    assert not given.has_rates
 
 
 def test_adapters_that_come_and_go_leave_no_bucket_behind() -> None:
