@@ -18,9 +18,9 @@ import triton
 from torch import Tensor
 
 from modeling.adapters.bank import PAGE_ROWS, AdapterBank, BankSize
-from modeling.adapters.kernels.base import OutputSlice
 from modeling.adapters.kernels.triton_forms import Blocks, Form, forms_of
 from modeling.adapters.kernels.triton_plan import TritonPlan
+from modeling.adapters.product import OutputSlice
 from modeling.adapters.projection import Projection
 
 DTYPE = torch.bfloat16

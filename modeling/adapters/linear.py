@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from modeling.adapters.kernels.base import AdapterData, OutputSlice
+from modeling.adapters.product import AdapterData, OutputSlice
 from sharding.linear import ColumnParallelLinear, RowParallelLinear
 
 

@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from modeling.adapters.bank import PAGE_ROWS, AdapterBank
-from modeling.adapters.kernels.base import AdapterData, OutputSlice
-from modeling.adapters.kernels.reference import TokenGroup
+from modeling.adapters.product import AdapterData, OutputSlice, TokenGroup
 from modeling.adapters.projection import WHOLE_KINDS, Projection, ProjectionKind
 from modeling.transfer import to_device
 from sharding.embedding import ParallelHead, VocabParallelEmbedding
@@ -129,7 +128,7 @@ class VocabularyAdapters:
                 found = found.masked_fill(foreign[rows].unsqueeze(-1), 0)
             y[rows] = found
         for group in self._tokens:
-            factors = group.placement.factors(self._embedding, 0)
+            factors = group.adapter.factors(self._embedding, 0)
             if not len(factors.a):  # a rank whose rows of the vocabulary are all padding
                 continue
             found = factors.a[local_ids[group.rows]]
@@ -143,7 +142,7 @@ class VocabularyAdapters:
         for rows, matrix in self._whole_logits:
             z[rows] = F.linear(x[rows], matrix[: z.shape[1]])
         for group in self._logits:
-            factors = group.placement.factors(self._head, 0)
+            factors = group.adapter.factors(self._head, 0)
             part = z[:, : factors.bt.shape[1]]
             part[group.rows] += x[group.rows] @ factors.a @ factors.bt
 
@@ -171,7 +170,7 @@ def _matrices(
     if projection is None:
         return []
     groups = _groups(bank, slots, projection)
-    return [(group.rows, group.placement.matrix(projection)) for group in groups]
+    return [(group.rows, group.adapter.matrix(projection)) for group in groups]
 
 
 def embed_adapted(

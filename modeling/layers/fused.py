@@ -38,10 +38,20 @@ def casts_to_fp8(device: torch.device) -> bool:
 
 def fused_ops(device: torch.device) -> FusedOps | None:
     """The kernels of a CUDA device with Triton; None elsewhere, where torch's own serve."""
-    if device.type != "cuda":
-        return None
+    return _triton_ops() if device.type == "cuda" else None
+
+
+@cache
+def _triton_ops() -> FusedOps | None:
     try:
+        # Here, not above: Triton comes with CUDA builds of torch only.
         from modeling.layers import triton
     except ImportError:
         return None
-    return triton.OPS
+    return FusedOps(
+        add_rms_norm=triton.add_rms_norm,
+        silu_mul=triton.silu_mul,
+        rotate_and_store=triton.rotate_and_store,
+        angles=triton.angles,
+        best=triton.best,
+    )

@@ -3,8 +3,8 @@
 from torch import Tensor, nn
 
 from configs.architectures.base import Activation
-from modeling.adapters.kernels.base import AdapterData
 from modeling.adapters.linear import AdapterColumnLinear, AdapterRowLinear
+from modeling.adapters.product import AdapterData
 from modeling.layers.activation import ACTIVATIONS
 from modeling.layers.fused import fused_ops
 

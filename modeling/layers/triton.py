@@ -5,7 +5,6 @@ programmatic dependent launches (PDL): each starts while the kernel before it en
 that one wrote only after `gdc_wait`, and lets the next one start.
 """
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -16,8 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from configs.architectures.rope import POSITIONS_PER_SET
 from modeling.attention.kv_cache import FP8_MAX, LayerCache
-from modeling.layers.fused import FusedOps
-from modeling.layers.triton_launch import Launcher, aligned
+from modeling.triton_launch import Launcher, aligned, has_dependent_launch, launch_options
 
 SILU_COLUMNS = 1024
 HEADS_A_PROGRAM = 4
@@ -225,17 +223,6 @@ _LAUNCH_SILU_MUL = Launcher(_silu_mul)
 _LAUNCH_ROTATE_AND_STORE = Launcher(_rotate_and_store)
 
 
-@cache
-def has_dependent_launch(device: torch.device) -> bool:
-    """Whether kernels may start before the one ahead of them has ended: Hopper and later."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-def launch_options(dependent: bool) -> dict[str, bool]:
-    """Options of a launch that is a programmatic dependent one, or not."""
-    return {"launch_pdl": True} if dependent else {}
-
-
 def add_rms_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
@@ -327,6 +314,3 @@ def best(logits: Tensor) -> Tensor:
     _best_of_run[(rows, runs)](logits, values, ids, vocab, logits.stride(0), width=BEST_COLUMNS)
     _best_of_runs[(rows,)](values, ids, found, runs, width=triton.next_power_of_2(runs))
     return found
-
-
-OPS = FusedOps(add_rms_norm, silu_mul, rotate_and_store, angles, best)

@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from modeling.adapters.kernels.base import AdapterData
+from modeling.adapters.product import AdapterData
 from modeling.adapters.projection import BaseRows, Projection
 from modeling.attention.base import AttentionSpec, AttentionStep
 from modeling.attention.kv_cache import CacheSpec, LayerCache

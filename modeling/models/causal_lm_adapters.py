@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from modeling.adapters.kernels.base import AdapterData, OutputSlice
+from modeling.adapters.product import AdapterData, OutputSlice
 from modeling.adapters.projection import BaseRows, Projection
 
 logger = logging.getLogger("loray.modeling.causal_lm")

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from configs.architectures.gpt2 import GPT2Architecture
-from modeling.adapters.kernels.base import AdapterData
 from modeling.adapters.linear import AdapterColumnLinear, AdapterRowLinear
+from modeling.adapters.product import AdapterData
 from modeling.adapters.projection import Projection
 from modeling.adapters.vocabulary import EndNames, embed_adapted
 from modeling.attention.base import AttentionStep

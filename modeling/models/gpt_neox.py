@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from configs.architectures.gpt_neox import GPTNeoXArchitecture
 from configs.architectures.rope import POSITIONS_PER_SET, RopeType
-from modeling.adapters.kernels.base import AdapterData
 from modeling.adapters.linear import AdapterColumnLinear, AdapterRowLinear
+from modeling.adapters.product import AdapterData
 from modeling.adapters.projection import Projection
 from modeling.adapters.vocabulary import EndNames
 from modeling.attention.paged import AttentionCall

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from configs.architectures.llama import Architecture
-from modeling.adapters.kernels.base import AdapterData
 from modeling.adapters.linear import AdapterColumnLinear, AdapterRowLinear
+from modeling.adapters.product import AdapterData
 from modeling.adapters.vocabulary import EndNames, embed_adapted
 from modeling.attention.base import AttentionStep
 from modeling.attention.kv_cache import LayerCache

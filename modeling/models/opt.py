@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from configs.architectures.opt import OPTArchitecture
-from modeling.adapters.kernels.base import AdapterData, OutputSlice
 from modeling.adapters.linear import AdapterColumnLinear, AdapterRowLinear
+from modeling.adapters.product import AdapterData, OutputSlice
 from modeling.adapters.projection import Projection
 from modeling.adapters.vocabulary import EndNames
 from modeling.attention.paged import AttentionCall

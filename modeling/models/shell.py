@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from configs.architectures.base import ModelArchitecture
-from modeling.adapters.kernels.base import AdapterData
+from modeling.adapters.product import AdapterData
 from modeling.adapters.projection import BaseRows, Projection
 from modeling.adapters.vocabulary import (
     EndNames,

@@ -15,8 +15,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from modeling.adapters.kernels.base import AdapterData
 from modeling.adapters.kernels.select import AdapterStepPlan
+from modeling.adapters.product import AdapterData
 from modeling.attention.base import AttentionBackend, AttentionStep
 from modeling.layers.fused import fused_ops
 from modeling.runner.input_batch import InputBatch, StepLayout, StepTensors

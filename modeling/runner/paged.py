@@ -24,8 +24,8 @@ from configs.wire.adapters import (
 )
 from modeling.adapters.bank import AdapterBank, BankSize, copy_bytes, page_bytes
 from modeling.adapters.device_copies import CopyEvent
-from modeling.adapters.kernels.base import AdapterData
 from modeling.adapters.kernels.select import AdapterStepPlan, select_kernel
+from modeling.adapters.product import AdapterData
 from modeling.adapters.vocabulary import VocabularyAdapters, adapts_vocabulary
 from modeling.attention.base import AttentionStep
 from modeling.attention.clamping import ClampWatch

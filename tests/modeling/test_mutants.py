@@ -8,9 +8,9 @@ from torch import Tensor
 from configs.wire.plan import RequestJoin
 from modeling.adapters import host_cache as copies
 from modeling.adapters.bank import AdapterBank, DeviceAdapter, take
-from modeling.adapters.kernels.base import AdapterData
 from modeling.adapters.linear import AdapterRowLinear
 from modeling.adapters.peft_config import LoraPlan
+from modeling.adapters.product import AdapterData
 from modeling.adapters.projection import Segments, width
 from modeling.runner.input_batch import InputBatch
 from modeling.sampling.sampler import SampledStep, choose

@@ -60,7 +60,7 @@ def test_a_matrix_for_the_whole_batch_is_noticed(
     real = vocabulary._groups
 
     def for_all(bank: object, slots: Tensor, projection: int) -> object:
-        return [type(g)(slice(None), g.placement) for g in real(bank, slots, projection)]  # type: ignore[arg-type]
+        return [type(g)(slice(None), g.adapter) for g in real(bank, slots, projection)]  # type: ignore[arg-type]
 
     monkeypatch.setattr(vocabulary, "_groups", for_all)
     expect_mismatch(world, setting("gpt_neox_ends", "parallel", 1, [BASE, "whole_embedding"]))

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from configs.architectures.rope import Rope
 from configs.engine import LimitsConfig
-from modeling.adapters.kernels.base import AdapterData
 from modeling.adapters.linear import AdapterRowLinear
+from modeling.adapters.product import AdapterData
 from modeling.adapters.projection import Projection
 from modeling.models import gpt2, gpt_neox, opt
 from modeling.runner.paged import ModelRunner

@@ -5,22 +5,13 @@ precision x A^T is rounded to half before it meets Bt.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
 
-from modeling.adapters.bank import AdapterBank, DeviceAdapter
-from modeling.adapters.kernels.base import AdapterData, OutputSlice
+from modeling.adapters.bank import AdapterBank
+from modeling.adapters.product import AdapterData, OutputSlice, TokenGroup
 from modeling.transfer import to_device
-
-
-@dataclass(frozen=True)
-class TokenGroup:
-    """The tokens of one adapter: a slice where they lie together, else their int64 indices."""
-
-    rows: slice | Tensor
-    placement: DeviceAdapter
 
 
 class ReferenceBatch:
@@ -46,13 +37,13 @@ class ReferenceBatch:
         y[t, o + j] += sum_r (sum_i x[t, i] * A[r, i]) * Bt[r, j], r below the true rank.
         """
         for group in self._groups:
-            wanted = [t for t in targets if group.placement.rank(t.projection, layer)]
+            wanted = [t for t in targets if group.adapter.rank(t.projection, layer)]
             if not wanted:
                 continue
             rows = group.rows
             inputs = x[rows]
             for target in wanted:
-                factors = group.placement.factors(target.projection, layer)
+                factors = group.adapter.factors(target.projection, layer)
                 part = y[:, target.offset : target.offset + factors.bt.shape[1]]
                 if isinstance(rows, slice):
                     part[rows].addmm_(inputs @ factors.a, factors.bt)

@@ -7,8 +7,8 @@ from typing import Protocol
 import torch
 
 from modeling.adapters.bank import AdapterBank
-from modeling.adapters.kernels.base import AdapterData
 from modeling.adapters.kernels.reference import reference_batch
+from modeling.adapters.product import AdapterData
 
 BatchBuilder = Callable[[AdapterBank, Sequence[int], Sequence[int]], AdapterData]
 """From (bank, slot of each row, length of each row) to the step's adapter data."""

@@ -15,7 +15,6 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from modeling.adapters.bank import AdapterBank
-from modeling.adapters.kernels.base import OutputSlice
 from modeling.adapters.kernels.tiles import HEADER, cut_tiles
 from modeling.adapters.kernels.triton_expand import expand_kernel
 from modeling.adapters.kernels.triton_forms import Blocks, Form, forms_of
@@ -28,8 +27,8 @@ from modeling.adapters.kernels.triton_product import (
     product_kernel,
 )
 from modeling.adapters.kernels.triton_shrink import shrink_kernel
-from modeling.layers.triton import has_dependent_launch, launch_options
-from modeling.layers.triton_launch import Launcher, aligned
+from modeling.adapters.product import OutputSlice
+from modeling.triton_launch import Launcher, aligned, has_dependent_launch, launch_options
 
 MAX_TARGETS = 3
 """Projections of one launch."""

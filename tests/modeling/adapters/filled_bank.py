@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from modeling.adapters.bank import PAGE_ROWS, AdapterBank, BankSize
-from modeling.adapters.kernels.base import OutputSlice
+from modeling.adapters.product import OutputSlice
 from modeling.adapters.projection import Projection
 
 NUM_LAYERS = 2

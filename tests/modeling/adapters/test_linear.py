@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from modeling.adapters.kernels.base import OutputSlice
 from modeling.adapters.linear import AdapterColumnLinear, AdapterRowLinear
+from modeling.adapters.product import OutputSlice
 from sharding.checkpoint import SafetensorsCheckpoint
 from sharding.group import TensorParallel
 from sharding.linear import ColumnParallelLinear, ColumnPart, RowParallelLinear

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from configs.wire.adapters import AdapterKey
 from modeling.adapters.bank import AdapterBank
-from modeling.adapters.kernels.base import OutputSlice
 from modeling.adapters.kernels.reference import reference_batch
 from modeling.adapters.kernels.select import select_kernel
+from modeling.adapters.product import OutputSlice
 from modeling.adapters.projection import Projection
 from tests.modeling.adapters.lora_files import UP, factors, write_lora
 from tests.modeling.adapters.test_bank import fetched, make_bank

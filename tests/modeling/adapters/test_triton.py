@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from modeling.adapters.bank import AdapterBank
-from modeling.adapters.kernels.base import AdapterData, OutputSlice
 from modeling.adapters.kernels.select import select_kernel
+from modeling.adapters.product import AdapterData, OutputSlice
 from tests.modeling.adapters.filled_bank import NUM_LAYERS, Case, fill_bank, truth
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from configs.wire.adapters import AdapterKey, FetchedAdapter
 from modeling.adapters.bank import AdapterBank, BankSize
-from modeling.adapters.kernels.base import OutputSlice
 from modeling.adapters.kernels.reference import reference_batch
+from modeling.adapters.product import OutputSlice
 from modeling.adapters.vocabulary import (
     EndNames,
     VocabularyAdapters,

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from configs.architectures.select import load_architecture
-from modeling.adapters.kernels.base import OutputSlice
+from modeling.adapters.product import OutputSlice
 from modeling.models.base import PagedModel
 from modeling.models.gpt2 import FlashGPT2ForCausalLM
 from modeling.models.gpt_neox import GPTNeoXForCausalLM

@@ -13,7 +13,7 @@ from configs.architectures.rope import POSITIONS_PER_SET
 from configs.architectures.select import load_architecture
 from configs.engine import AttentionKind
 from configs.rope_sets import SHORT
-from modeling.adapters.kernels.base import AdapterData
+from modeling.adapters.product import AdapterData
 from modeling.attention.kv_cache import allocate
 from modeling.attention.select import select_attention
 from modeling.models.base import PagedModel, attention_spec, cache_spec

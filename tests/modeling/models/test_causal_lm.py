@@ -10,8 +10,8 @@ from torch import Tensor
 
 from configs.wire.plan import RequestJoin
 from configs.wire.sampling import Sampling
-from modeling.adapters.kernels.base import AdapterData
 from modeling.adapters.kernels.reference import ReferenceBatch
+from modeling.adapters.product import AdapterData
 from modeling.models import causal_lm_sharing
 from modeling.models.causal_lm import CausalLM, CausalLMBatch
 from modeling.models.causal_lm_adapters import shortest_names

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from modeling.adapters.kernels.base import OutputSlice
+from modeling.adapters.product import OutputSlice
 from modeling.models import llama
 from modeling.models.base import PagedModel
 from sharding.group import SingleRank, TensorParallel

@@ -13,8 +13,8 @@ from configs.engine import CacheConfig
 from configs.wire.plan import RequestJoin, StepRow
 from configs.wire.sampling import Sampling
 from modeling.adapters.bank import AdapterBank
-from modeling.adapters.kernels.base import OutputSlice
 from modeling.adapters.kernels.reference import reference_batch
+from modeling.adapters.product import OutputSlice
 from modeling.attention.base import AttentionSpec, AttentionStep, GraphAttention, Words
 from modeling.attention.kv_cache import LayerCache, allocate
 from modeling.attention.sdpa import SdpaAttention

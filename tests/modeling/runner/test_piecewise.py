@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from configs.engine import CacheConfig
 from configs.wire.sampling import Sampling
 from modeling.adapters.bank import AdapterBank
-from modeling.adapters.kernels.base import OutputSlice
+from modeling.adapters.product import OutputSlice
 from modeling.attention.kv_cache import allocate
 from modeling.runner.paged import ModelRunner
 from modeling.runner.piecewise import TOKENS, PiecewiseGraphs, PiecewiseParts, piecewise_sizes

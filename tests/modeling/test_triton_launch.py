@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from modeling.layers.triton_launch import Launcher, aligned
+from modeling.triton_launch import Launcher, aligned
 
 Call = tuple[str, tuple[int, ...], tuple[Any, ...], dict[str, Any]]
 

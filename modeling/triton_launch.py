@@ -6,8 +6,10 @@ here the form is looked up by a short key that the caller vouches for.
 """
 
 from collections.abc import Hashable, Sequence
+from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 ALIGNMENT = 16
@@ -53,3 +55,14 @@ def aligned(*tensors: Tensor) -> int:
     for tensor in tensors:
         address |= tensor.data_ptr()
     return address % ALIGNMENT
+
+
+@cache
+def has_dependent_launch(device: torch.device) -> bool:
+    """Whether kernels may start before the one ahead of them has ended: Hopper and later."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def launch_options(dependent: bool) -> dict[str, bool]:
+    """Options of a launch that is a programmatic dependent one, or not."""
+    return {"launch_pdl": True} if dependent else {}

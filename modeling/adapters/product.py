@@ -13,6 +13,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from modeling.adapters.bank import DeviceAdapter
+
 
 @dataclass(frozen=True)
 class OutputSlice:
@@ -20,6 +22,17 @@ class OutputSlice:
 
     projection: int
     offset: int
+
+
+@dataclass(frozen=True)
+class TokenGroup:
+    """The tokens of one adapter.
+
+    rows: a slice where they lie together, else their int64 indices.
+    """
+
+    rows: slice | Tensor
+    adapter: DeviceAdapter
 
 
 class AdapterData(Protocol):
