@@ -39,7 +39,7 @@ def bank(tmp_path_factory: pytest.TempPathFactory) -> AdapterBank:
 def plain(
     bank: AdapterBank, y: torch.Tensor, x: torch.Tensor, layer: int, slots: list[int]
 ) -> torch.Tensor:
-    """The equation of kernels/base.py, token by token, row by row, in float64."""
+    """The equation of adapters/product.py, token by token, row by row, in float64."""
     result = y.double()
     for token, slot in enumerate(slots):
         for target in TARGETS if slot >= 0 else ():
