@@ -6,7 +6,7 @@ outcome does that the unary call returns at the end.
 """
 
 from enum import StrEnum
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -207,6 +207,10 @@ class AdapterCommand(msgspec.Struct, frozen=True):
         return f"AdapterCommand({self.action.value!r}, {self.reference!r}, {self.name!r})"
 
 
+AdapterTier = Literal["absent", "disk", "host", "device"]
+"""Where a replica has an adapter, the least first."""
+
+
 class AdapterStatus(msgspec.Struct, frozen=True):
     """One adapter by one of its names, as one driver replica sees it.
 
@@ -219,7 +223,7 @@ class AdapterStatus(msgspec.Struct, frozen=True):
     """
 
     reference: AdapterReference
-    state: str
+    state: AdapterTier
     target: AdapterReference | None = None
     digest: str | None = None
     rank: int | None = None

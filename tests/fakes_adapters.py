@@ -8,6 +8,7 @@ from deployments.contract import (
     AdapterCommand,
     AdapterReport,
     AdapterStatus,
+    AdapterTier,
     ErrorKind,
     Failed,
 )
@@ -48,7 +49,7 @@ class Replica:
         if self.broken is not None:
             return AdapterReport(self.name, failure=self.broken)
         assert command.reference is not None
-        state = "device" if command.pin else "host"
+        state: AdapterTier = "device" if command.pin else "host"
         status = AdapterStatus(
             command.reference, state, None, "d1", 16, 900, 800, 4 * command.pin, command.pin
         )

@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypedDict
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -37,6 +37,36 @@ from deployments.ingress.openai.schema import PromptInput, prompts_of
 from deployments.ingress.text.tokenizer import Limit, ModelTokenizer
 
 Vector = tuple[float, ...]
+
+
+class EmbeddingReply(TypedDict):
+    """One input's embedding: numbers, or the base64 of little-endian float32."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: Vector | str
+
+
+class EmbeddingUsage(TypedDict):
+    """Token counts."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingsReply(TypedDict):
+    """Embeddings in the order of the inputs."""
+
+    object: Literal["list"]
+    data: list[EmbeddingReply]
+    model: str
+    usage: EmbeddingUsage
+
+
+class EmbedReply(TypedDict):
+    """The embedding of one text."""
+
+    embeddings: Vector
 
 
 class EmbeddingsBody(BaseModel):
@@ -98,7 +128,7 @@ def routes(engine: EngineClient) -> APIRouter:
     async def embed(request: Request, body: GenerateRequestBody) -> Response:
         asked = await _of_lorax(request, body, engine)
 
-        def complete(result: FinishedCall) -> object:
+        def complete(result: FinishedCall) -> EmbedReply:
             return {"embeddings": _vectors(result.completion, defaults)[0]}
 
         return await whole(request, engine, _job(asked, defaults), complete)
@@ -236,16 +266,16 @@ def _vectors(completion: Completion, config: EmbeddingsConfig) -> list[Vector]:
     return vectors
 
 
-def _reply(body: EmbeddingsBody, vectors: Sequence[Vector], num_tokens: int) -> dict[str, object]:
-    data = [
+def _reply(body: EmbeddingsBody, vectors: Sequence[Vector], num_tokens: int) -> EmbeddingsReply:
+    data: list[EmbeddingReply] = [
         {"object": "embedding", "index": index, "embedding": _written(vector, body.encoding_format)}
         for index, vector in enumerate(vectors)
     ]
-    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    usage: EmbeddingUsage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
     return {"object": "list", "data": data, "model": body.model, "usage": usage}
 
 
-def _written(vector: Vector, encoding: str | None) -> object:
+def _written(vector: Vector, encoding: str | None) -> Vector | str:
     if encoding == "base64":
         return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
     return vector

@@ -25,6 +25,7 @@ from deployments.contract import (
     AdapterCommand,
     AdapterReport,
     AdapterStatus,
+    AdapterTier,
     ErrorKind,
     Failed,
 )
@@ -36,7 +37,7 @@ from scheduler.events import AdapterArrived, AdapterUnloaded, AdapterWanted
 from scheduler.snapshot import AdapterView
 from sources.base import CONFIG_NAME, MAX_CONFIG_BYTES
 
-_SHOWN = {
+_SHOWN: dict[AdapterState, AdapterTier] = {
     AdapterState.DISK: "disk",
     AdapterState.STAGING: "disk",
     AdapterState.HOST: "host",

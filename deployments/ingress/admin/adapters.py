@@ -4,18 +4,20 @@ All of it needs the admin key where any key is configured, and reaches every dri
 """
 
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Literal, TypedDict, get_args
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import PlainTextResponse, Response
 
 from configs.wire.adapters import AdapterReference, AdapterSource, parse_reference
+from configs.wire.merging import MergeStrategy, SignMethod
 from deployments.contract import (
     AdapterAction,
     AdapterCommand,
     AdapterReport,
     AdapterStatus,
+    AdapterTier,
     ErrorKind,
 )
 from deployments.ingress.access.keys import require
@@ -25,9 +27,64 @@ from deployments.ingress.generation.replies import json_response
 from deployments.ingress.http.errors import RequestError, invalid
 from deployments.ingress.http.unicode import Unicode
 
-_STATES = ("absent", "disk", "host", "device")
+_STATES: tuple[AdapterTier, ...] = get_args(AdapterTier)
 
 Name = Annotated[Unicode, Field(min_length=1, max_length=1024)]
+
+
+class AdapterResidency(TypedDict):
+    """What one replica has of an adapter, and does with it; last_used: seconds since the epoch."""
+
+    state: AdapterTier
+    digest: str | None
+    host_bytes: int
+    device_pages: int
+    pinned: bool
+    draining: bool
+    running: int
+    waiting: int
+    num_requests: int
+    last_used: float | None
+
+
+class MergeRecipe(TypedDict):
+    """A merge, in the words of a request."""
+
+    ids: list[str]
+    weights: Sequence[float]
+    merge_strategy: MergeStrategy
+    density: float | None
+    majority_sign_method: SignMethod | None
+
+
+class AdapterReply(TypedDict):
+    """An adapter over all replicas; state: the best of theirs, root: what the name stands for.
+
+    Merges are listed while a replica has them in memory; they have no source.
+    """
+
+    id: str
+    object: Literal["adapter"]
+    source: str | None
+    adapter_id: str
+    revision: str | None
+    root: str | None
+    merged_adapters: MergeRecipe | None
+    state: AdapterTier
+    digest: str | None
+    rank: int | None
+    bytes: int | None
+    pinned: bool
+    num_requests: int
+    last_used: float | None
+    replicas: dict[str, AdapterResidency]
+
+
+class AdaptersReply(TypedDict):
+    """Every adapter that a replica knows."""
+
+    object: Literal["list"]
+    data: list[AdapterReply]
 
 
 class _Body(BaseModel):
@@ -83,7 +140,7 @@ class _Desk:
         self.engine = engine
         self.source = engine.settings.default_source
 
-    async def tell(self, command: AdapterCommand) -> list[dict[str, object]]:
+    async def tell(self, command: AdapterCommand) -> list[AdapterReply]:
         """A row an adapter; the first failure is raised."""
         reports = await self.engine.adapters(command)
         _raise_failure(reports)
@@ -112,7 +169,8 @@ def _add_adapters(router: APIRouter, desk: _Desk) -> None:
     @router.get("/adapters")
     async def listing(request: Request) -> Response:
         require(request, admin=True)
-        return json_response({"object": "list", "data": await desk.tell(_LIST)})
+        reply: AdaptersReply = {"object": "list", "data": await desk.tell(_LIST)}
+        return json_response(reply)
 
     @router.get("/adapters/{name:path}")
     async def one(request: Request, name: str) -> Response:
@@ -207,9 +265,7 @@ def _raise_failure(reports: Sequence[AdapterReport]) -> None:
         raise error
 
 
-def _rows(
-    reports: Sequence[AdapterReport], default_source: AdapterSource
-) -> list[dict[str, object]]:
+def _rows(reports: Sequence[AdapterReport], default_source: AdapterSource) -> list[AdapterReply]:
     """One row for each name, from what each replica says of it."""
     told: dict[AdapterReference, dict[str, AdapterStatus]] = {}
     for report in reports:
@@ -225,7 +281,7 @@ def _row(
     told: dict[str, AdapterStatus],
     replicas: Sequence[str],
     default_source: AdapterSource,
-) -> dict[str, object]:
+) -> AdapterReply:
     absent = AdapterStatus(reference, "absent")
     best = max(told.values(), key=lambda status: _STATES.index(status.state))
     uses = [status.last_used for status in told.values() if status.last_used is not None]
@@ -248,7 +304,7 @@ def _row(
     }
 
 
-def _recipe(reference: AdapterReference, default_source: AdapterSource) -> dict[str, object] | None:
+def _recipe(reference: AdapterReference, default_source: AdapterSource) -> MergeRecipe | None:
     """What a request would ask for to get this merge; None for other adapters."""
     rule = reference.rule
     if rule is None:
@@ -256,13 +312,13 @@ def _recipe(reference: AdapterReference, default_source: AdapterSource) -> dict[
     return {
         "ids": [full_name(part, default_source) for part in reference.parts],
         "weights": rule.weights,
-        "merge_strategy": rule.strategy.value,
+        "merge_strategy": rule.strategy,
         "density": rule.density if rule.prunes else None,
-        "majority_sign_method": rule.sign_method.value if rule.elects_signs else None,
+        "majority_sign_method": rule.sign_method if rule.elects_signs else None,
     }
 
 
-def _residency(status: AdapterStatus) -> dict[str, object]:
+def _residency(status: AdapterStatus) -> AdapterResidency:
     """What one replica has and does of it."""
     return {
         "state": status.state,

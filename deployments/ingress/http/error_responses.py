@@ -8,6 +8,8 @@ from starlette.responses import Response
 from deployments.ingress.generation.replies import json_response
 from deployments.ingress.http.errors import (
     SPELLINGS,
+    LoraxError,
+    OpenAIError,
     RequestError,
     invalid,
     lorax_error,
@@ -37,10 +39,9 @@ def status_response(
     request: Request, status: int, message: str, headers: Mapping[str, str] | None = None
 ) -> Response:
     """An answer that HTTP itself has a status for: no such route, wrong method, too long."""
+    body: OpenAIError | LoraxError = {"error": message, "error_type": "invalid_request"}
     if speaks_openai(request):
         body = openai_error(invalid(message))
-    else:
-        body = {"error": message, "error_type": "invalid_request"}
     return json_response(body, status, dict(headers or {}))
 
 

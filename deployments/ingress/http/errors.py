@@ -2,8 +2,32 @@
 
 import math
 from dataclasses import dataclass
+from typing import NotRequired, TypedDict
 
 from deployments.contract import ErrorKind, Failed
+
+
+class OpenAIErrorBody(TypedDict):
+    """What went wrong; param: the field at fault."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class OpenAIError(TypedDict):
+    """An error of OpenAI's routes."""
+
+    error: OpenAIErrorBody
+
+
+class LoraxError(TypedDict):
+    """An error of LoRAX's routes; code: the kind, for programs."""
+
+    error: str
+    error_type: str
+    code: NotRequired[str]
 
 
 class RequestError(Exception):
@@ -111,7 +135,7 @@ SPELLINGS: dict[ErrorKind, ErrorShape] = {
 _ADAPTER_KINDS = frozenset(kind for kind in ErrorKind if kind.value.startswith("adapter_"))
 
 
-def openai_error(error: RequestError) -> dict[str, object]:
+def openai_error(error: RequestError) -> OpenAIError:
     """The body of an error in OpenAI's dialect."""
     row = SPELLINGS[error.kind]
     param = error.param or ("model" if error.kind in _ADAPTER_KINDS else None)
@@ -125,7 +149,7 @@ def openai_error(error: RequestError) -> dict[str, object]:
     }
 
 
-def lorax_error(error: RequestError) -> dict[str, object]:
+def lorax_error(error: RequestError) -> LoraxError:
     """The body of an error in LoRAX's dialect, with the kind as a machine-readable `code`."""
     row = SPELLINGS[error.kind]
     return {

@@ -1,6 +1,7 @@
 """LoRAX's reply objects, whole and as events of a stream."""
 
 from collections.abc import AsyncGenerator, Sequence
+from typing import NotRequired, TypedDict
 
 import msgspec
 
@@ -64,6 +65,13 @@ class Details(StreamDetails, kw_only=True):
     best_of_sequences: list[OtherSequence] | msgspec.UnsetType = msgspec.UNSET
 
 
+class GenerateReply(TypedDict):
+    """A whole answer; details where they were asked for."""
+
+    generated_text: str
+    details: NotRequired[Details]
+
+
 class StreamEvent(msgspec.Struct):
     """One event of a stream; the last one bears the whole text."""
 
@@ -89,13 +97,13 @@ class LoraxWriter:
         self._seeds = [each.sampling.seed if drawn else None for each in sequences]
         self._token_writer = _Speller(text, first.sampling.logprobs > 0)
 
-    def body(self, result: FinishedCall) -> dict[str, object]:
+    def body(self, result: FinishedCall) -> GenerateReply:
         """A whole reply: the best sequence, and the others in its details."""
         choices = result.choices
         best, *others = best_first(
             result.completion.sequences, [choice.num_tokens for choice in choices]
         )
-        reply: dict[str, object] = {"generated_text": self._prefix + choices[best].text}
+        reply: GenerateReply = {"generated_text": self._prefix + choices[best].text}
         if self._whole_details:
             choice = choices[best]
             reply["details"] = Details(

@@ -5,14 +5,14 @@ import secrets
 import time
 import uuid
 from collections.abc import Sequence
+from typing import TypedDict
 
-import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from configs.wire.adapters import AdapterReference, AdapterSource
 from configs.wire.sampling import Stopping
-from deployments.contract import EngineInfo, GenerateRequest, SequenceRequest
+from deployments.contract import AdapterInfo, EngineInfo, GenerateRequest, SequenceRequest
 from deployments.ingress.access.authorization import bearer_token
 from deployments.ingress.access.keys import visible
 from deployments.ingress.adapter_names.merges import requested_adapter
@@ -38,6 +38,35 @@ from deployments.ingress.lorax.schema import (
 )
 from deployments.ingress.structured.constraints import UNCONSTRAINED, check_endings
 from deployments.ingress.text.tokenizer import Slice
+
+
+class TextSlice(TypedDict):
+    """A token and its place in the text, in characters."""
+
+    id: int
+    text: str
+    start: int
+    stop: int
+
+
+class InfoReply(TypedDict):
+    """LoRAX's fields, then ours; adapters: those that the caller may use."""
+
+    model_id: str
+    model_sha: str | None
+    model_dtype: str
+    model_device_type: str
+    model_pipeline_tag: str
+    max_concurrent_requests: int
+    max_best_of: int
+    max_stop_sequences: int
+    max_input_length: int
+    max_total_tokens: int
+    max_batch_total_tokens: int
+    version: str
+    model_name: str
+    chosen: dict[str, str]
+    adapters: list[AdapterInfo]
 
 
 def routes(engine: EngineClient) -> APIRouter:
@@ -162,7 +191,7 @@ def _tokens(slices: Sequence[Slice]) -> Response:
     return json_response([token._asdict() for token in slices])
 
 
-def _info(info: EngineInfo, engine: EngineClient) -> dict[str, object]:
+def _info(info: EngineInfo, engine: EngineClient) -> InfoReply:
     """LoRAX's fields by LoRAX's names, and what this server adds to them."""
     settings = engine.settings
     return {
@@ -180,5 +209,5 @@ def _info(info: EngineInfo, engine: EngineClient) -> dict[str, object]:
         "version": settings.version,
         "model_name": info.model_name,
         "chosen": info.chosen,
-        "adapters": [msgspec.to_builtins(adapter) for adapter in info.adapters],
+        "adapters": info.adapters,
     }

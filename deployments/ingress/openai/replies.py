@@ -1,7 +1,7 @@
 """OpenAI's reply objects: whole ones as dicts, chunks as bytes around a prepared frame."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,13 +12,26 @@ from deployments.contract import Completion, SequenceRequest
 from deployments.ingress.generation.calls import Event
 from deployments.ingress.generation.prompt_replies import Prompt, echoed, prompt_logprobs_by_id
 from deployments.ingress.generation.replies import Choice
+from deployments.ingress.openai.reply_types import (
+    ChatChoice,
+    ChatReply,
+    CompletionChoice,
+    CompletionReply,
+    Reason,
+    UsageReply,
+)
 from deployments.ingress.text.detokenizer_state import TextPiece
-from deployments.ingress.text.logprobs import chat_logprobs, completion_logprobs
+from deployments.ingress.text.logprobs import (
+    ChatLogprobs,
+    CompletionLogprobs,
+    chat_logprobs,
+    completion_logprobs,
+)
 from deployments.ingress.text.tokenizer import ModelTokenizer
 
 _encode = msgspec.json.Encoder().encode
 
-_REASONS = {
+_REASONS: Mapping[FinishReason, Reason] = {
     FinishReason.LENGTH: "length",
     FinishReason.STOP_TOKEN: "stop",
     FinishReason.STOP_STRING: "stop",
@@ -44,14 +57,13 @@ class Envelope:
 class ReplyWriter:
     """Writes one reply, whole or in chunks; subclasses say what a choice looks like."""
 
-    kind: str
     chunk_kind: str
 
     def __init__(self, envelope: Envelope) -> None:
         """Prepare the bytes around a chunk's choice, for they never change."""
         self._envelope = envelope
         usage = {"usage": None} if envelope.includes_usage else {}
-        frame = _encode({**self._head(self.chunk_kind), "choices": [], **usage})
+        frame = _encode({**self._chunk_head(), "choices": [], **usage})
         before, after = frame.split(b'"choices":[]', 1)
         self._before = b"data: " + before + b'"choices":[{"index":%d,'
         self._after = b"}]" + after + b"\n\n"
@@ -67,40 +79,25 @@ class ReplyWriter:
             chunks += self._chunk(event.sequence, self._last_delta(), b"null", reason)
         return chunks
 
-    def usage_chunk(self, usage: object) -> bytes:
+    def usage_chunk(self, usage: UsageReply) -> bytes:
         """The last chunk of a stream whose client asked for usage."""
-        body = {**self._head(self.chunk_kind), "choices": [], "usage": usage}
+        body = {**self._chunk_head(), "choices": [], "usage": usage}
         return b"data: " + _encode(body) + b"\n\n"
 
-    def body(self, choices: Sequence[Choice], usage: object) -> dict[str, object]:
+    def body(self, choices: Sequence[Choice], usage: UsageReply) -> Mapping[str, object]:
         """A whole reply."""
-        written = [
-            {
-                "index": index,
-                **self._content(index, choice.text),
-                "logprobs": msgspec.Raw(self._logprobs(self._pieces(index, choice))),
-                "finish_reason": _REASONS[choice.reason],
-            }
-            for index, choice in enumerate(choices)
-        ]
-        return {**self._head(self.kind), "choices": written, "usage": usage}
+        raise NotImplementedError
 
     def first_chunk(self, index: int) -> bytes:
         """What a choice begins with, before any token."""
         raise NotImplementedError
 
-    def _content(self, index: int, text: str) -> dict[str, object]:
-        raise NotImplementedError
-
-    def _pieces(self, index: int, choice: Choice) -> list[TextPiece]:
-        return choice.pieces
-
-    def _told(self, choice: Choice) -> dict[str, object]:
-        """What was asked about the prompt, as vLLM answers."""
-        num_top = self._envelope.num_prompt_logprobs
-        if num_top < 0:
-            return {}
-        return {"prompt_logprobs": prompt_logprobs_by_id(choice, num_top, self._envelope.tokenizer)}
+    def _prompt_logprobs(self, choice: Choice) -> list[dict[str, Any] | None] | None:
+        """The prompt's logprobs in vLLM's shape, None where the request has none."""
+        shared = self._envelope
+        if shared.num_prompt_logprobs < 0:
+            return None
+        return prompt_logprobs_by_id(choice, shared.num_prompt_logprobs, shared.tokenizer)
 
     def _delta(self, text: str) -> bytes:
         raise NotImplementedError
@@ -108,13 +105,15 @@ class ReplyWriter:
     def _last_delta(self) -> bytes:
         raise NotImplementedError
 
-    def _token_logprobs(self, pieces: Sequence[TextPiece]) -> object:
+    def _token_logprobs(self, pieces: Sequence[TextPiece]) -> Mapping[str, object] | None:
+        """The tokens' logprobs, None where the request has none."""
         raise NotImplementedError
 
-    def _head(self, kind: str) -> dict[str, object]:
+    def _chunk_head(self) -> dict[str, object]:
         shared = self._envelope
         return {
-            "id": shared.id, "object": kind, "created": shared.created, "model": shared.model,
+            "id": shared.id, "object": self.chunk_kind, "created": shared.created,
+            "model": shared.model,
         }  # fmt: skip
 
     def _chunk(
@@ -125,15 +124,13 @@ class ReplyWriter:
         return b"".join(parts)
 
     def _logprobs(self, pieces: Sequence[TextPiece]) -> bytes:
-        if self._envelope.num_logprobs < 0:
-            return b"null"
         return _encode(self._token_logprobs(pieces))
 
 
 class CompletionWriter(ReplyWriter):
     """text_completion objects; `echo` holds each choice's prompt when it is to be repeated."""
 
-    kind = chunk_kind = "text_completion"
+    chunk_kind = "text_completion"
 
     def __init__(self, envelope: Envelope, echo: Sequence[Prompt] = ()) -> None:
         """Without echo, choices begin with their first token."""
@@ -144,17 +141,29 @@ class CompletionWriter(ReplyWriter):
         """The prompt, when it is repeated."""
         return self._chunk(index, self._delta(self._echo[index].text)) if self._echo else b""
 
-    def body(self, choices: Sequence[Choice], usage: object) -> dict[str, object]:
-        """A whole reply; each choice tells about its own prompt."""
-        written = super().body(choices, usage)
-        if self._envelope.num_prompt_logprobs >= 0:
-            entries: Any = written["choices"]
-            for entry, choice in zip(entries, choices, strict=True):
-                entry.update(self._told(choice))
-        return written
+    def body(self, choices: Sequence[Choice], usage: UsageReply) -> CompletionReply:
+        """A whole reply; each choice has its own prompt's logprobs."""
+        shared = self._envelope
+        return {
+            "id": shared.id,
+            "object": "text_completion",
+            "created": shared.created,
+            "model": shared.model,
+            "choices": [self._choice(index, choice) for index, choice in enumerate(choices)],
+            "usage": usage,
+        }
 
-    def _content(self, index: int, text: str) -> dict[str, object]:
-        return {"text": self._echo[index].text + text if self._echo else text}
+    def _choice(self, index: int, choice: Choice) -> CompletionChoice:
+        written: CompletionChoice = {
+            "index": index,
+            "text": self._echo[index].text + choice.text if self._echo else choice.text,
+            "logprobs": self._token_logprobs(self._pieces(index, choice)),
+            "finish_reason": _REASONS[choice.reason],
+        }
+        prompt_logprobs = self._prompt_logprobs(choice)
+        if prompt_logprobs is not None:
+            written["prompt_logprobs"] = prompt_logprobs
+        return written
 
     def _pieces(self, index: int, choice: Choice) -> list[TextPiece]:
         shared = self._envelope
@@ -168,26 +177,44 @@ class CompletionWriter(ReplyWriter):
     def _last_delta(self) -> bytes:
         return b'"text":""'
 
-    def _token_logprobs(self, pieces: Sequence[TextPiece]) -> object:
+    def _token_logprobs(self, pieces: Sequence[TextPiece]) -> CompletionLogprobs | None:
+        if self._envelope.num_logprobs < 0:
+            return None
         return completion_logprobs(pieces, self._envelope.tokenizer, self._envelope.num_logprobs)
 
 
 class ChatWriter(ReplyWriter):
     """chat.completion objects."""
 
-    kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
-    def body(self, choices: Sequence[Choice], usage: object) -> dict[str, object]:
-        """A whole reply; all choices share one prompt."""
-        return {**super().body(choices, usage), **self._told(choices[0])}
+    def body(self, choices: Sequence[Choice], usage: UsageReply) -> ChatReply:
+        """A whole reply; all choices share one prompt and its logprobs."""
+        shared = self._envelope
+        reply: ChatReply = {
+            "id": shared.id,
+            "object": "chat.completion",
+            "created": shared.created,
+            "model": shared.model,
+            "choices": [self._choice(index, choice) for index, choice in enumerate(choices)],
+            "usage": usage,
+        }
+        prompt_logprobs = self._prompt_logprobs(choices[0])
+        if prompt_logprobs is not None:
+            reply["prompt_logprobs"] = prompt_logprobs
+        return reply
 
     def first_chunk(self, index: int) -> bytes:
         """The role."""
         return self._chunk(index, b'"delta":{"role":"assistant","content":"","refusal":null}')
 
-    def _content(self, index: int, text: str) -> dict[str, object]:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+    def _choice(self, index: int, choice: Choice) -> ChatChoice:
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "logprobs": self._token_logprobs(choice.pieces),
+            "finish_reason": _REASONS[choice.reason],
+        }
 
     def _delta(self, text: str) -> bytes:
         return b'"delta":{"content":' + _encode(text) + b"}"
@@ -195,13 +222,15 @@ class ChatWriter(ReplyWriter):
     def _last_delta(self) -> bytes:
         return b'"delta":{}'
 
-    def _token_logprobs(self, pieces: Sequence[TextPiece]) -> object:
+    def _token_logprobs(self, pieces: Sequence[TextPiece]) -> ChatLogprobs | None:
+        if self._envelope.num_logprobs < 0:
+            return None
         return chat_logprobs(pieces, self._envelope.tokenizer)
 
 
 def usage_of(
     sequences: Sequence[SequenceRequest], choices: int, generated: int, completion: Completion
-) -> dict[str, object]:
+) -> UsageReply:
     """Token counts; a prompt counts once, however many choices it has."""
     prompt = sum(len(sequence.prompt) for sequence in sequences[::choices])
     cached = sum(outcome.cached_tokens for outcome in completion.sequences[::choices])

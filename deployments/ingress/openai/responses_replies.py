@@ -12,6 +12,7 @@ from deployments.contract import ErrorKind
 from deployments.ingress.generation.calls import Event
 from deployments.ingress.generation.replies import Choice
 from deployments.ingress.http.errors import RequestError
+from deployments.ingress.openai.reply_types import ResponseUsage, UsageReply
 from deployments.ingress.openai.tool_replies import call_id
 from deployments.ingress.text.logprobs import chat_logprobs
 from deployments.ingress.text.tokenizer import ModelTokenizer
@@ -22,7 +23,7 @@ _encode = msgspec.json.Encoder().encode
 _BUSY = frozenset({ErrorKind.OVERLOADED})
 
 
-def response_usage(usage: Mapping[str, Any]) -> dict[str, object]:
+def response_usage(usage: UsageReply) -> ResponseUsage:
     """Token counts by this API's names."""
     return {
         "input_tokens": usage["prompt_tokens"],
@@ -84,7 +85,7 @@ class ResponseWriter:
             self._take(TextDelta(""), logprobs)
         return self._told()
 
-    def close(self, reason: FinishReason, usage: Mapping[str, Any]) -> bytes:
+    def close(self, reason: FinishReason, usage: UsageReply) -> bytes:
         """The events of the end."""
         if self._item is None and not self._response["output"]:
             self._open(_message())
@@ -98,7 +99,7 @@ class ResponseWriter:
         self._tell(f"response.{status}", response=self._response)
         return self._told()
 
-    def whole(self, choice: Choice, usage: Mapping[str, Any]) -> dict[str, Any]:
+    def whole(self, choice: Choice, usage: UsageReply) -> dict[str, Any]:
         """The response of a sequence at its end."""
         if choice.pieces and self._text is not None:
             rest = choice.text.removeprefix("".join(piece.text for piece in choice.pieces))

@@ -40,6 +40,7 @@ from deployments.ingress.openai.replies import (
     ReplyWriter,
     usage_of,
 )
+from deployments.ingress.openai.reply_types import ModelReply, ModelsReply
 from deployments.ingress.openai.schema import ChatBody, CompletionBody
 
 
@@ -72,7 +73,8 @@ def routes(engine: EngineClient) -> APIRouter:
     @router.get("/models")
     async def models(request: Request) -> Response:
         info = visible(request, await engine.info())
-        return json_response({"object": "list", "data": _models(info, engine, created)})
+        reply: ModelsReply = {"object": "list", "data": _models(info, engine, created)}
+        return json_response(reply)
 
     @router.get("/models/{id:path}")
     async def model(request: Request, id: str) -> Response:
@@ -170,7 +172,7 @@ def _envelope(prefix: str, body: Body, served: ServedModel) -> Envelope:
     )
 
 
-def _models(info: EngineInfo, engine: EngineClient, created: int) -> list[dict[str, object]]:
+def _models(info: EngineInfo, engine: EngineClient, created: int) -> list[ModelReply]:
     """The base model first, then the adapters that the engine knows."""
     source = engine.settings.default_source
     base = _model(info.model_name, created, info.model_id, None)
@@ -181,7 +183,7 @@ def _models(info: EngineInfo, engine: EngineClient, created: int) -> list[dict[s
     return [{**base, "max_model_len": info.max_total_tokens}, *adapters]
 
 
-def _model(id: str, created: int, root: str, parent: str | None) -> dict[str, object]:
+def _model(id: str, created: int, root: str, parent: str | None) -> ModelReply:
     return {
         "id": id,
         "object": "model",

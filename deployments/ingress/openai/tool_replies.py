@@ -2,9 +2,8 @@
 
 import secrets
 import string
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
@@ -12,6 +11,7 @@ from configs.wire.sampling import FinishReason
 from deployments.ingress.generation.calls import Event
 from deployments.ingress.generation.replies import Choice
 from deployments.ingress.openai.replies import ChatWriter, Envelope
+from deployments.ingress.openai.reply_types import ChatChoice, Reason, ToolFunction
 from deployments.ingress.tools.parsers import CallReader, CallStart, Part, TextDelta
 from deployments.ingress.tools.tooling import ToolFormat
 
@@ -91,16 +91,24 @@ class ToolChatWriter(ChatWriter):
             chunks += self._chunk(event.sequence, self._last_delta(), b"null", reason)
         return chunks
 
-    def body(self, choices: Sequence[Choice], usage: object) -> dict[str, object]:
-        """A whole reply, calls taken out of the texts."""
-        reply = super().body(choices, usage)
-        written: Any = reply["choices"]
-        for place, choice in zip(written, choices, strict=True):
-            answer = read_whole(self._tooling.reader(), choice.text)
-            place["message"]["content"] = answer.text if answer.text or not answer.calls else None
-            place["message"] |= self._calls(answer.calls)
-            place["finish_reason"] = self._reason(choice.reason, len(answer.calls))
-        return reply
+    def _choice(self, index: int, choice: Choice) -> ChatChoice:
+        """One choice, the calls taken out of its text."""
+        written = super()._choice(index, choice)
+        answer = read_whole(self._tooling.reader(), choice.text)
+        message = written["message"]
+        message["content"] = answer.text if answer.text or not answer.calls else None
+        functions: list[ToolFunction] = [
+            {"name": call.name, "arguments": call.arguments} for call in answer.calls
+        ]
+        if functions and self._legacy:
+            message["function_call"] = functions[0]
+        elif functions:
+            message["tool_calls"] = [
+                {"id": call_id(self._tooling), "type": "function", "function": function}
+                for function in functions
+            ]
+        written["finish_reason"] = self._reason(choice.reason, len(functions))
+        return written
 
     def _part(self, part: Part) -> bytes:
         """The delta of one part."""
@@ -118,18 +126,7 @@ class ToolChatWriter(ChatWriter):
         written = {"function_call": call} if self._legacy else {"tool_calls": [call]}
         return b'"delta":' + _encode(written)
 
-    def _calls(self, calls: Sequence[ReadCall]) -> dict[str, object]:
-        written = [{"name": call.name, "arguments": call.arguments} for call in calls]
-        if not written:
-            return {}
-        if self._legacy:
-            return {"function_call": written[0]}
-        return {"tool_calls": [
-            {"id": call_id(self._tooling), "type": "function", "function": function}
-            for function in written
-        ]}  # fmt: skip
-
-    def _reason(self, reason: FinishReason, num_calls: int) -> str:
+    def _reason(self, reason: FinishReason, num_calls: int) -> Reason:
         if reason is FinishReason.LENGTH:
             return "length"
         if not num_calls:

@@ -1,23 +1,72 @@
-"""The OpenAPI document: requests as the routes declare them, the rest from tables."""
+"""The OpenAPI document: requests as the routes declare them, replies by their writers' types.
 
-from collections.abc import Callable, Iterator, Mapping
+What is left to say of a route, in words and examples, is in operations.yaml.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import cache
 from http import HTTPStatus
+from pathlib import Path
 from typing import Any
 
 import msgspec
+import yaml
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from deployments.ingress.openapi import control, native, openai
-from deployments.ingress.openapi.openai_replies import OpenAIError
-from deployments.ingress.openapi.operation import EVENTS, JSON, Operation
+from deployments.ingress.admin.adapters import AdapterReply, AdaptersReply
+from deployments.ingress.embeddings import EmbeddingsReply, EmbedReply
+from deployments.ingress.http.errors import LoraxError, OpenAIError
+from deployments.ingress.lorax.replies import GenerateReply, StreamEvent
+from deployments.ingress.lorax.routes import InfoReply, TextSlice
+from deployments.ingress.openai.reply_types import (
+    ChatChunk,
+    ChatReply,
+    CompletionReply,
+    ModelReply,
+    ModelsReply,
+    ResponseEvent,
+    ResponseReply,
+)
 
-OPERATIONS: Mapping[tuple[str, str], Operation] = {
-    **native.OPERATIONS,
-    **openai.OPERATIONS,
-    **control.OPERATIONS,
+JSON = "application/json"
+EVENTS = "text/event-stream"
+
+REPLIES: Mapping[str, Any] = {
+    "post /": list[GenerateReply],
+    "post /invocations": list[GenerateReply],
+    "post /generate": GenerateReply,
+    "post /tokenize": list[TextSlice],
+    "post /embed": EmbedReply,
+    "get /info": InfoReply,
+    "get /metrics": dict[str, Any],
+    "post /v1/completions": CompletionReply,
+    "post /v1/chat/completions": ChatReply,
+    "post /v1/responses": ResponseReply,
+    "post /v1/embeddings": EmbeddingsReply,
+    "get /v1/models": ModelsReply,
+    "get /v1/models/{id}": ModelReply,
+    "get /v1/adapters": AdaptersReply,
+    "post /v1/adapters": AdapterReply,
+    "get /v1/adapters/{name}": AdapterReply,
+    "patch /v1/adapters/{name}": AdapterReply,
+    "delete /v1/adapters/{name}": AdapterReply,
 }
+"""The types of JSON replies, by route."""
 
+STREAMS: Mapping[str, Any] = {
+    "post /": StreamEvent,
+    "post /invocations": StreamEvent,
+    "post /generate_stream": StreamEvent,
+    "post /v1/completions": CompletionReply,
+    "post /v1/chat/completions": ChatChunk,
+    "post /v1/responses": ResponseEvent,
+}
+"""The types of one event's data, by the routes that can stream."""
+
+# Statuses that any request may get before its route, and those of requests with a body.
+_ANY = (401, 431)
+_BODY = (*_ANY, 400, 408, 413, 415, 429)
 _REFERENCE = "#/components/schemas/{name}"
 _DESCRIPTION = (
     "One base model and any number of LoRA adapters, by LoRAX's API and OpenAI's. A request names "
@@ -27,16 +76,36 @@ _DESCRIPTION = (
 )
 
 
+class Operation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What operations.yaml says of one method of one path.
+
+    others: content types of the reply beside JSON and events. errors: statuses beside those that
+    every such route has. request: examples by their summaries. answer: the reply to the first.
+    """
+
+    tag: str
+    summary: str
+    description: str = ""
+    others: tuple[str, ...] = ()
+    errors: tuple[int, ...] = ()
+    request: dict[str, Any] = {}
+    answer: Any = None
+
+    def statuses(self, has_body: bool) -> list[int]:
+        """Every status that an error of this route can have."""
+        return sorted({*(_BODY if has_body else _ANY), *self.errors})
+
+
+@cache
+def operations() -> Mapping[str, Operation]:
+    """The table in operations.yaml by "method /path"; read when it is first needed."""
+    text = Path(__file__).with_name("operations.yaml").read_text(encoding="utf-8")
+    return msgspec.convert(yaml.safe_load(text), dict[str, Operation])
+
+
 def documented(app: FastAPI) -> Callable[[], dict[str, Any]]:
-    """What `app.openapi` is to be: the document, made when it is first asked for."""
-    made: dict[str, Any] = {}
-
-    def document() -> dict[str, Any]:
-        if not made:
-            made.update(_document(app))
-        return made
-
-    return document
+    """Return what `app.openapi` is to be: the document, made when it is first requested."""
+    return cache(lambda: _document(app))
 
 
 def _document(app: FastAPI) -> dict[str, Any]:
@@ -49,57 +118,55 @@ def _document(app: FastAPI) -> dict[str, Any]:
     shared["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     for path, methods in written["paths"].items():
         for method, known in methods.items():
-            row = OPERATIONS.get((method, path))
-            if row is not None:
-                _fill(known, row, schemas, path)
+            _fill(known, f"{method} {path}", schemas)
     for unused in ("HTTPValidationError", "ValidationError"):
         shared["schemas"].pop(unused, None)
     return written
 
 
-def _fill(known: dict[str, Any], row: Operation, schemas: "_Schemas", path: str) -> None:
+def _fill(known: dict[str, Any], route: str, schemas: "_Schemas") -> None:
     """Complete what FastAPI wrote of one route."""
+    operation = operations()[route]
     body = known.get("requestBody")
-    known["tags"] = [row.tag]
-    known["summary"] = row.summary
-    if row.description:
-        known["description"] = row.description
-    # A key is not always asked for.
+    known["tags"] = [operation.tag]
+    known["summary"] = operation.summary
+    if operation.description:
+        known["description"] = operation.description
+    # A key is not always required.
     known["security"] = [{}, {"key": []}]
-    if body is not None and row.request:
-        examples = {
+    if body is not None and operation.request:
+        body["content"][JSON]["examples"] = {
             f"example{index}": {"summary": summary, "value": value}
-            for index, (summary, value) in enumerate(row.request.items())
+            for index, (summary, value) in enumerate(operation.request.items())
         }
-        body["content"][JSON]["examples"] = examples
-    error = schemas[OpenAIError if path.startswith("/v1/") else native.LoraxError]
+    error = schemas[OpenAIError if " /v1/" in route else LoraxError]
     failures = {
         str(status): {
             "description": HTTPStatus(status).phrase,
             "content": {JSON: {"schema": error}},
             **_headers(status),
         }
-        for status in row.statuses(has_body=body is not None)
+        for status in operation.statuses(has_body=body is not None)
     }
-    known["responses"] = {str(row.status): _success(row, schemas), **failures}
+    known["responses"] = {"200": _success(route, operation, schemas), **failures}
 
 
-def _success(row: Operation, schemas: "_Schemas") -> dict[str, Any]:
+def _success(route: str, operation: Operation, schemas: "_Schemas") -> dict[str, Any]:
     content: dict[str, Any] = {}
-    if row.reply is not None:
-        content[JSON] = {"schema": schemas[row.reply]}
-        if row.answer is not None:
-            content[JSON]["example"] = row.answer
-    if row.event is not None:
-        content[EVENTS] = {"itemSchema": _event(schemas[row.event])}
-    for other in row.others:
+    if route in REPLIES:
+        content[JSON] = {"schema": schemas[REPLIES[route]]}
+        if operation.answer is not None:
+            content[JSON]["example"] = operation.answer
+    if route in STREAMS:
+        content[EVENTS] = {"itemSchema": _event(schemas[STREAMS[route]])}
+    for other in operation.others:
         content[other] = {"schema": {"type": "string"}}
-    reply: dict[str, Any] = {"description": HTTPStatus(row.status).phrase}
+    reply: dict[str, Any] = {"description": HTTPStatus.OK.phrase}
     return {**reply, "content": content} if content else reply
 
 
 def _event(data: dict[str, Any]) -> dict[str, Any]:
-    """A server-sent event whose data is JSON of that schema."""
+    """The schema of a server-sent event whose data is JSON of that schema."""
     text = {"type": "string", "contentMediaType": JSON, "contentSchema": data}
     return {
         "type": "object",
@@ -126,14 +193,7 @@ class _Schemas:
 
 
 def _schemas() -> tuple[_Schemas, dict[str, Any]]:
-    """A schema for each type that a table names, and the components that they share."""
-    types = list(_types())
+    """A schema for each type of a reply, and the components that they share."""
+    types = [LoraxError, OpenAIError, *REPLIES.values(), *STREAMS.values()]
     schemas, components = msgspec.json.schema_components(types, ref_template=_REFERENCE)
     return _Schemas(types, list(schemas)), components
-
-
-def _types() -> Iterator[Any]:
-    yield native.LoraxError
-    yield OpenAIError
-    for row in OPERATIONS.values():
-        yield from (kind for kind in (row.reply, row.event) if kind is not None)

@@ -1,6 +1,7 @@
 """Logprobs in OpenAI's two shapes: one for completions, one for chat."""
 
 from collections.abc import Sequence
+from typing import TypedDict
 
 from configs.wire.plan import TokenLogprobs
 from deployments.ingress.text.detokenizer_state import TextPiece
@@ -9,6 +10,36 @@ from deployments.ingress.text.tokenizer import ModelTokenizer
 _REPLACEMENT = "\ufffd"
 # OpenAI's own floor; JSON has no infinities.
 _FLOOR = -9999.0
+
+
+class CompletionLogprobs(TypedDict):
+    """One entry a token in each list."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
+    text_offset: list[int]
+
+
+class TopLogprob(TypedDict):
+    """A token that could have stood there."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    """A token of the answer."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(TypedDict):
+    """One entry a token."""
+
+    content: list[TokenLogprob]
+    refusal: None
 
 
 def finite(logprob: float) -> float:
@@ -23,7 +54,7 @@ def sampled_logprob(piece: TextPiece) -> float:
 
 def completion_logprobs(
     pieces: Sequence[TextPiece], text: ModelTokenizer, num_top: int
-) -> dict[str, object]:
+) -> CompletionLogprobs:
     """Four lists, one entry a token; the alternatives include the sampled token.
 
     A token without logprobs, as an echoed prompt's first is, has nulls.
@@ -31,15 +62,17 @@ def completion_logprobs(
     tops = [_top_by_spelling(piece, text) for piece in pieces] if num_top else None
     return {
         "tokens": [_spelled(piece.token, text) for piece in pieces],
-        "token_logprobs": [piece.logprobs and sampled_logprob(piece) for piece in pieces],
+        "token_logprobs": [
+            None if piece.logprobs is None else sampled_logprob(piece) for piece in pieces
+        ],
         "top_logprobs": tops,
         "text_offset": [piece.offset for piece in pieces],
     }
 
 
-def chat_logprobs(pieces: Sequence[TextPiece], text: ModelTokenizer) -> dict[str, object]:
+def chat_logprobs(pieces: Sequence[TextPiece], text: ModelTokenizer) -> ChatLogprobs:
     """One object a token, each with its bytes and its alternatives."""
-    content = []
+    content: list[TokenLogprob] = []
     for piece in pieces:
         alternatives = [_entry(id, logprob, text) for id, logprob in _top(piece.logprobs)]
         own = _entry(piece.token, sampled_logprob(piece), text)
@@ -61,7 +94,7 @@ def _top_by_spelling(piece: TextPiece, text: ModelTokenizer) -> dict[str, float]
     return top
 
 
-def _entry(id: int, logprob: float, text: ModelTokenizer) -> dict[str, object]:
+def _entry(id: int, logprob: float, text: ModelTokenizer) -> TopLogprob:
     raw = text.token_bytes(id)
     return {
         "token": raw.decode("utf-8", "replace"),

@@ -11,7 +11,7 @@ import pytest
 from fastapi.routing import APIRoute
 from jsonschema import Draft202012Validator
 
-from deployments.ingress.openapi.document import OPERATIONS
+from deployments.ingress.openapi.document import REPLIES, STREAMS, operations
 from tests.deployments.ingress.conftest import Server
 from tests.deployments.ingress.pages.browser import CHROMIUM, chromium
 from tests.fakes import FakeDriver
@@ -45,9 +45,10 @@ def _routes(routes: Sequence[Any]) -> Iterator[APIRoute]:
 def test_every_route_has_its_row_and_every_row_its_route(server: Server) -> None:
     app = server.fresh_app()
     written = {
-        (method, path) for path, methods in app.openapi()["paths"].items() for method in methods
+        f"{method} {path}" for path, methods in app.openapi()["paths"].items() for method in methods
     }
-    assert written == set(OPERATIONS)
+    assert written == set(operations())
+    assert {*REPLIES, *STREAMS} <= written
     hidden = {route.path for route in _routes(app.routes) if not route.include_in_schema}
     assert hidden == {"/playground", "/docs", "/docs/{name}", "/api-doc/openapi.json"}
 
@@ -153,6 +154,6 @@ def test_the_page_shows_it(server: Server, tmp_path: Path) -> None:
         shown = browser.run(
             "[...document.querySelectorAll('.opblock-summary-path')].map((one) => one.dataset.path)"
         )
-        assert set(shown) == {path for _, path in OPERATIONS}
+        assert set(shown) == {route.partition(" ")[2] for route in operations()}
         assert all(asked.startswith((server.url, "data:")) for asked in browser.asked)
         assert browser.complaints == []

@@ -1,23 +1,10 @@
-"""Replies of OpenAI's routes, for the document."""
+"""The replies of OpenAI's routes, as their writers make them and /openapi.json shows them."""
 
 from typing import Any, Literal, NotRequired, TypedDict
 
-FinishReason = Literal["stop", "length", "tool_calls"]
+from deployments.ingress.text.logprobs import ChatLogprobs, CompletionLogprobs
 
-
-class OpenAIErrorBody(TypedDict):
-    """What went wrong; param: the field at fault."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class OpenAIError(TypedDict):
-    """An error of OpenAI's routes."""
-
-    error: OpenAIErrorBody
+Reason = Literal["stop", "length", "tool_calls", "function_call"]
 
 
 class CachedTokens(TypedDict):
@@ -35,22 +22,13 @@ class UsageReply(TypedDict):
     prompt_tokens_details: CachedTokens
 
 
-class CompletionLogprobs(TypedDict):
-    """One entry a token in each list."""
-
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None] | None
-    text_offset: list[int]
-
-
 class CompletionChoice(TypedDict):
     """One completed prompt, or a part of it in a stream."""
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None
-    finish_reason: FinishReason | None
+    finish_reason: Reason | None
     prompt_logprobs: NotRequired[list[dict[str, Any] | None]]
 
 
@@ -63,27 +41,6 @@ class CompletionReply(TypedDict):
     model: str
     choices: list[CompletionChoice]
     usage: NotRequired[UsageReply | None]
-
-
-class TopLogprob(TypedDict):
-    """A token that could have stood there."""
-
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class TokenLogprob(TopLogprob):
-    """A token of the answer."""
-
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(TypedDict):
-    """One entry a token."""
-
-    content: list[TokenLogprob]
-    refusal: None
 
 
 class ToolFunction(TypedDict):
@@ -109,6 +66,7 @@ class ChatMessageReply(TypedDict):
     content: str | None
     refusal: None
     tool_calls: NotRequired[list[ToolCallReply]]
+    function_call: NotRequired[ToolFunction]
 
 
 class ChatDelta(TypedDict):
@@ -118,6 +76,7 @@ class ChatDelta(TypedDict):
     content: NotRequired[str | None]
     refusal: NotRequired[None]
     tool_calls: NotRequired[list[ToolCallReply]]
+    function_call: NotRequired[ToolFunction]
 
 
 class ChatChoice(TypedDict):
@@ -126,7 +85,7 @@ class ChatChoice(TypedDict):
     index: int
     message: ChatMessageReply
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: Reason
 
 
 class ChatReply(TypedDict):
@@ -147,7 +106,7 @@ class ChatChunkChoice(TypedDict):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
+    finish_reason: Reason | None
 
 
 class ChatChunk(TypedDict):
@@ -161,30 +120,6 @@ class ChatChunk(TypedDict):
     usage: NotRequired[UsageReply | None]
 
 
-class EmbeddingReply(TypedDict):
-    """One input's embedding: numbers, or the base64 of little-endian float32."""
-
-    object: Literal["embedding"]
-    index: int
-    embedding: list[float] | str
-
-
-class EmbeddingUsage(TypedDict):
-    """Token counts."""
-
-    prompt_tokens: int
-    total_tokens: int
-
-
-class EmbeddingsReply(TypedDict):
-    """Embeddings in the order of the inputs."""
-
-    object: Literal["list"]
-    data: list[EmbeddingReply]
-    model: str
-    usage: EmbeddingUsage
-
-
 class ResponseError(TypedDict):
     """Why a response failed."""
 
@@ -192,11 +127,17 @@ class ResponseError(TypedDict):
     message: str
 
 
+class InputTokens(CachedTokens):
+    """Of the prompt's tokens: read from the prefix cache, and written to it on request (none)."""
+
+    cache_write_tokens: int
+
+
 class ResponseUsage(TypedDict):
     """Token counts."""
 
     input_tokens: int
-    input_tokens_details: CachedTokens
+    input_tokens_details: InputTokens
     output_tokens: int
     output_tokens_details: dict[str, int]
     total_tokens: int
