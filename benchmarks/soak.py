@@ -156,7 +156,7 @@ async def left_behind(engine: DriverEngine, group: LocalRanks) -> list[str]:
     found += [f"the files of {name} are held" for name in held]
     found += await broken(engine, group)
     for view in views:
-        engine._post(partial(_unload, AdapterUnloaded(view.key)))
+        engine._handle.post(partial(_unload, AdapterUnloaded(view.key)))
     for _ in range(100):  # the plan that tells the ranks so has to be applied
         tiers = (await engine.snapshot()).tiers
         if not tiers.host_bytes and not tiers.device_adapters:
@@ -183,7 +183,7 @@ async def broken(engine: DriverEngine, group: LocalRanks) -> list[str]:
             problems.append(f"an invariant is broken: {error}")
         return []
 
-    engine._post(check)
+    engine._handle.post(check)
     await engine.snapshot()
     return problems
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from deployments.driver.adapters.usage import LoadSum
+from deployments.driver.usage import LoadSum
 from deployments.observability.steps import StepRecord
 
 PARTS = {

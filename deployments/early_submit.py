@@ -1,31 +1,78 @@
-"""How the router, deep in Serve, tells a caller which replica takes its call.
+"""Early submit, outside the driver: the request goes by the frames' socket ahead of its call.
 
-A module of its own, for Serve pickles the router's by value, and its globals would be copies.
+Serve's router chooses a replica deep inside a call. `replica_listener` reports that choice to the
+ingress, which encodes the request here (`encode_early_submit`) and sends it to that replica over
+the socket that is open already. driver/streaming/early_submit.py is the other end. This is a
+module of its own because Serve pickles the router's by value, whose globals would be copies.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-_told: ContextVar[Callable[[str], None] | None] = ContextVar("loray_replica_chosen", default=None)
+import msgspec
+
+from deployments.contract import GenerateRequest
+
+MAX_EARLY_BYTES = 64 << 10
+
+_encoder = msgspec.msgpack.Encoder()
+_listener: ContextVar[Callable[[str], None] | None] = ContextVar(
+    "loray_replica_chosen", default=None
+)
+
+
+class EarlySubmit(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Begin this request; the call that brings it is on its way to the same driver."""
+
+    request: GenerateRequest
+
+
+class Withdraw(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The call of an early submit is not coming: it went to another replica, or ended."""
+
+    request_id: str
+
+
+def encode_early_submit(request: GenerateRequest) -> bytes | None:
+    """The message that submits a request early; None for one that must come by its call alone.
+
+    That is one which is large, has a client's token, or cannot be encoded.
+    """
+    if request.api_token is not None or _least_bytes(request) > MAX_EARLY_BYTES:
+        return None
+    try:
+        return _encoder.encode(EarlySubmit(request))
+    except (OverflowError, UnicodeEncodeError):
+        return None  # The call itself reports what is wrong with it.
 
 
 @contextmanager
 def replica_listener(chosen: Callable[[str], None]) -> Iterator[None]:
-    """Calls begun meanwhile tell the unique id of their replica, and of each that follows it.
+    """Report to `chosen` the unique id of each replica that the router selects for a call.
 
-    `chosen` is called on the router's event loop, just before the call is sent; what it raises ends
-    the call.
+    It holds for calls that begin in this context. `chosen` is called on the router's event loop,
+    just before the call is sent; an exception of it ends the call.
     """
-    token = _told.set(chosen)
+    token = _listener.set(chosen)
     try:
         yield
     finally:
-        _told.reset(token)
+        _listener.reset(token)
 
 
 def replica_chosen(replica: str) -> None:
-    """Tell who began this task's call; nothing where nobody asked."""
-    chosen = _told.get()
-    if chosen is not None:
-        chosen(replica)
+    """Report the replica of this task's call to its listener, if there is one."""
+    listener = _listener.get()
+    if listener is not None:
+        listener(replica)
+
+
+def _least_bytes(request: GenerateRequest) -> int:
+    """A lower bound of its encoded size; each sequence is encoded with its own sampling."""
+    total = 0
+    for sequence in request.sequences:
+        sampling = sequence.sampling
+        long = (sequence.prompt, sampling.json_schema, sampling.grammar, sampling.logit_bias)
+        total += sum(map(len, long))
+    return total

@@ -32,7 +32,6 @@ class AdapterReference(msgspec.Struct, frozen=True):
     revision: str | None = None
     parts: tuple["AdapterReference", ...] = ()
     rule: MergeRule | None = None
-    root: str = ""
 
     @property
     def members(self) -> tuple["AdapterReference", ...]:

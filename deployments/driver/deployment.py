@@ -25,10 +25,10 @@ from deployments.contract import (
     GenerateRequest,
     ReplyAddress,
 )
-from deployments.driver.adapters.usage import LoadSum
 from deployments.driver.engine import DriverEngine
 from deployments.driver.loop import RankGroup
 from deployments.driver.settings import OperatorSettings
+from deployments.driver.usage import LoadSum
 from deployments.observability.adapter_metrics import AdapterMetrics
 from deployments.observability.logs import hand_logs_to_serve
 from deployments.observability.metrics import EngineMetrics

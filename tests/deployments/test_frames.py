@@ -18,7 +18,8 @@ from deployments.contract import (
     TokenFrame,
     TokenRun,
 )
-from deployments.frames import DriverHello, Finish, FrameReceiver, FrameSender
+from deployments.driver.streaming.connections import FrameSender, IngressConnections
+from deployments.frames import DriverHello, Finish, FrameReceiver
 from tests.deployments.driver.routing.stories import until_true
 
 
@@ -48,6 +49,15 @@ class Recorder:
         self.lost.put_nowait(address)
 
 
+class Driver(FrameSender):
+    """A driver's sender and its connections."""
+
+    def __init__(self, recorder: Recorder, replica: str = "") -> None:
+        super().__init__()
+        self._connections = IngressConnections(self, recorder, replica)
+        self.connect, self.close = self._connections.connect, self._connections.close
+
+
 def frame(*tokens: int) -> TokenFrame:
     return TokenFrame([TokenRun("r", 0, 0, list(tokens))])
 
@@ -61,7 +71,7 @@ def test_frames_arrive_in_order_and_finishes_come_back() -> None:
         received: asyncio.Queue[TokenFrame] = asyncio.Queue()
         receiver, recorder = FrameReceiver(received.put_nowait), Recorder()
         address = await receiver.start("127.0.0.1")
-        sender = FrameSender(recorder)
+        sender = Driver(recorder)
         await sender.connect(address)
         for token in range(50):
             assert sender.send(address, frame(token))
@@ -112,7 +122,7 @@ def test_nobody_listening_refuses_frames_and_does_not_block() -> None:
         with socket.socket() as silent:
             silent.bind(("127.0.0.1", 0))  # nobody else gets this port meanwhile
             address = ReplyAddress("127.0.0.1", silent.getsockname()[1], "hush")
-            sender = FrameSender(recorder)
+            sender = Driver(recorder)
             await sender.connect(address)
         assert not sender.has_room(address)
         assert not sender.send(address, frame(1))
@@ -137,7 +147,7 @@ def test_a_slow_replica_refuses_frames_until_it_reads_again() -> None:
 
         server = await asyncio.start_server(read_late, "127.0.0.1", 0)
         address = ReplyAddress("127.0.0.1", server.sockets[0].getsockname()[1], "hush")
-        sender = FrameSender(recorder)
+        sender = Driver(recorder)
         await sender.connect(address)
         assert await recorder.room.get() == address
         large = frame(*range(100_000))
@@ -170,7 +180,7 @@ def test_a_replica_that_ends_with_its_socket_full_is_told_of_once() -> None:
 
         server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
         address = ReplyAddress("127.0.0.1", server.sockets[0].getsockname()[1], "hush")
-        sender = FrameSender(recorder)
+        sender = Driver(recorder)
         await sender.connect(address)
         await recorder.room.get()
         while sender.send(address, frame(*range(100_000))):
@@ -206,7 +216,7 @@ def test_a_request_goes_ahead_to_the_replica_that_is_meant() -> None:
         address = await receiver.start("127.0.0.1")
         recorders = {name: Recorder() for name in ("a", "b", "")}
         for name, recorder in recorders.items():
-            sender = FrameSender(recorder, name)
+            sender = Driver(recorder, name)
             await sender.connect(address)
         asked = GenerateRequest("r", [full, *request().sequences], merge)
         # They dialled, but may not have been heard yet.
@@ -246,7 +256,7 @@ def test_what_must_not_go_ahead_does_not() -> None:
     async def story() -> None:
         receiver, recorder = FrameReceiver(lambda frame: None), Recorder()
         address = await receiver.start("127.0.0.1")
-        await FrameSender(recorder, "a").connect(address)
+        await Driver(recorder, "a").connect(address)
         await until_true(lambda: receiver.submit_early("a", request()))
         for asked in (long, longer, many, secret, impossible, no_text):
             assert not receiver.submit_early("a", asked)
@@ -282,7 +292,7 @@ def test_of_two_connections_of_a_replica_the_later_counts() -> None:
     async def story() -> None:
         receiver, recorders = FrameReceiver(lambda frame: None), [Recorder(), Recorder()]
         address = await receiver.start("127.0.0.1")
-        senders = [FrameSender(recorder, "a") for recorder in recorders]
+        senders = [Driver(recorder, "a") for recorder in recorders]
         for sender, recorder in zip(senders, recorders, strict=True):
             await sender.connect(address)
             while recorder.finishes.empty():  # until it was heard
@@ -315,7 +325,7 @@ def test_a_driver_goes_on_after_a_word_that_it_does_not_know() -> None:
         gone, recorder = asyncio.Event(), Recorder()
         server = await asyncio.start_server(speak, "127.0.0.1", 0)
         address = ReplyAddress("127.0.0.1", server.sockets[0].getsockname()[1], "hush")
-        await FrameSender(recorder).connect(address)
+        await Driver(recorder).connect(address)
         assert await recorder.finishes.get() == Finish("r", 0, 9)
         assert recorder.ahead.empty()
         gone.set()

@@ -3,12 +3,10 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-from msgspec.structs import replace
 
 from configs.reading import read_text
 from configs.wire.adapters import (
@@ -18,7 +16,6 @@ from configs.wire.adapters import (
     AdapterRefusal,
     AdapterSource,
     FetchedAdapter,
-    allows,
 )
 from deployments.contract import (
     AdapterAction,
@@ -29,11 +26,13 @@ from deployments.contract import (
     ErrorKind,
     Failed,
 )
+from deployments.driver.adapters.aliases import Aliases
 from deployments.driver.adapters.lifecycle import EngineAdapters
-from deployments.driver.adapters.usage import AdapterUsage
-from deployments.driver.loop import Command
+from deployments.driver.loop_handle import LoopHandle
+from deployments.driver.usage import AdapterUsage
 from scheduler.adapters.resident import AdapterState
 from scheduler.events import AdapterArrived, AdapterUnloaded, AdapterWanted
+from scheduler.scheduler import Scheduler
 from scheduler.snapshot import AdapterView
 from sources.base import CONFIG_NAME, MAX_CONFIG_BYTES
 
@@ -46,70 +45,49 @@ _SHOWN: dict[AdapterState, AdapterTier] = {
 }
 _MAX_RANKS = 10_000
 
-Views = Callable[[], Awaitable[Sequence[AdapterView]]]
-
 
 class _Refused(Exception):
     """A command that cannot be done; the message is meant for the operator."""
 
 
 class AdapterControl:
-    """Names, loads, pins and unloads adapters, and tells where they are.
+    """Names, loads, pins and unloads adapters, and reports where they are.
 
-    What it does lasts as long as the replica; `orders.py` brings names and pins to later ones.
-    A name of the operator's config goes before one that was given here.
+    What it does lasts as long as the replica; `admin_commands.py` brings names and pins to later
+    replicas.
     """
 
     def __init__(
         self,
+        aliases: Aliases,
         adapters: EngineAdapters,
         usage: AdapterUsage,
-        post: Callable[[Command], None],
-        views: Views,
+        handle: LoopHandle,
         load_timeout_s: float,
     ) -> None:
-        """`post` reaches the scheduler, `views` asks it where its adapters are."""
+        self._aliases = aliases
         self._adapters = adapters
         self._directory = adapters.directory
+        self._pins = adapters.pins
         self._usage = usage
-        self._post = post
-        self._views = views
+        self._handle = handle
         self._load_timeout_s = load_timeout_s
-        self._configured_aliases: dict[AdapterReference, AdapterReference] = {}
-        self._aliases: dict[AdapterReference, AdapterReference] = {}
         self._loading: dict[AdapterKey, list[asyncio.Future[AdapterArrived]]] = {}
         self._ranks: dict[str, int | None] = {}
 
     def configure(self, names: dict[str, str]) -> None:
         """Take the names of an operator's config; ValueError for one that names nothing."""
         read = self._adapters.read
-        self._configured_aliases = {read(name): read(target) for name, target in names.items()}
-
-    def resolve_alias(
-        self, reference: AdapterReference, allowed: Sequence[str] | None = None
-    ) -> AdapterReference:
-        """What a client means by a name, or by the names of a merge.
-
-        allowed: patterns of what it may use; AdapterError for a name that stands for another.
-        """
-        if reference.parts:
-            parts = tuple(self.resolve_alias(part, allowed) for part in reference.parts)
-            return replace(reference, parts=parts)
-        target = self._configured_aliases.get(reference) or self._aliases.get(reference, reference)
-        if not allows(allowed, target.source.value, target.id):
-            name = f"{reference.source.value}:{reference.id}"
-            message = f"this API key may not use the adapter '{name}'"
-            raise AdapterError(AdapterRefusal.DENIED, message)
-        return target
+        self._aliases.configured = {read(name): read(target) for name, target in names.items()}
 
     def stage_finished(self, event: AdapterArrived) -> None:
-        """An adapter that was to be loaded is there, or cannot be had."""
+        """All ranks hold an adapter, or it cannot be staged: answer the loads that wait for it."""
         for future in self._loading.pop(event.key, ()):
             if not future.done():
                 future.set_result(event)
 
     async def run(self, command: AdapterCommand) -> AdapterReport:
-        """Do what is asked; whatever keeps it from being done is in the report."""
+        """Do a command; what keeps it from being done is in the report."""
         try:
             shown = await self._do(command)
             return AdapterReport("", await self._statuses(shown))
@@ -130,14 +108,14 @@ class AdapterControl:
         if reference is None:
             assert action is AdapterAction.LIST, command
             return None
-        target = self.resolve_alias(reference)
+        target = self._aliases.resolve(reference)
         if action is AdapterAction.LOAD:
             await self._load(target, command.api_token)
         if action is AdapterAction.PIN or (action is AdapterAction.LOAD and command.pin):
             await self._adapters.pin_name(target, command.api_token or True)
         elif action is AdapterAction.UNPIN:
             self._known(target)
-            self._adapters.unpin_name(target)
+            self._pins.remove(target)
         elif action is AdapterAction.UNLOAD:
             self._unload(target)
         return reference
@@ -155,7 +133,7 @@ class AdapterControl:
     async def _stage(self, key: AdapterKey) -> AdapterArrived:
         future: asyncio.Future[AdapterArrived] = asyncio.get_running_loop().create_future()
         self._loading.setdefault(key, []).append(future)
-        self._post(lambda scheduler, now: scheduler.handle_adapter_event(AdapterWanted(key)))
+        self._handle.post(lambda scheduler, now: scheduler.handle_adapter_event(AdapterWanted(key)))
         try:
             async with asyncio.timeout(self._load_timeout_s):
                 return await future
@@ -169,23 +147,25 @@ class AdapterControl:
     def _unload(self, reference: AdapterReference) -> None:
         """Have the adapter's bytes dropped when the requests that it has now have ended."""
         key = self._known(reference)
-        if self._adapters.pinned_by_config(reference):
+        if self._pins.is_configured(reference):
             raise _Refused(
                 f"{reference.id!r} is pinned by the server's user_config: unpin it there"
             )
-        self._adapters.unpin_name(reference)
-        if self._adapters.is_pinned(key):
+        self._pins.remove(reference)
+        if self._pins.is_pinned(key):
             raise _Refused(f"{reference.id!r} is pinned by another name of the same content")
-        self._post(lambda scheduler, now: scheduler.handle_adapter_event(AdapterUnloaded(key)))
+        self._handle.post(
+            lambda scheduler, now: scheduler.handle_adapter_event(AdapterUnloaded(key))
+        )
 
     async def _name(self, command: AdapterCommand) -> AdapterReference:
         """Let clients call an adapter by another name, once it is staged."""
         name = command.name
         assert name is not None, command
-        if name in self._configured_aliases:
+        if name in self._aliases.configured:
             raise _Refused(f"{name.id!r} is named by the server's user_config: change it there")
         target = command.reference or await self._check_folder(command.folder or "")
-        before = None if command.replace else self._aliases.get(name)
+        before = None if command.replace else self._aliases.given.get(name)
         if before is not None and (command.stage or before != target):
             raise _Refused(
                 f"the lora adapter {name.id!r} has already been loaded: set `load_inplace` to "
@@ -193,7 +173,7 @@ class AdapterControl:
             )
         if command.stage:
             await self._load(target, command.api_token)
-        self._aliases[name] = target
+        self._aliases.given[name] = target
         return name
 
     async def _check_folder(self, folder: str) -> AdapterReference:
@@ -207,15 +187,15 @@ class AdapterControl:
         return reference
 
     def _unname(self, name: AdapterReference, meaning: AdapterReference | None) -> AdapterReference:
-        target = self._aliases.get(name)
+        target = self._aliases.given.get(name)
         if target is None or meaning not in (None, target):
             raise AdapterError(
                 AdapterRefusal.NOT_FOUND, f"the lora adapter {name.id!r} is not loaded"
             )
-        del self._aliases[name]
-        others = {*self._aliases.values(), *self._configured_aliases.values()}
+        del self._aliases.given[name]
+        others = {*self._aliases.given.values(), *self._aliases.configured.values()}
         key = self._adapters.serving(target)
-        if key is not None and target not in others and not self._adapters.is_pinned(key):
+        if key is not None and target not in others and not self._pins.is_pinned(key):
             self._unload(target)
         return name
 
@@ -229,8 +209,8 @@ class AdapterControl:
 
     async def _statuses(self, only: AdapterReference | None) -> list[AdapterStatus]:
         """Every name that is known here, or the one that is asked for."""
-        views = {view.key: view for view in await self._views()}
-        names = {**self._aliases, **self._configured_aliases}
+        views = {view.key: view for view in await self._handle.ask(Scheduler.adapters)}
+        names = self._aliases.all
         local = await self._directory.lookups.local_names()
         every = [only] if only is not None else [*names, *self._all_names(views, local)]
         found = []

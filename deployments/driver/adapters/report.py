@@ -1,10 +1,12 @@
-"""What a replica tells routers of its adapters, by the names that clients use."""
+"""A replica's adapter report to the routers, by the names that clients use."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 
 from configs.wire.adapters import AdapterKey, AdapterReference, AdapterSource
+from deployments.driver.adapters.aliases import Aliases
+from deployments.driver.adapters.lifecycle import EngineAdapters
 from deployments.driver.routing.policy import HoldingTier, Mark, ReplicaReport, adapter_hash
 from scheduler.adapters.resident import AdapterState
 from scheduler.snapshot import AdapterView
@@ -21,24 +23,19 @@ _TIERS = {
 
 
 class AdapterReporter:
-    """The names that were asked for last, and where their adapters are; on the event loop.
+    """The names that were requested last, and where their adapters are; on the event loop.
 
-    Reports name at most `MAX_NAMES`: pinned ones, then the last asked for. For others routers go
-    by the hash of the name, which is how they came here.
+    Reports name at most `MAX_NAMES`: pinned ones, then the last requested. For other names routers
+    go by the hash of the name, which is how their requests came to this replica.
     """
 
-    def __init__(
-        self,
-        target: Callable[[AdapterReference], AdapterReference],
-        serving: Callable[[AdapterReference], AdapterKey | None],
-    ) -> None:
-        """target: what clients mean by a name. serving: the content that this is now."""
-        self._resolve_alias = target
-        self._serving = serving
+    def __init__(self, aliases: Aliases, adapters: EngineAdapters) -> None:
+        self._aliases = aliases
+        self._adapters = adapters
         self._requested: OrderedDict[AdapterReference, Mark] = OrderedDict()
 
     def requested(self, reference: AdapterReference) -> None:
-        """A client named an adapter that there is."""
+        """A client requested an adapter that exists."""
         if reference not in self._requested:
             self._requested[reference] = adapter_hash(reference)
         self._requested.move_to_end(reference)
@@ -53,22 +50,22 @@ class AdapterReporter:
         ready: bool,
         now: float,
     ) -> ReplicaReport:
-        """What to tell now; `now` in seconds of any clock that does not go back."""
+        """The report for now; `now`: seconds of any clock that does not go back."""
         names = {reference: adapter_hash(reference) for reference in pinned}
         names |= {
             name: self._requested[name] for name in reversed(self._requested) if name not in names
         }
         states = {view.key: view.state for view in views if not view.draining}
         held = {
-            its_mark: tier
-            for name, its_mark in islice(names.items(), MAX_NAMES)
+            digest: tier
+            for name, digest in islice(names.items(), MAX_NAMES)
             if (tier := self._tier(name, states)) is not HoldingTier.NOWHERE
         }
         return ReplicaReport(held, load, ready, beat=int(now / _BEAT_SECONDS))
 
     def _tier(self, name: AdapterReference, states: dict[AdapterKey, AdapterState]) -> HoldingTier:
-        target = self._resolve_alias(name)
-        key = self._serving(target)
+        target = self._aliases.resolve(name)
+        key = self._adapters.serving(target)
         if key is None:
             return HoldingTier.NOWHERE
         tier = _TIERS.get(states.get(key, AdapterState.DISK))

@@ -1,10 +1,10 @@
 """Shares as operators write them, by name, brought to the scheduler, which knows contents."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from configs.runtime import AdapterShare, RuntimeConfig
 from configs.wire.adapters import AdapterKey, AdapterReference, AdapterSource, parse_reference
-from deployments.driver.loop import Command
+from deployments.driver.loop_handle import LoopHandle
 from scheduler.events import Event
 from scheduler.scheduler import Scheduler
 
@@ -16,10 +16,9 @@ class NamedRateLimits:
     config is taken. A merge has none of its own: its requests count against its parts.
     """
 
-    def __init__(self, default_source: AdapterSource, post: Callable[[Command], None]) -> None:
-        """`post` reaches the scheduler; everybody has the same share."""
+    def __init__(self, default_source: AdapterSource, handle: LoopHandle) -> None:
         self._default_source = default_source
-        self._post = post
+        self._handle = handle
         self._shares: dict[AdapterReference, tuple[int, AdapterShare]] = {}
         self._applied: dict[AdapterKey, int] = {}
 
@@ -28,7 +27,7 @@ class NamedRateLimits:
     ) -> None:
         """Take an operator's shares; ValueError, and no change, for a name that names nothing.
 
-        known: the names that were met, and their contents.
+        known: the names that were requested, and their contents.
         """
         self._shares = {
             parse_reference(text, self._default_source): (order, share)
@@ -44,7 +43,7 @@ class NamedRateLimits:
             scheduler.set_shares(runtime.base_model, runtime.adapter_default, own)
             return []
 
-        self._post(share_out)
+        self._handle.post(share_out)
 
     def adapter_seen(
         self, reference: AdapterReference, key: AdapterKey, parts: Sequence[AdapterKey] = ()
@@ -60,7 +59,7 @@ class NamedRateLimits:
             scheduler.set_share(key, share)
             return []
 
-        self._post(give)
+        self._handle.post(give)
 
     def _remove(self, reference: AdapterReference, key: AdapterKey) -> AdapterShare | None:
         """The share that the name brings to the content; None if it changes nothing."""

@@ -2,35 +2,25 @@
 
 import asyncio
 import logging
+import time
+import uuid
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Protocol
 
 from configs.wire.adapters import AdapterKey, AdapterReference
+from configs.wire.sampling import Sampling, Stopping
+from deployments.contract import Failed, GenerateRequest, SequenceRequest
 from deployments.driver.adapters.directory import AdapterDirectory
+from deployments.driver.adapters.pins import Pins
+from deployments.driver.loop_handle import LoopHandle
+from deployments.driver.request_runner import RequestRunner
+from scheduler.adapters.resident import AdapterState
 
+_IN_MEMORY = frozenset({AdapterState.HOST, AdapterState.LOADING, AdapterState.DEVICE})
 _MAX_NAMES = 1 << 16
 _RETRY_SECONDS = 30.0
 
 logger = logging.getLogger("loray.driver.adapters")
-
-
-class VersionHost(Protocol):
-    """What a change of versions asks of the engine."""
-
-    async def test_version(self, reference: AdapterReference, key: AdapterKey) -> str | None:
-        """Stage a version and run a token through it; what went wrong, None if nothing."""
-        ...
-
-    async def is_in_memory(self, key: AdapterKey) -> bool:
-        """Whether the ranks hold the adapter."""
-        ...
-
-    def version_changed(
-        self, reference: AdapterReference, old: AdapterKey, new: AdapterKey
-    ) -> None:
-        """From now on the name means the new version."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -45,16 +35,19 @@ class Versions:
     A version that cannot be served does not replace one that is; it is tried again after a while.
     """
 
-    def __init__(self, directory: AdapterDirectory, serving: VersionHost) -> None:
-        """Names have no versions yet."""
+    def __init__(
+        self, directory: AdapterDirectory, pins: Pins, handle: LoopHandle, runner: RequestRunner
+    ) -> None:
         self._directory = directory
-        self._host = serving
+        self._pins = pins
+        self._handle = handle
+        self._runner = runner
         self._current: OrderedDict[AdapterReference, AdapterKey] = OrderedDict()
         self._changes: dict[AdapterReference, _Change] = {}
         self._refused: OrderedDict[AdapterReference, tuple[AdapterKey, float]] = OrderedDict()
 
     def current(self, reference: AdapterReference) -> AdapterKey | None:
-        """The version that serves the name now, if it was asked for."""
+        """The version that serves the name now, if one was requested."""
         return self._current.get(reference)
 
     async def choose(self, reference: AdapterReference, newest: AdapterKey) -> AdapterKey:
@@ -65,14 +58,14 @@ class Versions:
             return newest
         if reference not in self._changes and not self._is_refused(reference, newest):
             try:
-                in_memory = await self._host.is_in_memory(old)
-            except BaseException:  # Whoever asked has left, and holds neither.
+                in_memory = await self._is_in_memory(old)
+            except BaseException:  # The caller has left: it holds neither version.
                 self._directory.release(old)
                 self._directory.release(newest)
                 raise
             if not in_memory:
                 self._directory.release(old)
-                if self._current.get(reference) == old:  # Another may have changed it meanwhile.
+                if self._current.get(reference) == old:  # Another call may have changed it.
                     self._replace(reference, old, newest)
                 return newest
             if reference not in self._changes:
@@ -87,8 +80,8 @@ class Versions:
         if key is None or not self._directory.hold(key):
             return None
         try:
-            in_memory = await self._host.is_in_memory(key)
-        except BaseException:  # Whoever asked has left.
+            in_memory = await self._is_in_memory(key)
+        except BaseException:  # The caller has left.
             self._directory.release(key)
             raise
         if in_memory:
@@ -103,6 +96,15 @@ class Versions:
             self._replace(reference, key, change.newest)
         return self._current.get(reference) not in (None, key)
 
+    async def test(self, reference: AdapterReference, key: AdapterKey) -> str | None:
+        """Generate one token over a version; what went wrong, None if nothing did."""
+        one_token = SequenceRequest([0], Sampling(), Stopping(1))
+        request = GenerateRequest(f"trial-{uuid.uuid4().hex}", [one_token], reference)
+        parts = self._directory.parts(key)
+        completion = await self._runner.run(request, key, parts, time.monotonic(), None)
+        ending = completion.sequences[0].ending
+        return ending.message if isinstance(ending, Failed) else None
+
     async def settle(self) -> None:
         """Wait until no name is changing its version."""
         await asyncio.gather(*(change.task for change in self._changes.values()))
@@ -114,12 +116,17 @@ class Versions:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
+    async def _is_in_memory(self, key: AdapterKey) -> bool:
+        """Whether all ranks hold the adapter, on the host or on the device."""
+        state = await self._handle.ask(lambda scheduler: scheduler.adapter_states().get(key))
+        return state in _IN_MEMORY
+
     async def _change(
         self, reference: AdapterReference, old: AdapterKey, newest: AdapterKey
     ) -> None:
         held = self._directory.hold(newest)
         try:
-            fault = await self._host.test_version(reference, newest) if held else "it is gone"
+            fault = await self.test(reference, newest) if held else "it was forgotten"
             if fault is None:
                 if self._current.get(reference) == old:
                     self._replace(reference, old, newest)
@@ -138,7 +145,7 @@ class Versions:
 
     def _replace(self, reference: AdapterReference, old: AdapterKey, new: AdapterKey) -> None:
         self._serve(reference, new)
-        self._host.version_changed(reference, old, new)
+        self._pins.move(reference, old, new)
 
     def _serve(self, reference: AdapterReference, key: AdapterKey) -> None:
         self._current[reference] = key

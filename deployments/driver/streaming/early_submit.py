@@ -1,38 +1,55 @@
-"""Requests that came ahead of their calls: begun at once, adopted by the call that follows.
+"""Early submits: requests that came by socket ahead of their calls, and run at once.
 
-Lives on the replica's event loop. Serve's call stays the truth: what it does not adopt in time is
-cancelled, none of its tokens leave before, and a request never runs twice at the same time. A call
-may also overtake its head start, which then changes nothing, however late it comes.
+Lives on the replica's event loop. The call that follows attaches to the running request. Serve's
+call decides: a request whose call does not come in time is cancelled, none of its tokens leave
+before the call is here, and a request never runs twice at the same time. A call may also overtake
+its early submit, which is then ignored, however late it comes.
 """
 
 import asyncio
 import contextvars
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from deployments.contract import Completion, GenerateRequest, ReplyAddress
 
 _PATIENCE_SECONDS = 10.0
 _REMEMBERED = 1 << 12
 
-Run = Callable[[GenerateRequest, ReplyAddress], Coroutine[Any, Any, Completion]]
+
+class Generator(Protocol):
+    """Runs requests to their end (`RequestHandler`)."""
+
+    async def generate(self, request: GenerateRequest, reply_to: ReplyAddress) -> Completion:
+        """Run a request; cancelling this call ends it."""
+        ...
 
 
 class TokenGate(Protocol):
-    """What keeps a request's tokens back until its call is here."""
+    """Keeps a request's tokens back until its call is here (`Streams`)."""
 
     def hold(self, request_id: str) -> None:
-        """Send none of this request's from now on."""
+        """Send none of this request's tokens from now on."""
         ...
 
     def release(self, request_id: str) -> None:
-        """Send those that were held, and what follows."""
+        """Send the tokens that were held, and those that follow."""
+        ...
+
+
+class Drain(Protocol):
+    """Waits for the engine loop (`LoopHandle`)."""
+
+    async def drain(self) -> None:
+        """Return when the engine loop has done all that was posted until now."""
         ...
 
 
 class _EarlyRequest(NamedTuple):
-    """A request that waits for its call, since a time in seconds; `expiry` gives it up."""
+    """A request that runs and waits for its call.
+
+    task: the run. since: when it began, in seconds of the event loop. expiry: gives it up.
+    """
 
     request: GenerateRequest
     reply_to: ReplyAddress
@@ -44,23 +61,20 @@ class _EarlyRequest(NamedTuple):
 class EarlySubmits:
     """The calls of one driver, and the requests that are ahead of theirs.
 
-    num_attached: calls that found their request running. lead_seconds: by how much, all together.
+    num_attached: calls that found their request running. lead_seconds: by how much, in sum.
     """
 
     def __init__(
         self,
-        run: Run,
+        generator: Generator,
         tokens: TokenGate,
-        settle: Callable[[], Awaitable[object]],
+        drain: Drain,
         patience_s: float = _PATIENCE_SECONDS,
     ) -> None:
-        """`run` runs a request to its end; when it is cancelled, `settle` waits until it is gone.
-
-        patience_s: how long a request is kept whose call does not come.
-        """
-        self._run = run
+        """patience_s: how long a request waits for its call before it is cancelled."""
+        self._generator = generator
         self._gate = tokens
-        self._drain = settle
+        self._drain = drain
         self._patience_s = patience_s
         self._waiting: dict[str, _EarlyRequest] = {}
         self._calls: set[str] = set()
@@ -74,47 +88,47 @@ class EarlySubmits:
         return len(self._waiting)
 
     def start(self, request: GenerateRequest, reply_to: ReplyAddress) -> None:
-        """Run a request ahead of its call; nothing if either was here already."""
+        """Run a request ahead of its call; ignored if the request or its call came before."""
         if request.id in self._waiting or request.id in self._calls or request.id in self._seen:
             return
         loop = asyncio.get_running_loop()
-        # The socket's reader bears the context of the request that dialled: not this one's.
+        # The socket's reader has the context of the request that dialled, not of this one.
         context = contextvars.Context()
-        task = loop.create_task(self._run(request, reply_to), context=context)
+        task = loop.create_task(self._generator.generate(request, reply_to), context=context)
         self._gate.hold(request.id)
         task.add_done_callback(lambda ended: self._task_ended(request.id, ended))
         expiry = loop.call_later(self._patience_s, self.withdraw, request.id)
         self._waiting[request.id] = _EarlyRequest(request, reply_to, task, loop.time(), expiry)
 
     async def call(self, request: GenerateRequest, reply_to: ReplyAddress) -> Completion:
-        """A call's answer: of the request that is ahead of it, else it begins now.
+        """A call's completion: of the request that runs ahead of it, else of a run that begins now.
 
-        A caller that goes away ends the request.
+        Cancelling this call ends the request.
         """
         self._calls.add(request.id)
         try:
-            begun = self._waiting.get(request.id)
-            if begun is not None and (begun.request, begun.reply_to) == (request, reply_to):
-                return await self._attach(begun)
+            early = self._waiting.get(request.id)
+            if early is not None and (early.request, early.reply_to) == (request, reply_to):
+                return await self._attach(early)
             self.withdraw(request.id)
             await self._wait_until_gone(request.id)
-            return await self._run(request, reply_to)
+            return await self._generator.generate(request, reply_to)
         finally:
             self._calls.discard(request.id)
             self._remember(request.id)
 
     def withdraw(self, request_id: str) -> None:
-        """Its call is not coming, or not soon; nothing to one that was adopted."""
-        begun = self._waiting.pop(request_id, None)
-        if begun is not None:
-            begun.expiry.cancel()
-            begun.task.cancel()
-            self._leaving[request_id] = begun.task
+        """Cancel a request whose call is not coming, or not soon; not one that is attached."""
+        early = self._waiting.pop(request_id, None)
+        if early is not None:
+            early.expiry.cancel()
+            early.task.cancel()
+            self._leaving[request_id] = early.task
             self._remember(request_id)
 
     def ingress_lost(self, address: ReplyAddress) -> None:
-        """This ingress replica is gone, and its calls with it."""
-        for request_id in [r for r, begun in self._waiting.items() if begun.reply_to == address]:
+        """Withdraw the requests of an ingress replica that is gone: its calls are, too."""
+        for request_id in [r for r, early in self._waiting.items() if early.reply_to == address]:
             self.withdraw(request_id)
 
     def close(self) -> None:
@@ -122,29 +136,29 @@ class EarlySubmits:
         for request_id in list(self._waiting):
             self.withdraw(request_id)
 
-    async def _attach(self, begun: _EarlyRequest) -> Completion:
-        del self._waiting[begun.request.id]
-        begun.expiry.cancel()
+    async def _attach(self, early: _EarlyRequest) -> Completion:
+        del self._waiting[early.request.id]
+        early.expiry.cancel()
         self.num_attached += 1
-        self.lead_seconds += asyncio.get_running_loop().time() - begun.since
-        self._gate.release(begun.request.id)
-        return await begun.task
+        self.lead_seconds += asyncio.get_running_loop().time() - early.since
+        self._gate.release(early.request.id)
+        return await early.task
 
     async def _wait_until_gone(self, request_id: str) -> None:
-        """Wait until nothing is left of what was here by this id, to be mistaken for what comes."""
+        """Wait until nothing is left of an earlier run by this id, whose events look the same."""
         if request_id in self._leaving:
             await asyncio.wait([self._leaving[request_id]])
         if request_id in self._seen:
-            await self._drain()
+            await self._drain.drain()
 
     def _task_ended(self, request_id: str, task: asyncio.Task[Completion]) -> None:
         self._gate.release(request_id)
         self._leaving.pop(request_id, None)
         if not task.cancelled():
-            task.exception()  # The call that adopts it raises it; else nobody asks for it.
+            task.exception()  # An attached call raises it; without one nothing reads it.
 
     def _remember(self, request_id: str) -> None:
-        """No head start of this request is taken any more."""
+        """Ignore further early submits of this request."""
         self._seen[request_id] = None
         self._seen.move_to_end(request_id)
         if len(self._seen) > _REMEMBERED:

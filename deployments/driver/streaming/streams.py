@@ -152,6 +152,11 @@ def refusal(request: GenerateRequest, failure: Failed) -> Completion:
     return Completion([SequenceOutcome([], failure) for _ in request.sequences])
 
 
+def unavailable(message: str) -> Failed:
+    """The failure of a replica that cannot serve now; clients may retry after 5 s."""
+    return Failed(ErrorKind.UNAVAILABLE, message, 5.0)
+
+
 def unreadable(completion: Completion) -> bool:
     """Whether nothing was generated because the adapter's files were not there any more."""
     return all(

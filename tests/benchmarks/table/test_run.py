@@ -31,7 +31,7 @@ from benchmarks.table.setup import Setup, server_config, write_files
 from configs.engine import EngineConfig
 from configs.serve import ServeConfig
 from deployments.commands import serve
-from deployments.driver.adapters.usage import LoadSum
+from deployments.driver.usage import LoadSum
 from deployments.observability.steps import StepRecord
 from tests.end_to_end.conftest import free_port
 from tests.served import served

@@ -219,7 +219,7 @@ def test_requests_of_a_lost_ingress_are_cancelled_at_the_ranks(root: Path) -> No
         group.gate.clear()
         gone = asyncio.create_task(engine.generate(request("r", [5], 120), NOWHERE))
         await until_running(engine)
-        engine.on_lost(NOWHERE)
+        engine._connections._events.on_lost(NOWHERE)
         assert isinstance((await gone).sequences[0].ending, Cancelled)
         group.gate.set()
         left = await until(engine, lambda s: not (s.running or s.draining or s.queued))

@@ -22,6 +22,7 @@ from deployments.driver.adapters.versions import Versions
 from deployments.driver.engine import DriverEngine
 from deployments.driver.loop import EngineLoop, LoopSettings
 from deployments.rank.messages import Loaded, RunStep, Stage, Staged, StepDone
+from scheduler.adapters.resident import AdapterState
 from scheduler.admission.limits import Limits
 from scheduler.events import AdapterFailure, Ended, Event
 from scheduler.request import Request
@@ -223,7 +224,7 @@ def test_who_looks_while_the_loop_fails_is_told(root: Path) -> None:
             held.stay()
             raise ValueError("a fault of the loop")
 
-        engine._post(fail)
+        engine._handle.post(fail)
         assert await asyncio.to_thread(held.came.wait, HANGING_SECONDS)
         looks = asyncio.create_task(engine.snapshot())
         await asyncio.sleep(0)  # it is posted behind what fails
@@ -241,10 +242,10 @@ class Asked(Ranks):
         super().__init__()
         self.asked = asyncio.Event()
 
-    async def is_in_memory(self, key: AdapterKey) -> bool:
+    async def ask(self, question: object) -> AdapterState | None:
         self.asked.set()
         await self.gate.wait()
-        return False
+        return AdapterState.DISK
 
 
 RED = AdapterReference(AdapterSource.LOCAL, "red")
@@ -254,7 +255,7 @@ OLD, NEW, NEWER = AdapterKey(1), AdapterKey(2), AdapterKey(3)
 def test_who_leaves_while_versions_are_compared_holds_neither() -> None:
     async def story() -> None:
         shelf, ranks = Shelf(), Asked()
-        versions = Versions(shelf, ranks)  # type: ignore[arg-type]
+        versions = Versions(shelf, ranks, ranks, ranks)  # type: ignore[arg-type]
         shelf.hold(OLD)
         assert await versions.choose(RED, OLD) == OLD
         shelf.hold(NEW)
@@ -271,7 +272,7 @@ def test_who_leaves_while_versions_are_compared_holds_neither() -> None:
 def test_pins_follow_a_name_that_moves_twice_while_versions_are_compared() -> None:
     async def story() -> None:
         shelf, ranks = Shelf(), Asked()
-        versions = Versions(shelf, ranks)  # type: ignore[arg-type]
+        versions = Versions(shelf, ranks, ranks, ranks)  # type: ignore[arg-type]
         for key in (OLD, NEW, NEWER, NEWER):
             shelf.hold(key)
         assert await versions.choose(RED, OLD) == OLD

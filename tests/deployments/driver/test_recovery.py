@@ -152,8 +152,7 @@ def test_a_server_that_stops_during_a_rebuild_leaves_no_rank_and_no_client(root:
         asked.append(asyncio.create_task(open_request))
         await until_running(engine)
         await lose(engine, group)
-        loop = engine._loop
-        assert loop is not None
+        loop = engine._handle.loop
         stopping = asyncio.create_task(engine.stop())
         await until_true(lambda: loop._stopping)
         group.may_start.set()

@@ -72,8 +72,7 @@ def test_a_padded_model_serves_base_and_adapters_together(
                 assert sequence.ending == Finished(FinishReason.LENGTH)
                 assert sequence.tokens == truth.tokens[:count]
                 assert sequence.cached_tokens == 0
-            assert engine._loop is not None
-            assert engine._loop._scheduler.snapshot().num_preemptions > 0
+            assert engine._handle.loop._scheduler.snapshot().num_preemptions > 0
             info = await engine.describe()
             assert info.chosen["attention"].startswith("padded (BloomForCausalLM")
         finally:

@@ -258,7 +258,7 @@ def test_merges_are_listed_while_the_ranks_have_them(root: Path) -> None:
         key = engine._directory.find(both)
         assert key is not None
         unload = AdapterUnloaded(key)
-        engine._post(lambda scheduler, now: scheduler.handle_adapter_event(unload))
+        engine._handle.post(lambda scheduler, now: scheduler.handle_adapter_event(unload))
         while key in {view.key for view in await engine.adapter_views()}:
             pass
         assert both not in {s.reference for s in (await engine.adapters(everything)).adapters}

@@ -7,6 +7,7 @@ import pytest
 
 from configs.wire.adapters import AdapterKey, AdapterReference, AdapterSource
 from configs.wire.merging import MergeRule
+from deployments.driver.adapters.aliases import Aliases
 from deployments.driver.adapters.report import MAX_NAMES, AdapterReporter
 from deployments.driver.engine import DriverEngine
 from deployments.driver.routing.policy import HoldingTier, ReplicaReport, adapter_hash
@@ -28,12 +29,12 @@ class Names:
     """Names of a driver: aliases, and the contents that they mean."""
 
     def __init__(self) -> None:
-        self.aliases: dict[AdapterReference, AdapterReference] = {}
+        self.aliases = Aliases()
         self.contents: dict[AdapterReference, AdapterKey] = {RED: ONE, BLUE: TWO}
-        self.holdings = AdapterReporter(self.target, self.contents.get)
+        self.holdings = AdapterReporter(self.aliases, self)  # type: ignore[arg-type]
 
-    def target(self, name: AdapterReference) -> AdapterReference:
-        return self.aliases.get(name, name)
+    def serving(self, reference: AdapterReference) -> AdapterKey | None:
+        return self.contents.get(reference)
 
     def told(self, *views: AdapterView, pins: tuple[AdapterReference, ...] = ()) -> ReplicaReport:
         return self.holdings.report(views, pins, load=3, ready=True, now=12.0)
@@ -66,11 +67,13 @@ def test_files_count_where_they_were_downloaded() -> None:
     rule = MergeRule((1.0, 1.0))
     mixed = AdapterReference(AdapterSource.LOCAL, "mixed", parts=(BLUE, RED), rule=rule)
     names.contents[mixed] = AdapterKey(3)
-    names.aliases[AdapterReference(AdapterSource.LOCAL, "mine")] = RED
-    for name in (RED, BLUE, mixed, *names.aliases):
+    names.aliases.given[AdapterReference(AdapterSource.LOCAL, "mine")] = RED
+    for name in (RED, BLUE, mixed, *names.aliases.given):
         names.holdings.requested(name)
     told = names.told().tiers
-    assert told == {adapter_hash(name): HoldingTier.DISK for name in (RED, mixed, *names.aliases)}
+    assert told == {
+        adapter_hash(name): HoldingTier.DISK for name in (RED, mixed, *names.aliases.given)
+    }
 
 
 def test_two_names_of_one_content_are_both_told() -> None:

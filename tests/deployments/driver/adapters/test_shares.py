@@ -7,6 +7,7 @@ from configs.wire.adapters import AdapterKey, AdapterReference, AdapterSource, p
 from configs.wire.merging import MergeRule
 from deployments.driver.adapters.shares import NamedRateLimits
 from deployments.driver.loop import Command
+from deployments.driver.loop_handle import LoopHandle
 from scheduler.admission.limits import Limits
 from scheduler.scheduler import Scheduler
 from tests.scheduler.small import capacity
@@ -14,10 +15,11 @@ from tests.scheduler.small import capacity
 ONE, TWO = AdapterKey(1), AdapterKey(2)
 
 
-class Told:
+class Told(LoopHandle):
     """A scheduler that hears what is posted at once."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.scheduler = Scheduler(Limits(), capacity())
         self.num_told = 0
 
@@ -38,7 +40,7 @@ def runtime(**adapters: float) -> RuntimeConfig:
 
 def test_a_name_brings_its_share_when_it_is_first_met() -> None:
     told = Told()
-    shares = NamedRateLimits(AdapterSource.HUB, told.post)
+    shares = NamedRateLimits(AdapterSource.HUB, told)
     shares.configure(runtime(red=2, blue__v2=3), [])
     assert (told.weight(None), told.weight(ONE)) == (7, 5)
     for text, key in (("red", ONE), ("red", ONE), ("blue@v1", TWO), ("blue@v2", AdapterKey(3))):
@@ -49,7 +51,7 @@ def test_a_name_brings_its_share_when_it_is_first_met() -> None:
 
 def test_all_revisions_have_the_names_share_but_those_with_their_own() -> None:
     told = Told()
-    shares = NamedRateLimits(AdapterSource.LOCAL, told.post)
+    shares = NamedRateLimits(AdapterSource.LOCAL, told)
     shares.configure(runtime(red=2, red__v9=4), [])
     shares.adapter_seen(parse_reference("red@v1", AdapterSource.LOCAL), ONE)
     shares.adapter_seen(parse_reference("local:red@v9", AdapterSource.HUB), TWO)
@@ -58,7 +60,7 @@ def test_all_revisions_have_the_names_share_but_those_with_their_own() -> None:
 
 def test_of_two_names_of_one_content_the_first_in_the_config_counts() -> None:
     told = Told()
-    shares = NamedRateLimits(AdapterSource.HUB, told.post)
+    shares = NamedRateLimits(AdapterSource.HUB, told)
     shares.configure(runtime(first=2, second=3), [])
     for text in ("second", "first", "second"):
         shares.adapter_seen(parse_reference(text, AdapterSource.HUB), ONE)
@@ -67,7 +69,7 @@ def test_of_two_names_of_one_content_the_first_in_the_config_counts() -> None:
 
 def test_a_merge_brings_its_parts_their_shares_and_has_none() -> None:
     told = Told()
-    shares = NamedRateLimits(AdapterSource.HUB, told.post)
+    shares = NamedRateLimits(AdapterSource.HUB, told)
     shares.configure(runtime(red=2, blue=3), [])
     parts = tuple(parse_reference(text, AdapterSource.HUB) for text in ("red", "blue@v1"))
     rule = MergeRule((1.0, 1.0))
@@ -78,7 +80,7 @@ def test_a_merge_brings_its_parts_their_shares_and_has_none() -> None:
 
 def test_an_edited_config_counts_for_what_is_known_already() -> None:
     told = Told()
-    shares = NamedRateLimits(AdapterSource.HUB, told.post)
+    shares = NamedRateLimits(AdapterSource.HUB, told)
     red = parse_reference("red", AdapterSource.HUB)
     shares.configure(runtime(red=2), [(red, ONE)])
     assert told.weight(ONE) == 2
@@ -90,7 +92,7 @@ def test_an_edited_config_counts_for_what_is_known_already() -> None:
 
 def test_a_name_that_names_nothing_changes_nothing() -> None:
     told = Told()
-    shares = NamedRateLimits(AdapterSource.HUB, told.post)
+    shares = NamedRateLimits(AdapterSource.HUB, told)
     with pytest.raises(ValueError, match="needs a name"):
         shares.configure(RuntimeConfig.model_validate({"adapters": {" ": {}}}), [])
     assert told.num_told == 0

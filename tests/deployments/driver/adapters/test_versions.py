@@ -6,9 +6,19 @@ from pathlib import Path
 
 from configs.runtime import RuntimeConfig
 from configs.wire.adapters import AdapterKey, AdapterReference, AdapterSource
-from deployments.contract import AdapterAction, AdapterCommand, Failed
+from configs.wire.sampling import FinishReason
+from deployments.contract import (
+    AdapterAction,
+    AdapterCommand,
+    Completion,
+    Failed,
+    Finished,
+    GenerateRequest,
+    SequenceOutcome,
+)
 from deployments.driver.adapters.versions import Versions
 from deployments.driver.engine import DriverEngine
+from scheduler.adapters.resident import AdapterState
 from tests.deployments.driver.fake_ranks import FakeGroup, continuation
 from tests.deployments.driver.routing.stories import NOWHERE, digest_of, play, request, tokens
 
@@ -87,10 +97,10 @@ def test_a_pin_follows_its_name(root: Path) -> None:
         reference = AdapterReference(AdapterSource.LOCAL, "red")
         key = engine._adapters.serving(reference)
         assert key is not None
-        assert engine._adapters.is_pinned(key)
+        assert engine._adapters.pins.is_pinned(key)
         assert engine._directory.fetched(key).digest == digest_of(engine, "red")
         await engine.reconfigure(RuntimeConfig())
-        assert not engine._adapters.is_pinned(key)
+        assert not engine._adapters.pins.is_pinned(key)
 
     play(root, story)
 
@@ -118,24 +128,25 @@ class Shelf:
     def release(self, key: AdapterKey) -> None:
         self.held[key] -= 1
 
+    def parts(self, key: AdapterKey) -> tuple[AdapterKey, ...]:
+        return ()
+
 
 class Ranks:
-    """Hold everything; a new version is tried out when the gate opens."""
+    """Ranks that hold everything, and pins; a new version is tested when the gate opens."""
 
     def __init__(self) -> None:
         self.gate = asyncio.Event()
         self.moves: list[tuple[int, int]] = []
 
-    async def test_version(self, reference: AdapterReference, key: AdapterKey) -> str | None:
+    async def run(self, request: GenerateRequest, key: AdapterKey, *_: object) -> Completion:
         await self.gate.wait()
-        return None
+        return Completion([SequenceOutcome([1], Finished(FinishReason.LENGTH))])
 
-    async def is_in_memory(self, key: AdapterKey) -> bool:
-        return True
+    async def ask(self, question: object) -> AdapterState | None:
+        return AdapterState.DEVICE
 
-    def version_changed(
-        self, reference: AdapterReference, old: AdapterKey, new: AdapterKey
-    ) -> None:
+    def move(self, reference: AdapterReference, old: AdapterKey, new: AdapterKey) -> None:
         self.moves.append((old, new))
 
 
@@ -145,7 +156,7 @@ def test_an_old_version_whose_files_are_gone_gives_way_at_once() -> None:
 
     async def story() -> None:
         shelf, ranks = Shelf(), Ranks()
-        versions = Versions(shelf, ranks)  # type: ignore[arg-type]
+        versions = Versions(shelf, ranks, ranks, ranks)  # type: ignore[arg-type]
         for key in (old, new, new):
             shelf.hold(key)
         assert await versions.choose(red, old) == old

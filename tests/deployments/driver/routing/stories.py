@@ -151,7 +151,7 @@ async def together(
         posted.wait(PATIENCE_S)
         return []
 
-    engine._post(stay)
+    engine._handle.post(stay)
     tasks: list[asyncio.Task[Completion]] = []
     for each in asked:
         tasks.append(asyncio.create_task(engine.generate(each, NOWHERE)))

@@ -45,9 +45,9 @@ class Runs:
         self.num_settled = 0
         self.fault: Exception | None = None
         self.free = asyncio.Event()
-        self.starts = EarlySubmits(self.run, self, self.settle, patience_s)
+        self.starts = EarlySubmits(self, self, self, patience_s)
 
-    async def run(self, asked: GenerateRequest, reply_to: ReplyAddress) -> Completion:
+    async def generate(self, asked: GenerateRequest, reply_to: ReplyAddress) -> Completion:
         self.begun.append(asked.id)
         number = len(self.begun)
         try:
@@ -59,7 +59,7 @@ class Runs:
             raise self.fault
         return Completion([SequenceOutcome([number], Cancelled())])
 
-    async def settle(self) -> None:
+    async def drain(self) -> None:
         self.num_settled += 1
 
     def hold(self, request_id: str) -> None:
@@ -292,7 +292,7 @@ def test_tokens_leave_when_the_call_is_here_and_are_the_same(root: Path) -> None
             ]
             for each in again:
                 assert ingress.receiver.submit_early("", each) is False, "a nameless driver"
-                engine.on_early_submit(each, address)
+                engine.early_submits.start(each, address)
             for each in again:
                 await engine.early_submits._waiting[each.id].task
             assert not any(each.id in ingress.heard for each in again)
@@ -308,7 +308,7 @@ def test_held_tokens_go_first_when_the_call_comes(root: Path) -> None:
         async with dialled(engine) as (ingress, address):
             group.gate.clear()
             asked = request("r", [5], 20)
-            engine.on_early_submit(asked, address)
+            engine.early_submits.start(asked, address)
             await until_running(engine)
             group.gate.let(6)
             await until_true(lambda: bool(engine._streams._held_back.get("r")))
@@ -329,9 +329,9 @@ def test_requests_of_a_lost_ingress_and_taken_back_ones_leave_the_ranks(root: Pa
             group.gate.clear()
             asked = [request(name, [i], 50) for i, name in enumerate(("back", "lost"))]
             for each in asked:
-                engine.on_early_submit(each, address)
+                engine.early_submits.start(each, address)
             await until(engine, lambda snapshot: snapshot.running + snapshot.queued == 2)
-            engine.on_withdraw("back")
+            engine.early_submits.withdraw("back")
             call = asyncio.create_task(engine.generate(asked[0], address))
             # The old one has left, and what the call brings is there beside the other.
             await until_true(
@@ -340,7 +340,7 @@ def test_requests_of_a_lost_ingress_and_taken_back_ones_leave_the_ranks(root: Pa
             group.gate.set()
             assert tokens(await call) == [continuation("", [0], 50)]
             group.gate.clear()
-        await until_true(lambda: not engine._sender.has_room(address))
+        await until_true(lambda: not engine._connections._sender.has_room(address))
         assert len(engine.early_submits) == 0
         group.gate.set()
         assert tokens(await engine.generate(asked[1], address)) == [continuation("", [1], 50)]
@@ -353,7 +353,7 @@ def test_a_call_that_is_cancelled_frees_the_ranks_of_what_it_adopted(root: Path)
         async with dialled(engine) as (_, address):
             group.gate.clear()
             asked = request("gone", [1], 100)
-            engine.on_early_submit(asked, address)
+            engine.early_submits.start(asked, address)
             await until_running(engine)
             call = asyncio.create_task(engine.generate(asked, address))
             await until_true(lambda: engine.early_submits.num_attached == 1)
@@ -371,7 +371,7 @@ def test_the_engines_end_leaves_no_head_start_behind(root: Path) -> None:
     async def story(engine: DriverEngine, group: FakeGroup) -> None:
         async with dialled(engine) as (_, address):
             group.gate.clear()
-            engine.on_early_submit(request("r", [1], 100), address)
+            engine.early_submits.start(request("r", [1], 100), address)
             await until_running(engine)
             group.gate.set()
             await engine.stop()
@@ -389,7 +389,7 @@ def test_an_impossible_request_ahead_is_refused_as_it_would_be(root: Path) -> No
             huge = GenerateRequest(
                 "r", [type(s)(s.prompt, s.sampling, Stopping(500)) for s in asked.sequences]
             )
-            engine.on_early_submit(huge, address)
+            engine.early_submits.start(huge, address)
             endings = [s.ending for s in (await engine.generate(huge, address)).sequences]
             assert [isinstance(ending, Failed) for ending in endings] == [True, True]
             assert engine.early_submits.num_attached == 1

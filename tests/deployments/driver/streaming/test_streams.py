@@ -14,8 +14,9 @@ from deployments.contract import (
     SequenceRequest,
     TokenFrame,
 )
+from deployments.driver.streaming.connections import FrameSender, IngressConnections
 from deployments.driver.streaming.streams import Streams
-from deployments.frames import Finish, FrameSender
+from deployments.frames import Finish
 from deployments.ingress.generation.frames import RequestInboxes
 from scheduler.events import Ended, NewTokens
 from tests.deployments.driver.routing.stories import PATIENCE_S
@@ -96,8 +97,9 @@ class Engine:
     """What an engine does with what comes back on its sockets."""
 
     def __init__(self) -> None:
-        self.sender = FrameSender(self)
-        self.streams = Streams(self.sender)
+        sender = FrameSender()
+        self.connections = IngressConnections(sender, self)
+        self.streams = Streams(sender)
 
     def on_room(self, address: ReplyAddress) -> None:
         self.streams.resend(address)
@@ -142,7 +144,7 @@ def test_a_stream_goes_on_when_a_full_socket_is_read_again_and_not_at_its_end() 
         server = await asyncio.start_server(read_late, "127.0.0.1", 0)
         address = ReplyAddress("127.0.0.1", server.sockets[0].getsockname()[1], "hush")
         engine = Engine()
-        await engine.sender.connect(address)
+        await engine.connections.connect(address)
         completion = engine.streams.open(request(), address)
         for part in range(parts):
             new(engine.streams, part * length, *range(70_000, 70_000 + length))
@@ -153,7 +155,7 @@ def test_a_stream_goes_on_when_a_full_socket_is_read_again_and_not_at_its_end() 
         assert heard(inbox) == [*range(70_000, 70_000 + length)] * parts
         checked.set()
         assert (await completion).sequences[0].ending == Cancelled(), "the replica hung up"
-        engine.sender.close()
+        engine.connections.close()
         server.close()
 
     asyncio.run(asyncio.wait_for(story(), PATIENCE_S))

@@ -10,7 +10,7 @@ from ray.exceptions import ActorUnavailableError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
 from deployments.contract import Completion, GenerateRequest, ReplyAddress
-from deployments.early_submit import _told, replica_chosen, replica_listener
+from deployments.early_submit import _listener, replica_chosen, replica_listener
 from deployments.ingress.deployment import HandleDriver
 from deployments.ingress.http.errors import RequestError
 from tests.deployments.driver.routing.stories import PATIENCE_S
@@ -26,14 +26,14 @@ class Receiver:
         self.away = away
         self.sent: list[str] = []
 
-    def send_ahead(self, replica: str, request: GenerateRequest) -> bool:
+    def submit_early(self, replica: str, request: GenerateRequest) -> bool:
         assert request is ASKED
         if replica in self.away:
             return False
         self.sent.append(f"{replica} begins")
         return True
 
-    def take_back(self, replica: str, request_id: str) -> None:
+    def withdraw(self, replica: str, request_id: str) -> None:
         assert request_id == "r"
         self.sent.append(f"{replica} ends")
 
@@ -161,7 +161,7 @@ def test_a_router_on_another_event_loop_and_a_late_one_give_none() -> None:
 
         class Late(Handle):
             async def _serve(self) -> Completion:
-                chosen = _told.get()
+                chosen = _listener.get()
                 assert chosen is not None
                 told.append(chosen)
                 return ANSWER
