@@ -29,6 +29,7 @@ from configs.wire.adapters import AdapterKey, FetchedAdapter
 from configs.wire.plan import RequestJoin, StepRow
 from configs.wire.sampling import Sampling
 from modeling.batch import ForwardBatch, StepOutput
+from modeling.runner.load_paged import load_paged
 from modeling.runner.loading import pick_device
 from modeling.runner.paged import ModelRunner
 from sharding.group import SingleRank
@@ -122,9 +123,9 @@ class Benchmark:
         write_model(folder / "model", options.shape, spells_json=True)
         self._config = engine_config(options, folder / "model")
         device = pick_device(Device(options.device))
-        self._runner = ModelRunner(self._config, SingleRank(), device)
         started = time.perf_counter()
-        self.report = self._runner.load()
+        self._runner = load_paged(self._config, SingleRank(), device).allocate()
+        self.report = self._runner.report
         self.load_seconds = time.perf_counter() - started
         self._device = device
         vocab_size = SHAPES[options.shape]["vocab_size"]

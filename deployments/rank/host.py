@@ -16,7 +16,8 @@ from deployments.rank.transport import Channel
 from deployments.rank.worker import Worker
 from modeling.runner.loading import pick_device
 from modeling.runner.report import RunnerReport
-from modeling.runner.select import RunnerChoice, choose_runner
+from modeling.runner.select import load_runner
+from modeling.runner.shared import BaseRunner, LoadedRunner
 from sharding.connect import connect
 from sharding.group import TensorParallel
 
@@ -59,8 +60,9 @@ class RankHost:
             update={"model": config.model.model_copy(update={"id": folder})}
         )
         self._rank = rank
-        self._runner_choice: RunnerChoice | None = None
         self._group: TensorParallel | None = None
+        self._loaded: LoadedRunner | None = None
+        self._runner: BaseRunner | None = None
         self._started = time.monotonic()
 
     def measure(self, store: Store, timeout_s: float) -> int:
@@ -70,8 +72,8 @@ class RankHost:
         self._group = connect(store, self._rank, size, device, timeout_s, all_reduce)
         # Under Ray this process sees GPUs that are not its own.
         spread = self._cuda_ordinal is None
-        self._runner_choice = choose_runner(self._config, self._group, device, spread)
-        return min(self._runner_choice.runner.measure(), self._most_blocks())
+        self._loaded = load_runner(self._config, self._group, device, spread)
+        return min(self._loaded.measure(), self._most_blocks())
 
     def _most_blocks(self) -> int:
         """How many cache blocks the limits allow."""
@@ -81,13 +83,14 @@ class RankHost:
     def allocate(self, num_blocks: int) -> LoadReport:
         """Allocate num_blocks of cache (the group's minimum) and report what this rank holds."""
         self._enter_thread()
-        assert self._runner_choice is not None, "measure comes first"
+        assert self._loaded is not None, "measure comes first"
         assert self._group is not None
-        report = self._runner_choice.runner.allocate(num_blocks)
+        self._runner = self._loaded.allocate(num_blocks)
+        report = self._runner.report
         return LoadReport(
             rank=self._rank,
             pid=os.getpid(),
-            capacity=capacity_of(report, self._runner_choice.paged),
+            capacity=capacity_of(report),
             dtype=report.dtype,
             device=report.device,
             attention=f"{report.attention} ({report.attention_reason})",
@@ -105,14 +108,14 @@ class RankHost:
         if self._enter_thread().type == "cuda":
             # What is left to the host are small pieces, which threads of threads would delay.
             torch.set_num_threads(1)
-        assert self._runner_choice is not None, "measure comes first"
+        assert self._runner is not None, "allocate comes first"
         threads = self._config.adapters.staging_threads
-        Worker(self._runner_choice.runner, self._rank, channel, threads).run()
+        Worker(self._runner, self._rank, channel, threads).run()
 
     def check(self) -> None:
-        """Assert what must hold while no step or fill is under way."""
-        assert self._runner_choice is not None, "measure comes first"
-        self._runner_choice.runner.check()
+        """Assert what must hold while no step and no adapter's copy is under way."""
+        assert self._runner is not None, "allocate comes first"
+        self._runner.check()
 
     def _enter_thread(self) -> torch.device:
         """Set what torch keeps for each thread; Ray may run every method on another one."""
@@ -126,8 +129,8 @@ class RankHost:
         return device
 
 
-def capacity_of(report: RunnerReport, paged: bool) -> Capacity:
-    """What of a rank's report the scheduler needs."""
+def capacity_of(report: RunnerReport) -> Capacity:
+    """Return what the scheduler needs of a rank's report."""
     return Capacity(
         num_blocks=report.num_blocks,
         block_size=report.block_size,
@@ -137,7 +140,7 @@ def capacity_of(report: RunnerReport, paged: bool) -> Capacity:
         adapter_slots=report.adapter_slots,
         host_bytes=report.host_bytes,
         max_total_tokens=report.max_total_tokens,
-        chunked=paged,
-        prefix_caching=paged,
+        chunked=report.paged,
+        prefix_caching=report.paged,
         rope_sets=report.rope_sets,
     )

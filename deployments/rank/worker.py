@@ -43,7 +43,7 @@ from deployments.rank.messages import (
 from deployments.rank.staging_order import StageOrder, StagingTicket
 from deployments.rank.transport import Channel
 from modeling.batch import ForwardBatch, SampledTokens, StepOutput
-from modeling.runner.base import PendingCopy, StepRunner
+from modeling.runner.base import PendingCopy, Runner
 
 logger = logging.getLogger("loray.rank.worker")
 
@@ -59,7 +59,7 @@ class Worker:
     """Runs the plans of one driver on one runner until the driver says stop or hangs up."""
 
     def __init__(
-        self, runner: StepRunner, rank: int, channel: Channel, staging_threads: int = 4
+        self, runner: Runner, rank: int, channel: Channel, staging_threads: int = 4
     ) -> None:
         """Bind a loaded runner to a connected channel."""
         self._runner = runner

@@ -1,64 +1,54 @@
-"""What a rank asks of its model runner, paged or padded."""
+"""What a rank's worker asks of its model runner, paged or padded."""
 
 from collections.abc import Sequence
 from typing import Protocol
 
 from configs.wire.adapters import AdapterKey, AdapterShape, FetchedAdapter
 from modeling.batch import ForwardBatch, StepOutput
-from modeling.runner.report import RunnerReport
 
 
 class PendingCopy(Protocol):
-    """An adapter's copy to the device, under way."""
+    """An adapter's copy to the device that has been started."""
 
     def wait(self) -> None:
         """Block until all bytes are on the device."""
         ...
 
 
-class StepRunner(Protocol):
-    """A runner that has loaded: what the rank's worker asks of it while it serves."""
+class Runner(Protocol):
+    """A model whose cache is allocated.
+
+    `step`, `load_adapter` and `drop` belong to one thread, in the order of the plans; `stage` and
+    `prepare` may run beside them on other threads.
+    """
 
     def step(self, batch: ForwardBatch) -> StepOutput:
-        """Launch one step."""
+        """Launch one step. The next may be launched before `wait` is called on its output."""
         ...
 
     def stage(self, adapter: FetchedAdapter) -> AdapterShape:
-        """Read, check, cut and keep an adapter in host memory.
+        """Read, check, slice and keep an adapter in host memory.
 
-        AdapterError if it is refused, AdapterDeferred if there is no room for it now.
+        AdapterError if it cannot be served exactly, AdapterDeferred if there is no room for it now.
         """
         ...
 
     def load_adapter(
         self, key: AdapterKey, slot: int, pages: Sequence[Sequence[int]]
     ) -> PendingCopy:
-        """Start to copy a staged adapter to device pages, beside the steps."""
-        ...
+        """Start to copy a staged adapter to device pages; waits for nothing.
 
-    def drop(self, key: AdapterKey) -> None:
-        """Forget the host copy of an adapter."""
-        ...
-
-    def prepare(self, number: int, constraint: str, gone: Sequence[int]) -> str:
-        """Make a constraint's matcher, beside the steps, and forget those of `gone`.
-
-        Returns "", or what is wrong with the constraint.
+        Steps launched before read what was in the pages, steps launched after read the adapter.
         """
         ...
 
-
-class Runner(StepRunner, Protocol):
-    """A runner from its start on."""
-
-    def measure(self) -> int:
-        """Load the weights and return how many cache blocks fit."""
+    def drop(self, key: AdapterKey) -> None:
+        """Free the host copy of an adapter."""
         ...
 
-    def allocate(self, num_blocks: int) -> RunnerReport:
-        """Take the buffers for so many blocks."""
-        ...
+    def prepare(self, number: int, constraint: str, gone: Sequence[int]) -> str:
+        """Make a constraint's matcher, and free those whose numbers are in `gone`.
 
-    def check(self) -> None:
-        """Assert what must hold between steps."""
+        Returns "", or what is wrong with the constraint. Joins name the matcher by its number.
+        """
         ...

@@ -23,17 +23,30 @@ from sources.model import fetch_model
 
 
 @dataclass(frozen=True)
-class LoadedModel:
-    """A rank's share of the model, and the bytes and seconds that it took.
+class LoadedWeights:
+    """What loading a rank's share of a model took.
 
-    cache_scales: each layer's, where an fp8 cache is asked for and the checkpoint has them.
+    dtype: of the weights as they are computed with.
+    bytes_read: from the checkpoint's files.
+    bytes_resident: on the device.
+    seconds: from the first file's opening to the last weight on the device.
+    """
+
+    dtype: torch.dtype
+    bytes_read: int
+    bytes_resident: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class LoadedModel(LoadedWeights):
+    """A rank's share of a paged model.
+
+    cache_scales: each layer's, where an fp8 cache is configured and the checkpoint has them.
     """
 
     model: PagedModel
     architecture: ModelArchitecture
-    bytes_read: int
-    bytes_resident: int
-    seconds: float
     cache_scales: tuple[CacheScales, ...] | None = None
 
 
@@ -68,7 +81,9 @@ def load_model(config: EngineConfig, group: TensorParallel, device: torch.device
     # A tied head shares its tensor with the embedding; parameters() yields it once.
     resident = sum(p.nbytes for p in cast(nn.Module, model).parameters())
     seconds = time.monotonic() - started
-    return LoadedModel(model, architecture, source.bytes_read, resident, seconds, scales)
+    return LoadedModel(
+        model.dtype, source.bytes_read, resident, seconds, model, architecture, scales
+    )
 
 
 def total_tokens(config: EngineConfig, architecture: ModelArchitecture) -> int:

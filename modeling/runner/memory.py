@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from configs.engine import AdaptersConfig, EngineConfig
-from modeling.adapters.bank import PAGE_ROWS
+from modeling.adapters.bank import PAGE_ROWS, BankSize
 from modeling.runner.input_batch import BatchSize
 
 DEFAULT_RANK = 16
@@ -54,6 +54,20 @@ def adapter_pages(config: AdaptersConfig, page_bytes: int, memory: DeviceMemory 
         wanted = config.max_device_adapters * largest
         budget = int(memory.free * config.memory_fraction)
     return max(largest, min(wanted, budget // page_bytes))
+
+
+def bank_size(config: AdaptersConfig, pages: int, copies: int = 0) -> BankSize:
+    """Return the size of the adapters' pools; without pages there are no slots.
+
+    pages: in each projection's pool. copies: of whole embeddings and heads.
+    """
+    return BankSize(
+        pages=pages,
+        slots=config.max_device_adapters if pages else 0,
+        max_rank=config.max_rank,
+        host_bytes=config.host_bytes,
+        copies=copies,
+    )
 
 
 def vocabulary_copies(config: AdaptersConfig, copy_bytes: int, memory: DeviceMemory | None) -> int:

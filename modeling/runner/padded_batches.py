@@ -7,10 +7,10 @@ whole beside it and joined; a row whose length brings it into another group move
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence, Set
-from dataclasses import replace
 
 import numpy as np
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from configs.wire.plan import RequestJoin
@@ -24,64 +24,69 @@ budget allows for in the cache."""
 
 
 class PaddedBatches:
-    """Rows of one model and their caches. adapters: from a batch to those of its rows."""
+    """Rows of one model and their caches.
+
+    adapters: from a batch to the adapters of its rows.
+    """
 
     def __init__(
         self, model: CausalLM, adapters: Callable[[CausalLMBatch], RowAdapters | None]
     ) -> None:
-        """Nothing runs yet."""
         self._model = model
         self._adapters = adapters
         self._running: list[CausalLMBatch] = []
         self._stepping: list[CausalLMBatch] = []
 
     @property
-    def places(self) -> set[int]:
+    def batch_slots(self) -> set[int]:
         """Of all rows that run."""
-        return {place for batch in self._running for place in batch.batch_slots}
+        return {slot for batch in self._running for slot in batch.batch_slots}
 
     def check(self) -> None:
         """Assert that each row is in one batch, and that each batch is sound."""
         for batch in self._running:
             batch.check()
             assert len(set(map(self._model.sharing.group, batch.input_lengths))) == 1
-        assert len(self.places) == sum(map(len, self._running))
+        assert len(self.batch_slots) == sum(map(len, self._running))
 
-    def keep(self, places: Set[int]) -> None:
-        """Let all rows leave but those at `places`; copies only the batches that some leave."""
-        kept = [
-            [place for place in batch.batch_slots if place in places] for batch in self._running
-        ]
+    def keep(self, slots: Set[int]) -> None:
+        """Drop all rows but those of these batch slots; copies only batches that lose some."""
+        kept = [[slot for slot in batch.batch_slots if slot in slots] for batch in self._running]
         self._running = [
             batch.filter(own) if len(own) < len(batch) else batch
             for batch, own in zip(self._running, kept, strict=True)
             if own
         ]
 
-    def going_on(self, wanted: Sequence[tuple[int, int]]) -> set[int]:
-        """Which (place, length with the step's token) are computed from the cache they have."""
+    def continuing(self, wanted: Sequence[tuple[int, int]]) -> set[int]:
+        """Return the batch slots whose step can be computed from the cache that they have.
+
+        wanted: (batch slot, its length with the step's token).
+        """
         lengths = {
-            place: length
+            slot: length
             for batch in self._running
-            for place, length in zip(batch.batch_slots, batch.input_lengths, strict=True)
+            for slot, length in zip(batch.batch_slots, batch.input_lengths, strict=True)
         }
         begins_anew = self._model.sharing.begins_anew
         return {
-            place
-            for place, length in wanted
-            if lengths.get(place) == length and not begins_anew(length)
+            slot
+            for slot, length in wanted
+            if lengths.get(slot) == length and not begins_anew(length)
         }
 
-    def compute(self, going: Set[int], fresh: Sequence[RequestJoin]) -> tuple[list[int], Tensor]:
-        """Compute the step of rows that go on and of whole requests.
+    def compute(
+        self, continuing: Set[int], fresh: Sequence[RequestJoin]
+    ) -> tuple[list[int], Tensor]:
+        """Compute the step of rows that continue and of whole requests.
 
-        Returns the places of both, and logits [rows, vocab] in their order.
+        Returns the batch slots of both, and logits [rows, vocab] in their order.
         """
-        self.keep(going)
+        self.keep(continuing)
         batches, self._running = [*self._running, *self._batches(fresh)], []
         logits = [self._model.next_logits(batch, self._adapters(batch)) for batch in batches]
         self._stepping = batches
-        return [place for batch in batches for place in batch.batch_slots], torch.cat(logits)
+        return [slot for batch in batches for slot in batch.batch_slots], torch.cat(logits)
 
     def advance(self, tokens: Tensor) -> None:
         """Append each row's token, int64 [rows], in the order of `compute`."""
@@ -117,7 +122,7 @@ class PaddedBatches:
     def _in_pieces(self, request: RequestJoin) -> CausalLMBatch:
         """Compute a request up to its last piece, which is the batch's next input."""
         cuts = self._cuts(request)
-        batch = self._model.batch([replace(request, tokens=request.tokens[: cuts[0]])])
+        batch = self._model.batch([structs.replace(request, tokens=request.tokens[: cuts[0]])])
         for start, end in itertools.pairwise(cuts):
             self._model.next_logits(batch, self._adapters(batch))
             tokens = np.array([request.tokens[start:end]], dtype=np.int64)

@@ -29,7 +29,7 @@ from configs.architectures.select import load_padded
 from configs.model import DType, LoadFormat, ModelConfig, Quantize
 from modeling.models.causal_lm import CausalLM
 from modeling.models.causal_lm_sharing import rope_kinds
-from modeling.runner.loading import stored_dtype, torch_dtype
+from modeling.runner.loading import LoadedWeights, stored_dtype, torch_dtype
 from sharding.checkpoint import CheckpointError, open_checkpoint
 from sharding.loader import idle_biases
 from sources.model import fetch_model
@@ -53,14 +53,11 @@ UNPADDABLE_LAYERS = {
 
 
 @dataclass(frozen=True)
-class LoadedCausalLM:
-    """A padded model, and the bytes and seconds that it took."""
+class LoadedCausalLM(LoadedWeights):
+    """A padded model, whole."""
 
     model: CausalLM
     architecture: PaddedArchitecture
-    bytes_read: int
-    bytes_resident: int
-    seconds: float
 
 
 def load_causal_lm(config: ModelConfig, device: torch.device, spread: bool) -> LoadedCausalLM:
@@ -92,7 +89,7 @@ def load_causal_lm(config: ModelConfig, device: torch.device, spread: bool) -> L
     causal = CausalLM(model, pad, embedding.device, exact=config.quantize is Quantize.NONE)
     resident = sum(parameter.nbytes for parameter in model.parameters())
     seconds = time.monotonic() - started
-    return LoadedCausalLM(causal, architecture, bytes_read, resident, seconds)
+    return LoadedCausalLM(causal.dtype, bytes_read, resident, seconds, causal, architecture)
 
 
 def pad_token_id(config: PretrainedConfig, folder: Path, vocab_size: int) -> int:

@@ -1,4 +1,4 @@
-"""What a rank tells about itself once it has started."""
+"""What a rank reports about itself once it has started."""
 
 from dataclasses import dataclass
 
@@ -9,9 +9,13 @@ from configs.rope_sets import RopeSets
 class RunnerReport:
     """What a rank can hold, what it took to get there, and what it chose.
 
-    The first seven fields, pool_pages and rope_sets are the scheduler's Capacity. attention,
-    adapter_kernel: names; the reasons say why they were taken. captured_rows: the sizes of captured
-    decode steps; captured_tokens: of captured mixed steps. Everything named bytes is this rank's.
+    The first seven fields, paged, pool_pages and rope_sets become the scheduler's Capacity. What
+    is named bytes is this rank's alone.
+
+    attention, adapter_kernel: names; their reasons say why they were taken.
+    paged: whether prompts may be cut into chunks, and sequences may share cached blocks.
+    captured_rows: the sizes of captured decode steps.
+    captured_tokens: the sizes of captured mixed steps.
     """
 
     num_blocks: int
@@ -32,6 +36,7 @@ class RunnerReport:
     kv_bytes: int
     adapter_pool_bytes: int
     load_seconds: float
+    paged: bool = False
     captured_rows: tuple[int, ...] = ()
     captured_tokens: tuple[int, ...] = ()
     pool_pages: tuple[int, ...] = ()

@@ -1,41 +1,32 @@
 """Which runner serves a model: paged where it has a paged implementation, padded elsewhere."""
 
 import logging
-from dataclasses import dataclass
 
 import torch
 
 from configs.architectures.select import load_architecture, padded_reason
 from configs.engine import EngineConfig
-from modeling.runner.base import Runner
-from modeling.runner.paged import ModelRunner
+from modeling.runner.load_paged import load_paged
+from modeling.runner.shared import LoadedRunner
 from sharding.group import TensorParallel
 from sources.model import fetch_model
 
 logger = logging.getLogger("loray.modeling")
 
 
-@dataclass(frozen=True)
-class RunnerChoice:
-    """A runner, and whether sequences may be cut into chunks and share cached blocks on it."""
-
-    runner: Runner
-    paged: bool
-
-
-def choose_runner(
+def load_runner(
     config: EngineConfig, group: TensorParallel, device: torch.device, spread: bool
-) -> RunnerChoice:
-    """Return the runner for the model that `config` names; nothing is loaded yet.
+) -> LoadedRunner:
+    """Load the model that `config` names for the runner that serves it.
 
     spread: whether a model that is not paged may lie on all GPUs that this process sees.
     """
     architecture = load_architecture(fetch_model(config.model))
     why = padded_reason(architecture, config.model.quantize)
     if why is None:
-        return RunnerChoice(ModelRunner(config, group, device), paged=True)
+        return load_paged(config, group, device)
     logger.info("%s runs in transformers' padded code: %s", architecture.architecture, why)
     # Here, not above: paged models start without transformers.
-    from modeling.runner.padded import PaddedRunner
+    from modeling.runner.load_padded import load_padded
 
-    return RunnerChoice(PaddedRunner(config, group, device, spread), paged=False)
+    return load_padded(config, group, device, spread)

@@ -11,6 +11,7 @@ from configs.engine import AdaptersConfig, CacheConfig, Device, EngineConfig, Li
 from configs.model import ModelConfig
 from configs.wire.adapters import AdapterKey, FetchedAdapter
 from configs.wire.sampling import Sampling
+from modeling.runner.load_padded import load_padded
 from modeling.runner.padded import PaddedRunner
 from modeling.runner.paged import ModelRunner
 from sharding.group import SingleRank
@@ -78,8 +79,9 @@ def padded_runner(
 ) -> PaddedRunner:
     """A loaded runner with the adapters placed at their indices; pools hold NaN elsewhere."""
     fields = padded_config(model).model_dump() | changes
-    runner = PaddedRunner(EngineConfig.model_validate(fields), SingleRank(), device, spread)
-    runner.load()
+    runner = load_padded(
+        EngineConfig.model_validate(fields), SingleRank(), device, spread
+    ).allocate()
     for pool in runner._bank.pools:
         pool.a.fill_(float("nan"))
         pool.bt.fill_(float("nan"))

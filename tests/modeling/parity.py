@@ -16,6 +16,7 @@ from configs.engine import AdaptersConfig, CacheConfig, Device, EngineConfig, Li
 from configs.model import ModelConfig
 from configs.wire.adapters import AdapterKey, FetchedAdapter
 from configs.wire.sampling import Sampling
+from modeling.runner.load_paged import load_paged
 from modeling.runner.paged import ModelRunner
 from sharding.group import TensorParallel
 from tests.checkpoints import (
@@ -266,7 +267,7 @@ def poison(runner: ModelRunner) -> None:
     for pool in runner._bank.pools:
         pool.a.fill_(float("nan"))
         pool.bt.fill_(float("nan"))
-    for layer in runner._cache:
+    for layer in runner._forward.cache:
         layer.keys.fill_(float("nan"))
         layer.values.fill_(float("nan"))
     if torch.cuda.is_available():
@@ -324,8 +325,7 @@ def compare(
 def _answers(
     config: EngineConfig, adapters: list[Path], requests: list[Asked], group: TensorParallel
 ) -> list[Answer]:
-    runner = ModelRunner(config, group, torch.device("cpu"))
-    runner.load()
+    runner = load_paged(config, group, torch.device("cpu")).allocate()
     poison(runner)
     place_all(runner, adapters)
     answers = generate(runner, requests, NUM_BLOCKS, BLOCK_SIZE)
@@ -341,7 +341,7 @@ def _scheduled(
     group: TensorParallel,
 ) -> list[Answer]:
     def start() -> ModelRunner:
-        return ModelRunner(config, group, torch.device("cpu"))
+        return load_paged(config, group, torch.device("cpu")).allocate()
 
     chunk = min(setting.chunk, config.limits.max_step_tokens // 2)
     return generate_scheduled(Ranks(start, adapters, chunk), requests, setting.lost_at)

@@ -43,9 +43,8 @@ class Ranks:
         self._start = start
         self._folders = folders
         self.runner = start()
-        report = self.runner.load()
         limits = Limits(chunk + MAX_RUNNING, chunk, MAX_RUNNING)
-        self.scheduler = Scheduler(limits, capacity_of(report, paged=True))
+        self.scheduler = Scheduler(limits, capacity_of(self.runner.report))
         self._flying: deque[tuple[StepPlan, StepOutput]] = deque()
         self.answers: dict[object, Answer] = {}
         self.ended: dict[object, Ended] = {}
@@ -86,7 +85,7 @@ class Ranks:
         self._flying.clear()
         self.scheduler.group_lost(0.0)
         self.runner = self._start()
-        self.scheduler.regroup(capacity_of(self.runner.load(), paged=True))
+        self.scheduler.regroup(capacity_of(self.runner.report))
 
     def _stage(self) -> None:
         for key in self.scheduler.to_stage():

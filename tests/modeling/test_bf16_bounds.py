@@ -7,6 +7,7 @@ import torch
 
 from configs.model import DType, ModelConfig
 from modeling.models.llama import FlashLlamaForCausalLM
+from modeling.runner.load_paged import load_paged
 from modeling.runner.paged import ModelRunner
 from sharding.group import SingleRank
 from tests.checkpoints import write_adapter
@@ -46,8 +47,7 @@ def adapter(model: Path) -> Path:
 
 def runner_for(model: Path, adapter: Path) -> ModelRunner:
     config = engine_config(model, model=ModelConfig(id=str(model), dtype=DType.BFLOAT16))
-    runner = ModelRunner(config, SingleRank(), torch.device("cpu"))
-    runner.load()
+    runner = load_paged(config, SingleRank(), torch.device("cpu")).allocate()
     place_all(runner, [adapter])
     return runner
 

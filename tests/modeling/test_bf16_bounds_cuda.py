@@ -22,8 +22,9 @@ from configs.engine import (
     LimitsConfig,
 )
 from configs.model import DType, ModelConfig
+from modeling.runner.load_padded import load_padded
+from modeling.runner.load_paged import load_paged
 from modeling.runner.loading import pick_device
-from modeling.runner.padded import PaddedRunner
 from modeling.runner.paged import ModelRunner
 from sharding.group import SingleRank, TensorParallel
 from tests.checkpoints import write_adapter
@@ -161,8 +162,8 @@ def judge_all(cases: Sequence[Case], group: TensorParallel, device: torch.device
     """As one rank of several; AssertionError names what is too far off."""
     lines, far = [], []
     for case in cases:
-        runner = ModelRunner(case.config, group, device)
-        assert runner.load().attention == case.config.attention.value
+        runner = load_paged(case.config, group, device).allocate()
+        assert runner.report.attention == case.config.attention.value
         both = judged(runner, case)
         lines += both[0]
         far += both[1]
@@ -174,7 +175,7 @@ def judge_all(cases: Sequence[Case], group: TensorParallel, device: torch.device
 def lack_of(case: Case) -> str:
     """Why this case cannot be on this machine; empty if it can."""
     try:
-        ModelRunner(case.config, SingleRank(), pick_device(Device.CUDA)).load()
+        load_paged(case.config, SingleRank(), pick_device(Device.CUDA)).allocate()
     except ValueError as lack:
         return str(lack)
     return ""
@@ -191,12 +192,11 @@ def test_paged_systems(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     case = case_of(models, system, backend, head_dim)
-    runner = ModelRunner(case.config, SingleRank(), pick_device(Device.CUDA))
     try:
-        report = runner.load()
+        runner = load_paged(case.config, SingleRank(), pick_device(Device.CUDA)).allocate()
     except ValueError as lack:
         pytest.skip(str(lack))
-    assert report.attention == backend.value
+    assert runner.report.attention == backend.value
     check(runner, case, capfd)
 
 
@@ -205,8 +205,7 @@ def test_the_padded_system(
     models: Models, head_dim: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     case = case_of(models, "padded", AttentionKind.AUTO, head_dim)
-    runner = PaddedRunner(case.config, SingleRank(), pick_device(Device.CUDA))
-    runner.load()
+    runner = load_padded(case.config, SingleRank(), pick_device(Device.CUDA)).allocate()
     check(cast(ModelRunner, runner), case, capfd)
 
 

@@ -9,6 +9,7 @@ from configs.engine import AdaptersConfig
 from configs.wire.plan import RequestJoin, StepRow
 from configs.wire.sampling import Sampling
 from modeling.batch import ForwardBatch
+from modeling.runner.load_paged import load_paged
 from modeling.runner.paged import ModelRunner
 from sharding.group import TensorParallel
 from tests.modeling.parity import World, engine_config, place_all
@@ -52,8 +53,7 @@ def test_a_step_sums_and_gathers_no_more_than_it_must(
 
     def on_rank(ranks: TensorParallel) -> list[Counter[str]]:
         group = CountedRanks(ranks)
-        runner = ModelRunner(engine_config(model), group, torch.device("cpu"))
-        runner.load()
+        runner = load_paged(engine_config(model), group, torch.device("cpu")).allocate()
         group.calls.clear()
         place_all(runner, [adapter])
         assert group.calls == []
@@ -83,8 +83,7 @@ def test_adapters_of_the_vocabulary_add_none(world: World) -> None:
 
     def on_rank(ranks: TensorParallel) -> Counter[str]:
         group = CountedRanks(ranks)
-        runner = ModelRunner(config, group, torch.device("cpu"))
-        runner.load()
+        runner = load_paged(config, group, torch.device("cpu")).allocate()
         place_all(runner, [adapter])
         rows = [StepRow(i, 0, 4, [2 * i], True) for i in range(2)]
         return counted(group, runner, ForwardBatch(joins([0, -1], Sampling()), rows))

@@ -9,6 +9,7 @@ from configs.engine import AdaptersConfig, CacheConfig, Device, LimitsConfig
 from configs.model import DType, ModelConfig
 from configs.wire.adapters import AdapterKey, FetchedAdapter
 from configs.wire.sampling import Sampling
+from modeling.runner.load_paged import load_paged
 from modeling.runner.loading import pick_device
 from modeling.runner.paged import ModelRunner
 from modeling.sampling import prompt_scores as prompts
@@ -49,12 +50,11 @@ def make_runner(
             device_pages=40, max_device_adapters=10, max_rank=64, host_bytes=2**26
         ),
     )
-    return ModelRunner(config, SingleRank(), pick_device(Device.CUDA))
+    return load_paged(config, SingleRank(), pick_device(Device.CUDA)).allocate()
 
 
 def test_greedy_tokens_are_the_oracles(world: World) -> None:
     runner = make_runner(world)
-    runner.load()
     poison(runner)
     folders = [world.adapter("llama", "gqa", name) for name in NAMES]
     place_all(runner, [folder for folder in folders if folder is not None])
@@ -76,11 +76,9 @@ def test_sampled_tokens_are_those_of_the_cpu(world: World) -> None:
         for i in range(8)
     ]
     runner = make_runner(world)
-    runner.load()
-    host = ModelRunner(
+    host = load_paged(
         engine_config(world.model("llama", "gqa")), SingleRank(), torch.device("cpu")
-    )
-    host.load()
+    ).allocate()
     expected = [answer.tokens for answer in generate(host, requests, 64, 16)]
     assert [answer.tokens for answer in generate(runner, requests, 64, 16)] == expected
 
@@ -91,7 +89,6 @@ def test_prompts_are_told_about_as_on_the_cpu(
 ) -> None:
     monkeypatch.setattr(prompts, "SLICE_BYTES", 4 * 4 * 96)
     runner = make_runner(world)
-    runner.load()
     poison(runner)
     told: Prompts = [
         (world.adapter("llama", "gqa", name), prompt_of(9 + 4 * i, 96))
@@ -105,9 +102,9 @@ def test_prompts_are_told_about_as_on_the_cpu(
 
 @pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16])
 def test_memory_is_measured_and_taken(world: World, dtype: DType) -> None:
-    runner = make_runner(world, dtype, num_blocks=None)
     total = torch.cuda.get_device_properties(0).total_memory
-    report = runner.allocate(runner.measure())
+    runner = make_runner(world, dtype, num_blocks=None)
+    report = runner.report
     assert 0.3 * total < report.kv_bytes < 0.5 * total
     assert len(generate(runner, [Asked([5, 6, 7], 5)], 64, 16)[0].tokens) == 5
 
@@ -118,14 +115,12 @@ def test_adapters_that_take_each_others_pages_keep_their_tokens(world: World) ->
     folders = [folder for name in names if (folder := world.adapter("llama", "gqa", name))]
     prompt = [5, 9, 33, 71, 8]
     alone = make_runner(world)
-    alone.load()
     place_all(alone, folders)
     expected = [
         generate(alone, [Asked(prompt, 12, slot=slot)], 64, 16)[0].tokens
         for slot in range(len(folders))
     ]
     runner = make_runner(world)
-    runner.load()
     poison(runner)
     shapes = [
         runner.stage(FetchedAdapter(AdapterKey(1 + i), folder.name, str(folder), str(i)))

@@ -9,8 +9,8 @@ import torch
 from configs.engine import AttentionKind, CacheConfig, Device
 from configs.model import DType, ModelConfig
 from configs.wire.sampling import Sampling
+from modeling.runner.load_paged import load_paged
 from modeling.runner.loading import pick_device
-from modeling.runner.paged import ModelRunner
 from sharding.group import SingleRank
 from tests.modeling.parity import (
     BASE,
@@ -55,8 +55,9 @@ def run(
     folders: list[Path | None] = [world.adapter(family, variant, name) for name in NAMES]
     told = [prompt_truth(model, folder, 7 + 4 * i) for i, folder in enumerate(folders)]
     fields = {"model": ModelConfig(id=str(model), dtype=dtype), "device": Device.CUDA, **changes}
-    runner = ModelRunner(engine_config(model, **fields), SingleRank(), pick_device(Device.CUDA))
-    runner.load()
+    runner = load_paged(
+        engine_config(model, **fields), SingleRank(), pick_device(Device.CUDA)
+    ).allocate()
     poison(runner)
     place_all(runner, [folder for folder in folders if folder is not None])
     everything = Sampling(logprobs=told[0][1].logits.shape[1])

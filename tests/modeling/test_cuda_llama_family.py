@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from configs.engine import AdaptersConfig, Device
+from modeling.runner.load_paged import load_paged
 from modeling.runner.loading import pick_device
-from modeling.runner.paged import ModelRunner
 from sharding.group import SingleRank
 from tests.modeling.parity import (
     BASE,
@@ -51,8 +51,7 @@ def test_greedy_tokens_are_the_oracles(world: World, family: str, variant: str) 
         host_bytes=2**26,
     )
     config = engine_config(model, device=Device.CUDA, adapters=adapters)
-    runner = ModelRunner(config, SingleRank(), pick_device(Device.CUDA))
-    runner.load()
+    runner = load_paged(config, SingleRank(), pick_device(Device.CUDA)).allocate()
     poison(runner)
     folders = [world.adapter(family, variant, name) for name in (BASE, *FAMILIES[family].adapters)]
     place_all(runner, [folder for folder in folders if folder is not None])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from configs.engine import AdaptersConfig, AllReduce, AttentionKind, Device, EngineConfig
-from modeling.runner.paged import ModelRunner
+from modeling.runner.load_paged import load_paged
 from sharding.group import SingleRank, TensorParallel
 from tests.modeling.parity import (
     BASE,
@@ -101,8 +101,7 @@ def answer(tasks: Sequence[Task], group: TensorParallel, device: torch.device) -
     assert not torch.backends.cuda.matmul.allow_tf32
     wrong = []
     for each in tasks:
-        runner = ModelRunner(each.config, group, device)
-        runner.load()
+        runner = load_paged(each.config, group, device).allocate()
         poison(runner)
         place_all(runner, each.adapters)
         answers = generate(runner, each.asked, NUM_BLOCKS, BLOCK_SIZE)

@@ -12,7 +12,7 @@ from modeling.models import causal_lm_adapters, causal_lm_batch, causal_lm_cache
 from modeling.models.causal_lm import TRIAL, CausalLM
 from modeling.models.causal_lm_adapters import RowAdapters
 from modeling.models.causal_lm_batch import CausalLMBatch
-from modeling.runner.padded import PaddedRunner
+from modeling.runner.padded import PaddedAdapters
 from tests.modeling.padded import PaddedWorld, compare_padded
 from tests.modeling.parity import BASE, WHOLE, Mismatch, Setting
 
@@ -101,10 +101,10 @@ def test_a_delta_on_another_layer_is_noticed(
 def test_an_adapter_on_its_neighbours_row_is_noticed(
     padded: PaddedWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    adapters = PaddedRunner._adapters
+    adapters = PaddedAdapters.of_batch
 
-    def turned(self: PaddedRunner, batch: CausalLMBatch) -> RowAdapters | None:
+    def turned(self: PaddedAdapters, batch: CausalLMBatch) -> RowAdapters | None:
         return adapters(self, replace(batch, requests=batch.requests[::-1]))
 
-    monkeypatch.setattr(PaddedRunner, "_adapters", turned)
+    monkeypatch.setattr(PaddedAdapters, "of_batch", turned)
     expect_mismatch(padded, "bloom")

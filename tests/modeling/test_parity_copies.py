@@ -12,7 +12,7 @@ from configs.engine import AdaptersConfig
 from configs.model import DType, ModelConfig
 from configs.wire.adapters import AdapterError, AdapterKey, FetchedAdapter
 from modeling.runner.adapter_check import adaptable, base_tensors, judge
-from modeling.runner.paged import ModelRunner
+from modeling.runner.load_paged import load_paged
 from sharding.group import TensorParallel
 from tests.checkpoints import AdapterRecipe, write_adapter
 from tests.modeling.padded import PaddedWorld, compare_padded, padded_runner
@@ -72,8 +72,7 @@ def staged(model: Path, folder: Path, ranks: int, dtype: DType = DType.AUTO) -> 
 
     def stage(group: TensorParallel) -> str:
         config = engine_config(model, model=ModelConfig(id=str(model), dtype=dtype))
-        runner = ModelRunner(config, group, torch.device("cpu"))
-        runner.load()
+        runner = load_paged(config, group, torch.device("cpu")).allocate()
         try:
             runner.stage(FetchedAdapter(AdapterKey(1), "it", str(folder), "it"))
         except AdapterError as error:

@@ -16,7 +16,7 @@ from modeling.adapters.linear import AdapterRowLinear
 from modeling.adapters.product import AdapterData
 from modeling.adapters.projection import Projection
 from modeling.models import gpt2, gpt_neox, opt
-from modeling.runner.paged import ModelRunner
+from modeling.runner.load_paged import load_paged
 from sharding.group import TensorParallel
 from sharding.linear import RowParallelLinear
 from sharding.slicing import Segments
@@ -94,8 +94,7 @@ def test_neox_goes_beyond_its_trained_length_where_it_is_asked_to(tmp_path: Path
     config = engine_config(folder, limits=limits)
 
     def on_rank(group: TensorParallel) -> list[int]:
-        runner = ModelRunner(config, group, torch.device("cpu"))
-        runner.load()
+        runner = load_paged(config, group, torch.device("cpu")).allocate()
         return generate(runner, [Asked(prompt, 24, chunk=7)], NUM_BLOCKS, BLOCK_SIZE)[0].tokens
 
     assert run_ranks(2, on_rank) == [told.tokens] * 2

@@ -20,7 +20,7 @@ from configs.model import ModelConfig
 from modeling.attention.sdpa import SdpaAttention, SdpaStep
 from modeling.models import llama, llama_projections
 from modeling.runner import loading
-from modeling.runner.paged import ModelRunner
+from modeling.runner.load_paged import load_paged
 from sharding.checkpoint import CheckpointError
 from sharding.group import TensorParallel
 from sharding.slicing import Segments
@@ -88,8 +88,7 @@ def test_pickled_weights_give_the_same_model(tmp_path: Path, shards: int) -> Non
 
 def _pickled(folder: Path, allow_pickle: bool, group: TensorParallel) -> list[int]:
     model = ModelConfig(id=str(folder), allow_pickle=allow_pickle)
-    runner = ModelRunner(engine_config(folder, model=model), group, torch.device("cpu"))
-    runner.load()
+    runner = load_paged(engine_config(folder, model=model), group, torch.device("cpu")).allocate()
     return generate(runner, [Asked([1, 5, 9], 12)], NUM_BLOCKS, BLOCK_SIZE)[0].tokens
 
 

@@ -15,7 +15,7 @@ from configs.wire.merging import MergeRule, MergeStrategy, SignMethod
 from configs.wire.sampling import Sampling
 from modeling.adapters import merge
 from modeling.adapters.peft_config import LoraPlan
-from modeling.runner.paged import ModelRunner
+from modeling.runner.load_paged import load_paged
 from sharding.group import TensorParallel
 from tests.modeling.merges import fetched, write_merged, write_padded, write_part
 from tests.modeling.parity import (
@@ -117,8 +117,7 @@ def _answers(
     requests: list[Asked],
     group: TensorParallel,
 ) -> list[Answer]:
-    runner = ModelRunner(config, group, torch.device("cpu"))
-    runner.load()
+    runner = load_paged(config, group, torch.device("cpu")).allocate()
     poison(runner)
     free = [list(range(count)) for count in runner._bank.pool_pages]
     for slot, adapter in enumerate(adapters):

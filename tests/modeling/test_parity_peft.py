@@ -18,7 +18,7 @@ from configs.wire.adapters import AdapterError
 from configs.wire.sampling import Sampling
 from modeling.adapters.peft import open_adapter
 from modeling.runner.adapter_check import adaptable
-from modeling.runner.paged import ModelRunner
+from modeling.runner.load_paged import load_paged
 from sharding.group import SingleRank
 from tests.checkpoints import load_oracle, write_llama
 from tests.checkpoints_others import write_gpt2
@@ -152,8 +152,7 @@ def check_served(model: Path, folders: list[Path]) -> None:
     limits = config.limits.model_copy(update={"max_running": len(folders)})
     cache = config.cache.model_copy(update={"num_blocks": 4 * NUM_BLOCKS})
     config = config.model_copy(update={"adapters": adapters, "limits": limits, "cache": cache})
-    runner = ModelRunner(config, SingleRank(), torch.device("cpu"))
-    runner.load()
+    runner = load_paged(config, SingleRank(), torch.device("cpu")).allocate()
     poison(runner)
     place_all(runner, folders)
     everything = Sampling(logprobs=told[0][1].logits.shape[1])

@@ -21,7 +21,7 @@ from configs.model import ModelConfig
 from configs.wire.sampling import Sampling
 from modeling.layers import rotary
 from modeling.runner import loading
-from modeling.runner.paged import ModelRunner
+from modeling.runner.load_paged import load_paged
 from scheduler.kv.prefix_cache import PrefixKey
 from sharding.group import SingleRank, TensorParallel
 from tests.checkpoints import ROPE_BORDER, load_oracle, oracle_greedy, oracle_logits
@@ -129,8 +129,8 @@ def _with_theta_for(length: int, folder: Path, copy: Path) -> Path:
 
 def _read(folder: Path, prompts: list[list[int]], group: TensorParallel) -> list[Answer]:
     model = ModelConfig(id=str(folder), dynamic_rope_length=FIXED)
-    runner = ModelRunner(engine_config(folder, model=model), group, CPU)
-    assert runner.load().max_total_tokens == FIXED
+    runner = load_paged(engine_config(folder, model=model), group, CPU).allocate()
+    assert runner.report.max_total_tokens == FIXED
     asked = [Asked(prompt, 1, sampling=Sampling(logprobs=96), chunk=7) for prompt in prompts]
     return generate(runner, asked, NUM_BLOCKS, BLOCK_SIZE)
 
@@ -145,9 +145,8 @@ def _read(folder: Path, prompts: list[list[int]], group: TensorParallel) -> list
 def test_longer_sequences_are_refused_by_name(world: World, variant: str, said: str) -> None:
     folder = world.model("relative", variant)
     limits = LimitsConfig(max_running=16, max_step_tokens=256, max_total_tokens=300)
-    runner = ModelRunner(engine_config(folder, limits=limits), SingleRank(), CPU)
     with pytest.raises(ValueError, match=rf"limits\.max_total_tokens \(300\) is above .*: {said}"):
-        runner.load()
+        load_paged(engine_config(folder, limits=limits), SingleRank(), CPU)
 
 
 def test_a_conversation_finds_no_keys_of_another_set(world: World) -> None:
@@ -156,7 +155,7 @@ def test_a_conversation_finds_no_keys_of_another_set(world: World) -> None:
     config = engine_config(folder)
     first, second = list(range(3, 31)), list(range(3, 51))
     oracle = load_oracle(folder)
-    ranks = Ranks(lambda: ModelRunner(config, SingleRank(), CPU))
+    ranks = Ranks(lambda: load_paged(config, SingleRank(), CPU).allocate())
     for index, prompt in enumerate((first, second, second)):
         ranks.ask(index, Asked(prompt, 3))
         ranks.run()

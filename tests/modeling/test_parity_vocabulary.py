@@ -12,6 +12,7 @@ from torch import Tensor
 from configs.engine import AdaptersConfig
 from configs.wire.adapters import AdapterError, AdapterKey, AdapterRefusal, FetchedAdapter
 from modeling.adapters import vocabulary
+from modeling.runner.load_paged import load_paged
 from modeling.runner.paged import ModelRunner
 from sharding.embedding import ParallelHead, VocabParallelEmbedding
 from sharding.group import SingleRank
@@ -76,8 +77,7 @@ def test_a_head_delta_on_the_neighbours_columns_is_noticed(
 
 def runner_for(folder: Path, adapters: AdaptersConfig = OPEN) -> ModelRunner:
     config = engine_config(folder, adapters=adapters)
-    runner = ModelRunner(config, SingleRank(), torch.device("cpu"))
-    runner.load()
+    runner = load_paged(config, SingleRank(), torch.device("cpu")).allocate()
     return runner
 
 
@@ -130,7 +130,7 @@ def test_a_whole_embedding_is_refused_by_an_open_server_too(model: Path) -> None
 
 def test_whole_matrices_are_told_to_the_scheduler(model: Path) -> None:
     runner = runner_for(model, OPEN.model_copy(update={"vocabulary_copies": 3}))
-    report = runner._report(1)
+    report = runner.report
     assert report.projections[-2:] == ("embed_tokens.whole", "lm_head.whole")
     assert report.pool_pages == (*[40] * 9, 3, 3)
     recipe = AdapterRecipe(target_modules=["q_proj"], extra={"modules_to_save": ["lm_head"]})
@@ -142,7 +142,7 @@ def test_whole_matrices_are_told_to_the_scheduler(model: Path) -> None:
 
 def test_pools_are_told_to_the_scheduler(model: Path) -> None:
     config = engine_config(model, adapters=OPEN)
-    report = ModelRunner(config, SingleRank(), torch.device("cpu")).load()
+    report = load_paged(config, SingleRank(), torch.device("cpu")).allocate().report
     assert report.projections[-2:] == ("embed_tokens", "lm_head")
     runner = runner_for(model)
     shape = runner.stage(FetchedAdapter(AdapterKey(1), "a", str(written(model, r=12)), "a"))

@@ -19,6 +19,7 @@ from configs.engine import (
 )
 from configs.model import DType, ModelConfig
 from configs.wire.sampling import Sampling
+from modeling.runner.load_paged import load_paged
 from modeling.runner.loading import pick_device
 from modeling.runner.paged import ModelRunner
 from sharding.group import SingleRank
@@ -37,7 +38,7 @@ pytestmark = [
 
 
 def runner(config: EngineConfig) -> ModelRunner:
-    return ModelRunner(config, SingleRank(), pick_device(Device.CUDA))
+    return load_paged(config, SingleRank(), pick_device(Device.CUDA)).allocate()
 
 
 def _oracle_recomputes() -> bool:

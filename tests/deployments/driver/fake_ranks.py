@@ -92,7 +92,7 @@ class FakeFill:
 
 @dataclass
 class FakeRunner:
-    """Speaks `deployments.rank.worker.StepRunner`; adapters are named by their digest.
+    """Speaks `modeling.runner.base.Runner`; adapters are named by their digest.
 
     gate: steps wait for it, so that a test can hold a step in flight; staging_gate: adapters
     whose name holds "slow" wait for that; filling_gate: fills do. poison: a token whose row

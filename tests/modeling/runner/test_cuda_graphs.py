@@ -29,6 +29,7 @@ from modeling.runner.cuda_graphs import (
     step_bytes,
 )
 from modeling.runner.input_batch import BatchSize, InputBatch, StepLayout
+from modeling.runner.load_paged import load_paged
 from modeling.runner.paged import ModelRunner
 from sharding.group import SingleRank
 from tests.modeling.parity import World, engine_config, place_all
@@ -96,10 +97,10 @@ class PlainWords(GraphAttention):
 class CapturedSdpa(SdpaAttention):
     """SDPA that reads a step's lengths and tables when it computes, as a graph would."""
 
-    def captured_words(self, rows: int, max_blocks: int) -> int | None:
+    def graph_words(self, rows: int, max_blocks: int) -> int | None:
         return rows * (1 + max_blocks)
 
-    def captured(self, rows: int, words: Tensor) -> PlainWords:
+    def graph_form(self, rows: int, words: Tensor) -> PlainWords:
         return PlainWords(self, rows, words)
 
     def forward(
@@ -218,12 +219,12 @@ def requests(slots: Sequence[int], **fields: Any) -> list[Asked]:
 
 def capture_on_cpu(runner: ModelRunner) -> DecodeGraphs:
     """Let a CPU runner replay its decode steps, each replay being the computation itself."""
-    spec = runner._attention.backend.spec
-    page = len(runner._cache[0].keys)
-    runner._cache = allocate(runner._cache_spec, page + 1, CPU)
-    model = runner._loaded.model
+    spec = runner._backend.spec
+    page = len(runner._forward.cache[0].keys)
+    runner._forward.cache[:] = allocate(runner._parts.cache_spec, page + 1, CPU)
+    model = runner._forward.model
     parts = GraphParts(
-        forward=runner._forward,
+        forward=runner._forward.logits,
         backend=CapturedSdpa(spec),
         state=runner._input_batch,
         dummy_block=page,
@@ -243,8 +244,7 @@ def test_replays_are_steps(world: World, slots: tuple[int, ...], sampling: Sampl
         world.model("llama", "gqa"),
         cache=CacheConfig(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE),
     )
-    runner = ModelRunner(config, SingleRank(), CPU)
-    runner.load()
+    runner = load_paged(config, SingleRank(), CPU).allocate()
     folders = [world.adapter("llama", "gqa", name) for name in ("r8", "r24")]
     place_all(runner, [folder for folder in folders if folder is not None])
     asked = requests(slots, sampling=sampling)
@@ -259,8 +259,7 @@ def test_replays_are_steps(world: World, slots: tuple[int, ...], sampling: Sampl
 
 
 def test_a_step_tells_whether_it_was_a_replay(world: World) -> None:
-    runner = ModelRunner(engine_config(world.model("llama", "gqa")), SingleRank(), CPU)
-    runner.load()
+    runner = load_paged(engine_config(world.model("llama", "gqa")), SingleRank(), CPU).allocate()
     runner._decode_graphs = capture_on_cpu(runner)
     join = RequestJoin(0, [1, 2, 3], 3, -1, Sampling())
     whole, single = StepRow(0, 0, 3, [0], True), StepRow(0, 3, 1, [], True)

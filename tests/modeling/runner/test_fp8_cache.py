@@ -17,7 +17,8 @@ from configs.engine import AttentionKind, CacheConfig, CacheDType
 from configs.model import DType, ModelConfig
 from configs.wire.sampling import Sampling
 from modeling.attention.kv_cache import FP8, CacheScales, LayerCache
-from modeling.runner.padded import PaddedRunner
+from modeling.runner.load_padded import load_padded
+from modeling.runner.load_paged import load_paged
 from modeling.runner.paged import ModelRunner
 from sharding.checkpoint import CheckpointError
 from sharding.group import SingleRank, TensorParallel
@@ -71,8 +72,7 @@ class Models:
     ) -> ModelRunner:
         folder = changes.pop("folder", self.model(system))
         config = engine_config(folder, **{"cache": CACHE, **changes})
-        runner = ModelRunner(config, group or SingleRank(), CPU)
-        runner.load()
+        runner = load_paged(config, group or SingleRank(), CPU).allocate()
         place_all(runner, [self.adapter(system)])
         poison(runner)
         place_all(runner, [self.adapter(system)])
@@ -99,7 +99,7 @@ def test_answers_are_within_the_bound(models: Models, system: str, slot: int) ->
         found = errors(forced_logprobs(runner, VOCAB_SIZE, slot, decode), truth)
         assert within_bound(found), found
         assert found.kl > 1e-5, "the cache was not fp8"
-    assert not any(layer.clamped.any() for layer in runner._cache)
+    assert not any(layer.clamped.any() for layer in runner._forward.cache)
 
 
 def test_half_precision_over_fp8(models: Models) -> None:
@@ -185,7 +185,7 @@ def test_as_much_memory_holds_twice_the_blocks(models: Models) -> None:
     bytes_of = {}
     for dtype in (CacheDType.AUTO, CacheDType.FP8):
         config = engine_config(folder, model=half, cache=CACHE.model_copy(update={"dtype": dtype}))
-        report = ModelRunner(config, SingleRank(), CPU).load()
+        report = load_paged(config, SingleRank(), CPU).allocate().report
         bytes_of[dtype] = report.kv_bytes / report.num_blocks
         assert ("fp8 cache, scales measured at start" in report.attention_reason) == (
             dtype is CacheDType.FP8
@@ -209,8 +209,8 @@ def test_the_checkpoints_scales_are_taken(models: Models, tmp_path: Path) -> Non
     folder = with_scales(models.model("llama"), tmp_path / "model", 0.02)
     runner = models.runner("llama", folder=folder)
     taken = float(torch.tensor(0.02))
-    assert runner._cache_spec.scales == (CacheScales(taken, taken),) * 2
-    assert runner._attention.reason.endswith("fp8 cache, scales from the checkpoint")
+    assert runner._parts.cache_spec.scales == (CacheScales(taken, taken),) * 2
+    assert runner.report.attention_reason.endswith("fp8 cache, scales from the checkpoint")
     truth = oracle_logprobs(models.model("llama"), None)
     found = errors(forced_logprobs(runner, VOCAB_SIZE, -1, True), truth)
     assert within_bound(found), found
@@ -220,7 +220,7 @@ def test_scales_that_are_too_small_leave_a_mark(models: Models, tmp_path: Path) 
     folder = with_scales(models.model("llama"), tmp_path / "model", 1e-3)
     runner = models.runner("llama", folder=folder)
     run(runner, [asked(0)])
-    assert all(layer.clamped.all() for layer in runner._cache)
+    assert all(layer.clamped.all() for layer in runner._forward.cache)
 
 
 def test_another_cache_does_not_read_them(models: Models, tmp_path: Path) -> None:
@@ -235,16 +235,16 @@ def test_another_cache_does_not_read_them(models: Models, tmp_path: Path) -> Non
 
 def test_pages_are_bytes(models: Models) -> None:
     runner = models.runner("llama")
-    assert all(layer.keys.dtype == layer.values.dtype == FP8 for layer in runner._cache)
+    assert all(layer.keys.dtype == layer.values.dtype == FP8 for layer in runner._forward.cache)
 
 
 def test_a_padded_model_has_no_such_cache(models: Models) -> None:
     config = engine_config(models.model("padded"), cache=CACHE)
     with pytest.raises(ValueError, match=r"cache\.dtype: fp8: .* set it to auto"):
-        PaddedRunner(config, SingleRank(), CPU)
+        load_padded(config, SingleRank(), CPU)
 
 
 def test_a_backend_without_it_is_refused(models: Models) -> None:
     config = engine_config(models.model("llama"), cache=CACHE, attention=AttentionKind.FLASH_ATTN)
     with pytest.raises(ValueError, match="flash_attn"):
-        ModelRunner(config, SingleRank(), CPU).measure()
+        load_paged(config, SingleRank(), CPU)

@@ -17,8 +17,8 @@ from configs.engine import (
     LimitsConfig,
 )
 from configs.model import DType, ModelConfig
+from modeling.runner.load_paged import LoadedPaged, load_paged
 from modeling.runner.loading import pick_device
-from modeling.runner.paged import ModelRunner
 from sharding.group import SingleRank
 from tests.checkpoints import write_adapter
 from tests.modeling.parity import BLOCK_SIZE, NUM_BLOCKS, engine_config, place_all
@@ -39,9 +39,9 @@ pytestmark = [
 ]
 
 
-def make_runner(
+def load(
     model: Path, dtype: CacheDType, backend: AttentionKind, num_blocks: int | None = NUM_BLOCKS
-) -> ModelRunner:
+) -> LoadedPaged:
     config = engine_config(
         model,
         model=ModelConfig(id=str(model), dtype=DType.BFLOAT16),
@@ -53,7 +53,7 @@ def make_runner(
         limits=LimitsConfig(max_running=TOGETHER, max_step_tokens=512),
         adapters=AdaptersConfig(device_pages=4, max_device_adapters=2),
     )
-    return ModelRunner(config, SingleRank(), pick_device(Device.CUDA))
+    return load_paged(config, SingleRank(), pick_device(Device.CUDA))
 
 
 @pytest.mark.parametrize("backend", [AttentionKind.SDPA, AttentionKind.FLASHINFER])
@@ -67,15 +67,15 @@ def test_answers_are_within_the_bound(
     adapter = write_adapter(tmp_path / "adapter", model, adapter_recipe(system))
     found: dict[tuple[CacheDType, int, bool], Errors] = {}
     for dtype in (CacheDType.AUTO, CacheDType.FP8):
-        runner = make_runner(model, dtype, backend)
-        assert runner.load().attention == backend.value
+        runner = load(model, dtype, backend).allocate()
+        assert runner.report.attention == backend.value
         place_all(runner, [adapter])
         for slot, folder in ((-1, None), (0, adapter)):
             truth = oracle_logprobs(model, folder)
             for decode in (False, True):
                 logprobs = forced_logprobs(runner, VOCAB_SIZE, slot, decode)
                 found[dtype, slot, decode] = errors(logprobs, truth)
-        assert not any(layer.clamped.any() for layer in runner._cache)
+        assert not any(layer.clamped.any() for layer in runner._forward.cache)
     with capsys.disabled():
         for (dtype, slot, decode), own in found.items():
             way = f"{'base' if slot < 0 else 'adapter'} {'decode' if decode else 'prefill'}"
@@ -86,7 +86,7 @@ def test_answers_are_within_the_bound(
 def test_as_much_memory_holds_twice_the_blocks(tmp_path: Path) -> None:
     model = SYSTEMS["llama"][0](tmp_path / "model", 64)
     half, fp8 = (
-        make_runner(model, dtype, AttentionKind.AUTO, num_blocks=None).measure()
+        load(model, dtype, AttentionKind.AUTO, num_blocks=None).measure()
         for dtype in (CacheDType.AUTO, CacheDType.FP8)
     )
     assert 1.9 < fp8 / half < 2.1

@@ -14,6 +14,7 @@ from modeling.batch import ForwardBatch
 from modeling.runner.cuda_graphs import (
     DecodeGraphs,
 )
+from modeling.runner.load_paged import load_paged
 from modeling.runner.loading import pick_device
 from modeling.runner.paged import ModelRunner
 from sharding.group import SingleRank
@@ -43,8 +44,9 @@ def make_runner(folder: Any, **changes: Any) -> ModelRunner:
         ),
         **changes,
     }
-    runner = ModelRunner(engine_config(folder, **fields), SingleRank(), pick_device(Device.CUDA))
-    runner.load()
+    runner = load_paged(
+        engine_config(folder, **fields), SingleRank(), pick_device(Device.CUDA)
+    ).allocate()
     return runner
 
 
@@ -132,9 +134,9 @@ def test_logits_of_a_replay_are_those_of_launches(wide: Any) -> None:
             assert output is not None
             found = output.logits.float().clone()
             inputs = runner._input_batch.inputs(layout)
-            backend = runner._attention.backend
+            backend = runner._backend
             step = backend.prepare(inputs.query_lengths, inputs.key_lengths, inputs.block_tables)
-            expected = runner._forward(inputs, step, None).float()
+            expected = runner._forward.logits(inputs, step, None).float()
         error = (found - expected).norm() / expected.norm()
         assert error < 5e-2, (count, float(error))
 
@@ -145,7 +147,7 @@ def test_padding_rows_touch_no_place_and_no_page(wide: Any) -> None:
     joins = [join, *(RequestJoin(p, [8, 8, 8], 3, -1, Sampling()) for p in (1, 2))]
     rows = [StepRow(p, 0, 3, [p], True) for p in range(3)]
     runner.step(ForwardBatch(joins, rows)).wait()
-    state, cache = runner._input_batch, runner._cache
+    state, cache = runner._input_batch, runner._forward.cache
     before = state.tokens[: state.dummy_token].clone()
     pages = [layer.keys[:NUM_BLOCKS].clone() for layer in cache]
     runner.step(ForwardBatch([], [StepRow(p, 3, 1, [], True) for p in range(3)])).wait()

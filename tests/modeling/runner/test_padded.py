@@ -13,9 +13,11 @@ from configs.wire.plan import RequestJoin, StepRow
 from configs.wire.sampling import Sampling
 from modeling.batch import ForwardBatch
 from modeling.models.causal_lm_batch import ROOM
+from modeling.runner import load_padded as load_padded_module
+from modeling.runner import select
+from modeling.runner.load_padded import load_padded
+from modeling.runner.load_paged import load_paged
 from modeling.runner.padded import PaddedRunner
-from modeling.runner.paged import ModelRunner
-from modeling.runner.select import choose_runner
 from sharding.group import SingleRank
 from tests.checkpoints import AdapterRecipe, write_adapter, write_llama
 from tests.modeling.padded import (
@@ -215,12 +217,13 @@ def test_the_report_counts_what_was_taken(padded: PaddedWorld) -> None:
     fields = padded_config(padded.model("gptj")).model_dump()
     limits = LimitsConfig(max_running=3, max_total_tokens=50)
     config = EngineConfig.model_validate({**fields, "cache": {}, "limits": limits})
-    runner = PaddedRunner(config, SingleRank(), CPU)
-    assert runner.measure() == 3 * 4, "every place at full length"
-    report = runner.allocate(9)
+    loaded = load_padded(config, SingleRank(), CPU)
+    assert loaded.measure() == 3 * 4, "every batch slot at full length"
+    report = loaded.allocate(9).report
     widths = [(32, 32)] * 4 + [(32, 48), (48, 32)]
     assert report.projections == ("k_proj", "v_proj", "q_proj", "out_proj", "fc_in", "fc_out")
     assert report.adapter_pool_bytes == NUM_PAGES * 8 * 4 * 2 * sum(a + b for a, b in widths)
+    assert not report.paged
     assert report.kv_bytes == 9 * BLOCK_SIZE * 2 * 2 * 32 * 4
     assert (report.num_blocks, report.max_total_tokens) == (9, 50)
     assert (report.attention, report.adapter_kernel) == ("padded", "reference")
@@ -237,7 +240,7 @@ def test_lengths_are_the_models_own_or_what_alibi_is_asked_for(padded: PaddedWor
 
 def test_more_ranks_than_one_are_refused(padded: PaddedWorld) -> None:
     with pytest.raises(ValueError, match=r"tensor_parallel \(2\) must be 1"):
-        PaddedRunner(padded_config(padded.model("bloom")), LoneRank(0, 2), CPU)
+        load_padded(padded_config(padded.model("bloom")), LoneRank(0, 2), CPU)
 
 
 def test_the_vocabulary_cannot_be_opened(padded: PaddedWorld) -> None:
@@ -245,32 +248,38 @@ def test_the_vocabulary_cannot_be_opened(padded: PaddedWorld) -> None:
         padded_runner(padded.model("bloom"), adapters=AdaptersConfig(vocabulary=True))
 
 
-def test_the_runner_is_chosen_by_the_model(
-    padded: PaddedWorld, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_the_runner_depends_on_the_model(
+    padded: PaddedWorld,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def chosen(config: EngineConfig) -> tuple[type, bool]:
-        choice = choose_runner(config, SingleRank(), CPU, spread=False)
-        return type(choice.runner), choice.paged
+    loaded = []
+    monkeypatch.setattr(select, "load_paged", lambda *_: loaded.append("paged"))
+    monkeypatch.setattr(load_padded_module, "load_padded", lambda *_: loaded.append("padded"))
+
+    def selected(config: EngineConfig) -> str:
+        select.load_runner(config, SingleRank(), CPU, spread=False)
+        return loaded.pop()
 
     with caplog.at_level("INFO", "loray.modeling"):
-        assert chosen(padded_config(padded.model("bloom"))) == (PaddedRunner, False)
+        assert selected(padded_config(padded.model("bloom"))) == "padded"
         assert "BloomForCausalLM runs in transformers' padded code" in caplog.text
         caplog.clear()
         llama = padded_config(write_llama(tmp_path))
-        assert chosen(llama) == (ModelRunner, True)
+        assert selected(llama) == "paged"
         assert not caplog.records
         nf4 = ModelConfig(id=llama.model.id, quantize=Quantize.BITSANDBYTES_NF4)
-        assert chosen(llama.model_copy(update={"model": nf4})) == (PaddedRunner, False)
+        assert selected(llama.model_copy(update={"model": nf4})) == "padded"
         assert "model.quantize is bitsandbytes-nf4" in caplog.text
 
 
 def test_a_known_family_runs_padded_too(tmp_path: Path) -> None:
     """What quantised models do on a GPU."""
     runner = padded_runner(write_llama(tmp_path))
-    assert runner._loaded.architecture.architecture == "LlamaForCausalLM"
+    assert type(runner._model.model).__name__ == "LlamaForCausalLM"
     (padded,) = run(runner, [Asked(PROMPTS[0], 9)])
-    paged = ModelRunner(padded_config(tmp_path), SingleRank(), CPU)
-    paged.load()
+    paged = load_paged(padded_config(tmp_path), SingleRank(), CPU).allocate()
     batch = ForwardBatch(
         [RequestJoin(0, PROMPTS[0], 7, -1, Sampling())], [StepRow(0, 0, 7, [NUM_BLOCKS - 1], True)]
     )

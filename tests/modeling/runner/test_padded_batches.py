@@ -30,7 +30,7 @@ def together(batches: PaddedBatches) -> list[set[int]]:
 
 def step(batches: PaddedBatches, fresh: list[RequestJoin]) -> list[set[int]]:
     """Everybody goes on, and `fresh` joins."""
-    places, logits = batches.compute(batches.places, fresh)
+    places, logits = batches.compute(batches.batch_slots, fresh)
     assert sorted(places) == sorted({*places})
     batches.advance(logits.argmax(-1))
     return together(batches)
@@ -45,16 +45,16 @@ def test_rows_move_as_they_pass_a_border(tmp_path: Path) -> None:
     assert step(batches, []) == [{0, 2}, {1}]
     batches.keep({0, 1})
     assert step(batches, [request(3, 2)]) == [{0}, {1, 3}]
-    assert batches.going_on([(0, ORIGINAL + 2), (1, 8), (9, 4)]) == {0}
+    assert batches.continuing([(0, ORIGINAL + 2), (1, 8), (9, 4)]) == {0}
 
 
 @torch.inference_mode()
 def test_a_row_is_computed_anew_at_a_border_where_its_family_does(tmp_path: Path) -> None:
     batches = PaddedBatches(load(tmp_path, "phi3", "longrope"), lambda batch: None)
     step(batches, [request(0, ORIGINAL - 1)])
-    assert batches.going_on([(0, ORIGINAL)]) == {0}
+    assert batches.continuing([(0, ORIGINAL)]) == {0}
     step(batches, [])
-    assert batches.going_on([(0, ORIGINAL + 1)]) == set()
+    assert batches.continuing([(0, ORIGINAL + 1)]) == set()
 
 
 @torch.inference_mode()

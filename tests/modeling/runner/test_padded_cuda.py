@@ -90,7 +90,7 @@ def test_the_token_budget_is_measured(padded: PaddedWorld) -> None:
         cache=CacheConfig(device_memory_fraction=0.3),
         limits=LimitsConfig(max_running=16, max_step_tokens=256),
     )
-    report = runner.allocate(runner.measure())
+    report = runner.report
     assert report.dtype == "float32"
     assert report.num_blocks > 1000
     join = RequestJoin(0, [5, 6, 7], 3, -1, Sampling(temperature=1.0, seed=3))

@@ -12,6 +12,7 @@ from configs.wire.adapters import AdapterError, AdapterKey, FetchedAdapter
 from configs.wire.plan import RequestJoin, StepRow
 from configs.wire.sampling import Sampling
 from modeling.batch import ForwardBatch
+from modeling.runner.load_paged import load_paged
 from modeling.runner.loading import pick_device
 from modeling.runner.paged import ModelRunner
 from modeling.runner.report import RunnerReport
@@ -31,8 +32,7 @@ def make_runner(
     **changes: Any,
 ) -> ModelRunner:
     config = engine_config(world.model("llama", "gqa"), **changes)
-    runner = ModelRunner(config, group or SingleRank(), CPU)
-    runner.load()
+    runner = load_paged(config, group or SingleRank(), CPU).allocate()
     place_all(runner, [folder(world, name) for name in adapters])
     return runner
 
@@ -151,9 +151,9 @@ def test_the_report_counts_what_was_taken(world: World) -> None:
         limits=LimitsConfig(max_running=3, max_total_tokens=50),
         adapters=AdaptersConfig(max_device_adapters=5, max_rank=16),
     )
-    runner = ModelRunner(config, SingleRank(), CPU)
-    assert runner.measure() == 3 * 4
-    report = runner.allocate(9)
+    loaded = load_paged(config, SingleRank(), CPU)
+    assert loaded.measure() == 3 * 4
+    report = loaded.allocate(9).report
     kv_bytes_per_token = 2 * 2 * 2 * 8 * 4
     widths = [(32, 32), (32, 16), (32, 16), (32, 32), (32, 48), (32, 48), (48, 32)]
     rows = 2 * sum(inputs + outputs for inputs, outputs in widths)
@@ -178,6 +178,7 @@ def test_the_report_counts_what_was_taken(world: World) -> None:
         kv_bytes=9 * 16 * kv_bytes_per_token,
         adapter_pool_bytes=10 * 8 * 4 * rows,
         load_seconds=report.load_seconds,
+        paged=True,
         pool_pages=(10,) * 7,
     )
 
@@ -186,7 +187,7 @@ def test_two_ranks_share_the_bytes(world: World) -> None:
     model = world.model("llama", "gqa")
 
     def load(group: TensorParallel) -> RunnerReport:
-        return ModelRunner(engine_config(model), group, CPU).load()
+        return load_paged(engine_config(model), group, CPU).allocate().report
 
     (one,) = run_ranks(1, load)
     two = run_ranks(2, load)
@@ -200,31 +201,31 @@ def test_two_ranks_share_the_bytes(world: World) -> None:
 def test_half_precision_runs(world: World, dtype: DType) -> None:
     model = ModelConfig(id=str(world.model("llama", "gqa")), dtype=dtype)
     runner = make_runner(world, model=model)
-    report = runner.load()
+    report = runner.report
     assert report.dtype == dtype.value
     wide = make_runner(
         world, model=model, cache=CacheConfig(num_blocks=8, dtype=CacheDType.FLOAT32)
     )
-    assert wide.load().kv_bytes == 8 * report.kv_bytes * 2 // NUM_BLOCKS
+    assert wide.report.kv_bytes == 8 * report.kv_bytes * 2 // NUM_BLOCKS
 
 
 def test_dummy_weights_need_only_a_config(world: World, tmp_path: Path) -> None:
     text = (world.model("llama", "gqa") / "config.json").read_text()
     (tmp_path / "config.json").write_text(text)
     model = ModelConfig(id=str(tmp_path), load_format=LoadFormat.DUMMY)
-    runner = ModelRunner(engine_config(tmp_path, model=model), SingleRank(), CPU)
-    assert runner.load().weight_bytes_read == 0
+    runner = load_paged(engine_config(tmp_path, model=model), SingleRank(), CPU).allocate()
+    assert runner.report.weight_bytes_read == 0
     assert len(run(runner, [Asked(PROMPTS[0], 4)])[0]) == 4
 
 
 def test_a_server_without_adapters_says_so(world: World) -> None:
     runner = make_runner(world, adapters=())
-    off = ModelRunner(
+    off = load_paged(
         engine_config(world.model("llama", "gqa"), adapters=AdaptersConfig(enabled=False)),
         SingleRank(),
         CPU,
-    )
-    report = off.load()
+    ).allocate()
+    report = off.report
     assert (report.adapter_pages, report.adapter_slots, report.adapter_pool_bytes) == (0, 0, 0)
     with pytest.raises(AdapterError, match=r"adapters\.enabled"):
         off.stage(FetchedAdapter(AdapterKey(1), "a", str(folder(world, "r4")), "d"))
@@ -235,7 +236,7 @@ def test_a_length_beyond_the_model_is_refused(world: World) -> None:
     limits = LimitsConfig(max_running=2, max_total_tokens=257)
     config = engine_config(world.model("llama", "gqa"), limits=limits)
     with pytest.raises(ValueError, match=r"max_total_tokens \(257\).*\(256\)"):
-        ModelRunner(config, SingleRank(), CPU).measure()
+        load_paged(config, SingleRank(), CPU)
 
 
 def test_the_device_is_picked_or_refused() -> None:

@@ -6,7 +6,6 @@ recorded with, so that whatever a segment took from its first step as a number s
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -21,6 +20,7 @@ from configs.wire.sampling import Sampling
 from modeling.adapters.bank import AdapterBank
 from modeling.adapters.product import OutputSlice
 from modeling.attention.kv_cache import allocate
+from modeling.runner.load_paged import load_paged
 from modeling.runner.paged import ModelRunner
 from modeling.runner.piecewise import TOKENS, PiecewiseGraphs, PiecewiseParts, piecewise_sizes
 from sharding.group import SingleRank
@@ -119,11 +119,11 @@ class GatheredAdapters:
 
 def record_on_cpu(runner: ModelRunner, sizes: Sequence[int]) -> PiecewiseGraphs:
     """Let a CPU runner replay its mixed steps from tapes."""
-    page = len(runner._cache[0].keys)
-    runner._cache = allocate(runner._cache_spec, page + 1, CPU)
+    page = len(runner._forward.cache[0].keys)
+    runner._forward.cache[:] = allocate(runner._parts.cache_spec, page + 1, CPU)
     parts = PiecewiseParts(
-        forward=partial(runner._forward, skip_head=True),
-        backend=runner._attention.backend,
+        forward=runner._forward.hidden,
+        backend=runner._backend,
         dummy_slot=page * BLOCK_SIZE,
         adapters=GatheredAdapters(runner._bank, max(sizes)),
     )
@@ -136,8 +136,7 @@ def make_runner(world: World, family: str, kind: str) -> ModelRunner:
         world.model(family, kind),
         cache=CacheConfig(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE),
     )
-    runner = ModelRunner(config, SingleRank(), CPU)
-    runner.load()
+    runner = load_paged(config, SingleRank(), CPU).allocate()
     return runner
 
 
@@ -197,8 +196,8 @@ def test_filling_reaches_no_place_and_no_page(world: World) -> None:
     asked = [Asked(prompt=list(range(3, 13)), num_tokens=3, slot=-1, chunk=40)]
     runner._piecewise_graphs = record_on_cpu(runner, (16,))
     generate(runner, asked, NUM_BLOCKS, BLOCK_SIZE)
-    used = [bool((page != 0).any()) for page in runner._cache[0].keys[:-1]]
+    used = [bool((page != 0).any()) for page in runner._forward.cache[0].keys[:-1]]
     assert sum(used) == -(-12 // BLOCK_SIZE)
-    spare = runner._cache[0].keys[-1]
+    spare = runner._forward.cache[0].keys[-1]
     assert (spare[0] != 0).any()
     assert (spare[1:] == 0).all()

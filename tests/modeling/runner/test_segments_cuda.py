@@ -60,7 +60,7 @@ def hidden_states(runner: ModelRunner, lengths: list[int], slots: list[int]) -> 
         for place, (length, first) in enumerate(zip(lengths, starts, strict=True))
     ]
     inputs = runner._input_batch.inputs(runner._input_batch.layout(rows))
-    backend = runner._attention.backend
+    backend = runner._backend
     found = []
     with torch.inference_mode():
         for replayed in (True, False):
@@ -69,7 +69,7 @@ def hidden_states(runner: ModelRunner, lengths: list[int], slots: list[int]) -> 
                 hidden = segments.run(inputs, step)
             else:
                 adapters = runner._adapters(inputs)
-                hidden = runner._forward(inputs, step, adapters, skip_head=True)
+                hidden = runner._forward.hidden(inputs, step, adapters)
             assert hidden is not None
             found.append(hidden.float().clone())
     return found[0], found[1]

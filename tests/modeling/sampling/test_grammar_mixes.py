@@ -14,6 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from configs.wire.sampling import Sampling
+from modeling.runner.forward import PagedForward
+from modeling.runner.load_paged import load_paged
 from modeling.runner.paged import ModelRunner
 from sharding.group import SingleRank, TensorParallel
 from tests.checkpoints import (
@@ -73,8 +75,7 @@ class Place:
 
     def runner(self, group: TensorParallel) -> ModelRunner:
         """A runner with the adapters at their slots."""
-        runner = ModelRunner(engine_config(self.model), group, CPU)
-        runner.load()
+        runner = load_paged(engine_config(self.model), group, CPU).allocate()
         place_all(runner, self.adapters)
         return runner
 
@@ -194,17 +195,17 @@ def test_steps_are_launched_before_masks_are_asked_for(
 ) -> None:
     """So the device computes while the host waits for the step before and makes the masks."""
     runner, order = place.runner(SingleRank()), list[str]()
-    forward, masks = runner._forward, runner._grammars.masks
+    forward, masks = PagedForward.logits, runner._grammars.masks
 
-    def launch(*args: Any, **kwargs: Any) -> Any:
+    def launch(*args: Any) -> Any:
         order.append("forward")
-        return forward(*args, **kwargs)
+        return forward(*args)
 
     def ask(*args: Any) -> Any:
         order.append("masks")
         return masks(*args)
 
-    monkeypatch.setattr(runner, "_forward", launch)
+    monkeypatch.setattr(PagedForward, "logits", launch)
     monkeypatch.setattr(runner._grammars, "masks", ask)
     requests = [replace(asked(row), num_tokens=5) for row in MIX]
     generate(runner, requests, NUM_BLOCKS, BLOCK_SIZE)

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from configs.wire.sampling import Sampling
-from modeling.runner.paged import ModelRunner
+from modeling.runner.load_paged import load_paged
 from modeling.sampling import grammars
 from modeling.sampling.grammars import Grammars
 from modeling.sampling.history import TokenHistory
@@ -219,8 +219,7 @@ def test_a_runner_is_a_step_ahead_of_everybody_else(tmp_path: Path) -> None:
     tokenizer = write_tokenizer(tmp_path)
     eos = token_id(tokenizer, EOS)
     model = write_llama(tmp_path, vocab_size=336, eos_token_id=eos)
-    runner = ModelRunner(engine_config(model), SingleRank(), CPU)
-    runner.load()
+    runner = load_paged(engine_config(model), SingleRank(), CPU).allocate()
     schema = json.dumps({
         "type": "object",
         "properties": {"kind": {"enum": ["fox", "dog"]}, "old": {"type": "boolean"}},

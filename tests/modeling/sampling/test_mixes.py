@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from configs.wire.sampling import Sampling
+from modeling.runner.load_paged import load_paged
 from modeling.runner.paged import ModelRunner
 from modeling.sampling.noise import exponential_noise, noise_keys
 from sharding.group import SingleRank, TensorParallel
@@ -48,8 +49,7 @@ class Place:
 
     def runner(self, group: TensorParallel) -> ModelRunner:
         """A runner with the adapters at their slots."""
-        runner = ModelRunner(engine_config(self._model), group, CPU)
-        runner.load()
+        runner = load_paged(engine_config(self._model), group, CPU).allocate()
         place_all(runner, self._adapters)
         return runner
 

@@ -10,7 +10,7 @@ from configs.engine import EngineConfig
 from configs.wire.plan import RequestJoin, StepRow
 from configs.wire.sampling import Pooling, Sampling
 from modeling.batch import ForwardBatch
-from modeling.runner.paged import ModelRunner
+from modeling.runner.load_paged import load_paged
 from modeling.sampling import prompt_scores as prompts
 from sharding.group import SingleRank, TensorParallel
 from tests.checkpoints import LLAMA
@@ -62,8 +62,7 @@ def compare(world: World, setting: Setting) -> None:
 def _answers(
     config: EngineConfig, adapters: list[Path], asked: list[Asked], group: TensorParallel
 ) -> list[Answer]:
-    runner = ModelRunner(config, group, CPU)
-    runner.load()
+    runner = load_paged(config, group, CPU).allocate()
     poison(runner)
     place_all(runner, adapters)
     answers = generate(runner, asked, NUM_BLOCKS, BLOCK_SIZE)
@@ -108,10 +107,9 @@ def test_other_families(world: World, family: str, variant: str) -> None:
 def test_logits_are_read_in_slices_by_rows_that_ask_alone(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner = ModelRunner(engine_config(world.model("llama", "gqa")), SingleRank(), CPU)
-    runner.load()
+    runner = load_paged(engine_config(world.model("llama", "gqa")), SingleRank(), CPU).allocate()
     seen: list[int] = []
-    model = runner._loaded.model
+    model = runner._forward.model
     head = model.head
 
     def watched(hidden: torch.Tensor, adapter_data: object) -> torch.Tensor:
@@ -134,8 +132,7 @@ def test_logits_are_read_in_slices_by_rows_that_ask_alone(
 
 
 def test_a_place_forgets_the_sum_of_who_left(world: World) -> None:
-    runner = ModelRunner(engine_config(world.model("llama", "gqa")), SingleRank(), CPU)
-    runner.load()
+    runner = load_paged(engine_config(world.model("llama", "gqa")), SingleRank(), CPU).allocate()
     pooled = Sampling(pooling=Pooling.MEAN)
 
     def embed(prompt: list[int], rows: list[StepRow]) -> bytes:
@@ -159,8 +156,7 @@ def test_the_vocabulary_is_the_checkpoints() -> None:
 def test_beside_captured_steps(world: World) -> None:
     """Steps that tell about prompts are none of them; those of generating rows still are."""
     model = world.model("llama", "gqa")
-    runner = ModelRunner(engine_config(model), SingleRank(), CPU)
-    runner.load()
+    runner = load_paged(engine_config(model), SingleRank(), CPU).allocate()
     told: Prompts = [
         (world.adapter("llama", "gqa", name), prompt_of(9 + 4 * i, VOCAB))
         for i, name in enumerate([BASE, "r8"])

@@ -9,6 +9,7 @@ import torch
 from configs.wire.plan import RequestJoin, StepRow
 from configs.wire.sampling import Sampling
 from modeling.batch import ForwardBatch
+from modeling.runner.load_paged import load_paged
 from modeling.runner.paged import ModelRunner
 from sharding.group import SingleRank, TensorParallel
 from tests.modeling.padded import PaddedWorld, generate_padded, padded_runner
@@ -31,8 +32,9 @@ Run = Callable[[list[Asked]], list[list[int]]]
 
 
 def paged_runner(world: World, group: TensorParallel) -> ModelRunner:
-    runner = ModelRunner(engine_config(world.model("llama", "gqa")), group, torch.device("cpu"))
-    runner.load()
+    runner = load_paged(
+        engine_config(world.model("llama", "gqa")), group, torch.device("cpu")
+    ).allocate()
     return runner
 
 

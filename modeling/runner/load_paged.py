@@ -1,0 +1,197 @@
+"""The start of a paged runner: load the weights, measure the memory, allocate, warm up, capture."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from configs.engine import EngineConfig
+from modeling.adapters.bank import AdapterBank, copy_bytes, page_bytes
+from modeling.adapters.kernels.select import select_kernel
+from modeling.attention.clamping import ClampWatch
+from modeling.attention.kv_cache import allocate
+from modeling.runner.cache import choose_cache
+from modeling.runner.captures import GraphSizes, StepGraphs, capture, graph_sizes_of
+from modeling.runner.cuda_graphs import GraphParts
+from modeling.runner.forward import PagedForward
+from modeling.runner.input_batch import BatchSize, InputBatch
+from modeling.runner.loading import load_model, total_tokens
+from modeling.runner.memory import (
+    adapter_pages,
+    bank_size,
+    cpu_blocks,
+    cuda_blocks,
+    device_memory,
+    vocabulary_copies,
+)
+from modeling.runner.paged import ModelRunner, PagedParts, StepBuffers
+from modeling.runner.report import RunnerReport
+from modeling.runner.shared import LoadedRunner, on_device
+from modeling.runner.warmup import warmup_batches, widest_step
+from modeling.sampling.grammars import Grammars
+from modeling.sampling.prompt_scores import PromptReader
+from modeling.transfer import StepClock
+from sharding.group import TensorParallel
+from sources.model import fetch_model
+
+NO_GRAPHS = StepGraphs(None, None)
+
+
+def load_paged(config: EngineConfig, group: TensorParallel, device: torch.device) -> "LoadedPaged":
+    """Load this rank's share of the weights and make its adapter pools.
+
+    device: as pick_device returns it. All ranks call it together: an fp8 cache's scales may be
+    measured, and are agreed upon.
+    """
+    with on_device(device):
+        kernel = select_kernel(device)
+        weights = load_model(config, group, device)
+        model = weights.model
+        grammars = Grammars(lambda: fetch_model(config.model), model.vocab_size)
+        cache_spec, attention = choose_cache(config, weights, group)
+        longest = total_tokens(config, weights.architecture)
+        # Read behind the weights, so that the pools get their fraction of what is left.
+        memory = device_memory(device) if device.type == "cuda" else None
+        pages = adapter_pages(config.adapters, page_bytes(model.projections, model.dtype), memory)
+        whole = copy_bytes(model.projections, model.dtype)
+        copies = vocabulary_copies(config.adapters, whole, memory)
+        size = bank_size(config.adapters, pages, copies)
+        bank = AdapterBank(model.projections, size, model.dtype, device, model.base_tensors())
+        plan = None
+        if kernel.plan is not None and pages:
+            plan = kernel.plan(bank, config.limits.max_step_tokens)
+    return LoadedPaged(
+        PagedParts(
+            config=config,
+            device=device,
+            weights=weights,
+            kernel=kernel,
+            bank=bank,
+            size=BatchSize(config.limits.max_running, longest, config.cache.block_size),
+            grammars=grammars,
+            cache_spec=cache_spec,
+            attention=attention,
+            adapter_plan=plan,
+        )
+    )
+
+
+@dataclass(frozen=True)
+class LoadedPaged(LoadedRunner):
+    """A paged model on its device with its adapter pools, whose cache is not allocated yet."""
+
+    parts: PagedParts
+
+    def measure(self) -> int:
+        """Return how many cache blocks fit; all ranks call it together."""
+        parts = self.parts
+        config, block_bytes = parts.config, parts.cache_spec.bytes_per_page
+        if config.cache.num_blocks is not None:
+            return config.cache.num_blocks
+        if parts.device.type == "cpu":
+            return cpu_blocks(parts.size, block_bytes)
+        with on_device(parts.device):
+            # In this order: both leave the memory that they took free for the cache.
+            taken = self._step_peak() + self._graph_bytes()
+            return cuda_blocks(config, device_memory(parts.device), taken, block_bytes)
+
+    def allocate(self, num_blocks: int | None = None) -> ModelRunner:
+        """Take the cache and the batch slots' buffers; all ranks call it together.
+
+        On CUDA every kernel is run once, so that no request waits for a compiler, and steps are
+        captured.
+        """
+        if num_blocks is None:
+            num_blocks = self.measure()
+        with on_device(self.parts.device):
+            buffers, graphs = self._buffers(num_blocks), NO_GRAPHS
+            if self.parts.device.type == "cuda":
+                # Warm up first: a capture must not meet a kernel that is still to be compiled.
+                self._warm_up(self._runner(num_blocks, buffers), num_blocks)
+                graphs = self._capture(buffers, self._graph_sizes(), num_blocks)
+            return self._runner(num_blocks, buffers, graphs)
+
+    def _runner(
+        self, num_blocks: int, buffers: StepBuffers, graphs: StepGraphs = NO_GRAPHS
+    ) -> ModelRunner:
+        return ModelRunner(self.parts, buffers, graphs, self._report(num_blocks, graphs))
+
+    def _buffers(self, num_blocks: int) -> StepBuffers:
+        """Allocate the cache and the batch slots; a CUDA cache has one dummy block more."""
+        parts = self.parts
+        # Padding rows of captured steps write into the dummy block, whose number is num_blocks.
+        dummies = 1 if parts.device.type == "cuda" else 0
+        cache = allocate(parts.cache_spec, num_blocks + dummies, parts.device)
+        return StepBuffers(
+            forward=PagedForward(parts.weights.model, cache),
+            input_batch=InputBatch(parts.size, parts.device, parts.grammars),
+            prompts=PromptReader(parts.weights.model.vocab_size, parts.device),
+            clamp_watch=ClampWatch(cache),
+            clock=StepClock(parts.device),
+        )
+
+    def _step_peak(self) -> int:
+        """Return the bytes that the widest step takes beyond weights, pools and cache."""
+        device = self.parts.device
+        batch = widest_step(self.parts.size, self.parts.config.limits.max_step_tokens)
+        num_blocks = 1 + max(block for row in batch.rows for block in row.blocks)
+        # This runner and its buffers live until the method returns, so `before` counts them.
+        runner = self._runner(num_blocks, self._buffers(num_blocks))
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        runner.step(batch).wait()
+        return torch.cuda.max_memory_allocated(device) - before
+
+    def _graph_sizes(self) -> GraphSizes:
+        """What is captured; no decode steps where the attention cannot be captured."""
+        config, backend = self.parts.config, self.parts.attention.backend
+        has_form = backend.graph_words(1, self.parts.size.max_blocks) is not None
+        return graph_sizes_of(config.cuda_graphs, config.limits, has_form)
+
+    def _graph_bytes(self) -> int:
+        """Return what captured steps will take: the largest is tried, the others share with it."""
+        sizes = self._graph_sizes()
+        if not sizes:
+            return 0
+        buffers = self._buffers(1)
+        before = device_memory(self.parts.device).free
+        # Held until the memory is read again: a graph gives its memory back when it goes.
+        captured = self._capture(buffers, sizes.largest, 1)
+        taken = before - device_memory(self.parts.device).free
+        del captured
+        kinds = 1 if self.parts.adapter_plan is None else 2
+        return max(0, taken) + kinds * sizes.others_bytes(self.parts.weights.model.num_layers)
+
+    @torch.inference_mode()
+    def _capture(self, buffers: StepBuffers, sizes: GraphSizes, dummy_block: int) -> StepGraphs:
+        model = self.parts.weights.model
+        parts = GraphParts(
+            forward=buffers.forward.logits,
+            backend=self.parts.attention.backend,
+            state=buffers.input_batch,
+            dummy_block=dummy_block,
+            vocab_size=model.vocab_size,
+            dtype=model.dtype,
+            adapters=self.parts.adapter_plan,
+        )
+        return capture(parts, sizes, self.parts.device, buffers.forward.hidden)
+
+    def _warm_up(self, runner: ModelRunner, dummy_block: int) -> None:
+        """Run steps for every kernel, all of them in the dummy block."""
+        slots = [-1] if self.parts.adapter_plan is None else [-1, 0]
+        most = self.parts.config.limits.max_step_tokens
+        for batch in warmup_batches(self.parts.size, most, dummy_block, slots):
+            runner.step(batch).wait()
+
+    def _report(self, num_blocks: int, graphs: StepGraphs) -> RunnerReport:
+        parts, attention = self.parts, self.parts.attention
+        report = parts.report(
+            num_blocks, parts.cache_spec.bytes_per_page, attention.backend.name, attention.reason
+        )
+        return replace(
+            report,
+            paged=True,
+            pool_pages=parts.bank.pool_pages,
+            rope_sets=parts.weights.architecture.rope_sets,
+            captured_rows=() if graphs.decode is None else graphs.decode.sizes,
+            captured_tokens=() if graphs.mixed is None else graphs.mixed.sizes,
+        )
