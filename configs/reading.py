@@ -1,8 +1,7 @@
-"""Files that others may write at any time: opened without waiting, read by position.
+"""Read files that other processes may write at any time: by position, without waiting.
 
-A pipe makes whoever opens it wait for a writer, and a mapped file that is cut short ends the
-process that reads it (SIGBUS). So files are opened with O_NONBLOCK, must be regular ones, and are
-never mapped.
+To open a pipe waits for a writer, and a mapped file that is cut short ends the process that reads
+it (SIGBUS). So files are opened with O_NONBLOCK, must be regular files, and are never mapped.
 """
 
 import os
@@ -11,32 +10,43 @@ import weakref
 from pathlib import Path
 from typing import Self
 
+SAFETENSORS_LENGTH_BYTES = 8
+MAX_SAFETENSORS_HEADER_BYTES = 64 << 20
+
 _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
 class NotRegular(OSError):
-    """What lies there is a folder, a pipe, a socket or a device."""
+    """The path names a folder, a pipe, a socket or a device."""
 
 
 class FileChanged(OSError):
-    """The file is not what it was when it was opened."""
+    """The file was written to after it was opened."""
 
 
 class OutsideRoot(OSError):
     """The path leads out of the folder that it must stay in."""
 
 
+class DamagedFile(ValueError):
+    """The file is incomplete or of another format; the message says what is wrong."""
+
+
 class RegularFile:
-    """An open file. size: its bytes when it was opened. Any thread may read."""
+    """An open file that any thread may read.
+
+    name: the last part of its path. size: its bytes when it was opened.
+    """
 
     def __init__(self, path: Path, within: Path | None = None) -> None:
-        """within: the folder, links resolved, that the opened file itself must lie in.
+        """Open the file.
 
-        OSError if there is no such file, NotRegular or OutsideRoot if it is not one to be read.
+        within: a folder, its own links resolved; links must not lead out of it.
+        Raises OSError if there is no such file, NotRegular or OutsideRoot if it must not be read.
         """
         self.name = path.name
         self.descriptor = os.open(path, _FLAGS)
-        # At the end of the process the system closes files by itself.
+        # Not at the end of the process: the system closes files then.
         self._close = weakref.finalize(self, os.close, self.descriptor)
         self._close.atexit = False
         try:
@@ -54,11 +64,11 @@ class RegularFile:
         self.close()
 
     def close(self) -> None:
-        """Close the file; it closes itself with its last reference too."""
+        """Close the file; the end of its last reference closes it too."""
         self._close()
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
-        """Fill a writable buffer of bytes from `offset` on; FileChanged if the file ends before."""
+        """Fill a writable buffer of bytes from `offset` on; FileChanged if the file is shorter."""
         done = 0
         while done < len(buffer):
             count = os.preadv(self.descriptor, [buffer[done:]], offset + done)
@@ -67,13 +77,13 @@ class RegularFile:
             done += count
 
     def read(self, offset: int, count: int) -> bytes:
-        """`count` bytes from `offset` on; FileChanged if the file ends before."""
+        """Return `count` bytes from `offset` on; FileChanged if the file is shorter."""
         data = bytearray(count)
         self.read_into(memoryview(data), offset)
         return bytes(data)
 
     def check_unchanged(self) -> None:
-        """FileChanged if it was written to since it was opened."""
+        """Raise FileChanged if the file was written to since it was opened."""
         if _version(os.fstat(self.descriptor)) != self._opened:
             raise FileChanged(f"{self.name} was changed while it was read")
 
@@ -83,24 +93,42 @@ class RegularFile:
         self._opened = _version(found)
         if not stat.S_ISREG(found.st_mode):
             raise NotRegular(f"{self.name} is no regular file")
-        # Not the path, which may lead elsewhere by now, but what was opened.
+        # The path may lead elsewhere by now, so the opened file itself is looked up.
         if within is not None:
             opened = Path(os.readlink(f"/proc/self/fd/{self.descriptor}"))
             if not opened.is_relative_to(within):
                 raise OutsideRoot(f"{self.name} is a link to a file outside {within}")
 
 
-def read_text(path: Path, most_bytes: int, within: Path | None = None) -> str:
-    """A small UTF-8 file whole; OSError as RegularFile, ValueError if it is larger or no UTF-8."""
-    return read_small(path, most_bytes, within).decode("utf-8")
+def read_text(path: Path, max_bytes: int, within: Path | None = None) -> str:
+    """Read a whole UTF-8 file of at most `max_bytes`.
+
+    Raises OSError as RegularFile does, ValueError if it is larger or not UTF-8.
+    """
+    return read_small(path, max_bytes, within).decode("utf-8")
 
 
-def read_small(path: Path, most_bytes: int, within: Path | None = None) -> bytes:
-    """A small file whole; OSError as RegularFile, ValueError if it is larger."""
+def read_small(path: Path, max_bytes: int, within: Path | None = None) -> bytes:
+    """Read a whole file of at most `max_bytes`; OSError as RegularFile, ValueError if larger."""
     with RegularFile(path, within) as file:
-        if file.size > most_bytes:
-            raise ValueError(f"{path.name} has {file.size} bytes, more than {most_bytes}")
+        if file.size > max_bytes:
+            raise ValueError(f"{path.name} has {file.size} bytes, more than {max_bytes}")
         return file.read(0, file.size)
+
+
+def safetensors_header_bytes(file: RegularFile) -> int:
+    """Return the length of a safetensors file's header, which its first 8 bytes say.
+
+    Raises DamagedFile if it is longer than the file or any real header: a reader would allocate it.
+    """
+    length = 0
+    if file.size >= SAFETENSORS_LENGTH_BYTES:
+        length = int.from_bytes(file.read(0, SAFETENSORS_LENGTH_BYTES), "little")
+    if not 0 < length <= min(MAX_SAFETENSORS_HEADER_BYTES, file.size - SAFETENSORS_LENGTH_BYTES):
+        raise DamagedFile(
+            f"{file.name} has {file.size} bytes and says that its header has {length}"
+        )
+    return length
 
 
 def _version(found: os.stat_result) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Which way sums travel between GPUs: tried, compared with NCCL and measured at start."""
+"""Select how GPUs sum: each way is tried, compared with NCCL and measured at start."""
 
 import json
 import logging
@@ -41,15 +41,16 @@ logger = logging.getLogger("loray.sharding.all_reduce")
 
 
 class AllReduceError(ValueError):
-    """Symmetric memory was asked for where it does not work; the message says why."""
+    """Symmetric memory is configured where it does not work; the message says why."""
 
 
 def with_symmetric_memory(
     ranks: ProcessGroupRanks, store: Store, device: torch.device, wanted: AllReduce
 ) -> TensorParallel:
-    """Return the ranks, summing through symmetric memory where that is wanted, right and faster.
+    """Return the ranks, summing through symmetric memory where it is wanted, correct and faster.
 
-    All ranks call it together and choose the same. AllReduceError: it must be and cannot be.
+    All ranks call it together and select the same. Raises AllReduceError if the config demands
+    symmetric memory and it cannot be used.
     """
     if wanted is AllReduce.NCCL:
         return _nccl(ranks, "as configured")
@@ -62,42 +63,42 @@ def with_symmetric_memory(
     # A rank that failed alone must not leave the others in a barrier.
     if any(ranks.maximum([float(reason is not None)], device)):
         return _without(ranks, wanted, reason or "another rank cannot map its peers' memory")
-    halves, sums = DoubleBuffer(memory), torch_sums()
+    buffers, sums = DoubleBuffer(memory), torch_sums()
     with torch.inference_mode():
-        dtypes, reason = right_dtypes(ranks, halves, sums, device)
+        dtypes, reason = right_dtypes(ranks, buffers, sums, device)
         if not dtypes:
             return _without(ranks, wanted, reason)
         methods = {Method.NCCL: ranks.all_reduce} if wanted is AllReduce.AUTO else {}
-        times = measure({**methods, **sums}, ranks, halves, dtypes[0])
+        times = measure({**methods, **sums}, ranks, buffers, dtypes[0])
     table = SizeTable([(size, min(each, key=lambda m: each[m])) for size, each in times])
     names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-    how = f"symmetric memory for {names}: {table} (measured)"
+    description = f"symmetric memory for {names}: {table} (measured)"
     for size, each in times:
-        words = ", ".join(f"{method} {us:.1f}" for method, us in each.items())
-        logger.debug("all-reduce of %d bytes: %s us", size, words)
-    logger.info("all-reduce: %s", how)
-    chosen = SymmetricRanks(ranks, halves, sums, table)
-    chosen.serve(frozenset(dtypes), how)
-    return chosen
+        shown = ", ".join(f"{method} {us:.1f}" for method, us in each.items())
+        logger.debug("all-reduce of %d bytes: %s us", size, shown)
+    logger.info("all-reduce: %s", description)
+    symmetric = SymmetricRanks(ranks, buffers, sums, table)
+    symmetric.serve(frozenset(dtypes), description)
+    return symmetric
 
 
 def peers(ranks: ProcessGroupRanks, store: Store, device: torch.device) -> list[tuple[str, int]]:
-    """Tell the other ranks (host, device number) and return everybody's."""
+    """Send (host, device number) to the other ranks and return all ranks'."""
     mine = json.dumps([socket.gethostname(), device.index])
     store.set(f"all_reduce/{ranks.rank}", mine)
-    told = [json.loads(store.get(f"all_reduce/{rank}")) for rank in range(ranks.size)]
-    return [(host, index) for host, index in told]
+    found = [json.loads(store.get(f"all_reduce/{rank}")) for rank in range(ranks.size)]
+    return [(host, index) for host, index in found]
 
 
-def unreachable(told: Sequence[tuple[str, int]]) -> str | None:
-    """Say why some rank's GPU cannot read another's memory, None when all can.
+def unreachable(devices_of: Sequence[tuple[str, int]]) -> str | None:
+    """Return why some rank's GPU cannot read another's memory; None when all can.
 
-    told: each rank's host and device number.
+    devices_of: each rank's host and device number.
     """
-    hosts = {host for host, _ in told}
+    hosts = {host for host, _ in devices_of}
     if len(hosts) > 1:
         return f"the ranks are on {len(hosts)} hosts"
-    devices = [index for _, index in told]
+    devices = [index for _, index in devices_of]
     if len(set(devices)) < len(devices):
         return (
             "two ranks see their GPU under the same number: start Ray's nodes with "
@@ -113,7 +114,10 @@ def unreachable(told: Sequence[tuple[str, int]]) -> str | None:
 
 
 def right_dtypes(
-    ranks: ProcessGroupRanks, halves: DoubleBuffer, sums: Mapping[Method, Sum], device: torch.device
+    ranks: ProcessGroupRanks,
+    buffers: DoubleBuffer,
+    sums: Mapping[Method, Sum],
+    device: torch.device,
 ) -> tuple[list[torch.dtype], str]:
     """Return the types in which every method gives NCCL's sums on every rank, and why not all."""
     right: list[torch.dtype] = []
@@ -121,8 +125,8 @@ def right_dtypes(
     for dtype in DTYPES:
         try:
             patterns = [_pattern(ranks, size, dtype, device) for size in CHECKED_SIZES]
-            # All of them whatever is found: a rank that stopped early would leave peers waiting.
-            faults = [_differences(ranks, halves, sums, x) for x in patterns]
+            # All sizes, whatever is found: a rank that stopped early would leave its peers waiting.
+            faults = [_differences(ranks, buffers, sums, x) for x in patterns]
             wrong = "; ".join(filter(None, faults))
         except RuntimeError as error:
             # Refused on the host, before any rank launched anything: all ranks come here.
@@ -138,16 +142,16 @@ def right_dtypes(
 def measure(
     methods: Mapping[Method, Sum],
     ranks: ProcessGroupRanks,
-    halves: DoubleBuffer,
+    buffers: DoubleBuffer,
     dtype: torch.dtype,
 ) -> list[tuple[int, dict[Method, float]]]:
-    """Return for each of SIZES what a sum in a captured step takes, microseconds by method.
+    """Return the microseconds of a sum in a CUDA graph, for each of SIZES and each method.
 
     The slowest rank's time counts, so every rank gets the same table.
     """
     found = []
     for size in SIZES:
-        x = halves.take((size // dtype.itemsize,), dtype).zero_()
+        x = buffers.take((size // dtype.itemsize,), dtype).zero_()
         mine = [captured_us(sum_, x) for sum_ in methods.values()]
         slowest = ranks.maximum(mine, x.device)
         found.append((size, dict(zip(methods, slowest, strict=True))))
@@ -156,7 +160,7 @@ def measure(
 
 
 def captured_us(sum_: Sum, x: Tensor) -> float:
-    """Return the microseconds of one sum of x, out of a graph of many."""
+    """Return the microseconds of one sum of x, measured in a CUDA graph of many."""
     stream = torch.cuda.Stream(x.device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(x.device))
     with torch.cuda.stream(stream):
@@ -185,7 +189,7 @@ def _nccl(ranks: ProcessGroupRanks, reason: str) -> ProcessGroupRanks:
 
 
 def _without(ranks: ProcessGroupRanks, wanted: AllReduce, reason: str) -> ProcessGroupRanks:
-    """Fall back to NCCL, unless that was ruled out."""
+    """Use NCCL, or raise AllReduceError if the config demands symmetric memory."""
     if wanted is AllReduce.SYMMETRIC:
         raise AllReduceError(
             f"all_reduce is symmetric, but symmetric memory cannot be used here: {reason}. "
@@ -198,25 +202,25 @@ def _without(ranks: ProcessGroupRanks, wanted: AllReduce, reason: str) -> Proces
 def _pattern(
     ranks: ProcessGroupRanks, size: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """This rank's summand of a comparison: other numbers on each rank."""
+    """Return this rank's summand of a comparison: different numbers on each rank."""
     generator = torch.Generator(device).manual_seed(1 + ranks.rank)
     return torch.randn(size // dtype.itemsize, generator=generator, device=device).to(dtype)
 
 
 def _differences(
-    ranks: ProcessGroupRanks, halves: DoubleBuffer, sums: Mapping[Method, Sum], x: Tensor
+    ranks: ProcessGroupRanks, buffers: DoubleBuffer, sums: Mapping[Method, Sum], x: Tensor
 ) -> str:
-    """Say in what sums differ from NCCL's, or between ranks; "" where they do not."""
+    """Describe how sums differ from NCCL's or between ranks; "" where they do not."""
     expected = ranks.all_reduce(x.clone())
     # Each addition may round differently, in another order.
     tolerance = ranks.size * torch.finfo(x.dtype).eps
     faults = []
     for method, sum_ in sums.items():
-        found = sum_(halves.take(x.shape, x.dtype).copy_(x))
-        everybody = ranks.all_gather(found).view(ranks.size, -1)
+        found = sum_(buffers.take(x.shape, x.dtype).copy_(x))
+        of_all_ranks = ranks.all_gather(found).view(ranks.size, -1)
         if not torch.allclose(found, expected, rtol=tolerance, atol=4 * tolerance):
             faults.append(f"the {method} sum of {x.nbytes} bytes is wrong")
-        elif not bool((everybody == found).all()):
+        elif not bool((of_all_ranks == found).all()):
             faults.append(f"the {method} sums of {x.nbytes} bytes differ between ranks")
     return "; ".join(faults)
 

@@ -1,4 +1,4 @@
-"""Tensors by name, read lazily and by slices: from files, or made up from a seed."""
+"""A model's tensors by name, read in slices when needed: from files, or random from a seed."""
 
 import hashlib
 import json
@@ -9,37 +9,34 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from configs.reading import read_text
+from configs.reading import DamagedFile, read_text
 from sharding.extents import CPU
 from sharding.pickled_file import PickledFile, UnreadablePickle
 from sharding.slicing import Segments, width
-from sharding.tensor_file import DamagedFile, TensorFile
+from sharding.tensor_file import FLOAT_TYPES, TensorFile
 
 _SAFETENSORS = "model.safetensors"
 _PICKLED = "pytorch_model.bin"
 _MAX_INDEX_BYTES = 256 << 20
 
-_DTYPES = {
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F64": torch.float64,
-}
-_DTYPES |= {str(dtype): dtype for dtype in _DTYPES.values()}
+_DTYPES = FLOAT_TYPES | {str(dtype): dtype for dtype in FLOAT_TYPES.values()}
 """By the names of safetensors and of torch."""
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that does not fit the model; the message names the tensors."""
+    """The checkpoint does not fit the model; the message names the tensors."""
 
 
 class TensorSource(Protocol):
-    """Where weights come from. bytes_read: of tensor data, since it was opened."""
+    """A source of weights.
+
+    bytes_read: bytes of tensor data that were read so far.
+    """
 
     bytes_read: int
 
     def names(self) -> frozenset[str] | None:
-        """All tensor names; None when the source makes whatever it is asked for."""
+        """Return all tensor names; None when the source makes a tensor of any name."""
         ...
 
     def read(
@@ -49,10 +46,10 @@ class TensorSource(Protocol):
         cut: tuple[Segments, ...],
         device: torch.device = CPU,
     ) -> Tensor:
-        """The `cut` (segments for each dimension) of tensor `name`, whose whole shape is given.
+        """Read the `cut` (segments for each dimension) of tensor `name` of this whole shape.
 
-        device: where the caller needs it; a source may leave the move there to the caller.
-        CheckpointError when there is no such tensor or its shape is another.
+        device: where the caller needs it; a source may return it elsewhere.
+        Raises CheckpointError when there is no such tensor or its shape differs.
         """
         ...
 
@@ -63,15 +60,15 @@ class Checkpoint(Protocol):
     bytes_read: int
 
     def names(self) -> frozenset[str]:
-        """All tensor names in all files."""
+        """Return all tensor names in all files."""
         ...
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The whole tensor's shape; CheckpointError when there is no such tensor."""
+        """Return the whole tensor's shape; CheckpointError when there is no such tensor."""
         ...
 
     def dtype(self, name: str) -> torch.dtype:
-        """The type that the tensor is stored in; CheckpointError if it is not a float type."""
+        """Return the type that the tensor is stored in; CheckpointError if it is no float type."""
         ...
 
     def read(
@@ -81,14 +78,14 @@ class Checkpoint(Protocol):
         cut: tuple[Segments, ...],
         device: torch.device = CPU,
     ) -> Tensor:
-        """As in TensorSource: only the bytes of the cut are read."""
+        """Read a cut as TensorSource.read does, and no bytes beyond its rows."""
         ...
 
 
 def open_checkpoint(folder: Path, allow_pickle: bool) -> Checkpoint:
-    """The folder's weights: safetensors where there are any, pickled ones only where allowed.
+    """Open a folder's weights: safetensors if there are any, else pickles if they are allowed.
 
-    CheckpointError when there are none, or none that may be opened (model.allow_pickle).
+    Raises CheckpointError when there are none that may be opened (model.allow_pickle).
     """
     if _has(folder, _SAFETENSORS) or not _has(folder, _PICKLED):
         return SafetensorsCheckpoint(folder)
@@ -116,7 +113,7 @@ class _FilesCheckpoint:
     """A folder of weights, in one file or in shards."""
 
     def __init__(self, folder: Path, name: str, opener: Callable[[Path], _File]) -> None:
-        """Open the files; no tensor data is read yet. CheckpointError if one is damaged."""
+        """Open the files, without tensor data yet; CheckpointError if one is damaged."""
         self.bytes_read = 0
         self._owner: dict[str, _File] = {}
         for path in _files(folder, name):
@@ -128,15 +125,15 @@ class _FilesCheckpoint:
         self._names = frozenset(self._owner)
 
     def names(self) -> frozenset[str]:
-        """All tensor names in all files."""
+        """Return all tensor names in all files."""
         return self._names
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The whole tensor's shape; CheckpointError when there is no such tensor."""
+        """Return the whole tensor's shape; CheckpointError when there is no such tensor."""
         return self._file(name).shape(name)
 
     def dtype(self, name: str) -> torch.dtype:
-        """The type that the tensor is stored in; CheckpointError if it is not a float type."""
+        """Return the type that the tensor is stored in; CheckpointError if it is no float type."""
         stored = self._file(name).dtype(name)
         if stored not in _DTYPES:
             raise CheckpointError(f"tensor {name!r} is stored as {stored}, which is not supported")
@@ -151,7 +148,7 @@ class _FilesCheckpoint:
     ) -> Tensor:
         """Read the cut; several segments of a dimension are concatenated.
 
-        CheckpointError when there is no such tensor, its shape is another, or its file was
+        Raises CheckpointError when there is no such tensor, its shape differs, or its file was
         written to since it was opened.
         """
         found = self.shape(name)
@@ -178,7 +175,7 @@ class SafetensorsCheckpoint(_FilesCheckpoint):
     """A folder of safetensors files: model.safetensors, or shards and their index."""
 
     def __init__(self, folder: Path) -> None:
-        """Read the files' headers; no tensor data is read yet."""
+        """Read the files' headers, without tensor data yet."""
         super().__init__(folder, _SAFETENSORS, TensorFile)
 
 
@@ -195,15 +192,15 @@ class PickledCheckpoint(_FilesCheckpoint):
 
 
 def _has(folder: Path, name: str) -> bool:
-    """Whether the folder holds weights of that name, whole or as shards."""
+    """Return whether the folder holds weights of that name, in one file or in shards."""
     return (folder / name).is_file() or (folder / f"{name}.index.json").is_file()
 
 
 def _files(folder: Path, name: str) -> list[Path]:
-    """The files that hold the tensors; CheckpointError if some are missing.
+    """Return the files that hold the tensors; CheckpointError if some are missing.
 
-    A single file goes before an index, as in transformers (`_get_resolved_checkpoint_files`): when
-    a model is saved into a folder that held shards, their index stays behind.
+    A single file is preferred to an index, as in transformers (`_get_resolved_checkpoint_files`):
+    when a model is saved into a folder that held shards, their index stays behind.
     """
     if (folder / name).is_file():
         return [folder / name]
@@ -217,21 +214,22 @@ def _files(folder: Path, name: str) -> list[Path]:
         weight_map = json.loads(read_text(index, _MAX_INDEX_BYTES))["weight_map"]
         files = [folder / file for file in sorted(set(weight_map.values()))]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:
-        raise CheckpointError(f"{index} is no index of shards: {error!r}") from error
+        raise CheckpointError(f"{index} is not an index of shards: {error!r}") from error
     missing = [path.name for path in files if not path.is_file()]
     if missing:
         raise CheckpointError(
             f"{folder} lacks {', '.join(missing)}, which {index.name} names, and has no {name}: "
-            "bring the missing files, or save the model again"
+            "add the missing files, or save the model again"
         )
     return files
 
 
 class DummySource:
-    """Seeded random weights of any shape, made on the device: for load tests without a download.
+    """Random weights of any shape, made on the device: for load tests without a download.
 
-    Values depend on (seed, name, cut) alone, so replicas on several ranks are equal. Matrices
-    are normal with std 0.02 (transformers' initializer_range), vectors are ones, biases zeros.
+    Values depend on (seed, name, cut) alone, so ranks that hold the same cut hold equal values.
+    Matrices are normal with std 0.02 (transformers' initializer_range), vectors are ones, biases
+    zeros.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, seed: int = 0) -> None:
@@ -242,7 +240,7 @@ class DummySource:
         self._seed = seed
 
     def names(self) -> None:
-        """Any name will do."""
+        """Return None: a tensor of any name can be made."""
 
     def read(
         self,
@@ -251,7 +249,7 @@ class DummySource:
         cut: tuple[Segments, ...],
         device: torch.device = CPU,
     ) -> Tensor:
-        """Random values of the cut's shape."""
+        """Make random values of the cut's shape."""
         sizes = tuple(width(segments) for segments in cut)
         out = torch.empty(sizes, dtype=self._dtype, device=self._device)
         if name.endswith(".bias"):

@@ -1,4 +1,4 @@
-"""How ranks meet: the process group of the device, and what sums go through."""
+"""Connect the ranks of a group: the device's process group, and the way of its sums."""
 
 from datetime import timedelta
 from typing import cast

@@ -1,4 +1,4 @@
-"""The vocabulary's two ends: token ids to vectors, vectors to logits, both cut by vocabulary."""
+"""Embedding (token ids to vectors) and head (vectors to logits), both cut by vocabulary."""
 
 import torch
 from torch import Tensor, nn
@@ -9,9 +9,9 @@ from sharding.slicing import cut_vocabulary
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Token ids to vectors; each rank holds a run of the vocabulary, padded to equal size.
+    """Token ids to vectors; each rank holds a range of the vocabulary, padded to equal size.
 
-    cut: this rank's run.
+    cut: this rank's range.
     """
 
     def __init__(self, name: str, vocab_size: int, hidden_size: int, weights: Weights) -> None:
@@ -23,7 +23,7 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = _vocabulary_rows(name, vocab_size, hidden_size, weights)
 
     def local_ids(self, input_ids: Tensor) -> tuple[Tensor, Tensor | None]:
-        """This rank's row of each token, and which tokens are another rank's (None: no other)."""
+        """Return this rank's row of each token, and which tokens are other ranks' (None: none)."""
         if self._group.size == 1:
             return input_ids, None
         foreign = (input_ids < self.cut.start) | (input_ids >= self.cut.stop)
@@ -45,7 +45,7 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class ParallelHead(nn.Module):
-    """Vectors to logits: each rank computes its run of the vocabulary, then all are gathered."""
+    """Vectors to logits: each rank computes its range of the vocabulary, then all are gathered."""
 
     def __init__(
         self,
@@ -57,8 +57,8 @@ class ParallelHead(nn.Module):
     ) -> None:
         """Read this rank's rows, or share the memory of `tied`.
 
-        A checkpoint whose config ties the ends may hold a head all the same. Where the two differ
-        in any row they are not tied, as in transformers 5.
+        A checkpoint whose config ties the two may hold a head nevertheless. If they differ in any
+        row they are not tied, as in transformers 5.
         """
         super().__init__()
         self._group = weights.group
@@ -71,16 +71,16 @@ class ParallelHead(nn.Module):
             self.weight = tied.weight
 
     def _equal_everywhere(self, other: Tensor) -> bool:
-        """Whether all ranks' rows are those of `other`: ends are tied as wholes."""
+        """Return whether the rows equal those of `other` on all ranks."""
         differs = torch.tensor([float(not torch.equal(self.weight, other))], device=other.device)
         return not bool(self._group.all_reduce(differs))
 
     def partial(self, hidden: Tensor) -> Tensor:
-        """[n, hidden] to the logits of this rank's run, padding columns included."""
+        """[n, hidden] to the logits of this rank's range, padding columns included."""
         return F.linear(hidden, self.weight)
 
     def gather(self, partial: Tensor) -> Tensor:
-        """Join the ranks' runs to [n, vocab_size]; padding columns are dropped."""
+        """Join the ranks' ranges to [n, vocab_size]; padding columns are dropped."""
         return self._group.all_gather(partial)[:, : self.vocab_size]
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ class ParallelHead(nn.Module):
 def _vocabulary_rows(
     name: str, vocab_size: int, hidden_size: int, weights: Weights
 ) -> nn.Parameter:
-    """This rank's run of a [vocab_size, hidden_size] matrix, zero-padded to the common size."""
+    """Read this rank's rows of [vocab_size, hidden_size], zero-padded to the common size."""
     cut = cut_vocabulary(vocab_size, weights.group.rank, weights.group.size)
     rows = weights.read(f"{name}.weight", (vocab_size, hidden_size), rows=cut.rows)
     padding = cut.num_rows - (cut.stop - cut.start)

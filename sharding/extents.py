@@ -1,4 +1,4 @@
-"""Tensors as they lie in a file, read by position straight into the memory that keeps them."""
+"""Read tensors by position, from a file straight into the memory that keeps them."""
 
 import itertools
 import os
@@ -18,7 +18,7 @@ from sharding.pinned_blocks import PinnedBlocks
 from sharding.slicing import Segments, whole, width
 
 BLOCK_BYTES = 2**24
-"""What one thread reads at once; also the memory for each read of rows that are cut."""
+"""Bytes that one thread reads at once; rows that are cut by columns are first read to as many."""
 
 _READERS = 4
 _PINNED_BLOCKS = 6
@@ -58,18 +58,18 @@ class _Block:
 
 
 def read_whole(file: RegularFile, extent: Extent) -> Tensor:
-    """The whole tensor in memory of its own."""
+    """Read the whole tensor into new memory."""
     return read_cut(file, extent, tuple(whole(size) for size in extent.shape))
 
 
 def read_cut(
     file: RegularFile, extent: Extent, cut: tuple[Segments, ...], device: torch.device = CPU
 ) -> Tensor:
-    """The segments of each dimension, concatenated, in memory of their own on `device`.
+    """Read the segments of each dimension, concatenated, into new memory on `device`.
 
-    Large pieces are read by several threads. Whole rows go where they stay; of rows that are cut
-    one block at a time is read and the rest of it thrown away. On a GPU, the last copies may still
-    be queued on the current stream. FileChanged if the file was written to meanwhile.
+    Several threads read large tensors, block by block. Whole rows are read to where they stay;
+    rows that are cut by columns are read whole, and the rest is dropped. On a GPU the last copies
+    may still be queued on the current stream. FileChanged if the file was written to meanwhile.
     """
     sizes = tuple(width(segments) for segments in cut)
     if 0 in sizes:
@@ -78,7 +78,7 @@ def read_cut(
         out = torch.empty(sizes, dtype=extent.dtype, device=device)
         read_cut_into(out, file, extent, cut, _pinned_blocks(torch.cuda.current_stream(device)))
         return out
-    # NumPy asks for huge pages, which are several times as fast to fill for the first time.
+    # NumPy asks for huge pages: the first write to them is several times as fast.
     memory = np.empty(prod(sizes) * extent.dtype.itemsize, np.uint8)
     out = torch.from_numpy(memory).view(extent.dtype).view(sizes)
     read_cut_into(out, file, extent, cut)
@@ -92,16 +92,15 @@ def read_cut_into(
     cut: tuple[Segments, ...],
     through: PinnedBlocks | None = None,
 ) -> None:
-    """As read_cut, into contiguous memory of the cut's shape and the tensor's type.
+    """Read a cut into contiguous memory of its shape and the tensor's type.
 
-    through: blocks of BLOCK_BYTES for memory that only a device can write to; None on a CPU. A row
-    of the tensor must fit into one.
+    through: blocks of BLOCK_BYTES if `out` is on a GPU, None on a CPU. A row must fit into a block.
     """
     if not out.numel():
         return
     if not cut:
         out, extent, cut = out.view(1), Extent(extent.begin, extent.dtype, (1,)), (whole(1),)
-    # NumPy has no bfloat16, but bytes are moved as they are.
+    # NumPy has no bfloat16; integers of the same width hold the same bytes.
     words = out.view(_WORDS[extent.dtype.itemsize])
     blocks = list(_blocks(extent, cut[0]))
 
@@ -145,18 +144,18 @@ def _read_block(
         return
     rows = np.empty((block.count, *sizes), target.dtype)
     file.read_into(_as_bytes(rows), offset)
-    for places in itertools.product(*map(_places, columns)):
-        source, kept = zip(*places, strict=True)
+    for ranges in itertools.product(*map(_ranges, columns)):
+        source, kept = zip(*ranges, strict=True)
         target[:, *kept] = rows[:, *source]
 
 
-def _places(segments: Segments) -> list[tuple[slice, slice]]:
-    """Where each segment of a dimension lies in the file's tensor, and where in the cut."""
-    places, target = [], 0
+def _ranges(segments: Segments) -> list[tuple[slice, slice]]:
+    """Return each segment's indices in the file's tensor and in the cut."""
+    ranges, target = [], 0
     for start, stop in segments:
-        places.append((slice(start, stop), slice(target, target + stop - start)))
+        ranges.append((slice(start, stop), slice(target, target + stop - start)))
         target += stop - start
-    return places
+    return ranges
 
 
 def _as_bytes(array: npt.NDArray[np.generic]) -> memoryview:

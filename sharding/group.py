@@ -12,7 +12,8 @@ from torch._C._distributed_c10d import AllreduceOptions, HashStore, ReduceOp, St
 class TensorParallel(Protocol):
     """One rank's view of its tensor-parallel group.
 
-    method: by what it sums, and why, for people.
+    rank, size: this rank's number and how many there are.
+    method: how it sums and why, for logs and reports.
     """
 
     rank: int
@@ -30,13 +31,13 @@ class TensorParallel(Protocol):
     def output_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
         """Return memory out of which `all_reduce` reads a summand without a copy, or None.
 
-        It holds garbage, and is good until the next `all_reduce` or the second next `room`.
+        Its values are undefined. It is valid until the next `all_reduce`, or the next call but one.
         """
         ...
 
 
 class SingleRank:
-    """The one-rank twin: no process group, no copy."""
+    """A group of one rank: no process group, no copy."""
 
     rank = 0
     size = 1
@@ -80,11 +81,11 @@ class ProcessGroupRanks:
         return parts.movedim(0, -2).flatten(-2)
 
     def output_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
-        """Return None: sums read from anywhere."""
+        """Return None: any tensor can be summed without a copy."""
         return None
 
     def maximum(self, values: Sequence[float], device: torch.device) -> list[float]:
-        """Return the greatest of each value over ranks."""
+        """Return each value's maximum over the ranks."""
         most = torch.tensor(values, dtype=torch.float64, device=device)
         options = AllreduceOptions()
         options.reduceOp = ReduceOp(ReduceOp.MAX)
@@ -93,5 +94,5 @@ class ProcessGroupRanks:
 
 
 def memory_store() -> Store:
-    """Where ranks that are threads of one process meet."""
+    """Return a store for ranks that are threads of one process."""
     return HashStore()

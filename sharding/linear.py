@@ -22,7 +22,7 @@ class ColumnPart:
 class ColumnParallelLinear(nn.Module):
     """y = x W^T + b, cut along the output: each rank computes its own columns, nothing is sent.
 
-    Several parts that share x are one product; their outputs stand side by side in y.
+    Several parts that share x are one product; their outputs are side by side in y.
     offsets: each part's first column in y.
     """
 
@@ -45,15 +45,15 @@ class ColumnParallelLinear(nn.Module):
         self.bias = nn.Parameter(weights.empty(sum(sizes)), requires_grad=False) if bias else None
         for part, offset, size in zip(parts, self.offsets, sizes, strict=True):
             shape = (part.out_features, in_features)
-            place = slice(offset, offset + size)
+            own = slice(offset, offset + size)
             name = f"{part.name}.weight"
-            self.weight[place] = (
+            self.weight[own] = (
                 weights.read(name, shape[::-1], columns=part.rows).t()
                 if stored_transposed
                 else weights.read(name, shape, rows=part.rows)
             )
             if self.bias is not None:
-                self.bias[place] = weights.read(f"{part.name}.bias", shape[:1], rows=part.rows)
+                self.bias[own] = weights.read(f"{part.name}.bias", shape[:1], rows=part.rows)
 
     def forward(self, x: Tensor) -> Tensor:
         """[tokens, in] to [tokens, local_out]."""
@@ -89,15 +89,15 @@ class RowParallelLinear(nn.Module):
 
     def partial(self, x: Tensor) -> Tensor:
         """[tokens, local_in] to this rank's summand of [tokens, out]; the bias is in rank 0's."""
-        room = self.output_buffer(x)
-        if room is None:
+        out = self.output_buffer(x)
+        if out is None:
             return F.linear(x, self.weight, self.bias)
         if self.bias is None:
-            return torch.mm(x, self.weight.t(), out=room)
-        return torch.addmm(self.bias, x, self.weight.t(), out=room)
+            return torch.mm(x, self.weight.t(), out=out)
+        return torch.addmm(self.bias, x, self.weight.t(), out=out)
 
     def output_buffer(self, x: Tensor) -> Tensor | None:
-        """Memory [tokens, out] for x's partial product that is summed without a copy, if any."""
+        """Return memory [tokens, out] for x's partial product that is summed without a copy."""
         if x.dim() != 2:
             return None
         return self._group.output_buffer((len(x), len(self.weight)), x.dtype)

@@ -1,4 +1,4 @@
-"""Weights: what a layer's constructor asks for its own slices, and the proof that all were used."""
+"""Weights: a layer's constructor reads its rank's slices here, and all tensors must be used."""
 
 import logging
 import re
@@ -15,9 +15,9 @@ logger = logging.getLogger("loray.sharding.loader")
 
 
 class Weights:
-    """A checkpoint as one rank sees it: a source, the rank's group, and where tensors go.
+    """A checkpoint as one rank reads it.
 
-    group, dtype, device are public: layers cut themselves by `group.rank` and allocate there.
+    group: by whose rank and size layers cut themselves. dtype, device: of the tensors returned.
     """
 
     def __init__(
@@ -27,7 +27,6 @@ class Weights:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Nothing is read before a layer asks."""
         self.group = group
         self.dtype = dtype
         self.device = device
@@ -37,7 +36,7 @@ class Weights:
         self._stand_ins: dict[str, str] = {}
 
     def stand_in(self, name: str, other: str) -> None:
-        """Where the checkpoint has no tensor `name`, tensor `other` is read in its stead."""
+        """Read tensor `other` where the checkpoint has no tensor `name`."""
         self._stand_ins[name] = other
 
     def read(
@@ -47,11 +46,11 @@ class Weights:
         rows: Segments | None = None,
         columns: Segments | None = None,
     ) -> Tensor:
-        """The slice of tensor `name` (whole shape given): `rows` of dim 0, `columns` of dim 1.
+        """Read `rows` of dim 0 and `columns` of dim 1 (None: all) of a tensor; shape: the whole.
 
-        None means all. Returned in `dtype` on `device`. CheckpointError if it is missing. The
-        file's name may lack the first part: checkpoints of a model without its head do, and
-        transformers loads them alike (base_model_prefix).
+        Returned in `dtype` on `device`. CheckpointError if it is missing. The checkpoint's name may
+        lack the first part, as in checkpoints of a model without its head; transformers loads
+        those too (base_model_prefix).
         """
         assert columns is None or len(shape) == 2, (name, shape)
         wanted = (rows, columns)[: len(shape)]
@@ -65,26 +64,26 @@ class Weights:
         return piece.to(self.device, self.dtype)
 
     def has(self, name: str) -> bool:
-        """Whether the checkpoint holds tensor `name`; a source that makes tensors has them all."""
+        """Return whether tensor `name` can be read; a source that makes tensors has them all."""
         return self._names is None or self._find(name) is not None
 
     def lists(self, name: str) -> bool:
-        """Whether tensor `name` is in a checkpoint; a source that makes tensors lists none."""
+        """Return whether files hold tensor `name`; a source that makes tensors lists none."""
         return self._names is not None and self._find(name) is not None
 
     def parameter(self, name: str, shape: tuple[int, ...]) -> nn.Parameter:
-        """A whole tensor as a parameter that needs no gradient, the same on every rank."""
+        """Read a whole tensor as a parameter without gradient, the same on every rank."""
         return nn.Parameter(self.read(name, shape), requires_grad=False)
 
     def empty(self, *shape: int) -> Tensor:
-        """Memory for a layer's own slice, to be filled piece by piece."""
+        """Allocate memory for a layer's slice, which it fills part by part."""
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def finish(self, unread: tuple[str, ...] = ()) -> None:
-        """Prove that nothing is left over; CheckpointError lists tensors that no layer read.
+        """Check that every tensor was read; CheckpointError lists those that were not.
 
-        unread: regular expressions of whole names that may be left. So may biases of layers that
-        were read without one: transformers warns of them, and computes the same.
+        unread: regular expressions of whole names that need not be read. Biases of layers that
+        were read without one need not either: transformers warns of them and computes the same.
         """
         if self._names is None:
             return
@@ -99,7 +98,7 @@ class Weights:
             )
 
     def _find(self, name: str) -> str | None:
-        """The checkpoint's name of a tensor; None where it has none, or makes all."""
+        """Return the checkpoint's name of a tensor; None if it has none, or makes all tensors."""
         names = self._names or frozenset()
         for wanted in (name, self._stand_ins.get(name, name)):
             for each in (wanted, wanted.partition(".")[2]):
@@ -109,11 +108,11 @@ class Weights:
 
 
 def idle_biases(left: Iterable[str], used: Set[str]) -> set[str]:
-    """Of tensors that are left over: the biases of layers whose weights are used; logs them."""
+    """Return and log those unread tensors that are biases of layers whose weights were read."""
     found = {n for n in left if n.endswith(".bias") and f"{n.removesuffix('bias')}weight" in used}
     if found:
         logger.warning(
-            "the model has no such biases, the checkpoint's %d are ignored: %s",
+            "the model has no such biases: %d of the checkpoint are ignored: %s",
             len(found),
             ", ".join(sorted(found)[:8]),
         )

@@ -1,7 +1,7 @@
-"""PickledFile: a torch.save file of anybody's, of which tensors alone are read, by position.
+"""PickledFile: a torch.save file that is not trusted: only tensors are read, by position.
 
-torch.load makes tensors without values (FakeTensorMode) that know where in the file theirs lie
-(https://docs.pytorch.org/docs/stable/notes/serialization.html); nothing is mapped.
+torch.load makes tensors without values (FakeTensorMode) that know the offset of their values in
+the file (https://docs.pytorch.org/docs/stable/notes/serialization.html); nothing is mapped.
 """
 
 import os
@@ -24,7 +24,7 @@ _PICKLE_NAME = "data.pkl"
 
 
 class UnreadablePickle(ValueError):
-    """Not a file of tensors alone; the message says what to do."""
+    """The file holds more than tensors, or is damaged; the message says what to do."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class _Stored:
 
     @property
     def span(self) -> int:
-        """Elements from the first to the last."""
+        """Return the number of elements from the first to the last."""
         if 0 in self.shape:
             return 0
         pairs = zip(self.shape, self.strides, strict=True)
@@ -53,29 +53,28 @@ class PickledFile:
     """
 
     def __init__(self, path: Path, within: Path | None = None) -> None:
-        """Unpickle what describes the tensors; none of their bytes is read.
+        """Unpickle the tensors' description, without their values; within: as in RegularFile.
 
-        within: as in RegularFile.
-        UnreadablePickle when there is anything but tensors in it, OSError if it cannot be read.
+        Raises UnreadablePickle when it holds anything but tensors, OSError if it cannot be read.
         """
         self._file = RegularFile(path, within)
         self.size = self._file.size
         self._stored = {name: self._locate(name, t) for name, t in self._load().items()}
 
     def keys(self) -> KeysView[str]:
-        """All tensors' names."""
+        """Return all tensors' names."""
         return self._stored.keys()
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """A tensor's shape."""
+        """Return a tensor's shape."""
         return self._stored[key].shape
 
     def dtype(self, key: str) -> str:
-        """A tensor's type as torch names it."""
+        """Return a tensor's type as torch names it."""
         return str(self._stored[key].dtype)
 
     def read(self, key: str, cut: tuple[Segments, ...], device: torch.device = CPU) -> Tensor:
-        """A cut of a tensor in memory of its own; FileChanged if the file was written to."""
+        """Read a cut of a tensor into new memory; FileChanged if the file was written to."""
         stored = self._stored[key]
         if stored.is_contiguous:
             extent = Extent(stored.begin, stored.dtype, stored.shape)
@@ -90,14 +89,14 @@ class PickledFile:
     def _load(self) -> dict[str, Tensor]:
         name = self._file.name
         try:
-            # A file object: torch would open a path again, whatever lies there by then.
+            # A file object: torch would open a path again, which may name another file by now.
             with open(os.dup(self._file.descriptor), "rb") as opened, FakeTensorMode():
                 _check_pickle(opened.fileno())
                 found = torch.load(opened, map_location="cpu", weights_only=True)
         except OSError:
             raise
         except Exception as error:
-            # What a damaged or hostile file makes the reader raise is no short list.
+            # A damaged or hostile file may make the reader raise nearly anything.
             raise UnreadablePickle(
                 f"{name} cannot be read as tensors alone ({type(error).__name__}: {error}): "
                 "convert it to safetensors"
@@ -112,7 +111,7 @@ class PickledFile:
         where = f"{self._file.name}: tensor {name!r}"
         is_plain = tensor.layout is torch.strided and tensor.dtype.itemsize <= 8
         if not is_plain or tensor.is_neg() or tensor.is_conj():
-            raise UnreadablePickle(f"{where} is no dense tensor: convert it to safetensors")
+            raise UnreadablePickle(f"{where} is not a dense tensor: convert it to safetensors")
         data = tensor.untyped_storage()._checkpoint_offset
         if data is None:
             raise UnreadablePickle(f"{where} has no values (device {tensor.device}): save it again")
@@ -127,12 +126,12 @@ class PickledFile:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors, each counted whole, though they may share some in the file."""
+        """Return the bytes of all tensors, though they may share some of them in the file."""
         return sum(prod(s.shape) * s.dtype.itemsize for s in self._stored.values())
 
 
 def _check_pickle(descriptor: int) -> None:
-    """Refuse a description of tensors that is larger than any, however small it is packed."""
+    """Refuse a description larger than any real one, however well it is compressed."""
     with open(os.dup(descriptor), "rb") as opened, zipfile.ZipFile(opened) as archive:
         for entry in archive.infolist():
             if entry.filename.endswith(_PICKLE_NAME) and entry.file_size > _MAX_PICKLE_BYTES:

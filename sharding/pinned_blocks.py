@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-class CopyEvent(Protocol):
+class CopyEnd(Protocol):
     """The end of one copy, as torch.cuda.Event marks it."""
 
     def synchronize(self) -> None:
@@ -28,7 +28,7 @@ class PinnedBlocks:
     def __init__(self, count: int, num_bytes: int, stream: torch.cuda.Stream | None) -> None:
         """Allocate `count` blocks of `num_bytes`; copies are queued on `stream`, None on a CPU."""
         self._stream = stream
-        self._free: SimpleQueue[tuple[Tensor, CopyEvent | None]] = SimpleQueue()
+        self._free: SimpleQueue[tuple[Tensor, CopyEnd | None]] = SimpleQueue()
         for _ in range(count):
             memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=stream is not None)
             self._free.put((memory, None))
@@ -49,7 +49,7 @@ class PinnedBlocks:
         finally:
             self._free.put((memory, copied))
 
-    def start_copy(self, target: Tensor, host: Tensor) -> CopyEvent | None:
+    def start_copy(self, target: Tensor, host: Tensor) -> CopyEnd | None:
         """Queue the copy on the stream; returns its end, None if it is done already."""
         # Reading threads have a current stream of their own: not the one that uses the tensor.
         with torch.cuda.stream(self._stream):

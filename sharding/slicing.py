@@ -7,17 +7,17 @@ Segments = tuple[tuple[int, int], ...]
 
 
 def width(segments: Segments) -> int:
-    """How many indices the segments hold."""
+    """Return how many indices the segments hold."""
     return sum(stop - start for start, stop in segments)
 
 
 def whole(size: int) -> Segments:
-    """All indices of a dimension of `size`."""
+    """Return all indices of a dimension of `size`."""
     return ((0, size),)
 
 
 def even_cut(size: int, rank: int, ranks: int, what: str) -> Segments:
-    """This rank's equal share of `size` indices; ValueError if ranks do not divide it."""
+    """Return this rank's equal share of `size` indices; ValueError if ranks do not divide it."""
     if size % ranks:
         raise ValueError(
             f"{what} ({size}) cannot be cut evenly over tensor_parallel = {ranks} ranks: "
@@ -32,10 +32,10 @@ LINE = 64
 
 
 def cut_width(size: int, rank: int, ranks: int, what: str) -> Segments:
-    """This rank's share of a feed-forward's `size` inner columns: equal, or nearly so.
+    """Return this rank's share of a feed-forward's `size` inner columns: equal, or nearly so.
 
-    Ranks need not have as many: what they send is as wide as the stream between the layers.
-    ValueError if some would have none.
+    Shares may differ: the ranks exchange the layer's outputs, whose width does not depend on them.
+    Raises ValueError if a rank would have none.
     """
     if size % ranks == 0:
         return even_cut(size, rank, ranks, what)
@@ -68,8 +68,8 @@ class HeadCut:
 def cut_heads(num_heads: int, num_kv_heads: int, head_dim: int, rank: int, ranks: int) -> HeadCut:
     """Cut query heads evenly; cut KV heads too, or replicate them when there are fewer than ranks.
 
-    A rank always gets the KV heads that its own query heads read. ValueError if the head counts
-    and the number of ranks do not fit each other.
+    A rank always gets the KV heads that its own query heads read. Raises ValueError if the number
+    of ranks fits neither head count.
     """
     ((first, last),) = even_cut(num_heads, rank, ranks, "num_attention_heads")
     if num_kv_heads % ranks and ranks % num_kv_heads:
@@ -101,12 +101,12 @@ class VocabularyCut:
 
     @property
     def rows(self) -> Segments:
-        """The rank's real rows."""
+        """Return the rank's real rows."""
         return ((self.start, self.stop),)
 
 
 def cut_vocabulary(vocab_size: int, rank: int, ranks: int) -> VocabularyCut:
-    """Cut the vocabulary into equal runs; the last ranks' runs may end in padding."""
+    """Cut the vocabulary into equal ranges; the last ranks' ranges may end in padding."""
     share = -(-vocab_size // ranks)
     start = min(rank * share, vocab_size)
     return VocabularyCut(start, min(start + share, vocab_size), share)

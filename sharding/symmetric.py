@@ -4,12 +4,13 @@ NCCL's all-reduce of a few kilobytes costs 17 microseconds on NVLink, nearly all
 Where a rank's kernel may read its peers' memory, one launch does it in six
 (`torch.distributed._symmetric_memory`).
 
-Why nothing is overwritten too early. Both operations begin and end with a barrier of the kernel's
+Why nothing is overwritten too early: both operations begin and end with a barrier of the kernel's
 blocks across ranks, and a block waits for the same block of every peer. So when the kernel has
 ended on a rank, every peer has finished reading that rank's buffer, and the next kernel on the
-stream may write there: all that touches the buffer runs on one stream, in the same order on every
-rank. This holds for eager and captured steps alike, and for two steps in flight, which are queued
-on that one stream. A sum is written to memory of its own, so it outlives the buffer's next use.
+stream may write there: everything that reads or writes the buffer runs on one stream, in the same
+order on every rank. This holds for eager and captured steps alike, and for two steps in flight,
+which are queued on that one stream. A sum is written to memory of its own, so it outlives the
+buffer's next use.
 
 Every rank adds in the order of the ranks, so all get the same bytes.
 
@@ -37,7 +38,11 @@ TWO_SHOT_RANKS = (2, 4, 8)
 
 
 class Method(StrEnum):
-    """A way to sum. ONE_SHOT: each rank reads all of all; TWO_SHOT: its share of all, then sums."""
+    """A way to sum.
+
+    ONE_SHOT: each rank reads all summands whole. TWO_SHOT: each rank sums its share of the
+    elements, then reads the other ranks' sums.
+    """
 
     NCCL = "nccl"
     ONE_SHOT = "one-shot"
@@ -49,14 +54,14 @@ Sum = Callable[[Tensor], Tensor]
 
 
 class DoubleBuffer:
-    """A buffer's two halves, given out by turns.
+    """Two buffers of equal size, used alternately.
 
-    Two, because a layer may hold two summands before it adds them up (GPT-NeoX's parallel
-    residual); a third would find the first one summed already.
+    Two, because a layer may hold two summands before it sums them (GPT-NeoX's parallel residual);
+    when it takes a third, the first was summed.
     """
 
     def __init__(self, memory: Tensor) -> None:
-        """memory: uint8, aligned; its length is even."""
+        """memory: uint8, aligned, of even length."""
         self.half_bytes = memory.numel() // 2
         assert self.half_bytes % ALIGNMENT == 0
         self._memory = memory
@@ -64,7 +69,7 @@ class DoubleBuffer:
         self._turn = 0
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return the next half as a tensor, contiguous; it fits."""
+        """Return the next buffer as a contiguous tensor, which must fit."""
         count = prod(shape)
         assert count * dtype.itemsize <= self.half_bytes
         first = self._turn * self.half_bytes // dtype.itemsize
@@ -72,31 +77,30 @@ class DoubleBuffer:
         return self._memory.view(dtype)[first : first + count].view(*shape)
 
     def holds(self, x: Tensor) -> bool:
-        """Tell whether x lies at the start of a half, as `take` gave it out."""
+        """Return whether x is a tensor that `take` returned."""
         offset = x.data_ptr() - self._start
         return offset in (0, self.half_bytes) and x.is_contiguous()
 
 
 class SizeTable:
-    """Which method sums how many bytes, as measured: sizes ascend, each is an upper bound."""
+    """The method for each number of bytes, as measured; sizes ascend, each is an upper bound."""
 
     def __init__(self, choices: Sequence[tuple[int, Method]]) -> None:
-        """Sizes beyond the last are NCCL's."""
         self._choices = tuple(choices)
 
     def method(self, num_bytes: int) -> Method:
-        """The choice for the next measured size that is as large."""
+        """Return the method of the smallest measured size that is as large; NCCL beyond all."""
         return next((m for size, m in self._choices if num_bytes <= size), Method.NCCL)
 
     def __str__(self) -> str:
         """Runs of one method: "one-shot to 256 KiB, two-shot to 32 MiB, nccl above"."""
-        words = []
+        steps = []
         for i, (size, method) in enumerate(self._choices):
             if i + 1 == len(self._choices) or self._choices[i + 1][1] is not method:
-                words.append((method, _bytes(size)))
-        parts = [f"{method} to {size}" for method, size in words if method is not Method.NCCL]
-        if any(method is Method.NCCL for method, _ in words[:-1]):
-            parts = [f"{method} to {size}" for method, size in words]
+                steps.append((method, _bytes(size)))
+        parts = [f"{method} to {size}" for method, size in steps if method is not Method.NCCL]
+        if any(method is Method.NCCL for method, _ in steps[:-1]):
+            parts = [f"{method} to {size}" for method, size in steps]
         return ", ".join([*parts, "nccl above"])
 
 
@@ -106,22 +110,22 @@ class SymmetricRanks:
     def __init__(
         self,
         ranks: TensorParallel,
-        halves: DoubleBuffer,
+        buffers: DoubleBuffer,
         sums: Mapping[Method, Sum],
         table: SizeTable,
     ) -> None:
         """sums: for each method of the table but NCCL."""
         self._ranks = ranks
-        self._buffers = halves
+        self._buffers = buffers
         self._sums = sums
         self._table = table
         self._dtypes: frozenset[torch.dtype] = frozenset()
         self.rank, self.size = ranks.rank, ranks.size
         self.method = ranks.method
 
-    def serve(self, dtypes: frozenset[torch.dtype], how: str) -> None:
-        """Use the buffer from now on, for these types."""
-        self._dtypes, self.method = dtypes, how
+    def serve(self, dtypes: frozenset[torch.dtype], method: str) -> None:
+        """Use the buffers from now on, for these types; method: as in TensorParallel."""
+        self._dtypes, self.method = dtypes, method
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over ranks; x is not the sum's memory where the buffer is used."""
@@ -138,7 +142,7 @@ class SymmetricRanks:
         return self._ranks.all_gather(x)
 
     def output_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
-        """Return half of the buffer, for a summand of a size that is summed there."""
+        """Return one of the buffers, for a summand of a size that is summed there."""
         if self._method(shape, dtype) is Method.NCCL:
             return None
         return self._buffers.take(shape, dtype)

@@ -1,7 +1,7 @@
-"""TensorFile: a safetensors file of anybody's, read by position and never mapped.
+"""TensorFile: a safetensors file that is not trusted, read by position and never mapped.
 
-The library's reader maps the file, and makes one tensor in some 40 µs of Python; an adapter has
-hundreds, and the interpreter is the thread's that launches steps.
+The library's reader maps the file and spends some 40 µs of Python on each tensor. An adapter has
+hundreds, and that time is taken from the thread that launches steps.
 """
 
 from collections.abc import KeysView, Mapping, Sequence
@@ -14,21 +14,26 @@ import msgspec
 import torch
 from torch import Tensor
 
-from configs.reading import RegularFile
+from configs.reading import (
+    SAFETENSORS_LENGTH_BYTES,
+    DamagedFile,
+    RegularFile,
+    safetensors_header_bytes,
+)
 from sharding.extents import CPU, Extent, read_cut, read_cut_into, read_whole
 from sharding.slicing import Segments, whole
 
-LENGTH_BYTES = 8
-MAX_HEADER_BYTES = 64 << 20
 WHOLE_BYTES = 2**25
-"""Tensor data of files up to here is read at once, larger ones' tensor by tensor."""
+"""The tensor data of a file up to this size is read at once, of a larger one tensor by tensor."""
 
-_TYPES = {
+FLOAT_TYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
+"""The types that can be read, by the format's names."""
+
 _BITS = {
     4: ("F4",),
     6: ("F6_E2M3", "F6_E3M2"),
@@ -41,10 +46,6 @@ _BITS_OF = {name: bits for bits, names in _BITS.items() for name in names}
 _METADATA = "__metadata__"
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**48)]
-
-
-class DamagedFile(ValueError):
-    """Not a whole file of the format; the message says what is wrong."""
 
 
 class _Entry(msgspec.Struct):
@@ -63,18 +64,12 @@ class TensorFile:
     def __init__(self, path: Path, within: Path | None = None) -> None:
         """Open the file and read its header; within: as in RegularFile.
 
-        DamagedFile if it is none of the format, OSError if it cannot be read.
+        Raises DamagedFile if it is not of the format, OSError if it cannot be read.
         """
         self._file = RegularFile(path, within)
-        length = 0
-        if self._file.size >= LENGTH_BYTES:
-            length = int.from_bytes(self._file.read(0, LENGTH_BYTES), "little")
-        self._begin = LENGTH_BYTES + length
-        if not length or self._begin > self._file.size or length > MAX_HEADER_BYTES:
-            raise DamagedFile(
-                f"{path.name} has {self._file.size} bytes and says that its header has {length}"
-            )
-        self._entries = _parse(self._file.read(LENGTH_BYTES, length), path.name)
+        length = safetensors_header_bytes(self._file)
+        self._begin = SAFETENSORS_LENGTH_BYTES + length
+        self._entries = _parse(self._file.read(SAFETENSORS_LENGTH_BYTES, length), path.name)
         _check_layout(self._entries, self._file.size - self._begin, path.name)
         self._data: dict[torch.dtype, Tensor] = {}
 
@@ -87,27 +82,27 @@ class TensorFile:
         self._file.close()
 
     def keys(self) -> KeysView[str]:
-        """All tensors' names, in the header's order."""
+        """Return all tensors' names, in the header's order."""
         return self._entries.keys()
 
     def get_slice(self, key: str) -> "TensorSlice":
-        """A tensor of which rows can be read."""
+        """Return a tensor of which rows can be read."""
         return TensorSlice(self, key)
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """A tensor's shape."""
+        """Return a tensor's shape."""
         return tuple(self._entries[key].shape)
 
     def dtype(self, key: str) -> str:
-        """A tensor's type as the file names it."""
+        """Return a tensor's type as the file names it."""
         return self._entries[key].dtype
 
     def read(self, key: str, cut: tuple[Segments, ...], device: torch.device = CPU) -> Tensor:
-        """A cut of a tensor in memory of its own; FileChanged if the file was written to."""
+        """Read a cut of a tensor into new memory; FileChanged if the file was written to."""
         return read_cut(self._file, self._extent(key), cut, device)
 
     def get_tensor(self, key: str) -> Tensor:
-        """A whole tensor, which may share memory with others that were read from the file."""
+        """Return a whole tensor, which may share memory with others of the file."""
         extent = self._extent(key)
         if self._file.size - self._begin > WHOLE_BYTES:
             return read_whole(self._file, extent)
@@ -119,7 +114,7 @@ class TensorFile:
         return self._whole(extent.dtype)[start : start + prod(extent.shape)].view(extent.shape)
 
     def stack(self, keys: Sequence[str]) -> Tensor:
-        """Tensors of one shape, [keys, *shape], in memory of their own."""
+        """Read tensors of one shape into new memory, [keys, *shape]."""
         extents = [self._extent(key) for key in keys]
         kinds = {(extent.dtype, extent.shape) for extent in extents}
         if len(kinds) > 1 or self._file.size - self._begin <= WHOLE_BYTES:
@@ -133,10 +128,10 @@ class TensorFile:
     def _extent(self, key: str) -> Extent:
         entry = self._entries[key]
         begin = self._begin + entry.data_offsets[0]
-        return Extent(begin, _TYPES[entry.dtype], tuple(entry.shape))
+        return Extent(begin, FLOAT_TYPES[entry.dtype], tuple(entry.shape))
 
     def _whole(self, dtype: torch.dtype) -> Tensor:
-        """All tensor data as numbers of one type, as far as they fill it."""
+        """Return all tensor data as numbers of one type; a rest of fewer bytes is left out."""
         if torch.uint8 not in self._data:
             size = self._file.size - self._begin
             extent = Extent(self._begin, torch.uint8, (size,))
@@ -155,15 +150,15 @@ class TensorSlice:
     key: str
 
     def get_shape(self) -> tuple[int, ...]:
-        """The whole tensor's shape."""
+        """Return the whole tensor's shape."""
         return self.file.shape(self.key)
 
     def get_dtype(self) -> str:
-        """Its type as the file names it."""
+        """Return its type as the file names it."""
         return self.file.dtype(self.key)
 
     def __getitem__(self, rows: slice) -> Tensor:
-        """Rows of a tensor (its first dimension), in memory of their own."""
+        """Read rows (indices of the first dimension) into new memory."""
         height, *others = self.get_shape()
         start, stop, step = rows.indices(height)
         assert step == 1, rows
@@ -177,11 +172,11 @@ def _parse(header: bytes, name: str) -> dict[str, _Entry]:
         decode = msgspec.json.Decoder(_Entry).decode
         return {key: decode(entry) for key, entry in raw.items()}
     except (ValueError, RecursionError) as error:
-        raise DamagedFile(f"{name} has a header that is none of safetensors: {error}") from error
+        raise DamagedFile(f"{name} has a header that is not of safetensors: {error}") from error
 
 
 def _check_layout(entries: Mapping[str, _Entry], num_bytes: int, name: str) -> None:
-    """Tensors must lie one behind the other and fill the file, as the library asks."""
+    """Check that tensors follow each other without gaps and fill the file, as the format says."""
     end = 0
     for key, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
         first, stop = entry.data_offsets
@@ -190,11 +185,11 @@ def _check_layout(entries: Mapping[str, _Entry], num_bytes: int, name: str) -> N
         bits = prod(entry.shape) * _BITS_OF[entry.dtype]
         if first != end or bits != (stop - first) * 8:
             raise DamagedFile(
-                f"{name}: tensor {key!r} lies at bytes {first} to {stop}, which its shape and its "
-                "neighbours do not allow"
+                f"{name}: tensor {key!r} lies at bytes {first} to {stop}, which does not fit "
+                "its shape or its neighbours"
             )
         end = stop
     if end != num_bytes:
         raise DamagedFile(
-            f"{name} has {num_bytes} bytes of tensors, its header tells of {end}: it is incomplete"
+            f"{name} has {num_bytes} bytes of tensors, its header says {end}: it is incomplete"
         )

@@ -1,10 +1,10 @@
-"""An adapter's folder on this node: what lies in it, and what its content is."""
+"""An adapter's folder on this node: the fingerprint and the digest of its files."""
 
 import hashlib
 import stat
 from pathlib import Path
 
-from configs.reading import NotRegular, RegularFile
+from configs.reading import DamagedFile, NotRegular, RegularFile, safetensors_header_bytes
 from configs.wire.adapters import AdapterRefusal
 from configs.wire.templates import OTHERS_FOLDER
 from sources.base import (
@@ -16,12 +16,10 @@ from sources.base import (
 )
 
 _HASH_BYTES = 1 << 20
-_LENGTH_BYTES = 8
-_MAX_HEADER_BYTES = 64 << 20
 
 
 def fingerprint(folder: Path) -> Fingerprint:
-    """Stat the files that make an adapter; OSError when they are gone, or no regular files."""
+    """Stat an adapter's files; OSError when one is missing or not a regular file."""
     templates = [path for name in TEMPLATE_NAMES if (path := folder / name).is_file()]
     templates += sorted(folder.glob(f"{OTHERS_FOLDER}/*.jinja"))
     paths = [folder / CONFIG_NAME, *sorted(folder.glob("adapter_model*")), *templates]
@@ -36,9 +34,9 @@ def fingerprint(folder: Path) -> Fingerprint:
 
 
 def content_digest(folder: AdapterFolder) -> str:
-    """blake2b of the adapter's files, names included; equal digests mean equal adapters.
+    """Return blake2b of the adapter's files, names included: equal digests mean equal adapters.
 
-    OSError when a file ends early, is no regular one any more, or is a link out of the root.
+    Raises OSError when a file ends early, is no longer a regular file, or links out of the root.
     """
     digest = hashlib.blake2b(digest_size=20)
     buffer = memoryview(bytearray(_HASH_BYTES))
@@ -53,18 +51,15 @@ def content_digest(folder: AdapterFolder) -> str:
 
 
 def check_headers(folder: Path, name: str, root: Path | None = None) -> None:
-    """Refuse safetensors whose header is longer than any header, or than its file.
-
-    The header's length is the file's first 8 bytes, so that a reader would allocate what they say.
-    """
+    """Refuse safetensors files whose header's length cannot be right."""
     for path in sorted(folder.glob("adapter_model*.safetensors")):
-        with RegularFile(path, root) as file:
-            size = file.size
-            start = file.read(0, min(_LENGTH_BYTES, size))
-        length = int.from_bytes(start, "little")
-        if size < _LENGTH_BYTES or length > min(_MAX_HEADER_BYTES, size - _LENGTH_BYTES):
+        try:
+            with RegularFile(path, root) as file:
+                safetensors_header_bytes(file)
+        except DamagedFile as error:
             refuse(
                 AdapterRefusal.UNSUPPORTED,
-                f"adapter {name!r}: {path.name} has {size} bytes and says that its header has "
-                f"{length}: it is damaged or no safetensors file; save or upload it again",
+                f"adapter {name!r}: {error}: it is damaged or not a safetensors file; save or "
+                "upload it again",
+                error,
             )

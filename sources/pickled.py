@@ -1,8 +1,7 @@
-"""Adapters saved as pickles, made into safetensors; only tensors are ever unpickled."""
+"""Convert adapters saved as pickles to safetensors; only tensors are unpickled."""
 
 from pathlib import Path
 
-import torch
 from safetensors.torch import save
 from torch import Tensor
 
@@ -10,6 +9,7 @@ from configs.reading import read_small
 from configs.wire.adapters import AdapterRefusal
 from sharding.pickled_file import PickledFile, UnreadablePickle
 from sharding.slicing import whole
+from sharding.tensor_file import FLOAT_TYPES
 from sources.base import refuse
 from sources.files import fingerprint
 
@@ -17,17 +17,17 @@ PICKLED_NAME = "adapter_model.bin"
 SAFE_NAME = "adapter_model.safetensors"
 WEIGHTS_START = "adapter_model"
 
-_FLOATS = frozenset(map(str, (torch.float64, torch.float32, torch.float16, torch.bfloat16)))
+_FLOATS = frozenset(map(str, FLOAT_TYPES.values()))
 
 
 def convert(folder: Path, into: Path, name: str, root: Path | None = None) -> None:
     """Write the adapter in `folder` to `into`, its weights as safetensors.
 
-    root: the folder that links must not lead out of. Where `folder` and `into` are the same the
-    pickle is removed. AdapterError when it holds anything but tensors, or more than its file could;
-    OSError when it cannot be read.
+    root: the folder that links must not lead out of. If `folder` and `into` are the same, the
+    pickle is removed. Raises AdapterError when it holds anything but tensors, or tensors larger
+    than the file; OSError when it cannot be read.
     """
-    # Written here, for the library's own writer tells of a full disk by an error of its own.
+    # The library's writer raises an error of its own when the disk is full, not OSError.
     weights = save(_tensors(folder / PICKLED_NAME, name, root))
     (into / SAFE_NAME).write_bytes(weights)
     if folder == into:
@@ -40,7 +40,7 @@ def convert(folder: Path, into: Path, name: str, root: Path | None = None) -> No
 
 
 def _tensors(path: Path, name: str, root: Path | None) -> dict[str, Tensor]:
-    """The tensors of a file, each in memory of its own."""
+    """Read the tensors of a file, each into new memory."""
     try:
         file = PickledFile(path, root)
     except UnreadablePickle as error:
@@ -56,7 +56,7 @@ def _tensors(path: Path, name: str, root: Path | None) -> dict[str, Tensor]:
                 f"adapter {name!r}: {key} has type {file.dtype(key)}: save the adapter in float32, "
                 "float16 or bfloat16",
             )
-    # A tensor's sizes may repeat few bytes many times.
+    # Tensors with stride 0, or several over the same bytes, may be larger than the file.
     if file.num_bytes > file.size:
         refuse(
             AdapterRefusal.UNSUPPORTED,

@@ -11,6 +11,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from configs.reading import DamagedFile
 from configs.wire.adapters import AdapterRefusal
 from modeling.adapters.faults import Faults, refuse
 from modeling.adapters.peft_config import LoraPlan, judge_config
@@ -33,7 +34,7 @@ from modeling.adapters.projection import (
     Projection,
     ProjectionKind,
 )
-from sharding.tensor_file import DamagedFile, TensorFile
+from sharding.tensor_file import TensorFile
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 FACTOR = ".lora_"

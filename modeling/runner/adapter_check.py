@@ -13,6 +13,7 @@ from torch import Tensor
 
 from configs.architectures.select import load_architecture, padded_reason
 from configs.engine import AdaptersConfig, EngineConfig
+from configs.reading import DamagedFile
 from configs.wire.adapters import AdapterError
 from modeling.adapters.peft import FACTOR, WEIGHTS_NAME, open_adapter
 from modeling.adapters.projection import BaseRows, Projection
@@ -21,7 +22,7 @@ from modeling.runner.loading import load_model
 from sharding.group import SingleRank
 from sharding.loader import Weights
 from sharding.slicing import Segments, width
-from sharding.tensor_file import DamagedFile, TensorFile
+from sharding.tensor_file import TensorFile
 from sources.model import fetch_model, fetch_model_config
 
 META = torch.device("meta")

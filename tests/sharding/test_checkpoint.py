@@ -201,7 +201,7 @@ def test_an_index_of_missing_shards_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["[]", "{", '{"weight_map": 3}', '{"weight_map": {"a": 3}}'])
 def test_an_index_that_is_none(tmp_path: Path, text: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(CheckpointError, match="is no index of shards"):
+    with pytest.raises(CheckpointError, match="is not an index of shards"):
         open_checkpoint(tmp_path, allow_pickle=False)
 
 
@@ -230,8 +230,8 @@ def test_tensors_are_not_the_file(tmp_path: Path, write: Write) -> None:
     ("make", "message"),
     [
         (lambda: torch.ones(2, device="meta"), "'a' has no values"),
-        (lambda: torch.eye(3).to_sparse(), "'a' is no dense tensor"),
-        (lambda: torch._neg_view(torch.ones(2)), "'a' is no dense tensor"),
+        (lambda: torch.eye(3).to_sparse(), "'a' is not a dense tensor"),
+        (lambda: torch._neg_view(torch.ones(2)), "'a' is not a dense tensor"),
         (lambda: torch.eye(3).to_sparse_csr(), "tensors alone"),
     ],
 )

@@ -10,7 +10,7 @@ from torch import Tensor
 from configs.reading import FileChanged, RegularFile
 from sharding import extents
 from sharding.extents import Extent, read_cut, read_cut_into
-from sharding.pinned_blocks import CopyEvent, PinnedBlocks
+from sharding.pinned_blocks import CopyEnd, PinnedBlocks
 from sharding.slicing import Segments, whole
 
 BLOCK = 256
@@ -37,7 +37,7 @@ class LateBlocks(PinnedBlocks):
         super().__init__(count, BLOCK, None)
         self.copies: list[LateCopy] = []
 
-    def start_copy(self, target: Tensor, host: Tensor) -> CopyEvent | None:
+    def start_copy(self, target: Tensor, host: Tensor) -> CopyEnd | None:
         self.copies.append(LateCopy(target, host))
         return self.copies[-1]
 

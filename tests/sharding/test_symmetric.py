@@ -30,16 +30,16 @@ class Twin:
 
     def __init__(self, group: TensorParallel, table: SizeTable) -> None:
         self.memory = torch.zeros(2 * HALF, dtype=torch.uint8)
-        self.halves = DoubleBuffer(self.memory)
+        self.buffers = DoubleBuffer(self.memory)
         self.calls: list[Method] = []
         self._group = group
         sums = {method: self._sum(method) for method in (ONE, TWO)}
-        self.ranks = SymmetricRanks(group, self.halves, sums, table)
+        self.ranks = SymmetricRanks(group, self.buffers, sums, table)
         self.ranks.serve(frozenset([torch.float32, torch.bfloat16]), "twin")
 
     def _sum(self, method: Method) -> Sum:
         def summed(x: Tensor) -> Tensor:
-            assert self.halves.holds(x)
+            assert self.buffers.holds(x)
             self.calls.append(method)
             out = self._group.all_reduce(x.clone())
             self.memory.fill_(0xFF)
@@ -104,14 +104,14 @@ def test_a_sum_outlives_the_next_one() -> None:
 
 
 def test_two_summands_may_wait_at_once() -> None:
-    halves = DoubleBuffer(torch.zeros(2 * HALF, dtype=torch.uint8))
-    one, two = (halves.take((8,), torch.bfloat16).fill_(i) for i in (1, 2))
-    assert halves.holds(one)
-    assert halves.holds(two)
+    buffers = DoubleBuffer(torch.zeros(2 * HALF, dtype=torch.uint8))
+    one, two = (buffers.take((8,), torch.bfloat16).fill_(i) for i in (1, 2))
+    assert buffers.holds(one)
+    assert buffers.holds(two)
     assert (one == 1).all()
-    assert not halves.holds(one[1:])
-    assert not halves.holds(torch.zeros(8))
-    assert halves.take((8,), torch.bfloat16).data_ptr() == one.data_ptr()
+    assert not buffers.holds(one[1:])
+    assert not buffers.holds(torch.zeros(8))
+    assert buffers.take((8,), torch.bfloat16).data_ptr() == one.data_ptr()
 
 
 @pytest.mark.parametrize(
@@ -170,14 +170,14 @@ def test_ranks_that_must_and_cannot_say_why_and_what_to_do() -> None:
 def checked(group: TensorParallel, fault: Callable[[Tensor], None]) -> list[torch.dtype]:
     """The types that pass the comparison at start, where `fault` has its way with every sum."""
     assert isinstance(group, ProcessGroupRanks)
-    halves = DoubleBuffer(torch.zeros(1 << 24, dtype=torch.uint8))
+    buffers = DoubleBuffer(torch.zeros(1 << 24, dtype=torch.uint8))
 
     def summed(x: Tensor) -> Tensor:
         out = group.all_reduce(x.clone())
         fault(out)
         return out
 
-    return right_dtypes(group, halves, {ONE: summed}, torch.device("cpu"))[0]
+    return right_dtypes(group, buffers, {ONE: summed}, torch.device("cpu"))[0]
 
 
 def test_a_type_that_the_operation_refuses_is_not_served() -> None:

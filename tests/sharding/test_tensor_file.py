@@ -10,9 +10,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save, save_file
 
-from configs.reading import FileChanged
+from configs.reading import DamagedFile, FileChanged
 from sharding import tensor_file
-from sharding.tensor_file import DamagedFile, TensorFile
+from sharding.tensor_file import TensorFile
 
 
 @pytest.fixture(params=[2**25, 0], ids=["at once", "one by one"])

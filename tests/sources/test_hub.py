@@ -231,7 +231,7 @@ store = AdapterSources(AdaptersConfig(hub_endpoint={hub.url!r}))
 
 def look(name, token=False):
     try:
-        return store.look(AdapterReference(AdapterSource.HUB, name), token)
+        return store.resolve(AdapterReference(AdapterSource.HUB, name), token)
     except AdapterError as error:
         return error.refusal
 
@@ -241,7 +241,7 @@ if os.environ.get("HF_HUB_OFFLINE"):
 else:
     found = look("acme/sql", "hf_good")
     assert look("acme/sql") is AdapterRefusal.NOT_FOUND, "cached, but not for everybody"
-assert store.bring(found, False).folder.name == {sha!r}, found
+assert store.fetch(found, False).folder.name == {sha!r}, found
 """
     for offline in ({}, {"HF_HUB_OFFLINE": "1"}):
         environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), **offline}

@@ -67,9 +67,9 @@ def test_a_downloaded_pickle_is_not_kept(tmp_path: Path) -> None:
     ("make", "message"),
     [
         (lambda: torch.ones(2, 6, device="meta"), "has no values"),
-        (lambda: torch.eye(6).to_sparse(), "is no dense tensor"),
+        (lambda: torch.eye(6).to_sparse(), "is not a dense tensor"),
         (lambda: torch.zeros(2, 6, dtype=torch.int8), "has type torch.int8"),
-        (lambda: torch.zeros(2, 6, dtype=torch.complex128), "is no dense tensor"),
+        (lambda: torch.zeros(2, 6, dtype=torch.complex128), "is not a dense tensor"),
         (lambda: torch.ones(1, 1).expand(2**20, 2**10), "larger than the file"),
     ],
 )
