@@ -43,13 +43,17 @@ that the tests make; the engine must give the same tokens and the same logprobs.
 """
 
 READING = """\
-A cell is one adapter (or the base model) on one model, on so many ranks, compared in one way;
+A cell is one adapter (or the base model) on one model, on a number of ranks, compared in one way.
 `9/9` means nine cells, all right. A cell is right when every token and every logprob of the whole
-vocabulary is the oracle's, on every rank. Alone: the only request. Mixed: all adapters and the base
-in one batch, joining at different steps. In chunks: prompts are cut, beside rows that decode.
-Preempted: each request gives its blocks back amid its answer and joins anew with all its tokens.
-Scheduled: by the real scheduler with its prefix cache, prompts of lengths about a border; else
-batches are made by hand. Ranks rebuilt: all are lost on the way, and others go on.
+vocabulary equals the oracle's, on every rank.
+
+* Alone: the only request.
+* Mixed: all adapters and the base in one batch, joining at different steps.
+* In chunks: prompts are cut, beside rows that decode.
+* Preempted: each request loses its blocks during its answer and joins again with all its tokens.
+* Scheduled: by the real scheduler with its prefix cache, with prompts of lengths around a border.
+  Other batches are made by hand.
+* Ranks rebuilt: all ranks are lost during the answer, and new ones continue.
 """
 
 

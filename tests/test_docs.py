@@ -47,3 +47,13 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_files_that_a_page_names_exist(page: Path) -> None:
     named = set(re.findall(r"`([a-z0-9_/]+\.(?:py|yaml))\b", _prose(page)))
     assert [path for path in sorted(named) if not any(f.endswith(f"/{path}") for f in FILES)] == []
+
+
+def test_the_architecture_is_short() -> None:
+    assert len((ROOT / "docs/architecture.md").read_text("utf-8").split()) < 2500
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_lines_are_wrapped(page: Path) -> None:
+    lines = [line for line in _prose(page).splitlines() if not line.startswith(("|", "#", "!["))]
+    assert [line for line in lines if len(line) > 100 and " " in line.strip()] == []
