@@ -1,4 +1,4 @@
-"""From an adapter's name to its files on this node, whatever source it names."""
+"""Find an adapter's files and fetch them to this node, from any source."""
 
 import time
 from dataclasses import replace
@@ -29,17 +29,17 @@ from sources.retry import RetryPolicy
 from sources.s3 import S3Source
 
 _PATIENCE_FACTOR = 10
-"""A download is given up after this many times the longest wait of one request for it."""
+"""A download ends after this many times the longest wait of one request for it."""
 
 
 class AdapterSources:
-    """Turns references into folders; every refusal is an AdapterError that says what to do.
+    """Resolves references and fetches adapters; every refusal is an AdapterError with a remedy.
 
-    Everything blocks on disk or network, and may be called from any thread.
+    Calls block on disk or network; any thread may call.
     """
 
     def __init__(self, config: AdaptersConfig) -> None:
-        """Check what can be checked without asking anybody."""
+        """Check the config; no source is asked yet."""
         self._config = config
         self._local = LocalSource(config.local_roots, config.max_file_bytes)
         self._patience = RetryPolicy(config.fetch.attempts, config.fetch.backoff_s)
@@ -52,9 +52,10 @@ class AdapterSources:
         self.cache = DiskCache(Path(config.fetch.cache_dir).expanduser(), config.fetch.cache_bytes)
 
     def resolve(self, reference: AdapterReference, token: Token) -> FoundAdapter:
-        """What the reference names now, if the token may read it; brings no weights.
+        """Return what the reference names now, without fetching its weights.
 
-        AdapterError says why not, Unreachable that the source did not answer.
+        Raises AdapterError if it is missing or the token may not read it, Unreachable if the
+        source did not answer.
         """
         try:
             if reference.source is AdapterSource.LOCAL:
@@ -64,14 +65,14 @@ class AdapterSources:
                 check_files(found, self._config.max_file_bytes)
             return found
         except (OSError, ValueError) as error:
-            # Files that vanish meanwhile, names that no file system takes.
+            # Files that are deleted meanwhile, names that no file system allows.
             _refuse_unreadable(reference.id, error)
 
     def fetch(self, found: FoundAdapter, token: Token, payer: str | None = None) -> AdapterFolder:
-        """The files of what was found, on this node; a held entry of the cache is the caller's.
+        """Return the files on this node, downloaded if need be.
 
-        payer: whose budget a download is charged to; None for the operator, who pays none.
-        It calls `release` when nobody reads them any more.
+        payer: is charged for a download; None for the operator's own, which are not charged. The
+        caller calls `release` when the files are no longer read.
         """
         name = found.reference.id
         if found.folder is not None and self._is_pickled(found.folder):
@@ -79,7 +80,7 @@ class AdapterSources:
         if found.folder is not None:
             here = self._inspected(found.folder, found)
             if found.reference.source is AdapterSource.LOCAL:
-                # It may have been rewritten since the look.
+                # It may have been rewritten since `resolve`.
                 here = replace(here, origin=origin_of(here.folder, here.fingerprint))
             return here
         try:
@@ -93,7 +94,7 @@ class AdapterSources:
             raise
 
     def digest(self, folder: AdapterFolder, name: str) -> str:
-        """The content's digest; AdapterError when the files are written to meanwhile."""
+        """Return the content's digest; AdapterError when the files are written to meanwhile."""
         try:
             digest = content_digest(folder)
             if fingerprint(folder.folder) != folder.fingerprint:
@@ -103,20 +104,20 @@ class AdapterSources:
             _refuse_unreadable(name, error)
 
     def release(self, folder: AdapterFolder) -> None:
-        """Nobody reads these files any more: they may be evicted."""
+        """End the use of these files, so that the cache may evict them."""
         if folder.held is not None:
             self.cache.release(folder.held)
 
     def close(self) -> None:
-        """Have running downloads end soon; what they have is resumed by the next one."""
+        """End running downloads soon; a later one resumes what they have."""
         self._patience.stopping.set()
 
     def local_reference(self, folder: str) -> AdapterReference | None:
-        """The name of a folder under the local roots; None for any other path."""
+        """Return the reference of a folder under the local roots; None for any other path."""
         return self._local.name_of(folder)
 
     def known_local(self) -> list[str]:
-        """Ids of the adapters directly under the local roots, for listings."""
+        """Return the ids of the adapters directly under the local roots, for listings."""
         return self._local.listing()
 
     def _source(self, reference: AdapterReference) -> RemoteSource:
@@ -151,7 +152,7 @@ class AdapterSources:
             raise
 
     def _charge(self, found: FoundAdapter, payer: str) -> None:
-        """Refuse what clients may not have downloaded."""
+        """Refuse a download that the config or the payer's budget forbids."""
         name = found.reference.id
         if found.reference.source is AdapterSource.HUB and not self._config.fetch.hub_on_demand:
             refuse(
@@ -166,7 +167,7 @@ class AdapterSources:
                 f"adapter {name!r} has to be downloaded, and downloads of "
                 f"{self._config.fetch.download_bytes_per_hour} bytes an hour "
                 "(adapters.fetch.download_bytes_per_hour) are used up: try again in "
-                f"{wait_s:.0f} s, or use adapters that are here",
+                f"{wait_s:.0f} s, or use an adapter that this server has already",
             )
 
     def _fill(self, download: Download, folder: Path) -> None:
@@ -175,12 +176,12 @@ class AdapterSources:
             _convert(folder, folder, download.found.reference.id, None)
 
     def _is_pickled(self, folder: Path) -> bool:
-        """Whether there are weights only as a pickle, and such may be read."""
+        """Return whether the weights are only a pickle, and pickles are allowed."""
         names = (folder / "adapter_model.bin", folder / "adapter_model.safetensors")
         return self._config.allow_pickle and [p.is_file() for p in names] == [True, False]
 
     def _converted(self, found: FoundAdapter, folder: Path) -> AdapterFolder:
-        """A folder that is not ours to write to, as safetensors in the cache."""
+        """Convert a folder that must not be written to into an entry of the cache."""
         name = found.reference.id
         try:
             files = fingerprint(folder)

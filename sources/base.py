@@ -1,4 +1,4 @@
-"""What all sources of adapters share: the files that count, what a source found, refusals."""
+"""Shared by all sources of adapters: the files of an adapter, what a source found, refusals."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -17,7 +17,7 @@ CONFIG_NAME = "adapter_config.json"
 TEMPLATE_NAMES = ("chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json")
 MAX_TEXT_BYTES = 16 << 20
 MAX_CONFIG_BYTES = 1 << 20
-"""Of each file that is no weights: it is parsed whole, which takes many times its bytes."""
+"""Limits of the files that are parsed whole, which takes many times their bytes."""
 
 _WEIGHTS = "adapter_model*.safetensors"
 _PICKLED = "adapter_model*.bin"
@@ -25,22 +25,25 @@ _PICKLED = "adapter_model*.bin"
 HTTPError: type[Exception] = next(
     base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError"
 )
-"""What the hub's client raises when it does not get through, whichever HTTP library it uses."""
+"""What the hub's client raises for a failed request, whichever HTTP library it uses."""
 
 Fingerprint = tuple[tuple[str, int, int], ...]
-"""Name, size in bytes and modification time in ns of every file: cheap to compare."""
+"""Name, size in bytes and modification time in ns of every file: a cheap check for changes."""
 
 Token = str | bool
-"""Whose rights count at the hub: a caller's token, False for nobody's, True for the server's."""
+"""The hub token of a request: the caller's own, False for none, True for the server's."""
 
 
 class Unreachable(Exception):
-    """A source gave no answer, though it was asked several times; the message is for people."""
+    """A source did not answer, after several attempts; the message says what failed."""
 
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file at a source; the tag changes with the content."""
+    """A file at a source.
+
+    name: in the adapter's folder. size: bytes. tag: changes with the content.
+    """
 
     name: str
     size: int
@@ -51,10 +54,13 @@ class RemoteFile:
 class FoundAdapter:
     """What a reference names now.
 
-    name: how clients call it. origin: names the content at its source, so that equal origins mean
-    equal files. files: what to download. folder: where they lie already, None until they are
-    brought. root: the folder that links in it must not lead out of. open_to_all: whether the
-    answer holds for every caller. lasting: whether it may be used again without asking.
+    reference: the adapter, as requests name it.
+    origin: names the content at its source: equal origins mean equal files.
+    files: to download.
+    folder: holds the files already; None if they must be downloaded.
+    root: links in the folder must not lead out of it.
+    open_to_all: whether every caller may read it.
+    lasting: whether the result may be used again without asking the source.
     """
 
     reference: AdapterReference
@@ -67,16 +73,18 @@ class FoundAdapter:
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
+        """Return the bytes of all files."""
         return sum(file.size for file in self.files)
 
 
 @dataclass(frozen=True)
 class AdapterFolder:
-    """An adapter's files on this node and what they are.
+    """An adapter's files on this node.
 
-    origin: names the content, as in Found, but of the files that are here now. held: the entry of
-    the disk cache that must not be evicted meanwhile, None for other folders.
+    folder: holds the files.
+    fingerprint: of the files.
+    origin: as in FoundAdapter, but of the files that are here now.
+    held: the origin of the disk cache's entry that is held until `release`; None for other folders.
     root: as in FoundAdapter.
     """
 
@@ -96,12 +104,13 @@ class FileBody:
 
 
 class RemoteSource(Protocol):
-    """A place that adapters are downloaded from; blocks on the network, used by many threads."""
+    """A service that adapters are downloaded from; any thread may call, and calls block."""
 
     def resolve(self, reference: AdapterReference, token: Token) -> FoundAdapter:
-        """What the reference names, if the token may read it; one or two small requests.
+        """Return what the reference names, by one or two small requests.
 
-        AdapterError says why not; Unreachable when there was no answer.
+        Raises AdapterError if it is missing or the token may not read it, Unreachable if the
+        source did not answer.
         """
         ...
 
@@ -112,7 +121,7 @@ class RemoteSource(Protocol):
         ...
 
     def is_transient(self, error: Exception) -> bool:
-        """Whether asking again may help (5xx, 429, a connection that broke)."""
+        """Return whether another attempt may succeed (5xx, 429, a broken connection)."""
         ...
 
 
@@ -122,7 +131,7 @@ def refuse(refusal: AdapterRefusal, message: str, cause: Exception | None = None
 
 
 def is_adapter_file(name: str, allow_pickle: bool = False) -> bool:
-    """Whether a file (by its name in its folder) is part of an adapter."""
+    """Return whether a file (by its name in the folder) is part of an adapter."""
     folder, _, plain = name.rpartition("/")
     if folder:
         return folder == OTHERS_FOLDER and plain.endswith(".jinja")
@@ -132,7 +141,7 @@ def is_adapter_file(name: str, allow_pickle: bool = False) -> bool:
 
 
 def check_files(found: FoundAdapter, max_bytes: int) -> None:
-    """Refuse what is no adapter, or too large, before anything is downloaded."""
+    """Refuse, before any download, what is not an adapter or is too large."""
     shown = f"adapter {found.reference.id!r}"
     names = {file.name for file in found.files}
     if CONFIG_NAME not in names:
@@ -149,20 +158,20 @@ def check_files(found: FoundAdapter, max_bytes: int) -> None:
 
 
 def check_texts(files: Iterable[tuple[str, int]], name: str) -> None:
-    """Refuse config and templates that are larger than any: (file name, bytes) of each file."""
+    """Refuse a config or templates above their limits; files: (name, bytes) of each."""
     for file, size in files:
-        most = min(MAX_CONFIG_BYTES, MAX_TEXT_BYTES) if file == CONFIG_NAME else MAX_TEXT_BYTES
+        limit = min(MAX_CONFIG_BYTES, MAX_TEXT_BYTES) if file == CONFIG_NAME else MAX_TEXT_BYTES
         is_text = file in (CONFIG_NAME, *TEMPLATE_NAMES) or file.startswith(OTHERS_FOLDER)
-        if is_text and size > most:
+        if is_text and size > limit:
             refuse(
                 AdapterRefusal.TOO_LARGE,
-                f"adapter {name!r}: {file} has {size} bytes, more than the {most} that "
+                f"adapter {name!r}: {file} has {size} bytes, more than the {limit} that "
                 "such a file may have: save or upload it again",
             )
 
 
 def check_size(num_bytes: int, name: str, max_bytes: int) -> None:
-    """Refuse an adapter that is over the server's limit."""
+    """Refuse an adapter above the server's limit."""
     if num_bytes > max_bytes:
         refuse(
             AdapterRefusal.TOO_LARGE,

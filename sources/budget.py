@@ -1,4 +1,4 @@
-"""How many bytes each caller may have downloaded: a bucket that refills over an hour."""
+"""DownloadBudget: how many bytes each caller's requests may download an hour."""
 
 import threading
 import time
@@ -8,21 +8,21 @@ _PERIOD_S = 3600.0
 
 
 class DownloadBudget:
-    """Bytes an hour for each payer; any thread may charge.
+    """A token bucket of bytes for each payer, refilled over an hour; any thread may charge.
 
-    A download begins while any are left, so one may be larger than what is left; what it takes
-    beyond that is a debt, which the next ones wait for.
+    A download begins while any bytes are left, and may take more than are left. Then the next one
+    waits until the balance is positive again.
     """
 
     def __init__(self, bytes_per_hour: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """Everybody begins with an hour's worth. `clock` counts seconds."""
+        """Start each payer with an hour's bytes; `clock` returns seconds."""
         self._full = float(bytes_per_hour)
         self._clock = clock
         self._lock = threading.Lock()
         self._left: dict[str, tuple[float, float]] = {}
 
     def charge(self, payer: str, num_bytes: int) -> float:
-        """Take the bytes and return 0, or take none and return the seconds until any are left."""
+        """Take the bytes and return 0, or take none and return the seconds to wait."""
         now, rate = self._clock(), self._full / _PERIOD_S
         with self._lock:
             left, since = self._left.get(payer, (self._full, now))

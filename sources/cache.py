@@ -1,11 +1,12 @@
-"""The disk cache: what was downloaded, within a bound, in the order of its last use.
+"""The disk cache of downloads: bounded, with eviction by last use.
 
 <folder>/entries/<name>   whole entries; the folder's time is that of its last use
-<folder>/partial/<name>   downloads that run, or that a later try resumes
-<folder>/trash            on its way out
+<folder>/partial/<name>   downloads that run, or that a later attempt resumes
+<folder>/trash            what is being deleted
 
-Several processes may share one cache. Whoever uses an entry holds a shared lock (flock) on its
-folder, whoever fills or evicts one an exclusive lock; locks end with their process.
+Several processes may share one cache. A user of an entry holds a shared lock (flock) on its
+folder; a process that fills or evicts an entry holds an exclusive lock. Locks end with their
+process.
 """
 
 import errno
@@ -27,7 +28,7 @@ _DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class CacheFull(Exception):
-    """No room, though everything that may go is gone; the message says what is full."""
+    """There is no room, although all unused entries were evicted; the message says what is full."""
 
 
 @dataclass
@@ -40,7 +41,6 @@ class DiskCache:
     """Folders by name, at most `max_bytes` of them; threads and processes may share it."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
-        """Nothing is made on disk before the first entry."""
         self._folder = folder
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
@@ -48,7 +48,7 @@ class DiskCache:
         self._reserved: dict[str, int] = {}
 
     def hold(self, origin: str) -> Path | None:
-        """The entry's folder, kept from eviction until `release`; None if it is not here."""
+        """Return the entry's folder, protected from eviction until `release`; None if absent."""
         name = _name(origin)
         path = self._folder / "entries" / name
         with self._lock:
@@ -64,7 +64,7 @@ class DiskCache:
             return path
 
     def release(self, origin: str) -> None:
-        """One user less."""
+        """End one use of an entry."""
         name = _name(origin)
         with self._lock:
             held = self._held[name]
@@ -73,10 +73,10 @@ class DiskCache:
                 os.close(self._held.pop(name).descriptor)
 
     def store(self, origin: str, num_bytes: int, fill: Callable[[Path], None]) -> Path:
-        """The entry's folder, held, filled by `fill` unless somebody did so before or meanwhile.
+        """Return the entry's folder, held; `fill` writes it unless another process did.
 
-        What a failed fill leaves behind is there for the next one, for an hour. CacheFull when
-        there is no room; then nothing is left behind.
+        What a failed fill wrote is kept for an hour, for the next attempt. Raises CacheFull when
+        there is no room; then nothing is kept.
         """
         name = _name(origin)
         while True:
@@ -92,11 +92,11 @@ class DiskCache:
                     self._fill(name, num_bytes, partial, fill)
 
     def discard(self, origin: str) -> None:
-        """Forget what a failed fill left behind."""
+        """Delete what a failed fill wrote."""
         self._remove(self._folder / "partial" / _name(origin))
 
     def check(self) -> None:
-        """Assert that the bound holds and that nothing but entries is left; when idle."""
+        """Assert that the bound holds and that only entries are left; call it when idle."""
         assert not self._reserved, self._reserved
         assert self._used() <= self._max_bytes, (self._used(), self._max_bytes)
         assert not _folders(self._folder / "trash")
@@ -123,11 +123,10 @@ class DiskCache:
 
     @contextmanager
     def _partial(self, name: str) -> Iterator[Path | None]:
-        """The folder to fill, locked; None while another fills it."""
+        """Lock the folder to fill; None while another process fills it."""
         path = self._folder / "partial" / name
         path.mkdir(parents=True, exist_ok=True)
-        # Waiting for the lock would not do: the folder is renamed when it is full, and then its
-        # users keep it locked.
+        # Not a waiting lock: a full folder is renamed to an entry, which its users keep locked.
         descriptor = _lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if descriptor is None:
             yield None
@@ -154,7 +153,7 @@ class DiskCache:
                 used -= size if self._remove(victims.pop(0)) else 0
 
     def _used(self) -> int:
-        """Bytes of entries, of what is on its way, and of what others are downloading."""
+        """Return the bytes of entries, reservations and other processes' downloads."""
         whole = sum(_size(path) for path in _folders(self._folder / "entries"))
         partial = sum(
             _size(path)
@@ -164,13 +163,13 @@ class DiskCache:
         return whole + partial + sum(self._reserved.values())
 
     def _stale(self) -> list[Path]:
-        """Downloads that nobody resumed, and what eviction left when its process died."""
+        """Return downloads that were never resumed, and what an ended process did not delete."""
         old = time.time() - _RESUMABLE_S
         partial = [p for p in _folders(self._folder / "partial") if _used_at(p) < old]
         return [*_folders(self._folder / "trash"), *partial]
 
     def _by_last_use(self) -> list[Path]:
-        """What may go, resumable downloads first."""
+        """Return what may be evicted: resumable downloads first, then entries by last use."""
         partial = _folders(self._folder / "partial")
         entries = [
             path for path in _folders(self._folder / "entries") if path.name not in self._held
@@ -178,7 +177,7 @@ class DiskCache:
         return [*sorted(partial, key=_used_at), *sorted(entries, key=_used_at)]
 
     def _remove(self, path: Path) -> bool:
-        """Delete a folder unless somebody uses it; whether it is gone."""
+        """Delete a folder unless it is in use; returns whether it was deleted."""
         descriptor = _lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if descriptor is None:
             return False
@@ -194,16 +193,17 @@ class DiskCache:
 
 
 def _lock(path: Path, how: int) -> int | None:
-    """Lock a folder; None if it is not there, is locked by another, or was moved meanwhile."""
+    """Lock a folder; None if it is absent, locked by another process, or was moved meanwhile."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     except FileNotFoundError:
         return None
     try:
         fcntl.flock(descriptor, how)
-        here = os.fstat(descriptor)
-        there = path.stat()
-        if (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino):
+        # Another process may have renamed it between opening and locking.
+        opened = os.fstat(descriptor)
+        named = path.stat()
+        if (opened.st_dev, opened.st_ino) == (named.st_dev, named.st_ino):
             return descriptor
     except (BlockingIOError, FileNotFoundError):
         pass

@@ -1,4 +1,4 @@
-"""One adapter's files into one folder: resumed where they broke off, exactly as large as told."""
+"""Download one adapter's files into a folder, resuming what broke off."""
 
 import time
 from dataclasses import dataclass
@@ -10,7 +10,11 @@ from sources.retry import RetryPolicy
 
 @dataclass(frozen=True)
 class Download:
-    """What is downloaded with whose token, how patiently, and until when (time.monotonic)."""
+    """A download of all files of an adapter.
+
+    source, found: what is downloaded. token: the hub token to use. patience: attempts and waits.
+    deadline: of time.monotonic.
+    """
 
     source: RemoteSource
     found: FoundAdapter
@@ -19,38 +23,38 @@ class Download:
     deadline: float
 
     def into(self, folder: Path) -> None:
-        """Bring every file; half a file of an earlier try is continued.
+        """Download every file; partial files of an earlier attempt are continued.
 
-        Unreachable when the source breaks off again and again, AdapterError when it says no.
+        Raises Unreachable when all attempts break off, AdapterError when the source refuses.
         """
         for file in self.found.files:
             if not _is_whole(folder / file.name, file):
                 (folder / file.name).parent.mkdir(exist_ok=True)
-                self._bring(file, folder / f"{file.name}.part")
+                self._fetch(file, folder / f"{file.name}.part")
                 (folder / f"{file.name}.part").rename(folder / file.name)
 
-    def _bring(self, file: RemoteFile, part: Path) -> None:
-        """Read on until the file is whole; attempts count while it is no longer than ever."""
-        attempt, most = 0, _size(part)
+    def _fetch(self, file: RemoteFile, part: Path) -> None:
+        """Read on until the file is whole; only attempts that bring no progress count."""
+        attempt, longest = 0, _size(part)
         while _size(part) != file.size or not part.exists():
             try:
                 self._read(file, part)
                 fault: Exception = Unreachable(f"{file.name} has another size than it should")
             except Exception as error:
-                # Which kinds may pass is the source's to say.
+                # The source knows which of its errors may pass.
                 if not self.source.is_transient(error):
                     raise
                 fault = error
             now = _size(part)
             if now == file.size:
                 return
-            attempt, most = (0, now) if now > most else (attempt + 1, most)
+            attempt, longest = (0, now) if now > longest else (attempt + 1, longest)
             if attempt >= self.patience.attempts:
                 raise Unreachable(f"{file.name} broke off: {type(fault).__name__}") from fault
             self.patience.wait(attempt)
 
     def _read(self, file: RemoteFile, part: Path) -> None:
-        """Append what the source sends; more than the file's size is an error, and thrown away."""
+        """Append what the source sends; more bytes than the file's size are an error."""
         opened = self.source.open(self.found, file, _size(part), self.token)
         with opened as body, part.open("ab") as output:
             output.truncate(body.start)

@@ -1,4 +1,4 @@
-"""Adapters on the hub: every look asks whether the caller's token may read the repository."""
+"""Adapters on the hub: each `resolve` asks it whether the token may read the repository."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,22 +40,22 @@ _OTHERS = f"{OTHERS_FOLDER}/*.jinja"
 
 
 class HubSource:
-    """The hub at one endpoint; the library's own cache is read when the hub is switched off.
+    """The hub at one endpoint.
 
-    HF_HUB_OFFLINE=1 is the operator's word that what lies in that cache is for everybody.
+    With HF_HUB_OFFLINE=1 adapters come from the library's own cache, and every caller may use them.
     """
 
     def __init__(
         self, endpoint: str | None, fetch: FetchConfig, allow_pickle: bool, patience: RetryPolicy
     ) -> None:
-        """`endpoint` None is the library's default."""
+        """endpoint: None for the library's default."""
         self._api = HfApi(endpoint=endpoint)
         self._fetch = fetch
         self._allow_pickle = allow_pickle
         self._patience = patience
 
     def resolve(self, reference: AdapterReference, token: Token) -> FoundAdapter:
-        """The commit that the reference names, and its files."""
+        """Return the commit that the reference names, and its files."""
         _check_token(token, reference.id)
         try:
             info = self._patience.call(lambda: self._info(reference, token), self.is_transient)
@@ -99,7 +99,7 @@ class HubSource:
             yield FileBody(begins, answer.iter_bytes())
 
     def is_transient(self, error: Exception) -> bool:
-        """A status that may pass, or no answer at all."""
+        """Return whether it is a status that may pass, or a missing answer."""
         answer = getattr(error, "response", None)
         if answer is not None:
             return answer.status_code in _PASSING
@@ -107,7 +107,7 @@ class HubSource:
 
     @property
     def _timeout(self) -> Any:
-        """Of connecting, reading, writing and waiting for a connection, as the library takes it."""
+        """Return seconds to connect, read, write and wait for a connection, as the library does."""
         connect, read = self._fetch.connect_timeout_s, self._fetch.read_timeout_s
         return (connect, read, read, read)
 
@@ -186,7 +186,7 @@ def _refuse(error: Exception, name: str) -> NoReturn:
         refuse(
             AdapterRefusal.NOT_FOUND,
             f"adapter {name!r} was not found on the hub, or it is private and the request "
-            "brought no api_token that may read it",
+            "has no api_token that may read it",
             error,
         )
     if isinstance(error, HFValidationError):

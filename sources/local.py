@@ -1,4 +1,4 @@
-"""Adapters in folders of this node: only under the configured roots, links out of them refused."""
+"""Adapters in folders of this node, under the configured roots only."""
 
 import posixpath
 import time
@@ -20,15 +20,18 @@ _CLOCK_TICK_NS = 100_000_000
 
 
 class LocalSource:
-    """Looks ids up under the roots; `id@revision` is the folder of just that name."""
+    """Finds ids under the roots; `id@revision` is a folder of that whole name."""
 
     def __init__(self, roots: tuple[str, ...], max_bytes: int) -> None:
-        """Roots that are relative are looked up in the working directory, then the package."""
+        """Relative roots are looked up in the working directory, then beside the package."""
         self._roots = [_find_root(root) for root in roots]
         self._max_bytes = max_bytes
 
     def resolve(self, reference: AdapterReference) -> FoundAdapter:
-        """The folder that the reference names, its files' sizes checked; AdapterError if none."""
+        """Return the folder that the reference names, after a check of its size.
+
+        Raises AdapterError if there is none, it is too large, or a file links out of its root.
+        """
         name = reference.id
         if reference.revision is not None:
             name = f"{name}@{reference.revision}"
@@ -44,7 +47,7 @@ class LocalSource:
         return FoundAdapter(reference, origin, folder=folder, root=root, lasting=False)
 
     def name_of(self, folder: str) -> AdapterReference | None:
-        """The reference of a folder under the roots, links followed; None for any other path."""
+        """Return the reference of a folder under the roots; None for any other path."""
         if "\0" in folder:
             return None
         path = Path(folder).resolve()
@@ -54,13 +57,13 @@ class LocalSource:
         return None
 
     def listing(self) -> list[str]:
-        """Ids of the adapters directly under the roots."""
+        """Return the ids of the adapters directly under the roots."""
         return sorted(
             path.parent.name for root in self._roots for path in root.glob(f"*/{CONFIG_NAME}")
         )
 
     def _find(self, name: str) -> tuple[Path, Path]:
-        """The root and the folder that the name leads to."""
+        """Return the root and the folder of an id; AdapterError if there is none."""
         plain = "\0" not in name and posixpath.normpath(name) == name
         plain = plain and ".." not in name.split("/")
         for root in self._roots if plain and len(name) <= _LONGEST_ID else ():
@@ -75,10 +78,10 @@ class LocalSource:
 
 
 def origin_of(folder: Path, files: Fingerprint) -> str:
-    """Names what lies in a folder now: rewritten files have another time.
+    """Name a folder's content: a rewritten file has another time, so another name.
 
-    What was written just now may be written again within one tick of the file system's clock, so
-    it has a name that never comes again.
+    Files written just now may be written again within one tick of the file system's clock, so
+    their name is never used again.
     """
     now = time.time_ns()
     is_young = now - max(changed for _, _, changed in files) < _CLOCK_TICK_NS

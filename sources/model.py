@@ -1,4 +1,4 @@
-"""Where the base model's files come from: a folder on this node, or the hub."""
+"""Fetch the base model's files: from a folder on this node, or from the hub."""
 
 from pathlib import Path
 
@@ -15,11 +15,11 @@ _CODE_FILES = ["*.py"]
 
 
 class ModelNotFound(ValueError):
-    """The base model's id is neither a folder nor to be had from the hub."""
+    """The base model's id is neither a folder nor a repository that the hub serves."""
 
 
 def fetch_model(config: ModelConfig) -> Path:
-    """The base model's folder: as given, beside the package (configs/...), or from the hub."""
+    """Return the base model's folder: a path, a path beside the package, or from the hub."""
     folder = _local_folder(config)
     if folder is not None:
         return folder
@@ -38,7 +38,7 @@ def fetch_model(config: ModelConfig) -> Path:
 
 
 def fetch_model_config(config: ModelConfig) -> Path:
-    """A folder with the base model's config.json, and perhaps nothing else."""
+    """Return a folder with the base model's config.json, and perhaps nothing else."""
     folder = _local_folder(config)
     if folder is not None:
         return folder
@@ -58,6 +58,6 @@ def _local_folder(config: ModelConfig) -> Path | None:
 
 def _not_found(config: ModelConfig, error: Exception) -> ModelNotFound:
     return ModelNotFound(
-        f"model {config.id!r} is not a folder with a config.json and could not be had from "
-        f"the hub: {error}. Give a folder's path, or a hub id that this machine can reach"
+        f"model {config.id!r} is not a folder with a config.json and could not be downloaded "
+        f"from the hub: {error}. Give a folder's path, or a hub id that this machine can reach"
     )

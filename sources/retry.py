@@ -1,4 +1,4 @@
-"""Asking again when a fault may pass: exponential back-off with full jitter."""
+"""Repeat what may succeed later: exponential back-off with jitter."""
 
 import random
 import threading
@@ -15,23 +15,27 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """How often something is tried, and the longest wait in seconds before the second try.
+    """How often and when a call is repeated.
 
-    stopping: set when nobody waits for answers any more.
+    attempts: the most calls. backoff_s: the longest wait before the second one.
+    stopping: set when the server stops.
     """
 
     attempts: int
     backoff_s: float
     stopping: threading.Event = field(default_factory=threading.Event)
 
-    def call(self, question: Callable[[], T], is_transient: Callable[[Exception], bool]) -> T:
-        """The answer; Unreachable after the last attempt. Other faults are raised at once."""
+    def call(self, request: Callable[[], T], is_transient: Callable[[Exception], bool]) -> T:
+        """Return the request's result; Unreachable after the last attempt.
+
+        Errors that are not transient are raised at once.
+        """
         for attempt in range(self.attempts):
             self.check()
             try:
-                return question()
+                return request()
             except Exception as error:
-                # Which kinds may pass is the source's to say.
+                # The source knows which of its errors may pass.
                 if not is_transient(error):
                     raise
                 last = error
@@ -40,11 +44,11 @@ class RetryPolicy:
         raise Unreachable(f"{type(last).__name__} after {self.attempts} attempts") from last
 
     def wait(self, attempt: int) -> None:
-        """Sleep before the attempt after this one, callers at different lengths."""
+        """Sleep before the next attempt, for a random time so that callers spread."""
         longest = min(_LONGEST_WAIT_S, self.backoff_s * 2**attempt)
         self.stopping.wait(random.uniform(longest / 2, longest))
 
     def check(self) -> None:
-        """Unreachable when it is time to stop."""
+        """Raise Unreachable if the server is stopping."""
         if self.stopping.is_set():
             raise Unreachable("this server is stopping")

@@ -27,10 +27,10 @@ _UNANSWERED = ("NoCredentialsError", "PartialCredentialsError", "NoRegionError")
 
 
 class S3Source:
-    """One S3 service; boto3 asks again by itself, with exponential back-off and jitter."""
+    """One S3 service; boto3 itself repeats requests, with exponential back-off and jitter."""
 
     def __init__(self, config: S3Config, fetch: FetchConfig, allow_pickle: bool) -> None:
-        """ImportError with advice when boto3 is not installed."""
+        """Make the client; ImportError names the package to install if boto3 is missing."""
         try:
             boto3 = importlib.import_module("boto3")
             botocore = importlib.import_module("botocore.config")
@@ -55,8 +55,8 @@ class S3Source:
         )
 
     def resolve(self, reference: AdapterReference, token: Token) -> FoundAdapter:
-        """The files under the id's prefix, one level deep; an ETag is a file's version."""
-        bucket, prefix = self._place(reference)
+        """Return the files directly under the id's prefix; a file's tag is its ETag."""
+        bucket, prefix = self._location(reference)
         try:
             listed = self._client.list_objects_v2(Bucket=bucket, Prefix=prefix, Delimiter="/")
         except self._errors.ClientError as error:
@@ -73,7 +73,7 @@ class S3Source:
         if not files:
             refuse(
                 AdapterRefusal.NOT_FOUND,
-                f"adapter {reference.id!r} was not found: no adapter's files lie there in s3",
+                f"adapter {reference.id!r} was not found: s3 has no files of an adapter there",
             )
         tags = ",".join(f"{file.name}={file.tag}" for file in files)
         endpoint = self._client.meta.endpoint_url
@@ -83,8 +83,8 @@ class S3Source:
     def open(
         self, found: FoundAdapter, file: RemoteFile, start: int, token: Token
     ) -> Iterator[FileBody]:
-        """Stream a file, if it is still the version that was found."""
-        bucket, prefix = self._place(found.reference)
+        """Stream a file; refuses another version than the one that was found."""
+        bucket, prefix = self._location(found.reference)
         ranged = {"Range": f"bytes={start}-"} if start else {}
         try:
             answer = self._client.get_object(
@@ -99,7 +99,7 @@ class S3Source:
             yield FileBody(begins, body.iter_chunks(_PIECE_BYTES))
 
     def is_transient(self, error: Exception) -> bool:
-        """A status that may pass, or a connection that broke."""
+        """Return whether it is a status that may pass, or a broken connection."""
         if isinstance(error, self._errors.ClientError):
             status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
             return status >= 500 or status in (408, 429)
@@ -107,14 +107,14 @@ class S3Source:
             return False
         return isinstance(error, self._errors.BotoCoreError)
 
-    def _place(self, reference: AdapterReference) -> tuple[str, str]:
-        """Bucket and prefix (with a "/" at its end) of an id; refuses what no root holds."""
+    def _location(self, reference: AdapterReference) -> tuple[str, str]:
+        """Return bucket and prefix (with a final "/") of an id; refuses paths outside the roots."""
         name = reference.id.removeprefix("s3://").rstrip("/")
         if reference.revision is not None:
             name = f"{name}@{reference.revision}"
         parts = name.split("/")
         if not all(part not in ("", ".", "..") for part in parts):
-            refuse(AdapterRefusal.NOT_FOUND, f"{reference.id!r} is no path in a bucket")
+            refuse(AdapterRefusal.NOT_FOUND, f"{reference.id!r} is not a path in a bucket")
         if not any(f"{name}/".startswith(f"{root}/") for root in self._roots):
             if reference.id.startswith("s3://"):
                 refuse(
@@ -146,7 +146,7 @@ class S3Source:
         if self.is_transient(error):
             raise Unreachable(f"s3 gave no answer ({type(error).__name__})") from error
         if isinstance(error, self._errors.ParamValidationError):
-            refuse(AdapterRefusal.NOT_FOUND, f"{name!r} is no path in a bucket", error)
+            refuse(AdapterRefusal.NOT_FOUND, f"{name!r} is not a path in a bucket", error)
         refuse(
             AdapterRefusal.UNAVAILABLE,
             f"adapter {name!r}: the server has no credentials for s3, or no region; see boto3's "

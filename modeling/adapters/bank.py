@@ -1,4 +1,4 @@
-"""The bank: where adapters' rank rows lie, on the host as staged and on the device as placed."""
+"""AdapterBank: one rank's adapters, staged in host memory and loaded into device pools."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -35,8 +35,10 @@ __all__ = [
 
 @dataclass(frozen=True)
 class BankSize:
-    """What a bank holds: pages in each projection's pool, slots, the largest rank, host bytes.
+    """The sizes of a bank.
 
+    pages: in each projection's pool of factors. slots: of loaded adapters. max_rank: the largest
+    rank that is served. host_bytes: of the pool of staged adapters.
     copies: pages, of one matrix each, in the pools of whole embeddings and heads.
     """
 
@@ -47,7 +49,7 @@ class BankSize:
     copies: int = 0
 
     def pages_of(self, projection: Projection) -> int:
-        """Pages in the pool of one projection."""
+        """Return the number of pages in one projection's pool."""
         return self.copies if projection.kind.whole else self.pages
 
 
@@ -63,36 +65,36 @@ class Pool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of both halves."""
+        """Return the bytes of both tensors."""
         return self.a.nbytes + self.bt.nbytes
 
 
 @dataclass(frozen=True)
 class Factors:
-    """Both factors at one place, ready to multiply: a [in, rank], bt [rank, out]."""
+    """Both factors of one projection and layer, ready to multiply: a [in, rank], bt [rank, out]."""
 
     a: Tensor
     bt: Tensor
 
 
 class DeviceAdapter:
-    """An adapter on the device: the pages it was given, and its true ranks."""
+    """An adapter on the device: its pages in the pools, and its true ranks."""
 
     def __init__(self, pools: tuple[Pool, ...], pages: list[list[int]], ranks: Tensor) -> None:
-        """Remember the tables; `ranks` as in StagedAdapter."""
+        """pages: for each projection, its page indices. ranks: as in StagedAdapter."""
         self._pools = pools
         self._pages = pages
         self._ranks: list[list[int]] = ranks.tolist()
         self._views: dict[tuple[int, int], Factors] = {}
 
     def rank(self, projection: int, layer: int) -> int:
-        """Return the true rank at a place; 0 where it is not adapted."""
+        """Return the true rank in a projection and layer; 0 where it is not adapted."""
         return self._ranks[projection][layer]
 
     def factors(self, projection: int, layer: int) -> Factors:
         """Return the first `rank` rows of both factors, through the page table.
 
-        Up to one page they are views of the pool, made once a placement; above, a gather.
+        For one page they are views of the pool, made once; for several, copies.
         """
         view = self._views.get((projection, layer))
         if view is not None:
@@ -124,13 +126,14 @@ def _rows(pool: Tensor, pages: list[int], layer: int) -> Tensor:
 
 
 class AdapterBank:
-    """Device pools, page tables and the host tier of one rank.
+    """Device pools, page tables and the host cache of one rank.
 
-    `stage` and `drop` may run on any thread, beside steps; `load` and `in_use` belong to the
-    thread that launches steps, for they order what kernels read.
+    `stage` and `drop` may run on any thread, beside steps. `load` and `in_use` must run on the
+    thread that launches steps: they order copies and kernels.
 
-    page_table: int32 [slots, projections, pages of max_rank], ranks: int32 [slots, projections,
-    layers], both on the device at addresses that never move.
+    page_table: int32 [slots, projections, pages of max_rank], on the device.
+    ranks: int32 [slots, projections, layers], on the device. Neither ever moves, so CUDA graphs
+    may keep their addresses.
     """
 
     def __init__(
@@ -155,7 +158,7 @@ class AdapterBank:
         )
         self.ranks = torch.zeros(size.slots, count, layers, dtype=torch.int32, device=device)
         on_cuda = device.type == "cuda"
-        # What a fill writes of a slot's tables; a row is written anew once it was copied.
+        # The source of a slot's tables on the device: rewritten only after the slot's last copy.
         self._host_table = torch.zeros(self.page_table.shape, dtype=torch.int32, pin_memory=on_cuda)
         self._host_ranks = torch.zeros(self.ranks.shape, dtype=torch.int32, pin_memory=on_cuda)
         self._loaded: list[DeviceAdapter | None] = [None] * size.slots
@@ -168,26 +171,26 @@ class AdapterBank:
 
     @property
     def pool_pages(self) -> tuple[int, ...]:
-        """Pages of each projection's pool."""
+        """Return the number of pages of each projection's pool."""
         return tuple(self.size.pages_of(projection) for projection in self.projections)
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of all device pools."""
+        """Return the bytes of all device pools."""
         return sum(pool.nbytes for pool in self.pools)
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the arena that staged adapters take."""
+        """Return the bytes of the pinned pool that staged adapters take."""
         return self._host_cache.num_bytes
 
     @property
     def host_capacity(self) -> int:
-        """Bytes of the arena."""
+        """Return the bytes of the pinned pool."""
         return self._host_cache.capacity_bytes
 
     def stage(self, adapter: FetchedAdapter) -> AdapterShape:
-        """Read, judge and cut an adapter, and keep it in host memory until `drop`.
+        """Read, check and cut an adapter, and keep it in host memory until `drop`.
 
         Raises AdapterError when it cannot be served exactly or can never fit, AdapterDeferred
         when there is no room for it now.
@@ -195,7 +198,7 @@ class AdapterBank:
         return self._host_cache.stage(adapter)
 
     def load(self, key: AdapterKey, slot: int, pages: Sequence[Sequence[int]]) -> CopyEvent:
-        """Start to copy a staged adapter into its pages, and name it by `slot`; waits for nothing.
+        """Start to copy a staged adapter into its pages and the slot's tables, without waiting.
 
         pages: for each projection, one page index for each page of its AdapterShape.
         """
@@ -204,48 +207,47 @@ class AdapterBank:
         counts = [len(part) for part in staged.pages]
         assert [len(part) for part in table] == counts, (key, table, counts)
         if slot in self._copy_of_slot:
-            self._copy_of_slot[
-                slot
-            ].wait()  # Long since done, unless a slot is filled twice at once.
-        with self._device_copies.copy(slot, self._take_over(slot, table)) as filled:
+            # It is long done, unless a slot is loaded twice at once.
+            self._copy_of_slot[slot].wait()
+        with self._device_copies.copy(slot, self._take_over(slot, table)) as copied:
             self._copy(staged, slot, table)
         self._loaded[slot] = DeviceAdapter(self.pools, table, staged.ranks)
-        self._copy_of_slot[slot] = self._last_copy[key] = filled
-        return filled
+        self._copy_of_slot[slot] = self._last_copy[key] = copied
+        return copied
 
     def in_use(self, slots: Sequence[int]) -> AbstractContextManager[None]:
-        """Launch a step inside that reads these slots (-1: the base model)."""
+        """Return a context in which to launch a step that reads these slots (-1: base model)."""
         return self._device_copies.in_use(slots)
 
     def drop(self, key: AdapterKey) -> None:
-        """Forget the host copy of an adapter; a key that is not there is ignored."""
+        """Remove an adapter's host copy; an unknown key is ignored."""
         last = self._last_copy.pop(key, None)
         self._host_cache.drop(key, None if last is None else last.event)
 
     def loaded(self, slot: int) -> DeviceAdapter:
-        """Return what lies at a slot."""
-        placement = self._loaded[slot]
-        assert placement is not None, f"slot {slot} is used before anything was placed there"
-        return placement
+        """Return the adapter that is loaded in a slot."""
+        adapter = self._loaded[slot]
+        assert adapter is not None, f"slot {slot} is used before an adapter was loaded into it"
+        return adapter
 
     def adapts(self, slot: int, projection: int) -> bool:
-        """Whether what lies at a slot changes a projection's first layer; no, if nothing does."""
-        placement = self._loaded[slot]
-        return placement is not None and placement.rank(projection, 0) > 0
+        """Return whether a slot's adapter, if any, changes a projection's first layer."""
+        adapter = self._loaded[slot]
+        return adapter is not None and adapter.rank(projection, 0) > 0
 
     def check(self) -> None:
-        """Assert that no page is out of its pool; slots may name pages that were reused since.
+        """Assert that all pages are in their pools and that host memory holds the staged adapters.
 
-        And that the arena holds the staged adapters; not while one is read.
+        Slots may name pages that were reused since. Not to be called while an adapter is staged.
         """
-        for placement in self._loaded:
-            if placement is not None:
-                parts = zip(placement._pages, self.pool_pages, strict=True)
+        for adapter in self._loaded:
+            if adapter is not None:
+                parts = zip(adapter._pages, self.pool_pages, strict=True)
                 assert all(0 <= page < most for part, most in parts for page in part)
         self._host_cache.check()
 
     def _take_over(self, slot: int, table: list[list[int]]) -> set[int]:
-        """Note whose the pages are from now on; returns whose they were."""
+        """Record the slot as the owner of the pages; returns their owners before."""
         before = set()
         for owners, part in zip(self._owners, table, strict=True):
             before |= {owners[page] for page in part if page in owners}

@@ -1,9 +1,9 @@
-"""Fills: copies into adapter pages on a stream of their own, ordered by events alone.
+"""DeviceCopies: copies into adapter pages on their own stream, ordered by events alone.
 
-A fill waits, on its stream, for the last step that may read what lay in its slot or its pages.
-A step that reads a slot waits, on the device, for that slot's fill; no other step waits for
-anything, and no thread does. The scheduler lets rows use an adapter only after its fill was
-reported, so that wait is over before it begins; it holds whoever comes earlier.
+A copy waits, on its stream, for the last step that may read what its slot or its pages held. A
+step that reads a slot waits, on the device, for that slot's copy. No other step waits, and no
+thread does. The scheduler lets rows use an adapter only after its copy was reported as done, so
+normally the step's wait is over before it begins; it guards against an earlier use.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,31 +15,30 @@ from modeling.transfer import DeviceEvent
 
 
 class CopyEvent:
-    """A fill under way."""
+    """The end of one load's copies."""
 
     def __init__(self, event: DeviceEvent | None) -> None:
-        """`event`: behind the last copy; None where it is done already."""
+        """event: recorded after the last copy; None if it is done already."""
         self.event = event
 
     @property
     def done(self) -> bool:
-        """Whether all bytes are there."""
+        """Return whether all bytes are copied."""
         return self.event is None or self.event.query()
 
     def wait(self) -> None:
-        """Block until all bytes are there."""
+        """Block until all bytes are copied."""
         if self.event is not None:
             self.event.synchronize()
 
 
 class DeviceCopies:
-    """The order of fills and steps on one device; on a CPU both are done when they return.
+    """Orders copies and steps on one device; on a CPU both are done when they return.
 
-    `copy` and `in_use` belong to the thread that launches steps.
+    `copy` and `in_use` must be called by the thread that launches steps.
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Make the stream."""
         self._device = device
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
@@ -49,23 +48,23 @@ class DeviceCopies:
 
     @contextmanager
     def copy(self, slot: int, over: Iterable[int]) -> Iterator[CopyEvent]:
-        """Copy into a slot and its pages inside; over: the slots whose pages those were before."""
-        filled = CopyEvent(None)
+        """Queue copies into a slot and its pages inside; over: slots that had the pages before."""
+        copied = CopyEvent(None)
         if self._stream is None:
-            yield filled
+            yield copied
             return
         with torch.cuda.stream(self._stream):
             for reader in {slot, *over}:
                 if reader in self._reads:
                     self._stream.wait_event(self._reads[reader])
-            yield filled
+            yield copied
             event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             event.record(self._stream)
-        filled.event = self._copying[slot] = event
+        copied.event = self._copying[slot] = event
 
     @contextmanager
     def in_use(self, slots: Sequence[int]) -> Iterator[None]:
-        """Launch a step inside that reads these slots (-1: the base model)."""
+        """Launch a step that reads these slots (-1: the base model) inside."""
         used = set(slots) - {-1}
         if self._stream is None or not used:
             yield

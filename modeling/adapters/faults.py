@@ -1,4 +1,4 @@
-"""What is wrong with an adapter's files, gathered, so that a refusal names all of it."""
+"""Faults: gathers what is wrong with an adapter's files, so that a refusal names all of it."""
 
 import re
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from configs.wire.adapters import AdapterError, AdapterRefusal
 
 MAX_REASONS = 12
 MAX_REASON_CHARS = 600
-"""What of a refusal is told, whatever a file holds."""
+"""Limits of a refusal's text, whatever a file holds."""
 
 
 def refuse(message: str, refusal: AdapterRefusal = AdapterRefusal.UNSUPPORTED) -> NoReturn:
@@ -18,16 +18,15 @@ def refuse(message: str, refusal: AdapterRefusal = AdapterRefusal.UNSUPPORTED) -
 
 
 class Faults:
-    """Reasons for a refusal. What only differs by a number, a layer's above all, is told once."""
+    """Reasons for a refusal; of those that differ only in numbers (layers) one is kept."""
 
     def __init__(self) -> None:
-        """Nothing is wrong yet."""
         self._reasons: dict[str, str] = {}
         self._refusals: list[AdapterRefusal] = []
 
     @contextmanager
     def gather(self) -> Iterator[None]:
-        """Keep the AdapterError that ends the block, if one does."""
+        """Keep the AdapterError that ends the block, if any."""
         try:
             yield
         except AdapterError as error:
@@ -36,17 +35,17 @@ class Faults:
                 self._reasons.setdefault(re.sub(r"\d+", "#", reason), reason)
 
     def __bool__(self) -> bool:
-        """Whether anything is wrong."""
+        """Return whether there are reasons."""
         return bool(self._refusals)
 
     def check(self) -> None:
-        """Raise one AdapterError for all; its kind is the first's."""
+        """Raise one AdapterError with all reasons, of the first one's kind."""
         if not self._refusals:
             return
-        told = [_short(reason) for reason in list(self._reasons.values())[:MAX_REASONS]]
+        shown = [_short(reason) for reason in list(self._reasons.values())[:MAX_REASONS]]
         if len(self._reasons) > MAX_REASONS:
-            told.append(f"and {len(self._reasons) - MAX_REASONS} more kinds of faults")
-        raise AdapterError(self._refusals[0], "; ALSO: ".join(told), tuple(told))
+            shown.append(f"and {len(self._reasons) - MAX_REASONS} more kinds of faults")
+        raise AdapterError(self._refusals[0], "; ALSO: ".join(shown), tuple(shown))
 
 
 def _short(reason: str) -> str:

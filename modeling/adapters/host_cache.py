@@ -1,8 +1,8 @@
-"""HostCopies: a rank's staged adapters, in the arena, laid out as the device's pools are.
+"""HostAdapterCache: a rank's staged adapters in the pinned pool, laid out as the device's pools.
 
-A page of a projection has two halves, A and Bt, and lies in the pool as [layers * 8, width].
-An adapter's halves follow each other through its chunks in whole rows, so a half is one run of
-memory, or one for each chunk that it crosses; each run is one copy to the device.
+A page of a projection has two matrices, A and Bt, each [layers * 8, width]. An adapter's matrices
+follow each other through its chunks in whole rows. So a matrix is one contiguous row range, or one
+for each chunk that it crosses; each row range is one copy to the device.
 """
 
 import threading
@@ -34,12 +34,15 @@ PAGE_ROWS = 8
 
 MAX_CHUNK_BYTES = 2**20
 CHUNKS_OF_PAGE = 16
-"""A page in every pool fills this many chunks at least, so that small models waste little."""
+"""One page of every pool together fill at least this many chunks: small models waste little."""
 
 
 @dataclass(frozen=True)
 class HostMatrix:
-    """A or Bt of one page on the host: [rows, width] in runs that follow each other."""
+    """A or Bt of one page in host memory.
+
+    ranges: row ranges [n, width], in order. firsts: the index of each range's first row.
+    """
 
     ranges: tuple[Tensor, ...]
     firsts: tuple[int, ...]
@@ -47,17 +50,17 @@ class HostMatrix:
     def write(self, first: int, rows: Tensor) -> None:
         """Write rows [n, width] from row `first` on, in the pools' type."""
         index, done = bisect_right(self.firsts, first) - 1, 0
-        while self.ranges and done < len(rows):  # A rank without token ids has no runs.
-            run, start = self.ranges[index], first + done - self.firsts[index]
-            count = min(len(run) - start, len(rows) - done)
-            run[start : start + count].copy_(rows[done : done + count])
+        while self.ranges and done < len(rows):  # A rank without token ids has no ranges.
+            part, start = self.ranges[index], first + done - self.firsts[index]
+            count = min(len(part) - start, len(rows) - done)
+            part[start : start + count].copy_(rows[done : done + count])
             done += count
             index += 1
 
     def write_layers(self, layers: Sequence[int], rows: Tensor) -> None:
-        """Write the rows of several layers, [layers, n, width], n up to a page's; the rest are 0.
+        """Write the rows of several layers, [layers, n <= 8, width]; a page's other rows are 0.
 
-        Layers that follow each other are one piece.
+        Consecutive layers are written as one range.
         """
         num_layers, count, width = rows.shape
         if tuple(layers) == tuple(range(layers[0], layers[0] + num_layers)):
@@ -71,14 +74,14 @@ class HostMatrix:
                 self.write(layer * PAGE_ROWS, own)
 
     def copy_to(self, page: Tensor) -> None:
-        """Copy all rows to a page of a pool, [rows, width], behind the current stream."""
-        for first, run in zip(self.firsts, self.ranges, strict=True):
-            page[first : first + len(run)].copy_(run, non_blocking=True)
+        """Queue a copy of all rows to a page of a pool, [rows, width], on the current stream."""
+        for first, part in zip(self.firsts, self.ranges, strict=True):
+            page[first : first + len(part)].copy_(part, non_blocking=True)
 
 
 @dataclass(frozen=True)
 class HostPage:
-    """One page of a projection."""
+    """One page of a projection: its two matrices."""
 
     a: HostMatrix
     bt: HostMatrix
@@ -86,9 +89,10 @@ class HostPage:
 
 @dataclass(frozen=True)
 class StagedAdapter:
-    """An adapter in host memory: its pages for each projection, and the true ranks.
+    """An adapter in host memory.
 
-    ranks: int32 [projections, layers]; 0 where a place is not adapted.
+    pages: for each projection. ranks: the true ones, int32 [projections, layers]; 0 where a layer
+    is not adapted. chunks: of the pinned pool. shape: pages and bytes, as the driver counts them.
     """
 
     pages: tuple[tuple[HostPage, ...], ...]
@@ -99,7 +103,10 @@ class StagedAdapter:
 
 @dataclass(frozen=True)
 class HostCacheSize:
-    """What copies may take: pages of each projection, the largest rank, bytes of the arena."""
+    """Limits of staged adapters.
+
+    pages: of each projection on the device. max_rank: the largest. host_bytes: of the pinned pool.
+    """
 
     pages: tuple[int, ...]
     max_rank: int
@@ -107,7 +114,7 @@ class HostCacheSize:
 
 
 class HostAdapterCache:
-    """The host tier of one rank; `stage` may run on several threads, beside steps and fills."""
+    """Staged adapters of one rank; several threads may stage, beside steps and loads."""
 
     def __init__(
         self,
@@ -117,7 +124,7 @@ class HostAdapterCache:
         pinned: bool,
         base: Mapping[str, BaseRows] = MappingProxyType({}),
     ) -> None:
-        """Take the arena; pinned: for copies to a CUDA device. base: as in `open_adapter`."""
+        """Allocate the pool; pinned: for copies to a CUDA device. base: as in `open_adapter`."""
         self._base = base
         self._projections = tuple(projections)
         self._size = size
@@ -131,19 +138,19 @@ class HostAdapterCache:
 
     @property
     def capacity_bytes(self) -> int:
-        """Bytes of the arena."""
+        """Return the bytes of the pinned pool."""
         return self.pool.num_chunks * self.pool.chunk_bytes
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the arena that are taken."""
+        """Return the bytes of the pinned pool that are taken."""
         return self.pool.num_taken * self.pool.chunk_bytes
 
     def stage(self, adapter: FetchedAdapter) -> AdapterShape:
-        """Read, judge and cut an adapter, and keep it until `drop`.
+        """Read, check and cut an adapter, and keep it until `drop`.
 
         Raises AdapterError when it cannot be served exactly or can never fit, AdapterDeferred
-        when the arena has no room for it now.
+        when the pool has no room for it now.
         """
         read = object()
         with self._lock:
@@ -162,11 +169,11 @@ class HostAdapterCache:
         """Return a staged adapter."""
         with self._lock:
             staged = self._staged.get(key)
-        assert staged is not None, f"adapter {key} is placed but was never staged"
+        assert staged is not None, f"adapter {key} is loaded but was never staged"
         return staged
 
     def drop(self, key: AdapterKey, after: DeviceEvent | None = None) -> None:
-        """Forget an adapter, staged or being read; its memory is free once `after` has passed."""
+        """Remove an adapter, staged or being read; its memory is free once `after` has passed."""
         with self._lock:
             staged = self._staged.pop(key, None)
             self._reads.pop(key, None)
@@ -174,14 +181,14 @@ class HostAdapterCache:
             self.pool.free(staged.chunks, after)
 
     def check(self) -> None:
-        """Assert that the arena holds the staged adapters alone; not while one is read."""
+        """Assert that the pool holds the staged adapters alone; not while one is read."""
         with self._lock:
             chunks = [chunk for staged in self._staged.values() for chunk in staged.chunks]
             assert not self._reads, self._reads
         self.pool.check(chunks)
 
     def _keep(self, adapter: FetchedAdapter, read: object, staged: StagedAdapter) -> AdapterShape:
-        """Keep what was read, unless it was dropped or read by another thread meanwhile."""
+        """Keep an adapter, unless it was dropped or another thread staged it meanwhile."""
         with self._lock:
             first = self._staged.get(adapter.key)
             wanted = self._end_read(adapter.key, read)
@@ -200,7 +207,7 @@ class HostAdapterCache:
             self._end_read(key, read)
 
     def _end_read(self, key: AdapterKey, read: object) -> bool:
-        """Forget that a thread reads an adapter; whether it is still wanted."""
+        """Record the end of a thread's read; returns False if the adapter was dropped meanwhile."""
         reads = self._reads.get(key, [])
         wanted = read in reads
         if wanted:
@@ -212,8 +219,8 @@ class HostAdapterCache:
     def _read(self, adapter: FetchedAdapter) -> StagedAdapter:
         opened = open_fetched(adapter, self._projections, self._size.max_rank, self._base)
         ranks = torch.zeros(len(self._projections), self._num_rank_pools, dtype=torch.int32)
-        for place, rank in opened.ranks.items():
-            ranks[place.projection, place.layer] = rank
+        for position, rank in opened.ranks.items():
+            ranks[position.projection, position.layer] = rank
         num_pages = tuple(-(-int(row.max()) // PAGE_ROWS) for row in ranks)
         layout = self._layout(num_pages)
         shape = AdapterShape(num_pages, layout.num_chunks * self.pool.chunk_bytes)
@@ -232,7 +239,7 @@ class HostAdapterCache:
         return StagedAdapter(pages, ranks, chunks, shape)
 
     def _check_fits(self, shape: AdapterShape) -> None:
-        """Refuse what no amount of eviction could ever place."""
+        """Refuse an adapter that would not fit into empty pools."""
         needs = zip(self._projections, shape.num_pages, self._size.pages, strict=True)
         for projection, count, most in needs:
             if count > most:
@@ -249,27 +256,28 @@ class HostAdapterCache:
             )
 
     def _layout(self, num_pages: Sequence[int]) -> "ChunkLayout":
-        halves = []
+        matrices = []
         for projection, count in zip(self._projections, num_pages, strict=True):
             rows = projection.num_layers * PAGE_ROWS
             widths = (projection.local_inputs, projection.local_outputs)
-            halves += [(rows, width) for width in widths] * count
-        return lay_out(halves, self.pool.chunk_bytes // self._dtype.itemsize)
+            matrices += [(rows, width) for width in widths] * count
+        return lay_out(matrices, self.pool.chunk_bytes // self._dtype.itemsize)
 
     def _pages(
         self, layout: "ChunkLayout", num_pages: Sequence[int], chunks: Sequence[int]
     ) -> tuple[tuple[HostPage, ...], ...]:
-        halves = self._matrices(layout, chunks)
+        matrices = self._matrices(layout, chunks)
         return tuple(
-            tuple(HostPage(next(halves), next(halves)) for _ in range(count)) for count in num_pages
+            tuple(HostPage(next(matrices), next(matrices)) for _ in range(count))
+            for count in num_pages
         )
 
     def _matrices(self, layout: "ChunkLayout", chunks: Sequence[int]) -> Iterator[HostMatrix]:
         size = self._dtype.itemsize
-        for runs in layout.matrices:
+        for ranges in layout.matrices:
             views = tuple(
-                self.pool.rows(chunks[run.chunk], run.offset * size, run.shape, self._dtype)
-                for run in runs
+                self.pool.rows(chunks[part.chunk], part.offset * size, part.shape, self._dtype)
+                for part in ranges
             )
             yield HostMatrix(views, (0, *accumulate(len(view) for view in views))[: len(views)])
 
@@ -284,12 +292,15 @@ class HostAdapterCache:
                 own[index].a.write_layers(stack.layers, a[:, rows])
                 own[index].bt.write_layers(stack.layers, bt[:, rows])
         for matrix in adapter.read_matrices():
-            pages[matrix.place.projection][0].a.write(0, matrix.rows)
+            pages[matrix.position.projection][0].a.write(0, matrix.rows)
 
 
 @dataclass(frozen=True)
 class RowRange:
-    """Rows [n, width] of one half in one chunk; chunk counts the adapter's own, offset elements."""
+    """Rows of a matrix in one chunk.
+
+    chunk: index among the adapter's chunks. offset: in elements. shape: (rows, width).
+    """
 
     chunk: int
     offset: int
@@ -298,40 +309,40 @@ class RowRange:
 
 @dataclass(frozen=True)
 class ChunkLayout:
-    """Where an adapter's halves lie in its chunks."""
+    """The row ranges of an adapter's matrices, and how many chunks they take."""
 
     matrices: tuple[tuple[RowRange, ...], ...]
     num_chunks: int
 
 
-def lay_out(halves: Sequence[tuple[int, int]], chunk: int) -> ChunkLayout:
-    """Let halves of (rows, width) follow each other in chunks of `chunk` elements, row by row."""
+def lay_out(matrices: Sequence[tuple[int, int]], chunk: int) -> ChunkLayout:
+    """Lay out matrices of (rows, width) in chunks of `chunk` elements; no row crosses a chunk."""
     laid = []
     index, offset = 0, 0
-    for rows, width in halves:
+    for rows, width in matrices:
         assert width <= chunk, (width, chunk)
-        runs = []
+        ranges = []
         while rows and width:
             count = min(rows, (chunk - offset) // width)
             if count:
-                runs.append(RowRange(index, offset, (count, width)))
+                ranges.append(RowRange(index, offset, (count, width)))
             rows -= count
             offset += count * width
             if rows:
                 index, offset = index + 1, 0
-        laid.append(tuple(runs))
+        laid.append(tuple(ranges))
     return ChunkLayout(tuple(laid), index + 1 if offset else index)
 
 
 def chunk_size(projections: Sequence[Projection], dtype: torch.dtype) -> int:
-    """Bytes of a chunk: a small part of a page in every pool, and the widest row at least."""
+    """Return a chunk's bytes: a small part of one page of every pool, at least the widest row."""
     widest = max((max(p.local_inputs, p.local_outputs) for p in projections), default=0)
     part = min(MAX_CHUNK_BYTES, page_bytes(projections, dtype) // CHUNKS_OF_PAGE)
     return max(aligned(max(part, widest * dtype.itemsize)), aligned(1))
 
 
 def _check_unchanged(adapter: FetchedAdapter) -> None:
-    """Refuse files that are not those that were digested."""
+    """Refuse files that changed since their digest was computed."""
     for member in adapter.members:
         if member.fingerprint and fingerprint(Path(member.folder)) != member.fingerprint:
             raise AdapterError(
@@ -341,7 +352,7 @@ def _check_unchanged(adapter: FetchedAdapter) -> None:
 
 
 def take(rows: Tensor, segments: Segments) -> Tensor:
-    """Keep the columns of `segments`, in their order: [..., whole] to [..., local]."""
+    """Return the columns of `segments`, in their order: [..., whole] to [..., local]."""
     if len(segments) == 1:
         ((start, stop),) = segments
         return rows[..., start:stop]
@@ -349,13 +360,13 @@ def take(rows: Tensor, segments: Segments) -> Tensor:
 
 
 def page_bytes(projections: Sequence[Projection], dtype: torch.dtype) -> int:
-    """Bytes of one page in every pool of factors: the unit in which those are sized."""
+    """Return the bytes of one page of every pool of factors: the unit of their size."""
     factors = [p for p in projections if not p.kind.whole]
     widths = sum(p.num_layers * (p.local_inputs + p.local_outputs) for p in factors)
     return PAGE_ROWS * dtype.itemsize * widths
 
 
 def copy_bytes(projections: Sequence[Projection], dtype: torch.dtype) -> int:
-    """Bytes of one page in every pool of whole matrices."""
+    """Return the bytes of one page of every pool of whole matrices."""
     whole = [p for p in projections if p.kind.whole]
     return PAGE_ROWS * dtype.itemsize * sum(p.num_layers * p.local_inputs for p in whole)

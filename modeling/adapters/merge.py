@@ -86,7 +86,7 @@ class MergedAdapter:
     def stacks(self) -> Iterator[LoraStack]:
         """The same; each place is merged by itself."""
         for module in self.read():
-            place = module.place
+            place = module.position
             yield LoraStack(place.projection, (place.layer,), module.a[None], module.b[None])
 
     def read_matrices(self) -> Iterator[Matrix]:

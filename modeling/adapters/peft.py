@@ -62,7 +62,7 @@ ENDS = frozenset({"embed_tokens", "lm_head", "embed_in", "embed_out", "wte"})
 class LoraModule:
     """One module's factors in float32: a [r, in], b [out, r] with the scaling folded in."""
 
-    place: ModulePosition
+    position: ModulePosition
     a: Tensor
     b: Tensor
 

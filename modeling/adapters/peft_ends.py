@@ -46,7 +46,7 @@ FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 class Matrix:
     """A whole embedding's or head's rows on this rank, [token ids, hidden], as stored."""
 
-    place: ModulePosition
+    position: ModulePosition
     rows: Tensor
 
 

@@ -1,9 +1,8 @@
-"""HostArena: one piece of host memory for all staged adapters, taken at start, cut into chunks.
+"""PinnedPool: the host memory of all staged adapters, allocated at start and cut into chunks.
 
-Chunks are of one size and whoever takes some takes any, so nothing ever lies between two
-adapters that is too small to use: what is lost is the end of an adapter's last chunk and, in
-each chunk, less than one row. On CUDA the memory is pinned once, for pinning takes a lock that
-every launch needs.
+Chunks have one size and an adapter may take any of them, so memory does not fragment: only the end
+of an adapter's last chunk and less than one row of each chunk are lost. On CUDA the memory is
+pinned once, because pinning takes a lock that every launch needs.
 """
 
 import threading
@@ -18,28 +17,29 @@ from modeling.transfer import DeviceEvent
 
 
 class PinnedPool:
-    """Chunks 0 .. num_chunks - 1 of `chunk_bytes` each; any thread may take and give back."""
+    """Chunks 0 .. num_chunks - 1 of `chunk_bytes` each; any thread may allocate and free."""
 
     def __init__(self, num_chunks: int, chunk_bytes: int, pinned: bool) -> None:
-        """Take the memory; pinned: for copies to a CUDA device beside its steps."""
+        """Allocate the memory; pinned: for copies to a CUDA device beside its steps."""
         self.num_chunks = num_chunks
         self.chunk_bytes = chunk_bytes
         self._memory = torch.empty(num_chunks * chunk_bytes, dtype=torch.uint8)
         if pinned and num_chunks:
             weakref.finalize(self, _pin(self._memory)).atexit = False
-        self._fresh = 0  # Chunks from here on were never taken: a CPU has no memory there yet.
+        # Chunks from here on were never taken: the system has given them no memory yet.
+        self._fresh = 0
         self._free: list[int] = []
         self._leaving: list[tuple[DeviceEvent, list[int]]] = []
         self._lock = threading.Lock()
 
     @property
     def num_taken(self) -> int:
-        """Chunks that nobody else can have now."""
+        """Return how many chunks are taken or still being copied."""
         with self._lock:
             return self._fresh - len(self._free)
 
     def allocate(self, count: int) -> list[int] | None:
-        """Take `count` chunks, or none when there are not as many; waits for copies out of them."""
+        """Take `count` chunks, or None if there are fewer; waits for copies out of them."""
         with self._lock:
             self._collect(count)
             if count > self._room():
@@ -51,7 +51,7 @@ class PinnedPool:
             return taken
 
     def free(self, chunks: Sequence[int], after: DeviceEvent | None = None) -> None:
-        """Give chunks back; nobody gets them before `after`, the last copy out of them."""
+        """Give chunks back; they are free once `after`, the last copy out of them, is done."""
         with self._lock:
             if after is None or after.query():
                 self._free.extend(chunks)
@@ -59,30 +59,30 @@ class PinnedPool:
                 self._leaving.append((after, list(chunks)))
 
     def rows(self, chunk: int, offset: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """A view of a chunk from `offset` bytes on, as [rows, width]."""
+        """Return a view of a chunk from `offset` bytes on, as [rows, width]."""
         first = chunk * self.chunk_bytes + offset
         num_bytes = shape[0] * shape[1] * dtype.itemsize
         assert offset + num_bytes <= self.chunk_bytes, (offset, shape, dtype)
         return self._memory[first : first + num_bytes].view(dtype).view(shape)
 
     def zero(self, chunks: Sequence[int]) -> None:
-        """Make chunks zero."""
+        """Set chunks to zero."""
         for chunk in chunks:
             self._memory[chunk * self.chunk_bytes : (chunk + 1) * self.chunk_bytes].zero_()
 
     def check(self, taken: Sequence[int]) -> None:
-        """Assert that every chunk is free, leaving, or in exactly one place of `taken`."""
+        """Assert that every chunk is free, being copied, or in `taken` exactly once."""
         with self._lock:
             leaving = [chunk for _, chunks in self._leaving for chunk in chunks]
             found = sorted([*self._free, *leaving, *taken])
-            assert found == list(range(self._fresh)), "chunks are lost or given out twice"
+            assert found == list(range(self._fresh)), "chunks are lost or taken twice"
             assert self._fresh <= self.num_chunks
 
     def _room(self) -> int:
         return self.num_chunks - self._fresh + len(self._free)
 
     def _collect(self, count: int) -> None:
-        """Take back what copies have left; waits for those that `count` chunks need."""
+        """Free chunks whose copies are done; waits for copies if `count` chunks are not free."""
         waiting = []
         for after, chunks in self._leaving:
             if not after.query() and self._room() < count:
@@ -95,9 +95,9 @@ class PinnedPool:
 
 
 def _pin(memory: Tensor) -> Callable[[], None]:
-    """Register memory with CUDA; returns what undoes it.
+    """Register memory with CUDA; returns the function that unregisters it.
 
-    Not torch's pinned allocator, which rounds sizes up to powers of two.
+    Torch's pinned allocator would round the size up to a power of two.
     """
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     address, num_bytes = memory.data_ptr(), memory.nbytes

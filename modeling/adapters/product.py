@@ -1,4 +1,4 @@
-"""The contract of the multi-adapter product.
+"""AdapterData: the multi-adapter product as layers call it.
 
     y[t, o + j] += sum_r ( sum_i x[t, i] * A[row(t, r), i] ) * Bt[row(t, r), j]
 
@@ -18,7 +18,7 @@ from modeling.adapters.bank import DeviceAdapter
 
 @dataclass(frozen=True)
 class OutputSlice:
-    """Where one projection's delta goes: columns offset .. offset + local_outputs of y."""
+    """The columns of y that get a projection's delta: offset .. offset + local_outputs."""
 
     projection: int
     offset: int
@@ -36,18 +36,18 @@ class TokenGroup:
 
 
 class AdapterData(Protocol):
-    """The adapters of one step, as layers see them (the seeds' `adapter_data`)."""
+    """The adapters of one step, as layers use them (`adapter_data` in the models)."""
 
     def has_product(self, x: Tensor, weight: Tensor, targets: tuple[OutputSlice, ...]) -> bool:
-        """Whether `product` is the faster way to these targets' base product."""
+        """Return whether `product` computes these targets' base product faster."""
         ...
 
     def product(
         self, y: Tensor, x: Tensor, weight: Tensor, layer: int, targets: tuple[OutputSlice, ...]
     ) -> None:
-        """Write x W^T into y [tokens, out], together with what `add` needs of x.
+        """Write x W^T into y [tokens, out], and prepare `add`.
 
-        `has_product` said yes, and `add` of the same targets comes next.
+        Call it only if `has_product` returned true, and call `add` of the same targets next.
         """
         ...
 

@@ -19,9 +19,10 @@ __all__ = [
 
 
 class ProjectionKind(Enum):
-    """What an adapter changes: a linear map, one of the vocabulary's ends, or all of an end.
+    """What an adapter changes.
 
-    WHOLE_EMBEDDING, WHOLE_HEAD: no factors but a matrix in the base weight's stead.
+    LINEAR, EMBEDDING, HEAD: adds factors to a linear map, the embedding or the head.
+    WHOLE_EMBEDDING, WHOLE_HEAD: replaces the base weight by a whole matrix.
     """
 
     LINEAR = "linear"
@@ -32,7 +33,7 @@ class ProjectionKind(Enum):
 
     @property
     def whole(self) -> bool:
-        """Whether it is a matrix and no factors."""
+        """Return whether it is a whole matrix instead of factors."""
         return self in (ProjectionKind.WHOLE_EMBEDDING, ProjectionKind.WHOLE_HEAD)
 
 
@@ -40,12 +41,12 @@ WHOLE_KINDS = {
     ProjectionKind.EMBEDDING: ProjectionKind.WHOLE_EMBEDDING,
     ProjectionKind.HEAD: ProjectionKind.WHOLE_HEAD,
 }
-"""Kinds of factors, and the kind of the matrices at the same end."""
+"""The kind of whole matrix for each kind of embedding or head factors."""
 
 
 @dataclass(frozen=True)
 class ModulePosition:
-    """Where a module's delta belongs: index of the projection, and the layer."""
+    """A module of the model: index of its projection, and its layer."""
 
     projection: int
     layer: int
@@ -53,9 +54,9 @@ class ModulePosition:
 
 @dataclass(frozen=True)
 class BaseRows:
-    """A base tensor of which adapters' files may hold a copy: this rank's rows of it.
+    """A base tensor of which adapters' files may hold a copy.
 
-    first: the first row's index in the whole tensor. shape: the whole tensor's.
+    rows: this rank's. first: the first row's index in the whole tensor. shape: the whole tensor's.
     """
 
     rows: Tensor
@@ -73,13 +74,14 @@ class Projection:
     inputs: columns of A that this rank keeps (all for column-parallel, its cut for row-parallel).
     outputs: rows of B that this rank keeps (its cut for column-parallel, all for row-parallel).
     num_layers: how many layers have it.
-    base: for embeddings and heads, this rank's rows of the base weight, one for each of its
-    token ids: PEFT saves a copy of it, which must say the same. Tied ends have one and the same.
-    alias: another path that adapters may know the module by.
+    kind: what an adapter changes.
+    base: for embeddings and heads, this rank's rows of the base weight, one for each of its token
+    ids. PEFT saves a copy, which must be equal. A tied embedding and head have the same tensor.
+    alias: another path by which adapters may name the module.
     opens_ends: whether a server can adapt embedding and head of its model at all.
 
-    A whole matrix [token ids, hidden] lies in its pool as pages of 8 rows a layer would: its
-    rows by eights are its "layers", so that one page is all of it; `inputs` is the hidden size.
+    A whole matrix [token ids, hidden] is one page of its pool: each 8 of its rows count as a layer,
+    and `inputs` is the hidden size.
     """
 
     name: str
@@ -96,7 +98,7 @@ class Projection:
 
     @property
     def base_rows(self) -> BaseRows:
-        """The base weight of an embedding or a head, as a copy of it is compared."""
+        """Return the base weight of an embedding or a head, to compare copies with."""
         assert self.base is not None
         is_embedding = self.kind is ProjectionKind.EMBEDDING
         sizes = (self.in_features, self.out_features)
@@ -104,21 +106,21 @@ class Projection:
         return BaseRows(self.base, first, sizes if is_embedding else sizes[::-1])
 
     def modules(self, layer: int) -> tuple[str, ...]:
-        """The paths by which adapters may name the module of a layer."""
+        """Return the paths by which adapters may name the module of a layer."""
         own = self.module.format(layer=layer)
         return (own,) if self.alias is None else (own, self.alias)
 
     @property
     def num_ranked(self) -> int:
-        """Layers that have a rank of their own."""
+        """Return how many layers have a rank."""
         return 1 if self.kind.whole else self.num_layers
 
     @property
     def local_inputs(self) -> int:
-        """Width of this rank's slice of A."""
+        """Return the width of this rank's slice of A."""
         return width(self.inputs)
 
     @property
     def local_outputs(self) -> int:
-        """Width of this rank's slice of B."""
+        """Return the width of this rank's slice of B."""
         return width(self.outputs)

@@ -1,4 +1,4 @@
-"""The multi-adapter product in plain torch: the CPU path, and what other kernels are held to.
+"""The multi-adapter product in plain torch: the CPU path, and the reference of other kernels.
 
 It computes in x's type, as PEFT does once its weights are cast to the model's: in half
 precision x A^T is rounded to half before it meets Bt.
@@ -18,17 +18,16 @@ class ReferenceBatch:
     """The adapters of one step, grouped once for all layers."""
 
     def __init__(self, groups: Sequence[TokenGroup]) -> None:
-        """Keep the groups."""
         self._groups = tuple(groups)
 
     def has_product(self, x: Tensor, weight: Tensor, targets: tuple[OutputSlice, ...]) -> bool:
-        """No: torch's own product serves."""
+        """Return False: torch computes base products."""
         return False
 
     def product(
         self, y: Tensor, x: Tensor, weight: Tensor, layer: int, targets: tuple[OutputSlice, ...]
     ) -> None:
-        """Is never asked for."""
+        """Is never called."""
         raise NotImplementedError
 
     def add(self, y: Tensor, x: Tensor, layer: int, targets: tuple[OutputSlice, ...]) -> None:

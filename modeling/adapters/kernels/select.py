@@ -1,4 +1,4 @@
-"""Which kernel multiplies adapters on a device."""
+"""Select the kernel that multiplies adapters on a device."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ BatchBuilder = Callable[[AdapterBank, Sequence[int], Sequence[int]], AdapterData
 
 
 class AdapterStepPlan(Protocol):
-    """Buffers at fixed addresses, so that a captured step serves any mix of adapters."""
+    """Buffers at fixed addresses, so that a CUDA graph serves any mix of adapters."""
 
     def update(self, slots: Sequence[int], lengths: Sequence[int]) -> int:
-        """Describe the next step, ahead of its replay; returns how many tiles it has."""
+        """Write the next step's description, before its replay; returns its number of tiles."""
         ...
 
     def batch(self, num_tokens: int, num_tiles: int | None = None) -> AdapterData:
-        """Return data to capture for any step of so many tokens, or for `update`'s own tiles."""
+        """Return the data of any step of so many tokens, to capture; num_tiles: `update`'s."""
         ...
 
 
@@ -32,9 +32,10 @@ PlanBuilder = Callable[[AdapterBank, int], AdapterStepPlan]
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """The builder of a step's adapter data, its name, and why it was taken.
+    """The selected kernel.
 
-    plan: what captured steps need; None where the kernel cannot be captured.
+    name, reason: for logs. batch: builds a step's adapter data.
+    plan: builds the buffers for CUDA graphs; None where the kernel cannot be captured.
     """
 
     name: str

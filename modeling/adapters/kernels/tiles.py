@@ -1,10 +1,10 @@
-"""How a step's tokens become tiles: sorted by slot, each tile of one slot."""
+"""Cut a step's tokens into tiles: sorted by slot, each tile of one slot."""
 
 import numpy as np
 import numpy.typing as npt
 
 HEADER = 8
-"""Integers of a record before its tokens, 32 bytes: slot, first position, tiles in all, room."""
+"""Integers of a record before its tokens, 32 bytes: slot, first position, tiles in all, unused."""
 
 Ints = npt.NDArray[np.int32]
 
@@ -13,7 +13,7 @@ def cut_tiles(of_token: Ints, size: int, max_tiles: int) -> tuple[Ints, int]:
     """Sort tokens by slot and cut them into tiles of up to `size` tokens of one slot.
 
     of_token: int32 [tokens], -1 for the base. Returns records int32 [max_tiles, HEADER + size],
-    in which nothing is -1, and how many are tiles; each record says that number.
+    filled up with -1, and the number of tiles, which each tile's record holds too.
     """
     records = np.full((max_tiles, HEADER + size), -1, dtype=np.int32)
     order = np.argsort(of_token, kind="stable")

@@ -1,8 +1,8 @@
-"""A step's adapters as the Triton kernels see them: tokens cut into tiles, in fixed buffers.
+"""A step's adapters for the Triton kernels: tokens cut into tiles, in buffers that never move.
 
-Everything that varies between steps lies in buffers of a `TritonPlan`, at addresses that never
-move; `TritonBatch` launches with grids that hold for any mix of as many tokens. So a captured
-`add` stays right: call `update` before each replay, on the stream of the replay.
+Everything that varies between steps is in the buffers of a `TritonPlan`. `TritonBatch` launches
+grids that are large enough for any mix of as many tokens. So a captured `add` stays correct: call
+`update` before each replay, on the stream of the replay.
 """
 
 from collections.abc import Sequence
@@ -36,14 +36,14 @@ MAX_TARGETS = 3
 
 @dataclass(frozen=True)
 class LaunchGroup:
-    """Projections of one launch, padded to three with places of width 0.
+    """Projections of one launch, padded to three by projections of width 0.
 
-    a, bt: their pools. outputs, offsets: columns of y. inputs: columns of x. layers: of a pool.
-    key: names the group among those of a plan.
+    key: names the group among those of a plan. count: of projections. a, bt: their pools.
+    projections: their indices. outputs, offsets: columns of y. inputs: columns of x.
+    layers: of a pool.
     """
 
     key: int
-
     count: int
     a: tuple[Tensor, ...]
     bt: tuple[Tensor, ...]
@@ -63,7 +63,7 @@ class TritonPlan:
     def __init__(
         self, bank: AdapterBank, max_tokens: int, forms: Sequence[Form] | None = None
     ) -> None:
-        """Allocate for the bank's device; forms: the tuned table unless given."""
+        """Allocate on the bank's device; forms: None for the tuned table."""
         self.bank = bank
         self.forms = tuple(forms) if forms is not None else forms_of(bank.pools[0].a.dtype)
         self.max_tokens = max_tokens
@@ -96,9 +96,9 @@ class TritonPlan:
         return distinct + (num_tokens - distinct) // self.form(num_tokens).tile_tokens
 
     def update(self, slots: Sequence[int], lengths: Sequence[int]) -> int:
-        """Describe the next step: a slot (-1: base) and a length for each row, in x's order.
+        """Write the next step's tiles: a slot (-1: base) and a length for each row, in x's order.
 
-        Returns the number of its tiles. A captured step is padded with rows of slot -1.
+        Returns their number. A captured step is padded with rows of slot -1.
         """
         of_token = np.repeat(np.asarray(slots, dtype=np.int32), np.asarray(lengths))
         assert len(of_token) <= self.max_tokens, (len(of_token), self.max_tokens)
@@ -112,7 +112,7 @@ class TritonPlan:
         return num_tiles
 
     def batch(self, num_tokens: int, num_tiles: int | None = None) -> "TritonBatch":
-        """Return the data of steps of so many tokens, with `update`'s tiles or, to capture, any."""
+        """Return the data of steps of so many tokens; num_tiles: `update`'s, None to capture."""
         tiles = self.max_tiles(num_tokens) if num_tiles is None else num_tiles
         return TritonBatch(self, num_tokens, tiles)
 
@@ -138,7 +138,7 @@ class TritonBatch:
     """The adapters of one step of `num_tokens` tokens, as the plan's buffers describe it."""
 
     def __init__(self, plan: TritonPlan, num_tokens: int, num_tiles: int) -> None:
-        """num_tiles: how many records of the plan are looked at."""
+        """num_tiles: how many records of the plan are read."""
         self._plan = plan
         self._product = product_form(num_tokens) if num_tiles else None
         self._started: tuple[LaunchGroup, int] | None = None
@@ -165,13 +165,13 @@ class TritonBatch:
         self._launch = launch_options(plan.dependent_launch)
 
     def has_product(self, x: Tensor, weight: Tensor, targets: tuple[OutputSlice, ...]) -> bool:
-        """Whether the base product of these targets is to be computed by `product`."""
+        """Return whether `product` is to compute the base product of these targets."""
         return self._product is not None and len(targets) <= MAX_TARGETS and _fits(x, weight)
 
     def product(
         self, y: Tensor, x: Tensor, weight: Tensor, layer: int, targets: tuple[OutputSlice, ...]
     ) -> None:
-        """y = x W^T, and the shrink of what `add` is called for next, in one launch.
+        """Compute y = x W^T and the shrink of the next `add`, in one launch.
 
         x: [tokens, in], weight: [out, in], y: [tokens, out].
         """
@@ -237,11 +237,11 @@ class TritonBatch:
             self._expand(y, layer, group, self._shrink(x, layer, group))
 
     def _grid(self, num_blocks: int) -> tuple[int, int]:
-        """Programs for each block of columns: a tile each, or several tiles in turn."""
+        """Return the grid: blocks of columns, and programs that each take one or more tiles."""
         return num_blocks, min(self._num_tiles, -(-self._form.programs // num_blocks))
 
     def _shrink(self, x: Tensor, layer: int, group: LaunchGroup) -> int:
-        """Leave the partial sums of x A^T and return into how many splits."""
+        """Compute the partial sums of x A^T and return their number of splits."""
         blocks = self._form.shrink
         splits = self._constants["SPLITS"]
         split_width, num_splits = _split(group.inputs, blocks.columns, splits)
@@ -286,7 +286,7 @@ class TritonBatch:
         self._plan.expand(key, grid, arguments, constants, self._options(blocks))
 
     def _options(self, blocks: Blocks) -> dict[str, Any]:
-        """How a kernel is compiled and launched."""
+        """Return a kernel's options of compilation and launch."""
         return {
             "num_warps": blocks.warps,
             "num_stages": blocks.stages,
@@ -296,7 +296,7 @@ class TritonBatch:
 
 
 def triton_batch(bank: AdapterBank, slots: Sequence[int], lengths: Sequence[int]) -> TritonBatch:
-    """Describe one step in buffers of its own; one slot (-1: base) and one length for each row."""
+    """Return one step's data in new buffers; one slot (-1: base) and one length for each row."""
     num_tokens = sum(lengths)
     plan = TritonPlan(bank, num_tokens)
     return plan.batch(num_tokens, plan.update(slots, lengths))
@@ -331,13 +331,13 @@ def _split(inputs: int, columns: int, splits: int) -> tuple[int, int]:
 
 
 def _fits(x: Tensor, weight: Tensor) -> bool:
-    """Whether the product's kernel takes these: half precision, whole lines, rows side by side."""
+    """Return whether the product's kernel takes these: half precision, aligned, contiguous rows."""
     whole = weight.is_contiguous() and weight.shape[1] % AHEAD == 0 and x.stride(0) % 8 == 0
     return x.dtype != torch.float32 and whole
 
 
 def _tiles(form: ProductForm, weight: Tensor, x: Tensor) -> tuple[Any, Any]:
-    """Return what the copy engine is told of weight and x, where it brings them."""
+    """Return descriptors of weight and x for the copy engine, or the tensors themselves."""
     if not form.bulk:
         return weight, x
     return (

@@ -158,7 +158,7 @@ def test_a_page_list_must_fit_the_shape(tmp_path: Path) -> None:
     bank.stage(fetched(write_lora(tmp_path, factors(UP, [4, 4, 4])), 1))
     with pytest.raises(AssertionError):
         bank.load(AdapterKey(1), 0, [[0, 1], []])
-    with pytest.raises(AssertionError, match="before anything was placed"):
+    with pytest.raises(AssertionError, match="before an adapter was loaded"):
         bank.loaded(0)
 
 

@@ -91,10 +91,10 @@ def merged(folders: Sequence[Path], rule: MergeRule) -> dict[ModulePosition, Lor
     """What is read of a merge."""
     opened = open_fetched(fetched(1, folders, rule), PROJECTIONS, 64)
     modules = list(opened.read())
-    assert [module.place for module in modules] == list(opened.ranks)
+    assert [module.position for module in modules] == list(opened.ranks)
     for module in modules:
-        assert module.a.shape[0] == module.b.shape[1] == opened.ranks[module.place]
-    return {module.place: module for module in modules}
+        assert module.a.shape[0] == module.b.shape[1] == opened.ranks[module.position]
+    return {module.position: module for module in modules}
 
 
 def test_places_and_ranks_are_those_of_all_parts(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def test_factors_come_with_the_scaling_in_b(tmp_path: Path, dtype: torch.dtype) 
     tensors = factors(UP, [4, 4, 4], dtype=dtype)
     adapter = open_adapter(write_lora(tmp_path, tensors), PROJECTIONS, 64)
     modules = list(adapter.read())
-    assert [m.place for m in modules] == [
+    assert [m.position for m in modules] == [
         ModulePosition(0, 0),
         ModulePosition(0, 1),
         ModulePosition(0, 2),
@@ -53,7 +53,7 @@ def test_each_module_has_its_own_rank_and_scaling(tmp_path: Path) -> None:
         ModulePosition(1, 2): 2,
     }
     scales = {
-        module.place: float((module.b / tensors[key]).mean())
+        module.position: float((module.b / tensors[key]).mean())
         for module, key in zip(
             adapter.read(), [k for k in tensors if k.endswith("B.weight")], strict=True
         )

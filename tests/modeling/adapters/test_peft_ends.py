@@ -111,7 +111,7 @@ def test_each_rank_reads_its_own_rows_of_a_whole_matrix(
     adapter = opened(tmp_path, whole, ends(first, last), **fields)
     assert adapter.ranks == {ModulePosition(0, 0): 4, ModulePosition(4, 0): 1}
     found = list(adapter.read_matrices())
-    assert [matrix.place for matrix in found] == [ModulePosition(4, 0)] * (last > first)
+    assert [matrix.position for matrix in found] == [ModulePosition(4, 0)] * (last > first)
     for matrix in found:
         assert torch.equal(matrix.rows, whole[f"{HEAD}.weight"][first:last])
 
@@ -121,7 +121,7 @@ def test_an_entry_means_the_end_of_a_path_as_in_peft(tmp_path: Path, entry: str)
     whole = {f"{EMBEDDING}.weight": ROWS + 1}
     adapter = opened(tmp_path, whole, modules_to_save=[entry])
     (matrix,) = adapter.read_matrices()
-    assert matrix.place == ModulePosition(3, 0)
+    assert matrix.position == ModulePosition(3, 0)
 
 
 def test_a_file_may_hold_whole_matrices_alone(tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_matrices_that_were_trained_as_one(tmp_path: Path) -> None:
     fields = {"ensure_weight_tying": True, "modules_to_save": ["embed_tokens"]}
     equal = {f"{EMBEDDING}.weight": ROWS + 1, f"{HEAD}.weight": ROWS + 1}
     adapter = opened(tmp_path, equal, ends(tied=True), **fields)
-    assert [m.place for m in adapter.read_matrices()] == [
+    assert [m.position for m in adapter.read_matrices()] == [
         ModulePosition(3, 0),
         ModulePosition(4, 0),
     ]
