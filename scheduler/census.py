@@ -1,4 +1,4 @@
-"""Census: everything that the scheduler holds, counted."""
+"""Count what the scheduler holds, for a Snapshot."""
 
 from dataclasses import asdict
 
@@ -10,21 +10,21 @@ from scheduler.snapshot import Counters, Snapshot
 
 
 def census(
-    trials: CrashIsolation,
+    isolation: CrashIsolation,
     running: RunningRequests,
     residency: Residency,
-    tally: Counters,
+    counters: Counters,
     plans_in_flight: int,
 ) -> Snapshot:
-    """Count who waits, who runs and what they hold."""
+    """Count the requests, blocks and adapters."""
     adapters = dict.fromkeys(AdapterState, 0)
     for state in residency.states().values():
         adapters[state] += 1
-    counts = asdict(tally)
+    counts = asdict(counters)
     counts["num_preemptions"] += running.num_preemptions
     return Snapshot(
-        queued=len(trials),
-        isolated=trials.num_isolated,
+        queued=len(isolation),
+        isolated=isolation.num_isolated,
         running=len(running.members),
         draining=len(running.draining),
         plans_in_flight=plans_in_flight,

@@ -1,4 +1,4 @@
-"""What goes into the scheduler about adapters and what comes out of it about requests."""
+"""Events: what the scheduler is given about adapters, and what it returns about requests."""
 
 import msgspec
 
@@ -17,18 +17,23 @@ class AdapterFailure(msgspec.Struct, frozen=True):
     message: str
 
 
+UNLOADED = AdapterFailure(
+    AdapterRefusal.UNAVAILABLE, "the adapter was unloaded while it was being staged"
+)
+
+
 class ClientCancelled(msgspec.Struct, frozen=True):
     """The client left."""
 
 
 class RanksFailure(msgspec.Struct, frozen=True):
-    """The ranks are lost by the request, or hold too little for it since they were lost."""
+    """The request killed the ranks, or does not fit on the ranks that replaced them."""
 
     message: str
 
 
 class ConstraintFailure(msgspec.Struct, frozen=True):
-    """The answer cannot be held to its constraint within what that may cost."""
+    """The constraint cannot be followed within the limits of its matcher."""
 
     message: str
 
@@ -49,12 +54,14 @@ class NewTokens(msgspec.Struct, frozen=True, gc=False):
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """The one last event of a request, with everything that it generated and keeps.
+    """The last event of a request, sent once, with everything that it generated.
 
-    cached_tokens: prompt tokens that came from the prefix cache. arrival, first_scheduled,
-    first_token: seconds on the caller's clock; None when it never came to that.
-    prompt_logprobs: of the prompt's tokens from the second on, where asked for. embedding: of
-    the prompt, float32 little-endian; empty where not asked for or not come to.
+    tokens: the generated ids.
+    logprobs: one entry a token when the request asked for them, else None.
+    cached_tokens: prompt tokens that came from the prefix cache.
+    arrival, first_scheduled, first_token: seconds on the caller's clock; None if it did not happen.
+    prompt_logprobs: of the prompt's tokens from the second on; None if not requested.
+    embedding: of the prompt, float32 little-endian; empty if not requested or not computed.
     """
 
     request_id: RequestId
@@ -70,7 +77,7 @@ class Ended(msgspec.Struct, frozen=True):
 
 
 class AdapterArrived(msgspec.Struct, frozen=True):
-    """An adapter that was wanted is in host memory or on the device, or why it is not."""
+    """The reply to AdapterWanted: the adapter is staged or loaded, or `failure` says why not."""
 
     key: AdapterKey
     failure: AdapterFailure | None = None
@@ -82,9 +89,9 @@ Event = RequestEvent | AdapterArrived
 
 
 class AdapterStaged(msgspec.Struct, frozen=True):
-    """All ranks hold the adapter in host memory; the answer to a key of `to_stage`.
+    """All ranks hold the adapter in host memory; one reply to a key of `to_stage`.
 
-    kept: False when some rank had no room for it; it is asked for again once there is.
+    kept: False when some rank had no room for it; it is staged again once there is room.
     """
 
     key: AdapterKey
@@ -93,9 +100,9 @@ class AdapterStaged(msgspec.Struct, frozen=True):
 
 
 class AdapterFailed(msgspec.Struct, frozen=True):
-    """The adapter could not be staged; the other answer to a key of `to_stage`.
+    """The adapter could not be staged; the other reply to a key of `to_stage`.
 
-    partly: whether some rank holds it, or may come to hold it, all the same.
+    partly: whether some rank holds it all the same, or may come to hold it.
     """
 
     key: AdapterKey
@@ -105,26 +112,26 @@ class AdapterFailed(msgspec.Struct, frozen=True):
 
 
 class AdapterLoaded(msgspec.Struct, frozen=True):
-    """All ranks have finished a plan's fill; rows may use the adapter from now on."""
+    """All ranks have finished a plan's load; rows may use the adapter from now on."""
 
     key: AdapterKey
 
 
 class AdapterPinned(msgspec.Struct, frozen=True):
-    """Keep the adapter on the device (it is staged and filled unasked), or keep it no longer."""
+    """Keep the adapter on the device (stage and load it without a request), or stop doing so."""
 
     key: AdapterKey
     pinned: bool
 
 
 class AdapterUnloaded(msgspec.Struct, frozen=True):
-    """Forget the adapter's bytes and its pin as soon as no request uses or awaits it."""
+    """Forget the adapter and its pin as soon as no request uses it or waits for it."""
 
     key: AdapterKey
 
 
 class AdapterWanted(msgspec.Struct, frozen=True):
-    """Stage the adapter though no request asks for it; AdapterArrived is the answer."""
+    """Stage the adapter without a request; AdapterArrived is the reply."""
 
     key: AdapterKey
 

@@ -1,21 +1,25 @@
-"""Matchers: what each rank makes of a constraint before an answer can be held to it.
+"""Matchers: what the ranks need to hold an answer to its constraint, prepared beside the steps.
 
-They are made beside the steps, for a request whose turn has come; until all ranks have its matcher
-the request stands aside, and others join. Answers under the same constraint share a lexer, which
-grows with what they have come across. Where its limits are met, all that share it lose a token;
-each goes on with a matcher of its own, and ends if it meets the limits alone.
+A matcher is requested when its first request is next to be admitted. Until all ranks have prepared
+it, the request waits outside its queue and others are admitted. Requests with the same constraint
+share a matcher, and with it a lexer that grows with the texts it has seen. When the shared lexer
+meets its limits, all requests that share it lose one token and continue with a matcher of their
+own. A request whose own matcher meets the limits ends.
 """
 
-from collections.abc import Callable, Set
 from dataclasses import dataclass
 
 import msgspec
 
 from scheduler.request import Request
+from scheduler.running import RunningRequests
 
 
 class PrepareMatcher(msgspec.Struct, frozen=True):
-    """Have every rank make a matcher, in the place of those that are gone."""
+    """A command for every rank: prepare one matcher.
+
+    released: numbers of matchers that the ranks forget first.
+    """
 
     number: int
     constraint: str
@@ -24,8 +28,12 @@ class PrepareMatcher(msgspec.Struct, frozen=True):
 
 @dataclass(eq=False)
 class _Matcher:
-    """users: requests that have not ended. awaited: one of them is in turn and awaits it. sent: the
-    ranks were told; ready: all have it.
+    """One matcher of the ranks.
+
+    users: requests that have it and have not ended.
+    awaited: a request that is next to be admitted waits for it.
+    sent: the ranks have the command to prepare it, and have not been told to forget it.
+    ready: all ranks have prepared it.
     """
 
     number: int
@@ -37,17 +45,17 @@ class _Matcher:
 
 
 class Matchers:
-    """Which matchers the ranks hold, are making, or will make when there is room."""
+    """The matchers that the ranks hold, prepare, or will prepare when there is room."""
 
-    def __init__(self, most: int) -> None:
-        """None yet; the ranks hold so many at once, and each lexer may grow to its limit."""
-        self._max_held = most
+    def __init__(self, max_held: int) -> None:
+        """The ranks hold at most `max_held` matchers, each with a lexer of its own."""
+        self._max_held = max_held
         self._next = 0
         self._known: dict[int, _Matcher] = {}
         self._shared: dict[str, _Matcher] = {}
 
     def is_ready(self, request: Request) -> bool:
-        """Whether the request may join as far as its constraint goes; if not, it is seen to."""
+        """Whether the request has no constraint or a ready matcher; if not, have one prepared."""
         constraint = request.sampling.constraint
         if not constraint:
             return True
@@ -60,20 +68,20 @@ class Matchers:
         return matcher.ready
 
     def give_own(self, request: Request) -> bool:
-        """Give a request a matcher of its own; False if it had one, and nobody shares it."""
+        """Give a request a matcher of its own; False if it has one already."""
         if request.own_matcher:
             return False
         constraint = request.sampling.constraint
-        worn = self._shared.get(constraint)
-        if worn is not None and worn.number == request.matcher:
-            del self._shared[constraint]  # Who comes now begins with a fresh one.
+        shared = self._shared.get(constraint)
+        if shared is not None and shared.number == request.matcher:
+            del self._shared[constraint]  # New requests start with a fresh one.
         self.release(request)
         self._assign(request, self._new(constraint))
         request.own_matcher = True
         return True
 
     def release(self, request: Request) -> None:
-        """The request ended."""
+        """The request ended, or gets another matcher."""
         if request.matcher >= 0:
             matcher = self._known[request.matcher]
             matcher.users -= 1
@@ -81,20 +89,23 @@ class Matchers:
             if not (matcher.users or matcher.sent):
                 self._forget(matcher)
 
-    def to_prepare(self, running: Callable[[], Set[int]]) -> list[PrepareMatcher]:
-        """What to tell the ranks now, each once; `running`: the matchers of those with places."""
+    def to_prepare(self, running: RunningRequests) -> list[PrepareMatcher]:
+        """Commands for the ranks, each given once."""
         waiting = [each for each in self._known.values() if each.awaited and not each.sent]
-        return [order for each in waiting for order in self._prepare(each, running())]
+        if not waiting:
+            return []
+        used = {request.matcher for request in running.unfinished}
+        return [command for each in waiting for command in self._prepare(each, used)]
 
     def prepared(self, number: int, fault: str) -> None:
-        """All ranks have answered; with a fault nobody else is to wait for it."""
+        """All ranks have answered; after a fault new requests do not share this matcher."""
         matcher = self._known[number]
         matcher.ready, matcher.awaited = True, False
         if fault and self._shared.get(matcher.constraint) is matcher:
             del self._shared[matcher.constraint]
 
     def ranks_lost(self) -> None:
-        """The ranks are gone, with all that they had made."""
+        """The ranks are gone, and all their matchers."""
         for matcher in list(self._known.values()):
             matcher.sent = matcher.ready = matcher.awaited = False
             if not matcher.users:
@@ -108,15 +119,18 @@ class Matchers:
         assert set(numbers) <= set(self._known)
         assert sum(each.sent for each in self._known.values()) <= self._max_held
 
-    def _prepare(self, matcher: _Matcher, running: Set[int]) -> list[PrepareMatcher]:
-        """The order to make this one; none while there is no room.
+    def _prepare(self, matcher: _Matcher, used: set[int]) -> list[PrepareMatcher]:
+        """The command to prepare this matcher; none while there is no room.
 
-        Others make room that nobody uses. If no one runs who could leave any, those make room too
-        whose users wait: they are made again at their turn.
+        used: the matchers of running requests.
+
+        Matchers without users make room. If no sent matcher belongs to a running request, those of
+        waiting requests make room too and are prepared again later: otherwise nothing would ever
+        make room.
         """
         sent = [each for each in self._known.values() if each.sent]
         spare = [each for each in sent if each.ready and not each.users]
-        if all(each.ready and each.number not in running for each in sent):
+        if all(each.ready and each.number not in used for each in sent):
             spare += [each for each in sent if each.users]
         surplus = max(len(sent) + 1 - self._max_held, 0)
         if surplus > len(spare):
@@ -126,11 +140,8 @@ class Matchers:
             if not each.users:
                 self._forget(each)
         matcher.sent = True
-        return [
-            PrepareMatcher(
-                matcher.number, matcher.constraint, [each.number for each in spare[:surplus]]
-            )
-        ]
+        released = [each.number for each in spare[:surplus]]
+        return [PrepareMatcher(matcher.number, matcher.constraint, released)]
 
     def _new(self, constraint: str) -> _Matcher:
         matcher = _Matcher(self._next, constraint)
@@ -141,7 +152,7 @@ class Matchers:
     def _assign(self, request: Request, matcher: _Matcher) -> None:
         matcher.users += 1
         request.matcher = matcher.number
-        # The one used last is forgotten last.
+        # Ordered by use: the one used least recently makes room first.
         self._known[matcher.number] = self._known.pop(matcher.number)
 
     def _forget(self, matcher: _Matcher) -> None:

@@ -1,4 +1,4 @@
-"""Request: one prompt on its way to one completion, told in lengths rather than phases.
+"""Request: one prompt and its completion, described by lengths instead of phases.
 
 Prefill, a chunk of it and decode are one mechanism: a row computes positions
 scheduled .. scheduled + length - 1, and samples when it reaches the end of all tokens.
@@ -14,11 +14,15 @@ from configs.wire.sampling import FinishReason, Pooling, Sampling, Stopping
 from scheduler.events import Ended, Ending, RequestId
 
 PROOF_TOKENS = 8
-"""New tokens that show that the ranks live with a request; see trials.py."""
+"""New tokens after which the losses of the ranks are not counted against a request any more."""
 
 
 class Status(Enum):
-    """Where a request is; LEAVING is preempted while plans in flight still name it."""
+    """Where a request is.
+
+    WAITING: it holds nothing on the ranks. RUNNING: it holds a batch slot.
+    LEAVING: it was preempted, but plans in flight still name it.
+    """
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -30,21 +34,27 @@ class Status(Enum):
 class Request:
     """A sequence, its tokens and what it holds on the ranks.
 
-    arrival: seconds on the caller's clock.
-    parts: what its adapter is a merge of, each once; () for others.
+    arrival: seconds on the caller's clock, as are first_scheduled and first_token.
+    parts: the adapters that its adapter is a merge of, each once; () for others.
+    cache_salt: what separates its prefix cache keys from those of other callers.
+    serial: its number in the order of arrival.
     tokens: all known ids, prompt first.
     computed: positions whose step was applied. scheduled: positions that plans name.
     pending: tokens that plans in flight will sample. in_flight: plans in flight with its row.
-    cache_salt: of the prefix cache's keys. rope_set: that of position 0 (configs/rope_sets.py).
+    batch_slot, blocks: what it holds on the ranks; -1 and empty while it waits.
+    digests: names of its full blocks in the prefix cache, as far as they were computed.
+    rope_set: that of position 0 (configs/rope_sets.py).
     registered: leading blocks whose content the prefix cache knows.
+    cached_tokens: prompt tokens that came from the prefix cache.
     prompt_logprobs, embedding: what the ranks reported about its prompt so far.
-    losses: of the ranks, in a row, in which it was involved. losses_alone: those in which no
-    other request was. lost_with: tokens that it had at the last one. isolation_rounds: how often
-    it was set apart (admission/crash_isolation.py).
-    matcher: the number of the matcher that the ranks made of its constraint; -1 without one.
+    losses: losses of the ranks, in a row, in which it was involved.
+    losses_alone: those of them in which no other request was involved.
+    lost_with: tokens that it had at the last loss.
+    isolation_rounds: how often it was isolated (admission/crash_isolation.py).
+    matcher: the number of its constraint's matcher on the ranks; -1 without one.
     own_matcher: no other request shares that matcher.
-    waiting_for_matcher: it waits outside its queue until the ranks have made the matcher.
-    discards_samples: what plans in flight still sample for it is thrown away (matchers.py).
+    waiting_for_matcher: it waits outside its queue until the ranks have prepared the matcher.
+    discards_samples: what plans in flight still sample for it is dropped (matchers.py).
     """
 
     id: RequestId
@@ -89,7 +99,7 @@ class Request:
 
     @property
     def charged_adapters(self) -> tuple[AdapterKey | None, ...]:
-        """Whose shares it counts against: the parts of a merge, else its own adapter."""
+        """The adapters whose limits it counts against: the parts of a merge, else its own."""
         return self.parts or (self.adapter,)
 
     @property
@@ -109,7 +119,7 @@ class Request:
 
     @property
     def exhausted(self) -> bool:
-        """Whether the plans in flight certainly bring its last permitted token."""
+        """Whether the plans in flight bring its last permitted token."""
         most, total = self.stopping.max_new_tokens, len(self.tokens) + self.pending
         return total >= len(self.prompt) + most if most else self.scheduled >= total
 
@@ -120,20 +130,25 @@ class Request:
 
     @property
     def tokens_to_clear(self) -> int:
-        """How many new tokens clear it after a loss: four times as many with each further trial."""
+        """New tokens that clear it after a loss: four times as many with each further isolation."""
         return PROOF_TOKENS << 2 * max(self.isolation_rounds - 1, 0)
 
     @property
     def awaits_report(self) -> bool:
-        """Whether the ranks still owe something about its prompt, and so must read all of it."""
-        asked = self.sampling
-        if not asked.about_prompt:
+        """Whether the ranks must still report about its prompt, and so must compute all of it."""
+        sampling = self.sampling
+        if not sampling.about_prompt:
             return False
-        scored = asked.prompt_logprobs < 0 or len(self.prompt_logprobs) >= len(self.prompt) - 1
-        return not scored or (asked.pooling is not Pooling.NONE and not self.embedding)
+        scored = sampling.prompt_logprobs < 0 or len(self.prompt_logprobs) >= len(self.prompt) - 1
+        return not scored or (sampling.pooling is not Pooling.NONE and not self.embedding)
+
+    def set_first_scheduled(self, now: float, cached_tokens: int) -> None:
+        """It was admitted for the first time, behind so many tokens of cached blocks."""
+        self.first_scheduled = now
+        self.cached_tokens = min(cached_tokens, len(self.prompt))
 
     def add_logprobs(self, logprobs: TokenLogprobs | None) -> list[TokenLogprobs] | None:
-        """Keep the logprobs of one sampled token, if they were asked for, and return them."""
+        """Keep the logprobs of one sampled token, if they were requested, and return them."""
         if self.sampling.logprobs < 0 or logprobs is None:
             return None
         self.logprobs.append(logprobs)
@@ -148,7 +163,7 @@ class Request:
         self.embedding = report.embedding or self.embedding
 
     def accept(self, token: int) -> FinishReason | None:
-        """Append a sampled token; to end by a stop token goes before ending by length."""
+        """Append a sampled token; returns why the request ends, a stop token before the length."""
         self.tokens.append(token)
         if self.losses and len(self.tokens) - self.lost_with >= self.tokens_to_clear:
             self.losses = self.losses_alone = 0
@@ -159,19 +174,19 @@ class Request:
         return FinishReason.LENGTH if count >= stopping.max_new_tokens else None
 
     def truncate(self, num_generated: int) -> None:
-        """Forget the generated tokens beyond the first `num_generated`."""
+        """Drop the generated tokens beyond the first `num_generated`."""
         keep = max(num_generated, 0)
         del self.tokens[len(self.prompt) + keep :]
         del self.logprobs[keep:]
 
     def take_rope_set(self, rope_set: int) -> None:
-        """Be computed by this set from position 0 on; only while it holds nothing on the ranks."""
+        """Compute it with this set from position 0 on; only while it holds nothing on the ranks."""
         assert self.status is Status.WAITING, self.id
         if rope_set != self.rope_set:
             self.rope_set, self.digests = rope_set, []
 
     def rewind(self) -> None:
-        """Be as new but for the tokens, which the next Join brings back to the ranks."""
+        """Start anew with the known tokens, which the next RequestJoin sends to the ranks."""
         self.status = Status.WAITING
         self.computed = self.scheduled = self.pending = self.in_flight = self.registered = 0
         self.batch_slot = -1
@@ -179,13 +194,13 @@ class Request:
         self.discards_samples = False
 
     def count_loss(self, alone: bool) -> None:
-        """The ranks were lost, and it was involved, or even the only one."""
+        """The ranks were lost, and it was involved; `alone`: no other request was."""
         self.losses += 1
         self.losses_alone += alone
         self.lost_with = len(self.tokens)
 
     def ended(self, ending: Ending) -> Ended:
-        """Mark the request as ended and tell its whole story."""
+        """Mark the request as ended; returns its last event."""
         assert self.status is not Status.ENDED, f"{self.id} ended twice"
         self.status = Status.ENDED
         return Ended(

@@ -1,11 +1,9 @@
-"""Running: the requests on the ranks, their places and blocks, and what happens when those end.
+"""RunningRequests: the requests on the ranks, their batch slots and KV blocks.
 
-Blocks are taken as tokens come. When none is left the youngest request is preempted, never one
-as old as the request that needs the block; whatever plans in flight name is given back only
-when the last of them was applied, so the one in need may have to pause for them.
+Blocks are allocated as tokens come. When none is left, the youngest request is preempted, never one
+as old as the request that needs the block. What plans in flight name is freed only when the last of
+them was applied, so the request that needs the block may have to pause until then.
 """
-
-from collections.abc import Callable
 
 from configs.rope_sets import SHORT
 from configs.wire.adapters import AdapterKey
@@ -15,26 +13,20 @@ from scheduler.request import Request, Status
 from scheduler.step import StepBuilder
 
 SHORTEST_SLICE = 16
-"""Tokens: fewer are not worth a pause, for about a block of them is computed again after it."""
+"""Tokens: fewer are not worth a preemption, after which about a block of them is recomputed."""
 
 
 class RunningRequests:
-    """Requests in the order of their age, and those that leave while plans still name them.
+    """Running requests by age, and those that plans in flight still name after they left.
 
-    freed: called when a request holds nothing on the ranks any more.
+    members: the running ones, oldest first.
+    draining: by serial, ended or preempted requests that plans in flight still name.
     stalled: whether the last step left a request without a block.
     reserved_blocks: blocks that known tokens of admitted requests will still take.
     """
 
-    def __init__(
-        self,
-        capacity: Capacity,
-        num_places: int,
-        prefix_caching: bool,
-        freed: Callable[[Request], None],
-    ) -> None:
-        """Start with nobody running."""
-        self.num_batch_slots = num_places
+    def __init__(self, capacity: Capacity, num_batch_slots: int, prefix_caching: bool) -> None:
+        self.num_batch_slots = num_batch_slots
         self.num_blocks = capacity.num_blocks
         self.block_size = capacity.block_size
         self.members: list[Request] = []
@@ -42,8 +34,8 @@ class RunningRequests:
         self.stalled = False
         self.reserved_blocks = 0
         self.num_preemptions = 0
-        self._freed = freed
-        self._free_batch_slots = list(range(num_places - 1, -1, -1))
+        self._freed: list[Request] = []
+        self._free_batch_slots = list(range(num_batch_slots - 1, -1, -1))
         self._chunked = capacity.chunked
         self._rope = capacity.rope_sets
         self.prefix = PrefixCache(capacity.num_blocks, capacity.block_size, prefix_caching)
@@ -51,38 +43,38 @@ class RunningRequests:
 
     @property
     def num_held(self) -> int:
-        """How many requests hold a place."""
+        """How many requests hold a batch slot."""
         return len(self.members) + len(self.draining)
 
     @property
     def unfinished(self) -> list[Request]:
-        """All who hold a place and have not ended."""
+        """All requests that hold a batch slot and have not ended."""
         held = (*self.members, *self.draining.values())
         return [request for request in held if request.status is not Status.ENDED]
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that nobody holds, with or without content worth keeping."""
+        """Blocks that no request holds, with or without content that is kept."""
         return self._pool.available
 
-    def advance(self, step: StepBuilder, beside: int | None = None) -> None:
-        """Give every running request its token, then the longer ones their next chunks.
+    def advance(self, step: StepBuilder, prompt_budget: int | None = None) -> None:
+        """Compute every running request's next token, then the next chunks of the longer ones.
 
-        beside: tokens that prompts may have in a step in which others get their token; None: all
-        that are left.
+        prompt_budget: tokens for prompts in a step in which other requests get their token; None:
+        all that are left.
         """
         self.stalled = False
         self.reserved_blocks = 0
         self._preempt_outgrown()
         longer = []
-        for request in self.members:  # Preemption takes younger ones off the end as we go.
+        for request in self.members:  # A preemption removes younger ones from the end meanwhile.
             ahead = len(request.tokens) + request.pending - request.scheduled
             if ahead > 1:
                 longer.append(request)
             elif step.budget > 0 and not request.exhausted:
                 self._extend(request, 1, step)
-        if step.rows and beside is not None:
-            step.budget = min(step.budget, beside)
+        if step.rows and prompt_budget is not None:
+            step.budget = min(step.budget, prompt_budget)
         for request in longer:
             if request.status is Status.RUNNING:
                 ahead = request.total - request.scheduled
@@ -93,8 +85,8 @@ class RunningRequests:
     def in_budget(self, request: Request, step: StepBuilder) -> bool:
         """Whether a step has tokens left for a new request.
 
-        A sequence that cannot be cut takes what it takes where no other joins, or it would wait
-        for ever when it is longer than any budget.
+        A prompt that cannot be cut into chunks is computed in a step in which no other request
+        joins, however long it is; otherwise one longer than the budget would never run.
         """
         if self._chunked or not step.joins:
             return step.budget > 0
@@ -103,8 +95,8 @@ class RunningRequests:
     def fits(self, request: Request) -> list[int] | None:
         """The cached blocks that a new request would start with; None if it must wait.
 
-        All its known tokens must fit beside what others are owed and some room to grow, or it
-        would only be preempted again. Alone it always fits: its length was checked.
+        All its known tokens must fit beside `reserved_blocks` and some room to grow, or it would be
+        preempted soon. Alone it always fits: its length was checked when it was added.
         """
         if self._rope is not None:
             request.take_rope_set(self._rope.first(len(request.prompt), len(request.tokens)))
@@ -115,7 +107,7 @@ class RunningRequests:
         return cached if needed <= room else None
 
     def join(self, request: Request, cached: list[int], slot: int, step: StepBuilder) -> None:
-        """Give a waiting request a place and its first row, behind its cached blocks."""
+        """Give a waiting request a batch slot and its first row, behind its cached blocks."""
         assert request.status is Status.WAITING, request.id
         self._pool.share(cached)
         request.status = Status.RUNNING
@@ -137,7 +129,7 @@ class RunningRequests:
         self.members.insert(index, request)
 
     def release(self, request: Request) -> None:
-        """Give back what the request holds once no plan in flight names it."""
+        """Free what the request holds, or drain it first if a plan in flight names it."""
         if request.serial in self.draining:
             return
         self.members.remove(request)
@@ -147,7 +139,7 @@ class RunningRequests:
             self._free(request)
 
     def preempt_adapter(self, key: AdapterKey) -> None:
-        """Preempt an adapter's requests for the sake of another's, once it had its slice.
+        """Preempt the requests of an adapter whose slice is over.
 
         Only where the prefix cache keeps what they have computed, and not if all end soon anyway.
         """
@@ -159,31 +151,36 @@ class RunningRequests:
                 self.preempt(request)
 
     def preempt(self, request: Request) -> None:
-        """Take a running request off the ranks; `freed` is called when it holds nothing there."""
+        """Take a running request off the ranks; `take_freed` returns it once it holds nothing."""
         self.num_preemptions += 1
         request.status = Status.LEAVING
         self.release(request)
 
     def finish_draining(self, request: Request) -> None:
-        """The last plan that named a leaving request was applied."""
+        """The last plan that named a draining request was applied."""
         del self.draining[request.serial]
         self._free(request)
 
+    def take_freed(self) -> list[Request]:
+        """The requests that came to hold nothing on the ranks, each returned once."""
+        freed, self._freed = self._freed, []
+        return freed
+
     def mark_computed(self, request: Request, end: int) -> None:
-        """Positions below `end` were computed; full blocks of them can be found from now on."""
+        """Positions below `end` were computed: full blocks of them can be found from now on."""
         request.computed = end
         if end >= (request.registered + 1) * self.block_size:
             self.prefix.register(request)
 
     def check(self) -> None:
-        """Assert that blocks and places are each in one place and that ages and lengths are."""
+        """Assert that no block or batch slot is lost or held twice, and lengths are in order."""
         held = [*self.members, *self.draining.values()]
         self._pool.check(request.blocks for request in held)
         self.prefix.check()
         taken = [request.batch_slot for request in held]
-        assert sorted([*self._free_batch_slots, *taken]) == list(range(self.num_batch_slots)), (
-            "places"
-        )
+        slots = sorted([*self._free_batch_slots, *taken])
+        assert slots == list(range(self.num_batch_slots)), "batch slots"
+        assert not self._freed, "freed requests were not taken"
         serials = [request.serial for request in self.members]
         assert serials == sorted(set(serials)), serials
         assert all(request.status is Status.RUNNING for request in self.members)
@@ -211,14 +208,14 @@ class RunningRequests:
         step.add_row(request, length, blocks, rope_set)
 
     def _one_rope_set(self, request: Request, length: int) -> tuple[int, int]:
-        """How many of the next `length` positions take one rope set, and which."""
+        """How many of the next `length` positions use one rope set, and which."""
         if self._rope is None:
             return length, SHORT
         first, start = request.rope_set, request.scheduled
         return self._rope.room(first, start, length), self._rope.at(first, start)
 
     def _preempt_outgrown(self) -> None:
-        """Those whose keys must be computed anew by the other rope set wait again for that."""
+        """Preempt requests whose keys must be recomputed with the other rope set."""
         rope = self._rope
         if rope is None or not rope.recompute:
             return
@@ -230,7 +227,7 @@ class RunningRequests:
         """Make sure that one block is available, preempting younger requests if need be."""
         while self._pool.available == 0:
             if self.draining:
-                return False  # What they hold comes back within two steps.
+                return False  # What they hold is freed within two steps.
             victim = self.members[-1]
             if victim.serial <= request.serial:
                 return False
@@ -241,4 +238,4 @@ class RunningRequests:
         self._pool.release(request.blocks)
         self._free_batch_slots.append(request.batch_slot)
         request.blocks, request.batch_slot = [], -1
-        self._freed(request)
+        self._freed.append(request)

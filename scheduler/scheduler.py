@@ -1,16 +1,17 @@
-"""Scheduler: who computes what in the next step, with which blocks and which adapters.
+"""Scheduler: which requests compute which tokens in the next step, in which blocks and slots.
 
-It is synchronous and deterministic and does no input or output; time comes in as an argument.
-`schedule` makes a plan, the ranks execute it, `apply` accounts for the result. Up to
-`limits.steps_ahead` plans are in flight, so a plan may name a token that is not yet known; what
-a plan in flight names is given to nobody else before it was applied.
+It is synchronous and deterministic, and does no input or output; time is an argument. `schedule`
+makes a plan, the ranks execute it, and `apply` accounts for the result. Up to `limits.steps_ahead`
+plans are in flight, so a plan may name a token whose value is not known yet. What a plan in flight
+names is not given to another request before the plan was applied.
 """
 
 from collections import deque
 from collections.abc import Mapping
+from itertools import count
 
 from configs.runtime import AdapterShare
-from configs.wire.adapters import AdapterKey, AdapterRefusal
+from configs.wire.adapters import AdapterKey
 from configs.wire.plan import Capacity, StepPlan, StepResult, TokenLogprobs
 from configs.wire.sampling import FinishReason
 from scheduler.adapters.residency import Residency
@@ -27,6 +28,7 @@ from scheduler.admission.limits import (
 )
 from scheduler.census import census
 from scheduler.events import (
+    UNLOADED,
     AdapterArrived,
     AdapterEvent,
     AdapterFailed,
@@ -50,21 +52,19 @@ from scheduler.running import RunningRequests
 from scheduler.snapshot import AdapterView, Counters, Snapshot
 from scheduler.step import StepBuilder
 
-UNLOADED = AdapterFailure(
-    AdapterRefusal.UNAVAILABLE, "the adapter was unloaded while it was being staged"
-)
-
 
 class Scheduler:
-    """The driver's side of every step: requests, blocks, places, adapters."""
+    """The driver's side of every step: requests, blocks, batch slots and adapters.
+
+    epoch: the number of the group of ranks; each loss of the ranks adds one.
+    """
 
     def __init__(self, limits: Limits, capacity: Capacity, epoch: int = 0) -> None:
-        """Serve the group of ranks that has this capacity; `epoch` is its number."""
         self._limits = limits
         self._capacity = capacity
-        self._epoch = epoch
+        self.epoch = epoch
         self._num_batch_slots = limits.max_running
-        self._next_serial = 0
+        self._serials = count()
         self._flights: deque[StepBuilder] = deque()
         self._requests: dict[RequestId, Request] = {}
         self._residency = Residency(capacity)
@@ -76,18 +76,13 @@ class Scheduler:
         self._counters = Counters()
 
     @property
-    def epoch(self) -> int:
-        """The number of the group of ranks that plans are made for."""
-        return self._epoch
-
-    @property
     def has_work(self) -> bool:
-        """Whether any request lives, any plan is in flight, or an adapter is to be moved."""
+        """Whether any request is alive, any plan is in flight, or an adapter is to be moved."""
         return bool(self._requests or self._flights or self._residency.has_moves)
 
     @property
     def next_wake(self) -> float | None:
-        """When `schedule` should be asked again though nothing happens; in seconds."""
+        """When to call `schedule` again though nothing happens, in seconds; None: never."""
         return self._admission.rate_limits.next_wake
 
     def add(self, request: Request, now: float) -> None:
@@ -102,62 +97,60 @@ class Scheduler:
         if self._isolation.is_full(request.adapter, self._limits.max_queued + idle):
             retry_after_s = self._drain_rate.retry_after_s(len(self._isolation))
             raise Overloaded(len(self._isolation), retry_after_s)
-        request.serial = self._next_serial
-        self._next_serial += 1
+        request.serial = next(self._serials)
         self._requests[request.id] = request
         self._admission.register(request)
         self._isolation.enqueue(request)
 
     def schedule(self, now: float) -> StepPlan:
-        """Make the next plan; it is empty when there is nothing to do or enough is in flight.
-
-        An empty plan must not be sent and is not applied.
-        """
+        """Make the next plan; an empty one is neither sent nor applied."""
         step = StepBuilder(self._limits.max_step_tokens)
         if len(self._flights) < self._limits.steps_ahead:
-            self._isolation.prepare_step(self._running)
+            self._prepare_isolation()
             self._running.advance(step, self._limits.max_mixed_prompt_tokens)
+            self._requeue_freed()
             if not self._running.stalled:
                 self._admit(step, now)
             if not self._isolation.active:
                 self._residency.load_pins(step)
             step.dropped = self._residency.host.drops()
         if step.empty:
-            return step.build(self._epoch, -1)
+            return step.build(self.epoch, -1)
         self._counters.num_steps += 1
         self._counters.step_tokens = step.tokens
         self._admission.advance_time(self._counters.step_tokens)
         self._flights.append(step)
-        return step.build(self._epoch, self._counters.num_steps)
+        return step.build(self.epoch, self._counters.num_steps)
 
     def apply(self, plan: StepPlan, result: StepResult, now: float) -> list[RequestEvent]:
         """Account for the oldest plan in flight; a result of an older group changes nothing."""
-        if plan.epoch != self._epoch or result.epoch != self._epoch:
+        if plan.epoch != self.epoch or result.epoch != self.epoch:
             return []
         step = self._flights.popleft()
         assert step.number == plan.step == result.step, (step.number, plan.step, result.step)
         events: list[RequestEvent] = []
-        index = 0
+        next_token = 0
         num_requests = len(self._requests)
-        computed, draining, gone = self._running.mark_computed, self._running.draining, Status.ENDED
+        mark_computed, draining = self._running.mark_computed, self._running.draining
         for report in result.reports or ():
             step.requests[report.row].add_prompt_report(report)
         faults = dict(result.faults or ())
-        for place, (request, row) in enumerate(zip(step.requests, step.rows, strict=True)):
+        for number, (request, row) in enumerate(zip(step.requests, step.rows, strict=True)):
             request.in_flight -= 1
-            if place in faults:
-                events += self._give_own_matcher(request, faults[place])
-            elif request.status is not gone and not request.discards_samples:
-                computed(request, row.start + row.length)
+            if number in faults:
+                events += self._give_own_matcher(request, faults[number])
+            elif request.status is not Status.ENDED and not request.discards_samples:
+                mark_computed(request, row.start + row.length)
                 if row.samples:
-                    logprobs = result.logprobs[index] if result.logprobs else None
-                    self._accept_token(request, result.tokens[index], logprobs, now, events)
+                    logprobs = result.logprobs[next_token] if result.logprobs else None
+                    self._accept_token(request, result.tokens[next_token], logprobs, now, events)
                 elif request.prompt_done:
                     events.append(self._end(request, FinishReason.LENGTH))
-            index += row.samples
+            next_token += row.samples
             if request.in_flight == 0 and request.serial in draining:
                 self._running.finish_draining(request)
-        assert index == len(result.tokens), (index, len(result.tokens))
+                self._requeue_freed()
+        assert next_token == len(result.tokens), (next_token, len(result.tokens))
         self._residency.applied(step)
         if num_ended := num_requests - len(self._requests):
             self._drain_rate.record(num_ended, now)
@@ -166,20 +159,19 @@ class Scheduler:
     def finish(
         self, request_id: RequestId, at: int, reason: FinishReason = FinishReason.STOP_STRING
     ) -> list[RequestEvent]:
-        """Keep `at` generated tokens and end; nothing happens if the request already ended."""
-        request = self._requests.get(request_id)
-        if request is None:
+        """Keep `at` generated tokens and end the request; nothing happens if it has ended."""
+        if (request := self._requests.get(request_id)) is None:
             return []
         request.truncate(at)
         return [self._end(request, reason)]
 
     def cancel(self, request_id: RequestId) -> list[RequestEvent]:
-        """The client left; what the request holds is free after the plans in flight."""
+        """The client left; what the request holds is freed after the plans in flight."""
         request = self._requests.get(request_id)
         return [] if request is None else [self._end(request, ClientCancelled())]
 
     def handle_adapter_event(self, event: AdapterEvent) -> list[Event]:
-        """Something happened to an adapter, or should."""
+        """Account for what happened to an adapter, or for a command about it."""
         if isinstance(event, AdapterStaged) and not event.kept:
             self._residency.deferred(event.key, event.shape)
         elif isinstance(event, AdapterStaged):
@@ -204,13 +196,11 @@ class Scheduler:
         return []
 
     def matchers_to_prepare(self) -> list[PrepareMatcher]:
-        """Matchers for the ranks to make now; each is named once until it is answered."""
-        return self._matchers.to_prepare(
-            lambda: {each.matcher for each in self._running.unfinished}
-        )
+        """Matchers for the ranks to prepare now; each is named once until they reply."""
+        return self._matchers.to_prepare(self._running)
 
     def matcher_prepared(self, number: int, fault: str) -> list[RequestEvent]:
-        """All ranks have made a matcher, or cannot: then all who want it end with the fault."""
+        """All ranks have prepared a matcher, or have a fault: then requests that need it end."""
         self._matchers.prepared(number, fault)
         for request in self._admission.release_for_matcher(number):
             self._isolation.enqueue(request)
@@ -218,21 +208,17 @@ class Scheduler:
         return [self._end(request, ConstraintFailure(fault)) for request in users]
 
     def to_stage(self) -> list[AdapterKey]:
-        """Adapters to bring to host memory now; each is named once until it is answered.
-
-        It is asked before `schedule`, so that none is waited for in vain.
-        """
-        self._isolation.prepare_step(self._running)
+        """Adapters to stage now, each named once until the ranks reply; call before `schedule`."""
+        self._prepare_isolation()
         return self._residency.host.to_stage()
 
-    def group_lost(self, now: float) -> list[RequestEvent]:
-        """The ranks are gone: all running requests wait again with their tokens, next epoch.
+    def group_lost(self) -> list[RequestEvent]:
+        """The ranks are gone: running requests wait again with their tokens, for the next epoch.
 
-        All adapters are back on disk, all plans in flight are void. Answers to keys that
-        `to_stage` named before must not be brought any more. After losses in a row suspects are
-        tried apart (trials.py), and whom the ranks are lost by ends.
+        No adapter is staged; plans in flight and replies to earlier keys of `to_stage` are void.
+        After losses in a row requests are isolated (admission/crash_isolation.py); some may end.
         """
-        self._epoch += 1
+        self.epoch += 1
         self._flights.clear()
         ran, moved = self._running.unfinished, self._residency.moving
         self._replace_group(self._capacity)
@@ -242,16 +228,13 @@ class Scheduler:
         return [self._end(request, failure) for request, failure in failures.items()]
 
     def regroup(self, capacity: Capacity) -> list[RequestEvent]:
-        """New ranks came after `group_lost`: go on with what they hold, be it more or less.
-
-        Requests that they could not hold any more end.
-        """
+        """New ranks came after `group_lost`: requests that do not fit on them end."""
         self._replace_group(capacity)
         failures = too_large_now(self._requests.values(), capacity)
         return [self._end(request, failure) for request, failure in failures.items()]
 
     def reconfigure(self, limits: Limits) -> None:
-        """Go on under other limits; no more may run than the ranks had places for at start."""
+        """Use other limits; no more requests run than the ranks had batch slots for at start."""
         self._limits = limits
         self._admission.reconfigure(limits)
         self._running.prefix.enabled = limits.prefix_caching and self._capacity.prefix_caching
@@ -259,7 +242,7 @@ class Scheduler:
     def set_shares(
         self, base: AdapterShare, default: AdapterShare, own: Mapping[AdapterKey, AdapterShare]
     ) -> None:
-        """Go on under other shares: the base model's, every adapter's, and those of some."""
+        """Use other shares: the base model's, the default, and those of some adapters."""
         self._admission.set_shares(base, default, own)
 
     def set_share(self, key: AdapterKey, share: AdapterShare) -> None:
@@ -267,16 +250,16 @@ class Scheduler:
         self._admission.set_share(key, share)
 
     def snapshot(self) -> Snapshot:
-        """Count everything."""
+        """Count everything, for metrics."""
         parts = (self._isolation, self._running, self._residency, self._counters)
         return census(*parts, plans_in_flight=len(self._flights))
 
     def adapter_states(self) -> dict[AdapterKey, AdapterState]:
-        """Where the adapters are that anybody uses, awaits or pins, or that hold memory."""
+        """Where the adapters are that are used, waited for or pinned, or that hold memory."""
         return self._residency.states()
 
     def adapters(self) -> list[AdapterView]:
-        """The same adapters, and what each has and does."""
+        """The same adapters, with what each holds and how many requests use it."""
         return self._residency.views()
 
     def check(self) -> None:
@@ -296,7 +279,7 @@ class Scheduler:
         self._residency.check(held, list(self._admission.queues))
 
     def _replace_group(self, capacity: Capacity) -> None:
-        """Nobody is on the ranks, and no adapter."""
+        """No request and no adapter is on the ranks."""
         self._counters.num_preemptions += self._running.num_preemptions
         self._capacity = capacity
         self._running = self._new_running()
@@ -304,20 +287,31 @@ class Scheduler:
 
     def _new_running(self) -> RunningRequests:
         caching = self._limits.prefix_caching and self._capacity.prefix_caching
-        return RunningRequests(self._capacity, self._num_batch_slots, caching, self._freed)
+        return RunningRequests(self._capacity, self._num_batch_slots, caching)
+
+    def _prepare_isolation(self) -> None:
+        """During isolation: preempt cleared requests; if none runs, start the next group."""
+        if not self._isolation.active:
+            return
+        for request in self._isolation.take_cleared():
+            self._running.preempt(request)
+        self._requeue_freed()
+        if not self._running.num_held:
+            self._isolation.next_group()
 
     def _admit(self, step: StepBuilder, now: float) -> None:
-        """Bring adapters closer to those who wait for them, and let others join."""
+        """Load adapters that requests wait for, and admit requests."""
         self._admission.begin_step(now)
         self._admission.start_loads(step)
         for key in self._admission.expired_slices():
             self._running.preempt_adapter(key)
+        self._requeue_freed()
         self._join_waiting(step, now)
         if not self._running.num_held:
             self._admission.make_room(step)
 
     def _join_waiting(self, step: StepBuilder, now: float) -> None:
-        """Let waiting requests join, in turn, while there are tokens, places and blocks."""
+        """Admit waiting requests in their order while there are tokens, batch slots and blocks."""
         max_running = min(self._limits.max_running, self._num_batch_slots)
         while step.budget > 0 and self._running.num_held < max_running:
             request = self._admission.next()
@@ -330,18 +324,13 @@ class Scheduler:
                 return
             cached = self._running.fits(request)
             if cached is None:
-                return  # It keeps its turn, so that blocks gather for it.
+                return  # It stays next, so that it gets the blocks that are freed.
             slot = self._admission.admit(request)
-            self._count_join(request, len(cached) * self._capacity.block_size, now)
+            if request.first_scheduled is None:
+                request.set_first_scheduled(now, len(cached) * self._capacity.block_size)
+                self._counters.num_prompt_tokens += len(request.prompt)
+                self._counters.num_cached_tokens += request.cached_tokens
             self._running.join(request, cached, slot, step)
-
-    def _count_join(self, request: Request, cached_tokens: int, now: float) -> None:
-        if request.first_scheduled is not None:
-            return
-        request.first_scheduled = now
-        request.cached_tokens = min(cached_tokens, len(request.prompt))
-        self._counters.num_prompt_tokens += len(request.prompt)
-        self._counters.num_cached_tokens += request.cached_tokens
 
     def _accept_token(
         self,
@@ -356,18 +345,18 @@ class Scheduler:
         request.pending -= 1
         self._counters.num_generated_tokens += 1
         if self._admission.rate_limits.has_rates:
-            for payer in request.charged_adapters:
-                self._admission.rate_limits.charge(payer, 1, now)
+            for key in request.charged_adapters:
+                self._admission.rate_limits.charge(key, 1, now)
         if request.first_token is None:
             request.first_token = now
-        shown = request.add_logprobs(logprobs) if logprobs is not None else None
+        returned = request.add_logprobs(logprobs) if logprobs is not None else None
         reason = request.accept(token)
-        events.append(NewTokens(request.id, start, [token], shown))
+        events.append(NewTokens(request.id, start, [token], returned))
         if reason is not None:
             events.append(self._end(request, reason))
 
     def _end(self, request: Request, ending: Ending) -> Ended:
-        """End a request wherever it is."""
+        """End a request, whether it waits or runs."""
         status = request.status
         event = request.ended(ending)
         del self._requests[request.id]
@@ -377,10 +366,11 @@ class Scheduler:
             self._isolation.remove(request)
         else:
             self._running.release(request)
+            self._requeue_freed()
         return event
 
     def _give_own_matcher(self, request: Request, fault: str) -> list[RequestEvent]:
-        """A row's matcher met its limits: go on alone from the tokens before, or end."""
+        """A row's matcher met its limits: continue with one of its own, or end."""
         if request.status is Status.ENDED or request.discards_samples:
             return []
         if not self._matchers.give_own(request):
@@ -388,14 +378,16 @@ class Scheduler:
         request.discards_samples = True
         if request.status is Status.RUNNING:
             self._running.preempt(request)
+            self._requeue_freed()
         return []
 
-    def _freed(self, request: Request) -> None:
-        """The request holds nothing on the ranks any more; a preempted one waits again."""
-        self._admission.release(request)
-        if request.status is Status.LEAVING:
-            request.rewind()
-            self._isolation.enqueue(request)
+    def _requeue_freed(self) -> None:
+        """Account for requests that hold nothing on the ranks now; preempted ones wait again."""
+        for request in self._running.take_freed():
+            self._admission.release(request)
+            if request.status is Status.LEAVING:
+                request.rewind()
+                self._isolation.enqueue(request)
 
     def _fail_waiting(self, key: AdapterKey, failure: AdapterFailure) -> list[Event]:
         """End all requests that wait for an adapter that cannot be served."""
@@ -404,5 +396,5 @@ class Scheduler:
         return ended + self._answer_stage_request(key, failure)
 
     def _answer_stage_request(self, key: AdapterKey, failure: AdapterFailure | None) -> list[Event]:
-        """Tell who wanted the adapter staged what became of it."""
+        """The reply to an AdapterWanted for this adapter, if one waits."""
         return [AdapterArrived(key, failure)] if self._residency.take_stage_request(key) else []

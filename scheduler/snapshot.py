@@ -1,4 +1,4 @@
-"""Snapshot: the scheduler in numbers."""
+"""Snapshot: the numbers that metrics and adapter reports are made of."""
 
 from dataclasses import dataclass
 
@@ -8,10 +8,12 @@ from scheduler.adapters.resident import AdapterState
 
 @dataclass(frozen=True)
 class AdapterView:
-    """One adapter: where it is, who uses it.
+    """One adapter: where it is and how many requests use it.
 
-    running, waiting: its requests. host_bytes: of its copy on each rank, 0 without one.
-    device_pages: over all projections. draining: it goes when its requests have ended.
+    running, waiting: its requests.
+    draining: it is unloaded when its requests have ended.
+    host_bytes: of its copy on each rank; 0 without one.
+    device_pages: over all projections.
     """
 
     key: AdapterKey
@@ -26,7 +28,7 @@ class AdapterView:
 
 @dataclass(frozen=True)
 class AdapterTiers:
-    """What the tiers hold and could hold; bytes of each rank, pages over all pools."""
+    """What the tiers hold and can hold: bytes of each rank, pages over all pools."""
 
     host_bytes: int
     host_capacity_bytes: int
@@ -40,9 +42,11 @@ class AdapterTiers:
 class AdapterCounts:
     """What happened to adapters since start.
 
-    device_hits, host_hits, misses: queued requests by where their adapter was then; misses had
-    to be staged. device_evictions, host_evictions: adapters that made room for others. staged,
-    loads: how many came to host memory and from there to the device; their bytes on each rank.
+    device_hits, host_hits, misses: queued requests by where their adapter was then; a miss had
+    to be staged.
+    device_evictions, host_evictions: adapters that made room for others.
+    staged, staged_bytes: adapters that came to host memory, and their bytes on each rank.
+    loads, load_bytes: adapters that were copied from there to the device.
     """
 
     device_hits: int
@@ -58,7 +62,7 @@ class AdapterCounts:
 
 @dataclass(slots=True)
 class Counters:
-    """What has come about since start, but for step_tokens: as in a Snapshot."""
+    """Counted since start, but for step_tokens; see Snapshot."""
 
     step_tokens: int = 0
     num_steps: int = 0
@@ -70,12 +74,14 @@ class Counters:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The scheduler in numbers, for metrics.
+    """The state of the scheduler, for metrics.
 
-    isolated: requests that are tried apart, for the ranks were lost with them again and again.
-    draining: ended or preempted requests that plans in flight still name. free_blocks: those
-    that nobody holds. cached_blocks: those that the prefix cache can find. num_…: since start.
-    step_tokens: positions computed by the last plan that was made.
+    queued: requests that wait. running: requests that hold a batch slot and have not left it.
+    isolated: requests that run or will run in isolation after losses of the ranks.
+    draining: ended or preempted requests that plans in flight still name.
+    free_blocks: blocks that no request holds. cached_blocks: those that the prefix cache can find.
+    adapters: how many are in each state.
+    step_tokens: positions computed by the last plan. num_…: since start.
     """
 
     queued: int

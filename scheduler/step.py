@@ -1,4 +1,4 @@
-"""Step: a plan in the making, and afterwards what it named until its result is applied."""
+"""StepBuilder: a plan while it is built, then what it named until its result is applied."""
 
 import msgspec
 
@@ -7,19 +7,20 @@ from configs.wire.sampling import Pooling
 from scheduler.adapters.resident import Resident
 from scheduler.request import Request
 
-MAX_FILLS = 4
-"""Fills that one plan begins: launching their copies must not hold up the launch of the step."""
+MAX_STEP_LOADS = 4
+"""Adapter loads that one plan begins: launching their copies delays the launch of the step."""
 
 
 class StepBuilder:
-    """The rows, joins, fills and drops of one step, and whose they are.
+    """The rows, joins, loads and drops of one step, and the requests and adapters behind them.
 
-    budget: tokens that may still be added; tokens: those that were. number: the plan's step once
-    it is sealed. requests[i] is the one of rows[i]; dropped are the adapters of drops.
+    budget: tokens that may still be added. tokens: those that were.
+    number: the plan's step once it is built.
+    requests: requests[i] is that of rows[i].
+    dropped: the adapters whose host copies the plan drops.
     """
 
     def __init__(self, budget: int) -> None:
-        """Start empty."""
         self.budget = budget
         self.tokens = 0
         self.number = -1
@@ -36,11 +37,11 @@ class StepBuilder:
 
     @property
     def may_load(self) -> bool:
-        """Whether another fill may begin with this step."""
-        return len(self.loads) < MAX_FILLS
+        """Whether another adapter load may begin with this step."""
+        return len(self.loads) < MAX_STEP_LOADS
 
     def add_row(self, request: Request, length: int, blocks: list[int], rope_set: int) -> None:
-        """Let the request compute its next `length` positions, after appending `blocks`."""
+        """Compute the next `length` positions of the request, after appending `blocks`."""
         start, pending = request.scheduled, request.pending
         end, total = start + length, len(request.tokens) + pending
         assert start < end <= total, (request.id, start, length, total)
@@ -55,11 +56,11 @@ class StepBuilder:
             request.pending = pending + 1
 
     def add_join(self, request: Request, slot: int) -> None:
-        """Bring the request's tokens to its place."""
+        """Send the request's tokens to its batch slot. slot: its adapter's, -1 without one."""
         assert request.pending == 0, f"{request.id} joins while a token of it is in flight"
         tokens, sampling = list(request.tokens), request.sampling
         if sampling.about_prompt and not request.awaits_report:
-            # It was preempted after its prompt: nobody needs to be told again.
+            # It was preempted after its prompt was reported: the ranks need not report it again.
             off = {"prompt_logprobs": -1, "pooling": Pooling.NONE}
             sampling = msgspec.structs.replace(sampling, **off)
         prompt_length = len(request.prompt)
@@ -73,7 +74,7 @@ class StepBuilder:
         self.loads.append(AdapterLoad(resident.key, resident.slot, resident.pages))
 
     def build(self, epoch: int, number: int) -> StepPlan:
-        """The plan as it is sent."""
+        """The plan to send, and the number under which its result is applied."""
         self.number = number
         drops = [resident.key for resident in self.dropped]
         return StepPlan(epoch, number, self.joins, self.rows, self.loads, drops)

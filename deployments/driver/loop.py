@@ -305,7 +305,7 @@ class EngineLoop:
         self._loading_since.clear()
         self._prepared.clear()
         self._group.stop()
-        self._report_ended(self._scheduler.group_lost(time.monotonic()))
+        self._report_ended(self._scheduler.group_lost())
         began = time.monotonic()
         self._links = self._restart(began)
         if self._links is not None:

@@ -1,10 +1,10 @@
-"""DeviceTier: which adapters hold a slot and pages on the device, and who must make room.
+"""DeviceTier: which adapters hold a slot and pages on the device, and which must make room.
 
-Slot and pages are taken back only while no request holds or awaits the adapter and no fill of
-it is under way, least recently admitting first. A reservation closes the residents that stand
-in the way of an adapter that has waited for long: they admit nobody, so what they hold comes
-free, whoever waits for them. None is closed before it has admitted one of those it was filled
-for, or fills would chase each other.
+An adapter is evicted only while no request holds it or waits for it and it is not being loaded;
+the least recently admitting one goes first. A reservation, for an adapter that has waited for
+long, closes the adapters whose room it needs: they stop admitting, so that they become idle though
+requests wait for them. An adapter is not closed before it has admitted one of the requests that it
+was loaded for; otherwise two adapters could evict each other for ever without serving anything.
 """
 
 from collections import OrderedDict
@@ -17,10 +17,9 @@ from scheduler.adapters.resident import Resident
 
 
 class DeviceTier:
-    """Placed adapters in the order of their last admission."""
+    """Loaded adapters in the order of their last admission."""
 
     def __init__(self, capacity: Capacity) -> None:
-        """Start empty."""
         num_projections = len(capacity.projections)
         self._none = [0] * num_projections
         self._pages = AdapterPages(capacity.pages, capacity.adapter_slots)
@@ -33,7 +32,7 @@ class DeviceTier:
 
     @property
     def reserved(self) -> AdapterKey | None:
-        """The adapter for whose sake others admit nobody."""
+        """The adapter that others make room for, and admit nothing meanwhile."""
         return self._reserved
 
     @property
@@ -48,22 +47,22 @@ class DeviceTier:
 
     @property
     def closed(self) -> list[AdapterKey]:
-        """Adapters that admit nobody for the sake of another."""
+        """Adapters that admit nothing, to make room for the reserved one."""
         return sorted(self._closed)
 
     def is_closed(self, key: AdapterKey) -> bool:
-        """Whether the adapter admits nobody for the sake of another."""
+        """Whether the adapter admits nothing, to make room for the reserved one."""
         return key in self._closed
 
     def has_room(self, resident: Resident) -> bool:
-        """Whether the adapter could be placed now, in free or idle slots and pages."""
+        """Whether the adapter could be loaded now, into free or idle slots and pages."""
         assert resident.shape is not None
         if self._reserved not in (None, resident.key):
             return False
         return self._pages.fits(resident.shape.num_pages, self._idle_slots, self._idle_pages)
 
     def allocate(self, resident: Resident) -> list[Resident]:
-        """Give the adapter a slot and pages; returns the idle ones that were evicted for it."""
+        """Give the adapter a slot and pages; returns the idle adapters that were evicted for it."""
         assert resident.shape is not None
         assert not resident.on_device, resident
         evicted = []
@@ -79,7 +78,7 @@ class DeviceTier:
         return evicted
 
     def evict(self, resident: Resident) -> None:
-        """Take back slot and pages; all plans that named them were applied."""
+        """Free its slot and pages; all plans that named them were applied."""
         assert resident.evictable, resident
         self._pages.release(resident.slot, resident.pages)
         del self._loaded[resident.key]
@@ -92,28 +91,27 @@ class DeviceTier:
         self.refresh(resident)
 
     def refresh(self, resident: Resident) -> None:
-        """Users, waiting, a fill or the pin has changed: count it among the idle ones or not."""
+        """Users, waiting, loading or the pin has changed: count it as idle or not."""
         self._count(resident, self._is_evictable(resident))
 
     def reserve(self, resident: Resident, latest: int | None = None) -> None:
         """Close the least recently admitting adapters until this one has room among them.
 
-        latest: those that began to admit after it are not closed; None closes any. Pinned ones
-        are closed only if the rest is not enough: a pin yields to an adapter that could never be
-        served beside the pinned ones, and to no other. Nothing happens while those that are owed
-        a first request would have to be closed too.
+        latest: only adapters that began to admit at this step or before; None: any. A pinned one is
+        closed only for an adapter that could never be loaded beside the pinned ones. Nothing is
+        closed while that would have to include an adapter whose first admission is due.
         """
         assert self._reserved is None, self._reserved
         assert resident.shape is not None
-        placed = sorted(self._loaded.values(), key=lambda r: r.pinned)
-        unpinned = [other for other in placed if not other.pinned]
-        others = placed if self._in_the_way(resident, unpinned) is None else unpinned
+        loaded = sorted(self._loaded.values(), key=lambda r: r.pinned)
+        unpinned = [other for other in loaded if not other.pinned]
+        others = loaded if self._to_close(resident, unpinned) is None else unpinned
         others = [
             r
             for r in others
             if not r.first_admission_due and (latest is None or r.admitting_since <= latest)
         ]
-        closed = self._in_the_way(resident, others)
+        closed = self._to_close(resident, others)
         if closed is None:
             return
         self._reserved = resident.key
@@ -122,7 +120,7 @@ class DeviceTier:
             self.refresh(other)
 
     def end_reservation(self) -> None:
-        """Whoever was closed and is still placed admits again."""
+        """Adapters that were closed and are still loaded admit again."""
         closed, self._closed, self._reserved = self._closed, set(), None
         for key in sorted(closed):
             if key in self._loaded:
@@ -130,36 +128,33 @@ class DeviceTier:
             self._reopened.append(key)
 
     def take_reopened(self) -> list[AdapterKey]:
-        """Adapters that a reservation had closed, each named once when it is over."""
+        """The adapters that ended reservations had closed, each named once."""
         reopened, self._reopened = self._reopened, []
         return reopened
 
     def check(self, residents: dict[AdapterKey, Resident]) -> None:
-        """Assert that slots and pages are each in one place and that the idle sums are right."""
-        placed = list(self._loaded.values())
-        self._pages.check([r.slot for r in placed], [r.pages for r in placed])
+        """Assert that no slot or page is held twice or lost, and that the idle sums are right."""
+        loaded = list(self._loaded.values())
+        self._pages.check([r.slot for r in loaded], [r.pages for r in loaded])
         assert self._loaded.keys() == {key for key, r in residents.items() if r.on_device}
-        assert all(residents[r.key] is r for r in placed)
-        idle = [r for r in placed if self._is_evictable(r)]
+        assert all(residents[r.key] is r for r in loaded)
+        idle = [r for r in loaded if self._is_evictable(r)]
         assert all(r.evictable == self._is_evictable(r) for r in residents.values())
         assert self._idle_slots == len(idle)
         for index, count in enumerate(self._idle_pages):
             assert count == sum(len(r.pages[index]) for r in idle)
 
     def _is_evictable(self, resident: Resident) -> bool:
-        if (
-            not resident.on_device
-            or resident.users
-            or resident.loading
-            or resident.first_admission_due
-        ):
+        if not resident.on_device or resident.users or resident.loading:
+            return False
+        if resident.first_admission_due:
             return False
         return resident.key in self._closed or not (resident.pinned or resident.waiting)
 
-    def _in_the_way(
+    def _to_close(
         self, resident: Resident, others: Sequence[Resident]
     ) -> Sequence[Resident] | None:
-        """The first of these without whom it would have room; None if it had none without all."""
+        """The first of these without which it would have room; None if not even without all."""
         assert resident.shape is not None
         counts, pages = resident.shape.num_pages, self._none
         for index, other in enumerate(others):
@@ -169,7 +164,7 @@ class DeviceTier:
         return others if self._pages.fits(counts, len(others), pages) else None
 
     def _count(self, resident: Resident, evictable: bool) -> None:
-        """Keep the sums of what could be taken back at once."""
+        """Keep the sums of the slots and pages that could be evicted at once."""
         if evictable == resident.evictable:
             return
         resident.evictable = evictable

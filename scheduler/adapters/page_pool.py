@@ -7,7 +7,6 @@ class AdapterPages:
     """Slots 0 .. num_slots - 1 and, for projection i, pages 0 .. num_pages[i] - 1."""
 
     def __init__(self, num_pages: Sequence[int], num_slots: int) -> None:
-        """Start with everything free."""
         self.num_pages = tuple(num_pages)
         self.num_slots = num_slots
         self._slots = list(range(num_slots - 1, -1, -1))
@@ -15,7 +14,7 @@ class AdapterPages:
 
     @property
     def num_free_slots(self) -> int:
-        """How many adapters could still come in."""
+        """How many more adapters fit by their slots."""
         return len(self._slots)
 
     @property
@@ -24,7 +23,7 @@ class AdapterPages:
         return [len(pages) for pages in self._pages]
 
     def fits(self, counts: Sequence[int], extra_slots: int, extra_pages: Sequence[int]) -> bool:
-        """Whether an adapter of `counts` pages fits, were these extras free as well."""
+        """Whether an adapter of `counts` pages fits, if these extras were free as well."""
         if len(self._slots) + extra_slots < 1:
             return False
         rows = zip(self._pages, counts, extra_pages, strict=True)
@@ -45,7 +44,7 @@ class AdapterPages:
             free.extend(taken)
 
     def check(self, slots: Iterable[int], pages: Iterable[Sequence[Sequence[int]]]) -> None:
-        """Assert that every slot and page is either free or in exactly one of those taken."""
+        """Assert that every slot and page is free or taken exactly once."""
         assert sorted([*self._slots, *slots]) == list(range(self.num_slots)), "slots"
         taken = list(pages)
         for index, free in enumerate(self._pages):

@@ -1,7 +1,7 @@
-"""Residency: the map of adapters over disk, host memory and device, and who moves next.
+"""Residency: where every adapter is (disk, host memory, device), and which to move next.
 
-An adapter is on disk, staging, on the host, filling, or on the device (with or without a host
-copy). The tiers (host.py, device.py) know memory; this file knows requests, pins and plans.
+The tiers (host_tier.py, device_tier.py) know memory; this file knows requests, pins and plans.
+docs/design/adapters.md draws an adapter's life.
 """
 
 from collections import Counter
@@ -11,7 +11,7 @@ from configs.wire.adapters import AdapterKey, AdapterRefusal, AdapterShape
 from configs.wire.plan import Capacity
 from scheduler.adapters.device_tier import DeviceTier
 from scheduler.adapters.host_tier import HostTier
-from scheduler.adapters.resident import AdapterState, Resident
+from scheduler.adapters.resident import AdapterState, HostCopy, Resident
 from scheduler.events import AdapterFailure
 from scheduler.request import Request
 from scheduler.snapshot import AdapterCounts, AdapterTiers, AdapterView
@@ -19,7 +19,7 @@ from scheduler.step import StepBuilder
 
 
 class AdapterReadiness(Enum):
-    """What an adapter could do for a request now."""
+    """What an adapter can do for a request now."""
 
     READY = "on the device, admitting"
     LOADING = "on its way to the device"
@@ -29,13 +29,13 @@ class AdapterReadiness(Enum):
 
 
 class Residency:
-    """Every adapter that anybody uses, awaits or pins, and every one that holds memory.
+    """Every adapter that is used, waited for or pinned, and every one that holds memory.
 
-    now: the time of turns.py.
+    now: the admission queue's time, in steps.
+    num_loading: adapters whose copy to the device has begun and is not finished on all ranks.
     """
 
     def __init__(self, capacity: Capacity) -> None:
-        """Start with every adapter on disk."""
         self.host = HostTier(capacity.host_bytes)
         self.device = DeviceTier(capacity)
         self._capacity = capacity
@@ -51,7 +51,7 @@ class Residency:
 
     @property
     def has_moves(self) -> bool:
-        """Whether a fill is under way, or the next plan has one for a pin, or a drop."""
+        """Whether an adapter is being loaded, or the next plan has a pin's load or a drop."""
         if self.host.has_unsent_drops or self.num_loading:
             return True
         return any(self.readiness(key) is AdapterReadiness.CAN_LOAD for key in self._unloaded_pins)
@@ -70,7 +70,7 @@ class Residency:
                 waiting=each.waiting,
                 pinned=each.pinned,
                 draining=each.unloading,
-                host_bytes=each.shape.host_bytes if each.on_host and each.shape else 0,
+                host_bytes=_host_bytes(each),
                 device_pages=sum(len(pages) for pages in each.pages) if each.on_device else 0,
             )
             for key, each in self._residents.items()
@@ -96,37 +96,34 @@ class Residency:
         return AdapterCounts(device_hits, host_hits, misses, *evictions, *moved)
 
     def readiness(self, key: AdapterKey) -> AdapterReadiness:
-        """What a request of this adapter would meet; changes nothing."""
+        """What a request of this adapter would find; changes nothing."""
         resident = self._residents[key]
         if resident.loading:
             return AdapterReadiness.LOADING
         if resident.on_device:
-            return (
-                AdapterReadiness.MUST_WAIT if self.device.is_closed(key) else AdapterReadiness.READY
-            )
-        if not resident.on_host:
+            closed = self.device.is_closed(key)
+            return AdapterReadiness.MUST_WAIT if closed else AdapterReadiness.READY
+        if resident.host_copy is not HostCopy.HELD:
             return AdapterReadiness.NOT_STAGED
-        return (
-            AdapterReadiness.CAN_LOAD
-            if self.device.has_room(resident)
-            else AdapterReadiness.MUST_WAIT
-        )
+        has_room = self.device.has_room(resident)
+        return AdapterReadiness.CAN_LOAD if has_room else AdapterReadiness.MUST_WAIT
 
     def admitting_since(self, key: AdapterKey) -> int:
-        """When the adapter admitted the first request after it was filled or idle."""
+        """When the adapter admitted the first request after it was loaded or idle."""
         return self._residents[key].admitting_since
 
     def add_waiting(self, key: AdapterKey) -> None:
-        """A request waits for the adapter; staging starts now, not when its turn comes."""
+        """A request waits for the adapter: staging starts now, not when the request is next."""
         resident = self._get_or_add(key)
-        self._uses[0 if resident.on_device else 1 if resident.on_host else 2] += 1
+        on_host = resident.host_copy is HostCopy.HELD
+        self._uses[0 if resident.on_device else 1 if on_host else 2] += 1
         resident.waiting += 1
         resident.unloading = False
         self.device.refresh(resident)
         self.host.enqueue(resident)
 
     def remove_waiting(self, key: AdapterKey) -> None:
-        """A request waits no longer: it was admitted or ended."""
+        """A request does not wait any more: it was admitted or ended."""
         resident = self._residents[key]
         resident.waiting -= 1
         assert resident.waiting >= 0, resident
@@ -138,7 +135,7 @@ class Residency:
     def load(self, key: AdapterKey, step: StepBuilder) -> None:
         """Bring a staged adapter that has room to the device, beginning with this step."""
         resident = self._residents[key]
-        assert resident.on_host, resident
+        assert resident.host_copy is HostCopy.HELD, resident
         for victim in self.device.allocate(resident):
             self._evicted(victim)
         resident.loading, resident.idle_since = True, -1
@@ -150,7 +147,7 @@ class Residency:
         _count(self._loaded, resident)
 
     def loaded(self, key: AdapterKey) -> None:
-        """All ranks have finished the adapter's fill."""
+        """All ranks have finished copying the adapter to the device."""
         resident = self._residents.get(key)
         if resident is not None and resident.loading:
             resident.loading = False
@@ -163,7 +160,7 @@ class Residency:
         assert resident.on_device, resident
         assert not resident.loading, resident
         if resident.idle_since is not None and resident.idle_since < self.now:
-            resident.admitting_since = self.now  # A whole step could have taken its place.
+            resident.admitting_since = self.now  # For a whole step it could have been evicted.
         resident.idle_since = None
         resident.users += 1
         resident.first_admission_due = False
@@ -172,7 +169,7 @@ class Residency:
         return resident.slot
 
     def release(self, key: AdapterKey) -> None:
-        """A request that held the adapter is gone, and so are all plans that named it."""
+        """A request that held the adapter has ended, and all plans that named it were applied."""
         resident = self._residents[key]
         resident.users -= 1
         assert resident.users >= 0, resident
@@ -181,7 +178,7 @@ class Residency:
         self._update(resident)
 
     def cancel_reservation(self, key: AdapterKey) -> None:
-        """Those who wait for the adapter may not be admitted for now: no room is kept for them."""
+        """Requests for the adapter may not be admitted for now: no room is kept for them."""
         if key == self.device.reserved:
             self.device.end_reservation()
         resident = self._residents[key]
@@ -193,10 +190,10 @@ class Residency:
         self.device.reserve(self._residents[key], latest)
 
     def staged(self, key: AdapterKey, shape: AdapterShape) -> AdapterFailure | None:
-        """The ranks hold the adapter in host memory; a failure if it can never be placed."""
+        """The ranks hold the adapter in host memory; a failure if it can never be loaded."""
         resident = self._residents.get(key)
-        if resident is None or not resident.staging:
-            return None  # The answer to a question of ranks that are gone.
+        if resident is None or resident.host_copy is not HostCopy.STAGING:
+            return None  # A reply to a command that was sent to an earlier group of ranks.
         assert len(shape.num_pages) == len(self._capacity.projections), shape
         resident.shape = shape
         self.host.staged(resident)
@@ -211,7 +208,7 @@ class Residency:
     def deferred(self, key: AdapterKey, shape: AdapterShape) -> None:
         """Some rank had no room for the adapter; it is staged again once there is enough."""
         resident = self._residents.get(key)
-        if resident is not None and resident.staging:
+        if resident is not None and resident.host_copy is HostCopy.STAGING:
             resident.shape = shape
             self.host.failed(resident, partly=True)
             self._update(resident)
@@ -222,7 +219,7 @@ class Residency:
         partly: some rank holds it, or may come to.
         """
         resident = self._residents.get(key)
-        if resident is not None and resident.staging:
+        if resident is not None and resident.host_copy is HostCopy.STAGING:
             self.host.failed(resident, partly)
             self._unpin(resident)
             self._update(resident)
@@ -237,7 +234,7 @@ class Residency:
             if not resident.on_device:
                 self._unloaded_pins[key] = resident
         if self.device.reserved is not None:
-            self.device.end_reservation()  # What stands in whose way has changed.
+            self.device.end_reservation()  # It was computed with the old pins.
         self.host.enqueue(resident)
         self._update(resident)
 
@@ -245,12 +242,12 @@ class Residency:
         """Have the adapter staged without a request; True if there is nothing to wait for."""
         resident = self._get_or_add(key)
         resident.unloading = False
-        resident.stage_requested = not (resident.on_host or resident.on_device)
+        resident.stage_requested = not (resident.host_copy is HostCopy.HELD or resident.on_device)
         self.host.enqueue(resident)
         return not resident.stage_requested
 
     def take_stage_request(self, key: AdapterKey) -> bool:
-        """Whether somebody waits to hear what became of the adapter; he is told now."""
+        """Whether a command waits for the adapter to be staged; from now on none does."""
         resident = self._residents.get(key)
         if resident is None or not resident.stage_requested:
             return False
@@ -259,13 +256,13 @@ class Residency:
         return True
 
     def unload(self, key: AdapterKey) -> None:
-        """Forget the adapter once nobody uses or awaits it."""
+        """Forget the adapter once no request uses it or waits for it."""
         resident = self._get_or_add(key)
         resident.unloading = True
         self.pin(key, False)
 
     def load_pins(self, step: StepBuilder) -> None:
-        """Place staged pinned adapters that have room, without waiting for a request."""
+        """Load staged pinned adapters that have room, without waiting for a request."""
         for key in list(self._unloaded_pins):
             if step.may_load and self.readiness(key) is AdapterReadiness.CAN_LOAD:
                 self.load(key, step)
@@ -278,11 +275,11 @@ class Residency:
 
     @property
     def moving(self) -> list[AdapterKey]:
-        """Adapters on their way to the host or to the device."""
-        return [key for key, each in self._residents.items() if each.staging or each.loading]
+        """Adapters that are being copied to the host or to the device."""
+        return [key for key, each in self._residents.items() if _is_moving(each)]
 
     def reset(self, capacity: Capacity) -> None:
-        """The ranks are gone, or other ones came that hold `capacity` and no adapter yet."""
+        """The ranks are gone, or new ones came with this `capacity` and no adapter yet."""
         self._capacity = capacity
         self._host_evictions += self.host.num_evictions
         self.host = HostTier(capacity.host_bytes, min(self.host.largest, capacity.host_bytes))
@@ -326,7 +323,7 @@ class Residency:
         self._unloaded_pins.pop(resident.key, None)
 
     def _too_large(self, shape: AdapterShape) -> AdapterFailure | None:
-        """The reason why an adapter of this shape can never be placed."""
+        """Why an adapter of this shape can never be loaded; None if it can."""
         capacity = self._capacity
         if capacity.adapter_slots < 1:
             message = "the device has no room for adapters; raise max_device_adapters"
@@ -348,7 +345,7 @@ class Residency:
         return None
 
     def _evicted(self, resident: Resident) -> None:
-        """It may be wanted again, on the host and then on the device."""
+        """The adapter was evicted; it may be staged and loaded again."""
         self._device_evictions += 1
         if resident.pinned:
             self._unloaded_pins[resident.key] = resident
@@ -357,17 +354,27 @@ class Residency:
             del self._residents[resident.key]
 
     def _update(self, resident: Resident) -> None:
-        """Follow up on a count that fell: unload what was to be unloaded, forget empty records."""
+        """A count has fallen: unload what was to be unloaded, forget empty records."""
         self.device.refresh(resident)
-        busy = resident.users or resident.loading or resident.waiting or resident.staging
+        busy = resident.users or resident.waiting or _is_moving(resident)
         if resident.unloading and not busy:
             resident.unloading = False
             if resident.on_device:
                 self.device.evict(resident)
-            if resident.on_host:
+            if resident.host_copy is HostCopy.HELD:
                 self.host.discard(resident)
         if resident.forgettable:
             self._residents.pop(resident.key, None)
+
+
+def _is_moving(resident: Resident) -> bool:
+    return resident.loading or resident.host_copy is HostCopy.STAGING
+
+
+def _host_bytes(resident: Resident) -> int:
+    """Bytes of its host copy on each rank."""
+    held = resident.host_copy is HostCopy.HELD
+    return resident.shape.host_bytes if held and resident.shape else 0
 
 
 def _count(sums: list[int], resident: Resident) -> None:

@@ -1,13 +1,13 @@
-"""Resident: what is known about one adapter and where its bytes are."""
+"""Resident: one adapter, where its bytes are and what needs them."""
 
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import Enum, StrEnum
 
 from configs.wire.adapters import AdapterKey, AdapterShape
 
 
 class AdapterState(StrEnum):
-    """Where an adapter's bytes are, for people; DEVICE may have a host copy too."""
+    """Where an adapter's bytes are, for operators; DEVICE may have a host copy too."""
 
     DISK = "disk"
     STAGING = "staging"
@@ -16,20 +16,36 @@ class AdapterState(StrEnum):
     DEVICE = "device"
 
 
+class HostCopy(Enum):
+    """What the ranks hold of an adapter in host memory."""
+
+    NONE = "nothing"
+    STAGING = "they were asked to stage it"
+    HELD = "all of it"
+    DROPPING = "nothing, once the plan that drops it was applied"
+
+
+_HOST_STATES = {
+    HostCopy.NONE: AdapterState.DISK,
+    HostCopy.STAGING: AdapterState.STAGING,
+    HostCopy.HELD: AdapterState.HOST,
+    HostCopy.DROPPING: AdapterState.DISK,
+}
+
+
 @dataclass(slots=True, eq=False)
 class Resident:
-    """One adapter that is used, awaited, pinned, or somewhere in memory.
+    """One adapter that is used, waited for, pinned, or somewhere in memory.
 
     shape: pages and bytes; None before it was staged once.
-    on_host, staging: a host copy is there; the ranks were asked for one.
-    dropping: a plan in flight, or the next one, makes the ranks forget the host copy.
+    host_copy: what the ranks hold of it in host memory.
     slot, pages: what it holds on the device; -1 and empty while it is not there.
     users: requests that hold its slot.
     loading: its copy to the device was begun, and not all ranks have finished it.
     first_admission_due: it was loaded for waiting requests and has admitted none of them yet.
     waiting: queued requests.
     pinned, unloading: an operator keeps it on the device, or lets it go when it is idle.
-    evictable: the device tier may take its slot and pages back at once.
+    evictable: the device tier may evict it at once; the tier's sums count it as idle.
     stage_requested: an operator's command waits until it is staged.
     admitting_since: when it admitted the first request after it was loaded or idle.
     idle_since: when it became idle; None while it is not. Both in the admission queue's time.
@@ -37,9 +53,7 @@ class Resident:
 
     key: AdapterKey
     shape: AdapterShape | None = None
-    on_host: bool = False
-    staging: bool = False
-    dropping: bool = False
+    host_copy: HostCopy = HostCopy.NONE
     slot: int = -1
     pages: list[list[int]] = field(default_factory=list)
     users: int = 0
@@ -55,26 +69,25 @@ class Resident:
 
     @property
     def on_device(self) -> bool:
-        """Whether it has a slot, though its bytes may still be on their way there."""
+        """Whether it has a slot; while `loading` its bytes are still being copied."""
         return self.slot >= 0
 
     @property
     def wanted(self) -> bool:
         """Whether it should be staged to host memory."""
         needed = self.waiting > 0 or self.pinned or self.stage_requested
-        return needed and not (self.on_device or self.on_host or self.staging)
+        held = self.host_copy in (HostCopy.STAGING, HostCopy.HELD)
+        return needed and not (held or self.on_device)
 
     @property
     def forgettable(self) -> bool:
-        """Whether nothing at all would be lost with this record."""
-        busy = self.users or self.loading or self.waiting or self.staging or self.dropping
-        return not (busy or self.stage_requested or self.pinned or self.on_host or self.on_device)
+        """Whether nothing would be lost with this record."""
+        busy = self.users or self.loading or self.waiting or self.stage_requested or self.pinned
+        return not (busy or self.on_device) and self.host_copy is HostCopy.NONE
 
     @property
     def state(self) -> AdapterState:
         """Where its bytes are."""
         if self.on_device:
             return AdapterState.LOADING if self.loading else AdapterState.DEVICE
-        if self.on_host:
-            return AdapterState.HOST
-        return AdapterState.STAGING if self.staging else AdapterState.DISK
+        return _HOST_STATES[self.host_copy]

@@ -4,10 +4,10 @@ Three things decide: the round among the adapters' queues (queues.py), rate limi
 (rate_limits.py), and whether a step can use the adapter's bytes (adapters/residency.py). Each
 queue is in one QueueState; `_state_of` decides which, `_enter` puts it there.
 
-Adapters that wait for the device share it by time. A loaded adapter holds its slot for a slice,
-from its first admission on; after that it is the next to yield, whether its requests are old or
-new. Time is counted in steps, and a step with many tokens counts for several, so that one
-adapter's long prompts do not stretch the wait of all others.
+Adapters that wait for the device share it by time. A loaded adapter keeps its slot for a slice,
+from its first admission on; after that it is the next to make room, whether its requests are old
+or new. Time is counted in steps, and a step with many tokens counts for several, so that one
+adapter's long prompts do not stretch the wait of all others (docs/design/fairness.md).
 """
 
 from collections import Counter
@@ -24,7 +24,7 @@ from scheduler.running import SHORTEST_SLICE
 from scheduler.step import StepBuilder
 
 MAX_LOADS_SEEN = 16
-"""How many pending loads a step looks at: its cost must not grow with the adapters that wait."""
+"""How many pending loads a step looks at, so that its cost does not grow with their number."""
 
 STEP_TOKENS = 192
 """Time advances by one for each step and by one for each so many tokens. A GPU computes about so
@@ -41,17 +41,18 @@ _STATE = {
 
 
 class AdmissionQueue:
-    """All waiting requests and what keeps each from joining.
+    """All waiting requests and what keeps each from being admitted.
 
-    waiting_for_matcher: by serial, the requests that are next but whose matcher the ranks
-    have not made yet.
+    queues: the requests that wait in their adapter's queue.
+    waiting_for_matcher: by serial, the requests that were next but whose matcher the ranks have
+    not prepared yet.
+    rate_limits: the adapters' shares and what they have used.
     """
 
     def __init__(self, limits: Limits, residency: Residency) -> None:
-        """Start with nobody waiting."""
         self.rate_limits = RateLimits()
         self.waiting_for_matcher: dict[int, Request] = {}
-        self.queues = AdapterQueues(limits.quantum_tokens, self.rate_limits.share_of)
+        self.queues = AdapterQueues(limits.quantum_tokens, self.rate_limits)
         self._limits = limits
         self._residency = residency
         self._step = 0
@@ -78,7 +79,7 @@ class AdmissionQueue:
         self.update_all()
 
     def register(self, request: Request) -> None:
-        """A request came; it is told of before it is queued."""
+        """Count a new request before it is queued."""
         if request.adapter is not None and request.parts:
             self.rate_limits.add_merge_request(request.adapter, request.parts)
 
@@ -88,25 +89,25 @@ class AdmissionQueue:
             self.rate_limits.remove_merge_request(request.adapter)
 
     def enqueue(self, request: Request) -> None:
-        """Let a queued request wait for its turn, and for its adapter before that."""
+        """Have a request that is in its queue wait for its adapter, then to be next."""
         if request.adapter is not None:
             self._residency.add_waiting(request.adapter)
         self.update(request.adapter)
 
     def hold_for_matcher(self, request: Request) -> None:
-        """The request in turn stands aside, and others have theirs."""
+        """Take the next request out of its queue until its matcher is prepared."""
         self.remove(request)
         request.waiting_for_matcher = True
         self.waiting_for_matcher[request.serial] = request
 
     def release_for_matcher(self, matcher: int | None = None) -> list[Request]:
-        """Those who stand aside for this matcher, or for any, do so no longer."""
-        freed = [
+        """Stop waiting for this matcher, or for any if None; returns the requests that did."""
+        found = [
             each for each in self.waiting_for_matcher.values() if matcher in (None, each.matcher)
         ]
-        for request in freed:
+        for request in found:
             del self.waiting_for_matcher[request.serial]
-        return freed
+        return found
 
     def remove(self, request: Request) -> None:
         """The request ended while it waited."""
@@ -131,23 +132,21 @@ class AdmissionQueue:
 
     @property
     def slice_steps(self) -> int:
-        """For how many steps a resident holds its place while others wait for one.
+        """For how many steps an adapter keeps its slot while others wait for one.
 
-        Where few wait for many places slices are short in proportion, so that a lone claim hardly
-        waits, and the share of answers that are interrupted stays the same. Where many wait for
-        few they are short again, so that claims do not wait the longer the more they are.
+        Where few wait for many slots, slices are short in proportion: a single pending load hardly
+        waits, and the fraction of requests that are preempted stays the same. Where many wait for
+        few slots, slices are short again, so that the wait does not grow with the number that wait.
         """
-        placed, claims = (
-            max(1, self._residency.device.num_loaded),
-            max(1, self.queues.num_pending_loads),
-        )
+        loaded = max(1, self._residency.device.num_loaded)
+        pending = max(1, self.queues.num_pending_loads)
         longest = self._limits.slice_steps
-        few = max(SHORTEST_SLICE, longest * claims // placed)
-        many = 2 * SHORTEST_SLICE * max(1, placed * placed // claims)
+        few = max(SHORTEST_SLICE, longest * pending // loaded)
+        many = 2 * SHORTEST_SLICE * max(1, loaded * loaded // pending)
         return min(longest, few, many)
 
     def expired_slices(self) -> list[AdapterKey]:
-        """The adapters that must yield to another and have had their slice."""
+        """The adapters that must make room for another and have had their slice."""
         latest = self._step - self.slice_steps
         closed = self._residency.device.closed
         return [key for key in closed if self._residency.admitting_since(key) <= latest]
@@ -155,7 +154,7 @@ class AdmissionQueue:
     def start_loads(self, step: StepBuilder) -> None:
         """Begin to load the adapters that the device has room for, longest wait first.
 
-        That happens before their queues' turn in the round, and no step waits for it.
+        A load begins before its queue is next, and no step waits for it.
         """
         for key in self._residency.device.take_reopened():
             self.update(key)
@@ -163,7 +162,8 @@ class AdmissionQueue:
         patience, length = self._limits.patience_steps, self.slice_steps
         waited = self._waited(pending[0]) if pending else -1
         if waited >= patience:
-            # An adapter that needs several slots might never find that all have had their slice.
+            # An adapter that needs the pages of several others might never find that all of them
+            # have had their slice at once: after twice the patience and a slice, any makes room.
             may_wait = waited < 2 * patience + length
             self._reserve(pending[0], self._step - length if may_wait else None)
         reserved = self._residency.device.reserved
@@ -171,14 +171,14 @@ class AdmissionQueue:
             self._load(key, step)
 
     def make_room(self, step: StepBuilder) -> None:
-        """Reserve room for the first pending load at once: nothing runs whose end would make it."""
+        """Reserve room for the first pending load at once: no request runs that would end."""
         pending = self._pending_loads()
         if pending and not self._residency.num_loading:
             self._reserve(pending[0])
             self._load(pending[0], step)
 
     def next(self) -> Request | None:
-        """The request that may join now; the same one until something changes."""
+        """The request that may be admitted now; the same one until something changes."""
         while (request := self.queues.next_request()) is not None:
             state = self._state_of(request.adapter)
             if state is QueueState.ADMITS:
@@ -187,24 +187,24 @@ class AdmissionQueue:
         return None
 
     def admit(self, request: Request) -> int:
-        """Take the request in turn out of its queue; returns its adapter's slot, -1 for none."""
+        """Take the next request out of its queue; returns its adapter slot, -1 for no adapter."""
         key = request.adapter
-        fresh = request.first_scheduled is None
+        is_new = request.first_scheduled is None
         self.queues.admit(request)
         slot = -1
         if key is not None:
             slot = self._residency.acquire(key)
             self._residency.remove_waiting(key)
-        for payer in request.charged_adapters:
-            self.rate_limits.admitted(payer, len(request.prompt) if fresh else 0, self._now)
+        for charged in request.charged_adapters:
+            self.rate_limits.admitted(charged, len(request.prompt) if is_new else 0, self._now)
         self.rate_limits.record_admission(key)
         self._update_sharing(request.charged_adapters)
         return slot
 
     def release(self, request: Request) -> None:
         """An admitted request holds nothing on the ranks any more."""
-        for payer in request.charged_adapters:
-            self.rate_limits.freed(payer)
+        for charged in request.charged_adapters:
+            self.rate_limits.freed(charged)
         if request.adapter is not None:
             self._residency.release(request.adapter)
         self._update_sharing(request.charged_adapters)
@@ -226,16 +226,17 @@ class AdmissionQueue:
     def update(self, key: QueueKey) -> None:
         """Look again at what a queue waits for.
 
-        One that admits is looked at when its turn comes, in `next`. One whose adapter is not on
-        the device first becomes a pending load, behind those that wait longer.
+        A queue that admits is looked at when the round comes to it, in `next`. So it stays in the
+        round until then, and one whose adapter was evicted becomes a pending load behind those that
+        wait longer.
         """
         if key in self.queues and not self.queues.admits(key):
             self._enter(key, self._state_of(key))
 
     def check(self, running: Iterable[Request], alive: Iterable[Request]) -> None:
-        """Assert every invariant; `running`: the requests that hold places, `alive`: all."""
+        """Assert every invariant; `running`: the requests that hold batch slots, `alive`: all."""
         self.queues.check()
-        charged = Counter(payer for request in running for payer in request.charged_adapters)
+        charged = Counter(key for request in running for key in request.charged_adapters)
         merges = Counter(request.adapter for request in alive if request.parts)
         self.rate_limits.check(charged, merges)
 
@@ -263,7 +264,7 @@ class AdmissionQueue:
         )
 
     def _update_sharing(self, charged: Sequence[QueueKey]) -> None:
-        """Look again at the queues that share a limit with these, which are charged for less."""
+        """Look again at the queues that share a limit with these, whose usage has fallen."""
         for key in self.rate_limits.sharing_limits_with(charged):
             self.update(key)
 
@@ -283,16 +284,16 @@ class AdmissionQueue:
         return self._step - (self._step if since is None else since)
 
     def _reserve(self, key: AdapterKey, latest: int | None = None) -> None:
-        """Have other adapters make room for this one, unless they do so for another already.
+        """Have other adapters make room for this one, unless there is a reservation already.
 
-        latest: only those that began to admit by then.
+        latest: only those that began to admit at this step or before; None: any.
         """
         blocked = self._residency.readiness(key) is AdapterReadiness.MUST_WAIT
         if blocked and self._residency.device.reserved is None:
             self._residency.reserve(key, latest)
 
     def _load(self, key: AdapterKey, step: StepBuilder) -> None:
-        """Begin the adapter's load if it can begin, and put its queue where it belongs."""
+        """Begin the adapter's load if it can begin, and update its queue's state."""
         readiness = self._residency.readiness(key)
         if readiness is AdapterReadiness.CAN_LOAD and step.may_load:
             self._residency.load(key, step)

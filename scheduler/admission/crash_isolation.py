@@ -1,15 +1,10 @@
-"""Trials: whom the ranks are lost by, when they are lost again and again.
+"""CrashIsolation: find the request that kills the ranks, when they are lost again and again.
 
-A loss tells of a request only that it was involved: a plan in flight named it, or its adapter
-was on its way. Whoever was involved in two losses in a row, without its proof (PROOF_TOKENS new
-tokens) between them, is a suspect, and suspects are tried: one group of them runs and nobody
-else. Who has given his proof stands aside. A group that is lost again is halved. So one request
-among n that breaks every step is found after 2 + ceil(log2 n) losses, and once more for
-certainty; it ends when it was alone at MAX_ALONE of MAX_LOSSES losses. All others are only
-postponed.
-
-Requests that break the ranks only in company give their proof and meet again. Each trial asks
-for four times as many tokens as the one before, so there are few of them before one ends.
+A request is involved in a loss when a plan in flight named it or its adapter was being moved. A
+request that was involved in two losses in a row, without PROOF_TOKENS new tokens between them, is
+isolated: isolated requests run in groups while all others are held back. A request that gets its
+tokens is cleared. A group that is lost again is split in two. A request that was lost alone
+MAX_ALONE times, in MAX_LOSSES losses, ends. docs/design/crash_isolation.md gives the bounds.
 """
 
 from collections import deque
@@ -20,32 +15,30 @@ from scheduler.admission.admission_queue import AdmissionQueue
 from scheduler.admission.rate_limits import QueueKey
 from scheduler.events import RanksFailure
 from scheduler.request import Request, Status
-from scheduler.running import RunningRequests
 
 MAX_LOSSES = 3
-"""Losses in a row that a request may have been involved in, at the least, when it ends by them."""
+"""A request ends by a loss only when it was involved in at least so many losses in a row..."""
 
 MAX_ALONE = 2
-"""How many of them it was alone in."""
+"""...and was the only one involved in so many of them."""
 
 
 class CrashIsolation:
-    """Who may wait in his queue: everybody, or while suspects are tried one group of them.
+    """Which requests may wait in their queues: all, or during isolation those of one group.
 
-    active: suspects are tried. While they are, whoever waits and is not of the present group is
-    set aside, so that no step is made for him and no adapter moved.
+    active: isolation is on. Requests outside the present group are held back, so that no step
+    computes them and no adapter is moved for them.
     """
 
-    def __init__(self, turns: AdmissionQueue) -> None:
-        """Start without suspicion."""
+    def __init__(self, admission: AdmissionQueue) -> None:
         self.active = False
-        self._admission = turns
+        self._admission = admission
         self._group: dict[int, Request] = {}
         self._next_groups: deque[list[Request]] = deque()
         self._held_back: dict[int, Request] = {}
 
     def __len__(self) -> int:
-        """How many requests wait, set aside or not."""
+        """How many requests wait, held back or not."""
         return (
             len(self._admission.queues)
             + len(self._admission.waiting_for_matcher)
@@ -60,12 +53,12 @@ class CrashIsolation:
 
     @property
     def num_isolated(self) -> int:
-        """How many requests are or will be tried."""
+        """How many requests run or will run in isolation."""
         groups = (self._group.values(), *self._next_groups)
         return sum(not _is_done(request) for group in groups for request in group)
 
     def is_full(self, key: QueueKey, limit: int) -> bool:
-        """Whether another request of this adapter is one too many where `limit` may wait."""
+        """Whether another request of this adapter is too many where `limit` may wait."""
         if self.active:
             return len(self) >= limit
         return self._admission.queues.is_full(
@@ -73,7 +66,7 @@ class CrashIsolation:
         )
 
     def enqueue(self, request: Request) -> None:
-        """Let a request wait that is new, or that holds nothing on the ranks any more."""
+        """Have a request wait that is new, or that holds nothing on the ranks any more."""
         if self.active and request.serial not in self._group:
             self._held_back[request.serial] = request
         else:
@@ -87,15 +80,18 @@ class CrashIsolation:
     def ranks_lost(
         self, ran: Sequence[Request], moved: Sequence[AdapterKey]
     ) -> dict[Request, RanksFailure]:
-        """Have all wait again who ran, and count the loss; returns who must end by it.
+        """Put all running requests back into their queues and count the loss.
 
-        moved: the adapters that were on their way. Where that tells of nobody, it may be any who
-        waited.
+        ran: the requests that held batch slots. moved: the adapters that were being staged or
+        loaded. If that involves no request, any of those that waited may be the cause. Returns the
+        requests that must end by the loss.
         """
         waited = list(self._admission.queues)
         involved = [each for key in moved for each in self._admission.queues.waiting_for(key)]
         involved += [request for request in ran if request.in_flight]
-        involved += self._admission.waiting_for_matcher.values()  # Their matchers were being made.
+        involved += (
+            self._admission.waiting_for_matcher.values()
+        )  # The ranks were preparing their matchers.
         for request in self._admission.release_for_matcher():
             self.enqueue(request)
         for request in ran:
@@ -104,55 +100,53 @@ class CrashIsolation:
         involved = involved or waited
         for request in involved:
             request.count_loss(alone=len(involved) == 1)
-        suspects = sorted((r for r in involved if r.losses > 1), key=lambda each: each.serial)
-        guilty = [r for r in suspects if r.losses >= MAX_LOSSES and r.losses_alone >= MAX_ALONE]
-        if self.active or suspects:
-            self._start_round(suspects)
-        return {request: _failure(request) for request in guilty}
+        isolated = sorted((r for r in involved if r.losses > 1), key=lambda each: each.serial)
+        failed = [r for r in isolated if r.losses >= MAX_LOSSES and r.losses_alone >= MAX_ALONE]
+        if self.active or isolated:
+            self._start_round(isolated)
+        return {request: _failure(request) for request in failed}
 
-    def prepare_step(self, running: RunningRequests) -> None:
-        """Before a step: who has given his proof makes room, then the next group comes."""
-        if not self.active:
-            return
-        for request in [r for r in self._group.values() if _is_done(r)]:
+    def take_cleared(self) -> list[Request]:
+        """Take cleared requests out of the group; returns those that run and must be preempted."""
+        cleared = [request for request in self._group.values() if _is_done(request)]
+        for request in cleared:
             del self._group[request.serial]
-            if request.status is Status.RUNNING:
-                running.preempt(request)
-            elif request.status is Status.WAITING:
+            if request.status is Status.WAITING:
                 self._hold_back(request)
-        if not self._group and not running.num_held:
-            self._next_group()
+        return [request for request in cleared if request.status is Status.RUNNING]
 
-    def check(self) -> None:
-        """Assert that requests are set aside only while others are tried."""
-        queued = {request.serial for request in self._admission.queues}
-        assert queued.isdisjoint(self._held_back), "a request waits twice"
-        assert self.active or not (self._held_back or self._group or self._next_groups)
-        assert not self.active or queued <= self._group.keys(), "not of the present group"
-
-    def _start_round(self, suspects: list[Request]) -> None:
-        """Begin a trial, or go on with the present group's halves."""
-        if not self.active:
-            for request in suspects:
-                request.isolation_rounds += 1
-        names = {request.serial for request in suspects}
-        others = [r for r in self._group.values() if r.serial not in names and not _is_done(r)]
-        self._group = {}
-        self.active = self._admission.rate_limits.ignores_rates = True
-        for request in list(self._admission.queues):
-            self._hold_back(request)
-        half = (len(suspects) + 1) // 2
-        for group in (others, suspects[half:], suspects[:half]):
-            self._next_groups.appendleft(group)
-
-    def _next_group(self) -> None:
-        """Queue the next group; after the last one everybody."""
+    def next_group(self) -> None:
+        """If the group is done, queue the next one; after the last one, all requests."""
+        if self._group:
+            return
         while self._next_groups and not self._group:
             group = self._next_groups.popleft()
             self._group = {r.serial: r for r in group if r.status is not Status.ENDED}
         self.active = self._admission.rate_limits.ignores_rates = bool(self._group)
         for serial in list(self._group) or sorted(self._held_back):
             self._queue(self._held_back.pop(serial))
+
+    def check(self) -> None:
+        """Assert that requests are held back only during isolation."""
+        queued = {request.serial for request in self._admission.queues}
+        assert queued.isdisjoint(self._held_back), "a request waits twice"
+        assert self.active or not (self._held_back or self._group or self._next_groups)
+        assert not self.active or queued <= self._group.keys(), "not of the present group"
+
+    def _start_round(self, isolated: list[Request]) -> None:
+        """Start isolation, or continue it with the present group in two."""
+        if not self.active:
+            for request in isolated:
+                request.isolation_rounds += 1
+        names = {request.serial for request in isolated}
+        others = [r for r in self._group.values() if r.serial not in names and not _is_done(r)]
+        self._group = {}
+        self.active = self._admission.rate_limits.ignores_rates = True
+        for request in list(self._admission.queues):
+            self._hold_back(request)
+        middle = (len(isolated) + 1) // 2
+        for group in (others, isolated[middle:], isolated[:middle]):
+            self._next_groups.appendleft(group)
 
     def _hold_back(self, request: Request) -> None:
         self._admission.remove(request)
@@ -168,6 +162,7 @@ class CrashIsolation:
 
 
 def _is_done(request: Request) -> bool:
+    """Whether the request is cleared (its losses were forgotten) or has ended."""
     return not request.losses or request.status is Status.ENDED
 
 

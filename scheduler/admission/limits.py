@@ -18,10 +18,9 @@ class InvalidRequest(ValueError):
 
 
 class Overloaded(Exception):
-    """As many requests wait as may wait; trying again after `retry_after_s` makes sense."""
+    """As many requests wait as may wait; try again after `retry_after_s` seconds."""
 
     def __init__(self, num_waiting: int, retry_after_s: float) -> None:
-        """Tell how many wait and when to come back."""
         super().__init__(f"{num_waiting} requests are waiting, try again in {retry_after_s:.0f} s")
         self.retry_after_s = retry_after_s
 
@@ -30,12 +29,13 @@ class Overloaded(Exception):
 class Limits:
     """What the scheduler admits; `configs.engine.LimitsConfig` explains the first five.
 
-    steps_ahead: plans that may be in flight at once. quantum_tokens: what each adapter's queue
-    earns in a round. patience_steps: how long an adapter waits for room on the device before
-    resident ones stop admitting for its sake. slice_steps: for how many steps, at most, such a
-    resident holds its place before what it runs makes way (turns.py says when it is less); the
-    blocks stay where the prefix cache finds them. max_matchers: of constraints, that the ranks
-    hold at once (matchers.py).
+    steps_ahead: plans that may be in flight at once.
+    quantum_tokens: tokens that each adapter's queue earns in a round.
+    patience_steps: how long an adapter waits for room on the device before loaded ones stop
+    admitting to make room for it.
+    slice_steps: for how many steps, at most, a loaded adapter keeps its slot before its requests
+    are preempted; AdmissionQueue.slice_steps says when it is less.
+    max_matchers: matchers of constraints that the ranks hold at once (matchers.py).
     """
 
     max_step_tokens: int = 2048
@@ -95,7 +95,7 @@ def refuse_impossible(request: Request, limits: Limits, capacity: Capacity) -> N
 def refuse_oversized(request: Request, capacity: Capacity) -> None:
     """Raise InvalidRequest for a request that the cache could not hold even if it were alone."""
     prompt, new = len(request.prompt), request.stopping.max_new_tokens
-    # The last token is only handed out: no step computes keys and values for it.
+    # No step computes keys and values for the last token.
     held = capacity.num_blocks * capacity.block_size
     if prompt + max(new, 1) - 1 > held:
         raise InvalidRequest(
@@ -105,7 +105,7 @@ def refuse_oversized(request: Request, capacity: Capacity) -> None:
 
 
 def too_large_now(requests: Iterable[Request], capacity: Capacity) -> dict[Request, RanksFailure]:
-    """What ends requests that were admitted to ranks which held more than these."""
+    """The requests that new ranks with less memory cannot hold, and why each of them ends."""
     failures = {}
     for request in requests:
         try:
@@ -117,10 +117,9 @@ def too_large_now(requests: Iterable[Request], capacity: Capacity) -> dict[Reque
 
 
 class DrainRate:
-    """How fast requests leave, for telling clients when to come back."""
+    """How fast requests end, to tell clients when to try again."""
 
     def __init__(self) -> None:
-        """Know nothing yet."""
         self._interval_s = 0.0
         self._last: float | None = None
 
@@ -132,6 +131,6 @@ class DrainRate:
         self._last = now
 
     def retry_after_s(self, num_waiting: int) -> float:
-        """Seconds until about half of those waiting have left, within sane bounds."""
+        """Seconds until about half of those waiting have ended, between 1 and 60."""
         estimate = self._interval_s * num_waiting / 2
         return min(max(estimate, SHORTEST_RETRY_S), LONGEST_RETRY_S)

@@ -3,7 +3,7 @@
 The round takes one queue after the other. A queue whose first request costs more than its credit
 earns its quantum (quantum_tokens times its weight), and the round goes on. Each priority has a
 round of its own, and the highest one is served; a lower one that has seen PASSED_OVER requests of
-higher ones admitted is served once. docs/design/fairness.md derives the bounds.
+higher ones admitted is served once. docs/design/fairness.md gives the bounds.
 
 A queue is in one QueueState. The round sees only those that admit; those whose adapter waits for
 room on the device are pending loads, ordered by when they began to wait (each priority counts as
@@ -12,24 +12,22 @@ a number of steps waited).
 
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from enum import Enum
 from itertools import islice
 from math import ceil
 
 from configs.runtime import AdapterShare
 from configs.wire.adapters import AdapterKey
-from scheduler.admission.rate_limits import QueueKey
+from scheduler.admission.rate_limits import QueueKey, RateLimits
 from scheduler.request import Request
 
 PASSED_OVER = 16
-"""Requests of higher priorities that are admitted before a lower one has a turn."""
-
-_EVEN = AdapterShare()
+"""Requests of higher priorities that are admitted before a lower priority is served once."""
 
 
 def cost(request: Request) -> int:
-    """The most tokens that a new request may take; one that comes back has paid already."""
+    """The most tokens that a new request may take; a preempted one has paid already."""
     return 0 if request.first_scheduled is not None else request.max_total
 
 
@@ -46,14 +44,15 @@ class QueueState(Enum):
 class AdapterQueue:
     """The waiting requests of one adapter: those that were preempted first, then the new ones.
 
-    credit: tokens that it may still admit before its next turn earns more.
-    pending_load: its rank among the pending loads: (step since which it waits, less the steps
-    that its priority counts for; a number that breaks ties). None until it waits for the device,
-    and again once a request was admitted. pending_since: the step itself.
+    credit: tokens that it may still admit before the round passes on and it earns its quantum.
+    state: what it waits for. AdapterQueues.enter alone changes it.
+    pending_load: its sort key among the pending loads: (the step since which it waits, less the
+    steps that its priority counts for; a number that breaks ties). None until it waits for the
+    device, and again once a request was admitted.
+    pending_since: the step since which it waits for the device.
     """
 
     def __init__(self, key: QueueKey, share: AdapterShare) -> None:
-        """Start empty; who makes it gives it its first credit."""
         self.key = key
         self.share = share
         self.credit = 0.0
@@ -85,13 +84,13 @@ class AdapterQueue:
         return self._resumed[0] if self._resumed else next(iter(self._fresh.values()))
 
     def remove(self, request: Request) -> None:
-        """Take one request out, wherever it stands."""
+        """Take one request out, wherever it is in the queue."""
         if self._fresh.pop(request.serial, None) is None:
             self._resumed.remove(request)
 
 
 class _Round:
-    """The queues of one priority that take part, the next one first.
+    """The queues of one priority that admit, the next one first.
 
     passed_over: requests of higher priorities that were admitted since one of these was.
     """
@@ -101,7 +100,7 @@ class _Round:
         self.passed_over = 0
 
     def next_request(self, quantum_tokens: int) -> Request:
-        """The request that the round has come to."""
+        """The first request that its queue can pay for; queues that cannot earn their quantum."""
         while True:
             for _ in range(len(self.ring)):
                 key, queue = next(iter(self.ring.items()))
@@ -113,7 +112,7 @@ class _Round:
             self._skip(quantum_tokens)
 
     def _skip(self, quantum_tokens: int) -> None:
-        """Let the rounds pass in which certainly nobody is in turn."""
+        """Go forward at once through the rounds in which no queue can pay: bounded time a call."""
         quanta = [(queue, quantum_tokens * queue.share.weight) for queue in self.ring.values()]
         rounds = min(ceil((cost(q.first()) - q.credit) / quantum) for q, quantum in quanta)
         for queue, quantum in quanta if rounds > 0 else ():
@@ -121,14 +120,11 @@ class _Round:
 
 
 class AdapterQueues:
-    """All waiting requests, and whose turn it is."""
+    """All queues, their states, and which request is next."""
 
-    def __init__(
-        self, quantum_tokens: int, share_of: Callable[[QueueKey], AdapterShare] = lambda _: _EVEN
-    ) -> None:
-        """Start with nobody waiting."""
+    def __init__(self, quantum_tokens: int, rate_limits: RateLimits | None = None) -> None:
         self.quantum_tokens = quantum_tokens
-        self._share_of = share_of
+        self._rate_limits = rate_limits or RateLimits()
         self._queues: dict[QueueKey, AdapterQueue] = {}
         self._rounds: dict[int, _Round] = {}
         self._pending_loads: list[tuple[tuple[int, int], AdapterKey]] = []
@@ -159,10 +155,10 @@ class AdapterQueues:
         return len(self._pending_loads)
 
     def is_full(self, key: QueueKey, limit: int) -> bool:
-        """Whether another request of this adapter is one too many where `limit` may wait.
+        """Whether another request of this adapter is too many where `limit` may wait.
 
-        When so many wait, those adapters may still queue that have less than an equal part, or
-        one that floods would have all others refused. So never more than twice the limit wait.
+        When `limit` wait, an adapter with less than an equal part of them may still queue, so that
+        one adapter's flood does not have the others refused. At most twice the limit wait.
         """
         if self._num_waiting < limit:
             return False
@@ -170,7 +166,7 @@ class AdapterQueues:
         return own * len(self._queues) >= limit or self._num_waiting >= 2 * limit
 
     def waiting_for(self, key: QueueKey) -> list[Request]:
-        """The requests of one adapter, first to be served first."""
+        """The requests of one adapter, in the order in which they will be served."""
         return list(self._queues.get(key, ()))
 
     def append(self, request: Request) -> None:
@@ -179,7 +175,7 @@ class AdapterQueues:
         self._num_waiting += 1
 
     def requeue(self, request: Request) -> None:
-        """Queue a preempted request before all new ones of its adapter."""
+        """Queue a request that was admitted before ahead of all new ones of its adapter."""
         self._queue(request.adapter).requeue(request)
         self._num_waiting += 1
 
@@ -193,7 +189,7 @@ class AdapterQueues:
             del self._queues[queue.key]
 
     def admit(self, request: Request) -> None:
-        """Take out the request in turn and charge its queue."""
+        """Take out the next request and charge its queue."""
         queue = self._queues[request.adapter]
         queue.credit -= cost(request)
         for priority, each in self._rounds.items():
@@ -204,7 +200,7 @@ class AdapterQueues:
         self.remove(request)
 
     def next_request(self) -> Request | None:
-        """The request whose turn it is; the same one until something changes."""
+        """The request to admit next; the same one until something changes."""
         if not self._rounds:
             return None
         highest = max(self._rounds)
@@ -216,11 +212,14 @@ class AdapterQueues:
         priority = max(due)[1] if due else highest
         return self._rounds[priority].next_request(self.quantum_tokens)
 
-    def enter(self, key: QueueKey, state: QueueState, step: int = 0, head_start: int = 0) -> None:
-        """Move a queue to a state; one that begins to wait for the device does so from `step` on.
+    def enter(
+        self, key: QueueKey, state: QueueState, step: int = 0, priority_steps: int = 0
+    ) -> None:
+        """Move a queue to a state.
 
-        head_start: steps by which each priority stands before the next lower one. A queue that
-        waited for the device before keeps its place in that order.
+        step: now; the pending load of a queue that begins to wait for the device starts here.
+        priority_steps: steps of waiting that each priority counts for. A queue that waited for the
+        device before, and has admitted nothing since, keeps its sort key.
         """
         queue = self._queues[key]
         self._leave_state(queue)
@@ -232,7 +231,7 @@ class AdapterQueues:
             if queue.pending_load is None:
                 self._num_pending += 1
                 queue.pending_since = step
-                started = step - head_start * queue.share.priority
+                started = step - priority_steps * queue.share.priority
                 queue.pending_load = (started, self._num_pending)
             insort(self._pending_loads, (queue.pending_load, key))
 
@@ -251,11 +250,11 @@ class AdapterQueues:
         return None if queue.pending_load is None else queue.pending_since
 
     def update_shares(self) -> None:
-        """Read all shares again; the caller then decides each queue's state anew."""
+        """Read all shares again; the caller must then `enter` a state for each queue."""
         for queue in self._queues.values():
             self._leave_state(queue)
             queue.state = QueueState.NEW
-            queue.share = self._share_of(queue.key)
+            queue.share = self._rate_limits.share_of(queue.key)
 
     def check(self) -> None:
         """Assert that every queue is where its state says, and that requests are counted."""
@@ -279,7 +278,7 @@ class AdapterQueues:
     def _queue(self, key: QueueKey) -> AdapterQueue:
         queue = self._queues.get(key)
         if queue is None:
-            queue = self._queues[key] = AdapterQueue(key, self._share_of(key))
+            queue = self._queues[key] = AdapterQueue(key, self._rate_limits.share_of(key))
             queue.credit = self.quantum_tokens * queue.share.weight
         return queue
 

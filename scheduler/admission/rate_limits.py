@@ -1,16 +1,15 @@
-"""Shares: what each adapter may take of the ranks, and what it has taken.
+"""RateLimits: each adapter's share (weight, priority, limits), and what it has used of it.
 
-Rates are kept by a bucket that fills with `tokens_per_second` up to BURST_SECONDS of it. An
-adapter admits while its bucket is not below zero; prompts are charged when they are admitted,
-generated tokens when they come. So over any time an adapter takes at most what the rate allows,
-the burst, one prompt, and what its running requests still generate after the bucket ran dry; the
-debt is paid back before it admits again.
+A token rate is kept by a bucket that fills with `tokens_per_second` up to BURST_SECONDS of it. An
+adapter admits while its bucket is not below zero. Prompts are charged when they are admitted,
+generated tokens when they come. So an adapter takes at most its rate, the burst, one prompt, and
+what its running requests still generate after the bucket is empty; it admits again when that debt
+is paid.
 
-What a request over a merge takes is charged to each of the merge's parts, all of it, so that an
-adapter's caps hold whatever it is merged with. A merge's queue has the least weight and the
-lowest priority of its parts, and is held back while any of them is. Queues that are charged to
-one capped adapter take turns: who admitted last stands last. As that order is the same for all
-adapters, the first of all gets every part that it needs as soon as those who have them end.
+A request over a merge is charged in full to each part, so that an adapter's limits hold whatever
+it is merged with. A merge's queue has the least weight and the lowest priority of its parts. Queues
+that are charged to one limited adapter admit in the order of their last admissions; the order is
+the same for all adapters, so two queues never wait for each other (docs/design/fairness.md).
 """
 
 from collections import OrderedDict
@@ -25,15 +24,19 @@ QueueKey = AdapterKey | None
 """The adapter of a queue; None is the base model's."""
 
 BURST_SECONDS = 1.0
-"""An adapter that has asked for nothing may take the tokens of so many seconds at once."""
+"""An idle adapter may take the tokens of so many seconds at once."""
 
 _DEBT = -1e-6
-"""Below this level a bucket is in debt; sums of fractions never meet zero exactly."""
+"""A bucket below this level is in debt; sums of fractions do not come to zero exactly."""
 
 
 @dataclass(slots=True)
 class _Bucket:
-    """level: tokens in it at the time `at`, in seconds; below zero is a debt."""
+    """A token bucket.
+
+    level: tokens in it at the time `at`; below zero is a debt.
+    at: seconds on the caller's clock.
+    """
 
     level: float
     at: float
@@ -41,20 +44,25 @@ class _Bucket:
 
 @dataclass(slots=True)
 class _Merge:
-    """A merge that requests are for; parts: what it is made of, each once."""
+    """A merge that requests are for.
+
+    parts: the adapters that it is made of, each once.
+    num_requests: its requests that have not ended.
+    """
 
     parts: tuple[AdapterKey, ...]
     num_requests: int = 0
 
 
 class RateLimits:
-    """Everybody's share, who has used his up, and until when.
+    """The shares of all adapters, what each has used, and until when it must not admit.
 
-    ignores_rates: who is in debt admits all the same, and is charged (all others wait for him).
+    has_rates: whether any adapter has a token rate.
+    ignores_rates: adapters in debt admit all the same, and are charged. Set during crash isolation,
+    when all other requests would wait for them.
     """
 
     def __init__(self) -> None:
-        """Start with equal shares without caps."""
         self._base = self._default = AdapterShare()
         self._own: dict[AdapterKey, AdapterShare] = {}
         self._running: dict[QueueKey, int] = {}
@@ -70,7 +78,7 @@ class RateLimits:
         self.ignores_rates = False
 
     def share_of(self, key: QueueKey) -> AdapterShare:
-        """The share of an adapter, or of the base model; of a merge what counts for its queue."""
+        """The share of an adapter or of the base model; for a merge, the least of its parts."""
         merge = self._merges.get(key)
         if merge is not None:
             parts = [self.share_of(part) for part in merge.parts]
@@ -81,7 +89,7 @@ class RateLimits:
     def replace(
         self, base: AdapterShare, default: AdapterShare, own: Mapping[AdapterKey, AdapterShare]
     ) -> None:
-        """Go on under other shares; what was taken so far still counts."""
+        """Use other shares from now on; what was used so far still counts."""
         self._base, self._default, self._own = base, default, dict(own)
         self.has_rates = any(
             share.tokens_per_second is not None for share in (base, default, *own.values())
@@ -95,19 +103,18 @@ class RateLimits:
         self._clear_debts()
 
     def add_merge_request(self, key: AdapterKey, parts: tuple[AdapterKey, ...]) -> None:
-        """A request over a merge of these came."""
+        """A request over a merge of these parts was added."""
         if key not in self._merges:
             self._merges[key] = _Merge(parts)
-            self._last_admissions[key] = (
-                self._num_admissions
-            )  # New recipes do not go before those who wait.
+            # As if it had admitted just now: new recipes do not go before queues that wait.
+            self._last_admissions[key] = self._num_admissions
             for part in parts:
                 self._merges_of.setdefault(part, {})[key] = None
         assert self._merges[key].parts == parts, (self._merges[key], parts)
         self._merges[key].num_requests += 1
 
     def remove_merge_request(self, key: AdapterKey) -> None:
-        """A request over a merge ended; after the last one nothing is known of the merge."""
+        """A request over a merge ended; with the last one the merge is forgotten."""
         merge = self._merges[key]
         merge.num_requests -= 1
         if merge.num_requests:
@@ -119,25 +126,25 @@ class RateLimits:
                 del self._merges_of[part]
                 self._last_admissions.pop(part, None)
 
-    def sharing_limits_with(self, payers: Sequence[QueueKey]) -> list[QueueKey]:
-        """These, and the merges that share a cap of theirs; in the order of their turns."""
+    def sharing_limits_with(self, charged: Sequence[QueueKey]) -> list[QueueKey]:
+        """These queues, and the merges that share a limit with them, by their last admissions."""
         if not self._merges_of:
-            return list(payers)
-        found = dict.fromkeys(payers)
-        for payer in payers:
-            if self._is_capped(payer):
-                found.update(self._merges_of.get(payer, {}))
+            return list(charged)
+        found = dict.fromkeys(charged)
+        for key in charged:
+            if self._is_capped(key):
+                found.update(self._merges_of.get(key, {}))
         return sorted(found, key=self._last_admission)
 
     def ahead_of(self, key: QueueKey) -> list[QueueKey]:
-        """Who shares a cap with this queue and has the turn before it."""
+        """The queues that share a limit with this one and admitted last before it did."""
         if not self._merges_of:
             return []
         merge = self._merges.get(key)
-        payers = [p for p in ((key,) if merge is None else merge.parts) if self._is_capped(p)]
+        charged = [p for p in ((key,) if merge is None else merge.parts) if self._is_capped(p)]
         own = self._last_admission(key)
         return [
-            each for each in self.sharing_limits_with(payers) if self._last_admission(each) < own
+            each for each in self.sharing_limits_with(charged) if self._last_admission(each) < own
         ]
 
     def record_admission(self, key: QueueKey) -> None:
@@ -147,14 +154,14 @@ class RateLimits:
             self._last_admissions[key] = self._num_admissions
 
     def num_running(self, key: QueueKey) -> int:
-        """How many requests that are charged to it hold a place."""
+        """How many requests that are charged to the adapter hold a batch slot."""
         return self._running.get(key, 0)
 
     def is_over_limit(self, key: QueueKey, now: float) -> bool:
         """Whether the adapter has used up its share and must not admit now.
 
-        One that ran dry, or the part of a merge that did, is named by `woken` when its bucket
-        has paid its debt.
+        An adapter in debt (or the part of a merge that is) is returned by `take_expired` when its
+        debt is paid.
         """
         merge = self._merges.get(key)
         if merge is not None:
@@ -173,7 +180,7 @@ class RateLimits:
         return True
 
     def admitted(self, key: QueueKey, prompt_tokens: int, now: float) -> None:
-        """A request took a place; prompt_tokens is 0 for one that comes back."""
+        """A request got a batch slot; prompt_tokens is 0 for one that was preempted."""
         self._running[key] = self.num_running(key) + 1
         self.charge(key, prompt_tokens, now)
 
@@ -188,7 +195,7 @@ class RateLimits:
         self._forget_full(now)
 
     def freed(self, key: QueueKey) -> None:
-        """A request gave its place back."""
+        """A request gave its batch slot back."""
         left = self._running[key] - 1
         assert left >= 0, key
         if left:
@@ -197,11 +204,11 @@ class RateLimits:
             del self._running[key]
 
     def reset(self) -> None:
-        """Nobody holds a place any more."""
+        """The ranks are gone: no request holds a batch slot."""
         self._running.clear()
 
     def take_expired(self, now: float) -> list[QueueKey]:
-        """Those whose time of waiting for tokens is over, each named once."""
+        """The adapters whose debt is paid by now, each named once."""
         keys = []
         while self._debts_end and self._debts_end[0][0] <= now:
             keys.append(heappop(self._debts_end)[2])
@@ -210,11 +217,11 @@ class RateLimits:
 
     @property
     def next_wake(self) -> float | None:
-        """When somebody is to be named by `woken`, in seconds on the caller's clock."""
+        """When the next debt is paid, in seconds on the caller's clock."""
         return self._debts_end[0][0] if self._debts_end else None
 
     def check(self, running: Mapping[QueueKey, int], merges: Mapping[QueueKey, int]) -> None:
-        """Assert that exactly these requests hold places, and who lives over each merge."""
+        """Assert that `running` requests hold batch slots, and `merges` have so many requests."""
         assert {key: each.num_requests for key, each in self._merges.items()} == merges
         known = {part for merge in self._merges.values() for part in merge.parts}
         assert self._merges_of.keys() == known, (self._merges_of, self._merges)
@@ -230,7 +237,7 @@ class RateLimits:
         return self._last_admissions.get(key, 0)
 
     def _clear_debts(self) -> None:
-        """Times to wake were told by old rates: whoever asks again is told anew."""
+        """Forget when debts end: that was computed from old rates, and is asked again."""
         self._in_debt.clear()
         self._debts_end.clear()
 
@@ -242,7 +249,7 @@ class RateLimits:
         return min(bucket.level + max(now - bucket.at, 0.0) * rate, full)
 
     def _forget_full(self, now: float) -> None:
-        """Drop the bucket that was charged longest ago once it is full, as one unknown is."""
+        """Drop the bucket that was charged longest ago if it is full, as unknown ones are."""
         key = next(iter(self._buckets))
         rate = self.share_of(key).tokens_per_second
         if rate is None or self._level(key, rate, now) >= rate * BURST_SECONDS:

@@ -1,18 +1,17 @@
-"""BlockPool: who owns which block of the KV cache, by reference counts."""
+"""BlockPool: which blocks of the KV cache are in use, by reference counts."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
 
 class BlockPool:
-    """Block indices 0 .. num_blocks - 1: free, used (counted), or idle with content worth keeping.
+    """Block indices 0 .. num_blocks - 1: free, used (counted), or idle with content that is kept.
 
-    Idle blocks are given out when nothing is free, least recently used first; `forget` is then
-    told which content is gone.
+    When no block is free, idle ones are given out, least recently used first, and
+    `forget` is called with each of them.
     """
 
     def __init__(self, num_blocks: int, forget: Callable[[int], None]) -> None:
-        """Start with all blocks free."""
         self.num_blocks = num_blocks
         self._forget = forget
         self._free = list(range(num_blocks - 1, -1, -1))
@@ -27,11 +26,11 @@ class BlockPool:
 
     @property
     def num_used(self) -> int:
-        """How many blocks somebody holds."""
+        """How many blocks requests hold."""
         return self.num_blocks - self.available
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` blocks that nobody holds."""
+        """Take `count` blocks that no request holds."""
         assert count <= self.available, (count, self.available)
         taken = []
         for _ in range(count):
@@ -41,14 +40,14 @@ class BlockPool:
         return taken
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Hold blocks once more; idle ones come back into use with their content."""
+        """Hold blocks once more; idle ones are in use again with their content."""
         for block in blocks:
             if self._refs[block] == 0:
                 del self._idle[block]
             self._refs[block] += 1
 
     def release(self, blocks: list[int]) -> None:
-        """Let go of a chain of blocks, its end first, so that the least recent idle is a leaf."""
+        """Give a chain of blocks back, its end first: a prefix must outlive what continues it."""
         for block in reversed(blocks):
             self._refs[block] -= 1
             assert self._refs[block] >= 0, f"block {block} released twice"
@@ -60,16 +59,16 @@ class BlockPool:
                 self._free.append(block)
 
     def keep(self, block: int) -> None:
-        """From now on the content of a held block outlives its holders."""
+        """Keep the content of a held block after its last holder has released it."""
         assert self._refs[block] > 0, f"block {block} is not held"
         self._kept[block] = True
 
     def is_idle(self, block: int) -> bool:
-        """Whether nobody holds the block although its content is kept."""
+        """Whether no request holds the block although its content is kept."""
         return self._refs[block] == 0 and bool(self._kept[block])
 
     def check(self, holders: Iterable[list[int]]) -> None:
-        """Assert that each block is in one place and counted as often as `holders` hold it."""
+        """Assert that each block is in one state and counted as often as `holders` hold it."""
         refs = [0] * self.num_blocks
         for blocks in holders:
             assert len(set(blocks)) == len(blocks), f"a block twice in one table: {blocks}"
@@ -84,7 +83,7 @@ class BlockPool:
         assert not any(self._kept[block] for block in self._free), "a free block with content"
 
     def _evict(self) -> int:
-        """Give up the content that was not used for the longest time."""
+        """Give up the content that was unused for the longest time."""
         block, _ = self._idle.popitem(last=False)
         self._kept[block] = False
         self._forget(block)

@@ -1,8 +1,8 @@
-"""PrefixCache: which computed blocks hold which tokens, so that nobody computes them twice.
+"""PrefixCache: which computed blocks hold which tokens, so that they are not computed again.
 
-A full block is named by blake2b over (the digest of the block before it, its token ids); the
-chain starts at a `PrefixKey`, which says what shapes keys and values beside the tokens, and who may
-find them. A digest therefore says everything about a block's content.
+The name of a full block is blake2b over the name of the block before it and its own token ids.
+The chain starts at a `PrefixKey`, which says what else shapes keys and values, and which callers
+may share them. So equal names mean equal content.
 """
 
 import struct
@@ -18,12 +18,12 @@ DIGEST_BYTES = 16
 
 
 class PrefixKey(NamedTuple):
-    """Whose blocks can be each other's: those of equal keys, and of no others.
+    """What must be equal for two requests to share blocks, beside the tokens.
 
-    This is the one place that decides it; kinds of layers with pages of their own will be one
-    more field. salt: the caller's, see `GenerateRequest.cache_salt`. rope_set: that of position 0,
-    by which later positions' sets are decided (configs/rope_sets.py). adapter: keys stand for a
-    content digest; None is the base model.
+    Nothing else decides it: a new kind of KV cache group would be one more field.
+    salt: the caller's (`GenerateRequest.cache_salt`).
+    rope_set: that of position 0, which decides those of later positions (configs/rope_sets.py).
+    adapter: its key, which stands for a content digest; None is the base model.
     """
 
     salt: bytes
@@ -37,13 +37,13 @@ class PrefixKey(NamedTuple):
 
     @property
     def root(self) -> bytes:
-        """Where its chains start; different keys have different ones."""
+        """Where the chains of this key start."""
         fixed = struct.pack("<qq", self.rope_set, self.adapter or 0)
         return blake2b(fixed + self.salt, digest_size=DIGEST_BYTES).digest()
 
 
 def extend_chain(request: Request, num_blocks: int, block_size: int) -> list[bytes]:
-    """The digests of the request's first `num_blocks` full blocks; known ones are kept."""
+    """The digests of the request's first `num_blocks` full blocks; computes missing ones."""
     digests = request.digests
     assert num_blocks * block_size <= len(request.tokens), (num_blocks, len(request.tokens))
     for index in range(len(digests), num_blocks):
@@ -57,7 +57,7 @@ class PrefixCache:
     """Digest → block for computed full blocks, over a pool that evicts the idle ones."""
 
     def __init__(self, num_blocks: int, block_size: int, enabled: bool) -> None:
-        """Start empty; when not enabled nothing is found and nothing is kept."""
+        """If not enabled, nothing is found and nothing is kept."""
         self.enabled = enabled
         self.block_size = block_size
         self.pool = BlockPool(num_blocks, self._forget)
@@ -69,9 +69,9 @@ class PrefixCache:
         return len(self._block_of)
 
     def match(self, request: Request) -> list[int]:
-        """The blocks that hold the request's first tokens; at least one token stays to compute.
+        """The blocks that hold the request's first tokens; at least one token is left to compute.
 
-        Nothing is found for one who is told about its whole prompt.
+        A request that still awaits a report about its prompt computes all of it: nothing is found.
         """
         if not self.enabled or request.awaits_report:
             return []
@@ -85,7 +85,7 @@ class PrefixCache:
         return found
 
     def register(self, request: Request) -> None:
-        """Make the request's computed full blocks findable; call it only when they are applied."""
+        """Make the request's full blocks findable up to `computed`: those that were applied."""
         full = request.computed // self.block_size
         if not self.enabled or full <= request.registered:
             return

@@ -83,7 +83,7 @@ class Ranks:
         for _, output in self._flying:
             output.wait()
         self._flying.clear()
-        self.scheduler.group_lost(0.0)
+        self.scheduler.group_lost()
         self.runner = self._start()
         self.scheduler.regroup(capacity_of(self.runner.report))
 

@@ -231,7 +231,7 @@ class Stage:
         self.staging.clear()
         self.placing.clear()
         self.making.clear()
-        self.hear(self.scheduler.group_lost(float(self.turn)))
+        self.hear(self.scheduler.group_lost())
         self.scheduler.check()
         self.ranks = self._new_ranks()
         for plan, result in stale:

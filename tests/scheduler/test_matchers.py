@@ -108,7 +108,7 @@ def test_all_is_made_again_after_a_loss() -> None:
     [before] = all.matchers_to_prepare()
     all.matcher_prepared(before.number, "")
     step(all)
-    assert all.group_lost(0.0) == []
+    assert all.group_lost() == []
     all.check()
     assert all.schedule(0.0).empty
     [again] = all.matchers_to_prepare()

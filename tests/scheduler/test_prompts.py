@@ -106,7 +106,7 @@ def test_a_loss_of_the_ranks_reports_nothing_twice() -> None:
     plan = scheduler.schedule(0.0)
     scheduler.apply(plan, told(plan, {0: 10}), 0.0)
     scheduler.schedule(0.0)
-    scheduler.group_lost(0.0)
+    scheduler.group_lost()
     events, starts = [], []
     while scheduler.has_work:
         plan = scheduler.schedule(0.0)

@@ -97,7 +97,7 @@ def test_lost_ranks_get_the_same_rows_again(recompute: bool) -> None:
     asked = request(0, [1] * 8, max_new_tokens=30)
     told.run(asked, turns=30)
     assert BORDER + 4 < len(asked.tokens) < 38
-    told.scheduler.group_lost(0.0)
+    told.scheduler.group_lost()
     again = told.run()
     first = LONG if recompute else SHORT
     assert again == spelled((range(BORDER), first), (range(BORDER, 37), LONG))

@@ -325,7 +325,7 @@ def test_when_the_group_is_lost_all_begin_again_with_their_tokens() -> None:
     scheduler.add(request(1, [3], 9), 0.0)
     first, second = scheduler.schedule(0.0), scheduler.schedule(0.0)
     scheduler.apply(first, answer(first, 8, 9), 0.0)
-    assert scheduler.group_lost(0.0) == []
+    assert scheduler.group_lost() == []
     scheduler.check()
     assert scheduler.apply(second, answer(second), 0.0) == [], "the old epoch is over"
     assert scheduler.snapshot().free_blocks == 100

@@ -1,6 +1,7 @@
-"""Queues: whose turn it is, counted in tokens."""
+"""AdapterQueues: which request is next, counted in tokens."""
 
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -9,10 +10,22 @@ from hypothesis import strategies as st
 from configs.runtime import AdapterShare
 from configs.wire.adapters import AdapterKey
 from scheduler.admission.queues import PASSED_OVER, AdapterQueues, QueueState, _Round, cost
+from scheduler.admission.rate_limits import QueueKey, RateLimits
 from scheduler.request import Request
 from tests.scheduler.small import request
 
 ONE, TWO, THREE = AdapterKey(1), AdapterKey(2), AdapterKey(3)
+
+
+class Shares(RateLimits):
+    """Rate limits whose shares are what a function says."""
+
+    def __init__(self, share_of: Callable[[QueueKey], AdapterShare]) -> None:
+        super().__init__()
+        self._given = share_of
+
+    def share_of(self, key: QueueKey) -> AdapterShare:
+        return self._given(key)
 
 
 def queued(queues: AdapterQueues, asked: Request, serial: int) -> Request:
@@ -159,7 +172,7 @@ def test_between_two_turns_others_take_a_quantum_and_a_request_each(
 
 def test_weights_share_tokens_in_their_proportion() -> None:
     weights = {1: 1.0, 2: 3.0, 3: 0.5}
-    queues = AdapterQueues(20, lambda key: AdapterShare(weight=weights[key or 0]))
+    queues = AdapterQueues(20, Shares(lambda key: AdapterShare(weight=weights[key or 0])))
     for index in range(400):
         for key in weights:
             serial = 3 * index + key
@@ -175,7 +188,7 @@ def test_weights_share_tokens_in_their_proportion() -> None:
 
 def test_rounds_in_which_nobody_is_in_turn_take_no_time() -> None:
     """As many rounds as a long request and a small quantum need, skipped and not walked."""
-    queues = AdapterQueues(1, lambda _: AdapterShare(weight=0.01))
+    queues = AdapterQueues(1, Shares(lambda _: AdapterShare(weight=0.01)))
     for key in range(1, 4):
         queued(queues, request(key, [1] * 2_000_000, 1, adapter=key), key)
     assert take(queues) is not None
@@ -188,7 +201,7 @@ def test_skipping_rounds_changes_no_turn() -> None:
     def order(patch: pytest.MonkeyPatch | None) -> list[int]:
         if patch is not None:
             patch.setattr(_Round, "_skip", lambda self, quantum: None)
-        queues = AdapterQueues(3, lambda key: AdapterShare(weight=(key or 1) / 2))
+        queues = AdapterQueues(3, Shares(lambda key: AdapterShare(weight=(key or 1) / 2)))
         for serial in range(60):
             length = 1 + serial * 7 % 40
             queued(queues, request(serial, [1] * length, 1, adapter=serial % 4 + 1), serial)
@@ -201,7 +214,7 @@ def test_skipping_rounds_changes_no_turn() -> None:
 
 
 def test_the_highest_priority_goes_first_and_lower_ones_still_get_turns() -> None:
-    queues = AdapterQueues(100, lambda key: AdapterShare(priority=(key or 0) - 2))
+    queues = AdapterQueues(100, Shares(lambda key: AdapterShare(priority=(key or 0) - 2)))
     for serial in range(300):
         queued(queues, request(serial, adapter=serial % 3 + 1), serial)
     served = [each.adapter or 0 for _ in range(90) if (each := take(queues)) is not None]
@@ -216,7 +229,7 @@ def test_the_highest_priority_goes_first_and_lower_ones_still_get_turns() -> Non
 def test_every_priority_has_one_of_so_many_admissions(present: set[int], num: int) -> None:
     priorities = sorted(present)
     n = len(priorities)
-    queues = AdapterQueues(100, lambda key: AdapterShare(priority=priorities[key or 0]))
+    queues = AdapterQueues(100, Shares(lambda key: AdapterShare(priority=priorities[key or 0])))
     last = dict.fromkeys(range(n), 0)
     for key in range(n):
         queued(queues, request(key, adapter=key), key)
@@ -231,7 +244,7 @@ def test_every_priority_has_one_of_so_many_admissions(present: set[int], num: in
 
 def test_a_change_of_priority_moves_a_queue_that_waits() -> None:
     priorities = {1: 0, 2: 0}
-    queues = AdapterQueues(100, lambda key: AdapterShare(priority=priorities[key or 0]))
+    queues = AdapterQueues(100, Shares(lambda key: AdapterShare(priority=priorities[key or 0])))
     for serial in range(8):
         queued(queues, request(serial, adapter=serial % 2 + 1), serial)
     priorities[2] = 5
@@ -243,12 +256,12 @@ def test_a_change_of_priority_moves_a_queue_that_waits() -> None:
 
 
 def test_a_higher_priority_counts_as_steps_waited() -> None:
-    queues = AdapterQueues(100, lambda key: AdapterShare(priority=1 if key == TWO else 0))
+    queues = AdapterQueues(100, Shares(lambda key: AdapterShare(priority=1 if key == TWO else 0)))
     for key in (1, 2, 3):
         queued(queues, request(key, adapter=key), key)
-    queues.enter(ONE, QueueState.WAITS_FOR_DEVICE, 0, head_start=10)
-    queues.enter(TWO, QueueState.WAITS_FOR_DEVICE, 12, head_start=10)
-    queues.enter(THREE, QueueState.WAITS_FOR_DEVICE, 3, head_start=10)
+    queues.enter(ONE, QueueState.WAITS_FOR_DEVICE, 0, priority_steps=10)
+    queues.enter(TWO, QueueState.WAITS_FOR_DEVICE, 12, priority_steps=10)
+    queues.enter(THREE, QueueState.WAITS_FOR_DEVICE, 3, priority_steps=10)
     assert queues.pending_loads(9) == [ONE, TWO, THREE]
     assert queues.pending_since(TWO) == 12
 
