@@ -9,6 +9,9 @@ from modeling.layers.norm import RMSNorm
 from modeling.layers.rotary import rotate
 from sharding.slicing import HeadCut
 
+Angles = tuple[Tensor, Tensor]
+"""Cosines and sines of a step's positions, [tokens, 1, rotated width] each."""
+
 
 def norm_heads(qkv: Tensor, heads: HeadCut, q_norm: RMSNorm, k_norm: RMSNorm) -> Tensor:
     """Norm each head of q and each of k in a fused product [tokens, all heads * head_dim]."""
@@ -18,7 +21,7 @@ def norm_heads(qkv: Tensor, heads: HeadCut, q_norm: RMSNorm, k_norm: RMSNorm) ->
 
 
 def split_heads(
-    qkv: Tensor, heads: HeadCut, angles: tuple[Tensor, Tensor] | None
+    qkv: Tensor, heads: HeadCut, angles: Angles | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(q, k, v) of a fused product, q and k rotated: [tokens, heads or kv_heads, head_dim] each.
 
@@ -36,7 +39,7 @@ def split_heads(
 def rotate_and_store(
     qkv: Tensor,
     heads: HeadCut,
-    angles: tuple[Tensor, Tensor] | None,
+    angles: Angles | None,
     cache: LayerCache,
     slots: Tensor,
     stored: Tensor | None,
@@ -48,11 +51,11 @@ def rotate_and_store(
     are stored (None: all); the others' are taken to be in the cache already.
     Returns [tokens, heads, head_dim].
     """
-    num_rotated = heads.num_heads + heads.num_kv_heads
-    split = qkv.view(qkv.shape[0], num_rotated + heads.num_kv_heads, -1)
-    fused = fused_ops(qkv.device) if split.is_contiguous() and _writable(cache) else None
-    if fused and angles and stored is None and angles[0].shape[-1] == split.shape[-1]:
-        return fused.rotate_and_store(split, heads.num_heads, angles, cache, slots)
+    if angles is not None and stored is None and qkv.is_contiguous() and _writable(cache):
+        fused = fused_ops(qkv.device)
+        split = qkv.view(qkv.shape[0], heads.num_heads + 2 * heads.num_kv_heads, -1)
+        if fused is not None and angles[0].shape[-1] == split.shape[-1]:
+            return fused.rotate_and_store(split, heads.num_heads, angles, cache, slots)
     queries, keys, values = split_heads(qkv, heads, angles)
     if stored is None:
         cache.store(keys, values, slots)

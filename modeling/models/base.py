@@ -1,4 +1,4 @@
-"""What a model on the paged engine owes its runner."""
+"""The interface between a paged model and its runner."""
 
 from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
@@ -8,17 +8,19 @@ from torch import Tensor
 
 from modeling.adapters.product import AdapterData
 from modeling.adapters.projection import BaseRows, Projection
-from modeling.attention.base import AttentionSpec, AttentionStep
-from modeling.attention.kv_cache import CacheSpec, LayerCache
+from modeling.attention.base import AttentionSpec
+from modeling.attention.kv_cache import CacheSpec
+from modeling.models.context import PagedContext
 
 
 class PagedModel(Protocol):
-    """One rank's share of a decoder over a paged cache; `paged` is the engine's one way in.
+    """One rank's share of a decoder over a paged cache; the engine computes it by `paged`.
 
-    projections: the linear maps that adapters may change; a Target names one by its index.
-    num_heads, num_kv_heads: this rank's attention heads. attention_scale: of the scores.
+    projections: the linear maps that adapters may change; OutputSlice names one by its index.
+    num_heads, num_kv_heads: this rank's attention heads.
+    attention_scale: of the scores, before the softmax.
     unread: regular expressions of whole names that a checkpoint may hold and the model does
-    not read.
+        not read.
     """
 
     projections: tuple[Projection, ...]
@@ -36,25 +38,17 @@ class PagedModel(Protocol):
         self,
         input_ids: Tensor,
         position_ids: Tensor,
-        cu_seqlen_prefill: Tensor,
-        kv_cache: list[LayerCache],
-        block_tables: Tensor,
-        slots: Tensor,
-        seqlen: AttentionStep,
-        max_s: int,
-        adapter_data: AdapterData | None,
-        prefill_cache_indices: Tensor | None = None,
+        context: PagedContext,
         lm_head_indices: Tensor | None = None,
-        cross_attention_states: Tensor | None = None,
         skip_lm_head: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """(logits [n, vocab_size], or hidden states without a head; speculative logits or None).
 
-        input_ids, position_ids: int64 [tokens], the rows' tokens packed one row after the other.
-        cu_seqlen_prefill: int32 [rows + 1], where each row starts. kv_cache: one a layer.
-        block_tables: int32 [rows, max_blocks]. slots: int64 [tokens], page * page_size + offset
-        where each token's k and v go. seqlen: from the attention backend's `prepare`.
-        max_s: the longest row's keys. lm_head_indices: int64, the tokens that get logits.
+        input_ids, position_ids: int64 [tokens], the rows' tokens packed one row after the other;
+            positions name their rope set, see `layers.rotary`.
+        context: the step's rows, cache and adapters.
+        lm_head_indices: int64 [n], the tokens that get logits; None: all.
+        skip_lm_head: return what the head would read instead.
         """
         ...
 

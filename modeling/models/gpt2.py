@@ -1,7 +1,7 @@
 """Flash GPT-2: over a paged cache, tensor-parallel, with adapters.
 
-The class names and signatures are LoRAX's. Weights are Conv1D's, [in, out]; the fused c_attn is
-cut for each of q, k and v by heads, and so is its adapters' B.
+The class names, constructors and the outer `forward` are LoRAX's. Weights are Conv1D's,
+[in, out]; the fused c_attn is cut for each of q, k and v by heads, and so is its adapters' B.
 """
 
 from enum import IntEnum
@@ -11,15 +11,12 @@ from torch.nn import functional as F
 
 from configs.architectures.gpt2 import GPT2Architecture
 from modeling.adapters.linear import AdapterColumnLinear, AdapterRowLinear
-from modeling.adapters.product import AdapterData
 from modeling.adapters.projection import Projection
-from modeling.adapters.vocabulary import EndNames, embed_adapted
-from modeling.attention.base import AttentionStep
-from modeling.attention.kv_cache import LayerCache
-from modeling.layers.attention import rotate_and_store
+from modeling.adapters.vocabulary import EndNames
 from modeling.layers.mlp import PlainMLP
 from modeling.layers.norm import LayerNorm
-from modeling.models.shell import ModelOutline, PagedBase
+from modeling.models.context import PagedContext
+from modeling.models.paged_base import FlashBase, ModelOutline
 from sharding.embedding import VocabParallelEmbedding
 from sharding.group import TensorParallel
 from sharding.linear import ColumnParallelLinear, ColumnPart, RowParallelLinear
@@ -80,6 +77,7 @@ class FlashGPT2Attention(nn.Module):
         """prefix: e.g. "transformer.h.0.attn"."""
         super().__init__()
         self.heads = _heads(config, weights.group)
+        self._layer = layer_id
         hidden = config.hidden_size
         part = ColumnPart(f"{prefix}.c_attn", 3 * hidden, fused_qkv(self.heads.queries, hidden))
         self.c_attn = AdapterColumnLinear(
@@ -99,29 +97,18 @@ class FlashGPT2Attention(nn.Module):
             layer_id,
             GPT2Projection.ATTN_C_PROJ,
         )
-        # A backend has one scale for all layers (flashinfer plans with it); a layer's own share
-        # of it goes into the queries.
+        # A backend has one scale for all layers (flashinfer plans with it), so a layer's own
+        # factor goes into the queries.
         self.query_scale = 1 / (layer_id + 1) if config.scale_attn_by_inverse_layer_idx else 1.0
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        cu_seqlen_prefill: Tensor,
-        kv_cache: LayerCache,
-        block_tables: Tensor,
-        slots: Tensor,
-        seqlen: AttentionStep,
-        max_s: int,
-        adapter_data: AdapterData | None,
-        prefill_cache_indices: Tensor | None = None,
-    ) -> Tensor:
-        """[tokens, hidden] to the same shape; k and v of the step go to `slots` on the way."""
-        qkv: Tensor = self.c_attn(hidden_states, adapter_data)
-        q = rotate_and_store(qkv, self.heads, None, kv_cache, slots, prefill_cache_indices)
+    def forward(self, hidden_states: Tensor, context: PagedContext) -> Tensor:
+        """[tokens, hidden] to the same shape; the step's k and v go to the cache."""
+        qkv: Tensor = self.c_attn(hidden_states, context.adapter_data)
+        q = context.store(self._layer, qkv, self.heads)
         if self.query_scale != 1.0:
             q = q * self.query_scale
-        attended = seqlen.backend.forward(q, kv_cache, cu_seqlen_prefill, block_tables, seqlen)
-        out: Tensor = self.c_proj(attended.flatten(1), adapter_data)
+        attended = context.query(self._layer, q)
+        out: Tensor = self.c_proj(attended.flatten(1), context.adapter_data)
         return out
 
 
@@ -160,31 +147,10 @@ class GPT2Block(nn.Module):
         self.ln_2 = LayerNorm(f"{prefix}.ln_2", size, eps, weights)
         self.mlp = GPT2MLP(f"{prefix}.mlp", config, weights, layer_id)
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        cu_seqlen_prefill: Tensor,
-        kv_cache: LayerCache,
-        block_tables: Tensor,
-        slots: Tensor,
-        seqlen: AttentionStep,
-        max_s: int,
-        adapter_data: AdapterData | None,
-        prefill_cache_indices: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, hidden_states: Tensor, context: PagedContext) -> Tensor:
         """The residual stream [tokens, hidden] to the same shape."""
-        hidden_states = hidden_states + self.attn(
-            self.ln_1(hidden_states),
-            cu_seqlen_prefill,
-            kv_cache,
-            block_tables,
-            slots,
-            seqlen,
-            max_s,
-            adapter_data,
-            prefill_cache_indices,
-        )
-        out: Tensor = hidden_states + self.mlp(self.ln_2(hidden_states), adapter_data)
+        x = hidden_states + self.attn(self.ln_1(hidden_states), context)
+        out: Tensor = x + self.mlp(self.ln_2(x), context.adapter_data)
         return out
 
 
@@ -205,39 +171,16 @@ class FlashGPT2Model(nn.Module):
         )
         self.ln_f = LayerNorm(f"{dot}ln_f", size, config.layer_norm_eps, weights)
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        cu_seqlen_prefill: Tensor,
-        kv_cache: list[LayerCache],
-        block_tables: Tensor,
-        slots: Tensor,
-        seqlen: AttentionStep,
-        max_s: int,
-        adapter_data: AdapterData | None,
-        prefill_cache_indices: Tensor | None = None,
-    ) -> Tensor:
-        """[tokens] ids to normed hidden states [tokens, hidden], equal on every rank."""
-        embeds = embed_adapted(self.wte, input_ids, adapter_data)
+    def forward(self, embeds: Tensor, position_ids: Tensor, context: PagedContext) -> Tensor:
+        """Embedded tokens to normed hidden states, both [tokens, hidden], equal on every rank."""
         hidden = embeds + F.embedding(position_ids, self.wpe)
-        for block, cache in zip(self.h, kv_cache, strict=True):
-            hidden = block(
-                hidden,
-                cu_seqlen_prefill,
-                cache,
-                block_tables,
-                slots,
-                seqlen,
-                max_s,
-                adapter_data,
-                prefill_cache_indices,
-            )
+        for block in self.h:
+            hidden = block(hidden, context)
         normed: Tensor = self.ln_f(hidden)
         return normed
 
 
-class FlashGPT2ForCausalLM(PagedBase):
+class FlashGPT2ForCausalLM(FlashBase):
     """The decoder and its head; a `PagedModel`."""
 
     def __init__(self, prefix: str, config: GPT2Architecture, weights: Weights) -> None:
@@ -269,10 +212,10 @@ class FlashGPT2ForCausalLM(PagedBase):
 
     @property
     def embedding(self) -> VocabParallelEmbedding:
-        """Where tokens come in."""
+        """The tokens' embedding."""
         return self.transformer.wte
 
     @property
     def decoder(self) -> nn.Module:
-        """From ids to normed hidden states."""
+        """The decoder without the head."""
         return self.transformer

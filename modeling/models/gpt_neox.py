@@ -1,7 +1,7 @@
-"""GPT-NeoX: one set of layers behind two doors, the paged engine's and transformers' padded one.
+"""GPT-NeoX: one set of layers with two interfaces, the paged engine's and transformers' padded one.
 
-The class names are LoRAX's. `paged` is the engine's door, with adapters and packed rows;
-`forward` is the padded one, as in transformers.
+The class names are LoRAX's. `paged` is the engine's interface, with adapters and packed
+rows; `forward` is the padded one, as in transformers.
 """
 
 from enum import IntEnum
@@ -12,16 +12,15 @@ from torch import Tensor, nn
 from configs.architectures.gpt_neox import GPTNeoXArchitecture
 from configs.architectures.rope import POSITIONS_PER_SET, RopeType
 from modeling.adapters.linear import AdapterColumnLinear, AdapterRowLinear
-from modeling.adapters.product import AdapterData
 from modeling.adapters.projection import Projection
 from modeling.adapters.vocabulary import EndNames
-from modeling.attention.paged import AttentionCall
-from modeling.layers.attention import split_heads
+from modeling.layers.attention import Angles
 from modeling.layers.mlp import PlainMLP
 from modeling.layers.norm import LayerNorm
 from modeling.layers.rotary import Rotary
+from modeling.models.context import StepContext
 from modeling.models.padded import PaddedAnswer, PaddedCall, Past, padded_forward
-from modeling.models.shell import ModelOutline, PagedAndPaddedBase
+from modeling.models.paged_base import ModelOutline, PagedAndPaddedBase
 from sharding.embedding import VocabParallelEmbedding
 from sharding.group import TensorParallel
 from sharding.linear import ColumnParallelLinear, ColumnPart, RowParallelLinear
@@ -30,9 +29,6 @@ from sharding.slicing import HeadCut, Segments, cut_heads, cut_width, whole
 
 PEFT_PREFIX = "gpt_neox"
 """Where PEFT finds the decoder, however the checkpoint's own names begin."""
-
-Angles = tuple[Tensor, Tensor]
-"""Cosines and sines of a step, [tokens, 1, rotated width] each."""
 
 
 class GPTNeoXProjection(IntEnum):
@@ -127,17 +123,11 @@ class GPTNeoXAttention(nn.Module):
         dense = RowParallelLinear(f"{prefix}.dense", shape, self.heads.queries, bias, weights)
         self.dense = AdapterRowLinear(dense, layer_id, GPTNeoXProjection.DENSE)
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        angles: Angles,
-        attention: AttentionCall,
-        adapter_data: AdapterData | None,
-    ) -> Tensor:
+    def forward(self, hidden_states: Tensor, angles: Angles, context: StepContext) -> Tensor:
         """[tokens, hidden] to this rank's summand of the same shape."""
-        qkv: Tensor = self.query_key_value(hidden_states, adapter_data)
-        attended = attention.attend(self._layer, *split_heads(qkv, self.heads, angles))
-        return self.dense.partial(attended.flatten(1), adapter_data)
+        qkv: Tensor = self.query_key_value(hidden_states, context.adapter_data)
+        attended = context.attend(self._layer, qkv, self.heads, angles)
+        return self.dense.partial(attended.flatten(1), context.adapter_data)
 
 
 class GPTNeoXMLP(PlainMLP):
@@ -177,21 +167,15 @@ class GPTNeoXLayer(nn.Module):
         self.attention = GPTNeoXAttention(f"{prefix}.attention", config, weights, layer_id)
         self.mlp = GPTNeoXMLP(f"{prefix}.mlp", config, weights, layer_id)
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        angles: Angles,
-        attention: AttentionCall,
-        adapter_data: AdapterData | None,
-    ) -> Tensor:
+    def forward(self, hidden_states: Tensor, angles: Angles, context: StepContext) -> Tensor:
         """The residual stream [tokens, hidden] to the same shape, equal on every rank."""
         x = hidden_states
-        attended = self.attention(self.input_layernorm(x), angles, attention, adapter_data)
+        attended = self.attention(self.input_layernorm(x), angles, context)
         if self._parallel:
-            fed = self.mlp.partial(self.post_attention_layernorm(x), adapter_data)
+            fed = self.mlp.partial(self.post_attention_layernorm(x), context.adapter_data)
             return x + self._group.all_reduce(attended + fed)
         x = x + self._group.all_reduce(attended)
-        out: Tensor = x + self.mlp(self.post_attention_layernorm(x), adapter_data)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x), context.adapter_data)
         return out
 
 
@@ -217,8 +201,7 @@ class GPTNeoXModel(nn.Module):
         self,
         embeds: Tensor,
         position_ids: Tensor,
-        attention: AttentionCall,
-        adapter_data: AdapterData | None,
+        context: StepContext,
         trace: list[Tensor] | None = None,
     ) -> Tensor:
         """[tokens, hidden] to the same shape, equal on every rank.
@@ -230,7 +213,7 @@ class GPTNeoXModel(nn.Module):
         for layer in self.layers:
             if trace is not None:
                 trace.append(hidden)
-            hidden = layer(hidden, angles, attention, adapter_data)
+            hidden = layer(hidden, angles, context)
         normed: Tensor = self.final_layer_norm(hidden)
         return normed
 
@@ -272,12 +255,12 @@ class GPTNeoXForCausalLM(PagedAndPaddedBase):
 
     @property
     def embedding(self) -> VocabParallelEmbedding:
-        """Where tokens come in."""
+        """The tokens' embedding."""
         return self.gpt_neox.embed_in
 
     @property
     def decoder(self) -> nn.Module:
-        """From [tokens, hidden] to the same shape."""
+        """The decoder without the head."""
         return self.gpt_neox
 
     def forward(
@@ -294,7 +277,7 @@ class GPTNeoXForCausalLM(PagedAndPaddedBase):
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
     ) -> PaddedAnswer:
-        """The padded door; arguments as in `PaddedCall`, positions counted from the first place."""
+        """The padded interface; arguments as in `PaddedCall`, positions count padding in."""
         return padded_forward(
             self,
             PaddedCall(
@@ -316,7 +299,7 @@ class GPTNeoXForCausalLM(PagedAndPaddedBase):
         self,
         embeds: Tensor,
         position_ids: Tensor,
-        attention: AttentionCall,
+        context: StepContext,
         trace: list[Tensor] | None,
     ) -> Tensor:
         """As `PagedAndPaddedBase`; as in transformers, the farthest position counts for all rows.
@@ -329,7 +312,7 @@ class GPTNeoXForCausalLM(PagedAndPaddedBase):
             position_ids = position_ids + is_long * POSITIONS_PER_SET
         if self.config.rope.type is RopeType.DYNAMIC and position_ids.max() >= longest:
             raise ValueError(f"position_ids must be below {longest}, where dynamic rope changes")
-        return super().decode(embeds, position_ids, attention, trace)
+        return super().decode(embeds, position_ids, context, trace)
 
     def positions(self, mask: Tensor, past_length: int) -> Tensor:
         """Places, padding counted in, as in transformers: [1, n]."""

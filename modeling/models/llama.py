@@ -1,7 +1,7 @@
 """Flash Llama: the Llama family over a paged cache, tensor-parallel, with adapters.
 
-The class names and signatures are LoRAX's. `Architecture` says which member of the family it
-is; nothing here asks for a name.
+The class names, constructors and the outer `forward` are LoRAX's. What differs between members
+of the family is data in `Architecture`; no code here depends on a model's name.
 """
 
 from collections.abc import Callable
@@ -11,13 +11,12 @@ from torch import Tensor, nn
 from configs.architectures.llama import Architecture
 from modeling.adapters.linear import AdapterColumnLinear, AdapterRowLinear
 from modeling.adapters.product import AdapterData
-from modeling.adapters.vocabulary import EndNames, embed_adapted
-from modeling.attention.base import AttentionStep
-from modeling.attention.kv_cache import LayerCache
-from modeling.layers.attention import norm_heads, rotate_and_store
+from modeling.adapters.vocabulary import EndNames
+from modeling.layers.attention import Angles, norm_heads
 from modeling.layers.mlp import GatedMLP
 from modeling.layers.norm import RMSNorm
 from modeling.layers.rotary import Rotary
+from modeling.models.context import PagedContext
 from modeling.models.llama_projections import (
     attention_projections,
     column_parts,
@@ -25,7 +24,7 @@ from modeling.models.llama_projections import (
     llama_projections,
     mlp_projections,
 )
-from modeling.models.shell import ModelOutline, PagedBase
+from modeling.models.paged_base import FlashBase, ModelOutline
 from sharding.embedding import VocabParallelEmbedding
 from sharding.linear import ColumnParallelLinear, RowParallelLinear
 from sharding.loader import Weights
@@ -44,6 +43,7 @@ class FlashLlamaAttention(nn.Module):
         """prefix: e.g. "model.layers.0.self_attn"."""
         super().__init__()
         self.heads = llama_heads(config, weights.group)
+        self._layer = layer_id
         *columns, out = attention_projections(prefix, config, weights.group)
         parts = column_parts(tuple(columns))
         self.qkv_proj = AdapterColumnLinear(
@@ -65,29 +65,14 @@ class FlashLlamaAttention(nn.Module):
         )
         self._window = config.windows[layer_id]
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        cu_seqlen_prefill: Tensor,
-        kv_cache: LayerCache,
-        block_tables: Tensor,
-        slots: Tensor,
-        seqlen: AttentionStep,
-        max_s: int,
-        adapter_data: AdapterData | None,
-        prefill_cache_indices: Tensor | None = None,
-    ) -> Tensor:
-        """[tokens, hidden] to the same shape; k and v of the step go to `slots` on the way."""
-        qkv: Tensor = self.qkv_proj(hidden_states, adapter_data)
+    def forward(self, hidden_states: Tensor, angles: Angles, context: PagedContext) -> Tensor:
+        """[tokens, hidden] to the same shape; the step's k and v go to the cache."""
+        qkv: Tensor = self.qkv_proj(hidden_states, context.adapter_data)
         if self.q_norm is not None and self.k_norm is not None:
             qkv = norm_heads(qkv, self.heads, self.q_norm, self.k_norm)
-        q = rotate_and_store(qkv, self.heads, (cos, sin), kv_cache, slots, prefill_cache_indices)
-        attended = seqlen.backend.forward(
-            q, kv_cache, cu_seqlen_prefill, block_tables, seqlen, self._window
-        )
-        out: Tensor = self.o_proj(attended.flatten(1), adapter_data)
+        q = context.store(self._layer, qkv, self.heads, angles)
+        attended = context.query(self._layer, q, self._window)
+        out: Tensor = self.o_proj(attended.flatten(1), context.adapter_data)
         return out
 
 
@@ -135,34 +120,14 @@ class FlashLlamaLayer(nn.Module):
         self,
         hidden_states: Tensor,
         residual: Tensor | None,
-        cos: Tensor,
-        sin: Tensor,
-        cu_seqlen_prefill: Tensor,
-        kv_cache: LayerCache,
-        block_tables: Tensor,
-        slots: Tensor,
-        seqlen: AttentionStep,
-        max_s: int,
-        adapter_data: AdapterData | None,
-        prefill_cache_indices: Tensor | None = None,
+        angles: Angles,
+        context: PagedContext,
     ) -> tuple[Tensor, Tensor]:
         """(what the layer adds last, the residual stream before it), both [tokens, hidden]."""
         normed, residual = self.input_layernorm(hidden_states, residual)
-        attended = self.self_attn(
-            normed,
-            cos,
-            sin,
-            cu_seqlen_prefill,
-            kv_cache,
-            block_tables,
-            slots,
-            seqlen,
-            max_s,
-            adapter_data,
-            prefill_cache_indices,
-        )
+        attended = self.self_attn(normed, angles, context)
         normed, stream = self.post_attention_layernorm(self._weighed(attended), residual)
-        return self._weighed(self.mlp(normed, adapter_data)), stream
+        return self._weighed(self.mlp(normed, context.adapter_data)), stream
 
     def _weighed(self, added: Tensor) -> Tensor:
         """What a sublayer adds to the residual stream."""
@@ -198,43 +163,16 @@ class FlashLlamaModel(nn.Module):
         self._blends = config.blends
         self._sources = {blend.source for blend in config.blends}
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        cu_seqlen_prefill: Tensor,
-        kv_cache: list[LayerCache],
-        block_tables: Tensor,
-        slots: Tensor,
-        seqlen: AttentionStep,
-        max_s: int,
-        adapter_data: AdapterData | None,
-        prefill_cache_indices: Tensor | None = None,
-    ) -> Tensor:
-        """[tokens] ids to normed hidden states [tokens, hidden], equal on every rank."""
-        hidden = embed_adapted(self.embed_tokens, input_ids, adapter_data)
-        if self._multiplier != 1.0:
-            hidden = hidden * self._multiplier
+    def forward(self, embeds: Tensor, position_ids: Tensor, context: PagedContext) -> Tensor:
+        """Embedded tokens to normed hidden states, both [tokens, hidden], equal on every rank."""
+        hidden = embeds if self._multiplier == 1.0 else embeds * self._multiplier
         residual: Tensor | None = None
-        cos, sin = self._rotary.angles(position_ids)
+        angles = self._rotary.angles(position_ids)
         kept: dict[int, Tensor] = {}
-        for index, (layer, cache) in enumerate(zip(self.layers, kv_cache, strict=True)):
+        for index, layer in enumerate(self.layers):
             if self._blends:
                 hidden, residual = self._blended(index, hidden, residual, kept)
-            hidden, residual = layer(
-                hidden,
-                residual,
-                cos,
-                sin,
-                cu_seqlen_prefill,
-                cache,
-                block_tables,
-                slots,
-                seqlen,
-                max_s,
-                adapter_data,
-                prefill_cache_indices,
-            )
+            hidden, residual = layer(hidden, residual, angles, context)
         normed: Tensor = self.norm(hidden, residual)[0]
         return normed
 
@@ -252,7 +190,7 @@ class FlashLlamaModel(nn.Module):
         return stream, None
 
 
-class FlashLlamaForCausalLM(PagedBase):
+class FlashLlamaForCausalLM(FlashBase):
     """The decoder and its head; a `PagedModel`."""
 
     def __init__(
@@ -289,12 +227,12 @@ class FlashLlamaForCausalLM(PagedBase):
 
     @property
     def embedding(self) -> VocabParallelEmbedding:
-        """Where tokens come in."""
+        """The tokens' embedding."""
         return self.model.embed_tokens
 
     @property
     def decoder(self) -> nn.Module:
-        """From ids to normed hidden states."""
+        """The decoder without the head."""
         return self.model
 
     def head(self, hidden: Tensor, adapter_data: AdapterData | None) -> Tensor:

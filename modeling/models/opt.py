@@ -1,7 +1,7 @@
-"""OPT: one set of layers behind two doors, the paged engine's and transformers' padded one.
+"""OPT: one set of layers with two interfaces, the paged engine's and transformers' padded one.
 
-The class names are LoRAX's. `paged` is the engine's door, with adapters and packed rows;
-`forward` is the padded one, as in transformers.
+The class names are LoRAX's. `paged` is the engine's interface, with adapters and packed
+rows; `forward` is the padded one, as in transformers.
 """
 
 from enum import IntEnum
@@ -11,15 +11,14 @@ from torch.nn import functional as F
 
 from configs.architectures.opt import OPTArchitecture
 from modeling.adapters.linear import AdapterColumnLinear, AdapterRowLinear
-from modeling.adapters.product import AdapterData, OutputSlice
+from modeling.adapters.product import OutputSlice
 from modeling.adapters.projection import Projection
 from modeling.adapters.vocabulary import EndNames
-from modeling.attention.paged import AttentionCall
-from modeling.layers.attention import split_heads
 from modeling.layers.mlp import PlainMLP
 from modeling.layers.norm import LayerNorm
+from modeling.models.context import StepContext
 from modeling.models.padded import PaddedAnswer, PaddedCall, Past, padded_forward
-from modeling.models.shell import ModelOutline, PagedAndPaddedBase
+from modeling.models.paged_base import ModelOutline, PagedAndPaddedBase
 from sharding.embedding import VocabParallelEmbedding
 from sharding.group import TensorParallel
 from sharding.linear import ColumnParallelLinear, ColumnPart, RowParallelLinear
@@ -117,13 +116,11 @@ class OPTAttention(nn.Module):
         out = RowParallelLinear(f"{prefix}.out_proj", (hidden, hidden), cut, config.bias, weights)
         self.out_proj = AdapterRowLinear(out, layer_id, OPTProjection.OUT)
 
-    def forward(
-        self, hidden_states: Tensor, attention: AttentionCall, adapter_data: AdapterData | None
-    ) -> Tensor:
+    def forward(self, hidden_states: Tensor, context: StepContext) -> Tensor:
         """[tokens, hidden] to the same shape, equal on every rank."""
-        qkv: Tensor = self.qkv_proj(hidden_states, adapter_data)
-        attended = attention.attend(self._layer, *split_heads(qkv, self.heads, None))
-        out: Tensor = self.out_proj(attended.flatten(1), adapter_data)
+        qkv: Tensor = self.qkv_proj(hidden_states, context.adapter_data)
+        attended = context.attend(self._layer, qkv, self.heads)
+        out: Tensor = self.out_proj(attended.flatten(1), context.adapter_data)
         return out
 
 
@@ -162,17 +159,15 @@ class OPTDecoderLayer(nn.Module):
         self.mlp = _feed_forward(prefix, config, weights, layer_id)
         self.final_layer_norm = _norm(f"{prefix}.final_layer_norm", config, weights)
 
-    def forward(
-        self, hidden_states: Tensor, attention: AttentionCall, adapter_data: AdapterData | None
-    ) -> Tensor:
+    def forward(self, hidden_states: Tensor, context: StepContext) -> Tensor:
         """The residual stream [tokens, hidden] to the same shape."""
         x = hidden_states
         if self._norm_first:
-            attended = x + self.self_attn(self.self_attn_layer_norm(x), attention, adapter_data)
-            out: Tensor = attended + self.mlp(self.final_layer_norm(attended), adapter_data)
+            x = x + self.self_attn(self.self_attn_layer_norm(x), context)
+            out: Tensor = x + self.mlp(self.final_layer_norm(x), context.adapter_data)
             return out
-        attended = self.self_attn_layer_norm(x + self.self_attn(x, attention, adapter_data))
-        out = self.final_layer_norm(attended + self.mlp(attended, adapter_data))
+        attended = self.self_attn_layer_norm(x + self.self_attn(x, context))
+        out = self.final_layer_norm(attended + self.mlp(attended, context.adapter_data))
         return out
 
 
@@ -212,34 +207,31 @@ class OPTDecoder(nn.Module):
         self,
         embeds: Tensor,
         position_ids: Tensor,
-        attention: AttentionCall,
-        adapter_data: AdapterData | None,
+        context: StepContext,
         trace: list[Tensor] | None = None,
     ) -> Tensor:
         """[tokens, embedding_size] to the same shape, equal on every rank.
 
         trace: gets what enters each layer.
         """
-        embeds = _project(embeds, self.project_in, adapter_data, OPTProjection.PROJECT_IN)
+        embeds = _project(embeds, self.project_in, context, OPTProjection.PROJECT_IN)
         hidden = embeds + self.embed_positions(position_ids)
         for layer in self.layers:
             if trace is not None:
                 trace.append(hidden)
-            hidden = layer(hidden, attention, adapter_data)
+            hidden = layer(hidden, context)
         if self.final_layer_norm is not None:
             hidden = self.final_layer_norm(hidden)
-        return _project(hidden, self.project_out, adapter_data, OPTProjection.PROJECT_OUT)
+        return _project(hidden, self.project_out, context, OPTProjection.PROJECT_OUT)
 
 
-def _project(
-    x: Tensor, weight: Tensor | None, adapter_data: AdapterData | None, projection: int
-) -> Tensor:
+def _project(x: Tensor, weight: Tensor | None, context: StepContext, projection: int) -> Tensor:
     """Between the widths of embeddings and layers, the same on every rank; None: they are equal."""
     if weight is None:
         return x
     y = F.linear(x, weight)
-    if adapter_data is not None:
-        adapter_data.add(y, x, 0, (OutputSlice(projection, 0),))
+    if context.adapter_data is not None:
+        context.adapter_data.add(y, x, 0, (OutputSlice(projection, 0),))
     return y
 
 
@@ -255,12 +247,11 @@ class OPTModel(nn.Module):
         self,
         embeds: Tensor,
         position_ids: Tensor,
-        attention: AttentionCall,
-        adapter_data: AdapterData | None,
+        context: StepContext,
         trace: list[Tensor] | None = None,
     ) -> Tensor:
         """As `OPTDecoder.forward`."""
-        out: Tensor = self.decoder(embeds, position_ids, attention, adapter_data, trace)
+        out: Tensor = self.decoder(embeds, position_ids, context, trace)
         return out
 
 
@@ -294,12 +285,12 @@ class OPTForCausalLM(PagedAndPaddedBase):
 
     @property
     def embedding(self) -> VocabParallelEmbedding:
-        """Where tokens come in."""
+        """The tokens' embedding."""
         return self.model.decoder.embed_tokens
 
     @property
     def decoder(self) -> nn.Module:
-        """From [tokens, embedding_size] to the same shape."""
+        """The decoder without the head."""
         return self.model
 
     def forward(
@@ -315,7 +306,7 @@ class OPTForCausalLM(PagedAndPaddedBase):
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
     ) -> PaddedAnswer:
-        """The padded door; arguments as in `PaddedCall`, positions counted by the mask."""
+        """The padded interface; arguments as in `PaddedCall`, positions counted by the mask."""
         return padded_forward(
             self,
             PaddedCall(

@@ -1,4 +1,4 @@
-"""The padded door: transformers' own forward over the layers that the engine runs.
+"""The padded interface: transformers' own forward over the layers that the engine runs.
 
 No adapters come in here, and rows are padded instead of packed; logits, loss, cache, hidden
 states and attention weights are those of the model in transformers.
@@ -18,8 +18,10 @@ from modeling.attention.padded import (
     Pairs,
     local_head_mask,
 )
-from modeling.attention.paged import AttentionCall
+from modeling.layers.attention import Angles, split_heads
+from modeling.models.context import StepContext
 from sharding.group import TensorParallel
+from sharding.slicing import HeadCut
 
 if TYPE_CHECKING:
     from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -55,10 +57,24 @@ class PaddedCall:
     return_dict: bool | None = None
 
 
-class PaddedModel(Protocol):
-    """What the door asks of a model, beyond its sizes.
+@dataclass(frozen=True)
+class PaddedContext:
+    """A padded forward as layers see it: a `StepContext` of rows of one length, no adapters."""
 
-    use_cache: what a call that does not say gets.
+    attention: PaddedAttention
+    adapter_data: None = None
+
+    def attend(
+        self, layer: int, qkv: Tensor, heads: HeadCut, angles: Angles | None = None
+    ) -> Tensor:
+        """Append k and v to the growing cache and attend over all of it; see `StepContext`."""
+        return self.attention.attend(layer, *split_heads(qkv, heads, angles))
+
+
+class PaddedModel(Protocol):
+    """What a padded forward needs of a model, beyond its sizes.
+
+    use_cache: whether a call that does not say gets a cache back.
     """
 
     group: TensorParallel
@@ -79,7 +95,7 @@ class PaddedModel(Protocol):
         self,
         embeds: Tensor,
         position_ids: Tensor,
-        attention: AttentionCall,
+        context: StepContext,
         trace: list[Tensor] | None,
     ) -> Tensor:
         """[tokens, width] to what the head reads; `trace` gets what enters each layer."""
@@ -107,7 +123,7 @@ def padded_forward(model: PaddedModel, call: PaddedCall) -> PaddedAnswer:
         positions = model.positions(mask, cache.length)
     trace: list[Tensor] | None = [] if call.output_hidden_states else None
     flat = positions.expand(batch, num_queries).flatten()
-    last = model.decode(embeds.flatten(0, 1), flat, attention, trace)
+    last = model.decode(embeds.flatten(0, 1), flat, PaddedContext(attention), trace)
     logits = _rows(model.logits(last), batch)
     keeps = model.use_cache if call.use_cache is None else call.use_cache
     # transformers types its fields for no kind of cache but its own.

@@ -8,6 +8,7 @@ from configs.architectures.base import ModelArchitecture
 from modeling.attention.kv_cache import FP8_MAX, CacheScales, LayerCache, allocate
 from modeling.attention.sdpa import SdpaAttention
 from modeling.models.base import PagedModel, attention_spec, cache_spec
+from modeling.models.context import PagedContext
 from sharding.group import TensorParallel
 
 ROWS, LENGTH = 4, 256
@@ -71,13 +72,13 @@ def _computed(model: PagedModel, tokens: torch.Tensor) -> list[LayerCache]:
     model.paged(
         tokens.flatten().to(device),
         positions.flatten(),
-        torch.arange(rows + 1, dtype=torch.int32, device=device) * length,
-        cache,
-        tables,
-        (first + positions).flatten(),
-        step,
-        step.max_key_length,
-        None,
+        PagedContext(
+            cache,
+            torch.arange(rows + 1, dtype=torch.int32, device=device) * length,
+            tables,
+            (first + positions).flatten(),
+            step,
+        ),
         skip_lm_head=True,
     )
     return cache

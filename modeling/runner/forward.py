@@ -8,6 +8,7 @@ from modeling.adapters.product import AdapterData
 from modeling.attention.base import AttentionStep
 from modeling.attention.kv_cache import LayerCache
 from modeling.models.base import PagedModel
+from modeling.models.context import PagedContext
 from modeling.runner.input_batch import StepTensors
 
 
@@ -37,16 +38,18 @@ class PagedForward:
         adapters: AdapterData | None,
         head_tokens: Tensor | None,
     ) -> Tensor:
-        output, _ = self.model.paged(
-            tensors.input_ids,
-            tensors.positions,
-            tensors.cu_seqlens,
+        context = PagedContext(
             self.cache,
+            tensors.cu_seqlens,
             tensors.block_tables,
             tensors.slots,
             attention,
-            attention.max_key_length,
             adapters,
+        )
+        output, _ = self.model.paged(
+            tensors.input_ids,
+            tensors.positions,
+            context,
             lm_head_indices=head_tokens,
             skip_lm_head=head_tokens is None,
         )

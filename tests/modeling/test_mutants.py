@@ -1,8 +1,7 @@
 """Faults on purpose: a parity check that lets one of these pass proves nothing."""
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 from torch import Tensor
 
 from configs.wire.plan import RequestJoin

@@ -78,5 +78,5 @@ def test_another_ranks_tokens_from_a_matrix_are_noticed(
 
 
 def test_a_head_without_adapters_is_noticed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("modeling.models.shell.logits_adapted", lambda head, x, data: head(x))
+    monkeypatch.setattr("modeling.models.paged_base.logits_adapted", lambda head, x, data: head(x))
     expect_mismatch(world, setting("opt_ends", "plain", 1, ["head"]))

@@ -63,7 +63,7 @@ def test_an_embedding_delta_after_the_sum_is_noticed(
             adapter_data.embed(y, *base.local_ids(input_ids))
         return y
 
-    monkeypatch.setattr("modeling.models.llama.embed_adapted", after)
+    monkeypatch.setattr("modeling.models.paged_base.embed_adapted", after)
     expect_mismatch(world, setting("gqa", 2, ["embedding"]))
 
 

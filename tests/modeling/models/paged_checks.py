@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -22,7 +23,7 @@ from sharding.group import SingleRank, TensorParallel
 from sharding.loader import Weights
 from sharding.slicing import width
 from tests.checkpoints import load_oracle, oracle_greedy, oracle_logits
-from tests.modeling.models.stepping import CPU, Stepper, load
+from tests.modeling.models.stepping import CPU, FlashStepper, Stepper, load
 from tests.ranks import run_ranks
 from tests.sharding.views import LoneRank
 
@@ -30,12 +31,15 @@ PROMPTS = [[1, 5, 9, 30, 44, 7, 3], [2], [8, 9] * 9 + [60]]
 SEQUENCE = [(7 * i + i * i) % 96 for i in range(40)]
 CUTS = [(40,), (16, 32, 40), (1, 2, 39, 40), tuple(range(1, 41))]
 
-PAGED = (
+PAGED = "input_ids, position_ids, context, lm_head_indices, skip_lm_head"
+"""Parameters of the engine's interface."""
+
+FLASH = (
     "input_ids, position_ids, cu_seqlen_prefill, kv_cache, block_tables, slots, seqlen, "
     "max_s, adapter_data, prefill_cache_indices, lm_head_indices, cross_attention_states, "
     "skip_lm_head"
 )
-"""Parameters of the engine's way in."""
+"""Parameters of LoRAX's flash models."""
 
 
 @dataclass
@@ -127,11 +131,36 @@ def check_asked_for_tokens(checkpoint: Checkpoint) -> None:
     stepper.step([(0, SEQUENCE[:8])])
     kept = [layer.keys.clone() for layer in stepper.cache]
     stepper.lengths[0] = 0
-    logits = stepper.run([(0, SEQUENCE)], prefill_cache_indices=torch.arange(8, 40))
+    logits = stepper.run([(0, SEQUENCE)], stored=torch.arange(8, 40))
     assert_close([logits], [whole])
     page = stepper.tables[0][0]
     for layer, before in zip(stepper.cache, kept, strict=True):
         assert torch.equal(layer.keys[page, :8], before[page, :8])
+
+
+def check_flash_forward(checkpoint: Checkpoint) -> None:
+    """The seeds' `forward` computes what `paged` does, with every one of its arguments."""
+    model = load(checkpoint.folder, SingleRank())
+    paged, flash = Stepper(model), FlashStepper(model)
+    rows = list(enumerate(PROMPTS))
+    recorders = [Recorder(model, []), Recorder(model, [])]
+    for options in (
+        {},
+        {"lm_head_indices": torch.tensor([0, 4])},
+        {"skip_lm_head": True},
+        {"stored": torch.arange(2)},
+    ):
+        found = [
+            stepper.run(rows, recorder, **options)
+            for stepper, recorder in zip((paged, flash), recorders, strict=True)
+        ]
+        assert torch.equal(*found)
+        for one, other in zip(paged.cache, flash.cache, strict=True):
+            assert torch.equal(one.keys, other.keys)
+            assert torch.equal(one.values, other.values)
+    assert recorders[0].asked == recorders[1].asked
+    with pytest.raises(ValueError, match="cross_attention_states"):
+        flash.run([(0, [1])], cross_attention_states=torch.zeros(1))
 
 
 @dataclass

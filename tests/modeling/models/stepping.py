@@ -17,6 +17,8 @@ from modeling.adapters.product import AdapterData
 from modeling.attention.kv_cache import allocate
 from modeling.attention.select import select_attention
 from modeling.models.base import PagedModel, attention_spec, cache_spec
+from modeling.models.context import PagedContext
+from modeling.models.paged_base import FlashBase
 from modeling.models.select import build_model
 from sharding.checkpoint import SafetensorsCheckpoint
 from sharding.group import TensorParallel
@@ -62,9 +64,10 @@ class Stepper:
         self,
         rows: Sequence[tuple[int, Sequence[int]]],
         adapter_data: AdapterData | None = None,
+        stored: Tensor | None = None,
         **options: Any,
     ) -> Tensor:
-        """One forward over the packed rows; options: the last ones of the model's forward."""
+        """One forward over the packed rows; options: the last ones of `paged`."""
         positions: list[int] = []
         slots: list[int] = []
         for sequence, tokens in rows:
@@ -78,20 +81,29 @@ class Stepper:
         queries = [len(tokens) for _, tokens in rows]
         tables = self._block_tables(sequences)
         step = self.backend.prepare(queries, [self.lengths[s] for s in sequences], tables)
-        out, speculative = self.model.paged(
-            torch.tensor([token for _, tokens in rows for token in tokens]),
-            torch.tensor(positions) + self.rope_set * POSITIONS_PER_SET,
-            torch.tensor([0, *accumulate(queries)], dtype=torch.int32),
+        context = PagedContext(
             self.cache,
+            torch.tensor([0, *accumulate(queries)], dtype=torch.int32),
             tables,
             torch.tensor(slots),
             step,
-            step.max_key_length,
             adapter_data,
+            stored,
+        )
+        out, speculative = self.compute(
+            torch.tensor([token for _, tokens in rows for token in tokens]),
+            torch.tensor(positions) + self.rope_set * POSITIONS_PER_SET,
+            context,
             **options,
         )
         assert speculative is None
         return out
+
+    def compute(
+        self, input_ids: Tensor, position_ids: Tensor, context: PagedContext, **options: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute one step; here by the engine's interface."""
+        return self.model.paged(input_ids, position_ids, context, **options)
 
     def _grown_table(self, sequence: int) -> list[int]:
         """The sequence's pages, enough for its length."""
@@ -105,3 +117,26 @@ class Stepper:
         longest = max(len(self.tables[sequence]) for sequence in sequences) + 1
         rows = [self.tables[s] + [10**6] * (longest - len(self.tables[s])) for s in sequences]
         return torch.tensor(rows, dtype=torch.int32)
+
+
+class FlashStepper(Stepper):
+    """Steps by the seeds' `forward`, which takes the context's fields one by one."""
+
+    def compute(
+        self, input_ids: Tensor, position_ids: Tensor, context: PagedContext, **options: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute one step by `forward`."""
+        assert isinstance(self.model, FlashBase)
+        return self.model.forward(
+            input_ids,
+            position_ids,
+            context.cu_seqlens,
+            context.caches,
+            context.block_tables,
+            context.slots,
+            context.attention,
+            context.attention.max_key_length,
+            context.adapter_data,
+            context.stored,
+            **options,
+        )

@@ -17,7 +17,7 @@ from sharding.group import SingleRank
 from tests.checkpoints_others import GPT2_VARIANTS, write_gpt2
 from tests.modeling.models import paged_checks as checks
 from tests.modeling.models.paged_checks import Checkpoint, opened
-from tests.modeling.models.stepping import Stepper, load
+from tests.modeling.models.stepping import load
 from tests.sharding.views import LoneRank
 
 
@@ -118,10 +118,8 @@ def test_old_causal_masks_are_left_unread(tmp_path: Path) -> None:
         load(folder, SingleRank())
 
 
-def test_cross_attention_is_refused(plain: Checkpoint) -> None:
-    stepper = Stepper(load(plain.folder, SingleRank()))
-    with pytest.raises(ValueError, match="cross_attention_states"):
-        stepper.run([(0, [1])], cross_attention_states=torch.zeros(1))
+def test_the_seeds_forward_computes_the_same(plain: Checkpoint) -> None:
+    checks.check_flash_forward(plain)
 
 
 def test_heads_that_the_ranks_cannot_share(tmp_path: Path) -> None:
@@ -147,8 +145,8 @@ def test_the_seeds_signatures() -> None:
     assert names(gpt2.FlashGPT2Attention.__init__)[:3] == ["prefix", "config", "weights"]
     assert names(gpt2.GPT2MLP.__init__)[:3] == ["prefix", "config", "weights"]
     assert names(gpt2.GPT2Block.__init__) == ["layer_id", "prefix", "config", "weights"]
-    assert ", ".join(names(gpt2.FlashGPT2ForCausalLM.forward)) == checks.PAGED
-    assert gpt2.FlashGPT2ForCausalLM.paged is gpt2.FlashGPT2ForCausalLM.forward
+    assert ", ".join(names(gpt2.FlashGPT2ForCausalLM.forward)) == checks.FLASH
+    assert ", ".join(names(gpt2.FlashGPT2ForCausalLM.paged)) == checks.PAGED
     signature = inspect.signature(gpt2.FlashGPT2ForCausalLM.forward)
     defaults = {n: p.default for n, p in signature.parameters.items() if p.default is not p.empty}
     assert defaults == {

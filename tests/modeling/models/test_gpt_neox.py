@@ -60,12 +60,6 @@ def test_half_types_stay_near_float32(tmp_path: Path, dtype: Any) -> None:
     checks.check_half(write_gpt_neox(tmp_path, dtype=dtype), dtype)
 
 
-def test_cross_attention_is_refused(plain: Checkpoint) -> None:
-    stepper = Stepper(load(plain.folder, SingleRank()))
-    with pytest.raises(ValueError, match="cross_attention_states"):
-        stepper.run([(0, [1])], cross_attention_states=torch.zeros(1))
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_every_projection_of_every_layer_asks_for_its_delta(plain: Checkpoint, ranks: int) -> None:
     checks.check_every_projection_asks(plain.folder, ranks, [0, 0, 0, 0])

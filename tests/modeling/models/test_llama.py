@@ -16,19 +16,16 @@ from modeling.models.base import PagedModel
 from sharding.group import SingleRank, TensorParallel
 from sharding.slicing import width
 from tests.checkpoints import VARIANTS, load_oracle, oracle_greedy, oracle_logits, write_llama
+from tests.modeling.models.paged_checks import (
+    FLASH,
+    PAGED,
+    PROMPTS,
+    SEQUENCE,
+    Checkpoint,
+    check_flash_forward,
+)
 from tests.modeling.models.stepping import Stepper, load
 from tests.ranks import run_ranks
-
-PROMPTS = [[1, 5, 9, 30, 44, 7, 3], [2], [8, 9] * 9 + [60]]
-SEQUENCE = [(7 * i + i * i) % 96 for i in range(40)]
-
-
-@dataclass
-class Checkpoint:
-    """A folder and what transformers makes of it."""
-
-    folder: Path
-    oracle: Any
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
@@ -136,17 +133,15 @@ def test_tokens_that_are_cached_already_need_no_storing(gqa: Checkpoint) -> None
     stepper.step([(0, SEQUENCE[:8])])
     kept = [layer.keys.clone() for layer in stepper.cache]
     stepper.lengths[0] = 0
-    logits = stepper.run([(0, SEQUENCE)], prefill_cache_indices=torch.arange(8, 40))
+    logits = stepper.run([(0, SEQUENCE)], stored=torch.arange(8, 40))
     assert_close([logits], [oracle_logits(gqa.oracle, SEQUENCE)])
     page = stepper.tables[0][0]
     for layer, before in zip(stepper.cache, kept, strict=True):
         assert torch.equal(layer.keys[page, :8], before[page, :8])
 
 
-def test_cross_attention_is_refused(gqa: Checkpoint) -> None:
-    stepper = Stepper(load(gqa.folder, SingleRank()))
-    with pytest.raises(ValueError, match="cross_attention_states"):
-        stepper.run([(0, [1])], cross_attention_states=torch.zeros(1))
+def test_the_seeds_forward_computes_the_same(gqa: Checkpoint) -> None:
+    check_flash_forward(gqa)
 
 
 @dataclass
@@ -238,11 +233,8 @@ def test_the_seeds_signatures() -> None:
     assert issubclass(llama.LlamaRMSNorm, nn.Module)
     assert llama.LlamaConfig.__name__ == "Architecture"
     signature = inspect.signature(llama.FlashLlamaForCausalLM.forward)
-    assert ", ".join(names(llama.FlashLlamaForCausalLM.forward)) == (
-        "input_ids, position_ids, cu_seqlen_prefill, kv_cache, block_tables, slots, seqlen, "
-        "max_s, adapter_data, prefill_cache_indices, lm_head_indices, cross_attention_states, "
-        "skip_lm_head"
-    )
+    assert ", ".join(names(llama.FlashLlamaForCausalLM.forward)) == FLASH
+    assert ", ".join(names(llama.FlashLlamaForCausalLM.paged)) == PAGED
     defaults = {n: p.default for n, p in signature.parameters.items() if p.default is not p.empty}
     assert defaults == {
         "prefill_cache_indices": None,

@@ -14,7 +14,7 @@ from sharding.group import SingleRank
 from tests.checkpoints_others import OPT_VARIANTS, write_opt
 from tests.modeling.models import paged_checks as checks
 from tests.modeling.models.paged_checks import Checkpoint, opened
-from tests.modeling.models.stepping import Stepper, load
+from tests.modeling.models.stepping import load
 from tests.sharding.views import LoneRank
 
 
@@ -57,12 +57,6 @@ def test_only_the_asked_for_tokens(plain: Checkpoint) -> None:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_types_stay_near_float32(tmp_path: Path, dtype: Any) -> None:
     checks.check_half(write_opt(tmp_path, dtype=dtype), dtype)
-
-
-def test_cross_attention_is_refused(plain: Checkpoint) -> None:
-    stepper = Stepper(load(plain.folder, SingleRank()))
-    with pytest.raises(ValueError, match="cross_attention_states"):
-        stepper.run([(0, [1])], cross_attention_states=torch.zeros(1))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

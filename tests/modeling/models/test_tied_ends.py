@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from modeling.models.shell import CausalBase
+from modeling.models.paged_base import PagedBase
 from sharding.group import TensorParallel
 from tests.checkpoints import load_oracle, oracle_logits, write_llama
 from tests.checkpoints_others import write_gpt2, write_gpt_neox, write_opt
@@ -49,7 +49,7 @@ def test_a_head_of_its_own_is_used(tmp_path: Path, family: str, ranks: int) -> N
 
     def on_rank(group: TensorParallel) -> tuple[Tensor, bool]:
         model = load(tmp_path, group)
-        assert isinstance(model, CausalBase)
+        assert isinstance(model, PagedBase)
         return Stepper(model).step([(0, SEQUENCE)])[0], is_shared(model)
 
     for logits, shared in run_ranks(ranks, on_rank):
@@ -64,13 +64,13 @@ def test_an_equal_copy_takes_no_memory(tmp_path: Path, family: str) -> None:
 
     def on_rank(group: TensorParallel) -> bool:
         model = load(tmp_path, group)
-        assert isinstance(model, CausalBase)
+        assert isinstance(model, PagedBase)
         return is_shared(model)
 
     assert run_ranks(2, on_rank) == [True, True]
 
 
-def is_shared(model: CausalBase) -> bool:
+def is_shared(model: PagedBase) -> bool:
     return model.lm_head.weight is model.embedding.weight
 
 
@@ -85,7 +85,7 @@ def test_a_head_alone_serves_both_ends(tmp_path: Path, family: str, ranks: int) 
 
     def on_rank(group: TensorParallel) -> tuple[Tensor, bool]:
         model = load(tmp_path, group)
-        assert isinstance(model, CausalBase)
+        assert isinstance(model, PagedBase)
         return Stepper(model).step([(0, SEQUENCE)])[0], is_shared(model)
 
     for logits, shared in run_ranks(ranks, on_rank):

@@ -1,6 +1,6 @@
-"""The outer class that all families share: sizes, the vocabulary's two ends, the engine's door.
+"""The base classes of all model families: sizes, both ends of the vocabulary, the interfaces.
 
-A family brings its decoder and says where its ends are; what differs beyond that it overrides.
+A family brings its decoder and says where its embedding and head are; it overrides what differs.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from modeling.adapters.vocabulary import (
 )
 from modeling.attention.base import AttentionStep
 from modeling.attention.kv_cache import LayerCache
-from modeling.attention.paged import AttentionCall, PagedAttention
+from modeling.models.context import PagedContext, StepContext
 from sharding.embedding import ParallelHead, VocabParallelEmbedding
 from sharding.loader import Weights
 from sharding.slicing import HeadCut
@@ -28,9 +28,15 @@ from sharding.slicing import HeadCut
 
 @dataclass(frozen=True)
 class ModelOutline:
-    """What a family tells its outer class.
+    """What a family passes to its base class.
 
-    head: the head's name in the checkpoint. ends: PEFT's names of embedding and head.
+    projections: the linear maps that adapters may change.
+    heads: this rank's attention heads.
+    head_dim: of one head.
+    attention_scale: of the scores, before the softmax.
+    embedding: of the tokens.
+    head: the head's name in the checkpoint.
+    ends: PEFT's names of embedding and head.
     """
 
     projections: tuple[Projection, ...]
@@ -42,8 +48,8 @@ class ModelOutline:
     ends: EndNames
 
 
-class CausalBase(nn.Module):
-    """A decoder's sizes, its head, and the adapters of both ends."""
+class PagedBase(nn.Module):
+    """A decoder's sizes, its head, the adapters of both ends, and the engine's interface."""
 
     def __init__(self, config: ModelArchitecture, weights: Weights, outline: ModelOutline) -> None:
         """Read the head, or share the embedding's memory."""
@@ -65,11 +71,19 @@ class CausalBase(nn.Module):
 
     @property
     def embedding(self) -> VocabParallelEmbedding:
-        """Where tokens come in."""
+        """The tokens' embedding."""
+        raise NotImplementedError
+
+    @property
+    def decoder(self) -> nn.Module:
+        """From (embeds, position_ids, context) to what the head reads.
+
+        embeds: [tokens, width]. position_ids: int64 [tokens]. context: a `PagedContext`.
+        """
         raise NotImplementedError
 
     def adapt_vocabulary(self, whole_ends: bool = False) -> None:
-        """Let adapters change the embedding and the head too."""
+        """Let adapters change the embedding and the head too; see `PagedModel`."""
         ends = vocabulary_projections(self._ends, self.embedding, self.lm_head, whole_ends)
         self.projections = (*self.projections, *ends)
 
@@ -82,22 +96,24 @@ class CausalBase(nn.Module):
         """[n, width] to logits [n, vocab_size]; see `PagedModel`."""
         return logits_adapted(self.lm_head, hidden, adapter_data)
 
-    def _answer(
-        self, hidden: Tensor, adapter_data: AdapterData | None, indices: Tensor | None, bare: bool
-    ) -> tuple[Tensor, None]:
-        """Logits of the tokens at `indices` (None: all), or, bare, what the head would read."""
-        if indices is not None:
-            hidden = hidden[indices]
-        return (hidden if bare else self.head(hidden, adapter_data)), None
+    def paged(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        context: PagedContext,
+        lm_head_indices: Tensor | None = None,
+        skip_lm_head: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """(logits [n, vocab_size] or what the head reads, None); see `PagedModel`."""
+        embeds = embed_adapted(self.embedding, input_ids, context.adapter_data)
+        hidden: Tensor = self.decoder(embeds, position_ids, context)
+        if lm_head_indices is not None:
+            hidden = hidden[lm_head_indices]
+        return (hidden if skip_lm_head else self.head(hidden, context.adapter_data)), None
 
 
-class PagedBase(CausalBase):
-    """A family whose one door is the engine's."""
-
-    @property
-    def decoder(self) -> nn.Module:
-        """From ids to what the head reads; it takes `forward`'s arguments but the last three."""
-        raise NotImplementedError
+class FlashBase(PagedBase):
+    """A family that also has the `forward` of LoRAX's flash models."""
 
     def forward(
         self,
@@ -115,63 +131,32 @@ class PagedBase(CausalBase):
         cross_attention_states: Tensor | None = None,
         skip_lm_head: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """(logits [n, vocab_size] or hidden states [tokens, hidden], None); see `PagedModel`."""
-        _refuse_states(cross_attention_states)
-        hidden: Tensor = self.decoder(
-            input_ids,
-            position_ids,
-            cu_seqlen_prefill,
+        """`paged` with the fields of `PagedContext` one by one, under LoRAX's names.
+
+        max_s: the longest row's keys, which `seqlen` knows too. ValueError for
+        cross_attention_states, which no model here reads.
+        """
+        if cross_attention_states is not None:
+            raise ValueError("cross_attention_states: this model has no cross-attention layers")
+        context = PagedContext(
             kv_cache,
+            cu_seqlen_prefill,
             block_tables,
             slots,
             seqlen,
-            max_s,
             adapter_data,
             prefill_cache_indices,
         )
-        return self._answer(hidden, adapter_data, lm_head_indices, skip_lm_head)
-
-    paged = forward
-    """The engine's way in; such a family has no other."""
+        return self.paged(input_ids, position_ids, context, lm_head_indices, skip_lm_head)
 
 
-class PagedAndPaddedBase(CausalBase):
-    """A family with transformers' padded door too; a `PaddedModel` but for `positions`.
+class PagedAndPaddedBase(PagedBase):
+    """A family that also has transformers' padded `forward`; a `PaddedModel` but for `positions`.
 
-    use_cache: what a call of the padded door that does not say gets.
+    use_cache: whether a padded call that does not say gets a cache back.
     """
 
     use_cache: bool
-
-    @property
-    def decoder(self) -> nn.Module:
-        """From embedded tokens to what the head reads."""
-        raise NotImplementedError
-
-    def paged(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        cu_seqlen_prefill: Tensor,
-        kv_cache: list[LayerCache],
-        block_tables: Tensor,
-        slots: Tensor,
-        seqlen: AttentionStep,
-        max_s: int,
-        adapter_data: AdapterData | None,
-        prefill_cache_indices: Tensor | None = None,
-        lm_head_indices: Tensor | None = None,
-        cross_attention_states: Tensor | None = None,
-        skip_lm_head: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
-        """(logits [n, vocab_size] or what the head reads [tokens, ...], None); see `PagedModel`."""
-        _refuse_states(cross_attention_states)
-        attention = PagedAttention(
-            kv_cache, cu_seqlen_prefill, block_tables, slots, seqlen, prefill_cache_indices
-        )
-        embeds = embed_adapted(self.embedding, input_ids, adapter_data)
-        hidden: Tensor = self.decoder(embeds, position_ids, attention, adapter_data)
-        return self._answer(hidden, adapter_data, lm_head_indices, skip_lm_head)
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """Int64 [tokens] to [tokens, embedding width], without adapters."""
@@ -181,18 +166,13 @@ class PagedAndPaddedBase(CausalBase):
         self,
         embeds: Tensor,
         position_ids: Tensor,
-        attention: AttentionCall,
+        context: StepContext,
         trace: list[Tensor] | None,
     ) -> Tensor:
-        """[tokens, embedding width] to the same shape, without adapters."""
-        out: Tensor = self.decoder(embeds, position_ids, attention, None, trace)
+        """[tokens, embedding width] to the same shape; trace: gets what enters each layer."""
+        out: Tensor = self.decoder(embeds, position_ids, context, trace)
         return out
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[tokens, embedding width] to [tokens, vocab_size], without adapters."""
         return self.head(hidden, None)
-
-
-def _refuse_states(cross_attention_states: Tensor | None) -> None:
-    if cross_attention_states is not None:
-        raise ValueError("cross_attention_states: this model has no cross-attention layers")

@@ -1,0 +1,79 @@
+"""What every layer of one forward reads beside its hidden states: attention and adapters."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from modeling.adapters.product import AdapterData
+from modeling.attention.base import AttentionStep
+from modeling.attention.kv_cache import LayerCache
+from modeling.layers.attention import Angles, rotate_and_store
+from sharding.slicing import HeadCut
+
+
+class StepContext(Protocol):
+    """One forward as layers see it, over the paged cache or over a padded one."""
+
+    @property
+    def adapter_data(self) -> AdapterData | None:
+        """The adapters of the step's tokens; None when all of them are the base model's."""
+        ...
+
+    def attend(
+        self, layer: int, qkv: Tensor, heads: HeadCut, angles: Angles | None = None
+    ) -> Tensor:
+        """Attention of a layer, [tokens, heads, head_dim]; its new k and v go to the cache.
+
+        qkv: the layer's fused product [tokens, (heads + 2 * kv_heads) * head_dim], q first.
+        angles: (cos, sin) that rotate q and k; None for models without rotation.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class PagedContext:
+    """One step of the engine: rows packed one after the other, keys and values in pages.
+
+    Layers name themselves by index alone, so only the methods here know that all layers share
+    one set of tables and slots. Adapters are found by token and not by row.
+
+    caches: one a layer.
+    cu_seqlens: int32 [rows + 1], where each row's tokens start.
+    block_tables: int32 [rows, max_blocks].
+    slots: int64 [tokens], page * page_size + offset where each token's k and v go.
+    attention: the rows' lengths and plan, from the attention backend's `prepare`.
+    adapter_data: the adapters of the step's tokens, None for the base model alone.
+    stored: int64 [n], the tokens whose k and v are stored (None: all); the others' are in the
+        cache already.
+    """
+
+    caches: list[LayerCache]
+    cu_seqlens: Tensor
+    block_tables: Tensor
+    slots: Tensor
+    attention: AttentionStep
+    adapter_data: AdapterData | None = None
+    stored: Tensor | None = None
+
+    def store(
+        self, layer: int, qkv: Tensor, heads: HeadCut, angles: Angles | None = None
+    ) -> Tensor:
+        """Rotate q and k, put k and v into the layer's pages, return q; see `attend`."""
+        return rotate_and_store(qkv, heads, angles, self.caches[layer], self.slots, self.stored)
+
+    def query(self, layer: int, q: Tensor, window: int | None = None) -> Tensor:
+        """Attention of q [tokens, heads, head_dim] over what the layer's pages hold.
+
+        window: how many of the last tokens this layer sees; None: all.
+        """
+        step = self.attention
+        return step.backend.forward(
+            q, self.caches[layer], self.cu_seqlens, self.block_tables, step, window
+        )
+
+    def attend(
+        self, layer: int, qkv: Tensor, heads: HeadCut, angles: Angles | None = None
+    ) -> Tensor:
+        """Store the step's k and v, then attend over them too; see `StepContext`."""
+        return self.query(layer, self.store(layer, qkv, heads, angles))
