@@ -9,16 +9,17 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
-from deployments.contract import Driver, ErrorKind, ReplyAddress
+from deployments.contract import ErrorKind, ReplyAddress
+from deployments.driver_interface import Driver
 from deployments.ingress import embeddings
 from deployments.ingress.access.gate import KeyGate
 from deployments.ingress.access.keys import Keys
 from deployments.ingress.admin import adapters as control
 from deployments.ingress.admin import probes
+from deployments.ingress.generation.draining import Drain, DrainGate
 from deployments.ingress.generation.engine import EngineClient, IngressSettings
 from deployments.ingress.generation.frames import RequestInboxes
 from deployments.ingress.http.bodies import BodyLimit, HeadAsGet, HeaderLimit
-from deployments.ingress.http.draining import Drain, DrainGate
 from deployments.ingress.http.error_responses import error_response, status_response
 from deployments.ingress.http.errors import RequestError
 from deployments.ingress.http.malformed import not_json, validation_message

@@ -23,8 +23,8 @@ from deployments.contract import (
 from deployments.ingress.access.keys import require
 from deployments.ingress.adapter_names.references import full_name, parse_source
 from deployments.ingress.generation.engine import EngineClient
-from deployments.ingress.generation.replies import json_response
 from deployments.ingress.http.errors import RequestError, invalid
+from deployments.ingress.http.responses import json_response
 from deployments.ingress.http.unicode import Unicode
 
 _STATES: tuple[AdapterTier, ...] = get_args(AdapterTier)

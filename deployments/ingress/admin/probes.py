@@ -9,8 +9,9 @@ from configs.wire.sampling import Sampling, Stopping
 from deployments.contract import GenerateRequest, SequenceRequest
 from deployments.ingress.access.keys import require
 from deployments.ingress.generation.engine import EngineClient, GenerationJob
-from deployments.ingress.generation.replies import collect, json_response
+from deployments.ingress.generation.replies import collect
 from deployments.ingress.http.errors import RequestError
+from deployments.ingress.http.responses import json_response
 from deployments.ingress.pages.playground import Page, wanted
 from deployments.observability.lorax_metrics import CONTENT_TYPE
 

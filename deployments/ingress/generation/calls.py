@@ -9,13 +9,13 @@ from configs.wire.sampling import FinishReason
 from deployments.contract import (
     Cancelled,
     Completion,
-    Driver,
     Ending,
     ErrorKind,
     Failed,
     GenerateRequest,
     ReplyAddress,
 )
+from deployments.driver_interface import Driver
 from deployments.ingress.generation.frames import RequestInboxes, SequenceUpdate
 from deployments.ingress.http.errors import RequestError
 from deployments.ingress.text.detokenizer_state import DetokenizerState, TextPiece

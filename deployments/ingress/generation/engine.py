@@ -16,15 +16,16 @@ from configs.wire.adapters import AdapterSource
 from deployments.contract import (
     AdapterCommand,
     AdapterReport,
-    Driver,
     EngineInfo,
     ErrorKind,
     GenerateRequest,
     ReplyAddress,
     SequenceRequest,
 )
+from deployments.driver_interface import Driver
 from deployments.ingress.access.quotas import Clock, Replicas, alone
-from deployments.ingress.chat_templates.adapter_templates import Templates
+from deployments.ingress.chat_templates.selection import ChatTemplates
+from deployments.ingress.generation.adapter_templates import AdapterTemplates
 from deployments.ingress.generation.calls import EngineCall
 from deployments.ingress.generation.frames import RequestInboxes
 from deployments.ingress.http.errors import SPELLINGS, RequestError
@@ -131,7 +132,8 @@ class EngineClient:
         self.metrics = RequestMetrics()
         self.metrics.begin({row.metric for row in SPELLINGS.values()})
         self.compiler = Compiler()
-        self.templates = Templates(driver, settings.clock)
+        self.templates = ChatTemplates(settings.clock)
+        self.adapter_templates = AdapterTemplates(driver, settings.clock)
         self._driver = driver
         self._inboxes = mailbox
         self._reply_to = reply_to

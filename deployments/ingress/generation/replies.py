@@ -19,11 +19,10 @@ from deployments.ingress.generation.engine import EngineClient, GenerationJob, S
 from deployments.ingress.generation.observed import observe
 from deployments.ingress.generation.reply_headers import reply_headers, stream_headers
 from deployments.ingress.http.errors import RequestError
+from deployments.ingress.http.responses import json_response
 from deployments.ingress.http.sse import KEEP_ALIVE, EventStream, unless_gone, wait_unless_gone
 from deployments.ingress.text.detokenizer_state import DetokenizerState, TextPiece
 from deployments.ingress.text.tokenizer import ModelTokenizer
-
-_encode = msgspec.json.Encoder().encode
 
 
 class Choice(NamedTuple):
@@ -57,13 +56,6 @@ class FinishedCall(NamedTuple):
 
     choices: list[Choice]
     completion: Completion
-
-
-def json_response(
-    value: object, status: int = 200, headers: dict[str, str] | None = None
-) -> Response:
-    """A JSON reply."""
-    return Response(_encode(value), status, headers, media_type="application/json")
 
 
 async def whole(

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from starlette.requests import Request
 from starlette.responses import Response
 
-from deployments.ingress.generation.replies import json_response
 from deployments.ingress.http.errors import (
     SPELLINGS,
     LoraxError,
@@ -16,6 +15,7 @@ from deployments.ingress.http.errors import (
     openai_error,
     retry_headers,
 )
+from deployments.ingress.http.responses import json_response
 
 _GENERATING = frozenset({"/", "/generate", "/generate_stream", "/invocations",
                          "/v1/completions", "/v1/chat/completions",

@@ -20,8 +20,9 @@ from deployments.ingress.adapter_names.references import parse_source
 from deployments.ingress.generation.choices import spread_seed
 from deployments.ingress.generation.engine import EngineClient, GenerationJob, stop_ids
 from deployments.ingress.generation.prompt_replies import asking
-from deployments.ingress.generation.replies import FinishedCall, json_response, stream, whole
+from deployments.ingress.generation.replies import FinishedCall, stream, whole
 from deployments.ingress.http.errors import invalid, lorax_error
+from deployments.ingress.http.responses import json_response
 from deployments.ingress.lorax.replies import LoraxWriter
 from deployments.ingress.lorax.schema import (
     CompatGenerateBody,

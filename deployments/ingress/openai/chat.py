@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 from configs.wire.templates import TemplateSource
 from deployments.ingress.access.keys import Grant
-from deployments.ingress.chat_templates.adapter_templates import Template
-from deployments.ingress.chat_templates.conversations import conversation
+from deployments.ingress.chat_templates.selection import Template
 from deployments.ingress.generation.engine import EngineClient, GenerationJob, ServedModel
 from deployments.ingress.generation.prompt_replies import Prompt
 from deployments.ingress.http.errors import invalid
+from deployments.ingress.openai.conversations import conversation
 from deployments.ingress.openai.jobs import Caller, job_of, prompt_limit, reference_of
 from deployments.ingress.openai.replies import ChatWriter, Envelope
 from deployments.ingress.openai.schema import ChatBody
@@ -62,9 +62,10 @@ async def _template(
     if reference is not None and not reference.parts:  # A merge's chats use the model's.
         grant = caller.grant or Grant()
         token = body.api_token or caller.token
-        own = await engine.templates.of(reference, token, grant.patterns, grant.name)
+        own = await engine.adapter_templates.get(reference, token, grant.patterns, grant.name)
         name = reference.id
-    return engine.templates.choose(served.tokenizer, own, name, with_tools, body.chat_template)
+    model = served.tokenizer.templates
+    return engine.templates.select(model, own, name, with_tools, body.chat_template)
 
 
 async def _asked(body: ChatBody, means: ToolFormat | None, words: Mapping[str, int]) -> Constraint:

@@ -15,15 +15,9 @@ from deployments.ingress.adapter_names.references import listed_name
 from deployments.ingress.generation.choices import best_first
 from deployments.ingress.generation.engine import EngineClient, GenerationJob, ServedModel
 from deployments.ingress.generation.prompt_replies import Prompt
-from deployments.ingress.generation.replies import (
-    Choice,
-    FinishedCall,
-    RunningCall,
-    json_response,
-    stream,
-    whole,
-)
+from deployments.ingress.generation.replies import Choice, FinishedCall, RunningCall, stream, whole
 from deployments.ingress.http.errors import RequestError, openai_error
+from deployments.ingress.http.responses import json_response
 from deployments.ingress.http.sse import DONE
 from deployments.ingress.openai.chat import chat
 from deployments.ingress.openai.jobs import (

@@ -7,7 +7,7 @@ from fastapi import APIRouter, FastAPI
 from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, Response
 
-from deployments.ingress.generation.replies import json_response
+from deployments.ingress.http.responses import json_response
 from deployments.ingress.pages.playground import inline_digests
 
 # It carries Swagger UI's files; FastAPI's own page would have browsers ask a CDN for them.

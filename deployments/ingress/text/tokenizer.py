@@ -11,7 +11,6 @@ from typing import NamedTuple
 from tokenizers import Encoding, Tokenizer
 
 from configs.wire.templates import TemplateSource, read_template
-from deployments.ingress.chat_templates.template import ChatTemplate
 from deployments.ingress.http.errors import RequestError, invalid
 from deployments.ingress.text.conversion import Converted, convert
 from deployments.ingress.text.detokenize import TextStream
@@ -69,9 +68,6 @@ class ModelTokenizer:
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self.templates = templates or TemplateSource()
-        self._compiled: dict[str, ChatTemplate] = {}
-        if self.templates.text:
-            self.compiled(self.templates.text)
         self._tidies = tidies
         self._apart = apart
         self._lane = Lane("tokenizer", threads, _IN_LINE)
@@ -124,16 +120,6 @@ class ModelTokenizer:
     async def slices(self, text: str, add_special_tokens: bool = True) -> list[Slice]:
         """Tokens of a text with the pieces of it that they stand for."""
         return await self._lane_for(text).run(len(text), self._slices, text, add_special_tokens)
-
-    def compiled(self, template: str) -> ChatTemplate | None:
-        """One of the model's own chat templates by its text, None for any other."""
-        if template not in self.templates.by_name.values():
-            return None
-        known = self._compiled.get(template)
-        if known is None:
-            known = ChatTemplate(template, self.templates.special_tokens)
-            self._compiled[template] = known
-        return known
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of tokens: special tokens skipped (but Galactica's words)."""

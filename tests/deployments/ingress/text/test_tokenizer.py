@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from deployments.ingress.chat_templates.template import Conversation
+from deployments.ingress.chat_templates.template import ChatTemplate, Conversation
 from deployments.ingress.http.errors import RequestError, invalid
 from deployments.ingress.text.tokenizer import Limit, ModelTokenizer, Slice
 from tests.fakes import TALE, TEMPLATE, byte_level_tokenizer, token_id, write_tokenizer
@@ -16,8 +16,7 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 
 
 def _chat(text: ModelTokenizer, messages: list[dict[str, str]]) -> tuple[str, list[int]]:
-    template = text.compiled(text.templates.text)
-    assert template is not None
+    template = ChatTemplate(text.templates.text, text.templates.special_tokens)
     prompt = template.render(Conversation(messages))
     return prompt, asyncio.run(text.encode(prompt, add_special_tokens=False))
 

@@ -1,0 +1,48 @@
+"""The calls that the ingress makes to a driver; only `ingress/generation/` makes them."""
+
+from typing import Protocol
+
+from configs.wire.adapters import AdapterReference
+from configs.wire.templates import TemplateSource
+from deployments.contract import (
+    AdapterCommand,
+    AdapterReport,
+    Completion,
+    EngineInfo,
+    Failed,
+    GenerateRequest,
+    ReplyAddress,
+)
+
+
+class Driver(Protocol):
+    """What the ingress may ask of a driver."""
+
+    async def generate(self, request: GenerateRequest, reply_to: ReplyAddress) -> Completion:
+        """Run all sequences to their end; token frames go to `reply_to` meanwhile."""
+        ...
+
+    async def finish(self, request_id: str, index: int, at: int) -> None:
+        """A stop string was matched: keep `at` tokens of this sequence and end it."""
+        ...
+
+    async def adapters(self, command: AdapterCommand) -> list[AdapterReport]:
+        """Have every driver replica do it; one report from each."""
+        ...
+
+    async def chat_template(
+        self,
+        adapter: AdapterReference,
+        api_token: str | None,
+        allowed: tuple[str, ...] | None = None,
+        payer: str = "",
+    ) -> TemplateSource | Failed:
+        """The adapter's own chat template; its files are fetched if they are not here.
+
+        allowed, payer: as in `GenerateRequest`.
+        """
+        ...
+
+    async def describe(self) -> EngineInfo:
+        """What is served, for validation and /info."""
+        ...
