@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from tests.deployments.ingress.conftest import PATIENCE, Server
 
 STREAM = {"model": "tiny", "max_tokens": 9, "stream": True}
+COMPLETION = {**STREAM, "prompt": "a"}
 
 
 def drained(server: Server, app: FastAPI, seconds: float) -> "Future[None]":
@@ -46,7 +47,7 @@ class Reader:
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        ("/v1/completions", {**STREAM, "prompt": "a"}),
+        ("/v1/completions", COMPLETION),
         ("/generate_stream", {"inputs": "a"}),
         ("/v1/chat/completions", {**STREAM, "messages": [{"role": "user", "content": "a"}]}),
     ],
@@ -79,7 +80,7 @@ def test_a_whole_reply_that_is_ended_is_a_503(server: Server) -> None:
 def test_with_time_left_a_stream_goes_on_to_its_end(server: Server, http: httpx.Client) -> None:
     app = server.fresh_app()
     server.driver.hold_after = 2
-    reader = Reader(server, "/v1/completions", STREAM)
+    reader = Reader(server, "/v1/completions", COMPLETION)
     draining = drained(server, app, PATIENCE)
     while not app.state.drain.begun:
         pass
@@ -98,7 +99,7 @@ def test_with_time_left_a_stream_goes_on_to_its_end(server: Server, http: httpx.
 def test_a_second_word_shortens_the_first(server: Server) -> None:
     app = server.fresh_app()
     server.driver.hold_after = 2
-    reader = Reader(server, "/v1/completions", STREAM)
+    reader = Reader(server, "/v1/completions", COMPLETION)
     patient = drained(server, app, PATIENCE)
     drained(server, app, 0.0).result(PATIENCE)
     patient.result(PATIENCE)
