@@ -21,7 +21,7 @@ LONG = CompileTask(str(COSTLY["many rules in GBNF"]["guided_grammar"]), foreign=
 
 
 @pytest.fixture
-def prover(driver: FakeDriver) -> CompilePool:
+def pool(driver: FakeDriver) -> CompilePool:
     return CompilePool(driver.info.tokenizer, driver.info.vocab_size, 0.5)
 
 
@@ -41,14 +41,14 @@ def test_what_only_looks_costly_is_served(http: httpx.Client, driver: FakeDriver
     assert len(driver.requests) == len(FAIR)
 
 
-def test_the_process_lives_on_after_what_it_had_to_end(prover: CompilePool) -> None:
+def test_the_process_lives_on_after_what_it_had_to_end(pool: CompilePool) -> None:
     async def ask() -> tuple[CompileResult, int, int]:
-        assert await prover.prove(PLAIN) == CompileResult(PLAIN.text)
-        [before] = prover.pids
-        found = await prover.prove(LONG)
-        assert await prover.prove(PLAIN) == CompileResult(PLAIN.text)
-        [after] = prover.pids
-        await prover.close()
+        assert await pool.check(PLAIN) == CompileResult(PLAIN.text)
+        [before] = pool.pids
+        found = await pool.check(LONG)
+        assert await pool.check(PLAIN) == CompileResult(PLAIN.text)
+        [after] = pool.pids
+        await pool.close()
         return found, before, after
 
     found, before, after = asyncio.run(ask())
@@ -56,11 +56,11 @@ def test_the_process_lives_on_after_what_it_had_to_end(prover: CompilePool) -> N
     assert before == after
 
 
-def test_more_than_may_wait_are_told_to_come_again(prover: CompilePool) -> None:
+def test_more_than_may_wait_are_told_to_come_again(pool: CompilePool) -> None:
     async def ask() -> list[object]:
-        claims = [CompileTask(f'start: "{place}"') for place in range(40)]
-        tried = await asyncio.gather(*map(prover.prove, claims), return_exceptions=True)
-        await prover.close()
+        tasks = [CompileTask(f'start: "{place}"') for place in range(40)]
+        tried = await asyncio.gather(*map(pool.check, tasks), return_exceptions=True)
+        await pool.close()
         return list(tried)
 
     answers = asyncio.run(ask())
@@ -75,7 +75,7 @@ def test_memory_has_a_bound_too(driver: FakeDriver) -> None:
 
     async def ask() -> CompileResult:
         patient = CompilePool(driver.info.tokenizer, driver.info.vocab_size, 60.0)
-        found = await patient.prove(LARGE)
+        found = await patient.check(LARGE)
         await patient.close()
         return found
 
@@ -85,7 +85,7 @@ def test_memory_has_a_bound_too(driver: FakeDriver) -> None:
 def test_a_tokenizer_that_cannot_guide_is_named(driver: FakeDriver) -> None:
     async def ask() -> CompileResult:
         narrow = CompilePool(driver.info.tokenizer, 7)
-        found = await narrow.prove(PLAIN)
+        found = await narrow.check(PLAIN)
         await narrow.close()
         return found
 

@@ -33,7 +33,7 @@ def followed(folder: Path, text: str) -> tuple[list[int], str]:
 def test_what_becomes_costly_ends_alike_everywhere(tmp_path: Path, name: str) -> None:
     written = write_tokenizer(tmp_path)
     (tmp_path / "config.json").write_text(f'{{"eos_token_id": {token_id(written, EOS)}}}')
-    text = Constrainable.model_validate(STEEP[name])._constraint().claim.text
+    text = Constrainable.model_validate(STEEP[name])._constraint().task.text
     tokens, fault = followed(tmp_path, text)
     assert "too many" in fault.lower() or "max is" in fault
     assert followed(tmp_path, text) == (tokens, fault)

@@ -1,9 +1,9 @@
-"""Chat templates rendered beside this process, so that none holds up another for long.
+"""Renders chat templates in processes of their own, so that none delays another for long.
 
-A template is given a quarter of a second first. One that needs more is slow for a while: it waits
-in a line of its own, with others that are slow, and has two seconds there. How long a conversation
-was that took longer still is remembered, and conversations of that length are refused unread.
-In each line templates have their turn one after the other, however many chats each has waiting.
+A template first gets a quarter of a second. One that needs more counts as slow for a while: it
+waits in the lane of slow templates and gets two seconds there. If that is not enough, conversations
+of that length or longer are refused unread for a while. Within a lane templates are served in turn,
+however many chats wait for each.
 """
 
 import hashlib
@@ -17,9 +17,10 @@ import msgspec
 from configs.wire.templates import TemplateSource
 from deployments.contract import ErrorKind
 from deployments.ingress.access.quotas import Clock
-from deployments.ingress.chat_templates.render_lanes import Full, Lane
+from deployments.ingress.chat_templates.render_lanes import RenderLane
 from deployments.ingress.chat_templates.rendering import Rendered, Task
 from deployments.ingress.http.errors import RequestError, invalid
+from deployments.ingress.processes.fair_queue import QueueFull
 
 QUICK_S = 0.25
 LONGEST_S = 2.0
@@ -32,7 +33,12 @@ _pack = msgspec.msgpack.Encoder().encode
 
 
 class _Slow(NamedTuple):
-    """A template that took long: until when it counts as slow, and what is refused until when."""
+    """A template that took long.
+
+    until: when it stops to count as slow.
+    refused_bytes: conversations as long are refused; None: none are.
+    refused_until: when that ends.
+    """
 
     until: float
     refused_bytes: int | None = None
@@ -40,59 +46,57 @@ class _Slow(NamedTuple):
 
 
 class Renderer:
-    """Renders strangers' templates, and long conversations with the model's own."""
+    """Renders adapters' templates, and long conversations with the model's own."""
 
     def __init__(
         self, clock: Clock, quick_s: float = QUICK_S, longest_s: float = LONGEST_S
     ) -> None:
-        """Nothing runs yet."""
         self._clock = clock
         self._longest_s = longest_s
-        self._quick = Lane(quick_s, max_each=128, max_all=1024)
-        self._patient = Lane(longest_s, max_each=4, max_all=32)
-        self._own = Lane(longest_s, max_each=64, max_all=64)
+        self._quick = RenderLane(quick_s, max_each=128, max_all=1024)
+        self._patient = RenderLane(longest_s, max_each=4, max_all=32)
+        self._own = RenderLane(longest_s, max_each=64, max_all=64)
         self._slow: OrderedDict[bytes, _Slow] = OrderedDict()
 
     async def render(self, name: str, source: TemplateSource, conversation: bytes) -> str:
-        """The prompt by a stranger's template; `name` is whose, the conversation is `packed`.
+        """The prompt by an adapter's template; `name`: the adapter's. The conversation is `packed`.
 
         RequestError when the template refuses, breaks, takes too long or has too many waiting.
         """
-        asked = _pack(Task(source, conversation))
+        task = _pack(Task(source, conversation))
         key = hashlib.blake2b(_pack(source), digest_size=16).digest()
         size = len(conversation)
         while True:
-            self._refuse_known(name, key, size)
+            if self._refuses(key, size):
+                raise self._too_slow(name, size)
             lane = self._lane(key)
-            wanted, learn = (
-                partial(self._still, lane, key, size),
-                partial(self._learn, lane, key, size),
-            )
-            answer = await _asked(lane, name, key, asked, wanted, learn)
-            if answer is not None and not answer.late:
-                return _prompt(name, answer)
+            is_wanted = partial(self._is_wanted, lane, key, size)
+            on_reply = partial(self._record, lane, key, size)
+            reply = await _render(lane, name, key, task, is_wanted, on_reply)
+            if reply is not None and not reply.late:
+                return _prompt(name, reply)
 
     async def render_own(self, source: TemplateSource, conversation: bytes) -> str:
         """The same by the model's own template, which waits for no other."""
         name = "the model"
-        asked = _pack(Task(source, conversation))
-        answer = await _asked(self._own, name, b"", asked, lambda: True, lambda late: None)
-        assert answer is not None, "always wanted"
-        if answer.late:
+        task = _pack(Task(source, conversation))
+        reply = await _render(self._own, name, b"", task, lambda: True, lambda late: None)
+        assert reply is not None, "always wanted"
+        if reply.late:
             raise self._too_slow(name, len(conversation))
-        return _prompt(name, answer)
+        return _prompt(name, reply)
 
     async def close(self) -> None:
         """End the processes."""
         for lane in (self._quick, self._patient, self._own):
             await lane.close()
 
-    def _lane(self, key: bytes) -> Lane:
+    def _lane(self, key: bytes) -> RenderLane:
         slow = self._slow.get(key)
         return self._patient if slow is not None and self._clock() < slow.until else self._quick
 
-    def _still(self, lane: Lane, key: bytes, size: int) -> bool:
-        """Whether the turn came in the right line; others may have found out meanwhile."""
+    def _is_wanted(self, lane: RenderLane, key: bytes, size: int) -> bool:
+        """Whether this is still its lane; the template may have become slow meanwhile."""
         return self._lane(key) is lane and not self._refuses(key, size)
 
     def _refuses(self, key: bytes, size: int) -> bool:
@@ -101,10 +105,6 @@ class Renderer:
             return False
         return size >= slow.refused_bytes
 
-    def _refuse_known(self, name: str, key: bytes, size: int) -> None:
-        if self._refuses(key, size):
-            raise self._too_slow(name, size)
-
     def _too_slow(self, name: str, size: int) -> RequestError:
         return invalid(
             f"the chat template of {name} took over {self._longest_s:g} s of computing for a "
@@ -112,8 +112,8 @@ class Renderer:
             "messages",
         )
 
-    def _learn(self, lane: Lane, key: bytes, size: int, late: bool) -> None:
-        """Remember a template that took too long, and for what, if it had all the time."""
+    def _record(self, lane: RenderLane, key: bytes, size: int, late: bool) -> None:
+        """Remember a template that took too long, and in the slow lane for which length."""
         if not late:
             return
         now = self._clock()
@@ -134,18 +134,18 @@ class Renderer:
             self._slow.popitem(last=False)
 
 
-async def _asked(
-    lane: Lane,
+async def _render(
+    lane: RenderLane,
     name: str,
     key: bytes,
-    asked: bytes,
-    wanted: Callable[[], bool],
-    learn: Callable[[bool], None],
+    task: bytes,
+    is_wanted: Callable[[], bool],
+    on_reply: Callable[[bool], None],
 ) -> Rendered | None:
-    """The lane's answer, None if it is not wanted any more when its turn has come."""
+    """`RenderLane.render`, its errors as RequestError."""
     try:
-        return await lane.ask(key, asked, wanted, learn)
-    except Full as error:
+        return await lane.render(key, task, is_wanted, on_reply)
+    except QueueFull as error:
         message = f"{error.waiting} chats wait for the chat template of {name}: try again later"
         raise RequestError(ErrorKind.OVERLOADED, message, retry_after_s=lane.limit_s) from error
     except OSError as error:
@@ -153,7 +153,7 @@ async def _asked(
         raise RequestError(ErrorKind.UNAVAILABLE, message, retry_after_s=1.0) from error
 
 
-def _prompt(name: str, answer: Rendered) -> str:
-    if answer.refusal:
-        raise invalid(f"{answer.refusal} (the template of {name})", "messages")
-    return answer.prompt
+def _prompt(name: str, reply: Rendered) -> str:
+    if reply.refusal:
+        raise invalid(f"{reply.refusal} (the template of {name})", "messages")
+    return reply.prompt

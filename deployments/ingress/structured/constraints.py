@@ -1,4 +1,4 @@
-"""What an answer must fit: tried here once, before the driver is asked, and remembered."""
+"""Constraints on answers: each is checked once, before its request goes to the driver."""
 
 import asyncio
 import hashlib
@@ -15,14 +15,17 @@ MAX_CHARACTERS = 64 * 1024
 
 # Of many tools at once.
 _MAX_TRUSTED = 4 * MAX_CHARACTERS
-# Each has a bound, so all that is kept has one too: 64 MiB.
-_KEPT = 256
+# Each result has a bound, so all that are cached take 64 MiB at most.
+_MAX_CACHED = 256
 
 
 class Constraint(NamedTuple):
-    """A JSON schema, or a grammar in Lark as llguidance reads it; both empty: any text.
+    """What an answer must fit; without a schema and a grammar: any text.
 
-    param: the field that asked for it. trusted: made by ourselves, so it may name special tokens.
+    param: the request's field that it comes from.
+    json_schema: a JSON schema.
+    grammar: in Lark, as llguidance reads it.
+    trusted: made by the ingress itself, so it may name special tokens.
     foreign: the grammar may still be GBNF.
     """
 
@@ -33,12 +36,12 @@ class Constraint(NamedTuple):
     foreign: bool = False
 
     def __bool__(self) -> bool:
-        """Whether anything is asked."""
+        """Whether it constrains anything."""
         return bool(self.json_schema or self.grammar)
 
     @property
-    def claim(self) -> CompileTask:
-        """What is to be proved of it."""
+    def task(self) -> CompileTask:
+        """The check that it needs."""
         return CompileTask(self.json_schema or self.grammar, self.foreign, self.trusted)
 
 
@@ -46,68 +49,72 @@ UNCONSTRAINED = Constraint()
 
 
 class Compiler:
-    """Has constraints tried, and remembers what was found of the last ones, good or bad."""
+    """Checks constraints, and caches the last results, good or bad."""
 
     def __init__(self, cpu_seconds: float = CPU_SECONDS) -> None:
-        """Nothing tried yet; one may take so many seconds of a processor."""
+        """cpu_seconds: of computing, for one constraint."""
         self._cpu_seconds = cpu_seconds
-        self._prover: CompilePool | None = None
-        self._proofs: dict[bytes, asyncio.Task[CompileResult]] = {}
+        self._pool: CompilePool | None = None
+        self._results: dict[bytes, asyncio.Task[CompileResult]] = {}
 
-    async def compiled(self, asked: Constraint, info: EngineInfo) -> Constraint:
+    async def compiled(self, constraint: Constraint, info: EngineInfo) -> Constraint:
         """The constraint as the ranks are to read it.
 
         Refuses what cannot be enforced whole, or costs too much, with the reason.
         """
-        if not asked:
-            return asked
+        if not constraint:
+            return constraint
         if find_spec("llguidance") is None:
-            raise _unsupported(asked, f"this server has no compiler for schemas: {INSTALL}")
+            raise _unsupported(constraint, f"this server has no compiler for schemas: {INSTALL}")
         if not info.stop_token_ids:
-            raise _unsupported(asked, "this model has no token that ends an answer")
-        kind = "schema" if asked.json_schema else "grammar"
-        longest = _MAX_TRUSTED if asked.trusted else MAX_CHARACTERS
-        if len(asked.json_schema or asked.grammar) > longest:
-            raise invalid(f"the {kind} is longer than {longest} characters", asked.param)
-        proof = await self._proof(asked.claim, info)
-        if proof.fault:
-            raise invalid(f"the {kind} is not supported: {proof.fault}", asked.param)
-        return asked._replace(grammar=proof.text, foreign=False) if asked.foreign else asked
+            raise _unsupported(constraint, "this model has no token that ends an answer")
+        kind = "schema" if constraint.json_schema else "grammar"
+        longest = _MAX_TRUSTED if constraint.trusted else MAX_CHARACTERS
+        if len(constraint.json_schema or constraint.grammar) > longest:
+            raise invalid(f"the {kind} is longer than {longest} characters", constraint.param)
+        result = await self._result(constraint.task, info)
+        if result.fault:
+            raise invalid(f"the {kind} is not supported: {result.fault}", constraint.param)
+        return (
+            constraint._replace(grammar=result.text, foreign=False)
+            if constraint.foreign
+            else constraint
+        )
 
     async def close(self) -> None:
         """End the processes."""
-        if self._prover is not None:
-            await self._prover.close()
+        if self._pool is not None:
+            await self._pool.close()
 
-    async def attempt(self, claim: CompileTask, info: EngineInfo) -> CompileResult:
-        """Have a claim tried."""
-        if self._prover is None:
-            self._prover = CompilePool(info.tokenizer, info.vocab_size, self._cpu_seconds)
-        return await self._prover.prove(claim)
+    async def check(self, task: CompileTask, info: EngineInfo) -> CompileResult:
+        """The result of a task, from the pool."""
+        if self._pool is None:
+            self._pool = CompilePool(info.tokenizer, info.vocab_size, self._cpu_seconds)
+        return await self._pool.check(task)
 
-    async def _proof(self, claim: CompileTask, info: EngineInfo) -> CompileResult:
-        """What was found of a claim; those who ask for the same meanwhile share it.
+    async def _result(self, task: CompileTask, info: EngineInfo) -> CompileResult:
+        """The result of a task, cached; equal tasks at the same time share one check.
 
-        What could not be tried is not remembered.
+        A check that failed to run is not cached.
         """
-        digest = hashlib.blake2b(repr(claim).encode(), digest_size=16).digest()
-        trying = self._proofs.pop(digest, None)
-        if trying is None or (trying.done() and (trying.cancelled() or trying.exception())):
-            trying = asyncio.create_task(self.attempt(claim, info))
-        self._proofs[digest] = trying
-        if len(self._proofs) > _KEPT:
-            del self._proofs[next(iter(self._proofs))]
-        # Who leaves takes nothing from the others.
-        return await asyncio.shield(trying)
+        digest = hashlib.blake2b(repr(task).encode(), digest_size=16).digest()
+        running = self._results.pop(digest, None)
+        if running is None or (running.done() and (running.cancelled() or running.exception())):
+            running = asyncio.create_task(self.check(task, info))
+        self._results[digest] = running
+        if len(self._results) > _MAX_CACHED:
+            del self._results[next(iter(self._results))]
+        # A client that leaves must not cancel it for the others.
+        return await asyncio.shield(running)
 
 
-def check_endings(asked: Constraint, ignores_end: bool, min_tokens: int) -> None:
-    """Refuse what would keep an answer from ending where its constraint is fulfilled."""
-    if asked and (ignores_end or min_tokens):
-        words = "ignored end tokens" if ignores_end else "`min_tokens`"
-        raise invalid(f"`{asked.param}` cannot be combined with {words}", asked.param)
+def check_endings(constraint: Constraint, ignores_end: bool, min_tokens: int) -> None:
+    """Refuse settings that keep an answer from ending where its constraint is complete."""
+    if constraint and (ignores_end or min_tokens):
+        other = "ignored end tokens" if ignores_end else "`min_tokens`"
+        raise invalid(f"`{constraint.param}` cannot be combined with {other}", constraint.param)
 
 
-def _unsupported(asked: Constraint, words: str) -> RequestError:
-    message = f"`{asked.param}` is not supported: {words}"
-    return invalid(message, asked.param, "unsupported_parameter")
+def _unsupported(constraint: Constraint, reason: str) -> RequestError:
+    message = f"`{constraint.param}` is not supported: {reason}"
+    return invalid(message, constraint.param, "unsupported_parameter")

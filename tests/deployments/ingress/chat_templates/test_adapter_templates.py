@@ -129,11 +129,11 @@ def test_an_adapters_copy_of_the_models_template_needs_no_other_process(
     driver.templates["org/copy"] = TemplateSource(TEMPLATE, {"bos_token": BOS, "eos_token": EOS})
     assert chat(http, "org/copy").status_code == 200
     assert prompt(driver) == "<s><|user|>hello</s>\n<|assistant|>"
-    assert server.renderer._quick._process is None
+    assert server.renderer._quick.worker.process is None
     driver.templates["org/other"] = TemplateSource(TEMPLATE, {"bos_token": "~"})
     assert chat(http, "org/other").status_code == 200
     assert prompt(driver).startswith("~<|user|>hello")
-    assert server.renderer._quick._process is not None
+    assert server.renderer._quick.worker.process is not None
 
 
 def test_long_chats_by_the_models_own_template_are_rendered_beside_the_server(
@@ -145,7 +145,7 @@ def test_long_chats_by_the_models_own_template_are_rendered_beside_the_server(
     long = [{"role": "user", "content": "hello " * 20_000}]
     assert chat(http, "tiny", messages=long).status_code == 200
     assert prompt(driver) == f"<s><|user|>{'hello ' * 20_000}</s>\n<|assistant|>"
-    assert server.renderer._own._process is not None
+    assert server.renderer._own.worker.process is not None
 
 
 def test_an_endless_template_is_named_and_refused(http: httpx.Client, driver: FakeDriver) -> None:

@@ -1,10 +1,11 @@
-"""Turns before one process: fair, bounded, and nobody's when a client has left."""
+"""Queues before a process: fair, bounded, and nobody's when a client has left."""
 
 import asyncio
 
 import pytest
 
-from deployments.ingress.chat_templates.render_lanes import Full, Lane, Turns
+from deployments.ingress.chat_templates.render_lanes import RenderLane
+from deployments.ingress.processes.fair_queue import FairQueue, QueueFull
 
 A, B = b"a", b"b"
 
@@ -18,19 +19,19 @@ async def _settle() -> None:
 def test_keys_have_their_turn_however_many_wait_of_one() -> None:
     order: list[str] = []
 
-    async def one(turns: Turns, key: bytes, name: str) -> None:
-        await turns.take(key)
+    async def one(queue: FairQueue, key: bytes, name: str) -> None:
+        await queue.acquire(key)
         order.append(name)
 
     async def story() -> None:
-        turns = Turns(max_each=9, max_all=9)
+        queue = FairQueue(max_each=9, max_all=9)
         names = [(A, "a0"), (A, "a1"), (A, "a2"), (B, "b0"), (A, "a3"), (B, "b1")]
-        tasks = [asyncio.ensure_future(one(turns, key, name)) for key, name in names]
+        tasks = [asyncio.ensure_future(one(queue, key, name)) for key, name in names]
         for _ in tasks:
             await _settle()
-            turns.give()
+            queue.release()
         await asyncio.gather(*tasks)
-        await turns.take(A)  # Free again.
+        await queue.acquire(A)  # Free again.
 
     asyncio.run(story())
     assert order == ["a0", "a1", "b0", "a2", "b1", "a3"]
@@ -38,19 +39,19 @@ def test_keys_have_their_turn_however_many_wait_of_one() -> None:
 
 def test_those_who_wait_are_bounded_by_key_and_in_all() -> None:
     async def story() -> None:
-        turns = Turns(max_each=2, max_all=3)
-        await turns.take(A)
-        waiting = [asyncio.ensure_future(turns.take(key)) for key in (A, A, B)]
+        queue = FairQueue(max_each=2, max_all=3)
+        await queue.acquire(A)
+        waiting = [asyncio.ensure_future(queue.acquire(key)) for key in (A, A, B)]
         await _settle()
         for key in (A, B):
-            with pytest.raises(Full):
-                await turns.take(key)
+            with pytest.raises(QueueFull):
+                await queue.acquire(key)
         waiting[0].cancel()
         await _settle()
-        waiting.append(asyncio.ensure_future(turns.take(A)))
+        waiting.append(asyncio.ensure_future(queue.acquire(A)))
         await _settle()
         for _ in range(4):
-            turns.give()
+            queue.release()
         await asyncio.gather(*waiting[1:])
 
     asyncio.run(story())
@@ -58,11 +59,11 @@ def test_those_who_wait_are_bounded_by_key_and_in_all() -> None:
 
 def test_a_turn_that_comes_as_its_client_leaves_goes_on_to_the_next() -> None:
     async def story() -> None:
-        turns = Turns(max_each=9, max_all=9)
-        await turns.take(A)
-        first, second = (asyncio.ensure_future(turns.take(A)) for _ in range(2))
+        queue = FairQueue(max_each=9, max_all=9)
+        await queue.acquire(A)
+        first, second = (asyncio.ensure_future(queue.acquire(A)) for _ in range(2))
         await _settle()
-        turns.give()
+        queue.release()
         first.cancel()
         await second
         assert first.cancelled()
@@ -80,10 +81,10 @@ def test_a_process_that_cannot_be_had_is_told_and_tried_again(
     """One that is not there, and one that ends at once."""
 
     async def story() -> None:
-        lane = Lane(1.0, max_each=1, max_all=1, command=command)
+        lane = RenderLane(1.0, max_each=1, max_all=1, command=command)
         for _ in range(2):
             with pytest.raises(fault):
-                await lane.ask(A, b"", lambda: True, lambda late: None)
+                await lane.render(A, b"", lambda: True, lambda late: None)
         await lane.close()
 
     asyncio.run(story())

@@ -10,7 +10,7 @@ import pytest
 
 from configs.wire.templates import TemplateSource
 from deployments.contract import ErrorKind
-from deployments.ingress.chat_templates.render_lanes import Lane
+from deployments.ingress.chat_templates.render_lanes import RenderLane
 from deployments.ingress.chat_templates.renderer import Renderer
 from deployments.ingress.chat_templates.rendering import Rendered, packed
 from deployments.ingress.chat_templates.template import Conversation
@@ -52,13 +52,13 @@ async def told(renderer: Renderer, text: str, content: str = "hello", name: str 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The limits of all renderings from now on."""
     limits: list[float] = []
-    render = Lane._exchange
+    render = RenderLane._exchange
 
-    async def count(self: Lane, asked: bytes) -> Rendered:
+    async def count(self: RenderLane, asked: bytes) -> Rendered:
         limits.append(self.limit_s)
         return await render(self, asked)
 
-    monkeypatch.setattr(Lane, "_exchange", count)
+    monkeypatch.setattr(RenderLane, "_exchange", count)
     return limits
 
 
@@ -85,8 +85,8 @@ def test_bad_templates_end_themselves_alone() -> None:
             assert len(answer) < 1000
             assert await told(renderer, GOOD) == "hello"
         # None of them has cost the process that renders.
-        assert renderer._quick._process is not None
-        assert renderer._quick._process.returncode is None
+        assert renderer._quick.worker.process is not None
+        assert renderer._quick.worker.process.returncode is None
 
     play(story, longest_s=0.5)
 
@@ -135,13 +135,13 @@ def test_what_was_too_slow_is_refused_unread_for_a_while(monkeypatch: pytest.Mon
 def test_the_models_own_template_waits_for_no_stranger() -> None:
     async def story(renderer: Renderer, clock: Clock) -> None:
         assert await told(renderer, GOOD) == "hello"
-        assert renderer._quick._process is not None
-        renderer._quick._process.send_signal(signal.SIGSTOP)
+        assert renderer._quick.worker.process is not None
+        renderer._quick.worker.process.send_signal(signal.SIGSTOP)
         waiting = asyncio.ensure_future(told(renderer, GOOD))
         asked = packed(Conversation([{"role": "user", "content": "mine"}]))
         assert await renderer.render_own(TemplateSource(GOOD), asked) == "mine"
         assert not waiting.done()
-        renderer._quick._process.send_signal(signal.SIGCONT)
+        renderer._quick.worker.process.send_signal(signal.SIGCONT)
         assert await waiting == "hello"
         with pytest.raises(RequestError, match=r"of the model took over 0\.5 s"):
             await renderer.render_own(TemplateSource(LOOPS), asked)
@@ -154,11 +154,11 @@ def test_a_template_may_stand_still_for_as_long_as_the_machine_does() -> None:
 
     async def story(renderer: Renderer, clock: Clock) -> None:
         assert await told(renderer, GOOD) == "hello"
-        assert renderer._quick._process is not None
-        renderer._quick._process.send_signal(signal.SIGSTOP)
+        assert renderer._quick.worker.process is not None
+        renderer._quick.worker.process.send_signal(signal.SIGSTOP)
         rendering = asyncio.ensure_future(told(renderer, GOOD))
         await asyncio.sleep(0.3)
-        renderer._quick._process.send_signal(signal.SIGCONT)
+        renderer._quick.worker.process.send_signal(signal.SIGCONT)
         assert await rendering == "hello"
 
     play(story)
@@ -177,7 +177,7 @@ def test_a_client_that_leaves_does_not_mix_up_the_next_answer() -> None:
 
 def test_a_process_that_cannot_start_is_the_servers_fault() -> None:
     async def story(renderer: Renderer, clock: Clock) -> None:
-        renderer._quick = Lane(1.0, max_each=1, max_all=1, command=("/nowhere/python",))
+        renderer._quick = RenderLane(1.0, max_each=1, max_all=1, command=("/nowhere/python",))
         assert (await told(renderer, GOOD)).startswith(ErrorKind.UNAVAILABLE.value)
 
     play(story)

@@ -134,11 +134,11 @@ class Counting(Compiler):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tried = 0
+        self.checked = 0
 
-    async def attempt(self, claim: CompileTask, info: EngineInfo) -> CompileResult:
-        self.tried += 1
-        return CompileResult(claim.text)
+    async def check(self, task: CompileTask, info: EngineInfo) -> CompileResult:
+        self.checked += 1
+        return CompileResult(task.text)
 
 
 def test_what_was_tried_is_remembered_within_bounds(driver: FakeDriver) -> None:
@@ -149,7 +149,7 @@ def test_what_was_tried_is_remembered_within_bounds(driver: FakeDriver) -> None:
         for asked in (many[0], *many, many[-1], many[0]):
             for _ in range(2):
                 assert await compiler.compiled(asked, driver.info) is asked
-        return compiler.tried
+        return compiler.checked
 
     assert asyncio.run(ask()) == 401  # the first was forgotten in between
 
@@ -164,6 +164,6 @@ def test_those_who_ask_for_the_same_at_once_share_one_try(driver: FakeDriver) ->
         await asyncio.sleep(0)
         first.cancel()  # Who leaves takes nothing from the others.
         assert await asyncio.gather(*others) == [asked] * 9
-        return compiler.tried
+        return compiler.checked
 
     assert asyncio.run(ask()) == 1

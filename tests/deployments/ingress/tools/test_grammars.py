@@ -12,7 +12,7 @@ from tokenizers import AddedToken
 from configs.grammars import matcher_of
 from configs.model import ToolParser
 from deployments.ingress.openai.tool_replies import read_whole
-from deployments.ingress.structured.compile_process import CompileResult, prove
+from deployments.ingress.structured.compile_process import CompileResult, check
 from deployments.ingress.structured.schemas import schema_text
 from deployments.ingress.text.tokenizer import ModelTokenizer
 from deployments.ingress.tools.grammars import calls_constraint
@@ -149,5 +149,5 @@ def test_what_is_built_compiles(parser: ToolParser, tmp_path: Path) -> None:
     for changes in ({}, {"forced": True}, {"parallel": False}):
         for answer in ("", json.dumps(ANSWER)):
             tools, format = toolbox(many, **changes), FORMATS[parser]
-            claim = calls_constraint(tools, format, model.ids, answer).claim
-            assert prove(model.guide, msgspec.msgpack.encode(claim)) == CompileResult(claim.text)
+            task = calls_constraint(tools, format, model.ids, answer).task
+            assert check(model.guide, msgspec.msgpack.encode(task)) == CompileResult(task.text)

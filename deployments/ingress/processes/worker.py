@@ -1,0 +1,66 @@
+"""A worker process that answers one request after another over its pipes."""
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from deployments.ingress.processes.forks import LENGTH
+
+# By the clock on the wall; for a process that hangs, not for one that is slow.
+_HANGING_S = 120.0
+_PACKAGE_ROOT = str(Path(__file__).resolve().parents[3])
+
+
+def python_command(module: str, *arguments: object) -> tuple[str, ...]:
+    """A command that runs `module.serve` with these arguments, as strings."""
+    start = (
+        f"import sys; sys.path.insert(0, {_PACKAGE_ROOT!r}); "
+        f"from {module} import serve; serve(*sys.argv[1:])"
+    )
+    return (sys.executable, "-c", start, *map(str, arguments))
+
+
+class WorkerProcess:
+    """Starts at the first request; one request at a time."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._command = command
+        self.process: asyncio.subprocess.Process | None = None
+
+    async def ask(self, request: bytes) -> bytes:
+        """The reply; OSError when the process cannot start, ends, or hangs."""
+        done = False
+        try:
+            async with asyncio.timeout(_HANGING_S):
+                reply = await self._exchange(request)
+            done = True
+            return reply
+        except asyncio.IncompleteReadError as error:
+            raise ConnectionError("it ended") from error
+        finally:
+            if not done:  # Also when cancelled: the rest of this reply would be the next one's.
+                await self.close()
+
+    async def close(self) -> None:
+        """End the process; the next request starts another."""
+        process, self.process = self.process, None
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+    async def _exchange(self, request: bytes) -> bytes:
+        if self.process is None:
+            pipe = asyncio.subprocess.PIPE
+            self.process = await asyncio.create_subprocess_exec(
+                *self._command, stdin=pipe, stdout=pipe
+            )
+        stdin, stdout = self.process.stdin, self.process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        stdin.write(LENGTH.pack(len(request)) + request)
+        await stdin.drain()
+        (size,) = LENGTH.unpack(await stdout.readexactly(LENGTH.size))
+        return await stdout.readexactly(size)
