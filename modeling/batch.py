@@ -1,4 +1,4 @@
-"""What a runner is given for one step, and what it answers.
+"""What a runner is given for one step, and what it returns.
 
 A runner keeps each slot's tokens, block table, adapter slot and sampling parameters, so a running
 request needs only one `StepRow`.
@@ -12,7 +12,7 @@ from configs.wire.plan import PromptReport, RequestJoin, StepRow, TokenLogprobs
 
 @dataclass(frozen=True)
 class ForwardBatch:
-    """The rows of one step, in the order in which their tokens are answered."""
+    """The rows of one step, in the order in which their tokens are returned."""
 
     joins: list[RequestJoin]
     rows: list[StepRow]

@@ -1,4 +1,7 @@
-"""Between host and device without a stop: pinned copies that the stream's order protects."""
+"""Copies between host and device that never stop the device.
+
+Host memory is pinned, and is written again only when the device is past the copy that reads it.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,11 +14,11 @@ import torch
 from torch import Tensor
 
 LINE_BYTES = 128
-"""A line of a GPU's cache: kernels are compiled for aligned and for unaligned pointers, so let
-there be one kind only."""
+"""A line of a GPU's cache. Triton compiles a kernel twice, for aligned and unaligned pointers;
+where all are aligned, no request meets the second compilation."""
 
 TURNS = 2
-"""How many steps may be in flight: each has host memory of its own."""
+"""How many steps may be in flight: each has a host buffer of its own."""
 
 
 class DeviceEvent(Protocol):
@@ -69,13 +72,14 @@ def _torch_type(array: npt.NDArray[Any]) -> torch.dtype:
 class TransferBuffer:
     """Static device bytes, rewritten each step from host memory that exists twice.
 
-    A step calls `begin`, writes, `send`, and `sent` once it has queued all that reads the turn's
-    host memory. `begin` waits for the step before the last, which a runner that is one step ahead
-    has waited for already.
+    Two steps may be in flight, and the copy of either may not have run yet: so they use two host
+    buffers by turns. A step calls `begin`, writes, calls `send`, and calls `sent` once all that
+    reads the host buffer is queued. `begin` waits for the step before the last, which a runner
+    that is one step ahead has waited for already. The device bytes exist once: the stream's order
+    puts a step's copy behind the work of the step before.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        """Allocate all of it, zeroed."""
         self.device_bytes = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         self._pinned = device.type == "cuda"
         self._host = [
@@ -85,7 +89,7 @@ class TransferBuffer:
         self._turn = 0
 
     def begin(self) -> tuple[int, npt.NDArray[np.uint8]]:
-        """Take the next turn: its number and its host bytes, which nothing reads any more."""
+        """Return the next host buffer's number (0 or 1) and bytes, which nothing reads any more."""
         self._turn = (self._turn + 1) % TURNS
         event = self._events[self._turn]
         if event is not None:
@@ -99,7 +103,7 @@ class TransferBuffer:
         self.device_bytes[:num_bytes].copy_(host, non_blocking=True)
 
     def sent(self) -> None:
-        """Note that all readers of the turn's host memory are queued."""
+        """Record, behind all queued work, the event that the buffer's next `begin` waits for."""
         if self._pinned:
             event = self._events[self._turn] or torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(self.device_bytes.device))
@@ -110,12 +114,12 @@ class StepClock:
     """How long the device was idle before each step: nothing was queued in time."""
 
     def __init__(self, device: torch.device) -> None:
-        """A device other than CUDA tells no times."""
+        """Devices other than CUDA give no times."""
         self._device = device
         self._last: torch.cuda.Event | None = None
 
     def begin(self) -> "StepStart | None":
-        """Note, behind what the current stream does, that a step begins."""
+        """Record the event at which a step begins, behind what the current stream does."""
         if self._device.type != "cuda":
             return None
         began = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -136,7 +140,7 @@ class StepStart:
     began: torch.cuda.Event
 
     def idle_seconds(self) -> float | None:
-        """Seconds between the two; None for the first step. Both lie in the past."""
+        """Seconds between the two; None for the first step. The device must be past both."""
         if self.before is None:
             return None
         milliseconds: float = self.before.elapsed_time(self.began)
@@ -144,7 +148,7 @@ class StepStart:
 
 
 class HostCopy:
-    """Device tensors on their way to the host; `wait` blocks until they are there."""
+    """A copy of device tensors to the host; `wait` blocks until it is done."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         """Start the copies behind what the current stream does; at least one tensor, one device."""
@@ -159,7 +163,7 @@ class HostCopy:
 
     @property
     def event(self) -> torch.cuda.Event | None:
-        """What comes behind the copies; None where the CPU is the device."""
+        """The event behind the copies; None where the CPU is the device."""
         return self._event
 
     def wait(self) -> list[Tensor]:

@@ -1,6 +1,6 @@
-"""The Ray shell of one rank: it starts what `host.py` defines and keeps its loop running.
+"""The Ray actor of one rank: it starts what `host.py` defines and keeps its loop running.
 
-The driver knows this class, too, but no tensors: what has to do with them is imported by the rank.
+The driver imports this class, too, but no tensors: methods import what needs torch when they run.
 """
 
 import os
@@ -22,13 +22,13 @@ class RankActor:
     def __init__(
         self, config: EngineConfig, folder: str, rank: int, log_format: LogFormat = LogFormat.TEXT
     ) -> None:
-        """Remember what to load; `measure` loads it."""
+        """Load nothing yet; `measure` does."""
         from deployments.rank.host import RankHost
 
         configure_logs(f"rank-{rank}", log_format)
         shorten_switch_interval()
         gpus = ray.get_gpu_ids()
-        # With several GPUs of its own, and no others in sight, a rank may use all that it sees.
+        # A rank with several GPUs sees no others (see RayRanks), so it may use all that it sees.
         ordinal = cuda_ordinal(str(gpus[0])) if len(gpus) == 1 else None
         self._host = RankHost(config, folder, rank, ordinal)
         self._rank = rank
@@ -38,7 +38,7 @@ class RankActor:
         return f"rank-{self._rank}"
 
     def process(self) -> tuple[str, int]:
-        """Where this rank runs: (Ray's node id, process id)."""
+        """Return where this rank runs: (Ray's node id, process id)."""
         return ray.get_runtime_context().get_node_id(), os.getpid()
 
     def open_store(self, size: int, timeout_s: float) -> StoreAddress:
@@ -49,7 +49,7 @@ class RankActor:
         return address
 
     def measure(self, store: StoreAddress, timeout_s: float) -> int:
-        """Join the group, load the weights; returns how many cache blocks there is room for."""
+        """Join the group, load the weights; returns how many cache blocks fit."""
         from deployments.rank.host import join_store
 
         return self._host.measure(join_store(store, timeout_s), timeout_s)
@@ -59,5 +59,5 @@ class RankActor:
         return self._host.allocate(num_blocks)
 
     def run(self, address: Address, same_node: bool) -> None:
-        """Work until the driver hangs up; the pending call tells Ray's watcher of a death."""
+        """Run plans until the driver closes the connection; fails when the process dies."""
         self._host.run(dial(address, self._rank, same_node))

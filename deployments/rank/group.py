@@ -1,6 +1,6 @@
-"""The Ray shell of a group: one actor a rank in the driver's placement group.
+"""A group of ranks under Ray: one actor a rank in the driver's placement group.
 
-Ray places, starts and kills the ranks and says when one died; plans travel by socket.
+Ray places, starts and kills the ranks and reports when one died; plans travel by socket.
 """
 
 import logging
@@ -80,18 +80,18 @@ class RayRanks:
         return self._links, reports
 
     def stop(self) -> None:
-        """Kill every rank: graphs and communicators of survivors hold the dead."""
+        """Kill every rank: graphs and communicators of those that live refer to dead ones."""
         if self._links is not None:
             self._links.close()
             self._links = None
         for actor in self._actors:
             ray.kill(actor, no_restart=True)
-        # A stopped process takes no message, Ray's included; only the kernel can end it.
+        # A process that is stopped (SIGSTOP) reads no message of Ray's; only the kernel ends it.
         self._ending += [_kill_process(node, pid) for node, pid in self._processes]
         self._actors, self._processes = [], []
 
     def _await_ends(self) -> None:
-        """Let lost ranks give back their memory, or new ones would find less than there is."""
+        """Wait until lost ranks have freed their memory, or new ones would measure too little."""
         ending, self._ending = self._ending, []
         deadline = time.monotonic() + _ENDING_SECONDS
         for wait in ending:
@@ -116,7 +116,7 @@ class RayRanks:
             num_cpus=self._rank_bundle(rank).get("CPU", 0),
             num_gpus=num_gpus,
             max_concurrency=2,
-            # A rank alone with several GPUs needs to see those and no others.
+            # One GPU: the rank sees all and picks its own. Several: Ray hides all others.
             runtime_env={"env_vars": RANK_ENVIRONMENT} if num_gpus == 1 else None,
             scheduling_strategy=strategy,
         )
@@ -144,7 +144,7 @@ class RayRanks:
 
 
 def _kill_process(node: str, pid: int) -> Callable[[float], object]:
-    """SIGKILL a rank's process wherever it is; returns what waits so many seconds for its end."""
+    """SIGKILL a rank's process on any node; returns a function that waits so long for its end."""
     if node == ray.get_runtime_context().get_node_id():
         sigkill(pid)
         return partial(await_end, pid)
@@ -153,7 +153,7 @@ def _kill_process(node: str, pid: int) -> Callable[[float], object]:
         num_cpus=0, scheduling_strategy=affinity, max_retries=0, name="kill-rank"
     )
     killed = killer.remote(pid)
-    # Where the node is gone too, the task fails and nobody needs to wait.
+    # Where the node is gone too, the task fails at once.
     return lambda timeout_s: ray.wait([killed], timeout=timeout_s)
 
 
@@ -163,7 +163,7 @@ def _end_process(pid: int) -> None:
 
 
 def _watch(runs: list["ray.ObjectRef[None]"], lost: Callable[[str], None]) -> None:
-    """Tell `lost` as soon as any rank's never-ending call ends."""
+    """Call `lost` as soon as any rank's never-ending call ends."""
 
     def wait() -> None:
         done, _ = ray.wait(runs, num_returns=1)

@@ -1,4 +1,4 @@
-"""What a rank does from its start to its end, whatever process it lives in."""
+"""A rank from its start to its end, in an actor or in a thread."""
 
 import os
 import socket
@@ -23,12 +23,12 @@ from sharding.group import TensorParallel
 
 
 def open_store(host: str, size: int, timeout_s: float) -> tuple[Store, StoreAddress]:
-    """Open a group's store on a port that the system chooses, so that none can be stolen."""
+    """Open a group's store on a port that the system chooses, so no process can take it first."""
     timeout = timedelta(seconds=timeout_s)
-    # Of its own the store listens on all interfaces, and it asks nobody for a secret.
+    # By default the store listens on all interfaces, and it has no secret.
     family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-    door = socket.create_server(address[:2], family=family, backlog=size)
-    port = door.getsockname()[1]
+    listener = socket.create_server(address[:2], family=family, backlog=size)
+    port = listener.getsockname()[1]
     store = TCPStore(
         host,
         port,
@@ -36,7 +36,7 @@ def open_store(host: str, size: int, timeout_s: float) -> tuple[Store, StoreAddr
         True,
         timeout,
         wait_for_workers=False,
-        master_listen_fd=door.detach(),
+        master_listen_fd=listener.detach(),
     )
     return store, StoreAddress(host, port, size)
 
@@ -70,7 +70,7 @@ class RankHost:
         device = self._enter_thread()
         size, all_reduce = self._config.tensor_parallel, self._config.all_reduce
         self._group = connect(store, self._rank, size, device, timeout_s, all_reduce)
-        # Under Ray this process sees GPUs that are not its own.
+        # With an ordinal, this process sees GPUs of other ranks, too, and must not use them.
         spread = self._cuda_ordinal is None
         self._loaded = load_runner(self._config, self._group, device, spread)
         return min(self._loaded.measure(), self._most_blocks())
@@ -104,9 +104,9 @@ class RankHost:
         )
 
     def run(self, channel: Channel) -> None:
-        """Run plans until the driver hangs up or a step fails."""
+        """Run plans until the driver closes the connection or a step fails."""
         if self._enter_thread().type == "cuda":
-            # What is left to the host are small pieces, which threads of threads would delay.
+            # The host's operations are small, and a pool of threads would only delay them.
             torch.set_num_threads(1)
         assert self._runner is not None, "allocate comes first"
         threads = self._config.adapters.staging_threads
@@ -118,7 +118,7 @@ class RankHost:
         self._runner.check()
 
     def _enter_thread(self) -> torch.device:
-        """Set what torch keeps for each thread; Ray may run every method on another one."""
+        """Set torch's per-thread state: Ray may run every method on another thread."""
         if self._cuda_ordinal is not None:
             torch.cuda.set_device(self._cuda_ordinal)
         device = pick_device(self._config.device)

@@ -1,4 +1,4 @@
-"""The same group of ranks inside this process, one thread a rank: tests and benchmarks."""
+"""A group of ranks inside this process, one thread a rank: for tests and benchmarks."""
 
 import socket
 import threading
@@ -18,7 +18,6 @@ class LocalRanks:
     """Ranks as threads over socket pairs and, for more than one, gloo."""
 
     def __init__(self, config: EngineConfig) -> None:
-        """Nothing is loaded before `start`."""
         self._config = config
         self._links: RankLinks | None = None
         self._threads: list[threading.Thread] = []
@@ -36,13 +35,13 @@ class LocalRanks:
             num_blocks = min(measured)
             reports = list(pool.map(lambda host: host.allocate(num_blocks), hosts))
         pairs = [socket.socketpair() for _ in hosts]
-        for rank, (host, (_, theirs)) in enumerate(zip(hosts, pairs, strict=True)):
-            self._spawn(rank, partial(host.run, Channel(theirs)))
-        self._links = RankLinks([Channel(ours) for ours, _ in pairs])
+        for rank, (host, (_, rank_end)) in enumerate(zip(hosts, pairs, strict=True)):
+            self._spawn(rank, partial(host.run, Channel(rank_end)))
+        self._links = RankLinks([Channel(driver_end) for driver_end, _ in pairs])
         return self._links, reports
 
     def stop(self) -> None:
-        """Hang up and wait for the threads."""
+        """Close the connections and wait for the threads."""
         if self._links is not None:
             self._links.close()
             self._links = None
@@ -52,7 +51,7 @@ class LocalRanks:
         self._hosts = []
 
     def check(self) -> None:
-        """Assert what must hold on every rank while no step or fill is under way."""
+        """Assert what must hold on every rank while no step and no adapter's copy is under way."""
         for host in self._hosts:
             host.check()
 

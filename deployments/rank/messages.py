@@ -1,4 +1,4 @@
-"""What the driver and a rank say over their socket, besides plans and results."""
+"""The messages between the driver and a rank, besides plans and results."""
 
 import msgspec
 
@@ -7,7 +7,7 @@ from configs.wire.plan import Capacity, StepPlan, StepResult
 
 
 class RankHello(msgspec.Struct, frozen=True, tag="hello"):
-    """A rank's first words; a wrong secret ends the connection."""
+    """A rank's first message; a wrong secret ends the connection."""
 
     secret: str
     rank: int
@@ -20,9 +20,10 @@ class RunStep(msgspec.Struct, frozen=True, tag="step"):
 
 
 class Stage(msgspec.Struct, frozen=True, tag="stage"):
-    """Bring this adapter into the host tier, beside the steps.
+    """Read this adapter into the host tier, beside the steps.
 
-    attempt: its number among all; answers bear it, for one may come after it was given up.
+    attempt: this staging's number among all. Replies carry it, because one may come after the
+        driver has given the staging up.
     """
 
     adapter: FetchedAdapter
@@ -30,7 +31,7 @@ class Stage(msgspec.Struct, frozen=True, tag="stage"):
 
 
 class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
-    """Make the matcher of a constraint, beside the steps; forget those that are gone."""
+    """Make the matcher of a constraint, beside the steps; free those in `gone`."""
 
     number: int
     constraint: str
@@ -42,7 +43,7 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
 
 
 class StepDone(msgspec.Struct, frozen=True, tag="stepped"):
-    """Rank 0's answer to a step."""
+    """Rank 0's result of a step."""
 
     result: StepResult
 
@@ -66,7 +67,7 @@ class StageDeferred(msgspec.Struct, frozen=True, tag="deferred"):
 
 
 class Loaded(msgspec.Struct, frozen=True, tag="placed"):
-    """A fill is done on this rank: the adapter's bytes are on the device."""
+    """This rank has loaded the adapter: its bytes are on the device."""
 
     rank: int
     key: AdapterKey
@@ -83,7 +84,7 @@ class StageFailed(msgspec.Struct, frozen=True, tag="stage_failed"):
 
 
 class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
-    """This rank has made a matcher, or says what is wrong with its constraint."""
+    """This rank has made a matcher; fault: what is wrong with its constraint, if anything."""
 
     rank: int
     number: int
@@ -91,7 +92,7 @@ class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
 
 
 class RankBroken(msgspec.Struct, frozen=True, tag="broken"):
-    """A step raised on this rank: the group is unusable from here on."""
+    """A step raised on this rank: the group is unusable from now on."""
 
     rank: int
     message: str
@@ -103,7 +104,7 @@ Report = StepDone | StageAnswer | Loaded | Prepared | RankBroken
 
 
 class StoreAddress(msgspec.Struct, frozen=True):
-    """Where the ranks of a group find each other before they are one."""
+    """The address of the store through which the ranks of a group find each other."""
 
     host: str
     port: int
@@ -111,9 +112,9 @@ class StoreAddress(msgspec.Struct, frozen=True):
 
 
 class LoadReport(msgspec.Struct, frozen=True):
-    """What a rank measured after its weights and its cache were there.
+    """What a rank reports once its weights are loaded and its cache is allocated.
 
-    pid: of the rank's process. Bytes are this rank's alone.
+    pid: of the rank's process. What is named bytes is this rank's alone.
     """
 
     rank: int

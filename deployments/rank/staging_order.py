@@ -9,7 +9,11 @@ from configs.wire.adapters import AdapterKey
 
 @dataclass
 class StagingTicket:
-    """One staging's place: how many drops of its adapter come before it, whether one came since."""
+    """One staging's position among its adapter's drops.
+
+    drops_ahead: drops that were read before it and are still to be carried out.
+    void: whether a drop that was read after it was carried out.
+    """
 
     drops_ahead: int
     void: bool = False
@@ -18,55 +22,55 @@ class StagingTicket:
 class StageOrder:
     """Keeps stagings and drops of an adapter in the order in which they were read.
 
-    Drops are carried out by the thread that launches steps, stagings by others beside it. A rank
-    may be behind rank 0, whose answers the driver goes by: what is staged anew must not fall to
-    a drop of what was there before, and what was dropped before it was read must not be read.
+    Drops are carried out by the thread that launches steps, stagings by other threads. The driver
+    goes by rank 0's results, and this rank may be behind rank 0. So a staging may be read while an
+    older drop of the same adapter still waits: that drop must not remove the new copy. And a
+    staging whose adapter was dropped before its files were read must not read them.
     """
 
     def __init__(self) -> None:
-        """Start with nothing asked."""
         self._changed = threading.Condition()
         self._drops: Counter[AdapterKey] = Counter()
         self._tickets: dict[AdapterKey, list[StagingTicket]] = {}
         self._ended = False
 
     def read_drop(self, key: AdapterKey) -> None:
-        """A drop was read; it is to be carried out later."""
+        """Note that a drop was read; `dropped` follows when it is carried out."""
         with self._changed:
             self._drops[key] += 1
 
     def read_stage(self, key: AdapterKey) -> StagingTicket:
-        """A staging was read; its turn is for `await_turn`, once."""
+        """Note that a staging was read; its ticket is for `wait_for_turn`, once."""
         with self._changed:
-            turn = StagingTicket(self._drops[key])
-            self._tickets.setdefault(key, []).append(turn)
-            return turn
+            ticket = StagingTicket(self._drops[key])
+            self._tickets.setdefault(key, []).append(ticket)
+            return ticket
 
     def dropped(self, key: AdapterKey) -> None:
-        """The oldest drop of the adapter was carried out."""
+        """Note that the oldest drop of the adapter was carried out."""
         with self._changed:
             self._drops[key] -= 1
             if not self._drops[key]:
                 del self._drops[key]
-            for turn in self._tickets.get(key, ()):
-                if turn.drops_ahead:
-                    turn.drops_ahead -= 1
+            for ticket in self._tickets.get(key, ()):
+                if ticket.drops_ahead:
+                    ticket.drops_ahead -= 1
                 else:
-                    turn.void = True
+                    ticket.void = True
             self._changed.notify_all()
 
-    def wait_for_turn(self, key: AdapterKey, turn: StagingTicket) -> bool:
-        """Wait for the drops that came before; False if one came after, or the rank has ended."""
+    def wait_for_turn(self, key: AdapterKey, ticket: StagingTicket) -> bool:
+        """Wait for the drops before it; False if one came after it, or the rank has ended."""
         with self._changed:
-            self._changed.wait_for(lambda: self._ended or not turn.drops_ahead)
-            turns = self._tickets[key]
-            turns.remove(turn)
-            if not turns:
+            self._changed.wait_for(lambda: self._ended or not ticket.drops_ahead)
+            tickets = self._tickets[key]
+            tickets.remove(ticket)
+            if not tickets:
                 del self._tickets[key]
-            return not (self._ended or turn.void)
+            return not (self._ended or ticket.void)
 
     def end(self) -> None:
-        """No drop will be carried out any more: nobody waits for one."""
+        """Note that no more drops will be carried out; stagings that wait for one end."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()

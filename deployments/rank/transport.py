@@ -1,7 +1,7 @@
 """The socket between driver and ranks: length-prefixed msgpack, a shared secret, exact EOF.
 
 A rank on the driver's own node connects through a Unix stream socket in Linux's abstract
-namespace (no file to leave behind); a rank elsewhere through TCP with NODELAY.
+namespace (no file is left behind); a rank elsewhere through TCP with NODELAY.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ logger = logging.getLogger("loray.rank.transport")
 
 
 class RanksLost(Exception):
-    """The group of ranks is unusable; the message says which rank and how it was noticed."""
+    """The group of ranks is unusable; the message names the rank and how it was noticed."""
 
 
 class Address(msgspec.Struct, frozen=True):
@@ -54,7 +54,6 @@ class Channel:
     """One framed connection: `send` may be called by several threads, `receive` by one."""
 
     def __init__(self, sock: socket.socket) -> None:
-        """Take over a connected stream socket."""
         self._socket = sock
         self.max_frame_bytes = 2**31
         self._buffer = bytearray()
@@ -119,7 +118,7 @@ class Channel:
 
 
 class Listener:
-    """The driver's door for ranks: accepts exactly those that know the secret."""
+    """The driver's listening socket for ranks: accepts exactly those that know the secret."""
 
     def __init__(self, host: str, secret: str) -> None:
         """Bind a TCP port on `host` and, on Linux, an abstract Unix name."""
@@ -142,7 +141,7 @@ class Listener:
     def accept(self, num_ranks: int, timeout_s: float) -> list[Channel]:
         """Wait for one connection of each rank, in rank order; RanksLost after timeout_s.
 
-        Who is slow to say what rank he is, or says nothing, holds up nobody else.
+        A connection that sends its first message late or never does not delay the others.
         """
         channels: dict[int, Channel] = {}
         deadline = time.monotonic() + timeout_s
@@ -168,14 +167,14 @@ class Listener:
             sock.close()
 
     def _accept_one(self, listener: socket.socket) -> None:
-        """Let somebody connect, who is to say what rank he is."""
+        """Accept a connection, whose first message must name its rank."""
         peer, _ = listener.accept()
         channel = Channel(peer)
         channel.max_frame_bytes = _MAX_HELLO_BYTES
         self._selector.register(channel, selectors.EVENT_READ, channel)
 
     def _admit(self, channel: Channel, num_ranks: int, channels: dict[int, Channel]) -> None:
-        """Take a rank in as soon as all of its first words are there; refuse all others."""
+        """Register a rank once its first message is complete; refuse all other connections."""
         try:
             frames, alive = channel.receive_available()
         except ConnectionError:
@@ -192,7 +191,7 @@ class Listener:
         channels[rank] = channel
 
     def _greet(self, frame: bytes) -> int | None:
-        """The rank that a greeting is from; None if it does not know the secret."""
+        """Return the rank that a first message is from; None if its secret is wrong."""
         try:
             hello = msgspec.msgpack.decode(frame, type=RankHello)
         except msgspec.DecodeError:
@@ -243,7 +242,7 @@ class RankLinks:
             try:
                 channel.send(payload)
             except OSError as error:
-                raise RanksLost(f"rank-{rank} does not take messages: {error}") from error
+                raise RanksLost(f"rank-{rank} does not accept messages: {error}") from error
 
     def receive(self, timeout_s: float | None) -> list[Report]:
         """Block until a rank reports, `wake` is called or timeout_s is over; RanksLost on EOF."""
@@ -266,14 +265,14 @@ class RankLinks:
         self.wake()
 
     def wake(self) -> None:
-        """Make a blocked `receive` return, from any thread; one byte serves all who come by then.
+        """Make a blocked `receive` return, from any thread; calls before it share one byte.
 
-        Whatever the loop is woken for must be set before, for it may look at once.
+        What the loop is woken for must be set before the call, because it may look at once.
         """
         if self._woken:
             return
         self._woken = True
-        # A full pipe means that enough wakes are waiting; a closed one that nobody does.
+        # A full pipe has enough wakes in it already; a closed one has no reader.
         with contextlib.suppress(OSError):
             self._wake_writer.send(b"w")
 
@@ -289,5 +288,6 @@ class RankLinks:
         with contextlib.suppress(BlockingIOError):
             while self._wake_reader.recv(4096):
                 continue
-        # Not before the last byte is read, or one could be eaten whose sender counts on it.
+        # Only after the last byte is read: reset earlier, a byte sent in between could be drained
+        # here with the flag set again, and every later wake would be lost.
         self._woken = False

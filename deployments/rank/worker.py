@@ -1,9 +1,12 @@
-"""One rank's work: plans in, tokens out, adapters staged beside the steps. Knows no Ray.
+"""One rank's worker: plans in, tokens out, adapters staged beside the steps. Knows no Ray.
 
-The reader drains the socket so that the driver never blocks on a rank that computes; the main
-thread launches fills and steps in the order of their plans; two reporters wait, one for each
-step's tokens, one for each fill, so that the main thread may launch the next step meanwhile;
-staging threads read adapters, several side by side; one more makes matchers.
+Threads:
+
+* The reader drains the socket, so that the driver never blocks on a rank that computes.
+* The main thread launches adapters' loads and steps, in the order of their plans.
+* Two reporters wait, one for the steps' tokens, one for the loads' copies, so that the main thread
+  may launch the next step meanwhile.
+* Staging threads read adapters, several side by side; one more thread makes matchers.
 """
 
 import contextlib
@@ -56,12 +59,11 @@ class _Launched:
 
 
 class Worker:
-    """Runs the plans of one driver on one runner until the driver says stop or hangs up."""
+    """Runs the plans of one driver on one runner until the driver says stop or disconnects."""
 
     def __init__(
         self, runner: Runner, rank: int, channel: Channel, staging_threads: int = 4
     ) -> None:
-        """Bind a loaded runner to a connected channel."""
         self._runner = runner
         self._rank = rank
         self._channel = channel
@@ -79,7 +81,7 @@ class Worker:
         reader = threading.Thread(target=self._read, args=pools, name="reader", daemon=True)
         reporters = [
             threading.Thread(target=self._report_steps, name="reporter", daemon=True),
-            threading.Thread(target=self._report_loads, name="fill-reporter", daemon=True),
+            threading.Thread(target=self._report_loads, name="load-reporter", daemon=True),
         ]
         for thread in (reader, *reporters):
             thread.start()
@@ -102,9 +104,10 @@ class Worker:
 
     def _launch(self, plan: StepPlan) -> None:
         started = time.perf_counter()
-        for fill in plan.loads:
-            filled = self._runner.load_adapter(fill.key, fill.slot, fill.pages)
-            self._copies.put((fill.key, filled))
+        # Every rank keeps this order, so that a step finds the adapters that its plan loads.
+        for load in plan.loads:
+            copy = self._runner.load_adapter(load.key, load.slot, load.pages)
+            self._copies.put((load.key, copy))
         for key in plan.drops:
             self._runner.drop(key)
             self._staging_order.dropped(key)
@@ -119,13 +122,14 @@ class Worker:
         while (frame := self._channel.receive()) is not None:
             command = decoder.decode(frame)
             if isinstance(command, RunStep):
+                # Noted here, in the socket's order, for the main thread may carry it out late.
                 for key in command.plan.drops:
                     self._staging_order.read_drop(key)
                 self._plans.put(command.plan)
             elif isinstance(command, Stage):
-                turn = self._staging_order.read_stage(command.adapter.key)
+                ticket = self._staging_order.read_stage(command.adapter.key)
                 with contextlib.suppress(RuntimeError):  # the main thread has ended already
-                    staging.submit(self._stage, command, turn)
+                    staging.submit(self._stage, command, ticket)
             elif isinstance(command, Prepare):
                 with contextlib.suppress(RuntimeError):  # the same
                     making.submit(self._prepare, command)
@@ -138,7 +142,7 @@ class Worker:
             try:
                 sampled = launched.output.wait()
             except Exception as error:
-                # A kernel that failed shows only here; the main thread must not launch more.
+                # A failed kernel raises only here, and the main thread must not launch more steps.
                 self._break(error)
                 return
             if self._rank == 0:
@@ -146,30 +150,30 @@ class Worker:
                 self._send(StepDone(step_result(launched.plan, sampled, seconds)))
 
     def _report_loads(self) -> None:
-        while (filling := self._copies.get()) is not None:
-            key, filled = filling
+        while (loading := self._copies.get()) is not None:
+            key, copy = loading
             try:
-                filled.wait()
+                copy.wait()
             except Exception as error:
                 self._break(error)
                 return
             self._send(Loaded(self._rank, key))
 
-    def _stage(self, stage: Stage, turn: StagingTicket) -> None:
-        wanted = self._staging_order.wait_for_turn(stage.adapter.key, turn)
-        self._send(self._answer(stage.adapter, stage.attempt, wanted))
+    def _stage(self, stage: Stage, ticket: StagingTicket) -> None:
+        wanted = self._staging_order.wait_for_turn(stage.adapter.key, ticket)
+        self._send(self._stage_reply(stage.adapter, stage.attempt, wanted))
 
-    def _prepare(self, order: Prepare) -> None:
+    def _prepare(self, command: Prepare) -> None:
         try:
-            fault = self._runner.prepare(order.number, order.constraint, order.gone)
+            fault = self._runner.prepare(command.number, command.constraint, command.gone)
         except Exception as error:
-            # Whatever is wrong with one constraint must not hold up its requests for ever.
+            # Without a reply, the requests under this constraint would wait for ever.
             logger.exception("a matcher could not be made")
             fault = f"the answer cannot be held to its constraint: {error}"
-        self._send(Prepared(self._rank, order.number, fault))
+        self._send(Prepared(self._rank, command.number, fault))
 
-    def _answer(self, adapter: FetchedAdapter, attempt: int, wanted: bool) -> StageAnswer:
-        """Stage an adapter, if it is still wanted, and tell what became of it."""
+    def _stage_reply(self, adapter: FetchedAdapter, attempt: int, wanted: bool) -> StageAnswer:
+        """Stage an adapter, if it is still wanted, and return the outcome."""
         rank, key = self._rank, adapter.key
         if not wanted:
             message = f"adapter {adapter.name!r} was dropped before it was read"
@@ -181,7 +185,7 @@ class Worker:
         except AdapterError as error:
             return StageFailed(rank, key, error.refusal, error.message, attempt)
         except Exception as error:
-            # Whatever is wrong with one adapter's files must not hold up its requests for ever.
+            # Without a reply, the requests over this adapter would wait for ever.
             logger.exception("staging adapter %s failed", adapter.name)
             message = f"adapter {adapter.name!r} could not be read: {error}"
             return StageFailed(rank, key, AdapterRefusal.UNAVAILABLE, message, attempt)
@@ -195,12 +199,12 @@ class Worker:
         try:
             self._channel.send(msgspec.msgpack.encode(report))
         except OSError:
-            logger.info("the driver hung up")
+            logger.info("the driver closed the connection")
             self._plans.put(None)
 
 
 def step_result(plan: StepPlan, sampled: SampledTokens, seconds: float) -> StepResult:
-    """Answer a plan; `seconds` from the step's start until its tokens are on the host."""
+    """Return a plan's result; `seconds` from the step's start until its tokens are on the host."""
     expected = sum(row.samples for row in plan.rows)
     assert len(sampled.tokens) == expected, (plan.step, len(sampled.tokens), expected)
     return StepResult(

@@ -1,6 +1,6 @@
 """Every reason why an adapter's folder would not be served, found without a server.
 
-The reader that serves adapters (`peft.py`) is asked, so that both always agree.
+It runs the reader that serves adapters (`peft.py`), so that both always agree.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +30,12 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class AdapterVerdict:
-    """reasons: why it would be refused; none: it is served. rank: the largest of its matrices."""
+    """Whether an adapter would be served.
+
+    reasons: why it would be refused; empty if it is served.
+    num_modules: how many modules it adapts.
+    rank: the largest of its matrices.
+    """
 
     reasons: tuple[str, ...]
     num_modules: int = 0
@@ -38,12 +43,12 @@ class AdapterVerdict:
 
 
 class _Shapes:
-    """A source of weights that have sizes and no values: what a model is made of costs nothing."""
+    """A source of weights that have shapes and no values, so building a model costs nothing."""
 
     bytes_read = 0
 
     def names(self) -> None:
-        """Any name will do."""
+        """Return None: it has every name."""
 
     def read(
         self,
@@ -52,7 +57,7 @@ class _Shapes:
         cut: tuple[Segments, ...],
         device: torch.device = META,
     ) -> Tensor:
-        """As large as asked for, and empty."""
+        """Return an empty tensor of the shape on the meta device."""
         return torch.empty([width(segments) for segments in cut], device=META)
 
 
@@ -99,7 +104,7 @@ def judge(
     progress: Callable[[int, int], None],
     base: Mapping[str, BaseRows] = MappingProxyType({}),
 ) -> AdapterVerdict:
-    """Read all of the files; `progress` is told of modules read and of all that there are."""
+    """Read all of the files; `progress` is called with (modules read, all modules)."""
     try:
         adapter = open_adapter(folder, projections, config.max_rank, base)
         ranks = list(adapter.ranks.values())

@@ -1,4 +1,4 @@
-"""What a model's pages hold and who reads them: type, scales and attention backend."""
+"""What a model's cache blocks hold and which backend reads them: type, scales, attention."""
 
 from dataclasses import replace
 
@@ -14,17 +14,17 @@ from sharding.group import TensorParallel
 def choose_cache(
     config: EngineConfig, loaded: LoadedModel, group: TensorParallel
 ) -> tuple[CacheSpec, AttentionChoice]:
-    """Return the pages' spec and the backend that reads them; its reason tells of the scales.
+    """Return the cache's spec and the backend that reads it; its reason names the scales' source.
 
-    All ranks call it together. ValueError when no backend serves the two, or the one asked for
-    does not.
+    All ranks call it together. ValueError when no backend serves the two, or the
+    configured one does not.
     """
     model, block_size = loaded.model, config.cache.block_size
     wanted = config.cache.dtype
     dtype = None if wanted is CacheDType.AUTO else torch_dtype(wanted.value)
     spec = cache_spec(model, block_size, dtype)
-    asked = replace(attention_spec(model, block_size), cache_dtype=spec.dtype)
-    attention = select_attention(config.attention, asked)
+    needed = replace(attention_spec(model, block_size), cache_dtype=spec.dtype)
+    attention = select_attention(config.attention, needed)
     if spec.dtype != FP8:
         return spec, attention
     scales, origin = loaded.cache_scales, "from the checkpoint"

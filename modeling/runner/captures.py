@@ -1,4 +1,4 @@
-"""Which steps a runner records at start, and what they will take."""
+"""Which steps a runner captures at start, and the memory that they will take."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from modeling.runner.cuda_graphs import (
     GraphRecorder,
     graph_sizes,
 )
-from modeling.runner.memory import GRAPH_BYTES, SEGMENT_BYTES
+from modeling.runner.memory import GRAPH_BYTES, PIECE_BYTES
 from modeling.runner.piecewise import (
     PieceRecorder,
     PiecewiseGraphs,
@@ -24,7 +24,11 @@ from modeling.runner.piecewise import (
 
 @dataclass(frozen=True)
 class GraphSizes:
-    """decode: rows of captured decode steps; mixed: tokens of captured mixed steps; ascending."""
+    """The sizes of captured steps, ascending.
+
+    decode: rows of decode steps.
+    mixed: tokens of mixed steps.
+    """
 
     decode: tuple[int, ...] = ()
     mixed: tuple[int, ...] = ()
@@ -39,9 +43,9 @@ class GraphSizes:
         return GraphSizes(self.decode[-1:], self.mixed[-1:])
 
     def others_bytes(self, num_layers: int) -> int:
-        """What all but the largest take of the device, for base rows alone or with adapters."""
-        segments = (num_layers + 1) * max(0, len(self.mixed) - 1)
-        return max(0, len(self.decode) - 1) * GRAPH_BYTES + segments * SEGMENT_BYTES
+        """Device bytes of all but the largest, for base rows alone or for rows with adapters."""
+        pieces = (num_layers + 1) * max(0, len(self.mixed) - 1)
+        return max(0, len(self.decode) - 1) * GRAPH_BYTES + pieces * PIECE_BYTES
 
 
 class StepGraphs(NamedTuple):
@@ -52,7 +56,7 @@ class StepGraphs(NamedTuple):
 
 
 def graph_sizes_of(choice: CudaGraphs, limits: LimitsConfig, has_form: bool) -> GraphSizes:
-    """What `choice` asks for; has_form: whether the attention has a captured form."""
+    """Return the sizes that `choice` means; has_form: whether the attention can be captured."""
     decode: tuple[int, ...] = ()
     mixed: tuple[int, ...] = ()
     if choice is not CudaGraphs.NONE and has_form:
@@ -65,12 +69,12 @@ def graph_sizes_of(choice: CudaGraphs, limits: LimitsConfig, has_form: bool) -> 
 def capture(
     parts: GraphParts, sizes: GraphSizes, device: torch.device, hidden: Forward
 ) -> StepGraphs:
-    """Record steps of these sizes; hidden: `parts.forward`, but to hidden states of all tokens."""
+    """Record steps of these sizes; hidden: as `parts.forward`, to hidden states of all tokens."""
     decode = mixed = None
     if sizes.decode:
         decode = DecodeGraphs(parts, sizes.decode, device, GraphRecorder(device))
     if sizes.mixed:
         slot = parts.dummy_block * parts.state.size.block_size
-        segments = PiecewiseParts(hidden, parts.backend, slot, parts.adapters)
-        mixed = PiecewiseGraphs(segments, sizes.mixed, device, PieceRecorder(device))
+        piecewise = PiecewiseParts(hidden, parts.backend, slot, parts.adapters)
+        mixed = PiecewiseGraphs(piecewise, sizes.mixed, device, PieceRecorder(device))
     return StepGraphs(decode, mixed)

@@ -1,9 +1,10 @@
 """Captured decode steps: one CUDA graph for each of a dozen batch sizes, base and with adapters.
 
-A graph replays the same launches at the same addresses, so all that varies lies in static
-buffers: one packed transfer brings a step's tables, the attention's plan and the adapters' tiles
-follow, then the replay. A step of fewer rows than the graph's is filled up with padding rows of
-one key: they read and write a page that nobody owns, and leave their tokens where nobody looks.
+A graph replays the same launches at the same addresses, so all that varies is in static buffers:
+one packed transfer brings a step's tables, the attention's plan and the adapters' tiles follow,
+then the replay. A step of fewer rows than the graph's is filled up with padding rows of one key.
+These read and write the dummy block, which no request owns, and their tokens go to the token
+buffer's dummy token.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,7 +40,7 @@ Record = Callable[[Callable[[], None]], Callable[[], None]]
 
 
 def graph_sizes(max_running: int) -> tuple[int, ...]:
-    """The sizes of captured steps, ascending; the last one holds all places, up to 256."""
+    """The sizes of captured steps, ascending; the last one holds all batch slots, up to 256."""
     most = min(max_running, SIZES[-1])
     return (*(size for size in SIZES if size < most), most)
 
@@ -53,7 +54,10 @@ def size_for(sizes: Sequence[int], num_rows: int) -> int | None:
 class GraphParts:
     """What captured steps are made of.
 
-    dummy_block: a cache page that nobody owns. vocab_size, dtype: of the logits.
+    forward: from a step's tensors to logits [sampling rows, vocab].
+    state: the batch slots that steps read and write.
+    dummy_block: a cache block that no request owns.
+    vocab_size, dtype: of the logits.
     adapters: None where steps with adapters are not captured.
     """
 
@@ -68,9 +72,10 @@ class GraphParts:
 
 @dataclass(frozen=True)
 class GraphOutput:
-    """What a replay leaves, until the next one: rows are the step's own, padding is cut off.
+    """What a replay computed; the next replay overwrites it. Padding rows are cut off.
 
-    tokens: int64 [n], each row's greedy choice, in the token buffer already. logits: [n, vocab].
+    tokens: int64 [n], each row's greedy token, in the token buffer already.
+    logits: [n, vocab].
     targets: int64 [n], as in StepLayout.
     """
 
@@ -80,16 +85,16 @@ class GraphOutput:
 
 
 class PaddedStep:
-    """One size's part of the static buffer: how a layout is laid there, and the views of it."""
+    """One size's part of the static buffer: how a layout is written there, and the views of it."""
 
     def __init__(self, parts: GraphParts, size: int, static: Tensor) -> None:
-        """static: uint8, as many as `step_bytes` says at least."""
+        """static: uint8 on the device, at least `step_bytes` of them."""
         self.size = size
-        self._page = parts.dummy_block
+        self._dummy_block = parts.dummy_block
         block_size = parts.state.size.block_size
-        # What stands in the columns of padding rows: ids_at, positions, slots, targets.
-        scratch = parts.state.dummy_token
-        self._padding = (scratch, 0, parts.dummy_block * block_size, scratch)
+        # The padding rows' values in the columns: ids_at, positions, slots, targets.
+        dummy = parts.state.dummy_token
+        self._padding = (dummy, 0, parts.dummy_block * block_size, dummy)
         self._words = _words(parts, size)
         self._words_at = 4 * aligned(size * INT64_BYTES)
         columns = [static[a:b].view(torch.int64) for a, b in self._columns()]
@@ -112,14 +117,14 @@ class PaddedStep:
         key_lengths = np.ones(self.size, dtype=np.int32)
         key_lengths[:rows] = layout.key_lengths
         width = max(1, layout.tables.shape[1])
-        tables = np.full((self.size, width), self._page, dtype=np.int32)
+        tables = np.full((self.size, width), self._dummy_block, dtype=np.int32)
         tables[:rows, : layout.tables.shape[1]] = layout.tables
         end = self._words_at + self._words * INT32_BYTES
         used = self.attention.write(host[self._words_at : end].view(np.int32), key_lengths, tables)
         return self._words_at + used * INT32_BYTES
 
     def _columns(self) -> list[tuple[int, int]]:
-        """Where the four int64 columns lie, in bytes."""
+        """The four int64 columns' bounds, in bytes."""
         stride = aligned(self.size * INT64_BYTES)
         return [(i * stride, i * stride + self.size * INT64_BYTES) for i in range(4)]
 
@@ -136,15 +141,15 @@ def _words(parts: GraphParts, size: int) -> int:
 
 
 class GraphRecorder:
-    """Makes graphs that share one pool of memory, for they never run together."""
+    """Makes graphs that share one pool of memory, because they never run together."""
 
     def __init__(self, device: torch.device) -> None:
-        """Captures run on a stream of their own."""
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def __call__(self, compute: Callable[[], None]) -> Callable[[], None]:
-        """Return what repeats the launches of `compute`, on the caller's stream."""
+        """Return a function that repeats the launches of `compute`, on the caller's stream."""
+        # A capture may not run on the default stream, so both streams wait for each other.
         here = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(here)
         with torch.cuda.stream(self._stream):
@@ -152,7 +157,7 @@ class GraphRecorder:
                 compute()
         here.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        # Other threads go on meanwhile: only this one's calls are held to a capture's rules.
+        # Other threads may call CUDA meanwhile: only this one is held to a capture's rules.
         with torch.cuda.graph(
             graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
         ):
@@ -172,7 +177,7 @@ class DecodeGraphs:
         self._parts = parts
         self._fused = fused_ops(device)
         self._staging = TransferBuffer(max(step_bytes(parts, size) for size in self.sizes), device)
-        # Graphs write here at last: outputs of their own would keep apart what they may share.
+        # All graphs write here: outputs of their own could not share memory with other graphs.
         self._logits = torch.empty(largest, parts.vocab_size, dtype=parts.dtype, device=device)
         self._tokens = torch.zeros(largest, dtype=torch.int64, device=device)
         self._steps: dict[int, PaddedStep] = {}
@@ -201,6 +206,8 @@ class DecodeGraphs:
 
     def _copy_inputs(self, step: PaddedStep, layout: StepLayout, with_adapters: bool) -> None:
         """Queue all that the step's graph reads, on the current stream."""
+        # The device bytes exist once: the stream's order puts this copy behind the last replay.
+        # The host bytes exist twice: the last step's copy may not have read its own yet.
         turn, host = self._staging.begin()
         self._staging.send(step.fill(host, layout))
         step.attention.plan(turn)
@@ -210,7 +217,7 @@ class DecodeGraphs:
             self._parts.adapters.update(layout.adapter_slots + padding, [1] * step.size)
 
     def _compute(self, step: PaddedStep, adapters: AdapterData | None) -> None:
-        """What a graph holds: from the token buffer back to the token buffer."""
+        """Compute what a graph captures: from the token buffer back to the token buffer."""
         state = self._parts.state
         tensors = StepTensors(
             input_ids=state.tokens[step.ids_at],

@@ -1,8 +1,8 @@
-"""What a rank keeps for each place, and how a step's rows become its input tensors.
+"""What a rank keeps for each batch slot, and how a step's rows become its input tensors.
 
-The token buffer lives on the device: a step reads its input ids there and leaves its samples
-there, so the next step may name a token before the host has seen it. Block tables live on the
-host, where slots are computed from them; a step ships the rows that it uses.
+The token buffer is on the device: a step reads its input ids there and writes its samples there,
+so the next step may use a token before the host has seen it. Block tables are on the host, where
+cache slots are computed from them; a step sends the rows that it uses.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class BatchSize:
-    """How many places there are, and how long a sequence may get in tokens."""
+    """How many batch slots there are, and how long a sequence may get in tokens."""
 
     max_running: int
     max_total_tokens: int
@@ -42,16 +42,22 @@ class BatchSize:
 class StepLayout:
     """One step on the host: T tokens in n rows, of which s sample; int64 unless said.
 
-    Rows of one token come first, in the plan's order, then the others in theirs; what belongs to
+    Rows of one token come first, in the plan's order, then the others in theirs. What belongs to
     samples stays in the plan's order throughout.
 
-    ids_at: [T], where in the flat token buffer the inputs lie. positions: [T], with each row's rope
-    set (p + set * POSITIONS_PER_SET). slots: [T], block * block_size + offset. bounds: [n + 1],
-    where rows start. tables: int32 [n, most blocks used]. key_lengths: [n], after this step.
-    last_tokens: [s], the sampling rows' last tokens among the T. targets: [s], where in the flat
-    token buffer the samples go. sampling: s parameters. sample_positions: s positions of the tokens
-    to be. adapter_slots: n, -1 for the base model. prompt_lengths: [s], None where no sample looks
-    at the tokens before it. prompt_rows: the rows that tell about their prompts.
+    ids_at: [T], the inputs' indices in the flat token buffer.
+    positions: [T], with each row's rope set (p + set * POSITIONS_PER_SET).
+    slots: [T], the tokens' cache slots: block * block_size + offset.
+    bounds: [n + 1], where rows start.
+    tables: int32 [n, most blocks used].
+    key_lengths: [n], after this step.
+    last_tokens: [s], the sampling rows' last tokens among the T.
+    targets: [s], the samples' indices in the flat token buffer.
+    sampling: the s samples' parameters.
+    sample_positions: the s samples' positions in their sequences.
+    adapter_slots: n, -1 for the base model.
+    prompt_lengths: [s]; None where no sample looks at the tokens before it.
+    prompt_rows: the rows that report on their prompts.
     """
 
     ids_at: Ints
@@ -80,7 +86,7 @@ class StepLayout:
 
     @classmethod
     def empty(cls) -> "StepLayout":
-        """A step of nobody: what is left of a captured one when all its rows are padding."""
+        """A step without rows: a captured step over it consists of padding rows alone."""
         none = np.zeros(0, dtype=np.int64)
         tables = np.zeros((0, 0), dtype=np.int32)
         return cls(none, none, none, none, tables, none, none, none, [], [], [])
@@ -114,18 +120,17 @@ class StepInputs(StepTensors):
 
 
 class InputBatch:
-    """Token buffer, block tables, adapter slots and sampling parameters of all places."""
+    """Token buffer, block tables, adapter slots and sampling parameters of all batch slots."""
 
     def __init__(
         self, size: BatchSize, device: torch.device, grammars: Grammars | None = None
     ) -> None:
-        """Allocate everything; nobody has joined."""
         self._grammars = grammars
         self.size = size
         self._device = device
         # One more than the longest sequence: its last token is sampled and never computed.
         self._width = size.max_total_tokens + 1
-        # One place more, of one token: where padding rows of captured steps leave theirs.
+        # One token more than all slots: padding rows of captured steps write their samples there.
         self.dummy_token = size.max_running * self._width
         self.tokens = torch.zeros(self.dummy_token + 1, dtype=torch.int64, device=device)
         self._blocks = np.zeros((size.max_running, size.max_blocks), dtype=np.int32)
@@ -137,7 +142,7 @@ class InputBatch:
         self._prompt_lengths = np.zeros(size.max_running, dtype=np.int64)
 
     def join(self, joins: Sequence[RequestJoin]) -> None:
-        """Give each request its place, with its tokens and an empty block table."""
+        """Give each request its batch slot, with its tokens and an empty block table."""
         for join in joins:
             count = len(join.tokens)
             assert 0 <= join.batch_slot < self.size.max_running, join.batch_slot
@@ -158,47 +163,49 @@ class InputBatch:
     def layout(self, rows: Sequence[StepRow]) -> StepLayout:
         """Append the rows' blocks to their tables and lay the step out."""
         self._append_blocks(rows)
-        places = np.array([row.batch_slot for row in rows], dtype=np.int64)
+        batch_slots = np.array([row.batch_slot for row in rows], dtype=np.int64)
         starts = np.array([row.start for row in rows], dtype=np.int64)
         lengths = np.array([row.length for row in rows], dtype=np.int64)
         rope_sets = np.array([row.rope_set for row in rows], dtype=np.int64)
         sampled = np.flatnonzero([row.samples for row in rows])
         ends = starts + lengths
-        self._check(places, starts, ends)
-        targets = places[sampled] * self._width + ends[sampled]
-        sampling = [self._sampling[place] for place in places[sampled].tolist()]
+        self._check(batch_slots, starts, ends)
+        sampling_slots = batch_slots[sampled]
+        targets = sampling_slots * self._width + ends[sampled]
+        sampling = [self._sampling[slot] for slot in sampling_slots.tolist()]
         sample_positions = ends[sampled].tolist()
-        seats = places[sampled]
-        prompt_lengths = self._prompt_lengths[seats] if self._adjusted[seats].any() else None
-        asking = np.flatnonzero(self._about_prompt[places])
+        adjusted = self._adjusted[sampling_slots].any()
+        prompt_lengths = self._prompt_lengths[sampling_slots] if adjusted else None
+        about_prompt = np.flatnonzero(self._about_prompt[batch_slots])
+        # Attention backends take leading rows of one token as decode rows.
         order = np.argsort(lengths > 1, kind="stable")
         now_at = np.empty_like(order)
         now_at[order] = np.arange(len(order))
-        columns = (places, starts, lengths, ends, rope_sets)
-        places, starts, lengths, ends, rope_sets = (column[order] for column in columns)
+        columns = (batch_slots, starts, lengths, ends, rope_sets)
+        batch_slots, starts, lengths, ends, rope_sets = (column[order] for column in columns)
         bounds = np.concatenate([np.zeros(1, dtype=np.int64), lengths.cumsum()])
         row_of = np.repeat(np.arange(len(rows)), lengths)
         positions = np.arange(bounds[-1]) + (starts - bounds[:-1])[row_of]
-        place_of = places[row_of]
+        slot_of = batch_slots[row_of]
         block_size = self.size.block_size
-        blocks = self._blocks[place_of, positions // block_size].astype(np.int64)
+        blocks = self._blocks[slot_of, positions // block_size].astype(np.int64)
         return StepLayout(
-            ids_at=place_of * self._width + positions,
+            ids_at=slot_of * self._width + positions,
             positions=positions + (rope_sets * POSITIONS_PER_SET)[row_of],
             slots=blocks * block_size + positions % block_size,
             bounds=bounds,
-            tables=self._blocks[places, : -(-int(ends.max()) // block_size)],
+            tables=self._blocks[batch_slots, : -(-int(ends.max()) // block_size)],
             key_lengths=ends,
             last_tokens=bounds[1:][now_at[sampled]] - 1,
             targets=targets,
             sampling=sampling,
             sample_positions=sample_positions,
-            adapter_slots=self._adapter_slots[places].tolist(),
+            adapter_slots=self._adapter_slots[batch_slots].tolist(),
             prompt_lengths=prompt_lengths,
             prompt_rows=[
-                told
-                for index in asking.tolist()
-                if (told := self._prompt_row(index, rows[index], int(bounds[now_at[index]])))
+                found
+                for index in about_prompt.tolist()
+                if (found := self._prompt_row(index, rows[index], int(bounds[now_at[index]])))
             ],
         )
 
@@ -232,27 +239,27 @@ class InputBatch:
         )
 
     def history(self, layout: StepLayout) -> TokenHistory | None:
-        """Where the samples' own tokens lie; None where no sample looks at them."""
+        """Where the samples' own tokens are; None where no sample looks at them."""
         if layout.prompt_lengths is None:
             return None
-        places = layout.targets // self._width
+        batch_slots = layout.targets // self._width
         return TokenHistory(
-            self.tokens, layout.targets, layout.prompt_lengths, places, self._grammars
+            self.tokens, layout.targets, layout.prompt_lengths, batch_slots, self._grammars
         )
 
     def write(self, targets: Tensor, tokens: Tensor) -> None:
-        """Leave a step's samples in the token buffer, where the next step finds them."""
+        """Write a step's samples to the token buffer, where the next step reads them."""
         self.tokens[targets] = tokens
 
     def sampled(self, layout: StepLayout, targets: Tensor, tokens: Tensor) -> None:
-        """Leave a step's samples in the token buffer, and let grammars follow those they hold."""
+        """Write a step's samples to the token buffer, and advance their grammars' matchers."""
         self.write(targets, tokens)
         if self._grammars is not None and layout.prompt_lengths is not None:
             self._grammars.advance((layout.targets // self._width).tolist(), tokens)
 
     def _prompt_row(self, index: int, row: StepRow, at: int) -> PromptRow | None:
-        """What a row tells about its prompt, None where that is nothing any more."""
-        told = PromptRow(
+        """Return what a row reports about its prompt; None where nothing is left to report."""
+        found = PromptRow(
             row=index,
             batch_slot=row.batch_slot,
             at=at,
@@ -262,7 +269,7 @@ class InputBatch:
             prompt_length=int(self._prompt_lengths[row.batch_slot]),
             sampling=self._sampling[row.batch_slot],
         )
-        return told if told.num_scored or told.pools else None
+        return found if found.num_scored or found.pools else None
 
     def _append_blocks(self, rows: Sequence[StepRow]) -> None:
         for row in rows:
@@ -273,10 +280,10 @@ class InputBatch:
                 self._blocks[row.batch_slot, first:last] = row.blocks
                 self._num_blocks[row.batch_slot] = last
 
-    def _check(self, places: Ints, starts: Ints, ends: Ints) -> None:
+    def _check(self, batch_slots: Ints, starts: Ints, ends: Ints) -> None:
         """Assert that every row computes something, within its table and the longest sequence."""
         assert ((starts >= 0) & (starts < ends)).all(), (starts, ends)
-        assert (ends <= self.size.max_total_tokens).all(), (places, ends, self.size)
-        room = self._num_blocks[places] * self.size.block_size
-        assert (ends <= room).all(), f"rows beyond their block tables: {places[ends > room]}"
-        assert np.bincount(places).max() == 1, f"a place twice in one step: {places}"
+        assert (ends <= self.size.max_total_tokens).all(), (batch_slots, ends, self.size)
+        room = self._num_blocks[batch_slots] * self.size.block_size
+        assert (ends <= room).all(), f"rows beyond their block tables: {batch_slots[ends > room]}"
+        assert np.bincount(batch_slots).max() == 1, f"a batch slot twice in a step: {batch_slots}"

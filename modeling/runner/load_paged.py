@@ -90,7 +90,7 @@ class LoadedPaged(LoadedRunner):
         if parts.device.type == "cpu":
             return cpu_blocks(parts.size, block_bytes)
         with on_device(parts.device):
-            # In this order: both leave the memory that they took free for the cache.
+            # Free memory is read last: the two trials have freed what they took by then.
             taken = self._step_peak() + self._graph_bytes()
             return cuda_blocks(config, device_memory(parts.device), taken, block_bytes)
 

@@ -9,28 +9,28 @@ from modeling.adapters.bank import PAGE_ROWS, BankSize
 from modeling.runner.input_batch import BatchSize
 
 DEFAULT_RANK = 16
-"""What a CPU's pools are sized for: the commonest rank of published adapters."""
+"""The LoRA rank that a CPU's pools are sized for: the commonest one of published adapters."""
 
 CPU_POOL_BYTES = 256 * 2**20
 CPU_CACHE_BYTES = 512 * 2**20
 
 GRAPH_BYTES = 16 * 2**20
-"""What the driver keeps for one more captured step of some hundred launches, with room."""
+"""What the CUDA driver keeps for one more captured step of some hundred launches, with room."""
 
-SEGMENT_BYTES = 2**20
-"""The same for one more segment, of some ten launches."""
+PIECE_BYTES = 2**20
+"""The same for one more graph piece, of some ten launches."""
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes of a CUDA device: all of it, and what nobody has taken."""
+    """Bytes of a CUDA device: all of it, and what no process has taken."""
 
     total: int
     free: int
 
 
 def device_memory(device: torch.device) -> DeviceMemory:
-    """Ask the driver, after giving back what torch holds without need."""
+    """Ask the CUDA driver, after giving back what torch caches."""
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     return DeviceMemory(total=total, free=free)
@@ -85,7 +85,7 @@ def vocabulary_copies(config: AdaptersConfig, copy_bytes: int, memory: DeviceMem
 
 
 def cpu_blocks(size: BatchSize, block_bytes: int) -> int:
-    """Blocks for every place at full length, up to the default budget, but for one at least."""
+    """Blocks for every batch slot at full length, up to the default budget; for one at least."""
     wanted = size.max_running * size.max_blocks
     return max(size.max_blocks, min(wanted, CPU_CACHE_BYTES // block_bytes))
 

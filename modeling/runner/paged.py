@@ -146,7 +146,6 @@ class ModelRunner(BaseRunner):
             hidden = self._forward.hidden(inputs, attention, adapters)
         head, scores = partial(self._head, layout, layers), None
         if layout.prompt_rows:
-            # Before the samples are written: the rows' known tokens are read from the buffer.
             scores = self._prompts.read(layout.prompt_rows, hidden, self._input_batch.tokens, head)
         if not inputs.sampling:
             return no_rows(self._device), scores

@@ -1,9 +1,9 @@
-"""Captured mixed steps: what lies between two attentions is a CUDA graph, attention is launched.
+"""Captured mixed steps: what is between two attentions is a CUDA graph, attention is launched.
 
 Rows of a mixed step are of any lengths, so its attention is planned and launched as in a step
-that is not captured. All the rest sees tokens alone: it is recorded once for a dozen and some
-numbers of tokens, cut where a layer asks for attention, and a step takes the next larger number.
-Tokens that fill it up write into a page that nobody owns, and nobody reads what they come to.
+that is not captured. All the rest sees tokens alone: it is recorded once for each of some twenty
+numbers of tokens, split where a layer calls attention, and a step takes the next larger number.
+Padding tokens write into the dummy block, which no request owns, and their results are not read.
 """
 
 import gc
@@ -25,7 +25,7 @@ TOKENS = (
     64, 128, 192, 256, 320, 384, 512, 576, 640, 768, 896, 1024, 1152, 1280, 1536, 1792, 2048,
     2560, 3072, 3584, 4096,
 )  # fmt: skip
-"""Tokens of captured mixed steps: at most 128 or a quarter of a step is filling. Not 448: on an
+"""Tokens of captured mixed steps: at most 128 or a quarter of a step is padding. Not 448: on an
 H200 the products of 448 tokens take longer than those of 512."""
 
 Replay = Callable[[], None]
@@ -41,19 +41,19 @@ class Recorder(Protocol):
     """Makes replays of what is computed between `begin` and `end`, on fixed addresses."""
 
     def recording(self) -> AbstractContextManager[None]:
-        """Where segments are recorded one after the other."""
+        """A context in which pieces are recorded one after the other."""
         ...
 
     def begin(self) -> None:
-        """Start a segment."""
+        """Start a piece."""
         ...
 
     def end(self) -> Replay:
-        """Close it, and return what repeats it."""
+        """End the piece, and return a function that replays it."""
         ...
 
     def alias(self, tensor: Tensor) -> Tensor:
-        """The same memory, without keeping later segments from using it for something else."""
+        """Return a view of the same memory that lets later pieces reuse it for something else."""
         ...
 
 
@@ -61,9 +61,10 @@ class Recorder(Protocol):
 class PiecewiseParts:
     """What captured mixed steps are made of.
 
-    forward: from a step's tensors to hidden states [tokens, ...]. backend: of the attention.
-    dummy_slot: of a cache page that nobody owns. adapters: None where steps with adapters are
-    not captured.
+    forward: from a step's tensors to hidden states [tokens, ...].
+    backend: of the attention.
+    dummy_slot: a cache slot of a block that no request owns.
+    adapters: None where steps with adapters are not captured.
     """
 
     forward: Forward
@@ -74,9 +75,11 @@ class PiecewiseParts:
 
 @dataclass(frozen=True)
 class GraphPiece:
-    """A replay, and the attention behind it; no attention behind the last one.
+    """A replay, and the attention behind it; there is none behind the last piece.
 
-    q, out: [size, heads, head_dim], where the replay leaves its queries and the next one reads.
+    q: [size, heads, head_dim], where the replay writes its queries.
+    out: the same shape, where the next piece reads the attention's output.
+    cache, window: the layer's.
     """
 
     replay: Replay
@@ -87,36 +90,36 @@ class GraphPiece:
 
 
 class SplitPoint(AttentionBackend):
-    """Stands in a recorded step where attention will be: each call ends a segment."""
+    """Takes the place of attention while a step is recorded: each call ends a piece."""
 
-    name = "seam"
+    name = "split"
 
     def __init__(self, spec: AttentionSpec, attended: Tensor) -> None:
-        """attended: [most tokens, heads, head_dim], where all layers find what attention said."""
+        """attended: [most tokens, heads, head_dim], where all layers read attention's output."""
         super().__init__(spec)
-        self._on_attention = attended
-        self._cut: Callable[[Tensor, Tensor, LayerCache, int | None], None] | None = None
+        self._attended = attended
+        self._on_attention: Callable[[Tensor, Tensor, LayerCache, int | None], None] | None = None
 
     @classmethod
     def lacks(cls, spec: AttentionSpec) -> str | None:
-        """Nothing: it computes nothing."""
+        """Return None: it serves every spec, for it computes nothing."""
         return None
 
     @contextmanager
-    def cutting(
-        self, cut: Callable[[Tensor, Tensor, LayerCache, int | None], None]
+    def splitting(
+        self, on_attention: Callable[[Tensor, Tensor, LayerCache, int | None], None]
     ) -> Iterator[None]:
-        """Call `cut` with (q, out, cache, window) at each attention."""
-        self._cut = cut
+        """Call `on_attention` with (q, out, cache, window) at each attention."""
+        self._on_attention = on_attention
         try:
             yield
         finally:
-            self._cut = None
+            self._on_attention = None
 
     def prepare(
         self, query_lengths: Sequence[int], key_lengths: Sequence[int], block_tables: Tensor
     ) -> AttentionStep:
-        """Name the lengths alone."""
+        """Return a step of these lengths, without a plan."""
         return AttentionStep(self, tuple(query_lengths), tuple(key_lengths))
 
     def forward(
@@ -128,10 +131,10 @@ class SplitPoint(AttentionBackend):
         step: AttentionStep,
         window: int | None = None,
     ) -> Tensor:
-        """Return where the answer will lie."""
-        out = self._on_attention[: len(q)]
-        if self._cut is not None:
-            self._cut(q, out, cache, window)
+        """Return the memory that attention will write its output to."""
+        out = self._attended[: len(q)]
+        if self._on_attention is not None:
+            self._on_attention(q, out, cache, window)
         return out
 
 
@@ -170,13 +173,13 @@ class PiecewiseGraphs:
         self._copy_inputs(inputs, size)
         if with_adapters:
             self._update(inputs.adapter_slots, inputs.query_lengths, size)
-        for segment in self._pieces[size, with_adapters]:
-            segment.replay()
-            self._attend(segment, inputs, attention, tokens)
+        for piece in self._pieces[size, with_adapters]:
+            piece.replay()
+            self._attend(piece, inputs, attention, tokens)
         return self._hidden[:tokens]
 
     def _copy_inputs(self, inputs: StepInputs, size: int) -> None:
-        """Copy the step's tokens to where the segments read, and make the others harmless."""
+        """Copy the step's tokens to where the pieces read, and give padding tokens dummy values."""
         tokens = len(inputs.input_ids)
         self._ids[:tokens].copy_(inputs.input_ids)
         self._positions[:tokens].copy_(inputs.positions)
@@ -186,28 +189,28 @@ class PiecewiseGraphs:
             self._slots[tokens:size].fill_(self._parts.dummy_slot)
 
     def _update(self, slots: Sequence[int], lengths: Sequence[int], size: int) -> None:
-        """Describe the step's adapters, with a base row of tokens that fill the size up."""
-        filling = size - sum(lengths)
+        """Describe the step's adapters; the padding tokens are one row of the base model."""
+        padding = size - sum(lengths)
         assert self._parts.adapters is not None
-        if filling:
-            slots, lengths = [*slots, -1], [*lengths, filling]
+        if padding:
+            slots, lengths = [*slots, -1], [*lengths, padding]
         self._parts.adapters.update(slots, lengths)
 
     def _attend(
-        self, segment: GraphPiece, inputs: StepInputs, attention: AttentionStep, tokens: int
+        self, piece: GraphPiece, inputs: StepInputs, attention: AttentionStep, tokens: int
     ) -> None:
-        """Launch the attention behind a segment."""
-        if segment.q is None or segment.out is None or segment.cache is None:
+        """Launch the attention behind a piece."""
+        if piece.q is None or piece.out is None or piece.cache is None:
             return
-        found = self._parts.backend.forward(
-            segment.q[:tokens],
-            segment.cache,
+        output = self._parts.backend.forward(
+            piece.q[:tokens],
+            piece.cache,
             inputs.cu_seqlens,
             inputs.block_tables,
             attention,
-            segment.window,
+            piece.window,
         )
-        segment.out[:tokens].copy_(found)
+        piece.out[:tokens].copy_(output)
 
     def _record(self, size: int, with_adapters: bool) -> list[GraphPiece]:
         """Run the step once to load its kernels, then once more to record it."""
@@ -225,33 +228,33 @@ class PiecewiseGraphs:
             last_tokens=self._ids[:0],
         )
         step = self._split_point.prepare((size,), (size,), self._empty)
-        segments: list[GraphPiece] = []
+        pieces: list[GraphPiece] = []
 
-        def cut(q: Tensor, out: Tensor, cache: LayerCache, window: int | None) -> None:
+        def split(q: Tensor, out: Tensor, cache: LayerCache, window: int | None) -> None:
             replay = self._recorder.end()
-            segments.append(GraphPiece(replay, self._recorder.alias(q), out, cache, window))
+            # An alias, or the piece would own q's memory and no later piece could reuse it.
+            pieces.append(GraphPiece(replay, self._recorder.alias(q), out, cache, window))
             self._recorder.begin()
 
         with self._recorder.recording():
             self._make_room(self._parts.forward(tensors, step, adapters))
             self._recorder.begin()
-            with self._split_point.cutting(cut):
+            with self._split_point.splitting(split):
                 hidden = self._parts.forward(tensors, step, adapters)
             self._hidden[:size].copy_(hidden)
-            segments.append(GraphPiece(self._recorder.end()))
-        return segments
+            pieces.append(GraphPiece(self._recorder.end()))
+        return pieces
 
     def _make_room(self, hidden: Tensor) -> None:
-        """Segments write here at last; the first size that is recorded is the largest."""
+        """Allocate what the last pieces write to; the first size recorded is the largest."""
         if self._hidden.numel() == 0:
             self._hidden = torch.zeros_like(hidden)
 
 
 class PieceRecorder:
-    """Records segments as CUDA graphs that share one pool of memory, for they run in order."""
+    """Records pieces as CUDA graphs that share one pool of memory, for they run in order."""
 
     def __init__(self, device: torch.device) -> None:
-        """Captures run on a stream of their own."""
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -259,7 +262,10 @@ class PieceRecorder:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """On the captures' stream, without a garbage collection that would touch the device."""
+        """Switch to the captures' stream, and put garbage collection off.
+
+        A collection may free device memory or graphs, which a capture does not allow.
+        """
         here = torch.cuda.current_stream(self._device)
         torch.cuda.synchronize(self._device)
         gc.collect()
@@ -275,26 +281,26 @@ class PieceRecorder:
         here.wait_stream(self._stream)
 
     def begin(self) -> None:
-        """Start a capture; other threads go on meanwhile."""
+        """Start a capture; other threads may call CUDA meanwhile."""
         self._graph = torch.cuda.CUDAGraph()
         self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
     def end(self) -> Replay:
-        """End it."""
+        """End the capture, and return its replay."""
         graph, self._graph = self._graph, None
-        assert graph is not None, "a segment begins before it ends"
+        assert graph is not None, "a piece begins before it ends"
         graph.capture_end()
         return graph.replay
 
     def alias(self, tensor: Tensor) -> Tensor:
-        """A tensor over the same memory that does not own it."""
+        """Return a tensor over the same memory that does not own it."""
         return torch.as_tensor(_Memory(tensor), device=tensor.device).view(tensor.dtype)
 
 
 class _Memory:
-    """Where a tensor lies, by the protocol with which libraries hand each other device arrays.
+    """A tensor's address, by the protocol with which libraries exchange device arrays.
 
-    It knows no bfloat16, so elements are told as integers of the same size.
+    The protocol knows no bfloat16, so elements are described as integers of the same size.
     """
 
     def __init__(self, tensor: Tensor) -> None:

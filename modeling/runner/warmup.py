@@ -1,4 +1,4 @@
-"""Steps of nobody: what a runner computes before the first request, to measure and to warm up."""
+"""Steps without requests: a runner computes them at start, to measure and to warm up."""
 
 from collections.abc import Iterator, Sequence
 
@@ -20,35 +20,35 @@ WIDEST = Sampling(
 """Parameters whose rows take the most memory."""
 
 TOKENS = (64, 512)
-"""Tokens of rehearsed steps beside the most: kernels come in sizes for few, for some, for many."""
+"""Tokens of warm-up steps beside the most: kernels differ for few, some and many tokens."""
 
 
 def widest_step(size: BatchSize, max_step_tokens: int) -> ForwardBatch:
-    """Every place computes its share of the tokens and draws one, each in blocks of its own."""
+    """Every batch slot computes its share of the tokens and samples one, in blocks of its own."""
     length = min(max_step_tokens // size.max_running, size.max_total_tokens)
     count = -(-length // size.block_size)
-    places = range(size.max_running)
-    blocks = [list(range(place * count, (place + 1) * count)) for place in places]
+    slots = range(size.max_running)
+    blocks = [list(range(slot * count, (slot + 1) * count)) for slot in slots]
     return _prefill(blocks, length, -1, WIDEST)
 
 
 def warmup_batches(
-    size: BatchSize, max_step_tokens: int, scratch_page: int, slots: Sequence[int]
+    size: BatchSize, max_step_tokens: int, dummy_block: int, slots: Sequence[int]
 ) -> Iterator[ForwardBatch]:
     """Steps of few, some and most tokens for each adapter slot: prefill, then mixed with decode.
 
-    Everything lies in one page that nobody owns, so the results mean nothing.
+    All rows read and write the dummy block, so the results mean nothing.
     """
     for tokens in sorted({min(n, max_step_tokens) for n in (*TOKENS, max_step_tokens)}):
         longest = size.max_total_tokens - 1
         num_rows = min(max(2, -(-tokens // longest)), size.max_running, tokens)
         length = min(tokens // num_rows, longest)
-        blocks = [[scratch_page] * (-(-length // size.block_size))] * num_rows
+        blocks = [[dummy_block] * (-(-length // size.block_size))] * num_rows
         for slot in slots:
             first = _prefill(blocks, length, slot, EVERYTHING)
             yield first
             crosses = length % size.block_size == 0
-            decode = StepRow(0, length, 1, [scratch_page] if crosses else [], True)
+            decode = StepRow(0, length, 1, [dummy_block] if crosses else [], True)
             yield ForwardBatch(first.joins[1:], [decode, *first.rows[1:]])
 
 
@@ -57,8 +57,6 @@ def _prefill(
 ) -> ForwardBatch:
     """As many new requests as there are block tables, all of one length."""
     return ForwardBatch(
-        joins=[
-            RequestJoin(place, [0] * length, length, slot, sampling) for place in range(len(blocks))
-        ],
-        rows=[StepRow(place, 0, length, own, True) for place, own in enumerate(blocks)],
+        joins=[RequestJoin(i, [0] * length, length, slot, sampling) for i in range(len(blocks))],
+        rows=[StepRow(i, 0, length, own, True) for i, own in enumerate(blocks)],
     )
