@@ -1,4 +1,4 @@
-"""Biases, penalties and watermark: changes of the logits that come before temperature."""
+"""Change logits before temperature: biases, penalties, watermark and grammar masks."""
 
 import torch
 from torch import Tensor
@@ -8,70 +8,70 @@ from modeling.sampling.adjustments import Adjustments, Allowed, Biases, Penaltie
 from modeling.sampling.watermark import GREEN_BONUS, green
 
 
-def adjust(logits: Tensor, asked: Adjustments) -> Tensor:
-    """Change what rows ask to be changed: logits [n, vocab] to float32 [n, vocab], a copy.
+def adjust(logits: Tensor, changes: Adjustments) -> Tensor:
+    """Apply the rows' changes: logits [n, vocab] to float32 [n, vocab], a copy.
 
-    The order is biases and masks, repetition, frequency and presence, watermark, schema.
+    The order is biases and masks, repetition, frequency and presence, watermark, grammar.
     """
     result = logits.to(torch.float32, copy=True)
-    if asked.biases is not None:
-        _bias(result, asked.biases)
-    penalties = asked.penalties
+    if changes.biases is not None:
+        _bias(result, changes.biases)
+    penalties = changes.penalties
     if penalties is not None:
         result[penalties.rows] = _penalise(result[penalties.rows], penalties)
-    marked = asked.watermarks
+    marked = changes.watermarks
     if marked is not None:
         result[marked.rows] += GREEN_BONUS * green(marked.previous, logits.shape[-1])
-    if asked.allowed is not None:
-        _allow(result, asked.allowed)
+    if changes.allowed is not None:
+        _allow(result, changes.allowed)
     return result
 
 
-def _allow(logits: Tensor, asked: Allowed) -> None:
-    """Mask in place what the rows' schemas do not allow."""
+def _allow(logits: Tensor, allowed: Allowed) -> None:
+    """Mask in place the tokens that the rows' grammars do not allow."""
     bits = torch.arange(8, dtype=torch.uint8, device=logits.device)
-    # Byte by byte, little end first, so that what is unpacked takes a byte a token and not four.
-    barred = (((asked.words.view(torch.uint8)[:, :, None] >> bits) & 1) == 0).flatten(1)
+    # By bytes, not words: the unpacked bits then take one byte a token instead of four.
+    barred = (((allowed.words.view(torch.uint8)[:, :, None] >> bits) & 1) == 0).flatten(1)
     # Columns that no token of the tokenizer has are never allowed.
     barred = pad(barred, (0, logits.shape[-1] - barred.shape[-1]), value=True)
-    logits[asked.rows] = logits[asked.rows].masked_fill(barred, float("-inf"))
+    logits[allowed.rows] = logits[allowed.rows].masked_fill(barred, float("-inf"))
 
 
-def _bias(logits: Tensor, asked: Biases) -> None:
-    """Add the biases in place; ids beyond the vocabulary are nobody's."""
+def _bias(logits: Tensor, biases: Biases) -> None:
+    """Add the biases in place; ids beyond the vocabulary are ignored."""
     last = logits.shape[-1] - 1
-    values = asked.values.masked_fill(asked.ids > last, 0.0)
-    logits.index_put_((asked.rows, asked.ids.clamp(max=last)), values, accumulate=True)
+    values = biases.values.masked_fill(biases.ids > last, 0.0)
+    logits.index_put_((biases.rows, biases.ids.clamp(max=last)), values, accumulate=True)
 
 
-def _penalise(logits: Tensor, asked: Penalties) -> Tensor:
-    """Penalise tokens that a row has: [p, vocab] to the same.
+def _penalise(logits: Tensor, penalties: Penalties) -> Tensor:
+    """Penalise the tokens that a row has already: [p, vocab] to the same.
 
-    Repetition divides positive logits and multiplies negative ones, whether the token is the
-    prompt's or the output's; frequency and presence look at the output alone.
+    Repetition divides positive logits and multiplies negative ones, for tokens of the prompt and
+    of the output; frequency and presence count the output alone.
     """
-    tokens, output = _window(asked, logits.shape[-1])
+    tokens, output = _window(penalties, logits.shape[-1])
     seen = _counts(tokens, torch.ones_like(output), logits.shape[-1]) > 0
     counts = _counts(tokens, output, logits.shape[-1])
-    repetition = asked.repetition[:, None]
+    repetition = penalties.repetition[:, None]
     repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
     logits = torch.where(seen, repeated, logits)
-    presence = (counts > 0) * asked.presence[:, None]
-    return logits - counts * asked.frequency[:, None] - presence
+    presence = (counts > 0) * penalties.presence[:, None]
+    return logits - counts * penalties.frequency[:, None] - presence
 
 
-def _window(asked: Penalties, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Each row's tokens, filled up with vocab_size, and which are output: both [p, longest]."""
-    places = torch.arange(asked.longest, device=asked.buffer.device)
-    own = places < asked.lengths[:, None]
-    at = (asked.starts[:, None] + places).clamp(max=len(asked.buffer) - 1)
-    # A token that the model's head does not know counts for nothing.
-    tokens = asked.buffer[at].masked_fill(~own, vocab_size).clamp(max=vocab_size)
-    return tokens, places >= asked.prompt_lengths[:, None]
+def _window(penalties: Penalties, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Return each row's tokens, filled up with vocab_size, and which are output: [p, longest]."""
+    positions = torch.arange(penalties.longest, device=penalties.buffer.device)
+    own = positions < penalties.lengths[:, None]
+    at = (penalties.starts[:, None] + positions).clamp(max=len(penalties.buffer) - 1)
+    # Tokens beyond the head's vocabulary are not counted.
+    tokens = penalties.buffer[at].masked_fill(~own, vocab_size).clamp(max=vocab_size)
+    return tokens, positions >= penalties.prompt_lengths[:, None]
 
 
 def _counts(tokens: Tensor, counted: Tensor, vocab_size: int) -> Tensor:
-    """How often each token is counted: [p, longest] twice to float32 [p, vocab_size].
+    """Count each row's tokens: [p, longest] twice to float32 [p, vocab_size].
 
     Sums of whole numbers below 2**24 are exact in any order, so all ranks agree.
     """

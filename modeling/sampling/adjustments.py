@@ -1,4 +1,4 @@
-"""What changes a step's logits before anything is chosen, as tensors; None where no row asks."""
+"""A step's changes of logits before sampling, as tensors; None where no row needs them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ from modeling.sampling.history import TokenHistory
 from modeling.transfer import to_device
 
 _LARGEST_REPETITION = 1e30
-"""A penalty beyond it, or below its inverse, means the same, and leaves logits finite."""
+"""Penalties beyond it, or below its inverse, are clamped so that logits stay finite."""
 
 
 @dataclass(frozen=True)
 class Biases:
-    """Single logits that are moved: [b] for b of them; minus infinity masks a token.
+    """Values added to single logits, [b] for b of them; minus infinity masks a token.
 
     rows: int64 indices into the step's sampling rows. ids: int64. values: float32.
     """
@@ -30,10 +30,12 @@ class Biases:
 
 @dataclass(frozen=True)
 class Penalties:
-    """The rows whose own tokens change their logits; everything is [p] for p of them.
+    """The rows with penalties; each tensor but `buffer` is [p] for p rows.
 
-    rows: int64 indices into the step's sampling rows. starts, lengths, prompt_lengths: int64,
-    where a row's tokens begin in `buffer` and how many they are. longest: the largest length.
+    rows: int64 indices into the step's sampling rows.
+    buffer: as in TokenHistory.
+    starts, lengths, prompt_lengths: int64; a row's tokens in `buffer`, the prompt first.
+    longest: the largest length.
     repetition, frequency, presence: float32; 1, 0 and 0 are off.
     """
 
@@ -50,7 +52,7 @@ class Penalties:
 
 @dataclass(frozen=True)
 class Watermarks:
-    """The rows that bear a watermark: int64 indices and the tokens that they go on from, [w]."""
+    """The rows with a watermark: int64 indices, and the tokens before their next one, [w]."""
 
     rows: Tensor
     previous: Tensor
@@ -58,7 +60,7 @@ class Watermarks:
 
 @dataclass(frozen=True)
 class Allowed:
-    """The rows whose answers have a schema: int64 indices [g], and int32 [g, words] bits."""
+    """The rows with a grammar: int64 indices [g], and a bit for each token, int32 [g, words]."""
 
     rows: Tensor
     words: Tensor
@@ -66,7 +68,7 @@ class Allowed:
 
 @dataclass(frozen=True)
 class Adjustments:
-    """All changes of a step's logits; at least one is there."""
+    """All changes of a step's logits; at least one is not None."""
 
     biases: Biases | None
     penalties: Penalties | None
@@ -80,12 +82,12 @@ def adjustments(
     history: TokenHistory,
     device: torch.device,
 ) -> Adjustments | None:
-    """Gather what the sampling rows ask for; positions: as in sampling_tensors."""
-    asking = [row for row, p in enumerate(params) if p.adjusted]
-    if not asking:
+    """Gather the sampling rows' changes; positions: as in sampling_tensors."""
+    adjusted = [row for row, p in enumerate(params) if p.adjusted]
+    if not adjusted:
         return None
     generated = history.generated(positions).tolist()
-    biases = _biases(params, asking, generated, device)
+    biases = _biases(params, adjusted, generated, device)
     penalties = _penalties(params, positions, history, device)
     watermarks = _watermarks(params, history, device)
     allowed = _allowed(params, history, device)
@@ -95,26 +97,26 @@ def adjustments(
 
 
 def _biases(
-    params: Sequence[Sampling], asking: Sequence[int], generated: list[int], device: torch.device
+    params: Sequence[Sampling], rows: Sequence[int], generated: list[int], device: torch.device
 ) -> Biases | None:
-    moved = [params[row].logit_bias + _masks(params[row], generated[row]) for row in asking]
-    counts = [len(pairs) for pairs in moved]
+    biased = [params[row].logit_bias + _masks(params[row], generated[row]) for row in rows]
+    counts = [len(pairs) for pairs in biased]
     if not any(counts):
         return None
-    # Flattened by the library's loops: there may be 300 biases in every row of every step.
-    flat = np.array(list(chain.from_iterable(chain.from_iterable(moved)))).reshape(-1, 2)
+    # Flattened by itertools: there may be 300 biases in every row of every step.
+    flat = np.array(list(chain.from_iterable(chain.from_iterable(biased)))).reshape(-1, 2)
     return Biases(
-        rows=to_device(np.repeat(np.array(asking, dtype=np.int64), counts), device),
+        rows=to_device(np.repeat(np.array(rows, dtype=np.int64), counts), device),
         ids=to_device(flat[:, 0].astype(np.int64), device),
         values=to_device(flat[:, 1].astype(np.float32), device),
     )
 
 
-def _masks(asked: Sampling, generated: int) -> tuple[tuple[int, float], ...]:
-    """What the row must not choose yet."""
-    if generated >= asked.masked_tokens:
+def _masks(params: Sampling, generated: int) -> tuple[tuple[int, float], ...]:
+    """Return masks of the tokens that the row must not sample yet."""
+    if generated >= params.masked_tokens:
         return ()
-    return tuple((id, float("-inf")) for id in asked.masked_ids)
+    return tuple((id, float("-inf")) for id in params.masked_ids)
 
 
 def _penalties(
@@ -126,7 +128,7 @@ def _penalties(
     rows = [row for row, p in enumerate(params) if p.penalised]
     if not rows:
         return None
-    chosen = [params[row] for row in rows]
+    penalised = [params[row] for row in rows]
     lengths = np.array(positions, dtype=np.int64)[rows]
     return Penalties(
         rows=_ints(rows, device),
@@ -135,9 +137,9 @@ def _penalties(
         lengths=to_device(lengths, device),
         prompt_lengths=to_device(history.prompt_lengths[rows], device),
         longest=int(lengths.max()),
-        repetition=_floats([_bounded(p.repetition_penalty) for p in chosen], device),
-        frequency=_floats([p.frequency_penalty for p in chosen], device),
-        presence=_floats([p.presence_penalty for p in chosen], device),
+        repetition=_floats([_bounded(p.repetition_penalty) for p in penalised], device),
+        frequency=_floats([p.frequency_penalty for p in penalised], device),
+        presence=_floats([p.presence_penalty for p in penalised], device),
     )
 
 
@@ -158,7 +160,7 @@ def _watermarks(
 def _allowed(
     params: Sequence[Sampling], history: TokenHistory, device: torch.device
 ) -> Allowed | None:
-    """Ask the grammars, which wait for the step before."""
+    """Get the grammars' masks; waits for the tokens of the step before."""
     rows = [row for row, p in enumerate(params) if p.constraint]
     if not rows or history.grammars is None:
         return None

@@ -1,9 +1,9 @@
-"""Answers that fit a JSON schema or a grammar: llguidance tells which tokens may come next.
+"""Structured output: llguidance computes which tokens a JSON schema or a grammar allows next.
 
-A matcher must know every token of an answer before it allows the next. A step's own computation
-needs no such knowledge, so masks are asked for once it is launched: then nothing but the end of
-the step before is waited for, which the next plan waits for anyway, and the masks are made while
-the device computes. Matchers are prepared beside the steps, before their requests join.
+A matcher must know every token of an answer before it allows the next. The step's forward pass does
+not need the masks, so they are computed after its launch, while the device computes: they wait only
+for the end of the step before, as the next plan does anyway. Matchers are prepared beside the
+steps, before their requests join.
 """
 
 import os
@@ -39,7 +39,7 @@ class _Samples:
 
     @cached_property
     def values(self) -> list[int]:
-        """Wait for them."""
+        """Wait for the tokens and return them."""
         [tokens] = self._copy.wait()
         values: list[int] = tokens.tolist()
         return values
@@ -47,10 +47,12 @@ class _Samples:
 
 @dataclass
 class _Answer:
-    """One place's matcher, and the tokens that it was not told yet.
+    """One batch slot's matcher, and the tokens that it has not consumed yet.
 
-    number: what the matcher was prepared under. known: tokens that the place's request brought
-    along. sampled: then those of steps, each an index into what the step sampled.
+    number: the key under which the matcher was prepared.
+    matcher: None if it was not prepared.
+    known: tokens of the request when it joined.
+    sampled: tokens of steps since, each an index into what the step sampled.
     """
 
     number: int
@@ -59,22 +61,22 @@ class _Answer:
     sampled: list[tuple[_Samples, int]] = field(default_factory=list)
 
     def pending(self) -> list[int]:
-        """The tokens that the matcher was not told yet; waits for those that are on their way."""
-        news = self.known + [step.values[index] for step, index in self.sampled]
+        """Take the tokens that the matcher has not consumed; waits for copies from the device."""
+        tokens = self.known + [step.values[index] for step, index in self.sampled]
         self.known, self.sampled = [], []
-        return news
+        return tokens
 
 
 class Grammars:
-    """The matchers of all places of one rank; all ranks are told the same and allow the same.
+    """The matchers of all batch slots of one rank; all ranks get the same calls and results.
 
-    Copies of a matcher share its lexer, and what one has come across is cheaper for the next. So
-    they are told and asked one after the other, in the order of the rows: then what is counted
+    Copies of a matcher share its lexer and its caches: what one has computed is cheaper for the
+    next. So copies are run one after the other, in the order of the rows. Then the cost that counts
     against their limits is the same on every rank.
     """
 
     def __init__(self, folder: Callable[[], Path], vocab_size: int) -> None:
-        """Begin to read the tokenizer in the model's folder, if llguidance is installed."""
+        """Start to read the tokenizer in the model's folder, if llguidance is installed."""
         self._folder = folder
         self._vocab_size = vocab_size
         self._matchers: dict[int, _Answer] = {}
@@ -87,9 +89,9 @@ class Grammars:
             self._tokenizer = pool.submit(lambda: tokenizer_of(folder(), vocab_size))
 
     def prepare(self, number: int, constraint: str, gone: Sequence[int] = ()) -> str:
-        """Make a constraint's matcher and forget those that are `gone`; beside the steps.
+        """Make a constraint's matcher and remove those that are `gone`; runs beside the steps.
 
-        Returns what is wrong, "" for nothing. The first mask, the largest, is made here too.
+        Returns what is wrong, or "". The first mask, the most expensive, is computed here too.
         """
         for each in gone:
             self._prepared.pop(each, None)
@@ -106,54 +108,53 @@ class Grammars:
         self._prepared[number] = matcher
         return ""
 
-    def join(self, place: int, number: int, known: Sequence[int] = ()) -> None:
-        """Begin a place's answer, or go on after its `known` tokens, under what was prepared.
+    def join(self, slot: int, number: int, known: Sequence[int] = ()) -> None:
+        """Start a batch slot's answer after its `known` tokens, with the prepared matcher `number`.
 
-        Without a number (-1), forget who had the place before.
+        Number -1: only remove the slot's matcher.
         """
-        self._matchers.pop(place, None)
+        self._matchers.pop(slot, None)
         if number >= 0:
             prepared = self._prepared.get(number)
             own = prepared.deep_copy() if prepared is not None else None
-            self._matchers[place] = _Answer(number, own, list(known))
+            self._matchers[slot] = _Answer(number, own, list(known))
 
-    def take_faults(self, places: Sequence[int]) -> list[tuple[int, str]] | None:
-        """Whose answers could not be followed since this was asked last, by index in `places`."""
+    def take_faults(self, slots: Sequence[int]) -> list[tuple[int, str]] | None:
+        """Take (index in `slots`, reason) of answers whose matchers failed since the last call."""
         if not self._faults:
             return None
         faults, self._faults = self._faults, {}
-        return [(row, faults[place]) for row, place in enumerate(places) if place in faults]
+        return [(row, faults[slot]) for row, slot in enumerate(slots) if slot in faults]
 
-    def advance(self, places: Sequence[int], tokens: Tensor) -> None:
-        """Note what a step samples for these places, tokens int64 [n]; waits for nothing."""
-        held = [(index, place) for index, place in enumerate(places) if place in self._matchers]
-        if not held:
+    def advance(self, slots: Sequence[int], tokens: Tensor) -> None:
+        """Record what a step samples for these batch slots, int64 [n], without waiting for it."""
+        matched = [(index, slot) for index, slot in enumerate(slots) if slot in self._matchers]
+        if not matched:
             return
         samples = _Samples(tokens)
-        for index, place in held:
-            self._matchers[place].sampled.append((samples, index))
+        for index, slot in matched:
+            self._matchers[slot].sampled.append((samples, index))
 
-    def masks(self, places: Sequence[int], device: torch.device) -> Tensor:
-        """Which tokens these places may choose next: int32 [n, words], a bit for each token.
+    def masks(self, slots: Sequence[int], device: torch.device) -> Tensor:
+        """Return which tokens these batch slots may sample next: int32 [n, words], a bit a token.
 
-        Waits for their steps' tokens, and for nothing else that the device was given since.
-        After an answer's end only the tokens that end it are allowed, and so where it cannot be
-        followed: `take_faults` tells of that.
+        Waits for their tokens of earlier steps, but not for work queued since. After an answer's
+        end, and after a fault that `take_faults` reports, only end tokens are allowed.
         """
-        shape = (len(places), -(-self._vocab_size // 32))
+        shape = (len(slots), -(-self._vocab_size // 32))
         words = torch.empty(shape, dtype=torch.int32, pin_memory=device.type == "cuda")
         host: npt.NDArray[np.int32] = words.numpy()
         following = []
-        for row, place in enumerate(places):
-            matcher = self._accepted(place)
+        for row, slot in enumerate(slots):
+            matcher = self._accepted(slot)
             if matcher is not None:
                 following.append((matcher, row))
-        self._fill(following, [self._matchers[places[row]].number for _, row in following], host)
+        self._fill(following, [self._matchers[slots[row]].number for _, row in following], host)
         for matcher, row in following:
             if matcher.is_error():
-                self._faults[places[row]] = _too_much(matcher)
-        for row, place in enumerate(places):
-            if place in self._faults:
+                self._faults[slots[row]] = _too_much(matcher)
+        for row, slot in enumerate(slots):
+            if slot in self._faults:
                 host[row] = self._nothing_more()
         return words.to(device, non_blocking=True)
 
@@ -163,7 +164,7 @@ class Grammars:
         numbers: list[int],
         host: npt.NDArray[np.int32],
     ) -> None:
-        """Write the matchers' masks into their rows; those that share nothing on several threads"""
+        """Write the matchers' masks into their rows, on several threads where none are shared."""
         if not following:
             return
         from llguidance import LLExecutor
@@ -179,23 +180,23 @@ class Grammars:
             if group:
                 fill_next_token_bitmask_par(executor, group, host)
 
-    def _accepted(self, place: int) -> "LLMatcher | None":
-        """A place's matcher, told all there is; None where there can be none, and that is noted."""
-        answer = self._matchers.get(place)
+    def _accepted(self, slot: int) -> "LLMatcher | None":
+        """Return a batch slot's matcher after all its tokens; None, with a fault, if it failed."""
+        answer = self._matchers.get(slot)
         if answer is None or answer.matcher is None:
-            self._faults[place] = "the answer's constraint was not prepared"
+            self._faults[slot] = "the answer's constraint was not prepared"
             return None
-        # Rows planned beyond an answer's end bring tokens that nobody reads.
-        news = answer.pending()
-        if news and not answer.matcher.is_stopped():
-            answer.matcher.consume_tokens(news)
+        # A step that was planned ahead may sample tokens beyond an answer's end; they are dropped.
+        tokens = answer.pending()
+        if tokens and not answer.matcher.is_stopped():
+            answer.matcher.consume_tokens(tokens)
         if answer.matcher.is_error():
-            self._faults[place] = _too_much(answer.matcher)
+            self._faults[slot] = _too_much(answer.matcher)
             return None
         return answer.matcher
 
     def _nothing_more(self) -> npt.NDArray[np.int32]:
-        """Allow the tokens that end an answer, and no other."""
+        """Return a mask that allows only the tokens that end an answer."""
         bits = np.zeros(-(-self._vocab_size // 32), dtype=np.uint32)
         for end in self._ends():
             bits[end // 32] |= np.uint32(1 << (end % 32))

@@ -1,4 +1,4 @@
-"""The sampling rows' own tokens: where they lie on the device, the newest perhaps only there."""
+"""TokenHistory: the sampling rows' tokens on the device, where the newest may only be."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,11 +14,14 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class TokenHistory:
-    """Where the tokens of a step's n sampling rows lie, each row's in one piece, prompt first.
+    """The tokens of a step's n sampling rows: each row's are contiguous, the prompt first.
 
-    buffer: int64, flat, on the device. targets: [n], where in it each row's next token goes.
-    prompt_lengths: [n]. batch_slots: [n], by which `grammars` knows the rows. The buffer is read
-    behind the step that writes the newest tokens: nobody waits for their values.
+    buffer: int64, flat, on the device. It is read on the stream, after the step that writes the
+    newest tokens, so the host does not wait for their values.
+    targets: [n], the index in the buffer of each row's next token.
+    prompt_lengths: [n].
+    batch_slots: [n], the rows' keys in `grammars`.
+    grammars: None where no row has a grammar.
     """
 
     buffer: Tensor
@@ -28,5 +31,5 @@ class TokenHistory:
     grammars: Grammars | None = None
 
     def generated(self, positions: Sequence[int]) -> Ints:
-        """How many tokens each row has generated, given the positions of the next ones."""
+        """Return how many tokens each row has generated, from the positions of the next ones."""
         return np.array(positions, dtype=np.int64) - self.prompt_lengths

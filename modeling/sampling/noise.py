@@ -23,7 +23,7 @@ def splitmix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 def noise_keys(
     seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int32]:
-    """Two 32-bit keys for each row: [n] and [n] to [n, 2].
+    """Return two 32-bit keys for each row: [n] and [n] to [n, 2].
 
     Seed and position are mixed one after the other, so that seed + 1 at position p shares
     nothing with seed at position p + 1.
@@ -33,7 +33,7 @@ def noise_keys(
 
 
 def exponential_noise(keys: Tensor, vocab_size: int) -> Tensor:
-    """Exponential noise of mean one: int32 keys [n, 2] to float32 [n, vocab_size], all > 0.
+    """Return exponential noise of mean one: int32 keys [n, 2] to float32 [n, vocab_size], all > 0.
 
     E = -log1p(-v), v = (h + 0.5) / 2**32 with h the hash of (key, vocabulary id).
     """
@@ -66,5 +66,5 @@ def _shift(x: Tensor, bits: int) -> Tensor:
 
 
 def _signed(word: int) -> int:
-    """The int32 with the bits of an unsigned 32-bit word."""
+    """Return the int32 with the bits of an unsigned 32-bit integer."""
     return word - 2**32 if word >= 2**31 else word

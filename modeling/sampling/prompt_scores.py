@@ -1,7 +1,7 @@
-"""What a step tells about prompts: the logprobs of their own tokens, and their embeddings.
+"""Prompt logprobs and embeddings, computed from a step's hidden states.
 
 Logits of whole chunks are never held: a vocabulary of 128,256 over 2,048 positions is a gigabyte
-in float32. The head reads the hidden states in slices, and only those of rows that ask.
+in float32. The head reads the hidden states in slices, and only those of rows that need them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +18,7 @@ from modeling.sampling.sampler import ChosenLogprobs, logprobs_of
 from modeling.transfer import to_device
 
 SLICE_BYTES = 64 * 2**20
-"""Float32 logits that are looked at together."""
+"""Float32 logits that are computed at once."""
 
 Ints = npt.NDArray[np.int64]
 
@@ -28,11 +28,14 @@ Head = Callable[[Tensor, Ints], Tensor]
 
 @dataclass(frozen=True)
 class PromptRow:
-    """A row whose request asks about its prompt.
+    """A row whose request wants prompt logprobs or an embedding.
 
-    row: its index in the batch. batch_slot: where it sits. at: where its tokens begin among the
-    step's. known_at: where in the flat token buffer its first token lies. start, end: the
-    positions that it computes.
+    row: its index in the batch.
+    batch_slot: of its request.
+    at: the index of its first token among the step's.
+    known_at: the index of the request's first token in the flat token buffer.
+    start, end: the positions that it computes.
+    prompt_length, sampling: of its request.
     """
 
     row: int
@@ -46,28 +49,29 @@ class PromptRow:
 
     @property
     def num_scored(self) -> int:
-        """Positions whose logits speak of the prompt's next token."""
+        """Return how many positions have a next prompt token to score."""
         if self.sampling.prompt_logprobs < 0:
             return 0
         return max(0, min(self.end, self.prompt_length - 1) - self.start)
 
     @property
     def pools(self) -> bool:
-        """Whether its hidden states belong to an embedding."""
+        """Return whether its hidden states are part of an embedding."""
         return self.sampling.pooling is not Pooling.NONE and self.start < self.prompt_length
 
     @property
     def completes(self) -> bool:
-        """Whether its embedding is complete with this row."""
+        """Return whether this row completes its embedding."""
         return self.pools and self.end >= self.prompt_length
 
 
 @dataclass(frozen=True)
 class PromptScoresOnDevice:
-    """What a step tells, on the device.
+    """A step's prompt logprobs and embeddings, on the device.
 
-    logprobs: of all that is scored, row after row; None where nothing is. embeddings: float32
-    [completed rows, width], None without any or where the model shows no states.
+    rows: as in `read`.
+    logprobs: of all scored positions, row after row; None without any.
+    embeddings: float32 [completed rows, width]; None without any.
     """
 
     rows: Sequence[PromptRow]
@@ -76,13 +80,13 @@ class PromptScoresOnDevice:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that must reach the host."""
+        """Return all tensors that the host needs."""
         found = self.logprobs
         scores = [] if found is None else [found.logprob, found.top_ids, found.top_logprobs]
         return scores if self.embeddings is None else [*scores, self.embeddings]
 
     def reports(self, copied: Sequence[Tensor]) -> list[PromptReport]:
-        """The rows' answers, from `tensors` on the host."""
+        """Return the rows' reports, from `tensors` on the host."""
         logprobs: Iterator[TokenLogprobs] = iter(())
         embeddings: Iterator[Tensor] = iter(())
         if self.logprobs is not None:
@@ -109,7 +113,6 @@ class PromptReader:
     """Reads prompts for one rank; keeps the sums of those that are computed in several rows."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
-        """Nothing read yet."""
         self._slice = max(1, SLICE_BYTES // (4 * vocab_size))
         self._device = device
         self._sums: dict[int, Tensor] = {}
@@ -143,15 +146,15 @@ class PromptReader:
         return joined(parts)
 
     def _pool(self, row: PromptRow, hidden: Tensor) -> Tensor | None:
-        """Take in a row; the embedding if it is complete."""
+        """Add a row's hidden states; returns the embedding if it is complete."""
         states = hidden[row.at : row.at + row.end - row.start]
         if row.sampling.pooling is Pooling.LAST:
             return states[-1].float() if row.completes else None
         total = states.float().sum(dim=0)
-        # A place may still hold the sum of a request that left before its end.
+        # The slot may still have the sum of a request that ended before its embedding was complete.
         before = self._sums.pop(row.batch_slot, None)
         if row.start > 0:
-            assert before is not None, f"place {row.batch_slot} has no sum up to {row.start}"
+            assert before is not None, f"slot {row.batch_slot} has no sum up to {row.start}"
             total += before
         if row.completes:
             return total / row.prompt_length
@@ -160,7 +163,7 @@ class PromptReader:
 
 
 def joined(parts: Sequence[ChosenLogprobs]) -> ChosenLogprobs:
-    """Several findings as one; each has the same number of alternatives."""
+    """Concatenate logprobs that have the same number of alternatives."""
     return ChosenLogprobs(
         torch.cat([part.logprob for part in parts]),
         torch.cat([part.top_ids for part in parts]),

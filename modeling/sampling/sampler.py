@@ -1,4 +1,4 @@
-"""The sampler: from logits to tokens, and to the logprobs that somebody asked for."""
+"""Sample tokens from logits, with logprobs where requests want them."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ from modeling.sampling.warpers import keep_best, keep_likely, keep_typical, warp
 class ChosenLogprobs:
     """Natural logprobs under the model's own distribution, before any adjustment or warping.
 
-    logprob: float32 [n], of the chosen tokens. top_ids: int64 [n, num_top] and top_logprobs:
+    logprob: float32 [n], of the sampled tokens. top_ids: int64 [n, num_top] and top_logprobs:
     float32 [n, num_top], best first.
     """
 
@@ -26,22 +26,22 @@ class ChosenLogprobs:
 
 @dataclass(frozen=True)
 class SampledStep:
-    """Tokens int64 [n], and their logprobs where a row asked."""
+    """Tokens int64 [n], and their logprobs if a row wants them."""
 
     tokens: Tensor
     logprobs: ChosenLogprobs | None
 
 
 def choose(logits: Tensor, sampling: SamplingTensors) -> SampledStep:
-    """Choose each row's token: logits [n, vocab], without padded columns.
+    """Sample each row's token: logits [n, vocab], without padded columns.
 
     Greedy rows take the best logit, the lowest id among equals.
     """
-    asked = logits if sampling.adjustments is None else adjust(logits, sampling.adjustments)
-    tokens = asked.argmax(dim=-1)
+    adjusted = logits if sampling.adjustments is None else adjust(logits, sampling.adjustments)
+    tokens = adjusted.argmax(dim=-1)
     random = sampling.random
     if random is not None:
-        tokens[random.rows] = _sample(asked[random.rows].float(), random)
+        tokens[random.rows] = _sample(adjusted[random.rows].float(), random)
     if sampling.num_top < 0:
         return SampledStep(tokens, None)
     return SampledStep(tokens, logprobs_of(logits, tokens, sampling.num_top))
@@ -50,8 +50,8 @@ def choose(logits: Tensor, sampling: SamplingTensors) -> SampledStep:
 def _sample(logits: Tensor, random: RandomRows) -> Tensor:
     """Draw from softmax(logits / T) over the kept tokens, [m, vocab] to [m].
 
-    argmin of E / p = argmax of logit / T - log E, with E exponential noise: the same token on
-    every rank, from the request's own seed and position (the Gumbel-max trick).
+    argmin of E / p = argmax of logit / T - log E, E exponential noise (the Gumbel-max trick). The
+    noise depends on the request's seed and position alone: every rank samples the same token.
     """
     warped = warp_temperature(logits, random.temperature)
     filtered = random.filtered
@@ -61,25 +61,25 @@ def _sample(logits: Tensor, random: RandomRows) -> Tensor:
     return (warped - noise.log()).argmax(dim=-1)
 
 
-def _filter(warped: Tensor, asked: FilteredRows) -> Tensor:
-    """Leave out what each row does not want, [f, vocab]."""
-    if asked.top_k is not None or asked.top_p is not None:
-        warped = keep_best(warped, asked.top_k, asked.top_p)
-    if asked.min_p is not None:
-        warped = keep_likely(warped, asked.min_p)
-    if asked.typical_p is not None:
-        warped = keep_typical(warped, asked.typical_p)
+def _filter(warped: Tensor, rows: FilteredRows) -> Tensor:
+    """Drop tokens by each row's filters, [f, vocab]."""
+    if rows.top_k is not None or rows.top_p is not None:
+        warped = keep_best(warped, rows.top_k, rows.top_p)
+    if rows.min_p is not None:
+        warped = keep_likely(warped, rows.min_p)
+    if rows.typical_p is not None:
+        warped = keep_typical(warped, rows.typical_p)
     return warped
 
 
 def logprobs_of(logits: Tensor, tokens: Tensor, num_top: int) -> ChosenLogprobs:
-    """What the model thinks of tokens int64 [n] under logits [n, vocab], and what it prefers."""
+    """Return the logprobs of tokens int64 [n] under logits [n, vocab], and the best tokens'."""
     logprobs = logits.float().log_softmax(dim=-1)
     best = logprobs.topk(min(num_top, logits.shape[-1]), dim=-1)
-    chosen = logprobs.gather(1, tokens[:, None])[:, 0]
-    return ChosenLogprobs(chosen, best.indices, best.values)
+    own = logprobs.gather(1, tokens[:, None])[:, 0]
+    return ChosenLogprobs(own, best.indices, best.values)
 
 
 def no_rows(device: torch.device) -> SampledStep:
-    """Return what a step without sampling rows chose."""
+    """Return the result of a step without sampling rows."""
     return SampledStep(torch.empty(0, dtype=torch.int64, device=device), None)

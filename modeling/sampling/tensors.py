@@ -1,4 +1,4 @@
-"""A step's sampling parameters as tensors; None where no row asks, so that work is skipped."""
+"""A step's sampling parameters as tensors; None where no row needs them, to skip the work."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ from modeling.transfer import to_device
 
 @dataclass(frozen=True)
 class FilteredRows:
-    """Those of the random rows that leave tokens out; everything is [f] for f of them.
+    """The random rows that drop tokens; each tensor is [f] for f rows, None if off in all rows.
 
-    rows: int64 indices into the random rows. The others are None if off everywhere. top_k:
-    int64, TOP_K_OFF where off. top_p, min_p, typical_p: float32; 1, 0 and 1 where off.
+    rows: int64 indices into the random rows. top_k: int64, TOP_K_OFF where off.
+    top_p, min_p, typical_p: float32; 1, 0 and 1 where off.
     """
 
     rows: Tensor
@@ -32,10 +32,10 @@ class FilteredRows:
 
 @dataclass(frozen=True)
 class RandomRows:
-    """The rows that sample; everything is [m] for m of them.
+    """The rows with a temperature; each tensor is [m] for m rows.
 
     rows: int64 indices into the step's sampling rows. temperature: float32, > 0.
-    keys: int32 [m, 2], see noise_keys.
+    keys: int32 [m, 2], see noise_keys. filtered: None where no row drops tokens.
     """
 
     rows: Tensor
@@ -46,11 +46,11 @@ class RandomRows:
 
 @dataclass(frozen=True)
 class SamplingTensors:
-    """How each of a step's n sampling rows chooses its token.
+    """How each of a step's n sampling rows samples its token.
 
-    random: None for a greedy batch. num_top: how many alternatives to report with each
-    logprob, the most that any row asks; -1 when no row asks for logprobs. adjustments: None
-    where all rows choose from the model's own logits.
+    random: None for a greedy batch.
+    num_top: alternatives to report with each logprob, the most of any row; -1 without logprobs.
+    adjustments: None where no row changes the model's logits.
     """
 
     random: RandomRows | None
@@ -59,7 +59,7 @@ class SamplingTensors:
 
     @property
     def plain(self) -> bool:
-        """Whether each row's best logit is all that is asked for."""
+        """Return whether each row only needs its best logit."""
         return self.random is None and self.num_top < 0 and self.adjustments is None
 
 
@@ -74,8 +74,8 @@ def sampling_tensors(
 ) -> SamplingTensors:
     """Gather the parameters of a step's sampling rows.
 
-    positions: of each row's token to be, 0 for the first token of the prompt. history: None
-    promises that no row's logits are adjusted, so that nobody need look.
+    positions: of each row's next token, 0 for the first token of the prompt. history: None if no
+    row's logits are adjusted.
     """
     num_top = max((p.logprobs for p in params), default=-1)
     adjusted = None
@@ -84,18 +84,18 @@ def sampling_tensors(
     rows = [index for index, p in enumerate(params) if p.temperature > 0]
     if not rows:
         return SamplingTensors(None, num_top, adjusted)
-    chosen = [params[index] for index in rows]
+    random_params = [params[index] for index in rows]
     keys = noise_keys(
-        np.array([p.seed for p in chosen], dtype=np.uint64),
+        np.array([p.seed for p in random_params], dtype=np.uint64),
         np.array([positions[index] for index in rows], dtype=np.int64),
     )
     random = RandomRows(
         rows=_tensor(rows, np.int64, device),
         temperature=_tensor(
-            [min(p.temperature, LARGEST_TEMPERATURE) for p in chosen], np.float32, device
+            [min(p.temperature, LARGEST_TEMPERATURE) for p in random_params], np.float32, device
         ),
         keys=to_device(keys, device),
-        filtered=_filtered(chosen, device),
+        filtered=_filtered(random_params, device),
     )
     return SamplingTensors(random, num_top, adjusted)
 
@@ -104,21 +104,21 @@ def _filtered(params: Sequence[Sampling], device: torch.device) -> FilteredRows 
     rows = [index for index, p in enumerate(params) if p.filtered]
     if not rows:
         return None
-    asked = [params[index] for index in rows]
+    filtered = [params[index] for index in rows]
     top_k = None
-    if any(p.top_k for p in asked):
-        top_k = _tensor([p.top_k or TOP_K_OFF for p in asked], np.int64, device)
+    if any(p.top_k for p in filtered):
+        top_k = _tensor([p.top_k or TOP_K_OFF for p in filtered], np.int64, device)
     return FilteredRows(
         rows=_tensor(rows, np.int64, device),
         top_k=top_k,
-        top_p=_floats([p.top_p for p in asked], 1.0, device),
-        min_p=_floats([p.min_p for p in asked], 0.0, device),
-        typical_p=_floats([p.typical_p for p in asked], 1.0, device),
+        top_p=_floats([p.top_p for p in filtered], 1.0, device),
+        min_p=_floats([p.min_p for p in filtered], 0.0, device),
+        typical_p=_floats([p.typical_p for p in filtered], 1.0, device),
     )
 
 
 def _floats(values: list[float], off: float, device: torch.device) -> Tensor | None:
-    """One value a row; None where all are off."""
+    """Return one value a row; None where all are off."""
     if all(value == off for value in values):
         return None
     return _tensor(values, np.float32, device)

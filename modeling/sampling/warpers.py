@@ -1,7 +1,7 @@
-"""Temperature and what leaves tokens out: pure functions over [n, vocab], a parameter a row.
+"""Temperature and token filters: pure functions over [n, vocab], one parameter a row.
 
-A dropped token's logit is minus infinity. Among equal logits the lower id counts as better, so
-the outcome never depends on a sort's whims: every rank must drop the same tokens.
+A dropped token's logit is minus infinity. Among equal logits the lower id counts as better: every
+rank must drop the same tokens, however it sorts.
 """
 
 import torch
@@ -14,7 +14,7 @@ SMALLEST_TEMPERATURE = 1e-5
 """Below this, dividing could overflow; the best token leads by far anyway."""
 
 LARGEST_TEMPERATURE = 1e30
-"""Above this all tokens are equally likely, and float32 comes to its end."""
+"""Above this all tokens are equally likely in float32."""
 
 
 def warp_temperature(logits: Tensor, temperature: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ def keep_typical(logits: Tensor, typical_p: Tensor) -> Tensor:
 
 
 def _within(ordered: Tensor, top_p: Tensor) -> Tensor:
-    """Which tokens, in that order, come before the probability reaches top_p [n]; 1 keeps all."""
+    """Return which tokens, in that order, come before probability top_p [n]; 1 keeps all."""
     # Integers: a sum of floats in parallel differs from run to run on CUDA, and ranks that
     # disagree about one token would go on with different sequences.
     parts = (ordered.softmax(dim=-1, dtype=torch.float32) * FIXED_POINT).round().to(torch.int64)

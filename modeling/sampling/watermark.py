@@ -1,9 +1,9 @@
-"""A watermark in the choice of tokens (Kirchenbauer et al., ICML 2023), with LoRAX's numbers.
+"""A watermark in sampled tokens (Kirchenbauer et al., ICML 2023), with LoRAX's parameters.
 
-The token before splits the vocabulary into a green list and the rest; green logits are raised,
-so a text that was made so holds more green tokens than chance would. Whoever knows `green` can
-count them. LoRAX takes its lists from a device's own random generator; ours are a hash, the same
-everywhere, so the two are told apart by different detectors.
+The previous token splits the vocabulary into a green list and the rest. Green logits are raised, so
+the text holds more green tokens than chance would give; a detector that knows `green` counts them.
+LoRAX takes its lists from the device's random generator; ours are a hash, the same on all devices,
+so LoRAX's detector does not find this watermark, nor ours LoRAX's.
 """
 
 import torch
@@ -12,17 +12,17 @@ from torch import Tensor
 from modeling.sampling.noise import vocabulary_hash
 
 GREEN_SHARE = 0.5
-"""How much of the vocabulary is green: LoRAX's gamma."""
+"""The green fraction of the vocabulary: LoRAX's gamma."""
 
 GREEN_BONUS = 2.0
-"""What is added to green logits: LoRAX's delta."""
+"""The number added to green logits: LoRAX's delta."""
 
 KEY = 15485863
 """The watermark's own key: LoRAX's, the millionth prime."""
 
 
 def green(previous: Tensor, vocab_size: int) -> Tensor:
-    """Which tokens are green after those, int64 [n] to bool [n, vocab_size]."""
+    """Return which tokens are green after `previous`: int64 [n] to bool [n, vocab_size]."""
     key = previous.to(torch.int32)
     keys = torch.stack([key, torch.full_like(key, KEY)], dim=-1)
     # Hashes are signed words: those below this one are GREEN_SHARE of all.
