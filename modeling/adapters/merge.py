@@ -1,6 +1,6 @@
 """Adapters merged into one at staging: factor by factor, on whole tensors, before any cut.
 
-For the parts i at a place, with weights w_i and their own scalings s_i (alpha / r, or rsLoRA's):
+For the parts i at a position, with weights w_i and their own scalings s_i (alpha / r, or rsLoRA's):
 
     A = merge_i(sign(w_i s_i) sqrt|w_i s_i|, A_i)        B = merge_i(sqrt|w_i s_i|, B_i)
 
@@ -15,7 +15,7 @@ values v_i of one element, and m_i for whether part i keeps it:
 
 TIES (arXiv:2306.01708) keeps each tensor's largest magnitudes and takes the sign that the parts
 elect. DARE (arXiv:2311.03099) keeps values at random and rescales them. Ranks below the largest at
-a place are padded with zeros first. A place that some parts lack is merged over the others.
+a position are padded with zeros first. A position that some parts lack is merged over the others.
 """
 
 import hashlib
@@ -40,7 +40,7 @@ from modeling.adapters.projection import BaseRows, ModulePosition, Projection
 
 @dataclass(frozen=True)
 class _Part:
-    """One adapter of a merge: its weight, and its modules by place."""
+    """One adapter of a merge: its name, weight, open files, and module paths by position."""
 
     name: str
     weight: float
@@ -50,7 +50,11 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Term:
-    """One part's factors at a place, padded to the merge's rank, and where its noise begins."""
+    """One part's factors at a position.
+
+    scale: its weight times its scaling. a, b: padded to the merge's rank.
+    seeds: of the random masks of a and b.
+    """
 
     scale: float
     a: Tensor
@@ -60,7 +64,10 @@ class _Term:
 
 @dataclass(frozen=True)
 class MergedAdapter:
-    """A judged merge, read as an adapter is; digest: the recipe's, which seeds what is random."""
+    """A merge that passed all checks, read as one adapter.
+
+    parts: its adapters. rule: how they are merged. digest: of the merge; seeds random masks.
+    """
 
     parts: tuple[_Part, ...]
     rule: MergeRule
@@ -68,7 +75,7 @@ class MergedAdapter:
 
     @property
     def ranks(self) -> dict[ModulePosition, int]:
-        """True rank of every adapted place: the largest of its parts', in the model's order."""
+        """Return each adapted position's true rank, its parts' largest, in the model's order."""
         ranks: dict[ModulePosition, int] = {}
         for part in self.parts:
             for place, rank in part.adapter.ranks.items():
@@ -84,7 +91,7 @@ class MergedAdapter:
             yield self._merge(place, rank)
 
     def stacks(self) -> Iterator[LoraStack]:
-        """The same; each place is merged by itself."""
+        """Yield the modules as stacks of one; each is merged by itself."""
         for module in self.read():
             place = module.position
             yield LoraStack(place.projection, (place.layer,), module.a[None], module.b[None])
@@ -132,7 +139,7 @@ def open_fetched(
     max_rank: int,
     base: Mapping[str, BaseRows] = MappingProxyType({}),
 ) -> OpenAdapter:
-    """Judge an adapter's files, or those of all parts of a merge; AdapterError names the part.
+    """Check an adapter's files, or those of all parts of a merge; AdapterError names the part.
 
     base: as in `open_adapter`.
     """
@@ -163,13 +170,13 @@ def _check_factors_alone(adapter: PeftAdapter) -> None:
     if adapter.ends.matrices:
         refuse(
             f"it holds whole matrices ({', '.join(adapter.ends.matrices)}), which cannot be "
-            "merged: ask for it alone, or retrain it without modules_to_save"
+            "merged: use it alone, or retrain it without modules_to_save"
         )
 
 
 @contextmanager
 def _named(name: str) -> Iterator[None]:
-    """Say in an AdapterError which part it is about."""
+    """Add the part's name to an AdapterError."""
     try:
         yield
     except AdapterError as error:
@@ -207,7 +214,7 @@ def prune(tensor: Tensor, rule: MergeRule, seed: int) -> Tensor:
 
 
 def agreeing(stacked: Tensor, method: SignMethod) -> Tensor:
-    """Where each of [parts, ...] has the sign that they elect; zeros never have."""
+    """Return where each of [parts, ...] has the sign that the parts elect; False for zeros."""
     signs = stacked.sign()
     ballot = stacked if method is SignMethod.TOTAL else signs
     elected = torch.where(ballot.sum(0) >= 0, 1, -1)

@@ -1,8 +1,8 @@
-"""Regular expressions out of strangers' files, matched in bounded time: as `re` does, or refused.
+"""Match regular expressions of untrusted files in bounded time: as `re` does, or refused.
 
-`re` backtracks: it may look at one place in a thousand ways, and holds the interpreter meanwhile.
-Here each part of a pattern turns the set of positions where it may begin into the set of those
-where it may end, the bits of one integer, so the number of ways there does not count.
+`re` backtracks: it may try one position in exponentially many ways, and holds the interpreter.
+Here each part of a pattern maps the set of positions where it may begin to the set where it may
+end, as bits of one integer, so the number of ways to reach a position does not matter.
 
 Texts are module paths: one line of ASCII.
 """
@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-# What `re` itself reads patterns with, so that both understand the same.
+# The parser of `re` itself, so that both read a pattern alike.
 _PARSER: Any = importlib.import_module("re._parser")
 
 _Parts = Sequence[tuple[Any, Any]]
@@ -26,18 +26,18 @@ _NOT = "CATEGORY_NOT_"
 
 
 class PatternError(ValueError):
-    """A pattern that is none, has parts that only backtracking finds, or costs too much."""
+    """The pattern is invalid, needs backtracking, or costs too much."""
 
 
 class Effort:
-    """What may still be spent on one adapter's patterns, in steps of about a microsecond."""
+    """The budget of one adapter's patterns, in steps of about a microsecond."""
 
     def __init__(self, steps: int) -> None:
-        """steps: in all."""
+        """steps: the whole budget."""
         self._left = steps
 
     def spend(self, steps: int) -> None:
-        """PatternError when nothing is left."""
+        """Take steps; PatternError when the budget is used up."""
         self._left -= steps
         if self._left < 0:
             raise PatternError("it takes too long to match")
@@ -58,11 +58,11 @@ class Pattern:
         self._effort = effort
 
     def begins(self, text: str) -> bool:
-        """As `re.match`: whether it matches at the beginning of `text`."""
+        """Return whether it matches at the beginning of `text`, as `re.match`."""
         return self._ends(text) != 0
 
     def fits(self, text: str) -> bool:
-        """As `re.fullmatch`."""
+        """Return whether it matches the whole `text`, as `re.fullmatch`."""
         return bool(self._ends(text) >> len(text))
 
     def _ends(self, text: str) -> int:
@@ -73,7 +73,7 @@ class Pattern:
 
 
 class _Match:
-    """One pattern on one text. Sets of positions are bits: bit i stands before character i."""
+    """One pattern on one text. Sets of positions are bits: bit i is before character i."""
 
     def __init__(self, text: str, effort: Effort) -> None:
         self._effort = effort
@@ -82,10 +82,10 @@ class _Match:
         for at, char in enumerate(text):
             self._chars[char] = self._chars.get(char, 0) | 1 << at
         self._found: dict[tuple[int, int], int] = {}
-        self._looked: dict[tuple[int, int], bool] = {}
+        self._assertions: dict[tuple[int, int], bool] = {}
 
     def ends(self, parts: _Parts, starts: int, flags: int) -> int:
-        """Where `parts`, one after the other, may end that begin at one of `starts`."""
+        """Return where the sequence `parts` may end if it begins at one of `starts`."""
         for part in parts:
             if not starts:
                 break
@@ -128,24 +128,24 @@ class _Match:
         return reached
 
     def _assert(self, value: tuple[int, Any], wanted: bool, starts: int, flags: int) -> int:
-        """Those of `starts` ahead of which (way 1) or behind which (-1) the parts are, or not."""
+        """Return those of `starts` where a look-ahead (way 1) or look-behind (-1) holds."""
         way, parts = value
         at = (at for at in range(starts.bit_length()) if starts >> at & 1)
         return _union(1 << p for p in at if self._looks(way, parts, p, flags) is wanted)
 
     def _looks(self, way: int, parts: Any, at: int, flags: int) -> bool:
-        # Asked once for each position, or assertions in assertions would multiply.
+        # Cached for each position: nested assertions would multiply the work.
         key = (id(parts), at)
-        if key not in self._looked:
+        if key not in self._assertions:
             least, most = parts.getwidth() if way < 0 else (0, 0)
             if least != most:
                 raise PatternError("it is not a regular expression: look-behind of any width")
             ends = self.ends(parts, 1 << at - least, flags) if at >= least else 0
-            self._looked[key] = bool(ends >> at & 1 if way < 0 else ends)
-        return self._looked[key]
+            self._assertions[key] = bool(ends >> at & 1 if way < 0 else ends)
+        return self._assertions[key]
 
     def _at(self, name: str) -> int:
-        """The positions of an anchor."""
+        """Return the positions of an anchor."""
         end = 1 << self._length
         if name in ("AT_BEGINNING", "AT_BEGINNING_STRING"):
             return 1
@@ -157,7 +157,7 @@ class _Match:
         return edges if name == "AT_BOUNDARY" else ~edges & (end << 1) - 1
 
     def _where(self, part: tuple[Any, Any], caseless: int) -> int:
-        """At which characters a part of one character matches."""
+        """Return the positions of characters that a one-character part matches."""
         kind, value = part[0].name, part[1]
         if kind == "LITERAL" and not caseless:
             return self._chars.get(chr(value), 0)
@@ -178,7 +178,7 @@ def _union(sets: Iterable[int]) -> int:
 
 
 def _fits(items: _Parts, char: str, caseless: int) -> bool:
-    """Whether one of the items of a set matches `char`, or none of a negated set."""
+    """Return whether an item of a set matches `char`, or for a negated set, none does."""
     forms = {char, char.lower(), char.upper()} if caseless else {char}
     negated: bool = items[0][0].name in ("NEGATE", "NOT_LITERAL")
     return negated != any(_is_in(item, form) for item in items for form in forms)

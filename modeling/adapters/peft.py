@@ -1,4 +1,4 @@
-"""A PEFT LoRA folder read against the projections of a model: exact, or refused by name."""
+"""Read a PEFT LoRA folder for a model's projections: served exactly, or refused with reasons."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -38,24 +38,24 @@ from sharding.tensor_file import TensorFile
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 FACTOR = ".lora_"
-"""In the names of all tensors that are no base model's."""
+"""Part of the names of all tensors that are not the base model's."""
 SUFFIXES = {"A": ".lora_A.weight", "B": ".lora_B.weight"}
 EMBEDDING_SUFFIXES = {"A": ".lora_embedding_A", "B": ".lora_embedding_B"}
 IDLE_SUFFIXES = (".lora_velora_embed",)
-"""Tensors beside the factors that only a backward pass reads."""
+"""Suffixes of tensors that only a backward pass reads."""
 
 OPEN_ADVICE = (
     "start the server with adapters.vocabulary true (LoRA factors only), or retrain with "
     "target_modules inside the layers"
 )
 STACK_NUMBERS = 2**19
-"""Of a stack's larger factor at most: larger pieces of memory are the system's at each use."""
+"""Most elements of a stack's factor: malloc returns larger blocks to the system at each free."""
 
-MAX_STRANGERS = 64
-"""Tensors without a place that are looked at, of a file that may hold any number of them."""
+MAX_UNKNOWN = 64
+"""Most unknown tensors that a refusal examines; a file may hold any number of them."""
 
 ENDS = frozenset({"embed_tokens", "lm_head", "embed_in", "embed_out", "wte"})
-"""What the vocabulary's two ends are called."""
+"""Names of embeddings and heads in models' module paths."""
 
 
 @dataclass(frozen=True)
@@ -80,14 +80,18 @@ class LoraStack:
     b: Tensor
 
     def modules(self) -> Iterator[LoraModule]:
-        """One by one."""
+        """Yield the modules one by one."""
         for layer, a, b in zip(self.layers, self.a, self.b, strict=True):
             yield LoraModule(ModulePosition(self.projection, layer), a.float(), b)
 
 
 @dataclass(frozen=True)
 class PeftAdapter:
-    """A judged adapter: its open file and the true rank at every place that it adapts."""
+    """An adapter that passed all checks.
+
+    file: open, holds the tensors. plan: ranks and scalings. modules: the adapted modules' positions
+    by path. projections: the model's. ends: tensors of embedding and head besides factors.
+    """
 
     file: TensorFile
     plan: LoraPlan
@@ -97,9 +101,9 @@ class PeftAdapter:
 
     @property
     def ranks(self) -> dict[ModulePosition, int]:
-        """True rank of every adapted place; a whole matrix, which has none, counts as 1."""
+        """Return each adapted position's true rank; a whole matrix, which has none, counts as 1."""
         whole = dict.fromkeys(self.ends.matrices.values(), 1)
-        return whole | {place: self.plan.rank_of(name) for name, place in self.modules.items()}
+        return whole | {at: self.plan.rank_of(name) for name, at in self.modules.items()}
 
     def read(self) -> Iterator[LoraModule]:
         """Yield the modules one by one; refuses values that are not finite."""
@@ -107,7 +111,7 @@ class PeftAdapter:
             yield from stack.modules()
 
     def stacks(self) -> Iterator[LoraStack]:
-        """The same, in few pieces: torch computes on each without the interpreter."""
+        """Yield the modules in stacks: one call of torch serves many modules."""
         with reading():
             self.ends.check_copies(self.file)
         for (index, rank), group in itertools.groupby(self.modules, self._kind):
@@ -118,7 +122,7 @@ class PeftAdapter:
                 yield self._stack(index, names[first : first + count])
 
     def _kind(self, module: str) -> tuple[int, int]:
-        """Its projection and rank: what the modules of a stack share."""
+        """Return a module's projection and rank, which the modules of a stack share."""
         return self.modules[module].projection, self.plan.rank_of(module)
 
     def _stack(self, index: int, names: Sequence[str]) -> LoraStack:
@@ -129,7 +133,7 @@ class PeftAdapter:
         if a.dtype is torch.float64:
             a = a.float()
         scales = torch.tensor([self.plan.scaling_of(name) for name in names]).view(-1, 1, 1)
-        # The fold happens once, in float32, whatever type the pools have.
+        # The scaling is folded in once, in float32, whatever the pools' type.
         b = b.float() * scales
         for keys, factors in ((keys_a, a), (keys_b, b)):
             if not torch.isfinite(factors.sum(dtype=torch.float32)):
@@ -139,7 +143,7 @@ class PeftAdapter:
         return LoraStack(index, layers, a, b)
 
     def factors(self, module: str) -> tuple[Tensor, Tensor]:
-        """A [r, in] and B [out, r] of a module in float32; refuses what is not finite."""
+        """Return A [r, in] and B [out, r] of a module in float32; refuses values not finite."""
         projection = self.projections[self.modules[module].projection]
         key_a, key_b = (_key(projection, module, side) for side in "AB")
         with reading():
@@ -149,14 +153,14 @@ class PeftAdapter:
         return a, b
 
     def read_matrices(self) -> Iterator[Matrix]:
-        """Yield whole embeddings and heads, this rank's rows; refuses what is not finite."""
+        """Yield this rank's rows of whole embeddings and heads; refuses values not finite."""
         with reading():
             yield from self.ends.read(self.file, self.projections)
 
 
 @contextmanager
 def reading() -> Iterator[None]:
-    """Refuse a file that cannot be read, or that is written to meanwhile."""
+    """Refuse a file that cannot be read, or that is written to while it is read."""
     try:
         yield
     except DamagedFile as error:
@@ -172,7 +176,7 @@ def open_adapter(
     base: Mapping[str, BaseRows] = MappingProxyType({}),
     within: Path | None = None,
 ) -> PeftAdapter:
-    """Judge a folder's config, tensor names, types and shapes; reads no weights yet.
+    """Check a folder's config, tensor names, types and shapes; reads no weights yet.
 
     base: tensors of the model by their paths, of which the file may hold copies. within: the
     folder that links must not lead out of. AdapterError names all that is wrong.
@@ -205,7 +209,7 @@ def _judge(
     model: tuple[Sequence[Projection], Mapping[str, BaseRows]],
     max_rank: int,
 ) -> PeftAdapter:
-    """Judge a file by the plan; model: its projections, and its tensors that may be copied."""
+    """Check a file; model: its projections, and its tensors of which the file may hold copies."""
     projections, base = model
     known = {
         module: ModulePosition(index, layer)
@@ -220,7 +224,8 @@ def _judge(
         adapter = replace(adapter, ends=find_ends(keys, plan, projections, base))
     adapter = replace(adapter, modules=_match(keys, adapter, faults))
     _check_tensors(adapter, faults)
-    if not faults:  # It reads values, of the types and shapes that were found right.
+    # It reads values, so types and shapes must be right.
+    if not faults:
         with faults.gather():
             check_tying(file, plan, projections, adapter.modules)
     with faults.gather():
@@ -234,7 +239,7 @@ def _judge(
 
 
 def _check_tensors(adapter: PeftAdapter, faults: Faults) -> None:
-    """Types and shapes of all that was found."""
+    """Check the types and shapes of all tensors that were found."""
     file = adapter.file
     with faults.gather():
         adapter.ends.check(file, adapter.projections)
@@ -253,13 +258,13 @@ class _Side:
 
 
 def _key(projection: Projection, module: str, side: str) -> str:
-    """The name of a factor's tensor."""
+    """Return the name of a factor's tensor."""
     is_embedding = projection.kind is ProjectionKind.EMBEDDING
     return PREFIX + module + (EMBEDDING_SUFFIXES if is_embedding else SUFFIXES)[side]
 
 
 def _match(keys: Iterable[str], adapter: PeftAdapter, faults: Faults) -> dict[str, ModulePosition]:
-    """Map tensors to places of the model; faults gets those that have none, and lone halves."""
+    """Map tensors to modules of the model; unknown tensors and missing partners are faults."""
     known, projections = adapter.modules, adapter.projections
     factors: dict[str, tuple[str, str]] = {}
     for module, place in known.items():
@@ -267,16 +272,16 @@ def _match(keys: Iterable[str], adapter: PeftAdapter, faults: Faults) -> dict[st
         factors |= {_key(projection, module, side): (module, side) for side in "AB"}
     idle = {PREFIX + module + suffix for module in known for suffix in IDLE_SUFFIXES}
     found: dict[str, set[str]] = {module: set() for module in adapter.ends.copied}
-    strangers = []
+    unknown = []
     for key in set(keys) - idle:
         if key in factors:
             module, side = factors[key]
             found.setdefault(module, set()).add(side)
         elif key not in adapter.ends.names:
-            strangers.append(key)
-    # Where the ends are refused already, their tensors are.
-    strangers = [key for key in strangers if not (faults and _names_end(key))]
-    for key in sorted(strangers)[:MAX_STRANGERS]:
+            unknown.append(key)
+    # A fault so far is about embedding or head: do not refuse their tensors again.
+    unknown = [key for key in unknown if not (faults and _names_end(key))]
+    for key in sorted(unknown)[:MAX_UNKNOWN]:
         with faults.gather():
             _refuse_tensor(key, adapter)
     for module, sides in found.items():
@@ -286,7 +291,7 @@ def _match(keys: Iterable[str], adapter: PeftAdapter, faults: Faults) -> dict[st
                 refuse(f"{missing} is missing beside its partner: the file is incomplete")
     if not found and not adapter.ends.matrices and not faults:
         refuse(f"{WEIGHTS_NAME} holds no LoRA tensor: it adapts nothing")
-    # In the model's order, so that staging walks the pools in memory order.
+    # In the model's order, so that staging writes the pools in memory order.
     whole = {module for module, sides in found.items() if len(sides) == 2}
     return {module: place for module, place in known.items() if module in whole}
 
@@ -348,7 +353,7 @@ def _check_ranks(adapter: PeftAdapter, max_rank: int) -> None:
 
 
 def _check_targets(adapter: PeftAdapter, known: Mapping[str, ModulePosition]) -> None:
-    """Refuse modules that PEFT would leave out, or make up; known: all that may be adapted."""
+    """Refuse modules that PEFT would leave out or initialise; known: all adaptable modules."""
     plan, projections = adapter.plan, adapter.projections
     left_out: dict[str, str] = {}
     for module, place in adapter.modules.items():
@@ -370,7 +375,7 @@ def _check_targets(adapter: PeftAdapter, known: Mapping[str, ModulePosition]) ->
 
 
 def _check_whole(adapter: PeftAdapter, known: Mapping[str, ModulePosition]) -> None:
-    """Refuse a file without factors for which PEFT would draw random ones, other than zero."""
+    """Refuse a file that lacks factors which PEFT would initialise with random values."""
     given = set(adapter.modules.values())
     for module, place in known.items():
         is_linear = adapter.projections[place.projection].kind is ProjectionKind.LINEAR
@@ -383,7 +388,7 @@ def _check_whole(adapter: PeftAdapter, known: Mapping[str, ModulePosition]) -> N
 
 
 def _check_once(adapter: PeftAdapter) -> None:
-    """Refuse a place that the file adapts twice, by two names or by factors and a matrix."""
+    """Refuse a module that the file adapts twice, by two names or by factors and a matrix."""
     whole = {key.removesuffix(WEIGHT_SUFFIX) for key in adapter.ends.matrices}
     taken: set[ModulePosition] = set()
     for module, place in adapter.modules.items():

@@ -1,7 +1,7 @@
-"""adapter_config.json: every field of PEFT's LoraConfig decided as served, ignored or refused.
+"""Read adapter_config.json: every field of PEFT's LoraConfig is served, ignored or refused.
 
-An adapter is served exactly or not at all. A field that this table does not know is a refusal
-unless its value says that nothing is asked of it (null, false, empty).
+An adapter is served exactly or not at all. A field that these tables lack is refused unless its
+value switches it off (null, false, empty).
 """
 
 import json
@@ -64,21 +64,23 @@ HARMLESS_INITS = frozenset({"gaussian", "eva", "orthogonal", "mica"})
 the others subtract from them, so that A and B alone do not give the trained model."""
 
 MAX_PATTERNS = 4096
-"""Keys of a rank_pattern or an alpha_pattern: some for every linear map of a very large model."""
+"""Most keys of a rank_pattern or alpha_pattern: enough for every module of a very large model."""
 
 MAX_STEPS = 2**20
-"""Of matching an adapter's patterns, one or two seconds of a thread: 560 paths joined by bars take
-half of it over 560 modules, a trainer's pattern of a few hundred characters a tenth."""
+"""Budget of matching an adapter's patterns, one or two seconds of a thread: 560 paths joined by
+bars take half of it over 560 modules, a trainer's pattern of a few hundred characters a tenth."""
 
 
 @dataclass(frozen=True)
 class LoraPlan:
-    """What an adapter_config.json says about ranks and scalings, module by module.
+    """The ranks and scalings of an adapter_config.json.
 
+    rank, alpha, use_rslora: of modules without a pattern's value.
     rank_pattern, alpha_pattern: in the file's order; the first match wins, as in PEFT.
-    ensure_weight_tying: an adapted embedding and head were trained as one. modules_to_save:
-    ends of paths whose weights the file holds whole. targets: which modules are adapted.
-    random: whether PEFT makes up the factors of those that the file lacks.
+    ensure_weight_tying: an adapted embedding and head were trained as one weight.
+    modules_to_save: ends of paths whose weights the file holds whole.
+    targets: which modules are adapted.
+    random: whether PEFT initialises factors that the file lacks with random values.
     """
 
     rank: int
@@ -125,7 +127,7 @@ def _find(name: str, table: PatternTable[Value], module: str) -> Value | None:
 
 
 def read_config(folder: Path, within: Path | None = None) -> LoraPlan:
-    """Read and judge the adapter_config.json of a folder; AdapterError names all that is wrong.
+    """Read and check the adapter_config.json of a folder; AdapterError names all that is wrong.
 
     within: the folder that links must not lead out of.
     """
@@ -137,14 +139,14 @@ def read_config(folder: Path, within: Path | None = None) -> LoraPlan:
 
 
 def judge_config(folder: Path, faults: Faults, within: Path | None = None) -> LoraPlan | None:
-    """Read a folder's adapter_config.json; None if not even the fields that count say anything."""
+    """Read a folder's adapter_config.json; None, with faults, if a served field is wrong."""
     with faults.gather():
         return _judge_fields(_fields(folder, within), faults)
     return None
 
 
 def parse_config(fields: Mapping[str, object]) -> LoraPlan:
-    """Judge every field and return the plan; AdapterError names all that is wrong."""
+    """Check every field and return the plan; AdapterError names all that is wrong."""
     faults = Faults()
     plan = _judge_fields(fields, faults)
     faults.check()
@@ -168,7 +170,7 @@ def _fields(folder: Path, within: Path | None) -> dict[str, object]:
 
 
 def _judge_fields(fields: Mapping[str, object], faults: Faults) -> LoraPlan | None:
-    """The plan by the fields that count, whatever is wrong with others."""
+    """Return the plan of the served fields, even if others are wrong."""
     if fields.get("peft_type") != "LORA":
         with faults.gather():
             refuse(
@@ -190,7 +192,7 @@ def _judge_fields(fields: Mapping[str, object], faults: Faults) -> LoraPlan | No
 
 
 def _plan(fields: Mapping[str, object], faults: Faults) -> LoraPlan:
-    """What the fields that count say; where one is wrong, the plan is of no use."""
+    """Read the served fields; the plan must not be used if faults were found."""
     effort = Effort(MAX_STEPS)
     parts: dict[str, Any] = {}
     readers: dict[str, Callable[[], object]] = {
@@ -226,8 +228,8 @@ def _check_init(value: object) -> None:
 
 
 def _check_unserved(name: str, value: object) -> None:
-    """Refuse a field that is set and that we would not honour."""
-    # By identity: 0 equals False, yet an unknown field may mean something by 0.
+    """Refuse a field that is set and not served."""
+    # By identity: 0 equals False, but 0 may be a meaningful value of an unknown field.
     if _is_inert(value):
         return
     if name == "bias" and value == "none":
@@ -237,7 +239,7 @@ def _check_unserved(name: str, value: object) -> None:
 
 
 def _is_inert(value: object) -> bool:
-    """Whether a value is how a field is left out, itself or all that it holds."""
+    """Return whether a value switches a field off, by itself or by all that it contains."""
     held = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     values = list(held) or [value]
     return all(each is None or each is False or each in ("", [], {}) for each in values)
@@ -278,7 +280,7 @@ def _names(name: str, value: object) -> tuple[str, ...]:
 def _table(
     name: str, fields: Mapping[str, object], read: Callable[[str, object], Value], effort: Effort
 ) -> PatternTable[Value]:
-    """The values of rank_pattern or alpha_pattern, each read as r or lora_alpha is."""
+    """Return the table of rank_pattern or alpha_pattern; values are checked as r or lora_alpha."""
     value = fields.get(name)
     entries = {} if value in (None, [], "") or value is False else value
     if not isinstance(entries, dict):

@@ -1,8 +1,8 @@
-"""The vocabulary's two ends in a PEFT file: whole weights, copies of base weights, tied ends.
+"""Embedding and head (the two ends) in a PEFT file: whole weights, copies, tied ends.
 
-A whole weight (modules_to_save) stands in the base weight's stead. A copy says nothing new: PEFT
-writes the base weight beside the factors of an adapted end, or by itself
-(save_embedding_layers). Ends that were trained as one (ensure_weight_tying) are both in the file.
+A whole weight (modules_to_save) replaces the base weight. A copy must equal the base weight: PEFT
+writes it beside the factors of an adapted end, or by itself (save_embedding_layers). Ends that
+were trained as one weight (ensure_weight_tying) are both in the file.
 """
 
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -28,7 +28,7 @@ PREFIX = "base_model.model."
 WEIGHT_SUFFIX = ".weight"
 COPY_SUFFIX = ".base_layer.weight"
 COPY_ROWS = 4096
-"""Rows of a base weight's copy that are compared at once."""
+"""How many rows of a copy are compared at once."""
 
 CLOSED_ADVICE = (
     "this model runs in transformers' own code, where only linear modules inside the layers are "
@@ -44,7 +44,7 @@ FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 @dataclass(frozen=True)
 class Matrix:
-    """A whole embedding's or head's rows on this rank, [token ids, hidden], as stored."""
+    """This rank's rows of a whole embedding or head, [token ids, hidden], in the stored type."""
 
     position: ModulePosition
     rows: Tensor
@@ -52,10 +52,10 @@ class Matrix:
 
 @dataclass(frozen=True)
 class EndTensors:
-    """What a file holds of the ends besides factors: tensors by name, and whose they are.
+    """The tensors of the ends besides factors, by name.
 
-    matrices: whole weights. copies: of base tensors. copied: modules whose base weight lies
-    beside their factors.
+    matrices: whole weights, and their positions. copies: of base tensors, and those tensors.
+    copied: modules whose base weight is beside their factors.
     """
 
     matrices: dict[str, ModulePosition] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class EndTensors:
 
     @property
     def names(self) -> set[str]:
-        """All these tensors."""
+        """Return the names of all these tensors."""
         return {*self.matrices, *self.copies}
 
     def check(self, file: Any, projections: Sequence[Projection]) -> None:
@@ -80,7 +80,7 @@ class EndTensors:
             _check_vocabulary(key, found.get_shape(), end.base_rows.shape)
 
     def check_copies(self, file: Any) -> None:
-        """Refuse a copy of a base tensor that says anything else in this rank's rows."""
+        """Refuse a copy of a base tensor that differs in this rank's rows."""
         for key, copied in self.copies.items():
             _check_copy(key, file.get_slice(key), copied)
 
@@ -102,9 +102,9 @@ def find_ends(
     projections: Sequence[Projection],
     base: Mapping[str, BaseRows] = MappingProxyType({}),
 ) -> EndTensors:
-    """Tell whole weights from copies; refuse modules_to_save that the server does not hold.
+    """Find whole weights and copies; refuse modules_to_save that this server does not serve.
 
-    base: the ends' tensors by their paths; of these, copies may be there on any server.
+    base: the ends' tensors by their paths; their copies are accepted on any server.
     """
     ends = [p for p in projections if p.kind in WHOLE_KINDS]
     opens = all(projection.opens_ends for projection in projections)
@@ -132,9 +132,9 @@ def find_ends(
 
 
 def _saved_ends(plan: LoraPlan, ends: Sequence[Projection], opens: bool) -> set[str]:
-    """Names of the ends that modules_to_save means, by PEFT's rule: the path's end.
+    """Return the ends that modules_to_save names, by PEFT's rule: an entry ends a module's path.
 
-    Refuses an entry that means anything else.
+    Refuses an entry that names another module.
     """
     saved: set[str] = set()
     for entry in plan.modules_to_save:
@@ -161,13 +161,13 @@ def _refuse_saved(plan: LoraPlan, entry: str, is_open: bool, opens: bool) -> NoR
 
 
 def _whole_pool(end: Projection, projections: Sequence[Projection], plan: LoraPlan) -> int:
-    """The projection whose pool holds whole weights of this end."""
+    """Return the index of the projection whose pool holds whole weights of this end."""
     for index, projection in enumerate(projections):
         if projection.kind is WHOLE_KINDS[end.kind]:
             return index
     refuse(
         f"modules_to_save={list(plan.modules_to_save)!r} is not served here: start the server "
-        f"with adapters.vocabulary_copies above 0, each place takes a whole {end.name}"
+        f"with adapters.vocabulary_copies above 0, each copy takes a whole {end.name}"
     )
 
 
@@ -177,7 +177,7 @@ def check_tying(
     projections: Sequence[Projection],
     adapted: Mapping[str, ModulePosition],
 ) -> None:
-    """Refuse ends that PEFT would tie (ensure_weight_tying) and that the file has as two."""
+    """Refuse ends that PEFT would tie (ensure_weight_tying) but that differ in the file."""
     ends = [p for p in projections if p.kind in WHOLE_KINDS]
     if not is_tied(plan, ends):
         return
@@ -205,7 +205,7 @@ def check_tying(
 
 
 def is_tied(plan: LoraPlan, projections: Sequence[Projection]) -> bool:
-    """Whether the adapter was trained with both ends as one weight."""
+    """Return whether the adapter was trained with both ends as one weight."""
     ends = [p for p in projections if p.kind in WHOLE_KINDS]
     is_one = len(ends) == 2 and ends[0].base is not None and ends[0].base is ends[1].base
     return plan.ensure_weight_tying and is_one
@@ -235,7 +235,7 @@ def _refuse_two(one: str, other: str) -> NoReturn:
 def _check_copy(key: str, copy: Any, base: BaseRows) -> None:
     """Compare a copy of a base tensor with this rank's rows, some at a time.
 
-    In the server's own type, to which PEFT would convert the copy as it loads it.
+    Compares in the server's type, to which PEFT would convert the copy when it loads it.
     """
     for start in range(0, len(base.rows), COPY_ROWS):
         own = base.rows[start : start + COPY_ROWS].cpu()
@@ -250,7 +250,7 @@ def _check_copy(key: str, copy: Any, base: BaseRows) -> None:
 
 
 def _check_vocabulary(key: str, shape: Sequence[int], wanted: tuple[int, ...]) -> None:
-    """Refuse another vocabulary or width than the base model's."""
+    """Refuse a vocabulary or width that differs from the base model's."""
     if tuple(shape) != wanted:
         refuse(
             f"{key} has shape {list(shape)}, this model's is {list(wanted)}: the vocabulary was "
@@ -259,12 +259,12 @@ def _check_vocabulary(key: str, shape: Sequence[int], wanted: tuple[int, ...]) -
 
 
 def _partner(projections: Sequence[Projection], whole: Projection) -> Projection:
-    """The projection of factors at the end where `whole` holds matrices."""
+    """Return the projection of factors at the same end as the whole matrices of `whole`."""
     return next(p for p in projections if WHOLE_KINDS.get(p.kind) is whole.kind)
 
 
 def _own_rows(end: Projection) -> slice:
-    """This rank's token ids. end: of factors."""
+    """Return this rank's token ids; end: a projection of factors."""
     cut = end.inputs if end.kind is ProjectionKind.EMBEDDING else end.outputs
     ((first, last),) = cut or ((0, 0),)
     assert width(cut) == last - first
@@ -279,7 +279,7 @@ def check_type(key: str, dtype: str) -> None:
 
 def check_finite(key: str, tensor: Tensor) -> None:
     """Refuse NaN and infinity."""
-    # A sum is not finite if any term is not, and several times as fast as to look at each.
+    # The sum is not finite if any element is not, and is several times as fast to compute.
     if not bool(torch.isfinite(tensor.sum()) or torch.isfinite(tensor).all()):
         refuse(
             f"{key} holds values that are not finite (NaN or infinity): the training diverged; "

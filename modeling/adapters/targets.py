@@ -1,7 +1,7 @@
-"""Which modules an adapter_config.json says are adapted, by PEFT's rules.
+"""Which modules an adapter_config.json adapts, by PEFT's rules.
 
-PEFT makes factors for these modules alone and leaves the file's others out, without a word; so a
-file that holds others is not what its config says it is.
+PEFT makes factors for these modules alone and silently ignores the file's others. So a file that
+holds others does not fit its config.
 (peft/tuners/tuners_utils.py: check_target_module_exists)
 """
 
@@ -31,11 +31,11 @@ class Modules:
     all_linear: bool = False
 
     def names_exactly(self, path: str) -> bool:
-        """Whether the whole path is one of the names."""
+        """Return whether the whole path is one of the names."""
         return path in self.names
 
     def include(self, path: str, is_linear: bool) -> bool:
-        """Whether the module at `path` is one of them; PatternError where that costs too much."""
+        """Return whether the module at `path` is included; PatternError if that costs too much."""
         if self.pattern is not None:
             return self.pattern.fits(path)
         if self.all_linear:
@@ -46,9 +46,10 @@ class Modules:
 
 @dataclass(frozen=True)
 class Targets:
-    """What the config's fields mean; layers: None where any will do.
+    """The meaning of the config's fields.
 
-    lists: names of lists of layers, as patterns; () where any list will do.
+    modules, excluded: of target_modules and exclude_modules. layers: adapted layers; None for all.
+    lists: patterns of the names of lists of layers; () for any list.
     """
 
     modules: Modules
@@ -57,30 +58,30 @@ class Targets:
     lists: tuple[re.Pattern[str], ...] = ()
 
     def left_out_by(self, path: str, is_linear: bool) -> str | None:
-        """The field by which PEFT leaves out the module at `path`; None if it is adapted."""
+        """Return the field by which PEFT leaves out the module; None if it is adapted."""
         if self.excluded.include(path, is_linear):
             return "exclude_modules"
         if not self.modules.include(path, is_linear):
             return "target_modules"
         if self.layers is None or self._layer(path) in self.layers:
             return None
-        # A whole path counts in any layer, unless PEFT shortened it, which hangs on the others.
+        # PEFT adapts a whole path in any layer, unless it shortens the list of names.
         is_whole = self.modules.names_exactly(path) and len(self.modules.names) < CONDENSED
         return None if is_whole else "layers_to_transform"
 
     def _layer(self, path: str) -> int | None:
-        """The number behind the first list of layers."""
+        """Return the number after the first list of layers in the path."""
         found = (pattern.match(path) for pattern in self.lists or (_ANY_LIST,))
         match = next((each for each in found if each is not None), None)
         return None if match is None else int(match["idx"])
 
 
 def read_targets(fields: Mapping[str, object], effort: Effort) -> Targets:
-    """The fields' meaning; ValueError says what PEFT would not take either."""
+    """Read the fields; ValueError for what PEFT does not accept either."""
     targets = fields.get("target_modules")
     if targets is None:
         raise ValueError(
-            "target_modules is missing: name the modules that were trained, PEFT would guess them "
+            "target_modules is missing: name the modules that were trained; PEFT would guess them "
             "by the kind of the base model"
         )
     layers, lists = fields.get("layers_to_transform"), fields.get("layers_pattern")
@@ -131,19 +132,19 @@ Value = TypeVar("Value")
 
 
 class PatternTable(Generic[Value]):
-    """rank_pattern or alpha_pattern: values by patterns of paths' ends; the first that fits wins.
+    """rank_pattern or alpha_pattern: values by patterns of paths' ends; the first match wins.
 
     (peft/utils/other.py: get_pattern_key)
     """
 
     def __init__(self, entries: Mapping[str, Value], effort: Effort) -> None:
-        """ValueError names a key that is no pattern, or that costs too much."""
+        """Compile the keys; ValueError names a key that is no pattern or costs too much."""
         self._values = list(entries.values())
         self._effort = effort
         self._plain: dict[str, list[tuple[int, str]]] = {}
         self._patterns: list[tuple[int, Pattern]] = []
         for index, key in enumerate(entries):
-            # A table of whole paths may have hundreds of keys; few end as a given module does.
+            # Plain keys are indexed by their last part: a table may have hundreds of them.
             if _PLAIN.fullmatch(key):
                 end = key[key.rfind(".") + 1 :]
                 self._plain.setdefault(end, []).append((index, key))
@@ -151,7 +152,7 @@ class PatternTable(Generic[Value]):
                 self._patterns.append((index, self._compile(key)))
 
     def find(self, path: str) -> Value | None:
-        """The value of the first key that fits; PatternError where that costs too much."""
+        """Return the first matching key's value; PatternError if that costs too much."""
         first = len(self._values)
         for start in range(len(path) + 1):
             for index, key in self._plain.get(path[start:], ()):
@@ -175,7 +176,7 @@ class PatternTable(Generic[Value]):
 
 
 def _fits_end(key: str, path: str) -> bool:
-    """Whether a plain key, in which a dot stands for any character, is the path's end."""
+    """Return whether a plain key, whose dots match any character, is the path's end."""
     start = len(path) - len(key)
     if start < 0 or (start and path[start - 1] != "."):
         return False
