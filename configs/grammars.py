@@ -1,7 +1,7 @@
-"""Matchers of schemas and grammars, and what each may cost: the same numbers in every process.
+"""Matchers of schemas and grammars, and the limits of their cost: equal in every process.
 
-The limits are counts, not seconds: what one process can follow all can, to the token. They hold
-one mask to about 20 ms of a core, and one lexer to about 75 MB, whatever a stranger writes.
+The limits are counts, not seconds, so that all processes stop at the same token. They bound one
+mask to about 20 ms of a core and one lexer to about 75 MB, whatever the constraint is.
 """
 
 import json
@@ -18,13 +18,13 @@ MASK_LEXER_FUEL = 100_000
 """New regular expressions that one mask may need, of some 70 ns each."""
 
 MASK_ITEMS = 20_000
-"""Places in a schema that one mask may look at."""
+"""Earley items of a schema that one mask may look at."""
 
 GRAMMAR_MASK_ITEMS = 5_000
-"""The same in a grammar: it may be ambiguous, and then each is compared with all of its row."""
+"""The same for a grammar: if it is ambiguous, each item is compared with all of its row."""
 
 GRAMMAR_ROW_ITEMS = 500
-"""Places in a grammar at which one answer may be at once."""
+"""Earley items of a grammar that one position of an answer may have."""
 
 INSTALL = "llguidance is not installed (pip install llguidance)"
 
@@ -65,7 +65,7 @@ def matcher_of(tokenizer: "LLTokenizer", constraint: str) -> "LLMatcher":
 
 
 def reason(text: str) -> str:
-    """A compiler's words in a line: the first one, and what it says is the error."""
+    """A compiler's message in one line: its first line, and those that begin with error:."""
     lines = text.strip().split("\n")
     return " ".join([lines[0], *(line.strip() for line in lines[1:] if line.startswith("error:"))])
 

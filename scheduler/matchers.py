@@ -32,7 +32,7 @@ class _Matcher:
 
     users: requests that have it and have not ended.
     awaited: a request that is next to be admitted waits for it.
-    sent: the ranks have the command to prepare it, and have not been told to forget it.
+    sent: the ranks have the command to prepare it, and none to forget it.
     ready: all ranks have prepared it.
     """
 

@@ -73,6 +73,7 @@ class RunningRequests:
                 longer.append(request)
             elif step.budget > 0 and not request.exhausted:
                 self._extend(request, 1, step)
+        # The rows so far generate: prompts must not stretch their step too much.
         if step.rows and prompt_budget is not None:
             step.budget = min(step.budget, prompt_budget)
         for request in longer:
@@ -98,6 +99,7 @@ class RunningRequests:
         All its known tokens must fit beside `reserved_blocks` and some room to grow, or it would be
         preempted soon. Alone it always fits: its length was checked when it was added.
         """
+        # The rope set is part of the prefix cache key, so it is decided before the match.
         if self._rope is not None:
             request.take_rope_set(self._rope.first(len(request.prompt), len(request.tokens)))
         cached = self.prefix.match(request)
@@ -109,6 +111,7 @@ class RunningRequests:
     def join(self, request: Request, cached: list[int], slot: int, step: StepBuilder) -> None:
         """Give a waiting request a batch slot and its first row, behind its cached blocks."""
         assert request.status is Status.WAITING, request.id
+        # Held before blocks are allocated, which could evict idle ones.
         self._pool.share(cached)
         request.status = Status.RUNNING
         request.batch_slot = self._free_batch_slots.pop()
@@ -123,6 +126,7 @@ class RunningRequests:
         self.reserved_blocks += self._blocks_for(len(request.tokens)) - len(request.blocks)
         step.add_join(request, slot)
         step.add_row(request, length, list(request.blocks), rope_set)
+        # A preempted request comes back at its age: the youngest is the last one.
         index = len(self.members)
         while index > 0 and self.members[index - 1].serial > request.serial:
             index -= 1

@@ -54,10 +54,7 @@ from scheduler.step import StepBuilder
 
 
 class Scheduler:
-    """The driver's side of every step: requests, blocks, batch slots and adapters.
-
-    epoch: the number of the group of ranks; each loss of the ranks adds one.
-    """
+    """The driver's side of every step; `epoch` is the number of the group of ranks."""
 
     def __init__(self, limits: Limits, capacity: Capacity, epoch: int = 0) -> None:
         self._limits = limits
@@ -86,10 +83,7 @@ class Scheduler:
         return self._admission.rate_limits.next_wake
 
     def add(self, request: Request, now: float) -> None:
-        """Queue a request; `now` in seconds.
-
-        Raises InvalidRequest when it can never be served, Overloaded when too many wait.
-        """
+        """Queue a request; InvalidRequest if it can never run, Overloaded if too many wait."""
         if request.id in self._requests:
             raise InvalidRequest(f"a request with the id {request.id} is already being served")
         refuse_impossible(request, self._limits, self._capacity)
@@ -109,10 +103,12 @@ class Scheduler:
             self._prepare_isolation()
             self._running.advance(step, self._limits.max_mixed_prompt_tokens)
             self._requeue_freed()
+            # A new request would take the blocks that a stalled one waits for.
             if not self._running.stalled:
                 self._admit(step, now)
             if not self._isolation.active:
                 self._residency.load_pins(step)
+            # Last: the loads above need their host copies.
             step.dropped = self._residency.host.drops()
         if step.empty:
             return step.build(self.epoch, -1)
@@ -137,6 +133,7 @@ class Scheduler:
         faults = dict(result.faults or ())
         for number, (request, row) in enumerate(zip(step.requests, step.rows, strict=True)):
             request.in_flight -= 1
+            # A token of a request that has ended, or that discards samples, is dropped.
             if number in faults:
                 events += self._give_own_matcher(request, faults[number])
             elif request.status is not Status.ENDED and not request.discards_samples:
@@ -147,6 +144,7 @@ class Scheduler:
                 elif request.prompt_done:
                     events.append(self._end(request, FinishReason.LENGTH))
             next_token += row.samples
+            # Only now does no plan name its blocks and batch slot.
             if request.in_flight == 0 and request.serial in draining:
                 self._running.finish_draining(request)
                 self._requeue_freed()
@@ -375,6 +373,7 @@ class Scheduler:
             return []
         if not self._matchers.give_own(request):
             return [self._end(request, ConstraintFailure(fault))]
+        # Plans in flight sample it with the old matcher.
         request.discards_samples = True
         if request.status is Status.RUNNING:
             self._running.preempt(request)

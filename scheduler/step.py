@@ -45,6 +45,7 @@ class StepBuilder:
         start, pending = request.scheduled, request.pending
         end, total = start + length, len(request.tokens) + pending
         assert start < end <= total, (request.id, start, length, total)
+        # Only the row that reaches the end of all tokens has logits for a new one.
         samples = end == total and request.stopping.max_new_tokens > 0
         self.rows.append(StepRow(request.batch_slot, start, length, blocks, samples, rope_set))
         self.requests.append(request)

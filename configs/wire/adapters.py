@@ -1,4 +1,4 @@
-"""Adapters as values: how a client names one, what it resolved to, what it needs."""
+"""Adapters as values: how a client names one, what the name resolves to, what it needs."""
 
 from collections.abc import Sequence
 from enum import StrEnum
@@ -22,9 +22,9 @@ class AdapterSource(StrEnum):
 
 
 class AdapterReference(msgspec.Struct, frozen=True):
-    """How a client names an adapter: (source, id, revision), or a merge of some.
+    """How a client names an adapter: (source, id, revision), or a merge of several.
 
-    parts, rule: of a merge, whose source and id are for people.
+    parts, rule: of a merge; its source and id are for display only.
     """
 
     source: AdapterSource
@@ -35,7 +35,7 @@ class AdapterReference(msgspec.Struct, frozen=True):
 
     @property
     def members(self) -> tuple["AdapterReference", ...]:
-        """Every adapter that is asked for: itself, or the parts of the merge."""
+        """All adapters that are named: itself, or the parts of the merge."""
         return self.parts or (self,)
 
 
@@ -63,12 +63,13 @@ def allows(patterns: Sequence[str] | None, source: str, id: str) -> bool:
 
 
 class FetchedAdapter(msgspec.Struct, frozen=True):
-    """An adapter whose files lie in `folder` on this node; `digest` is that of their content.
+    """An adapter whose files are in `folder` on this node.
 
+    digest: of the content of its files; of a merge, that of the recipe.
     fingerprint: name, size in bytes and modification time in ns of the files that were digested;
     a reader compares it, so that other bytes are never served under this key. () is not compared.
-    root: the folder, links resolved, that its files must lie in; "" is not compared.
-    parts, rule: of a merge, which has no folder of its own; its digest is that of the recipe.
+    root: the folder, links resolved, that its files must be in; "" is not compared.
+    parts, rule: of a merge, which has no folder of its own.
     """
 
     key: AdapterKey
@@ -87,9 +88,9 @@ class FetchedAdapter(msgspec.Struct, frozen=True):
 
 
 class AdapterShape(msgspec.Struct, frozen=True):
-    """What a staged adapter takes: pages of 8 rank rows for each projection, and host bytes.
+    """What a staged adapter takes.
 
-    num_pages: one count for each of the model's projections, in the model's order.
+    num_pages: pages of 8 LoRA rank rows, for each of the model's projections in the model's order.
     host_bytes: bytes of this rank's slices in the host tier.
     """
 
@@ -98,7 +99,7 @@ class AdapterShape(msgspec.Struct, frozen=True):
 
 
 class AdapterRefusal(StrEnum):
-    """Why an adapter is not served; DENIED: not for this caller. QUOTA: it had its downloads."""
+    """Why an adapter is not served; DENIED: not for this caller; QUOTA: too many downloads."""
 
     NOT_FOUND = "adapter_not_found"
     FORBIDDEN = "adapter_forbidden"
@@ -112,13 +113,12 @@ class AdapterRefusal(StrEnum):
 class AdapterError(Exception):
     """An adapter that cannot be served exactly; `message` says why and what to do.
 
-    reasons: each thing that is wrong by itself, where more was looked for than the first.
+    reasons: all faults that were found, where the check does not stop at the first.
     """
 
     def __init__(
         self, refusal: AdapterRefusal, message: str, reasons: tuple[str, ...] = ()
     ) -> None:
-        """Keep the parts: the kind for the table of statuses, the message for the client."""
         super().__init__(message)
         self.refusal = refusal
         self.message = message
@@ -126,9 +126,8 @@ class AdapterError(Exception):
 
 
 class AdapterDeferred(Exception):
-    """A rank's host tier has no room for an adapter now; `shape` says what it will take."""
+    """A rank's host tier has no room for an adapter now; `shape` says what it needs."""
 
     def __init__(self, shape: AdapterShape) -> None:
-        """Keep the shape: the next try is made when there is room for it."""
         super().__init__(f"no room for {shape.host_bytes} bytes in the host tier now")
         self.shape = shape

@@ -1,4 +1,4 @@
-"""How adapters are merged into one for a request, and what makes two merges the same."""
+"""How adapters are merged into one for a request, and which merges are equal."""
 
 import hashlib
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ class MergeRule(msgspec.Struct, frozen=True):
         return self.strategy in (MergeStrategy.TIES, MergeStrategy.DARE_TIES)
 
     def normalised(self) -> "MergeRule":
-        """The same rule with nothing in it that does not count; one part is always linear."""
+        """The rule without fields that do not count; equal merges have equal ones."""
         strategy = self.strategy if len(self.weights) > 1 else MergeStrategy.LINEAR
         weights = tuple(map(float, self.weights))
         rule = MergeRule(weights, strategy)

@@ -1,9 +1,9 @@
-"""StepPlan and StepResult: the only words that the scheduler and the ranks share.
+"""StepPlan and StepResult: all that the scheduler and the ranks exchange about a step.
 
-A plan carries differences. A request's tokens go to the ranks once, when it (re)joins; from
-then on each rank keeps them in its token buffer at the request's `place`, and a row says only
-which positions to compute. The token that step n samples lands in that buffer, so the plan of
-step n + 1 can name it by position before anyone on the host has seen its value.
+A plan carries differences. A request's tokens go to the ranks once, when it joins or joins again;
+from then on each rank keeps them in its token buffer at the request's batch slot, and a row says
+only which positions to compute. The token that step n samples is written to that buffer, so the
+plan of step n + 1 can name it by position before its value is known on the host.
 """
 
 import msgspec
@@ -32,11 +32,11 @@ class RequestJoin(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One request's share of a step: compute positions start .. start + length - 1.
+    """One request's part of a step: compute positions start .. start + length - 1.
 
-    blocks: block indices to append to the place's block table before computing.
-    samples: whether the logits of the last position choose the token at start + length.
-    rope_set: whose rotary frequencies these positions take; see configs/rope_sets.py.
+    blocks: block indices to append to the batch slot's block table before computing.
+    samples: whether the logits of the last position give the token at start + length.
+    rope_set: the table of rotary frequencies for these positions; see configs/rope_sets.py.
     """
 
     batch_slot: int
@@ -48,10 +48,11 @@ class StepRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class AdapterLoad(msgspec.Struct, frozen=True, array_like=True):
-    """Move a staged adapter from host memory to the device, beside the steps.
+    """Copy a staged adapter from host memory to the device, beside the steps.
 
-    The ranks report when it is there, and only plans made after that have rows that use it.
-    slot: index into the ranks' adapter table. pages: for each projection, its page indices.
+    The ranks report when it is there; only later plans have rows that use it.
+    slot: index into the ranks' adapter table.
+    pages: for each projection, its page indices.
     """
 
     key: AdapterKey
@@ -87,11 +88,12 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PromptReport(msgspec.Struct, frozen=True, array_like=True):
-    """What a row tells about its request's prompt, where that was asked for.
+    """What a row reports about its request's prompt, where the request needs it.
 
-    row: its index in the plan. first: the position of the first of `logprobs`, which are those
-    of the prompt's own tokens; position 0 has none. embedding: float32, little-endian, with the
-    prompt's last position; else empty.
+    row: its index in the plan.
+    first: the position of the first of `logprobs`, which are those of the prompt's own tokens;
+    position 0 has none.
+    embedding: float32, little-endian, with the prompt's last position; else empty.
     """
 
     row: int
@@ -101,14 +103,15 @@ class PromptReport(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
-    """Rank 0's answer: one token for each row with `samples`, in the plan's order.
+    """Rank 0's reply: one token for each row with `samples`, in the plan's order.
 
-    logprobs: None when no row asked, else one entry (or None) for each token. reports: of rows
-    that ask about their prompts, None without any.
-    compute_seconds: time from the step's start to its tokens on the host. idle_seconds: how long
-    the device had nothing to do before the step; None on devices that do not tell. captured: the
-    step was a replay of a captured one. faults: rows, by their index, whose answers cannot be held
-    to their constraints any further, and why: their tokens mean nothing.
+    logprobs: None when no row needs them, else one entry (or None) for each token.
+    compute_seconds: from the step's start to its tokens on the host.
+    reports: of rows whose requests need a report about their prompts; None without any.
+    idle_seconds: how long the device was idle before the step; None where it cannot be measured.
+    captured: the step replayed a CUDA graph.
+    faults: rows, by their index, whose answers cannot follow their constraints any further, and
+    why; their tokens mean nothing.
     """
 
     epoch: int
@@ -125,13 +128,17 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
 class Capacity(msgspec.Struct, frozen=True):
     """What the ranks can hold, measured at start; the minimum over ranks is the group's.
 
-    num_blocks, block_size: of the KV cache. projections: the adaptable linear maps' names, in
-    the order of every per-projection list. adapter_pages: pages in each projection's pool.
-    adapter_slots: adapters that may be on the device at once. host_bytes: the host tier.
-    max_total_tokens: the longest sequence that the ranks' buffers take. chunked: whether a
-    sequence may be computed in several rows; prefix_caching: whether blocks can be shared.
+    num_blocks, block_size: of the KV cache; block_size in tokens.
+    projections: names of the linear maps that adapters may change, in the order of every
+    per-projection list.
+    adapter_pages: pages in each projection's pool.
+    adapter_slots: adapters that may be on the device at once.
+    host_bytes: the host tier of each rank.
+    max_total_tokens: the longest sequence that the ranks' buffers take.
+    chunked: whether a sequence may be computed in several rows.
+    prefix_caching: whether requests can share blocks.
     pool_pages: pages of each projection's pool where they differ; empty: adapter_pages each.
-    rope_sets: where rotary frequencies depend on a sequence's length, on which; else None.
+    rope_sets: set where rotary frequencies depend on a sequence's length; else None.
     """
 
     num_blocks: int

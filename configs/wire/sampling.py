@@ -1,4 +1,4 @@
-"""What one sequence asks of the sampler and when it ends; plain values that travel in plans."""
+"""Sampling parameters and stop conditions of one sequence; plain values that travel in plans."""
 
 from collections.abc import Callable, Mapping
 from enum import StrEnum
@@ -11,7 +11,7 @@ MAX_LOGIT_BIAS = 300
 
 
 class FinishReason(StrEnum):
-    """Why a sequence ended by itself; the values are LoRAX's words."""
+    """Why a sequence ended by itself; the values are LoRAX's."""
 
     LENGTH = "length"
     STOP_TOKEN = "eos_token"
@@ -27,21 +27,24 @@ class Pooling(StrEnum):
 
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
-    """How the next token is chosen from the logits.
+    """How the next token is drawn from the logits.
 
-    The logits are adjusted first: logit_bias (pairs of token id and what is added) and
-    masked_ids (never chosen as one of the first masked_tokens generated ones), repetition_penalty
-    (over the sequence's own prompt and output), frequency_penalty and presence_penalty (over its
-    output), watermark. Then, unless temperature is 0, which means greedy: temperature, top_k,
-    top_p, min_p, typical_p. Off are penalties of 1, 0 and 0, top_k 0, top_p 1, min_p 0 and
-    typical_p 1. The noise depends on (seed, position, vocabulary id) alone, so batch mates never
-    change a sample.
-    json_schema is the text of a schema that the answer must fit, "" for none; grammar is the same
-    for a grammar in Lark as llguidance reads it. One of them at most is given.
-    logprobs is the number of most likely alternatives to report with each token, -1 for
-    no logprobs at all; they are those of the model's own distribution (before all of this).
-    prompt_logprobs is the same for the prompt's own tokens, from the second on. pooling makes an
-    embedding of the prompt; such a sequence generates nothing.
+    First the logits are adjusted:
+    logit_bias: pairs of token id and what is added.
+    masked_ids: never drawn as one of the first masked_tokens generated tokens.
+    repetition_penalty: over the sequence's own prompt and output; 1 is off.
+    frequency_penalty, presence_penalty: over its output; 0 is off.
+    watermark: whether the output is watermarked.
+    Then, unless temperature is 0 (greedy):
+    temperature, top_k, top_p, min_p, typical_p: 0 (top_k, min_p) and 1 (top_p, typical_p) are off.
+    seed: the noise depends on (seed, position, vocabulary id) alone, so other requests of the
+    batch never change a sample.
+    json_schema, grammar: the schema, or the grammar in Lark as llguidance reads it, that the
+    answer must fit; "" for none, and at most one of them.
+    logprobs: how many most likely alternatives to report with each token, -1 for no logprobs;
+    they are those of the model's own distribution, before all of this.
+    prompt_logprobs: the same for the prompt's tokens from the second on.
+    pooling: makes an embedding of the prompt; such a sequence generates nothing.
     """
 
     temperature: float = 0.0
@@ -79,12 +82,12 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def about_prompt(self) -> bool:
-        """Whether anything is asked about the prompt itself."""
+        """Whether the request needs prompt logprobs or an embedding."""
         return self.prompt_logprobs >= 0 or self.pooling is not Pooling.NONE
 
     @property
     def constraint(self) -> str:
-        """What the answer must fit, "" for anything: schemas begin with {, grammars never do."""
+        """The schema (it begins with {) or grammar of the answer; "" for none."""
         return self.json_schema or self.grammar
 
     @property
@@ -94,13 +97,13 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def adjusted(self) -> bool:
-        """Whether the logits may change before anything is chosen."""
+        """Whether the logits may change before a token is selected."""
         own = self.logit_bias or self.masked_ids or self.watermark or self.constraint
         return bool(own) or self.penalised
 
     @property
     def filtered(self) -> bool:
-        """Whether a draw leaves some tokens out."""
+        """Whether a draw excludes some tokens."""
         return bool(self.top_k or self.top_p < 1 or self.min_p or self.typical_p < 1)
 
 
@@ -128,10 +131,10 @@ _DOMAINS: Mapping[str, _Domain] = {
 class Stopping(msgspec.Struct, frozen=True, array_like=True):
     """When a sequence ends; stop strings are matched by the ingress, not here.
 
-    max_new_tokens counts every generated token, the end-of-sequence token included; at 0 the
+    max_new_tokens: counts every generated token, the end-of-sequence token included; at 0 the
     prompt is computed and the sequence ends by its length.
-    stop_token_ids end the sequence once min_new_tokens are there; () when they are ignored.
-    Whoever wants none of them among the first tokens masks them too, see Sampling.
+    stop_token_ids: end the sequence once min_new_tokens are there; () when they are ignored.
+    To exclude them from the first tokens, mask them too (see Sampling).
     """
 
     max_new_tokens: int

@@ -160,6 +160,7 @@ class DeviceTier:
         for index, other in enumerate(others):
             if self._pages.fits(counts, index, pages):
                 return others[:index]
+            # What this one would free, added to what those before it would.
             pages = [have + len(own) for have, own in zip(pages, other.pages, strict=True)]
         return others if self._pages.fits(counts, len(others), pages) else None
 

@@ -3,7 +3,7 @@
 from collections import OrderedDict
 
 from configs.wire.adapters import AdapterKey
-from scheduler.adapters.resident import HostCopy, Resident
+from scheduler.adapters.resident import HostCopyState, Resident
 
 FIRST_GUESS_DIVISOR = 8
 """Before any adapter was staged, each is expected to need this fraction of the tier."""
@@ -59,13 +59,14 @@ class HostTier:
         for key, resident in self._queue.items():
             if not resident.wanted:
                 settled.append(key)
-            elif resident.host_copy is HostCopy.DROPPING:
+            elif resident.host_copy is HostCopyState.DROPPING:
                 continue
             elif self._has_room(resident):
-                resident.host_copy = HostCopy.STAGING
+                resident.host_copy = HostCopyState.STAGING
                 self._expected[key] = self._guess(resident)
                 named.append(key)
             elif resident.waiting > 0:
+                # Smaller ones behind it must not take the room that it waits for.
                 self._short = resident
                 break
             else:  # Only pinned: it must not delay adapters that requests wait for.
@@ -78,7 +79,7 @@ class HostTier:
         """The ranks hold the adapter; its shape is known."""
         assert resident.shape is not None
         del self._expected[resident.key]
-        resident.host_copy = HostCopy.HELD
+        resident.host_copy = HostCopyState.HELD
         self._copies[resident.key] = resident
         self._copies_bytes += resident.shape.host_bytes
         self.largest = max(self.largest, min(resident.shape.host_bytes, self.capacity_bytes))
@@ -86,13 +87,13 @@ class HostTier:
     def failed(self, resident: Resident, partly: bool = False) -> None:
         """The adapter could not be staged; partly: some ranks hold it and must drop it."""
         expected = self._expected.pop(resident.key)
-        resident.host_copy = HostCopy.NONE
+        resident.host_copy = HostCopyState.NONE
         if partly:
             self._drop(resident, expected)
 
     def touch(self, resident: Resident) -> None:
         """The adapter was used."""
-        if resident.host_copy is HostCopy.HELD:
+        if resident.host_copy is HostCopyState.HELD:
             self._copies.move_to_end(resident.key)
 
     def discard(self, resident: Resident) -> None:
@@ -120,21 +121,21 @@ class HostTier:
     def dropped(self, resident: Resident) -> None:
         """The plan with the drop was applied; the bytes are free."""
         self._dropping_bytes -= self._dropping.pop(resident.key)
-        resident.host_copy = HostCopy.NONE
+        resident.host_copy = HostCopyState.NONE
         self.enqueue(resident)
 
     def check(self) -> None:
         """Assert that bytes add up and that every adapter is in one state."""
         sizes = [r.shape.host_bytes for r in self._copies.values() if r.shape is not None]
         assert sum(sizes) == self._copies_bytes, (sizes, self._copies_bytes)
-        assert all(r.host_copy is HostCopy.HELD for r in self._copies.values())
+        assert all(r.host_copy is HostCopyState.HELD for r in self._copies.values())
         assert sum(self._dropping.values()) == self._dropping_bytes, self._dropping
         assert self._dropping.keys().isdisjoint(self._copies)
-        assert all(r.host_copy is HostCopy.DROPPING for r in self._unsent)
+        assert all(r.host_copy is HostCopyState.DROPPING for r in self._unsent)
 
     def _drop(self, resident: Resident, num_bytes: int) -> None:
         """Have the ranks drop what they hold, with the next plan."""
-        resident.host_copy = HostCopy.DROPPING
+        resident.host_copy = HostCopyState.DROPPING
         self._dropping[resident.key] = num_bytes
         self._dropping_bytes += num_bytes
         self._unsent.append(resident)
@@ -147,6 +148,7 @@ class HostTier:
 
     def _has_room(self, resident: Resident) -> bool:
         held = self._copies_bytes + self._dropping_bytes
+        # Alone an adapter is tried however large it may be: the ranks report its true size.
         if held == 0 and not self._expected:
             return True
         expected = sum(self._expected.values()) + self._guess(resident)

@@ -11,7 +11,7 @@ from configs.wire.adapters import AdapterKey, AdapterRefusal, AdapterShape
 from configs.wire.plan import Capacity
 from scheduler.adapters.device_tier import DeviceTier
 from scheduler.adapters.host_tier import HostTier
-from scheduler.adapters.resident import AdapterState, HostCopy, Resident
+from scheduler.adapters.resident import AdapterState, HostCopyState, Resident
 from scheduler.events import AdapterFailure
 from scheduler.request import Request
 from scheduler.snapshot import AdapterCounts, AdapterTiers, AdapterView
@@ -103,7 +103,7 @@ class Residency:
         if resident.on_device:
             closed = self.device.is_closed(key)
             return AdapterReadiness.MUST_WAIT if closed else AdapterReadiness.READY
-        if resident.host_copy is not HostCopy.HELD:
+        if resident.host_copy is not HostCopyState.HELD:
             return AdapterReadiness.NOT_STAGED
         has_room = self.device.has_room(resident)
         return AdapterReadiness.CAN_LOAD if has_room else AdapterReadiness.MUST_WAIT
@@ -115,7 +115,7 @@ class Residency:
     def add_waiting(self, key: AdapterKey) -> None:
         """A request waits for the adapter: staging starts now, not when the request is next."""
         resident = self._get_or_add(key)
-        on_host = resident.host_copy is HostCopy.HELD
+        on_host = resident.host_copy is HostCopyState.HELD
         self._uses[0 if resident.on_device else 1 if on_host else 2] += 1
         resident.waiting += 1
         resident.unloading = False
@@ -135,7 +135,7 @@ class Residency:
     def load(self, key: AdapterKey, step: StepBuilder) -> None:
         """Bring a staged adapter that has room to the device, beginning with this step."""
         resident = self._residents[key]
-        assert resident.host_copy is HostCopy.HELD, resident
+        assert resident.host_copy is HostCopyState.HELD, resident
         for victim in self.device.allocate(resident):
             self._evicted(victim)
         resident.loading, resident.idle_since = True, -1
@@ -192,7 +192,7 @@ class Residency:
     def staged(self, key: AdapterKey, shape: AdapterShape) -> AdapterFailure | None:
         """The ranks hold the adapter in host memory; a failure if it can never be loaded."""
         resident = self._residents.get(key)
-        if resident is None or resident.host_copy is not HostCopy.STAGING:
+        if resident is None or resident.host_copy is not HostCopyState.STAGING:
             return None  # A reply to a command that was sent to an earlier group of ranks.
         assert len(shape.num_pages) == len(self._capacity.projections), shape
         resident.shape = shape
@@ -208,7 +208,7 @@ class Residency:
     def deferred(self, key: AdapterKey, shape: AdapterShape) -> None:
         """Some rank had no room for the adapter; it is staged again once there is enough."""
         resident = self._residents.get(key)
-        if resident is not None and resident.host_copy is HostCopy.STAGING:
+        if resident is not None and resident.host_copy is HostCopyState.STAGING:
             resident.shape = shape
             self.host.failed(resident, partly=True)
             self._update(resident)
@@ -219,7 +219,7 @@ class Residency:
         partly: some rank holds it, or may come to.
         """
         resident = self._residents.get(key)
-        if resident is not None and resident.host_copy is HostCopy.STAGING:
+        if resident is not None and resident.host_copy is HostCopyState.STAGING:
             self.host.failed(resident, partly)
             self._unpin(resident)
             self._update(resident)
@@ -242,7 +242,9 @@ class Residency:
         """Have the adapter staged without a request; True if there is nothing to wait for."""
         resident = self._get_or_add(key)
         resident.unloading = False
-        resident.stage_requested = not (resident.host_copy is HostCopy.HELD or resident.on_device)
+        resident.stage_requested = not (
+            resident.host_copy is HostCopyState.HELD or resident.on_device
+        )
         self.host.enqueue(resident)
         return not resident.stage_requested
 
@@ -287,6 +289,7 @@ class Residency:
         self._unloaded_pins = {}
         self.num_loading = 0
         for key, resident in list(self._residents.items()):
+            # What requests and operators need survives the ranks; where bytes were does not.
             fresh = Resident(
                 key,
                 waiting=resident.waiting,
@@ -361,19 +364,19 @@ class Residency:
             resident.unloading = False
             if resident.on_device:
                 self.device.evict(resident)
-            if resident.host_copy is HostCopy.HELD:
+            if resident.host_copy is HostCopyState.HELD:
                 self.host.discard(resident)
         if resident.forgettable:
             self._residents.pop(resident.key, None)
 
 
 def _is_moving(resident: Resident) -> bool:
-    return resident.loading or resident.host_copy is HostCopy.STAGING
+    return resident.loading or resident.host_copy is HostCopyState.STAGING
 
 
 def _host_bytes(resident: Resident) -> int:
     """Bytes of its host copy on each rank."""
-    held = resident.host_copy is HostCopy.HELD
+    held = resident.host_copy is HostCopyState.HELD
     return resident.shape.host_bytes if held and resident.shape else 0
 
 

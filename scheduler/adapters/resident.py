@@ -16,7 +16,7 @@ class AdapterState(StrEnum):
     DEVICE = "device"
 
 
-class HostCopy(Enum):
+class HostCopyState(Enum):
     """What the ranks hold of an adapter in host memory."""
 
     NONE = "nothing"
@@ -26,10 +26,10 @@ class HostCopy(Enum):
 
 
 _HOST_STATES = {
-    HostCopy.NONE: AdapterState.DISK,
-    HostCopy.STAGING: AdapterState.STAGING,
-    HostCopy.HELD: AdapterState.HOST,
-    HostCopy.DROPPING: AdapterState.DISK,
+    HostCopyState.NONE: AdapterState.DISK,
+    HostCopyState.STAGING: AdapterState.STAGING,
+    HostCopyState.HELD: AdapterState.HOST,
+    HostCopyState.DROPPING: AdapterState.DISK,
 }
 
 
@@ -53,7 +53,7 @@ class Resident:
 
     key: AdapterKey
     shape: AdapterShape | None = None
-    host_copy: HostCopy = HostCopy.NONE
+    host_copy: HostCopyState = HostCopyState.NONE
     slot: int = -1
     pages: list[list[int]] = field(default_factory=list)
     users: int = 0
@@ -76,14 +76,14 @@ class Resident:
     def wanted(self) -> bool:
         """Whether it should be staged to host memory."""
         needed = self.waiting > 0 or self.pinned or self.stage_requested
-        held = self.host_copy in (HostCopy.STAGING, HostCopy.HELD)
+        held = self.host_copy in (HostCopyState.STAGING, HostCopyState.HELD)
         return needed and not (held or self.on_device)
 
     @property
     def forgettable(self) -> bool:
         """Whether nothing would be lost with this record."""
         busy = self.users or self.loading or self.waiting or self.stage_requested or self.pinned
-        return not (busy or self.on_device) and self.host_copy is HostCopy.NONE
+        return not (busy or self.on_device) and self.host_copy is HostCopyState.NONE
 
     @property
     def state(self) -> AdapterState:

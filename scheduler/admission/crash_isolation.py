@@ -144,6 +144,7 @@ class CrashIsolation:
         self.active = self._admission.rate_limits.ignores_rates = True
         for request in list(self._admission.queues):
             self._hold_back(request)
+        # Members of the lost group that were not involved in the loss run after the two halves.
         middle = (len(isolated) + 1) // 2
         for group in (others, isolated[middle:], isolated[:middle]):
             self._next_groups.appendleft(group)
@@ -153,6 +154,7 @@ class CrashIsolation:
         self._held_back[request.serial] = request
 
     def _queue(self, request: Request) -> None:
+        # A request that was admitted, or was next before, goes ahead of new ones.
         if request.first_scheduled is None and not request.waiting_for_matcher:
             self._admission.queues.append(request)
         else:

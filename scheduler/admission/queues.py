@@ -196,6 +196,7 @@ class AdapterQueues:
             if priority < queue.share.priority:
                 each.passed_over += 1
         self._rounds[queue.share.priority].passed_over = 0
+        # It was served: if it waits for the device again, it waits from then on.
         queue.pending_load = None
         self.remove(request)
 
@@ -204,6 +205,7 @@ class AdapterQueues:
         if not self._rounds:
             return None
         highest = max(self._rounds)
+        # A lower priority that was passed over too often goes first, the most neglected one.
         due = [
             (each.passed_over, priority)
             for priority, each in self._rounds.items()

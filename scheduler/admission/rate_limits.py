@@ -1,6 +1,6 @@
 """RateLimits: each adapter's share (weight, priority, limits), and what it has used of it.
 
-A token rate is kept by a bucket that fills with `tokens_per_second` up to BURST_SECONDS of it. An
+A token rate is kept by a bucket that gains `tokens_per_second` up to BURST_SECONDS of it. An
 adapter admits while its bucket is not below zero. Prompts are charged when they are admitted,
 generated tokens when they come. So an adapter takes at most its rate, the burst, one prompt, and
 what its running requests still generate after the bucket is empty; it admits again when that debt
@@ -173,6 +173,7 @@ class RateLimits:
         rate = share.tokens_per_second
         if rate is None or self.ignores_rates or (level := self._level(key, rate, now)) >= _DEBT:
             return False
+        # At most one entry a key in the heap.
         if key not in self._in_debt:
             self._in_debt.add(key)
             self._num_debts += 1

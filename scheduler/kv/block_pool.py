@@ -53,6 +53,7 @@ class BlockPool:
             assert self._refs[block] >= 0, f"block {block} released twice"
             if self._refs[block] > 0:
                 continue
+            # The most recently used idle block is the last one.
             if self._kept[block]:
                 self._idle[block] = None
             else:
@@ -78,7 +79,7 @@ class BlockPool:
         unheld = {block for block, count in enumerate(refs) if count == 0}
         assert len(self._free) == len(set(self._free)), "a block is free twice"
         assert set(self._free).isdisjoint(self._idle), "a block is free and idle"
-        assert unheld == set(self._free) | set(self._idle), "a block is lost or in two places"
+        assert unheld == set(self._free) | set(self._idle), "a block is lost or in two states"
         assert all(self._kept[block] for block in self._idle), "an idle block without content"
         assert not any(self._kept[block] for block in self._free), "a free block with content"
 

@@ -5,12 +5,12 @@ import pytest
 
 from configs.wire.adapters import AdapterKey, AdapterShape
 from scheduler.adapters.device_tier import DeviceTier
-from scheduler.adapters.resident import HostCopy, Resident
+from scheduler.adapters.resident import HostCopyState, Resident
 from tests.scheduler.small import capacity
 
 
 def adapter(key: int, pages: int = 1) -> Resident:
-    return Resident(AdapterKey(key), AdapterShape((pages, pages), 10), host_copy=HostCopy.HELD)
+    return Resident(AdapterKey(key), AdapterShape((pages, pages), 10), host_copy=HostCopyState.HELD)
 
 
 def placed(tier: DeviceTier, key: int, pages: int = 1, users: int = 0) -> Resident:
@@ -36,14 +36,16 @@ def test_an_adapter_gets_a_slot_and_pages_of_its_own() -> None:
 def test_adapters_share_the_few_pages_of_a_small_pool() -> None:
     tier = DeviceTier(msgspec.structs.replace(capacity(adapter_slots=4), pool_pages=(8, 1)))
     first, second = (
-        Resident(AdapterKey(key), AdapterShape((1, 1), 10), host_copy=HostCopy.HELD)
+        Resident(AdapterKey(key), AdapterShape((1, 1), 10), host_copy=HostCopyState.HELD)
         for key in (1, 2)
     )
     tier.allocate(first)
     first.users = 1
     tier.refresh(first)
     assert not tier.has_room(second)
-    assert tier.has_room(Resident(AdapterKey(3), AdapterShape((7, 0), 10), host_copy=HostCopy.HELD))
+    assert tier.has_room(
+        Resident(AdapterKey(3), AdapterShape((7, 0), 10), host_copy=HostCopyState.HELD)
+    )
     first.users = 0
     tier.refresh(first)
     assert tier.allocate(second) == [first]

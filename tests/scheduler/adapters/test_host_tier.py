@@ -2,7 +2,7 @@
 
 from configs.wire.adapters import AdapterKey, AdapterShape
 from scheduler.adapters.host_tier import HostTier
-from scheduler.adapters.resident import HostCopy, Resident
+from scheduler.adapters.resident import HostCopyState, Resident
 
 
 def wanted(tier: HostTier, key: int, waiting: int = 1) -> Resident:
@@ -140,8 +140,8 @@ def test_an_adapter_larger_than_expected_makes_others_go() -> None:
     third = on_host(tier, 3, 45)
     assert tier.drops() == [first]
     assert tier.drops() == []
-    assert second.host_copy is HostCopy.HELD
-    assert third.host_copy is HostCopy.HELD
+    assert second.host_copy is HostCopyState.HELD
+    assert third.host_copy is HostCopyState.HELD
 
 
 def test_one_that_was_too_large_is_tried_again_when_its_own_size_is_free() -> None:
@@ -160,7 +160,7 @@ def test_one_that_was_too_large_is_tried_again_when_its_own_size_is_free() -> No
     tier.dropped(first)
     assert tier.to_stage() == [3]
     staged(tier, third, 45)
-    assert second.host_copy is HostCopy.HELD
+    assert second.host_copy is HostCopyState.HELD
 
 
 def test_what_failed_on_some_ranks_is_dropped_on_all() -> None:

@@ -1,0 +1,53 @@
+"""The shape of the source tree, and words that it does not use any more."""
+
+import ast
+import re
+from collections import Counter
+
+import pytest
+
+from tests.house import ROOT, circles, functions, imports, length, modules
+
+MODULES = modules()
+
+NAMED_TWICE = {"Drain", "Lane", "Refused"}
+"""Public classes that still share their names; the list only gets shorter."""
+
+RETIRED = {
+    "scheduler": (
+        r"claims?|standings?|trials?|suspects?|payers?|seats?|seated|fills?|places?|placed|parted"
+        r"|aside|who|whom|his|him|he|told|nobody|somebody|everybody|anybody|errands?|ledgers?"
+        r"|seams?|arenas?|head_?start"
+    ),
+}
+"""Words that a folder's code and prose must not contain, as a whole word or a part of a name."""
+
+
+def test_public_class_names_are_unique() -> None:
+    classes = [n.name for m in MODULES for n in ast.walk(m.tree) if isinstance(n, ast.ClassDef)]
+    counts = Counter(name for name in classes if not name.startswith("_"))
+    assert {name for name, count in counts.items() if count > 1} <= NAMED_TWICE
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    assert circles(imports(MODULES)) == []
+
+
+def test_files_and_functions_are_short() -> None:
+    assert [module.name for module in MODULES if module.lines > 400] == []
+    lengths = [length(function) for module in MODULES for function in functions(module)]
+    assert sum(lengths) / len(lengths) <= 10
+    kernels = re.compile(r"modeling/.*triton")
+    files = [module for module in MODULES if not kernels.search(module.path.as_posix())]
+    found = [(module.name, each) for module in files for each in functions(module)]
+    assert [(name, each.name) for name, each in found if length(each) > 50] == []
+
+
+@pytest.mark.parametrize("folder", RETIRED)
+def test_retired_words_do_not_come_back(folder: str) -> None:
+    pattern = re.compile(rf"(?<![A-Za-z])(?:{RETIRED[folder]})(?![A-Za-z])", re.IGNORECASE)
+    found = []
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+            found += [f"{path.relative_to(ROOT)}:{number}: {w[0]}" for w in pattern.finditer(line)]
+    assert found == []
