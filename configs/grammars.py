@@ -26,6 +26,8 @@ GRAMMAR_MASK_ITEMS = 5_000
 GRAMMAR_ROW_ITEMS = 500
 """Earley items of a grammar that one position of an answer may have."""
 
+_PLAIN_TOKEN = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+
 INSTALL = "llguidance is not installed (pip install llguidance)"
 
 
@@ -44,12 +46,34 @@ def limits_of(constraint: str) -> "LLParserLimits":
 
 
 def tokenizer_of(folder: Path, vocab_size: int) -> "LLTokenizer":
-    """The tokens of the model in `folder`, and which of them end an answer."""
+    """The tokens of the model in `folder`, and which of them end an answer.
+
+    ValueError where the folder has no tokenizer.json.
+    """
     from llguidance import LLTokenizer
 
     ends = [id for id in end_ids(folder) if id < vocab_size]
-    path = str(folder / "tokenizer.json")
-    return LLTokenizer(path, n_vocab=vocab_size, eos_token=ends or None)
+    return LLTokenizer(_description(folder), n_vocab=vocab_size, eos_token=ends or None)
+
+
+def _description(folder: Path) -> str:
+    """tokenizer.json, with the tokens that only tokenizer_config.json adds to it."""
+    path, config = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    if not path.is_file():
+        raise ValueError("it has no tokenizer.json: save one with AutoTokenizer's save_pretrained")
+    text = path.read_text("utf-8")
+    added = json.loads(config.read_text("utf-8")) if config.is_file() else {}
+    described = json.loads(text)
+    tokens = described.get("added_tokens") or []
+    known = {token["content"] for token in tokens}
+    missing = [
+        {"id": int(id), **_PLAIN_TOKEN, **token}
+        for id, token in sorted(
+            (added.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0])
+        )
+        if token["content"] not in known
+    ]
+    return json.dumps({**described, "added_tokens": [*tokens, *missing]}) if missing else text
 
 
 def matcher_of(tokenizer: "LLTokenizer", constraint: str) -> "LLMatcher":
