@@ -30,9 +30,9 @@ from deployments.ingress.openai import routes as openai
 from deployments.ingress.openapi.document import documented
 from deployments.ingress.pages import playground, reference
 
-# Nobody reads it; it shows up in access logs.
+# The client has left; the status appears in access logs.
 _CLIENT_CLOSED_REQUEST = 499
-# axum's words, which LoRAX answers with.
+# axum's message, which LoRAX answers with.
 _NO_JSON_TYPE = "Expected request with `Content-Type: application/json`"
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
@@ -40,18 +40,18 @@ Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
 def build_app(
     driver: Driver,
-    mailbox: RequestInboxes,
+    inboxes: RequestInboxes,
     reply_to: Callable[[], ReplyAddress],
     settings: IngressSettings,
     lifespan: Lifespan | None = None,
 ) -> FastAPI:
     """An ASGI application over `driver`.
 
-    mailbox: token frames are to be given to its `deliver`, on the application's event loop.
+    inboxes: token frames are to be given to its `deliver`, on the application's event loop.
     reply_to: where frames are taken, asked with each call. lifespan: entered before the first
     request is served, e.g. to bind that address.
     """
-    engine = EngineClient(driver, mailbox, reply_to, settings)
+    engine = EngineClient(driver, inboxes, reply_to, settings)
     app = FastAPI(
         title="LoRay",
         version=settings.version,
@@ -78,7 +78,7 @@ def build_app(
     app.add_exception_handler(RequestValidationError, _malformed)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ClientGone, _client_gone)
-    app.add_exception_handler(Exception, _our_fault)
+    app.add_exception_handler(Exception, _internal_error)
     return app
 
 
@@ -159,6 +159,6 @@ async def _client_gone(request: Request, error: Exception) -> Response:
     return Response(status_code=_CLIENT_CLOSED_REQUEST)
 
 
-async def _our_fault(request: Request, error: Exception) -> Response:
-    """A defect; the server logs it, the client learns no more than that."""
+async def _internal_error(request: Request, error: Exception) -> Response:
+    """A defect: the server logs it, the client gets no details."""
     return error_response(request, RequestError(ErrorKind.GENERATION, "internal error"), 500)

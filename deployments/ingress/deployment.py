@@ -1,4 +1,4 @@
-"""The Serve shell of the ingress: an API over the driver's handle, frames by socket."""
+"""The ingress as a Serve deployment: the API over the driver's handle, frames by socket."""
 
 import asyncio
 import logging
@@ -41,9 +41,9 @@ from deployments.ingress.http.errors import RequestError
 from deployments.ingress.text.tokenizer import ModelTokenizer
 from deployments.observability.logs import hand_logs_to_serve
 
-_NOBODY = "no driver answers now: try again"
+_NO_DRIVER = "no driver answers now: try again"
 _LOST = "the engine that ran this request is gone: send it again"
-_UNWRITTEN = "all replicas have done it, but those that start later will not know: send it again"
+_NOT_SAVED = "all replicas have done it, but those that start later will not know: send it again"
 
 logger = logging.getLogger("loray.ingress")
 
@@ -52,15 +52,15 @@ class HandleDriver:
     """`contract.Driver` over a Serve handle: Serve routes, counts, limits and cancels."""
 
     def __init__(
-        self, handle: DeploymentHandle, receiver: FrameReceiver, ledger: AdminStore
+        self, handle: DeploymentHandle, receiver: FrameReceiver, store: AdminStore
     ) -> None:
         """Calls go to any driver replica that Serve picks; finishes go back by socket.
 
-        What lasts of commands is written into the ledger.
+        store: where lasting admin commands are saved.
         """
         self._handle = handle
         self._receiver = receiver
-        self._admin_store = ledger
+        self._admin_store = store
 
     async def generate(self, request: GenerateRequest, reply_to: ReplyAddress) -> Completion:
         """One unary call a request; when the client leaves, the driver's call is cancelled."""
@@ -96,22 +96,22 @@ class HandleDriver:
         self._receiver.finish(request_id, index, at)
 
     async def adapters(self, command: AdapterCommand) -> list[AdapterReport]:
-        """Ask every replica; one that dies meanwhile is left out, for it holds nothing."""
+        """Send it to every replica; one that dies meanwhile is left out: it holds nothing."""
         try:
             response = self._handle.broadcast("adapters", command)
             answers = await response.results_async(return_exceptions=True)
         except (RayError, DeploymentUnavailableError) as error:
-            raise RequestError(ErrorKind.UNAVAILABLE, _NOBODY, retry_after_s=1.0) from error
+            raise RequestError(ErrorKind.UNAVAILABLE, _NO_DRIVER, retry_after_s=1.0) from error
         reports = [answer for answer in answers if isinstance(answer, AdapterReport)]
         for answer in answers:
             if isinstance(answer, RayTaskError):
                 raise RequestError(ErrorKind.GENERATION, "a driver failed: see its log") from answer
         if not reports:
-            raise RequestError(ErrorKind.UNAVAILABLE, _NOBODY, retry_after_s=1.0)
+            raise RequestError(ErrorKind.UNAVAILABLE, _NO_DRIVER, retry_after_s=1.0)
         try:
             await asyncio.to_thread(save, self._admin_store, command, reports)
         except AdminStoreError as fault:
-            raise RequestError(ErrorKind.UNAVAILABLE, f"{_UNWRITTEN}: {fault}") from fault
+            raise RequestError(ErrorKind.UNAVAILABLE, f"{_NOT_SAVED}: {fault}") from fault
         return reports
 
     async def chat_template(
@@ -157,7 +157,6 @@ class IngressDeployment:
     """HTTP in, text out; any number of replicas."""
 
     def __init__(self, config: ServeConfig, driver: DeploymentHandle) -> None:
-        """Remember; Serve asks for the app when this is done."""
         hand_logs_to_serve()
         logger.info("http front: %s", proxy_mode())
         self._config = config
@@ -179,8 +178,8 @@ class IngressDeployment:
             loopback=_front_is_loopback(),
             read_text=partial(ModelTokenizer.load, trust_remote_code=trusts),
         )
-        mailbox = RequestInboxes()
-        receiver = FrameReceiver(mailbox.deliver)
+        inboxes = RequestInboxes()
+        receiver = FrameReceiver(inboxes.deliver)
         bound: list[ReplyAddress] = []
 
         @asynccontextmanager
@@ -190,12 +189,12 @@ class IngressDeployment:
                 yield
             await receiver.close()
 
-        ledger = RayAdminStore(serve.get_replica_context().app_name)
+        store = RayAdminStore(serve.get_replica_context().app_name)
         # Serve's default asks of every object in a call whether it is one of a script's own. What
         # goes this way is the contract's, which both sides import; what comes may be any error.
         handle = self._driver.options(request_serialization="pickle")
-        driver = HandleDriver(handle, receiver, ledger)
-        self._app = build_app(driver, mailbox, lambda: bound[-1], settings, lifespan)
+        driver = HandleDriver(handle, receiver, store)
+        self._app = build_app(driver, inboxes, lambda: bound[-1], settings, lifespan)
         return self._app
 
     async def drain(self, seconds: float) -> None:

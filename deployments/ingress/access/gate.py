@@ -1,4 +1,4 @@
-"""The gate before every route: it asks for a key before anything else is read."""
+"""Middleware that checks the API key before anything else of a request is read."""
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -14,18 +14,17 @@ _OPEN = frozenset({"/", "/health", "/ping", "/playground"}) | OPEN_PATHS
 
 
 class KeyGate:
-    """Stands before the routes, so that a route that forgets about keys is closed, not open.
+    """Checks every route, so that a new route is closed until its caller has a key.
 
     It answers before a body is read, and leaves what the caller may do in the request's state.
     """
 
     def __init__(self, app: ASGIApp, keys: Keys) -> None:
-        """Stand before `app`."""
         self._app = app
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a caller in or answer 401 or 429."""
+        """Pass the request on, or answer 401 or 429."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -1,4 +1,4 @@
-"""Who asks: API keys, and what each may do."""
+"""API keys, and what the callers that send them may do."""
 
 import hashlib
 import hmac
@@ -30,9 +30,13 @@ _NO_ADMIN = (
 class Grant:
     """What a caller may do.
 
-    name: of its key, "" without one. known: whether it brought one of the configured keys.
-    cache_group: who shares what in the prefix cache; "" is everybody without a key. patterns: of
-    "source:id" that it may use; None: all. The driver compares them with what a name stands for.
+    name: of its key, "" without one.
+    known: whether it sent one of the configured keys.
+    admin: whether it may control the server.
+    cache_group: callers of one group share the prefix cache; "": callers without a key.
+    patterns: of "source:id" that it may use; None: all. The driver compares them with the
+        adapter that a name stands for.
+    quota: what it may use by the minute.
     """
 
     name: str = ""
@@ -43,7 +47,7 @@ class Grant:
     quota: Quota = field(default_factory=lambda: Quota(None, None))
 
     def cache_salt(self, own: str) -> bytes:
-        """The salt of its requests in the prefix cache; own: what the request asks for itself."""
+        """The salt of its requests in the prefix cache; own: the request's `cache_salt`."""
         if not self.cache_group and not own:
             return b""
         both = msgspec.msgpack.encode((self.cache_group, own))
@@ -51,7 +55,7 @@ class Grant:
 
 
 class Keys:
-    """The configured keys; without any, everybody may do everything but what admins may."""
+    """The configured keys; without any, every caller may do what needs no admin."""
 
     def __init__(
         self,
@@ -79,15 +83,15 @@ class Keys:
             )
 
     def grant(self, presented: str | None) -> Grant | None:
-        """What the bearer of this key may do; None: nothing, for a key is needed.
+        """What a caller with this key may do; None: nothing, a key is needed.
 
-        Every key is compared, in constant time, so that the time tells nothing about any.
+        Every key is compared, in constant time, so that the time reveals nothing about any.
         """
         # Headers are bytes that came as latin-1.
         digest = hashlib.sha256((presented or "").encode("latin-1", "replace")).digest()
         matches = [grant for known, grant in self._grants if hmac.compare_digest(known, digest)]
         if matches and presented:
-            # The same secret twice: the admin's, which stands last, gives more.
+            # Where two keys have the same secret, the admin's is last and allows more.
             return matches[-1]
         return None if self._required else Grant(admin=self._open)
 

@@ -1,4 +1,4 @@
-"""How many replicas an ingress has: what is counted in each of them is shared out among all."""
+"""How many replicas an ingress has: each enforces its part of a quota."""
 
 import asyncio
 import logging
@@ -11,7 +11,7 @@ _SECONDS = 10.0
 
 
 class ReplicaCount:
-    """The number of replicas, as last told by who knows."""
+    """The number of replicas, as last fetched."""
 
     def __init__(self, ask: Callable[[], int], seconds: float = _SECONDS) -> None:
         """`ask` is called in a thread every so many seconds; it may block, and it may fail."""
@@ -25,7 +25,7 @@ class ReplicaCount:
 
     @asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
-        """Within this the number follows the truth."""
+        """Fetch the number regularly while the context is open."""
         watching = asyncio.create_task(self._watch())
         try:
             yield
@@ -38,6 +38,6 @@ class ReplicaCount:
             try:
                 self._count = max(1, await asyncio.to_thread(self._fetch))
             except Exception:
-                # Whatever carries the question; what was told last is still the best guess.
+                # The fetch may fail in any way; the last number is still the best guess.
                 logger.warning("the number of ingress replicas is not known", exc_info=True)
             await asyncio.sleep(self._seconds)

@@ -20,14 +20,13 @@ def alone() -> int:
 class Bucket:
     """Holds up to a minute's worth and fills evenly; what is taken may leave it in debt.
 
-    The debt is what makes it exact: a request's tokens are known only when it has ended. Each of
+    Debt makes it exact: a request's tokens are known only when it has ended. Each of
     several replicas has an equal part of what a minute is worth, but always room for one.
     """
 
     def __init__(
         self, per_minute: int, clock: Clock = time.monotonic, replicas: Replicas = alone
     ) -> None:
-        """Full at first."""
         self._per_minute = per_minute
         self._clock = clock
         self._replicas = replicas
@@ -46,7 +45,7 @@ class Bucket:
 
     @property
     def _rate(self) -> float:
-        """What flows in by the minute here."""
+        """What this replica's bucket gains in a minute."""
         return self._per_minute / self._replicas()
 
     def _fill(self) -> None:
@@ -57,7 +56,7 @@ class Bucket:
 
 
 class Quota:
-    """What one key may ask of this ingress replica; None: without limit."""
+    """What one key may use on this ingress replica; None: without limit."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What form a template takes a message's content in, found by trial.
+"""Which form of a message's content a template takes, found by rendering a test message.
 
 Some templates take a content that is a list of parts, others take text alone, and few take parts
 alone. A list where only text is known would stand in the prompt as Python writes it; a text where
@@ -12,7 +12,7 @@ Message = Mapping[str, Any]
 Content = str | list[dict[str, Any]]
 
 # Digits stay what they are in templates that change case or cut blanks.
-_WORD = "4170917"
+_MARKER = "4170917"
 # A field that no template reads: it is seen only where a part is written as it is.
 _FIELD = "8250824"
 
@@ -25,10 +25,10 @@ class Forms:
         self._render = render
         self._known: dict[tuple[str, bool], bool] = {}
 
-    def fitted(self, messages: list[dict[str, Any]], told: str) -> list[dict[str, Any]]:
-        """The messages as the template takes them; `told` joins the system's or the user's."""
-        if told:
-            messages = self._with_words(messages, told)
+    def fitted(self, messages: list[dict[str, Any]], tools_text: str) -> list[dict[str, Any]]:
+        """The messages as the template takes them; `tools_text` goes into a system or user one."""
+        if tools_text:
+            messages = self._with_words(messages, tools_text)
         return [self._fitted(message) for message in messages]
 
     def _fitted(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -41,30 +41,30 @@ class Forms:
             return {**message, "content": [{"type": "text", "text": content}]}
         return message
 
-    def _with_words(self, messages: list[dict[str, Any]], told: str) -> list[dict[str, Any]]:
-        """The messages with `told` in the first of the system, or in the user's where it has none.
+    def _with_words(self, messages: list[dict[str, Any]], tools_text: str) -> list[dict[str, Any]]:
+        """The messages with `tools_text` in the system's, or in the user's where it has none.
 
         Some templates refuse a system's message.
         """
         if messages[0]["role"] == "system":
             content = text_of(messages[0].get("content") or "")
-            first = {**messages[0], "content": f"{content}\n\n{told}".lstrip()}
+            first = {**messages[0], "content": f"{content}\n\n{tools_text}".lstrip()}
             return [first, *messages[1:]]
         if self._takes("system", parts=False) or self._takes("system", parts=True):
-            return [{"role": "system", "content": told}, *messages]
-        for place, message in enumerate(messages):
+            return [{"role": "system", "content": tools_text}, *messages]
+        for index, message in enumerate(messages):
             if message["role"] == "user":
                 content = text_of(message.get("content") or "")
-                asked = {**message, "content": f"{told}\n\n{content}".rstrip()}
-                return [*messages[:place], asked, *messages[place + 1 :]]
-        return [{"role": "user", "content": told}, *messages]
+                merged = {**message, "content": f"{tools_text}\n\n{content}".rstrip()}
+                return [*messages[:index], merged, *messages[index + 1 :]]
+        return [{"role": "user", "content": tools_text}, *messages]
 
     def _takes(self, role: str, parts: bool) -> bool:
         role = role if role in _BEFORE else "user"  # Clients may invent any number of others.
         known = self._known.get((role, parts))
         if known is None:
-            shown = self._render(_trial(role, parts))
-            known = self._known[role, parts] = _WORD in shown and _FIELD not in shown
+            shown = self._render(_test_messages(role, parts))
+            known = self._known[role, parts] = _MARKER in shown and _FIELD not in shown
         return known
 
 
@@ -76,14 +76,14 @@ def text_of(content: Content) -> str:
 
 
 _CALL = {"id": "417091700", "type": "function", "function": {"name": "f", "arguments": {}}}
-# What must stand before a message of each role, in templates that watch the order.
+# What must stand before a message of each role, in templates that check the roles' sequence.
 _BEFORE: Mapping[str, tuple[str, ...]] = {
     "system": (), "developer": (), "user": (), "assistant": ("user",), "tool": ("user", "calls"),
 }  # fmt: skip
 
 
-def _trial(role: str, parts: bool) -> list[dict[str, Any]]:
-    """A conversation in which a message of this role says the word."""
+def _test_messages(role: str, parts: bool) -> list[dict[str, Any]]:
+    """A conversation in which a message of this role contains the marker."""
 
     def says(text: str) -> Content:
         return [{"type": "text", "text": text, _FIELD: _FIELD}] if parts else text
@@ -91,7 +91,7 @@ def _trial(role: str, parts: bool) -> list[dict[str, Any]]:
     user = {"role": "user", "content": says("a")}
     calls = {"role": "assistant", "content": says(""), "tool_calls": [_CALL]}
     kinds = {"user": user, "calls": calls}
-    message: dict[str, Any] = {"role": role, "content": says(_WORD)}
+    message: dict[str, Any] = {"role": role, "content": says(_MARKER)}
     if role == "tool":
         message |= {"name": "f", "tool_call_id": _CALL["id"]}
     before = [kinds[kind] for kind in _BEFORE[role]]

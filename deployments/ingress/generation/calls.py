@@ -1,4 +1,4 @@
-"""One HTTP request's call of the driver: tokens come by frames, the truth by the call itself."""
+"""One HTTP request's call of the driver: tokens come by frames early, and all by the call."""
 
 import asyncio
 import logging
@@ -51,17 +51,17 @@ class EngineCall:
     def __init__(
         self,
         driver: Driver,
-        mailbox: RequestInboxes,
+        inboxes: RequestInboxes,
         reply_to: ReplyAddress,
         request: GenerateRequest,
         frames: bool = True,
     ) -> None:
         """Nothing runs before the context is entered, or `start` is called."""
         self._driver = driver
-        self._inboxes = mailbox
+        self._inboxes = inboxes
         self._reply_to = reply_to
         self._request = request
-        self._inbox = mailbox.open(request.id, len(request.sequences), listen=frames)
+        self._inbox = inboxes.open(request.id, len(request.sequences), listen=frames)
         self._running: asyncio.Task[None] | None = None
         self._finishing: set[asyncio.Task[None]] = set()
         self.completion: Completion | None = None
@@ -89,12 +89,12 @@ class EngineCall:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def updates(self) -> AsyncIterator[list[SequenceUpdate]]:
-        """Batches of news until every sequence has ended; a failed call raises RequestError."""
+        """Batches of updates until every sequence has ended; a failed call raises RequestError."""
         while updates := await self._inbox.take():
             yield updates
 
     def fail(self, error: RequestError) -> None:
-        """End it for whoever reads its updates; that it is closed then ends it on the driver."""
+        """Make `updates` raise this error; closing the call then ends it on the driver."""
         self._inbox.fail(error)
 
     def finish(self, index: int, at: int) -> None:
@@ -129,35 +129,35 @@ class EngineCall:
 
 
 async def events(
-    call: EngineCall, transcripts: Sequence[DetokenizerState]
+    call: EngineCall, detokenizers: Sequence[DetokenizerState]
 ) -> AsyncIterator[list[Event]]:
     """Batches of events of all sequences; a failure of any of them raises RequestError."""
     async for updates in call.updates():
         batch = [
-            event for update in updates if (event := _event(call, transcripts, update)) is not None
+            event for update in updates if (event := _event(call, detokenizers, update)) is not None
         ]
         if batch:
             yield batch
 
 
 def _event(
-    call: EngineCall, transcripts: Sequence[DetokenizerState], update: SequenceUpdate
+    call: EngineCall, detokenizers: Sequence[DetokenizerState], update: SequenceUpdate
 ) -> Event | None:
     """What a client sees of one update."""
-    transcript = transcripts[update.index]
-    if transcript.stopped:
+    detokenizer = detokenizers[update.index]
+    if detokenizer.stopped:
         return None
-    pieces = transcript.feed(update.tokens, update.logprobs)
-    if transcript.stopped:
+    pieces = detokenizer.feed(update.tokens, update.logprobs)
+    if detokenizer.stopped:
         if update.ending is None:
-            call.finish(update.index, transcript.num_tokens)
+            call.finish(update.index, detokenizer.num_tokens)
         return Event(update.index, pieces, "", FinishReason.STOP_STRING)
     if update.ending is None:
         return Event(update.index, pieces, "", None) if pieces else None
     reason = _reason(update.ending)
-    rest = transcript.end()
+    rest = detokenizer.end()
     return Event(
-        update.index, pieces, rest, FinishReason.STOP_STRING if transcript.stopped else reason
+        update.index, pieces, rest, FinishReason.STOP_STRING if detokenizer.stopped else reason
     )
 
 

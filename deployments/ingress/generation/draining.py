@@ -1,4 +1,4 @@
-"""The end of an ingress replica's service: no new requests, and an end for those that it has."""
+"""Drains an ingress replica: it takes no new requests and ends the running ones."""
 
 import asyncio
 
@@ -11,15 +11,14 @@ from deployments.ingress.http.error_responses import error_response
 from deployments.ingress.http.errors import RequestError
 
 _CLOSING = "the server is shutting down: send the request again"
-_LAST_WORDS_SECONDS = 5.0
+_ERROR_EVENT_SECONDS = 5.0
 """How long the error events of requests that were ended may take to be written."""
 
 
 class Drain:
-    """Counts what is open, and ends it when asked; lives on the application's event loop."""
+    """Counts open requests and ends them on `run`; used on the application's event loop."""
 
     def __init__(self, engine: EngineClient) -> None:
-        """Requests are taken."""
         self._engine = engine
         self._num_open = 0
         self._quiet = asyncio.Event()
@@ -27,7 +26,7 @@ class Drain:
         self.begun = False
 
     async def run(self, seconds: float) -> None:
-        """Take no more requests, and return when those that run have ended.
+        """Refuse new requests, and return when the running ones have ended.
 
         After `seconds` they end as unavailable: by an error event in a stream, else by a 503. A
         later call with fewer seconds counts.
@@ -35,7 +34,7 @@ class Drain:
         self.begun = True
         if not await self._quiet_within(seconds):
             self._engine.end_calls(closing)
-            await self._quiet_within(_LAST_WORDS_SECONDS)
+            await self._quiet_within(_ERROR_EVENT_SECONDS)
 
     def opened(self) -> None:
         """A request has come."""
@@ -58,10 +57,9 @@ class Drain:
 
 
 class DrainGate:
-    """Stands before all routes; a replica that drains refuses, also health checks."""
+    """Middleware before all routes; a draining replica refuses everything, health checks too."""
 
     def __init__(self, app: ASGIApp, drain: Drain) -> None:
-        """Stand before `app`."""
         self._app = app
         self._drain = drain
 
@@ -84,5 +82,5 @@ class DrainGate:
 
 
 def closing() -> RequestError:
-    """What a request is told that comes or runs too late."""
+    """The error of requests that come, or still run, while the replica drains."""
     return RequestError(ErrorKind.UNAVAILABLE, _CLOSING, retry_after_s=1.0)

@@ -1,4 +1,4 @@
-"""One request's head start: it goes by the frames' socket as soon as its driver is chosen."""
+"""Submits a request early: over the frames' socket, as soon as its driver replica is selected."""
 
 import asyncio
 
@@ -7,14 +7,14 @@ from deployments.frames import FrameReceiver
 
 
 class EarlySubmitter:
-    """Follows one call of `generate`: told of its replicas, it sends the request ahead of it.
+    """Sends the request of one `generate` call to the replica that was selected for it.
 
-    A context manager around the call: an end by an exception takes the head start back. What
-    cannot go ahead goes with the call alone, which is the truth in any case.
+    A context manager around the call: an exception withdraws the early submit. The call itself
+    always carries the request too, so an early submit may be lost.
     """
 
     def __init__(self, receiver: FrameReceiver, request: GenerateRequest) -> None:
-        """No replica is chosen yet; must run on the receiver's event loop."""
+        """Must run on the receiver's event loop."""
         self._receiver = receiver
         self._request = request
         self._loop = asyncio.get_running_loop()
@@ -22,10 +22,10 @@ class EarlySubmitter:
         self._ended = False
 
     def replica_selected(self, replica: str) -> None:
-        """Send it to this replica, and take it back from the one before; from any event loop.
+        """Send it to this replica and withdraw it from the one before; from any event loop.
 
-        Serve's router runs on another loop outside of throughput mode, where a hand-over would
-        cost what the head start gains: there is none then.
+        Outside of throughput mode Serve's router runs on another loop, where the hand-over would
+        cost what the early submit saves: none is sent then.
         """
         if self._ended or replica == self._replica or asyncio.get_running_loop() is not self._loop:
             return
@@ -34,11 +34,11 @@ class EarlySubmitter:
             self._replica = replica
 
     def __enter__(self) -> "EarlySubmitter":
-        """Nothing is sent yet."""
+        """Return itself."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """The call ended; one that did not return an answer wants none any more."""
+        """The call ended; withdraw the request if it failed."""
         self._ended = True
         if kind is not None:
             self._withdraw()

@@ -1,4 +1,4 @@
-"""What all routes need of the engine behind them: its description, its text, calls to it."""
+"""The engine as the routes use it: its description, its tokenizer, calls to it."""
 
 import asyncio
 import logging
@@ -104,9 +104,9 @@ class GenerationJob:
 
     def detokenizers(self, text: ModelTokenizer) -> list[DetokenizerState]:
         """One for each sequence."""
-        return [self._transcript(text, sequence) for sequence in self.request.sequences]
+        return [self._detokenizer(text, sequence) for sequence in self.request.sequences]
 
-    def _transcript(self, text: ModelTokenizer, sequence: SequenceRequest) -> DetokenizerState:
+    def _detokenizer(self, text: ModelTokenizer, sequence: SequenceRequest) -> DetokenizerState:
         silent = frozenset(sequence.stopping.stop_token_ids)
         hidden = text.hidden(self.stops, silent, self.visible_special_tokens)
         return DetokenizerState(
@@ -123,7 +123,7 @@ class EngineClient:
     def __init__(
         self,
         driver: Driver,
-        mailbox: RequestInboxes,
+        inboxes: RequestInboxes,
         reply_to: Callable[[], ReplyAddress],
         settings: IngressSettings,
     ) -> None:
@@ -135,7 +135,7 @@ class EngineClient:
         self.templates = ChatTemplates(settings.clock)
         self.adapter_templates = AdapterTemplates(driver, settings.clock)
         self._driver = driver
-        self._inboxes = mailbox
+        self._inboxes = inboxes
         self._reply_to = reply_to
         self._refreshing = asyncio.Lock()
         self._refreshed_at = float("-inf")

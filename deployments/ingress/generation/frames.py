@@ -1,4 +1,4 @@
-"""Where token frames meet the requests that they belong to.
+"""Delivers token frames to the requests that they belong to.
 
 Everything here runs on the ingress replica's event loop: the socket server must call
 `RequestInboxes.deliver` there. Memory is bounded by the completion: each token is kept once.
@@ -36,7 +36,7 @@ class SequenceUpdate:
 
 
 class _Channel:
-    """Tokens of one sequence that nobody has taken yet, in order, each once."""
+    """Tokens of one sequence that were not taken yet, in order, each once."""
 
     __slots__ = ("early", "length", "logprobs", "tokens")
 
@@ -47,7 +47,7 @@ class _Channel:
         self.early: dict[int, TokenRun] = {}
 
     def put(self, run: TokenRun) -> bool:
-        """Take a run; one beyond a gap waits for what is missing. Whether there is news."""
+        """Add a run; one beyond a gap waits for the gap's. Whether there are new tokens."""
         if run.start > self.length:
             self.early[run.start] = run
             return False
@@ -64,7 +64,7 @@ class _Channel:
         self.early.clear()
 
     def take(self) -> tuple[list[int], list[TokenLogprobs] | None]:
-        """Hand over what is waiting."""
+        """Return and clear the waiting tokens."""
         taken = self.tokens, self.logprobs
         self.tokens, self.logprobs = [], None
         return taken
@@ -86,7 +86,6 @@ class RequestInbox:
     """All sequences of one request; frames fill it, the completion repairs and closes it."""
 
     def __init__(self, num_sequences: int) -> None:
-        """Open, and empty."""
         self._channels = [_Channel() for _ in range(num_sequences)]
         self._touched: dict[int, None] = {}
         self._updated = False
@@ -95,7 +94,7 @@ class RequestInbox:
         self._failure: BaseException | None = None
 
     def deliver(self, run: TokenRun) -> None:
-        """A run from a frame; nonsense is ignored, for the completion is the truth."""
+        """Add a run from a frame. Invalid runs are ignored: the completion has all tokens."""
         if not 0 <= run.index < len(self._channels) or self._completion is not None:
             return
         if self._channels[run.index].put(run):
@@ -110,12 +109,12 @@ class RequestInbox:
         self._announce()
 
     def fail(self, failure: BaseException) -> None:
-        """The unary call raised; whoever waits gets the exception."""
+        """The unary call raised; `take` raises the exception."""
         self._failure = failure
         self._announce()
 
     async def take(self) -> list[SequenceUpdate]:
-        """Wait for news and take all of it; empty once everything was taken. One taker only."""
+        """Wait for updates and return all; empty once everything was taken. One caller only."""
         if not self._updated:
             # An asyncio.Event asks for its loop at every wait, under a lock of all loops.
             self._waiter = asyncio.get_running_loop().create_future()
@@ -143,7 +142,6 @@ class RequestInboxes:
     """The open inboxes of an ingress replica, by request id."""
 
     def __init__(self) -> None:
-        """No request yet."""
         self._inboxes: dict[str, RequestInbox] = {}
 
     def open(self, request_id: str, num_sequences: int, listen: bool = True) -> RequestInbox:

@@ -1,4 +1,4 @@
-"""Every request in the metrics once: when it ended well, failed, or was left by its client."""
+"""Counts every request once in the metrics: it ended well, failed, or its client left."""
 
 import asyncio
 import logging
@@ -18,10 +18,9 @@ logger = logging.getLogger("loray.ingress")
 
 
 class RequestObserver:
-    """One request from its call of the driver on."""
+    """Times and counts one request from its call of the driver on."""
 
     def __init__(self, engine: EngineClient, job: GenerationJob) -> None:
-        """The call begins now."""
         self._metrics = engine.metrics
         self._job = job
         self._submitted = time.monotonic()
@@ -30,7 +29,7 @@ class RequestObserver:
         self._adapter = None if adapter is None else listed_reference(adapter, source)
 
     def ended(self, completion: Completion, generated: int) -> RequestTimes:
-        """The request ended well, after so many tokens; returns where its time went."""
+        """Count a request that ended well after `generated` tokens; returns its times."""
         times = RequestTimes.of(self._job, completion, self._submitted)
         sequences = self._job.request.sequences
         record = RequestRecord(
@@ -69,21 +68,21 @@ def _log_end(adapter: str, record: RequestRecord) -> None:
         "queue_seconds": round(record.queue, 6),
         "first_token_seconds": round(record.first_token, 6),
     }
-    words = "request over %s: %d prompt and %d generated tokens, %.3f s, %.3f of it queued"
-    told = (adapter, record.input_length, record.generated_tokens, record.total, record.queue)
-    logger.info(words, *told, extra=fields)
+    message = "request over %s: %d prompt and %d generated tokens, %.3f s, %.3f of it queued"
+    values = (adapter, record.input_length, record.generated_tokens, record.total, record.queue)
+    logger.info(message, *values, extra=fields)
 
 
 @contextmanager
 def observe(engine: EngineClient, job: GenerationJob) -> Iterator[RequestObserver]:
-    """Watch a request; defects are counted where they are answered."""
-    watch = RequestObserver(engine, job)
+    """Observe a request; internal errors are counted where they are answered."""
+    observer = RequestObserver(engine, job)
     try:
-        yield watch
+        yield observer
     except RequestError as error:
         error.counted = True
-        watch.failed(SPELLINGS[error.kind].metric)
+        observer.failed(SPELLINGS[error.kind].metric)
         raise
     except (ClientGone, asyncio.CancelledError, GeneratorExit):
-        watch.failed("dropped")
+        observer.failed("dropped")
         raise

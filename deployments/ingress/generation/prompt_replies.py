@@ -1,4 +1,4 @@
-"""What clients are told about their prompts' own tokens, in the three shapes that they know."""
+"""Logprobs of prompts' own tokens, in the three shapes that clients know."""
 
 from dataclasses import dataclass
 
@@ -16,9 +16,12 @@ from deployments.ingress.text.tokenizer import ModelTokenizer
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt as text, where that is needed or was given, and as ids.
+    """One prompt.
 
-    starts: where in the text each token begins; None where nobody asks or only ids were given.
+    text: where it is needed or was given.
+    ids: its tokens.
+    starts: where in the text each token begins; None where it is not needed or only ids were
+        given.
     """
 
     text: str
@@ -35,7 +38,7 @@ class PrefillToken(msgspec.Struct):
 
 
 def asking(sequence: SequenceRequest, num_top: int) -> SequenceRequest:
-    """The same sequence, which also tells the logprobs of its prompt's tokens."""
+    """The same sequence, also returning the logprobs of its prompt's tokens."""
     sampling: Sampling = msgspec.structs.replace(sequence.sampling, prompt_logprobs=num_top)
     return msgspec.structs.replace(sequence, sampling=sampling)
 
@@ -75,7 +78,7 @@ def prompt_logprobs_by_id(
 ) -> list[dict[str, object] | None]:
     """vLLM's `prompt_logprobs`: for each token the candidates by id, null for the first."""
     assert choice.prompt_logprobs is not None, "asked for by the job"
-    told: list[dict[str, object] | None] = [None]
+    entries_by_token: list[dict[str, object] | None] = [None]
     for id, found in zip(choice.prompt[1:], choice.prompt_logprobs, strict=True):
         pairs = zip(found.top_ids[:num_top], found.top_logprobs[:num_top], strict=True)
         entries: dict[str, object] = {
@@ -83,8 +86,8 @@ def prompt_logprobs_by_id(
             for rank, (top, value) in enumerate(pairs, 1)
         }
         entries.setdefault(str(id), _candidate(id, found.logprob, None, text))
-        told.append(entries)
-    return told
+        entries_by_token.append(entries)
+    return entries_by_token
 
 
 def _candidate(

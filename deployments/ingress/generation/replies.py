@@ -1,4 +1,4 @@
-"""How both dialects answer: whole, or as a stream whose status waits for the first token."""
+"""Replies of both dialects: whole, or a stream whose status waits for the first token."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
@@ -37,7 +37,7 @@ class Choice(NamedTuple):
 
 
 class RunningCall(NamedTuple):
-    """A call under way, for those who write its stream."""
+    """A running call, for the code that writes its stream."""
 
     call: EngineCall
     detokenizers: list[DetokenizerState]
@@ -67,31 +67,31 @@ async def whole(
     """Run a job to its end and answer with `body` of it and the headers of a whole reply."""
     served = await engine.served()
     job, quota = _admit(request, job)
-    with observe(engine, job) as watch:
+    with observe(engine, job) as observer:
         result = await unless_gone(request.receive, collect(engine, served, job))
         generated = sum(choice.num_tokens for choice in result.choices)
         quota.take_tokens(generated)
-        times = watch.ended(result.completion, generated)
+        times = observer.ended(result.completion, generated)
     headers = reply_headers(served.info, job, times, generated)
     return json_response(body(result), headers=headers)
 
 
 async def collect(engine: EngineClient, served: ServedModel, job: GenerationJob) -> FinishedCall:
     """Run a job to its end."""
-    transcripts = job.detokenizers(served.tokenizer)
-    gathered: list[list[Event]] = [[] for _ in transcripts]
+    detokenizers = job.detokenizers(served.tokenizer)
+    gathered: list[list[Event]] = [[] for _ in detokenizers]
     async with engine.call(job, streams=False) as call:
-        async for batch in events(call, transcripts):
+        async for batch in events(call, detokenizers):
             for event in batch:
                 gathered[event.sequence].append(event)
     assert call.completion is not None, "the events ended before the call"
     outcomes = call.completion.sequences
-    # A prompt is told about once, with the first of its choices.
-    told = [outcomes[i - i % job.choices].prompt_logprobs for i in range(len(outcomes))]
+    # A prompt's logprobs come once, with the first of its choices.
+    prompt_logprobs = [outcomes[i - i % job.choices].prompt_logprobs for i in range(len(outcomes))]
     choices = [
-        _choice(parts, transcript.num_tokens)._replace(prompt=sequence.prompt, prompt_logprobs=own)
-        for parts, transcript, sequence, own in zip(
-            gathered, transcripts, job.request.sequences, told, strict=True
+        _choice(parts, detokenizer.num_tokens)._replace(prompt=sequence.prompt, prompt_logprobs=own)
+        for parts, detokenizer, sequence, own in zip(
+            gathered, detokenizers, job.request.sequences, prompt_logprobs, strict=True
         )
     ]
     return FinishedCall(choices, call.completion)
@@ -156,17 +156,17 @@ async def _late(
 async def _within_call(
     engine: EngineClient, job: GenerationJob, running: RunningCall, chunks: Chunks, quota: Quota
 ) -> AsyncGenerator[bytes, None]:
-    with observe(engine, job) as watch:
+    with observe(engine, job) as observer:
         try:
             async with running.call:
                 async for chunk in chunks(running):
                     yield chunk
         finally:
-            # Who leaves in the middle has had these tokens all the same.
-            generated = sum(transcript.num_tokens for transcript in running.detokenizers)
+            # A client that leaves in the middle pays for the tokens so far.
+            generated = sum(detokenizer.num_tokens for detokenizer in running.detokenizers)
             quota.take_tokens(generated)
         assert running.call.completion is not None, "the events ended before the call"
-        watch.ended(running.call.completion, generated)
+        observer.ended(running.call.completion, generated)
 
 
 def _admit(request: Request, job: GenerationJob) -> tuple[GenerationJob, Quota]:
@@ -179,10 +179,10 @@ def _admit(request: Request, job: GenerationJob) -> tuple[GenerationJob, Quota]:
     grant.quota.admit_tokens()
     prompts = job.request.sequences[:: job.choices]
     grant.quota.take_tokens(sum(len(sequence.prompt) for sequence in prompts))
-    asked = msgspec.structs.replace(
+    granted = msgspec.structs.replace(
         job.request,
         allowed=grant.patterns,
         payer=grant.name,
         cache_salt=grant.cache_salt(job.cache_salt),
     )
-    return replace(job, request=asked), grant.quota
+    return replace(job, request=granted), grant.quota

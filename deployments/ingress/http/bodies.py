@@ -1,4 +1,4 @@
-"""Limits on what a client may send, for parsing a body holds up everybody else."""
+"""Limits on requests, checked before parsing, which blocks the event loop."""
 
 import asyncio
 from itertools import accumulate, compress, islice
@@ -21,33 +21,31 @@ _WITHOUT_BODY = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 class HeadAsGet:
-    """Lets HEAD ask for whatever GET may, as LoRAX does: balancers and people look by it.
+    """Answers HEAD wherever GET is served, as LoRAX does: load balancers use it.
 
-    The HTTP server leaves the body out by itself: it goes by the method that it read.
+    The HTTP server drops the body: it goes by the method that it read.
     """
 
     def __init__(self, app: ASGIApp) -> None:
-        """Stand before `app`."""
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass it on, by another name."""
+        """Pass a HEAD on as a GET."""
         if scope["type"] == "http" and scope["method"] == "HEAD":
             scope = {**scope, "method": "GET"}
         await self._app(scope, receive, send)
 
 
 class HeaderLimit:
-    """Answers 431 to a request whose address and headers are too many or too long."""
+    """Answers 431 to a request with too many headers, or too long an address and headers."""
 
     def __init__(self, app: ASGIApp, max_bytes: int, max_headers: int) -> None:
-        """Stand before `app`."""
         self._app = app
         self._max_bytes = max_bytes
         self._max_headers = max_headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Count, and let it pass or answer."""
+        """Check the size, and pass the request on or answer it."""
         if scope["type"] == "http" and not self._fits(scope):
             message = (
                 f"at most {self._max_headers} headers and {self._max_bytes} bytes of address and "
@@ -83,7 +81,7 @@ class BodyLimit:
         self._seconds = seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Hand the body on in one piece."""
+        """Pass the body on in one piece, or refuse it."""
         if scope["type"] != "http" or scope["method"] in _WITHOUT_BODY:
             await self._app(scope, receive, send)
             return
@@ -105,7 +103,7 @@ class BodyLimit:
             await refusal(scope, receive, send)
 
     async def _read(self, receive: Receive) -> bytes | None:
-        """The body, or as much of it as is too much; None when the client has left."""
+        """The body, cut after max_bytes; None when the client has left."""
         body = bytearray()
         while len(body) <= self._max_bytes:
             message = await receive()
@@ -120,7 +118,7 @@ class BodyLimit:
         if len(body) > self._max_bytes:
             return status_response(request, 413, f"the body is longer than {self._max_bytes} bytes")
         if b"\0" in body:
-            # JSON in UTF-16 has some, and its other bytes would be taken for brackets and quotes.
+            # UTF-16 has zero bytes, and its other bytes would pass for brackets and quotes.
             return error_response(request, invalid("the body must be JSON in UTF-8"))
         # Most bodies have so few brackets, in strings or outside, that they break neither limit.
         if body.count(b"[") + body.count(b"{") <= min(self._max_depth, self._max_objects):
@@ -140,7 +138,7 @@ class BodyLimit:
 
 
 def _replaying(body: bytes, receive: Receive) -> Receive:
-    """A receive that gives the body first, then whatever comes."""
+    """A receive that returns the body first, then later messages."""
     given = False
 
     async def replay() -> Message:

@@ -1,4 +1,4 @@
-"""An error as a response, in the dialect of the route that was asked."""
+"""Errors as responses, in the dialect of the request's route."""
 
 from collections.abc import Mapping
 
@@ -23,7 +23,7 @@ _GENERATING = frozenset({"/", "/generate", "/generate_stream", "/invocations",
 
 
 def error_response(request: Request, error: RequestError, status: int | None = None) -> Response:
-    """The error's status, body and headers; it is counted unless that was done."""
+    """The error's status, body and headers; it is counted once."""
     _count(request, error)
     row = SPELLINGS[error.kind]
     openai = speaks_openai(request)

@@ -15,7 +15,6 @@ class Page:
     """The playground with the headers that keep it from asking anybody but this server."""
 
     def __init__(self) -> None:
-        """Read it once."""
         self._text = (
             files("deployments.ingress.pages").joinpath("playground.html").read_text("utf-8")
         )

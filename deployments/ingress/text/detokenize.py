@@ -118,7 +118,6 @@ class _Tidied:
     """transformers' `clean_up_tokenization` over text that comes in pieces."""
 
     def __init__(self) -> None:
-        """Nothing is held yet."""
         self._stages = [_Replaced(*pair) for pair in _TIDIED]
 
     def push(self, text: str) -> str:
@@ -139,7 +138,6 @@ class _Replaced:
     """`str.replace` over text that comes in pieces."""
 
     def __init__(self, old: str, new: str) -> None:
-        """`old` is not empty."""
         self._old = old
         self._new = new
         self._held = ""

@@ -1,4 +1,4 @@
-"""One sequence on its way from tokens to the text that its client may see."""
+"""One sequence's state between its tokens and the text that its client sees."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -32,7 +32,6 @@ class DetokenizerState:
         per_token: bool,
         hidden: Mapping[int, str] | None = None,
     ) -> None:
-        """Nothing seen yet."""
         self._stream = stream
         self._stops = stops
         self._per_token = per_token
@@ -53,8 +52,8 @@ class DetokenizerState:
         if not self._per_token:
             return [self._piece(tokens, None)]
         pieces = []
-        for place, token in enumerate(tokens):
-            pieces.append(self._piece((token,), logprobs[place] if logprobs else None))
+        for index, token in enumerate(tokens):
+            pieces.append(self._piece((token,), logprobs[index] if logprobs else None))
             if self._stops.matched:
                 break
         return pieces

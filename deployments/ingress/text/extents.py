@@ -1,4 +1,4 @@
-"""How much text so many tokens may stand for: what is longer cannot fit, and need not be read."""
+"""How many characters so many tokens can stand for: a longer text cannot fit, and is not read."""
 
 import json
 from collections.abc import Iterator, Mapping

@@ -127,22 +127,22 @@ class ModelTokenizer:
         return stream.push(ids) + stream.flush()
 
     def stream(
-        self, silent: frozenset[int] = frozenset(), spoken: frozenset[int] = frozenset()
+        self, silent: frozenset[int] = frozenset(), visible: frozenset[int] = frozenset()
     ) -> TextStream:
         """An incremental decoder for one sequence.
 
-        `silent` ids have no text; `spoken` ones have, though their tokens are special.
+        `silent` ids have no text; `visible` ones have, though their tokens are special.
         """
-        return TextStream(self._spelling, silent | (self._hidden_ids - spoken), self._tidies)
+        return TextStream(self._spelling, silent | (self._hidden_ids - visible), self._tidies)
 
     def hidden(
-        self, stops: Sequence[str], silent: frozenset[int], spoken: frozenset[int]
+        self, stops: Sequence[str], silent: frozenset[int], visible: frozenset[int]
     ) -> dict[int, str]:
         """Contents of the special tokens that have no text, if a stop string holds one of them.
 
-        silent and spoken as in `stream`; silent ones end the sequence anyway.
+        silent and visible as in `stream`; silent ones end the sequence anyway.
         """
-        words = {id: self._added[id] for id in self._hidden_ids - spoken - silent}
+        words = {id: self._added[id] for id in self._hidden_ids - visible - silent}
         held = any(word in stop for stop in stops for word in words.values() if word)
         return words if held else {}
 
