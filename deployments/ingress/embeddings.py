@@ -94,8 +94,8 @@ class EmbeddingsBody(BaseModel):
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """Whose embeddings are wanted, by whom."""
+class _Parsed:
+    """Either route's request: token ids of the inputs, and what they run under."""
 
     inputs: Sequence[list[int]]
     characters: int
@@ -112,7 +112,7 @@ def routes(engine: EngineClient) -> APIRouter:
 
     @router.post("/v1/embeddings")
     async def embeddings(request: Request, body: EmbeddingsBody) -> Response:
-        asked = await _of_openai(request, body, engine)
+        parsed = await _of_openai(request, body, engine)
         config = EmbeddingsConfig(
             pooling=Pooling(body.pooling or defaults.pooling),
             normalize=defaults.normalize if body.normalize is None else body.normalize,
@@ -120,23 +120,23 @@ def routes(engine: EngineClient) -> APIRouter:
 
         def complete(result: FinishedCall) -> object:
             vectors = _vectors(result.completion, config)
-            return _reply(body, vectors, sum(len(ids) for ids in asked.inputs))
+            return _reply(body, vectors, sum(len(ids) for ids in parsed.inputs))
 
-        return await whole(request, engine, _job(asked, config), complete)
+        return await whole(request, engine, _job(parsed, config), complete)
 
     @router.post("/embed")
     async def embed(request: Request, body: GenerateRequestBody) -> Response:
-        asked = await _of_lorax(request, body, engine)
+        parsed = await _of_lorax(request, body, engine)
 
         def complete(result: FinishedCall) -> EmbedReply:
             return {"embeddings": _vectors(result.completion, defaults)[0]}
 
-        return await whole(request, engine, _job(asked, defaults), complete)
+        return await whole(request, engine, _job(parsed, defaults), complete)
 
     return router
 
 
-async def _of_openai(request: Request, body: EmbeddingsBody, engine: EngineClient) -> _Asked:
+async def _of_openai(request: Request, body: EmbeddingsBody, engine: EngineClient) -> _Parsed:
     started = time.monotonic()
     _check(body, engine.settings)
     info, text = await engine.served()
@@ -145,7 +145,7 @@ async def _of_openai(request: Request, body: EmbeddingsBody, engine: EngineClien
         if isinstance(given, str):
             text.check_length(given, limit)
     token = body.parameters.api_token if body.parameters is not None else None
-    return _Asked(
+    return _Parsed(
         inputs=[_checked(await _ids(given, text, limit), info) for given in body.input],
         characters=sum(len(given) for given in body.input if isinstance(given, str)),
         adapter=_adapter_of(body, info, engine.settings.default_source),
@@ -177,7 +177,7 @@ def _adapter_by(
     return requested_adapter(given.adapter_id or "", given.merged_adapters, info, default_source)
 
 
-async def _of_lorax(request: Request, body: GenerateRequestBody, engine: EngineClient) -> _Asked:
+async def _of_lorax(request: Request, body: GenerateRequestBody, engine: EngineClient) -> _Parsed:
     """The adapter is chosen as for /generate; parameters of sampling change nothing."""
     started, given = time.monotonic(), body.settled
     info, text = await engine.served()
@@ -186,7 +186,7 @@ async def _of_lorax(request: Request, body: GenerateRequestBody, engine: EngineC
     ids = await text.encode(body.inputs, limit=limit) if body.inputs else []
     check_known(ids, info)
     check_lengths(len(ids), 0, info)
-    return _Asked(
+    return _Parsed(
         inputs=[ids],
         characters=len(body.inputs),
         adapter=adapter,
@@ -234,23 +234,23 @@ def _checked(ids: list[int], info: EngineInfo) -> list[int]:
     return ids
 
 
-def _job(asked: _Asked, config: EmbeddingsConfig) -> GenerationJob:
+def _job(parsed: _Parsed, config: EmbeddingsConfig) -> GenerationJob:
     """The driver's request: sequences that generate nothing."""
     sampling, stopping = Sampling(pooling=config.pooling), Stopping(0)
     request = GenerateRequest(
         id=f"emb-{uuid.uuid4().hex}",
-        sequences=[SequenceRequest(ids, sampling, stopping) for ids in asked.inputs],
-        adapter=asked.adapter,
-        api_token=asked.api_token,
+        sequences=[SequenceRequest(ids, sampling, stopping) for ids in parsed.inputs],
+        adapter=parsed.adapter,
+        api_token=parsed.api_token,
     )
     return GenerationJob(
         request=request,
         stops=(),
         keep_stops=False,
         per_token=False,
-        characters=asked.characters,
-        cache_salt=asked.cache_salt,
-        started=asked.started,
+        characters=parsed.characters,
+        cache_salt=parsed.cache_salt,
+        started=parsed.started,
     )
 
 

@@ -61,7 +61,7 @@ class Constrainable(BaseModel):
     guided_grammar: Unicode | None = None
 
     async def constraint(self) -> Constraint:
-        """What the answer must fit; refuses more than one wish."""
+        """What the answer must fit; refuses more than one."""
         fields = (self.response_format, self.structured_outputs, self.guided_json,
                   self.guided_regex, self.guided_choice, self.guided_grammar)  # fmt: skip
         if all(field is None for field in fields):
@@ -70,7 +70,7 @@ class Constrainable(BaseModel):
         return await asyncio.to_thread(self._constraint)
 
     def _constraint(self) -> Constraint:
-        asked = [
+        constraints = [
             self.response_format.constraint if self.response_format else UNCONSTRAINED,
             self.structured_outputs.constraint if self.structured_outputs else UNCONSTRAINED,
             _json("guided_json", self.guided_json),
@@ -78,11 +78,11 @@ class Constrainable(BaseModel):
             _choice("guided_choice", self.guided_choice or None),
             _grammar("guided_grammar", self.guided_grammar),
         ]
-        wishes = [one for one in asked if one]
-        if len(wishes) > 1:
-            first, second = wishes[0].param, wishes[1].param
+        given = [one for one in constraints if one]
+        if len(given) > 1:
+            first, second = given[0].param, given[1].param
             raise invalid(f"`{first}` cannot be combined with `{second}`", second)
-        return wishes[0] if wishes else UNCONSTRAINED
+        return given[0] if given else UNCONSTRAINED
 
 
 def lark_string(text: str) -> str:
@@ -90,8 +90,8 @@ def lark_string(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _only(param: str, asked: Sequence[Constraint]) -> Constraint:
-    given = [one for one in asked if one]
+def _only(param: str, constraints: Sequence[Constraint]) -> Constraint:
+    given = [one for one in constraints if one]
     if len(given) != 1:
         ways = "json, regex, choice, grammar, json_object"
         raise invalid(f"`{param}` needs exactly one of {ways}; {len(given)} are given", param)
