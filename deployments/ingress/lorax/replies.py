@@ -18,7 +18,7 @@ from deployments.ingress.text.tokenizer import ModelTokenizer
 
 
 class Alternative(msgspec.Struct):
-    """One token that could have stood there."""
+    """One of the likeliest tokens at a position."""
 
     id: int
     text: str
@@ -26,7 +26,7 @@ class Alternative(msgspec.Struct):
 
 
 class Token(msgspec.Struct):
-    """One generated token as LoRAX shows it; alternatives only where the client asked."""
+    """One generated token as LoRAX shows it; alternatives only where the request wants them."""
 
     id: int
     text: str
@@ -58,7 +58,7 @@ class OtherSequence(msgspec.Struct):
 
 
 class Details(StreamDetails, kw_only=True):
-    """Details of a whole reply; the other sequences only where the client asked for several."""
+    """Details of a whole reply; the other sequences only where the request wants several."""
 
     tokens: list[Token]
     prefill: list[PrefillToken] = []
@@ -66,7 +66,7 @@ class Details(StreamDetails, kw_only=True):
 
 
 class GenerateReply(TypedDict):
-    """A whole answer; details where they were asked for."""
+    """A whole answer; details only where the request wants them."""
 
     generated_text: str
     details: NotRequired[Details]
@@ -84,9 +84,12 @@ class LoraxWriter:
     """Writes the reply to one native request."""
 
     def __init__(
-        self, body: GenerateRequestBody, sequences: Sequence[SequenceRequest], text: ModelTokenizer
+        self,
+        body: GenerateRequestBody,
+        sequences: Sequence[SequenceRequest],
+        tokenizer: ModelTokenizer,
     ) -> None:
-        """`sequences` are what the driver was asked for, one unless best_of asked for more."""
+        """sequences: those of the driver's request, one unless best_of is more."""
         first = sequences[0]
         self._prefix = body.inputs if body.settled.return_full_text else ""
         self._details = body.settled.details
@@ -95,7 +98,7 @@ class LoraxWriter:
         self._stopping = first.stopping
         drawn = first.sampling.temperature > 0
         self._seeds = [each.sampling.seed if drawn else None for each in sequences]
-        self._token_writer = _Speller(text, first.sampling.logprobs > 0)
+        self._token_writer = _TokenWriter(tokenizer, first.sampling.logprobs > 0)
 
     def body(self, result: FinishedCall) -> GenerateReply:
         """A whole reply: the best sequence, and the others in its details."""
@@ -130,8 +133,8 @@ class LoraxWriter:
 
     async def chunks(self, running: RunningCall) -> AsyncGenerator[bytes, None]:
         """One event a token; a token that may be the last waits for its sequence's end."""
-        spell = self._token_writer
-        transcript = running.detokenizers[0]
+        writer = self._token_writer
+        detokenizer = running.detokenizers[0]
         held: list[TextPiece] = []
         shown: list[str] = []
         async for batch in running.events():
@@ -139,14 +142,14 @@ class LoraxWriter:
             pieces = held + event.pieces
             shown.append(event.text)
             if event.reason is not None:
-                *others, last = spell.tokens(pieces, event.rest) or [_NO_TOKEN]
-                ending = self._ending(last, "".join(shown), event.reason, transcript.num_tokens)
+                *others, last = writer.tokens(pieces, event.rest) or [_NO_TOKEN]
+                ending = self._ending(last, "".join(shown), event.reason, detokenizer.num_tokens)
                 yield b"".join([data(StreamEvent(token)) for token in others]) + data(ending)
                 continue
-            sendable = len(pieces) - self._may_end(pieces[-1], transcript.num_tokens)
+            sendable = len(pieces) - self._may_end(pieces[-1], detokenizer.num_tokens)
             pieces, held = pieces[:sendable], pieces[sendable:]
             if pieces:
-                yield b"".join([data(StreamEvent(spell.token(piece))) for piece in pieces])
+                yield b"".join([data(StreamEvent(writer.token(piece))) for piece in pieces])
 
     def _may_end(self, last: TextPiece, num_tokens: int) -> bool:
         """Whether the driver may end the sequence with this token."""
@@ -160,15 +163,15 @@ class LoraxWriter:
         return StreamEvent(token, self._prefix + text, details if self._details else None)
 
 
-# Stands for a last token that is out already when its sequence turns out to have ended.
+# For the last event when its last token was sent before the sequence was known to have ended.
 _NO_TOKEN = Token(id=0, text="", logprob=0.0, special=True)
 
 
-class _Speller:
-    """From pieces to tokens as LoRAX shows them."""
+class _TokenWriter:
+    """Makes LoRAX's tokens of pieces."""
 
-    def __init__(self, text: ModelTokenizer, alternatives: bool) -> None:
-        self.tokenizer = text
+    def __init__(self, tokenizer: ModelTokenizer, alternatives: bool) -> None:
+        self.tokenizer = tokenizer
         self._alternatives = alternatives
 
     def token(self, piece: TextPiece) -> Token:

@@ -42,7 +42,7 @@ from deployments.ingress.text.tokenizer import Slice
 
 
 class TextSlice(TypedDict):
-    """A token and its place in the text, in characters."""
+    """A token and its offsets in the text, in characters."""
 
     id: int
     text: str
@@ -89,9 +89,9 @@ def routes(engine: EngineClient) -> APIRouter:
 
     @router.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> Response:
-        info, text = await engine.served()
+        info, tokenizer = await engine.served()
         check_characters(body.inputs, info)
-        slices = await text.slices(body.inputs, body.add_special_tokens)
+        slices = await tokenizer.slices(body.inputs, body.add_special_tokens)
         return await asyncio.to_thread(_tokens, slices)
 
     @router.get("/info")
@@ -133,30 +133,30 @@ async def _job(
     started = time.monotonic()
     given = body.settled
     check(body.inputs, given, engine.settings, streams)
-    info, text = await engine.served()
+    info, tokenizer = await engine.served()
     limit = input_limit(given, info)
     if limit is None:
         check_characters(body.inputs, info)
-    ids = truncated(await text.encode(body.inputs, limit=limit), given, info)
+    ids = truncated(await tokenizer.encode(body.inputs, limit=limit), given, info)
     check_known(ids, info)
     stopping = Stopping(
         max_new_tokens=check_lengths(len(ids), given.max_new_tokens, info),
         stop_token_ids=stop_ids(info, given.ignore_eos_token),
     )
-    wished = given.response_format
-    asked = wished.constraint if wished is not None else UNCONSTRAINED
-    asked = await engine.compiler.compiled(asked, info)
-    check_endings(asked, given.ignore_eos_token, 0)
+    format = given.response_format
+    constraint = format.constraint if format is not None else UNCONSTRAINED
+    constraint = await engine.compiler.compiled(constraint, info)
+    check_endings(constraint, given.ignore_eos_token, 0)
     seed = secrets.randbits(63) if given.seed is None else given.seed
-    told_apart = streams or given.detailed
-    logprobs = given.return_k_alternatives or 0 if told_apart else -1
+    per_token = streams or given.detailed
+    logprobs = given.return_k_alternatives or 0 if per_token else -1
     choices = given.best_of or 1
     if choices > 1:
         logprobs = max(0, logprobs)
     sequences = [
         SequenceRequest(
             ids,
-            sampling(given, spread_seed(seed, choice), logprobs, asked.json_schema),
+            sampling(given, spread_seed(seed, choice), logprobs, constraint.json_schema),
             stopping,
         )
         for choice in range(choices)
@@ -172,7 +172,7 @@ async def _job(
         ),
         stops=given.stop,
         keep_stops=True,
-        per_token=told_apart,
+        per_token=per_token,
         characters=len(body.inputs),
         choices=choices,
         started=started,
@@ -182,7 +182,7 @@ async def _job(
 def _adapter(
     given: GenerateParameters, info: EngineInfo, default_source: AdapterSource
 ) -> AdapterReference | None:
-    """The adapter or the merge that is asked for, None for the base model."""
+    """The adapter or the merge that the request names, None for the base model."""
     source = parse_source(given.adapter_source) if given.adapter_source else default_source
     return requested_adapter(given.adapter_id or "", given.merged_adapters, info, source)
 

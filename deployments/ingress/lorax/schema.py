@@ -18,7 +18,7 @@ _Range = tuple[Callable[[float], bool], str]
 
 _POSITIVE: _Range = (lambda value: value > 0, "strictly positive")
 _PENALTY: _Range = (lambda value: -2 <= value <= 2, ">= -2.0 and <= 2.0")
-# The words say "< 1.0" where 1.0 is accepted: LoRAX's own, which its users match.
+# LoRAX's own text says "< 1.0" and accepts 1.0; its users match the text.
 _FRACTION: _Range = (lambda value: 0 < value <= 1, "> 0.0 and < 1.0")
 
 _RANGES: Mapping[str, _Range] = {
@@ -170,7 +170,7 @@ def truncated(ids: list[int], given: GenerateParameters, info: EngineInfo) -> li
 
 
 def check_lengths(num_input: int, max_new_tokens: int | None, info: EngineInfo) -> int:
-    """How many tokens may be generated: as asked, else all that is left."""
+    """How many tokens may be generated: as requested, else all that is left."""
     left = info.max_total_tokens - num_input
     wanted = max_new_tokens if max_new_tokens is not None else max(1, left)
     if wanted > left:
@@ -188,7 +188,7 @@ def check_lengths(num_input: int, max_new_tokens: int | None, info: EngineInfo) 
 
 
 def sampled(given: GenerateParameters) -> bool:
-    """Whether tokens are drawn: temperature 0 never, else if anything but the defaults asks."""
+    """Whether tokens are drawn: if any parameter is no default, but never at temperature 0."""
     if given.temperature == 0:
         return False
     warped = given.temperature not in (None, 1.0) or given.top_k is not None
@@ -197,7 +197,7 @@ def sampled(given: GenerateParameters) -> bool:
 
 
 def sampling(given: GenerateParameters, seed: int, logprobs: int, schema: str) -> Sampling:
-    """The driver's words for these parameters; logprobs and schema as in Sampling."""
+    """These parameters as the driver takes them; logprobs and schema as in Sampling."""
     drawn = sampled(given)
     return Sampling(
         temperature=_or(given.temperature, 1.0) if drawn else 0.0,
@@ -236,14 +236,14 @@ def _check_best_of(given: GenerateParameters, settings: IngressSettings, streams
         raise invalid(f"`best_of` must be > 0 and <= {settings.max_best_of}. Given: {best_of}")
     if streams and best_of != 1:
         raise invalid("`best_of` != 1 is not supported when streaming tokens")
-    chosen = (given.temperature, given.top_k, given.top_p, given.typical_p)
-    if best_of > 1 and not given.do_sample and all(value is None for value in chosen):
+    shaping = (given.temperature, given.top_k, given.top_p, given.typical_p)
+    if best_of > 1 and not given.do_sample and all(value is None for value in shaping):
         raise invalid("you must use sampling when `best_of` is > 1")
 
 
 def _check_ranges(given: GenerateParameters) -> None:
     """Rules 5 to 9: the first parameter out of its range, in LoRAX's order."""
-    for name, (holds, words) in _RANGES.items():
+    for name, (holds, range) in _RANGES.items():
         value = getattr(given, name)
         if value is not None and not holds(value):
-            raise invalid(f"`{name}` must be {words}")
+            raise invalid(f"`{name}` must be {range}")

@@ -1,4 +1,4 @@
-"""From a chat, its tools and its format to what the driver is asked."""
+"""A chat, its tools and its format as a job for the driver."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -39,18 +39,22 @@ async def chat(
     """A checked body as a job."""
     toolbox = body.toolbox
     template = await _template(body, engine, served, caller, toolbox is not None)
-    means = tooling(toolbox, template, engine.settings.tool_parser)
-    words = served.tokenizer.added(means.format.markers) if means is not None else {}
-    asked = await engine.compiler.compiled(await _asked(body, means, words), served.info)
-    rendered = await template.render(conversation(body, means, template))
+    tool_format = tooling(toolbox, template, engine.settings.tool_parser)
+    marker_ids = (
+        served.tokenizer.added(tool_format.format.markers) if tool_format is not None else {}
+    )
+    constraint = await engine.compiler.compiled(
+        await _constraint(body, tool_format, marker_ids), served.info
+    )
+    rendered = await template.render(conversation(body, tool_format, template))
     # The template has written all special tokens.
     limit = prompt_limit(served.info, "messages")
     ids = await served.tokenizer.encode(rendered, bool(body.add_special_tokens), limit)
     prompt = Prompt(rendered, ids)
-    job = job_of(body, [prompt], served, engine.settings, caller, asked)
-    if means is not None:
-        job = replace(job, visible_special_tokens=frozenset(words.values()))
-    return ChatJob(job, means)
+    job = job_of(body, [prompt], served, engine.settings, caller, constraint)
+    if tool_format is not None:
+        job = replace(job, visible_special_tokens=frozenset(marker_ids.values()))
+    return ChatJob(job, tool_format)
 
 
 async def _template(
@@ -68,13 +72,15 @@ async def _template(
     return engine.templates.select(model, own, name, with_tools, body.chat_template)
 
 
-async def _asked(body: ChatBody, means: ToolFormat | None, words: Mapping[str, int]) -> Constraint:
+async def _constraint(
+    body: ChatBody, tool_format: ToolFormat | None, marker_ids: Mapping[str, int]
+) -> Constraint:
     """What the answer must fit: the format, calls, or either."""
-    asked = await body.constraint()
-    if means is None:
-        return asked
-    toolbox = means.toolbox
-    if asked and (toolbox.forced or not asked.json_schema):
+    constraint = await body.constraint()
+    if tool_format is None:
+        return constraint
+    toolbox = tool_format.toolbox
+    if constraint and (toolbox.forced or not constraint.json_schema):
         cannot = "tools that must be called" if toolbox.forced else "tools: only JSON can"
-        raise invalid(f"`{asked.param}` cannot be combined with {cannot}", asked.param)
-    return calls_constraint(toolbox, means.format, words, asked.json_schema)
+        raise invalid(f"`{constraint.param}` cannot be combined with {cannot}", constraint.param)
+    return calls_constraint(toolbox, tool_format.format, marker_ids, constraint.json_schema)

@@ -1,4 +1,4 @@
-"""From OpenAI's requests to what the driver is asked: checks, sampling, stopping."""
+"""OpenAI's requests as jobs for the driver: checks, sampling, stopping."""
 
 import secrets
 import time
@@ -32,7 +32,11 @@ Body = CompletionBody | ChatBody
 
 @dataclass(frozen=True)
 class Caller:
-    """Who asked, when, and what an API key permits."""
+    """The caller of one request.
+
+    token: the bearer token. started: when the request came, in seconds of a monotonic clock.
+    grant: what its API key permits, where the route needs that.
+    """
 
     token: str | None
     started: float = field(default_factory=time.monotonic)
@@ -56,7 +60,7 @@ def check(body: Body, settings: IngressSettings) -> None:
     _check_logprobs(body, settings)
     if body.stream_options is not None and not body.stream:
         raise invalid("`stream_options` is only for streams", "stream_options")
-    _check_told(body, settings)
+    _check_prompt_logprobs(body, settings)
     if isinstance(body, CompletionBody):
         _check_prompts(body, settings)
 
@@ -84,19 +88,19 @@ def _check_logprobs(body: Body, settings: IngressSettings) -> None:
         raise invalid("`top_logprobs` needs `logprobs` to be true", "top_logprobs")
 
 
-def _check_told(body: Body, settings: IngressSettings) -> None:
-    """Refuse what cannot be told about prompts, and the asking of nothing at all."""
-    told = body.told_about_prompt
+def _check_prompt_logprobs(body: Body, settings: IngressSettings) -> None:
+    """Refuse prompt logprobs that cannot be had, and requests for no token at all."""
+    wanted = body.num_prompt_logprobs
     param = "prompt_logprobs" if body.prompt_logprobs is not None else "echo"
-    if told > settings.max_logprobs:
-        message = f"`{param}` must be at most {settings.max_logprobs}, got {told}"
+    if wanted > settings.max_logprobs:
+        message = f"`{param}` must be at most {settings.max_logprobs}, got {wanted}"
         raise invalid(message, param)
-    if told >= 0 and body.stream:
+    if wanted >= 0 and body.stream:
         raise invalid("logprobs of the prompt cannot be streamed", param)
     if body.max_tokens != 0:
         return
-    if not isinstance(body, CompletionBody) or (told < 0 and not body.echo):
-        message = "`max_tokens` must be at least 1 unless `echo` or `prompt_logprobs` is asked for"
+    if not isinstance(body, CompletionBody) or (wanted < 0 and not body.echo):
+        message = "`max_tokens` must be at least 1 unless `echo` or `prompt_logprobs` is set"
         raise invalid(message, "max_tokens")
 
 
@@ -115,7 +119,7 @@ def _check_prompts(body: CompletionBody, settings: IngressSettings) -> None:
 def reference_of(
     body: Body, info: EngineInfo, settings: IngressSettings
 ) -> AdapterReference | None:
-    """The adapter or the merge that is asked for, None for the base model."""
+    """The adapter or the merge that the request names, None for the base model."""
     default_source = settings.default_source
     if body.adapter_source is not None:
         default_source = parse_source(body.adapter_source)
@@ -128,24 +132,24 @@ def job_of(
     served: ServedModel,
     settings: IngressSettings,
     caller: Caller,
-    asked: Constraint = UNCONSTRAINED,
+    constraint: Constraint = UNCONSTRAINED,
 ) -> GenerationJob:
     """The driver's request: for each prompt its candidates, in order."""
     info = served.info
-    check_endings(asked, _ignores_end(body), body.min_tokens or 0)
+    check_endings(constraint, _ignores_end(body), body.min_tokens or 0)
     seed = secrets.randbits(63) if body.seed is None else body.seed
     sequences = [
         SequenceRequest(
-            prompt.ids, _sampling(body, spread_seed(seed, i), stopping, asked), stopping
+            prompt.ids, _sampling(body, spread_seed(seed, i), stopping, constraint), stopping
         )
         for prompt in prompts
         for stopping in [_stopping(body, len(checked_ids(prompt.ids, info)), info)]
         for i in range(body.candidates)
     ]
-    if body.told_about_prompt >= 0:
+    if body.num_prompt_logprobs >= 0:
         # Once for each prompt: its choices share it.
         for i in range(0, len(sequences), body.candidates):
-            sequences[i] = asking(sequences[i], body.told_about_prompt)
+            sequences[i] = asking(sequences[i], body.num_prompt_logprobs)
     for name, ids in (("logit_bias", body.logit_bias), ("stop_token_ids", body.stop_token_ids)):
         _check_known(name, ids or (), info)
     request = GenerateRequest(
@@ -166,7 +170,7 @@ def job_of(
     )
 
 
-def _sampling(body: Body, seed: int, stopping: Stopping, asked: Constraint) -> Sampling:
+def _sampling(body: Body, seed: int, stopping: Stopping, constraint: Constraint) -> Sampling:
     temperature = _or(body.temperature, 1.0)
     drawn = temperature > 0
     masked = stopping.min_new_tokens > 0
@@ -186,8 +190,8 @@ def _sampling(body: Body, seed: int, stopping: Stopping, asked: Constraint) -> S
         logit_bias=tuple((body.logit_bias or {}).items()),
         masked_ids=stopping.stop_token_ids if masked else (),
         masked_tokens=stopping.min_new_tokens,
-        json_schema=asked.json_schema,
-        grammar=asked.grammar,
+        json_schema=constraint.json_schema,
+        grammar=constraint.grammar,
     )
 
 

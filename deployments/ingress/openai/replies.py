@@ -55,7 +55,7 @@ class Envelope:
 
 
 class ReplyWriter:
-    """Writes one reply, whole or in chunks; subclasses say what a choice looks like."""
+    """Writes one reply, whole or in chunks; a subclass defines a choice."""
 
     chunk_kind: str
 
@@ -80,7 +80,7 @@ class ReplyWriter:
         return chunks
 
     def usage_chunk(self, usage: UsageReply) -> bytes:
-        """The last chunk of a stream whose client asked for usage."""
+        """The last chunk of a stream that ends with usage."""
         body = {**self._chunk_head(), "choices": [], "usage": usage}
         return b"data: " + _encode(body) + b"\n\n"
 

@@ -26,7 +26,7 @@ _CHATS = Refused(_OFF, "it belongs to /v1/chat/completions")
 _NATIVE = Refused(_OFF, "it belongs to the native routes")
 _NO_MEDIA = Refused((None, False, {}, []), "only text is served")
 _NO_BEAMS = Refused((None, False, 0, 1), "there is no beam search")
-_NOT_TOLD = Refused(_OFF, "it is not part of a reply")
+_NOT_IN_REPLIES = Refused(_OFF, "it is not part of a reply")
 _BY_KEYWORDS = Refused(_EMPTY, "use `response_format` or `structured_outputs`")
 _THINKING = Refused(_NONE, "set it in `chat_template_kwargs`")
 
@@ -154,7 +154,7 @@ REFUSED: Mapping[str, Refused] = {
         ),
         Refused((None, False, [], {}), "it belongs to /v1/responses"),
     ),
-    # What a reply tells
+    # What a reply contains
     "apply_chat_template": _NATIVE,
     "return_full_text": Refused(_OFF, "use `echo`"),
     "details": Refused(_OFF, "use `logprobs`"),
@@ -166,17 +166,17 @@ REFUSED: Mapping[str, Refused] = {
     "return_logprob": Refused(_OFF, "use `logprobs`"),
     "skip_special_tokens": Refused(_ON),
     "spaces_between_special_tokens": Refused(_ON),
-    "return_token_ids": _NOT_TOLD,
-    "return_prompt_token_ids": _NOT_TOLD,
-    "return_tokens_as_token_ids": _NOT_TOLD,
-    "return_token_offsets": _NOT_TOLD,
-    "return_prompt_text": _NOT_TOLD,
-    "return_hidden_states": _NOT_TOLD,
-    "return_routed_experts": _NOT_TOLD,
+    "return_token_ids": _NOT_IN_REPLIES,
+    "return_prompt_token_ids": _NOT_IN_REPLIES,
+    "return_tokens_as_token_ids": _NOT_IN_REPLIES,
+    "return_token_offsets": _NOT_IN_REPLIES,
+    "return_prompt_text": _NOT_IN_REPLIES,
+    "return_hidden_states": _NOT_IN_REPLIES,
+    "return_routed_experts": _NOT_IN_REPLIES,
     "routed_experts_start_len": Refused((None, 0)),
     "routed_experts_prompt_start": Refused((None, 0)),
-    "return_cached_tokens_details": _NOT_TOLD,
-    "return_meta_info": _NOT_TOLD,
+    "return_cached_tokens_details": _NOT_IN_REPLIES,
+    "return_meta_info": _NOT_IN_REPLIES,
     "moderation": Refused(instead="nothing is moderated here"),
     # Other media, other servers
     "modalities": Refused((None, ["text"]), "only text is served"),

@@ -27,33 +27,33 @@ def routes(engine: EngineClient) -> APIRouter:
         caller = Caller(bearer_token(request), grant=grant_of(request))
         try:
             served = await engine.served()
-            asked = await _asked(body, engine, served, caller)
+            chat_job = await _chat_job(body, engine, served, caller)
         except RequestError as error:
             raise renamed(error) from error
-        spelling = served.tokenizer if body.wants_logprobs else None
-        writer = ResponseWriter(body.model, echoed(body), asked.tooling, spelling)
-        return await _reply(request, engine, asked, writer, bool(body.stream))
+        tokenizer = served.tokenizer if body.wants_logprobs else None
+        writer = ResponseWriter(body.model, echoed(body), chat_job.tooling, tokenizer)
+        return await _reply(request, engine, chat_job, writer, bool(body.stream))
 
     return router
 
 
-async def _asked(
+async def _chat_job(
     body: ResponsesBody, engine: EngineClient, served: ServedModel, caller: Caller
 ) -> ChatJob:
-    """What the driver is asked."""
+    """The request as a chat's job."""
     as_chat = body.as_chat()
     check(as_chat, engine.settings)
-    asked = await chat(as_chat, engine, served, caller)
-    if asked.tooling is not None and body.wants_logprobs:
+    chat_job = await chat(as_chat, engine, served, caller)
+    if chat_job.tooling is not None and body.wants_logprobs:
         raise invalid("logprobs cannot be combined with tools that may be called", "include")
-    return asked
+    return chat_job
 
 
 async def _reply(
-    request: Request, engine: EngineClient, asked: ChatJob, writer: ResponseWriter, streams: bool
+    request: Request, engine: EngineClient, chat_job: ChatJob, writer: ResponseWriter, streams: bool
 ) -> Response:
     """Run the job and write it."""
-    job = asked.job
+    job = chat_job.job
     sequences = job.request.sequences
 
     async def chunks(running: RunningCall) -> AsyncGenerator[bytes, None]:
@@ -67,7 +67,7 @@ async def _reply(
                 yield written
         completion = running.call.completion
         assert completion is not None, "the events ended before the call"
-        generated = sum(transcript.num_tokens for transcript in running.detokenizers)
+        generated = sum(detokenizer.num_tokens for detokenizer in running.detokenizers)
         yield writer.close(reason, usage_of(sequences, 1, generated, completion))
 
     def complete(result: FinishedCall) -> object:

@@ -1,4 +1,4 @@
-"""POST /v1/responses as a 2026 client sends it, and the same wish as a chat."""
+"""POST /v1/responses as a 2026 client sends it, and the same request as a chat."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -92,7 +92,7 @@ class TextConfig(BaseModel):
 
 
 class Reasoning(BaseModel):
-    """How much the model is to think; a summary would be of what is not told apart."""
+    """How much the model is to think; answers are not split, so thoughts have no summary."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -124,7 +124,7 @@ class ResponsesBody(BaseModel):
 
     @field_validator("text", "tools", "tool_choice", "metadata")
     @classmethod
-    def _sayable(cls, given: Any) -> Any:
+    def _is_unicode(cls, given: Any) -> Any:
         """The response repeats these, so they must have an encoding."""
         plain = given.model_dump() if isinstance(given, BaseModel) else given
         if not is_encodable(json.dumps(plain, ensure_ascii=False)):
@@ -133,15 +133,15 @@ class ResponsesBody(BaseModel):
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether tokens are told with their logprobs."""
+        """Whether the reply has its tokens' logprobs."""
         return _LOGPROBS in (self.include or ())
 
     def as_chat(self) -> ChatBody:
-        """The same wish as a chat; refuses what is not built."""
+        """The same request as a chat; raises RequestError for what is not built."""
         given = self.model_extra or {}
-        for name, (neutral, words) in REFUSED.items():
+        for name, (neutral, instead) in REFUSED.items():
             if name in given and given[name] not in neutral:
-                raise invalid(f"`{name}` is not supported: {words}", name, _UNSUPPORTED)
+                raise invalid(f"`{name}` is not supported: {instead}", name, _UNSUPPORTED)
         for name in self.include or ():
             if name not in _INCLUDED:
                 raise invalid(f"`{name}` cannot be included", "include", _UNSUPPORTED)

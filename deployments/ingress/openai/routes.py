@@ -49,8 +49,8 @@ def routes(engine: EngineClient) -> APIRouter:
         check(body, engine.settings)
         served = await engine.served()
         prompts = await _prompts(body, served)
-        asked = await engine.compiler.compiled(await body.constraint(), served.info)
-        job = job_of(body, prompts, served, engine.settings, caller, asked)
+        constraint = await engine.compiler.compiled(await body.constraint(), served.info)
+        job = job_of(body, prompts, served, engine.settings, caller, constraint)
         echo = [prompt for prompt in prompts for _ in range(body.choices)]
         writer = CompletionWriter(_envelope("cmpl", body, served), echo if body.echo else ())
         return await _reply(request, engine, job, body, writer)
@@ -60,9 +60,9 @@ def routes(engine: EngineClient) -> APIRouter:
         caller = Caller(bearer_token(request), grant=grant_of(request))
         check(body, engine.settings)
         served = await engine.served()
-        asked = await chat(body, engine, served, caller)
-        writer = asked.writer(_envelope("chatcmpl", body, served))
-        return await _reply(request, engine, asked.job, body, writer)
+        chat_job = await chat(body, engine, served, caller)
+        writer = chat_job.writer(_envelope("chatcmpl", body, served))
+        return await _reply(request, engine, chat_job.job, body, writer)
 
     @router.get("/models")
     async def models(request: Request) -> Response:
@@ -97,19 +97,19 @@ async def _prompts(body: CompletionBody, served: ServedModel) -> list[Prompt]:
 
 
 async def _text_prompt(given: str, body: CompletionBody, served: ServedModel) -> Prompt:
-    info, text = served
+    info, tokenizer = served
     specials = body.add_special_tokens is not False
-    ids = await text.encode(given, specials, prompt_limit(info, "prompt"))
-    # Prompts that are too long are refused later, in words about the answer's length too.
+    ids = await tokenizer.encode(given, specials, prompt_limit(info, "prompt"))
+    # Prompts that are too long are refused later, by an error that names the answer's length too.
     if not body.echo or body.logprobs is None or len(ids) > info.max_total_tokens:
         return Prompt(given, ids)
-    return Prompt(given, ids, [each.start for each in await text.slices(given, specials)])
+    return Prompt(given, ids, [each.start for each in await tokenizer.slices(given, specials)])
 
 
 def _ids_prompt(given: list[int], body: CompletionBody, served: ServedModel) -> Prompt:
-    info, text = served
+    info, tokenizer = served
     shown = body.echo and len(checked_ids(given, info)) <= info.max_total_tokens
-    return Prompt(text.decode(given) if shown else "", given)
+    return Prompt(tokenizer.decode(given) if shown else "", given)
 
 
 async def _reply(
@@ -127,7 +127,7 @@ async def _reply(
                 yield written
         completion = running.call.completion
         assert completion is not None, "the events ended before the call"
-        generated = sum(transcript.num_tokens for transcript in running.detokenizers)
+        generated = sum(detokenizer.num_tokens for detokenizer in running.detokenizers)
         usage = usage_of(sequences, job.choices, generated, completion)
         yield (writer.usage_chunk(usage) if body.includes_usage else b"") + DONE
 

@@ -12,7 +12,7 @@ from deployments.ingress.openai.request_fields import refuse_others
 from deployments.ingress.structured.fields import Constrainable
 from deployments.ingress.tools.schema import AsWritten, CalledFunction, ToolCall, ToolFields
 
-# Others' ways to name an adapter, which would be passed over in silence.
+# Other servers' fields that name an adapter; without this they would be ignored in silence.
 _NAMES_OF_ADAPTERS = ("adapter_id", "lora_path")
 
 _MAX_STOP_IDS = 256
@@ -89,7 +89,7 @@ class _Body(Constrainable):
         raise NotImplementedError
 
     @property
-    def told_about_prompt(self) -> int:
+    def num_prompt_logprobs(self) -> int:
         """Alternatives wanted with each token of the prompt; -1 for no logprobs of it."""
         return -1 if self.prompt_logprobs is None else self.prompt_logprobs
 
@@ -122,9 +122,9 @@ class CompletionBody(_Body):
         return max(self.choices, self.best_of or 1)
 
     @property
-    def told_about_prompt(self) -> int:
+    def num_prompt_logprobs(self) -> int:
         """Alternatives wanted with each token of the prompt; `echo` wants those of `logprobs`."""
-        return max(super().told_about_prompt, self.num_logprobs if self.echo else -1)
+        return max(super().num_prompt_logprobs, self.num_logprobs if self.echo else -1)
 
     @field_validator("prompt", mode="plain", json_schema_input_type=PromptInput)
     @classmethod
@@ -141,7 +141,7 @@ def prompts_of(given: object) -> list[str | list[int]]:
 
 
 def _is_ids(value: object) -> bool:
-    """Whether this is a prompt of token ids; `type` is asked because True is an int too."""
+    """Whether this is a prompt of token ids; bools are ints too, so `type` decides."""
     return isinstance(value, list) and bool(value) and all(type(id) is int for id in value)
 
 

@@ -29,7 +29,7 @@ class ReadCall:
 
 @dataclass
 class Answer:
-    """An answer taken apart: what it says and what it calls."""
+    """An answer split into its text and its calls."""
 
     text: str = ""
     calls: list[ReadCall] = field(default_factory=list)
@@ -47,7 +47,7 @@ class Answer:
 
 
 def read_whole(reader: CallReader, text: str) -> Answer:
-    """A whole text taken apart."""
+    """A whole text, split."""
     return Answer().take(reader.push(text)).take(reader.end())
 
 
@@ -59,7 +59,7 @@ def call_id(tooling: ToolFormat) -> str:
 
 
 class ToolChatWriter(ChatWriter):
-    """chat.completion objects with tool_calls, or function_call for those who asked so."""
+    """chat.completion objects with tool_calls, or function_call for requests with `functions`."""
 
     def __init__(self, envelope: Envelope, tooling: ToolFormat) -> None:
         """Every choice gets a reader of its own when it begins."""
@@ -79,9 +79,9 @@ class ToolChatWriter(ChatWriter):
         parts = reader.push(event.text)
         if event.reason is not None:
             parts += reader.end()
-        told = bool(event.pieces) and self._envelope.num_logprobs >= 0
-        deltas = [self._part(part) for part in parts] or ([b'"delta":{}'] if told else [])
-        logprobs = self._logprobs(event.pieces) if told else b"null"
+        with_logprobs = bool(event.pieces) and self._envelope.num_logprobs >= 0
+        deltas = [self._part(part) for part in parts] or ([b'"delta":{}'] if with_logprobs else [])
+        logprobs = self._logprobs(event.pieces) if with_logprobs else b"null"
         chunks = b""
         for delta in deltas:
             chunks += self._chunk(event.sequence, delta, logprobs)

@@ -16,7 +16,7 @@ _MOST_CALLS = 16
 # Schemas that leave their fields open on purpose.
 _OPEN = frozenset({"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"})
 _TEXT = r"TEXT: /(.|\n)*/"
-# What is not taken for a call where calls have no opening word.
+# Text that is not read as a call where calls have no opening marker.
 _PLAIN = r"PLAIN: /\s*([^\s{\[<](.|\n)*)?/"
 
 
@@ -25,7 +25,7 @@ def calls_constraint(
 ) -> Constraint:
     """What an answer must fit for its calls to fit their functions' schemas.
 
-    ids: those of the format's words that are tokens of their own. answer: the schema of an answer
+    ids: those of the format's markers that are tokens of their own. answer: the schema of an answer
     that is no call, "" for any text. Unconstrained where nothing has to be held.
     """
     strict = any(function.strict for function in toolbox.callable)
@@ -43,42 +43,41 @@ class _Rules:
         self._toolbox = toolbox
         self._format = format
         self._ids = ids
-        self._lines: list[str] = []
 
     def forced(self) -> str:
         """One list of calls and nothing else."""
-        return self._text("start: list", self._list(), *self._objects(", "))
+        return _grammar("start: list", self._list(), *self._objects(", "))
 
     def free(self, answer: str) -> str:
         """Calls in the model's own format, or an answer."""
         other = f"answer: %json {answer}" if answer else ""
         if self._format.at_start:
             start = f"start: {'answer' if answer else 'PLAIN'} | {self._opening()} calls"
-            return self._text(start, other or _PLAIN, *self._schemas())
+            return _grammar(start, other or _PLAIN, *self._schemas())
         most = _MOST_CALLS if self._toolbox.parallel else 1
         if answer:
             start, lead = f"start: answer | tagged{{1,{most}}}", f"lead: /\\s?/ {self._opening()}"
         else:
             start, lead = f"start: tagged{{0,{most}}} TEXT", self._lead()
-        return self._text(start, other or _TEXT, lead, *self._tagged())
+        return _grammar(start, other or _TEXT, lead, *self._tagged())
 
     def _lead(self) -> str:
-        """Text up to the word that opens calls; as text itself it ends at its first match."""
-        [word] = self._format.begins
-        return f"lead{'' if word in self._ids else '[lazy]'}: TEXT {self._word(word)}"
+        """Text up to the first marker that opens calls."""
+        [marker] = self._format.begins
+        return f"lead{'' if marker in self._ids else '[lazy]'}: TEXT {self._marker(marker)}"
 
     def _opening(self) -> str:
-        return f"{self._word(self._format.begins[0])}{'?' if self._format.at_start else ''}"
+        return f"{self._marker(self._format.begins[0])}{'?' if self._format.at_start else ''}"
 
     def _tagged(self) -> list[str]:
-        """One opening word with what belongs to it."""
+        """One opening marker with its calls."""
         if not self._format.named:
-            end = self._word(self._format.end)
+            end = self._marker(self._format.end)
             return [f"tagged: lead /\\s?/ call /\\s?/ {end}", *self._objects(", ")]
-        arguments = self._word("[ARGS]") + "?"
+        arguments = self._marker("[ARGS]") + "?"
         named = " | ".join(
-            f"{lark_string(function.name)} {arguments} args{place}"
-            for place, function in enumerate(self._toolbox.callable)
+            f"{lark_string(function.name)} {arguments} args{index}"
+            for index, function in enumerate(self._toolbox.callable)
         )
         return ["tagged: lead /\\s?/ (list | named)", f"named: {named}", self._list(),
                 *self._objects(", ")]  # fmt: skip
@@ -86,31 +85,31 @@ class _Rules:
     def _schemas(self) -> list[str]:
         """Calls as objects by schemas: what begins like an answer is read like one."""
         rules = [self._calls("; ")]
-        for place, function in enumerate(self._toolbox.callable):
+        for index, function in enumerate(self._toolbox.callable):
             properties = {"name": {"const": function.name}, self._format.key: self._held(function)}
             call = {
                 "type": "object", "properties": _moved(properties, self._format.key),
                 "required": [*properties], "additionalProperties": False,
             }  # fmt: skip
-            rules.append(f"call{place}: %json {schema_text(call)}")
+            rules.append(f"call{index}: %json {schema_text(call)}")
         return rules
 
     def _list(self) -> str:
         return 'list: "[" calls "]"'
 
     def _objects(self, separator: str) -> list[str]:
-        """Calls as objects word for word, and the arguments of each function."""
+        """Calls as objects in one exact spelling, and the arguments of each function."""
         rules = [self._calls(separator)]
-        for place, function in enumerate(self._toolbox.callable):
+        for index, function in enumerate(self._toolbox.callable):
             head = f'{{"name": {json.dumps(function.name)}, "{self._format.key}": '
-            rules.append(f'call{place}: {lark_string(head)} args{place} "}}"')
-            rules.append(f"args{place}: %json {schema_text(self._held(function))}")
+            rules.append(f'call{index}: {lark_string(head)} args{index} "}}"')
+            rules.append(f"args{index}: %json {schema_text(self._held(function))}")
         return rules
 
     def _calls(self, separator: str) -> str:
         more = _MOST_CALLS - 1 if self._toolbox.parallel else 0
         again = f" ({lark_string(separator)} call){{0,{more}}}" if more else ""
-        kinds = " | ".join(f"call{place}" for place in range(len(self._toolbox.callable)))
+        kinds = " | ".join(f"call{index}" for index in range(len(self._toolbox.callable)))
         return f"calls: call{again}\ncall: {kinds}"
 
     def _held(self, function: Function) -> Mapping[str, Any]:
@@ -118,12 +117,13 @@ class _Rules:
         held = self._toolbox.forced or function.strict
         return _arguments_schema(function) if held else ANY_OBJECT
 
-    def _word(self, word: str) -> str:
-        """A word of the format, as its token where it is one."""
-        return f"<[{self._ids[word]}]>" if word in self._ids else lark_string(word)
+    def _marker(self, marker: str) -> str:
+        """A marker of the format, as its token where it is one."""
+        return f"<[{self._ids[marker]}]>" if marker in self._ids else lark_string(marker)
 
-    def _text(self, *lines: str) -> str:
-        return "\n".join(lines)
+
+def _grammar(*lines: str) -> str:
+    return "\n".join(lines)
 
 
 def _moved(schema: Any, key: str) -> Any:

@@ -18,30 +18,32 @@ from deployments.ingress.http.unicode import is_encodable
 class CallFormat:
     """How a model writes calls: objects with `name` and `arguments` (or `parameters`).
 
-    begins: the words that open calls. end: the word that closes them, "" for none. at_start:
-    whether an answer that begins with { or [ is a call without such a word. named: whether a
-    call may be a name and its arguments. words: others that belong to a call. key: what its
-    arguments are called where a grammar writes them.
+    begins: the markers that open calls.
+    end: the marker that closes them, "" for none.
+    at_start: whether an answer that begins with { or [ is a call without a marker.
+    named: whether a call may be a name and its arguments.
+    others: further markers that belong to a call.
+    key: the field of the arguments where a grammar writes them.
     """
 
     begins: tuple[str, ...] = ()
     end: str = ""
     at_start: bool = False
     named: bool = False
-    words: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
     key: str = "arguments"
 
     @property
     def markers(self) -> frozenset[str]:
-        """Words that must reach the reader even where they are special tokens."""
-        return frozenset([*self.begins, self.end, *self.words]) - {""}
+        """Markers that must reach the reader even where they are special tokens."""
+        return frozenset([*self.begins, self.end, *self.others]) - {""}
 
 
 FORMATS = {
     ToolParser.HERMES: CallFormat(("<tool_call>",), "</tool_call>"),
     ToolParser.LLAMA3_JSON: CallFormat(("<|python_tag|>",), at_start=True, key="parameters"),
     ToolParser.MISTRAL: CallFormat(
-        ("[TOOL_CALLS]",), named=True, words=("[ARGS]", "[CALL_ID]")
+        ("[TOOL_CALLS]",), named=True, others=("[ARGS]", "[CALL_ID]")
     ),
 }  # fmt: skip
 FORCED = CallFormat(at_start=True)
@@ -55,7 +57,7 @@ class TextDelta(NamedTuple):
 
 
 class CallStart(NamedTuple):
-    """A call begins; `call` is its place among the calls of an answer."""
+    """A call begins; call: its index among the calls of an answer."""
 
     call: int
     name: str
@@ -149,13 +151,13 @@ class CallReader:
         calling = self._state in (self._arguments, self._closing, self._fields, self._between)
         cut_off = self.num_calls > 0 and (self._opener in (",", ";") or not rest.strip())
         if not (calling or cut_off):
-            self._say(rest)
+            self._add_text(rest)
         self._buffer = self._opener = ""
-        self._state = self._silence
+        self._state = self._ignore_rest
         parts, self._parts = self._parts, []
         return parts
 
-    # Each state takes from the buffer what it can and says whether another look is worth it.
+    # Each state takes what it can from the buffer; True: the next state may go on with the rest.
 
     def _start(self) -> bool:
         """Nothing but blanks so far."""
@@ -166,21 +168,21 @@ class CallReader:
         return True
 
     def _text(self) -> bool:
-        """Text for the client, up to a word that opens calls; blanks beside calls are dropped."""
+        """Text for the client, up to a marker that opens calls; blanks beside calls are dropped."""
         if self._trims:
             self._buffer = self._buffer.lstrip()
             self._trims = not self._buffer
-        found = [(self._buffer.find(word), word) for word in self._format.begins]
-        at, word = min([(at, word) for at, word in found if at >= 0], default=(-1, ""))
+        found = [(self._buffer.find(marker), marker) for marker in self._format.begins]
+        at, marker = min([(at, marker) for at, marker in found if at >= 0], default=(-1, ""))
         if at < 0:
-            held = self._held()
-            self._say(self._buffer[: len(self._buffer) - held])
+            held = self._undecided()
+            self._add_text(self._buffer[: len(self._buffer) - held])
             self._buffer = self._buffer[len(self._buffer) - held :]
             return False
         shown = self._buffer[:at].rstrip()
-        self._say(shown)
-        self._opener = self._buffer[len(shown) : at] + word
-        self._buffer = self._buffer[at + len(word) :]
+        self._add_text(shown)
+        self._opener = self._buffer[len(shown) : at] + marker
+        self._buffer = self._buffer[at + len(marker) :]
         self._enter(self._block)
         return True
 
@@ -198,7 +200,7 @@ class CallReader:
         elif self._format.named and not self._listed:
             self._enter(self._name)
         else:
-            self._give_back()
+            self._reject_call()
         return True
 
     def _item(self) -> bool:
@@ -213,7 +215,7 @@ class CallReader:
         end += self._scanned
         call = _call(self._buffer[:end], self._names)
         if call is None:
-            self._give_back()
+            self._reject_call()
             return True
         self._call(*call)
         self._buffer = self._buffer[end:]
@@ -227,7 +229,7 @@ class CallReader:
             return True
         if "{" not in self._buffer:
             return False
-        self._give_back()
+        self._reject_call()
         return True
 
     def _arguments(self) -> bool:
@@ -247,7 +249,7 @@ class CallReader:
         return bool(begun)
 
     def _fields(self) -> bool:
-        """Whatever else an object has after its arguments is nobody's."""
+        """Skip what else an object has after its arguments."""
         end = self._span.feed(self._buffer)
         self._buffer = "" if end < 0 else self._buffer[end:]
         if end >= 0:
@@ -257,7 +259,7 @@ class CallReader:
     def _between(self) -> bool:
         """A call is over: another one, the end of calls, or text."""
         if not self._parallel:
-            self._enter(self._silence)
+            self._enter(self._ignore_rest)
             return True
         begun = self._buffer = self._buffer.lstrip()
         if not begun:
@@ -281,7 +283,7 @@ class CallReader:
             self._enter(self._text)
         return True
 
-    def _silence(self) -> bool:
+    def _ignore_rest(self) -> bool:
         self._buffer = ""
         return False
 
@@ -306,24 +308,24 @@ class CallReader:
         self.num_calls += 1
         self._opener = ""
 
-    def _give_back(self) -> None:
-        """It was no call: all of it is text."""
-        self._say(self._opener)
+    def _reject_call(self) -> None:
+        """It was no call: send all of it as text."""
+        self._add_text(self._opener)
         self._opener = ""
         self._enter(self._text)
 
-    def _held(self) -> int:
+    def _undecided(self) -> int:
         """Length of the end of the buffer that may belong to the opening of calls."""
         if not self._format.begins:
             return 0
         longest = 0
-        for word in self._format.begins:
-            ends = (n for n in range(len(word) - 1, 0, -1) if self._buffer.endswith(word[:n]))
+        for marker in self._format.begins:
+            ends = (n for n in range(len(marker) - 1, 0, -1) if self._buffer.endswith(marker[:n]))
             longest = max(longest, next(ends, 0))
         shown = self._buffer[: len(self._buffer) - longest]
         return longest + len(shown) - len(shown.rstrip())
 
-    def _say(self, text: str) -> None:
+    def _add_text(self, text: str) -> None:
         if text:
             self._parts.append(TextDelta(text))
 
@@ -342,5 +344,5 @@ def _call(text: str, names: frozenset[str]) -> tuple[str, str] | None:
     if isinstance(arguments, str) and is_encodable(arguments):
         return found["name"], arguments
     written = json.dumps(arguments, ensure_ascii=False)
-    # Half of a surrogate pair can be said in JSON's escapes only.
+    # Half of a surrogate pair can only be written by JSON's escapes.
     return found["name"], written if is_encodable(written) else json.dumps(arguments)

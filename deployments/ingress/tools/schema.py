@@ -126,9 +126,9 @@ class ToolCall(AsWritten):
 class Toolbox:
     """The tools of one request.
 
-    functions: what the model is told of, and `shown` is how. callable: which of them it may call.
+    functions: those in the prompt; shown: as templates get them. callable: which may be called.
     forced: whether it must call one. parallel: whether it may call several. legacy: whether the
-    client speaks of functions, not of tools.
+    request has `functions` instead of `tools`.
     """
 
     functions: tuple[Function, ...]
@@ -151,21 +151,21 @@ class ToolFields(BaseModel):
 
     @property
     def toolbox(self) -> Toolbox | None:
-        """The tools of this request, None when nothing can be called."""
+        """The tools of this request, None if none may be called."""
         legacy = not self.tools and bool(self.functions)
         if self.tools and self.functions:
             raise invalid("`functions` cannot be combined with `tools`", "functions")
         param = "function_call" if legacy else "tool_choice"
         functions = self.functions or [] if legacy else _functions(self.tools or [])
         _refuse_twice(functions, "functions" if legacy else "tools")
-        chosen = _legacy_choice(self.function_call) if legacy else self.tool_choice
+        choice = _legacy_choice(self.function_call) if legacy else self.tool_choice
         if not functions:
             _refuse_choice(self.tool_choice, "tool_choice", "tools")
             _refuse_choice(self.function_call, "function_call", "functions")
             return None
-        if chosen == "none":
+        if choice == "none":
             return None
-        may, forced = _chosen(chosen, functions, param)
+        may, forced = _callable(choice, functions, param)
         parallel = not legacy and self.parallel_tool_calls is not False
         shown = [{"type": "function", "function": function.shown()} for function in functions]
         if not legacy:
@@ -200,7 +200,7 @@ def _legacy_choice(choice: str | Named | None) -> str | ToolChoice | None:
     return ToolChoice(function=choice) if isinstance(choice, Named) else choice
 
 
-def _chosen(
+def _callable(
     choice: str | ToolChoice | None, functions: Sequence[Function], param: str
 ) -> tuple[tuple[Function, ...], bool]:
     """The functions that may be called, and whether one must be."""
@@ -217,8 +217,7 @@ def _chosen(
 
 def _name(choice: ToolChoice, param: str) -> str:
     if choice.type != "function" or choice.function is None:
-        words = "must be none, auto, required, or name a function"
-        raise invalid(f"`{param}` {words}", param)
+        raise invalid(f"`{param}` must be none, auto, required, or name a function", param)
     return choice.function.name
 
 
@@ -235,7 +234,7 @@ def _by_name(
 
 
 def _read(arguments: str) -> Any:
-    """What the text of arguments says; an empty one stands for none.
+    """The value of arguments as text; an empty text is no arguments.
 
     What a model wrote wrongly, or not to its end, comes back in the next request's messages.
     """

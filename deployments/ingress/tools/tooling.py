@@ -1,4 +1,4 @@
-"""Tools in chats: what the model is told of them, what it may say, how its answer is read."""
+"""Tools in chats: the prompt's description of them, and how an answer's calls are read."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -12,16 +12,16 @@ from deployments.ingress.chat_templates.template import TemplateText
 from deployments.ingress.tools.parsers import FORCED, FORMATS, CallFormat, CallReader
 from deployments.ingress.tools.schema import Toolbox
 
-_TOLD = """You can call functions. These are the functions, as JSON:
+_INTRODUCTION = """You can call functions. These are the functions, as JSON:
 <tools>
 {tools}
 </tools>
 """
-_HOW_IF_IT_LIKES = """To call a function, write a block like this, one for each call:
+_CALL_BLOCKS = """To call a function, write a block like this, one for each call:
 <tool_call>
 {"name": "<the function's name>", "arguments": {<its arguments>}}
 </tool_call>"""
-_HOW_BY_FORCE = """Answer with a JSON list of calls and nothing else:
+_CALL_LIST = """Answer with a JSON list of calls and nothing else:
 [{"name": "<the function's name>", "arguments": {<its arguments>}}]"""
 
 # What templates of the known formats write, the more particular first.
@@ -35,7 +35,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How one request's tools are told and read."""
+    """The tools of one request, and the format of their calls."""
 
     toolbox: Toolbox
     format: CallFormat
@@ -54,7 +54,7 @@ class ToolFormat:
 def tooling(
     toolbox: Toolbox | None, template: TemplateText | None, parser: ToolParser
 ) -> ToolFormat | None:
-    """How the tools of a request meet this model."""
+    """The format of this model's calls for these tools; None without tools."""
     if toolbox is None:
         return None
     if toolbox.forced:
@@ -64,7 +64,7 @@ def tooling(
 
 def _parser(template: TemplateText | None, parser: ToolParser) -> ToolParser:
     if template is None or not template.reads("tools"):
-        return ToolParser.HERMES  # as it was told to
+        return ToolParser.HERMES  # the format of our own instructions
     if parser is not ToolParser.AUTO:
         return parser
     found = (known for trace, known in _TRACES if trace in template.source)
@@ -74,39 +74,39 @@ def _parser(template: TemplateText | None, parser: ToolParser) -> ToolParser:
 def with_tools(
     messages: Messages, tooling: ToolFormat | None, template: TemplateText
 ) -> tuple[list[dict[str, Any]], Sequence[Mapping[str, Any]] | None, str]:
-    """Messages, tools and words for the template: one that reads no tools gets them as text."""
+    """Messages, tools and instructions for the template; one that reads no tools gets text."""
     plain = [dict(message) for message in messages]
     toolbox = tooling.toolbox if tooling is not None else None
     if template.reads("tools"):
         return plain, toolbox.shown if toolbox else None, ""
-    spoken: list[dict[str, Any]] = []
+    written: list[dict[str, Any]] = []
     # Results in a row become one message: many templates want user and assistant to take turns.
     for are_results, group in groupby(plain, lambda message: message["role"] == "tool"):
         if are_results:
-            spoken.append({"role": "user", "content": "\n".join(map(_result, group))})
+            written.append({"role": "user", "content": "\n".join(map(_result, group))})
         else:
-            spoken += map(_in_words, group)
-    return spoken, None, _words(toolbox) if toolbox else ""
+            written += map(_calls_as_text, group)
+    return written, None, _instructions(toolbox) if toolbox else ""
 
 
-def _words(toolbox: Toolbox) -> str:
-    """What the model is told of the tools, and of how to call them."""
+def _instructions(toolbox: Toolbox) -> str:
+    """The text that describes the tools, and how to call them."""
     lines = "\n".join(json.dumps(function.shown()) for function in toolbox.functions)
-    how = _HOW_BY_FORCE if toolbox.forced else _HOW_IF_IT_LIKES
-    return _TOLD.format(tools=lines) + how
+    instructions = _CALL_LIST if toolbox.forced else _CALL_BLOCKS
+    return _INTRODUCTION.format(tools=lines) + instructions
 
 
 def _result(message: Mapping[str, Any]) -> str:
-    """What a call came to."""
+    """The result of a call, as a user's text."""
     return f"<tool_response>\n{text_of(message.get('content') or '')}\n</tool_response>"
 
 
-def _in_words(message: dict[str, Any]) -> dict[str, Any]:
-    """A message without the field that is about tools."""
+def _calls_as_text(message: dict[str, Any]) -> dict[str, Any]:
+    """A message with its calls written into its content."""
     calls = message.pop("tool_calls", None)
     if calls:
         content = text_of(message.get("content") or "")
-        said = [content] if content else []
+        texts = [content] if content else []
         blocks = [f"<tool_call>\n{json.dumps(call['function'])}\n</tool_call>" for call in calls]
-        message["content"] = "\n".join([*said, *blocks])
+        message["content"] = "\n".join([*texts, *blocks])
     return message
