@@ -50,7 +50,7 @@ def build(config: ServeConfig) -> Application:
 
 
 def routing() -> RequestRouterConfig:
-    """Requests go where their adapters are; what replicas tell is asked for often enough."""
+    """Route requests to replicas that hold their adapters; reports come every few seconds."""
     return RequestRouterConfig(
         request_router_class=AdapterRouter,
         request_routing_stats_period_s=REPORT_SECONDS,
@@ -59,7 +59,7 @@ def routing() -> RequestRouterConfig:
 
 
 def _logging(config: ObservabilityConfig) -> dict[str, dict[str, str]]:
-    """Serve writes the replicas' lines; its own `logging_config` holds unless JSON is asked for."""
+    """Serve writes the replicas' lines, by its own `logging_config` unless ours says JSON."""
     if config.log_format is LogFormat.JSON:
         return {"logging_config": {"encoding": "JSON"}}
     return {}
@@ -92,19 +92,19 @@ def _require_model(model: ModelConfig) -> None:
     except ModelNotFound:
         here = ray.get_runtime_context().get_node_id()
         others = [n["NodeID"] for n in ray.nodes() if n["Alive"] and n["NodeID"] != here]
-        look = ray.remote(num_cpus=0)(_has_model)
-        asked = [
-            look.options(
+        has_model = ray.remote(num_cpus=0)(_has_model)
+        found = [
+            has_model.options(
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
             ).remote(model)
             for node in others
         ]
-        if not any(ray.get(asked)):
+        if not any(ray.get(found)):
             raise
 
 
 def _has_model(model: ModelConfig) -> bool:
-    """Whether this node has it, or reaches a hub that has."""
+    """Whether this node has the model, or reaches a hub that has it."""
     try:
         fetch_model_config(model)
     except ModelNotFound:
@@ -113,7 +113,7 @@ def _has_model(model: ModelConfig) -> bool:
 
 
 def _why_padded(engine: EngineConfig) -> str | None:
-    """Why the model is no paged one; None too where its config cannot be read from here."""
+    """Why the model runs padded; None for a paged one, or if its config cannot be read here."""
     try:
         folder = fetch_model_config(engine.model)
     except ModelNotFound:

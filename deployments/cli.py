@@ -18,7 +18,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 adapters = typer.Typer(
-    help="The adapters of a running server: what it has, load, unload, pin.", no_args_is_help=True
+    help="The adapters of a running server: list, load, unload, pin.", no_args_is_help=True
 )
 app.add_typer(adapters, name="adapters")
 
@@ -26,15 +26,17 @@ _PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 Url = Annotated[
     str | None,
-    typer.Option(help="Of the server; default: $LORAY_URL, else http://127.0.0.1:8000"),
+    typer.Option(help="URL of the server; default: $LORAY_URL, else http://127.0.0.1:8000"),
 ]
-ApiKey = Annotated[str | None, typer.Option(help="Where keys are needed; default: $LORAY_API_KEY")]
+ApiKey = Annotated[
+    str | None, typer.Option(help="If the server needs one; default: $LORAY_API_KEY")
+]
 AdminKey = Annotated[
-    str | None, typer.Option(help="Where keys are needed; default: $LORAY_ADMIN_KEY")
+    str | None, typer.Option(help="If the server needs one; default: $LORAY_ADMIN_KEY")
 ]
 Names = Annotated[list[str], typer.Argument(metavar="NAME...", help="[source:]id[@revision]")]
-Adapter = Annotated[str, typer.Option(help="The adapter, by name; none: the base model")]
-MaxTokens = Annotated[int | None, typer.Option(help="The longest answer")]
+Adapter = Annotated[str, typer.Option(help="Name of the adapter; default: the base model")]
+MaxTokens = Annotated[int | None, typer.Option(help="Most tokens of an answer")]
 Temperature = Annotated[float | None, typer.Option(help="0 is greedy")]
 
 
@@ -48,27 +50,27 @@ def serve(
     ] = None,
     tp: Annotated[int | None, typer.Option(help="GPUs, or CPU processes, of one replica")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: what is here")] = None,
-    host: Annotated[str | None, typer.Option(help="0.0.0.0: reachable from elsewhere")] = None,
-    port: Annotated[int | None, typer.Option(help="Default: 8000")] = None,
+    host: Annotated[str | None, typer.Option(help="0.0.0.0: listen to other machines too")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on; default: 8000")] = None,
     set_: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Any other setting (repeatable), as in "
                      "engine.limits.max_running=64"),
     ] = None,
     print_config: Annotated[
-        bool, typer.Option("--print-config", help="Print the yaml that this comes to, and end")
+        bool, typer.Option("--print-config", help="Print the resulting yaml and end")
     ] = False,
     no_dashboard: Annotated[
-        bool, typer.Option("--no-dashboard", help="Start Ray without its page")
+        bool, typer.Option("--no-dashboard", help="Start Ray without its dashboard")
     ] = False,
     drain_seconds: Annotated[
-        float, typer.Option(min=0, help="After SIGTERM: how long running requests may go on")
+        float, typer.Option(min=0, help="Seconds that running requests may go on after SIGTERM")
     ] = 20.0,
 ) -> None:  # fmt: skip
     """Start Ray here and serve a model, or a yaml, until Ctrl-C."""
     from deployments.commands import launch
 
-    told = {
+    options = {
         "adapters": adapters and tuple(adapters),
         "tensor_parallel": tp,
         "device": device,
@@ -76,8 +78,8 @@ def serve(
         "port": port,
         "settings": set_ and tuple(set_),
     }
-    options = {name: value for name, value in told.items() if value is not None}
-    launch.launch(what, options, print_config, not no_dashboard, drain_seconds)
+    given = {name: value for name, value in options.items() if value is not None}
+    launch.launch(what, given, print_config, not no_dashboard, drain_seconds)
 
 
 @app.command()
@@ -89,7 +91,7 @@ def generate(
     max_tokens: MaxTokens = 256,
     temperature: Temperature = 0.0,
 ) -> None:
-    """Print how a prompt goes on, as it comes."""
+    """Continue a prompt; print the text as it comes."""
     from deployments.commands import ask
 
     body = _body(adapter, max_tokens, temperature)
@@ -103,7 +105,7 @@ def chat(
     api_key: ApiKey = None,
     max_tokens: MaxTokens = None,
     temperature: Temperature = None,
-    system: Annotated[str | None, typer.Option(help="What the model is told first")] = None,
+    system: Annotated[str | None, typer.Option(help="A system message to begin with")] = None,
 ) -> None:
     """Talk to the model; Ctrl-C stops an answer, Ctrl-D ends."""
     from deployments.commands import ask
@@ -121,7 +123,7 @@ def check_adapter(
         bool | None, typer.Option(help="Whether the server adapts embedding and head")
     ] = None,
 ) -> None:
-    """Say whether an adapter would be served exactly, or every reason why not (exit code 1)."""
+    """Check whether an adapter would be served exactly; else print every reason (exit code 1)."""
     from deployments.commands import check
 
     check.check(path, model, {"max_rank": max_rank, "vocabulary": vocabulary})
@@ -131,7 +133,7 @@ def check_adapter(
 def check_config(
     path: Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="a server's yaml")],
 ) -> None:
-    """Say whether a yaml would be served, or every fault in it (exit code 1); starts nothing."""
+    """Check a yaml without starting anything; print every fault in it (exit code 1)."""
     from deployments.commands import check_config
 
     check_config.check_config(path)
@@ -150,34 +152,36 @@ def bench(context: typer.Context, url: Url = None, api_key: ApiKey = None) -> No
 def list_adapters(
     url: Url = None,
     admin_key: AdminKey = None,
-    as_json: Annotated[bool, typer.Option("--json", help="As the server tells it")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="As JSON, as the server sends it")
+    ] = False,
 ) -> None:
-    """Every adapter that a replica knows, with what it is doing."""
+    """List every adapter that a replica knows, with its state and requests."""
     from deployments.commands import adapters
 
-    adapters.show(_controlled(url, admin_key), as_json)
+    adapters.show(_admin_server(url, admin_key), as_json)
 
 
 @adapters.command()
 def load(
     names: Names,
-    pin: Annotated[bool, typer.Option("--pin", help="Keep it on the device")] = False,
-    api_token: Annotated[str | None, typer.Option(help="The hub's, to fetch it with")] = None,
+    pin: Annotated[bool, typer.Option("--pin", help="Keep them on the device")] = False,
+    api_token: Annotated[str | None, typer.Option(help="Token of the hub to fetch with")] = None,
     url: Url = None,
     admin_key: AdminKey = None,
 ) -> None:
-    """Fetch and stage adapters on all replicas, before anybody asks for them."""
+    """Fetch and stage adapters on all replicas, before the first request for them."""
     from deployments.commands import adapters
 
-    adapters.load(_controlled(url, admin_key), names, pin, api_token)
+    adapters.load(_admin_server(url, admin_key), names, pin, api_token)
 
 
 @adapters.command()
 def unload(names: Names, url: Url = None, admin_key: AdminKey = None) -> None:
-    """Drop adapters from all replicas once their requests have ended."""
+    """Unload adapters from all replicas once their requests have ended."""
     from deployments.commands import adapters
 
-    adapters.unload(_controlled(url, admin_key), names)
+    adapters.unload(_admin_server(url, admin_key), names)
 
 
 @adapters.command()
@@ -185,7 +189,7 @@ def pin(names: Names, url: Url = None, admin_key: AdminKey = None) -> None:
     """Keep adapters on the device."""
     from deployments.commands import adapters
 
-    adapters.pin(_controlled(url, admin_key), names, True)
+    adapters.pin(_admin_server(url, admin_key), names, True)
 
 
 @adapters.command()
@@ -193,7 +197,7 @@ def unpin(names: Names, url: Url = None, admin_key: AdminKey = None) -> None:
     """Let adapters leave the device again."""
     from deployments.commands import adapters
 
-    adapters.pin(_controlled(url, admin_key), names, False)
+    adapters.pin(_admin_server(url, admin_key), names, False)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -211,16 +215,16 @@ def _server(url: str | None, key: str | None) -> Any:
     return Server(_url(url), client_setting("LORAY_API_KEY", key))
 
 
-def _controlled(url: str | None, key: str | None) -> Any:
+def _admin_server(url: str | None, key: str | None) -> Any:
     from deployments.commands.server import Server
 
     return Server(_url(url), client_setting("LORAY_ADMIN_KEY", key))
 
 
 def _body(adapter: str, max_tokens: int | None, temperature: float | None) -> dict[str, Any]:
-    """What goes with every prompt; what is None is left to the server."""
-    chosen = {"max_tokens": max_tokens, "temperature": temperature}
-    given = {name: value for name, value in chosen.items() if value is not None}
+    """The fields that go with every prompt; None is left to the server."""
+    options = {"max_tokens": max_tokens, "temperature": temperature}
+    given = {name: value for name, value in options.items() if value is not None}
     return {"model": adapter, **given}
 
 

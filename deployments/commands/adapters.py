@@ -1,4 +1,4 @@
-"""`loray adapters`: what every replica has of each adapter, and what it should do with it."""
+"""`loray adapters`: list, load, unload and pin adapters on every replica."""
 
 import json
 from collections.abc import Callable, Iterable, Sequence
@@ -15,57 +15,61 @@ _COLUMNS = ("id", "state", "rank", "MiB", "pinned", "running", "waiting", "reque
 
 
 def show(server: Server, as_json: bool) -> None:
-    """All adapters that any replica knows."""
-    listing = server.ask("GET", "/v1/adapters")
+    """Print all adapters that any replica knows."""
+    listing = server.request("GET", "/v1/adapters")
     if as_json:
         typer.echo(json.dumps(listing, indent=2))
         return
     table = Table(*_COLUMNS, box=None, header_style="bold")
     for row in listing["data"]:
         table.add_row(*_cells(row))
-    # Lines as long as they are: what is cut off cannot be copied.
+    # No line is cut: what is cut off cannot be copied.
     Console(width=max(80, Console().width)).print(table)
 
 
 def load(server: Server, names: Sequence[str], pin: bool, api_token: str | None) -> None:
-    """Have all replicas fetch and stage them, one after the other."""
+    """Fetch and stage them on all replicas, one after the other."""
 
-    def ask(name: str) -> Json:
-        return server.ask("POST", "/v1/adapters", {"id": name, "pin": pin, "api_token": api_token})
+    def request(name: str) -> Json:
+        return server.request(
+            "POST", "/v1/adapters", {"id": name, "pin": pin, "api_token": api_token}
+        )
 
-    _each(names, "loading", ask)
+    _each(names, "loading", request)
 
 
 def unload(server: Server, names: Sequence[str]) -> None:
-    """Have all replicas drop their bytes when their requests have ended."""
-    _each(names, "unloading", lambda name: server.ask("DELETE", adapter_path(name)))
+    """Unload them from all replicas when their requests have ended."""
+    _each(names, "unloading", lambda name: server.request("DELETE", adapter_path(name)))
 
 
 def pin(server: Server, names: Sequence[str], pinned: bool) -> None:
     """Keep them on the device, or no longer."""
     doing = "pinning" if pinned else "unpinning"
-    _each(names, doing, lambda name: server.ask("PATCH", adapter_path(name), {"pinned": pinned}))
+    _each(
+        names, doing, lambda name: server.request("PATCH", adapter_path(name), {"pinned": pinned})
+    )
 
 
-def _each(names: Sequence[str], doing: str, ask: Callable[[str], Json]) -> None:
-    """Ask for each and tell what came of it; typer.Exit 1 at the end if any was refused."""
+def _each(names: Sequence[str], doing: str, request: Callable[[str], Json]) -> None:
+    """Send one request a name and print its result; typer.Exit 1 at the end if any was refused."""
     refused = []
     for name in _progress(names, doing):
         try:
-            _tell(ask(name))
-        except Refused:  # The server's words stand on stderr already.
+            _print_row(request(name))
+        except Refused:  # The server's message is on stderr already.
             refused.append(name)
     if refused:
         fail(f"{len(refused)} of {len(names)} were refused: {', '.join(refused)}")
 
 
 def _progress(names: Sequence[str], doing: str) -> Iterable[str]:
-    """A bar on a terminal; on stderr, for stdout belongs to the answers."""
+    """A progress bar on a terminal; on stderr, for stdout has the results."""
     console = Console(stderr=True)
     return track(names, doing, console=console, transient=True, disable=not console.is_terminal)
 
 
-def _tell(row: Json) -> None:
+def _print_row(row: Json) -> None:
     replicas = row["replicas"].values()
     draining = " (until its requests end)" if any(one["draining"] for one in replicas) else ""
     pinned = ", pinned" if row["pinned"] else ""
@@ -74,7 +78,7 @@ def _tell(row: Json) -> None:
 
 def _cells(row: Json) -> list[str]:
     replicas = row["replicas"].values()
-    running, waiting = (sum(one[word] for one in replicas) for word in ("running", "waiting"))
+    running, waiting = (sum(one[field] for one in replicas) for field in ("running", "waiting"))
     return [
         row["id"],
         row["state"],

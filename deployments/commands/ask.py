@@ -17,10 +17,10 @@ def generate(server: Server, prompt: str, body: Json) -> None:
 
 
 class ChatSession:
-    """A conversation: what was said so far, and who answers."""
+    """A conversation: the messages so far, and the model that answers."""
 
     def __init__(self, server: Server, body: Json, system: str | None = None) -> None:
-        """`body` holds what goes with every turn: the model and its parameters."""
+        """`body` holds the fields of every request: the model and its parameters."""
         self._server = server
         self._body = body
         self._opening: list[Json] = [{"role": "system", "content": system}] if system else []
@@ -44,19 +44,19 @@ class ChatSession:
 
     def _turn(self, line: str) -> None:
         """Ask, and print the answer; one that is refused leaves the conversation as it was."""
-        asked = [*self.messages, {"role": "user", "content": line}]
-        events = self._server.stream("/v1/chat/completions", {**self._body, "messages": asked})
+        messages = [*self.messages, {"role": "user", "content": line}]
+        events = self._server.stream("/v1/chat/completions", {**self._body, "messages": messages})
         try:
-            said = _print_all(events, lambda choice: choice["delta"].get("content") or "")
+            answer = _print_all(events, lambda choice: choice["delta"].get("content") or "")
         except typer.Exit:
             return
-        self.messages = [*asked, {"role": "assistant", "content": said}]
+        self.messages = [*messages, {"role": "assistant", "content": answer}]
 
     def _command(self, line: str) -> None:
-        word, _, rest = line.partition(" ")
-        if word == "/clear":
+        command, _, rest = line.partition(" ")
+        if command == "/clear":
             self.messages = list(self._opening)
-        elif word == "/adapter":
+        elif command == "/adapter":
             self._body = {**self._body, "model": rest.strip()}
         else:
             typer.echo(_HELP, err=True)
@@ -64,15 +64,15 @@ class ChatSession:
 
 def _print_all(events: Generator[Json, None, None], text: Callable[[Json], str]) -> str:
     """Print an answer as it comes and return it; Ctrl-C keeps what there is."""
-    said: list[str] = []
-    # Closing ends the request, so that nobody computes what nobody reads.
+    texts: list[str] = []
+    # Closing ends the request, so that the server computes nothing that is not read.
     with closing(events):
         try:
             for event in events:
                 for choice in event["choices"]:
-                    said.append(text(choice))
-                    typer.echo(said[-1], nl=False)
+                    texts.append(text(choice))
+                    typer.echo(texts[-1], nl=False)
         except KeyboardInterrupt:
             typer.echo(" [stopped]", nl=False, err=True)
     typer.echo("")
-    return "".join(said)
+    return "".join(texts)

@@ -16,7 +16,7 @@ _BASE_CASES = ("base-c1", "base-c64", "base-c256")
 
 
 def bench(url: str, key: str | None, rest: Sequence[str]) -> None:
-    """Run benchmarks.serving with these arguments; the names that they lack are asked for."""
+    """Run benchmarks.serving with these arguments; names that they lack come from /v1/models."""
     if importlib.util.find_spec("benchmarks") is None:
         fail(
             "the benchmarks folder is not installed here: run this from LoRay's repository, "
@@ -24,7 +24,7 @@ def bench(url: str, key: str | None, rest: Sequence[str]) -> None:
         )
     command = [sys.executable, "-m", "benchmarks.serving", "--url", url, *rest]
     if not {"-h", "--help"} & set(rest):
-        command += _names(Server(url, key).ask("GET", "/v1/models")["data"], rest)
+        command += _names(Server(url, key).request("GET", "/v1/models")["data"], rest)
     # Not on its command line, where everybody on the machine could read it.
     environment = environment_with("LORAY_API_KEY", key)
     raise typer.Exit(subprocess.run(command, check=False, env=environment).returncode)

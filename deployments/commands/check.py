@@ -35,7 +35,7 @@ def check(folder: Path, model: str, settings: dict[str, object]) -> None:
             progress.update(task, completed=done, total=total)
 
         verdict = judge(folder, projections, config.adapters, read, base)
-    _tell(folder, verdict)
+    _print_verdict(folder, verdict)
 
 
 def _config(model: str, settings: dict[str, object]) -> EngineConfig:
@@ -44,13 +44,13 @@ def _config(model: str, settings: dict[str, object]) -> EngineConfig:
         if Path(model).suffix in (".yaml", ".yml"):
             [app] = yaml.safe_load(Path(model).read_text(encoding="utf-8"))["applications"]
             return ServeConfig.model_validate(app["args"]).engine
-        asked = {name: value for name, value in settings.items() if value is not None}
-        return EngineConfig.model_validate({"model": {"id": model}, "adapters": asked})
+        given = {name: value for name, value in settings.items() if value is not None}
+        return EngineConfig.model_validate({"model": {"id": model}, "adapters": given})
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError, ValidationError) as error:
         fail(f"--model {model} cannot be used: {error}", status=2)
 
 
-def _tell(folder: Path, verdict: AdapterVerdict) -> None:
+def _print_verdict(folder: Path, verdict: AdapterVerdict) -> None:
     if not verdict.reasons:
         typer.echo(f"{folder}: served exactly ({verdict.num_modules} modules, rank {verdict.rank})")
         return

@@ -24,7 +24,8 @@ _DEPLOYMENTS = ("Driver", "Ingress")
 
 def check_config(path: Path) -> None:
     """Print every fault of the file; typer.Exit 1 if there is one."""
-    found = [*config_faults(read_config(path)), *pin_faults(read_config(path))]
+    config = read_config(path)
+    found = [*config_faults(config), *pin_faults(config)]
     for fault in found:
         typer.echo(f"  - {fault}")
     if found:
@@ -53,28 +54,28 @@ def config_faults(config: Mapping[str, Any]) -> list[str]:
         found = faults(error)
     else:
         found = []
-    # Serve takes keys that it does not know for none.
+    # Serve ignores keys that it does not know.
     found += _unknown("", config, ServeDeploySchema.model_fields)
-    for place, app in _applications(config):
-        found += _unknown(f"{place}.", app, ServeApplicationSchema.model_fields)
+    for where, app in _applications(config):
+        found += _unknown(f"{where}.", app, ServeApplicationSchema.model_fields)
         for one in _deployments(app):
-            where = f"{place}.deployments.{one.get('name')}."
-            found += _unknown(where, one, DeploymentSchema.model_fields)
-        found += [f"{place}: {fault}" for fault in _app_faults(app)]
+            inner = f"{where}.deployments.{one.get('name')}."
+            found += _unknown(inner, one, DeploymentSchema.model_fields)
+        found += [f"{where}: {fault}" for fault in _app_faults(app)]
     return found
 
 
 def pin_faults(config: Mapping[str, Any]) -> list[str]:
-    """Adapters of local roots that are to be pinned and do not lie there; no start ends by one."""
+    """Pinned adapters that are missing under the local roots; a server starts without them."""
     found = []
-    for place, app in _applications(config):
+    for where, app in _applications(config):
         try:
             engine = ServeConfig.model_validate(app.get("args") or {}).engine
         except ValueError:
             continue
         pins = _driver(app).get("pinned_adapters") or ()
         for fault in _missing(engine, pins if isinstance(pins, list | tuple) else ()):
-            found.append(f"{place}: Driver.user_config.pinned_adapters: {fault}")
+            found.append(f"{where}: Driver.user_config.pinned_adapters: {fault}")
     return found
 
 
@@ -87,12 +88,12 @@ def model_fault(engine: EngineConfig) -> str | None:
     return None
 
 
-def _unknown(place: str, given: Mapping[str, Any], known: Container[str]) -> list[str]:
-    return [f"{place}{key}: Serve knows no such key" for key in given if key not in known]
+def _unknown(where: str, given: Mapping[str, Any], known: Container[str]) -> list[str]:
+    return [f"{where}{key}: Serve knows no such key" for key in given if key not in known]
 
 
 def _applications(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """LoRay's own applications, with what to call each."""
+    """LoRay's own applications, each with its path in the yaml."""
     apps = config.get("applications")
     for number, app in enumerate(apps if isinstance(apps, list) else ()):
         if isinstance(app, dict) and app.get("import_path") == _OURS:
@@ -125,7 +126,7 @@ def _deployments(app: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _driver(app: Mapping[str, Any]) -> dict[str, Any]:
-    """The Driver's user_config; Serve's schema has judged whether it is one."""
+    """The Driver's user_config; Serve's schema checks its type."""
     for one in _deployments(app):
         if one.get("name") == "Driver" and isinstance(one.get("user_config"), dict):
             found: dict[str, Any] = one["user_config"]

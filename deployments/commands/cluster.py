@@ -16,27 +16,26 @@ _SHUTDOWN_SECONDS = 10.0
 
 
 class ClusterLost(Exception):
-    """A process of Ray's that nothing works without has ended; the message names it."""
+    """A vital process of Ray has ended; the message names it."""
 
 
 class Leaving:
-    """Whether the command is to end: `asked` by SIGTERM or Ctrl-C, `hurried` by Ctrl-C or twice."""
+    """How the command ends: `requested` by SIGTERM or Ctrl-C, `hurried` by Ctrl-C or both."""
 
     def __init__(self) -> None:
-        """Listen for both."""
-        self.asked = threading.Event()
+        self.requested = threading.Event()
         self.hurried = threading.Event()
         self.listen()
 
     def listen(self) -> None:
-        """Take both signals, also from whoever has taken them since."""
+        """Handle both signals, also after other code has replaced the handlers."""
         for name in (signal.SIGINT, signal.SIGTERM):
             signal.signal(name, self._take)
 
     def _take(self, number: int, _: FrameType | None) -> None:
-        if number == signal.SIGINT or self.asked.is_set():
+        if number == signal.SIGINT or self.requested.is_set():
             self.hurried.set()
-        self.asked.set()
+        self.requested.set()
 
 
 def ray_servers() -> dict[int, str]:
@@ -59,7 +58,7 @@ def require_alive(servers: Mapping[int, str]) -> None:
 
 def end_without(ray: Any) -> None:
     """Leave a cluster that does not answer any more, with exit code 1 and nothing left behind."""
-    # Ray may wait for a minute for who is gone, and then end this process by itself.
+    # Ray may wait a minute for a dead process, and then end this one by itself.
     end = threading.Thread(target=ray.shutdown, daemon=True)
     end.start()
     end.join(_SHUTDOWN_SECONDS)

@@ -1,4 +1,4 @@
-"""How a command ends that cannot do what was asked."""
+"""The end of a command that cannot do its work."""
 
 from typing import NoReturn
 
@@ -6,6 +6,6 @@ import typer
 
 
 def fail(message: str, status: int = 1) -> NoReturn:
-    """Say why on stderr and end with this exit code (2: the command line itself is wrong)."""
+    """Print the reason on stderr and exit with this code (2: the command line itself is wrong)."""
     typer.echo(f"loray: {message}", err=True)
     raise typer.Exit(status)

@@ -1,4 +1,4 @@
-"""What `loray serve` was given: a config's file, or a model and options."""
+"""`loray serve`: a config's file, or a model and options."""
 
 from pathlib import Path
 from typing import Any

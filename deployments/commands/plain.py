@@ -12,14 +12,14 @@ from configs.serve import ServeConfig
 from deployments.commands.failing import fail
 from sources.model import ModelNotFound, fetch_model
 
-# Ray reserves so much for each process. Nothing else runs in the cluster that `loray serve`
-# starts, so a small machine must not be too small for it.
+# CPUs that Ray reserves for each process. Nothing else runs in the cluster that `loray serve`
+# starts, and a small machine must have enough of them.
 _CPUS = 0.1
 
 
 @dataclass(frozen=True)
 class Options:
-    """What `loray serve MODEL` was told; None leaves a setting at its default.
+    """The options of `loray serve MODEL`; None leaves a setting at its default.
 
     adapters: folders whose adapters are served by name. settings: "dotted.key=value" under `args`.
     """
@@ -61,7 +61,7 @@ def plain_config(options: Options) -> dict[str, Any]:
 
 
 def fetch(config: dict[str, Any]) -> None:
-    """Have the model's files here before Ray starts, for a download shows how far it is."""
+    """Download the model before Ray starts, so that its progress is shown."""
     args = ServeConfig.model_validate(config["applications"][0]["args"])
     try:
         fetch_model(args.engine.model)
@@ -96,7 +96,7 @@ def _adapters(folders: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def _set(args: dict[str, Any], setting: str) -> None:
-    """Put "engine.limits.max_running=64" where it belongs; values are read as yaml."""
+    """Set "engine.limits.max_running=64" in `args`; values are read as yaml."""
     path, equals, value = setting.partition("=")
     *outer, last = path.split(".")
     if not equals or not last:

@@ -35,13 +35,13 @@ from deployments.ports import Port, conflicts
 _POLL_SECONDS = 0.5
 _READY_SECONDS = 900.0
 _FRONT_SECONDS = 300.0
-_LAST_WORDS_SECONDS = 10.0
+_REPLY_SECONDS = 10.0
 _TICK_SECONDS = 0.1
 _LOGS = "See /tmp/ray/session_latest/logs; start the command again"
 
 
 def serve_config(config: dict[str, Any], title: str, dashboard: bool, drain_seconds: float) -> None:
-    """Serve a config that no file holds, as `serve_file` does one that has a file."""
+    """Write the config to a temporary file and serve that."""
     with tempfile.TemporaryDirectory(prefix="loray-") as folder:
         path = Path(folder) / "serve_config.yaml"
         path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
@@ -67,8 +67,8 @@ def serve_file(path: Path, title: str, dashboard: bool, drain_seconds: float) ->
     import ray  # Ray reads the environment when it is imported, so not before the export.
     from ray import serve
 
-    _say("starting Ray")
-    # A cluster of its own: another that runs here belongs to somebody, and is not ours to end.
+    _log("starting Ray")
+    # A cluster of its own: this command must not end another that runs here.
     context = ray.init(
         "local", namespace="serve", include_dashboard=dashboard, logging_level="warning"
     )
@@ -77,12 +77,12 @@ def serve_file(path: Path, title: str, dashboard: bool, drain_seconds: float) ->
     address = context.address_info["gcs_address"]
     page = f"http://{context.dashboard_url}" if context.dashboard_url else "off"
     try:
-        _say(f"deploying {title}")
+        _log(f"deploying {title}")
         _deploy(path, address)
         names = []
-        if _wait_until_running(serve, leaving.asked, servers):
-            _announce(config, page, address, leaving.asked)
-            while not leaving.asked.wait(_POLL_SECONDS):
+        if _wait_until_running(serve, leaving.requested, servers):
+            _announce(config, page, address, leaving.requested)
+            while not leaving.requested.wait(_POLL_SECONDS):
                 require_alive(servers)
             names = [app.get("name", "default") for app in config["applications"]]
         asyncio.run(_leave(serve, names, drain_seconds, leaving.hurried))
@@ -90,7 +90,7 @@ def serve_file(path: Path, title: str, dashboard: bool, drain_seconds: float) ->
     except ClusterLost as lost:
         typer.echo(f"loray: the Ray cluster of this command has ended: {lost}. {_LOGS}", err=True)
         end_without(ray)
-    if not leaving.asked.is_set():
+    if not leaving.requested.is_set():
         raise typer.Exit(1)
 
 
@@ -104,36 +104,36 @@ def _deploy(config: Path, address: str) -> None:
 
 
 async def _leave(serve: Any, names: Sequence[str], seconds: float, hurried: Event) -> None:
-    """End these apps' requests, then Serve; on one event loop, for Serve's handles keep to it."""
+    """End these apps' requests, then Serve; on one event loop, which Serve's handles need."""
     if names:
         await _drain(serve, names, seconds, hurried)
-    _say("shutting down")
+    _log("shutting down")
     await serve.shutdown_async()
 
 
 async def _drain(serve: Any, names: Sequence[str], seconds: float, hurried: Event) -> None:
     """Have every ingress replica end its requests: after this time, or at once when hurried."""
     if not hurried.is_set():
-        _say(f"no new requests; those that run have {seconds:g} s (Ctrl-C: none)")
+        _log(f"no new requests; those that run have {seconds:g} s (Ctrl-C: none)")
     seconds = 0.0 if hurried.is_set() else seconds
-    asked = [asyncio.ensure_future(_drain_one(serve, name, seconds)) for name in names]
-    while not hurried.is_set() and not all(each.done() for each in asked):
-        await asyncio.wait(asked, timeout=_TICK_SECONDS)
+    drains = [asyncio.ensure_future(_drain_one(serve, name, seconds)) for name in names]
+    while not hurried.is_set() and not all(each.done() for each in drains):
+        await asyncio.wait(drains, timeout=_TICK_SECONDS)
     if hurried.is_set() and seconds:
         await asyncio.gather(*(_drain_one(serve, name, 0.0) for name in names))
 
 
 async def _drain_one(serve: Any, name: str, seconds: float) -> None:
     try:
-        told = serve.get_app_handle(name).broadcast("drain", seconds)
-        await told.results_async(timeout_s=seconds + _LAST_WORDS_SECONDS)
+        replies = serve.get_app_handle(name).broadcast("drain", seconds)
+        await replies.results_async(timeout_s=seconds + _REPLY_SECONDS)
     except Exception as error:
-        # Whatever is served under this name: the command is about to end it anyway.
-        _say(f"{name} was not drained: {type(error).__name__}")
+        # Not fatal: the command ends the app next.
+        _log(f"{name} was not drained: {type(error).__name__}")
 
 
 def _require_ports(http: Mapping[str, Any]) -> None:
-    """Say which ports are taken before anything is started; typer.Exit 1."""
+    """Fail for ports that are taken, before anything is started; typer.Exit 1."""
     host = str(http.get("host") or "")
     ports = [Port(host, int(http.get("port", 8000)), "http_options.port in the yaml (or --port)")]
     front = front_ports()
@@ -150,15 +150,15 @@ def _require_ports(http: Mapping[str, Any]) -> None:
 
 def _wait_until_running(serve: Any, leaving: Event, servers: Mapping[int, str]) -> bool:
     """Print each change of status; False when an app failed or the user left."""
-    told: dict[str, str] = {}
+    printed: dict[str, str] = {}
     deadline = time.monotonic() + _READY_SECONDS
-    # On a terminal alone: it turns while weights are read.
+    # A spinner while weights are read; rich shows it on terminals only.
     with Console(stderr=True).status("starting", spinner="line"):
         while not leaving.wait(_POLL_SECONDS) and time.monotonic() < deadline:
             require_alive(servers)
             apps = serve.status().applications
             for title, app in apps.items():
-                _tell_change(title, app, told)
+                _print_change(title, app, printed)
                 if app.status.value in ("DEPLOY_FAILED", "UNHEALTHY"):
                     print(app.message, file=sys.stderr)
                     for name, part in app.deployments.items():
@@ -171,7 +171,7 @@ def _wait_until_running(serve: Any, leaving: Event, servers: Mapping[int, str]) 
 
 
 def last_error(message: str) -> str:
-    """What Serve tells of a failed deployment, less the calls that led to the last error."""
+    """The last error in Serve's message of a failed deployment, without its traceback."""
     lines = message.splitlines()
     frames = [number for number, line in enumerate(lines) if line.startswith('  File "')]
     if not frames:
@@ -181,16 +181,16 @@ def last_error(message: str) -> str:
     return "\n".join(dropwhile(lambda line: line.startswith("    "), rest)) or message
 
 
-def _tell_change(title: str, app: Any, told: dict[str, str]) -> None:
+def _print_change(title: str, app: Any, printed: dict[str, str]) -> None:
     parts = [f"{name} {part.status.value}" for name, part in app.deployments.items()]
     line = ", ".join([app.status.value, *parts]).lower()
-    if line != told.get(title):
-        told[title] = line
-        _say(line if len(told) == 1 else f"{title}: {line}")
+    if line != printed.get(title):
+        printed[title] = line
+        _log(line if len(printed) == 1 else f"{title}: {line}")
 
 
 def _announce(config: dict[str, Any], dashboard: str, address: str, leaving: Event) -> None:
-    """Each app's URL and what was chosen for it, the dashboard, a line to try."""
+    """Print each app's URL and start-up choices, the dashboard and an example request."""
     options = config.get("http_options", {})
     host = options.get("host", "127.0.0.1")
     server = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{options.get('port', 8000)}"
@@ -198,10 +198,10 @@ def _announce(config: dict[str, Any], dashboard: str, address: str, leaving: Eve
     infos = {url: _fetch_info(url, leaving) for url in urls}
     for url, info in infos.items():
         print(f"\nLoRay serves {info.get('model_id', 'a model')} on {url}")
-        _tell(info.get("chosen", {"chosen": "GET /info says it to those who have a key"}))
+        _print_choices(info.get("chosen", {"chosen": "see GET /info, with a key"}))
     if len(urls) > 1:
         print("\nall of them")
-    _tell({"http front": proxy_mode(), "ray dashboard": dashboard, "ray address": address})
+    _print_choices({"http front": proxy_mode(), "ray dashboard": dashboard, "ray address": address})
     body = {"inputs": "What is the capital of France?", "parameters": _example(infos[urls[0]])}
     print(f"\nTry:\n  curl {urls[0]}/generate -H 'content-type: application/json' \\")
     print(f"    -d '{json.dumps(body)}'\n\nCtrl-C ends it.", flush=True)
@@ -210,17 +210,17 @@ def _announce(config: dict[str, Any], dashboard: str, address: str, leaving: Eve
 def _example(info: dict[str, Any]) -> dict[str, str]:
     """Parameters of a request over an adapter that is there: the demo's pirate, or the first."""
     names = [adapter["id"] for adapter in info.get("adapters", [])]
-    chosen = "pirate" if "pirate" in names else next(iter(names), None)
-    return {} if chosen is None else {"adapter_id": chosen}
+    name = "pirate" if "pirate" in names else next(iter(names), None)
+    return {} if name is None else {"adapter_id": name}
 
 
-def _tell(choices: dict[str, str]) -> None:
+def _print_choices(choices: dict[str, str]) -> None:
     for what, choice in choices.items():
         print(f"  {what:14} {choice}")
 
 
 def _fetch_info(url: str, leaving: Event) -> dict[str, Any]:
-    """Ask the app itself, whose front may need longer than it; nothing when the user leaves."""
+    """GET /info, until the HTTP front is up too; {} when the user leaves."""
     deadline = time.monotonic() + _FRONT_SECONDS
     while time.monotonic() < deadline:
         try:
@@ -237,5 +237,5 @@ def _fetch_info(url: str, leaving: Event) -> dict[str, Any]:
     fail(f"the app runs, but {url}/info does not answer")
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     print(f"[loray {os.getpid()}] {line}", flush=True)

@@ -1,4 +1,4 @@
-"""A running server, as the commands ask it."""
+"""A running server's HTTP routes, for the commands."""
 
 import json
 from collections.abc import Generator
@@ -16,11 +16,11 @@ Json = dict[str, Any]
 
 
 class Refused(typer.Exit):
-    """The server has refused; why stands on stderr."""
+    """The server has refused; its message is on stderr."""
 
 
 class Server:
-    """One server's HTTP routes. What it refuses ends the command with the server's own words.
+    """One server's HTTP routes. A refusal ends the command with the server's own message.
 
     An answer may take as long as it needs; only the connection has a limit.
     """
@@ -30,8 +30,8 @@ class Server:
         self._url = url.rstrip("/")
         self._headers = {} if key is None else {"authorization": f"Bearer {key}"}
 
-    def ask(self, method: str, path: str, body: Json | None = None) -> Json:
-        """The JSON that comes back."""
+    def request(self, method: str, path: str, body: Json | None = None) -> Json:
+        """Send one request; returns the JSON of the reply."""
         try:
             reply = httpx.request(
                 method, self._url + path, json=body, headers=self._headers, timeout=_TIMEOUT
@@ -44,7 +44,7 @@ class Server:
 
     def stream(self, path: str, body: Json) -> Generator[Json, None, None]:
         """The events of a streamed answer; closing it ends the request."""
-        asked = httpx.stream(
+        request = httpx.stream(
             "POST",
             self._url + path,
             json={**body, "stream": True},
@@ -52,7 +52,7 @@ class Server:
             timeout=_TIMEOUT,
         )
         try:
-            with asked as reply:
+            with request as reply:
                 if reply.is_error:
                     reply.read()
                     _require_success(reply)

@@ -1,6 +1,6 @@
 """Adapters in the metrics of a driver, through Ray's endpoint.
 
-Labels are bounded: the adapters asked for most have their own, all others share "other".
+Labels are bounded: the most requested adapters have their own, all others share "other".
 """
 
 from collections import Counter as Tally
@@ -71,10 +71,12 @@ class AdapterMetrics:
             boundaries=_PER_TOKEN_SECONDS, tag_keys=by,
         )  # fmt: skip
         self._loads = Histogram(
-            "loray_adapter_load_seconds", "Seconds of a stage: fetch, stage or place.",
+            "loray_adapter_load_seconds", "Seconds of one stage of a load: fetch, stage or place.",
             boundaries=_LOAD_SECONDS, tag_keys=("stage",),
         )  # fmt: skip
-        self._queued = Gauge(QUEUED, "Requests that wait, by adapter.", tag_keys=by)
+        self._queued = Gauge(
+            QUEUED, "Requests that wait for a batch slot, by adapter.", tag_keys=by
+        )
         self._shown: set[str] = set()
         self._tiers = {
             field: Gauge(f"loray_adapter_{field}", text) for field, text in TIERS.items()
@@ -86,14 +88,14 @@ class AdapterMetrics:
         self._begun: set[str] = set()
 
     def begin(self) -> None:
-        """Show what can be counted at 0."""
+        """Export every counter at 0."""
         for counter in self._counts.values():
             begin(counter)
         for label in (BASE, OTHER):
             self._begin(label)
 
     def _begin(self, adapter: str) -> None:
-        """Show the counters of this label at 0."""
+        """Export the counters of this label at 0."""
         self._begun.add(adapter)
         for name, counter in self._sums.items():
             tags = {"adapter": adapter}
@@ -101,7 +103,7 @@ class AdapterMetrics:
                 begin(counter, each)
 
     def requests(self, records: Sequence[SequenceRecord]) -> None:
-        """Take the sequences that ended since the last call."""
+        """Count the sequences that ended since the last call."""
         for record in records:
             tags = {"adapter": self._labels.count(record.adapter)}
             if tags["adapter"] not in self._begun:
@@ -114,12 +116,12 @@ class AdapterMetrics:
             _observe(self._each, record.per_token_seconds, tags)
 
     def loads(self, records: Sequence[LoadRecord]) -> None:
-        """Take the stages that ended since the last call."""
+        """Observe the stages that ended since the last call."""
         for record in records:
             _observe(self._loads, record.seconds, {"stage": record.stage})
 
     def tiers(self, tiers: AdapterTiers, counts: AdapterCounts) -> None:
-        """Take what the tiers hold, and what happened since the start."""
+        """Set what the tiers hold, and count what happened since the last call."""
         for field, gauge in self._tiers.items():
             gauge.set(getattr(tiers, field))
         for field, counter in self._counts.items():
@@ -133,7 +135,11 @@ class AdapterMetrics:
         num_waiting: int,
         name: Callable[[AdapterKey], str | None],
     ) -> None:
-        """Take who waits for what now: all, and by adapter; `name` is how one was last called."""
+        """Set how many requests wait, by adapter.
+
+        num_waiting: over all adapters and the base model. name: the last name of an adapter, None
+        where it has none.
+        """
         lengths: Tally[str] = Tally({BASE: num_waiting - sum(view.waiting for view in views)})
         for view in views:
             if view.waiting:

@@ -1,4 +1,4 @@
-"""What is told of adapters for metrics, and which of them have a name there."""
+"""Records of adapters for metrics, and the adapters that have a label of their own."""
 
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -11,7 +11,11 @@ _LEAD = 2
 
 @dataclass(frozen=True)
 class SequenceRecord:
-    """A sequence that ended; ok: not by an error. None: it never came to so many tokens."""
+    """A sequence that ended.
+
+    adapter: its name. ok: it ended without an error.
+    first_token_seconds: None without a token. per_token_seconds: None without a second one.
+    """
 
     adapter: str
     ok: bool
@@ -23,17 +27,17 @@ class SequenceRecord:
 
 @dataclass(frozen=True)
 class LoadRecord:
-    """A stage of an adapter's way to the device: fetch, stage or place."""
+    """One stage of an adapter's load; stage: fetch, stage or place (the copy to the device)."""
 
     stage: str
     seconds: float
 
 
 class TopLabels:
-    """The adapters that are asked for most have labels of their own, at most `size` at once.
+    """Gives labels of their own to the adapters that are requested most, at most `size` at once.
 
-    Series cannot be taken back from a scraper, so an adapter takes another's label only with
-    twice its requests of late, and no more than 4 * size adapters ever have one.
+    A scraper keeps every series it has seen. So an adapter replaces another only with twice its
+    recent requests, and at most 4 * size adapters ever get a label.
     """
 
     def __init__(self, size: int, always: frozenset[str] = frozenset()) -> None:
@@ -59,12 +63,12 @@ class TopLabels:
         return self.of(adapter)
 
     def of(self, adapter: str | None) -> str:
-        """The adapter's label; None is one that nobody has named."""
+        """The adapter's label; None: an adapter without a name."""
         known = adapter is not None and (adapter in self._labelled or adapter in self._always)
         return adapter if known and adapter is not None else OTHER
 
     def _consider(self, adapter: str) -> None:
-        """Give a label that is free, or that of an adapter asked for far less."""
+        """Give the adapter a free label, or replace one that is requested far less."""
         if len(self._labelled) >= self._size:
             least = min(self._labelled, key=lambda name: self._counts.get(name, 0))
             if self._counts[adapter] <= _LEAD * self._counts.get(least, 0):
@@ -74,7 +78,7 @@ class TopLabels:
         self._num_given += 1
 
     def _fade(self) -> None:
-        """Halve all counts, so that what was long ago weighs less, and forget what is at 0."""
+        """Halve all counts, so that old requests weigh less, and forget those at 0."""
         self._counts = OrderedDict(
             (name, count // 2) for name, count in self._counts.items() if count > 1
         )

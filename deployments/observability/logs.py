@@ -1,4 +1,4 @@
-"""Where log lines go and how they look: Serve's log in a replica, stderr in a rank.
+"""Destination and format of log lines: Serve's log in a replica, stderr in a rank.
 
 In a replica Serve's own handlers write them, with the id of the request that they belong to.
 """
@@ -13,11 +13,11 @@ SERVE_LOGGER = "ray.serve"
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
 
 
-def configure_logs(who: str, log_format: LogFormat) -> None:
+def configure_logs(component: str, log_format: LogFormat) -> None:
     """Let this process, which is no replica, write to stderr; a second call changes nothing."""
     handler = logging.StreamHandler()
-    as_text = logging.Formatter(f"%(asctime)s %(levelname)s {who} %(message)s")
-    handler.setFormatter(JsonLines(who) if log_format is LogFormat.JSON else as_text)
+    as_text = logging.Formatter(f"%(asctime)s %(levelname)s {component} %(message)s")
+    handler.setFormatter(JsonLines(component) if log_format is LogFormat.JSON else as_text)
     _use(handler)
 
 
@@ -36,20 +36,20 @@ def _use(handler: logging.Handler) -> None:
 
 
 class ServeLogHandler(logging.Handler):
-    """Gives lines to Serve's handlers, whichever those are when a line comes."""
+    """Passes lines to the handlers that Serve has when a line comes."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Hand one line over."""
+        """Pass one line on."""
         logging.getLogger(SERVE_LOGGER).handle(record)
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object a line, in the words of Serve's: what was told by `extra` is a field."""
+    """One JSON object a line, with Serve's field names; `extra` adds fields."""
 
-    def __init__(self, who: str) -> None:
-        """`who` is the field component_name."""
+    def __init__(self, component: str) -> None:
+        """`component` is the field component_name."""
         super().__init__()
-        self._who = who
+        self._component = component
 
     def format(self, record: logging.LogRecord) -> str:
         """The line, without its end."""
@@ -57,7 +57,7 @@ class JsonLines(logging.Formatter):
             "asctime": self.formatTime(record),
             "levelname": record.levelname,
             "message": record.getMessage(),
-            "component_name": self._who,
+            "component_name": self._component,
             "process": record.process,
         }
         if record.exc_info:

@@ -1,6 +1,6 @@
-"""Every metric of a driver, named once; fed with snapshots, shown by Ray's metrics endpoint.
+"""Every metric of a driver; set from snapshots, exported by Ray's metrics endpoint.
 
-Ray adds "ray_" in front of each name and the deployment, replica and application as tags.
+Ray puts "ray_" before each name and adds the tags deployment, replica and application.
 """
 
 from collections.abc import Sequence
@@ -15,26 +15,26 @@ _STEP_SECONDS = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0]
 _ROWS = [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0]
 
 GAUGES = {
-    "loray_queue_length": "Requests that wait for a place.",
-    "loray_running_requests": "Requests that hold a place on the ranks.",
+    "loray_queue_length": "Requests that wait for a batch slot.",
+    "loray_running_requests": "Requests that hold a batch slot.",
     "loray_cache_blocks": "Blocks of the KV cache.",
-    "loray_free_cache_blocks": "Blocks that no request holds.",
-    "loray_prefix_cache_blocks": "Blocks that the prefix cache can find.",
+    "loray_free_cache_blocks": "KV cache blocks that no request holds.",
+    "loray_prefix_cache_blocks": "KV cache blocks that the prefix cache can find.",
     "loray_healthy": "1 while the ranks serve, 0 while they are rebuilt.",
-    "loray_user_config_refused": "1 while the last user_config could not be applied, else 0.",
+    "loray_user_config_refused": "1 if the last user_config could not be applied, else 0.",
 }
 
 COUNTERS = {
     "loray_steps": "Steps planned.",
-    "loray_preemptions": "Requests preempted for lack of blocks.",
-    "loray_prompt_tokens": "Prompt tokens of requests that were given a place.",
-    "loray_cached_prompt_tokens": "Prompt tokens that came from the prefix cache.",
+    "loray_preemptions": "Requests preempted because no KV block was free.",
+    "loray_prompt_tokens": "Prompt tokens of requests that were admitted.",
+    "loray_cached_prompt_tokens": "Prompt tokens found in the prefix cache.",
     "loray_generated_tokens": "Tokens generated.",
-    "loray_rank_rebuilds": "Times the group of ranks was made anew.",
-    "loray_dropped_frames": "Token frames that a slow ingress replica did not take.",
-    "loray_overdue_looks": "Requests that an adapter's last version served, for its files or "
-    "its new version were not to be had in time.",
-    "loray_head_starts": "Requests that ran before Serve's call for them was here.",
+    "loray_rank_rebuilds": "Rebuilds of the group of ranks.",
+    "loray_dropped_frames": "Token frames not sent because an ingress replica read too slowly.",
+    "loray_overdue_looks": "Requests served with an adapter's last version because its source did "
+    "not answer in time.",
+    "loray_head_starts": "Requests submitted early: they ran before Serve's call arrived.",
 }
 
 
@@ -46,17 +46,19 @@ class EngineMetrics:
         self._gauges = {name: Gauge(name, text) for name, text in GAUGES.items()}
         self._counters = {name: Counter(name, text) for name, text in COUNTERS.items()}
         self._adapters = Gauge(
-            "loray_adapters", "Adapters by where their bytes are.", tag_keys=("state",)
+            "loray_adapters", "Adapters by state: where their bytes are.", tag_keys=("state",)
         )
         self._step_seconds = Histogram(
             "loray_step_seconds", "Seconds of a step on rank 0.", boundaries=_STEP_SECONDS
         )
-        self._step_rows = Histogram("loray_step_rows", "Requests in a step.", boundaries=_ROWS)
+        self._step_rows = Histogram(
+            "loray_step_rows", "Rows in a step, one a request.", boundaries=_ROWS
+        )
         self._totals = dict.fromkeys(COUNTERS, 0)
         self._last_step = 0
 
     def begin(self) -> None:
-        """Show what can be counted at 0."""
+        """Export every counter at 0."""
         for counter in self._counters.values():
             begin(counter)
 
@@ -70,7 +72,10 @@ class EngineMetrics:
         head_starts: int,
         overdue: int,
     ) -> None:
-        """Take the scheduler's numbers and the steps since the last call."""
+        """Set everything from the scheduler's numbers and the steps since the last call.
+
+        rebuilds, dropped, head_starts, overdue: totals since the start.
+        """
         self._gauges["loray_queue_length"].set(snapshot.queued)
         self._gauges["loray_running_requests"].set(snapshot.running)
         self._gauges["loray_cache_blocks"].set(snapshot.num_blocks)
@@ -90,11 +95,11 @@ class EngineMetrics:
         self._observe(steps)
 
     def healthy(self, healthy: bool) -> None:
-        """Say whether the ranks serve."""
+        """Set whether the ranks serve."""
         self._gauges["loray_healthy"].set(1 if healthy else 0)
 
     def settings_refused(self, refused: bool) -> None:
-        """Say whether the operator's last `user_config` could not be applied."""
+        """Set whether the operator's last `user_config` could not be applied."""
         self._gauges["loray_user_config_refused"].set(1 if refused else 0)
 
     def _observe(self, steps: Sequence[StepRecord]) -> None:

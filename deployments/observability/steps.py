@@ -1,4 +1,4 @@
-"""What the last steps were: the rows, tokens and adapters that shared each, and its time."""
+"""Records of the last steps: rows, tokens, adapters and times."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -11,11 +11,13 @@ _KEPT_STEPS = 8192
 
 
 class StepRecord(msgspec.Struct, frozen=True):
-    """One step: rows, computed tokens, sampled tokens, distinct adapters (base not counted).
+    """One step.
 
-    seconds: from the plan's arrival at rank 0 to its tokens on the host. idle_seconds: how long
-    the device had nothing to do before the step, which is no loss where no request was open.
-    captured: it was a replay of a captured step.
+    num_rows: requests in it. num_tokens: computed positions. num_sampled: rows that sampled.
+    num_adapters: distinct adapters, the base model not counted. num_fills: adapters loaded.
+    seconds: from the plan's arrival at rank 0 to its tokens on the host.
+    idle_seconds: of the device before the step; no loss where no request was open.
+    captured: whether it replayed a CUDA graph.
     """
 
     step: int
@@ -33,12 +35,11 @@ class StepLog:
     """The last steps of one driver; written by the loop's thread, read by any."""
 
     def __init__(self) -> None:
-        """Empty."""
         self._records: deque[StepRecord] = deque(maxlen=_KEPT_STEPS)
         self._slots: dict[int, int] = {}
 
     def record(self, plan: StepPlan, result: StepResult) -> None:
-        """Take an applied plan."""
+        """Add an applied plan."""
         for join in plan.joins:
             self._slots[join.batch_slot] = join.adapter_slot
         slots = {self._slots[row.batch_slot] for row in plan.rows}

@@ -21,14 +21,14 @@ class RequestSpan:
     """The span of one request."""
 
     def __init__(self, span: Span) -> None:
-        """Take a span that has begun."""
+        """`span` has begun."""
         self._span = span
 
     def ended(self, completion: Completion) -> Completion:
-        """Tell what came of the request; returns the same."""
+        """Write the outcome into the span; returns the same completion."""
         if self._span.is_recording():
             outcomes = completion.sequences
-            self._span.set_attributes(_outcome(outcomes))
+            self._span.set_attributes(_outcome_attributes(outcomes))
             failed = [o.ending for o in outcomes if isinstance(o.ending, Failed)]
             if failed:
                 self._span.set_attribute("error.type", failed[0].kind.value)
@@ -41,12 +41,12 @@ def request_span(name: str, request: GenerateRequest) -> Iterator[RequestSpan]:
     """A span for as long as the context lasts, below the one that is current."""
     with trace.get_tracer("loray").start_as_current_span(name) as span:
         if span.is_recording():
-            span.set_attributes(_asked(request))
+            span.set_attributes(_request_attributes(request))
         yield RequestSpan(span)
 
 
-def _asked(request: GenerateRequest) -> dict[str, str | int]:
-    """What was asked for: names of OpenTelemetry's generative conventions where there are any."""
+def _request_attributes(request: GenerateRequest) -> dict[str, str | int]:
+    """The request, by OpenTelemetry's generative conventions where they have a name."""
     adapter = request.adapter
     named: dict[str, str | int] = {}
     if adapter is not None:
@@ -62,8 +62,8 @@ def _asked(request: GenerateRequest) -> dict[str, str | int]:
     }
 
 
-def _outcome(outcomes: Sequence[SequenceOutcome]) -> dict[str, int | float | list[str]]:
-    """What came of it; times are of the sequence that waited longest."""
+def _outcome_attributes(outcomes: Sequence[SequenceOutcome]) -> dict[str, int | float | list[str]]:
+    """The outcome; times are those of the slowest sequence."""
     endings = [o.ending.reason.value for o in outcomes if isinstance(o.ending, Finished)]
     return {
         "gen_ai.usage.output_tokens": sum(len(o.tokens) for o in outcomes),
@@ -77,7 +77,7 @@ def _outcome(outcomes: Sequence[SequenceOutcome]) -> dict[str, int | float | lis
 def otlp() -> list[SpanProcessor]:
     """What `tracing_config.exporter_import_path` may name: spans to an OTLP collector over HTTP.
 
-    Needs `pip install loray[otlp]`. Where the collector is and what it asks for say
+    Needs `pip install loray[otlp]`. The collector's address and headers come from
     OpenTelemetry's own variables (OTEL_EXPORTER_OTLP_ENDPOINT, ..._HEADERS), on every node.
     """
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter

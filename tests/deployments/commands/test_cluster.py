@@ -46,21 +46,21 @@ def test_only_own_children_are_servers() -> None:
 
 def test_sigterm_leaves_time_and_a_second_signal_takes_it(leaving: Leaving) -> None:
     signal.raise_signal(signal.SIGTERM)
-    assert (leaving.asked.is_set(), leaving.hurried.is_set()) == (True, False)
+    assert (leaving.requested.is_set(), leaving.hurried.is_set()) == (True, False)
     signal.raise_signal(signal.SIGTERM)
     assert leaving.hurried.is_set()
 
 
 def test_ctrl_c_leaves_none(leaving: Leaving) -> None:
     signal.raise_signal(signal.SIGINT)
-    assert (leaving.asked.is_set(), leaving.hurried.is_set()) == (True, True)
+    assert (leaving.requested.is_set(), leaving.hurried.is_set()) == (True, True)
 
 
 def test_handlers_are_taken_back(leaving: Leaving) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     leaving.listen()
     signal.raise_signal(signal.SIGTERM)
-    assert leaving.asked.is_set()
+    assert leaving.requested.is_set()
 
 
 def _own_name() -> str:
