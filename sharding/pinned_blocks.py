@@ -51,7 +51,8 @@ class PinnedBlocks:
 
     def start_copy(self, target: Tensor, host: Tensor) -> CopyEnd | None:
         """Queue the copy on the stream; returns its end, None if it is done already."""
-        # Reading threads have a current stream of their own: not the one that uses the tensor.
-        with torch.cuda.stream(self._stream):
+        # Reading threads have a stream and an inference mode of their own, not the caller's: the
+        # stream must be the one that uses the tensor, which may be an inference tensor.
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
             target.copy_(host, non_blocking=True)
             return None if self._stream is None else self._stream.record_event()

@@ -76,6 +76,14 @@ def test_a_device_that_is_behind_gets_every_byte(
     assert torch.equal(out, expected)
 
 
+def test_inference_tensors_are_written_by_other_threads(tmp_path: Path) -> None:
+    file, extent = written(tmp_path / "file", torch.arange(300 * 16.0).view(300, 16))
+    with torch.inference_mode():
+        out = torch.zeros(300, 16)
+        read_cut_into(out, file, extent, (whole(300), whole(16)), PinnedBlocks(3, BLOCK, None))
+    assert torch.equal(out, torch.arange(300 * 16.0).view(300, 16))
+
+
 def test_blocks_are_lent_by_turns() -> None:
     blocks = LateBlocks(3)
     target = torch.zeros(7, 4)
