@@ -127,7 +127,8 @@ class Scheduler:
         events: list[RequestEvent] = []
         next_token = 0
         num_requests = len(self._requests)
-        mark_computed, draining = self._running.mark_computed, self._running.draining
+        running, ended = self._running, Status.ENDED  # Looked up once, not for every row.
+        mark_computed, draining = running.mark_computed, running.draining
         for report in result.reports or ():
             step.requests[report.row].add_prompt_report(report)
         faults = dict(result.faults or ())
@@ -136,7 +137,7 @@ class Scheduler:
             # A token of a request that has ended, or that discards samples, is dropped.
             if number in faults:
                 events += self._give_own_matcher(request, faults[number])
-            elif request.status is not Status.ENDED and not request.discards_samples:
+            elif request.status is not ended and not request.discards_samples:
                 mark_computed(request, row.start + row.length)
                 if row.samples:
                     logprobs = result.logprobs[next_token] if result.logprobs else None
@@ -146,7 +147,7 @@ class Scheduler:
             next_token += row.samples
             # Only now does no plan name its blocks and batch slot.
             if request.in_flight == 0 and request.serial in draining:
-                self._running.finish_draining(request)
+                running.finish_draining(request)
                 self._requeue_freed()
         assert next_token == len(result.tokens), (next_token, len(result.tokens))
         self._residency.applied(step)
