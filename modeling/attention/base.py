@@ -80,8 +80,8 @@ class GraphAttention(ABC):
         """
 
     @abstractmethod
-    def plan(self, turn: int) -> None:
-        """Plan what `write` saw last. turn: 0 or 1; the turn's earlier plan has been executed."""
+    def plan(self, buffer: int) -> None:
+        """Plan what `write` saw last. buffer: 0 or 1, whose last plan has been executed."""
 
 
 class AttentionBackend(ABC):

@@ -17,7 +17,7 @@ STEPS_A_LOOK = 256
 class ClampWatch:
     """Looks at the layers' marks now and then, and waits for nothing: a look reads the last one's.
 
-    Each layer is told of once for its keys and once for its values. A cache in another type is
+    Each layer is reported once for its keys and once for its values. A cache in another type is
     never looked at.
     """
 

@@ -167,7 +167,7 @@ class GraphFlashAttn(GraphAttention):
         words[self._rows :].reshape(self._rows, self._blocks)[:, : tables.shape[1]] = tables
         return len(words)
 
-    def plan(self, turn: int) -> None:
+    def plan(self, buffer: int) -> None:
         """Nothing is left to do."""
 
 

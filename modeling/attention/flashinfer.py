@@ -4,7 +4,7 @@ Leading rows of one token go to the decode kernel, all others to the prefill ker
 rows of any length. Over an fp8 cache both are FlashInfer's "fa2" kernels, which bring keys and
 values to the type of q on their way; its faster prefill on a Hopper ("fa3") would want fp8
 queries. A plan is computed on the host and copied from one pinned buffer, so every plan exists
-twice, by turns: a buffer is rewritten only after its copy was executed.
+twice, used alternately: a buffer is rewritten only after its copy was executed.
 """
 
 from collections.abc import Sequence
@@ -85,7 +85,7 @@ class FlashInferAttention(AttentionBackend):
             window: torch.zeros(PLAN_BYTES, dtype=torch.uint8, device=spec.device)
             for window in spec.windows
         }
-        self._turns = (self._new_turn(), self._new_turn())
+        self._eager_plans = (self._new_plan(), self._new_plan())
         self._next = 0
 
     @classmethod
@@ -107,13 +107,13 @@ class FlashInferAttention(AttentionBackend):
         """Plan the rows for each window; nothing waits for the device's earlier steps."""
         queries, keys = tuple(query_lengths), tuple(key_lengths)
         num_decode = leading_decodes(queries)
-        turn = self._turns[self._next]
+        eager = self._eager_plans[self._next]
         self._next ^= 1
-        turn.planned.synchronize()
+        eager.planned.synchronize()
         decode = self._pages(keys[:num_decode], block_tables, 0)
         prefill = self._pages(keys[num_decode:], block_tables, num_decode)
         plans = {}
-        for window, wrappers in turn.wrappers.items():
+        for window, wrappers in eager.wrappers.items():
             if decode is not None:
                 self._plan_decode(wrappers.decode, decode, window)
             if prefill is not None:
@@ -121,7 +121,7 @@ class FlashInferAttention(AttentionBackend):
             plans[window] = WindowPlan(
                 wrappers.decode if decode else None, wrappers.prefill if prefill else None
             )
-        turn.planned.record()
+        eager.planned.record()
         return FlashInferStep(self, queries, keys, plans, num_decode)
 
     def forward(
@@ -169,12 +169,12 @@ class FlashInferAttention(AttentionBackend):
             paged_kv_indices_buffer=indices,
             paged_kv_last_page_len_buffer=last,
         )
-        # Both turns plan into the same device memory, which the graph reads, from two host buffers.
+        # Both wrappers plan into the device memory that the graph reads, from two host buffers.
         wrapper.reset_workspace_buffer(self._workspace, self._plans[window])
         return wrapper
 
     def plan_options(self, window: int | None) -> dict[str, Any]:
-        """What every plan is told beside the rows."""
+        """Arguments of every plan beside the rows."""
         return {
             "window_left": -1 if window is None else window - 1,
             "q_data_type": self.spec.dtype,
@@ -182,7 +182,7 @@ class FlashInferAttention(AttentionBackend):
             "sm_scale": self.spec.scale,
         }
 
-    def _new_turn(self) -> EagerPlan:
+    def _new_plan(self) -> EagerPlan:
         decode = partial(flashinfer.BatchDecodeWithPagedKVCacheWrapper, use_tensor_cores=True)
         prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper
         wrappers = {
@@ -269,11 +269,11 @@ class GraphDecode(GraphAttention):
         self._pages = pages
         return end
 
-    def plan(self, turn: int) -> None:
+    def plan(self, buffer: int) -> None:
         """Spread the rows over the device's processors, for each window."""
         indptr = torch.from_numpy(self._pages.indptr)
         last = torch.from_numpy(self._pages.last)
-        for window, wrapper in self._wrappers[turn].items():
+        for window, wrapper in self._wrappers[buffer].items():
             fast_decode_plan(
                 wrapper,
                 indptr,

@@ -1,11 +1,11 @@
-"""Attention of the padded door: rows of one length under a mask, over a cache that grows.
+"""Attention of the padded interface: rows of one length under a mask, over a cache that grows.
 
     w[b, h, i, j] = softmax_j( scale * q[b, h, i] . k[b, h, j] ), over the j that i may see
     o[b, h, i] = sum_j head_mask[h] * w[b, h, i, j] v[b, h, j]
 
 i: one of this forward's n tokens, at place p + i after p cached ones; j: a place. i sees j where
 j <= p + i and mask[b, j]. A token that sees nothing (left padding) sees all alike, as in
-transformers, so that even what nobody reads is equal.
+transformers, so that even what is never read is equal.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ Pairs = Sequence[Sequence[Tensor]]
 
 
 class KeyValueCache(Protocol):
-    """What is asked of a transformers `Cache`."""
+    """The methods of a transformers `Cache` that are used."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, /

@@ -9,7 +9,7 @@ Which tool writes which, behind an attention's own name (`model.layers.0.self_at
     .kv_scale                                           AutoFP8, one for both
 
 True value = scale * stored value, and scale = the largest of a calibration / 448. Scales of
-queries and of probabilities, which stay in the model's type here, are let be.
+queries and of probabilities, which stay in the model's type here, are ignored.
 """
 
 import math

@@ -134,7 +134,7 @@ class SdpaAttention(AttentionBackend):
         self, queries: tuple[int, ...], keys: tuple[int, ...], tables: Tensor, window: int
     ) -> SdpaPlan:
         """The gathers and masks of layers in which a token sees `window` positions at most."""
-        # The row's first query stands at key - query, and sees back from there.
+        # The row's first query is at position k - q, and sees back from there.
         firsts = tuple(max(0, k - q - window + 1) for q, k in zip(queries, keys, strict=True))
         rows = _Rows((0, *accumulate(queries)), queries, keys, firsts, tables)
         buckets: dict[int, list[int]] = defaultdict(list)
@@ -188,7 +188,7 @@ class SdpaAttention(AttentionBackend):
         return pages * page_size + positions % page_size
 
     def _mask(self, num_queries: int, num_keys: int, window: int) -> Tensor | None:
-        """Query i stands at key num_keys - num_queries + i, and sees `window` keys up to it."""
+        """Query i is at key num_keys - num_queries + i, and sees `window` keys up to it."""
         if num_queries == num_keys <= window:
             return None
         ones = torch.ones(num_queries, num_keys, dtype=torch.bool, device=self.spec.device)
@@ -196,7 +196,7 @@ class SdpaAttention(AttentionBackend):
         return ones.tril(own).triu(own - window + 1)
 
     def _decode(self, q: Tensor, cache: LayerCache, group: DecodeGroup) -> Tensor:
-        """[n, heads, head_dim]: the heads that share a KV head stand where queries would."""
+        """[n, heads, head_dim]: the heads that share a KV head take the queries' dimension."""
         rows, heads, head_dim = q.shape
         k, v = (part.view(rows, -1, *part.shape[1:]) for part in cache.read(group.slots, q.dtype))
         folded = q.view(rows, k.shape[2], -1, head_dim)

@@ -1,4 +1,4 @@
-"""The one place that chooses an attention backend."""
+"""Selects an attention backend."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ PACKAGES = {
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """The chosen backend, and for people: which it is and why."""
+    """The selected backend, and its name and reason for logs."""
 
     backend: AttentionBackend
     reason: str
@@ -53,7 +53,7 @@ def select_attention(wanted: AttentionKind, spec: AttentionSpec) -> AttentionCho
     ValueError if the wanted one is not available or lacks something that the model needs.
     """
     if wanted is not AttentionKind.AUTO:
-        return AttentionChoice(_load(wanted)(spec), f"{wanted}: asked for")
+        return AttentionChoice(_load(wanted)(spec), f"{wanted}: requested")
     passed_over: list[str] = []
     for name in BACKENDS:
         if name in PACKAGES and spec.device.type == "cpu":

@@ -174,9 +174,9 @@ def _angles(
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, width)
     inside = columns < half
-    told = tl.load(positions + token)
-    frequencies += told // per_set * half
-    position = (told % per_set).to(tl.float32)
+    encoded = tl.load(positions + token)
+    frequencies += encoded // per_set * half
+    position = (encoded % per_set).to(tl.float32)
     angle = position * tl.load(frequencies + columns, mask=inside, other=0.0)
     out = token * 2 * half + columns
     cosine = (tl.cos(angle) * scale).to(cos.dtype.element_ty)

@@ -2,7 +2,7 @@
 
 The way for architectures without a paged implementation. Adapters join each linear module's
 output as everywhere else; what a model does with its cache, its positions and its padding is
-proved by a trial at start, because nothing else says it.
+proved by a probe at start, because nothing else says it.
 """
 
 import inspect
@@ -23,11 +23,11 @@ from modeling.models.causal_lm_adapters import (
     AdapterHooks,
     LinearModule,
     ModuleCalls,
+    ProbeSize,
     Reach,
     RowAdapters,
-    Trial,
     base_tensors,
-    place,
+    hook_positions,
 )
 from modeling.models.causal_lm_batch import CausalLMBatch
 from modeling.models.causal_lm_cache import Past, cache_bytes, keys_head_dim_last
@@ -39,10 +39,10 @@ __all__ = ["CausalLM", "CausalLMBatch"]
 
 logger = logging.getLogger("loray.modeling.causal_lm")
 
-TRIAL = ([5, 3, 7, 1, 4, 6, 2], [6, 1, 3])
+PROBE = ([5, 3, 7, 1, 4, 6, 2], [6, 1, 3])
 """Tokens of two rows of unequal length; 7 is the width of no model's heads."""
 
-EQUAL_TRIAL = (TRIAL[0], [2, 2, 6, 1, 3, 5, 1])
+EQUAL_PROBE = (PROBE[0], [2, 2, 6, 1, 3, 5, 1])
 """And of two rows of one length."""
 
 STRICT = {True: 0.05, False: 1.0}
@@ -50,13 +50,13 @@ STRICT = {True: 0.05, False: 1.0}
 
 
 class CausalLM:
-    """A transformers model with adapters, and what its trial showed.
+    """A transformers model with adapters, and what its probe showed.
 
-    projections: the linear maps that adapters may change; spots: their modules.
+    projections: the linear maps that adapters may change; linears: their modules.
     bytes_per_token: of the cache. keys_head_dim_last: see causal_lm_cache.
     sharing: which rows may lie in one forward.
     exact: False where the weights' quantisation makes rows depend on their batch, so that the
-    trial cannot judge padding.
+    probe cannot judge padding.
     """
 
     def __init__(
@@ -77,15 +77,15 @@ class CausalLM:
         self._takes_cache = type(model).__module__.startswith("transformers.")
         self._hooks = AdapterHooks([], device)
         self.keys_head_dim_last = True
-        # Nobody has looked into code from elsewhere for what it does with longer rows.
+        # What code from elsewhere does with longer rows is unknown.
         self.sharing = sharing_of(model) if self._takes_cache else Sharing(equal_from=0)
         found = self._try_all(exact)
         self.keys_head_dim_last = found.keys_head_dim_last
         self.bytes_per_token = found.bytes_per_token
-        self.spots = found.spots
+        self.linears = found.linears
         self.projections: tuple[Projection, ...]
-        self.projections, placed = place(self.spots)
-        self._hooks = AdapterHooks(placed, device)
+        self.projections, hooked = hook_positions(self.linears)
+        self._hooks = AdapterHooks(hooked, device)
 
     def forward(
         self,
@@ -149,11 +149,11 @@ class CausalLM:
         """Choose every row's next token and give the batch that goes on from there."""
         logits = self.next_logits(batch, adapter_data)
         params = [request.sampling for request in batch.requests]
-        if any(asked.adjusted for asked in params):
+        if any(each.adjusted for each in params):
             raise ValueError("penalties, biases and watermarks need PaddedRunner's token buffer")
-        chosen = choose(logits, sampling_tensors(params, batch.input_lengths, self.device))
-        batch.advance(chosen.tokens)
-        return chosen, batch
+        sampled = choose(logits, sampling_tensors(params, batch.input_lengths, self.device))
+        batch.advance(sampled.tokens)
+        return sampled, batch
 
     def hidden_states(self, ids: Tensor, adapter_data: RowAdapters | None) -> Tensor | None:
         """transformers' hidden_states[-1] [n, width] of one sequence, int64 [n].
@@ -196,10 +196,10 @@ class CausalLM:
         """Try unequal rows, and where they cannot share a forward, rows of one length."""
         # On one side of every border, or a row would differ from itself.
         shift = [1] * max((border for border in self.sharing.borders if border < 9), default=0)
-        longest, equal_from = len(shift) + len(TRIAL[0]) + 1, self.sharing.equal_from
+        longest, equal_from = len(shift) + len(PROBE[0]) + 1, self.sharing.equal_from
         if equal_from is None or longest < equal_from:
-            found = self._try([shift + row for row in TRIAL])
-            # Strictly, for nobody is refused here: what is told from rounding is spared.
+            found = self._try([shift + row for row in PROBE])
+            # Strict, for a failure here refuses nothing: rows of one length are tried next.
             if not exact or found.error <= found.bound * STRICT[self.dtype == torch.float32]:
                 return found
             logger.info(
@@ -207,7 +207,7 @@ class CausalLM:
                 "length share a forward", found.error, found.largest,
             )  # fmt: skip
             self.sharing = replace(self.sharing, equal_from=0)
-        found = self._try([shift + row for row in EQUAL_TRIAL])
+        found = self._try([shift + row for row in EQUAL_PROBE])
         if exact and not found.error <= found.bound:
             raise ValueError(
                 f"the model's logits move by {found.error:.3g} of {found.largest:.3g} between a "
@@ -223,20 +223,20 @@ class CausalLM:
         rows = [RequestJoin(i, row, len(row), -1, Sampling()) for i, row in enumerate(tokens)]
         batch = self.batch(rows)
         with calls.watch():
-            chosen = self.next_logits(batch).argmax(-1)
+            sampled = self.next_logits(batch).argmax(-1)
         past = batch.past_key_values
         assert past is not None
         size = (len(rows), len(tokens[0]))
         head_dim_last, bytes_held = keys_head_dim_last(past, *size), cache_bytes(past)
-        batch.advance(chosen)
+        batch.advance(sampled)
         with calls.watch():
             together = self.next_logits(batch)[1]
-        alone = self.batch([RequestJoin(0, [*tokens[1], int(chosen[1])], 1, -1, Sampling())])
+        alone = self.batch([RequestJoin(0, [*tokens[1], int(sampled[1])], 1, -1, Sampling())])
         apart = self.next_logits(alone)[0]
         return _Findings(
             keys_head_dim_last=head_dim_last,
             bytes_per_token=bytes_held // math.prod(size),
-            spots=calls.adaptable(Trial(*size, self.dtype)),
+            linears=calls.adaptable(ProbeSize(*size, self.dtype)),
             error=float((together - apart).abs().max()),
             largest=float(apart.abs().max()),
             bound=(1e-3 if apart.dtype == torch.float32 else 0.1) * float(apart.abs().max()),
@@ -245,7 +245,7 @@ class CausalLM:
 
 @dataclass(frozen=True)
 class _Findings:
-    """What a trial showed.
+    """What a probe showed.
 
     error: by how much a row's logits, of which `largest` is the largest, differ from those of
     the row by itself; up to `bound` it is rounding.
@@ -253,7 +253,7 @@ class _Findings:
 
     keys_head_dim_last: bool
     bytes_per_token: int
-    spots: list[LinearModule]
+    linears: list[LinearModule]
     error: float
     largest: float
     bound: float

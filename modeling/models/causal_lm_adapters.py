@@ -1,11 +1,11 @@
 """Adapters on a model that knows nothing of them: which of its modules take one, and how.
 
-A linear module takes part when a trial prefill and a trial decode showed that each calls it once,
+A linear module takes part when a probe prefill and a probe decode showed that each calls it once,
 in the model's own type, with tokens of every row in order: the step's new ones, or all that the
 row's cache holds (what expands compressed keys and values). What is called otherwise (experts
 that see some tokens, routers in float32, shared modules) is no projection, and adapters on it are
-refused; so is whatever has two numbers in its path, for an expert may see all tokens of a trial
-by chance. Each later call is held to the number of tokens that the trial showed.
+refused; so is whatever has two numbers in its path, for an expert may see all tokens of a probe
+by chance. Each later call is held to the number of tokens that the probe showed.
 """
 
 import logging
@@ -41,8 +41,8 @@ class ModuleCall:
 
 
 @dataclass(frozen=True)
-class Trial:
-    """What a trial computed: a prefill of [rows, length], and one more token in each row."""
+class ProbeSize:
+    """What a probe computed: a prefill of [rows, length], and one more token in each row."""
 
     rows: int
     length: int
@@ -70,36 +70,39 @@ class LinearModule:
 
 
 class ModuleCalls:
-    """What trial forwards show of a model's linear modules."""
+    """What probe forwards show of a model's linear modules."""
 
     def __init__(self, model: nn.Module) -> None:
         """Look at every nn.Linear and Conv1D whose path holds exactly one number."""
-        found = (_spot(path, module) for path, module in model.named_modules())
-        self.spots = [spot for spot in found if spot is not None]
+        found = (_linear_module(path, module) for path, module in model.named_modules())
+        self.linears = [linear for linear in found if linear is not None]
         self._seen: dict[str, list[ModuleCall]] = defaultdict(list)
 
     @contextmanager
     def watch(self) -> Iterator[None]:
         """Note how each module is called meanwhile."""
-        hooks = [spot.module.register_forward_hook(self._record(spot.path)) for spot in self.spots]
+        hooks = [
+            linear.module.register_forward_hook(self._record(linear.path))
+            for linear in self.linears
+        ]
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
 
-    def adaptable(self, trial: Trial) -> list[LinearModule]:
+    def adaptable(self, probe: ProbeSize) -> list[LinearModule]:
         """Return the modules that saw all tokens that they should, once in each forward.
 
-        The forwards watched were the trial's prefill and its decode, in this order.
+        The forwards watched were the probe's prefill and its decode, in this order.
         """
         kept = [
-            replace(spot, reads_cache=reads_cache)
-            for spot in self.spots
+            replace(linear, reads_cache=reads_cache)
+            for linear in self.linears
             for reads_cache in (False, True)
-            if _as_expected(self._seen[spot.path], trial, reads_cache)
+            if _as_expected(self._seen[linear.path], probe, reads_cache)
         ]
-        left_out = sorted({s.template for s in self.spots} - {s.template for s in kept})
+        left_out = sorted({s.template for s in self.linears} - {s.template for s in kept})
         if left_out:
             logger.info("modules that take no adapters: %s", ", ".join(left_out))
         return kept
@@ -117,12 +120,12 @@ class ModuleCalls:
         return hook
 
 
-def _as_expected(calls: Sequence[ModuleCall], trial: Trial, reads_cache: bool) -> bool:
+def _as_expected(calls: Sequence[ModuleCall], probe: ProbeSize, reads_cache: bool) -> bool:
     """Whether a module was called once in the prefill and once in the decode, with all tokens."""
-    lengths = (trial.length, trial.length + 1 if reads_cache else 1)
+    lengths = (probe.length, probe.length + 1 if reads_cache else 1)
     return len(calls) == len(lengths) and all(
-        (call.input_dtype, call.output_dtype) == (trial.dtype, trial.dtype)
-        and _in_order(call.leading, trial.rows, length)
+        (call.input_dtype, call.output_dtype) == (probe.dtype, probe.dtype)
+        and _in_order(call.leading, probe.rows, length)
         for call, length in zip(calls, lengths, strict=True)
     )
 
@@ -133,7 +136,7 @@ def _in_order(leading: tuple[int, ...], rows: int, length: int) -> bool:
     return long in ([size for size in (rows, length) if size != 1], [rows * length])
 
 
-def _spot(path: str, module: nn.Module) -> LinearModule | None:
+def _linear_module(path: str, module: nn.Module) -> LinearModule | None:
     numbers = NUMBER.findall(path)
     if len(numbers) != 1:
         return None
@@ -150,33 +153,35 @@ def _spot(path: str, module: nn.Module) -> LinearModule | None:
 class HookPosition:
     """Where a module's delta comes from: index of the projection, and its layer there."""
 
-    spot: LinearModule
+    linear: LinearModule
     projection: int
     layer: int
 
 
-def place(spots: Sequence[LinearModule]) -> tuple[tuple[Projection, ...], list[HookPosition]]:
+def hook_positions(
+    linears: Sequence[LinearModule],
+) -> tuple[tuple[Projection, ...], list[HookPosition]]:
     """Make a projection of each kind of module, over all layers.
 
     Kinds that some layers lack, or have in another size, make one projection for each module.
     """
     kinds: dict[str, list[LinearModule]] = defaultdict(list)
-    for spot in spots:
-        kinds[spot.template].append(spot)
+    for linear in linears:
+        kinds[linear.template].append(linear)
     groups: dict[str, list[LinearModule]] = {}
     for template, members in kinds.items():
-        sizes = {(spot.in_features, spot.out_features) for spot in members}
-        whole = [spot.layer for spot in members] == list(range(len(members)))
+        sizes = {(linear.in_features, linear.out_features) for linear in members}
+        whole = [linear.layer for linear in members] == list(range(len(members)))
         if whole and len(sizes) == 1:
             groups[template] = members
         else:
-            groups.update({spot.path: [spot] for spot in members})
+            groups.update({linear.path: [linear] for linear in members})
     names = shortest_names(list(groups))
     projections = tuple(_projection(names[key], key, group) for key, group in groups.items())
     placed = [
-        HookPosition(spot, index, layer)
+        HookPosition(linear, index, layer)
         for index, group in enumerate(groups.values())
-        for layer, spot in enumerate(group)
+        for layer, linear in enumerate(group)
     ]
     return projections, placed
 
@@ -247,7 +252,7 @@ class AdapterHooks:
         self._reach = Reach(0, 0, 0)
         self._device = device
         for each in placed:
-            each.spot.module.register_forward_hook(self._hook(each))
+            each.linear.module.register_forward_hook(self._hook(each))
 
     @contextmanager
     def using(self, adapters: RowAdapters | None, reach: Reach) -> Iterator[None]:
@@ -259,16 +264,16 @@ class AdapterHooks:
         finally:
             self._over = None
 
-    def _data(self, spot: LinearModule, num_tokens: int) -> AdapterData | None:
+    def _data(self, linear: LinearModule, num_tokens: int) -> AdapterData | None:
         """What to add to a module's output; RuntimeError when it sees other tokens than before."""
         if self._over is None:
             return None
         reach = self._reach
-        length = reach.seen if spot.reads_cache else reach.new
+        length = reach.seen if linear.reads_cache else reach.new
         if num_tokens != reach.rows * length:
             raise RuntimeError(
-                f"{spot.path} was called with {num_tokens} tokens and not with {length} in each "
-                f"of {reach.rows} rows, as the trial at start showed it: an adapter there would "
+                f"{linear.path} was called with {num_tokens} tokens and not with {length} in each "
+                f"of {reach.rows} rows, as the probe at start showed it: an adapter there would "
                 "change other tokens than its own"
             )
         return self._over(length)
@@ -277,7 +282,7 @@ class AdapterHooks:
         layer, targets = placed.layer, (OutputSlice(placed.projection, 0),)
 
         def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
-            data = self._data(placed.spot, output.shape[:-1].numel())
+            data = self._data(placed.linear, output.shape[:-1].numel())
             if data is None:
                 return None
             # A model that is spread over several GPUs has inputs and layers on others.

@@ -1,7 +1,7 @@
 """CausalLMBatch: rows of unequal length side by side, padded on the left to the longest.
 
 Life: `from_requests` makes a batch of whole sequences; a forward fills its cache; `advance` takes
-the chosen tokens, and from then on each row's input is its newest token. Rows leave by `filter`,
+the sampled tokens, and from then on each row's input is its newest token. Rows leave by `filter`,
 batches part by `split` and join by `concatenate`; all consume the caches that they are given.
 """
 
@@ -32,7 +32,7 @@ ROOM = 64
 class CausalLMBatch:
     """n rows whose longest has max_input_length tokens, the next input included.
 
-    requests: whose rows they are, in order; their tokens are those that the batch began with.
+    requests: one a row, in order; their tokens are those that the batch began with.
     input_ids, position_ids: int64 [n, max_input_length] before the first forward, then [n, 1].
     attention_mask: int64 [n, max_input_length + padding_right_offset]; 1 for a row's own tokens.
     input_lengths: each row's tokens. past_key_values: None before the first forward, then the
@@ -99,7 +99,7 @@ class CausalLMBatch:
         return self.attention_mask[:, : self.max_input_length]
 
     def advance(self, tokens: Tensor) -> None:
-        """Append each row's chosen token, int64 [n], which becomes its next input.
+        """Append each row's sampled token, int64 [n], which becomes its next input.
 
         [n, k] are k tokens of each row that are known already.
         """
@@ -123,8 +123,8 @@ class CausalLMBatch:
         The batch itself must not be used any more.
         """
         groups: dict[Hashable, list[int]] = {}
-        for place, length in zip(self.batch_slots, self.input_lengths, strict=True):
-            groups.setdefault(group(length), []).append(place)
+        for slot, length in zip(self.batch_slots, self.input_lengths, strict=True):
+            groups.setdefault(group(length), []).append(slot)
         if len(groups) == 1:
             return [self]
         assert self.past_key_values is not None
@@ -136,8 +136,8 @@ class CausalLMBatch:
 
         The batch itself must not be used any more.
         """
-        index = {place: row for row, place in enumerate(self.batch_slots)}
-        kept = [index[place] for place in places]
+        index = {slot: row for row, slot in enumerate(self.batch_slots)}
+        kept = [index[slot] for slot in places]
         lengths = [self.input_lengths[row] for row in kept]
         rows = to_device(np.array(kept, dtype=np.int64), self.input_ids.device)
         first = self.max_input_length - max(lengths)
@@ -199,5 +199,5 @@ class CausalLMBatch:
 
 
 def positions(mask: Tensor) -> Tensor:
-    """Number each row's own tokens from 0; padding, which nobody looks at, gets 1."""
+    """Number each row's own tokens from 0; padding, which is never read, gets 1."""
     return (mask.cumsum(dim=-1) - 1).masked_fill_(mask == 0, 1)

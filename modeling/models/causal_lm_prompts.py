@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from configs.wire.plan import RequestJoin
 from configs.wire.sampling import Pooling
-from modeling.models.causal_lm import TRIAL, CausalLM
+from modeling.models.causal_lm import PROBE, CausalLM
 from modeling.models.causal_lm_adapters import RowAdapters
 from modeling.models.causal_lm_cache import Past
 from modeling.sampling.prompt_scores import SLICE_BYTES, PromptRow, PromptScoresOnDevice, joined
@@ -70,7 +70,7 @@ class CausalLMPrompts:
     @torch.inference_mode()
     def _goes_on(self) -> bool:
         """Whether three tokens behind four are what they are in a whole sequence."""
-        ids = torch.tensor(TRIAL[0], device=self._model.device)
+        ids = torch.tensor(PROBE[0], device=self._model.device)
         whole = _Reader(self._model, ids).read(len(ids))
         reader = _Reader(self._model, ids)
         try:
@@ -103,7 +103,7 @@ class _Reader:
         side = self._model.sharing.side
         padded = side(last) != side(len(self._ids))
         if padded:
-            # A column that nobody sees, at the last position: what looks at the largest of all
+            # A column that the mask hides, at the last position: what looks at the largest of all
             # positions sees the whole sequence's.
             ids, seen = pad(ids, (1, 0)), pad(seen, (1, 0))
             positions = pad(positions, (1, 0), value=len(self._ids) - 1)

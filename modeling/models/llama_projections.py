@@ -68,7 +68,7 @@ def column_parts(projections: tuple[Projection, ...]) -> tuple[ColumnPart, ...]:
 
 
 def _stacked(parts: tuple[Segments, ...], sizes: tuple[int, ...]) -> Segments:
-    """Each part's own segments, where the parts stand below each other in one matrix."""
+    """Each part's own segments, where the parts lie below each other in one matrix."""
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     return tuple(
         (first + start, first + stop)

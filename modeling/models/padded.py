@@ -39,7 +39,7 @@ IGNORED_LABEL = -100
 class PaddedCall:
     """The arguments of one forward, named as in transformers; None is its default.
 
-    input_ids: int64 [batch, n], or inputs_embeds [batch, n, width] in their stead.
+    input_ids: int64 [batch, n], or inputs_embeds [batch, n, width] instead.
     attention_mask: [batch, places], places counting the cached ones. position_ids, labels:
     int64 [batch, n]. head_mask: [heads] or [layers, heads], of all ranks.
     """

@@ -1,4 +1,4 @@
-"""The one place that knows which class serves which architecture."""
+"""Which class serves which architecture; only this file knows."""
 
 from importlib import import_module
 from typing import Any, cast
@@ -20,11 +20,11 @@ MODELS: dict[str, tuple[str, str]] = {
     "SolarForCausalLM": ("modeling.models.llama", "FlashLlamaForCausalLM"),
     "OPTForCausalLM": ("modeling.models.opt", "OPTForCausalLM"),
 }
-"""Architecture in config.json to (module, class); a module is imported when it is asked for.
+"""Architecture in config.json to (module, class); a module is imported when a model of it is built.
 
 The class is built as `class.build(config, weights)`, and its `unread` names the checkpoint's
 tensors that it has no use for (buffers of old versions). Scales of an fp8
-cache are not the model's: who makes the cache reads them.
+cache are not the model's: they are read where the cache is made.
 """
 
 

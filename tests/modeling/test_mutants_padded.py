@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from modeling.models import causal_lm_adapters, causal_lm_batch, causal_lm_cache
-from modeling.models.causal_lm import TRIAL, CausalLM
+from modeling.models.causal_lm import PROBE, CausalLM
 from modeling.models.causal_lm_adapters import RowAdapters
 from modeling.models.causal_lm_batch import CausalLMBatch
 from modeling.runner.padded import PaddedAdapters
@@ -26,8 +26,8 @@ def padded(tmp_path_factory: pytest.TempPathFactory) -> PaddedWorld:
 
 @pytest.fixture(autouse=True)
 def _no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the trial at start would refuse a model in which padding shows."""
-    monkeypatch.setattr(CausalLM, "_try_all", lambda self, exact: self._try(TRIAL))
+    """Else the probe at start would refuse a model in which padding shows."""
+    monkeypatch.setattr(CausalLM, "_try_all", lambda self, exact: self._try(PROBE))
 
 
 def expect_mismatch(padded: PaddedWorld, kind: str, names: Sequence[str] = MIXED) -> None:
@@ -91,8 +91,8 @@ def test_a_delta_on_another_layer_is_noticed(
 ) -> None:
     placed = causal_lm_adapters.HookPosition
 
-    def other(spot: Any, projection: int, layer: int) -> Any:
-        return placed(spot, projection, 1 - layer)
+    def other(linear: Any, projection: int, layer: int) -> Any:
+        return placed(linear, projection, 1 - layer)
 
     monkeypatch.setattr(causal_lm_adapters, "HookPosition", other)
     expect_mismatch(padded, kind, ["r4"])

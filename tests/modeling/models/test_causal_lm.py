@@ -1,4 +1,4 @@
-"""The padded wrapper: the seed's doors, foreign code, and what its trial refuses."""
+"""The padded wrapper: the seed's doors, foreign code, and what its probe refuses."""
 
 import inspect
 import math
@@ -195,8 +195,8 @@ def test_a_module_that_sees_other_tokens_than_at_the_trial_takes_no_deltas() -> 
 def test_modules_are_watched_at_decode_too(tmp_path: Path) -> None:
     """What expands a cache of compressed keys sees all of it then, as Doge's dt_proj does."""
     for kind, name in (("deepseek_v3", "kv_b_proj"), ("doge", "dt_proj")):
-        spots = load(write_tiny(tmp_path / kind, kind)).spots
-        reads = {spot.path.rsplit(".", 1)[-1]: spot.reads_cache for spot in spots}
+        linears = load(write_tiny(tmp_path / kind, kind)).linears
+        reads = {linear.path.rsplit(".", 1)[-1]: linear.reads_cache for linear in linears}
         assert {path for path, reads_cache in reads.items() if reads_cache} == {name}
 
 

@@ -1,4 +1,4 @@
-"""OPT's and GPT-NeoX's padded door against transformers: every output, on 1, 2 and 4 ranks."""
+"""OPT's and GPT-NeoX's padded interface against transformers: every output, on 1, 2 and 4 ranks."""
 
 import inspect
 from dataclasses import dataclass
