@@ -1,4 +1,4 @@
-"""The Ray shell of standing orders: a ledger in the cluster's own key-value store."""
+"""Persisted admin commands in the key-value store of Ray's head."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,37 +13,37 @@ _TIMEOUT_SECONDS = 10.0
 
 
 class RayAdminStore:
-    """`orders.Ledger` of one application; it lasts as long as Ray's head, and with it only.
+    """The `AdminStore` of one application; its entries last as long as Ray's head.
 
     Ray's own libraries keep their registries in this store, which has no public name; an actor
     would be one more process, and forget everything with its node.
     """
 
-    def __init__(self, application: str, shelf: str = "orders") -> None:
-        """Nothing is asked of Ray yet; any thread of a process that is connected may call.
+    def __init__(self, application: str, kind: str = "orders") -> None:
+        """Methods may be called from any thread of a process that is connected to Ray.
 
-        shelf: what is kept together, apart from the application's other entries.
+        kind: a prefix that keeps these entries apart from the application's others.
         """
-        self._prefix = f"{application}/{shelf}/".encode()
+        self._prefix = f"{application}/{kind}/".encode()
 
-    def put(self, key: str, order: bytes) -> None:
-        """Write an order, over an older one of that key."""
+    def put(self, key: str, value: bytes) -> None:
+        """Write an entry over an older one of that key."""
         with _faults():
-            internal_kv._internal_kv_put(self._prefix + key.encode(), order, namespace=_NAMESPACE)
+            internal_kv._internal_kv_put(self._prefix + key.encode(), value, namespace=_NAMESPACE)
 
     def remove(self, key: str) -> None:
-        """Take an order out, if it is there."""
+        """Delete an entry, if it exists."""
         with _faults():
             internal_kv._internal_kv_del(self._prefix + key.encode(), namespace=_NAMESPACE)
 
     def read(self) -> Mapping[str, bytes]:
-        """All orders, in two questions however many there are."""
+        """All entries, in two calls however many there are."""
         with _faults():
             keys = internal_kv._internal_kv_list(self._prefix, namespace=_NAMESPACE)
             client = internal_kv.internal_kv_get_gcs_client()
             found = client.internal_kv_multi_get(keys, _NAMESPACE, _TIMEOUT_SECONDS)
         start = len(self._prefix)
-        return {key[start:].decode(): order for key, order in found.items()}
+        return {key[start:].decode(): value for key, value in found.items()}
 
 
 @contextmanager

@@ -1,8 +1,8 @@
-"""What ingress and driver say to each other: requests, outcomes, error kinds, token frames.
+"""What ingress and driver send each other: requests, outcomes, error kinds, token frames.
 
 Values cross processes; exceptions do not. A sequence ends in exactly one of Finished, Failed,
-Cancelled. Frames are idempotent (each token run bears its start); whatever they did not bring, the
-outcome does that the unary call returns at the end.
+Cancelled. Frames are idempotent (each token run has its start); tokens that they lost are in the
+outcome that the unary call returns at the end.
 """
 
 from enum import StrEnum
@@ -64,11 +64,10 @@ class SequenceRequest(msgspec.Struct, frozen=True):
 class GenerateRequest(msgspec.Struct, frozen=True):
     """One HTTP request: one or more sequences over one adapter (None = the base model).
 
-    allowed: patterns of "source:id"; the adapter that the name stands for must fit one of them.
-    None: all adapters are allowed. payer: the name of the API key whose budget downloads are
-    charged to; "" is everybody without one.
-    cache_salt: only requests of equal salts find each other's prompts in the prefix cache; a hash
-    of the caller's group of API keys and of the request's own salt (b"": neither).
+    allowed: patterns of "source:id", one of which the adapter must match; None allows all.
+    payer: the name of the API key whose budget downloads are charged to; "" for all callers
+    without one. cache_salt: only requests of equal salts share the prefix cache; a hash of the
+    caller's group of API keys and of the request's own salt (b"": neither).
     """
 
     id: str
@@ -87,10 +86,10 @@ class GenerateRequest(msgspec.Struct, frozen=True):
 class SequenceOutcome(msgspec.Struct, frozen=True):
     """Everything one sequence generated and how it ended.
 
-    logprobs: one entry a token when asked for, else None. cached_tokens: prompt tokens that
+    logprobs: one entry a token if requested, else None. cached_tokens: prompt tokens that
     came from the prefix cache. queue_seconds, first_token_seconds: since the request arrived.
-    prompt_logprobs: of the prompt's tokens from the second on, when asked for. embedding: of the
-    prompt, float32 little-endian, when asked for.
+    prompt_logprobs: of the prompt's tokens from the second on, if requested. embedding: of the
+    prompt, float32 little-endian, if requested.
     """
 
     tokens: list[int]
@@ -104,10 +103,7 @@ class SequenceOutcome(msgspec.Struct, frozen=True):
 
 
 class Completion(msgspec.Struct, frozen=True):
-    """The answer of `Driver.generate`: one outcome for each sequence, in order.
-
-    validation_seconds is the driver's own; the ingress adds its share.
-    """
+    """The result of `Driver.generate`: one outcome for each sequence, in order."""
 
     sequences: list[SequenceOutcome]
 
@@ -129,7 +125,7 @@ class TokenFrame(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ReplyAddress(msgspec.Struct, frozen=True):
-    """Where an ingress replica takes token frames; the secret proves who dials."""
+    """Where an ingress replica takes token frames; a driver proves itself by the secret."""
 
     host: str
     port: int
@@ -148,7 +144,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     """What a driver serves and how; the ingress needs it to validate and to answer /info.
 
     tokenizer: the folder that holds the tokenizer and the chat template.
-    chosen: what start-up decided, for people (device, attention backend, pages, proxy mode).
+    chosen: what start-up selected, for people (device, attention backend, pages, proxy mode).
     healthy: False while the ranks are being rebuilt.
     """
 
@@ -171,7 +167,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
 
 
 class AdapterAction(StrEnum):
-    """What an operator asks of every driver replica about one adapter, or about all."""
+    """What a command does with one adapter, or with all, on every driver replica."""
 
     LIST = "list"
     LOAD = "load"
@@ -185,11 +181,11 @@ class AdapterAction(StrEnum):
 class AdapterCommand(msgspec.Struct, frozen=True):
     """One command; `reference` names the adapter (LIST: None names all).
 
-    pin: LOAD keeps it on the device too. name: NAME lets clients call the adapter so besides.
-    folder: NAME finds it at this path instead of by a reference. replace: NAME may move a name
-    that means something else. stage: NAME waits until the adapter is staged; else its first
-    request does. api_token: None fetches with the server's own token. UNNAME with a reference is
-    meant only while the name stands for that.
+    pin: LOAD also pins it to the device. name: the alias of NAME and UNNAME.
+    folder: NAME finds the adapter at this path instead of by a reference.
+    replace: NAME may move an alias from another adapter. stage: NAME waits until the adapter is
+    staged; else its first request does. api_token: None fetches with the server's own token.
+    UNNAME with a reference does nothing unless the alias stands for it.
     """
 
     action: AdapterAction
@@ -238,7 +234,7 @@ class AdapterStatus(msgspec.Struct, frozen=True):
 
 
 class AdapterReport(msgspec.Struct, frozen=True):
-    """What came of a command on one driver replica: the adapters it is about, or why not."""
+    """A command's result on one driver replica: the adapters it is about, or the failure."""
 
     replica: str
     adapters: list[AdapterStatus] = []

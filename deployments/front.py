@@ -18,7 +18,7 @@ from pathlib import Path
 from configs.env import FrontLimits, front_limits
 from deployments.ports import Port, conflicts
 
-# Connections that clients cannot take: an operator's look at the statistics needs some.
+# Connections kept from clients: operators need some to read the statistics.
 _RESERVED = 64
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
@@ -40,7 +40,7 @@ def main() -> None:
             if taken:
                 sys.exit("\n".join(f"loray: {each}" for each in taken))
         path.write_text(limited(text, front_limits()), encoding="utf-8")
-        # Serve's actor may be killed: HAProxy without it would hold the ports for nobody.
+        # Serve's actor may be killed: HAProxy would go on and hold its ports.
         ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGTERM)
     binary = haproxy_binary()
     os.execv(binary, [binary, *arguments])
@@ -58,7 +58,7 @@ def haproxy_binary() -> str:
 
 def limited(text: str, limits: FrontLimits) -> str:
     """Serve's configuration with these limits; one that has them already is left as it is."""
-    # Whoever can write to this socket rules the front: nobody else's business on the machine.
+    # A process that can write to this socket controls HAProxy: only its own user may.
     text = text.replace(" mode 666 level admin", " mode 600 level admin")
     found = re.search(r"^frontend http_frontend\n\s+bind .*\n", text, re.MULTILINE)
     most = re.search(r"^\s+maxconn (\d+)$", text, re.MULTILINE)
@@ -72,7 +72,7 @@ def limited(text: str, limits: FrontLimits) -> str:
         added += [
             "stick-table type ipv6 size 100k expire 10m store conn_cur",
             "tcp-request connection track-sc0 src",
-            # A balancer on this machine speaks for many.
+            # A balancer on this machine connects for many clients.
             f"tcp-request connection reject if {{ sc0_conn_cur gt {share} }} !{{ src {_LOCAL} }}",
         ]
     lines = "".join(f"    {line}\n" for line in added)

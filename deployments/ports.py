@@ -25,7 +25,7 @@ class Port(NamedTuple):
 
 
 def conflicts(ports: Sequence[Port]) -> list[str]:
-    """A sentence for each port that is taken, with who has it and what to set instead."""
+    """A sentence for each port that is taken, with its process and the setting to change."""
     return [
         f"port {port.number} is in use{_by(port.number)}: end that, or set {port.setting}"
         for port in ports
@@ -46,7 +46,7 @@ def _is_taken(port: Port) -> bool:
 
 
 def _by(number: int) -> str:
-    """Which process of this user listens on the port; "" where nobody can tell."""
+    """Which process of this user listens on the port; "" if that is not known."""
     inodes = set(_listeners(number))
     for process in Path("/proc").glob("[0-9]*") if inodes else ():
         with suppress(OSError):  # another user's, or it has just ended

@@ -1,4 +1,4 @@
-"""The Serve shell of a driver: start, health, drain."""
+"""The driver as a Serve deployment: start, health, drain."""
 
 import asyncio
 import logging
@@ -39,7 +39,7 @@ from scheduler.snapshot import AdapterView, Snapshot
 from sources.model import fetch_model
 
 _METRICS_SECONDS = 1.0
-_ORDERS_SECONDS = 10.0
+_FOLLOW_SECONDS = 10.0
 
 logger = logging.getLogger("loray.driver")
 
@@ -64,12 +64,12 @@ class DriverDeployment:
         await self._engine.start()
         for what, choice in (await self._engine.describe()).chosen.items():
             logger.info("%s: %s", what, choice)
-        ledger = RayAdminStore(context.app_name)
-        orders = AdminCommands(ledger, self._engine.adapters)
-        await orders.follow(pins=False)
-        shelf = RayAdminStore(context.app_name, "settings")
-        self._settings = OperatorSettings(self._engine.reconfigure, shelf)
-        follow = _follow(orders, self._settings)
+        store = RayAdminStore(context.app_name)
+        commands = AdminCommands(store, self._engine.adapters)
+        await commands.follow(pins=False)
+        settings_store = RayAdminStore(context.app_name, "settings")
+        self._settings = OperatorSettings(self._engine.reconfigure, settings_store)
+        follow = _follow(commands, self._settings)
         self._tasks = [asyncio.create_task(each) for each in (self._report(), follow)]
 
     def _group(self, engine: EngineConfig, folder: Path) -> RankGroup:
@@ -101,7 +101,7 @@ class DriverDeployment:
             )
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Serve's way to apply a changed `user_config`: nothing restarts, also on a fault in it."""
+        """Serve calls this with a changed `user_config`; nothing restarts, even at a fault."""
         await self._settings.take(user_config)
 
     async def generate(self, request: GenerateRequest, reply_to: ReplyAddress) -> Completion:
@@ -131,7 +131,7 @@ class DriverDeployment:
         return msgspec.structs.replace(info, chosen={**info.chosen, "user_config": why})
 
     async def adapters(self, command: AdapterCommand) -> AdapterReport:
-        """Do what an operator asks of all replicas about adapters."""
+        """Do an operator's command about adapters on this replica."""
         replica = serve.get_replica_context().replica_id.unique_id
         return msgspec.structs.replace(await self._running.adapters(command), replica=replica)
 
@@ -144,7 +144,7 @@ class DriverDeployment:
         return await self._running.snapshot()
 
     async def early_submits(self) -> int:
-        """Calls whose requests ran already when they came, for tests."""
+        """How many calls found their request running, for tests."""
         return self._running.early_submits.num_attached
 
     async def load_sums(self) -> dict[str, LoadSum]:
@@ -156,7 +156,7 @@ class DriverDeployment:
         return self._running.ranks
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """Serve's way to hear what routers are told; never waits for the engine's loop."""
+        """Serve collects this report for the routers; never waits for the engine loop."""
         return self._running.report(self._views, self._num_open).packed()
 
     async def check_health(self) -> None:
@@ -165,7 +165,7 @@ class DriverDeployment:
             raise RuntimeError(self._running.failure)
 
     async def __del__(self) -> None:
-        """Serve's way to say that the replica is going: leave no rank behind."""
+        """Serve calls this when the replica ends: stop its ranks."""
         for task in self._tasks:
             task.cancel()
         if self._engine is not None:
@@ -177,13 +177,13 @@ class DriverDeployment:
         return self._engine
 
 
-async def _follow(orders: AdminCommands, settings: OperatorSettings) -> None:
-    """Do what operators ordered, while the replica lives."""
+async def _follow(commands: AdminCommands, settings: OperatorSettings) -> None:
+    """Execute persisted admin commands, while the replica lives."""
     while True:
         try:
-            await orders.follow()
+            await commands.follow()
             await settings.retry()
         except Exception:
-            # The last boundary of this task: what could not be done now is tried again.
+            # The last boundary of this task: a failed command is tried again.
             logger.exception("names and pins given by hand could not be followed")
-        await asyncio.sleep(_ORDERS_SECONDS)
+        await asyncio.sleep(_FOLLOW_SECONDS)

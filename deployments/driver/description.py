@@ -34,7 +34,7 @@ def common(capacities: Sequence[Capacity]) -> Capacity:
 
 
 def startup_info(reports: Sequence[LoadReport]) -> dict[str, str]:
-    """What start-up decided, in words."""
+    """What start-up selected, for people to read."""
     first, pages = reports[0], common([report.capacity for report in reports])
     adapters = f"{pages.adapter_pages} of 8 rank rows a projection, {pages.adapter_slots} slots"
     return {

@@ -1,7 +1,7 @@
 """The engine's loop: commands in, plans out, results in, events out. Knows no Ray and no torch.
 
-It has a thread of its own and meets the rest of the replica in two queues: `post` brings
-commands from any thread, `emit` takes events away. Up to two plans are in flight, so that the
+It has a thread of its own and two queues to the rest of the replica: `post` takes commands
+from any thread, `emit` sends events back. Up to two plans are in flight, so that the
 ranks never wait for this thread.
 """
 
@@ -54,7 +54,7 @@ logger = logging.getLogger("loray.driver.loop")
 
 
 class RankGroup(Protocol):
-    """What the loop asks of whoever starts and kills the ranks."""
+    """Starts and kills the ranks (`RayRanks`)."""
 
     def start(self) -> tuple[RankLinks, list[LoadReport]]:
         """Start every rank; RanksLost when that fails."""
@@ -67,11 +67,12 @@ class RankGroup(Protocol):
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """What the loop is told once: how to find an adapter's files, where events go.
+    """The loop's recovery limits and its callbacks.
 
-    fetched raises KeyError for an adapter that was forgotten. fail ends every open request with a
-    message; applied sees each plan and its result, loaded each stage of an adapter's way ("stage",
-    "place") and its seconds.
+    fetched: an adapter's files; KeyError if it was forgotten.
+    emit: takes events. fail: ends all open requests with a message.
+    applied: takes each plan and its result.
+    loaded: takes each stage of loading an adapter ("stage", "place") and its seconds.
     """
 
     recovery: RecoveryConfig
@@ -92,7 +93,7 @@ class EngineLoop:
         started: tuple[RankLinks, list[LoadReport]],
         settings: LoopSettings,
     ) -> None:
-        """Take over a group that `started`."""
+        """started: the links and load reports of the running group."""
         links, self.reports = started
         self._capacity = common([report.capacity for report in self.reports])
         self._scheduler = scheduler
@@ -117,7 +118,7 @@ class EngineLoop:
         self.failure: str | None = None
 
     def start(self) -> None:
-        """Begin turning, in a thread of its own."""
+        """Start the loop's thread."""
         self._thread.start()
 
     def post(self, command: Command) -> None:
@@ -136,7 +137,7 @@ class EngineLoop:
         self._group.stop()
         if self._starter is not None:
             self._starter.join(timeout=30.0)
-            self._group.stop()  # what it may have started meanwhile
+            self._group.stop()  # The ranks that it may have started meanwhile.
 
     def _run(self) -> None:
         try:
@@ -147,7 +148,7 @@ class EngineLoop:
                     if not self._stopping:
                         self._rebuild(str(loss))
             if self._links is not None:
-                with suppress(RanksLost):  # they may be gone already
+                with suppress(RanksLost):  # They may have ended already.
                     self._links.send(Stop())
         except Exception as error:
             # The last boundary of this thread: without it the replica would look healthy and
@@ -163,10 +164,10 @@ class EngineLoop:
         self._run_commands()
         self._request_staging(self._links)
         self._launch(self._links)
-        for order in self._scheduler.matchers_to_prepare():
-            self._prepared[order.number] = []
-            self._links.send(Prepare(order.number, order.constraint, order.released))
-        # What came until now is heard below: where this thread was late, no rank is blamed.
+        for matcher in self._scheduler.matchers_to_prepare():
+            self._prepared[matcher.number] = []
+            self._links.send(Prepare(matcher.number, matcher.constraint, matcher.released))
+        # `now` is before `receive`: a report that was late because of this thread blames no rank.
         seconds, now = self._seconds_to_wait(), time.monotonic()
         for report in self._links.receive(seconds):
             self._handle(report)
@@ -181,7 +182,7 @@ class EngineLoop:
             due = min(due, self._oldest_since + recovery.step_timeout_s)
         elif (wake := self._scheduler.next_wake) is not None:
             due = min(due, wake)
-        # Both are in the order of their beginning.
+        # Both dicts are ordered by start time: the first entry is the oldest.
         for since in islice(self._loading_since.values(), 1):
             due = min(due, since + recovery.step_timeout_s)
         for staging in islice(self._staging.values(), 1):
@@ -189,7 +190,7 @@ class EngineLoop:
         return max(due - now, _SHORTEST_WAIT_SECONDS)
 
     def _check_progress(self, now: float) -> None:
-        """Give up ranks of which one has not ended a step or a fill for too long."""
+        """Raise RanksLost if a rank has not ended a step or a load for too long."""
         limit = self._settings.recovery.step_timeout_s
         stuck_for = now - self._oldest_since
         if self._in_flight and stuck_for > limit:
@@ -206,7 +207,7 @@ class EngineLoop:
         for key in self._scheduler.to_stage():
             try:
                 adapter = self._settings.fetched(key)
-            except KeyError:  # It stayed wanted for so long that its files were let go.
+            except KeyError:  # It waited so long that its files were released.
                 self._fail_staging(key, "the adapter was forgotten: ask for it again", False)
                 continue
             self._num_attempts += 1
@@ -234,9 +235,9 @@ class EngineLoop:
             if not self._in_flight:
                 self._oldest_since = time.monotonic()
             self._in_flight.append(plan)
-            for fill in plan.loads:
-                self._loading[fill.key] = set()
-                self._loading_since[fill.key] = time.monotonic()
+            for load in plan.loads:
+                self._loading[load.key] = set()
+                self._loading_since[load.key] = time.monotonic()
             links.send(RunStep(plan))
 
     def _handle(self, report: Report) -> None:
@@ -270,7 +271,7 @@ class EngineLoop:
         self._emit(self._scheduler.handle_adapter_event(AdapterLoaded(report.key)))
 
     def _collect_prepared(self, report: Prepared) -> None:
-        """Wait for every rank: an answer is held to its constraint on all of them or on none."""
+        """Wait for every rank: a constraint holds on all of them or on none."""
         faults = self._prepared[report.number]
         faults.append(report.fault)
         if len(faults) == self._num_ranks:
@@ -281,7 +282,7 @@ class EngineLoop:
         """Wait for every rank's answer: an adapter is staged on all of them or on none."""
         staging = self._staging.get(report.key)
         if staging is None or staging.attempt != report.attempt:
-            return  # it took too long and was given up
+            return  # It took too long and was given up.
         staging.answers.append(report)
         if len(staging.answers) < self._num_ranks:
             return
@@ -314,7 +315,7 @@ class EngineLoop:
             logger.info("the ranks are back after %.1f s", time.monotonic() - began)
 
     def _reported_fault(self) -> str | None:
-        """Why a rank broke, if it said so before it hung up."""
+        """Why a rank broke, if it reported that before its connection closed."""
         assert self._links is not None
         with suppress(RanksLost):
             for report in self._links.receive(0.0):
@@ -323,7 +324,7 @@ class EngineLoop:
         return None
 
     def _apply_capacity(self) -> None:
-        """Go on with what the new ranks hold: others may have taken memory meanwhile, or left."""
+        """Schedule by the new ranks' capacity: the free memory may have changed meanwhile."""
         capacity = common([report.capacity for report in self.reports])
         before, self._capacity = self._capacity, capacity
         if capacity == before:
@@ -338,7 +339,7 @@ class EngineLoop:
         self._report_ended(self._scheduler.regroup(capacity))
 
     def _report_ended(self, events: Sequence[RequestEvent]) -> None:
-        """Tell operators what the loss of the ranks means for requests, and clients of the ends."""
+        """Log the requests that the loss of the ranks ended, and emit their ends."""
         for event in events:
             if isinstance(event, Ended):
                 logger.error("request %s ends: %s", event.request_id, event.ending)
@@ -359,7 +360,7 @@ class EngineLoop:
                 try:
                     started.append(self._group.start())
                 except Exception as error:
-                    # Whatever kept the ranks from starting, the next attempt starts afresh.
+                    # The next attempt starts from nothing, whatever the fault was.
                     logger.exception("the ranks did not start")
                     self._group.stop()
                     failures.append(f"{type(error).__name__}: {error}")

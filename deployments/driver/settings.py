@@ -1,4 +1,4 @@
-"""The operator's `user_config` on one replica: what cannot be applied takes no replica down."""
+"""The operator's `user_config` on one replica: a fault in it never stops a replica that serves."""
 
 import asyncio
 import logging
@@ -24,13 +24,12 @@ class OperatorSettings:
     """Applies each `user_config`; the last one that could be applied stays until the next can.
 
     A replica that starts under a `user_config` with a fault takes the last good one of its
-    application from the ledger. A pin that cannot be had is left out at start.
+    application from the store. A pin that cannot be had is left out at start.
     """
 
-    def __init__(self, apply: Apply, ledger: AdminStore) -> None:
-        """Nothing is applied yet."""
+    def __init__(self, apply: Apply, store: AdminStore) -> None:
         self._apply = apply
-        self._ledger = ledger
+        self._store = store
         self._wanted: Mapping[str, Any] | None = None
         self._applied = False
         self._lock = asyncio.Lock()
@@ -61,7 +60,7 @@ class OperatorSettings:
             logger.info("user_config is applied now")
         self.refused, self._applied = None, True
         try:
-            await asyncio.to_thread(self._ledger.put, _LAST, msgspec.json.encode(self._wanted))
+            await asyncio.to_thread(self._store.put, _LAST, msgspec.json.encode(self._wanted))
         except AdminStoreError as fault:
             logger.warning("replicas that start later will not know this user_config: %s", fault)
 
@@ -72,7 +71,7 @@ class OperatorSettings:
         self.refused = why
 
     async def _start(self) -> None:
-        """Begin with what can be applied of the wanted settings, or of the last good ones."""
+        """Start with what can be applied of the wanted settings, or of the last good ones."""
         try:
             runtime = RuntimeConfig.model_validate(self._wanted)
             await self._apply(runtime.model_copy(update={"pinned_adapters": ()}))
@@ -100,7 +99,7 @@ class OperatorSettings:
     async def _last(self) -> RuntimeConfig | None:
         """The last good `user_config` of this application, if one is known and still fits."""
         try:
-            found = (await asyncio.to_thread(self._ledger.read)).get(_LAST)
+            found = (await asyncio.to_thread(self._store.read)).get(_LAST)
             return None if found is None else RuntimeConfig.model_validate_json(found)
         except (AdminStoreError, ValueError) as error:
             logger.warning("the last good user_config cannot be read: %s", error)

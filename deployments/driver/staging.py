@@ -1,4 +1,4 @@
-"""What the loop knows of an adapter that the ranks were told to stage."""
+"""The engine loop's record of an adapter that the ranks are staging."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,7 +10,10 @@ from scheduler.events import AdapterFailed, AdapterStaged
 
 @dataclass
 class Staging:
-    """An adapter that the ranks were told to stage, and which of them have answered."""
+    """An adapter that the ranks are staging.
+
+    attempt: the number of this try. since: when it began, in seconds. answers: one a rank so far.
+    """
 
     attempt: int
     since: float
@@ -18,7 +21,7 @@ class Staging:
 
 
 def staging_event(answers: Sequence[StageAnswer]) -> AdapterStaged | AdapterFailed:
-    """What all ranks' answers come to."""
+    """The event of all ranks' answers: staged if it is on all of them, else failed."""
     kept = sum(isinstance(answer, Staged) for answer in answers)
     for answer in answers:
         if isinstance(answer, StageFailed):

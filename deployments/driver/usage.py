@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class UseCounts:
-    """How often an adapter was asked for, and when last: seconds since the epoch."""
+    """How often an adapter was requested. last: when, in seconds since the epoch."""
 
     count: int = 0
     last: float | None = None
@@ -27,20 +27,19 @@ class UseCounts:
 
 @dataclass(frozen=True)
 class LoadSum:
-    """How often a stage of adapters' ways was passed, and the seconds of all of them."""
+    """How many adapters passed a stage of loading, and the sum of their seconds."""
 
     count: int = 0
     seconds: float = 0.0
 
 
 class AdapterUsage:
-    """Uses since the start, and what ended since it was last drained; on the event loop.
+    """Uses since the start, and requests and loads since the last drain; on the event loop.
 
     Records beyond what fits are lost, oldest first, if nobody drains them.
     """
 
     def __init__(self, default_source: AdapterSource) -> None:
-        """Nobody was asked for anything."""
         self._default_source = default_source
         self._uses: OrderedDict[AdapterKey, UseCounts] = OrderedDict()
         self._names: dict[AdapterKey, str] = {}
@@ -63,7 +62,7 @@ class AdapterUsage:
         return self._uses.get(key, UseCounts())
 
     def name(self, key: AdapterKey | None) -> str | None:
-        """How a content was last called, "base" for the base model; None if it never was."""
+        """The last name of a content, "base" for the base model; None if it was never used."""
         return BASE if key is None else self._names.get(key)
 
     def label(self, reference: AdapterReference | None) -> str:
@@ -76,14 +75,14 @@ class AdapterUsage:
     def finished(self, request: GenerateRequest, completion: Completion, seconds: float) -> None:
         """A request ended after so many seconds."""
         name = self.label(request.adapter)
-        for asked, outcome in zip(request.sequences, completion.sequences, strict=True):
+        for sequence, outcome in zip(request.sequences, completion.sequences, strict=True):
             num_tokens = len(outcome.tokens)
             after_first = max(seconds - outcome.first_token_seconds, 0.0)
             self._requests.append(
                 SequenceRecord(
                     adapter=name,
                     ok=not isinstance(outcome.ending, Failed),
-                    prompt_tokens=len(asked.prompt),
+                    prompt_tokens=len(sequence.prompt),
                     generated_tokens=num_tokens,
                     first_token_seconds=outcome.first_token_seconds if num_tokens else None,
                     per_token_seconds=after_first / (num_tokens - 1) if num_tokens > 1 else None,
@@ -91,15 +90,15 @@ class AdapterUsage:
             )
 
     def stage_timed(self, stage: str, seconds: float) -> None:
-        """A stage of an adapter's way took so long; any thread."""
+        """A stage of loading an adapter took so many seconds; called from any thread."""
         self._loads.append(LoadRecord(stage, seconds))
 
     def drain_requests(self) -> Sequence[SequenceRecord]:
-        """What ended since the last call."""
+        """The requests that ended since the last call."""
         return _drained(self._requests)
 
     def drain_loads(self) -> Sequence[LoadRecord]:
-        """What was loaded since the last call."""
+        """The loads since the last call."""
         drained = _drained(self._loads)
         self._load_sums = _summed(self._load_sums, drained)
         return drained

@@ -1,8 +1,8 @@
-"""What the sources said lately about an adapter, for each caller: versions, rights, refusals.
+"""The sources' last replies about adapters, for each caller: versions, accesses, refusals.
 
-A right belongs to a caller: it is found again only by the token that it was given for, unless
-the source said that everybody may read. Tokens themselves are never kept. What there is to read
-is the same for all: the last that anybody was told.
+An access belongs to a caller: it is found only by the token that it was granted for, unless the
+source said that all may read. Tokens themselves are never kept. The version is the same for all
+callers: the last that the source reported to any of them.
 """
 
 import hashlib
@@ -17,11 +17,11 @@ from configs.fetching import FetchConfig
 from configs.wire.adapters import AdapterError, AdapterReference, AdapterRefusal
 from sources.base import FoundAdapter, Token
 
-_MAX_ANSWERS = 1 << 16
-_EVERYBODY = ""
+_MAX_ENTRIES = 1 << 16
+_ALL_CALLERS = ""
 
 Caller = str
-"""A keyed hash of a token, or a word for the callers that have none."""
+"""A keyed hash of a token, or a fixed name for callers without one."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class _Refused:
 
 
 class AccessCache:
-    """The last answer about each (reference, caller), for as long as the config trusts it."""
+    """The last reply about each (reference, caller), for as long as the config trusts it."""
 
     def __init__(self, fetch: FetchConfig, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock` counts seconds."""
+        """clock: seconds, never backwards."""
         self._fetch = fetch
         self._clock = clock
         self._secret = secrets.token_bytes(32)
@@ -50,38 +50,38 @@ class AccessCache:
         self._refused: OrderedDict[tuple[AdapterReference, Caller], _Refused] = OrderedDict()
 
     def caller(self, token: Token) -> Caller:
-        """Who asks, without what proves it."""
+        """The caller's identity, without its token."""
         if isinstance(token, bool):
             return "server" if token else "nobody"
         text = token.encode("utf-8", "surrogatepass")
         return hashlib.blake2b(text, key=self._secret, digest_size=16).hexdigest()
 
     def fresh(self, reference: AdapterReference, caller: Caller) -> FoundAdapter | None:
-        """What may be used without asking; a refusal that is still good is raised again."""
+        """What the caller may use without a new request; raises a refusal that is still valid."""
         now = self._clock()
         refused = self._refused.get((reference, caller))
         if refused is not None and now < refused.good_until:
             raise AdapterError(refused.refusal, refused.message)
-        right = self._access(reference, caller)
-        if right is None or now >= right.good_until:
+        access = self._access(reference, caller)
+        if access is None or now >= access.good_until:
             return None
         return self._found.get(reference)
 
     def confirmed(self, reference: AdapterReference, caller: Caller) -> FoundAdapter | None:
-        """What may be used while the source is out of reach; it is asked again in a while."""
+        """What the caller may use while the source is unreachable; valid until the next try."""
         now = self._clock()
-        for key in ((reference, caller), (reference, _EVERYBODY)):
-            right = self._accesses.get(key)
-            if right is not None and now < right.confirmed + self._fetch.grace_s:
-                self._accesses[key] = _Access(right.confirmed, now + self._fetch.refusal_s)
+        for key in ((reference, caller), (reference, _ALL_CALLERS)):
+            access = self._accesses.get(key)
+            if access is not None and now < access.confirmed + self._fetch.grace_s:
+                self._accesses[key] = _Access(access.confirmed, now + self._fetch.refusal_s)
                 return self._found.get(reference)
         return None
 
     def record(self, reference: AdapterReference, caller: Caller, found: FoundAdapter) -> None:
-        """The source said yes: this caller may, and for all who may this is what there is now."""
+        """The source granted access: keep that for this caller, and the version for all callers."""
         now = self._clock()
         self._forget(reference, caller)
-        key = (reference, _EVERYBODY if found.open_to_all else caller)
+        key = (reference, _ALL_CALLERS if found.open_to_all else caller)
         self._accesses[key] = _Access(now, now + self._fetch.recheck_s)
         self._found[reference] = found
         self._found.move_to_end(reference)
@@ -89,7 +89,7 @@ class AccessCache:
         _bound(self._found)
 
     def refuse(self, reference: AdapterReference, caller: Caller, error: AdapterError) -> None:
-        """The adapter cannot be had; a source's no takes a right that it gave before."""
+        """Keep a refusal; unless the source was unavailable, it ends an earlier access."""
         if error.refusal is not AdapterRefusal.UNAVAILABLE:
             self._forget(reference, caller)
         good_until = self._clock() + self._fetch.refusal_s
@@ -98,15 +98,15 @@ class AccessCache:
 
     def _access(self, reference: AdapterReference, caller: Caller) -> _Access | None:
         own = self._accesses.get((reference, caller))
-        return own or self._accesses.get((reference, _EVERYBODY))
+        return own or self._accesses.get((reference, _ALL_CALLERS))
 
     def _forget(self, reference: AdapterReference, caller: Caller) -> None:
-        """What was public may be private now, and the other way round."""
-        for key in ((reference, caller), (reference, _EVERYBODY)):
+        """Forget both accesses: a public adapter may be private now, and the reverse."""
+        for key in ((reference, caller), (reference, _ALL_CALLERS)):
             self._accesses.pop(key, None)
         self._refused.pop((reference, caller), None)
 
 
-def _bound(answers: OrderedDict[Any, Any]) -> None:
-    while len(answers) > _MAX_ANSWERS:
-        answers.popitem(last=False)
+def _bound(entries: OrderedDict[Any, Any]) -> None:
+    while len(entries) > _MAX_ENTRIES:
+        entries.popitem(last=False)

@@ -98,7 +98,7 @@ class AdapterControl:
         return AdapterReport("", failure=failure)
 
     async def _do(self, command: AdapterCommand) -> AdapterReference | None:
-        """Do it; returns the name that it was about, None for all."""
+        """Do a command; returns the name that it is about, None for all."""
         action, reference = command.action, command.reference
         if action is AdapterAction.NAME:
             return await self._name(command)
@@ -208,7 +208,7 @@ class AdapterControl:
         return key
 
     async def _statuses(self, only: AdapterReference | None) -> list[AdapterStatus]:
-        """Every name that is known here, or the one that is asked for."""
+        """The status of every known name, or of one."""
         views = {view.key: view for view in await self._handle.ask(Scheduler.adapters)}
         names = self._aliases.all
         local = await self._directory.lookups.local_names()

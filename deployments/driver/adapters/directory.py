@@ -35,11 +35,11 @@ _ORIGINS_OF_ONE = 8
 
 @dataclass
 class _Known:
-    """One content that was asked for: where it lies, who uses it, how clients call it.
+    """One adapter's content: where its files are, its holders, and its names.
 
     holders: requests and pins that may need its files. folders: by origin, those that the disk
     cache keeps for them. origins: the last ones that had this content. idle_since: seconds of
-    the event loop. parts: contents that a merge is made of, in its order; who holds it holds them.
+    the event loop. parts: contents of a merge, in its order; a hold of the merge holds them.
     """
 
     adapter: FetchedAdapter
@@ -52,10 +52,10 @@ class _Known:
 
 
 class AdapterDirectory:
-    """Every adapter that was asked for and found; lives on the replica's event loop.
+    """Every adapter that was requested and found; lives on the replica's event loop.
 
-    Whoever gets a key from `resolve` holds it: the files stay on disk until each holder has
-    called `release`. What nobody holds is forgotten when too much is known.
+    A key from `resolve` is held by its caller: the files stay on disk until each holder has called
+    `release`. Keys without a holder are forgotten when more than `max_known` are known.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class AdapterDirectory:
         config: AdaptersConfig,
         linger_s: float = _LINGER_SECONDS,
     ) -> None:
-        """Keys count from 1. Files are let go `linger_s` after their last use."""
+        """linger_s: seconds from the last use of files until they are released."""
         self._sources = sources
         self._config = config
         self._linger_s = linger_s
@@ -136,15 +136,15 @@ class AdapterDirectory:
             self.release(part)
 
     def fetched(self, key: AdapterKey) -> FetchedAdapter:
-        """The files behind a key that somebody holds; callable from any thread."""
+        """The files of a key that is held; callable from any thread."""
         known = self._known[key]
         if not known.parts:
             return known.adapter
-        # A part's files may lie elsewhere by now than when the merge was first asked for.
+        # A part's files may have moved since the merge was first requested.
         return replace(known.adapter, parts=tuple(map(self.fetched, known.parts)))
 
     def parts(self, key: AdapterKey) -> tuple[AdapterKey, ...]:
-        """What a merge that somebody holds is made of, in its order; () for other adapters."""
+        """The parts of a merge that is held, in its order; () for other adapters."""
         return self._known[key].parts
 
     def name(self, key: AdapterKey) -> str:
@@ -160,12 +160,12 @@ class AdapterDirectory:
         return self._references.get(reference)
 
     def recipes(self, key: AdapterKey) -> list[AdapterReference]:
-        """How clients asked for a merge that is still known; none for other adapters."""
+        """The names of a merge that is still known; none for other adapters."""
         known = self._known.get(key)
         return [] if known is None else [name for name in known.names if name.parts]
 
     def peek(self, key: AdapterKey) -> FetchedAdapter | None:
-        """The files behind a key that nobody may hold; None when it was forgotten."""
+        """The files of a key that may have no holder; None if it was forgotten."""
         known = self._known.get(key)
         if known is None or not known.parts:
             return None if known is None else known.adapter
@@ -173,7 +173,7 @@ class AdapterDirectory:
         return replace(known.adapter, parts=tuple(part for part in parts if part is not None))
 
     async def listing(self) -> list[AdapterInfo]:
-        """Known adapters, and those under the local roots that nobody asked for yet."""
+        """Known adapters, and those under the local roots that were not requested yet."""
         known = {reference.id: reference for reference in self.names()}
         rows = [AdapterInfo(name, ref.source.value, "known") for name, ref in known.items()]
         rows += [
@@ -232,7 +232,7 @@ class AdapterDirectory:
         digest = rule.digest([self._known[part].adapter.digest for part in parts])
         key = self._key_of(digest)
         adapter = FetchedAdapter(key, reference.id, "", digest, rule=rule.normalised())
-        # A part that was forgotten meanwhile has another key now; then nobody held the merge.
+        # A part that was forgotten meanwhile has another key now; then the merge had no holder.
         self._known.setdefault(key, _Known(adapter)).parts = parts
         self._mark_idle(key, self._known[key])
         self._forget_oldest()
@@ -241,7 +241,7 @@ class AdapterDirectory:
     async def _bring_and_hold(
         self, found: FoundAdapter, token: Token, payer: str | None
     ) -> AdapterKey:
-        """Bring files that stay until those who asked could hold them, however late the loop is."""
+        """Fetch files and hold them until all callers could, however busy the event loop is."""
         key = await self._bring(found, token, payer)
         self.hold(key)
         wait_for_all(partial(self.release, key))
@@ -306,7 +306,7 @@ class AdapterDirectory:
         self._known[key].names.add(reference)
 
     def _mark_idle(self, key: AdapterKey, known: _Known) -> None:
-        """Nobody may hold the key now: let its files go when that lasts."""
+        """Release the files of a key without a holder, if it has none for a while."""
         loop = asyncio.get_running_loop()
         known.idle_since = loop.time()
         self._known.move_to_end(key)

@@ -1,8 +1,8 @@
-"""What a name means now and its files on this node, asked of the sources in threads.
+"""What a name means now, and its files on this node, from the sources, in threads.
 
-Looks at local folders, reading and hashing them, looks at far sources and downloads have threads
-of their own, so that none keeps another waiting. A call that hangs (a mount that does not answer)
-gives its place to the next one.
+Lookups in local folders, reading and hashing, lookups at remote sources, and downloads have pools
+of their own, so that none delays another. A call that hangs (on a mount that does not respond)
+does not keep the next one from starting.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ _HANGING_THREADS = 64
 _READING_PATIENCE_S = 30.0
 
 _NO_VERSION = frozenset({AdapterRefusal.NOT_FOUND, AdapterRefusal.FORBIDDEN, AdapterRefusal.DENIED})
-"""Refusals of a name; others are of what lies there."""
+"""Refusals of a name; other refusals are of the files found."""
 
 T = TypeVar("T")
 
@@ -39,26 +39,24 @@ logger = logging.getLogger("loray.driver.adapters")
 
 
 class Overdue(AdapterError):
-    """The caller may use the adapter, but what its name means now is not to be had in time.
+    """The caller may use the adapter, but its present version is not known in time.
 
-    goes_on: whether it is still looked for; else it was refused.
+    goes_on: True while the lookup goes on; False if the present version was refused.
     """
 
     def __init__(self, refusal: AdapterRefusal, message: str, goes_on: bool) -> None:
-        """Say why."""
         super().__init__(refusal, message)
         self.goes_on = goes_on
 
 
 class Lookups:
-    """Questions to the sources, each asked once at a time; lives on the replica's event loop."""
+    """Calls to the sources, each made once at a time; lives on the replica's event loop."""
 
     def __init__(self, sources: AdapterSources, config: AdaptersConfig) -> None:
-        """Nothing is asked yet."""
         self.sources = sources
         self._config = config
-        self._answers = AccessCache(config.fetch)
-        self._errands = SingleFlight()
+        self._access_cache = AccessCache(config.fetch)
+        self._flights = SingleFlight()
         self._bringing: dict[AdapterReference, str] = {}
         self._local_names: list[str] = []
         self._looking = BlockingCalls("look", _LOOKING_THREADS)
@@ -75,27 +73,27 @@ class Lookups:
             calls.close()
 
     def caller(self, token: Token) -> Caller:
-        """Who asks, without what proves it."""
-        return self._answers.caller(token)
+        """The caller's identity, without its token."""
+        return self._access_cache.caller(token)
 
     async def find(
         self, reference: AdapterReference, token: Token, patience_s: float | None
     ) -> FoundAdapter:
         """What the reference names now; AdapterError if it is not there or not for this caller.
 
-        patience_s: of a local folder, Overdue after so long or when it is no adapter. Elsewhere
-        nobody is served before the source said that this caller may.
+        patience_s: of a local folder, Overdue after so long or when it is no adapter. A remote
+        source must first confirm that this caller may use the adapter.
         """
         caller = self.caller(token)
-        found = self._answers.fresh(reference, caller)
+        found = self._access_cache.fresh(reference, caller)
         if found is not None:
             return found
-        look = partial(self._look, reference, token, caller)
+        lookup = partial(self._look, reference, token, caller)
         if reference.source is not AdapterSource.LOCAL or patience_s is None:
             patience_s = None
         try:
-            answer: FoundAdapter = await self._errands.once((reference, caller), look, patience_s)
-            return answer
+            result: FoundAdapter = await self._flights.once((reference, caller), lookup, patience_s)
+            return result
         except Late:
             raise _overdue(reference) from None
         except AdapterError as error:
@@ -110,10 +108,10 @@ class Lookups:
         patience_s: float | None,
         payer: str | None,
     ) -> AdapterKey:
-        """The result of `work`, which brings what was found, once for all whom `payer` stands for.
+        """The result of `work`, which fetches what was found, once for all callers of this payer.
 
         patience_s: Overdue after so long, or when it is refused, or while another version of the
-        same name is brought: a file that grows would be hashed at each of its sizes.
+        same name is fetched: a file that grows would be hashed at each of its sizes.
         """
         reference = found.reference
         if patience_s is None:
@@ -130,7 +128,10 @@ class Lookups:
     async def read(
         self, found: FoundAdapter, token: Token, digest: str | None, payer: str | None
     ) -> tuple[AdapterFolder, str]:
-        """The files on this node and their digest; hashing is skipped for what was hashed."""
+        """The files on this node and their digest.
+
+        digest: the known one of the same files, which are then not hashed again.
+        """
 
         def read() -> tuple[AdapterFolder, str]:
             folder = self.sources.fetch(found, token, payer)
@@ -144,13 +145,13 @@ class Lookups:
         return await calls.run(read)
 
     def refused(self, reference: AdapterReference, token: Token, error: AdapterError) -> None:
-        """Repeat a refusal of a far source for a while without asking again."""
+        """Repeat a remote source's refusal for a while without another request."""
         is_callers_own = error.refusal in (AdapterRefusal.DENIED, AdapterRefusal.QUOTA)
         if reference.source is not AdapterSource.LOCAL and not is_callers_own:
-            self._answers.refuse(reference, self.caller(token), error)
+            self._access_cache.refuse(reference, self.caller(token), error)
 
     async def local_names(self) -> list[str]:
-        """Ids of the adapters directly under the local roots, as last seen if that takes long."""
+        """Ids of the adapters directly under the local roots; the last list if that takes long."""
         with contextlib.suppress(AdapterError, OSError):
             self._local_names = await self.glance("names", self.sources.known_local)
         return self._local_names
@@ -160,17 +161,17 @@ class Lookups:
         return await self.glance(folder, partial(self.sources.local_reference, folder))
 
     async def glance(self, what: Hashable, call: Callable[[], T]) -> T:
-        """A short call that reads local files; AdapterError if they do not answer in time.
+        """A short call that reads local files; AdapterError if that takes too long.
 
-        `what` names it: who asks for the same meanwhile shares it.
+        what: its key; calls with the same key at the same time share the result.
         """
         look = partial(self._local.run, call)
         limit = self._config.look_timeout_s
         try:
-            answer: T = await self._errands.once(("glance", what), look, limit)
-            return answer
+            result: T = await self._flights.once(("glance", what), look, limit)
+            return result
         except Late:
-            message = f"the adapters' files do not answer within {limit:g} s: try again"
+            message = f"the adapters' files could not be read within {limit:g} s: try again"
             raise AdapterError(AdapterRefusal.UNAVAILABLE, message) from None
 
     async def _bring(
@@ -187,29 +188,29 @@ class Lookups:
             finally:
                 self._bringing.pop(found.reference, None)
 
-        key: AdapterKey = await self._errands.once((found.origin, payer), bring, patience_s)
+        key: AdapterKey = await self._flights.once((found.origin, payer), bring, patience_s)
         return key
 
     async def _look(
         self, reference: AdapterReference, token: Token, caller: Caller
     ) -> FoundAdapter:
-        """What the reference names, as the source says, or as it said when it last answered."""
+        """What the reference names by its source, or by the last reply of an unreachable one."""
         calls = self._local if reference.source is AdapterSource.LOCAL else self._looking
         try:
             found = await calls.run(partial(self.sources.resolve, reference, token))
         except Unreachable as error:
-            lately = self._answers.confirmed(reference, caller)
-            if lately is None:
+            recent = self._access_cache.confirmed(reference, caller)
+            if recent is None:
                 raise AdapterError(
                     AdapterRefusal.UNAVAILABLE,
                     f"adapter {reference.id!r}: its source {reference.source.value!r} is out of "
                     f"reach ({error}), and did not confirm lately that this caller may use it: "
                     "try again",
                 ) from error
-            logger.warning("%s is out of reach; its last answers serve", reference.source.value)
-            return lately
+            logger.warning("%s is out of reach; its last replies are used", reference.source.value)
+            return recent
         if found.lasting:
-            self._answers.record(reference, caller, found)
+            self._access_cache.record(reference, caller, found)
         return found
 
 

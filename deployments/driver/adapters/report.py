@@ -7,7 +7,7 @@ from itertools import islice
 from configs.wire.adapters import AdapterKey, AdapterReference, AdapterSource
 from deployments.driver.adapters.aliases import Aliases
 from deployments.driver.adapters.lifecycle import EngineAdapters
-from deployments.driver.routing.policy import HoldingTier, Mark, ReplicaReport, adapter_hash
+from deployments.driver.routing.policy import AdapterHash, HoldingTier, ReplicaReport, adapter_hash
 from scheduler.adapters.resident import AdapterState
 from scheduler.snapshot import AdapterView
 
@@ -32,7 +32,7 @@ class AdapterReporter:
     def __init__(self, aliases: Aliases, adapters: EngineAdapters) -> None:
         self._aliases = aliases
         self._adapters = adapters
-        self._requested: OrderedDict[AdapterReference, Mark] = OrderedDict()
+        self._requested: OrderedDict[AdapterReference, AdapterHash] = OrderedDict()
 
     def requested(self, reference: AdapterReference) -> None:
         """A client requested an adapter that exists."""

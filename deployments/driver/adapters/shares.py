@@ -10,10 +10,10 @@ from scheduler.scheduler import Scheduler
 
 
 class NamedRateLimits:
-    """Which share each name has; lives on the replica's event loop.
+    """The share of each name; lives on the replica's event loop.
 
-    Names of the same content have one queue: of their shares the one that stands first in the
-    config is taken. A merge has none of its own: its requests count against its parts.
+    Names of the same content have one queue: the share that comes first in the
+    config is used. A merge has none of its own: its requests count against its parts.
     """
 
     def __init__(self, default_source: AdapterSource, handle: LoopHandle) -> None:

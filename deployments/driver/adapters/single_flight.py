@@ -1,4 +1,4 @@
-"""What several ask for at once, and what is done but once for all of them; on one event loop."""
+"""Work that several callers want at once is done once for all of them; on one event loop."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Hashable
@@ -11,56 +11,55 @@ T = TypeVar("T")
 
 
 class Late(Exception):
-    """Not done in time; it goes on for others, and for who asks again."""
+    """The work took too long; it goes on for other callers, and for the next call."""
 
 
 @dataclass(frozen=True)
-class _Errand:
+class _Flight:
     task: "asyncio.Task[Any]"
     since: float
 
 
 class SingleFlight:
-    """Each errand is run once at a time; who leaves does not end it for the others."""
+    """Runs each piece of work once at a time; a caller that leaves does not end it for others."""
 
     def __init__(self) -> None:
-        """None is under way."""
-        self._pending: dict[Hashable, _Errand] = {}
+        self._pending: dict[Hashable, _Flight] = {}
 
     async def once(
         self,
-        what: Hashable,
+        key: Hashable,
         work: Callable[[], Awaitable[Any]],
         patience_s: float | None = None,
     ) -> Any:
-        """The result of `work`, shared by all who ask for it while it runs.
+        """The result of `work`, shared by all callers of this key while it runs.
 
-        Late when it has run for `patience_s`, since whoever began it; None waits to its end.
+        Late when it has run for `patience_s`, whichever caller began it; None waits to its end.
         """
         loop = asyncio.get_running_loop()
-        errand = self._pending.get(what)
-        if errand is None:
-            errand = _Errand(asyncio.ensure_future(_awaited(work)), loop.time())
-            self._pending[what] = errand
-            errand.task.add_done_callback(partial(self._done, what))
+        flight = self._pending.get(key)
+        if flight is None:
+            flight = _Flight(asyncio.ensure_future(_awaited(work)), loop.time())
+            self._pending[key] = flight
+            flight.task.add_done_callback(partial(self._done, key))
         if patience_s is not None:
-            left = errand.since + patience_s - loop.time()
-            done, _ = await asyncio.wait({errand.task}, timeout=max(0.0, left))
+            left = flight.since + patience_s - loop.time()
+            done, _ = await asyncio.wait({flight.task}, timeout=max(0.0, left))
             if not done:
                 raise Late
-        return await asyncio.shield(errand.task)
+        return await asyncio.shield(flight.task)
 
-    def _done(self, what: Hashable, task: "asyncio.Task[Any]") -> None:
-        del self._pending[what]
+    def _done(self, key: Hashable, task: "asyncio.Task[Any]") -> None:
+        del self._pending[key]
         if not task.cancelled():
-            task.exception()  # Everybody who asked may have left.
+            task.exception()  # Reads the exception: all callers may have left.
 
 
 def wait_for_all(call: Callable[[], None]) -> None:
-    """At an errand's end: `call` as soon as all who asked have gone on with its result.
+    """At the end of the current task: `call` once all callers have gone on with its result.
 
-    A task's callbacks run in the order in which they were added. Those of who waits were added
-    before this one, so what they call soon (who waits, to go on) comes before `call`.
+    A task's callbacks run in the order in which they were added. Those of its callers were added
+    before this one, so each caller resumes before `call` runs.
     """
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None
@@ -70,21 +69,20 @@ def wait_for_all(call: Callable[[], None]) -> None:
 class BlockingCalls:
     """Calls that block on disk or network, in threads, `width` of them at a time.
 
-    A call that takes longer than `patience_s` gives its place to the next one and goes on, so that
-    files on a mount that hangs do not stop those of others. `most`: threads there may be in all.
+    A call that takes longer than `patience_s` lets the next one start and goes on itself, so that
+    files on a mount that hangs do not stop others. most: the limit of threads in all.
     """
 
     def __init__(
         self, name: str, width: int, patience_s: float | None = None, most: int | None = None
     ) -> None:
-        """Threads are made when they are needed."""
-        self._places = asyncio.Semaphore(width)
+        self._slots = asyncio.Semaphore(width)
         self._patience_s = patience_s
         self._pool = ThreadPoolExecutor(most or width, thread_name_prefix=name)
 
     async def run(self, call: Callable[[], T]) -> T:
         """The call's result, or what it raises."""
-        async with self._places:
+        async with self._slots:
             future = asyncio.get_running_loop().run_in_executor(self._pool, call)
             await asyncio.wait({future}, timeout=self._patience_s)
         return await future

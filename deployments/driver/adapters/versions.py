@@ -30,7 +30,7 @@ class _Change:
 
 
 class Versions:
-    """Which content each name serves; lives on the replica's event loop.
+    """The version that each name serves; lives on the replica's event loop.
 
     A version that cannot be served does not replace one that is; it is tried again after a while.
     """

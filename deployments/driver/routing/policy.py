@@ -1,19 +1,19 @@
-"""Which driver replica serves a request: the choice alone, without Ray.
+"""Which driver replica serves a request: the selection alone, without Ray.
 
 A request over an adapter goes to a replica that holds it: on the device before host memory
-before disk before nowhere. Every adapter orders all replicas by a hash of its name and theirs
-(rendezvous hashing), so all routers agree on its home without asking: among replicas that hold
-it equally well the first in that order is meant. Two bounds keep the load even, counted in open
-requests:
+before disk before nowhere. A hash of the adapter's and the replica's names orders all replicas
+for each adapter (rendezvous hashing), so all routers agree without communication: among replicas
+that hold it in the same tier, the first in that order is selected. Two bounds keep the load even,
+in open requests:
 
-* among those that hold an adapter equally well in memory, one may have `LEEWAY` times what the
-  least busy of them has, and `HELD_SLACK` more;
-* whoever is chosen may have `LEEWAY` times what the least busy replica has, and `COLD_SLACK`
-  more; beyond that those who hold the adapter less well are asked.
+* a replica that holds the adapter in memory may have `LEEWAY` times the requests of the least busy
+  replica that holds it in the same tier, and `HELD_SLACK` more;
+* the selected replica may have `LEEWAY` times the requests of the least busy replica, and
+  `COLD_SLACK` more; beyond that, replicas of a lower tier are considered.
 
-So a hot adapter spreads with its requests, and goes home again with the last of them; copies
-that nobody asks for leave by themselves. A request for the base model takes the less busy of
-two replicas at random. What replicas tell serves to choose well; it is never waited for.
+So a hot adapter spreads over replicas with its load, and back to one when the load falls; unused
+copies are evicted as usual. A request for the base model goes to the less busy of two replicas at
+random. Reports improve the selection; no request waits for one.
 """
 
 import random
@@ -33,13 +33,13 @@ HELD_SLACK = 2
 COLD_SLACK = 8
 REPORT_SECONDS = 2.0
 STALE_SECONDS = 15.0
-MARK_BYTES = 8
+HASH_BYTES = 8
 
 _SENT_SECONDS = 3 * REPORT_SECONDS
-_CHOSEN_SECONDS = 1.0
+_SELECTED_SECONDS = 1.0
 _MAX_HOLDS = 1 << 12
 
-Mark = bytes
+AdapterHash = bytes
 """A short digest of how clients name an adapter."""
 
 Counts = Mapping[str, int]
@@ -47,7 +47,7 @@ Counts = Mapping[str, int]
 
 
 class HoldingTier(IntEnum):
-    """How well a replica holds an adapter; DISK: it downloaded the files."""
+    """Where a replica has an adapter, best first; DISK: it downloaded the files."""
 
     DEVICE = 0
     HOST = 1
@@ -55,13 +55,13 @@ class HoldingTier(IntEnum):
     NOWHERE = 3
 
 
-def adapter_hash(reference: AdapterReference) -> Mark:
-    """The same for the same name in every process; whatever characters it has."""
-    return blake2b(repr(reference).encode(), digest_size=MARK_BYTES).digest()
+def adapter_hash(reference: AdapterReference) -> AdapterHash:
+    """The same for the same name in every process."""
+    return blake2b(repr(reference).encode(), digest_size=HASH_BYTES).digest()
 
 
 class _Stats(msgspec.Struct, frozen=True):
-    """A report as it travels: the marks of each tier in one string of bytes."""
+    """A report as it is sent: the hashes of each tier in one string of bytes."""
 
     ready: bool
     load: Annotated[int, msgspec.Meta(ge=0, le=1 << 32)]
@@ -73,13 +73,13 @@ class _Stats(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class ReplicaReport:
-    """What a driver replica tells routers about itself.
+    """A driver replica's report to the routers.
 
-    tiers: adapters and where they are. load: open requests. ready: its ranks serve. beat: grows
-    with time, so that a replica which tells nothing new differs from a silent one.
+    tiers: where its adapters are. load: open requests. ready: whether its ranks serve.
+    beat: grows with time, so that a replica whose report is unchanged differs from a silent one.
     """
 
-    tiers: Mapping[Mark, HoldingTier]
+    tiers: Mapping[AdapterHash, HoldingTier]
     load: int = 0
     ready: bool = True
     beat: int = 0
@@ -95,24 +95,24 @@ class ReplicaReport:
     def unpacked(cls, stats: Mapping[str, Any]) -> "ReplicaReport | None":
         """Read them; None where there are none, or another version wrote them."""
         try:
-            told = msgspec.convert(stats, _Stats)
+            sent = msgspec.convert(stats, _Stats)
         except msgspec.ValidationError:
             return None
         tiers = {
-            HoldingTier.DISK: told.disk,
-            HoldingTier.HOST: told.host,
-            HoldingTier.DEVICE: told.device,
+            HoldingTier.DISK: sent.disk,
+            HoldingTier.HOST: sent.host,
+            HoldingTier.DEVICE: sent.device,
         }
         held = {each: tier for tier, joined in tiers.items() for each in _hashes(joined)}
-        return cls(held, told.load, told.ready, told.beat)
+        return cls(held, sent.load, sent.ready, sent.beat)
 
     def _joined(self, tier: HoldingTier) -> bytes:
-        return b"".join(sorted(each for each, place in self.tiers.items() if place is tier))
+        return b"".join(sorted(each for each, own in self.tiers.items() if own is tier))
 
 
 @dataclass
 class _LastReport:
-    """A replica's last stats, what they say, and since when they are known; seconds.
+    """A replica's last stats and the report in them; since: when they came, in seconds.
 
     own_requests: the router's own open requests at that time.
     """
@@ -124,33 +124,33 @@ class _LastReport:
 
 
 class RoutingPolicy:
-    """What one router knows of the replicas, and its choice among them."""
+    """One router's reports of the replicas, and its selection among them."""
 
     def __init__(self, chance: random.Random) -> None:
-        """Nothing is known; `chance` draws replicas for the base model."""
+        """chance: draws replicas for the base model."""
         self._chance = chance
         self._reports: dict[str, _LastReport] = {}
-        self._holds_until: OrderedDict[tuple[Mark, str], float] = OrderedDict()
+        self._holds_until: OrderedDict[tuple[AdapterHash, str], float] = OrderedDict()
 
     def update(self, stats: Mapping[str, Mapping[str, Any]], counts: Counts, now: float) -> None:
-        """The replicas that live and the last stats of each; others are forgotten."""
+        """Take the present replicas and the last stats of each; forget all others."""
         for name in self._reports.keys() - stats.keys():
             del self._reports[name]
         for name, new in stats.items():
-            told = self._reports.get(name)
-            if told is None or told.stats != new:
+            last = self._reports.get(name)
+            if last is None or last.stats != new:
                 self._reports[name] = _LastReport(
                     new, ReplicaReport.unpacked(new), now, counts.get(name, 0)
                 )
 
-    def chosen(self, adapter: AdapterReference, replica: str, now: float) -> None:
-        """A request is about to go there: those that come with it are to follow."""
+    def selected(self, adapter: AdapterReference, replica: str, now: float) -> None:
+        """A request is about to go there: others of the same burst should follow it."""
         key = (adapter_hash(adapter), replica)
         if self._holds_until.get(key, now) <= now:
-            self._hold(key, now + _CHOSEN_SECONDS)
+            self._hold(key, now + _SELECTED_SECONDS)
 
     def sent(self, adapter: AdapterReference | None, replica: str, now: float) -> None:
-        """A request goes there: until it can report, it counts as one that holds the adapter."""
+        """A request goes there: the replica counts as a holder until its reports can say so."""
         if adapter is not None:
             self._hold((adapter_hash(adapter), replica), now + _SENT_SECONDS)
 
@@ -159,7 +159,7 @@ class RoutingPolicy:
     ) -> list[list[str]]:
         """Groups of replicas in the order in which to try them; of a group, the least busy.
 
-        The first group is the one that is meant. Replicas whose ranks are being rebuilt come last.
+        The first group is the selected one. Replicas whose ranks are being rebuilt come last.
         """
         able = [name for name in counts if self._is_ready(name, now)] or list(counts)
         if not able:
@@ -173,8 +173,8 @@ class RoutingPolicy:
         rebuilding = [name for name in counts if name not in loads]
         return [group for group in ([first], rest, rebuilding) if group]
 
-    def _preferred(self, adapter: Mark, loads: Mapping[str, int], now: float) -> str:
-        """Of those within both bounds the one that holds the adapter best, then its hash's first.
+    def _preferred(self, adapter: AdapterHash, loads: Mapping[str, int], now: float) -> str:
+        """Of the replicas within both bounds, the one of the best tier, then the first by hash.
 
         The least busy replica is within both, so there is one.
         """
@@ -189,8 +189,8 @@ class RoutingPolicy:
     def _load(self, name: str, own: int, now: float) -> int:
         """Open requests of a replica, as far as that is known.
 
-        Its last report has everybody's, and since then this router knows its own. A replica of
-        which nothing is known counts as idle: to send it one is to learn.
+        Its last report counts the requests of all routers; since then this router counts its own.
+        A replica without a report counts as idle: the first request makes it known.
         """
         report = self._report(name, now)
         if report is None:
@@ -198,40 +198,40 @@ class RoutingPolicy:
         return max(own, report.load + own - self._reports[name].own_requests)
 
     def _report(self, name: str, now: float) -> ReplicaReport | None:
-        """What a replica told, unless that is old."""
-        told = self._reports.get(name)
-        return told.report if told is not None and now - told.since <= STALE_SECONDS else None
+        """A replica's last report; None if it is too old."""
+        last = self._reports.get(name)
+        return last.report if last is not None and now - last.since <= STALE_SECONDS else None
 
     def _is_ready(self, name: str, now: float) -> bool:
         report = self._report(name, now)
         return report is None or report.ready
 
-    def _tier(self, adapter: Mark, name: str, now: float) -> HoldingTier:
+    def _tier(self, adapter: AdapterHash, name: str, now: float) -> HoldingTier:
         report = self._report(name, now)
-        told = (
+        reported = (
             report.tiers.get(adapter, HoldingTier.NOWHERE)
             if report is not None
             else HoldingTier.NOWHERE
         )
         until = self._holds_until.get((adapter, name), now)
-        return min(told, HoldingTier.HOST) if now < until else told
+        return min(reported, HoldingTier.HOST) if now < until else reported
 
-    def _hold(self, key: tuple[Mark, str], until: float) -> None:
+    def _hold(self, key: tuple[AdapterHash, str], until: float) -> None:
         self._holds_until[key] = until
         self._holds_until.move_to_end(key)
         if len(self._holds_until) > _MAX_HOLDS:
             self._holds_until.popitem(last=False)
 
 
-def _distance(adapter: Mark, replica: str) -> bytes:
-    """An order of all replicas for each adapter; a change of replicas moves no others."""
-    return blake2b(replica.encode(), key=adapter, digest_size=MARK_BYTES).digest()
+def _distance(adapter: AdapterHash, replica: str) -> bytes:
+    """Orders all replicas for an adapter; a replica that comes or goes leaves the others' order."""
+    return blake2b(replica.encode(), key=adapter, digest_size=HASH_BYTES).digest()
 
 
 def _bound(loads: Iterable[int], slack: int) -> float:
-    """What a replica may have beside the least busy of these."""
+    """How many requests a replica may have, given the loads of all."""
     return LEEWAY * min(loads) + slack
 
 
-def _hashes(joined: bytes) -> Sequence[Mark]:
-    return [joined[i : i + MARK_BYTES] for i in range(0, len(joined), MARK_BYTES)]
+def _hashes(joined: bytes) -> Sequence[AdapterHash]:
+    return [joined[i : i + HASH_BYTES] for i in range(0, len(joined), HASH_BYTES)]

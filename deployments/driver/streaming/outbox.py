@@ -1,8 +1,8 @@
-"""Tokens on their way to ingress replicas: at once, or as soon as the socket takes them.
+"""Tokens for ingress replicas: sent at once, or as soon as the socket takes them.
 
-A frame that finds no room is not lost: its runs are kept, each sequence's joined to one, and go
-before what comes later. So a client's stream stands still no longer than the socket. What is
-kept are tokens that open requests hold anyway, each once, and it goes with its request.
+A frame that finds no room is not lost: its runs are kept, those of one sequence joined, and are
+sent before later ones. So a client's stream waits no longer than the socket does. The kept tokens
+are those of open requests, each once; they are dropped when their request ends.
 """
 
 from collections import defaultdict
@@ -18,22 +18,24 @@ _Sequence = tuple[str, int]
 
 
 class FrameLink(Protocol):
-    """What takes frames to ingress replicas."""
+    """Sends frames to ingress replicas (`FrameSender`)."""
 
     def has_room(self, address: ReplyAddress) -> bool:
         """Whether a frame would be taken now."""
         ...
 
     def send(self, address: ReplyAddress, frame: TokenFrame) -> bool:
-        """Take a frame without waiting, or tell that there is no room for it."""
+        """Send a frame without waiting; False where there is no room for it."""
         ...
 
 
 class Outbox:
-    """Runs of all requests by where they go."""
+    """Unsent token runs by ingress replica.
+
+    num_delayed: frames that could not be sent at once.
+    """
 
     def __init__(self, link: FrameLink) -> None:
-        """Nothing waits yet."""
         self._link = link
         self._new: defaultdict[ReplyAddress, list[TokenRun]] = defaultdict(list)
         self._unsent: dict[ReplyAddress, dict[_Sequence, TokenRun]] = {}
@@ -41,7 +43,7 @@ class Outbox:
 
     @property
     def num_unsent(self) -> int:
-        """Tokens that a socket had no room for yet."""
+        """Tokens that the sockets had no room for yet."""
         return sum(len(run.tokens) for kept in self._unsent.values() for run in kept.values())
 
     def add(self, address: ReplyAddress, run: TokenRun) -> None:
@@ -59,7 +61,7 @@ class Outbox:
         self._new.clear()
 
     def resend(self, address: ReplyAddress) -> None:
-        """Send what was kept, as far as there is room by now."""
+        """Send the kept runs as far as there is room now."""
         kept = self._unsent.get(address)
         if kept is None:
             return
@@ -69,7 +71,7 @@ class Outbox:
             del self._unsent[address]
 
     def forget(self, address: ReplyAddress, request_id: str, num_sequences: int) -> None:
-        """The request is over: its completion tells everything."""
+        """Drop the kept runs of a request that ended: its completion has all tokens."""
         kept = self._unsent.get(address)
         if kept is None:
             return
@@ -79,7 +81,7 @@ class Outbox:
             del self._unsent[address]
 
     def drop(self, address: ReplyAddress) -> None:
-        """Nobody listens there any more."""
+        """Drop all runs for an ingress replica that is gone."""
         self._unsent.pop(address, None)
         self._new.pop(address, None)
 
@@ -88,7 +90,7 @@ class Outbox:
         for run in runs:
             before = kept.get((run.request_id, run.index))
             if before is None:
-                # Lists of its own, for the run's are its event's.
+                # A copy: the run's lists belong to its event.
                 logprobs = None if run.logprobs is None else list(run.logprobs)
                 run = TokenRun(run.request_id, run.index, run.start, list(run.tokens), logprobs)
                 kept[run.request_id, run.index] = run

@@ -1,4 +1,4 @@
-"""A request's way back to its client: frames while it runs, one completion at its end.
+"""The output of a request: token frames while it runs, one completion at its end.
 
 Lives on the replica's event loop. Tokens reach the ingress twice: at once in frames (outbox.py),
 and whole in the completion that the unary call returns; each sequence ends exactly once.
@@ -54,7 +54,7 @@ class Streams:
     """Every open request of one driver."""
 
     def __init__(self, link: FrameLink) -> None:
-        """Frames leave through `link`, which must not block."""
+        """link: takes the frames; its calls must not block."""
         self._outbox = Outbox(link)
         self._streams: dict[str, _Stream] = {}
         self._held_back: dict[str, list[TokenRun]] = {}
@@ -73,7 +73,7 @@ class Streams:
     ) -> "asyncio.Future[Completion]":
         """Begin a request; the future completes when its last sequence ended.
 
-        reply_to: where its frames go; None for nobody who listens.
+        reply_to: where its frames go; None sends none.
         """
         assert request.id not in self._streams, f"request {request.id} is open already"
         stream = self._streams[request.id] = _Stream(len(request.sequences), reply_to)
@@ -89,7 +89,7 @@ class Streams:
         return sorted(stream.scheduled)
 
     def take(self, event: events.RequestEvent) -> None:
-        """Account for one event of the scheduler; `flush` sends the tokens."""
+        """Handle one event of the scheduler; `flush` sends the tokens."""
         request_id, index = event.request_id
         stream = self._streams.get(request_id)
         if stream is None:
@@ -123,7 +123,7 @@ class Streams:
         self._outbox.flush()
 
     def resend(self, address: ReplyAddress) -> None:
-        """An ingress replica takes frames again."""
+        """Send the runs that an ingress replica had no room for."""
         self._outbox.resend(address)
 
     def fail(self, request_id: str, failure: Failed) -> None:
@@ -134,12 +134,12 @@ class Streams:
             stream.end(index, SequenceOutcome([], failure))
 
     def fail_all(self, failure: Failed) -> None:
-        """End everything that is open with an error (the engine cannot go on)."""
+        """End all open requests with an error."""
         for request_id in list(self._streams):
             self.fail(request_id, failure)
 
     def abandon(self, address: ReplyAddress) -> None:
-        """An ingress replica is gone: end its requests as cancelled."""
+        """End the requests of an ingress replica that is gone, as cancelled."""
         self._outbox.drop(address)
         for stream in self._streams.values():
             if stream.reply_to == address:
@@ -148,7 +148,7 @@ class Streams:
 
 
 def refusal(request: GenerateRequest, failure: Failed) -> Completion:
-    """The answer to a request that was never open."""
+    """The completion of a request that never ran: every sequence failed."""
     return Completion([SequenceOutcome([], failure) for _ in request.sequences])
 
 

@@ -104,7 +104,7 @@ def test_tokens_are_not_kept(answers: AccessCache) -> None:
 
 
 def test_memory_is_bounded(answers: AccessCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deployments.driver.adapters.access_cache._MAX_ANSWERS", 10)
+    monkeypatch.setattr("deployments.driver.adapters.access_cache._MAX_ENTRIES", 10)
     for index in range(50):
         reference = AdapterReference(AdapterSource.HUB, f"acme/a{index}")
         answers.record(reference, "me", found())

@@ -213,7 +213,7 @@ def test_what_cannot_be_done_is_tried_again_and_told_once(
         (root / "away").rename(folder)
         await orders.follow()
         assert await pinned(engine) == {"red"}
-        said = [message for message in caplog.messages if "ordered by hand" in message]
+        said = [message for message in caplog.messages if "the saved command" in message]
         assert len(said) == 2, said
 
     play(root, story)

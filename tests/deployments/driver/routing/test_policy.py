@@ -294,12 +294,12 @@ def test_a_replica_counts_as_a_holder_for_a_moment_when_it_is_chosen() -> None:
     elsewhere = next(name for name in NAMES[:2] if name != at_home)
     router, counts = RoutingPolicy(random.Random(0)), {at_home: COLD_SLACK + 1, elsewhere: 0}
     for now in (0.0, 0.3, 0.6, 0.9):
-        router.chosen(RED, elsewhere, now)
+        router.selected(RED, elsewhere, now)
     counts[at_home] = 0
     assert router.order(RED, counts, 0.9)[0] == [elsewhere]
     assert router.order(RED, counts, 1.0)[0] == [at_home]
     router.sent(RED, elsewhere, 1.0)
-    router.chosen(RED, elsewhere, 1.1)
+    router.selected(RED, elsewhere, 1.1)
     assert router.order(RED, counts, 6.9)[0] == [elsewhere], "the longer of both counts"
 
 
