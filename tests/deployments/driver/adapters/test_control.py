@@ -298,7 +298,7 @@ def test_a_name_of_the_config_goes_before_one_that_was_given(root: Path) -> None
 
 def test_a_private_adapter_is_pinned_with_the_token_that_loads_it(root: Path) -> None:
     sql = AdapterReference(AdapterSource.HUB, "acme/sql")
-    files = {"adapter_config.json": b"{}", "adapter_model.safetensors": bytes(8)}
+    files = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"\x02" + bytes(7) + b"{}"}
     with HubServer() as hub:
         hub.add("acme/sql", files, readers={"hf_good"})
         adapters = {"hub_endpoint": hub.url, "fetch": {"cache_dir": str(root / "cache")}}
