@@ -1,6 +1,7 @@
 """Five applications behind one front, one of each system, word for word as transformers + PEFT."""
 
 import asyncio
+import json
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -87,6 +88,9 @@ def write_words(folder: Path) -> None:
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="t0"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     tokenizer.save(str(folder / "tokenizer.json"))
+    # Without its class, AutoTokenizer takes the one of the model's type, which rewrites the pieces.
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
 def words(tokens: list[int]) -> str:

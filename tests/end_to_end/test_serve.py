@@ -131,7 +131,7 @@ def test_requests_run_before_their_calls_are_there(
         body = {"inputs": question, "parameters": {"adapter_id": adapter_of(model)}}
         told = client.post("/generate", json=body).json()
         assert told == {"generated_text": answers[model][question]["raw"]}
-    assert ask_driver(served, "head_starts") > 0
+    assert ask_driver(served, "early_submits") > 0
 
 
 def test_clients_that_leave_leave_nothing_open(served: Served, answers: Answers) -> None:
