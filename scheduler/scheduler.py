@@ -203,6 +203,7 @@ class Scheduler:
         self._matchers.prepared(number, fault)
         for request in self._admission.release_for_matcher(number):
             self._isolation.enqueue(request)
+            self._admission.end_hold(request)
         users = [each for each in self._requests.values() if fault and each.matcher == number]
         return [self._end(request, ConstraintFailure(fault)) for request in users]
 
@@ -275,7 +276,7 @@ class Scheduler:
         waiting = {request.id for request in self._isolation}
         assert alive.isdisjoint(waiting), alive & waiting
         assert alive | waiting == set(self._requests)
-        self._residency.check(held, list(self._admission.queues))
+        self._residency.check(held, self._admission.waiting)
 
     def _replace_group(self, capacity: Capacity) -> None:
         """No request and no adapter is on the ranks."""
@@ -391,10 +392,9 @@ class Scheduler:
 
     def _fail_waiting(self, key: AdapterKey, failure: AdapterFailure) -> list[Event]:
         """End all requests that wait for an adapter that cannot be served."""
-        waiting = self._admission.queues.waiting_for(key)
-        ended: list[Event] = [self._end(each, failure) for each in waiting]
-        return ended + self._answer_stage_request(key, failure)
+        ended = [self._end(each, failure) for each in self._admission.queues.waiting_for(key)]
+        return [*ended, *self._answer_stage_request(key, failure)]
 
     def _answer_stage_request(self, key: AdapterKey, failure: AdapterFailure | None) -> list[Event]:
-        """The reply to an AdapterWanted for this adapter, if one waits."""
+        """The reply to an AdapterWanted, if one waits."""
         return [AdapterArrived(key, failure)] if self._residency.take_stage_request(key) else []

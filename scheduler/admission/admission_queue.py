@@ -95,13 +95,21 @@ class AdmissionQueue:
         self.update(request.adapter)
 
     def hold_for_matcher(self, request: Request) -> None:
-        """Take the next request out of its queue until its matcher is prepared."""
-        self.remove(request)
+        """Take the next request out of its queue until its matcher is prepared.
+
+        It still counts as waiting for its adapter: else the adapter, loaded for it, could be
+        evicted before the matcher is there, loaded again, and so on without end.
+        """
+        self.queues.remove(request)
+        self._update_sharing(request.charged_adapters)
         request.waiting_for_matcher = True
         self.waiting_for_matcher[request.serial] = request
 
     def release_for_matcher(self, matcher: int | None = None) -> list[Request]:
-        """Stop waiting for this matcher, or for any if None; returns the requests that did."""
+        """Stop waiting for this matcher, or for any if None; returns the requests that did.
+
+        When each is queued again, call `end_hold`.
+        """
         found = [
             each for each in self.waiting_for_matcher.values() if matcher in (None, each.matcher)
         ]
@@ -109,9 +117,20 @@ class AdmissionQueue:
             del self.waiting_for_matcher[request.serial]
         return found
 
+    @property
+    def waiting(self) -> list[Request]:
+        """All requests that count as waiting for their adapters."""
+        return [*self.queues, *self.waiting_for_matcher.values()]
+
+    def end_hold(self, request: Request) -> None:
+        """A request that waited for its matcher counts as waiting for its adapter only once."""
+        if request.adapter is not None:
+            self._residency.remove_waiting(request.adapter)
+
     def remove(self, request: Request) -> None:
         """The request ended while it waited."""
         if self.waiting_for_matcher.pop(request.serial, None) is not None:
+            self.end_hold(request)
             return
         self.queues.remove(request)
         if request.adapter is not None:

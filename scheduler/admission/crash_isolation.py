@@ -94,6 +94,7 @@ class CrashIsolation:
         )  # The ranks were preparing their matchers.
         for request in self._admission.release_for_matcher():
             self.enqueue(request)
+            self._admission.end_hold(request)
         for request in ran:
             request.rewind()
             self.enqueue(request)
