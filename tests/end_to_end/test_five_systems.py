@@ -249,4 +249,4 @@ def test_adapters_of_another_system_are_refused_while_others_go_on(five: Five) -
         assert (lorax.status_code, lorax.json()["code"]) == (424, "adapter_unsupported")
         for message in (error["message"], lorax.json()["error"]):
             assert "belongs to no adaptable module of this model" in message, (system, adapter)
-            assert message.endswith("is the adapter for another base model?")
+            assert "is the adapter for another base model?" in message

@@ -153,7 +153,8 @@ class FakeRanks:
         self.owners: dict[tuple[int, int], int] = {}  # (projection, page): slot
         self.filling: dict[AdapterKey, int] = {}  # slot
         self.refused: set[AdapterKey] = set()  # keys that some rank had no room for
-        self.matchers: dict[int, int] = {}  # number: tokens that it has followed
+        # number: the texts whose continuation its lexer has seen; the same text adds no state.
+        self.matchers: dict[int, set[tuple[int, ...]]] = {}
         self.wear = 1000
         self.in_flight: deque[Named] = deque()
         self.last_step = 0
@@ -253,7 +254,8 @@ class FakeRanks:
         )
         if join.matcher >= 0:
             assert join.matcher in self.matchers, "a row would wait for its matcher"
-            self.matchers[join.matcher] += len(join.tokens) - join.prompt_length
+            generated = tuple(join.tokens[join.prompt_length :])
+            self.matchers[join.matcher].update(generated[:i] for i in range(len(generated)))
         assert (join.matcher >= 0) == bool(join.sampling.constraint)
         assert 0 < join.prompt_length <= len(join.tokens)
 
@@ -316,10 +318,11 @@ class FakeRanks:
         """The rows whose matchers have met their limits, as all do that share a lexer."""
         faults = []
         for index, row in enumerate(plan.rows):
-            number = self.seats[row.batch_slot].matcher
+            seat = self.seats[row.batch_slot]
+            number, end = seat.matcher, row.start + row.length
             if row.samples and number in self.matchers:
-                self.matchers[number] += 1
-                if self.matchers[number] > self.wear:
+                self.matchers[number].add(tuple(seat.tokens[seat.prompt_length : end]))
+                if len(self.matchers[number]) > self.wear:
                     faults.append((index, "worn"))
         return faults
 

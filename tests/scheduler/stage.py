@@ -212,7 +212,7 @@ class Stage:
             assert held <= self.story.limits.max_matchers
         for number in [number for number, due in self.making.items() if due <= self.turn]:
             del self.making[number]
-            self.ranks.matchers[number] = 0
+            self.ranks.matchers[number] = set()
             self.hear(self.scheduler.matcher_prepared(number, ""))
             self.scheduler.check()
 
