@@ -18,7 +18,8 @@ from pathlib import Path
 import uvicorn
 from fastapi import FastAPI, Response
 
-from configs.engine import AdaptersConfig, CacheConfig, Device, EngineConfig, LimitsConfig
+from configs.adapters import AdaptersConfig
+from configs.engine import CacheConfig, Device, EngineConfig, LimitsConfig
 from configs.model import LoadFormat, ModelConfig
 from configs.wire.adapters import AdapterReference, AdapterSource
 from configs.wire.templates import TemplateSource

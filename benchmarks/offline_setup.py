@@ -3,14 +3,8 @@
 import argparse
 from pathlib import Path
 
-from configs.engine import (
-    AdaptersConfig,
-    AttentionKind,
-    CacheConfig,
-    Device,
-    EngineConfig,
-    LimitsConfig,
-)
+from configs.adapters import AdaptersConfig
+from configs.engine import AttentionKind, CacheConfig, Device, EngineConfig, LimitsConfig
 from configs.model import DType, LoadFormat, ModelConfig
 
 RANK = 16

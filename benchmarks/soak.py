@@ -27,7 +27,8 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.workload import write_adapter, write_model
-from configs.engine import AdaptersConfig, CacheConfig, Device, EngineConfig, LimitsConfig
+from configs.adapters import AdaptersConfig
+from configs.engine import CacheConfig, Device, EngineConfig, LimitsConfig
 from configs.model import LoadFormat, ModelConfig
 from configs.wire.adapters import AdapterReference, AdapterSource
 from configs.wire.merging import MergeRule

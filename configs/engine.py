@@ -5,11 +5,10 @@ from typing import Any
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
+from configs.adapters import AdaptersConfig
 from configs.base import Config
-from configs.fetching import FetchConfig, S3Config
-from configs.lorax_names import ADAPTERS, IDLE_ADAPTERS, limits, ours
+from configs.lorax_names import limits
 from configs.model import ModelConfig
-from configs.wire.adapters import AdapterSource
 
 
 class Device(StrEnum):
@@ -116,68 +115,6 @@ class LimitsConfig(Config):
             raise ValueError(
                 f"max_total_tokens ({total}) must not be more than max_batch_total_tokens "
                 f"({cache}): one request must fit the cache"
-            )
-        return self
-
-
-class AdaptersConfig(Config):
-    """LoRA adapters: where they may come from and how much memory they get.
-
-    local_roots: folders under which `local` ids are looked up; nothing outside is ever read.
-    device_pages: pages of 8 rank rows in each projection's device pool.
-    max_device_adapters: how many adapters may be on the device at once.
-    max_rank: the largest rank that is served.
-    host_bytes: the host tier of each rank, taken at start and, for CUDA, pinned.
-    staging_threads: adapters that a rank reads from disk side by side.
-    preload: references loaded before the server is ready.
-    max_file_bytes: of one adapter's files. fetch_timeout_s: the longest that a request waits for
-    them; the download goes on. look_timeout_s: the longest that it waits for news of an adapter
-    whose last version is in memory. hub_endpoint: None is huggingface_hub's own (HF_ENDPOINT).
-    s3: None serves nothing from there. share_hub_token: requests without a token of the hub use
-    the server's. allow_pickle: take adapter_model.bin too (tensors alone).
-    max_known: contents that are remembered, so that the same bytes find their prefix cache again.
-    memory_fraction: share of device memory for the pools when device_pages is None.
-    vocabulary: serve LoRA on embeddings and head too; their pools are as wide as the vocabulary,
-    and decode steps with such adapters are not captured.
-    vocabulary_copies: adapters with a whole embedding or head of their own (PEFT's
-    modules_to_save) that may be on the device at once; each place takes both matrices' bytes.
-    LoRAX's names are understood too (`configs/lorax_names.py`).
-    """
-
-    enabled: bool = True
-    default_source: AdapterSource = AdapterSource.HUB
-    local_roots: tuple[str, ...] = ()
-    device_pages: PositiveInt | None = None
-    memory_fraction: float = Field(default=0.1, gt=0, lt=1)
-    max_device_adapters: PositiveInt = 64
-    max_rank: PositiveInt = 128
-    vocabulary: bool = False
-    vocabulary_copies: NonNegativeInt = 0
-    host_bytes: PositiveInt = 4 * 2**30
-    staging_threads: PositiveInt = 4
-    preload: tuple[str, ...] = ()
-    max_file_bytes: PositiveInt = 8 * 2**30
-    fetch_timeout_s: PositiveFloat = 120.0
-    look_timeout_s: PositiveFloat = 2.0
-    fetch: FetchConfig = FetchConfig()
-    hub_endpoint: str | None = None
-    s3: S3Config | None = None
-    share_hub_token: bool = False
-    allow_pickle: bool = False
-    max_known: PositiveInt = 100_000
-
-    @model_validator(mode="before")
-    @classmethod
-    def _by_our_names(cls, given: Any) -> Any:
-        return ours(given, ADAPTERS, IDLE_ADAPTERS)
-
-    @model_validator(mode="after")
-    def _copies_need_open_ends(self) -> "AdaptersConfig":
-        """Whole matrices come in by the same door as factors."""
-        if self.vocabulary_copies and not self.vocabulary:
-            raise ValueError(
-                f"adapters.vocabulary_copies ({self.vocabulary_copies}) needs adapters.vocabulary: "
-                "set it to true"
             )
         return self
 

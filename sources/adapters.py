@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from configs.engine import AdaptersConfig
+from configs.adapters import AdaptersConfig
 from configs.reading import FileChanged, NotRegular, OutsideRoot
 from configs.wire.adapters import AdapterError, AdapterReference, AdapterRefusal, AdapterSource
 from sources.base import (

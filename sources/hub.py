@@ -18,7 +18,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils._headers import build_hf_headers
 from huggingface_hub.utils._http import hf_raise_for_status
 
-from configs.fetching import FetchConfig
+from configs.adapters import FetchConfig
 from configs.wire.adapters import AdapterReference, AdapterRefusal
 from configs.wire.templates import OTHERS_FOLDER
 from sources.base import (

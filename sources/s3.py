@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import Any, NoReturn
 
-from configs.fetching import FetchConfig, S3Config
+from configs.adapters import FetchConfig, S3Config
 from configs.wire.adapters import AdapterReference, AdapterRefusal
 from sources.base import (
     FileBody,

@@ -11,8 +11,9 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from configs.adapters import AdaptersConfig
 from configs.architectures.select import load_architecture, padded_reason
-from configs.engine import AdaptersConfig, EngineConfig
+from configs.engine import EngineConfig
 from configs.reading import DamagedFile
 from configs.wire.adapters import AdapterError
 from modeling.adapters.peft import FACTOR, WEIGHTS_NAME, open_adapter

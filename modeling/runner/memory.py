@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from configs.engine import AdaptersConfig, EngineConfig
+from configs.adapters import AdaptersConfig
+from configs.engine import EngineConfig
 from modeling.adapters.bank import PAGE_ROWS, BankSize
 from modeling.runner.input_batch import BatchSize
 

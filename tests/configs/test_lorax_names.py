@@ -9,7 +9,8 @@ import pytest
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from configs.engine import AdaptersConfig, LimitsConfig
+from configs.adapters import AdaptersConfig
+from configs.engine import LimitsConfig
 from configs.lorax_names import IDLE_ADAPTERS, IDLE_LIMITS, LIMITS
 from configs.serve import ServeConfig
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from configs.engine import AdaptersConfig, CacheConfig, Device, EngineConfig, LimitsConfig
+from configs.adapters import AdaptersConfig
+from configs.engine import CacheConfig, Device, EngineConfig, LimitsConfig
 from configs.model import ModelConfig
 from configs.wire.adapters import AdapterKey, FetchedAdapter
 from configs.wire.sampling import Sampling

@@ -13,14 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from configs.engine import (
-    AdaptersConfig,
-    AttentionKind,
-    CacheConfig,
-    Device,
-    EngineConfig,
-    LimitsConfig,
-)
+from configs.adapters import AdaptersConfig
+from configs.engine import AttentionKind, CacheConfig, Device, EngineConfig, LimitsConfig
 from configs.model import DType, ModelConfig
 from modeling.runner.load_padded import load_padded
 from modeling.runner.load_paged import load_paged

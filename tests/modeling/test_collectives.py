@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 
-from configs.engine import AdaptersConfig
+from configs.adapters import AdaptersConfig
 from configs.wire.plan import RequestJoin, StepRow
 from configs.wire.sampling import Sampling
 from modeling.batch import ForwardBatch

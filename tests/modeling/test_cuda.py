@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from configs.engine import AdaptersConfig, CacheConfig, Device, LimitsConfig
+from configs.adapters import AdaptersConfig
+from configs.engine import CacheConfig, Device, LimitsConfig
 from configs.model import DType, ModelConfig
 from configs.wire.adapters import AdapterKey, FetchedAdapter
 from configs.wire.sampling import Sampling

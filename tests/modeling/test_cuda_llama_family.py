@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from configs.engine import AdaptersConfig, Device
+from configs.adapters import AdaptersConfig
+from configs.engine import Device
 from modeling.runner.load_paged import load_paged
 from modeling.runner.loading import pick_device
 from sharding.group import SingleRank

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from configs.engine import AdaptersConfig, AllReduce, AttentionKind, Device, EngineConfig
+from configs.adapters import AdaptersConfig
+from configs.engine import AllReduce, AttentionKind, Device, EngineConfig
 from modeling.runner.load_paged import load_paged
 from sharding.group import SingleRank, TensorParallel
 from tests.modeling.parity import (

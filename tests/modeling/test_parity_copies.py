@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from configs.engine import AdaptersConfig
+from configs.adapters import AdaptersConfig
 from configs.model import DType, ModelConfig
 from configs.wire.adapters import AdapterError, AdapterKey, FetchedAdapter
 from modeling.runner.adapter_check import adaptable, base_tensors, judge

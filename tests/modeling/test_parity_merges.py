@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.nn.functional import pad
 
-from configs.engine import AdaptersConfig, EngineConfig
+from configs.adapters import AdaptersConfig
+from configs.engine import EngineConfig
 from configs.wire.adapters import FetchedAdapter
 from configs.wire.merging import MergeRule, MergeStrategy, SignMethod
 from configs.wire.sampling import Sampling

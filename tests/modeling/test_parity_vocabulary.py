@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from configs.engine import AdaptersConfig
+from configs.adapters import AdaptersConfig
 from configs.wire.adapters import AdapterError, AdapterKey, AdapterRefusal, FetchedAdapter
 from modeling.adapters import vocabulary
 from modeling.runner.load_paged import load_paged

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from configs.engine import AdaptersConfig
+from configs.adapters import AdaptersConfig
 from configs.wire.adapters import AdapterError, AdapterReference, AdapterRefusal
 from sources.adapters import AdapterSources
 from sources.base import AdapterFolder, Token, Unreachable

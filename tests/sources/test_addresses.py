@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from configs.engine import AdaptersConfig
+from configs.adapters import AdaptersConfig
 from configs.wire.adapters import AdapterError, AdapterSource, parse_reference
 from sources.adapters import AdapterSources
 from sources.base import Unreachable

@@ -224,7 +224,7 @@ def test_what_the_hubs_own_cache_has_is_not_downloaded_again(
 import os
 from pathlib import Path
 from configs.wire.adapters import AdapterError, AdapterReference, AdapterRefusal, AdapterSource
-from configs.engine import AdaptersConfig
+from configs.adapters import AdaptersConfig
 from sources.adapters import AdapterSources
 
 store = AdapterSources(AdaptersConfig(hub_endpoint={hub.url!r}))

@@ -9,7 +9,7 @@ from typing import Any
 import boto3
 import pytest
 
-from configs.fetching import S3Config
+from configs.adapters import S3Config
 from configs.wire.adapters import AdapterError, AdapterReference, AdapterRefusal, AdapterSource
 from sources.adapters import AdapterSources
 from sources.base import Unreachable

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from configs.fetching import FetchConfig
+from configs.adapters import FetchConfig
 from configs.wire.adapters import AdapterError, AdapterReference, AdapterRefusal
 from sources.base import FoundAdapter, Token
 

@@ -13,7 +13,7 @@ from itertools import count, islice
 
 from msgspec.structs import replace
 
-from configs.engine import AdaptersConfig
+from configs.adapters import AdaptersConfig
 from configs.wire.adapters import (
     AdapterError,
     AdapterKey,

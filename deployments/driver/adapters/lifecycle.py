@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from configs.engine import AdaptersConfig
+from configs.adapters import AdaptersConfig
 from configs.wire.adapters import (
     AdapterError,
     AdapterKey,

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Hashable
 from functools import partial
 from typing import TypeVar
 
-from configs.engine import AdaptersConfig
+from configs.adapters import AdaptersConfig
 from configs.wire.adapters import (
     AdapterError,
     AdapterKey,

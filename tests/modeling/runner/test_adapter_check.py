@@ -7,7 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from configs.engine import AdaptersConfig, EngineConfig
+from configs.adapters import AdaptersConfig
+from configs.engine import EngineConfig
 from configs.model import ModelConfig
 from configs.wire.adapters import AdapterError
 from modeling.adapters.peft import open_adapter

@@ -8,14 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from configs.engine import (
-    AdaptersConfig,
-    AttentionKind,
-    CacheConfig,
-    CacheDType,
-    Device,
-    LimitsConfig,
-)
+from configs.adapters import AdaptersConfig
+from configs.engine import AttentionKind, CacheConfig, CacheDType, Device, LimitsConfig
 from configs.model import DType, ModelConfig
 from modeling.runner.load_paged import LoadedPaged, load_paged
 from modeling.runner.loading import pick_device

@@ -6,7 +6,8 @@ import msgspec
 import pytest
 import torch
 
-from configs.engine import AdaptersConfig, AttentionKind, CacheConfig, Device, LimitsConfig
+from configs.adapters import AdaptersConfig
+from configs.engine import AttentionKind, CacheConfig, Device, LimitsConfig
 from configs.model import DType, ModelConfig
 from configs.wire.plan import RequestJoin, StepRow
 from configs.wire.sampling import Sampling

@@ -1,6 +1,7 @@
 import pytest
 
-from configs.engine import AdaptersConfig, EngineConfig
+from configs.adapters import AdaptersConfig
+from configs.engine import EngineConfig
 from configs.model import ModelConfig
 from modeling.runner.input_batch import BatchSize
 from modeling.runner.memory import (

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from configs.engine import AdaptersConfig, EngineConfig, LimitsConfig
+from configs.adapters import AdaptersConfig
+from configs.engine import EngineConfig, LimitsConfig
 from configs.model import ModelConfig, Quantize
 from configs.wire.adapters import AdapterError, AdapterKey, FetchedAdapter
 from configs.wire.plan import RequestJoin, StepRow

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from configs.engine import AdaptersConfig, CacheConfig, CacheDType, Device, LimitsConfig
+from configs.adapters import AdaptersConfig
+from configs.engine import CacheConfig, CacheDType, Device, LimitsConfig
 from configs.model import DType, LoadFormat, ModelConfig
 from configs.wire.adapters import AdapterError, AdapterKey, FetchedAdapter
 from configs.wire.plan import RequestJoin, StepRow

@@ -2,7 +2,7 @@
 
 import pytest
 
-from configs.fetching import FetchConfig
+from configs.adapters import FetchConfig
 from configs.wire.adapters import AdapterError, AdapterReference, AdapterRefusal, AdapterSource
 from deployments.driver.adapters.access_cache import AccessCache
 from sources.base import FoundAdapter

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from configs.engine import AdaptersConfig
+from configs.adapters import AdaptersConfig
 from configs.wire.adapters import (
     AdapterError,
     AdapterKey,
