@@ -65,7 +65,7 @@ def with_symmetric_memory(
         return _without(ranks, wanted, reason or "another rank cannot map its peers' memory")
     buffers, sums = DoubleBuffer(memory), torch_sums()
     with torch.inference_mode():
-        dtypes, reason = right_dtypes(ranks, buffers, sums, device)
+        dtypes, reason = correct_dtypes(ranks, buffers, sums, device)
         if not dtypes:
             return _without(ranks, wanted, reason)
         methods = {Method.NCCL: ranks.all_reduce} if wanted is AllReduce.AUTO else {}
@@ -113,7 +113,7 @@ def unreachable(devices_of: Sequence[tuple[str, int]]) -> str | None:
     return None
 
 
-def right_dtypes(
+def correct_dtypes(
     ranks: ProcessGroupRanks,
     buffers: DoubleBuffer,
     sums: Mapping[Method, Sum],

@@ -17,7 +17,7 @@ from modeling.adapters.host_cache import (
     StagedAdapter,
     copy_bytes,
     page_bytes,
-    take,
+    select_columns,
 )
 from modeling.adapters.projection import BaseRows, Projection
 
@@ -29,7 +29,7 @@ __all__ = [
     "Pool",
     "copy_bytes",
     "page_bytes",
-    "take",
+    "select_columns",
 ]
 
 
@@ -181,7 +181,7 @@ class AdapterBank:
 
     @property
     def host_bytes(self) -> int:
-        """Return the bytes of the pinned pool that staged adapters take."""
+        """Return the bytes of the pinned pool that staged adapters select_columns."""
         return self._host_cache.num_bytes
 
     @property

@@ -285,8 +285,8 @@ class HostAdapterCache:
         """Read an adapter's modules into zeroed pages, cut to this rank."""
         for stack in adapter.stacks():
             projection, own = self._projections[stack.projection], pages[stack.projection]
-            a = take(stack.a, projection.inputs).to(self._dtype)
-            bt = take(stack.b.transpose(1, 2), projection.outputs).to(self._dtype)
+            a = select_columns(stack.a, projection.inputs).to(self._dtype)
+            bt = select_columns(stack.b.transpose(1, 2), projection.outputs).to(self._dtype)
             for index in range(-(-a.shape[1] // PAGE_ROWS)):
                 rows = slice(index * PAGE_ROWS, (index + 1) * PAGE_ROWS)
                 own[index].a.write_layers(stack.layers, a[:, rows])
@@ -309,7 +309,7 @@ class RowRange:
 
 @dataclass(frozen=True)
 class ChunkLayout:
-    """The row ranges of an adapter's matrices, and how many chunks they take."""
+    """The row ranges of an adapter's matrices, and how many chunks they select_columns."""
 
     matrices: tuple[tuple[RowRange, ...], ...]
     num_chunks: int
@@ -351,7 +351,7 @@ def _check_unchanged(adapter: FetchedAdapter) -> None:
             )
 
 
-def take(rows: Tensor, segments: Segments) -> Tensor:
+def select_columns(rows: Tensor, segments: Segments) -> Tensor:
     """Return the columns of `segments`, in their order: [..., whole] to [..., local]."""
     if len(segments) == 1:
         ((start, stop),) = segments

@@ -29,7 +29,7 @@ class PatternError(ValueError):
     """The pattern is invalid, needs backtracking, or costs too much."""
 
 
-class Effort:
+class MatchBudget:
     """The budget of one adapter's patterns, in steps of about a microsecond."""
 
     def __init__(self, steps: int) -> None:
@@ -46,7 +46,7 @@ class Effort:
 class Pattern:
     """A pattern in `re`'s language, without back references and possessive parts."""
 
-    def __init__(self, text: str, effort: Effort) -> None:
+    def __init__(self, text: str, effort: MatchBudget) -> None:
         """PatternError says what is wrong with `text`."""
         effort.spend(len(text))
         try:
@@ -75,7 +75,7 @@ class Pattern:
 class _Match:
     """One pattern on one text. Sets of positions are bits: bit i is before character i."""
 
-    def __init__(self, text: str, effort: Effort) -> None:
+    def __init__(self, text: str, effort: MatchBudget) -> None:
         self._effort = effort
         self._length = len(text)
         self._chars: dict[str, int] = {}

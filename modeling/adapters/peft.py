@@ -304,7 +304,7 @@ def _refuse_tensor(key: str, adapter: PeftAdapter) -> NoReturn:
     known = adapter.modules
     if _names_end(key):
         is_open = any(p.kind is not ProjectionKind.LINEAR for p in adapter.projections)
-        opens = all(p.opens_ends for p in adapter.projections)
+        opens = all(p.can_adapt_ends for p in adapter.projections)
         advice = "retrain it as LoRA factors alone" if is_open else OPEN_ADVICE
         refuse(
             f"tensor {key} adapts the vocabulary (embeddings or head), which is not served here: "

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from configs.reading import read_text
 from configs.wire.adapters import AdapterRefusal
 from modeling.adapters.faults import Faults, refuse
-from modeling.adapters.patterns import Effort, PatternError
+from modeling.adapters.patterns import MatchBudget, PatternError
 from modeling.adapters.targets import PatternTable, Targets, read_targets
 from sources.base import CONFIG_NAME, MAX_CONFIG_BYTES
 
@@ -193,7 +193,7 @@ def _judge_fields(fields: Mapping[str, object], faults: Faults) -> LoraPlan | No
 
 def _plan(fields: Mapping[str, object], faults: Faults) -> LoraPlan:
     """Read the served fields; the plan must not be used if faults were found."""
-    effort = Effort(MAX_STEPS)
+    effort = MatchBudget(MAX_STEPS)
     parts: dict[str, Any] = {}
     readers: dict[str, Callable[[], object]] = {
         "rank": lambda: _rank("r", fields.get("r", 8)),
@@ -278,7 +278,10 @@ def _names(name: str, value: object) -> tuple[str, ...]:
 
 
 def _table(
-    name: str, fields: Mapping[str, object], read: Callable[[str, object], Value], effort: Effort
+    name: str,
+    fields: Mapping[str, object],
+    read: Callable[[str, object], Value],
+    effort: MatchBudget,
 ) -> PatternTable[Value]:
     """Return the table of rank_pattern or alpha_pattern; values are checked as r or lora_alpha."""
     value = fields.get(name)
@@ -298,7 +301,7 @@ def _table(
         refuse(f"{name}: {error}")
 
 
-def _targets(fields: Mapping[str, object], effort: Effort) -> Targets:
+def _targets(fields: Mapping[str, object], effort: MatchBudget) -> Targets:
     try:
         return read_targets(fields, effort)
     except ValueError as error:

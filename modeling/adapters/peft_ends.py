@@ -107,7 +107,7 @@ def find_ends(
     base: the ends' tensors by their paths; their copies are accepted on any server.
     """
     ends = [p for p in projections if p.kind in WHOLE_KINDS]
-    opens = all(projection.opens_ends for projection in projections)
+    opens = all(projection.can_adapt_ends for projection in projections)
     saved = _saved_ends(plan, ends, opens)
     found = EndTensors()
     found.copies.update({PREFIX + path: base[path] for path in base if PREFIX + path in keys})

@@ -78,7 +78,7 @@ class Projection:
     base: for embeddings and heads, this rank's rows of the base weight, one for each of its token
     ids. PEFT saves a copy, which must be equal. A tied embedding and head have the same tensor.
     alias: another path by which adapters may name the module.
-    opens_ends: whether a server can adapt embedding and head of its model at all.
+    can_adapt_ends: whether a server can adapt embedding and head of its model at all.
 
     A whole matrix [token ids, hidden] is one page of its pool: each 8 of its rows count as a layer,
     and `inputs` is the hidden size.
@@ -94,7 +94,7 @@ class Projection:
     kind: ProjectionKind = ProjectionKind.LINEAR
     base: Tensor | None = field(default=None, compare=False, repr=False)
     alias: str | None = None
-    opens_ends: bool = True
+    can_adapt_ends: bool = True
 
     @property
     def base_rows(self) -> BaseRows:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from modeling.adapters.patterns import Effort, Pattern, PatternError
+from modeling.adapters.patterns import MatchBudget, Pattern, PatternError
 
 ALL_LINEAR = "all-linear"
 """What target_modules says for every linear module, in any case."""
@@ -76,7 +76,7 @@ class Targets:
         return None if match is None else int(match["idx"])
 
 
-def read_targets(fields: Mapping[str, object], effort: Effort) -> Targets:
+def read_targets(fields: Mapping[str, object], effort: MatchBudget) -> Targets:
     """Read the fields; ValueError for what PEFT does not accept either."""
     targets = fields.get("target_modules")
     if targets is None:
@@ -99,7 +99,7 @@ def read_targets(fields: Mapping[str, object], effort: Effort) -> Targets:
     )
 
 
-def _modules(name: str, value: object, effort: Effort) -> Modules:
+def _modules(name: str, value: object, effort: MatchBudget) -> Modules:
     if isinstance(value, list) and all(isinstance(each, str) for each in value):
         return Modules(names=frozenset(value))
     if not isinstance(value, str):
@@ -137,7 +137,7 @@ class PatternTable(Generic[Value]):
     (peft/utils/other.py: get_pattern_key)
     """
 
-    def __init__(self, entries: Mapping[str, Value], effort: Effort) -> None:
+    def __init__(self, entries: Mapping[str, Value], effort: MatchBudget) -> None:
         """Compile the keys; ValueError names a key that is no pattern or costs too much."""
         self._values = list(entries.values())
         self._effort = effort

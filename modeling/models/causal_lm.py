@@ -32,7 +32,7 @@ from modeling.models.causal_lm_adapters import (
 from modeling.models.causal_lm_batch import CausalLMBatch
 from modeling.models.causal_lm_cache import Past, cache_bytes, keys_head_dim_last
 from modeling.models.causal_lm_sharing import Sharing, sharing_of
-from modeling.sampling.sampler import SampledStep, choose
+from modeling.sampling.sampler import SampledStep, sample_tokens
 from modeling.sampling.tensors import sampling_tensors
 
 __all__ = ["CausalLM", "CausalLMBatch"]
@@ -151,7 +151,7 @@ class CausalLM:
         params = [request.sampling for request in batch.requests]
         if any(each.adjusted for each in params):
             raise ValueError("penalties, biases and watermarks need PaddedRunner's token buffer")
-        sampled = choose(logits, sampling_tensors(params, batch.input_lengths, self.device))
+        sampled = sample_tokens(logits, sampling_tensors(params, batch.input_lengths, self.device))
         batch.advance(sampled.tokens)
         return sampled, batch
 

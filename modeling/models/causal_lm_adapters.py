@@ -196,7 +196,7 @@ def _projection(name: str, module: str, group: Sequence[LinearModule]) -> Projec
         inputs=((0, inputs),),
         outputs=((0, outputs),),
         num_layers=len(group),
-        opens_ends=False,
+        can_adapt_ends=False,
     )
 
 

@@ -16,7 +16,7 @@ from modeling.models.causal_lm import PROBE, CausalLM
 from modeling.models.causal_lm_adapters import RowAdapters
 from modeling.models.causal_lm_cache import Past
 from modeling.sampling.prompt_scores import SLICE_BYTES, PromptRow, PromptScoresOnDevice, joined
-from modeling.sampling.sampler import ChosenLogprobs, logprobs_of
+from modeling.sampling.sampler import LogprobTensors, logprobs_of
 
 Adapters = Callable[[int], RowAdapters | None]
 """From a slot (-1: base) to that adapter over one row."""
@@ -57,7 +57,7 @@ class CausalLMPrompts:
             torch.stack(embeddings) if embeddings else None,
         )
 
-    def _score(self, ids: Tensor, num_top: int, slot: int, adapters: Adapters) -> ChosenLogprobs:
+    def _score(self, ids: Tensor, num_top: int, slot: int, adapters: Adapters) -> LogprobTensors:
         """What the model thinks of ids[1:]; int64 [n], n at least 2."""
         parts = []
         reader = _Reader(self._model, ids)

@@ -6,7 +6,7 @@ from configs.wire.plan import TokenLogprobs
 from configs.wire.sampling import Sampling
 from modeling.batch import SampledTokens, StepOutput
 from modeling.sampling.prompt_scores import PromptScoresOnDevice
-from modeling.sampling.sampler import ChosenLogprobs, SampledStep
+from modeling.sampling.sampler import LogprobTensors, SampledStep
 from modeling.transfer import HostCopy, StepStart
 
 
@@ -38,14 +38,14 @@ def step_output(
         copied = copy.wait()
         tokens, *logprobs = copied[: len(tensors)]
         prompts = scores.reports(copied[len(tensors) :]) if scores is not None else None
-        rows = _rows(ChosenLogprobs(*logprobs), sampling) if logprobs else None
+        rows = _rows(LogprobTensors(*logprobs), sampling) if logprobs else None
         idle = start.idle_seconds() if start is not None else None
         return SampledTokens(tokens.tolist(), rows, prompts, idle, captured, faults)
 
     return StepOutput(wait)
 
 
-def _rows(found: ChosenLogprobs, sampling: Sequence[Sampling]) -> list[TokenLogprobs | None]:
+def _rows(found: LogprobTensors, sampling: Sequence[Sampling]) -> list[TokenLogprobs | None]:
     """Cut the step's logprobs to what each row requested."""
     columns = (found.logprob.tolist(), found.top_ids.tolist(), found.top_logprobs.tolist())
     return [

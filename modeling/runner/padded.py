@@ -28,7 +28,7 @@ from modeling.runner.report import RunnerReport
 from modeling.runner.shared import BaseRunner, RunnerParts, on_device
 from modeling.sampling.history import TokenHistory
 from modeling.sampling.prompt_scores import PromptScoresOnDevice
-from modeling.sampling.sampler import choose, no_rows
+from modeling.sampling.sampler import no_rows, sample_tokens
 from modeling.sampling.tensors import sampling_tensors
 from modeling.transfer import to_device
 
@@ -138,7 +138,9 @@ class PaddedRunner(BaseRunner):
         order = _indices([index_of[row.batch_slot] for row in rows], self._device)
         sampling = [self._requests[row.batch_slot].sampling for row in rows]
         history = self._history(rows, ends)
-        sampled = choose(logits[order], sampling_tensors(sampling, ends, self._device, history))
+        sampled = sample_tokens(
+            logits[order], sampling_tensors(sampling, ends, self._device, history)
+        )
         sampling_slots = [row.batch_slot for row in rows]
         at = _indices(sampling_slots, self._device), _indices(ends, self._device)
         self._tokens[at] = sampled.tokens

@@ -23,7 +23,7 @@ from modeling.runner.outputs import step_output
 from modeling.runner.report import RunnerReport
 from modeling.runner.shared import BaseRunner, RunnerParts, on_device
 from modeling.sampling.prompt_scores import PromptReader, PromptScoresOnDevice
-from modeling.sampling.sampler import SampledStep, choose, no_rows
+from modeling.sampling.sampler import SampledStep, no_rows, sample_tokens
 from modeling.sampling.tensors import SamplingTensors, sampling_tensors
 from modeling.transfer import StepClock
 
@@ -123,7 +123,7 @@ class ModelRunner(BaseRunner):
         if params.plain:
             # The graph has taken the greedy tokens and left them in the token buffer.
             return SampledStep(output.tokens, None)
-        sampled = choose(output.logits, params)
+        sampled = sample_tokens(output.logits, params)
         self._input_batch.sampled(layout, output.targets, sampled.tokens)
         return sampled
 
@@ -168,7 +168,7 @@ class ModelRunner(BaseRunner):
         return self._forward.model.head(hidden, adapters)
 
     def _sample(self, layout: StepLayout, inputs: StepInputs, logits: Tensor) -> SampledStep:
-        sampled = choose(logits, self._sampling(layout))
+        sampled = sample_tokens(logits, self._sampling(layout))
         self._input_batch.sampled(layout, inputs.targets, sampled.tokens)
         return sampled
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from configs.wire.plan import PromptReport, TokenLogprobs
 from configs.wire.sampling import Pooling, Sampling
-from modeling.sampling.sampler import ChosenLogprobs, logprobs_of
+from modeling.sampling.sampler import LogprobTensors, logprobs_of
 from modeling.transfer import to_device
 
 SLICE_BYTES = 64 * 2**20
@@ -75,7 +75,7 @@ class PromptScoresOnDevice:
     """
 
     rows: Sequence[PromptRow]
-    logprobs: ChosenLogprobs | None
+    logprobs: LogprobTensors | None
     embeddings: Tensor | None
 
     @property
@@ -133,7 +133,7 @@ class PromptReader:
 
     def _score(
         self, rows: Sequence[PromptRow], hidden: Tensor, known: Tensor, head: Head
-    ) -> ChosenLogprobs:
+    ) -> LogprobTensors:
         num_top = max(row.sampling.prompt_logprobs for row in rows)
         at = np.concatenate([row.at + np.arange(row.num_scored) for row in rows])
         next_at = np.concatenate([row.known_at + 1 + np.arange(row.num_scored) for row in rows])
@@ -162,9 +162,9 @@ class PromptReader:
         return None
 
 
-def joined(parts: Sequence[ChosenLogprobs]) -> ChosenLogprobs:
+def joined(parts: Sequence[LogprobTensors]) -> LogprobTensors:
     """Concatenate logprobs that have the same number of alternatives."""
-    return ChosenLogprobs(
+    return LogprobTensors(
         torch.cat([part.logprob for part in parts]),
         torch.cat([part.top_ids for part in parts]),
         torch.cat([part.top_logprobs for part in parts]),

@@ -12,7 +12,7 @@ from modeling.sampling.warpers import keep_best, keep_likely, keep_typical, warp
 
 
 @dataclass(frozen=True)
-class ChosenLogprobs:
+class LogprobTensors:
     """Natural logprobs under the model's own distribution, before any adjustment or warping.
 
     logprob: float32 [n], of the sampled tokens. top_ids: int64 [n, num_top] and top_logprobs:
@@ -29,10 +29,10 @@ class SampledStep:
     """Tokens int64 [n], and their logprobs if a row wants them."""
 
     tokens: Tensor
-    logprobs: ChosenLogprobs | None
+    logprobs: LogprobTensors | None
 
 
-def choose(logits: Tensor, sampling: SamplingTensors) -> SampledStep:
+def sample_tokens(logits: Tensor, sampling: SamplingTensors) -> SampledStep:
     """Sample each row's token: logits [n, vocab], without padded columns.
 
     Greedy rows take the best logit, the lowest id among equals.
@@ -72,12 +72,12 @@ def _filter(warped: Tensor, rows: FilteredRows) -> Tensor:
     return warped
 
 
-def logprobs_of(logits: Tensor, tokens: Tensor, num_top: int) -> ChosenLogprobs:
+def logprobs_of(logits: Tensor, tokens: Tensor, num_top: int) -> LogprobTensors:
     """Return the logprobs of tokens int64 [n] under logits [n, vocab], and the best tokens'."""
     logprobs = logits.float().log_softmax(dim=-1)
     best = logprobs.topk(min(num_top, logits.shape[-1]), dim=-1)
     own = logprobs.gather(1, tokens[:, None])[:, 0]
-    return ChosenLogprobs(own, best.indices, best.values)
+    return LogprobTensors(own, best.indices, best.values)
 
 
 def no_rows(device: torch.device) -> SampledStep:

@@ -6,13 +6,13 @@ from torch import Tensor
 
 from configs.wire.plan import RequestJoin
 from modeling.adapters import host_cache as copies
-from modeling.adapters.bank import AdapterBank, DeviceAdapter, take
+from modeling.adapters.bank import AdapterBank, DeviceAdapter, select_columns
 from modeling.adapters.linear import AdapterRowLinear
 from modeling.adapters.peft_config import LoraPlan
 from modeling.adapters.product import AdapterData
 from modeling.adapters.projection import Segments, width
 from modeling.runner.input_batch import InputBatch
-from modeling.sampling.sampler import SampledStep, choose
+from modeling.sampling.sampler import SampledStep, sample_tokens
 from modeling.sampling.tensors import SamplingTensors
 from tests.modeling.parity import Setting, World, compare, expect_mismatch
 
@@ -43,14 +43,14 @@ def test_cut_is_another_ranks(
     world: World, monkeypatch: pytest.MonkeyPatch, setting: Setting
 ) -> None:
     # COLUMNS has only B cut, ROWS only A.
-    monkeypatch.setattr(copies, "take", _take_the_neighbours)
+    monkeypatch.setattr(copies, "select_columns", _take_the_neighbours)
     expect_mismatch(world, setting)
 
 
 def _take_the_neighbours(rows: Tensor, segments: Segments) -> Tensor:
     size, own = rows.shape[-1], width(segments)
     shifted = tuple(((a + own) % size, (a + own) % size + b - a) for a, b in segments)
-    return take(rows, shifted if own < size else segments)
+    return select_columns(rows, shifted if own < size else segments)
 
 
 def test_row_delta_skipped(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,9 +97,9 @@ def test_sample_lands_one_position_late(world: World, monkeypatch: pytest.Monkey
 
 def test_last_token_of_the_wrong_row(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     def rolled(logits: Tensor, sampling: SamplingTensors) -> SampledStep:
-        return choose(logits.roll(1, dims=0), sampling)
+        return sample_tokens(logits.roll(1, dims=0), sampling)
 
-    monkeypatch.setattr("modeling.runner.paged.choose", rolled)
+    monkeypatch.setattr("modeling.runner.paged.sample_tokens", rolled)
     expect_mismatch(world, TWO)
 
 

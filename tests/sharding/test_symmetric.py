@@ -10,7 +10,7 @@ from torch import Tensor
 from configs.engine import AllReduce
 from sharding.all_reduce import (
     AllReduceError,
-    right_dtypes,
+    correct_dtypes,
     unreachable,
     with_symmetric_memory,
 )
@@ -177,7 +177,7 @@ def checked(group: TensorParallel, fault: Callable[[Tensor], None]) -> list[torc
         fault(out)
         return out
 
-    return right_dtypes(group, buffers, {ONE: summed}, torch.device("cpu"))[0]
+    return correct_dtypes(group, buffers, {ONE: summed}, torch.device("cpu"))[0]
 
 
 def test_a_type_that_the_operation_refuses_is_not_served() -> None:

@@ -13,7 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from modeling.adapters.kernels.triton_shrink import (
     UNSPECIALIZED,
-    chosen,
+    of_target,
     pages_of,
     pool_rows,
 )
@@ -146,11 +146,11 @@ def expand_kernel(
     blocks0 = tl.cdiv(width0, BLOCK_N)
     blocks1 = blocks0 + tl.cdiv(width1, BLOCK_N)
     target = (block >= blocks0).to(tl.int32) + (block >= blocks1).to(tl.int32)
-    block -= chosen(target, 0 * blocks0, blocks0, blocks1)
-    bt = chosen(target, b0, b1, b2)
-    projection = chosen(target, projection0, projection1, projection2)
-    width = chosen(target, width0, width1, width2)
-    offset = chosen(target, offset0, offset1, offset2)
+    block -= of_target(target, 0 * blocks0, blocks0, blocks1)
+    bt = of_target(target, b0, b1, b2)
+    projection = of_target(target, projection0, projection1, projection2)
+    width = of_target(target, width0, width1, width2)
+    offset = of_target(target, offset0, offset1, offset2)
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.arange(0, BLOCK_M)
     split_stride = positions * MAX_RANK

@@ -34,7 +34,7 @@ UNSPECIALIZED = ["layer", "projection0", "projection1", "projection2", "num_spli
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def chosen(target: "Any", first: "Any", second: "Any", third: "Any") -> "Any":
+def of_target(target: "Any", first: "Any", second: "Any", third: "Any") -> "Any":
     """What a launch was given for its first, second or third target."""
     value = first
     if target == 1:
@@ -179,8 +179,8 @@ def shrink_tiles(
     """
     target = block // num_splits
     split = block % num_splits
-    a = chosen(target, a0, a1, a2)
-    projection = chosen(target, projection0, projection1, projection2)
+    a = of_target(target, a0, a1, a2)
+    projection = of_target(target, projection0, projection1, projection2)
     m = tl.arange(0, BLOCK_M)
     start = split * split_width
     stop = tl.minimum(start + split_width, width)

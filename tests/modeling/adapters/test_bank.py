@@ -13,7 +13,7 @@ from configs.wire.adapters import (
     AdapterRefusal,
     FetchedAdapter,
 )
-from modeling.adapters.bank import AdapterBank, BankSize, page_bytes, take
+from modeling.adapters.bank import AdapterBank, BankSize, page_bytes, select_columns
 from modeling.adapters.peft import LoraStack, PeftAdapter
 from modeling.adapters.projection import Projection
 from tests.modeling.adapters.lora_files import DOWN, UP, factors, write_lora
@@ -109,7 +109,7 @@ def test_each_rank_keeps_its_own_cut(tmp_path: Path) -> None:
 
 def test_take_keeps_the_order_of_the_segments() -> None:
     rows = torch.arange(6.0).expand(2, 6)
-    assert take(rows, ((4, 6), (0, 1)))[0].tolist() == [4, 5, 0]
+    assert select_columns(rows, ((4, 6), (0, 1)))[0].tolist() == [4, 5, 0]
 
 
 def test_the_fold_is_done_in_float32(tmp_path: Path) -> None:

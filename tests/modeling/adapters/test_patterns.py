@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from modeling.adapters.patterns import Effort, Pattern, PatternError
+from modeling.adapters.patterns import MatchBudget, Pattern, PatternError
 
 ATOMS = ["a", "b", ".", "[ab]", "[^a]", r"\d", r"\W", r"\b", r"\B", "^", "$", r"\.", "q", "(?=a)"]
 ATOMS += [
@@ -30,8 +30,8 @@ UNSLOTH = (
 SWIFT = r"^(model\.layers)(?!.*(lm_head|output|emb|wte|shared)).*"
 
 
-def effort(steps: int = 10**7) -> Effort:
-    return Effort(steps)
+def effort(steps: int = 10**7) -> MatchBudget:
+    return MatchBudget(steps)
 
 
 def make(chosen: random.Random, depth: int) -> str:

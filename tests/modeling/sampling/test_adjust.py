@@ -14,7 +14,7 @@ from modeling.sampling import adjustments as building
 from modeling.sampling.adjust import adjust
 from modeling.sampling.adjustments import adjustments
 from modeling.sampling.history import TokenHistory
-from modeling.sampling.sampler import SampledStep, choose
+from modeling.sampling.sampler import SampledStep, sample_tokens
 from modeling.sampling.tensors import sampling_tensors
 from modeling.sampling.watermark import green
 from tests.modeling.sampling.plain import PlainRow, plain_adjusted
@@ -60,7 +60,7 @@ def adjusted(logits: Tensor, rows: Sequence[PlainRow]) -> Tensor:
 def chosen(logits: Tensor, rows: Sequence[PlainRow]) -> SampledStep:
     positions = [len(row.tokens) for row in rows]
     params = [row.params for row in rows]
-    return choose(logits, sampling_tensors(params, positions, CPU, history(rows)))
+    return sample_tokens(logits, sampling_tensors(params, positions, CPU, history(rows)))
 
 
 @settings(max_examples=80, deadline=None)

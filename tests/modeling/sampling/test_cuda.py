@@ -11,7 +11,7 @@ from torch import Tensor
 from configs.wire.sampling import Sampling
 from modeling.sampling.grammars import Grammars
 from modeling.sampling.history import TokenHistory
-from modeling.sampling.sampler import choose
+from modeling.sampling.sampler import sample_tokens
 from modeling.sampling.tensors import SamplingTensors, sampling_tensors
 from tests.fakes import EOS, token_id, write_tokenizer
 from tests.modeling.no_waits import no_synchronisation
@@ -51,7 +51,7 @@ def asked(tokens: Tensor) -> SamplingTensors:
 
 def test_tokens_are_the_cpus() -> None:
     found = [
-        choose(logits(device), asked(buffer(device))).tokens.tolist()
+        sample_tokens(logits(device), asked(buffer(device))).tokens.tolist()
         for device in (torch.device("cpu"), torch.device("cuda"))
     ]
     assert found[0] == found[1]
@@ -60,9 +60,9 @@ def test_tokens_are_the_cpus() -> None:
 def test_nothing_waits_for_the_device() -> None:
     device = torch.device("cuda")
     tokens, values = buffer(device), logits(device)
-    choose(values, asked(tokens))
+    sample_tokens(values, asked(tokens))
     with no_synchronisation():
-        choose(values, asked(tokens))
+        sample_tokens(values, asked(tokens))
 
 
 def held(folder: Path, places: int) -> Grammars:
@@ -89,7 +89,9 @@ def test_masks_are_the_cpus(tmp_path: Path) -> None:
             places, ends = np.arange(3), [6 + length] * 3
             targets = places * WIDTH + np.array(ends)
             history = TokenHistory(buffer(device), targets, np.full(3, 6), places, grammars)
-            chosen = choose(logits(device)[:3], sampling_tensors(params, ends, device, history))
+            chosen = sample_tokens(
+                logits(device)[:3], sampling_tensors(params, ends, device, history)
+            )
             grammars.advance([0, 1, 2], chosen.tokens)
             steps.append(chosen.tokens.tolist())
         found.append(steps)

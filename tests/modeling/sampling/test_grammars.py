@@ -16,7 +16,7 @@ from modeling.runner.load_paged import load_paged
 from modeling.sampling import grammars
 from modeling.sampling.grammars import Grammars
 from modeling.sampling.history import TokenHistory
-from modeling.sampling.sampler import choose
+from modeling.sampling.sampler import sample_tokens
 from modeling.sampling.tensors import sampling_tensors
 from modeling.transfer import HostCopy
 from sharding.group import SingleRank
@@ -70,7 +70,7 @@ class Ranks:
         logits = torch.randn(1, self.vocab_size, generator=generator) * 2
         logits = logits.repeat(len(self.params), 1)
         asked = sampling_tensors(self.params, self.lengths, CPU, history)
-        chosen = choose(logits, asked).tokens
+        chosen = sample_tokens(logits, asked).tokens
         self.grammars.advance(places.tolist(), chosen)
         tokens: list[int] = chosen.tolist()
         self.buffer[targets] = chosen

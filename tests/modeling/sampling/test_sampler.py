@@ -6,7 +6,7 @@ from torch import Tensor
 
 from configs.wire.sampling import Sampling
 from modeling.sampling import sampler
-from modeling.sampling.sampler import choose, no_rows
+from modeling.sampling.sampler import no_rows, sample_tokens
 from modeling.sampling.tensors import sampling_tensors
 from tests.modeling.sampling.plain import plain_kept
 
@@ -15,7 +15,7 @@ VOCAB = 12
 
 
 def draw(logits: Tensor, params: Sequence[Sampling], positions: Sequence[int]) -> list[int]:
-    chosen = choose(logits, sampling_tensors(params, positions, CPU))
+    chosen = sample_tokens(logits, sampling_tensors(params, positions, CPU))
     tokens: list[int] = chosen.tokens.tolist()
     return tokens
 
@@ -115,7 +115,7 @@ def test_logprobs_are_those_of_the_model() -> None:
         Sampling(logprobs=3),
         Sampling(),
     ]
-    chosen = choose(logits, sampling_tensors(params, [0, 0, 0], CPU))
+    chosen = sample_tokens(logits, sampling_tensors(params, [0, 0, 0], CPU))
     assert chosen.logprobs is not None
     expected = logits.double().log_softmax(-1)
     best = expected.topk(3, dim=-1)
