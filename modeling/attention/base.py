@@ -1,12 +1,16 @@
 """The contract of paged attention.
 
-    o[t, h] = sum_j softmax_j( scale * q[t, h] . K[j, h // group] ) V[j, h // group]
+    a[t, h, j] = cap( scale * q[t, h] . K[j, h // group] ) + slope[h] * (j - p)
+    o[t, h] = sum_j exp(a[t, h, j]) V[j, h // group] / ( exp(sink[h]) + sum_j exp(a[t, h, j]) )
 
-t: a token of a row with query length n and key length s, the i-th of its n tokens; j runs over
-the row's positions 0 .. s - n + i (causal, aligned to the end), in a layer with a window w only
-over the last w of them. K[j], V[j] lie where the row's block table says: page
+t: a token of a row with query length n and key length s, the i-th of its n tokens, at position
+p = s - n + i; j runs over the row's positions 0 .. p (causal, aligned to the end), in a layer with
+a window w only over the last w of them. K[j], V[j] lie where the row's block table says: page
 table[j // page_size], offset j % page_size. group: query heads that share a KV head. A step
 mixes rows of any lengths: prefill, chunk and decode differ in numbers.
+
+Few models have a cap (cap(x) = softcap * tanh(x / softcap), else x), slopes (ALiBi, else 0) or
+sinks (logits without a key, else -inf).
 """
 
 from abc import ABC, abstractmethod
@@ -30,7 +34,8 @@ class AttentionSpec:
     num_heads, num_kv_heads: this rank's. dtype: of q and of the output. scale: of the scores,
     before the softmax. page_size: tokens in a page. windows: every window that some layer has,
     in tokens; None is a layer that sees all. cache_dtype: of the cached keys and values, None
-    for `dtype`.
+    for `dtype`. softcap: the cap of the scores, None: none. sinks: whether some layer has sinks.
+    alibi: the slope of each of this rank's heads, None: none.
     """
 
     num_heads: int
@@ -42,6 +47,9 @@ class AttentionSpec:
     device: torch.device
     windows: tuple[int | None, ...] = (None,)
     cache_dtype: torch.dtype | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    alibi: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -99,7 +107,7 @@ class AttentionBackend(ABC):
     @classmethod
     @abstractmethod
     def lacks(cls, spec: AttentionSpec) -> str | None:
-        """Why this backend cannot serve `spec` (page size, head size, type, windows), or None."""
+        """Why this backend cannot serve `spec` (page size, head size, type, sinks), or None."""
 
     @abstractmethod
     def prepare(
@@ -120,11 +128,13 @@ class AttentionBackend(ABC):
         block_tables: Tensor,
         step: AttentionStep,
         window: int | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """q [tokens, heads, head_dim] to the same shape; this step's k and v are stored already.
 
         cu_seqlen: int32 [rows + 1], where each row's tokens start. step: from `prepare`.
-        window: this layer's, one of the spec's.
+        window: this layer's, one of the spec's. sinks: this layer's, float32 [heads] of this rank;
+        None for a layer without.
         """
 
     def graph_words(self, rows: int, max_blocks: int) -> int | None:

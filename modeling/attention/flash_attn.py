@@ -58,7 +58,7 @@ class FlashAttention(AttentionBackend):
 
     @classmethod
     def lacks(cls, spec: AttentionSpec) -> str | None:
-        """Half precision, pages of 256 tokens, heads of up to 256, only CUDA."""
+        """Half precision, pages of 256 tokens, heads of up to 256, no sinks, only CUDA."""
         if spec.device.type != "cuda":
             return "needs a CUDA device"
         if spec.dtype not in (torch.float16, torch.bfloat16):
@@ -71,7 +71,7 @@ class FlashAttention(AttentionBackend):
             return f"head_dim {spec.head_dim} is not a multiple of 8 up to {MAX_HEAD_DIM}"
         if spec.page_size % PAGE_MULTIPLE:
             return f"cache.block_size {spec.page_size} is not a multiple of {PAGE_MULTIPLE}"
-        return None
+        return "has no sinks" if spec.sinks else "is not given ALiBi" if spec.alibi else None
 
     def prepare(
         self, query_lengths: Sequence[int], key_lengths: Sequence[int], block_tables: Tensor
@@ -99,6 +99,7 @@ class FlashAttention(AttentionBackend):
         block_tables: Tensor,
         step: AttentionStep,
         window: int | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Decode rows first, then the others."""
         assert isinstance(step, FlashAttnStep), type(step)
@@ -130,6 +131,7 @@ class FlashAttention(AttentionBackend):
             softmax_scale=self.spec.scale,
             causal=True,
             window_size=_window_size(window),
+            softcap=self.spec.softcap or 0.0,
         )
         return out.squeeze(1)
 
@@ -145,6 +147,7 @@ class FlashAttention(AttentionBackend):
             softmax_scale=self.spec.scale,
             causal=True,
             window_size=_window_size(window),
+            softcap=self.spec.softcap or 0.0,
             block_table=rows.tables,
         )
         return out

@@ -90,7 +90,7 @@ class FlashInferAttention(AttentionBackend):
 
     @classmethod
     def lacks(cls, spec: AttentionSpec) -> str | None:
-        """Only half precision, over a cache of the same or of fp8, three head sizes, only CUDA."""
+        """Half precision over a cache of the same or of fp8, three head sizes, no sinks, CUDA."""
         if spec.device.type != "cuda":
             return "needs a CUDA device"
         if spec.dtype not in (torch.float16, torch.bfloat16):
@@ -99,7 +99,7 @@ class FlashInferAttention(AttentionBackend):
             return f"has no kernels for a cache of {spec.cache_dtype} with {spec.dtype}"
         if spec.head_dim not in HEAD_DIMS:
             return f"head_dim {spec.head_dim} is not one of {HEAD_DIMS}"
-        return None
+        return "has no sinks" if spec.sinks else "has no ALiBi" if spec.alibi else None
 
     def prepare(
         self, query_lengths: Sequence[int], key_lengths: Sequence[int], block_tables: Tensor
@@ -132,6 +132,7 @@ class FlashInferAttention(AttentionBackend):
         block_tables: Tensor,
         step: AttentionStep,
         window: int | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Run the window's plan, decode rows first."""
         assert isinstance(step, FlashInferStep), type(step)
@@ -180,6 +181,7 @@ class FlashInferAttention(AttentionBackend):
             "q_data_type": self.spec.dtype,
             "kv_data_type": self.spec.cache_dtype or self.spec.dtype,
             "sm_scale": self.spec.scale,
+            "logits_soft_cap": self.spec.softcap,
         }
 
     def _new_plan(self) -> EagerPlan:

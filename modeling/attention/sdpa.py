@@ -5,6 +5,7 @@ Gathers are by token and not by page, so a row never touches what another one le
 (padding repeats the row's own first token), not even where zero weight would meet a NaN.
 What is gathered is brought to the type of q, and an fp8 cache's to its scale, before it is used.
 A layer with a window gathers only the keys that some query of the row sees.
+A model with a cap, slopes or sinks, which torch lacks, goes through dense.py instead.
 """
 
 from collections import defaultdict
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from modeling.attention.base import AttentionBackend, AttentionSpec, AttentionStep
+from modeling.attention.dense import ScoreRule, dense_attention
 from modeling.attention.kv_cache import LayerCache
 
 MIN_PADDED_LENGTH = 256
@@ -30,11 +32,13 @@ class DecodeGroup:
 
     tokens: int64 [n], their places in the packed step (None: all of it, in order).
     slots: int64 [n * padded], their keys. bias: [n, 1, 1, padded], 0 or -inf (None: no padding).
+    positions: int64 [n, 1], each one's last key, where dense.py asks for it.
     """
 
     tokens: Tensor | None
     slots: Tensor
     bias: Tensor | None
+    positions: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ class LongRow:
     """A row of several tokens, packed at start .. stop - 1.
 
     slots: int64 [keys]. mask: bool [queries, keys], or None where queries and keys are the same
-    tokens, which is plain causal attention.
+    tokens, which is plain causal attention, and for dense.py.
     """
 
     start: int
@@ -53,8 +57,9 @@ class LongRow:
 
 @dataclass(frozen=True)
 class SdpaPlan:
-    """A step as gathers and masks, for all layers of one window."""
+    """A step as gathers and masks, for all layers of one window, which is of `window` tokens."""
 
+    window: int
     groups: tuple[DecodeGroup, ...]
     long_rows: tuple[LongRow, ...]
 
@@ -81,9 +86,16 @@ class _Rows:
 
 
 class SdpaAttention(AttentionBackend):
-    """Runs anywhere torch does, with any page size, head size, type and windows."""
+    """Runs anywhere torch does, with any page size, head size, type, windows and scores."""
 
     name = "sdpa"
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        super().__init__(spec)
+        self._dense = spec.softcap is not None or spec.sinks or spec.alibi is not None
+        self._slopes: Tensor | None = None
+        if spec.alibi is not None:
+            self._slopes = torch.tensor(spec.alibi, dtype=torch.float32, device=spec.device)
 
     @classmethod
     def lacks(cls, spec: AttentionSpec) -> str | None:
@@ -116,18 +128,22 @@ class SdpaAttention(AttentionBackend):
         block_tables: Tensor,
         step: AttentionStep,
         window: int | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Compute each group and each long row into its place."""
         assert isinstance(step, SdpaStep), type(step)
         plan = step.plans[window]
+        rule = None
+        if self._dense:
+            rule = ScoreRule(self.spec.scale, self.spec.softcap, plan.window, self._slopes, sinks)
         if len(plan.groups) == 1 and plan.groups[0].tokens is None:
-            return self._decode(q, cache, plan.groups[0])
+            return self._decode(q, cache, plan.groups[0], rule)
         out = torch.empty_like(q)
         for group in plan.groups:
             assert group.tokens is not None
-            out[group.tokens] = self._decode(q[group.tokens], cache, group)
+            out[group.tokens] = self._decode(q[group.tokens], cache, group, rule)
         for row in plan.long_rows:
-            out[row.start : row.stop] = self._attend(q[row.start : row.stop], cache, row)
+            out[row.start : row.stop] = self._attend(q[row.start : row.stop], cache, row, rule)
         return out
 
     def _plan(
@@ -146,7 +162,7 @@ class SdpaAttention(AttentionBackend):
             else:
                 long_rows.append(self._long_row(rows, row, window))
         groups = tuple(self._group(rows, members) for members in buckets.values())
-        return SdpaPlan(groups, tuple(long_rows))
+        return SdpaPlan(window, groups, tuple(long_rows))
 
     def _group(self, rows: _Rows, members: list[int]) -> DecodeGroup:
         """Plan rows of one token as one padded call; a window is fewer keys, and no mask."""
@@ -161,13 +177,15 @@ class SdpaAttention(AttentionBackend):
         if not everything:
             own = rows.tables[torch.tensor(members, device=device)]
         slots = self._slots(own, firsts, longest)
+        ends = torch.tensor(lengths, device=device).unsqueeze(1)
+        positions = ends - 1 if self._dense else None
         if min(lengths) == longest:
-            return DecodeGroup(tokens, slots.flatten(), None)
-        position = torch.arange(longest, device=device)
-        padding = position >= torch.tensor(lengths, device=device).unsqueeze(1)
+            return DecodeGroup(tokens, slots.flatten(), None, positions)
+        padding = torch.arange(longest, device=device) >= ends
         bias = torch.zeros(padding.shape, dtype=self.spec.dtype, device=device)
         bias = bias.masked_fill_(padding, float("-inf"))[:, None, None]
-        return DecodeGroup(tokens, torch.where(padding, slots[:, :1], slots).flatten(), bias)
+        slots = torch.where(padding, slots[:, :1], slots)
+        return DecodeGroup(tokens, slots.flatten(), bias, positions)
 
     def _long_row(self, rows: _Rows, row: int, window: int) -> LongRow:
         """Plan a row of several tokens."""
@@ -189,16 +207,21 @@ class SdpaAttention(AttentionBackend):
 
     def _mask(self, num_queries: int, num_keys: int, window: int) -> Tensor | None:
         """Query i is at key num_keys - num_queries + i, and sees `window` keys up to it."""
-        if num_queries == num_keys <= window:
+        if self._dense or num_queries == num_keys <= window:
             return None
         ones = torch.ones(num_queries, num_keys, dtype=torch.bool, device=self.spec.device)
         own = num_keys - num_queries
         return ones.tril(own).triu(own - window + 1)
 
-    def _decode(self, q: Tensor, cache: LayerCache, group: DecodeGroup) -> Tensor:
+    def _decode(
+        self, q: Tensor, cache: LayerCache, group: DecodeGroup, rule: ScoreRule | None
+    ) -> Tensor:
         """[n, heads, head_dim]: the heads that share a KV head take the queries' dimension."""
         rows, heads, head_dim = q.shape
         k, v = (part.view(rows, -1, *part.shape[1:]) for part in cache.read(group.slots, q.dtype))
+        if rule is not None:
+            assert group.positions is not None
+            return dense_attention(q[:, None], k, v, group.positions, rule)[:, 0]
         folded = q.view(rows, k.shape[2], -1, head_dim)
         out = F.scaled_dot_product_attention(
             folded,
@@ -209,9 +232,12 @@ class SdpaAttention(AttentionBackend):
         )
         return out.reshape(rows, heads, head_dim)
 
-    def _attend(self, q: Tensor, cache: LayerCache, row: LongRow) -> Tensor:
+    def _attend(self, q: Tensor, cache: LayerCache, row: LongRow, rule: ScoreRule | None) -> Tensor:
         """One row's [queries, heads, head_dim]."""
         k, v = cache.read(row.slots, q.dtype)
+        if rule is not None:
+            positions = torch.arange(len(k) - len(q), len(k), device=q.device)
+            return dense_attention(q[None], k[None], v[None], positions[None], rule)[0]
         out = F.scaled_dot_product_attention(
             q.transpose(0, 1)[None],
             k.transpose(0, 1)[None],

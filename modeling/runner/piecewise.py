@@ -30,6 +30,9 @@ H200 the products of 448 tokens take longer than those of 512."""
 
 Replay = Callable[[], None]
 
+OnAttention = Callable[[Tensor, Tensor, LayerCache, int | None, Tensor | None], None]
+"""Called with an attention's q, the memory for its output, and the layer's cache, window, sinks."""
+
 
 def piecewise_sizes(max_step_tokens: int) -> tuple[int, ...]:
     """The numbers of tokens to record, ascending; the last holds every step, up to 4096."""
@@ -79,7 +82,7 @@ class GraphPiece:
 
     q: [size, heads, head_dim], where the replay writes its queries.
     out: the same shape, where the next piece reads the attention's output.
-    cache, window: the layer's.
+    cache, window, sinks: the layer's.
     """
 
     replay: Replay
@@ -87,6 +90,7 @@ class GraphPiece:
     out: Tensor | None = None
     cache: LayerCache | None = None
     window: int | None = None
+    sinks: Tensor | None = None
 
 
 class SplitPoint(AttentionBackend):
@@ -98,7 +102,7 @@ class SplitPoint(AttentionBackend):
         """attended: [most tokens, heads, head_dim], where all layers read attention's output."""
         super().__init__(spec)
         self._attended = attended
-        self._on_attention: Callable[[Tensor, Tensor, LayerCache, int | None], None] | None = None
+        self._on_attention: OnAttention | None = None
 
     @classmethod
     def lacks(cls, spec: AttentionSpec) -> str | None:
@@ -106,10 +110,8 @@ class SplitPoint(AttentionBackend):
         return None
 
     @contextmanager
-    def splitting(
-        self, on_attention: Callable[[Tensor, Tensor, LayerCache, int | None], None]
-    ) -> Iterator[None]:
-        """Call `on_attention` with (q, out, cache, window) at each attention."""
+    def splitting(self, on_attention: OnAttention) -> Iterator[None]:
+        """Call `on_attention` at each attention."""
         self._on_attention = on_attention
         try:
             yield
@@ -130,11 +132,12 @@ class SplitPoint(AttentionBackend):
         block_tables: Tensor,
         step: AttentionStep,
         window: int | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Return the memory that attention will write its output to."""
         out = self._attended[: len(q)]
         if self._on_attention is not None:
-            self._on_attention(q, out, cache, window)
+            self._on_attention(q, out, cache, window, sinks)
         return out
 
 
@@ -209,6 +212,7 @@ class PiecewiseGraphs:
             inputs.block_tables,
             attention,
             piece.window,
+            piece.sinks,
         )
         piece.out[:tokens].copy_(output)
 
@@ -230,10 +234,12 @@ class PiecewiseGraphs:
         step = self._split_point.prepare((size,), (size,), self._empty)
         pieces: list[GraphPiece] = []
 
-        def split(q: Tensor, out: Tensor, cache: LayerCache, window: int | None) -> None:
+        def split(
+            q: Tensor, out: Tensor, cache: LayerCache, window: int | None, sinks: Tensor | None
+        ) -> None:
             replay = self._recorder.end()
             # An alias, or the piece would own q's memory and no later piece could reuse it.
-            pieces.append(GraphPiece(replay, self._recorder.alias(q), out, cache, window))
+            pieces.append(GraphPiece(replay, self._recorder.alias(q), out, cache, window, sinks))
             self._recorder.begin()
 
         with self._recorder.recording():

@@ -38,7 +38,7 @@ def flash_attn_varlen_func(
 ) -> Tensor:
     """q [tokens, heads, head_dim] to the same shape, over paged k and v."""
     assert block_table is not None, "only paged keys are used"
-    check((dropout_p, softcap, alibi_slopes, return_attn_probs) == (0.0, 0.0, None, False), "used")
+    check((dropout_p, alibi_slopes, return_attn_probs) == (0.0, None, False), "used")
     for starts in (cu_seqlens_q, cu_seqlens_k):
         check(starts.dtype == torch.int32, "cu_seqlens must have dtype int32")
         check(starts.is_contiguous(), "cu_seqlens must be contiguous")
@@ -52,7 +52,7 @@ def flash_attn_varlen_func(
     rows = torch.split(q, queries)
     return torch.cat(
         [
-            attend(row, *gathered(k, v, block_table[i], keys[i]), softmax_scale, window)
+            attend(row, *gathered(k, v, block_table[i], keys[i]), softmax_scale, window, softcap)
             for i, row in enumerate(rows)
         ]
     )
@@ -83,7 +83,7 @@ def flash_attn_with_kvcache(
     assert block_table is not None, "only paged keys are used"
     assert isinstance(cache_seqlens, Tensor), "only lengths on the device are used"
     unused = (k, v, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, alibi_slopes)
-    check(all(each is None for each in unused) and softcap == 0.0, "used")
+    check(all(each is None for each in unused), "used")
     check(cache_seqlens.dtype == torch.int32, "seqlens_k must have dtype int32")
     check(cache_seqlens.is_contiguous(), "seqlens_k must be contiguous")
     check(cache_seqlens.shape == (len(q),), "one length a row")
@@ -93,7 +93,13 @@ def flash_attn_with_kvcache(
     window = window_size if not causal else (window_size[0], 0)
     keys = cache_seqlens.tolist()
     rows = [
-        attend(row, *gathered(k_cache, v_cache, block_table[i], keys[i]), softmax_scale, window)
+        attend(
+            row,
+            *gathered(k_cache, v_cache, block_table[i], keys[i]),
+            softmax_scale,
+            window,
+            softcap,
+        )
         for i, row in enumerate(q)
     ]
     return torch.stack(rows)
@@ -135,12 +141,21 @@ def gathered(k: Tensor, v: Tensor, table: Tensor, count: int) -> tuple[Tensor, T
     return k[numbers].flatten(0, 1)[:count], v[numbers].flatten(0, 1)[:count]
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: tuple[int, int]) -> Tensor:
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    window: tuple[int, int],
+    softcap: float,
+) -> Tensor:
     """One row; query i sees keys [i + n - m - left, i + n - m + right] of n, for m queries."""
     group = q.shape[1] // k.shape[1]
     scale = q.shape[2] ** -0.5 if scale is None else scale
     keys, values = (each.float().repeat_interleave(group, dim=1) for each in (k, v))
     scores = torch.einsum("mhd,nhd->hmn", q.float(), keys) * scale
+    if softcap > 0:
+        scores = softcap * torch.tanh(scores / softcap)
     at = torch.arange(len(q))[:, None] + len(k) - len(q)
     key = torch.arange(len(k))[None]
     left, right = window

@@ -130,6 +130,14 @@ def test_head_counts_in_half_precision(
 
 
 @pytest.mark.parametrize("window", [None, 40])
+def test_capped_scores(backend: type[AttentionBackend], window: int | None) -> None:
+    spec = make_spec(windows=(window,), softcap=1.5)
+    paged = Paged(spec, STEPS["mixed"])
+    expected = paged.run(SdpaAttention(spec), window)
+    torch.testing.assert_close(paged.run(backend(spec), window), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("window", [None, 40])
 def test_captured_decode(backend: type[AttentionBackend], window: int | None) -> None:
     """One step over static words; each case is written into them and computed anew."""
     spec = make_spec(windows=(window,))
@@ -171,6 +179,17 @@ def test_what_it_lacks_is_what_the_package_refuses(
     monkeypatch.setattr(backend, "lacks", classmethod(lambda cls, spec: None))
     with pytest.raises(twin.Refused):
         Paged(spec, STEPS["mixed"]).run(backend(spec))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [({"sinks": True}, "has no sinks"), ({"alibi": (0.5,) * 6}, "is not given ALiBi")],
+)
+def test_other_scores_are_refused(
+    backend: type[AttentionBackend], changes: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ValueError, match=reason):
+        backend(make_spec(**changes))
 
 
 SEQUENCE = [(7 * i + i * i) % 96 for i in range(290)]

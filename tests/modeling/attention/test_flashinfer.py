@@ -144,8 +144,21 @@ def test_captured_decode_with_windows() -> None:
     check_captured(5, (None, 64))
 
 
-def check_captured(num_rows: int, windows: tuple[int | None, ...]) -> None:
-    spec = make_spec(16, windows=windows)
+def test_captured_decode_of_capped_scores() -> None:
+    check_captured(5, (None, 64), softcap=2.0)
+
+
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_capped_scores(head_dim: int) -> None:
+    spec = make_spec(16, windows=(None, 64), softcap=2.0, head_dim=head_dim)
+    paged = Paged(spec, STEPS["mixed"])
+    flashinfer, sdpa = make_backend(spec), SdpaAttention(spec)
+    for window in spec.windows:
+        check(paged.run(flashinfer, window), paged.run(sdpa, window))
+
+
+def check_captured(num_rows: int, windows: tuple[int | None, ...], **fields: object) -> None:
+    spec = make_spec(16, windows=windows, **fields)
     backend = make_backend(spec)
     count = backend.graph_words(num_rows, 64)
     assert count is not None
@@ -194,6 +207,8 @@ def check_captured(num_rows: int, windows: tuple[int | None, ...]) -> None:
         ({"head_dim": 80}, "head_dim 80"),
         ({"head_dim": 96}, "head_dim 96"),
         ({"cache_dtype": torch.float16}, "a cache of torch.float16"),
+        ({"sinks": True}, "has no sinks"),
+        ({"alibi": (0.5,) * 8}, "has no ALiBi"),
         ({"device": torch.device("cpu")}, "needs a CUDA device"),
     ],
 )

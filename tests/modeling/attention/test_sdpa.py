@@ -31,6 +31,7 @@ class Paged:
     """Random rows in shuffled pages. Whatever belongs to no row is NaN.
 
     scales: of an fp8 cache, whose rows are what can be read from it; None for a cache in `dtype`.
+    softcap, alibi, sinks: as in AttentionSpec and in AttentionBackend.forward.
     """
 
     lengths: list[tuple[int, int]]
@@ -40,6 +41,9 @@ class Paged:
     dtype: torch.dtype = torch.float32
     window: int | None = None
     scales: CacheScales | None = None
+    softcap: float | None = None
+    alibi: tuple[float, ...] | None = None
+    sinks: Tensor | None = None
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(3)
@@ -74,7 +78,16 @@ class Paged:
 
     def run(self, scale: float = 0.4) -> Tensor:
         spec = AttentionSpec(
-            *self.heads, self.head_dim, scale, self.page_size, self.dtype, CPU, (None, self.window)
+            *self.heads,
+            self.head_dim,
+            scale,
+            self.page_size,
+            self.dtype,
+            CPU,
+            (None, self.window),
+            softcap=self.softcap,
+            sinks=self.sinks is not None,
+            alibi=self.alibi,
         )
         backend = SdpaAttention(spec)
         queries, keys = zip(*self.lengths, strict=True)
@@ -83,25 +96,34 @@ class Paged:
         assert step.max_key_length == max(keys)
         q = torch.cat([q for q, _, _ in self.rows])
         starts = torch.tensor([0, *accumulate(queries)], dtype=torch.int32)
-        return backend.forward(q, self.cache, starts, self.tables, step, self.window)
+        return backend.forward(
+            q, self.cache, starts, self.tables, step, self.window, sinks=self.sinks
+        )
 
 
-def naive(q: Tensor, k: Tensor, v: Tensor, scale: float = 0.4, window: int | None = None) -> Tensor:
-    """One row, one query and one head at a time, in float64."""
-    q, k, v = q.double(), k.double(), v.double()
+def naive(paged: Paged, row: int, scale: float = 0.4) -> Tensor:
+    """One query and one head at a time, in float64."""
+    q, k, v = (part.double() for part in paged.rows[row])
+    window = paged.window
     out = torch.empty_like(q)
     group = q.shape[1] // k.shape[1]
     for i in range(len(q)):
         stop = len(k) - len(q) + i + 1
         seen = slice(0 if window is None else max(0, stop - window), stop)
         for head in range(q.shape[1]):
-            weights = (scale * k[seen, head // group] @ q[i, head]).softmax(0)
-            out[i, head] = weights @ v[seen, head // group]
+            scores = scale * k[seen, head // group] @ q[i, head]
+            if paged.softcap is not None:
+                scores = paged.softcap * torch.tanh(scores / paged.softcap)
+            if paged.alibi is not None:
+                scores += paged.alibi[head] * (torch.arange(seen.start, stop) - (stop - 1))
+            weights = scores.exp()
+            total = weights.sum() + (0 if paged.sinks is None else paged.sinks[head].double().exp())
+            out[i, head] = weights / total @ v[seen, head // group]
     return out
 
 
 def check(paged: Paged, tolerance: float = 1e-5) -> None:
-    expected = torch.cat([naive(*row, window=paged.window) for row in paged.rows])
+    expected = torch.cat([naive(paged, row) for row in range(len(paged.rows))])
     torch.testing.assert_close(paged.run().double(), expected, atol=tolerance, rtol=0)
 
 

@@ -111,12 +111,13 @@ class CapturedSdpa(SdpaAttention):
         block_tables: Tensor,
         step: AttentionStep,
         window: int | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         if isinstance(step, PlainStep):
             rows = len(step.query_lengths)
             block_tables = step.words[rows:].view(rows, -1)
             step = self.prepare(step.query_lengths, step.words[:rows].tolist(), block_tables)
-        return super().forward(q, cache, cu_seqlen, block_tables, step, window)
+        return super().forward(q, cache, cu_seqlen, block_tables, step, window, sinks)
 
 
 class LateAdapters:
