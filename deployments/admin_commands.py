@@ -14,14 +14,25 @@ import msgspec
 from msgspec.structs import replace
 
 from configs.wire.adapters import AdapterReference
-from deployments.contract import AdapterAction, AdapterCommand, AdapterReport, ErrorKind
+from deployments.contract import (
+    AdapterCommand,
+    AdapterReport,
+    ErrorKind,
+    LoadAdapter,
+    NameAdapter,
+    PinAdapter,
+    UnloadAdapter,
+    UnnameAdapter,
+    UnpinAdapter,
+)
 
-_INVERSE = {AdapterAction.NAME: AdapterAction.UNNAME, AdapterAction.PIN: AdapterAction.UNPIN}
+SavedCommand = NameAdapter | PinAdapter
+"""What is saved. Fields may be added with defaults: entries of older versions must load."""
 
 Run = Callable[[AdapterCommand], Awaitable[AdapterReport]]
-"""Does a command on this replica."""
+"""Executes a command on this replica."""
 
-logger = logging.getLogger("loray.orders")
+logger = logging.getLogger("loray.admin")
 
 
 class AdminStoreError(Exception):
@@ -53,18 +64,20 @@ def save(store: AdminStore, command: AdapterCommand, reports: Sequence[AdapterRe
     failures = {report.failure.kind for report in reports if report.failure is not None}
     if failures - {ErrorKind.ADAPTER_NOT_FOUND}:
         return
-    meant = _meant(command, reports)
-    if command.action in (AdapterAction.UNNAME, AdapterAction.UNPIN, AdapterAction.UNLOAD):
-        kind = AdapterAction.NAME if command.name is not None else AdapterAction.PIN
-        store.remove(_key(kind, command.name or meant))
-    elif failures:
-        return
-    elif command.action is AdapterAction.NAME:
-        lasting = AdapterCommand(AdapterAction.NAME, meant, name=command.name)
-        store.put(_key(AdapterAction.NAME, command.name), msgspec.msgpack.encode(lasting))
-    elif command.action is AdapterAction.PIN or command.pin:
-        lasting = AdapterCommand(AdapterAction.PIN, meant)
-        store.put(_key(AdapterAction.PIN, meant), msgspec.msgpack.encode(lasting))
+    resolved = _resolved(reports)
+    match command:
+        case UnnameAdapter(name):
+            store.remove(_key("name", name))
+        case UnpinAdapter(reference) | UnloadAdapter(reference):
+            store.remove(_key("pin", resolved or reference))
+        case _ if failures:
+            return
+        case NameAdapter(name, target):
+            lasting = NameAdapter(name, resolved or target)
+            store.put(_key("name", name), msgspec.msgpack.encode(lasting))
+        case PinAdapter(reference) | LoadAdapter(reference, pin=True):
+            pin = PinAdapter(resolved or reference)
+            store.put(_key("pin", pin.reference), msgspec.msgpack.encode(pin))
 
 
 class AdminCommands:
@@ -77,7 +90,7 @@ class AdminCommands:
     def __init__(self, store: AdminStore, run: Run) -> None:
         self._store = store
         self._run = run
-        self._applied: dict[str, AdapterCommand] = {}
+        self._applied: dict[str, SavedCommand] = {}
         self._failing: set[str] = set()
 
     async def follow(self, pins: bool = True) -> None:
@@ -91,21 +104,20 @@ class AdminCommands:
             logger.warning("names and pins given by hand could not be read: %s", fault)
             return
         for key in self._applied.keys() - saved.keys():
-            command = self._applied.pop(key)
-            await self._run(replace(command, action=_INVERSE[command.action]))
+            await self._run(_inverse(self._applied.pop(key)))
         self._failing &= saved.keys()
         new = {key: command for key, command in saved.items() if self._applied.get(key) != command}
         for key, command in new.items():
-            if command.action is AdapterAction.NAME:
+            if isinstance(command, NameAdapter):
                 moves = key in self._applied
                 await self._do(key, replace(command, replace=moves, stage=False))
                 self._applied[key] = command
         if pins:
-            wanted = [key for key, command in new.items() if command.action is AdapterAction.PIN]
+            wanted = [key for key, command in new.items() if isinstance(command, PinAdapter)]
             done = await asyncio.gather(*(self._do(key, new[key]) for key in wanted))
             self._applied |= {key: new[key] for key, good in zip(wanted, done, strict=True) if good}
 
-    async def _do(self, key: str, command: AdapterCommand) -> bool:
+    async def _do(self, key: str, command: SavedCommand) -> bool:
         """Whether it could be done; the first failure in a row is logged."""
         failure = (await self._run(command)).failure
         if failure is None:
@@ -113,32 +125,40 @@ class AdminCommands:
             return True
         if key not in self._failing:
             self._failing.add(key)
-            named = command.name or command.reference
-            assert named is not None, command
-            what = f"{command.action} {named.id}"
-            logger.warning("the saved command %s failed: %s", what, failure.message)
+            logger.warning("the saved command %s failed: %s", _shown(command), failure.message)
         return False
 
 
-def _meant(command: AdapterCommand, reports: Sequence[AdapterReport]) -> AdapterReference | None:
-    """The adapter itself, where the command names an alias or a folder."""
+def _inverse(command: SavedCommand) -> AdapterCommand:
+    if isinstance(command, NameAdapter):
+        return UnnameAdapter(command.name, command.target)
+    return UnpinAdapter(command.reference)
+
+
+def _shown(command: SavedCommand) -> str:
+    if isinstance(command, NameAdapter):
+        return f"name {command.name.id}"
+    return f"pin {command.reference.id}"
+
+
+def _resolved(reports: Sequence[AdapterReport]) -> AdapterReference | None:
+    """The adapter itself, where the command names an alias or a folder; None: not reported."""
     for report in reports:
         for status in report.adapters:
             return status.target or status.reference
-    return command.reference
+    return None
 
 
-def _key(kind: AdapterAction, reference: AdapterReference | None) -> str:
-    assert reference is not None, kind
-    return msgspec.json.encode((kind.value, reference)).decode()
+def _key(kind: str, reference: AdapterReference) -> str:
+    return msgspec.json.encode((kind, reference)).decode()
 
 
-def _decoded(entries: Mapping[str, bytes]) -> dict[str, AdapterCommand]:
+def _decoded(entries: Mapping[str, bytes]) -> dict[str, SavedCommand]:
     """The commands that can be read; those of another version of the server are left out."""
     commands = {}
     for key, entry in entries.items():
         try:
-            commands[key] = msgspec.msgpack.decode(entry, type=AdapterCommand)
+            commands[key] = msgspec.msgpack.decode(entry, type=SavedCommand)
         except msgspec.DecodeError:
             logger.warning("an admin command that this version cannot read: %s", key)
-    return {key: each for key, each in commands.items() if each.action in _INVERSE}
+    return commands

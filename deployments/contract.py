@@ -166,41 +166,80 @@ class EngineInfo(msgspec.Struct, frozen=True):
     healthy: bool
 
 
-class AdapterAction(StrEnum):
-    """What a command does with one adapter, or with all, on every driver replica."""
-
-    LIST = "list"
-    LOAD = "load"
-    UNLOAD = "unload"
-    PIN = "pin"
-    UNPIN = "unpin"
-    NAME = "name"
-    UNNAME = "unname"
+class _Command(msgspec.Struct, frozen=True, tag_field="action"):
+    """A command for every driver replica; the fields' names and the tags are in saved commands."""
 
 
-class AdapterCommand(msgspec.Struct, frozen=True):
-    """One command; `reference` names the adapter (LIST: None names all).
+class ListAdapters(_Command, frozen=True, tag="list"):
+    """Report one adapter, or all (None)."""
 
-    pin: LOAD also pins it to the device. name: the alias of NAME and UNNAME.
-    folder: NAME finds the adapter at this path instead of by a reference.
-    replace: NAME may move an alias from another adapter. stage: NAME waits until the adapter is
-    staged; else its first request does. api_token: None fetches with the server's own token.
-    UNNAME with a reference does nothing unless the alias stands for it.
+    reference: AdapterReference | None = None
+
+
+class LoadAdapter(_Command, frozen=True, tag="load"):
+    """Fetch an adapter and stage it.
+
+    pin: also keep it on the device. api_token: None fetches with the server's own token.
     """
 
-    action: AdapterAction
-    reference: AdapterReference | None = None
+    reference: AdapterReference
     pin: bool = False
-    name: AdapterReference | None = None
-    folder: str | None = None
-    replace: bool = False
-    stage: bool = True
     api_token: str | None = None
 
     def __repr__(self) -> str:
         """Without the token: commands may be shown in errors and logs."""
-        return f"AdapterCommand({self.action.value!r}, {self.reference!r}, {self.name!r})"
+        return f"LoadAdapter({self.reference!r}, {self.pin!r})"
 
+
+class UnloadAdapter(_Command, frozen=True, tag="unload"):
+    """Unpin an adapter and drop its bytes when its requests have ended."""
+
+    reference: AdapterReference
+
+
+class PinAdapter(_Command, frozen=True, tag="pin"):
+    """Keep an adapter on the device."""
+
+    reference: AdapterReference
+
+
+class UnpinAdapter(_Command, frozen=True, tag="unpin"):
+    """Let an adapter be evicted again."""
+
+    reference: AdapterReference
+
+
+class NameAdapter(_Command, frozen=True, tag="name"):
+    """Give an adapter another name.
+
+    target: the adapter, or the path of its folder.
+    replace: the name may move from another adapter.
+    stage: wait until the adapter is staged; else its first request does.
+    """
+
+    name: AdapterReference
+    target: AdapterReference | str = msgspec.field(name="reference")
+    replace: bool = False
+    stage: bool = True
+
+
+class UnnameAdapter(_Command, frozen=True, tag="unname"):
+    """Remove a name; with a target, only if the name stands for it."""
+
+    name: AdapterReference
+    target: AdapterReference | str | None = msgspec.field(name="reference", default=None)
+
+
+AdapterCommand = (
+    ListAdapters
+    | LoadAdapter
+    | UnloadAdapter
+    | PinAdapter
+    | UnpinAdapter
+    | NameAdapter
+    | UnnameAdapter
+)
+"""What an operator can have every driver replica do."""
 
 AdapterTier = Literal["absent", "disk", "host", "device"]
 """Where a replica has an adapter, the least first."""

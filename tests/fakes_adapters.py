@@ -4,13 +4,19 @@ from dataclasses import dataclass, field
 
 from configs.wire.adapters import AdapterReference, AdapterSource
 from deployments.contract import (
-    AdapterAction,
     AdapterCommand,
     AdapterReport,
     AdapterStatus,
     AdapterTier,
     ErrorKind,
     Failed,
+    ListAdapters,
+    LoadAdapter,
+    NameAdapter,
+    PinAdapter,
+    UnloadAdapter,
+    UnnameAdapter,
+    UnpinAdapter,
 )
 
 
@@ -24,31 +30,32 @@ class Replica:
 
     def run(self, command: AdapterCommand) -> AdapterReport:
         """Do it, or say why not."""
-        if command.action is AdapterAction.LIST and command.reference is None:
-            return AdapterReport(self.name, list(self.known.values()))
-        if command.action is AdapterAction.LOAD:
+        if isinstance(command, LoadAdapter):
             return self._load(command)
-        if command.action is AdapterAction.NAME:
+        if isinstance(command, NameAdapter):
             return self._call(command)
-        reference = command.reference or command.name
-        assert reference is not None
+        reference = command.name if isinstance(command, UnnameAdapter) else command.reference
+        if reference is None:
+            return AdapterReport(self.name, list(self.known.values()))
         status = self.known.get(reference)
         if status is None:
             return self._fail(ErrorKind.ADAPTER_NOT_FOUND, f"no adapter {reference.id!r} here")
-        if command.action is AdapterAction.UNNAME:
-            del self.known[reference]
-            return AdapterReport(self.name)
-        if command.action is AdapterAction.UNLOAD:
-            status = self.known[reference] = AdapterStatus(reference, "disk")
-        elif command.action in (AdapterAction.PIN, AdapterAction.UNPIN):
-            pinned = command.action is AdapterAction.PIN
-            status = self.known[reference] = AdapterStatus(reference, "device", pinned=pinned)
+        match command:
+            case UnnameAdapter():
+                del self.known[reference]
+                return AdapterReport(self.name)
+            case UnloadAdapter():
+                status = self.known[reference] = AdapterStatus(reference, "disk")
+            case PinAdapter() | UnpinAdapter():
+                pinned = isinstance(command, PinAdapter)
+                status = self.known[reference] = AdapterStatus(reference, "device", pinned=pinned)
+            case ListAdapters():
+                pass
         return AdapterReport(self.name, [status])
 
-    def _load(self, command: AdapterCommand) -> AdapterReport:
+    def _load(self, command: LoadAdapter) -> AdapterReport:
         if self.broken is not None:
             return AdapterReport(self.name, failure=self.broken)
-        assert command.reference is not None
         state: AdapterTier = "device" if command.pin else "host"
         status = AdapterStatus(
             command.reference, state, None, "d1", 16, 900, 800, 4 * command.pin, command.pin
@@ -56,15 +63,14 @@ class Replica:
         self.known[command.reference] = status
         return AdapterReport(self.name, [status])
 
-    def _call(self, command: AdapterCommand) -> AdapterReport:
-        assert command.name is not None
+    def _call(self, command: NameAdapter) -> AdapterReport:
         if command.name in self.known and not command.replace:
             return self._fail(ErrorKind.VALIDATION, f"{command.name.id!r} is taken")
-        target = command.reference
-        if command.folder is not None:
-            if not command.folder.startswith("/roots/"):
+        target = command.target
+        if isinstance(target, str):
+            if not target.startswith("/roots/"):
                 return self._fail(ErrorKind.ADAPTER_NOT_FOUND, "not under the roots")
-            target = AdapterReference(AdapterSource.LOCAL, command.folder.removeprefix("/roots/"))
+            target = AdapterReference(AdapterSource.LOCAL, target.removeprefix("/roots/"))
         status = self.known[command.name] = AdapterStatus(command.name, "host", target)
         return AdapterReport(self.name, [status])
 

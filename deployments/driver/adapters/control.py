@@ -18,13 +18,19 @@ from configs.wire.adapters import (
     FetchedAdapter,
 )
 from deployments.contract import (
-    AdapterAction,
     AdapterCommand,
     AdapterReport,
     AdapterStatus,
     AdapterTier,
     ErrorKind,
     Failed,
+    ListAdapters,
+    LoadAdapter,
+    NameAdapter,
+    PinAdapter,
+    UnloadAdapter,
+    UnnameAdapter,
+    UnpinAdapter,
 )
 from deployments.driver.adapters.aliases import Aliases
 from deployments.driver.adapters.lifecycle import EngineAdapters
@@ -99,28 +105,29 @@ class AdapterControl:
 
     async def _do(self, command: AdapterCommand) -> AdapterReference | None:
         """Do a command; returns the name that it is about, None for all."""
-        action, reference = command.action, command.reference
-        if action is AdapterAction.NAME:
-            return await self._name(command)
-        if action is AdapterAction.UNNAME:
-            assert command.name is not None, command
-            return self._unname(command.name, command.reference)
-        if reference is None:
-            assert action is AdapterAction.LIST, command
-            return None
-        target = self._aliases.resolve(reference)
-        if action is AdapterAction.LOAD:
-            await self._load(target, command.api_token)
-        if action is AdapterAction.PIN or (action is AdapterAction.LOAD and command.pin):
-            await self._adapters.pin_name(target, command.api_token or True)
-        elif action is AdapterAction.UNPIN:
-            self._known(target)
-            self._pins.remove(target)
-        elif action is AdapterAction.UNLOAD:
-            self._unload(target)
-        return reference
+        match command:
+            case ListAdapters(reference):
+                return reference
+            case NameAdapter():
+                return await self._name(command)
+            case UnnameAdapter(name, expected):
+                return self._unname(name, expected)
+        target = self._aliases.resolve(command.reference)
+        match command:
+            case LoadAdapter(pin=pin, api_token=token):
+                await self._load(target, token)
+                if pin:
+                    await self._adapters.pin_name(target, token or True)
+            case PinAdapter():
+                await self._adapters.pin_name(target, True)
+            case UnpinAdapter():
+                self._known(target)
+                self._pins.remove(target)
+            case UnloadAdapter():
+                self._unload(target)
+        return command.reference
 
-    async def _load(self, reference: AdapterReference, api_token: str | None) -> None:
+    async def _load(self, reference: AdapterReference, api_token: str | None = None) -> None:
         """Fetch the adapter and have it staged; AdapterError if that fails."""
         key = await self._adapters.resolve(reference, api_token or True)
         try:
@@ -158,13 +165,13 @@ class AdapterControl:
             lambda scheduler, now: scheduler.handle_adapter_event(AdapterUnloaded(key))
         )
 
-    async def _name(self, command: AdapterCommand) -> AdapterReference:
+    async def _name(self, command: NameAdapter) -> AdapterReference:
         """Let clients call an adapter by another name, once it is staged."""
-        name = command.name
-        assert name is not None, command
+        name, target = command.name, command.target
         if name in self._aliases.configured:
             raise _Refused(f"{name.id!r} is named by the server's user_config: change it there")
-        target = command.reference or await self._check_folder(command.folder or "")
+        if isinstance(target, str):
+            target = await self._check_folder(target)
         before = None if command.replace else self._aliases.given.get(name)
         if before is not None and (command.stage or before != target):
             raise _Refused(
@@ -172,7 +179,7 @@ class AdapterControl:
                 "true to give the name to another, or unload it first"
             )
         if command.stage:
-            await self._load(target, command.api_token)
+            await self._load(target)
         self._aliases.given[name] = target
         return name
 
@@ -186,9 +193,11 @@ class AdapterControl:
             )
         return reference
 
-    def _unname(self, name: AdapterReference, meaning: AdapterReference | None) -> AdapterReference:
+    def _unname(
+        self, name: AdapterReference, expected: AdapterReference | str | None
+    ) -> AdapterReference:
         target = self._aliases.given.get(name)
-        if target is None or meaning not in (None, target):
+        if target is None or expected not in (None, target):
             raise AdapterError(
                 AdapterRefusal.NOT_FOUND, f"the lora adapter {name.id!r} is not loaded"
             )

@@ -1,9 +1,10 @@
-"""What operators do with adapters: /v1/adapters, and vLLM's two routes for the same.
+"""Admin routes for adapters: /v1/adapters, and vLLM's load_lora_adapter and unload_lora_adapter.
 
-All of it needs the admin key where any key is configured, and reaches every driver replica.
+Where any API key is configured, all of them need the admin key. Each command goes to every driver
+replica.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Literal, TypedDict, get_args
 
 from fastapi import APIRouter, Request
@@ -13,12 +14,18 @@ from starlette.responses import PlainTextResponse, Response
 from configs.wire.adapters import AdapterReference, AdapterSource, parse_reference
 from configs.wire.merging import MergeStrategy, SignMethod
 from deployments.contract import (
-    AdapterAction,
     AdapterCommand,
     AdapterReport,
     AdapterStatus,
     AdapterTier,
     ErrorKind,
+    ListAdapters,
+    LoadAdapter,
+    NameAdapter,
+    PinAdapter,
+    UnloadAdapter,
+    UnnameAdapter,
+    UnpinAdapter,
 )
 from deployments.ingress.access.keys import require
 from deployments.ingress.adapter_names.references import full_name, parse_source
@@ -33,7 +40,7 @@ Name = Annotated[Unicode, Field(min_length=1, max_length=1024)]
 
 
 class AdapterResidency(TypedDict):
-    """What one replica has of an adapter, and does with it; last_used: seconds since the epoch."""
+    """An adapter on one replica; last_used: seconds since the epoch."""
 
     state: AdapterTier
     digest: str | None
@@ -48,7 +55,7 @@ class AdapterResidency(TypedDict):
 
 
 class MergeRecipe(TypedDict):
-    """A merge, in the words of a request."""
+    """A merge, as the fields of a request."""
 
     ids: list[str]
     weights: Sequence[float]
@@ -58,9 +65,10 @@ class MergeRecipe(TypedDict):
 
 
 class AdapterReply(TypedDict):
-    """An adapter over all replicas; state: the best of theirs, root: what the name stands for.
+    """An adapter on all replicas.
 
-    Merges are listed while a replica has them in memory; they have no source.
+    state: the one nearest to the device. root: the target of a name from load_lora_adapter.
+    source: None for a merge. Merges are listed while a replica has them in memory.
     """
 
     id: str
@@ -81,7 +89,7 @@ class AdapterReply(TypedDict):
 
 
 class AdaptersReply(TypedDict):
-    """Every adapter that a replica knows."""
+    """Every adapter that some replica knows."""
 
     object: Literal["list"]
     data: list[AdapterReply]
@@ -94,8 +102,9 @@ class _Body(BaseModel):
 class LoadBody(_Body):
     """POST /v1/adapters: fetch the adapter and stage it on every replica, now.
 
-    id: "[source:]id[@revision]", or only the id with the other two fields. pin: keep it on the
-    device. api_token: of whoever may read it at its source; without one the server's own.
+    id: "[source:]id[@revision]", or only the id beside `source` and `revision`.
+    pin: keep it on the device.
+    api_token: for the adapter's source; without one the server uses its own.
     """
 
     id: Name
@@ -106,7 +115,7 @@ class LoadBody(_Body):
 
 
 class PinBody(_Body):
-    """PATCH /v1/adapters/{id}: keep the adapter on the device, or no longer."""
+    """PATCH /v1/adapters/{id}: keep the adapter on the device, or stop doing so."""
 
     pinned: bool
 
@@ -115,7 +124,7 @@ class NameBody(BaseModel):
     """vLLM's load_lora_adapter.
 
     lora_path: a folder under the server's adapter roots, or "[source:]id[@revision]".
-    load_inplace: the name may move from what it means now.
+    load_inplace: the name may move from another adapter.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -133,88 +142,84 @@ class UnnameBody(BaseModel):
     lora_name: Name
 
 
-class _Desk:
-    """Brings commands to all replicas, and their answers into one."""
+class _AllReplicas:
+    """Runs commands on all replicas and merges their reports."""
 
     def __init__(self, engine: EngineClient) -> None:
         self.engine = engine
         self.source = engine.settings.default_source
 
-    async def tell(self, command: AdapterCommand) -> list[AdapterReply]:
-        """A row an adapter; the first failure is raised."""
+    async def run(self, command: AdapterCommand) -> list[AdapterReply]:
+        """The adapters that the command is about; raises the first failure."""
         reports = await self.engine.adapters(command)
         _raise_failure(reports)
         return _rows(reports, self.source)
 
-    async def tell_of(self, name: str, action: AdapterAction) -> Response:
-        """The row of one adapter."""
-        rows = await self.tell(AdapterCommand(action, _reference(name, self.source)))
+    async def run_for(
+        self, name: str, command: Callable[[AdapterReference], AdapterCommand]
+    ) -> Response:
+        """Run the command for the adapter of this name and reply with its row."""
+        rows = await self.run(command(_reference(name, self.source)))
         if not rows:
             raise RequestError(ErrorKind.ADAPTER_NOT_FOUND, f"no replica knows an adapter `{name}`")
         return json_response(rows[0])
 
 
 def routes(engine: EngineClient) -> APIRouter:
-    """All control routes over this engine."""
+    """All admin routes for the adapters of this engine."""
     router = APIRouter(prefix="/v1")
-    desk = _Desk(engine)
-    _add_adapters(router, desk)
-    _add_names(router, desk)
+    replicas = _AllReplicas(engine)
+    _add_adapters(router, replicas)
+    _add_names(router, replicas)
     return router
 
 
-def _add_adapters(router: APIRouter, desk: _Desk) -> None:
-    """What is there, and what is done to it."""
+def _add_adapters(router: APIRouter, replicas: _AllReplicas) -> None:
+    """Add the routes at /adapters."""
 
     @router.get("/adapters")
     async def listing(request: Request) -> Response:
         require(request, admin=True)
-        reply: AdaptersReply = {"object": "list", "data": await desk.tell(_LIST)}
+        reply: AdaptersReply = {"object": "list", "data": await replicas.run(ListAdapters())}
         return json_response(reply)
 
     @router.get("/adapters/{name:path}")
     async def one(request: Request, name: str) -> Response:
         require(request, admin=True)
-        return await desk.tell_of(name, AdapterAction.LIST)
+        return await replicas.run_for(name, ListAdapters)
 
     @router.post("/adapters")
     async def load(request: Request, body: LoadBody) -> Response:
         require(request, admin=True)
-        reference = _asked(body, desk.source)
-        command = AdapterCommand(
-            AdapterAction.LOAD, reference, pin=body.pin, api_token=body.api_token
-        )
-        return json_response((await desk.tell(command))[0])
+        reference = _requested(body, replicas.source)
+        command = LoadAdapter(reference, body.pin, body.api_token)
+        return json_response((await replicas.run(command))[0])
 
     @router.patch("/adapters/{name:path}")
     async def pin(request: Request, name: str, body: PinBody) -> Response:
         require(request, admin=True)
-        return await desk.tell_of(name, AdapterAction.PIN if body.pinned else AdapterAction.UNPIN)
+        return await replicas.run_for(name, PinAdapter if body.pinned else UnpinAdapter)
 
     @router.delete("/adapters/{name:path}")
     async def unload(request: Request, name: str) -> Response:
         require(request, admin=True)
-        return await desk.tell_of(name, AdapterAction.UNLOAD)
+        return await replicas.run_for(name, UnloadAdapter)
 
 
-def _add_names(router: APIRouter, desk: _Desk) -> None:
-    """Names that operators give, by vLLM's routes."""
+def _add_names(router: APIRouter, replicas: _AllReplicas) -> None:
+    """Add vLLM's routes."""
 
     @router.post("/load_lora_adapter")
     async def load_lora_adapter(request: Request, body: NameBody) -> Response:
         require(request, admin=True)
-        await desk.tell(await _naming(desk.engine, body))
+        await replicas.run(await _naming(replicas.engine, body))
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     @router.post("/unload_lora_adapter")
     async def unload_lora_adapter(request: Request, body: UnnameBody) -> Response:
         require(request, admin=True)
-        name = _reference(body.lora_name, desk.source)
-        await desk.tell(AdapterCommand(AdapterAction.UNNAME, name=name))
+        await replicas.run(UnnameAdapter(_reference(body.lora_name, replicas.source)))
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
-
-
-_LIST = AdapterCommand(AdapterAction.LIST)
 
 
 def _reference(name: str, default_source: AdapterSource, field: str = "id") -> AdapterReference:
@@ -224,11 +229,11 @@ def _reference(name: str, default_source: AdapterSource, field: str = "id") -> A
         raise invalid(str(error), field) from error
 
 
-def _asked(body: LoadBody, default_source: AdapterSource) -> AdapterReference:
-    """What is to be loaded; the id may name source and revision by itself."""
-    named = parse_source(body.source) if body.source is not None else default_source
-    reference = _reference(body.id, named)
-    if body.source is not None and reference.source is not named:
+def _requested(body: LoadBody, default_source: AdapterSource) -> AdapterReference:
+    """The adapter to load. `id` may contain the source and the revision, but not other ones."""
+    source = parse_source(body.source) if body.source is not None else default_source
+    reference = _reference(body.id, source)
+    if body.source is not None and reference.source is not source:
         raise invalid(f"`id` names the source {reference.source.value}, `source` another", "source")
     if body.revision is None:
         return reference
@@ -237,27 +242,25 @@ def _asked(body: LoadBody, default_source: AdapterSource) -> AdapterReference:
     return AdapterReference(reference.source, reference.id, body.revision)
 
 
-async def _naming(engine: EngineClient, body: NameBody) -> AdapterCommand:
-    """What load_lora_adapter asks for; nothing can be called as the base model is."""
+async def _naming(engine: EngineClient, body: NameBody) -> NameAdapter:
+    """The command of load_lora_adapter; refuses the base model's names."""
     source = engine.settings.default_source
     info = await engine.info()
     if body.lora_name in (info.model_name, info.model_id):
         raise invalid(f"`{body.lora_name}` is the base model's name: choose another", "lora_name")
     name = _reference(body.lora_name, source, "lora_name")
-    folder = body.lora_path if body.lora_path.startswith("/") else None
-    target = None if folder else _reference(body.lora_path, source, "lora_path")
-    return AdapterCommand(
-        AdapterAction.NAME, target, name=name, folder=folder, replace=body.load_inplace
-    )
+    is_folder = body.lora_path.startswith("/")
+    target = body.lora_path if is_folder else _reference(body.lora_path, source, "lora_path")
+    return NameAdapter(name, target, replace=body.load_inplace)
 
 
 def _raise_failure(reports: Sequence[AdapterReport]) -> None:
-    """Raise the first failure, told with how many replicas it is about."""
+    """Raise the first failure; its message says how many replicas failed."""
     failures = [report.failure for report in reports if report.failure is not None]
-    absent = [one for one in failures if one.kind is ErrorKind.ADAPTER_NOT_FOUND]
-    if len(absent) < len(reports):
-        # Replicas differ in what they know; it is enough that one does.
-        failures = [one for one in failures if one.kind is not ErrorKind.ADAPTER_NOT_FOUND]
+    found = [each for each in failures if each.kind is not ErrorKind.ADAPTER_NOT_FOUND]
+    if len(failures) - len(found) < len(reports):
+        # Replicas know different adapters: it is enough that one knows this one.
+        failures = found
     if failures:
         error = RequestError.of(failures[0])
         if len(reports) > 1:
@@ -266,25 +269,25 @@ def _raise_failure(reports: Sequence[AdapterReport]) -> None:
 
 
 def _rows(reports: Sequence[AdapterReport], default_source: AdapterSource) -> list[AdapterReply]:
-    """One row for each name, from what each replica says of it."""
-    told: dict[AdapterReference, dict[str, AdapterStatus]] = {}
+    """One row for each name, from the statuses on each replica."""
+    statuses: dict[AdapterReference, dict[str, AdapterStatus]] = {}
     for report in reports:
         for status in report.adapters:
-            told.setdefault(status.reference, {})[report.replica] = status
+            statuses.setdefault(status.reference, {})[report.replica] = status
     replicas = [report.replica for report in reports]
-    rows = [_row(each, by_replica, replicas, default_source) for each, by_replica in told.items()]
+    rows = [_row(each, found, replicas, default_source) for each, found in statuses.items()]
     return sorted(rows, key=lambda row: (str(row["id"]), str(row["digest"])))
 
 
 def _row(
     reference: AdapterReference,
-    told: dict[str, AdapterStatus],
+    statuses: dict[str, AdapterStatus],
     replicas: Sequence[str],
     default_source: AdapterSource,
 ) -> AdapterReply:
     absent = AdapterStatus(reference, "absent")
-    best = max(told.values(), key=lambda status: _STATES.index(status.state))
-    uses = [status.last_used for status in told.values() if status.last_used is not None]
+    best = max(statuses.values(), key=lambda status: _STATES.index(status.state))
+    uses = [status.last_used for status in statuses.values() if status.last_used is not None]
     return {
         "id": reference.id if reference.parts else full_name(reference, default_source),
         "object": "adapter",
@@ -297,15 +300,15 @@ def _row(
         "digest": best.digest,
         "rank": best.rank,
         "bytes": best.bytes,
-        "pinned": any(status.pinned for status in told.values()),
-        "num_requests": sum(status.num_requests for status in told.values()),
+        "pinned": any(status.pinned for status in statuses.values()),
+        "num_requests": sum(status.num_requests for status in statuses.values()),
         "last_used": max(uses, default=None),
-        "replicas": {name: _residency(told.get(name, absent)) for name in replicas},
+        "replicas": {name: _residency(statuses.get(name, absent)) for name in replicas},
     }
 
 
 def _recipe(reference: AdapterReference, default_source: AdapterSource) -> MergeRecipe | None:
-    """What a request would ask for to get this merge; None for other adapters."""
+    """The fields of a request for this merge; None for other adapters."""
     rule = reference.rule
     if rule is None:
         return None
@@ -319,7 +322,6 @@ def _recipe(reference: AdapterReference, default_source: AdapterSource) -> Merge
 
 
 def _residency(status: AdapterStatus) -> AdapterResidency:
-    """What one replica has and does of it."""
     return {
         "state": status.state,
         "digest": status.digest,

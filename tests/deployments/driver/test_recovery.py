@@ -8,7 +8,11 @@ import msgspec
 import pytest
 
 from configs.wire.adapters import AdapterReference, AdapterSource
-from deployments.contract import AdapterAction, AdapterCommand, ErrorKind, Failed
+from deployments.contract import (
+    ErrorKind,
+    Failed,
+    LoadAdapter,
+)
 from deployments.driver.engine import DriverEngine
 from deployments.rank.messages import Command, RunStep, Stage
 from tests.deployments.driver.fake_ranks import POISON, FakeGroup, continuation
@@ -126,9 +130,7 @@ def test_clients_leave_come_and_load_adapters_during_a_rebuild(root: Path) -> No
         leaves.cancel()
         comes = asyncio.create_task(engine.generate(request("comes", [9], 8, "blue"), NOWHERE))
         reference = AdapterReference(AdapterSource.LOCAL, "a3")
-        loads = asyncio.create_task(
-            engine.adapters(AdapterCommand(AdapterAction.LOAD, reference, pin=True))
-        )
+        loads = asyncio.create_task(engine.adapters(LoadAdapter(reference, pin=True)))
         with pytest.raises(asyncio.CancelledError):
             await leaves
         waiting = await until(engine, lambda snapshot: snapshot.queued == 2)

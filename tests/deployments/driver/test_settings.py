@@ -8,13 +8,15 @@ import pytest
 
 from configs.runtime import RuntimeConfig
 from deployments.admin_commands import AdminStoreError
-from deployments.contract import AdapterAction, AdapterCommand
+from deployments.contract import (
+    ListAdapters,
+)
 from deployments.driver.engine import DriverEngine
 from deployments.driver.settings import OperatorSettings
 from tests.deployments.driver.fake_ranks import FakeGroup
 from tests.deployments.driver.routing.stories import NOWHERE, play, request
 
-LIST = AdapterCommand(AdapterAction.LIST)
+LIST = ListAdapters()
 TYPOS = [
     {"pined_adapters": ["red"]},
     {"max_queued": -1},

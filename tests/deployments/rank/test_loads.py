@@ -8,7 +8,14 @@ import torch
 
 from configs.wire.adapters import AdapterReference, AdapterSource
 from configs.wire.sampling import Sampling, Stopping
-from deployments.contract import AdapterAction, AdapterCommand, GenerateRequest, SequenceRequest
+from deployments.contract import (
+    AdapterCommand,
+    GenerateRequest,
+    LoadAdapter,
+    PinAdapter,
+    SequenceRequest,
+    UnpinAdapter,
+)
 from deployments.driver.engine import DriverEngine
 from deployments.observability.steps import StepRecord
 from deployments.rank.local import LocalRanks
@@ -39,8 +46,13 @@ async def come_and_go(engine: DriverEngine) -> None:
     index = 0
     while True:
         reference = AdapterReference(AdapterSource.LOCAL, f"a{index % NUM_ADAPTERS}")
-        for action in (AdapterAction.PIN, AdapterAction.LOAD, AdapterAction.UNPIN):
-            report = await engine.adapters(AdapterCommand(action, reference))
+        commands: list[AdapterCommand] = [
+            PinAdapter(reference),
+            LoadAdapter(reference),
+            UnpinAdapter(reference),
+        ]
+        for command in commands:
+            report = await engine.adapters(command)
             assert report.failure is None, report.failure
         index += 1
 

@@ -12,11 +12,17 @@ from configs.runtime import RuntimeConfig
 from configs.wire.adapters import AdapterReference, AdapterSource
 from configs.wire.merging import MergeRule
 from deployments.contract import (
-    AdapterAction,
     AdapterCommand,
     AdapterStatus,
     ErrorKind,
     Failed,
+    ListAdapters,
+    LoadAdapter,
+    NameAdapter,
+    PinAdapter,
+    UnloadAdapter,
+    UnnameAdapter,
+    UnpinAdapter,
 )
 from deployments.driver.engine import DriverEngine
 from tests.deployments.driver.fake_ranks import FakeGroup, continuation
@@ -49,14 +55,10 @@ async def refused(engine: DriverEngine, command: AdapterCommand) -> Failed:
     return report.failure
 
 
-def ask(action: AdapterAction, name: str, pin: bool = False) -> AdapterCommand:
-    return AdapterCommand(action, local(name), pin=pin)
-
-
 async def settled(engine: DriverEngine, name: str, state: str) -> AdapterStatus:
     """Ask until the adapter is where it should come to be."""
     while True:
-        status = await done(engine, ask(AdapterAction.LIST, name))
+        status = await done(engine, ListAdapters(local(name)))
         if status.state == state:
             return status
 
@@ -66,13 +68,13 @@ def test_a_load_stages_without_a_request_and_tells_what_it_took(root: Path) -> N
     (folder / "adapter_config.json").write_text(json.dumps({"r": 8, "rank_pattern": {"q": 24}}))
 
     async def story(engine: DriverEngine, group: FakeGroup) -> None:
-        status = await done(engine, ask(AdapterAction.LOAD, "red"))
+        status = await done(engine, LoadAdapter(local("red")))
         assert (status.state, status.rank, status.host_bytes) == ("host", 24, 100)
         assert status.bytes == (folder / "adapter_config.json").stat().st_size
         assert status.digest == digest_of(engine, "red")
         assert (status.num_requests, status.last_used, status.pinned) == (0, None, False)
         assert [list(runner.staged.values()) for runner in group.runners] == [[status.digest]] * 2
-        again = await done(engine, ask(AdapterAction.LOAD, "red"))
+        again = await done(engine, LoadAdapter(local("red")))
         assert again == status
 
     play(root, story)
@@ -80,11 +82,11 @@ def test_a_load_stages_without_a_request_and_tells_what_it_took(root: Path) -> N
 
 def test_a_pinned_load_comes_to_the_device_and_an_unload_takes_it_away(root: Path) -> None:
     async def story(engine: DriverEngine, group: FakeGroup) -> None:
-        await done(engine, ask(AdapterAction.LOAD, "red", pin=True))
+        await done(engine, LoadAdapter(local("red"), pin=True))
         status = await settled(engine, "red", "device")
         assert status.pinned
         assert status.device_pages == 1
-        await done(engine, ask(AdapterAction.UNLOAD, "red"))
+        await done(engine, UnloadAdapter(local("red")))
         status = await settled(engine, "red", "disk")
         assert (status.pinned, status.host_bytes, status.device_pages) == (False, 0, 0)
         while any(runner.staged for runner in group.runners):
@@ -98,7 +100,7 @@ def test_an_unload_lets_running_and_waiting_requests_end(root: Path) -> None:
         group.gate.clear()
         asked = await together(engine, [request(f"r{i}", [i], 12, "red") for i in range(12)])
         await until(engine, lambda snapshot: snapshot.running == 8)
-        status = await done(engine, ask(AdapterAction.UNLOAD, "red"))
+        status = await done(engine, UnloadAdapter(local("red")))
         assert status.draining
         assert (status.running, status.waiting) == (8, 4)
         assert status.num_requests == 12
@@ -113,15 +115,15 @@ def test_an_unload_lets_running_and_waiting_requests_end(root: Path) -> None:
 
 def test_pins_are_kept_until_they_are_taken_back(root: Path) -> None:
     async def story(engine: DriverEngine, group: FakeGroup) -> None:
-        await done(engine, ask(AdapterAction.PIN, "red"))
+        await done(engine, PinAdapter(local("red")))
         await settled(engine, "red", "device")
         for index in range(8):
             await engine.generate(request(f"r{index}", [1], 2, f"a{index}"), NOWHERE)
-        assert (await done(engine, ask(AdapterAction.LIST, "red"))).state == "device"
-        assert not (await done(engine, ask(AdapterAction.UNPIN, "red"))).pinned
+        assert (await done(engine, ListAdapters(local("red")))).state == "device"
+        assert not (await done(engine, UnpinAdapter(local("red")))).pinned
         for index in range(8):
             await engine.generate(request(f"s{index}", [1], 2, f"a{index}"), NOWHERE)
-        assert (await done(engine, ask(AdapterAction.LIST, "red"))).state != "device"
+        assert (await done(engine, ListAdapters(local("red")))).state != "device"
 
     play(root, story)
 
@@ -129,7 +131,7 @@ def test_pins_are_kept_until_they_are_taken_back(root: Path) -> None:
 def test_a_key_is_judged_by_what_a_name_stands_for(root: Path) -> None:
     async def story(engine: DriverEngine, group: FakeGroup) -> None:
         await engine.reconfigure(RuntimeConfig(names={"free": "red"}))
-        command = AdapterCommand(AdapterAction.NAME, local("red"), name=local("given"))
+        command = NameAdapter(local("given"), local("red"))
         assert (await engine.adapters(command)).failure is None
 
         async def ending(name: str, allowed: tuple[str, ...] | None) -> object:
@@ -162,14 +164,14 @@ def test_a_key_is_judged_by_what_a_name_stands_for(root: Path) -> None:
 def test_what_the_config_pins_is_not_unloaded(root: Path) -> None:
     async def story(engine: DriverEngine, group: FakeGroup) -> None:
         await engine.reconfigure(RuntimeConfig(pinned_adapters=("red",)))
-        failure = await refused(engine, ask(AdapterAction.UNLOAD, "red"))
+        failure = await refused(engine, UnloadAdapter(local("red")))
         assert failure.kind is ErrorKind.VALIDATION
         assert "user_config" in failure.message
-        await done(engine, ask(AdapterAction.PIN, "red"))
-        await done(engine, ask(AdapterAction.UNPIN, "red"))
+        await done(engine, PinAdapter(local("red")))
+        await done(engine, UnpinAdapter(local("red")))
         assert (await settled(engine, "red", "device")).pinned
         await engine.reconfigure(RuntimeConfig())
-        await done(engine, ask(AdapterAction.UNLOAD, "red"))
+        await done(engine, UnloadAdapter(local("red")))
         await settled(engine, "red", "disk")
 
     play(root, story)
@@ -186,8 +188,8 @@ def test_what_the_config_pins_is_not_unloaded(root: Path) -> None:
 )
 def test_a_load_that_fails_says_why(root: Path, name: str, kind: ErrorKind) -> None:
     async def story(engine: DriverEngine, group: FakeGroup) -> None:
-        assert (await refused(engine, ask(AdapterAction.LOAD, name))).kind is kind
-        assert (await done(engine, ask(AdapterAction.LOAD, "red"))).state == "host"
+        assert (await refused(engine, LoadAdapter(local(name)))).kind is kind
+        assert (await done(engine, LoadAdapter(local("red")))).state == "host"
 
     play(root, story)
 
@@ -195,7 +197,7 @@ def test_a_load_that_fails_says_why(root: Path, name: str, kind: ErrorKind) -> N
 def test_a_load_that_a_rebuild_interrupts_ends_well(root: Path) -> None:
     async def story(engine: DriverEngine, group: FakeGroup) -> None:
         group.staging_gate.clear()
-        loading = asyncio.create_task(engine.adapters(ask(AdapterAction.LOAD, "slow1")))
+        loading = asyncio.create_task(engine.adapters(LoadAdapter(local("slow1"))))
         while not (await engine.adapter_views()):
             pass
         group.kill(0)
@@ -209,10 +211,10 @@ def test_a_load_that_a_rebuild_interrupts_ends_well(root: Path) -> None:
 
 def test_an_unload_ends_a_load_that_still_waits(root: Path) -> None:
     async def story(engine: DriverEngine, group: FakeGroup) -> None:
-        loading = asyncio.create_task(engine.adapters(ask(AdapterAction.LOAD, "slow1")))
+        loading = asyncio.create_task(engine.adapters(LoadAdapter(local("slow1"))))
         while not (await engine.adapter_views()):
             pass
-        await done(engine, ask(AdapterAction.UNLOAD, "slow1"))
+        await done(engine, UnloadAdapter(local("slow1")))
         failure = (await loading).failure
         assert failure is not None
         assert "unloaded" in failure.message
@@ -223,7 +225,7 @@ def test_an_unload_ends_a_load_that_still_waits(root: Path) -> None:
 
 def test_another_name_serves_the_same_adapter_until_it_is_taken_back(root: Path) -> None:
     async def story(engine: DriverEngine, group: FakeGroup) -> None:
-        name = AdapterCommand(AdapterAction.NAME, local("red"), name=local("sql"))
+        name = NameAdapter(local("sql"), local("red"))
         status = await done(engine, name)
         assert (status.reference, status.target, status.state) == (
             local("sql"),
@@ -234,11 +236,11 @@ def test_another_name_serves_the_same_adapter_until_it_is_taken_back(root: Path)
         assert tokens(answer) == [continuation(digest_of(engine, "red"), [3], 5)]
         assert [record.adapter for record in engine.usage.drain_requests()] == ["red"]
         assert "already been loaded" in (await refused(engine, name)).message
-        moved = AdapterCommand(AdapterAction.NAME, local("blue"), name=local("sql"), replace=True)
+        moved = NameAdapter(local("sql"), local("blue"), replace=True)
         await done(engine, moved)
         answer = await engine.generate(request("s", [3], 5, "sql"), NOWHERE)
         assert tokens(answer) == [continuation(digest_of(engine, "blue"), [3], 5)]
-        unname = AdapterCommand(AdapterAction.UNNAME, name=local("sql"))
+        unname = UnnameAdapter(local("sql"))
         assert (await engine.adapters(unname)).failure is None
         ending = (await engine.generate(request("t", [3], 5, "sql"), NOWHERE)).sequences[0].ending
         assert isinstance(ending, Failed)
@@ -255,7 +257,7 @@ def test_folders_are_named_only_under_the_roots(root: Path) -> None:
 
     async def story(engine: DriverEngine, group: FakeGroup) -> None:
         def name(folder: Path | str) -> AdapterCommand:
-            return AdapterCommand(AdapterAction.NAME, name=local("x"), folder=str(folder))
+            return NameAdapter(local("x"), str(folder))
 
         outside = (root, "/etc", inside / ".." / ".." / "adapters", root / "adapters" / "link")
         for folder in (*outside, "/\0"):
@@ -273,7 +275,7 @@ def test_the_configs_names_are_there_and_its_own(root: Path) -> None:
         await engine.reconfigure(RuntimeConfig(names={"sql": "local:red"}))
         answer = await engine.generate(request("r", [3], 5, "sql"), NOWHERE)
         assert tokens(answer) == [continuation(digest_of(engine, "red"), [3], 5)]
-        taken = AdapterCommand(AdapterAction.NAME, local("blue"), name=local("sql"), replace=True)
+        taken = NameAdapter(local("sql"), local("blue"), replace=True)
         assert "user_config" in (await refused(engine, taken)).message
         await engine.reconfigure(RuntimeConfig())
         ending = (await engine.generate(request("s", [3], 5, "sql"), NOWHERE)).sequences[0].ending
@@ -284,11 +286,11 @@ def test_the_configs_names_are_there_and_its_own(root: Path) -> None:
 
 def test_a_name_of_the_config_goes_before_one_that_was_given(root: Path) -> None:
     async def story(engine: DriverEngine, group: FakeGroup) -> None:
-        await done(engine, AdapterCommand(AdapterAction.NAME, local("blue"), name=local("sql")))
+        await done(engine, NameAdapter(local("sql"), local("blue")))
         await engine.reconfigure(RuntimeConfig(names={"sql": "local:red"}))
         answer = await engine.generate(request("r", [3], 5, "sql"), NOWHERE)
         assert tokens(answer) == [continuation(digest_of(engine, "red"), [3], 5)]
-        assert (await done(engine, ask(AdapterAction.LIST, "sql"))).target == local("red")
+        assert (await done(engine, ListAdapters(local("sql")))).target == local("red")
         await engine.reconfigure(RuntimeConfig())
         answer = await engine.generate(request("s", [3], 5, "sql"), NOWHERE)
         assert tokens(answer) == [continuation(digest_of(engine, "blue"), [3], 5)]
@@ -304,10 +306,10 @@ def test_a_private_adapter_is_pinned_with_the_token_that_loads_it(root: Path) ->
         adapters = {"hub_endpoint": hub.url, "fetch": {"cache_dir": str(root / "cache")}}
 
         async def story(engine: DriverEngine, group: FakeGroup) -> None:
-            load = AdapterCommand(AdapterAction.LOAD, sql, pin=True, api_token="hf_good")
+            load = LoadAdapter(sql, pin=True, api_token="hf_good")
             assert "hf_good" not in repr(load)
             assert (await done(engine, load)).pinned
-            again = AdapterCommand(AdapterAction.PIN, sql)
+            again = PinAdapter(sql)
             assert (await done(engine, again)).pinned, "it needs no right to stay"
 
         play(root, story, adapters=adapters)
@@ -316,14 +318,14 @@ def test_a_private_adapter_is_pinned_with_the_token_that_loads_it(root: Path) ->
 def test_the_list_has_known_ones_and_those_that_only_lie_there(root: Path) -> None:
     async def story(engine: DriverEngine, group: FakeGroup) -> None:
         await engine.generate(request("r", [1], 3, "red"), NOWHERE)
-        report = await engine.adapters(AdapterCommand(AdapterAction.LIST))
+        report = await engine.adapters(ListAdapters())
         by_name = {status.reference.id: status for status in report.adapters}
         assert by_name["red"].state == "device"
         assert by_name["red"].num_requests == 1
         assert by_name["red"].last_used is not None
         assert by_name["blue"].state == "disk"
         assert by_name["blue"].digest is None
-        assert (await engine.adapters(ask(AdapterAction.LIST, "nobody"))).adapters == []
+        assert (await engine.adapters(ListAdapters(local("nobody")))).adapters == []
 
     play(root, story)
 

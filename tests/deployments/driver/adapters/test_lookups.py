@@ -11,7 +11,11 @@ from typing import Any
 import pytest
 
 from configs.wire.adapters import AdapterError, AdapterReference, AdapterRefusal, AdapterSource
-from deployments.contract import AdapterAction, AdapterCommand, Failed
+from deployments.contract import (
+    Failed,
+    ListAdapters,
+    UnloadAdapter,
+)
 from deployments.driver.adapters.directory import AdapterDirectory
 from deployments.driver.engine import DriverEngine
 from sources.adapters import AdapterSources
@@ -130,7 +134,7 @@ def test_without_a_version_in_memory_a_look_is_waited_for(
     async def story(engine: DriverEngine, group: FakeGroup) -> None:
         await ask(engine, "red", "first")
         red = AdapterReference(AdapterSource.LOCAL, "red")
-        assert (await engine.adapters(AdapterCommand(AdapterAction.UNLOAD, red))).failure is None
+        assert (await engine.adapters(UnloadAdapter(red))).failure is None
         while any(runner.staged for runner in group.runners):
             await engine.snapshot()
         gate = gate_looks(monkeypatch, {"red"})
@@ -232,7 +236,7 @@ def test_lists_do_not_wait_for_roots_that_hang(root: Path, monkeypatch: pytest.M
         monkeypatch.setattr(AdapterSources, "known_local", lambda store: gate(store))
         for _ in range(3):
             assert [row.id for row in (await engine.describe()).adapters] == listed
-        report = await engine.adapters(AdapterCommand(AdapterAction.LIST))
+        report = await engine.adapters(ListAdapters())
         assert {status.reference.id for status in report.adapters} >= {"red", "blue"}
         assert gate.num_waiting == 1
         gate.opened.set()

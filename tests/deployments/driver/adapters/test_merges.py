@@ -13,11 +13,10 @@ from configs.wire.merging import MergeRule
 from configs.wire.sampling import Sampling, Stopping
 from configs.wire.templates import TemplateSource
 from deployments.contract import (
-    AdapterAction,
-    AdapterCommand,
     ErrorKind,
     Failed,
     GenerateRequest,
+    ListAdapters,
     SequenceRequest,
 )
 from deployments.driver.adapters.directory import AdapterDirectory
@@ -245,7 +244,7 @@ def test_merges_are_listed_while_the_ranks_have_them(root: Path) -> None:
     for name, rank in (("red", 8), ("blue", 24)):
         config = {"name": name, "r": rank}
         (root / "adapters" / name / "adapter_config.json").write_text(json.dumps(config))
-    everything = AdapterCommand(AdapterAction.LIST)
+    everything = ListAdapters()
 
     async def story(engine: DriverEngine, group: FakeGroup) -> None:
         both = local("red", "blue")

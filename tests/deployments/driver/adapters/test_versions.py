@@ -8,13 +8,12 @@ from configs.runtime import RuntimeConfig
 from configs.wire.adapters import AdapterKey, AdapterReference, AdapterSource
 from configs.wire.sampling import FinishReason
 from deployments.contract import (
-    AdapterAction,
-    AdapterCommand,
     Completion,
     Failed,
     Finished,
     GenerateRequest,
     SequenceOutcome,
+    UnloadAdapter,
 )
 from deployments.driver.adapters.versions import Versions
 from deployments.driver.engine import DriverEngine
@@ -76,7 +75,7 @@ def test_a_version_that_cannot_be_served_does_not_replace_one_that_is(root: Path
 def test_what_is_not_in_memory_is_replaced_at_once(root: Path) -> None:
     async def story(engine: DriverEngine, group: FakeGroup) -> None:
         await ask(engine, "red", "first")
-        unload = AdapterCommand(AdapterAction.UNLOAD, AdapterReference(AdapterSource.LOCAL, "red"))
+        unload = UnloadAdapter(AdapterReference(AdapterSource.LOCAL, "red"))
         assert (await engine.adapters(unload)).failure is None
         while any(runner.staged for runner in group.runners):
             await engine.snapshot()

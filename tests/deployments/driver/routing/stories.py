@@ -9,11 +9,10 @@ from configs.engine import EngineConfig
 from configs.wire.adapters import AdapterReference, AdapterSource
 from configs.wire.sampling import Sampling, Stopping
 from deployments.contract import (
-    AdapterAction,
-    AdapterCommand,
     Completion,
     Finished,
     GenerateRequest,
+    PinAdapter,
     ReplyAddress,
     SequenceRequest,
 )
@@ -136,7 +135,7 @@ async def pin(engine: DriverEngine, *names: str) -> None:
     """Have these adapters, and no others, on the device."""
     for name in names:
         reference = AdapterReference(AdapterSource.LOCAL, name)
-        report = await engine.adapters(AdapterCommand(AdapterAction.PIN, reference))
+        report = await engine.adapters(PinAdapter(reference))
         assert report.failure is None, report.failure
     await until(engine, lambda snapshot: snapshot.adapters[AdapterState.DEVICE] == len(names))
 

@@ -9,7 +9,15 @@ import pytest
 
 from configs.api import ApiConfig
 from configs.wire.adapters import AdapterReference, AdapterSource
-from deployments.contract import AdapterAction, ErrorKind, Failed
+from deployments.contract import (
+    ErrorKind,
+    Failed,
+    LoadAdapter,
+    NameAdapter,
+    PinAdapter,
+    UnloadAdapter,
+    UnpinAdapter,
+)
 from deployments.ingress.access.keys import is_loopback
 from deployments.ingress.generation.engine import IngressSettings
 from tests.deployments.ingress.conftest import PATIENCE, Server
@@ -80,7 +88,7 @@ def test_names_are_read_as_in_requests(
     http: httpx.Client, replicas: Replicas, body: dict[str, str], reference: AdapterReference
 ) -> None:
     ok(http.post("/v1/adapters", json=body))
-    assert replicas.asked[-1].reference == reference
+    assert replicas.asked[-1] == LoadAdapter(reference)
 
 
 @pytest.mark.parametrize(
@@ -110,8 +118,9 @@ def test_pins_are_set_and_taken_back_and_bytes_unloaded(
     assert ok(http.patch("/v1/adapters/sub/pirate@v1", json={"pinned": True}))["pinned"]
     assert not ok(http.patch("/v1/adapters/sub/pirate@v1", json={"pinned": False}))["pinned"]
     assert ok(http.delete("/v1/adapters/sub/pirate@v1"))["state"] == "disk"
-    actions = [command.action for command in replicas.asked]
-    assert actions[1:] == [AdapterAction.PIN, AdapterAction.UNPIN, AdapterAction.UNLOAD]
+    reference = AdapterReference(AdapterSource.LOCAL, "sub/pirate", "v1")
+    commands = [PinAdapter(reference), UnpinAdapter(reference), UnloadAdapter(reference)]
+    assert replicas.asked[1:] == commands
 
 
 def test_nobody_knows_it(http: httpx.Client, replicas: Replicas) -> None:
@@ -156,7 +165,9 @@ def test_a_name_may_stand_for_a_reference_but_not_for_the_base_model(
 ) -> None:
     body = {"lora_name": "sql", "lora_path": "hub:org/sql@v3"}
     assert http.post("/v1/load_lora_adapter", json=body).is_success
-    assert replicas.asked[-1].reference == AdapterReference(AdapterSource.HUB, "org/sql", "v3")
+    [*_, command] = replicas.asked
+    assert isinstance(command, NameAdapter)
+    assert command.target == AdapterReference(AdapterSource.HUB, "org/sql", "v3")
     outside = {"lora_name": "passwords", "lora_path": "/etc"}
     assert http.post("/v1/load_lora_adapter", json=outside).status_code == 404
     base = {"lora_name": "tiny", "lora_path": "pirate"}
