@@ -16,7 +16,7 @@ from deployments.ingress.access.gate import KeyGate
 from deployments.ingress.access.keys import Keys
 from deployments.ingress.admin import adapters as control
 from deployments.ingress.admin import probes
-from deployments.ingress.generation.draining import Drain, DrainGate
+from deployments.ingress.generation.draining import DrainGate, ReplicaDrain
 from deployments.ingress.generation.engine import EngineClient, IngressSettings
 from deployments.ingress.generation.frames import RequestInboxes
 from deployments.ingress.http.bodies import BodyLimit, HeadAsGet, HeaderLimit
@@ -60,7 +60,7 @@ def build_app(
         redoc_url=None,
     )
     app.state.metrics = engine.metrics
-    app.state.drain = Drain(engine)
+    app.state.drain = ReplicaDrain(engine)
     app.state.renderer = engine.templates.renderer
     page = playground.Page()
     # Serve and FastAPI each compare a request with one route after another: the busiest first.

@@ -17,7 +17,7 @@ from configs.embeddings import EmbeddingsConfig
 from configs.wire.adapters import AdapterReference, AdapterSource
 from configs.wire.sampling import Pooling, Sampling, Stopping
 from deployments.contract import Completion, EngineInfo, GenerateRequest, SequenceRequest
-from deployments.ingress.access.authorization import bearer_token
+from deployments.ingress.access.keys import hub_token
 from deployments.ingress.adapter_names.merges import MergedAdapters, requested_adapter
 from deployments.ingress.adapter_names.references import parse_source
 from deployments.ingress.generation.engine import EngineClient, GenerationJob, IngressSettings
@@ -149,7 +149,7 @@ async def _of_openai(request: Request, body: EmbeddingsBody, engine: EngineClien
         inputs=[_checked(await _ids(given, text, limit), info) for given in body.input],
         characters=sum(len(given) for given in body.input if isinstance(given, str)),
         adapter=_adapter_of(body, info, engine.settings.default_source),
-        api_token=body.api_token or token or bearer_token(request),
+        api_token=body.api_token or token or hub_token(request),
         started=started,
         cache_salt=body.cache_salt or "",
     )
@@ -190,7 +190,7 @@ async def _of_lorax(request: Request, body: GenerateRequestBody, engine: EngineC
         inputs=[ids],
         characters=len(body.inputs),
         adapter=adapter,
-        api_token=given.api_token or bearer_token(request),
+        api_token=given.api_token or hub_token(request),
         started=started,
     )
 

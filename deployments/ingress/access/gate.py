@@ -1,4 +1,4 @@
-"""Middleware that checks the API key before anything else of a request is read."""
+"""Middleware that checks the API key before the request's body is read."""
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -9,14 +9,14 @@ from deployments.ingress.http.error_responses import error_response, route_path
 from deployments.ingress.http.errors import RequestError
 from deployments.ingress.pages.reference import OPEN_PATHS
 
-# Balancers have no key, and pages must load before a key can be typed into them.
+# Load balancers have no key, and the pages are where a user enters one.
 _OPEN = frozenset({"/", "/health", "/ping", "/playground"}) | OPEN_PATHS
 
 
 class KeyGate:
-    """Checks every route, so that a new route is closed until its caller has a key.
+    """Checks the key of every request, so that a new route is never open by mistake.
 
-    It answers before a body is read, and leaves what the caller may do in the request's state.
+    It puts the caller's `Grant` into the request's state (`keys.caller`).
     """
 
     def __init__(self, app: ASGIApp, keys: Keys) -> None:
@@ -24,7 +24,7 @@ class KeyGate:
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer 401 or 429."""
+        """Pass the request on, or reply with 401 or 429."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -34,18 +34,18 @@ class KeyGate:
         except RequestError as error:
             await error_response(request, error)(scope, receive, send)
             return
-        # A server may give all requests one state, so it is not written into.
+        # The server may use one state for all requests, so it is copied, not changed.
         state = {**scope.get("state", {}), "grant": grant}
         await self._app({**scope, "state": state}, receive, send)
 
     def _admit(self, request: Request) -> Grant:
-        given = self._keys.grant(bearer(request))
+        grant = self._keys.grant(bearer(request))
         reads = request.method in ("GET", "HEAD")
-        if given is None:
+        if grant is None:
             if reads and route_path(request) in _OPEN:
                 return Grant(patterns=())
             message = "no valid API key: send one as `Authorization: Bearer …`"
             raise RequestError(ErrorKind.UNAUTHORIZED, message)
         if not reads:
-            given.quota.count_request()
-        return given
+            grant.quota.count_request()
+        return grant

@@ -1,4 +1,4 @@
-"""API keys, and what the callers that send them may do."""
+"""API keys, and the permissions of the callers that send them."""
 
 import hashlib
 import hmac
@@ -22,21 +22,21 @@ _SALT_BYTES = 16
 _NO_ADMIN = (
     "this needs the admin key: send it as `Authorization: Bearer …`. On a server without one it is "
     "off, unless http_options.host is 127.0.0.1: set api.admin_key, or api.admin: open where only "
-    "people who may administer can reach the port"
+    "administrators can reach the port"
 )
 
 
 @dataclass(frozen=True)
 class Grant:
-    """What a caller may do.
+    """The permissions of a caller.
 
     name: of its key, "" without one.
     known: whether it sent one of the configured keys.
-    admin: whether it may control the server.
+    admin: whether it may use the admin routes.
     cache_group: callers of one group share the prefix cache; "": callers without a key.
-    patterns: of "source:id" that it may use; None: all. The driver compares them with the
-        adapter that a name stands for.
-    quota: what it may use by the minute.
+    patterns: of the adapters ("source:id") that it may use; None: all. The driver compares them
+        with the adapter itself, after it has resolved names.
+    quota: its requests and tokens a minute.
     """
 
     name: str = ""
@@ -47,7 +47,7 @@ class Grant:
     quota: Quota = field(default_factory=lambda: Quota(None, None))
 
     def cache_salt(self, own: str) -> bytes:
-        """The salt of its requests in the prefix cache; own: the request's `cache_salt`."""
+        """The prefix cache's salt of a request of this caller; own: the request's `cache_salt`."""
         if not self.cache_group and not own:
             return b""
         both = msgspec.msgpack.encode((self.cache_group, own))
@@ -55,7 +55,7 @@ class Grant:
 
 
 class Keys:
-    """The configured keys; without any, every caller may do what needs no admin."""
+    """The configured keys. Without any, every caller may use all but the admin routes."""
 
     def __init__(
         self,
@@ -66,10 +66,10 @@ class Keys:
         *,
         loopback: bool,
     ) -> None:
-        """Read the environment; a variable that is not there raises ValueError.
+        """Read the keys from the environment; a missing variable raises ValueError.
 
-        clock: what quotas fill by. replicas: how many share each quota, this one among them.
-        loopback: whether the server's HTTP front can be reached from its own machine only.
+        clock: in seconds, for the quotas. replicas: the number of ingress replicas that share each
+        quota. loopback: whether the server can be reached from its own machine only.
         """
         self._required = bool(config.keys)
         self._grants = [
@@ -83,15 +83,15 @@ class Keys:
             )
 
     def grant(self, presented: str | None) -> Grant | None:
-        """What a caller with this key may do; None: nothing, a key is needed.
+        """The permissions of a caller with this key; None: it needs a valid key.
 
-        Every key is compared, in constant time, so that the time reveals nothing about any.
+        Every key is compared, in constant time, so that the time reveals nothing about the keys.
         """
-        # Headers are bytes that came as latin-1.
+        # Headers are bytes, which Starlette decodes as latin-1.
         digest = hashlib.sha256((presented or "").encode("latin-1", "replace")).digest()
         matches = [grant for known, grant in self._grants if hmac.compare_digest(known, digest)]
         if matches and presented:
-            # Where two keys have the same secret, the admin's is last and allows more.
+            # If two keys have the same secret, the admin's is last and permits more.
             return matches[-1]
         return None if self._required else Grant(admin=self._open)
 
@@ -116,17 +116,17 @@ def _grant(
 
 
 def is_loopback(host: str | None) -> bool:
-    """Whether what listens on this host is reached from its own machine only; None: everywhere."""
+    """Whether a server on this host can be reached from its own machine only; None: all hosts."""
     if host == "localhost":
         return True
     try:
         return host is not None and ip_address(host).is_loopback
-    except ValueError:  # a name, which may mean any interface
+    except ValueError:  # A name may resolve to any interface.
         return False
 
 
 def bearer(request: HTTPConnection) -> str | None:
-    """The token of `Authorization: Bearer …`, None without one or with a placeholder."""
+    """The token of `Authorization: Bearer …`; None without one or with a placeholder."""
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
     token = token.strip()
     if scheme.lower() != "bearer" or token.lower() in _PLACEHOLDERS:
@@ -134,18 +134,28 @@ def bearer(request: HTTPConnection) -> str | None:
     return token
 
 
+def hub_token(request: HTTPConnection) -> str | None:
+    """The caller's token for private adapters: `x-hub-token`, else a bearer token.
+
+    A bearer token that is one of the configured API keys is not sent to the hub.
+    """
+    token = request.headers.get("x-hub-token", "").strip()
+    if token:
+        return token
+    return None if caller(request).known else bearer(request)
+
+
 def caller(request: HTTPConnection) -> Grant:
-    """What this request's caller may do."""
+    """The permissions of the request's caller."""
     grant: Grant = request.state.grant
     return grant
 
 
-def require(request: HTTPConnection, *, admin: bool = False) -> Grant:
-    """What the caller may do; raises UNAUTHORIZED or FORBIDDEN where that is not enough.
+def require(request: HTTPConnection, *, admin: bool = False) -> None:
+    """Raise UNAUTHORIZED or FORBIDDEN if the caller may not use this route.
 
-    admin: the admin key opens this route; without any key, everybody who reaches a server that
-    listens on loopback, or has `api.admin: open`.
-    Without: keys that are kept to some adapters do not open it.
+    Keys that are limited to some adapters are refused. admin: the admin key is needed; on a server
+    without keys that listens on loopback, or has `api.admin: open`, no key is needed.
     """
     grant = caller(request)
     if grant.patterns is not None:
@@ -154,11 +164,10 @@ def require(request: HTTPConnection, *, admin: bool = False) -> Grant:
         if grant.known:
             raise RequestError(ErrorKind.FORBIDDEN, "this needs the admin key")
         raise RequestError(ErrorKind.UNAUTHORIZED, _NO_ADMIN)
-    return grant
 
 
 def visible(request: HTTPConnection, info: EngineInfo) -> EngineInfo:
-    """The engine's description with those adapters only that the caller may use."""
+    """The engine's description, with only the adapters that the caller may use."""
     patterns = caller(request).patterns
-    adapters = [known for known in info.adapters if allows(patterns, known.source, known.id)]
+    adapters = [each for each in info.adapters if allows(patterns, each.source, each.id)]
     return msgspec.structs.replace(info, adapters=adapters)

@@ -1,4 +1,4 @@
-"""How many replicas an ingress has: each enforces its part of a quota."""
+"""The number of ingress replicas; each one enforces its part of a quota."""
 
 import asyncio
 import logging
@@ -11,21 +11,21 @@ _SECONDS = 10.0
 
 
 class ReplicaCount:
-    """The number of replicas, as last fetched."""
+    """The number of replicas when it was last fetched."""
 
-    def __init__(self, ask: Callable[[], int], seconds: float = _SECONDS) -> None:
-        """`ask` is called in a thread every so many seconds; it may block, and it may fail."""
-        self._fetch = ask
+    def __init__(self, fetch: Callable[[], int], seconds: float = _SECONDS) -> None:
+        """fetch: called in a thread every so many seconds; it may block, and it may fail."""
+        self._fetch = fetch
         self._seconds = seconds
         self._count = 1
 
     def count(self) -> int:
-        """At least this replica itself."""
+        """The number, at least 1 for this replica."""
         return self._count
 
     @asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
-        """Fetch the number regularly while the context is open."""
+        """Fetch the number from time to time while the context is open."""
         watching = asyncio.create_task(self._watch())
         try:
             yield

@@ -1,4 +1,4 @@
-"""Quotas of a key: two buckets that fill by the minute."""
+"""Quotas of an API key: a token bucket for requests, and one for tokens."""
 
 import time
 from collections.abc import Callable
@@ -13,15 +13,15 @@ Replicas = Callable[[], int]
 
 
 def alone() -> int:
-    """The number of replicas where there is one."""
+    """The number of replicas of a server that has only one."""
     return 1
 
 
 class Bucket:
-    """Holds up to a minute's worth and fills evenly; what is taken may leave it in debt.
+    """A token bucket with a capacity of one minute; its level may become negative.
 
-    Debt makes it exact: a request's tokens are known only when it has ended. Each of
-    several replicas has an equal part of what a minute is worth, but always room for one.
+    A request's tokens are known only when it has ended, so they are taken then, even if that leaves
+    a debt. Each replica has an equal part of the rate, but a capacity of at least 1.
     """
 
     def __init__(
@@ -33,19 +33,19 @@ class Bucket:
         self._level = max(1.0, self._rate)
         self._filled = clock()
 
-    def seconds_until(self, wanted: float) -> float:
-        """How long until it holds `wanted`; 0 if it does."""
+    def seconds_until(self, amount: float) -> float:
+        """Seconds until the level is `amount`; 0 if it is already."""
         self._fill()
-        return max(0.0, (wanted - self._level) * _MINUTE / self._rate)
+        return max(0.0, (amount - self._level) * _MINUTE / self._rate)
 
     def take(self, amount: float) -> None:
-        """Take this much, whatever it holds."""
+        """Take this much, whatever the level."""
         self._fill()
         self._level -= amount
 
     @property
     def _rate(self) -> float:
-        """What this replica's bucket gains in a minute."""
+        """What this replica's bucket gains in a minute: the number of replicas may change."""
         return self._per_minute / self._replicas()
 
     def _fill(self) -> None:
@@ -56,7 +56,7 @@ class Bucket:
 
 
 class Quota:
-    """What one key may use on this ingress replica; None: without limit."""
+    """The quota of one key on this ingress replica."""
 
     def __init__(
         self,
@@ -65,24 +65,24 @@ class Quota:
         clock: Clock = time.monotonic,
         replicas: Replicas = alone,
     ) -> None:
-        """Both by the minute, over all replicas."""
+        """requests, tokens: a minute, over all replicas; None: unlimited."""
         self._requests = Bucket(requests, clock, replicas) if requests else None
         self._tokens = Bucket(tokens, clock, replicas) if tokens else None
 
     def count_request(self) -> None:
-        """One request more; raises QUOTA, and counts nothing, when there have been too many."""
+        """Count a request; raises QUOTA, without counting it, if there were too many."""
         if self._requests is None:
             return
         _demand(self._requests, 1.0, "requests")
         self._requests.take(1.0)
 
     def admit_tokens(self) -> None:
-        """Raise QUOTA while the tokens of earlier requests have used up the minute."""
+        """Raise QUOTA while earlier requests have used up the tokens."""
         if self._tokens is not None:
             _demand(self._tokens, 1.0, "tokens")
 
     def take_tokens(self, count: int) -> None:
-        """Charge tokens, those of a prompt before it runs and of an answer after."""
+        """Charge tokens: a prompt's before the request runs, the answer's afterwards."""
         if self._tokens is not None:
             self._tokens.take(count)
 

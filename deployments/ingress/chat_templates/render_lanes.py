@@ -60,4 +60,4 @@ class RenderLane:
         return reply
 
     async def _exchange(self, task: bytes) -> Rendered:
-        return msgspec.msgpack.decode(await self.worker.ask(task), type=Rendered)
+        return msgspec.msgpack.decode(await self.worker.send(task), type=Rendered)

@@ -15,7 +15,7 @@ _ERROR_EVENT_SECONDS = 5.0
 """How long the error events of requests that were ended may take to be written."""
 
 
-class Drain:
+class ReplicaDrain:
     """Counts open requests and ends them on `run`; used on the application's event loop."""
 
     def __init__(self, engine: EngineClient) -> None:
@@ -59,7 +59,7 @@ class Drain:
 class DrainGate:
     """Middleware before all routes; a draining replica refuses everything, health checks too."""
 
-    def __init__(self, app: ASGIApp, drain: Drain) -> None:
+    def __init__(self, app: ASGIApp, drain: ReplicaDrain) -> None:
         self._app = app
         self._drain = drain
 

@@ -37,7 +37,7 @@ class PrefillToken(msgspec.Struct):
     logprob: float | None
 
 
-def asking(sequence: SequenceRequest, num_top: int) -> SequenceRequest:
+def with_prompt_logprobs(sequence: SequenceRequest, num_top: int) -> SequenceRequest:
     """The same sequence, also returning the logprobs of its prompt's tokens."""
     sampling: Sampling = msgspec.structs.replace(sequence.sampling, prompt_logprobs=num_top)
     return msgspec.structs.replace(sequence, sampling=sampling)

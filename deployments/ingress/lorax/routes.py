@@ -13,13 +13,12 @@ from starlette.responses import Response
 from configs.wire.adapters import AdapterReference, AdapterSource
 from configs.wire.sampling import Stopping
 from deployments.contract import AdapterInfo, EngineInfo, GenerateRequest, SequenceRequest
-from deployments.ingress.access.authorization import bearer_token
-from deployments.ingress.access.keys import visible
+from deployments.ingress.access.keys import hub_token, visible
 from deployments.ingress.adapter_names.merges import requested_adapter
 from deployments.ingress.adapter_names.references import parse_source
 from deployments.ingress.generation.choices import spread_seed
 from deployments.ingress.generation.engine import EngineClient, GenerationJob, stop_ids
-from deployments.ingress.generation.prompt_replies import asking
+from deployments.ingress.generation.prompt_replies import with_prompt_logprobs
 from deployments.ingress.generation.replies import FinishedCall, stream, whole
 from deployments.ingress.http.errors import invalid, lorax_error
 from deployments.ingress.http.responses import json_response
@@ -162,13 +161,13 @@ async def _job(
         for choice in range(choices)
     ]
     if given.decoder_input_details:
-        sequences[0] = asking(sequences[0], 0)
+        sequences[0] = with_prompt_logprobs(sequences[0], 0)
     return GenerationJob(
         request=GenerateRequest(
             id=f"gen-{uuid.uuid4().hex}",
             sequences=sequences,
             adapter=_adapter(given, info, engine.settings.default_source),
-            api_token=given.api_token or bearer_token(request),
+            api_token=given.api_token or hub_token(request),
         ),
         stops=given.stop,
         keep_stops=True,

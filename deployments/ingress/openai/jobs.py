@@ -19,7 +19,7 @@ from deployments.ingress.generation.engine import (
     ServedModel,
     stop_ids,
 )
-from deployments.ingress.generation.prompt_replies import Prompt, asking
+from deployments.ingress.generation.prompt_replies import Prompt, with_prompt_logprobs
 from deployments.ingress.http.errors import RequestError, invalid
 from deployments.ingress.openai.schema import ChatBody, CompletionBody
 from deployments.ingress.structured.constraints import UNCONSTRAINED, Constraint, check_endings
@@ -149,7 +149,7 @@ def job_of(
     if body.num_prompt_logprobs >= 0:
         # Once for each prompt: its choices share it.
         for i in range(0, len(sequences), body.candidates):
-            sequences[i] = asking(sequences[i], body.num_prompt_logprobs)
+            sequences[i] = with_prompt_logprobs(sequences[i], body.num_prompt_logprobs)
     for name, ids in (("logit_bias", body.logit_bias), ("stop_token_ids", body.stop_token_ids)):
         _check_known(name, ids or (), info)
     request = GenerateRequest(

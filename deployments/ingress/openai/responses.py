@@ -6,8 +6,8 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from configs.wire.sampling import FinishReason
-from deployments.ingress.access.authorization import bearer_token
 from deployments.ingress.access.keys import caller as grant_of
+from deployments.ingress.access.keys import hub_token
 from deployments.ingress.generation.engine import EngineClient, ServedModel
 from deployments.ingress.generation.replies import FinishedCall, RunningCall, stream, whole
 from deployments.ingress.http.errors import RequestError, invalid
@@ -24,7 +24,7 @@ def routes(engine: EngineClient) -> APIRouter:
 
     @router.post("/responses")
     async def responses(request: Request, body: ResponsesBody) -> Response:
-        caller = Caller(bearer_token(request), grant=grant_of(request))
+        caller = Caller(hub_token(request), grant=grant_of(request))
         try:
             served = await engine.served()
             chat_job = await _chat_job(body, engine, served, caller)

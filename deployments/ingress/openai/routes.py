@@ -8,9 +8,8 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from deployments.contract import EngineInfo, ErrorKind
-from deployments.ingress.access.authorization import bearer_token
 from deployments.ingress.access.keys import caller as grant_of
-from deployments.ingress.access.keys import visible
+from deployments.ingress.access.keys import hub_token, visible
 from deployments.ingress.adapter_names.references import listed_name
 from deployments.ingress.generation.choices import best_first
 from deployments.ingress.generation.engine import EngineClient, GenerationJob, ServedModel
@@ -45,7 +44,7 @@ def routes(engine: EngineClient) -> APIRouter:
 
     @router.post("/completions")
     async def completions(request: Request, body: CompletionBody) -> Response:
-        caller = Caller(bearer_token(request))
+        caller = Caller(hub_token(request))
         check(body, engine.settings)
         served = await engine.served()
         prompts = await _prompts(body, served)
@@ -57,7 +56,7 @@ def routes(engine: EngineClient) -> APIRouter:
 
     @router.post("/chat/completions")
     async def chat_completions(request: Request, body: ChatBody) -> Response:
-        caller = Caller(bearer_token(request), grant=grant_of(request))
+        caller = Caller(hub_token(request), grant=grant_of(request))
         check(body, engine.settings)
         served = await engine.served()
         chat_job = await chat(body, engine, served, caller)

@@ -1,11 +1,14 @@
-"""A bounded queue for a few workers: keys are served in turn, however many wait of each."""
+"""A bounded queue with round-robin over keys, for a few workers."""
 
 import asyncio
 from collections import OrderedDict, deque
 
 
 class QueueFull(Exception):
-    """Too many wait already; `waiting`: how many."""
+    """The queue is full.
+
+    waiting: the number of those that wait, of the same key if any.
+    """
 
     def __init__(self, waiting: int) -> None:
         super().__init__(waiting)
@@ -13,7 +16,7 @@ class QueueFull(Exception):
 
 
 class FairQueue:
-    """Lets `at_once` run; at most max_each of one key and max_all in all wait."""
+    """Lets `at_once` callers run; at most max_each of one key and max_all in total wait."""
 
     def __init__(self, max_each: int, max_all: int, at_once: int = 1) -> None:
         self._max_each = max_each
@@ -23,7 +26,7 @@ class FairQueue:
         self._queues: OrderedDict[bytes, deque[asyncio.Future[None]]] = OrderedDict()
 
     async def acquire(self, key: bytes) -> None:
-        """Wait until this may run; QueueFull if too many wait. `release` must follow."""
+        """Wait until the caller may run; QueueFull if too many wait. `release` must follow."""
         if self._free:
             self._free -= 1
             return
@@ -38,12 +41,12 @@ class FairQueue:
         except asyncio.CancelledError:
             if admitted.cancelled():
                 self._remove(key, admitted)
-            else:  # It was admitted in the same moment.
+            else:  # It was admitted just before it was cancelled, so it must give the room back.
                 self.release()
             raise
 
     def release(self) -> None:
-        """One has ended: admit the first of the next key."""
+        """A caller has finished: admit the first one of the next key."""
         if not self._queues:
             self._free += 1
             return

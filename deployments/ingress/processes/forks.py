@@ -1,4 +1,4 @@
-"""The worker's side: it reads requests and runs each in a fork with CPU and memory limits."""
+"""The worker's side of the pipes: reads requests, and runs work in forks with limits."""
 
 import os
 import resource
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 LENGTH = struct.Struct("<I")
-"""Stands before each request and each reply: how many bytes follow."""
+"""The number of bytes of a request or a reply, sent before it."""
 
 
 class ForkResult(NamedTuple):
@@ -25,11 +25,11 @@ class ForkResult(NamedTuple):
     used: resource.struct_rusage
 
 
-def serve_requests(answer: Callable[[bytes], bytes]) -> None:
-    """Answer requests from stdin on stdout until stdin ends."""
+def serve_requests(reply_to: Callable[[bytes], bytes]) -> None:
+    """Write the reply to each request from stdin to stdout, until stdin ends."""
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     while len(head := source.read(LENGTH.size)) == LENGTH.size:
-        reply = answer(source.read(LENGTH.unpack(head)[0]))
+        reply = reply_to(source.read(LENGTH.unpack(head)[0]))
         sink.write(LENGTH.pack(len(reply)) + reply)
         sink.flush()
 
@@ -37,9 +37,9 @@ def serve_requests(answer: Callable[[bytes], bytes]) -> None:
 def run_in_fork(
     work: Callable[[], bytes], cpu_seconds: float, memory: tuple[int, int]
 ) -> ForkResult:
-    """Run `work` in a fork; SIGPROF ends it after `cpu_seconds` of computing.
+    """Run `work` in a fork; SIGPROF kills it after `cpu_seconds` of CPU time.
 
-    memory: one of resource's limits, and its bytes.
+    memory: a limit of the `resource` module, and its bytes.
     """
     reader, writer = os.pipe()
     child = os.fork()
@@ -55,16 +55,16 @@ def run_in_fork(
 def _work_and_exit(
     work: Callable[[], bytes], cpu_seconds: float, memory: tuple[int, int], writer: int
 ) -> None:
-    """The fork's whole life."""
+    """Run in the fork: do the work, write the output, exit. Never returns."""
     exit_code = 1
     try:
         # The ingress waits for the worker's stdout to close; a fork must not keep it open.
         os.close(sys.stdin.fileno())
         os.close(sys.stdout.fileno())
-        # What a library prints when it runs out of memory is no news to operators.
+        # Libraries print when they run out of memory, which is an expected result here.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        limit, most = memory
-        resource.setrlimit(limit, (most, most))
+        limit, num_bytes = memory
+        resource.setrlimit(limit, (num_bytes, num_bytes))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)

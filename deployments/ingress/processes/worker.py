@@ -1,4 +1,4 @@
-"""A worker process that answers one request after another over its pipes."""
+"""A worker process that handles one request after another over its pipes."""
 
 import asyncio
 import contextlib
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from deployments.ingress.processes.forks import LENGTH
 
-# By the clock on the wall; for a process that hangs, not for one that is slow.
+# Wall-clock time after which a process counts as hanging; slow work has CPU limits of its own.
 _HANGING_S = 120.0
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[3])
 
@@ -23,14 +23,14 @@ def python_command(module: str, *arguments: object) -> tuple[str, ...]:
 
 
 class WorkerProcess:
-    """Starts at the first request; one request at a time."""
+    """Starts with the first request. The caller sends one request at a time."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._command = command
         self.process: asyncio.subprocess.Process | None = None
 
-    async def ask(self, request: bytes) -> bytes:
-        """The reply; OSError when the process cannot start, ends, or hangs."""
+    async def send(self, request: bytes) -> bytes:
+        """Send a request; returns the reply, or raises OSError if the process ends or hangs."""
         done = False
         try:
             async with asyncio.timeout(_HANGING_S):
@@ -40,7 +40,7 @@ class WorkerProcess:
         except asyncio.IncompleteReadError as error:
             raise ConnectionError("it ended") from error
         finally:
-            if not done:  # Also when cancelled: the rest of this reply would be the next one's.
+            if not done:  # Also when cancelled: the next reader would get the rest of this reply.
                 await self.close()
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Checks constraints in processes (compile_process.py): few at a time, and a bounded queue."""
+"""Checks constraints in processes (compile_process.py), two at a time, with a bounded queue."""
 
 import msgspec
 
@@ -9,7 +9,7 @@ from deployments.ingress.processes.worker import WorkerProcess, python_command
 from deployments.ingress.structured.compile_process import CompileResult, CompileTask
 
 CPU_SECONDS = 2.0
-"""What one constraint may take to be converted, compiled, built and followed."""
+"""CPU time in which a constraint must be converted, compiled, built and followed."""
 
 _AT_ONCE = 2
 _MAX_WAITING = 32
@@ -17,7 +17,7 @@ _BUSY = "too many new schemas and grammars are being compiled: try again"
 
 
 class CompilePool:
-    """Processes that have one model's tokenizer; each is used again while it works."""
+    """Processes that have read one model's tokenizer; a process that fails is not used again."""
 
     def __init__(self, folder: str, vocab_size: int, cpu_seconds: float = CPU_SECONDS) -> None:
         module = "deployments.ingress.structured.compile_process"
@@ -26,14 +26,14 @@ class CompilePool:
         self._idle: list[WorkerProcess] = []
 
     async def check(self, task: CompileTask) -> CompileResult:
-        """The result for a task; RequestError when too many wait already."""
+        """Check a task in a process; RequestError if too many tasks wait already."""
         try:
             await self._queue.acquire(b"")
         except QueueFull as error:
             raise RequestError(ErrorKind.OVERLOADED, _BUSY) from error
         worker = self._idle.pop() if self._idle else WorkerProcess(self._command)
         try:
-            reply = await worker.ask(msgspec.msgpack.encode(task))
+            reply = await worker.send(msgspec.msgpack.encode(task))
         except OSError as error:
             message = f"the compiler of schemas and grammars ended ({type(error).__name__})"
             raise RequestError(ErrorKind.UNAVAILABLE, message) from error

@@ -1,7 +1,7 @@
-"""Checks whether a constraint can be followed, in a fork that its cost may end.
+"""Checks whether a constraint can be followed, in a fork with limits on time and memory.
 
-The process reads the model's tokenizer once and forks for each constraint. The fork does all that
-a rank will do: compile, build, and make masks over the whole vocabulary, the first and some more.
+The process reads the model's tokenizer once and forks for each constraint. The fork does what a
+rank will do: it compiles, builds the matcher, and makes some masks over the whole vocabulary.
 """
 
 import random
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 MEMORY_BYTES = 128 << 20
-"""What one constraint may add to a process that has the tokenizer."""
+"""Memory that one constraint may add to the process with the tokenizer."""
 
 _WALK_TOKENS = 24
-"""Tokens of answers that are followed, drawn among those that fit; each needs a mask."""
+"""Tokens of the sample answers, drawn from the tokens that fit; each needs a mask."""
 
 
 class CompileTask(msgspec.Struct, frozen=True, array_like=True):
     """A constraint to check.
 
-    text: a schema if it begins with a brace, else a grammar.
-    foreign: it may be GBNF.
-    trusted: made by the ingress itself, so the compiler's warnings are known.
+    text: a JSON schema if it begins with a brace, else a grammar.
+    foreign: the grammar may be GBNF.
+    trusted: the ingress made it, so the compiler's warnings are expected.
     """
 
     text: str
@@ -39,20 +39,23 @@ class CompileTask(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CompileResult(msgspec.Struct, frozen=True, array_like=True):
-    """The constraint as the ranks are to read it, or what is wrong with it, in a line."""
+    """The outcome of a check.
+
+    text: the constraint for the ranks. fault: in one line, why it is not served; "" if it is.
+    """
 
     text: str = ""
     fault: str = ""
 
 
 def serve(folder: str, vocab_size: str, cpu_seconds: str) -> None:
-    """Check tasks from stdin until it ends; the process's whole life."""
+    """Check tasks from stdin until it ends."""
     seconds = float(cpu_seconds)
     try:
         tokenizer = tokenizer_of(Path(folder), int(vocab_size))
     except Exception as error:
-        # Models that only write free text have tokenizers of every kind.
-        fault = f"it cannot be held to this model's tokenizer: {error}"
+        # Not fatal: the model still serves requests without constraints.
+        fault = f"this model's tokenizer does not support constraints: {error}"
         refusal = msgspec.msgpack.encode(CompileResult(fault=fault))
         serve_requests(lambda task: refusal)
     else:
@@ -60,7 +63,7 @@ def serve(folder: str, vocab_size: str, cpu_seconds: str) -> None:
 
 
 def _check_in_fork(tokenizer: "LLTokenizer", task: bytes, cpu_seconds: float) -> bytes:
-    """The fork's result, or what ended it."""
+    """Check a task in a fork; returns its result, or the reason why it was killed."""
     data_bytes = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
     fork = run_in_fork(
         lambda: msgspec.msgpack.encode(check(tokenizer, task)),
@@ -79,7 +82,7 @@ def _check_in_fork(tokenizer: "LLTokenizer", task: bytes, cpu_seconds: float) ->
 
 
 def check(tokenizer: "LLTokenizer", data: bytes) -> CompileResult:
-    """Do with a task all that a rank will do."""
+    """Do what a rank will do with a constraint."""
     task = msgspec.msgpack.decode(data, type=CompileTask)
     try:
         text = _lark(task.text) if task.foreign else task.text
@@ -101,25 +104,25 @@ def _lark(grammar: str) -> str:
     except MemoryError:
         raise
     except Exception as fault:
-        # The converter raises what its parser happened to run into.
+        # The converter has no exception type of its own.
         message = str(fault).strip().split("\n")[0]
         raise ValueError(f"the grammar is not valid GBNF: {message}") from fault
 
 
 def _warnings(text: str, trusted: bool) -> str:
-    """The compiler's errors and warnings without a vocabulary; "" for none that matters."""
+    """The compiler's errors and warnings about a grammar without a vocabulary; "" if it is fine."""
     from llguidance import LLMatcher
 
     grammar = LLMatcher.grammar_from_json_schema(text) if text.startswith("{") else text
     failed, warnings = LLMatcher.validate_grammar_with_warnings(grammar)
     if not failed and trusted:
         return ""
-    # A warning says that a part would not be enforced, or that only the ranks can tell.
+    # A warning means that a part would not be enforced, or may fail on the ranks only.
     return reason("\n".join(warnings) or ("it cannot be compiled" if failed else ""))
 
 
 def _walk(tokenizer: "LLTokenizer", text: str) -> None:
-    """Follow answers that fit, one after another; ValueError where a mask takes too much."""
+    """Follow sample answers that fit; ValueError if a mask is too expensive."""
     import numpy as np  # The ingress imports this file too and needs no numpy.
 
     matcher = matcher_of(tokenizer, text)

@@ -1,4 +1,4 @@
-"""Constraints on answers: each is checked once, before its request goes to the driver."""
+"""Constraints on answers, and their check before a request goes to the driver."""
 
 import asyncio
 import hashlib
@@ -13,20 +13,20 @@ from deployments.ingress.structured.compile_process import CompileResult, Compil
 
 MAX_CHARACTERS = 64 * 1024
 
-# Of many tools at once.
+# Grammars of tool calls contain the schemas of many tools.
 _MAX_TRUSTED = 4 * MAX_CHARACTERS
-# Each result has a bound, so all that are cached take 64 MiB at most.
+# At most 64 MiB, as each result is bounded.
 _MAX_CACHED = 256
 
 
 class Constraint(NamedTuple):
-    """What an answer must fit; without a schema and a grammar: any text.
+    """What an answer must fit; any text, if there is neither a schema nor a grammar.
 
-    param: the request's field that it comes from.
+    param: the request's field that it comes from, for error messages.
     json_schema: a JSON schema.
-    grammar: in Lark, as llguidance reads it.
-    trusted: made by the ingress itself, so it may name special tokens.
-    foreign: the grammar may still be GBNF.
+    grammar: in llguidance's dialect of Lark.
+    trusted: the ingress made it, so it may name special tokens.
+    foreign: the grammar may be GBNF and is not converted yet.
     """
 
     param: str = ""
@@ -36,12 +36,12 @@ class Constraint(NamedTuple):
     foreign: bool = False
 
     def __bool__(self) -> bool:
-        """Whether it constrains anything."""
+        """Whether there is a constraint."""
         return bool(self.json_schema or self.grammar)
 
     @property
     def task(self) -> CompileTask:
-        """The check that it needs."""
+        """The task that checks it."""
         return CompileTask(self.json_schema or self.grammar, self.foreign, self.trusted)
 
 
@@ -49,18 +49,20 @@ UNCONSTRAINED = Constraint()
 
 
 class Compiler:
-    """Checks constraints, and caches the last results, good or bad."""
+    """Checks constraints, and caches the last results, failures too.
+
+    cpu_seconds: CPU time for the check of one constraint.
+    """
 
     def __init__(self, cpu_seconds: float = CPU_SECONDS) -> None:
-        """cpu_seconds: of computing, for one constraint."""
         self._cpu_seconds = cpu_seconds
         self._pool: CompilePool | None = None
         self._results: dict[bytes, asyncio.Task[CompileResult]] = {}
 
     async def compiled(self, constraint: Constraint, info: EngineInfo) -> Constraint:
-        """The constraint as the ranks are to read it.
+        """The constraint in the form for the ranks.
 
-        Refuses what cannot be enforced whole, or costs too much, with the reason.
+        Refuses one that cannot be enforced completely, or is too expensive, with the reason.
         """
         if not constraint:
             return constraint
@@ -75,11 +77,9 @@ class Compiler:
         result = await self._result(constraint.task, info)
         if result.fault:
             raise invalid(f"the {kind} is not supported: {result.fault}", constraint.param)
-        return (
-            constraint._replace(grammar=result.text, foreign=False)
-            if constraint.foreign
-            else constraint
-        )
+        if constraint.foreign:
+            return constraint._replace(grammar=result.text, foreign=False)
+        return constraint
 
     async def close(self) -> None:
         """End the processes."""
@@ -87,15 +87,15 @@ class Compiler:
             await self._pool.close()
 
     async def check(self, task: CompileTask, info: EngineInfo) -> CompileResult:
-        """The result of a task, from the pool."""
+        """Check a task in the pool."""
         if self._pool is None:
             self._pool = CompilePool(info.tokenizer, info.vocab_size, self._cpu_seconds)
         return await self._pool.check(task)
 
     async def _result(self, task: CompileTask, info: EngineInfo) -> CompileResult:
-        """The result of a task, cached; equal tasks at the same time share one check.
+        """The cached result of a task; equal tasks at the same time share one check.
 
-        A check that failed to run is not cached.
+        A check that could not run is not cached.
         """
         digest = hashlib.blake2b(repr(task).encode(), digest_size=16).digest()
         running = self._results.pop(digest, None)
@@ -104,12 +104,12 @@ class Compiler:
         self._results[digest] = running
         if len(self._results) > _MAX_CACHED:
             del self._results[next(iter(self._results))]
-        # A client that leaves must not cancel it for the others.
+        # A client that leaves must not cancel the check for other clients.
         return await asyncio.shield(running)
 
 
 def check_endings(constraint: Constraint, ignores_end: bool, min_tokens: int) -> None:
-    """Refuse settings that keep an answer from ending where its constraint is complete."""
+    """Refuse settings under which an answer could not end when its constraint is complete."""
     if constraint and (ignores_end or min_tokens):
         other = "ignored end tokens" if ignores_end else "`min_tokens`"
         raise invalid(f"`{constraint.param}` cannot be combined with {other}", constraint.param)

@@ -1,4 +1,4 @@
-"""What else an answer may be held to: vLLM's `structured_outputs` and the older `guided_*`."""
+"""vLLM's fields for constrained answers: `structured_outputs` and the older `guided_*`."""
 
 import asyncio
 import json
@@ -13,19 +13,19 @@ from deployments.ingress.http.unicode import Unicode
 from deployments.ingress.structured.constraints import MAX_CHARACTERS, UNCONSTRAINED, Constraint
 from deployments.ingress.structured.schemas import ANY_OBJECT, ResponseFormat, schema_text
 
-_NEWER = "structured_outputs"
+_FIELD = "structured_outputs"
 _MAX_CHOICES = 1024
-# The sampling temperature is the request's; a grammar cannot change it on the way. No run of
-# characters is looked at twice: a search over brackets alone would hold up all other threads.
+# A grammar could set the temperature, which is the request's. The pattern is linear in the text: a
+# slow search would block all other threads.
 _TEMPERATURE = re.compile(r"\[[^\[\]\n]*\btemperature\s*=")
-# Comments, strings and patterns, ended or not: brackets in them are only text.
+# Comments, strings and patterns, also unfinished ones; brackets in them have no meaning.
 _LITERALS = re.compile(r'//[^\n]*+|"(?:\\.|[^"\\\n])*+"?|/(?:\\.|[^/\\\n])*+/?')
-# What is not allowed to stand in a Lark pattern as it is; pairs are looked at as a whole.
+# What must be escaped in a Lark pattern. A backslash pair is matched whole, so it stays.
 _TO_ESCAPE = re.compile(r"\\.|/|\n", re.DOTALL)
 
 
 class StructuredOutputs(BaseModel):
-    """One way to say what an answer must be; the names are vLLM's."""
+    """vLLM's `structured_outputs`: exactly one of these fields."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
@@ -37,19 +37,19 @@ class StructuredOutputs(BaseModel):
 
     @property
     def constraint(self) -> Constraint:
-        """What an answer must fit; refuses other than one way."""
+        """What an answer must fit; refuses a request with none or several."""
         for name, value in (self.model_extra or {}).items():
             if value not in (None, False):
-                message = f"`{_NEWER}.{name}` is not supported"
-                raise invalid(message, _NEWER, "unsupported_parameter")
-        return _only(_NEWER, [
-            _json(_NEWER, self.json_), _regex(_NEWER, self.regex), _choice(_NEWER, self.choice),
-            _grammar(_NEWER, self.grammar), _json(_NEWER, ANY_OBJECT if self.json_object else None),
+                message = f"`{_FIELD}.{name}` is not supported"
+                raise invalid(message, _FIELD, "unsupported_parameter")
+        return _only(_FIELD, [
+            _json(_FIELD, self.json_), _regex(_FIELD, self.regex), _choice(_FIELD, self.choice),
+            _grammar(_FIELD, self.grammar), _json(_FIELD, ANY_OBJECT if self.json_object else None),
         ])  # fmt: skip
 
 
 class Constrainable(BaseModel):
-    """The fields of a request that hold an answer to something."""
+    """The fields of a request that constrain its answer."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -66,7 +66,7 @@ class Constrainable(BaseModel):
                   self.guided_regex, self.guided_choice, self.guided_grammar)  # fmt: skip
         if all(field is None for field in fields):
             return UNCONSTRAINED
-        # Large schemas take a while to write.
+        # Writing a large schema would block the event loop.
         return await asyncio.to_thread(self._constraint)
 
     def _constraint(self) -> Constraint:
@@ -86,15 +86,15 @@ class Constrainable(BaseModel):
 
 
 def lark_string(text: str) -> str:
-    """A text as a literal of a Lark grammar."""
+    """A text as a string literal of a Lark grammar."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def _only(param: str, constraints: Sequence[Constraint]) -> Constraint:
     given = [one for one in constraints if one]
     if len(given) != 1:
-        ways = "json, regex, choice, grammar, json_object"
-        raise invalid(f"`{param}` needs exactly one of {ways}; {len(given)} are given", param)
+        names = "json, regex, choice, grammar, json_object"
+        raise invalid(f"`{param}` needs exactly one of {names}; {len(given)} are given", param)
     return given[0]
 
 
@@ -128,13 +128,13 @@ def _choice(param: str, choices: Sequence[str] | None) -> Constraint:
         return UNCONSTRAINED
     if not choices or not all(choices):
         _refuse_empty(param, "choice")
-    # A terminal: texts that begin alike are looked at once, not each by itself.
+    # As one terminal, the texts share one automaton; as rules, each would be followed alone.
     texts = " | ".join(map(lark_string, choices))
     return Constraint(param, grammar=f"start: CHOICE\nCHOICE: {texts}")
 
 
 def _grammar(param: str, grammar: str | None) -> Constraint:
-    """Lark or GBNF: which of them is seen when it is tried."""
+    """A grammar in Lark or GBNF; the check finds out which."""
     if grammar is None:
         return UNCONSTRAINED
     if not grammar.strip():
@@ -148,5 +148,5 @@ def _grammar(param: str, grammar: str | None) -> Constraint:
     return Constraint(param, grammar=grammar, foreign=True)
 
 
-def _refuse_empty(param: str, way: str) -> NoReturn:
-    raise invalid(f"the {way} in `{param}` is empty", param)
+def _refuse_empty(param: str, kind: str) -> NoReturn:
+    raise invalid(f"the {kind} in `{param}` is empty", param)

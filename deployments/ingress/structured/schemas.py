@@ -1,4 +1,4 @@
-"""`response_format` in both vendors' spelling: what JSON an answer must be."""
+"""`response_format`, as LoRAX and OpenAI write it: the JSON schema of an answer."""
 
 import json
 from collections.abc import Mapping
@@ -10,12 +10,12 @@ from deployments.ingress.http.errors import invalid
 from deployments.ingress.structured.constraints import UNCONSTRAINED, Constraint
 
 _FIELD = "response_format"
-# How llguidance is to read a schema, whatever the schema itself says about that.
+# Options of llguidance for every schema; they replace those in the schema itself.
 _OPTIONS = {
-    # A space, or a new line and its indentation: a model that likes blanks would never end.
+    # At most a space, or a new line with indentation: else a model could write blanks forever.
     "whitespace_flexible": True,
     "whitespace_pattern": r"( |\n {0,16})",
-    # A keyword that would not be enforced is refused.
+    # Refuse keywords that would not be enforced.
     "lenient": False,
 }
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
@@ -26,7 +26,7 @@ _KINDS = {
 
 
 class NamedSchema(BaseModel):
-    """OpenAI's wrapping of a schema; name and description are for people."""
+    """OpenAI's object around a schema; its name and description have no effect."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -34,7 +34,7 @@ class NamedSchema(BaseModel):
 
 
 class ResponseFormat(BaseModel):
-    """Both vendors' spelling; a schema may stand here (LoRAX) or in json_schema (OpenAI)."""
+    """The field of both APIs; the schema is in `schema` (LoRAX) or `json_schema` (OpenAI)."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -55,5 +55,5 @@ class ResponseFormat(BaseModel):
 
 
 def schema_text(schema: Mapping[str, Any]) -> str:
-    """A schema as llguidance is to read it."""
+    """A schema as text for llguidance, with this server's options."""
     return json.dumps({**schema, "x-guidance": _OPTIONS}, separators=(",", ":"))

@@ -1,9 +1,9 @@
 """A folder's tokenizer as transformers' AutoTokenizer makes it, for the `tokenizers` library.
 
-What a folder's files mean depends on their tokenizer class, on four files beside tokenizer.json and
-on the model's type; transformers knows. It is asked once, in a process of its own: so neither
-transformers nor tensors come into the ingress, and a repository's own code, where the operator
-trusts it, runs there.
+What a folder's files mean depends on the tokenizer class, on four files beside tokenizer.json and
+on the model's type. transformers knows these rules. It runs once, in a process of its own: so
+neither transformers nor torch is imported into the ingress, and a repository's own code, if the
+operator trusts it, runs there too.
 """
 
 import subprocess
@@ -33,35 +33,38 @@ _VOCABULARIES = (
 _SAVE = "save one with AutoTokenizer.from_pretrained(model).save_pretrained(folder)"
 _IN_PYTHON = ("__call__", "_encode_plus", "_decode", "decode", "clean_up_tokenization")
 _SAME_IN_EFFECT = {"CodeGenTokenizer": ("decode",)}
-"""Overridden for arguments that nobody gives here."""
+"""Overridden methods that differ only for arguments that this server never passes."""
 
 
 class Converted(msgspec.Struct, frozen=True):
     """A tokenizer as data.
 
-    description: as tokenizer.json has it. special_tokens: by the names that chat templates know
-    them by. splits_special: special tokens in a text are read as text. tidies: decoding removes
-    spaces before punctuation. apart: words whose presence makes the class encode in another way.
+    description: the content of a tokenizer.json.
+    special_tokens: by their names in chat templates, e.g. "bos_token".
+    splits_special: special tokens in a text are encoded as plain text.
+    cleans_up: decoding removes spaces before punctuation.
+    refused_strings: texts with one of these are not served; the class encodes them by other rules.
+    refusal: why the tokenizer is not served, "" if it is.
     """
 
     description: str = ""
     special_tokens: dict[str, str] = {}
     splits_special: bool = False
-    tidies: bool = False
-    apart: tuple[str, ...] = ()
+    cleans_up: bool = False
+    refused_strings: tuple[str, ...] = ()
     refusal: str = ""
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer."""
+        """Build the tokenizer."""
         tokenizer: Tokenizer = Tokenizer.from_str(self.description)
         tokenizer.encode_special_tokens = self.splits_special
         return tokenizer
 
 
 def convert(folder: Path, trust_remote_code: bool = False) -> Converted:
-    """The folder's tokenizer; ValueError with a sentence for what cannot be served.
+    """The folder's tokenizer, read in another process.
 
-    FileNotFoundError where there is none.
+    FileNotFoundError if there is none; ValueError with the reason if it cannot be served.
     """
     if not any(path.is_file() for name in _VOCABULARIES for path in folder.glob(name)):
         raise FileNotFoundError(
@@ -70,10 +73,10 @@ def convert(folder: Path, trust_remote_code: bool = False) -> Converted:
     command = [sys.executable, "-c", _START, str(folder), "trust" if trust_remote_code else ""]
     done = subprocess.run(command, capture_output=True, timeout=_LONGEST_S, check=False)
     if done.returncode:
-        words = " ".join(done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:])
+        reason = " ".join(done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:])
         if not (folder / "tokenizer.json").is_file():
-            words += f" (a folder without tokenizer.json needs the sentencepiece package; {_SAVE})"
-        raise ValueError(f"the tokenizer in {folder} cannot be read: {words}")
+            reason += f" (a folder without tokenizer.json needs the sentencepiece package; {_SAVE})"
+        raise ValueError(f"the tokenizer in {folder} cannot be read: {reason}")
     found = msgspec.msgpack.decode(done.stdout, type=Converted)
     if found.refusal:
         raise ValueError(f"the tokenizer in {folder} is not served: {found.refusal}")
@@ -81,16 +84,17 @@ def convert(folder: Path, trust_remote_code: bool = False) -> Converted:
 
 
 def export(folder: str, trust: str) -> None:
-    """Write the folder's tokenizer to stdout; the whole life of `convert`'s process."""
+    """Write the folder's tokenizer to stdout; `convert` starts a process for this call."""
+    # Libraries print; only the result may go to stdout.
     sink, sys.stdout = sys.stdout.buffer, sys.stderr
     if not trust:
-        # What transformers does with tensors takes it seconds to import, and texts need none of it.
+        # Importing torch takes transformers seconds, and tokenizers do not need it.
         sys.modules["torch"] = None  # type: ignore[assignment]
     sink.write(msgspec.msgpack.encode(converted(folder, bool(trust))))
 
 
 def converted(folder: str, trust_remote_code: bool) -> Converted:
-    """What `export` writes."""
+    """Read the folder's tokenizer with transformers."""
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(
@@ -101,18 +105,18 @@ def converted(folder: str, trust_remote_code: bool) -> Converted:
     if not isinstance(backend, Tokenizer):
         return Converted(refusal=f"{kind.__name__} works in Python; a fast tokenizer is required")
     changed = _changed(kind)
-    apart = [tokenizer.fill_token] if kind.__name__ == "CodeLlamaTokenizer" else []
-    if changed and not apart:
-        words = f"{kind.__name__} has a {changed[0]} of its own, in Python"
-        return Converted(refusal=f"{words}: what it changes would be lost")
+    refused = [tokenizer.fill_token] if kind.__name__ == "CodeLlamaTokenizer" else []
+    if changed and not refused:
+        fault = f"{kind.__name__} has a {changed[0]} of its own, in Python"
+        return Converted(refusal=f"{fault}: what it changes would be lost")
     backend.no_truncation()
     backend.no_padding()
     converted = Converted(
         description=backend.to_str(),
         special_tokens=tokenizer.special_tokens_map,
         splits_special=tokenizer.split_special_tokens,
-        tidies=_tidies(tokenizer),
-        apart=tuple(word for word in apart if word),
+        cleans_up=_cleans_up(tokenizer),
+        refused_strings=tuple(each for each in refused if each),
     )
     if not _same(converted.tokenizer(), backend):
         return Converted(refusal="its added tokens have other ids when it is saved and read again")
@@ -120,7 +124,7 @@ def converted(folder: str, trust_remote_code: bool) -> Converted:
 
 
 def _changed(kind: type[Any]) -> Sequence[str]:
-    """Which of a class's ways between text and ids are not those of all fast tokenizers."""
+    """The methods in which a tokenizer class differs from all fast tokenizers."""
     from transformers import PreTrainedTokenizerFast
 
     excused = _SAME_IN_EFFECT.get(kind.__name__, ())
@@ -131,8 +135,8 @@ def _changed(kind: type[Any]) -> Sequence[str]:
     ]
 
 
-def _tidies(tokenizer: Any) -> bool:
-    """Whether decoding cleans up, as `TokenizersBackend._decode` decides it."""
+def _cleans_up(tokenizer: Any) -> bool:
+    """Whether decoding removes spaces; the rule of `TokenizersBackend._decode`."""
     if not tokenizer.clean_up_tokenization_spaces:
         return False
     forced = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
@@ -141,7 +145,7 @@ def _tidies(tokenizer: Any) -> bool:
 
 
 def _same(one: Tokenizer, other: Tokenizer) -> bool:
-    """Whether two tokenizers have the same tokens by the same ids."""
+    """Whether two tokenizers have the same tokens with the same ids."""
     added, others = one.get_added_tokens_decoder(), other.get_added_tokens_decoder()
     same_added = {id: repr(token) for id, token in added.items()} == {
         id: repr(token) for id, token in others.items()

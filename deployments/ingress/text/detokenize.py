@@ -1,14 +1,15 @@
-"""From tokens to text, one sequence at a time: incremental decoding and clean-up."""
+"""Incremental decoding of one sequence: tokens to text, and the clean-up of spaces."""
 
 import codecs
 from collections.abc import Container, Sequence
 
-from deployments.ingress.text.spelling import Spelling
+from deployments.ingress.text.stops import begun_length
+from deployments.ingress.text.token_decoder import TokenDecoder
 
 _REPLACEMENT = "\ufffd"
 _EACH_BYTE = "loray-each-byte"
-# transformers' clean-up, in its order.
-_TIDIED = ((" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"),
+# transformers' clean-up; the order matters.
+_REPLACEMENTS = ((" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"),
            (" 'm", "'m"), (" 's", "'s"), (" 've", "'ve"), (" 're", "'re"))  # fmt: skip
 
 
@@ -23,73 +24,76 @@ codecs.register_error(_EACH_BYTE, _replace_each_byte)
 class TextStream:
     """Decodes a growing list of tokens; what it emits never changes afterwards.
 
-    Tokens in `silent` have no text. Each token is looked at once, and a character comes out with
-    its last byte; so the text does not depend on how many tokens come at a time. It is that of
-    the tokenizer's own decoder, but in one respect: where bytes are tokens (ByteFallback), that
-    gives up a whole run of them for one that fits in no character. Here only those bytes are lost.
+    Tokens in `silent` have no text. Each token is decoded once, and a character is returned with
+    its last byte; so the text does not depend on how the tokens are split into batches. It equals
+    the text of the tokenizer's own decoder, with one exception: where bytes are tokens
+    (ByteFallback), that decoder drops a whole run of bytes if one of them is invalid. Here only the
+    invalid bytes are lost.
+
+    start: where the last token's own text begins, in characters of the whole text.
     """
 
     def __init__(
-        self, spelling: Spelling, silent: Container[int] = frozenset(), tidies: bool = False
+        self, decoder: TokenDecoder, silent: Container[int] = frozenset(), cleans_up: bool = False
     ) -> None:
-        """tidies: spaces before punctuation go, as `clean_up_tokenization_spaces` has it."""
-        self._spelling = spelling
+        """cleans_up: remove spaces before punctuation, like `clean_up_tokenization_spaces`."""
+        self._decoder = decoder
         self._silent = silent
-        self._before = spelling.before_bytes()
-        self._after = spelling.after_bytes()
-        self._characters = _Characters(_EACH_BYTE if spelling.replaces_each_byte else "replace")
-        self._tidy = _Tidied() if tidies else None
+        self._before = decoder.before_bytes()
+        self._after = decoder.after_bytes()
+        self._characters = _Characters(_EACH_BYTE if decoder.replaces_each_byte else "replace")
+        self._clean_up = _CleanUp() if cleans_up else None
         self._length = 0
         self.start = 0
-        """Where the last token's own text begins, in characters of the whole text."""
 
     def push(self, tokens: Sequence[int]) -> str:
-        """The text that these tokens complete; empty while a character is unfinished."""
-        return "".join([self._take(token) for token in tokens])
+        """Add tokens and return the text that they complete; "" within a character."""
+        return "".join([self._add(token) for token in tokens])
 
     def flush(self) -> str:
-        """What is left, unfinished characters included; the stream is over."""
+        """The rest of the text, unfinished characters included. No token may follow."""
         text = self._emit(self._characters.broken())
-        return text if self._tidy is None else text + self._tidy.flush()
+        return text if self._clean_up is None else text + self._clean_up.flush()
 
-    def _take(self, token: int) -> str:
+    def _add(self, token: int) -> str:
         self.start = self._length
-        spelled = None if token in self._silent else self._spelled(token)
-        if spelled is None:
+        decoded = None if token in self._silent else self._decode(token)
+        if decoded is None:
             return ""
-        if isinstance(spelled, str):
-            broken, text = self._characters.broken(), spelled
+        if isinstance(decoded, str):
+            broken, text = self._characters.broken(), decoded
         else:
-            broken, text = self._characters.push(spelled)
+            broken, text = self._characters.push(decoded)
+        # A replaced character belongs to the tokens before, so this token begins after it.
         released = self._emit(broken)
         self.start = self._length
         return released + self._emit(text)
 
-    def _spelled(self, token: int) -> str | bytes | None:
+    def _decode(self, token: int) -> str | bytes | None:
         if self._before is None:
-            return self._spelling.alone(token)
-        written = self._spelling.token(token)
-        return None if written is None else self._spelling.parts(self._before.add(written))
+            return self._decoder.alone(token)
+        name = self._decoder.token(token)
+        return None if name is None else self._decoder.bytes_step(self._before.add(name))
 
     def _emit(self, text: str) -> str:
         if text and self._after is not None:
             text = self._after.add(text)
-        if self._tidy is not None:
-            text = self._tidy.push(text)
+        if self._clean_up is not None:
+            text = self._clean_up.push(text)
         self._length += len(text)
         return text
 
 
 class _Characters:
-    """Bytes that come in pieces, as characters."""
+    """Decodes UTF-8 that arrives in pieces."""
 
     def __init__(self, errors: str) -> None:
-        """errors: codecs' name for what is done to bytes that fit in no character."""
+        """errors: name of the codecs error handler for invalid bytes."""
         self._errors = errors
         self._pending = b""
 
     def push(self, raw: bytes) -> tuple[str, str]:
-        """What becomes of bytes before that these do not continue, and the characters now whole."""
+        """Add bytes; returns the replacement of broken earlier ones, and the completed text."""
         broken = ""
         if self._pending and not self._continues(raw[:1]):
             broken = self.broken()
@@ -99,7 +103,7 @@ class _Characters:
         return broken, text
 
     def broken(self) -> str:
-        """What becomes of an unfinished character when nothing continues it."""
+        """The replacement of an unfinished character, which nothing continues."""
         if not self._pending:
             return ""
         text, _ = codecs.utf_8_decode(self._pending, self._errors, True)
@@ -114,45 +118,44 @@ class _Characters:
         return True
 
 
-class _Tidied:
-    """transformers' `clean_up_tokenization` over text that comes in pieces."""
+class _CleanUp:
+    """transformers' `clean_up_tokenization` for text that arrives in pieces."""
 
     def __init__(self) -> None:
-        self._stages = [_Replaced(*pair) for pair in _TIDIED]
+        self._stages = [_Replace(*pair) for pair in _REPLACEMENTS]
 
     def push(self, text: str) -> str:
-        """The text that no later piece can change."""
+        """Add text and return what no later piece can change."""
         for stage in self._stages:
             text = stage.push(text)
         return text
 
     def flush(self) -> str:
-        """What was held back; the text is over."""
+        """The withheld text. No text may follow."""
         text = ""
         for stage in self._stages:
             text = stage.push(text) + stage.flush()
         return text
 
 
-class _Replaced:
-    """`str.replace` over text that comes in pieces."""
+class _Replace:
+    """`str.replace` for text that arrives in pieces."""
 
     def __init__(self, old: str, new: str) -> None:
         self._old = old
         self._new = new
-        self._held = ""
+        self._withheld = ""
 
     def push(self, text: str) -> str:
-        """The text that no later piece can change."""
+        """Add text and return what no later piece can change."""
         if not text:
             return ""
-        *done, rest = (self._held + text).split(self._old)
-        ends = (n for n in range(len(self._old) - 1, 0, -1) if rest.endswith(self._old[:n]))
-        kept = len(rest) - next(ends, 0)
-        self._held = rest[kept:]
-        return self._new.join([*done, rest[:kept]])
+        *done, rest = (self._withheld + text).split(self._old)
+        cut = len(rest) - begun_length(rest, self._old)
+        self._withheld = rest[cut:]
+        return self._new.join([*done, rest[:cut]])
 
     def flush(self) -> str:
-        """The beginning of `old` that was held back."""
-        held, self._held = self._held, ""
-        return held
+        """The withheld start of `old`. No text may follow."""
+        rest, self._withheld = self._withheld, ""
+        return rest

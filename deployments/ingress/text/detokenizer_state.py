@@ -1,4 +1,4 @@
-"""One sequence's state between its tokens and the text that its client sees."""
+"""The state of one sequence between its tokens and the text that the client sees."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -9,7 +9,10 @@ from deployments.ingress.text.stops import StopStrings
 
 
 class TextPiece(NamedTuple):
-    """The text that one token releases; `offset` is where the token's own text begins."""
+    """The text that one token completes.
+
+    offset: where the token's own text begins, in characters of the whole text.
+    """
 
     token: int
     text: str
@@ -18,11 +21,9 @@ class TextPiece(NamedTuple):
 
 
 class DetokenizerState:
-    """Feeds tokens through decoding and stop strings.
+    """Decodes the tokens of one sequence and ends its text at a stop string.
 
-    num_tokens counts the tokens up to the stop string's last. per_token=False makes one piece
-    of each batch of tokens, which is cheaper when nobody looks at single tokens; not with stop
-    strings, which end between tokens. hidden: contents of tokens that only stop strings see.
+    num_tokens: tokens so far, up to the last one of the stop string.
     """
 
     def __init__(
@@ -32,6 +33,10 @@ class DetokenizerState:
         per_token: bool,
         hidden: Mapping[int, str] | None = None,
     ) -> None:
+        """per_token: make a piece of each token, which stop strings need; else of each batch.
+
+        hidden: contents of special tokens, which are searched for stop strings but not returned.
+        """
         self._stream = stream
         self._stops = stops
         self._per_token = per_token
@@ -40,13 +45,13 @@ class DetokenizerState:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string has ended the text; later tokens are not the client's."""
+        """Whether a stop string has ended the text; later tokens are discarded."""
         return self._stops.matched
 
     def feed(
         self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] | None = None
     ) -> list[TextPiece]:
-        """The pieces that these tokens release, up to the stop string if one completes."""
+        """The pieces that these tokens complete, up to the stop string if there is one."""
         if not tokens:
             return []
         if not self._per_token:
@@ -59,7 +64,7 @@ class DetokenizerState:
         return pieces
 
     def end(self) -> str:
-        """The rest of the text, unfinished characters and held back text included."""
+        """The rest of the text: unfinished characters, and what was withheld for stop strings."""
         return self._stops.push(self._stream.flush()) + self._stops.flush()
 
     def _piece(self, tokens: Sequence[int], logprobs: TokenLogprobs | None) -> TextPiece:

@@ -1,7 +1,7 @@
 """Galactica's prompts: inside DNA, SMILES and amino-acid sequences each character is a token.
 
-The model is an OPT with a tokenizer of its own, which cuts a text wherever it meets a certain
-marker, and drops the marker. Whoever asks for tokens has to put the markers in.
+The model is an OPT. Its tokenizer cuts a text at a certain marker, and drops the marker. The
+markers must be put into a text before it is encoded.
 """
 
 import re
@@ -10,18 +10,18 @@ from bisect import bisect_left
 from tokenizers import Tokenizer
 
 MARKER = "SPL1T-TH1S-Pl3A5E"
-"""What the tokenizer cuts at: the pattern of its pre-tokenizer."""
+"""The tokenizer cuts here: it is the pattern of its pre-tokenizer."""
 
 ENDS = frozenset({"<s>", "<pad>", "</s>", "<unk>"})
-"""Special tokens without a text; the others ([START_REF], <work>, ...) are part of an answer."""
+"""Special tokens that are not text; the others ([START_REF], <work>, ...) belong to an answer."""
 
 _TAG = re.compile(r"\[(START|END)_(DNA|SMILES|I_SMILES|AMINO)\]|\n")
 
 
 def cuts_sequences(tokenizer: Tokenizer) -> bool:
-    """Whether a tokenizer is of this kind: it looks for the marker."""
-    cutter = tokenizer.pre_tokenizer
-    return cutter is not None and MARKER.encode() in cutter.__getstate__()
+    """Whether this tokenizer cuts at the marker."""
+    pre_tokenizer = tokenizer.pre_tokenizer
+    return pre_tokenizer is not None and MARKER.encode() in pre_tokenizer.__getstate__()
 
 
 def mark(text: str) -> str:
@@ -39,7 +39,7 @@ def mark(text: str) -> str:
 def _sequences(text: str) -> list[tuple[re.Match[str], re.Match[str]]]:
     """Each start that has an end of its kind on its line, and the first such end.
 
-    Read from the back, so that starts without an end do not each look for one to the text's end.
+    It reads backwards: forwards, each start without an end would be a search to the text's end.
     """
     found = []
     ends: dict[str, re.Match[str]] = {}
@@ -55,10 +55,9 @@ def _sequences(text: str) -> list[tuple[re.Match[str], re.Match[str]]]:
 
 
 class MarkedOffsets:
-    """Offsets in a marked text as offsets in the text before."""
+    """Converts offsets in a marked text to offsets in the unmarked one."""
 
     def __init__(self, marked: str) -> None:
-        """Look for the markers."""
         self._starts = [found.start() for found in re.finditer(re.escape(MARKER), marked)]
 
     def offset(self, at: int) -> int:

@@ -8,7 +8,7 @@ from deployments.ingress.text.detokenizer_state import TextPiece
 from deployments.ingress.text.tokenizer import ModelTokenizer
 
 _REPLACEMENT = "\ufffd"
-# OpenAI's own floor; JSON has no infinities.
+# The floor of OpenAI's API; JSON has no infinities.
 _FLOOR = -9999.0
 
 
@@ -22,7 +22,7 @@ class CompletionLogprobs(TypedDict):
 
 
 class TopLogprob(TypedDict):
-    """A token that could have stood there."""
+    """A likely token at this position."""
 
     token: str
     logprob: float
@@ -43,7 +43,7 @@ class ChatLogprobs(TypedDict):
 
 
 def finite(logprob: float) -> float:
-    """A logprob that JSON can say."""
+    """The logprob, with a floor that JSON can represent."""
     return logprob if logprob > _FLOOR else _FLOOR
 
 
@@ -57,11 +57,11 @@ def completion_logprobs(
 ) -> CompletionLogprobs:
     """Four lists, one entry a token; the alternatives include the sampled token.
 
-    A token without logprobs, as an echoed prompt's first is, has nulls.
+    A token without logprobs has nulls, e.g. the first one of an echoed prompt.
     """
-    tops = [_top_by_spelling(piece, text) for piece in pieces] if num_top else None
+    tops = [_top_by_text(piece, text) for piece in pieces] if num_top else None
     return {
-        "tokens": [_spelled(piece.token, text) for piece in pieces],
+        "tokens": [_token_string(piece.token, text) for piece in pieces],
         "token_logprobs": [
             None if piece.logprobs is None else sampled_logprob(piece) for piece in pieces
         ],
@@ -86,11 +86,11 @@ def _top(logprobs: TokenLogprobs | None) -> list[tuple[int, float]]:
     return list(zip(logprobs.top_ids, logprobs.top_logprobs, strict=True))
 
 
-def _top_by_spelling(piece: TextPiece, text: ModelTokenizer) -> dict[str, float] | None:
+def _top_by_text(piece: TextPiece, text: ModelTokenizer) -> dict[str, float] | None:
     if piece.logprobs is None:
         return None
-    top = {_spelled(id, text): finite(logprob) for id, logprob in _top(piece.logprobs)}
-    top.setdefault(_spelled(piece.token, text), sampled_logprob(piece))
+    top = {_token_string(id, text): finite(logprob) for id, logprob in _top(piece.logprobs)}
+    top.setdefault(_token_string(piece.token, text), sampled_logprob(piece))
     return top
 
 
@@ -103,9 +103,9 @@ def _entry(id: int, logprob: float, text: ModelTokenizer) -> TopLogprob:
     }
 
 
-def _spelled(id: int, text: ModelTokenizer) -> str:
-    """A token as a string; parts of characters are spelled by their bytes, as OpenAI does."""
-    spelled = text.token_text(id)
-    if _REPLACEMENT not in spelled:
-        return spelled
+def _token_string(id: int, text: ModelTokenizer) -> str:
+    """A token as a string; a part of a character as its bytes, like OpenAI's API."""
+    string = text.token_text(id)
+    if _REPLACEMENT not in string:
+        return string
     return "bytes:" + "".join(f"\\x{byte:02x}" for byte in text.token_bytes(id))

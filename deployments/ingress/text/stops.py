@@ -1,91 +1,93 @@
-"""Stop strings in a text that comes in pieces."""
+"""Finds stop strings in a text that arrives in pieces."""
 
 from collections.abc import Iterable, Sequence
 
 
 class StopStrings:
-    """Looks for stop strings in a stream of text, whatever pieces it comes in.
+    """Ends a growing text at its first stop string, however the text is split into pieces.
 
     The match that completes first wins; of those that complete together, the longest.
-    keep=False cuts the stop string out, and holds back text that may turn out to begin one;
-    keep=True passes everything up to the stop string's end at once.
+    keep=False removes the stop string, and withholds text that may be the start of one.
+    keep=True returns the text up to the stop string's end, each piece at once.
 
-    Special tokens have no text that is shown. A stop string that holds one of `special`, their
-    contents, is looked for in the text with those contents; all others in the text that is shown.
+    Special tokens are not visible in the text. A stop string that contains one of `special` (their
+    contents) is searched in the text with those contents; all others in the visible text.
     """
 
     def __init__(self, stops: Sequence[str], keep: bool, special: Iterable[str] = ()) -> None:
-        """`stops` are non-empty."""
         assert all(stops), "an empty stop string matches everywhere"
-        words = list(special)
-        self._full = [stop for stop in stops if any(word in stop for word in words)]
-        self._shown = [stop for stop in stops if stop not in self._full]
-        self._stops = bool(stops)
+        contents = list(special)
+        self._with_special = [stop for stop in stops if any(each in stop for each in contents)]
+        self._plain = [stop for stop in stops if stop not in self._with_special]
+        self._has_stops = bool(stops)
         self._keep = keep
         self._pending = ""
-        # Which characters of the pending text are a special token's.
+        # One byte for each pending character: 1 where it belongs to a special token.
         self._hidden = b""
         self.matched = False
 
     def push(self, text: str, hidden: bool = False) -> str:
-        """The text that may be shown now; after a match nothing more is.
+        """Add text and return what the client may see now; after a match that is nothing.
 
-        hidden: it is a special token's content, which is looked at and never shown.
+        hidden: the text is a special token's content, which is searched but never returned.
         """
-        if not self._stops:
+        if not self._has_stops:
             return "" if hidden else text
         if self.matched:
             return ""
-        shown = len(self._pending) if self._keep else 0
+        returned = len(self._pending) if self._keep else 0
         self._pending += text
         self._hidden += (b"\1" if hidden else b"\0") * len(text)
         match = self._first_match()
         if match is not None:
             self.matched = True
-            return self._visible(shown, match[1] if self._keep else match[0])
-        held = len(self._pending) - self._num_held()
-        out = self._visible(shown, len(self._pending) if self._keep else held)
-        self._pending, self._hidden = self._pending[held:], self._hidden[held:]
-        return out
+            return self._visible(returned, match[1] if self._keep else match[0])
+        # Only the end that may begin a stop string stays; the rest is never searched again.
+        cut = len(self._pending) - self._num_undecided()
+        released = self._visible(returned, len(self._pending) if self._keep else cut)
+        self._pending, self._hidden = self._pending[cut:], self._hidden[cut:]
+        return released
 
     def flush(self) -> str:
-        """Text that was held back for a stop string that did not come."""
+        """The text that was withheld for a stop string that did not come."""
         rest = "" if self._keep or self.matched else self._visible(0, len(self._pending))
         self._pending, self._hidden = "", b""
         return rest
 
     def _visible(self, start: int, stop: int) -> str:
-        """The pending text between two places, without what is hidden."""
+        """This slice of the pending text without the hidden characters."""
         text, hidden = self._pending[start:stop], self._hidden[start:stop]
         if 1 not in hidden:
             return text
         return "".join(char for char, is_hidden in zip(text, hidden, strict=True) if not is_hidden)
 
-    def _places(self) -> Sequence[int]:
-        """Where in the pending text each visible character stands."""
+    def _visible_indices(self) -> Sequence[int]:
+        """The index in the pending text of each visible character."""
         if 1 not in self._hidden:
             return range(len(self._pending))
-        return [place for place, is_hidden in enumerate(self._hidden) if not is_hidden]
+        return [index for index, is_hidden in enumerate(self._hidden) if not is_hidden]
 
     def _first_match(self) -> tuple[int, int] | None:
-        """Start and end of the match that completes first, in the pending text."""
-        found = [(self._pending.find(stop), len(stop)) for stop in self._full]
+        """Start and end in the pending text of the match that completes first."""
+        found = [(self._pending.find(stop), len(stop)) for stop in self._with_special]
         spans = [(start, start + length) for start, length in found if start >= 0]
-        visible, places = self._visible(0, len(self._pending)), self._places()
-        found = [(visible.find(stop), len(stop)) for stop in self._shown]
-        spans += [(places[at], places[at + length - 1] + 1) for at, length in found if at >= 0]
+        visible, indices = self._visible(0, len(self._pending)), self._visible_indices()
+        found = [(visible.find(stop), len(stop)) for stop in self._plain]
+        spans += [(indices[at], indices[at + length - 1] + 1) for at, length in found if at >= 0]
         return min(spans, key=lambda span: (span[1], span[0]), default=None)
 
-    def _num_held(self) -> int:
-        """Length of the longest end of the pending text that begins a stop string."""
-        visible, places = self._visible(0, len(self._pending)), self._places()
-        begun = max((_begun(visible, stop) for stop in self._shown), default=0)
-        held = len(self._pending) - places[len(places) - begun] if begun else 0
-        return max([held, *(_begun(self._pending, stop) for stop in self._full)])
+    def _num_undecided(self) -> int:
+        """Length of the longest end of the pending text that may begin a stop string."""
+        visible, indices = self._visible(0, len(self._pending)), self._visible_indices()
+        begun = max((begun_length(visible, stop) for stop in self._plain), default=0)
+        undecided = len(self._pending) - indices[len(indices) - begun] if begun else 0
+        lengths = [begun_length(self._pending, stop) for stop in self._with_special]
+        return max([undecided, *lengths])
 
 
-def _begun(text: str, stop: str) -> int:
-    """Length of the longest end of the text that begins this stop string."""
-    longest = min(len(stop) - 1, len(text))
-    ends = (n for n in range(longest, 0, -1) if text.endswith(stop[:n]))
-    return next(ends, 0)
+def begun_length(text: str, target: str) -> int:
+    """Length of the longest end of `text` with which `target` begins, but not all of `target`."""
+    for length in range(min(len(target) - 1, len(text)), 0, -1):
+        if text.endswith(target[:length]):
+            return length
+    return 0

@@ -1,7 +1,7 @@
 """The model's tokenizer and chat template, read from its folder.
 
-transformers says what the folder's tokenizer is (conversion.py); the `tokenizers` library alone
-works here, which keeps torch and transformers out of the ingress process.
+transformers reads the folder's tokenizer (conversion.py, in another process). This module uses only
+the `tokenizers` library, so torch and transformers stay out of the ingress process.
 """
 
 from collections.abc import Callable, Container, Sequence
@@ -16,20 +16,20 @@ from deployments.ingress.text.conversion import Converted, convert
 from deployments.ingress.text.detokenize import TextStream
 from deployments.ingress.text.extents import Extents
 from deployments.ingress.text.galactica import ENDS, MarkedOffsets, cuts_sequences, mark
-from deployments.ingress.text.lanes import Lane
-from deployments.ingress.text.spelling import Spelling
+from deployments.ingress.text.threads import BoundedThreads
+from deployments.ingress.text.token_decoder import TokenDecoder
 
 _SHORT_CHARACTERS = 1000
-"""A tokenizer takes about 0.1 ms for so many."""
+"""Texts up to this length take about 0.1 ms, less than handing them to a thread."""
 
 _LONG_CHARACTERS = 100_000
-"""A tokenizer takes about 50 ms for so many; longer texts wait for each other alone."""
+"""Texts up to this length take about 50 ms; longer ones have a thread of their own."""
 
-_IN_LINE = 8 * 2**20
-"""Characters that may wait for a thread: some ten seconds of its work."""
+_MAX_WAITING = 8 * 2**20
+"""Characters that may wait for a pool of threads: about ten seconds of work."""
 
-_BEGINNING = 8
-"""Characters of a long text that are read first, for each token that it may have."""
+_START_PER_TOKEN = 8
+"""The start of a long text that is encoded first: so many characters for each allowed token."""
 
 
 class Slice(NamedTuple):
@@ -42,36 +42,42 @@ class Slice(NamedTuple):
 
 
 class Limit(NamedTuple):
-    """How many tokens a text may have; refusal: the error about one of e.g. "9 characters"."""
+    """How many tokens a text may have.
+
+    refusal: makes the error from the text's size, e.g. "9 characters".
+    """
 
     tokens: int
     refusal: Callable[[str], RequestError]
 
 
 class ModelTokenizer:
-    """Turns text into tokens and back."""
+    """Encodes texts, and decodes tokens.
+
+    templates: the model's chat templates. special_ids: ids of the special tokens.
+    """
 
     def __init__(
         self,
         tokenizer: Tokenizer,
         templates: TemplateSource | None = None,
         threads: int = 2,
-        tidies: bool = False,
-        apart: Sequence[str] = (),
+        cleans_up: bool = False,
+        refused_strings: Sequence[str] = (),
     ) -> None:
-        """`threads` encode beside the event loop, and one more what is very long.
+        """threads: that encode; one more encodes very long texts.
 
-        tidies and apart: as in `conversion.Converted`.
+        cleans_up, refused_strings: as in `conversion.Converted`.
         """
         # A saved tokenizer may carry training's truncation and padding.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self.templates = templates or TemplateSource()
-        self._tidies = tidies
-        self._apart = apart
-        self._lane = Lane("tokenizer", threads, _IN_LINE)
-        self._long_lane = Lane("long-texts", 1, _IN_LINE)
+        self._cleans_up = cleans_up
+        self._refused_strings = refused_strings
+        self._threads = BoundedThreads("tokenizer", threads, _MAX_WAITING)
+        self._long_thread = BoundedThreads("long-texts", 1, _MAX_WAITING)
         added = tokenizer.get_added_tokens_decoder()
         self._added = {id: token.content for id, token in added.items()}
         self.special_ids = frozenset(id for id, token in added.items() if token.special)
@@ -79,50 +85,53 @@ class ModelTokenizer:
         self._hidden_ids = self.special_ids
         if self._markers:
             self._hidden_ids = frozenset(id for id in self.special_ids if self._added[id] in ENDS)
-        self._spelling = Spelling(tokenizer)
+        self._decoder = TokenDecoder(tokenizer)
         self._extents = Extents(tokenizer)
 
     @classmethod
     def load(cls, folder: str, trust_remote_code: bool = False) -> "ModelTokenizer":
-        """The folder's tokenizer, as AutoTokenizer has it, and its chat templates.
+        """The folder's tokenizer, equal to AutoTokenizer's, and its chat templates.
 
-        FileNotFoundError where there is no tokenizer, ValueError for one that is not served.
+        FileNotFoundError if there is no tokenizer, ValueError if it cannot be served.
         """
         root = Path(folder)
         converted = convert(root, trust_remote_code)
         templates = _templates(root, converted)
-        tokenizer = converted.tokenizer()
-        return cls(tokenizer, templates, tidies=converted.tidies, apart=converted.apart)
+        return cls(
+            converted.tokenizer(),
+            templates,
+            cleans_up=converted.cleans_up,
+            refused_strings=converted.refused_strings,
+        )
 
     async def encode(
         self, text: str, add_special_tokens: bool = True, limit: Limit | None = None
     ) -> list[int]:
-        """Token ids of a text; special tokens are those that the tokenizer itself adds.
+        """Token ids of a text.
 
-        A short one is done on the spot: it takes less time than handing it to a thread. What
-        cannot have as few tokens as the limit says is refused unread; of what is very long the
-        beginning is read first.
+        add_special_tokens: also those that the tokenizer itself adds, e.g. a begin token.
+        limit: texts over it are refused, without encoding them (whole) where that is possible.
         """
         if limit is not None:
             self.check_length(text, limit)
         if len(text) <= _SHORT_CHARACTERS:
             return self._encode(text, add_special_tokens)
-        lane = self._lane_for(text)
-        if lane is self._long_lane and limit is not None:
-            await self._read_beginning(text, limit)
-        return await lane.run(len(text), self._encode, text, add_special_tokens)
+        threads = self._threads_for(text)
+        if threads is self._long_thread and limit is not None:
+            await self._check_start(text, limit)
+        return await threads.run(len(text), self._encode, text, add_special_tokens)
 
     def check_length(self, text: str, limit: Limit) -> None:
-        """Refuse, unread, a text that cannot have as few tokens."""
+        """Refuse a text that is too long for so few tokens, without encoding it."""
         if len(text) > self._extents.most_characters(limit.tokens):
             raise limit.refusal(f"{len(text)} characters")
 
     async def slices(self, text: str, add_special_tokens: bool = True) -> list[Slice]:
-        """Tokens of a text with the pieces of it that they stand for."""
-        return await self._lane_for(text).run(len(text), self._slices, text, add_special_tokens)
+        """Tokens of a text with their pieces of it."""
+        return await self._threads_for(text).run(len(text), self._slices, text, add_special_tokens)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of tokens: special tokens skipped (but Galactica's words)."""
+        """The text of tokens, without special tokens (but with Galactica's visible ones)."""
         stream = self.stream()
         return stream.push(ids) + stream.flush()
 
@@ -131,54 +140,51 @@ class ModelTokenizer:
     ) -> TextStream:
         """An incremental decoder for one sequence.
 
-        `silent` ids have no text; `visible` ones have, though their tokens are special.
+        silent: ids without text. visible: special tokens whose text is part of the answer.
         """
-        return TextStream(self._spelling, silent | (self._hidden_ids - visible), self._tidies)
+        return TextStream(self._decoder, silent | (self._hidden_ids - visible), self._cleans_up)
 
     def hidden(
         self, stops: Sequence[str], silent: frozenset[int], visible: frozenset[int]
     ) -> dict[int, str]:
-        """Contents of the special tokens that have no text, if a stop string holds one of them.
+        """Contents of special tokens without text; {} if no stop string contains any of them.
 
-        silent and visible as in `stream`; silent ones end the sequence anyway.
+        silent and visible: as for `stream`; silent tokens end the sequence anyway.
         """
-        words = {id: self._added[id] for id in self._hidden_ids - visible - silent}
-        held = any(word in stop for stop in stops for word in words.values() if word)
-        return words if held else {}
+        contents = {id: self._added[id] for id in self._hidden_ids - visible - silent}
+        needed = any(each in stop for stop in stops for each in contents.values() if each)
+        return contents if needed else {}
 
-    def added(self, words: Container[str]) -> dict[str, int]:
-        """Those of the words that are tokens of their own, special ones or not."""
-        return {word: id for id, word in self._added.items() if word in words}
+    def added(self, strings: Container[str]) -> dict[str, int]:
+        """The ids of those strings that are added tokens, special or not."""
+        return {string: id for id, string in self._added.items() if string in strings}
 
     def token_bytes(self, id: int) -> bytes:
-        """The bytes that one token stands for, special ones as they are written."""
+        """The bytes of one token; a special token's content."""
         if id in self.special_ids:
             return self._added[id].encode()
-        spelled = self._spelling.alone(id)
-        return spelled if isinstance(spelled, bytes) else (spelled or "").encode()
+        decoded = self._decoder.alone(id)
+        return decoded if isinstance(decoded, bytes) else (decoded or "").encode()
 
     def token_text(self, id: int) -> str:
-        """The text of one token by itself, special tokens spelled out."""
+        """The text of one token; a special token's content."""
         return self.token_bytes(id).decode("utf-8", "replace")
 
     def close(self) -> None:
         """End the threads."""
-        self._lane.close()
-        self._long_lane.close()
+        self._threads.close()
+        self._long_thread.close()
 
-    def _lane_for(self, text: str) -> Lane:
-        return self._long_lane if len(text) > _LONG_CHARACTERS else self._lane
+    def _threads_for(self, text: str) -> BoundedThreads:
+        return self._long_thread if len(text) > _LONG_CHARACTERS else self._threads
 
-    async def _read_beginning(self, text: str, limit: Limit) -> None:
-        """Refuse a text whose beginning alone has far too many tokens.
-
-        What follows changes how the last ones are cut: the very last may turn out to be the pieces
-        of one long token. So some more must be too many.
-        """
-        beginning = text[: max(_LONG_CHARACTERS, _BEGINNING * limit.tokens)]
-        if len(beginning) > len(text) // 2:
+    async def _check_start(self, text: str, limit: Limit) -> None:
+        """Refuse a very long text whose start has far too many tokens."""
+        start = text[: max(_LONG_CHARACTERS, _START_PER_TOKEN * limit.tokens)]
+        if len(start) > len(text) // 2:
             return
-        ids = await self._long_lane.run(len(beginning), self._encode, beginning, False)
+        ids = await self._long_thread.run(len(start), self._encode, start, False)
+        # The rest of the text may join the last tokens of the start to fewer, longer ones.
         spare = limit.tokens // 8 + self._extents.longest + _SHORT_CHARACTERS
         if len(ids) > limit.tokens + spare:
             raise limit.refusal(f"more than {len(ids)} tokens")
@@ -189,10 +195,10 @@ class ModelTokenizer:
     def _encoding(
         self, encode: Callable[..., list[Encoding]], text: str, add_special_tokens: bool
     ) -> Encoding:
-        """Encode one text as a batch: of all ways to do it these alone release the GIL."""
-        apart = next((word for word in self._apart if word in text), None)
-        if apart is not None:
-            raise invalid(f"prompts with {apart} are not served: write the tokens that it means")
+        """Encode one text. As a batch of one: only the batch methods release the GIL."""
+        refused = next((each for each in self._refused_strings if each in text), None)
+        if refused is not None:
+            raise invalid(f"prompts with {refused} are not served: write its tokens instead")
         try:
             text = mark(text) if self._markers else text
             [encoding] = encode([text], add_special_tokens=add_special_tokens)

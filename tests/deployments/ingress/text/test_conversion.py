@@ -84,8 +84,8 @@ def test_special_tokens_may_be_split(tmp_path: Path) -> None:
 
 def test_clean_up_is_the_configs(tmp_path: Path) -> None:
     config = {"clean_up_tokenization_spaces": True, "tokenizer_class": "PreTrainedTokenizerFast"}
-    assert _checked(_folder(tmp_path, "word-piece", config)).tidies
-    assert not _checked(_folder(tmp_path, "byte-level", config)).tidies
+    assert _checked(_folder(tmp_path, "word-piece", config)).cleans_up
+    assert not _checked(_folder(tmp_path, "byte-level", config)).cleans_up
 
 
 def test_a_tokenizer_in_python_is_refused_by_name(tmp_path: Path) -> None:

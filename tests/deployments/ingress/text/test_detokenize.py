@@ -12,7 +12,7 @@ from tokenizers.decoders import Sequence as DecoderSequence
 from tokenizers.models import BPE, WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from deployments.ingress.text.spelling import Growing
+from deployments.ingress.text.token_decoder import IncrementalDecoder
 from deployments.ingress.text.tokenizer import ModelTokenizer
 from tests.deployments.ingress.text.tokenizer_kinds import KINDS
 from tests.fakes import SPECIALS, byte_level_tokenizer, token_id
@@ -178,12 +178,12 @@ def test_the_work_for_a_token_does_not_grow(kind: str, monkeypatch: pytest.Monke
     """The library is asked about three tokens at most, whatever came before."""
     asked: list[int] = []
 
-    class Counting(Growing):
+    class Counting(IncrementalDecoder):
         def _decode(self, strings: list[str]) -> str:
             asked.append(len(strings))
             return super()._decode(strings)
 
-    monkeypatch.setattr("deployments.ingress.text.spelling.Growing", Counting)
+    monkeypatch.setattr("deployments.ingress.text.token_decoder.IncrementalDecoder", Counting)
     tokenizer = _TOKENIZERS[kind]
     ids = [id % tokenizer.get_vocab_size() for id in range(0, 3000, 7)]
     _streamed(ModelTokenizer(tokenizer), ids, [1] * len(ids))
@@ -205,7 +205,7 @@ def test_text_is_tidied_as_transformers_does_it(pieces: list[str]) -> None:
     fast: Any = PreTrainedTokenizerFast
     theirs = fast(tokenizer_object=backend, clean_up_tokenization_spaces=True)
     ids = [vocab[piece] for piece in pieces]
-    ours = ModelTokenizer(backend, tidies=True)
+    ours = ModelTokenizer(backend, cleans_up=True)
     assert _streamed(ours, ids, [1] * len(ids)) == ours.decode(ids) == theirs.decode(ids)
 
 

@@ -96,7 +96,7 @@ def _built(name: str) -> Any:
 def assert_alike(folder: Path, converted: conversion.Converted) -> None:
     """Encode with special tokens and without, decode, and decode token by token."""
     theirs: Any = AutoTokenizer.from_pretrained(folder)
-    ours = ModelTokenizer(converted.tokenizer(), tidies=converted.tidies)
+    ours = ModelTokenizer(converted.tokenizer(), cleans_up=converted.cleans_up)
     for probe in PROBES:
         for special in (True, False):
             ids = theirs(probe, add_special_tokens=special).input_ids

@@ -5,14 +5,14 @@ import pytest
 
 from deployments.contract import ErrorKind
 from deployments.ingress.http.errors import RequestError
-from deployments.ingress.text.lanes import Lane
+from deployments.ingress.text.threads import BoundedThreads
 
 
 def test_who_comes_when_too_much_is_in_line_is_refused() -> None:
     """One alone may be longer than the line; what is done, or given up, is in line no more."""
 
     async def story() -> None:
-        lane = Lane("test", 1, most_characters=100)
+        lane = BoundedThreads("test", 1, max_characters=100)
         go_on = threading.Event()
 
         def hold() -> str:

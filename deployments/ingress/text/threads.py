@@ -1,4 +1,4 @@
-"""Threads for texts of a kind, and a bound on how much text may wait for them."""
+"""Threads that work on texts, with a bound on the text that may wait for them."""
 
 import asyncio
 from collections.abc import Callable
@@ -12,28 +12,28 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
-class Lane:
-    """Work by the length of its text; who comes when too much is in line is refused."""
+class BoundedThreads:
+    """A thread pool that refuses work when too many characters wait for it."""
 
-    def __init__(self, name: str, threads: int, most_characters: int) -> None:
-        """most_characters: of all texts in line; one alone may be longer."""
+    def __init__(self, name: str, threads: int, max_characters: int) -> None:
+        """max_characters: of all texts that wait or run; a single text may be longer."""
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
-        self._most = most_characters
-        self._in_line = 0
+        self._max_characters = max_characters
+        self._characters = 0
 
     async def run(
         self, characters: int, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs
     ) -> _T:
-        """The work's result, when its turn has come; RequestError when the line is too long."""
+        """Run `work(*args)` in a thread; RequestError if too much text waits already."""
         assert not kwargs, "threads take positional arguments"
-        if self._in_line and self._in_line + characters > self._most:
+        if self._characters and self._characters + characters > self._max_characters:
             message = "too much text waits to be tokenized: try again"
             raise RequestError(ErrorKind.OVERLOADED, message, retry_after_s=1.0)
-        self._in_line += characters
+        self._characters += characters
         try:
             return await asyncio.get_running_loop().run_in_executor(self._pool, work, *args)
         finally:
-            self._in_line -= characters
+            self._characters -= characters
 
     def close(self) -> None:
         """End the threads."""

@@ -1,56 +1,59 @@
-"""What each token of a growing text adds to it, by the tokenizer's own decoder.
+"""Decodes tokens one by one, with the steps of the tokenizer's own decoder.
 
-A decoder is a chain of steps over the list of all tokens. Most steps look at one token and at
-whether it is the first; those are left to the `tokenizers` library, which sees a few tokens at a
-time. One step joins bytes to characters (`ByteLevel`, `ByteFallback`), over any number of tokens;
-that one is done here, so that no token is decoded again for those that follow.
+A decoder is a chain of steps over the list of all tokens. Most steps need only one token, and
+whether it is the first one; the `tokenizers` library runs these, on a few tokens at a time. One
+step joins bytes to characters (`ByteLevel`, `ByteFallback`) over any number of tokens; this module
+runs it, so that no token is decoded again when later tokens arrive.
 """
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import Decoder
 
+from deployments.ingress.text.steps import Step, steps_of
+
 _ANCHOR = "a"
-"""Stands for all text before: no step changes it."""
+"""A string in place of all earlier text; no step changes it."""
 
 _BYTE_STEPS = frozenset({"ByteLevel", "ByteFallback"})
 _ONE_BY_ONE = frozenset({"Replace", "Strip"})
-"""Steps that look at each string alone, as long as nothing has fused them."""
+"""Steps that work on each string by itself, as long as no step has fused the strings."""
 _ONLY_AT_THE_START = frozenset({"Fuse", "Strip"})
 _BEFORE_BYTES = frozenset({"Replace", "Strip", "Metaspace"})
 _AFTER_BYTES = frozenset({"Fuse", "Strip", "Replace", "Metaspace"})
 _WITHOUT_BYTES = _AFTER_BYTES | {"BPEDecoder", "CTC", "WordPiece"}
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
-Step = Mapping[str, Any]
 
+class IncrementalDecoder:
+    """Decodes strings that arrive one by one; returns the new text of each."""
 
-class Growing:
-    """A decoder over strings that come one by one: what each adds to the text of those before."""
+    def __init__(
+        self, decoder: Decoder | None, begun: bool = False, only_start: bool = False
+    ) -> None:
+        """decoder: None joins the strings by spaces, like the library.
 
-    def __init__(self, decoder: Decoder | None, begun: bool = False, settles: bool = False) -> None:
-        """Without a decoder strings are joined by spaces, as the library does.
-
-        begun: there is text before the first. settles: only the beginning of a text is changed.
+        begun: there is text before the first string.
+        only_start: the decoder changes nothing but the start of a text.
         """
         self._decoder = decoder
-        self._settles = settles
+        self._only_start = only_start
         self._context = [_ANCHOR] if begun else []
         self._length = len(_ANCHOR) if begun else 0
 
     def add(self, text: str) -> str:
-        """The text that is new with this string."""
-        if self._settles and self._length:
+        """Add a string and return its new text."""
+        if self._only_start and self._length:
             return text
         new = self._decode([*self._context, text])[self._length :]
+        # One string of context is enough: no step looks further back than the string before.
         if new or self._length:
             self._context = [_ANCHOR, text]
             self._length = len(self._decode(self._context))
-        elif text or not self._context:  # Nothing is out yet: the next one may still be the first.
+        elif text or not self._context:  # No text yet: the next string may be the first one.
             self._context.append(text)
         return new
 
@@ -60,73 +63,61 @@ class Growing:
         return str(self._decoder.decode(strings))
 
 
-class Spelling:
-    """One tokenizer's tokens as characters or bytes, each looked up once."""
+class TokenDecoder:
+    """Decodes single tokens of one tokenizer to characters or bytes, and caches them.
+
+    replaces_each_byte: each invalid byte becomes one U+FFFD, instead of each run of them.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         """ValueError for a decoder that may change earlier text when later tokens come."""
-        steps = _steps(tokenizer.decoder)
+        steps = steps_of(tokenizer.decoder, "decoders")
         at = next((i for i, step in enumerate(steps) if step["type"] in _BYTE_STEPS), len(steps))
         before, after = steps[:at], steps[at + 1 :]
         self._byte_step = steps[at]["type"] if at < len(steps) else ""
+        self.replaces_each_byte = self._byte_step == "ByteFallback"
         _check(before, self._byte_step, after)
         self._tokenizer = tokenizer
         self._one_by_one = bool(steps) and _types(before) <= _ONE_BY_ONE
         self._before = _decoder(before)
         self._after = _decoder(after) if _types(after) - {"Fuse"} else None
-        self._settles = _types(after) <= _ONLY_AT_THE_START
+        self._only_start = _types(after) <= _ONLY_AT_THE_START
         self._table = _byte_table() if self._byte_step == "ByteLevel" else {}
-        self._known: dict[int, str | bytes | None] = {}
+        self._cache: dict[int, str | bytes | None] = {}
 
-    @property
-    def replaces_each_byte(self) -> bool:
-        """Whether each byte that belongs to no character is a U+FFFD, not each run of them."""
-        return self._byte_step == "ByteFallback"
+    def before_bytes(self) -> IncrementalDecoder | None:
+        """The steps before the byte step, for a new text; None if they work on single tokens."""
+        return None if self._one_by_one else IncrementalDecoder(self._before)
 
-    def before_bytes(self) -> Growing | None:
-        """A new text's state of what comes before the bytes; None where no place matters."""
-        return None if self._one_by_one else Growing(self._before)
-
-    def after_bytes(self) -> Growing | None:
-        """A new text's state of what comes after them; None where that is nothing."""
-        return None if self._after is None else Growing(self._after, settles=self._settles)
+    def after_bytes(self) -> IncrementalDecoder | None:
+        """The steps after the byte step, for a new text; None if there are none."""
+        if self._after is None:
+            return None
+        return IncrementalDecoder(self._after, only_start=self._only_start)
 
     def token(self, id: int) -> str | None:
-        """A token as the vocabulary writes it; None for an id that it does not have."""
+        """The token's string in the vocabulary; None for an unknown id."""
         return self._tokenizer.id_to_token(id)
 
     def alone(self, id: int) -> str | bytes | None:
-        """What a token within a text stands for: characters, or bytes where it has such."""
-        if id not in self._known:
+        """The characters or bytes of one token in the middle of a text; None for an unknown id."""
+        if id not in self._cache:
             token = self.token(id)
-            self._known[id] = None if token is None else self._spell(token)
-        return self._known[id]
+            self._cache[id] = None if token is None else self._decode(token)
+        return self._cache[id]
 
-    def parts(self, text: str) -> str | bytes:
-        """What the step of bytes makes of one string."""
+    def bytes_step(self, text: str) -> str | bytes:
+        """Run the byte step on one string."""
         if self._byte_step == "ByteLevel":
-            spelled = [self._table.get(char, -1) for char in text]
-            return text.encode() if -1 in spelled else bytes(spelled)
+            values = [self._table.get(char, -1) for char in text]
+            return text.encode() if -1 in values else bytes(values)
         found = _BYTE.fullmatch(text) if self._byte_step == "ByteFallback" else None
         return text if found is None else bytes.fromhex(found[1])
 
-    def _spell(self, token: str) -> str | bytes:
+    def _decode(self, token: str) -> str | bytes:
         if not self._one_by_one:
-            return self.parts(Growing(self._before, begun=True).add(token))
-        return self.parts(token if self._before is None else str(self._before.decode([token])))
-
-
-def _steps(decoder: Decoder | None) -> list[Step]:
-    """The steps of a decoder, those of chains within it in their place."""
-    if decoder is None:
-        return []
-    return _flat(json.loads(decoder.__getstate__()))
-
-
-def _flat(step: Step) -> list[Step]:
-    if step["type"] != "Sequence":
-        return [step]
-    return [inner for part in step["decoders"] for inner in _flat(part)]
+            return self.bytes_step(IncrementalDecoder(self._before, begun=True).add(token))
+        return self.bytes_step(token if self._before is None else str(self._before.decode([token])))
 
 
 def _types(steps: Sequence[Step]) -> set[str]:
@@ -134,11 +125,11 @@ def _types(steps: Sequence[Step]) -> set[str]:
 
 
 def _check(before: Sequence[Step], byte_step: str, after: Sequence[Step]) -> None:
-    """Refuse what could not be streamed: text that is out must not change any more."""
+    """Raise ValueError for steps that may change text that was sent already."""
     unknown = _types(before) - (_BEFORE_BYTES if byte_step else _WITHOUT_BYTES)
     unknown |= _types(after) - _AFTER_BYTES
     if unknown:
-        raise ValueError(f"a decoder with {sorted(unknown)} in this place is not served")
+        raise ValueError(f"a decoder with {sorted(unknown)} at this position is not served")
     fused = byte_step == "ByteLevel"
     for step in [*before, *after]:
         fused = fused or step["type"] == "Fuse"
@@ -151,7 +142,7 @@ def _check(before: Sequence[Step], byte_step: str, after: Sequence[Step]) -> Non
 
 
 def _decoder(steps: Sequence[Step]) -> Decoder | None:
-    """The library's decoder of these steps, None for none."""
+    """The library's decoder with these steps; None if there are none."""
     if not steps:
         return None
     empty = {"type": "WordLevel", "vocab": {}, "unk_token": ""}
@@ -162,8 +153,8 @@ def _decoder(steps: Sequence[Step]) -> Decoder | None:
 
 
 def _byte_table() -> dict[str, int]:
-    """GPT-2's spelling of bytes: printable ones as themselves, the others from U+0100 on."""
+    """GPT-2's characters for bytes: printable bytes as themselves, the others from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     table = {chr(byte): byte for byte in printable}
-    return table | {chr(0x100 + place): byte for place, byte in enumerate(others)}
+    return table | {chr(0x100 + index): byte for index, byte in enumerate(others)}
