@@ -54,49 +54,6 @@ class TensorSource(Protocol):
         ...
 
 
-class Checkpoint(Protocol):
-    """A source that holds a given set of tensors."""
-
-    bytes_read: int
-
-    def names(self) -> frozenset[str]:
-        """Return all tensor names in all files."""
-        ...
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the whole tensor's shape; CheckpointError when there is no such tensor."""
-        ...
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Return the type that the tensor is stored in; CheckpointError if it is no float type."""
-        ...
-
-    def read(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        cut: tuple[Segments, ...],
-        device: torch.device = CPU,
-    ) -> Tensor:
-        """Read a cut as TensorSource.read does, and no bytes beyond its rows."""
-        ...
-
-
-def open_checkpoint(folder: Path, allow_pickle: bool) -> Checkpoint:
-    """Open a folder's weights: safetensors if there are any, else pickles if they are allowed.
-
-    Raises CheckpointError when there are none that may be opened (model.allow_pickle).
-    """
-    if _has(folder, _SAFETENSORS) or not _has(folder, _PICKLED):
-        return SafetensorsCheckpoint(folder)
-    if not allow_pickle:
-        raise CheckpointError(
-            f"{folder} holds no model.safetensors, only pytorch_model.bin, a pickle: convert it to "
-            "safetensors, or set model.allow_pickle to true to read its tensors all the same"
-        )
-    return PickledCheckpoint(folder)
-
-
 class _File(Protocol):
     """A file of tensors."""
 
@@ -109,24 +66,23 @@ class _File(Protocol):
     def read(self, key: str, cut: tuple[Segments, ...], device: torch.device = CPU) -> Tensor: ...
 
 
-class _FilesCheckpoint:
-    """A folder of weights, in one file or in shards."""
+class Checkpoint:
+    """A folder of weights, in one file or in shards; a source that holds a given set of tensors."""
 
     def __init__(self, folder: Path, name: str, opener: Callable[[Path], _File]) -> None:
         """Open the files, without tensor data yet; CheckpointError if one is damaged."""
         self.bytes_read = 0
-        self._owner: dict[str, _File] = {}
+        self._file_of: dict[str, _File] = {}
         for path in _files(folder, name):
             try:
                 file = opener(path)
             except (DamagedFile, UnreadablePickle, OSError) as error:
                 raise CheckpointError(f"{folder}: {error}") from error
-            self._owner.update(dict.fromkeys(file.keys(), file))
-        self._names = frozenset(self._owner)
+            self._file_of.update(dict.fromkeys(file.keys(), file))
 
     def names(self) -> frozenset[str]:
         """Return all tensor names in all files."""
-        return self._names
+        return frozenset(self._file_of)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the whole tensor's shape; CheckpointError when there is no such tensor."""
@@ -146,7 +102,7 @@ class _FilesCheckpoint:
         cut: tuple[Segments, ...],
         device: torch.device = CPU,
     ) -> Tensor:
-        """Read the cut; several segments of a dimension are concatenated.
+        """Read the cut and no bytes beyond its rows; segments of a dimension are concatenated.
 
         Raises CheckpointError when there is no such tensor, its shape differs, or its file was
         written to since it was opened.
@@ -154,7 +110,7 @@ class _FilesCheckpoint:
         found = self.shape(name)
         if found != shape:
             raise CheckpointError(f"tensor {name!r} has shape {found}, the model needs {shape}")
-        self.dtype(name)
+        self.dtype(name)  # Refuses types that no model has, before any byte is read.
         try:
             piece = self._file(name).read(name, cut, device)
         except OSError as error:
@@ -166,12 +122,12 @@ class _FilesCheckpoint:
         return piece
 
     def _file(self, name: str) -> _File:
-        if name not in self._owner:
+        if name not in self._file_of:
             raise CheckpointError(f"the checkpoint has no tensor {name!r}")
-        return self._owner[name]
+        return self._file_of[name]
 
 
-class SafetensorsCheckpoint(_FilesCheckpoint):
+class SafetensorsCheckpoint(Checkpoint):
     """A folder of safetensors files: model.safetensors, or shards and their index."""
 
     def __init__(self, folder: Path) -> None:
@@ -179,7 +135,7 @@ class SafetensorsCheckpoint(_FilesCheckpoint):
         super().__init__(folder, _SAFETENSORS, TensorFile)
 
 
-class PickledCheckpoint(_FilesCheckpoint):
+class PickledCheckpoint(Checkpoint):
     """A folder of torch.save files: pytorch_model.bin, or shards and their index.
 
     Only tensors are unpickled (torch.load's weights_only), and their bytes stay on disk until a
@@ -187,8 +143,23 @@ class PickledCheckpoint(_FilesCheckpoint):
     """
 
     def __init__(self, folder: Path) -> None:
-        """Open the files; CheckpointError when one holds anything but tensors."""
+        """Open the files; CheckpointError if one holds anything other than tensors."""
         super().__init__(folder, _PICKLED, PickledFile)
+
+
+def open_checkpoint(folder: Path, allow_pickle: bool) -> Checkpoint:
+    """Open a folder's weights: safetensors if there are any, else pickles if they are allowed.
+
+    Raises CheckpointError when there are none that may be opened (model.allow_pickle).
+    """
+    if _has(folder, _SAFETENSORS) or not _has(folder, _PICKLED):
+        return SafetensorsCheckpoint(folder)
+    if not allow_pickle:
+        raise CheckpointError(
+            f"{folder} holds no model.safetensors, only pytorch_model.bin, a pickle: convert it to "
+            "safetensors, or set model.allow_pickle to true to read its tensors all the same"
+        )
+    return PickledCheckpoint(folder)
 
 
 def _has(folder: Path, name: str) -> bool:
@@ -229,7 +200,7 @@ class DummySource:
 
     Values depend on (seed, name, cut) alone, so ranks that hold the same cut hold equal values.
     Matrices are normal with std 0.02 (transformers' initializer_range), vectors are ones, biases
-    zeros.
+    zeros. On the meta device tensors have shapes and no values, so that building a model is free.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, seed: int = 0) -> None:
@@ -252,10 +223,13 @@ class DummySource:
         """Make random values of the cut's shape."""
         sizes = tuple(width(segments) for segments in cut)
         out = torch.empty(sizes, dtype=self._dtype, device=self._device)
+        if out.is_meta:
+            return out
         if name.endswith(".bias"):
             return out.zero_()
         if len(shape) == 1:
             return out.fill_(1.0)
+        # Seeded by the cut: a rank makes no values of other ranks' slices, as no rank reads them.
         key = f"{self._seed}/{name}/{cut}".encode()
         seed = int.from_bytes(hashlib.blake2b(key, digest_size=7).digest(), "little")
         return out.normal_(std=0.02, generator=torch.Generator(self._device).manual_seed(seed))

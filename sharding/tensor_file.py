@@ -5,7 +5,6 @@ hundreds, and that time is taken from the thread that launches steps.
 """
 
 from collections.abc import KeysView, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Annotated, Self
@@ -24,7 +23,8 @@ from sharding.extents import CPU, Extent, read_cut, read_cut_into, read_whole
 from sharding.slicing import Segments, whole
 
 WHOLE_BYTES = 2**25
-"""The tensor data of a file up to this size is read at once, of a larger one tensor by tensor."""
+"""Tensor data up to this size is read at once: one read instead of hundreds. Larger files are read
+tensor by tensor, so that staging holds no second copy of them in memory."""
 
 FLOAT_TYPES = {
     "F64": torch.float64,
@@ -85,10 +85,6 @@ class TensorFile:
         """Return all tensors' names, in the header's order."""
         return self._entries.keys()
 
-    def get_slice(self, key: str) -> "TensorSlice":
-        """Return a tensor of which rows can be read."""
-        return TensorSlice(self, key)
-
     def shape(self, key: str) -> tuple[int, ...]:
         """Return a tensor's shape."""
         return tuple(self._entries[key].shape)
@@ -101,12 +97,18 @@ class TensorFile:
         """Read a cut of a tensor into new memory; FileChanged if the file was written to."""
         return read_cut(self._file, self._extent(key), cut, device)
 
+    def rows(self, key: str, start: int, stop: int) -> Tensor:
+        """Read rows (indices of the first dimension) of a tensor into new memory."""
+        others = self.shape(key)[1:]
+        return self.read(key, (((start, stop),), *map(whole, others)))
+
     def get_tensor(self, key: str) -> Tensor:
         """Return a whole tensor, which may share memory with others of the file."""
         extent = self._extent(key)
         if self._file.size - self._begin > WHOLE_BYTES:
             return read_whole(self._file, extent)
         first, size = extent.begin - self._begin, extent.dtype.itemsize
+        # The format does not align tensors, and torch views only aligned bytes as wider numbers.
         if first % size:
             bytes_ = self._whole(torch.uint8)[first : first + extent.nbytes]
             return bytes_.clone().view(extent.dtype).view(extent.shape)
@@ -117,6 +119,7 @@ class TensorFile:
         """Read tensors of one shape into new memory, [keys, *shape]."""
         extents = [self._extent(key) for key in keys]
         kinds = {(extent.dtype, extent.shape) for extent in extents}
+        # torch.stack copies tensors that are in memory already; a large file is read into `out`.
         if len(kinds) > 1 or self._file.size - self._begin <= WHOLE_BYTES:
             return torch.stack([self.get_tensor(key) for key in keys])
         ((dtype, shape),) = kinds
@@ -142,29 +145,6 @@ class TensorFile:
         return self._data[dtype]
 
 
-@dataclass(frozen=True)
-class TensorSlice:
-    """One tensor of a file, read by rows."""
-
-    file: TensorFile
-    key: str
-
-    def get_shape(self) -> tuple[int, ...]:
-        """Return the whole tensor's shape."""
-        return self.file.shape(self.key)
-
-    def get_dtype(self) -> str:
-        """Return its type as the file names it."""
-        return self.file.dtype(self.key)
-
-    def __getitem__(self, rows: slice) -> Tensor:
-        """Read rows (indices of the first dimension) into new memory."""
-        height, *others = self.get_shape()
-        start, stop, step = rows.indices(height)
-        assert step == 1, rows
-        return self.file.read(self.key, (((start, stop),), *map(whole, others)))
-
-
 def _parse(header: bytes, name: str) -> dict[str, _Entry]:
     try:
         raw = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
@@ -176,7 +156,10 @@ def _parse(header: bytes, name: str) -> dict[str, _Entry]:
 
 
 def _check_layout(entries: Mapping[str, _Entry], num_bytes: int, name: str) -> None:
-    """Check that tensors follow each other without gaps and fill the file, as the format says."""
+    """Check that tensors follow each other without gaps up to the file's end, as the format says.
+
+    Overlaps and gaps would let a small file describe any amount of memory, or hide bytes.
+    """
     end = 0
     for key, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
         first, stop = entry.data_offsets

@@ -105,7 +105,7 @@ class DeviceAdapter:
         rows_a = _rows(pool.a, pages, layer)[:rank]
         rows_bt = _rows(pool.bt, pages, layer)[:rank]
         factors = Factors(rows_a.t(), rows_bt)
-        if len(pages) == 1:
+        if len(pages) == 1:  # Copies are not kept: they would double the pool's memory.
             self._views[projection, layer] = factors
         return factors
 
@@ -164,7 +164,7 @@ class AdapterBank:
         self._loaded: list[DeviceAdapter | None] = [None] * size.slots
         self._copy_of_slot: dict[int, CopyEvent] = {}
         self._last_copy: dict[AdapterKey, CopyEvent] = {}
-        self._owners: list[dict[int, int]] = [{} for _ in self.projections]
+        self._slot_of_page: list[dict[int, int]] = [{} for _ in self.projections]
         self._device_copies = DeviceCopies(device)
         copies = HostCacheSize(self.pool_pages, size.max_rank, size.host_bytes if size.slots else 0)
         self._host_cache = HostAdapterCache(self.projections, copies, dtype, on_cuda, base)
@@ -207,9 +207,10 @@ class AdapterBank:
         counts = [len(part) for part in staged.pages]
         assert [len(part) for part in table] == counts, (key, table, counts)
         if slot in self._copy_of_slot:
-            # It is long done, unless a slot is loaded twice at once.
+            # The slot's host tables are still the source of its last copy. The wait is long over,
+            # unless a slot is loaded twice at once.
             self._copy_of_slot[slot].wait()
-        with self._device_copies.copy(slot, self._take_over(slot, table)) as copied:
+        with self._device_copies.copy(slot, self._assign(slot, table)) as copied:
             self._copy(staged, slot, table)
         self._loaded[slot] = DeviceAdapter(self.pools, table, staged.ranks)
         self._copy_of_slot[slot] = self._last_copy[key] = copied
@@ -221,6 +222,7 @@ class AdapterBank:
 
     def drop(self, key: AdapterKey) -> None:
         """Remove an adapter's host copy; an unknown key is ignored."""
+        # The pinned chunks are the source of the copy: they are reused only once it has ended.
         last = self._last_copy.pop(key, None)
         self._host_cache.drop(key, None if last is None else last.event)
 
@@ -246,12 +248,12 @@ class AdapterBank:
                 assert all(0 <= page < most for part, most in parts for page in part)
         self._host_cache.check()
 
-    def _take_over(self, slot: int, table: list[list[int]]) -> set[int]:
-        """Record the slot as the owner of the pages; returns their owners before."""
+    def _assign(self, slot: int, table: list[list[int]]) -> set[int]:
+        """Record which slot the pages belong to now; returns the slots they belonged to before."""
         before = set()
-        for owners, part in zip(self._owners, table, strict=True):
-            before |= {owners[page] for page in part if page in owners}
-            owners.update(dict.fromkeys(part, slot))
+        for slot_of, part in zip(self._slot_of_page, table, strict=True):
+            before |= {slot_of[page] for page in part if page in slot_of}
+            slot_of.update(dict.fromkeys(part, slot))
         return before
 
     def _copy(self, staged: StagedAdapter, slot: int, table: list[list[int]]) -> None:

@@ -54,10 +54,13 @@ class DeviceCopies:
             yield copied
             return
         with torch.cuda.stream(self._stream):
+            # Steps in flight may still read the slot's tables, or these pages through the slots
+            # that had them: the copy waits for the last step of each.
             for reader in {slot, *over}:
                 if reader in self._reads:
                     self._stream.wait_event(self._reads[reader])
             yield copied
+            # blocking: a thread that waits for the load sleeps instead of spinning.
             event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             event.record(self._stream)
         copied.event = self._copying[slot] = event
@@ -69,14 +72,16 @@ class DeviceCopies:
         if self._stream is None or not used:
             yield
             return
-        here = torch.cuda.current_stream(self._device)
+        steps = torch.cuda.current_stream(self._device)
         for slot in used & self._copying.keys():
             event = self._copying[slot]
-            here.wait_event(event)
+            steps.wait_event(event)
+            # A finished copy needs no further wait: the dictionary stays small.
             if CopyEvent(event).done:
                 del self._copying[slot]
         yield
+        # Behind the step's last kernel: later copies into these slots wait for it.
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(here)
+        event.record(steps)
         for slot in used:
             self._reads[slot] = event

@@ -7,7 +7,7 @@ for each chunk that it crosses; each row range is one copy to the device.
 
 import threading
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -34,7 +34,7 @@ PAGE_ROWS = 8
 
 MAX_CHUNK_BYTES = 2**20
 CHUNKS_OF_PAGE = 16
-"""One page of every pool together fill at least this many chunks: small models waste little."""
+"""One page of every pool takes at least this many chunks in all: small models waste little."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +133,8 @@ class HostAdapterCache:
         chunk_bytes = chunk_size(self._projections, dtype)
         self.pool = PinnedPool(size.host_bytes // chunk_bytes, chunk_bytes, pinned)
         self._staged: dict[AdapterKey, StagedAdapter] = {}
+        # Reads that may still be kept, each an object of its own. A drop removes them all, so a
+        # read that began before it is discarded even if the adapter is staged anew meanwhile.
         self._reads: dict[AdapterKey, list[object]] = {}
         self._lock = threading.Lock()
 
@@ -161,7 +163,8 @@ class HostAdapterCache:
         try:
             staged = self._read(adapter)
         except BaseException:
-            self._end(adapter.key, read)
+            with self._lock:
+                self._end_read(adapter.key, read)
             raise
         return self._keep(adapter, read, staged)
 
@@ -202,12 +205,11 @@ class HostAdapterCache:
             AdapterRefusal.UNAVAILABLE, f"adapter {adapter.name!r} was dropped while it was read"
         )
 
-    def _end(self, key: AdapterKey, read: object) -> None:
-        with self._lock:
-            self._end_read(key, read)
-
     def _end_read(self, key: AdapterKey, read: object) -> bool:
-        """Record the end of a thread's read; returns False if the adapter was dropped meanwhile."""
+        """Record the end of a thread's read; returns False if the adapter was dropped meanwhile.
+
+        The caller holds the lock.
+        """
         reads = self._reads.get(key, [])
         wanted = read in reads
         if wanted:
@@ -221,6 +223,7 @@ class HostAdapterCache:
         ranks = torch.zeros(len(self._projections), self._num_rank_pools, dtype=torch.int32)
         for position, rank in opened.ranks.items():
             ranks[position.projection, position.layer] = rank
+        # Read before memory is allocated: shapes come from the header, so a refusal costs nothing.
         num_pages = tuple(-(-int(row.max()) // PAGE_ROWS) for row in ranks)
         layout = self._layout(num_pages)
         shape = AdapterShape(num_pages, layout.num_chunks * self.pool.chunk_bytes)
@@ -229,9 +232,11 @@ class HostAdapterCache:
         if chunks is None:
             raise AdapterDeferred(shape)
         try:
+            # What no module writes is 0: other layers, rows beyond a true rank, padding.
             self.pool.zero(chunks)
             pages = self._pages(layout, num_pages, chunks)
             self._write(opened, pages)
+            # After the last read, so that no later write can have been missed.
             _check_unchanged(adapter)
         except BaseException:
             self.pool.free(chunks)
@@ -266,20 +271,19 @@ class HostAdapterCache:
     def _pages(
         self, layout: "ChunkLayout", num_pages: Sequence[int], chunks: Sequence[int]
     ) -> tuple[tuple[HostPage, ...], ...]:
-        matrices = self._matrices(layout, chunks)
+        matrices = (self._matrix(ranges, chunks) for ranges in layout.matrices)
         return tuple(
             tuple(HostPage(next(matrices), next(matrices)) for _ in range(count))
             for count in num_pages
         )
 
-    def _matrices(self, layout: "ChunkLayout", chunks: Sequence[int]) -> Iterator[HostMatrix]:
+    def _matrix(self, ranges: Sequence["RowRange"], chunks: Sequence[int]) -> HostMatrix:
         size = self._dtype.itemsize
-        for ranges in layout.matrices:
-            views = tuple(
-                self.pool.rows(chunks[part.chunk], part.offset * size, part.shape, self._dtype)
-                for part in ranges
-            )
-            yield HostMatrix(views, (0, *accumulate(len(view) for view in views))[: len(views)])
+        views = tuple(
+            self.pool.rows(chunks[part.chunk], part.offset * size, part.shape, self._dtype)
+            for part in ranges
+        )
+        return HostMatrix(views, (0, *accumulate(len(view) for view in views))[: len(views)])
 
     def _write(self, adapter: OpenAdapter, pages: tuple[tuple[HostPage, ...], ...]) -> None:
         """Read an adapter's modules into zeroed pages, cut to this rank."""

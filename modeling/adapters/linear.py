@@ -1,4 +1,4 @@
-"""Linear layers with adapters: the base product, plus the step's deltas in the right place."""
+"""Linear layers with adapters: the base product, plus the deltas of the step's adapters."""
 
 from torch import Tensor, nn
 
@@ -27,6 +27,7 @@ class AdapterColumnLinear(nn.Module):
             plain: Tensor = self.base(x)
             return plain
         weight = self.base.weight
+        # One launch computes the base product and x A^T, as both read x; it adds no bias.
         if self.base.bias is None and adapter_data.has_product(x, weight, self._targets):
             y = x.new_empty(len(x), len(weight))
             adapter_data.product(y, x, weight, self._layer, self._targets)
@@ -55,8 +56,9 @@ class AdapterRowLinear(nn.Module):
             return self.base.partial(x)
         weight = self.base.weight
         if self.base.bias is None and adapter_data.has_product(x, weight, self._targets):
-            room = self.base.output_buffer(x)
-            y = x.new_empty(len(x), len(weight)) if room is None else room
+            # Memory that the ranks sum without a copy, where there is any.
+            buffer = self.base.output_buffer(x)
+            y = x.new_empty(len(x), len(weight)) if buffer is None else buffer
             adapter_data.product(y, x, weight, self._layer, self._targets)
         else:
             y = self.base.partial(x)

@@ -78,8 +78,8 @@ class MergedAdapter:
         """Return each adapted position's true rank, its parts' largest, in the model's order."""
         ranks: dict[ModulePosition, int] = {}
         for part in self.parts:
-            for place, rank in part.adapter.ranks.items():
-                ranks[place] = max(rank, ranks.get(place, 0))
+            for position, rank in part.adapter.ranks.items():
+                ranks[position] = max(rank, ranks.get(position, 0))
         return {p: ranks[p] for p in sorted(ranks, key=lambda p: (p.projection, p.layer))}
 
     def read(self) -> Iterator[LoraModule]:
@@ -87,46 +87,48 @@ class MergedAdapter:
         for part in self.parts:
             with _named(part.name), reading():
                 part.adapter.ends.check_copies(part.adapter.file)
-        for place, rank in self.ranks.items():
-            yield self._merge(place, rank)
+        for position, rank in self.ranks.items():
+            yield self._merge(position, rank)
 
     def stacks(self) -> Iterator[LoraStack]:
         """Yield the modules as stacks of one; each is merged by itself."""
         for module in self.read():
-            place = module.position
-            yield LoraStack(place.projection, (place.layer,), module.a[None], module.b[None])
+            index, layer = module.position.projection, module.position.layer
+            yield LoraStack(index, (layer,), module.a[None], module.b[None])
 
     def read_matrices(self) -> Iterator[Matrix]:
         """Yield nothing: parts with whole matrices are refused."""
         return iter(())
 
-    def _merge(self, place: ModulePosition, rank: int) -> LoraModule:
+    def _merge(self, position: ModulePosition, rank: int) -> LoraModule:
         terms = [
-            self._term(index, place, rank)
+            self._term(index, position, rank)
             for index, part in enumerate(self.parts)
-            if place in part.modules
+            if position in part.modules
         ]
+        # B takes no sign: that of w_i s_i must count once in the product B A.
         signed = [copysign(sqrt(abs(term.scale)), term.scale) for term in terms]
         plain = [sqrt(abs(term.scale)) for term in terms]
         a = combine([t.a for t in terms], signed, self.rule, [t.seeds[0] for t in terms])
         b = combine([t.b for t in terms], plain, self.rule, [t.seeds[1] for t in terms])
         for factor in (a, b):
             check_finite("the merge (are its weights too large?)", factor)
-        return LoraModule(place, a, b)
+        return LoraModule(position, a, b)
 
-    def _term(self, index: int, place: ModulePosition, rank: int) -> _Term:
+    def _term(self, index: int, position: ModulePosition, rank: int) -> _Term:
         part = self.parts[index]
-        module = part.modules[place]
+        module = part.modules[position]
         with _named(part.name):
             a, b = part.adapter.factors(module)
-        missing = rank - len(a)
-        projection = part.adapter.projections[place.projection]
-        spot = f"{self.digest}:{index}:{projection.module.format(layer=place.layer)}"
+        missing = rank - len(a)  # Zero rows of A and columns of B add nothing to B A.
+        projection = part.adapter.projections[position.projection]
+        # The same on every rank and at every staging, so that all draw the same masks.
+        seed_text = f"{self.digest}:{index}:{projection.module.format(layer=position.layer)}"
         return _Term(
             scale=part.weight * part.adapter.plan.scaling_of(module),
             a=pad(a, (0, 0, 0, missing)),
             b=pad(b, (0, missing)),
-            seeds=(_seed(f"{spot}:A"), _seed(f"{spot}:B")),
+            seeds=(_seed(f"{seed_text}:A"), _seed(f"{seed_text}:B")),
         )
 
 
@@ -151,7 +153,7 @@ def open_fetched(
         with _named(member.name):
             opened = _open(member, projections, max_rank, base)
             _check_factors_alone(opened)
-        modules = {place: module for module, place in opened.modules.items()}
+        modules = {position: module for module, position in opened.modules.items()}
         parts.append(_Part(member.name, weight, opened, modules))
     return MergedAdapter(tuple(parts), rule, adapter.digest)
 
@@ -187,7 +189,7 @@ def _named(name: str) -> Iterator[None]:
 def combine(
     tensors: Sequence[Tensor], scales: Sequence[float], rule: MergeRule, seeds: Sequence[int]
 ) -> Tensor:
-    """Merge tensors of one shape and type float32, one scale and one seed each."""
+    """Merge float32 tensors of one shape; a scale and a seed for each (see the module's table)."""
     if rule.prunes:
         tensors = [prune(t, rule, seed) for t, seed in zip(tensors, seeds, strict=True)]
     stacked = torch.stack(list(tensors))
@@ -207,7 +209,7 @@ def prune(tensor: Tensor, rule: MergeRule, seed: int) -> Tensor:
         kept = torch.topk(tensor.abs().flatten(), count, sorted=False).indices
         mask = torch.zeros(tensor.numel()).index_fill_(0, kept, 1.0)
         return tensor * mask.view(tensor.shape)
-    # On the CPU and from a generator of its own: every rank and replica draws the same.
+    # On the CPU and with a generator of its own: every rank and replica draws the same mask.
     generator = torch.Generator().manual_seed(seed)
     mask = torch.bernoulli(torch.full(tensor.shape, rule.density), generator=generator)
     return tensor * mask / rule.density
@@ -215,6 +217,7 @@ def prune(tensor: Tensor, rule: MergeRule, seed: int) -> Tensor:
 
 def agreeing(stacked: Tensor, method: SignMethod) -> Tensor:
     """Return where each of [parts, ...] has the sign that the parts elect; False for zeros."""
+    # A zero's sign is 0, which never equals the elected 1 or -1: pruned values do not take part.
     signs = stacked.sign()
     ballot = stacked if method is SignMethod.TOTAL else signs
     elected = torch.where(ballot.sum(0) >= 0, 1, -1)

@@ -14,9 +14,9 @@ from torch import Tensor
 from configs.reading import DamagedFile
 from configs.wire.adapters import AdapterRefusal
 from modeling.adapters.faults import Faults, refuse
-from modeling.adapters.peft_config import LoraPlan, judge_config
+from modeling.adapters.peft_config import LoraPlan, check_config
 from modeling.adapters.peft_ends import (
-    CLOSED_ADVICE,
+    INSIDE_ONLY_ADVICE,
     PREFIX,
     WEIGHT_SUFFIX,
     EndTensors,
@@ -44,12 +44,13 @@ EMBEDDING_SUFFIXES = {"A": ".lora_embedding_A", "B": ".lora_embedding_B"}
 IDLE_SUFFIXES = (".lora_velora_embed",)
 """Suffixes of tensors that only a backward pass reads."""
 
-OPEN_ADVICE = (
+SETTING_ADVICE = (
     "start the server with adapters.vocabulary true (LoRA factors only), or retrain with "
     "target_modules inside the layers"
 )
 STACK_NUMBERS = 2**19
-"""Most elements of a stack's factor: malloc returns larger blocks to the system at each free."""
+"""Most elements of a stack's factor, 2 MiB in float32: malloc returns much larger blocks to the
+system at each free, and every stack would pay for new pages."""
 
 MAX_UNKNOWN = 64
 """Most unknown tensors that a refusal examines; a file may hold any number of them."""
@@ -133,9 +134,10 @@ class PeftAdapter:
         if a.dtype is torch.float64:
             a = a.float()
         scales = torch.tensor([self.plan.scaling_of(name) for name in names]).view(-1, 1, 1)
-        # The scaling is folded in once, in float32, whatever the pools' type.
+        # The scaling is folded in here, in float32, before B is rounded to the pools' type.
         b = b.float() * scales
         for keys, factors in ((keys_a, a), (keys_b, b)):
+            # One sum for the whole stack; only if it is not finite, a look at each tensor.
             if not torch.isfinite(factors.sum(dtype=torch.float32)):
                 for key, factor in zip(keys, factors, strict=True):
                     check_finite(key, factor)
@@ -182,11 +184,11 @@ def open_adapter(
     folder that links must not lead out of. AdapterError names all that is wrong.
     """
     faults = Faults()
-    plan, adapter = judge_config(folder, faults, within), None
+    plan, adapter = check_config(folder, faults, within), None
     with faults.gather(), reading():
         file = TensorFile(_weights(folder), within)
         if plan is not None:
-            adapter = _judge(file, plan, (projections, base), max_rank)
+            adapter = _check_file(file, plan, projections, base, max_rank)
     faults.check()
     assert adapter is not None
     return adapter
@@ -203,14 +205,14 @@ def _weights(folder: Path) -> Path:
     return path
 
 
-def _judge(
+def _check_file(
     file: TensorFile,
     plan: LoraPlan,
-    model: tuple[Sequence[Projection], Mapping[str, BaseRows]],
+    projections: Sequence[Projection],
+    base: Mapping[str, BaseRows],
     max_rank: int,
 ) -> PeftAdapter:
-    """Check a file; model: its projections, and its tensors of which the file may hold copies."""
-    projections, base = model
+    """Check a file against its config and the model; base: as in `open_adapter`."""
     known = {
         module: ModulePosition(index, layer)
         for index, projection in enumerate(projections)
@@ -224,7 +226,7 @@ def _judge(
         adapter = replace(adapter, ends=find_ends(keys, plan, projections, base))
     adapter = replace(adapter, modules=_match(keys, adapter, faults))
     _check_tensors(adapter, faults)
-    # It reads values, so types and shapes must be right.
+    # It compares values, so types and shapes must be right.
     if not faults:
         with faults.gather():
             check_tying(file, plan, projections, adapter.modules)
@@ -248,13 +250,8 @@ def _check_tensors(adapter: PeftAdapter, faults: Faults) -> None:
         key = _key(projection, module, side)
         with faults.gather():
             check_type(key, file.dtype(key))
-            _check_shape(_Side(module, side), file.shape(key), adapter.plan, projection)
-
-
-@dataclass(frozen=True)
-class _Side:
-    module: str
-    side: str
+            _check_shape(key, file.shape(key), side == "A", projection)
+            _check_file_rank(key, file.shape(key)[side == "B"], adapter.plan.rank_of(module))
 
 
 def _key(projection: Projection, module: str, side: str) -> str:
@@ -267,8 +264,8 @@ def _match(keys: Iterable[str], adapter: PeftAdapter, faults: Faults) -> dict[st
     """Map tensors to modules of the model; unknown tensors and missing partners are faults."""
     known, projections = adapter.modules, adapter.projections
     factors: dict[str, tuple[str, str]] = {}
-    for module, place in known.items():
-        projection = projections[place.projection]
+    for module, position in known.items():
+        projection = projections[position.projection]
         factors |= {_key(projection, module, side): (module, side) for side in "AB"}
     idle = {PREFIX + module + suffix for module in known for suffix in IDLE_SUFFIXES}
     found: dict[str, set[str]] = {module: set() for module in adapter.ends.copied}
@@ -279,7 +276,7 @@ def _match(keys: Iterable[str], adapter: PeftAdapter, faults: Faults) -> dict[st
             found.setdefault(module, set()).add(side)
         elif key not in adapter.ends.names:
             unknown.append(key)
-    # A fault so far is about embedding or head: do not refuse their tensors again.
+    # Faults that were found before concern embedding or head: their tensors are refused once.
     unknown = [key for key in unknown if not (faults and _names_end(key))]
     for key in sorted(unknown)[:MAX_UNKNOWN]:
         with faults.gather():
@@ -293,7 +290,7 @@ def _match(keys: Iterable[str], adapter: PeftAdapter, faults: Faults) -> dict[st
         refuse(f"{WEIGHTS_NAME} holds no LoRA tensor: it adapts nothing")
     # In the model's order, so that staging writes the pools in memory order.
     whole = {module for module, sides in found.items() if len(sides) == 2}
-    return {module: place for module, place in known.items() if module in whole}
+    return {module: position for module, position in known.items() if module in whole}
 
 
 def _names_end(key: str) -> bool:
@@ -303,40 +300,39 @@ def _names_end(key: str) -> bool:
 def _refuse_tensor(key: str, adapter: PeftAdapter) -> NoReturn:
     known = adapter.modules
     if _names_end(key):
-        is_open = any(p.kind is not ProjectionKind.LINEAR for p in adapter.projections)
-        opens = all(p.can_adapt_ends for p in adapter.projections)
-        advice = "retrain it as LoRA factors alone" if is_open else OPEN_ADVICE
+        has_ends = any(p.kind is not ProjectionKind.LINEAR for p in adapter.projections)
+        can_adapt = all(p.can_adapt_ends for p in adapter.projections)
+        advice = "retrain it as LoRA factors alone" if has_ends else SETTING_ADVICE
         refuse(
             f"tensor {key} adapts the vocabulary (embeddings or head), which is not served here: "
-            + (advice if opens else CLOSED_ADVICE)
+            + (advice if can_adapt else INSIDE_ONLY_ADVICE)
         )
     names = sorted({module.rsplit(".", 1)[-1] for module in known})
     refuse(
         f"tensor {key} belongs to no adaptable module of this model (those are {', '.join(names)} "
-        f"in {len(known)} places, named {PREFIX}<module>.lora_A.weight): is the adapter for "
+        f"at {len(known)} paths, named {PREFIX}<module>.lora_A.weight): is the adapter for "
         "another base model?"
     )
 
 
-def _check_shape(
-    side: _Side, shape: tuple[int, ...], plan: LoraPlan, projection: Projection
-) -> None:
-    """Compare a factor with the config's rank and the model's sizes."""
-    rank = plan.rank_of(side.module)
-    key = _key(projection, side.module, side.side)
+def _check_shape(key: str, shape: tuple[int, ...], is_a: bool, projection: Projection) -> None:
+    """Compare a factor, A [r, in] or B [out, r], with the model's sizes."""
     if len(shape) != 2:
         refuse(f"{key} has shape {list(shape)}, not a matrix: it is no plain LoRA factor")
-    found_rank, found_size = shape if side.side == "A" else shape[::-1]
-    size = projection.in_features if side.side == "A" else projection.out_features
-    word = "inputs" if side.side == "A" else "outputs"
-    if found_size != size:
+    found = shape[1] if is_a else shape[0]
+    size = projection.in_features if is_a else projection.out_features
+    if found != size:
         refuse(
-            f"adapter for another base model: {key} has {found_size} {word}, "
-            f"this model's {side.module} has {size}"
+            f"adapter for another base model: {key} has {found} {'inputs' if is_a else 'outputs'}, "
+            f"this model's {projection.name} has {size}"
         )
-    if found_rank != rank:
+
+
+def _check_file_rank(key: str, found: int, rank: int) -> None:
+    """Compare a factor's rank with the config's."""
+    if found != rank:
         refuse(
-            f"{key} has rank {found_rank}, but adapter_config.json (r, rank_pattern) says {rank}: "
+            f"{key} has rank {found}, but adapter_config.json (r, rank_pattern) says {rank}: "
             "the two files do not belong together"
         )
 
@@ -356,8 +352,8 @@ def _check_targets(adapter: PeftAdapter, known: Mapping[str, ModulePosition]) ->
     """Refuse modules that PEFT would leave out or initialise; known: all adaptable modules."""
     plan, projections = adapter.plan, adapter.projections
     left_out: dict[str, str] = {}
-    for module, place in adapter.modules.items():
-        kind = projections[place.projection].kind
+    for module, position in adapter.modules.items():
+        kind = projections[position.projection].kind
         names: tuple[str, ...] = (module,)
         if kind is not ProjectionKind.LINEAR and is_tied(plan, projections):
             names = tuple(m for m in known if projections[known[m].projection].kind in WHOLE_KINDS)
@@ -377,9 +373,9 @@ def _check_targets(adapter: PeftAdapter, known: Mapping[str, ModulePosition]) ->
 def _check_whole(adapter: PeftAdapter, known: Mapping[str, ModulePosition]) -> None:
     """Refuse a file that lacks factors which PEFT would initialise with random values."""
     given = set(adapter.modules.values())
-    for module, place in known.items():
-        is_linear = adapter.projections[place.projection].kind is ProjectionKind.LINEAR
-        missing = place not in given and place not in adapter.ends.matrices.values()
+    for module, position in known.items():
+        is_linear = adapter.projections[position.projection].kind is ProjectionKind.LINEAR
+        missing = position not in given and position not in adapter.ends.matrices.values()
         if missing and is_linear and adapter.plan.left_out_by(module, True) is None:
             refuse(
                 f"the file holds nothing for {module}, which target_modules names, and "
@@ -391,7 +387,7 @@ def _check_once(adapter: PeftAdapter) -> None:
     """Refuse a module that the file adapts twice, by two names or by factors and a matrix."""
     whole = {key.removesuffix(WEIGHT_SUFFIX) for key in adapter.ends.matrices}
     taken: set[ModulePosition] = set()
-    for module, place in adapter.modules.items():
-        if place in taken or PREFIX + module in whole:
+    for module, position in adapter.modules.items():
+        if position in taken or PREFIX + module in whole:
             refuse(f"{module} is adapted twice: save the adapter again")
-        taken.add(place)
+        taken.add(position)

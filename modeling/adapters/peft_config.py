@@ -126,32 +126,14 @@ def _find(name: str, table: PatternTable[Value], module: str) -> Value | None:
         refuse(f"{name}: {error}; write the modules' names out")
 
 
-def read_config(folder: Path, within: Path | None = None) -> LoraPlan:
-    """Read and check the adapter_config.json of a folder; AdapterError names all that is wrong.
+def check_config(folder: Path, faults: Faults, within: Path | None = None) -> LoraPlan | None:
+    """Read and check a folder's adapter_config.json; None, with faults, if a served field is wrong.
 
     within: the folder that links must not lead out of.
     """
-    faults = Faults()
-    plan = judge_config(folder, faults, within)
-    faults.check()
-    assert plan is not None
-    return plan
-
-
-def judge_config(folder: Path, faults: Faults, within: Path | None = None) -> LoraPlan | None:
-    """Read a folder's adapter_config.json; None, with faults, if a served field is wrong."""
     with faults.gather():
-        return _judge_fields(_fields(folder, within), faults)
+        return check_fields(_fields(folder, within), faults)
     return None
-
-
-def parse_config(fields: Mapping[str, object]) -> LoraPlan:
-    """Check every field and return the plan; AdapterError names all that is wrong."""
-    faults = Faults()
-    plan = _judge_fields(fields, faults)
-    faults.check()
-    assert plan is not None
-    return plan
 
 
 def _fields(folder: Path, within: Path | None) -> dict[str, object]:
@@ -169,8 +151,8 @@ def _fields(folder: Path, within: Path | None) -> dict[str, object]:
     return fields
 
 
-def _judge_fields(fields: Mapping[str, object], faults: Faults) -> LoraPlan | None:
-    """Return the plan of the served fields, even if others are wrong."""
+def check_fields(fields: Mapping[str, object], faults: Faults) -> LoraPlan | None:
+    """Return the plan of the served fields, even if others are wrong; None if one of them is."""
     if fields.get("peft_type") != "LORA":
         with faults.gather():
             refuse(

@@ -7,8 +7,7 @@ were trained as one weight (ensure_weight_tying) are both in the file.
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Any, NoReturn, cast
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -23,6 +22,7 @@ from modeling.adapters.projection import (
     ProjectionKind,
     width,
 )
+from sharding.tensor_file import TensorFile
 
 PREFIX = "base_model.model."
 WEIGHT_SUFFIX = ".weight"
@@ -30,11 +30,11 @@ COPY_SUFFIX = ".base_layer.weight"
 COPY_ROWS = 4096
 """How many rows of a copy are compared at once."""
 
-CLOSED_ADVICE = (
+INSIDE_ONLY_ADVICE = (
     "this model runs in transformers' own code, where only linear modules inside the layers are "
     "adapted; retrain with target_modules inside the layers, or merge it into the base model"
 )
-"""For models whose embedding and head no setting opens."""
+"""For models whose embedding and head cannot be adapted, whatever the settings."""
 
 TIED_BY_PEFT = frozenset({"embed_tokens", "lm_head"})
 """Names by which PEFT notices that an adapted end is tied (peft/utils/other.py)."""
@@ -55,7 +55,7 @@ class EndTensors:
     """The tensors of the ends besides factors, by name.
 
     matrices: whole weights, and their positions. copies: of base tensors, and those tensors.
-    copied: modules whose base weight is beside their factors.
+    copied: modules for which the file holds a copy of the base weight beside the factors.
     """
 
     matrices: dict[str, ModulePosition] = field(default_factory=dict)
@@ -67,58 +67,54 @@ class EndTensors:
         """Return the names of all these tensors."""
         return {*self.matrices, *self.copies}
 
-    def check(self, file: Any, projections: Sequence[Projection]) -> None:
+    def check(self, file: TensorFile, projections: Sequence[Projection]) -> None:
         """Refuse whole weights and copies of another model's shape, or of no float type."""
-        for key, copied in self.copies.items():
-            found = file.get_slice(key)
-            check_type(key, found.get_dtype())
-            _check_vocabulary(key, found.get_shape(), copied.shape)
-        for key, place in self.matrices.items():
-            found = file.get_slice(key)
-            check_type(key, found.get_dtype())
-            end = _partner(projections, projections[place.projection])
-            _check_vocabulary(key, found.get_shape(), end.base_rows.shape)
+        expected = {key: base.shape for key, base in self.copies.items()}
+        for key, position in self.matrices.items():
+            end = _partner(projections, projections[position.projection])
+            expected[key] = end.base_rows.shape
+        for key, shape in expected.items():
+            check_type(key, file.dtype(key))
+            _check_vocabulary(key, file.shape(key), shape)
 
-    def check_copies(self, file: Any) -> None:
+    def check_copies(self, file: TensorFile) -> None:
         """Refuse a copy of a base tensor that differs in this rank's rows."""
-        for key, copied in self.copies.items():
-            _check_copy(key, file.get_slice(key), copied)
+        for key, base in self.copies.items():
+            _check_copy(file, key, base)
 
-    def read(self, file: Any, projections: Sequence[Projection]) -> Iterator[Matrix]:
+    def read(self, file: TensorFile, projections: Sequence[Projection]) -> Iterator[Matrix]:
         """Yield this rank's rows of every whole weight; refuses values that are not finite."""
-        for key, place in self.matrices.items():
-            end = _partner(projections, projections[place.projection])
+        for key, position in self.matrices.items():
+            end = _partner(projections, projections[position.projection])
             rows = _own_rows(end)
-            if rows.start == rows.stop:  # all padding; the file format has no empty slices
+            if rows.start == rows.stop:  # A rank that holds only padding of the vocabulary.
                 continue
-            found = cast(Tensor, file.get_slice(key)[rows])
+            found = file.rows(key, rows.start, rows.stop)
             check_finite(key, found)
-            yield Matrix(place, found)
+            yield Matrix(position, found)
 
 
 def find_ends(
     keys: Set[str],
     plan: LoraPlan,
     projections: Sequence[Projection],
-    base: Mapping[str, BaseRows] = MappingProxyType({}),
+    base: Mapping[str, BaseRows],
 ) -> EndTensors:
     """Find whole weights and copies; refuse modules_to_save that this server does not serve.
 
     base: the ends' tensors by their paths; their copies are accepted on any server.
     """
     ends = [p for p in projections if p.kind in WHOLE_KINDS]
-    opens = all(projection.can_adapt_ends for projection in projections)
-    saved = _saved_ends(plan, ends, opens)
+    saved = _saved_ends(plan, ends, all(each.can_adapt_ends for each in projections))
     found = EndTensors()
     found.copies.update({PREFIX + path: base[path] for path in base if PREFIX + path in keys})
     for end in ends:
-        weights = [PREFIX + module + WEIGHT_SUFFIX for module in end.modules(0)]
-        present = [key for key in weights if key in keys]
+        present = _weights(end, keys)
         if end.name in saved:
             if len(present) != 1:
                 refuse(
-                    f"modules_to_save asks for {weights[0]}, of which the file holds "
-                    f"{len(present)}: save the adapter again"
+                    f"modules_to_save requires {PREFIX}{end.module}{WEIGHT_SUFFIX}, of which the "
+                    f"file holds {len(present)}: save the adapter again"
                 )
             found.matrices[present[0]] = ModulePosition(_whole_pool(end, projections, plan), 0)
             found.copies.pop(present[0], None)
@@ -131,29 +127,30 @@ def find_ends(
     return found
 
 
-def _saved_ends(plan: LoraPlan, ends: Sequence[Projection], opens: bool) -> set[str]:
+def _saved_ends(plan: LoraPlan, ends: Sequence[Projection], can_adapt: bool) -> set[str]:
     """Return the ends that modules_to_save names, by PEFT's rule: an entry ends a module's path.
 
-    Refuses an entry that names another module.
+    can_adapt: whether some setting lets adapters change this model's ends. Refuses an entry that
+    names another module.
     """
     saved: set[str] = set()
     for entry in plan.modules_to_save:
         meant = {end.name for end in ends if any(m.endswith(entry) for m in end.modules(0))}
         if not meant:
-            _refuse_saved(plan, entry, bool(ends), opens)
+            _refuse_saved(plan, entry, bool(ends), can_adapt)
         saved |= meant
     return {end.name for end in ends} if saved and is_tied(plan, ends) else saved
 
 
-def _refuse_saved(plan: LoraPlan, entry: str, is_open: bool, opens: bool) -> NoReturn:
+def _refuse_saved(plan: LoraPlan, entry: str, has_ends: bool, can_adapt: bool) -> NoReturn:
     field = f"modules_to_save={list(plan.modules_to_save)!r} is not served here: "
-    if is_open:
+    if has_ends:
         refuse(
             f"{field}{entry!r} is neither the embedding nor the head; retrain without it, or "
             "merge it into the base model"
         )
-    if not opens:
-        refuse(field + CLOSED_ADVICE)
+    if not can_adapt:
+        refuse(field + INSIDE_ONLY_ADVICE)
     refuse(
         f"{field}only a whole embedding or head can be, where the server is started with "
         "adapters.vocabulary true and adapters.vocabulary_copies above 0"
@@ -172,7 +169,7 @@ def _whole_pool(end: Projection, projections: Sequence[Projection], plan: LoraPl
 
 
 def check_tying(
-    file: Any,
+    file: TensorFile,
     plan: LoraPlan,
     projections: Sequence[Projection],
     adapted: Mapping[str, ModulePosition],
@@ -181,12 +178,12 @@ def check_tying(
     ends = [p for p in projections if p.kind in WHOLE_KINDS]
     if not is_tied(plan, ends):
         return
-    keys = set(file.keys())
-    weights = [key for end in ends if (key := _present(end, keys))]
+    keys = file.keys()
+    weights = [key for end in ends for key in _weights(end, keys)[:1]]
     if len(weights) == 2 and plan.modules_to_save:
-        _check_equal_rows(file, weights, ends[0])
+        _check_equal_rows(file, weights[0], weights[1], ends[0])
     modules = [
-        m for m, place in adapted.items() if projections[place.projection].kind in WHOLE_KINDS
+        m for m, position in adapted.items() if projections[position.projection].kind in WHOLE_KINDS
     ]
     if len(modules) == 1 and modules[0].rsplit(".", 1)[-1] in TIED_BY_PEFT:
         refuse(
@@ -211,18 +208,18 @@ def is_tied(plan: LoraPlan, projections: Sequence[Projection]) -> bool:
     return plan.ensure_weight_tying and is_one
 
 
-def _present(end: Projection, keys: Set[str]) -> str | None:
-    weights = (PREFIX + module + WEIGHT_SUFFIX for module in end.modules(0))
-    return next((key for key in weights if key in keys), None)
+def _weights(end: Projection, keys: Set[str]) -> list[str]:
+    """Return the names under which the file holds an end's weight."""
+    names = (PREFIX + module + WEIGHT_SUFFIX for module in end.modules(0))
+    return [name for name in names if name in keys]
 
 
-def _check_equal_rows(file: Any, keys: Sequence[str], end: Projection) -> None:
-    one, other = (file.get_slice(key) for key in keys)
+def _check_equal_rows(file: TensorFile, one: str, other: str, end: Projection) -> None:
     rows = _own_rows(end)
     for start in range(rows.start, rows.stop, COPY_ROWS):
-        part = slice(start, min(start + COPY_ROWS, rows.stop))
-        if not torch.equal(one[part], other[part]):
-            _refuse_two(keys[0], keys[1])
+        stop = min(start + COPY_ROWS, rows.stop)
+        if not torch.equal(file.rows(one, start, stop), file.rows(other, start, stop)):
+            _refuse_two(one, other)
 
 
 def _refuse_two(one: str, other: str) -> NoReturn:
@@ -232,15 +229,16 @@ def _refuse_two(one: str, other: str) -> NoReturn:
     )
 
 
-def _check_copy(key: str, copy: Any, base: BaseRows) -> None:
+def _check_copy(file: TensorFile, key: str, base: BaseRows) -> None:
     """Compare a copy of a base tensor with this rank's rows, some at a time.
 
     Compares in the server's type, to which PEFT would convert the copy when it loads it.
     """
     for start in range(0, len(base.rows), COPY_ROWS):
+        # Some rows at a time: a second copy of a whole embedding may be gigabytes.
         own = base.rows[start : start + COPY_ROWS].cpu()
         first = base.first + start
-        saved = copy[first : first + len(own)].to(own.dtype)
+        saved = file.rows(key, first, first + len(own)).to(own.dtype)
         if not torch.equal(own, saved):
             refuse(
                 f"{key} is not this model's weight: it was trained as a whole, or the adapter is "
@@ -279,7 +277,8 @@ def check_type(key: str, dtype: str) -> None:
 
 def check_finite(key: str, tensor: Tensor) -> None:
     """Refuse NaN and infinity."""
-    # The sum is not finite if any element is not, and is several times as fast to compute.
+    # The sum is not finite if any element is not, and takes a fraction of the time. The reverse
+    # does not hold, as finite values may overflow it: only then are all elements looked at.
     if not bool(torch.isfinite(tensor.sum()) or torch.isfinite(tensor).all()):
         refuse(
             f"{key} holds values that are not finite (NaN or infinity): the training diverged; "

@@ -25,8 +25,10 @@ class PinnedPool:
         self.chunk_bytes = chunk_bytes
         self._memory = torch.empty(num_chunks * chunk_bytes, dtype=torch.uint8)
         if pinned and num_chunks:
+            # Not at exit: CUDA may be gone by then, and the system frees the memory anyway.
             weakref.finalize(self, _pin(self._memory)).atexit = False
-        # Chunks from here on were never taken: the system has given them no memory yet.
+        # Chunks from here on were never taken, and the system has given them no memory yet (unless
+        # it is pinned). Freed chunks are taken first, so memory that is not needed is not touched.
         self._fresh = 0
         self._free: list[int] = []
         self._leaving: list[tuple[DeviceEvent, list[int]]] = []
@@ -85,6 +87,7 @@ class PinnedPool:
         """Free chunks whose copies are done; waits for copies if `count` chunks are not free."""
         waiting = []
         for after, chunks in self._leaving:
+            # Only when there is no other room: a wait here holds up the thread that stages.
             if not after.query() and self._room() < count:
                 after.synchronize()
             if after.query():

@@ -1,4 +1,4 @@
-"""Adapters at the vocabulary's two ends: deltas of embedded tokens, and of logits.
+"""Adapters of embedding and head: deltas of embedded tokens, and of logits.
 
     embedding: y[t, o] += sum_r A[r, id(t)] Bt[r, o]        A cut over the vocabulary
     head:      z[n, v] += sum_r (sum_i x[n, i] A[r, i]) Bt[r, v]    B cut over the vocabulary
@@ -6,9 +6,9 @@
 The embedding's delta joins before the all-reduce of the base product, the head's before the
 all-gather. Both are two small products for each adapter that has them, in plain torch.
 
-An adapter may bring a whole matrix W' instead, and its rows then get what W' gives in W's stead:
-y[t] = W'[id(t)], z[n] = W' x[n], cut like the base weight. The matrix itself is kept and no
-difference W' - W, which half precision would round.
+An adapter may bring a whole matrix W' instead of factors. It then replaces W for the adapter's
+rows: y[t] = W'[id(t)], z[n] = W' x[n], cut like the base weight. W' itself is kept, because half
+precision would round the difference W' - W.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ from sharding.slicing import whole
 
 @dataclass(frozen=True)
 class EndNames:
-    """The module paths of both ends; head_alias: another one of the head's."""
+    """The module paths of embedding and head; head_alias: a second path of the head."""
 
     embedding: str
     head: str
@@ -129,21 +129,22 @@ class VocabularyAdapters:
             y[rows] = found
         for group in self._tokens:
             factors = group.adapter.factors(self._embedding, 0)
-            if not len(factors.a):  # a rank whose rows of the vocabulary are all padding
+            if not len(factors.a):  # This rank's rows of the vocabulary are all padding.
                 continue
             found = factors.a[local_ids[group.rows]]
+            # Another rank's ids count zero here: the all-reduce adds that rank's part.
             if foreign is not None:
                 found = found.masked_fill(foreign[group.rows].unsqueeze(-1), 0)
             y[group.rows] += found @ factors.bt
 
     def logits(self, z: Tensor, x: Tensor) -> None:
-        """Change z [n, this rank's run] by the adapters of the head; x: [n, hidden]."""
+        """Change z [n, this rank's range] by the adapters of the head; x: [n, hidden]."""
         assert len(x) == self._num_logits, (x.shape, self._num_logits)
         for rows, matrix in self._whole_logits:
             z[rows] = F.linear(x[rows], matrix[: z.shape[1]])
         for group in self._logits:
             factors = group.adapter.factors(self._head, 0)
-            part = z[:, : factors.bt.shape[1]]
+            part = z[:, : factors.bt.shape[1]]  # B is not padded, this rank's logits may be.
             part[group.rows] += x[group.rows] @ factors.a @ factors.bt
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import MappingProxyType
 
 import torch
-from torch import Tensor
 
 from configs.adapters import AdaptersConfig
 from configs.architectures.select import load_architecture, padded_reason
@@ -20,9 +19,9 @@ from modeling.adapters.peft import FACTOR, WEIGHTS_NAME, open_adapter
 from modeling.adapters.projection import BaseRows, Projection
 from modeling.models.select import build_model
 from modeling.runner.loading import load_model
+from sharding.checkpoint import DummySource
 from sharding.group import SingleRank
 from sharding.loader import Weights
-from sharding.slicing import Segments, width
 from sharding.tensor_file import TensorFile
 from sources.model import fetch_model, fetch_model_config
 
@@ -43,25 +42,6 @@ class AdapterVerdict:
     rank: int = 0
 
 
-class _Shapes:
-    """A source of weights that have shapes and no values, so building a model costs nothing."""
-
-    bytes_read = 0
-
-    def names(self) -> None:
-        """Return None: it has every name."""
-
-    def read(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        cut: tuple[Segments, ...],
-        device: torch.device = META,
-    ) -> Tensor:
-        """Return an empty tensor of the shape on the meta device."""
-        return torch.empty([width(segments) for segments in cut], device=META)
-
-
 def adaptable(config: EngineConfig) -> tuple[Projection, ...]:
     """What adapters may change of the model, on one rank.
 
@@ -78,7 +58,7 @@ def adaptable(config: EngineConfig) -> tuple[Projection, ...]:
     if config.adapters.vocabulary:
         fetch_model(config.model)
         return load_model(config, SingleRank(), cpu).model.projections
-    weights = Weights(_Shapes(), SingleRank(), torch.float32, META)
+    weights = Weights(DummySource(META, torch.float32), SingleRank(), torch.float32, META)
     return build_model(architecture, weights).projections
 
 

@@ -36,12 +36,13 @@ def test_tensors_are_those_of_the_library(tmp_path: Path, dtype: torch.dtype) ->
         assert file.shape(key) == tensor.shape
     with safe_open(path, framework="pt") as theirs:
         for key in tensors:
-            own, other = file.get_slice(key), theirs.get_slice(key)
-            assert (own.get_dtype(), list(own.get_shape())) == (
+            other, height = theirs.get_slice(key), file.shape(key)[0]
+            assert (file.dtype(key), list(file.shape(key))) == (
                 other.get_dtype(),
                 other.get_shape(),
             )
-            assert torch.equal(own[1:3], other[1:3])
+            first, stop = min(1, height), min(3, height)
+            assert torch.equal(file.rows(key, first, stop), other[1:3])
 
 
 @pytest.mark.usefixtures("at_once")
@@ -144,6 +145,6 @@ def test_no_file_is_mapped(tmp_path: Path) -> None:
     path = tmp_path / "some.safetensors"
     save_file({"a": torch.ones(2**16)}, path)
     file = TensorFile(path)
-    kept = [file.get_tensor("a"), file.get_slice("a").file.stack(["a"])]
+    kept = [file.get_tensor("a"), file.stack(["a"])]
     assert str(path) not in Path("/proc/self/maps").read_text()
     assert all(tensor.sum() == 2**16 for tensor in kept)

@@ -1,4 +1,4 @@
-"""The second half of the multi-adapter product: rank rows times B, added to the outputs.
+"""The expand of the multi-adapter product: rank rows times B, added to the outputs.
 
     expand:  y[token(p), o + j] += sum_r s[p, r] * Bt[row(p, r), j]
 
@@ -18,20 +18,17 @@ from modeling.adapters.kernels.triton_shrink import (
     pool_rows,
 )
 
+# Arguments are grouped by what they describe; a line for each would hide the kernels.
+# fmt: off
+
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _sums(
-    partials: "Any",
-    rows: "Any",
-    live: "Any",
-    r: "Any",
-    rank: "Any",
-    num_splits: "Any",
+    partials: "Any", rows: "Any", live: "Any", r: "Any", rank: "Any", num_splits: "Any",
     split_stride: "Any",
-    SPLITS: tl.constexpr,
-    SUMMED: tl.constexpr,
+    SPLITS: tl.constexpr, SUMMED: tl.constexpr,
 ) -> "Any":
-    """s[r, p] of one target; rows: offsets of the positions in the first split's place."""
+    """s[r, p] of one target; rows: the positions' offsets in the first split's part."""
     if SUMMED:
         mask = (r < rank)[:, None] & live[None, :]
         return tl.load(partials + rows[None, :] + r[:, None], mask=mask, other=0.0)
@@ -44,11 +41,12 @@ def _sums(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _expanded(bt: "Any", s: "Any", acc: "Any") -> "Any":
-    """acc[j, p] + sum_r bt[r, j] s[r, p]; s keeps its precision as two halves in bt's type."""
+    """acc[j, p] + sum_r bt[r, j] s[r, p]; s keeps its precision as a sum of two in bt's type."""
     b = tl.trans(bt)
     if bt.dtype == tl.float32:
         acc = tl.dot(b, s, acc, input_precision="ieee")
     else:
+        # Tensor cores multiply in bt's type: what rounding s takes away is multiplied too.
         high = s.to(bt.dtype)
         low = (s - high.to(tl.float32)).to(bt.dtype)
         acc = tl.dot(b, high, acc)
@@ -58,24 +56,11 @@ def _expanded(bt: "Any", s: "Any", acc: "Any") -> "Any":
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _expand_tile(
-    bt: "Any",
-    table: "Any",
-    rank: "Any",
-    layer: "Any",
-    width: "Any",
-    n: "Any",
-    live: "Any",
+    bt: "Any", table: "Any", rank: "Any", layer: "Any", width: "Any", n: "Any", live: "Any",
     out: "Any",
-    partials: "Any",
-    rows: "Any",
-    num_splits: "Any",
-    split_stride: "Any",
-    TABLE_PAGES: tl.constexpr,
-    LAYERS: tl.constexpr,
-    MAX_RANK: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SUMMED: tl.constexpr,
-    ROWS: tl.constexpr,
+    partials: "Any", rows: "Any", num_splits: "Any", split_stride: "Any",
+    TABLE_PAGES: tl.constexpr, LAYERS: tl.constexpr,
+    MAX_RANK: tl.constexpr, SPLITS: tl.constexpr, SUMMED: tl.constexpr, ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """out[j, p] += sum_r s[r, p] * Bt[r, n[j]], ROWS rank rows at once."""
@@ -88,6 +73,7 @@ def _expand_tile(
         gdc_wait()
     if rank > 0:
         out_mask = live[None, :] & (n < width)[:, None]
+        # Not before the wait: the base product, which wrote y, may be the kernel ahead.
         old = tl.load(out, mask=out_mask, other=0.0)
         s = _sums(partials, rows, live, r, rank, num_splits, split_stride, SPLITS, SUMMED)
         zeros = tl.zeros([n.shape[0], live.shape[0]], dtype=tl.float32)
@@ -99,44 +85,22 @@ def _expand_tile(
             b_tile = tl.load(b_rows[:, None] + n[None, :], mask=b_mask, other=0.0)
             s = _sums(partials, rows, live, r, rank, num_splits, split_stride, SPLITS, SUMMED)
             acc = _expanded(b_tile, s, acc)
+        # Added in float32, so that the delta is rounded once, with the sum.
         tl.store(out, (old.to(tl.float32) + acc).to(old.dtype), mask=out_mask)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)  # type: ignore[untyped-decorator]
 def expand_kernel(
-    y: "Any",
-    b0: "Any",
-    b1: "Any",
-    b2: "Any",
-    records: "Any",
-    page_table: "Any",
-    ranks: "Any",
+    y: "Any", b0: "Any", b1: "Any", b2: "Any",
+    records: "Any", page_table: "Any", ranks: "Any",
     partials: "Any",
-    projection0: "Any",
-    projection1: "Any",
-    projection2: "Any",
-    layer: "Any",
-    width0: "Any",
-    width1: "Any",
-    width2: "Any",
-    offset0: "Any",
-    offset1: "Any",
-    offset2: "Any",
-    y_stride: "Any",
-    num_splits: "Any",
-    positions: "Any",
-    PROJECTIONS: tl.constexpr,
-    TABLE_PAGES: tl.constexpr,
-    TABLE_LAYERS: tl.constexpr,
+    projection0: "Any", projection1: "Any", projection2: "Any", layer: "Any",
+    width0: "Any", width1: "Any", width2: "Any", offset0: "Any", offset1: "Any", offset2: "Any",
+    y_stride: "Any", num_splits: "Any", positions: "Any",
+    PROJECTIONS: tl.constexpr, TABLE_PAGES: tl.constexpr, TABLE_LAYERS: tl.constexpr,
     LAYERS: tl.constexpr,
-    MAX_RANK: tl.constexpr,
-    HEADER: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SUMMED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    MORE_ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    MAX_RANK: tl.constexpr, HEADER: tl.constexpr, SPLITS: tl.constexpr, SUMMED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, MORE_ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """Program (block of a target's outputs, tiles): y[token, offset + j] += sum_r s Bt."""
@@ -146,6 +110,7 @@ def expand_kernel(
     blocks0 = tl.cdiv(width0, BLOCK_N)
     blocks1 = blocks0 + tl.cdiv(width1, BLOCK_N)
     target = (block >= blocks0).to(tl.int32) + (block >= blocks1).to(tl.int32)
+    # Blocks of outputs are numbered through all targets; a padded target has width 0 and none.
     block -= of_target(target, 0 * blocks0, blocks0, blocks1)
     bt = of_target(target, b0, b1, b2)
     projection = of_target(target, projection0, projection1, projection2)
@@ -159,58 +124,27 @@ def expand_kernel(
     num_tiles = tl.load(record + 2)
     for tile in range(tl.program_id(1), num_tiles, tl.num_programs(1)):
         record = records + tile * (HEADER + BLOCK_M)
-        place = slot * PROJECTIONS + projection
-        rank = tl.load(ranks + place * TABLE_LAYERS + layer)
-        table = page_table + place * TABLE_PAGES
+        entry = slot * PROJECTIONS + projection
+        rank = tl.load(ranks + entry * TABLE_LAYERS + layer)
+        table = page_table + entry * TABLE_PAGES
         first = tl.load(record + 1)
         tokens = tl.load(record + HEADER + m)
+        # As in the shrink: the next tile's slot is on its way while this tile is computed.
         later = tile + tl.num_programs(1)
         slot = tl.load(records + later * (HEADER + BLOCK_M), mask=later < num_tiles, other=0)
         out = y + (tokens.to(tl.int64) * y_stride + offset)[None, :] + n[:, None]
         rows = target * SPLITS * split_stride + (first + m) * MAX_RANK
         if rank <= BLOCK_R:
             _expand_tile(
-                bt,
-                table,
-                rank,
-                layer,
-                width,
-                n,
-                tokens >= 0,
-                out,
-                partials,
-                rows,
-                num_splits,
-                split_stride,
-                TABLE_PAGES,
-                LAYERS,
-                MAX_RANK,
-                SPLITS,
-                SUMMED,
-                BLOCK_R,
-                PDL,
+                bt, table, rank, layer, width, n, tokens >= 0, out,
+                partials, rows, num_splits, split_stride,
+                TABLE_PAGES, LAYERS, MAX_RANK, SPLITS, SUMMED, BLOCK_R, PDL,
             )
         else:
             _expand_tile(
-                bt,
-                table,
-                rank,
-                layer,
-                width,
-                n,
-                tokens >= 0,
-                out,
-                partials,
-                rows,
-                num_splits,
-                split_stride,
-                TABLE_PAGES,
-                LAYERS,
-                MAX_RANK,
-                SPLITS,
-                SUMMED,
-                MORE_ROWS,
-                PDL,
+                bt, table, rank, layer, width, n, tokens >= 0, out,
+                partials, rows, num_splits, split_stride,
+                TABLE_PAGES, LAYERS, MAX_RANK, SPLITS, SUMMED, MORE_ROWS, PDL,
             )
     if PDL:
         gdc_wait()

@@ -3,11 +3,11 @@
     y[m, n] = sum_k W[n, k] x[m, k]           programs of blocks of outputs
     s[p, r] = sum_i x[token(p), i] * A[row(p, r), i]        programs of the shrink, ahead of them
 
-Both read x and neither waits for the other: the shrink's launch and its chain of short loads
-cost a step nothing but its bytes. Few rows are the narrow side of the tensor cores' instruction,
-as in the adapters' kernels. With splits, the programs of a block of outputs share the inputs and
-leave float32 partial sums; the last to arrive adds them in a fixed order, so that equal inputs
-give equal bits.
+Both read x and neither waits for the other, so the shrink costs a step only the bytes that it
+reads: its launch and its chain of short loads overlap the product. Few rows are the narrow side of
+the tensor cores' instruction, as in the adapters' kernels. With splits, the programs of a block of
+outputs share the inputs and leave float32 partial sums; the last to arrive adds them in a fixed
+order, so that equal inputs give equal bits.
 
 The expand follows as a programmatic dependent: it loads B while this kernel ends.
 """
@@ -28,7 +28,7 @@ class ProductForm:
 
     outputs, inputs: of a tile of W. bulk: whether tiles come by the bulk tensor copy engine, which
     pays when a tile of x is about as many bytes as one of W. blocks: about how many programs share
-    the product: a matrix of fewer blocks of outputs is split along its inputs, at most eightfold.
+    the product: a matrix of fewer blocks of outputs is split along its inputs, into at most eight.
     shrink_splits, shrink_columns: as in Form and Blocks; every program of the launch has the same
     warps and stages.
     """
@@ -67,16 +67,19 @@ def product_form(num_rows: int) -> ProductForm | None:
 
 
 AHEAD = 256
-"""Inputs of each output whose weights are asked for before x is awaited."""
+"""How many of each output's weights are prefetched before the kernel waits for x."""
 
 MAX_BLOCKS = 256
 MAX_SUMS = 8 * 2**20
 """Counters and partial sums that a split product takes at most."""
 
+# Arguments are grouped by what they describe; a line for each would hide the kernels.
+# fmt: off
+
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _prefetch(pointers: "Any") -> None:
-    """Ask for the lines behind some addresses, into the second-level cache."""
+    """Prefetch the cache lines at some addresses into the second-level cache."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
         "=r,l",
@@ -89,32 +92,17 @@ def _prefetch(pointers: "Any") -> None:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _product(
-    block: "Any",
-    split: "Any",
-    num_blocks: "Any",
-    x: "Any",
-    weight: "Any",
-    y: "Any",
-    sums: "Any",
-    arrived: "Any",
-    num_rows: "Any",
-    num_outputs: "Any",
-    x_stride: "Any",
-    y_stride: "Any",
-    INPUTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SHARES: tl.constexpr,
-    AHEAD: tl.constexpr,
-    PDL: tl.constexpr,
-    weight_tiles: "Any",
-    x_tiles: "Any",
-    BULK: tl.constexpr,
+    block: "Any", split: "Any", num_blocks: "Any",
+    x: "Any", weight: "Any", y: "Any",
+    sums: "Any", arrived: "Any", num_rows: "Any", num_outputs: "Any",
+    x_stride: "Any", y_stride: "Any",
+    INPUTS: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SHARES: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    weight_tiles: "Any", x_tiles: "Any", BULK: tl.constexpr,
 ) -> None:
-    """One block of outputs for all rows, over one share of the inputs.
+    """y[m, n] = sum_k W[n, k] x[m, k]: one block of outputs, all rows, one share of the inputs.
 
-    AHEAD: weights of a row that are asked for before x is awaited; 64 make a line of 128 bytes.
+    AHEAD: weights of a row that are prefetched before the wait for x; 64 make a line of 128 bytes.
     """
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.arange(0, ROWS)
@@ -126,13 +114,14 @@ def _product(
     stop = tl.minimum(start + share, INPUTS)
     w_rows = weight + n.to(tl.int64) * INPUTS
     x_rows = x + m.to(tl.int64) * x_stride
+    # No kernel writes weights, so their first lines are fetched while the kernel before still runs.
     if PDL:
         ahead = tl.minimum(start + tl.arange(0, AHEAD // 64) * 64, INPUTS - 64)
         first = weight + tl.minimum(n, num_outputs - 1).to(tl.int64) * INPUTS
         _prefetch(first[:, None] + ahead[None, :])
         gdc_wait()
     acc = tl.zeros([BLOCK_N, ROWS], dtype=tl.float32)
-    if BULK:  # beyond the matrices' ends the copy engine fills in zeros
+    if BULK:  # Beyond the matrices' ends the copy engine writes zeros: no mask is needed.
         for k0 in range(start, stop, BLOCK_K):
             acc = tl.dot(weight_tiles.load([block * BLOCK_N, k0]), x_tiles.load([0, k0]).T, acc)
     else:
@@ -154,9 +143,11 @@ def _product(
         cell = (block * BLOCK_N + tl.arange(0, BLOCK_N))[:, None] * ROWS + m[None, :]
         stride = num_blocks * BLOCK_N * ROWS
         tl.store(sums + split * stride + cell, acc)
+        # As in the shrink's sums: all stores of the program, then one thread's arrival.
         tl.debug_barrier()
         before = tl.atomic_add(arrived + block, 1, sem="acq_rel")
         if before == SHARES - 1:
+            # In the order of the shares, whichever came last: equal inputs give equal bits.
             total = tl.zeros([BLOCK_N, ROWS], dtype=tl.float32)
             for other in tl.static_range(SHARES):
                 total += tl.load(sums + other * stride + cell, cache_modifier=".cg")
@@ -168,122 +159,49 @@ def _product(
     do_not_specialize=[*UNSPECIALIZED, "num_rows", "num_shrinks", "num_tile_programs"]
 )
 def product_kernel(
-    weight_tiles: "Any",
-    x_tiles: "Any",
-    x: "Any",
-    weight: "Any",
-    y: "Any",
-    sums: "Any",
-    arrived: "Any",
-    num_rows: "Any",
-    num_outputs: "Any",
-    y_stride: "Any",
-    num_shrinks: "Any",
-    num_tile_programs: "Any",
-    a0: "Any",
-    a1: "Any",
-    a2: "Any",
-    records: "Any",
-    page_table: "Any",
-    ranks: "Any",
-    partials: "Any",
-    summed: "Any",
-    summed_stride: "Any",
-    projection0: "Any",
-    projection1: "Any",
-    projection2: "Any",
-    layer: "Any",
-    x_stride: "Any",
-    split_width: "Any",
-    num_splits: "Any",
-    positions: "Any",
-    INPUTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SHARES: tl.constexpr,
-    PRODUCT_K: tl.constexpr,
-    AHEAD: tl.constexpr,
-    BULK: tl.constexpr,
-    PROJECTIONS: tl.constexpr,
-    TABLE_PAGES: tl.constexpr,
-    TABLE_LAYERS: tl.constexpr,
+    weight_tiles: "Any", x_tiles: "Any",
+    x: "Any", weight: "Any", y: "Any",
+    sums: "Any", arrived: "Any", num_rows: "Any", num_outputs: "Any", y_stride: "Any",
+    num_shrinks: "Any", num_tile_programs: "Any",
+    a0: "Any", a1: "Any", a2: "Any",
+    records: "Any", page_table: "Any", ranks: "Any",
+    partials: "Any", summed: "Any", summed_stride: "Any",
+    projection0: "Any", projection1: "Any", projection2: "Any", layer: "Any",
+    x_stride: "Any", split_width: "Any", num_splits: "Any", positions: "Any",
+    INPUTS: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, SHARES: tl.constexpr,
+    PRODUCT_K: tl.constexpr, AHEAD: tl.constexpr, BULK: tl.constexpr,
+    PROJECTIONS: tl.constexpr, TABLE_PAGES: tl.constexpr, TABLE_LAYERS: tl.constexpr,
     LAYERS: tl.constexpr,
-    MAX_RANK: tl.constexpr,
-    HEADER: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SUMMED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    MORE_ROWS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    MAX_RANK: tl.constexpr, HEADER: tl.constexpr, SPLITS: tl.constexpr, SUMMED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, MORE_ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """The first num_shrinks programs are the shrink's, the others the product's."""
+    """The first num_shrinks programs are the shrink's, the others the product's.
+
+    The shrink's come first, so that their chains of dependent loads overlap the product.
+    """
     if PDL:
         gdc_launch_dependents()
     program = tl.program_id(0)
     if program < num_shrinks:
         shrink_tiles(
-            program // num_tile_programs,
-            program % num_tile_programs,
-            num_tile_programs,
-            x,
-            a0,
-            a1,
-            a2,
-            records,
-            page_table,
-            ranks,
-            partials,
-            summed,
-            summed_stride,
-            projection0,
-            projection1,
-            projection2,
-            layer,
-            INPUTS,
-            x_stride,
-            split_width,
-            num_splits,
-            positions,
-            PROJECTIONS,
-            TABLE_PAGES,
-            TABLE_LAYERS,
-            LAYERS,
-            MAX_RANK,
-            HEADER,
-            SPLITS,
-            SUMMED,
-            BLOCK_M,
-            BLOCK_R,
-            MORE_ROWS,
-            BLOCK_K,
-            PDL,
+            program // num_tile_programs, program % num_tile_programs, num_tile_programs,
+            x, a0, a1, a2,
+            records, page_table, ranks,
+            partials, summed, summed_stride,
+            projection0, projection1, projection2, layer, INPUTS,
+            x_stride, split_width, num_splits, positions,
+            PROJECTIONS, TABLE_PAGES, TABLE_LAYERS, LAYERS,
+            MAX_RANK, HEADER, SPLITS, SUMMED, BLOCK_M, BLOCK_R, MORE_ROWS, BLOCK_K, PDL,
         )
     else:
         own = program - num_shrinks
         num_blocks = (tl.num_programs(0) - num_shrinks) // SHARES
         _product(
-            own % num_blocks,
-            own // num_blocks,
-            num_blocks,
-            x,
-            weight,
-            y,
-            sums,
-            arrived,
-            num_rows,
-            num_outputs,
-            x_stride,
-            y_stride,
-            INPUTS,
-            ROWS,
-            BLOCK_N,
-            PRODUCT_K,
-            SHARES,
-            AHEAD,
-            PDL,
-            weight_tiles,
-            x_tiles,
-            BULK,
+            own % num_blocks, own // num_blocks, num_blocks,
+            x, weight, y,
+            sums, arrived, num_rows, num_outputs,
+            x_stride, y_stride,
+            INPUTS, ROWS, BLOCK_N, PRODUCT_K, SHARES, AHEAD, PDL,
+            weight_tiles, x_tiles, BULK,
         )

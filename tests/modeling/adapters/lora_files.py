@@ -1,6 +1,7 @@
 """Adapter folders written tensor by tensor, so that each can be wrong in its own way."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from modeling.adapters.faults import Faults
+from modeling.adapters.peft_config import LoraPlan, check_config, check_fields
 from modeling.adapters.projection import Projection
 
 UP = Projection("up", "model.layers.{layer}.up", 6, 10, ((0, 6),), ((0, 10),), 3)
@@ -39,3 +42,21 @@ def write_lora(folder: Path, tensors: dict[str, Tensor], **fields: Any) -> Path:
     (folder / "adapter_config.json").write_text(json.dumps(config))
     save_file(tensors, folder / "adapter_model.safetensors")
     return folder
+
+
+def parse_config(fields: Mapping[str, object]) -> LoraPlan:
+    """The plan of an adapter_config.json; AdapterError names all that is wrong."""
+    faults = Faults()
+    plan = check_fields(fields, faults)
+    faults.check()
+    assert plan is not None
+    return plan
+
+
+def read_config(folder: Path) -> LoraPlan:
+    """The same for the file of a folder."""
+    faults = Faults()
+    plan = check_config(folder, faults)
+    faults.check()
+    assert plan is not None
+    return plan

@@ -16,9 +16,8 @@ from modeling.adapters.peft_config import (
     MAX_PATTERNS,
     REFUSED,
     SERVED,
-    parse_config,
-    read_config,
 )
+from tests.modeling.adapters.lora_files import parse_config, read_config
 
 PLAIN: dict[str, Any] = {
     "peft_type": "LORA",

@@ -144,9 +144,9 @@ def test_other_modules_are_refused_by_name(tmp_path: Path) -> None:
     assert "'norm' is neither the embedding nor the head" in message
 
 
-def test_a_matrix_that_is_asked_for_must_be_there(tmp_path: Path) -> None:
+def test_a_requested_matrix_must_be_there(tmp_path: Path) -> None:
     message = refusal(tmp_path, {}, modules_to_save=["lm_head"])
-    assert f"modules_to_save asks for {HEAD}.weight, of which the file holds 0" in message
+    assert f"modules_to_save requires {HEAD}.weight, of which the file holds 0" in message
 
 
 def test_matrices_of_another_shape_or_type_are_refused(tmp_path: Path) -> None:
@@ -200,14 +200,14 @@ def test_factors_that_were_trained_as_one(tmp_path: Path) -> None:
     opened(tmp_path, two, ends(tied=True))
 
 
-def test_half_of_what_was_trained_as_one_is_refused(tmp_path: Path) -> None:
+def test_one_of_two_tied_ends_is_refused(tmp_path: Path) -> None:
     tying = {"ensure_weight_tying": True}
     for half in (embedding_factors(), head_factors()):
         message = refusal(tmp_path, half, ends(tied=True), **tying)
         assert "of the tied ends the file adapts" in message
     whole = {f"{EMBEDDING}.weight": ROWS + 1}
     fields = {**tying, "modules_to_save": ["embed_tokens"]}
-    assert f"asks for {HEAD}.weight" in refusal(tmp_path, whole, ends(tied=True), **fields)
+    assert f"requires {HEAD}.weight" in refusal(tmp_path, whole, ends(tied=True), **fields)
     opened(tmp_path, whole, ends(tied=False), **fields)
 
 

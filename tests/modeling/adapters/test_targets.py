@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from configs.wire.adapters import AdapterError
-from modeling.adapters.peft_config import parse_config
+from tests.modeling.adapters.lora_files import parse_config
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 SIZES: dict[str, Any] = {
