@@ -38,11 +38,6 @@ class HostTier:
         return self._copies_bytes + self._dropping_bytes
 
     @property
-    def num_copies(self) -> int:
-        """How many adapters have a host copy."""
-        return len(self._copies)
-
-    @property
     def has_unsent_drops(self) -> bool:
         """Whether the next plan must have the ranks drop something."""
         return bool(self._unsent)

@@ -12,16 +12,6 @@ class AdapterPages:
         self._slots = list(range(num_slots - 1, -1, -1))
         self._pages = [list(range(count - 1, -1, -1)) for count in self.num_pages]
 
-    @property
-    def num_free_slots(self) -> int:
-        """How many more adapters fit by their slots."""
-        return len(self._slots)
-
-    @property
-    def num_free_pages(self) -> list[int]:
-        """How many pages each projection's pool has left."""
-        return [len(pages) for pages in self._pages]
-
     def fits(self, counts: Sequence[int], extra_slots: int, extra_pages: Sequence[int]) -> bool:
         """Whether an adapter of `counts` pages fits, if these extras were free as well."""
         if len(self._slots) + extra_slots < 1:

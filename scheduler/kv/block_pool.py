@@ -24,11 +24,6 @@ class BlockPool:
         """How many blocks `allocate` could give."""
         return len(self._free) + len(self._idle)
 
-    @property
-    def num_used(self) -> int:
-        """How many blocks requests hold."""
-        return self.num_blocks - self.available
-
     def allocate(self, count: int) -> list[int]:
         """Take `count` blocks that no request holds."""
         assert count <= self.available, (count, self.available)

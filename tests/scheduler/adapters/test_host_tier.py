@@ -71,7 +71,7 @@ def test_the_least_recent_copy_goes_for_one_that_is_awaited() -> None:
     tier.dropped(second)
     assert tier.to_stage() == [3]
     staged(tier, third, 30)
-    assert tier.num_copies == 2
+    assert tier.num_bytes == 60
 
 
 def test_nothing_is_dropped_while_there_is_room() -> None:
