@@ -128,6 +128,13 @@ _DOMAINS: Mapping[str, _Domain] = {
 }
 
 
+ALL_PARAMETERS = Sampling(
+    temperature=1.0, top_k=5, top_p=0.9, logprobs=1, min_p=0.01, typical_p=0.9,
+    repetition_penalty=1.1, frequency_penalty=0.1, watermark=True, logit_bias=((0, 1.0),),
+)  # fmt: skip
+"""Parameters that take every path of the sampler: ranks warm up with them."""
+
+
 class Stopping(msgspec.Struct, frozen=True, array_like=True):
     """When a sequence ends; stop strings are matched by the ingress, not here.
 

@@ -3,15 +3,9 @@
 from collections.abc import Iterator, Sequence
 
 from configs.wire.plan import RequestJoin, StepRow
-from configs.wire.sampling import Sampling
+from configs.wire.sampling import ALL_PARAMETERS, Sampling
 from modeling.batch import ForwardBatch
 from modeling.runner.input_batch import BatchSize
-
-EVERYTHING = Sampling(
-    temperature=1.0, top_k=5, top_p=0.9, logprobs=1, min_p=0.01, typical_p=0.9,
-    repetition_penalty=1.1, frequency_penalty=0.1, watermark=True, logit_bias=((0, 1.0),),
-)  # fmt: skip
-"""Parameters that take every path of the sampler."""
 
 WIDEST = Sampling(
     temperature=1.0, top_p=0.9, typical_p=0.9, logprobs=0, repetition_penalty=1.1, watermark=True,
@@ -45,7 +39,7 @@ def warmup_batches(
         length = min(tokens // num_rows, longest)
         blocks = [[dummy_block] * (-(-length // size.block_size))] * num_rows
         for slot in slots:
-            first = _prefill(blocks, length, slot, EVERYTHING)
+            first = _prefill(blocks, length, slot, ALL_PARAMETERS)
             yield first
             crosses = length % size.block_size == 0
             decode = StepRow(0, length, 1, [dummy_block] if crosses else [], True)

@@ -1,4 +1,7 @@
-"""A step's changes of logits before sampling, as tensors; None where no row needs them."""
+"""Change logits before temperature: biases, penalties, watermark and grammar masks.
+
+`adjustments` gathers a step's changes as tensors, `adjust` applies them.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,10 +10,12 @@ from itertools import chain
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from configs.wire.sampling import Sampling
 from modeling.sampling.history import TokenHistory
-from modeling.transfer import to_device
+from modeling.sampling.watermark import GREEN_BONUS, green
+from modeling.transfer import floats, ints, to_device
 
 _LARGEST_REPETITION = 1e30
 """Penalties beyond it, or below its inverse, are clamped so that logits stay finite."""
@@ -131,15 +136,15 @@ def _penalties(
     penalised = [params[row] for row in rows]
     lengths = np.array(positions, dtype=np.int64)[rows]
     return Penalties(
-        rows=_ints(rows, device),
+        rows=ints(rows, device),
         buffer=history.buffer,
         starts=to_device(history.targets[rows] - lengths, device),
         lengths=to_device(lengths, device),
         prompt_lengths=to_device(history.prompt_lengths[rows], device),
         longest=int(lengths.max()),
-        repetition=_floats([_bounded(p.repetition_penalty) for p in penalised], device),
-        frequency=_floats([p.frequency_penalty for p in penalised], device),
-        presence=_floats([p.presence_penalty for p in penalised], device),
+        repetition=floats([_bounded(p.repetition_penalty) for p in penalised], device),
+        frequency=floats([p.frequency_penalty for p in penalised], device),
+        presence=floats([p.presence_penalty for p in penalised], device),
     )
 
 
@@ -154,7 +159,7 @@ def _watermarks(
     if not rows:
         return None
     newest = to_device(history.targets[rows] - 1, device)
-    return Watermarks(_ints(rows, device), history.buffer[newest])
+    return Watermarks(ints(rows, device), history.buffer[newest])
 
 
 def _allowed(
@@ -165,12 +170,75 @@ def _allowed(
     if not rows or history.grammars is None:
         return None
     words = history.grammars.masks(history.batch_slots[rows].tolist(), device)
-    return Allowed(_ints(rows, device), words)
+    return Allowed(ints(rows, device), words)
 
 
-def _ints(values: Sequence[int], device: torch.device) -> Tensor:
-    return to_device(np.array(values, dtype=np.int64), device)
+def adjust(logits: Tensor, changes: Adjustments) -> Tensor:
+    """Apply the rows' changes: logits [n, vocab] to float32 [n, vocab], a copy.
+
+    The order is biases and masks, repetition, frequency and presence, watermark, grammar.
+    """
+    result = logits.to(torch.float32, copy=True)
+    if changes.biases is not None:
+        _bias(result, changes.biases)
+    penalties = changes.penalties
+    if penalties is not None:
+        result[penalties.rows] = _penalise(result[penalties.rows], penalties)
+    marked = changes.watermarks
+    if marked is not None:
+        result[marked.rows] += GREEN_BONUS * green(marked.previous, logits.shape[-1])
+    if changes.allowed is not None:
+        _allow(result, changes.allowed)
+    return result
 
 
-def _floats(values: Sequence[float], device: torch.device) -> Tensor:
-    return to_device(np.array(values, dtype=np.float32), device)
+def _allow(logits: Tensor, allowed: Allowed) -> None:
+    """Mask in place the tokens that the rows' grammars do not allow."""
+    bits = torch.arange(8, dtype=torch.uint8, device=logits.device)
+    # By bytes, not words: the unpacked bits then take one byte a token instead of four.
+    barred = (((allowed.words.view(torch.uint8)[:, :, None] >> bits) & 1) == 0).flatten(1)
+    # Columns that no token of the tokenizer has are never allowed.
+    barred = pad(barred, (0, logits.shape[-1] - barred.shape[-1]), value=True)
+    logits[allowed.rows] = logits[allowed.rows].masked_fill(barred, float("-inf"))
+
+
+def _bias(logits: Tensor, biases: Biases) -> None:
+    """Add the biases in place; ids beyond the vocabulary are ignored."""
+    last = logits.shape[-1] - 1
+    values = biases.values.masked_fill(biases.ids > last, 0.0)
+    logits.index_put_((biases.rows, biases.ids.clamp(max=last)), values, accumulate=True)
+
+
+def _penalise(logits: Tensor, penalties: Penalties) -> Tensor:
+    """Penalise the tokens that a row has already: [p, vocab] to the same.
+
+    Repetition divides positive logits and multiplies negative ones, for tokens of the prompt and
+    of the output; frequency and presence count the output alone.
+    """
+    tokens, output = _window(penalties, logits.shape[-1])
+    seen = _counts(tokens, torch.ones_like(output), logits.shape[-1]) > 0
+    counts = _counts(tokens, output, logits.shape[-1])
+    repetition = penalties.repetition[:, None]
+    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+    logits = torch.where(seen, repeated, logits)
+    presence = (counts > 0) * penalties.presence[:, None]
+    return logits - counts * penalties.frequency[:, None] - presence
+
+
+def _window(penalties: Penalties, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Return each row's tokens, filled up with vocab_size, and which are output: [p, longest]."""
+    positions = torch.arange(penalties.longest, device=penalties.buffer.device)
+    own = positions < penalties.lengths[:, None]
+    at = (penalties.starts[:, None] + positions).clamp(max=len(penalties.buffer) - 1)
+    # Tokens beyond the head's vocabulary are not counted.
+    tokens = penalties.buffer[at].masked_fill(~own, vocab_size).clamp(max=vocab_size)
+    return tokens, positions >= penalties.prompt_lengths[:, None]
+
+
+def _counts(tokens: Tensor, counted: Tensor, vocab_size: int) -> Tensor:
+    """Count each row's tokens: [p, longest] twice to float32 [p, vocab_size].
+
+    Sums of whole numbers below 2**24 are exact in any order, so all ranks agree.
+    """
+    counts = torch.zeros(len(tokens), vocab_size + 1, device=tokens.device)
+    return counts.scatter_add_(1, tokens, counted.to(torch.float32))[:, :vocab_size]

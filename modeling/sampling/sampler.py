@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from modeling.sampling.adjust import adjust
+from modeling.sampling.adjustments import adjust
 from modeling.sampling.noise import exponential_noise
-from modeling.sampling.tensors import FilteredRows, RandomRows, SamplingTensors
-from modeling.sampling.warpers import keep_best, keep_likely, keep_typical, warp_temperature
+from modeling.sampling.tensors import RandomRows, SamplingTensors
+from modeling.sampling.warpers import drop_tokens, warp_temperature
 
 
 @dataclass(frozen=True)
@@ -56,20 +56,9 @@ def _sample(logits: Tensor, random: RandomRows) -> Tensor:
     warped = warp_temperature(logits, random.temperature)
     filtered = random.filtered
     if filtered is not None:
-        warped[filtered.rows] = _filter(warped[filtered.rows], filtered)
+        warped[filtered.rows] = drop_tokens(warped[filtered.rows], filtered)
     noise = exponential_noise(random.keys, logits.shape[-1])
     return (warped - noise.log()).argmax(dim=-1)
-
-
-def _filter(warped: Tensor, rows: FilteredRows) -> Tensor:
-    """Drop tokens by each row's filters, [f, vocab]."""
-    if rows.top_k is not None or rows.top_p is not None:
-        warped = keep_best(warped, rows.top_k, rows.top_p)
-    if rows.min_p is not None:
-        warped = keep_likely(warped, rows.min_p)
-    if rows.typical_p is not None:
-        warped = keep_typical(warped, rows.typical_p)
-    return warped
 
 
 def logprobs_of(logits: Tensor, tokens: Tensor, num_top: int) -> LogprobTensors:

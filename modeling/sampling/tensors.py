@@ -11,23 +11,8 @@ from configs.wire.sampling import Sampling
 from modeling.sampling.adjustments import Adjustments, adjustments
 from modeling.sampling.history import TokenHistory
 from modeling.sampling.noise import noise_keys
-from modeling.sampling.warpers import LARGEST_TEMPERATURE
-from modeling.transfer import to_device
-
-
-@dataclass(frozen=True)
-class FilteredRows:
-    """The random rows that drop tokens; each tensor is [f] for f rows, None if off in all rows.
-
-    rows: int64 indices into the random rows. top_k: int64, TOP_K_OFF where off.
-    top_p, min_p, typical_p: float32; 1, 0 and 1 where off.
-    """
-
-    rows: Tensor
-    top_k: Tensor | None
-    top_p: Tensor | None
-    min_p: Tensor | None
-    typical_p: Tensor | None
+from modeling.sampling.warpers import LARGEST_TEMPERATURE, FilteredRows, filtered_rows
+from modeling.transfer import floats, ints, to_device
 
 
 @dataclass(frozen=True)
@@ -63,9 +48,6 @@ class SamplingTensors:
         return self.random is None and self.num_top < 0 and self.adjustments is None
 
 
-TOP_K_OFF = 2**31 - 1
-
-
 def sampling_tensors(
     params: Sequence[Sampling],
     positions: Sequence[int],
@@ -90,41 +72,11 @@ def sampling_tensors(
         np.array([positions[index] for index in rows], dtype=np.int64),
     )
     random = RandomRows(
-        rows=_tensor(rows, np.int64, device),
-        temperature=_tensor(
-            [min(p.temperature, LARGEST_TEMPERATURE) for p in random_params], np.float32, device
+        rows=ints(rows, device),
+        temperature=floats(
+            [min(p.temperature, LARGEST_TEMPERATURE) for p in random_params], device
         ),
         keys=to_device(keys, device),
-        filtered=_filtered(random_params, device),
+        filtered=filtered_rows(random_params, device),
     )
     return SamplingTensors(random, num_top, adjusted)
-
-
-def _filtered(params: Sequence[Sampling], device: torch.device) -> FilteredRows | None:
-    rows = [index for index, p in enumerate(params) if p.filtered]
-    if not rows:
-        return None
-    filtered = [params[index] for index in rows]
-    top_k = None
-    if any(p.top_k for p in filtered):
-        top_k = _tensor([p.top_k or TOP_K_OFF for p in filtered], np.int64, device)
-    return FilteredRows(
-        rows=_tensor(rows, np.int64, device),
-        top_k=top_k,
-        top_p=_floats([p.top_p for p in filtered], 1.0, device),
-        min_p=_floats([p.min_p for p in filtered], 0.0, device),
-        typical_p=_floats([p.typical_p for p in filtered], 1.0, device),
-    )
-
-
-def _floats(values: list[float], off: float, device: torch.device) -> Tensor | None:
-    """Return one value a row; None where all are off."""
-    if all(value == off for value in values):
-        return None
-    return _tensor(values, np.float32, device)
-
-
-def _tensor(
-    values: Sequence[float], dtype: type[np.int64 | np.float32], device: torch.device
-) -> Tensor:
-    return to_device(np.array(values, dtype=dtype), device)

@@ -1,11 +1,17 @@
-"""Temperature and token filters: pure functions over [n, vocab], one parameter a row.
+"""Temperature and token filters, over [n, vocab] with one parameter a row.
 
 A dropped token's logit is minus infinity. Among equal logits the lower id counts as better: every
 rank must drop the same tokens, however it sorts.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+
+from configs.wire.sampling import Sampling
+from modeling.transfer import floats, ints
 
 FIXED_POINT = 2.0**40
 """Scale of probabilities as integers; the rounding of 2**17 tokens adds up to 1e-7."""
@@ -15,6 +21,52 @@ SMALLEST_TEMPERATURE = 1e-5
 
 LARGEST_TEMPERATURE = 1e30
 """Above this all tokens are equally likely in float32."""
+
+TOP_K_OFF = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class FilteredRows:
+    """The random rows that drop tokens; each tensor is [f] for f rows, None if off in all rows.
+
+    rows: int64 indices into the random rows. top_k: int64, TOP_K_OFF where off.
+    top_p, min_p, typical_p: float32; 1, 0 and 1 where off.
+    """
+
+    rows: Tensor
+    top_k: Tensor | None
+    top_p: Tensor | None
+    min_p: Tensor | None
+    typical_p: Tensor | None
+
+
+def filtered_rows(params: Sequence[Sampling], device: torch.device) -> FilteredRows | None:
+    """Gather the filters of the random rows; None where no row drops tokens."""
+    rows = [index for index, p in enumerate(params) if p.filtered]
+    if not rows:
+        return None
+    filtered = [params[index] for index in rows]
+    top_k = None
+    if any(p.top_k for p in filtered):
+        top_k = ints([p.top_k or TOP_K_OFF for p in filtered], device)
+    return FilteredRows(
+        rows=ints(rows, device),
+        top_k=top_k,
+        top_p=_unless_off([p.top_p for p in filtered], 1.0, device),
+        min_p=_unless_off([p.min_p for p in filtered], 0.0, device),
+        typical_p=_unless_off([p.typical_p for p in filtered], 1.0, device),
+    )
+
+
+def drop_tokens(warped: Tensor, rows: FilteredRows) -> Tensor:
+    """Drop tokens by each row's filters, in this order, [f, vocab]."""
+    if rows.top_k is not None or rows.top_p is not None:
+        warped = keep_best(warped, rows.top_k, rows.top_p)
+    if rows.min_p is not None:
+        warped = keep_likely(warped, rows.min_p)
+    if rows.typical_p is not None:
+        warped = keep_typical(warped, rows.typical_p)
+    return warped
 
 
 def warp_temperature(logits: Tensor, temperature: Tensor) -> Tensor:
@@ -75,3 +127,8 @@ def _within(ordered: Tensor, top_p: Tensor) -> Tensor:
     before = parts.cumsum(dim=-1) - parts
     limit = (top_p.to(torch.float64) * FIXED_POINT).to(torch.int64).clamp(min=1)
     return (before < limit[:, None]) | (top_p >= 1)[:, None]
+
+
+def _unless_off(values: list[float], off: float, device: torch.device) -> Tensor | None:
+    """Return one value a row; None where all are off."""
+    return None if all(value == off for value in values) else floats(values, device)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from configs.wire.adapters import AdapterReference
-from configs.wire.sampling import LARGEST_TOP_K, Sampling, Stopping
+from configs.wire.sampling import Stopping
 from deployments.contract import EngineInfo, GenerateRequest, SequenceRequest
 from deployments.ingress.access.keys import Grant
 from deployments.ingress.adapter_names.merges import requested_adapter
@@ -140,7 +140,7 @@ def job_of(
     seed = secrets.randbits(63) if body.seed is None else body.seed
     sequences = [
         SequenceRequest(
-            prompt.ids, _sampling(body, spread_seed(seed, i), stopping, constraint), stopping
+            prompt.ids, body.sampling(spread_seed(seed, i), stopping, constraint), stopping
         )
         for prompt in prompts
         for stopping in [_stopping(body, len(checked_ids(prompt.ids, info)), info)]
@@ -168,35 +168,6 @@ def job_of(
         cache_salt=body.cache_salt or "",
         started=caller.started,
     )
-
-
-def _sampling(body: Body, seed: int, stopping: Stopping, constraint: Constraint) -> Sampling:
-    temperature = _or(body.temperature, 1.0)
-    drawn = temperature > 0
-    masked = stopping.min_new_tokens > 0
-    return Sampling(
-        temperature=temperature,
-        top_k=min(max(0, body.top_k or 0), LARGEST_TOP_K) if drawn else 0,
-        top_p=_or(body.top_p, 1.0) if drawn else 1.0,
-        min_p=_or(body.min_p, 0.0) if drawn else 0.0,
-        typical_p=_or(body.typical_p, 1.0) if drawn else 1.0,
-        seed=seed,
-        # The best of several are found by their logprobs.
-        logprobs=max(body.num_logprobs, 0 if body.candidates > body.choices else -1),
-        repetition_penalty=_or(body.repetition_penalty, 1.0),
-        frequency_penalty=_or(body.frequency_penalty, 0.0),
-        presence_penalty=_or(body.presence_penalty, 0.0),
-        watermark=bool(body.watermark),
-        logit_bias=tuple((body.logit_bias or {}).items()),
-        masked_ids=stopping.stop_token_ids if masked else (),
-        masked_tokens=stopping.min_new_tokens,
-        json_schema=constraint.json_schema,
-        grammar=constraint.grammar,
-    )
-
-
-def _or(value: float | None, default: float) -> float:
-    return default if value is None else value
 
 
 def _stopping(body: Body, num_prompt: int, info: EngineInfo) -> Stopping:

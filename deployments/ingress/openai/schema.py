@@ -4,11 +4,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, field_validator
 
-from configs.wire.sampling import MAX_LOGIT_BIAS
+from configs.wire.sampling import LARGEST_TOP_K, MAX_LOGIT_BIAS, Sampling, Stopping
 from deployments.ingress.adapter_names.merges import MergedAdapters
 from deployments.ingress.http.errors import invalid
 from deployments.ingress.http.unicode import Unicode, is_encodable
 from deployments.ingress.openai.request_fields import refuse_others
+from deployments.ingress.structured.constraints import Constraint
 from deployments.ingress.structured.fields import Constrainable
 from deployments.ingress.tools.schema import AsWritten, CalledFunction, ToolCall, ToolFields
 
@@ -93,6 +94,30 @@ class _Body(Constrainable):
         """Alternatives wanted with each token of the prompt; -1 for no logprobs of it."""
         return -1 if self.prompt_logprobs is None else self.prompt_logprobs
 
+    def sampling(self, seed: int, stopping: Stopping, constraint: Constraint) -> Sampling:
+        """The parameters of one sequence, as the driver takes them."""
+        temperature = _or(self.temperature, 1.0)
+        drawn = temperature > 0
+        return Sampling(
+            temperature=temperature,
+            top_k=min(max(0, self.top_k or 0), LARGEST_TOP_K) if drawn else 0,
+            top_p=_or(self.top_p, 1.0) if drawn else 1.0,
+            min_p=_or(self.min_p, 0.0) if drawn else 0.0,
+            typical_p=_or(self.typical_p, 1.0) if drawn else 1.0,
+            seed=seed,
+            # The best of several are found by their logprobs.
+            logprobs=max(self.num_logprobs, 0 if self.candidates > self.choices else -1),
+            repetition_penalty=_or(self.repetition_penalty, 1.0),
+            frequency_penalty=_or(self.frequency_penalty, 0.0),
+            presence_penalty=_or(self.presence_penalty, 0.0),
+            watermark=bool(self.watermark),
+            logit_bias=tuple((self.logit_bias or {}).items()),
+            masked_ids=stopping.stop_token_ids if stopping.min_new_tokens > 0 else (),
+            masked_tokens=stopping.min_new_tokens,
+            json_schema=constraint.json_schema,
+            grammar=constraint.grammar,
+        )
+
     def refuse_unbuilt(self) -> None:
         """Raise for a parameter that would change the result and is not built."""
         refuse_others(self.model_extra)
@@ -100,6 +125,10 @@ class _Body(Constrainable):
             if name in _NAMES_OF_ADAPTERS and value not in (None, "", self.model):
                 message = f"`{name}` is not read here: name the adapter in `model`"
                 raise invalid(message, name, "unsupported_parameter")
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value
 
 
 class CompletionBody(_Body):

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from configs.wire.sampling import Sampling
 from modeling.sampling import adjustments as building
-from modeling.sampling.adjust import adjust
-from modeling.sampling.adjustments import adjustments
+from modeling.sampling.adjustments import adjust, adjustments
 from modeling.sampling.history import TokenHistory
 from modeling.sampling.sampler import SampledStep, sample_tokens
 from modeling.sampling.tensors import sampling_tensors
