@@ -1,11 +1,11 @@
 """What reading adapters costs the thread that launches steps beside it; needs no GPU.
 
-    python -m benchmarks.staging --readers 4 --turn-ms 0.5
+    python -m benchmarks.staging --readers 4 --switch-ms 0.5
 
 Writes small adapters of Llama-3-8B's shape (r = 4, q and v), stages each once so that files and
 memory are warm, then stages all of them again on some threads while another thread makes 150 small
 torch calls every 5 ms, as a launch does. One JSON line: milliseconds of one staging alone, of all
-of them together, and of a launch alone and meanwhile. `--turn-ms`: how long a thread may keep the
+of them together, and of a launch alone and meanwhile. `--switch-ms`: how long a thread may keep the
 interpreter while others wait; Python's own is 5.
 """
 
@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.serving import percentile
 from benchmarks.workload import SHAPES, projection_sizes, recipes, write_adapters
-from configs.interpreter import TURN_S
+from configs.interpreter import SWITCH_INTERVAL_S
 from configs.wire.adapters import AdapterKey, FetchedAdapter
 from modeling.adapters.bank import AdapterBank, BankSize
 from modeling.adapters.projection import Projection
@@ -105,12 +105,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     made.add_argument("--shape", choices=SHAPES, default="llama3-8b")
     made.add_argument("--adapters", type=int, default=40)
     made.add_argument("--readers", type=int, default=4)
-    made.add_argument("--turn-ms", type=float, default=TURN_S * 1e3)
+    made.add_argument("--switch-ms", type=float, default=SWITCH_INTERVAL_S * 1e3)
     parsed = made.parse_args(arguments)
     write_adapters(parsed.work, parsed.shape, recipes(0, 0, parsed.adapters))
     torch.set_num_threads(1)
-    sys.setswitchinterval(parsed.turn_ms / 1e3)
-    told = {"readers": parsed.readers, "turn_ms": parsed.turn_ms, "adapters": parsed.adapters}
+    sys.setswitchinterval(parsed.switch_ms / 1e3)
+    told = {"readers": parsed.readers, "switch_ms": parsed.switch_ms, "adapters": parsed.adapters}
     row = measure(parsed.work, parsed.shape, parsed.adapters, parsed.readers)
     print(json.dumps(told | row))
 
