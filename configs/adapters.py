@@ -1,4 +1,4 @@
-"""How adapters are fetched from far away: patience, what is remembered, the disk cache."""
+"""LoRA adapters: their sources, how they are fetched, and the memory that they get."""
 
 from typing import Any
 
@@ -18,19 +18,22 @@ from configs.wire.adapters import AdapterSource
 
 
 class FetchConfig(Config):
-    """Fetching from the hub and from s3; times in seconds.
+    """Fetching from the hub and from S3; times in seconds.
 
-    connect_timeout_s, read_timeout_s: to open a connection; between two pieces of an answer.
-    attempts: how often one request is made when the fault may pass (5xx, 429, a connection that
-    broke); the wait before the second is at most backoff_s, and doubles each time.
-    recheck_s: how long an answer about an adapter (its version, a caller's right) is used again.
-    grace_s: how long such an answer serves its caller while the source is out of reach.
-    refusal_s: how long a refusal is repeated without asking again.
-    cache_dir: where downloads are kept, on a local disk; drivers of one node may share it.
-    cache_bytes: how much is kept there; what was not used for longest goes first.
-    hub_on_demand: whether requests may have adapters downloaded from the hub; what the operator
-    loads, pins and preloads always may. download_bytes_per_hour: what each API key, or all callers
-    without one together, may have downloaded by one driver replica.
+    connect_timeout_s: the longest time to open a connection.
+    read_timeout_s: the longest time between two pieces of a reply.
+    attempts: how often a request is made when its fault is transient (5xx, 429, a broken
+    connection).
+    backoff_s: the longest wait before the second attempt; it doubles before each further one.
+    recheck_s: how long a reply about an adapter (its version, a caller's access) is used again.
+    grace_s: how long such a reply is used while the source cannot be reached.
+    refusal_s: how long a refusal is repeated without another call of the source.
+    cache_dir: the folder of downloads, on a local disk; drivers of one node may share it.
+    cache_bytes: the size of that folder; the least recently used adapters are deleted first.
+    hub_on_demand: whether a request may cause a download from the hub; loads, pins and preloads of
+    the operator always may.
+    download_bytes_per_hour: downloads of one driver replica for each API key, and for all callers
+    without a key together.
     """
 
     connect_timeout_s: PositiveFloat = 5.0
@@ -49,9 +52,10 @@ class FetchConfig(Config):
 class S3Config(Config):
     """Adapters in S3 buckets; credentials come by boto3's usual chain.
 
-    roots: "bucket" or "bucket/prefix" under which adapters lie; nothing else is ever read. An id
-    is looked up as it is when it begins with a root, else under the first root.
-    endpoint_url: of another service that speaks S3; None is AWS.
+    roots: "bucket" or "bucket/prefix"; nothing outside them is ever read. An id that begins with
+    a root is looked up as it is, any other under the first root.
+    endpoint_url: of another service with S3's interface; None is AWS.
+    region: None: as boto3 finds it.
     """
 
     roots: tuple[str, ...]
@@ -61,7 +65,7 @@ class S3Config(Config):
     @field_validator("roots")
     @classmethod
     def _plain_roots(cls, roots: tuple[str, ...]) -> tuple[str, ...]:
-        """Take "s3://bucket/prefix/" for what it means; refuse what names no bucket."""
+        """Accept "s3://bucket/prefix/" too; refuse a root without a bucket."""
         plain = tuple(root.removeprefix("s3://").strip("/") for root in roots)
         if not plain or not all(plain):
             raise ValueError('give at least one root as "bucket" or "bucket/prefix"')
@@ -69,27 +73,32 @@ class S3Config(Config):
 
 
 class AdaptersConfig(Config):
-    """LoRA adapters: where they may come from and how much memory they get.
+    """LoRA adapters: their sources and their memory.
 
+    default_source: the source of names without a prefix.
     local_roots: folders under which `local` ids are looked up; nothing outside is ever read.
-    device_pages: pages of 8 rank rows in each projection's device pool.
-    max_device_adapters: how many adapters may be on the device at once.
-    max_rank: the largest rank that is served.
-    host_bytes: the host tier of each rank, taken at start and, for CUDA, pinned.
-    staging_threads: adapters that a rank reads from disk side by side.
-    preload: references loaded before the server is ready.
-    max_file_bytes: of one adapter's files. fetch_timeout_s: the longest that a request waits for
-    them; the download goes on. look_timeout_s: the longest that it waits for news of an adapter
-    whose last version is in memory. hub_endpoint: None is huggingface_hub's own (HF_ENDPOINT).
-    s3: None serves nothing from there. share_hub_token: requests without a token of the hub use
-    the server's. allow_pickle: take adapter_model.bin too (tensors alone).
-    max_known: contents that are remembered, so that the same bytes find their prefix cache again.
+    device_pages: pages of 8 LoRA rank rows in each projection's device pool.
     memory_fraction: share of device memory for the pools when device_pages is None.
+    max_device_adapters: adapters on the device at once.
+    max_rank: the largest rank that is served.
     vocabulary: serve LoRA on embeddings and head too; their pools are as wide as the vocabulary,
     and decode steps with such adapters are not captured.
     vocabulary_copies: adapters with a whole embedding or head of their own (PEFT's
-    modules_to_save) that may be on the device at once; each place takes both matrices' bytes.
-    LoRAX's names are understood too (`configs/lorax_names.py`).
+    modules_to_save) that may be on the device at once; each takes both matrices' bytes.
+    host_bytes: the host tier of each rank, allocated at start and, for CUDA, pinned.
+    staging_threads: adapters that a rank reads from disk at the same time.
+    preload: references loaded before the server is ready.
+    max_file_bytes: of one adapter's files.
+    fetch_timeout_s: the longest that a request waits for a download; the download continues.
+    look_timeout_s: the longest that a request waits for the source's reply about an adapter whose
+    last known version is in memory.
+    fetch: time limits, attempts and the disk cache.
+    hub_endpoint: None is huggingface_hub's own (HF_ENDPOINT).
+    s3: None: nothing is read from S3.
+    share_hub_token: requests without a hub token use the server's.
+    allow_pickle: read adapter_model.bin too (its tensors alone).
+    max_known: contents whose keys are kept, so that the same bytes find their prefix cache again.
+    LoRAX's names are accepted too (`configs/lorax_names.py`).
     """
 
     enabled: bool = True
@@ -116,12 +125,11 @@ class AdaptersConfig(Config):
 
     @model_validator(mode="before")
     @classmethod
-    def _by_our_names(cls, given: Any) -> Any:
+    def _with_our_names(cls, given: Any) -> Any:
         return ours(given, ADAPTERS, IDLE_ADAPTERS)
 
     @model_validator(mode="after")
-    def _copies_need_open_ends(self) -> "AdaptersConfig":
-        """Whole matrices come in by the same door as factors."""
+    def _copies_need_vocabulary(self) -> "AdaptersConfig":
         if self.vocabulary_copies and not self.vocabulary:
             raise ValueError(
                 f"adapters.vocabulary_copies ({self.vocabulary_copies}) needs adapters.vocabulary: "

@@ -1,4 +1,4 @@
-"""The HTTP door: who may enter, how much each may ask for, what a request may weigh."""
+"""The HTTP interface: API keys, their quotas, cross-origin rules, limits of a request's size."""
 
 import string
 from enum import StrEnum
@@ -33,7 +33,7 @@ class SecretConfig(Config):
         return given.lower()
 
     @model_validator(mode="after")
-    def _has_one_place(self) -> "SecretConfig":
+    def _has_one_source(self) -> "SecretConfig":
         if (self.sha256 is None) == (self.env is None):
             raise ValueError("needs exactly one of `sha256` and `env`")
         return self
@@ -42,11 +42,12 @@ class SecretConfig(Config):
 class KeyConfig(SecretConfig):
     """One API key.
 
-    name: for logs. cache_group: callers of one group find each other's prompts in the prefix cache,
-    which can be told by `cached_tokens` and by time; None: this key's callers alone. adapters:
-    patterns of the adapters that it may use, "[source:]id" with `*` and `?`; None: all.
-    requests_per_minute, tokens_per_minute: shared out evenly among the ingress replicas; tokens are
-    those of prompts and answers; None: no limit.
+    name: for logs.
+    cache_group: keys of one group share the prefix cache; `cached_tokens` and response times show
+    a caller which prompts of its group were computed before. None: this key has a group of its own.
+    adapters: patterns of the adapters that it may use, "[source:]id" with `*` and `?`; None: all.
+    requests_per_minute, tokens_per_minute: each ingress replica grants an equal part of them;
+    tokens of prompts and answers count. None: no limit.
     """
 
     name: str = Field(min_length=1)
@@ -57,23 +58,24 @@ class KeyConfig(SecretConfig):
 
 
 class AdminAccess(StrEnum):
-    """Who may load, unload, pin and name adapters by HTTP."""
+    """Which callers may load, unload, pin and name adapters by HTTP."""
 
     KEY = "key"
     OPEN = "open"
 
 
 class ApiConfig(Config):
-    """What stands before the routes; the names of cross-origin settings are LoRAX's.
+    """Checks before the routes; the names of cross-origin settings are LoRAX's.
 
-    keys: with any, every request needs one of them, but for health checks and pages.
-    admin_key: for the routes that control the server; it opens all others too. admin: without
-    any key those routes are closed (`key`), unless the server listens on loopback; `open`: whoever
-    reaches the port may use them.
+    keys: with any, every request needs one of them, except health checks and pages.
+    admin_key: for the routes that control the server; it opens all others too.
+    admin: `key`: without any key those routes are closed, unless the server listens on loopback.
+    `open`: every client that reaches the port may use them.
     cors_allow_origin: none means that browsers let no other site's pages call this server.
-    max_json_depth: of arrays and objects within each other. max_json_objects: arrays and objects of
-    one body: messages, content parts, tools and prompts together. body_timeout_s: how long a
-    request's body may take to come.
+    max_json_depth: of arrays and objects within each other.
+    max_json_objects: arrays and objects of one body: messages, content parts, tools and prompts
+    together.
+    body_timeout_s: the longest time in which a request's body must arrive.
     """
 
     keys: tuple[KeyConfig, ...] = ()
@@ -93,7 +95,7 @@ class ApiConfig(Config):
 
     @property
     def has_quotas(self) -> bool:
-        """Whether any key may use only so much."""
+        """Whether any key has a quota."""
         return any(key.requests_per_minute or key.tokens_per_minute for key in self.keys)
 
     @model_validator(mode="after")

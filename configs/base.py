@@ -1,4 +1,4 @@
-"""The model that every config extends: frozen, and loud about a key it does not know."""
+"""The base class of all configs."""
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -12,11 +12,11 @@ class Config(BaseModel):
 
 
 def faults(error: ValueError) -> list[str]:
-    """What is wrong with settings, a line each: "a.dotted.key: why"."""
+    """Each fault of the settings as a line: "a.dotted.key: why"."""
     if not isinstance(error, ValidationError):
         return [str(error)]
     found = []
     for fault in error.errors(include_url=False):
-        where = ".".join(map(str, fault["loc"]))
-        found.append(f"{where}: {fault['msg']}" if where else str(fault["msg"]))
+        key = ".".join(map(str, fault["loc"]))
+        found.append(f"{key}: {fault['msg']}" if key else str(fault["msg"]))
     return found

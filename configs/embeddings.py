@@ -1,4 +1,4 @@
-"""How embeddings are made where a client does not say."""
+"""Defaults of embeddings."""
 
 from pydantic import field_validator
 
@@ -18,7 +18,7 @@ class EmbeddingsConfig(Config):
 
     @field_validator("pooling")
     @classmethod
-    def _pools(cls, pooling: Pooling) -> Pooling:
+    def _is_a_pooling(cls, pooling: Pooling) -> Pooling:
         if pooling is Pooling.NONE:
             raise ValueError("must be mean or last")
         return pooling

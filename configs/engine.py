@@ -1,4 +1,4 @@
-"""One engine: a model over a group of ranks, its cache, its budgets, its adapters."""
+"""One engine: a model on a group of ranks, with its cache, limits and adapters."""
 
 from enum import StrEnum
 from typing import Any
@@ -12,7 +12,7 @@ from configs.model import ModelConfig
 
 
 class Device(StrEnum):
-    """What the ranks compute on; AUTO takes CUDA where there is one."""
+    """The device of the ranks; AUTO takes CUDA where there is a CUDA device."""
 
     AUTO = "auto"
     CPU = "cpu"
@@ -20,7 +20,7 @@ class Device(StrEnum):
 
 
 class AttentionKind(StrEnum):
-    """Which paged attention; AUTO takes the fastest that imports on this device."""
+    """The attention backend; AUTO takes the fastest that can be imported on this device."""
 
     AUTO = "auto"
     SDPA = "sdpa"
@@ -29,9 +29,10 @@ class AttentionKind(StrEnum):
 
 
 class AllReduce(StrEnum):
-    """What sums between GPUs go through; AUTO takes the fastest as measured at start.
+    """How GPUs sum their partial results; AUTO takes what is fastest as measured at start.
 
-    SYMMETRIC refuses to start where peers' memory cannot be mapped. Ranks on CPU use gloo.
+    SYMMETRIC: torch's symmetric memory; the start fails where peers' memory cannot be mapped.
+    Ranks on CPU use gloo.
     """
 
     AUTO = "auto"
@@ -40,10 +41,11 @@ class AllReduce(StrEnum):
 
 
 class CudaGraphs(StrEnum):
-    """Which steps are recorded at start and replayed, on a GPU.
+    """Which steps are captured as CUDA graphs at start and replayed.
 
-    DECODE: steps in which every request computes one token. ALL: steps with prompts in them too,
-    but for their attention. NONE: every step is launched kernel by kernel.
+    NONE: every step is launched kernel by kernel.
+    DECODE: steps in which every request computes one token.
+    ALL: also steps with prompts, except their attention.
     """
 
     NONE = "none"
@@ -54,8 +56,8 @@ class CudaGraphs(StrEnum):
 class CacheDType(StrEnum):
     """The type of cached keys and values; AUTO takes the model's.
 
-    FP8 (e4m3): a byte a value, with scales from the checkpoint or measured at start. It changes
-    results; docs/operations.md says by how much, and which attention backends have it.
+    FP8 (e4m3): one byte for each value, with scales from the checkpoint or measured at start. It
+    changes results; docs/operations.md says by how much, and which attention backends have it.
     """
 
     AUTO = "auto"
@@ -68,7 +70,9 @@ class CacheDType(StrEnum):
 class CacheConfig(Config):
     """The paged KV cache.
 
-    num_blocks: given, or measured at start from what memory is left (the minimum over ranks).
+    block_size: tokens of a block.
+    num_blocks: None: as many as fit in the memory that is left at start (the minimum over ranks).
+    device_memory_fraction: the part of the device's memory that weights, cache and all else use.
     """
 
     block_size: PositiveInt = 16
@@ -79,18 +83,21 @@ class CacheConfig(Config):
 
 
 class LimitsConfig(Config):
-    """What the scheduler admits into a step, into the ranks, and into the queue.
+    """Limits of a step, of the running requests and of the queue.
 
     max_step_tokens: the token budget of one step; long prompts are cut into chunks of it.
-    max_mixed_prompt_tokens: prompt tokens of a step in which requests generate: more of them cost
-    each of those requests a longer wait for its next token, fewer cost tokens a second. None: as
+    max_mixed_prompt_tokens: prompt tokens of a step in which other requests generate. More of them
+    make those requests wait longer for their next tokens; fewer lower the throughput. None: as
     many as the budget holds.
-    max_running: requests that may hold a place on the ranks at once.
-    max_queued: requests that may wait; beyond it clients get 429, but for adapters with less
+    max_running: requests that run at once; each has a batch slot.
+    max_queued: requests that may wait; beyond it clients get 429, except for adapters with less
     than an equal part of the queue.
     max_total_tokens: prompt plus generated tokens of one request; None: the model's own length.
+    max_input_tokens: tokens of one prompt; None: one less than max_total_tokens.
     max_batch_total_tokens: an upper bound of the cache in tokens; None: what memory allows.
-    LoRAX's names are understood too (`configs/lorax_names.py`).
+    max_stop_sequences: stop strings of one request.
+    max_best_of: LoRAX's `best_of`: sequences of one request, of which the best is returned.
+    LoRAX's names are accepted too (`configs/lorax_names.py`).
     """
 
     max_step_tokens: PositiveInt = 2048
@@ -105,7 +112,7 @@ class LimitsConfig(Config):
 
     @model_validator(mode="before")
     @classmethod
-    def _by_our_names(cls, given: Any) -> Any:
+    def _with_our_names(cls, given: Any) -> Any:
         return limits(given, cls.model_fields["max_running"].default)
 
     @model_validator(mode="after")
@@ -120,7 +127,13 @@ class LimitsConfig(Config):
 
 
 class RecoveryConfig(Config):
-    """How long a step and the reading of an adapter may take, and the wait for new ranks."""
+    """Time limits in seconds.
+
+    step_timeout_s: a step; after it the ranks count as lost.
+    stage_timeout_s: the staging of an adapter.
+    start_timeout_s: a start of the ranks.
+    recovery_timeout_s: how long open requests wait for new ranks.
+    """
 
     step_timeout_s: PositiveFloat = 60.0
     stage_timeout_s: PositiveFloat = 120.0
@@ -129,7 +142,7 @@ class RecoveryConfig(Config):
 
 
 class EngineConfig(Config):
-    """Everything one driver and its ranks need to know."""
+    """The settings of one driver and its ranks."""
 
     model: ModelConfig
     tensor_parallel: PositiveInt = 1
@@ -145,7 +158,7 @@ class EngineConfig(Config):
 
     @model_validator(mode="after")
     def _budget_holds_a_decode_step(self) -> "EngineConfig":
-        """A step must be able to give every running request its one token."""
+        """A step must hold one token for every running request."""
         if self.limits.max_step_tokens < self.limits.max_running:
             raise ValueError(
                 f"limits.max_step_tokens ({self.limits.max_step_tokens}) must be at least "

@@ -1,4 +1,4 @@
-"""The only reader and writer of the environment."""
+"""The environment's variables; no other module reads or writes them."""
 
 import os
 import sys
@@ -12,17 +12,17 @@ THROUGHPUT_ENVIRONMENT = {
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
     "RAY_SERVE_HAPROXY_NBTHREAD": "2",
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
-    # Serve kills a front that is not ready after 5 s, and its start fails: too soon on a full host.
+    # Serve kills a proxy that is not ready after 5 s, too soon on a busy host.
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
-    # A front that died is replaced after three looks at it; Serve would look every 10 s.
+    # A proxy that died is replaced after three failed checks; Serve would check every 10 s.
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
-    # A connection that brings nothing of what it owes may be silent so long; Serve allows an hour.
+    # How long a client may be silent in the middle of its request; Serve allows an hour.
     "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "30",
-    # Throughput mode keeps 1000 lines of a log in memory: a quiet replica would show none.
+    # Throughput mode keeps 1000 log lines in memory: a quiet replica would show none.
     "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1",
-    # Ray would begin with an idle worker for each core; LoRay is a handful of actors.
+    # Ray would start an idle worker for each core; LoRay has only a few actors.
     "RAY_prestart_worker_first_driver": "0",
-    # The network time-outs of a hub that is out of reach must not hold up a request for long.
+    # Telemetry's network time-outs would delay requests when the hub cannot be reached.
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TOKENIZERS_PARALLELISM": "false",
@@ -31,7 +31,7 @@ THROUGHPUT_ENVIRONMENT = {
 
 
 def export_throughput_mode() -> None:
-    """Set what LoRay's start script recommends, keeping what the user has set."""
+    """Set THROUGHPUT_ENVIRONMENT, except what the user has set."""
     for name, value in THROUGHPUT_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     front = Path(sys.executable).with_name("loray-haproxy")
@@ -40,10 +40,10 @@ def export_throughput_mode() -> None:
 
 
 class FrontLimits(NamedTuple):
-    """What `loray-haproxy` lets clients do.
+    """Limits of clients in `loray-haproxy`.
 
-    header_seconds: how long the head of a request may take to come. per_address: connections of
-    one address at once; 0: no limit, None: three quarters of all.
+    header_seconds: the longest time in which a request's headers must arrive.
+    per_address: connections of one address at once; 0: no limit, None: three quarters of all.
     """
 
     header_seconds: float
@@ -51,7 +51,7 @@ class FrontLimits(NamedTuple):
 
 
 def front_limits() -> FrontLimits:
-    """Those of this node's environment; ValueError for what is no number."""
+    """Read the limits from the environment; ValueError for a value that is no number."""
     share = os.environ.get("LORAY_FRONT_CONNECTIONS_PER_ADDRESS")
     return FrontLimits(
         float(os.environ.get("LORAY_FRONT_HEADER_TIMEOUT_S", "5")),
@@ -60,7 +60,7 @@ def front_limits() -> FrontLimits:
 
 
 class FrontPorts(NamedTuple):
-    """What Serve's HTTP front listens on besides the API's port; None: it does not."""
+    """The ports of Serve's HTTP proxy beside the API's."""
 
     fallback: int
     statistics: int
@@ -68,7 +68,7 @@ class FrontPorts(NamedTuple):
 
 
 def front_ports() -> FrontPorts | None:
-    """As this process's environment tells Serve; None without HAProxy."""
+    """The ports in this process's environment; None without HAProxy."""
     if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") != "1":
         return None
     return FrontPorts(
@@ -87,24 +87,24 @@ RANK_ENVIRONMENT = {
 
 
 def export_rank_environment() -> None:
-    """Set it for processes that start from here without Ray, keeping what the user has set."""
+    """Set RANK_ENVIRONMENT for child processes without Ray, except what the user has set."""
     for name, value in RANK_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 
 
 def cuda_ordinal(gpu_id: str) -> int:
-    """CUDA's number, in this process, for the GPU that Ray assigned by its id."""
+    """CUDA's number, in this process, of the GPU with Ray's id."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return visible.split(",").index(gpu_id) if visible else int(gpu_id)
 
 
 def visible_gpus() -> str | None:
-    """The GPUs that CUDA may use here, by numbers or UUIDs with commas between; None for all."""
+    """The GPUs that CUDA may use here: numbers or UUIDs, separated by commas; None for all."""
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
 def secret(name: str) -> str:
-    """The value of a variable that a config names; ValueError if it is not there or empty."""
+    """The value of a variable that a config names; ValueError if it is not set or empty."""
     value = os.environ.get(name, "")
     if not value:
         raise ValueError(f"the config names the environment variable {name}, which is not set")
@@ -112,25 +112,25 @@ def secret(name: str) -> str:
 
 
 def client_setting(name: str, given: str | None) -> str | None:
-    """What a command was given, else the variable of that name; None without either."""
+    """A command's argument if it was given, else the variable; None without either."""
     return given if given is not None else os.environ.get(name) or None
 
 
 def environment_with(name: str, value: str | None) -> dict[str, str]:
-    """What a process started from here is to find: all there is, and this."""
+    """A copy of the environment with one more variable, for a child process; None adds nothing."""
     return {**os.environ, **({} if value is None else {name: value})}
 
 
 def joining_environment() -> dict[str, str]:
-    """What a process finds that joins the cluster of `loray serve`, which asks for Ray's token.
+    """The environment of a process that joins the cluster of `loray serve`, which needs a token.
 
-    Ray does not show it by itself: only clusters that are started by `ray.init` ask.
+    Ray sends its token only in this mode, which is not its default.
     """
     return {"RAY_AUTH_MODE": "token", **os.environ}
 
 
 def proxy_mode() -> str:
-    """Which HTTP front Serve runs in this process's cluster, in words."""
+    """A description of the HTTP proxy that Serve runs in this process's cluster."""
     if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1":
         throughput = os.environ.get("RAY_SERVE_THROUGHPUT_OPTIMIZED") == "1"
         return "haproxy, throughput mode" if throughput else "haproxy"

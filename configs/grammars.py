@@ -1,7 +1,7 @@
-"""Matchers of schemas and grammars, and the limits of their cost: equal in every process.
+"""Matchers of schemas and grammars, and limits of their cost.
 
 The limits are counts, not seconds, so that all processes stop at the same token. They bound one
-mask to about 20 ms of a core and one lexer to about 75 MB, whatever the constraint is.
+mask to about 20 ms of a core and one lexer to about 75 MB, for any constraint.
 """
 
 import json
@@ -12,16 +12,16 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 MAX_LEXER_STATES = 50_000
-"""States of all answers that share a matcher's lexer, of some 1.5 kB each."""
+"""States of all answers that share a matcher's lexer, about 1.5 kB each."""
 
 MASK_LEXER_FUEL = 100_000
-"""New regular expressions that one mask may need, of some 70 ns each."""
+"""New regular expressions that one mask may need, about 70 ns each."""
 
 MASK_ITEMS = 20_000
-"""Earley items of a schema that one mask may look at."""
+"""Earley items of a schema that one mask may visit."""
 
 GRAMMAR_MASK_ITEMS = 5_000
-"""The same for a grammar: if it is ambiguous, each item is compared with all of its row."""
+"""The same for a grammar; in an ambiguous one each item is compared with all others of its row."""
 
 GRAMMAR_ROW_ITEMS = 500
 """Earley items of a grammar that one position of an answer may have."""
@@ -32,7 +32,7 @@ INSTALL = "llguidance is not installed (pip install llguidance)"
 
 
 def limits_of(constraint: str) -> "LLParserLimits":
-    """What following a schema (it begins with a brace) or a grammar may take."""
+    """The limits of a schema's matcher (a schema begins with a brace) or of a grammar's."""
     from llguidance import LLParserLimits
 
     schema = constraint.startswith("{")
@@ -46,7 +46,7 @@ def limits_of(constraint: str) -> "LLParserLimits":
 
 
 def tokenizer_of(folder: Path, vocab_size: int) -> "LLTokenizer":
-    """The tokens of the model in `folder`, and which of them end an answer.
+    """The tokenizer of the model in `folder`, with the tokens that end an answer.
 
     ValueError where the folder has no tokenizer.json.
     """
@@ -89,7 +89,7 @@ def matcher_of(tokenizer: "LLTokenizer", constraint: str) -> "LLMatcher":
 
 
 def reason(text: str) -> str:
-    """A compiler's message in one line: its first line, and those that begin with error:."""
+    """A compiler's message as one line: its first line and the lines that begin with error:."""
     lines = text.strip().split("\n")
     return " ".join([lines[0], *(line.strip() for line in lines[1:] if line.startswith("error:"))])
 

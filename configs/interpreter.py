@@ -1,11 +1,11 @@
-"""How the threads of a process share Python's interpreter."""
+"""The interval at which Python's threads switch."""
 
 import sys
 
 SWITCH_INTERVAL_S = 0.0005
-"""Seconds that a thread may keep it while others wait; Python's own 0.005 are a whole step."""
+"""Seconds that a thread may run while others wait; Python's default, 0.005, is a whole step."""
 
 
 def shorten_switch_interval() -> None:
-    """For processes in which one thread makes steps and others do what can wait."""
+    """For processes in which one thread computes steps and others do what can wait."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)

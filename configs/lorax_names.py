@@ -1,4 +1,4 @@
-"""LoRAX's names for settings: which of ours each sets, and why some no longer matter."""
+"""LoRAX's names of settings: the setting that each one sets, or why it has no effect."""
 
 import logging
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ LIMITS = {
 }
 
 IDLE_LIMITS = {
-    "waiting_served_ratio": "prompts join running requests in every step, none is interrupted",
+    "waiting_served_ratio": "prompts join running requests in every step and interrupt none",
     "max_waiting_tokens": "prompts join running requests in every step, none waits for tokens",
     "eager_prefill": "prompts and running requests share each step's budget, max_step_tokens",
     "validation_workers": "prompts are encoded in a pool of threads",
@@ -31,7 +31,7 @@ IDLE_ADAPTERS = {
 
 
 def ours(given: Any, renamed: Mapping[str, str], idle: Mapping[str, str]) -> Any:
-    """Settings with LoRAX's names replaced by ours; tells what it leaves out.
+    """Replace LoRAX's names of settings by ours; log those without effect.
 
     Raises ValueError where one setting is given by both names.
     """
@@ -50,7 +50,7 @@ def ours(given: Any, renamed: Mapping[str, str], idle: Mapping[str, str]) -> Any
 
 
 def limits(given: Any, default_running: int) -> Any:
-    """Limits by our names: LoRAX counts running and waiting requests together."""
+    """Replace LoRAX's names of limits; LoRAX counts running and waiting requests together."""
     kept = ours(given, LIMITS, IDLE_LIMITS)
     if not isinstance(given, Mapping) or "max_concurrent_requests" not in given:
         return kept

@@ -1,4 +1,4 @@
-"""Which base model: where it lies, how it is read, in what type it computes."""
+"""The base model: its files, how they are read, and the type that it computes in."""
 
 from enum import StrEnum
 
@@ -24,10 +24,10 @@ class LoadFormat(StrEnum):
 
 
 class Quantize(StrEnum):
-    """Weights in 8 or 4 bits as they are loaded, by bitsandbytes; the values are LoRAX's words.
+    """Round the weights to 8 or 4 bits at load, by bitsandbytes; the values are LoRAX's.
 
-    In 8 bits an answer depends on its batch: all rows together decide which columns of their
-    inputs are not rounded.
+    In 8 bits an answer depends on its batch: which columns of the inputs are not rounded depends
+    on all rows together.
     """
 
     NONE = "none"
@@ -36,7 +36,7 @@ class Quantize(StrEnum):
 
 
 class ToolParser(StrEnum):
-    """How the model writes calls of tools; AUTO finds out by its chat template."""
+    """The format in which the model writes tool calls; AUTO finds it in the chat template."""
 
     AUTO = "auto"
     HERMES = "hermes"
@@ -48,13 +48,17 @@ class ModelConfig(Config):
     """The base model.
 
     id: a folder, or a hub id. `configs/...` paths are looked up beside the installed package
-    too, so the demo is found from any working directory. allow_pickle: read the tensors of
-    pytorch_model.bin where there are no safetensors; nothing else in it is unpickled.
-    trust_remote_code: run the Python files of the model's own repository, for architectures that
-    only those know. quantize: such models run in transformers' code, on one rank.
-    dynamic_rope_length: a model with dynamic rope computes every sequence as transformers would one
-    of so many tokens; None: as one of the model's own length, and takes no longer ones.
-    tool_parser: how calls are found in answers to chats with tools.
+    too, so the demo is found from any working directory.
+    revision: branch, tag or commit of a hub id; None: the hub's `main`.
+    dtype: the type of weights and activations.
+    allow_pickle: read the tensors of pytorch_model.bin where there are no safetensors; nothing
+    else in it is unpickled.
+    trust_remote_code: run the Python files of the model's repository, for architectures that
+    transformers does not have.
+    quantize: such models run in transformers' code, on one rank.
+    dynamic_rope_length: with dynamic rope, every sequence is computed as transformers computes one
+    of this length; None: of the model's own length, and longer sequences are refused.
+    tool_parser: how tool calls are found in answers.
     """
 
     id: str
@@ -72,5 +76,5 @@ class ModelConfig(Config):
 
     @property
     def served_name(self) -> str:
-        """What clients call the base model."""
+        """The base model's name for clients."""
         return self.name or self.id.rstrip("/").rsplit("/", 1)[-1]

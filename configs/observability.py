@@ -1,4 +1,4 @@
-"""What the server tells of itself."""
+"""Settings of the logs."""
 
 from enum import StrEnum
 
@@ -6,16 +6,16 @@ from configs.base import Config
 
 
 class LogFormat(StrEnum):
-    """Lines for people, or one JSON object a line for machines."""
+    """Plain lines, or one JSON object a line."""
 
     TEXT = "text"
     JSON = "json"
 
 
 class ObservabilityConfig(Config):
-    """Logs; metrics are always there, and traces are Serve's own `tracing_config`.
+    """Logs; metrics need no setting, and traces are Serve's own `tracing_config`.
 
-    log_format: of the driver, the ingress and the ranks. JSON asks Serve for its JSON too.
+    log_format: of the driver, the ingress and the ranks; with JSON, Serve's own lines are JSON too.
     """
 
     log_format: LogFormat = LogFormat.TEXT

@@ -1,7 +1,7 @@
-"""Read files that other processes may write at any time: by position, without waiting.
+"""Read files that other processes may write to at any time.
 
-To open a pipe waits for a writer, and a mapped file that is cut short ends the process that reads
-it (SIGBUS). So files are opened with O_NONBLOCK, must be regular files, and are never mapped.
+Opening a pipe blocks until it has a writer, and a mapped file that is cut short kills its reader
+(SIGBUS). So files are opened with O_NONBLOCK, must be regular files, and are never mapped.
 """
 
 import os
@@ -46,7 +46,7 @@ class RegularFile:
         """
         self.name = path.name
         self.descriptor = os.open(path, _FLAGS)
-        # Not at the end of the process: the system closes files then.
+        # At the end of the process the system closes files.
         self._close = weakref.finalize(self, os.close, self.descriptor)
         self._close.atexit = False
         try:
@@ -93,7 +93,7 @@ class RegularFile:
         self._opened = _version(found)
         if not stat.S_ISREG(found.st_mode):
             raise NotRegular(f"{self.name} is no regular file")
-        # The path may lead elsewhere by now, so the opened file itself is looked up.
+        # The path may have changed since, so the opened file itself is looked up.
         if within is not None:
             opened = Path(os.readlink(f"/proc/self/fd/{self.descriptor}"))
             if not opened.is_relative_to(within):

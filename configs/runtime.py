@@ -1,4 +1,4 @@
-"""What an operator changes while the app runs: the Driver's `user_config`, applied in place."""
+"""Settings that change without a restart: the `user_config` of the deployment Driver."""
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -10,13 +10,15 @@ MAX_PRIORITY = 8
 
 
 class AdapterShare(Config):
-    """What one adapter, or the base model, may take of each driver replica.
+    """The weight and limits of one adapter, or the base model, in each driver replica.
 
-    weight: the tokens it is admitted for in a round, where another's are 1. max_concurrent:
-    requests that may run at once. tokens_per_second: of prompts and answers, on average; one
-    second's worth may come at once. priority: higher ones are admitted first, but not always
-    (scheduler/admission/queues.py says how often lower ones are). None: no cap. What is over a
-    cap waits.
+    Requests over a limit wait. None: no limit.
+
+    weight: tokens that are admitted in a round, relative to other adapters.
+    max_concurrent: requests that run at once.
+    tokens_per_second: tokens of prompts and answers, on average; one second's worth may come at
+    once.
+    priority: higher ones are admitted first, but not always (see scheduler/admission/queues.py).
     """
 
     weight: float = Field(default=1.0, ge=0.01, le=100.0)
@@ -26,13 +28,15 @@ class AdapterShare(Config):
 
 
 class RuntimeConfig(Config):
-    """Settings that restart nothing; None keeps what the engine's config says.
+    """Settings that restart nothing; None keeps the value of the engine's config.
 
-    pinned_adapters: references ("[source:]id[@revision]") kept on the device.
+    pinned_adapters: references ("[source:]id[@revision]") of adapters that stay on the device.
     max_queued, max_step_tokens, max_mixed_prompt_tokens: as in the engine's limits.
-    adapters: shares by reference; one without a revision is for all revisions that have none of
-    their own. adapter_default: every other adapter's. base_model: that of requests without any.
-    names: what clients may call adapters besides, by reference: {"sql": "hub:acme/sql@v3"}.
+    adapters: shares by reference; an entry without a revision holds for all revisions without an
+    entry of their own.
+    adapter_default: the share of every other adapter.
+    base_model: the share of requests without an adapter.
+    names: further names of adapters: {"sql": "hub:acme/sql@v3"}.
     """
 
     pinned_adapters: tuple[str, ...] = ()
@@ -49,9 +53,9 @@ _LIMITS = ("max_queued", "max_step_tokens", "max_mixed_prompt_tokens")
 
 
 def with_runtime(config: EngineConfig, runtime: RuntimeConfig) -> EngineConfig:
-    """The engine's config under these settings; ValueError for any that cannot be applied.
+    """The engine's config with these settings; ValueError for any that cannot be applied.
 
-    Whether a pinned adapter can be had is not looked up.
+    It does not look up whether the pinned adapters exist.
     """
     for text in (*runtime.pinned_adapters, *runtime.adapters, *runtime.names.values()):
         parse_reference(text, config.adapters.default_source)

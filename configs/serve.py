@@ -1,4 +1,4 @@
-"""The Serve application: `args` in serve_config.yaml is exactly this."""
+"""The settings of the Serve application: `args` in serve_config.yaml."""
 
 from enum import StrEnum
 
@@ -12,19 +12,19 @@ from configs.observability import ObservabilityConfig
 
 
 class RankPlacement(StrEnum):
-    """Where a replica's ranks may lie: one node, or as close as there is room."""
+    """The nodes of a replica's ranks: STRICT_PACK is one node, PACK as few as have room."""
 
     STRICT_PACK = "STRICT_PACK"
     PACK = "PACK"
 
 
 class ServeConfig(Config):
-    """One LoRay application.
+    """One LoRay application; replicas and autoscaling are Serve's own keys under `deployments`.
 
-    driver_cpus, rank_cpus, ingress_cpus: what Ray reserves; fractions let small machines hold
-    them all. placement: of one replica's driver and ranks. request_timeout_s: the longest
-    generation that a shutdown or a rolling update waits for. Replicas and autoscaling are
-    Serve's own keys, edited under `deployments` in the yaml.
+    placement: of one replica's driver and ranks.
+    driver_cpus, rank_cpus, ingress_cpus: CPUs that Ray reserves; a small machine needs fractions.
+    request_timeout_s: the longest generation that a shutdown or a rolling update waits for.
+    max_ongoing_requests: HTTP requests of one replica, running and waiting.
     """
 
     engine: EngineConfig

@@ -1,4 +1,4 @@
-"""Adapters as values: how a client names one, what the name resolves to, what it needs."""
+"""Adapters as values: a client's reference, what it resolves to, its size, refusals."""
 
 from collections.abc import Sequence
 from enum import StrEnum
@@ -22,8 +22,9 @@ class AdapterSource(StrEnum):
 
 
 class AdapterReference(msgspec.Struct, frozen=True):
-    """How a client names an adapter: (source, id, revision), or a merge of several.
+    """A client's name for an adapter: (source, id, revision), or for a merge of several.
 
+    revision: a commit, branch or tag; None: the source's default.
     parts, rule: of a merge; its source and id are for display only.
     """
 
@@ -58,18 +59,19 @@ def parse_reference(text: str, default_source: AdapterSource) -> AdapterReferenc
 
 
 def allows(patterns: Sequence[str] | None, source: str, id: str) -> bool:
-    """Whether an adapter fits one of the patterns of "source:id" (`*`, `?`); None: all do."""
+    """Whether "source:id" matches one of the patterns (`*`, `?`); None matches all."""
     return patterns is None or any(fnmatchcase(f"{source}:{id}", one) for one in patterns)
 
 
 class FetchedAdapter(msgspec.Struct, frozen=True):
     """An adapter whose files are in `folder` on this node.
 
+    name: for messages.
     digest: of the content of its files; of a merge, that of the recipe.
     fingerprint: name, size in bytes and modification time in ns of the files that were digested;
     a reader compares it, so that other bytes are never served under this key. () is not compared.
-    root: the folder, links resolved, that its files must be in; "" is not compared.
     parts, rule: of a merge, which has no folder of its own.
+    root: the folder, links resolved, that its files must be in; "" is not compared.
     """
 
     key: AdapterKey
@@ -88,7 +90,7 @@ class FetchedAdapter(msgspec.Struct, frozen=True):
 
 
 class AdapterShape(msgspec.Struct, frozen=True):
-    """What a staged adapter takes.
+    """The memory of a staged adapter.
 
     num_pages: pages of 8 LoRA rank rows, for each of the model's projections in the model's order.
     host_bytes: bytes of this rank's slices in the host tier.
@@ -99,7 +101,11 @@ class AdapterShape(msgspec.Struct, frozen=True):
 
 
 class AdapterRefusal(StrEnum):
-    """Why an adapter is not served; DENIED: not for this caller; QUOTA: too many downloads."""
+    """Why an adapter is not served.
+
+    FORBIDDEN: the source refuses the caller's token, or a file lies outside the allowed folders.
+    DENIED: this server's rules refuse the caller. QUOTA: the caller downloaded too much.
+    """
 
     NOT_FOUND = "adapter_not_found"
     FORBIDDEN = "adapter_forbidden"
@@ -111,9 +117,9 @@ class AdapterRefusal(StrEnum):
 
 
 class AdapterError(Exception):
-    """An adapter that cannot be served exactly; `message` says why and what to do.
+    """The adapter cannot be served exactly; `message` says why and what to do.
 
-    reasons: all faults that were found, where the check does not stop at the first.
+    reasons: all faults that were found; () stands for the message alone.
     """
 
     def __init__(
@@ -126,7 +132,7 @@ class AdapterError(Exception):
 
 
 class AdapterDeferred(Exception):
-    """A rank's host tier has no room for an adapter now; `shape` says what it needs."""
+    """A rank's host tier has no room for an adapter now; `shape` is what the adapter needs."""
 
     def __init__(self, shape: AdapterShape) -> None:
         super().__init__(f"no room for {shape.host_bytes} bytes in the host tier now")

@@ -1,4 +1,4 @@
-"""How adapters are merged into one for a request, and which merges are equal."""
+"""The rule by which a request's adapters are merged into one, and the digest of a merge."""
 
 import hashlib
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ import msgspec
 
 
 class MergeStrategy(StrEnum):
-    """How factors of several adapters become one; by LoRAX's names, and PEFT's."""
+    """How the factors of several adapters become one; the names are LoRAX's and PEFT's."""
 
     LINEAR = "linear"
     TIES = "ties"
@@ -17,16 +17,18 @@ class MergeStrategy(StrEnum):
 
 
 class SignMethod(StrEnum):
-    """What elects the sign of a value: the sum of the adapters' values, or of their signs."""
+    """How the sign of a value is elected: by the sum of the adapters' values, or of their signs."""
 
     TOTAL = "total"
     FREQUENCY = "frequency"
 
 
 class MergeRule(msgspec.Struct, frozen=True):
-    """What to do with the parts of a merge, in their order.
+    """How the parts of a merge are combined, in their order.
 
-    weights: one a part. density: the fraction of each part's values that is kept, in (0, 1].
+    weights: one for each part.
+    density: the fraction of each part's values that is kept, in (0, 1]; unused by LINEAR.
+    sign_method: used by TIES and DARE_TIES.
     """
 
     weights: tuple[float, ...]
@@ -36,16 +38,16 @@ class MergeRule(msgspec.Struct, frozen=True):
 
     @property
     def prunes(self) -> bool:
-        """Whether values are left out, so that `density` counts."""
+        """Whether values are left out, so that `density` has an effect."""
         return self.strategy is not MergeStrategy.LINEAR
 
     @property
     def elects_signs(self) -> bool:
-        """Whether signs are elected, so that `sign_method` counts."""
+        """Whether signs are elected, so that `sign_method` has an effect."""
         return self.strategy in (MergeStrategy.TIES, MergeStrategy.DARE_TIES)
 
     def normalised(self) -> "MergeRule":
-        """The rule without fields that do not count; equal merges have equal ones."""
+        """The rule with defaults in fields without effect; equal merges have equal rules."""
         strategy = self.strategy if len(self.weights) > 1 else MergeStrategy.LINEAR
         weights = tuple(map(float, self.weights))
         rule = MergeRule(weights, strategy)
@@ -57,7 +59,7 @@ class MergeRule(msgspec.Struct, frozen=True):
         )
 
     def digest(self, parts: Sequence[str]) -> str:
-        """Name the content of a merge of parts with these digests, as hexadecimal digits."""
+        """The digest of a merge of parts with these digests, in hexadecimal digits."""
         assert len(parts) == len(self.weights), (parts, self.weights)
         recipe = msgspec.json.encode((list(parts), self.normalised()))
         return hashlib.blake2b(recipe, digest_size=20, person=b"loray merge").hexdigest()

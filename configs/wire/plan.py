@@ -1,4 +1,4 @@
-"""StepPlan and StepResult: all that the scheduler and the ranks exchange about a step.
+"""StepPlan and StepResult: the messages between the scheduler and the ranks about a step.
 
 A plan carries differences. A request's tokens go to the ranks once, when it joins or joins again;
 from then on each rank keeps them in its token buffer at the request's batch slot, and a row says
@@ -20,7 +20,7 @@ class RequestJoin(msgspec.Struct, frozen=True, array_like=True):
     tokens: every known token id, prompt first; written to the slot's positions 0 .. len - 1.
     prompt_length: how many of `tokens` are the prompt's.
     adapter_slot: the adapter's device slot; -1 for the base model.
-    matcher: the number of the matcher that all ranks made of its constraint; -1 without one.
+    matcher: the number of the matcher that all ranks compiled for its constraint; -1 without one.
     """
 
     batch_slot: int
@@ -48,9 +48,9 @@ class StepRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class AdapterLoad(msgspec.Struct, frozen=True, array_like=True):
-    """Copy a staged adapter from host memory to the device, beside the steps.
+    """Copy a staged adapter from host memory to the device, on a stream beside the steps.
 
-    The ranks report when it is there; only later plans have rows that use it.
+    The ranks report the copy's end; only later plans have rows that use the adapter.
     slot: index into the ranks' adapter table.
     pages: for each projection, its page indices.
     """
@@ -63,7 +63,7 @@ class AdapterLoad(msgspec.Struct, frozen=True, array_like=True):
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """What every rank does in one step; the same bytes go to all of them.
 
-    drops: adapters whose host copies the ranks forget (never one that a row uses).
+    drops: adapters to delete from host memory (never one that a row uses).
     """
 
     epoch: int
@@ -75,7 +75,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def empty(self) -> bool:
-        """Whether nothing would happen; such a plan is not sent."""
+        """Whether the plan has nothing to do; it is not sent then."""
         return not (self.rows or self.loads or self.drops)
 
 
@@ -88,12 +88,12 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PromptReport(msgspec.Struct, frozen=True, array_like=True):
-    """What a row reports about its request's prompt, where the request needs it.
+    """Results about a request's prompt, for requests that need them.
 
-    row: its index in the plan.
-    first: the position of the first of `logprobs`, which are those of the prompt's own tokens;
-    position 0 has none.
-    embedding: float32, little-endian, with the prompt's last position; else empty.
+    row: the row's index in the plan.
+    first: the position of the first of `logprobs`; position 0 has no logprobs.
+    logprobs: of the prompt's own tokens.
+    embedding: float32, little-endian, in the report with the prompt's last position; else empty.
     """
 
     row: int
@@ -109,9 +109,9 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     compute_seconds: from the step's start to its tokens on the host.
     reports: of rows whose requests need a report about their prompts; None without any.
     idle_seconds: how long the device was idle before the step; None where it cannot be measured.
-    captured: the step replayed a CUDA graph.
-    faults: rows, by their index, whose answers cannot follow their constraints any further, and
-    why; their tokens mean nothing.
+    captured: whether the step replayed a CUDA graph.
+    faults: (row, reason) for rows whose answers cannot follow their constraints any further; their
+    tokens have no meaning.
     """
 
     epoch: int
@@ -126,11 +126,11 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Capacity(msgspec.Struct, frozen=True):
-    """What the ranks can hold, measured at start; the minimum over ranks is the group's.
+    """The ranks' memory, measured at start; the group's is the minimum over its ranks.
 
     num_blocks, block_size: of the KV cache; block_size in tokens.
-    projections: names of the linear maps that adapters may change, in the order of every
-    per-projection list.
+    projections: names of the linear maps that adapters may change; lists with an entry for each
+    projection have this order.
     adapter_pages: pages in each projection's pool.
     adapter_slots: adapters that may be on the device at once.
     host_bytes: the host tier of each rank.

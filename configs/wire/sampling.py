@@ -1,4 +1,4 @@
-"""Sampling parameters and stop conditions of one sequence; plain values that travel in plans."""
+"""Sampling parameters and stop conditions of one sequence, as plans carry them."""
 
 from collections.abc import Callable, Mapping
 from enum import StrEnum
@@ -19,7 +19,7 @@ class FinishReason(StrEnum):
 
 
 class Pooling(StrEnum):
-    """Which of a prompt's final hidden states make its embedding: all of them, or the last."""
+    """How a prompt's final hidden states make its embedding: their mean, or the last one."""
 
     NONE = "none"
     MEAN = "mean"
@@ -30,21 +30,22 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     """How the next token is drawn from the logits.
 
     First the logits are adjusted:
-    logit_bias: pairs of token id and what is added.
-    masked_ids: never drawn as one of the first masked_tokens generated tokens.
+    logit_bias: pairs (token id, value to add).
+    masked_ids: tokens that are excluded from the first masked_tokens generated tokens.
     repetition_penalty: over the sequence's own prompt and output; 1 is off.
     frequency_penalty, presence_penalty: over its output; 0 is off.
     watermark: whether the output is watermarked.
+    json_schema, grammar: the schema, or the grammar in llguidance's Lark, that the answer must
+    fit; "" for none, and at most one of them.
     Then, unless temperature is 0 (greedy):
     temperature, top_k, top_p, min_p, typical_p: 0 (top_k, min_p) and 1 (top_p, typical_p) are off.
     seed: the noise depends on (seed, position, vocabulary id) alone, so other requests of the
     batch never change a sample.
-    json_schema, grammar: the schema, or the grammar in Lark as llguidance reads it, that the
-    answer must fit; "" for none, and at most one of them.
+    Reports:
     logprobs: how many most likely alternatives to report with each token, -1 for no logprobs;
-    they are those of the model's own distribution, before all of this.
+    they are those of the model's own distribution, without adjustments and temperature.
     prompt_logprobs: the same for the prompt's tokens from the second on.
-    pooling: makes an embedding of the prompt; such a sequence generates nothing.
+    pooling: return an embedding of the prompt; such a sequence generates nothing.
     """
 
     temperature: float = 0.0
@@ -68,10 +69,10 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
 
     def __post_init__(self) -> None:
         """Refuse values outside their domain; the messages name the field."""
-        for name, (holds, words) in _DOMAINS.items():
+        for name, (holds, domain) in _DOMAINS.items():
             value = getattr(self, name)
             if not holds(value):
-                raise ValueError(f"{name} must be {words}, got {value}")
+                raise ValueError(f"{name} must be {domain}, got {value}")
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             count = len(self.logit_bias)
             raise ValueError(f"logit_bias has {count} tokens; at most {MAX_LOGIT_BIAS} are allowed")
@@ -92,7 +93,7 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def penalised(self) -> bool:
-        """Whether tokens that the sequence has already change the next one's logits."""
+        """Whether the sequence's own tokens change the logits of the next one."""
         return bool(self.repetition_penalty != 1 or self.frequency_penalty or self.presence_penalty)
 
     @property
@@ -103,12 +104,12 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def filtered(self) -> bool:
-        """Whether a draw excludes some tokens."""
+        """Whether some tokens are excluded after temperature."""
         return bool(self.top_k or self.top_p < 1 or self.min_p or self.typical_p < 1)
 
 
 LARGEST_TOP_K = 2**31 - 1
-"""More than any vocabulary: a larger one means the same."""
+"""More than the size of any vocabulary; a larger top_k would mean the same."""
 
 _Domain = tuple[Callable[[float], bool], str]
 
@@ -138,10 +139,10 @@ ALL_PARAMETERS = Sampling(
 class Stopping(msgspec.Struct, frozen=True, array_like=True):
     """When a sequence ends; stop strings are matched by the ingress, not here.
 
-    max_new_tokens: counts every generated token, the end-of-sequence token included; at 0 the
-    prompt is computed and the sequence ends by its length.
-    stop_token_ids: end the sequence once min_new_tokens are there; () when they are ignored.
-    To exclude them from the first tokens, mask them too (see Sampling).
+    max_new_tokens: the most generated tokens, the end-of-sequence token included; at 0 only the
+    prompt is computed.
+    stop_token_ids: any of them ends the sequence after min_new_tokens tokens; () when they are
+    ignored. To exclude them from the first tokens, mask them too (see Sampling).
     """
 
     max_new_tokens: int

@@ -1,4 +1,4 @@
-"""Chat templates as they lie beside a model or an adapter: text, not yet compiled."""
+"""Read the chat templates of a model or an adapter, as text."""
 
 import json
 from collections.abc import Mapping
@@ -19,9 +19,11 @@ _MAX_TEMPLATES = 32
 
 
 class TemplateSource(msgspec.Struct, frozen=True):
-    """Jinja templates and their special tokens by role.
+    """Jinja templates and their special tokens.
 
-    text: the default one, "" for none. others: by name, as "tool_use".
+    text: the default template, "" for none.
+    special_tokens: tokens by role, as {"bos_token": "<s>"}.
+    others: templates by name, as "tool_use".
     """
 
     text: str = ""
@@ -34,14 +36,14 @@ class TemplateSource(msgspec.Struct, frozen=True):
         return ({DEFAULT: self.text} if self.text else {}) | self.others
 
     def alone(self, text: str) -> "TemplateSource":
-        """One of the templates without the others."""
+        """A source with this template alone, and the same special tokens."""
         return TemplateSource(text, self.special_tokens)
 
 
 def read_template(folder: Path) -> TemplateSource:
-    """A folder's chat templates: its own files first, else those of tokenizer_config.json.
+    """A folder's chat templates: from .jinja files, else from tokenizer_config.json.
 
-    As transformers reads them. ValueError when the files cannot be read as what they should be.
+    As transformers reads them. ValueError when a file is malformed or too large.
     """
     path = folder / "tokenizer_config.json"
     try:
@@ -87,7 +89,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _special_tokens_map(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """special_tokens_map.json, which counts where the config does not list its added tokens."""
+    """special_tokens_map.json, which is used where the config does not list its added tokens."""
     path = folder / "special_tokens_map.json"
     if "added_tokens_decoder" in config or not path.is_file():
         return {}
@@ -101,9 +103,9 @@ def _special_tokens_map(folder: Path, config: Mapping[str, Any]) -> dict[str, An
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Special tokens by role; a config has each as a string or as an object with `content`.
+    """Special tokens by role; each is a string or an object with `content` in the config.
 
-    Roles beside the usual ones end with _token too, or stand in `extra_special_tokens`.
+    Further roles end with _token too, or are keys of `extra_special_tokens`.
     """
     found = {
         name: token
