@@ -144,7 +144,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     """What a driver serves and how; the ingress needs it to validate and to answer /info.
 
     tokenizer: the folder that holds the tokenizer and the chat template.
-    chosen: what start-up selected, for people (device, attention backend, pages, proxy mode).
+    startup_info: what start-up selected (device, attention backend, pages), as `chosen` in /info.
     healthy: False while the ranks are being rebuilt.
     """
 
@@ -161,7 +161,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     max_batch_total_tokens: int
     max_running: int
     max_queued: int
-    chosen: dict[str, str]
+    startup_info: dict[str, str]
     adapters: list[AdapterInfo]
     healthy: bool
 

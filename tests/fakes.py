@@ -108,7 +108,7 @@ def engine_info(folder: Path, tokenizer: Tokenizer) -> EngineInfo:
         max_batch_total_tokens=4096,
         max_running=8,
         max_queued=16,
-        chosen={"attention": "sdpa"},
+        startup_info={"attention": "sdpa"},
         adapters=[
             AdapterInfo("org/pirate", "hub", "device"),
             AdapterInfo("poet", "local", "host"),

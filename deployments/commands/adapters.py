@@ -9,7 +9,7 @@ from rich.progress import track
 from rich.table import Table
 
 from deployments.commands.failing import fail
-from deployments.commands.server import Json, Refused, Server, adapter_path
+from deployments.commands.server import Json, Server, ServerRefused, adapter_path
 
 _COLUMNS = ("id", "state", "rank", "MiB", "pinned", "running", "waiting", "requests")
 
@@ -57,7 +57,7 @@ def _each(names: Sequence[str], doing: str, request: Callable[[str], Json]) -> N
     for name in _progress(names, doing):
         try:
             _print_row(request(name))
-        except Refused:  # The server's message is on stderr already.
+        except ServerRefused:  # The server's message is on stderr already.
             refused.append(name)
     if refused:
         fail(f"{len(refused)} of {len(names)} were refused: {', '.join(refused)}")

@@ -15,7 +15,7 @@ _TIMEOUT = httpx.Timeout(None, connect=10.0)
 Json = dict[str, Any]
 
 
-class Refused(typer.Exit):
+class ServerRefused(typer.Exit):
     """The server has refused; its message is on stderr."""
 
 
@@ -86,7 +86,7 @@ def _require_success(reply: httpx.Response) -> None:
             message = reply.text.strip() or reply.reason_phrase
         hint = ": give it with --api-key or --admin-key" if reply.status_code == 401 else ""
         typer.echo(f"loray: the server answers {reply.status_code}: {message}{hint}", err=True)
-        raise Refused(1)
+        raise ServerRefused(1)
 
 
 def _message(body: Json) -> str:

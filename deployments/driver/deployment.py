@@ -62,8 +62,8 @@ class DriverDeployment:
         group = self._group(config.engine, folder)
         self._engine = DriverEngine(config.engine, folder, group, context.replica_id.unique_id)
         await self._engine.start()
-        for what, choice in (await self._engine.describe()).chosen.items():
-            logger.info("%s: %s", what, choice)
+        for title, selected in (await self._engine.describe()).startup_info.items():
+            logger.info("%s: %s", title, selected)
         store = RayAdminStore(context.app_name)
         commands = AdminCommands(store, self._engine.adapters)
         await commands.follow(pins=False)
@@ -128,7 +128,8 @@ class DriverDeployment:
         if self._settings.refused is None:
             return info
         why = f"not applied, the settings before it stay: {self._settings.refused}"
-        return msgspec.structs.replace(info, chosen={**info.chosen, "user_config": why})
+        selected = {**info.startup_info, "user_config": why}
+        return msgspec.structs.replace(info, startup_info=selected)
 
     async def adapters(self, command: AdapterCommand) -> AdapterReport:
         """Do an operator's command about adapters on this replica."""

@@ -225,7 +225,7 @@ class DriverEngine:
             max_batch_total_tokens=capacity.num_blocks * capacity.block_size,
             max_running=limits.max_running,
             max_queued=limits.max_queued,
-            chosen=startup_info(self.ranks),
+            startup_info=startup_info(self.ranks),
             adapters=await self._directory.listing(),
             healthy=self.healthy,
         )

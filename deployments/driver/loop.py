@@ -12,14 +12,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
 from typing import Protocol
 
 from configs.engine import RecoveryConfig
 from configs.wire.adapters import AdapterKey, AdapterRefusal, FetchedAdapter
 from configs.wire.plan import StepPlan, StepResult
 from deployments.driver.description import common
-from deployments.driver.staging import Staging, staging_event
+from deployments.driver.rank_replies import Pending, collect, oldest, staging_event
+from deployments.observability.adapter_records import LoadStage
 from deployments.rank.messages import (
     Loaded,
     LoadReport,
@@ -72,7 +72,7 @@ class LoopSettings:
     fetched: an adapter's files; KeyError if it was forgotten.
     emit: takes events. fail: ends all open requests with a message.
     applied: takes each plan and its result.
-    loaded: takes each stage of loading an adapter ("stage", "place") and its seconds.
+    loaded: takes each stage of loading an adapter and its seconds.
     """
 
     recovery: RecoveryConfig
@@ -80,7 +80,7 @@ class LoopSettings:
     emit: Callable[[Sequence[Event]], None]
     fail: Callable[[str], None]
     applied: Callable[[StepPlan, StepResult], None]
-    loaded: Callable[[str, float], None]
+    loaded: Callable[[LoadStage, float], None]
 
 
 class EngineLoop:
@@ -105,11 +105,11 @@ class EngineLoop:
         self._posted = threading.Event()
         self._in_flight: deque[StepPlan] = deque()
         self._oldest_since = 0.0
-        self._staging: dict[AdapterKey, Staging] = {}
+        # What all ranks must answer. Each is ordered by start time: the first entry is the oldest.
+        self._staging: dict[AdapterKey, Pending[StageAnswer]] = {}
+        self._loading: dict[AdapterKey, Pending[Loaded]] = {}
+        self._preparing: dict[int, Pending[Prepared]] = {}
         self._num_attempts = 0
-        self._loading: dict[AdapterKey, set[int]] = {}
-        self._loading_since: dict[AdapterKey, float] = {}
-        self._prepared: dict[int, list[str]] = {}
         self._stopping = False
         self._starter: threading.Thread | None = None
         self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
@@ -164,14 +164,13 @@ class EngineLoop:
         self._run_commands()
         self._request_staging(self._links)
         self._launch(self._links)
-        for matcher in self._scheduler.matchers_to_prepare():
-            self._prepared[matcher.number] = []
-            self._links.send(Prepare(matcher.number, matcher.constraint, matcher.released))
+        self._request_matchers(self._links)
         # `now` is before `receive`: a report that was late because of this thread blames no rank.
         seconds, now = self._seconds_to_wait(), time.monotonic()
         for report in self._links.receive(seconds):
             self._handle(report)
-        self._give_up_staging(now)
+        if self._staging or self._preparing:
+            self._give_up_late(now)
         self._check_progress(now)
 
     def _seconds_to_wait(self) -> float:
@@ -182,22 +181,20 @@ class EngineLoop:
             due = min(due, self._oldest_since + recovery.step_timeout_s)
         elif (wake := self._scheduler.next_wake) is not None:
             due = min(due, wake)
-        # Both dicts are ordered by start time: the first entry is the oldest.
-        for since in islice(self._loading_since.values(), 1):
-            due = min(due, since + recovery.step_timeout_s)
-        for staging in islice(self._staging.values(), 1):
-            due = min(due, staging.since + recovery.stage_timeout_s)
+        if self._loading:
+            due = min(due, oldest(self._loading) + recovery.step_timeout_s)
+        if self._staging or self._preparing:
+            since = min(oldest(self._staging), oldest(self._preparing))
+            due = min(due, since + recovery.stage_timeout_s)
         return max(due - now, _SHORTEST_WAIT_SECONDS)
 
     def _check_progress(self, now: float) -> None:
         """Raise RanksLost if a rank has not ended a step or a load for too long."""
         limit = self._settings.recovery.step_timeout_s
-        stuck_for = now - self._oldest_since
-        if self._in_flight and stuck_for > limit:
-            raise RanksLost(f"step {self._in_flight[0].step} has not ended after {stuck_for:.1f} s")
-        stuck_for = now - next(iter(self._loading_since.values()), now)
-        if stuck_for > limit:
-            raise RanksLost(f"an adapter has not reached the device after {stuck_for:.1f} s")
+        if self._in_flight and (late := now - self._oldest_since) > limit:
+            raise RanksLost(f"step {self._in_flight[0].step} has not ended after {late:.1f} s")
+        if self._loading and (late := now - oldest(self._loading)) > limit:
+            raise RanksLost(f"an adapter has not reached the device after {late:.1f} s")
 
     def _run_commands(self) -> None:
         while self._commands:
@@ -211,17 +208,31 @@ class EngineLoop:
                 self._fail_staging(key, "the adapter was forgotten: ask for it again", False)
                 continue
             self._num_attempts += 1
-            self._staging[key] = Staging(self._num_attempts, time.monotonic())
+            self._staging[key] = Pending(time.monotonic(), self._num_attempts)
             links.send(Stage(adapter, self._num_attempts))
 
-    def _give_up_staging(self, now: float) -> None:
-        """Fail adapters that some rank has been reading for too long (a disk that hangs)."""
+    def _request_matchers(self, links: RankLinks) -> None:
+        for matcher in self._scheduler.matchers_to_prepare():
+            self._preparing[matcher.number] = Pending(time.monotonic())
+            links.send(Prepare(matcher.number, matcher.constraint, matcher.released))
+
+    def _give_up_late(self, now: float) -> None:
+        """Fail what some rank has been reading or compiling for too long (a disk that hangs).
+
+        The rank's thread goes on: `_handle` ignores its reply.
+        """
         limit = self._settings.recovery.stage_timeout_s
-        late = [key for key, staging in self._staging.items() if now - staging.since > limit]
-        for key in late:
+        while now - oldest(self._staging) > limit:
+            key = next(iter(self._staging))
             del self._staging[key]
             message = f"the adapter could not be read within {limit:.0f} s: try again later"
             self._fail_staging(key, message, True)
+        while now - oldest(self._preparing) > limit:
+            number = next(iter(self._preparing))
+            ready = len(self._preparing.pop(number).replies)
+            logger.warning("%d of %d ranks made a matcher in %.0f s", ready, self._num_ranks, limit)
+            fault = f"the constraint could not be prepared within {limit:.0f} s: try again later"
+            self._emit(self._scheduler.matcher_prepared(number, fault))
 
     def _fail_staging(self, key: AdapterKey, message: str, partly: bool) -> None:
         failed = AdapterFailed(key, AdapterRefusal.UNAVAILABLE, message, partly)
@@ -236,8 +247,7 @@ class EngineLoop:
                 self._oldest_since = time.monotonic()
             self._in_flight.append(plan)
             for load in plan.loads:
-                self._loading[load.key] = set()
-                self._loading_since[load.key] = time.monotonic()
+                self._loading[load.key] = Pending(time.monotonic())
             links.send(RunStep(plan))
 
     def _handle(self, report: Report) -> None:
@@ -261,35 +271,28 @@ class EngineLoop:
 
     def _collect_load(self, report: Loaded) -> None:
         """Wait for every rank: rows use an adapter only once all of them have its bytes."""
-        ranks = self._loading[report.key]
-        ranks.add(report.rank)
-        if len(ranks) < self._num_ranks:
-            return
-        now = time.monotonic()
-        del self._loading[report.key]
-        self._settings.loaded("place", now - self._loading_since.pop(report.key))
-        self._emit(self._scheduler.handle_adapter_event(AdapterLoaded(report.key)))
+        loading = collect(self._loading, report.key, report, self._num_ranks)
+        if loading is not None:
+            self._settings.loaded(LoadStage.LOAD, time.monotonic() - loading.since)
+            self._emit(self._scheduler.handle_adapter_event(AdapterLoaded(report.key)))
 
     def _collect_prepared(self, report: Prepared) -> None:
         """Wait for every rank: a constraint holds on all of them or on none."""
-        faults = self._prepared[report.number]
-        faults.append(report.fault)
-        if len(faults) == self._num_ranks:
-            del self._prepared[report.number]
-            self._emit(self._scheduler.matcher_prepared(report.number, max(faults)))
+        if report.number not in self._preparing:
+            return  # It took too long and was given up.
+        prepared = collect(self._preparing, report.number, report, self._num_ranks)
+        if prepared is not None:
+            fault = max(reply.fault for reply in prepared.replies)
+            self._emit(self._scheduler.matcher_prepared(report.number, fault))
 
     def _collect_stage(self, report: StageAnswer) -> None:
         """Wait for every rank's answer: an adapter is staged on all of them or on none."""
         staging = self._staging.get(report.key)
         if staging is None or staging.attempt != report.attempt:
             return  # It took too long and was given up.
-        staging.answers.append(report)
-        if len(staging.answers) < self._num_ranks:
-            return
-        now = time.monotonic()
-        del self._staging[report.key]
-        self._settings.loaded("stage", now - staging.since)
-        self._emit(self._scheduler.handle_adapter_event(staging_event(staging.answers)))
+        if collect(self._staging, report.key, report, self._num_ranks) is not None:
+            self._settings.loaded(LoadStage.STAGE, time.monotonic() - staging.since)
+            self._emit(self._scheduler.handle_adapter_event(staging_event(staging.replies)))
 
     def _emit(self, events: Sequence[Event]) -> None:
         if events:
@@ -303,8 +306,7 @@ class EngineLoop:
         self._in_flight.clear()
         self._staging.clear()
         self._loading.clear()
-        self._loading_since.clear()
-        self._prepared.clear()
+        self._preparing.clear()
         self._group.stop()
         self._report_ended(self._scheduler.group_lost())
         began = time.monotonic()

@@ -14,6 +14,7 @@ from deployments.driver.loop_handle import LoopFailed, LoopHandle
 from deployments.driver.request_runner import RequestRunner
 from deployments.driver.streaming.streams import refusal, unavailable, unreadable
 from deployments.driver.usage import AdapterUsage
+from deployments.observability.adapter_records import LoadStage
 
 
 class RequestHandler:
@@ -65,7 +66,7 @@ class RequestHandler:
         while True:
             began = time.monotonic()
             key = await self._adapters.resolve(reference, request.api_token or False, request.payer)
-            self._usage.stage_timed("fetch", time.monotonic() - began)
+            self._usage.stage_timed(LoadStage.FETCH, time.monotonic() - began)
             self._usage.used(reference, key)
             parts = self._adapters.directory.parts(key)
             self._rate_limits.adapter_seen(reference, key, parts)

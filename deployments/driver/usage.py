@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from configs.wire.adapters import AdapterKey, AdapterReference, AdapterSource
 from deployments.contract import Completion, Failed, GenerateRequest
-from deployments.observability.adapter_records import LoadRecord, SequenceRecord
+from deployments.observability.adapter_records import LoadRecord, LoadStage, SequenceRecord
 from deployments.observability.lorax_metrics import BASE
 
 _MAX_KEYS = 1 << 16
@@ -89,7 +89,7 @@ class AdapterUsage:
                 )
             )
 
-    def stage_timed(self, stage: str, seconds: float) -> None:
+    def stage_timed(self, stage: LoadStage, seconds: float) -> None:
         """A stage of loading an adapter took so many seconds; called from any thread."""
         self._loads.append(LoadRecord(stage, seconds))
 

@@ -118,7 +118,7 @@ class AdapterMetrics:
     def loads(self, records: Sequence[LoadRecord]) -> None:
         """Observe the stages that ended since the last call."""
         for record in records:
-            _observe(self._loads, record.seconds, {"stage": record.stage})
+            _observe(self._loads, record.seconds, {"stage": record.stage.value})
 
     def tiers(self, tiers: AdapterTiers, counts: AdapterCounts) -> None:
         """Set what the tiers hold, and count what happened since the last call."""

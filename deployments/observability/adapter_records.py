@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from enum import StrEnum
 
 from deployments.observability.lorax_metrics import OTHER
 
@@ -25,11 +26,19 @@ class SequenceRecord:
     per_token_seconds: float | None
 
 
+class LoadStage(StrEnum):
+    """A stage of an adapter's load; the values are the metric's labels."""
+
+    FETCH = "fetch"  # to this node's disk
+    STAGE = "stage"  # from disk to the ranks' host memory
+    LOAD = "place"  # from host memory to the device
+
+
 @dataclass(frozen=True)
 class LoadRecord:
-    """One stage of an adapter's load; stage: fetch, stage or place (the copy to the device)."""
+    """One stage of an adapter's load."""
 
-    stage: str
+    stage: LoadStage
     seconds: float
 
 

@@ -37,7 +37,7 @@ class TokenGate(Protocol):
         ...
 
 
-class Drain(Protocol):
+class LoopBarrier(Protocol):
     """Waits for the engine loop (`LoopHandle`)."""
 
     async def drain(self) -> None:
@@ -68,13 +68,13 @@ class EarlySubmits:
         self,
         generator: Generator,
         tokens: TokenGate,
-        drain: Drain,
+        barrier: LoopBarrier,
         patience_s: float = _PATIENCE_SECONDS,
     ) -> None:
         """patience_s: how long a request waits for its call before it is cancelled."""
         self._generator = generator
         self._gate = tokens
-        self._drain = drain
+        self._barrier = barrier
         self._patience_s = patience_s
         self._waiting: dict[str, _EarlyRequest] = {}
         self._calls: set[str] = set()
@@ -149,7 +149,7 @@ class EarlySubmits:
         if request_id in self._leaving:
             await asyncio.wait([self._leaving[request_id]])
         if request_id in self._seen:
-            await self._drain.drain()
+            await self._barrier.drain()
 
     def _task_ended(self, request_id: str, task: asyncio.Task[Completion]) -> None:
         self._gate.release(request_id)

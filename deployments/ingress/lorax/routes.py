@@ -208,6 +208,6 @@ def _info(info: EngineInfo, engine: EngineClient) -> InfoReply:
         "max_batch_total_tokens": info.max_batch_total_tokens,
         "version": settings.version,
         "model_name": info.model_name,
-        "chosen": info.chosen,
+        "chosen": info.startup_info,
         "adapters": info.adapters,
     }

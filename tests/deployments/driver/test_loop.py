@@ -207,3 +207,26 @@ def test_a_matcher_in_the_making_holds_up_nobody(played: Played) -> None:
     played.ask("other", None, constraint="costly")
     rank.say(Prepared(0, rank.hear(Prepare).number, "too costly"))
     assert played.ended().ending == ConstraintFailure("too costly")
+
+
+def test_a_matcher_that_takes_too_long_ends_its_requests_alone(
+    played: Played, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    rank = played.rank
+    played.ask("late", None, constraint="hangs")
+    first = rank.hear(Prepare)
+    clock.now += 1.1 * STAGE_SECONDS
+    played.loop.post(lambda scheduler, now: [])
+    ending = played.ended().ending
+    assert isinstance(ending, ConstraintFailure)
+    assert "within 20 s" in ending.message
+    assert "0 of 1 ranks made a matcher in 20 s" in caplog.text
+    played.ask("free", None)
+    rank.answer(7)
+    assert played.ended().tokens == [7]
+    played.ask("again", None, constraint="hangs")
+    second = rank.hear(Prepare)
+    rank.say(Prepared(0, first.number))
+    rank.say(Prepared(0, second.number))
+    assert [join.matcher for join in rank.answer(8).joins] == [second.number]
+    assert played.ended().tokens == [8]

@@ -9,7 +9,7 @@ from ray.util.metrics import Counter
 from configs.wire.adapters import AdapterKey
 from deployments.observability import adapter_metrics
 from deployments.observability.adapter_metrics import COUNTS, MAX_LABELS, TIERS, AdapterMetrics
-from deployments.observability.adapter_records import LoadRecord, SequenceRecord
+from deployments.observability.adapter_records import LoadRecord, LoadStage, SequenceRecord
 from deployments.observability.lorax_metrics import OTHER
 from deployments.observability.zero import _NOTHING
 from scheduler.adapters.resident import AdapterState
@@ -142,6 +142,7 @@ def test_every_tier_and_count_has_a_metric() -> None:
 
 def test_load_seconds_have_the_stage_as_a_label(series: Series) -> None:
     metrics = AdapterMetrics()
-    metrics.loads([LoadRecord("fetch", 0.0), LoadRecord("stage", 0.5), LoadRecord("stage", 1.5)])
+    fetch, stage = LoadStage.FETCH, LoadStage.STAGE
+    metrics.loads([LoadRecord(fetch, 0.0), LoadRecord(stage, 0.5), LoadRecord(stage, 1.5)])
     assert series["loray_adapter_load_seconds", ("stage",)] == [0.5, 1.5]
     assert len(series["loray_adapter_load_seconds", ("fetch",)]) == 1

@@ -74,7 +74,7 @@ def test_a_padded_model_serves_base_and_adapters_together(
                 assert sequence.cached_tokens == 0
             assert engine._handle.loop._scheduler.snapshot().num_preemptions > 0
             info = await engine.describe()
-            assert info.chosen["attention"].startswith("padded (BloomForCausalLM")
+            assert info.startup_info["attention"].startswith("padded (BloomForCausalLM")
         finally:
             await engine.stop()
 
