@@ -1,8 +1,8 @@
 """Persisted admin commands: operators' names and pins, for replicas that start later.
 
-When all replicas have done a command, the ingress saves its lasting part in a store (`save`). A
-replica executes the saved commands when it starts, and reads the store again from time to time
-(`AdminCommands`): for commands that did not reach it, and for those that were removed.
+When all replicas have executed a command, the ingress saves its lasting part in a store (`save`).
+A replica executes the saved commands at start, and reads the store again every few seconds
+(`AdminCommands`), for commands that did not reach it and for removed ones.
 """
 
 import asyncio
@@ -32,18 +32,18 @@ SavedCommand = NameAdapter | PinAdapter
 Run = Callable[[AdapterCommand], Awaitable[AdapterReport]]
 """Executes a command on this replica."""
 
-logger = logging.getLogger("loray.admin")
+logger = logging.getLogger("loray.admin_commands")
 
 
 class AdminStoreError(Exception):
-    """The store could not be read or written; the message is for people."""
+    """The store could not be read or written; the message is for operators."""
 
 
 class AdminStore(Protocol):
-    """Entries by key, the same for all processes; calls block, and raise AdminStoreError."""
+    """Entries by key, shared by all processes; calls block and may raise AdminStoreError."""
 
     def put(self, key: str, value: bytes) -> None:
-        """Write an entry over an older one of that key."""
+        """Write or replace the entry of a key."""
         ...
 
     def remove(self, key: str) -> None:
@@ -56,10 +56,10 @@ class AdminStore(Protocol):
 
 
 def save(store: AdminStore, command: AdapterCommand, reports: Sequence[AdapterReport]) -> None:
-    """Save the lasting part of a command that replicas did; AdminStoreError if that fails.
+    """Save the lasting part of an executed command; AdminStoreError if that fails.
 
-    A name or a pin that one replica refused is not saved; one that is removed is deleted although
-    some replicas did not know it.
+    A name or a pin that a replica refused is not saved. A removed one is deleted even if some
+    replicas did not know it.
     """
     failures = {report.failure.kind for report in reports if report.failure is not None}
     if failures - {ErrorKind.ADAPTER_NOT_FOUND}:
@@ -83,8 +83,8 @@ def save(store: AdminStore, command: AdapterCommand, reports: Sequence[AdapterRe
 class AdminCommands:
     """Executes saved commands on one replica; lives on its event loop.
 
-    It acts on what changed in the store since it read it last, so that a command which has reached
-    the replica, and is about to be saved, is not undone.
+    It executes only the changes of the store since the last read: a command that has reached the
+    replica but is not saved yet must not be undone.
     """
 
     def __init__(self, store: AdminStore, run: Run) -> None:
@@ -94,14 +94,14 @@ class AdminCommands:
         self._failing: set[str] = set()
 
     async def follow(self, pins: bool = True) -> None:
-        """Do what is new and undo what was removed; what fails is tried again next time.
+        """Execute new commands and undo removed ones; the next call retries failed ones.
 
-        pins: without them nothing is fetched, so that it takes no time.
+        pins: False leaves pins out, so that nothing is fetched.
         """
         try:
             saved = _decoded(await asyncio.to_thread(self._store.read))
         except AdminStoreError as fault:
-            logger.warning("names and pins given by hand could not be read: %s", fault)
+            logger.warning("persisted admin commands could not be read: %s", fault)
             return
         for key in self._applied.keys() - saved.keys():
             await self._run(_inverse(self._applied.pop(key)))
@@ -110,15 +110,15 @@ class AdminCommands:
         for key, command in new.items():
             if isinstance(command, NameAdapter):
                 moves = key in self._applied
-                await self._do(key, replace(command, replace=moves, stage=False))
+                await self._execute(key, replace(command, replace=moves, stage=False))
                 self._applied[key] = command
         if pins:
             wanted = [key for key, command in new.items() if isinstance(command, PinAdapter)]
-            done = await asyncio.gather(*(self._do(key, new[key]) for key in wanted))
-            self._applied |= {key: new[key] for key, good in zip(wanted, done, strict=True) if good}
+            done = await asyncio.gather(*(self._execute(key, new[key]) for key in wanted))
+            self._applied |= {key: new[key] for key, ok in zip(wanted, done, strict=True) if ok}
 
-    async def _do(self, key: str, command: SavedCommand) -> bool:
-        """Whether it could be done; the first failure in a row is logged."""
+    async def _execute(self, key: str, command: SavedCommand) -> bool:
+        """Whether the command succeeded; the first of several failures is logged."""
         failure = (await self._run(command)).failure
         if failure is None:
             self._failing.discard(key)
@@ -142,7 +142,7 @@ def _shown(command: SavedCommand) -> str:
 
 
 def _resolved(reports: Sequence[AdapterReport]) -> AdapterReference | None:
-    """The adapter itself, where the command names an alias or a folder; None: not reported."""
+    """The adapter that an alias or a folder resolved to; None if no replica reported it."""
     for report in reports:
         for status in report.adapters:
             return status.target or status.reference
@@ -154,7 +154,7 @@ def _key(kind: str, reference: AdapterReference) -> str:
 
 
 def _decoded(entries: Mapping[str, bytes]) -> dict[str, SavedCommand]:
-    """The commands that can be read; those of another version of the server are left out."""
+    """The commands that can be decoded; those of another version of the server are left out."""
     commands = {}
     for key, entry in entries.items():
         try:

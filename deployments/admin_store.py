@@ -20,14 +20,14 @@ class RayAdminStore:
     """
 
     def __init__(self, application: str, kind: str = "orders") -> None:
-        """Methods may be called from any thread of a process that is connected to Ray.
+        """All methods may be called from any thread of a process that is connected to Ray.
 
-        kind: a prefix that keeps these entries apart from the application's others.
+        kind: a part of the keys, different for each use. Stored keys have it: it must not change.
         """
         self._prefix = f"{application}/{kind}/".encode()
 
     def put(self, key: str, value: bytes) -> None:
-        """Write an entry over an older one of that key."""
+        """Write or replace the entry of a key."""
         with _faults():
             internal_kv._internal_kv_put(self._prefix + key.encode(), value, namespace=_NAMESPACE)
 
@@ -37,7 +37,7 @@ class RayAdminStore:
             internal_kv._internal_kv_del(self._prefix + key.encode(), namespace=_NAMESPACE)
 
     def read(self) -> Mapping[str, bytes]:
-        """All entries, in two calls however many there are."""
+        """All entries, in two calls of Ray's."""
         with _faults():
             keys = internal_kv._internal_kv_list(self._prefix, namespace=_NAMESPACE)
             client = internal_kv.internal_kv_get_gcs_client()

@@ -22,9 +22,9 @@ from sources.model import ModelNotFound, fetch_model_config
 def build(config: ServeConfig) -> Application:
     """One application: Ingress replicas over Driver replicas, each with its own ranks.
 
-    Serve validates the yaml's `args` into `config`; what stands under the yaml's
-    `deployments` overrides what is set here. Raises ModelNotFound or ArchitectureError for a model
-    that cannot be served: Serve has taken no replica down for it yet.
+    Serve validates the yaml's `args` into `config`; the yaml's `deployments` override the options
+    set here. Raises ModelNotFound or ArchitectureError for a model that cannot be served, before
+    Serve ends any running replica.
     """
     _require_model(config.engine.model)
     driver = serve.deployment(DriverDeployment, name="Driver").options(
@@ -68,16 +68,16 @@ def _logging(config: ObservabilityConfig) -> dict[str, dict[str, str]]:
 def bundles(config: ServeConfig) -> list[dict[str, float]]:
     """A replica's placement group: the driver's bundle first, then one a rank.
 
-    A padded model is one rank, with all the GPUs; ValueError where it cannot be spread.
+    A padded model has one rank with all GPUs; ValueError for several ranks of it on CPUs.
     """
     engine, on_gpu = config.engine, _on_gpu(config.engine)
     rank: dict[str, float] = {"CPU": config.rank_cpus}
-    why = _why_padded(engine) if engine.tensor_parallel > 1 else None
-    if why is not None:
+    padded = _why_padded(engine) if engine.tensor_parallel > 1 else None
+    if padded is not None:
         if not on_gpu:
             raise ValueError(
                 f"engine.tensor_parallel ({engine.tensor_parallel}) must be 1 for this model on a "
-                f"CPU: {why}, so it runs whole in one rank"
+                f"CPU: {padded}, so it runs whole in one rank"
             )
         return [{"CPU": config.driver_cpus}, rank | {"GPU": engine.tensor_parallel}]
     if on_gpu:
@@ -86,7 +86,7 @@ def bundles(config: ServeConfig) -> list[dict[str, float]]:
 
 
 def _require_model(model: ModelConfig) -> None:
-    """Raise for a model that no node of the cluster has, or whose config.json is refused."""
+    """Raise if no node of the cluster has the model, or if its config.json is refused."""
     try:
         load_architecture(fetch_model_config(model))
     except ModelNotFound:
@@ -104,7 +104,7 @@ def _require_model(model: ModelConfig) -> None:
 
 
 def _has_model(model: ModelConfig) -> bool:
-    """Whether this node has the model, or reaches a hub that has it."""
+    """Whether this node has the model or can reach a hub that has it."""
     try:
         fetch_model_config(model)
     except ModelNotFound:
@@ -117,7 +117,7 @@ def _why_padded(engine: EngineConfig) -> str | None:
     try:
         folder = fetch_model_config(engine.model)
     except ModelNotFound:
-        return None  # It may lie on the ranks' nodes alone; they refuse what they cannot cut.
+        return None  # It may be on the ranks' nodes alone; they refuse what they cannot cut.
     return padded_reason(load_architecture(folder), engine.model.quantize)
 
 

@@ -1,6 +1,7 @@
-"""`loray`: the commands and their options; what each does is in deployments/commands.
+"""`loray`: the commands and their options.
 
-Those modules are imported when their command runs, so that `loray --help` answers at once.
+The modules in deployments/commands are imported when their command runs, so that `loray --help` is
+fast.
 """
 
 from collections.abc import Sequence
@@ -42,7 +43,7 @@ Temperature = Annotated[float | None, typer.Option(help="0 is greedy")]
 
 @app.command()
 def serve(
-    what: Annotated[
+    model: Annotated[
         str, typer.Argument(metavar="MODEL|CONFIG.yaml", help="a folder, a hub id, or a config")
     ] = "serve_config.yaml",
     adapters: Annotated[
@@ -79,7 +80,7 @@ def serve(
         "settings": set_ and tuple(set_),
     }
     given = {name: value for name, value in options.items() if value is not None}
-    launch.launch(what, given, print_config, not no_dashboard, drain_seconds)
+    launch.launch(model, given, print_config, not no_dashboard, drain_seconds)
 
 
 @app.command()
@@ -222,7 +223,7 @@ def _admin_server(url: str | None, key: str | None) -> Any:
 
 
 def _body(adapter: str, max_tokens: int | None, temperature: float | None) -> dict[str, Any]:
-    """The fields that go with every prompt; None is left to the server."""
+    """The fields of every request; None leaves a field to the server."""
     options = {"max_tokens": max_tokens, "temperature": temperature}
     given = {name: value for name, value in options.items() if value is not None}
     return {"model": adapter, **given}

@@ -1,8 +1,8 @@
-"""What ingress and driver send each other: requests, outcomes, error kinds, token frames.
+"""Messages between ingress and driver: requests, outcomes, error kinds, token frames.
 
 Values cross processes; exceptions do not. A sequence ends in exactly one of Finished, Failed,
-Cancelled. Frames are idempotent (each token run has its start); tokens that they lost are in the
-outcome that the unary call returns at the end.
+Cancelled. Frames are idempotent (each token run has its start). The outcome that the unary call
+returns at the end has all tokens, also those of lost frames.
 """
 
 from enum import StrEnum
@@ -16,7 +16,7 @@ from configs.wire.sampling import FinishReason, Sampling, Stopping
 
 
 class ErrorKind(StrEnum):
-    """Every way a request can fail; `ingress/http/errors.py` turns each into both HTTP dialects."""
+    """Every way a request can fail; `ingress/http/errors.py` has the HTTP status of each."""
 
     VALIDATION = "validation"
     ADAPTER_NOT_FOUND = "adapter_not_found"
@@ -39,7 +39,7 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The sequence ended by an error; retry_after_s is set when trying again makes sense."""
+    """The sequence ended by an error; retry_after_s: when a retry may succeed, if one may."""
 
     kind: ErrorKind
     message: str
@@ -47,14 +47,14 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Cancelled(msgspec.Struct, frozen=True, tag=True):
-    """The client left."""
+    """The client disconnected."""
 
 
 Ending = Finished | Failed | Cancelled
 
 
 class SequenceRequest(msgspec.Struct, frozen=True):
-    """One prompt on its way to one completion: token ids in, token ids out."""
+    """One prompt, as token ids, and how to continue it."""
 
     prompt: list[int]
     sampling: Sampling
@@ -62,12 +62,14 @@ class SequenceRequest(msgspec.Struct, frozen=True):
 
 
 class GenerateRequest(msgspec.Struct, frozen=True):
-    """One HTTP request: one or more sequences over one adapter (None = the base model).
+    """One HTTP request: one or more sequences over one adapter.
 
+    adapter: None for the base model.
+    api_token: the caller's, for the adapter's source.
     allowed: patterns of "source:id", one of which the adapter must match; None allows all.
-    payer: the name of the API key whose budget downloads are charged to; "" for all callers
-    without one. cache_salt: only requests of equal salts share the prefix cache; a hash of the
-    caller's group of API keys and of the request's own salt (b"": neither).
+    payer: the name of the API key that downloads are charged to; "" for callers without one.
+    cache_salt: only requests with equal salts share the prefix cache. A hash of the caller's group
+    of API keys and of the request's own salt; b"" without both.
     """
 
     id: str
@@ -84,12 +86,13 @@ class GenerateRequest(msgspec.Struct, frozen=True):
 
 
 class SequenceOutcome(msgspec.Struct, frozen=True):
-    """Everything one sequence generated and how it ended.
+    """All tokens that one sequence generated, and how it ended.
 
-    logprobs: one entry a token if requested, else None. cached_tokens: prompt tokens that
-    came from the prefix cache. queue_seconds, first_token_seconds: since the request arrived.
-    prompt_logprobs: of the prompt's tokens from the second on, if requested. embedding: of the
-    prompt, float32 little-endian, if requested.
+    logprobs: one entry a token if requested, else None.
+    cached_tokens: prompt tokens that came from the prefix cache.
+    queue_seconds, first_token_seconds: since the request arrived.
+    prompt_logprobs: of the prompt's tokens from the second on, if requested.
+    embedding: of the prompt, float32 little-endian, if requested.
     """
 
     tokens: list[int]
@@ -125,7 +128,7 @@ class TokenFrame(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ReplyAddress(msgspec.Struct, frozen=True):
-    """Where an ingress replica takes token frames; a driver proves itself by the secret."""
+    """Where an ingress replica receives token frames; drivers must send the secret first."""
 
     host: str
     port: int
@@ -141,7 +144,7 @@ class AdapterInfo(msgspec.Struct, frozen=True):
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
-    """What a driver serves and how; the ingress needs it to validate and to answer /info.
+    """What a driver serves; the ingress validates requests with it and answers /info.
 
     tokenizer: the folder that holds the tokenizer and the chat template.
     startup_info: what start-up selected (device, attention backend, pages), as `chosen` in /info.
@@ -179,7 +182,7 @@ class ListAdapters(_Command, frozen=True, tag="list"):
 class LoadAdapter(_Command, frozen=True, tag="load"):
     """Fetch an adapter and stage it.
 
-    pin: also keep it on the device. api_token: None fetches with the server's own token.
+    pin: also keep it on the device. api_token: for the adapter's source; None for the server's own.
     """
 
     reference: AdapterReference
@@ -242,18 +245,23 @@ AdapterCommand = (
 """What an operator can have every driver replica do."""
 
 AdapterTier = Literal["absent", "disk", "host", "device"]
-"""Where a replica has an adapter, the least first."""
+"""Where a replica has an adapter, slowest first."""
 
 
 class AdapterStatus(msgspec.Struct, frozen=True):
     """One adapter by one of its names, as one driver replica sees it.
 
     state: absent (its files are not here), disk, host (in the ranks' host memory) or device.
-    target: what a name of load_lora_adapter stands for. bytes: of its files. host_bytes: of its
-    copy on each rank; device_pages: pages of 8 rank rows over all projections; both 0 where it
-    is not. rank: the largest of its matrices. pinned: kept on the device. draining: it goes when
-    its requests have ended. running, waiting: its requests now. num_requests: since the start of
-    the replica. last_used: seconds since the epoch.
+    target: the adapter of an alias.
+    rank: the largest LoRA rank of its matrices.
+    bytes: of its files.
+    host_bytes: of its copy on each rank, 0 without one.
+    device_pages: pages of 8 LoRA rank rows over all projections, 0 if it is not on the device.
+    pinned: kept on the device.
+    draining: unloaded when its requests have ended.
+    running, waiting: its requests now.
+    num_requests: since the start of the replica.
+    last_used: seconds since the epoch.
     """
 
     reference: AdapterReference
@@ -273,7 +281,7 @@ class AdapterStatus(msgspec.Struct, frozen=True):
 
 
 class AdapterReport(msgspec.Struct, frozen=True):
-    """A command's result on one driver replica: the adapters it is about, or the failure."""
+    """A command's result on one driver replica: the adapters of the command, or the failure."""
 
     replica: str
     adapters: list[AdapterStatus] = []

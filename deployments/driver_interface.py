@@ -16,7 +16,7 @@ from deployments.contract import (
 
 
 class Driver(Protocol):
-    """What the ingress may ask of a driver."""
+    """The driver's methods for the ingress."""
 
     async def generate(self, request: GenerateRequest, reply_to: ReplyAddress) -> Completion:
         """Run all sequences to their end; token frames go to `reply_to` meanwhile."""
@@ -27,7 +27,7 @@ class Driver(Protocol):
         ...
 
     async def adapters(self, command: AdapterCommand) -> list[AdapterReport]:
-        """Have every driver replica do it; one report from each."""
+        """Have every driver replica execute a command; one report from each."""
         ...
 
     async def chat_template(

@@ -1,9 +1,9 @@
-"""Early submit, outside the driver: the request goes by the frames' socket ahead of its call.
+"""Early submit, outside the driver: the request goes by the frames' socket, before its call.
 
-Serve's router chooses a replica deep inside a call. `replica_listener` reports that choice to the
+Serve's router selects a replica deep inside a call. `replica_listener` reports the replica to the
 ingress, which encodes the request here (`encode_early_submit`) and sends it to that replica over
-the socket that is open already. driver/streaming/early_submit.py is the other end. This is a
-module of its own because Serve pickles the router's by value, whose globals would be copies.
+the socket that is open already. driver/streaming/early_submit.py is the other end. This is not in
+the router's module because Serve pickles that by value: its globals would be copies.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ MAX_EARLY_BYTES = 64 << 10
 
 _encoder = msgspec.msgpack.Encoder()
 _listener: ContextVar[Callable[[str], None] | None] = ContextVar(
-    "loray_replica_chosen", default=None
+    "loray_replica_selected", default=None
 )
 
 
@@ -35,33 +35,33 @@ class Withdraw(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 def encode_early_submit(request: GenerateRequest) -> bytes | None:
-    """The message that submits a request early; None for one that must come by its call alone.
+    """The message that submits a request early; None if only its call may bring it.
 
-    That is one which is large, has a client's token, or cannot be encoded.
+    That is a large request, one with a client's token, or one that cannot be encoded.
     """
     if request.api_token is not None or _least_bytes(request) > MAX_EARLY_BYTES:
         return None
     try:
         return _encoder.encode(EarlySubmit(request))
     except (OverflowError, UnicodeEncodeError):
-        return None  # The call itself reports what is wrong with it.
+        return None  # The call reports the fault.
 
 
 @contextmanager
-def replica_listener(chosen: Callable[[str], None]) -> Iterator[None]:
-    """Report to `chosen` the unique id of each replica that the router selects for a call.
+def replica_listener(selected: Callable[[str], None]) -> Iterator[None]:
+    """Report to `selected` the unique id of each replica that the router selects for a call.
 
-    It holds for calls that begin in this context. `chosen` is called on the router's event loop,
-    just before the call is sent; an exception of it ends the call.
+    Valid for calls that begin in this context. `selected` runs on the router's event loop, just
+    before the call is sent; if it raises, the call fails.
     """
-    token = _listener.set(chosen)
+    token = _listener.set(selected)
     try:
         yield
     finally:
         _listener.reset(token)
 
 
-def replica_chosen(replica: str) -> None:
+def replica_selected(replica: str) -> None:
     """Report the replica of this task's call to its listener, if there is one."""
     listener = _listener.get()
     if listener is not None:

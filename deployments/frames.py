@@ -2,7 +2,7 @@
 
 One connection from each driver to each ingress replica; messages are length-prefixed msgpack. The
 driver greets first, with a secret. Frames go to the ingress; it sends back where a stop string
-ended a sequence, and early submits. Its closing the connection means that its clients are gone.
+ended a sequence, and early submits. When it closes the connection, its clients are gone.
 This file has the format and the ingress's end; driver/streaming/connections.py is the driver's.
 """
 
@@ -26,7 +26,7 @@ from deployments.early_submit import (
 _LENGTH = struct.Struct("!I")
 _MAX_HELLO_BYTES = 1024
 _MAX_FRAME_BYTES = 64 << 20
-# A driver that is slow to greet would take a closed connection for the end of all its clients.
+# Long: a closed connection means to the driver that all its clients are gone.
 _GREETING_SECONDS = 60.0
 
 logger = logging.getLogger("loray.frames")
@@ -96,7 +96,7 @@ class FrameReceiver:
         return True
 
     def withdraw(self, replica: str, request_id: str) -> None:
-        """Tell the driver with this id that the call of an early submit is not coming."""
+        """Send the driver with this id a `Withdraw`: the call of an early submit is not coming."""
         writer = self._replicas.get(replica)
         if writer is not None and not writer.is_closing():
             write_frame(writer, self._encoder.encode(Withdraw(request_id)))

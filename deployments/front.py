@@ -84,7 +84,7 @@ _MARK = "# Added by loray-haproxy."
 
 
 def listening(text: str) -> list[Port]:
-    """The ports that a configuration of Serve's listens on."""
+    """The ports that one of Serve's configurations listens on."""
     ports, section = [], ""
     for line in text.splitlines():
         words = line.split()

@@ -16,7 +16,7 @@ _TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
 class Port(NamedTuple):
     """A port that a server is about to listen on; host "" means all interfaces.
 
-    setting: where another number is given, for people.
+    setting: the setting that changes the number, for messages.
     """
 
     host: str
@@ -49,7 +49,7 @@ def _by(number: int) -> str:
     """Which process of this user listens on the port; "" if that is not known."""
     inodes = set(_listeners(number))
     for process in Path("/proc").glob("[0-9]*") if inodes else ():
-        with suppress(OSError):  # another user's, or it has just ended
+        with suppress(OSError):  # another user's process, or it has just ended
             if any(os.readlink(file) in inodes for file in (process / "fd").iterdir()):
                 words = (process / "cmdline").read_bytes().replace(b"\0", b" ")
                 command = words.decode(errors="replace").strip()[:_COMMAND_CHARACTERS]

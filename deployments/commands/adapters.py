@@ -23,12 +23,12 @@ def show(server: Server, as_json: bool) -> None:
     table = Table(*_COLUMNS, box=None, header_style="bold")
     for row in listing["data"]:
         table.add_row(*_cells(row))
-    # No line is cut: what is cut off cannot be copied.
+    # Lines are not cut, so that users can copy them whole.
     Console(width=max(80, Console().width)).print(table)
 
 
 def load(server: Server, names: Sequence[str], pin: bool, api_token: str | None) -> None:
-    """Fetch and stage them on all replicas, one after the other."""
+    """Fetch and stage adapters on all replicas, one after the other."""
 
     def request(name: str) -> Json:
         return server.request(
@@ -39,12 +39,12 @@ def load(server: Server, names: Sequence[str], pin: bool, api_token: str | None)
 
 
 def unload(server: Server, names: Sequence[str]) -> None:
-    """Unload them from all replicas when their requests have ended."""
+    """Unload adapters from all replicas when their requests have ended."""
     _each(names, "unloading", lambda name: server.request("DELETE", adapter_path(name)))
 
 
 def pin(server: Server, names: Sequence[str], pinned: bool) -> None:
-    """Keep them on the device, or no longer."""
+    """Pin adapters to the device, or unpin them."""
     doing = "pinning" if pinned else "unpinning"
     _each(
         names, doing, lambda name: server.request("PATCH", adapter_path(name), {"pinned": pinned})
@@ -52,7 +52,7 @@ def pin(server: Server, names: Sequence[str], pinned: bool) -> None:
 
 
 def _each(names: Sequence[str], doing: str, request: Callable[[str], Json]) -> None:
-    """Send one request a name and print its result; typer.Exit 1 at the end if any was refused."""
+    """Send a request for each name and print its result; typer.Exit 1 if any was refused."""
     refused = []
     for name in _progress(names, doing):
         try:

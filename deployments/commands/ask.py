@@ -1,4 +1,4 @@
-"""`loray generate` and `loray chat`: answers on the terminal, as they come."""
+"""`loray generate` and `loray chat`: stream answers to the terminal."""
 
 from collections.abc import Callable, Generator
 from contextlib import closing
@@ -17,17 +17,17 @@ def generate(server: Server, prompt: str, body: Json) -> None:
 
 
 class ChatSession:
-    """A conversation: the messages so far, and the model that answers."""
+    """A conversation: the messages so far, and the model."""
 
     def __init__(self, server: Server, body: Json, system: str | None = None) -> None:
-        """`body` holds the fields of every request: the model and its parameters."""
+        """body: the fields of every request, the model and its parameters."""
         self._server = server
         self._body = body
         self._opening: list[Json] = [{"role": "system", "content": system}] if system else []
         self.messages = list(self._opening)
 
     def run(self, read: Callable[[str], str]) -> None:
-        """Take turns until the user leaves; Ctrl-C ends an answer, and at the prompt the chat."""
+        """Read and answer messages; Ctrl-C ends an answer, and at the prompt the chat."""
         typer.echo(_HELP, err=True)
         while True:
             try:
@@ -40,10 +40,10 @@ class ChatSession:
             if line.startswith("/"):
                 self._command(line)
             elif line:
-                self._turn(line)
+                self._answer(line)
 
-    def _turn(self, line: str) -> None:
-        """Ask, and print the answer; one that is refused leaves the conversation as it was."""
+    def _answer(self, line: str) -> None:
+        """Send a message and print the answer; after a refusal the conversation is unchanged."""
         messages = [*self.messages, {"role": "user", "content": line}]
         events = self._server.stream("/v1/chat/completions", {**self._body, "messages": messages})
         try:
@@ -63,9 +63,9 @@ class ChatSession:
 
 
 def _print_all(events: Generator[Json, None, None], text: Callable[[Json], str]) -> str:
-    """Print an answer as it comes and return it; Ctrl-C keeps what there is."""
+    """Print an answer as it comes and return it; after Ctrl-C, return the part that came."""
     texts: list[str] = []
-    # Closing ends the request, so that the server computes nothing that is not read.
+    # Closing ends the request, so that the server stops generating.
     with closing(events):
         try:
             for event in events:

@@ -16,7 +16,7 @@ _BASE_CASES = ("base-c1", "base-c64", "base-c256")
 
 
 def bench(url: str, key: str | None, rest: Sequence[str]) -> None:
-    """Run benchmarks.serving with these arguments; names that they lack come from /v1/models."""
+    """Run benchmarks.serving with these arguments; /v1/models gives names that they lack."""
     if importlib.util.find_spec("benchmarks") is None:
         fail(
             "the benchmarks folder is not installed here: run this from LoRay's repository, "
@@ -25,13 +25,13 @@ def bench(url: str, key: str | None, rest: Sequence[str]) -> None:
     command = [sys.executable, "-m", "benchmarks.serving", "--url", url, *rest]
     if not {"-h", "--help"} & set(rest):
         command += _names(Server(url, key).request("GET", "/v1/models")["data"], rest)
-    # Not on its command line, where everybody on the machine could read it.
+    # Not on its command line, which other users of the machine can read.
     environment = environment_with("LORAY_API_KEY", key)
     raise typer.Exit(subprocess.run(command, check=False, env=environment).returncode)
 
 
 def _names(models: Sequence[Json], rest: Sequence[str]) -> list[str]:
-    """The options that name what the server has: its base, its adapters, or no case over any."""
+    """The options for the server's base model and adapters; without adapters, base cases alone."""
     bases = [model["id"] for model in models if model["parent"] is None]
     own = [model["id"] for model in models if model["parent"] is not None]
     added = [] if "--base" in rest else ["--base", bases[0]]

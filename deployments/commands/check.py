@@ -1,4 +1,4 @@
-"""`loray check-adapter`: would a server serve these files exactly, and if not, why not?"""
+"""`loray check-adapter`: whether a server would serve these files exactly, or why not."""
 
 from pathlib import Path
 

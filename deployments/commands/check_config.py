@@ -1,4 +1,4 @@
-"""`loray check-config`: what would be refused of a server's yaml, without starting anything."""
+"""`loray check-config`: finds the faults of a server's yaml without starting anything."""
 
 from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
@@ -30,11 +30,11 @@ def check_config(path: Path) -> None:
         typer.echo(f"  - {fault}")
     if found:
         fail(f"{path} would be refused")
-    typer.echo(f"{path}: nothing is wrong with it")
+    typer.echo(f"{path}: no faults")
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """What the file holds; typer.Exit 2 if it is no yaml of settings."""
+    """The file's content; typer.Exit 2 if it is no yaml mapping."""
     try:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
@@ -80,7 +80,7 @@ def pin_faults(config: Mapping[str, Any]) -> list[str]:
 
 
 def model_fault(engine: EngineConfig) -> str | None:
-    """Why the base model cannot be served, as far as its config.json says; None: it can."""
+    """Why the base model cannot be served, by its config.json; None if it can."""
     try:
         load_architecture(fetch_model_config(engine.model))
     except (ModelNotFound, ArchitectureError, OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""The Ray cluster that `loray serve` has started: whether it lives, and how the command leaves."""
+"""The Ray cluster that `loray serve` started: its processes, and how the command ends."""
 
 import os
 import signal
@@ -49,7 +49,7 @@ def ray_servers() -> dict[int, str]:
 
 
 def require_alive(servers: Mapping[int, str]) -> None:
-    """Raise ClusterLost if one of these has ended."""
+    """Raise ClusterLost if one of these processes has ended."""
     for process, name in servers.items():
         now, state, _ = _status(process)
         if now != name or state == "Z":
@@ -57,7 +57,7 @@ def require_alive(servers: Mapping[int, str]) -> None:
 
 
 def end_without(ray: Any) -> None:
-    """Leave a cluster that does not answer any more, with exit code 1 and nothing left behind."""
+    """Exit with code 1 from a cluster that does not respond, and end all its processes."""
     # Ray may wait a minute for a dead process, and then end this one by itself.
     end = threading.Thread(target=ray.shutdown, daemon=True)
     end.start()
@@ -68,9 +68,9 @@ def end_without(ray: Any) -> None:
 
 
 def _status(process: int) -> tuple[str, str, int]:
-    """Name, state and parent of a process; empty ones of one that is gone."""
+    """Name, state and parent of a process; empty if it has ended."""
     with suppress(OSError):
-        # The name stands in parentheses and may hold any character.
+        # The name is in parentheses and may have any character.
         head, _, rest = Path(f"/proc/{process}/stat").read_text().rpartition(")")
         state, parent = rest.split()[:2]
         return head.partition("(")[2], state, int(parent)

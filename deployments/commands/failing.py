@@ -1,4 +1,4 @@
-"""The end of a command that cannot do its work."""
+"""The end of a command that fails."""
 
 from typing import NoReturn
 

@@ -13,23 +13,24 @@ _SUFFIXES = (".yaml", ".yml")
 
 
 def launch(
-    what: str, options: dict[str, Any], print_only: bool, dashboard: bool, drain_seconds: float
+    model: str, options: dict[str, Any], print_only: bool, dashboard: bool, drain_seconds: float
 ) -> None:
-    """Serve it until Ctrl-C; print_only: print the config instead.
+    """Serve a model or a yaml until Ctrl-C.
 
-    options: fields of plain.Options that were given; a yaml says all of that itself.
+    options: the given fields of `plain.Options`; none with a yaml.
+    print_only: print the config instead.
     """
-    if Path(what).suffix in _SUFFIXES:
+    if Path(model).suffix in _SUFFIXES:
         if options:
             fail("options go with a model; with a config, write them into the yaml", status=2)
         if print_only:
-            typer.echo(Path(what).read_text(encoding="utf-8"), nl=False)
+            typer.echo(Path(model).read_text(encoding="utf-8"), nl=False)
         else:
-            serve.serve_file(Path(what), what, dashboard, drain_seconds)
+            serve.serve_file(Path(model), model, dashboard, drain_seconds)
         return
-    config = plain.plain_config(plain.Options(what, **options))
+    config = plain.plain_config(plain.Options(model, **options))
     if print_only:
         typer.echo(yaml.safe_dump(config, sort_keys=False), nl=False)
         return
     plain.fetch(config)
-    serve.serve_config(config, what, dashboard, drain_seconds)
+    serve.serve_config(config, model, dashboard, drain_seconds)

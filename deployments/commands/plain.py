@@ -1,4 +1,4 @@
-"""A Serve config from a model's name and a few options, for those who have no yaml."""
+"""Makes a Serve config from a model's name and a few options."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,8 @@ _CPUS = 0.1
 class Options:
     """The options of `loray serve MODEL`; None leaves a setting at its default.
 
-    adapters: folders whose adapters are served by name. settings: "dotted.key=value" under `args`.
+    adapters: folders that hold adapters, which are served by name.
+    settings: "dotted.key=value" under `args`.
     """
 
     model: str
@@ -34,7 +35,7 @@ class Options:
 
 
 def plain_config(options: Options) -> dict[str, Any]:
-    """The config as a yaml would hold it; typer.Exit 2 with every setting that is wrong."""
+    """The config, as a yaml would have it; typer.Exit 2 with every faulty setting."""
     args = _args(options)
     for setting in options.settings:
         _set(args, setting)
@@ -83,7 +84,7 @@ def _args(options: Options) -> dict[str, Any]:
 
 
 def _adapters(folders: tuple[Path, ...]) -> dict[str, Any]:
-    """Names mean folders where folders are given, else adapters of the hub."""
+    """The settings of adapters: from these folders, or from the hub if there are none."""
     for folder in folders:
         if not folder.is_dir():
             fail(f"--adapters {folder} is not a folder", status=2)

@@ -1,4 +1,4 @@
-"""`loray serve`: a local Ray cluster with what LoRay recommends, the app, and a clean end."""
+"""`loray serve`: starts a local Ray cluster, deploys the app, and ends both."""
 
 import asyncio
 import json
@@ -51,8 +51,8 @@ def serve_config(config: dict[str, Any], title: str, dashboard: bool, drain_seco
 def serve_file(path: Path, title: str, dashboard: bool, drain_seconds: float) -> None:
     """Start Ray here and serve a Serve config until Ctrl-C or SIGTERM.
 
-    drain_seconds: how long running requests may go on after SIGTERM. typer.Exit 1 if it does not
-    come up, or if the cluster ends by itself.
+    drain_seconds: how long running requests may continue after SIGTERM. typer.Exit 1 if the app
+    does not start, or if the cluster ends by itself.
     """
     if not path.is_file():
         fail(f"{path} is not a file: name a Serve config, or a model", status=2)
@@ -72,7 +72,7 @@ def serve_file(path: Path, title: str, dashboard: bool, drain_seconds: float) ->
     context = ray.init(
         "local", namespace="serve", include_dashboard=dashboard, logging_level="warning"
     )
-    leaving.listen()  # Ray has put handlers of its own in place, which print a native stack.
+    leaving.listen()  # Ray has replaced the handlers by its own, which print a native stack.
     servers = ray_servers()
     address = context.address_info["gcs_address"]
     page = f"http://{context.dashboard_url}" if context.dashboard_url else "off"
@@ -95,7 +95,7 @@ def serve_file(path: Path, title: str, dashboard: bool, drain_seconds: float) ->
 
 
 def _deploy(config: Path, address: str) -> None:
-    """Hand the config to Serve's own command, which needs no dashboard for it."""
+    """Deploy with Serve's own command, which needs no dashboard."""
     command = [sys.executable, "-m", "ray.serve.scripts", "run", "--non-blocking"]
     arguments = [*command, "--address", address, str(config)]
     done = subprocess.run(arguments, capture_output=True, text=True, check=False)
@@ -104,7 +104,7 @@ def _deploy(config: Path, address: str) -> None:
 
 
 async def _leave(serve: Any, names: Sequence[str], seconds: float, hurried: Event) -> None:
-    """End these apps' requests, then Serve; on one event loop, which Serve's handles need."""
+    """Drain these apps, then end Serve; on one event loop, as Serve's handles need."""
     if names:
         await _drain(serve, names, seconds, hurried)
     _log("shutting down")
@@ -112,7 +112,7 @@ async def _leave(serve: Any, names: Sequence[str], seconds: float, hurried: Even
 
 
 async def _drain(serve: Any, names: Sequence[str], seconds: float, hurried: Event) -> None:
-    """Have every ingress replica end its requests: after this time, or at once when hurried."""
+    """Have every ingress replica end its requests, after `seconds` or at once if hurried."""
     if not hurried.is_set():
         _log(f"no new requests; those that run have {seconds:g} s (Ctrl-C: none)")
     seconds = 0.0 if hurried.is_set() else seconds
@@ -133,7 +133,7 @@ async def _drain_one(serve: Any, name: str, seconds: float) -> None:
 
 
 def _require_ports(http: Mapping[str, Any]) -> None:
-    """Fail for ports that are taken, before anything is started; typer.Exit 1."""
+    """Fail if a port is in use, before anything is started; typer.Exit 1."""
     host = str(http.get("host") or "")
     ports = [Port(host, int(http.get("port", 8000)), "http_options.port in the yaml (or --port)")]
     front = front_ports()
@@ -149,7 +149,7 @@ def _require_ports(http: Mapping[str, Any]) -> None:
 
 
 def _wait_until_running(serve: Any, leaving: Event, servers: Mapping[int, str]) -> bool:
-    """Print each change of status; False when an app failed or the user left."""
+    """Print each change of status; False if an app failed or the user ended the command."""
     printed: dict[str, str] = {}
     deadline = time.monotonic() + _READY_SECONDS
     # A spinner while weights are read; rich shows it on terminals only.
@@ -190,7 +190,7 @@ def _print_change(title: str, app: Any, printed: dict[str, str]) -> None:
 
 
 def _announce(config: dict[str, Any], dashboard: str, address: str, leaving: Event) -> None:
-    """Print each app's URL and start-up choices, the dashboard and an example request."""
+    """Print each app's URL and start-up info, the dashboard and an example request."""
     options = config.get("http_options", {})
     host = options.get("host", "127.0.0.1")
     server = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{options.get('port', 8000)}"
@@ -198,29 +198,29 @@ def _announce(config: dict[str, Any], dashboard: str, address: str, leaving: Eve
     infos = {url: _fetch_info(url, leaving) for url in urls}
     for url, info in infos.items():
         print(f"\nLoRay serves {info.get('model_id', 'a model')} on {url}")
-        _print_choices(info.get("chosen", {"chosen": "see GET /info, with a key"}))
+        _print_table(info.get("chosen", {"chosen": "see GET /info, with a key"}))
     if len(urls) > 1:
         print("\nall of them")
-    _print_choices({"http front": proxy_mode(), "ray dashboard": dashboard, "ray address": address})
+    _print_table({"http front": proxy_mode(), "ray dashboard": dashboard, "ray address": address})
     body = {"inputs": "What is the capital of France?", "parameters": _example(infos[urls[0]])}
     print(f"\nTry:\n  curl {urls[0]}/generate -H 'content-type: application/json' \\")
     print(f"    -d '{json.dumps(body)}'\n\nCtrl-C ends it.", flush=True)
 
 
 def _example(info: dict[str, Any]) -> dict[str, str]:
-    """Parameters of a request over an adapter that is there: the demo's pirate, or the first."""
+    """Parameters of a request over a known adapter: the demo's pirate, or the first."""
     names = [adapter["id"] for adapter in info.get("adapters", [])]
     name = "pirate" if "pirate" in names else next(iter(names), None)
     return {} if name is None else {"adapter_id": name}
 
 
-def _print_choices(choices: dict[str, str]) -> None:
-    for what, choice in choices.items():
-        print(f"  {what:14} {choice}")
+def _print_table(rows: dict[str, str]) -> None:
+    for title, value in rows.items():
+        print(f"  {title:14} {value}")
 
 
 def _fetch_info(url: str, leaving: Event) -> dict[str, Any]:
-    """GET /info, until the HTTP front is up too; {} when the user leaves."""
+    """GET /info, once the HTTP front is up; {} if the user ends the command."""
     deadline = time.monotonic() + _FRONT_SECONDS
     while time.monotonic() < deadline:
         try:

@@ -16,17 +16,17 @@ Json = dict[str, Any]
 
 
 class ServerRefused(typer.Exit):
-    """The server has refused; its message is on stderr."""
+    """The server refused a request; its message is on stderr."""
 
 
 class Server:
-    """One server's HTTP routes. A refusal ends the command with the server's own message.
+    """One server's HTTP routes. A refusal ends the command with the server's message.
 
-    An answer may take as long as it needs; only the connection has a limit.
+    Only connecting has a time limit: answers may take long.
     """
 
     def __init__(self, url: str, key: str | None) -> None:
-        """`key` travels as a bearer token."""
+        """key: sent as a bearer token."""
         self._url = url.rstrip("/")
         self._headers = {} if key is None else {"authorization": f"Bearer {key}"}
 
@@ -90,6 +90,6 @@ def _require_success(reply: httpx.Response) -> None:
 
 
 def _message(body: Json) -> str:
-    """What went wrong, in either dialect."""
+    """The message of an error, in either dialect."""
     error = body.get("error", body)
     return str(error.get("message", error) if isinstance(error, dict) else error)

@@ -53,7 +53,7 @@ class DriverDeployment:
     _num_open = 0
 
     async def __init__(self, config: ServeConfig) -> None:  # type: ignore[misc]
-        """Start the ranks and load what is to be there before the first request."""
+        """Start the ranks, load the preloaded adapters, and apply persisted names."""
         self._log_format = config.observability.log_format
         hand_logs_to_serve()
         folder = fetch_model(config.engine.model)
@@ -77,7 +77,7 @@ class DriverDeployment:
         return RayRanks(engine, str(folder), get_current_placement_group(), self._log_format)
 
     async def _report(self) -> None:
-        """Feed the metrics while the replica lives."""
+        """Update the metrics every second until the replica ends."""
         metrics, adapters = EngineMetrics(), AdapterMetrics()
         metrics.begin()
         adapters.begin()
@@ -101,11 +101,11 @@ class DriverDeployment:
             )
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Serve calls this with a changed `user_config`; nothing restarts, even at a fault."""
+        """Serve calls this with a changed `user_config`; nothing restarts, even after a fault."""
         await self._settings.take(user_config)
 
     async def generate(self, request: GenerateRequest, reply_to: ReplyAddress) -> Completion:
-        """One HTTP request, to its end."""
+        """Run one HTTP request to its end."""
         self._num_open += 1
         try:
             return await self._running.generate(request, reply_to)
@@ -127,12 +127,12 @@ class DriverDeployment:
         info = await self._running.describe()
         if self._settings.refused is None:
             return info
-        why = f"not applied, the settings before it stay: {self._settings.refused}"
-        selected = {**info.startup_info, "user_config": why}
+        fault = f"not applied, the settings before it stay: {self._settings.refused}"
+        selected = {**info.startup_info, "user_config": fault}
         return msgspec.structs.replace(info, startup_info=selected)
 
     async def adapters(self, command: AdapterCommand) -> AdapterReport:
-        """Do an operator's command about adapters on this replica."""
+        """Execute an admin command about adapters on this replica."""
         replica = serve.get_replica_context().replica_id.unique_id
         return msgspec.structs.replace(await self._running.adapters(command), replica=replica)
 
@@ -141,11 +141,11 @@ class DriverDeployment:
         return self._running.steps.last()
 
     async def snapshot(self) -> Snapshot:
-        """The scheduler in numbers."""
+        """The scheduler's numbers."""
         return await self._running.snapshot()
 
     async def early_submits(self) -> int:
-        """How many calls found their request running, for tests."""
+        """How many calls attached to an early submit, for tests."""
         return self._running.early_submits.num_attached
 
     async def load_sums(self) -> dict[str, LoadSum]:
@@ -153,7 +153,7 @@ class DriverDeployment:
         return self._running.usage.load_sums()
 
     async def ranks(self) -> list[LoadReport]:
-        """The present ranks: their processes, and what each holds."""
+        """The load reports of the present ranks."""
         return self._running.ranks
 
     async def record_routing_stats(self) -> dict[str, Any]:
@@ -161,12 +161,15 @@ class DriverDeployment:
         return self._running.report(self._views, self._num_open).packed()
 
     async def check_health(self) -> None:
-        """Healthy while it works or rebuilds its ranks; Serve replaces it when it cannot."""
+        """Raise if this replica cannot serve any more: then Serve replaces it.
+
+        While it replaces its ranks it counts as healthy, or Serve would kill it.
+        """
         if self._running.failure is not None:
             raise RuntimeError(self._running.failure)
 
     async def __del__(self) -> None:
-        """Serve calls this when the replica ends: stop its ranks."""
+        """Stop the ranks; Serve calls this when the replica ends."""
         for task in self._tasks:
             task.cancel()
         if self._engine is not None:
@@ -179,12 +182,12 @@ class DriverDeployment:
 
 
 async def _follow(commands: AdminCommands, settings: OperatorSettings) -> None:
-    """Execute persisted admin commands, while the replica lives."""
+    """Execute persisted admin commands and retry settings until the replica ends."""
     while True:
         try:
             await commands.follow()
             await settings.retry()
         except Exception:
             # The last boundary of this task: a failed command is tried again.
-            logger.exception("names and pins given by hand could not be followed")
+            logger.exception("persisted admin commands could not be executed")
         await asyncio.sleep(_FOLLOW_SECONDS)

@@ -1,4 +1,4 @@
-"""What an engine serves, gathered from the model's folder and from its ranks."""
+"""What an engine serves, from the model's folder and from its ranks' reports."""
 
 import json
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ def common(capacities: Sequence[Capacity]) -> Capacity:
 
 
 def startup_info(reports: Sequence[LoadReport]) -> dict[str, str]:
-    """What start-up selected, for people to read."""
+    """What start-up selected, as text."""
     first, pages = reports[0], common([report.capacity for report in reports])
     adapters = f"{pages.adapter_pages} of 8 rank rows a projection, {pages.adapter_slots} slots"
     return {
@@ -49,6 +49,6 @@ def startup_info(reports: Sequence[LoadReport]) -> dict[str, str]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A file that holds one object."""
+    """The JSON object in a file."""
     content: dict[str, Any] = json.loads(path.read_text())
     return content

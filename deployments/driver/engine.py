@@ -1,7 +1,7 @@
-"""One driver replica without Ray: its parts, put together.
+"""One driver replica without Ray: makes its parts and connects them.
 
-Lives on the replica's event loop; the engine loop has a thread of its own, reached by a handle.
-Each part knows only those that are made before it.
+Lives on the replica's event loop; the engine loop has its own thread, reached by a handle. Each
+part knows only parts that are made before it.
 """
 
 import asyncio
@@ -27,8 +27,8 @@ from deployments.driver.adapters.aliases import Aliases
 from deployments.driver.adapters.control import AdapterControl
 from deployments.driver.adapters.directory import AdapterDirectory
 from deployments.driver.adapters.lifecycle import EngineAdapters
+from deployments.driver.adapters.rate_limits import NamedRateLimits
 from deployments.driver.adapters.report import AdapterReporter
-from deployments.driver.adapters.shares import NamedRateLimits
 from deployments.driver.description import common, read_json, startup_info, stop_token_ids
 from deployments.driver.ingress_events import IngressDispatch
 from deployments.driver.loop import EngineLoop, LoopSettings, RankGroup
@@ -51,9 +51,10 @@ from sources.adapters import AdapterSources
 
 
 class DriverEngine:
-    """Everything that a driver replica does; `deployment.py` makes it a Serve deployment.
+    """A driver replica; `deployment.py` makes it a Serve deployment.
 
-    usage: what requests did with each adapter. early_submits: requests ahead of their calls.
+    usage: how requests used each adapter.
+    early_submits: requests that run before their calls arrive.
     steps: the last steps of the ranks.
     """
 
@@ -94,7 +95,7 @@ class DriverEngine:
         self._connections = IngressConnections(sender, events, replica)
 
     async def start(self) -> None:
-        """Start the ranks and the loop, then load what is to be there before the first request."""
+        """Start the ranks and the loop, then load the preloaded adapters."""
         self._handle.listen()
         started = await asyncio.get_running_loop().run_in_executor(None, self._group.start)
         capacity = common([report.capacity for report in started[1]])
@@ -122,38 +123,38 @@ class DriverEngine:
 
     @property
     def failure(self) -> str | None:
-        """Why this replica cannot go on; None while it can."""
+        """Why this replica cannot serve any more; None while it can."""
         return self._handle.failure
 
     @property
     def healthy(self) -> bool:
-        """Whether the ranks serve; False while they are rebuilt."""
+        """Whether the ranks serve; False while new ones start."""
         return self._handle.started and self._handle.loop.healthy
 
     @property
     def ranks(self) -> list[LoadReport]:
-        """What each rank of the present group reported when it had loaded."""
+        """The load reports of the present ranks."""
         return self._handle.loop.reports
 
     @property
     def num_rebuilds(self) -> int:
-        """How often the ranks were started anew."""
+        """How often lost ranks were replaced."""
         return self._handle.loop.num_rebuilds if self._handle.started else 0
 
     @property
     def num_overdue(self) -> int:
-        """Requests that an adapter's last version served, as its present one was not known."""
+        """Requests that an adapter's last version served because its present one was not known."""
         return self._adapters.num_overdue
 
     @property
     def dropped_frames(self) -> int:
-        """Token frames that could not be sent at once: an ingress replica was slow or gone."""
+        """Token frames that were not sent at once: the ingress replica was slow or gone."""
         return self._streams.num_delayed
 
     async def reconfigure(self, runtime: RuntimeConfig) -> None:
-        """Apply an operator's settings in place, all or, where one cannot be applied, none.
+        """Apply an operator's settings without a restart: all of them, or none.
 
-        Raises ValueError, or AdapterError for a pin that cannot be had.
+        Raises ValueError, or AdapterError for a pin that cannot be fetched.
         """
         config = with_runtime(self._config, runtime)
         limits = Limits.from_config(config)
@@ -174,7 +175,7 @@ class DriverEngine:
         self._runner.finish(request_id, index, at)
 
     async def adapters(self, command: AdapterCommand) -> AdapterReport:
-        """Do an operator's command about adapters."""
+        """Execute an admin command about adapters."""
         if self.failure is not None:
             return AdapterReport("", failure=unavailable(self.failure))
         return await self._control.run(command)
@@ -194,15 +195,18 @@ class DriverEngine:
             return Failed(ErrorKind(error.refusal.value), error.message)
 
     async def snapshot(self) -> Snapshot:
-        """The scheduler in numbers, taken between two steps; LoopFailed once the loop failed."""
+        """The scheduler's numbers, between two steps; LoopFailed once the loop failed."""
         return await self._handle.ask(Scheduler.snapshot)
 
     async def adapter_views(self) -> Sequence[AdapterView]:
-        """The scheduler's adapters, taken between two steps; LoopFailed once the loop failed."""
+        """The scheduler's adapters, between two steps; LoopFailed once the loop failed."""
         return await self._handle.ask(Scheduler.adapters)
 
     def report(self, views: Sequence[AdapterView], load: int) -> ReplicaReport:
-        """This replica's report to routers: adapters as seen last, and its open requests."""
+        """This replica's report to routers.
+
+        views: adapters, as seen last. load: open requests.
+        """
         ready = self.healthy and self.failure is None
         pinned = self._adapters.pins.names
         return self._reporter.report(views, pinned, load, ready, time.monotonic())
@@ -240,7 +244,7 @@ class DriverEngine:
 
     def _on_failure(self, message: str) -> None:
         self._streams.fail_all(unavailable(message))
-        self._handle.fail_questions()
+        self._handle.fail_queries()
 
 
 def _reconfigured(scheduler: Scheduler, limits: Limits) -> Sequence[Event]:

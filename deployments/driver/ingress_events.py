@@ -1,4 +1,4 @@
-"""What a driver does when an ingress replica sends a message, reads again, or is gone."""
+"""Handles the events of the connections to ingress replicas."""
 
 from deployments.contract import GenerateRequest, ReplyAddress
 from deployments.driver.request_runner import RequestRunner
@@ -8,7 +8,7 @@ from deployments.frames import Finish
 
 
 class IngressDispatch:
-    """Passes each event of `IngressConnections` to the part of the driver that handles it."""
+    """Passes each event of `IngressConnections` to the part that handles it."""
 
     def __init__(
         self, runner: RequestRunner, early_submits: EarlySubmits, streams: Streams
@@ -22,15 +22,15 @@ class IngressDispatch:
         self._runner.finish(finish.request_id, finish.index, finish.at)
 
     def on_early_submit(self, request: GenerateRequest, address: ReplyAddress) -> None:
-        """Run a request ahead of its call."""
+        """Run a request before its call arrives."""
         self._early_submits.start(request, address)
 
     def on_withdraw(self, request_id: str) -> None:
-        """Cancel an early submit whose call is not coming."""
+        """Cancel an early submit: its call is not coming."""
         self._early_submits.withdraw(request_id)
 
     def on_room(self, address: ReplyAddress) -> None:
-        """Send first what this ingress replica had no room for."""
+        """Send the tokens that this ingress replica had no room for."""
         self._streams.resend(address)
 
     def on_lost(self, address: ReplyAddress) -> None:

@@ -1,4 +1,4 @@
-"""The engine's loop: commands in, plans out, results in, events out. Knows no Ray and no torch.
+"""The engine loop: takes commands, sends plans, applies results, emits events. No Ray, no torch.
 
 It has a thread of its own and two queues to the rest of the replica: `post` takes commands
 from any thread, `emit` sends events back. Up to two plans are in flight, so that the
@@ -67,12 +67,13 @@ class RankGroup(Protocol):
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """The loop's recovery limits and its callbacks.
+    """The loop's recovery limits and its callbacks, which it calls on its own thread.
 
     fetched: an adapter's files; KeyError if it was forgotten.
-    emit: takes events. fail: ends all open requests with a message.
+    emit: takes events.
+    fail: ends all open requests with a message.
     applied: takes each plan and its result.
-    loaded: takes each stage of loading an adapter and its seconds.
+    loaded: takes each stage of an adapter's load and its seconds.
     """
 
     recovery: RecoveryConfig
@@ -122,14 +123,14 @@ class EngineLoop:
         self._thread.start()
 
     def post(self, command: Command) -> None:
-        """Have the loop call command(scheduler, now) soon, and emit its events. Any thread."""
+        """Have the loop run `command(scheduler, now)` soon and emit its events; from any thread."""
         self._commands.append(command)
         self._posted.set()
         if (links := self._links) is not None:
             links.wake()
 
     def stop(self) -> None:
-        """End the loop and the ranks; returns when both are gone."""
+        """End the loop and the ranks; returns when both have ended."""
         self._stopping = True
         self.post(lambda scheduler, now: [])
         if self._thread.is_alive():
@@ -174,7 +175,7 @@ class EngineLoop:
         self._check_progress(now)
 
     def _seconds_to_wait(self) -> float:
-        """How long to wait for a report: until something is overdue, or may be scheduled."""
+        """How long to wait for a report: until something is overdue or can be scheduled."""
         now, recovery = time.monotonic(), self._settings.recovery
         due = now + _IDLE_SECONDS
         if self._in_flight:
@@ -205,7 +206,7 @@ class EngineLoop:
             try:
                 adapter = self._settings.fetched(key)
             except KeyError:  # It waited so long that its files were released.
-                self._fail_staging(key, "the adapter was forgotten: ask for it again", False)
+                self._fail_staging(key, "the adapter was forgotten: request it again", False)
                 continue
             self._num_attempts += 1
             self._staging[key] = Pending(time.monotonic(), self._num_attempts)
@@ -299,10 +300,11 @@ class EngineLoop:
             self._settings.emit(events)
 
     def _rebuild(self, loss: str) -> None:
-        """Kill what is left of the group and start a new one; requests wait with their tokens."""
+        """Kill all ranks and start new ones; running requests wait again, with their tokens."""
         logger.error("the ranks are lost (%s); rebuilding them", self._reported_fault() or loss)
         self.healthy = False
         self._links = None
+        # Plans of the old epoch: `group_lost` frees what they name.
         self._in_flight.clear()
         self._staging.clear()
         self._loading.clear()
@@ -317,7 +319,7 @@ class EngineLoop:
             logger.info("the ranks are back after %.1f s", time.monotonic() - began)
 
     def _reported_fault(self) -> str | None:
-        """Why a rank broke, if it reported that before its connection closed."""
+        """The fault that a rank reported before its connection closed, if any."""
         assert self._links is not None
         with suppress(RanksLost):
             for report in self._links.receive(0.0):
@@ -326,7 +328,7 @@ class EngineLoop:
         return None
 
     def _apply_capacity(self) -> None:
-        """Schedule by the new ranks' capacity: the free memory may have changed meanwhile."""
+        """Give the scheduler the new ranks' capacity: they measured the free memory again."""
         capacity = common([report.capacity for report in self.reports])
         before, self._capacity = self._capacity, capacity
         if capacity == before:
@@ -341,16 +343,16 @@ class EngineLoop:
         self._report_ended(self._scheduler.regroup(capacity))
 
     def _report_ended(self, events: Sequence[RequestEvent]) -> None:
-        """Log the requests that the loss of the ranks ended, and emit their ends."""
+        """Log and emit the ends of requests that the loss of the ranks ended."""
         for event in events:
             if isinstance(event, Ended):
                 logger.error("request %s ends: %s", event.request_id, event.ending)
         if isolated := self._scheduler.snapshot().isolated:
-            logger.warning("lost again: %d requests run in isolation, all others wait", isolated)
+            logger.warning("lost again: %d requests run in isolation, the others wait", isolated)
         self._emit(events)
 
     def _restart(self, began: float) -> RankLinks | None:
-        """Start the group in a thread while commands (cancels above all) go on."""
+        """Start the group in a thread, while this one runs commands (cancels above all)."""
         started: list[tuple[RankLinks, list[LoadReport]]] = []
         failures: list[str] = []
         ended = threading.Event()

@@ -1,4 +1,4 @@
-"""The event loop's handle of the engine loop: commands and questions down, answers back up."""
+"""The event loop's handle of the engine loop: commands and queries down, results up."""
 
 import asyncio
 import contextlib
@@ -17,27 +17,27 @@ class LoopFailed(RuntimeError):
 
 
 class LoopHandle:
-    """What the replica's event loop knows of the engine loop, which has a thread of its own.
+    """Reaches the engine loop, which has its own thread, from the replica's event loop.
 
-    All methods but `call_soon` are called on the event loop.
+    All methods but `call_soon` must be called on the event loop.
     """
 
     def __init__(self) -> None:
         self._loop: EngineLoop | None = None
         self._event_loop: asyncio.AbstractEventLoop | None = None
-        self._questions: set[asyncio.Future[Any]] = set()
+        self._queries: set[asyncio.Future[Any]] = set()
 
     def listen(self) -> None:
-        """Take the running event loop as the one that `call_soon` calls back on."""
+        """Have `call_soon` use the running event loop."""
         self._event_loop = asyncio.get_running_loop()
 
     def start(self, loop: EngineLoop) -> None:
-        """Start the engine loop's thread; from now on commands reach it."""
+        """Start the engine loop; only then may commands be posted."""
         self._loop = loop
         loop.start()
 
     def stop(self) -> None:
-        """End the engine loop and its ranks; blocks until both are gone."""
+        """End the engine loop and its ranks; blocks until both have ended."""
         if self._loop is not None:
             self._loop.stop()
 
@@ -54,37 +54,37 @@ class LoopHandle:
 
     @property
     def failure(self) -> str | None:
-        """Why this replica cannot go on; None while it can."""
+        """Why this replica cannot serve any more; None while it can."""
         return self._loop.failure if self._loop is not None else "not started"
 
     def post(self, command: Command) -> None:
         """Have the engine loop run `command(scheduler, now)` between two steps."""
         self.loop.post(command)
 
-    async def ask(self, question: Callable[[Scheduler], T]) -> T:
-        """The answer of `question`, taken between two steps; LoopFailed once the loop failed."""
+    async def ask(self, query: Callable[[Scheduler], T]) -> T:
+        """The result of `query`, run between two steps; LoopFailed once the loop failed."""
         if self.failure is not None:
             raise LoopFailed(self.failure)
-        answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
-        def take(scheduler: Scheduler, now: float) -> Sequence[Event]:
-            self.call_soon(_resolve, answer, question(scheduler))
+        def run(scheduler: Scheduler, now: float) -> Sequence[Event]:
+            self.call_soon(_resolve, result, query(scheduler))
             return []
 
-        self._questions.add(answer)
-        self.post(take)
+        self._queries.add(result)
+        self.post(run)
         try:
-            return await answer
+            return await result
         finally:
-            self._questions.discard(answer)
+            self._queries.discard(result)
 
     async def drain(self) -> None:
-        """Return when all commands posted until now are done and their events were handled."""
+        """Return when all commands posted until now have run and their events were handled."""
         with contextlib.suppress(LoopFailed):  # A loop that failed sends no more events.
             await self.ask(lambda scheduler: None)
 
     def after_posted(self, callback: Callable[..., None], *arguments: object) -> None:
-        """Call back on the event loop once all commands posted until now are done."""
+        """Call back on the event loop once all commands posted until now have run."""
 
         def done(scheduler: Scheduler, now: float) -> Sequence[Event]:
             self.call_soon(callback, *arguments)
@@ -93,20 +93,20 @@ class LoopHandle:
         self.post(done)
 
     def call_soon(self, callback: Callable[..., None], *arguments: object) -> None:
-        """Call back on the event loop, from any thread; nothing happens once that is closed."""
+        """Call back on the event loop, from any thread; does nothing once it is closed."""
         assert self._event_loop is not None, "listen comes first"
         with contextlib.suppress(RuntimeError):
             self._event_loop.call_soon_threadsafe(callback, *arguments)
 
-    def fail_questions(self) -> None:
-        """Fail every open question if the engine loop has failed: nothing will answer it."""
+    def fail_queries(self) -> None:
+        """Fail all open queries if the engine loop has failed: it runs no more commands."""
         if self.failure is None:
             return
-        for answer in self._questions:
-            if not answer.done():
-                answer.set_exception(LoopFailed(self.failure))
+        for result in self._queries:
+            if not result.done():
+                result.set_exception(LoopFailed(self.failure))
 
 
-def _resolve(answer: "asyncio.Future[T]", value: T) -> None:
-    if not answer.done():
-        answer.set_result(value)
+def _resolve(result: "asyncio.Future[T]", value: T) -> None:
+    if not result.done():
+        result.set_result(value)

@@ -1,4 +1,4 @@
-"""From a request that names an adapter to a run over the version that serves now."""
+"""Resolves the adapter of a request and runs the request over the version that serves now."""
 
 import time
 
@@ -8,8 +8,8 @@ from configs.wire.adapters import AdapterError, AdapterReference
 from deployments.contract import Completion, ErrorKind, Failed, GenerateRequest, ReplyAddress
 from deployments.driver.adapters.aliases import Aliases
 from deployments.driver.adapters.lifecycle import EngineAdapters
+from deployments.driver.adapters.rate_limits import NamedRateLimits
 from deployments.driver.adapters.report import AdapterReporter
-from deployments.driver.adapters.shares import NamedRateLimits
 from deployments.driver.loop_handle import LoopFailed, LoopHandle
 from deployments.driver.request_runner import RequestRunner
 from deployments.driver.streaming.streams import refusal, unavailable, unreadable
@@ -39,7 +39,7 @@ class RequestHandler:
         self._usage = usage
 
     async def generate(self, request: GenerateRequest, reply_to: ReplyAddress) -> Completion:
-        """Run a request to its end; what keeps it from running is in its completion."""
+        """Run a request to its end; a failure is in its completion."""
         arrived = time.monotonic()
         if self._handle.failure is not None:
             return refusal(request, unavailable(self._handle.failure))

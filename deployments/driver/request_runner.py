@@ -1,4 +1,4 @@
-"""Runs one request over a resolved adapter: the scheduler admits it, its stream completes it."""
+"""Runs a request over a resolved adapter, in the scheduler, until its stream is complete."""
 
 import time
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ class RequestRunner:
         try:
             msgspec.msgpack.encode(request.sequences)
         except (OverflowError, UnicodeEncodeError) as error:
-            # What cannot travel to the ranks would end the loop, and every other request with it.
+            # A plan that cannot be encoded would end the loop, and every other request with it.
             return refusal(request, Failed(ErrorKind.VALIDATION, f"not a token request: {error}"))
         completion = self._streams.open(request, reply_to)
         if self._handle.failure is not None:  # The loop may have failed since the caller looked.
@@ -82,7 +82,7 @@ class RequestRunner:
         return [event for sequence in sequences for event in scheduler.cancel(sequence.id)]
 
     def _cancel(self, request_id: str) -> None:
-        """Close the request's stream; what the scheduler still has of it is cancelled."""
+        """Close the request's stream and cancel the sequences that the scheduler still has."""
         open_ids = [(request_id, index) for index in self._streams.close(request_id)]
         if open_ids:
             self._handle.post(

@@ -1,4 +1,4 @@
-"""The operator's `user_config` on one replica: a fault in it never stops a replica that serves."""
+"""The operator's `user_config` on one replica; a fault in it never ends a running replica."""
 
 import asyncio
 import logging
@@ -17,42 +17,42 @@ _LAST = "user_config"
 logger = logging.getLogger("loray.driver.settings")
 
 Apply = Callable[[RuntimeConfig], Awaitable[None]]
-"""Applies settings, all or none; raises ValueError, or AdapterError for a pin."""
+"""Applies all settings or none; raises ValueError, or AdapterError for a pin."""
 
 
 class OperatorSettings:
-    """Applies each `user_config`; the last one that could be applied stays until the next can.
+    """Applies each `user_config`. One with a fault changes nothing: the last good one stays.
 
-    A replica that starts under a `user_config` with a fault takes the last good one of its
-    application from the store. A pin that cannot be had is left out at start.
+    A replica that starts with a faulty `user_config` uses the application's last good one, from
+    the store. At start, a pin that cannot be fetched is left out.
     """
 
     def __init__(self, apply: Apply, store: AdminStore) -> None:
         self._apply = apply
         self._store = store
-        self._wanted: Mapping[str, Any] | None = None
+        self._latest: Mapping[str, Any] | None = None
         self._applied = False
         self._lock = asyncio.Lock()
         self.refused: str | None = None
-        """Why the `user_config` that Serve gave last is not applied; None if it is."""
+        """Why Serve's latest `user_config` is not applied; None if it is."""
 
-    async def take(self, wanted: Mapping[str, Any]) -> None:
-        """Apply it, or say why not in `refused`; ValueError where there is no other to start by."""
+    async def take(self, user_config: Mapping[str, Any]) -> None:
+        """Apply it, or set `refused`; ValueError if the replica has no settings to start with."""
         async with self._lock:
-            self._wanted = wanted
+            self._latest = user_config
             await self._try()
             if not self._applied:
                 await self._start()
 
     async def retry(self) -> None:
-        """Try again what was refused: a source may be back."""
+        """Try a refused `user_config` again: a source may be reachable now."""
         async with self._lock:
             if self.refused is not None:
                 await self._try()
 
     async def _try(self) -> None:
         try:
-            await self._apply(RuntimeConfig.model_validate(self._wanted))
+            await self._apply(RuntimeConfig.model_validate(self._latest))
         except (ValueError, AdapterError) as error:
             self._refuse(error)
             return
@@ -60,20 +60,20 @@ class OperatorSettings:
             logger.info("user_config is applied now")
         self.refused, self._applied = None, True
         try:
-            await asyncio.to_thread(self._store.put, _LAST, msgspec.json.encode(self._wanted))
+            await asyncio.to_thread(self._store.put, _LAST, msgspec.json.encode(self._latest))
         except AdminStoreError as fault:
             logger.warning("replicas that start later will not know this user_config: %s", fault)
 
     def _refuse(self, error: Exception) -> None:
-        why = "; ".join(faults(error)) if isinstance(error, ValueError) else str(error)
-        if why != self.refused:
-            logger.error("user_config is not applied, the settings before it stay: %s", why)
-        self.refused = why
+        reason = "; ".join(faults(error)) if isinstance(error, ValueError) else str(error)
+        if reason != self.refused:
+            logger.error("user_config is not applied, the settings before it stay: %s", reason)
+        self.refused = reason
 
     async def _start(self) -> None:
-        """Start with what can be applied of the wanted settings, or of the last good ones."""
+        """Apply the latest settings, or else the last good ones, without pins that fail."""
         try:
-            runtime = RuntimeConfig.model_validate(self._wanted)
+            runtime = RuntimeConfig.model_validate(self._latest)
             await self._apply(runtime.model_copy(update={"pinned_adapters": ()}))
         except ValueError as error:
             last = await self._last()
@@ -86,18 +86,18 @@ class OperatorSettings:
         await self._pin(runtime)
 
     async def _pin(self, runtime: RuntimeConfig) -> None:
-        """Pin those adapters that can be had; the settings without them are applied."""
+        """Pin the adapters that can be fetched; the other settings are applied already."""
         pins: tuple[str, ...] = ()
-        for one in runtime.pinned_adapters:
+        for name in runtime.pinned_adapters:
             try:
-                await self._apply(runtime.model_copy(update={"pinned_adapters": (*pins, one)}))
+                await self._apply(runtime.model_copy(update={"pinned_adapters": (*pins, name)}))
             except AdapterError as error:
-                logger.error("user_config: the pin of %s is left out: %s", one, error)
+                logger.error("user_config: the pin of %s is left out: %s", name, error)
                 continue
-            pins = (*pins, one)
+            pins = (*pins, name)
 
     async def _last(self) -> RuntimeConfig | None:
-        """The last good `user_config` of this application, if one is known and still fits."""
+        """The application's last good `user_config`; None if there is none that still fits."""
         try:
             found = (await asyncio.to_thread(self._store.read)).get(_LAST)
             return None if found is None else RuntimeConfig.model_validate_json(found)

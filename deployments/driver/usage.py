@@ -1,4 +1,4 @@
-"""What requests did with each adapter: for operators who list them, and for metrics."""
+"""How requests used each adapter, for the operators' listing and for metrics."""
 
 import time
 from collections import OrderedDict, deque
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class UseCounts:
-    """How often an adapter was requested. last: when, in seconds since the epoch."""
+    """How often an adapter was requested. last: the last time, in seconds since the epoch."""
 
     count: int = 0
     last: float | None = None
@@ -36,7 +36,7 @@ class LoadSum:
 class AdapterUsage:
     """Uses since the start, and requests and loads since the last drain; on the event loop.
 
-    Records beyond what fits are lost, oldest first, if nobody drains them.
+    Only the last `_MAX_RECORDS` records wait for a drain.
     """
 
     def __init__(self, default_source: AdapterSource) -> None:
@@ -48,7 +48,7 @@ class AdapterUsage:
         self._load_sums: dict[str, LoadSum] = {}
 
     def used(self, reference: AdapterReference, key: AdapterKey) -> None:
-        """A request is about to run over the adapter."""
+        """Record that a request is about to run over the adapter."""
         before = self._uses.get(key, UseCounts())
         self._uses[key] = UseCounts(before.count + 1, time.time())
         self._uses.move_to_end(key)
@@ -58,11 +58,11 @@ class AdapterUsage:
             del self._names[oldest]
 
     def of(self, key: AdapterKey) -> UseCounts:
-        """How often a content was used under any name."""
+        """How often an adapter was used, under any name."""
         return self._uses.get(key, UseCounts())
 
     def name(self, key: AdapterKey | None) -> str | None:
-        """The last name of a content, "base" for the base model; None if it was never used."""
+        """An adapter's last name, "base" for the base model; None if it was never used."""
         return BASE if key is None else self._names.get(key)
 
     def label(self, reference: AdapterReference | None) -> str:
@@ -73,7 +73,7 @@ class AdapterUsage:
         return reference.id if plain else f"{reference.source.value}:{reference.id}"
 
     def finished(self, request: GenerateRequest, completion: Completion, seconds: float) -> None:
-        """A request ended after so many seconds."""
+        """Record a request that ended `seconds` after its arrival."""
         name = self.label(request.adapter)
         for sequence, outcome in zip(request.sequences, completion.sequences, strict=True):
             num_tokens = len(outcome.tokens)
@@ -90,7 +90,7 @@ class AdapterUsage:
             )
 
     def stage_timed(self, stage: LoadStage, seconds: float) -> None:
-        """A stage of loading an adapter took so many seconds; called from any thread."""
+        """Record the duration of one stage of a load; from any thread."""
         self._loads.append(LoadRecord(stage, seconds))
 
     def drain_requests(self) -> Sequence[SequenceRecord]:
@@ -98,13 +98,13 @@ class AdapterUsage:
         return _drained(self._requests)
 
     def drain_loads(self) -> Sequence[LoadRecord]:
-        """The loads since the last call."""
+        """The stages of loads that ended since the last call."""
         drained = _drained(self._loads)
         self._load_sums = _summed(self._load_sums, drained)
         return drained
 
     def load_sums(self) -> dict[str, LoadSum]:
-        """All loads since the start, by stage."""
+        """Counts and sums of all loads since the start, by stage."""
         return _summed(self._load_sums, self._loads.copy())
 
 

@@ -1,6 +1,6 @@
-"""Adapters in the metrics of a driver, through Ray's endpoint.
+"""A driver's metrics of its adapters, on Ray's endpoint.
 
-Labels are bounded: the most requested adapters have their own, all others share "other".
+Labels are bounded: the most requested adapters have their own, all others have "other".
 """
 
 from collections import Counter as Tally
@@ -71,7 +71,7 @@ class AdapterMetrics:
             boundaries=_PER_TOKEN_SECONDS, tag_keys=by,
         )  # fmt: skip
         self._loads = Histogram(
-            "loray_adapter_load_seconds", "Seconds of one stage of a load: fetch, stage or place.",
+            "loray_adapter_load_seconds", "Seconds of one stage of a load: fetch, stage, place (to GPU).",
             boundaries=_LOAD_SECONDS, tag_keys=("stage",),
         )  # fmt: skip
         self._queued = Gauge(

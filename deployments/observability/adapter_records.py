@@ -43,14 +43,14 @@ class LoadRecord:
 
 
 class TopLabels:
-    """Gives labels of their own to the adapters that are requested most, at most `size` at once.
+    """Gives the most requested adapters labels of their own, at most `size` at once.
 
-    A scraper keeps every series it has seen. So an adapter replaces another only with twice its
-    recent requests, and at most 4 * size adapters ever get a label.
+    A scraper stores every series that it has seen. So an adapter replaces another only with twice
+    its recent requests, and at most 4 * size adapters ever get a label.
     """
 
     def __init__(self, size: int, always: frozenset[str] = frozenset()) -> None:
-        """`always` have labels beside the others."""
+        """always: adapters that have labels besides the `size` others."""
         self._size = size
         self._always = always
         self._labelled: set[str] = set()

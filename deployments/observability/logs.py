@@ -14,7 +14,7 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
 
 
 def configure_logs(component: str, log_format: LogFormat) -> None:
-    """Let this process, which is no replica, write to stderr; a second call changes nothing."""
+    """Have this process write to stderr; a second call changes nothing. Not for replicas."""
     handler = logging.StreamHandler()
     as_text = logging.Formatter(f"%(asctime)s %(levelname)s {component} %(message)s")
     handler.setFormatter(JsonLines(component) if log_format is LogFormat.JSON else as_text)
@@ -22,7 +22,7 @@ def configure_logs(component: str, log_format: LogFormat) -> None:
 
 
 def hand_logs_to_serve() -> None:
-    """Let Serve write this replica's lines; a second call changes nothing."""
+    """Have Serve write this replica's lines; a second call changes nothing."""
     _use(ServeLogHandler())
 
 
@@ -36,7 +36,7 @@ def _use(handler: logging.Handler) -> None:
 
 
 class ServeLogHandler(logging.Handler):
-    """Passes lines to the handlers that Serve has when a line comes."""
+    """Passes each line to the handlers that Serve has at that time."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Pass one line on."""
@@ -47,7 +47,7 @@ class JsonLines(logging.Formatter):
     """One JSON object a line, with Serve's field names; `extra` adds fields."""
 
     def __init__(self, component: str) -> None:
-        """`component` is the field component_name."""
+        """component: the field component_name."""
         super().__init__()
         self._component = component
 

@@ -1,7 +1,7 @@
 """Metrics of an ingress replica by LoRAX's Prometheus names.
 
-Each application has a registry of its own. Counters have the label adapter, which LoRAX's have
-not; a request counts when it ends.
+Each application has a registry of its own. Counters have the label adapter, which LoRAX's lack.
+A request counts when it ends.
 """
 
 from collections.abc import Iterable, Iterator
@@ -43,7 +43,7 @@ _COUNTS = {
 
 @dataclass(frozen=True)
 class RequestRecord:
-    """A request that ended well; seconds and tokens."""
+    """A request that succeeded; times in seconds, lengths in tokens."""
 
     total: float
     validation: float
@@ -67,7 +67,7 @@ class RequestMetrics:
             "lorax_request_count", "Requests that ended.", ["adapter"], registry=registry
         )
         self._success = Counter(
-            "lorax_request_success", "Requests that ended well.", ["adapter"], registry=registry
+            "lorax_request_success", "Requests that succeeded.", ["adapter"], registry=registry
         )
         self._failure = Counter(
             "lorax_request_failure", "Requests that failed.", ["err"], registry=registry
@@ -90,7 +90,7 @@ class RequestMetrics:
             self._failure.labels(err)
 
     def succeeded(self, adapter: str | None, record: RequestRecord) -> None:
-        """Count a request that ended well; None is the base model."""
+        """Count a request that succeeded. adapter: None for the base model."""
         if adapter is not None and len(self._adapters) < MAX_ADAPTERS:
             self._adapters.add(adapter)
         self._count.labels(self._label(adapter)).inc()
@@ -99,7 +99,7 @@ class RequestMetrics:
             histogram.observe(getattr(record, field))
 
     def failed(self, err: str, adapter: str | None) -> None:
-        """Count a request that failed; names that never worked are not remembered."""
+        """Count a request that failed; a name that never succeeded gets no label."""
         self._count.labels(self._label(adapter)).inc()
         self._failure.labels(err).inc()
 
@@ -147,7 +147,7 @@ def _samples(family: Metric) -> Iterator[Sample]:
 
 
 def _key(family: Metric, sample: Sample) -> str:
-    """What distinguishes a value from the others of its family."""
+    """A sample's key within its family: the rest of its name, and its labels."""
     part = sample.name.removesuffix("_total").removeprefix(family.name).removeprefix("_")
     return _series(part, sample.labels)
 

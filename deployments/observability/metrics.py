@@ -1,4 +1,4 @@
-"""Every metric of a driver; set from snapshots, exported by Ray's metrics endpoint.
+"""A driver's metrics, set from snapshots and exported by Ray's metrics endpoint.
 
 Ray puts "ray_" before each name and adds the tags deployment, replica and application.
 """

@@ -13,10 +13,13 @@ _KEPT_STEPS = 8192
 class StepRecord(msgspec.Struct, frozen=True):
     """One step.
 
-    num_rows: requests in it. num_tokens: computed positions. num_sampled: rows that sampled.
-    num_adapters: distinct adapters, the base model not counted. num_fills: adapters loaded.
+    num_rows: requests in it.
+    num_tokens: computed positions.
+    num_sampled: rows that sampled.
+    num_adapters: distinct adapters, without the base model.
+    num_loads: adapters that it loads to the GPU.
     seconds: from the plan's arrival at rank 0 to its tokens on the host.
-    idle_seconds: of the device before the step; no loss where no request was open.
+    idle_seconds: idle time of the device before the step, also when no request was open.
     captured: whether it replayed a CUDA graph.
     """
 
@@ -25,7 +28,7 @@ class StepRecord(msgspec.Struct, frozen=True):
     num_tokens: int
     num_sampled: int
     num_adapters: int
-    num_fills: int
+    num_loads: int
     seconds: float
     idle_seconds: float | None = None
     captured: bool = False
@@ -50,7 +53,7 @@ class StepLog:
                 num_tokens=sum(row.length for row in plan.rows),
                 num_sampled=sum(row.samples for row in plan.rows),
                 num_adapters=len(slots - {-1}),
-                num_fills=len(plan.loads),
+                num_loads=len(plan.loads),
                 seconds=result.compute_seconds,
                 idle_seconds=result.idle_seconds,
                 captured=result.captured,

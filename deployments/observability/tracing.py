@@ -1,8 +1,8 @@
 """Spans of a request, one in the ingress and one in the driver, through OpenTelemetry.
 
 Serve's tracing_config installs the exporter and carries the context from process to process.
-Without it these spans record nothing and cost nothing. Prompts, answers and tokens of callers
-are in no span.
+Without it these spans record nothing and cost nothing. Spans never have prompts, answers or API
+tokens.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ class RequestSpan:
     """The span of one request."""
 
     def __init__(self, span: Span) -> None:
-        """`span` has begun."""
+        """span: has begun."""
         self._span = span
 
     def ended(self, completion: Completion) -> Completion:
@@ -38,7 +38,7 @@ class RequestSpan:
 
 @contextmanager
 def request_span(name: str, request: GenerateRequest) -> Iterator[RequestSpan]:
-    """A span for as long as the context lasts, below the one that is current."""
+    """A span for the duration of the context, a child of the current one."""
     with trace.get_tracer("loray").start_as_current_span(name) as span:
         if span.is_recording():
             span.set_attributes(_request_attributes(request))
@@ -46,7 +46,7 @@ def request_span(name: str, request: GenerateRequest) -> Iterator[RequestSpan]:
 
 
 def _request_attributes(request: GenerateRequest) -> dict[str, str | int]:
-    """The request, by OpenTelemetry's generative conventions where they have a name."""
+    """The request's attributes, named by OpenTelemetry's GenAI conventions if possible."""
     adapter = request.adapter
     named: dict[str, str | int] = {}
     if adapter is not None:
@@ -63,7 +63,7 @@ def _request_attributes(request: GenerateRequest) -> dict[str, str | int]:
 
 
 def _outcome_attributes(outcomes: Sequence[SequenceOutcome]) -> dict[str, int | float | list[str]]:
-    """The outcome; times are those of the slowest sequence."""
+    """The outcome's attributes; times are those of the slowest sequence."""
     endings = [o.ending.reason.value for o in outcomes if isinstance(o.ending, Finished)]
     return {
         "gen_ai.usage.output_tokens": sum(len(o.tokens) for o in outcomes),
@@ -75,7 +75,7 @@ def _outcome_attributes(outcomes: Sequence[SequenceOutcome]) -> dict[str, int | 
 
 
 def otlp() -> list[SpanProcessor]:
-    """What `tracing_config.exporter_import_path` may name: spans to an OTLP collector over HTTP.
+    """An exporter to an OTLP collector over HTTP, for `tracing_config.exporter_import_path`.
 
     Needs `pip install loray[otlp]`. The collector's address and headers come from
     OpenTelemetry's own variables (OTEL_EXPORTER_OTLP_ENDPOINT, ..._HEADERS), on every node.

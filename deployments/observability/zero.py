@@ -1,4 +1,4 @@
-"""Counters that are there before their first event."""
+"""Exports counters before their first event."""
 
 import sys
 from collections.abc import Mapping
@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from ray.serve.metrics import Counter
 
 _NOTHING = sys.float_info.min
-"""Ray's counters refuse zero; added to any count this changes no bit of it."""
+"""Ray's counters refuse zero; added to a count, this changes nothing."""
 
 
 def begin(counter: Counter, tags: Mapping[str, str] | None = None) -> None:
-    """Show the counter at 0: a scraper takes one that appears at 1 for one that never rose."""
+    """Export the counter at 0: a scraper counts no increase of one that appears at 1."""
     counter.inc(_NOTHING, tags=None if tags is None else dict(tags))

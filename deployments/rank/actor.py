@@ -1,6 +1,6 @@
-"""The Ray actor of one rank: it starts what `host.py` defines and keeps its loop running.
+"""The Ray actor of one rank; it runs a `RankHost`.
 
-The driver imports this class, too, but no tensors: methods import what needs torch when they run.
+The driver imports this class but must not import torch: methods import it when they run.
 """
 
 import os
@@ -22,7 +22,7 @@ class RankActor:
     def __init__(
         self, config: EngineConfig, folder: str, rank: int, log_format: LogFormat = LogFormat.TEXT
     ) -> None:
-        """Load nothing yet; `measure` does."""
+        """Configure the process; `measure` loads the weights."""
         from deployments.rank.host import RankHost
 
         configure_logs(f"rank-{rank}", log_format)
@@ -59,5 +59,5 @@ class RankActor:
         return self._host.allocate(num_blocks)
 
     def run(self, address: Address, same_node: bool) -> None:
-        """Run plans until the driver closes the connection; fails when the process dies."""
+        """Run plans until the driver closes the connection; the call fails if the process ends."""
         self._host.run(dial(address, self._rank, same_node))

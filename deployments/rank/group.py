@@ -1,6 +1,6 @@
 """A group of ranks under Ray: one actor a rank in the driver's placement group.
 
-Ray places, starts and kills the ranks and reports when one died; plans travel by socket.
+Ray starts and kills the ranks and reports the end of one; plans travel by socket.
 """
 
 import logging
@@ -41,9 +41,9 @@ class RayRanks:
         bundles: PlacementGroup | None,
         log_format: LogFormat = LogFormat.TEXT,
     ) -> None:
-        """`bundles`: the replica's placement group, bundle 0 the driver's, then one a rank.
+        """bundles: the replica's placement group; bundle 0 is the driver's, each other a rank's.
 
-        There is one rank for each bundle, however many GPUs it has.
+        A rank has all GPUs of its bundle.
         """
         self._config = config
         self._folder = folder
@@ -67,7 +67,7 @@ class RayRanks:
                 [actor.process.remote() for actor in self._actors], timeout=timeout_s
             )
             store = ray.get(self._actors[0].open_store.remote(size, timeout_s), timeout=timeout_s)
-            logger.info("%d ranks placed in %.1f s, loading", size, time.monotonic() - began)
+            logger.info("%d ranks started in %.1f s, loading", size, time.monotonic() - began)
             self._await_ends()
             measured = [actor.measure.remote(store, timeout_s) for actor in self._actors]
             num_blocks = min(ray.get(measured, timeout=timeout_s))
@@ -80,7 +80,7 @@ class RayRanks:
         return self._links, reports
 
     def stop(self) -> None:
-        """Kill every rank: graphs and communicators of those that live refer to dead ones."""
+        """Kill every rank: CUDA graphs and communicators of live ranks refer to dead ones."""
         if self._links is not None:
             self._links.close()
             self._links = None
@@ -91,7 +91,7 @@ class RayRanks:
         self._actors, self._processes = [], []
 
     def _await_ends(self) -> None:
-        """Wait until lost ranks have freed their memory, or new ones would measure too little."""
+        """Wait until killed ranks have freed their memory: new ones measure what is free."""
         ending, self._ending = self._ending, []
         deadline = time.monotonic() + _ENDING_SECONDS
         for wait in ending:
@@ -139,12 +139,15 @@ class RayRanks:
             links = RankLinks(listener.accept(len(runs), self._config.recovery.start_timeout_s))
         finally:
             listener.close()
-        _watch(runs, links.report_loss)
+        _report_end(runs, links.report_loss)
         return links
 
 
 def _kill_process(node: str, pid: int) -> Callable[[float], object]:
-    """SIGKILL a rank's process on any node; returns a function that waits so long for its end."""
+    """SIGKILL a rank's process on any node; returns a function that waits for its end.
+
+    The function takes the limit in seconds.
+    """
     if node == ray.get_runtime_context().get_node_id():
         sigkill(pid)
         return partial(await_end, pid)
@@ -162,8 +165,8 @@ def _end_process(pid: int) -> None:
     await_end(pid, _ENDING_SECONDS)
 
 
-def _watch(runs: list["ray.ObjectRef[None]"], lost: Callable[[str], None]) -> None:
-    """Call `lost` as soon as any rank's never-ending call ends."""
+def _report_end(runs: list["ray.ObjectRef[None]"], lost: Callable[[str], None]) -> None:
+    """Call `lost` as soon as the `run` call of any rank ends."""
 
     def wait() -> None:
         done, _ = ray.wait(runs, num_returns=1)
@@ -175,4 +178,4 @@ def _watch(runs: list["ray.ObjectRef[None]"], lost: Callable[[str], None]) -> No
         else:
             lost(f"rank-{rank} left its loop")
 
-    threading.Thread(target=wait, name="watch-ranks", daemon=True).start()
+    threading.Thread(target=wait, name="rank-ends", daemon=True).start()

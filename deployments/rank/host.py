@@ -23,7 +23,7 @@ from sharding.group import TensorParallel
 
 
 def open_store(host: str, size: int, timeout_s: float) -> tuple[Store, StoreAddress]:
-    """Open a group's store on a port that the system chooses, so no process can take it first."""
+    """Open a group's store on a free port, bound here so that no process can take it first."""
     timeout = timedelta(seconds=timeout_s)
     # By default the store listens on all interfaces, and it has no secret.
     family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
@@ -49,12 +49,12 @@ def join_store(address: StoreAddress, timeout_s: float) -> Store:
 
 
 class RankHost:
-    """Loads one rank's share, then runs plans for a driver."""
+    """One rank: loads its part of the model, then runs plans for a driver."""
 
     def __init__(
         self, config: EngineConfig, folder: str, rank: int, cuda_ordinal: int | None = None
     ) -> None:
-        """`folder` holds the base model's files here; cuda_ordinal is this rank's own GPU."""
+        """folder: the base model's files here. cuda_ordinal: this rank's GPU, None for all."""
         self._cuda_ordinal = cuda_ordinal
         self._config = config.model_copy(
             update={"model": config.model.model_copy(update={"id": folder})}
@@ -113,7 +113,7 @@ class RankHost:
         Worker(self._runner, self._rank, channel, threads).run()
 
     def check(self) -> None:
-        """Assert what must hold while no step and no adapter's copy is under way."""
+        """Assert the runner's invariants while no step and no adapter's copy is in flight."""
         assert self._runner is not None, "allocate comes first"
         self._runner.check()
 
@@ -130,7 +130,7 @@ class RankHost:
 
 
 def capacity_of(report: RunnerReport) -> Capacity:
-    """Return what the scheduler needs of a rank's report."""
+    """Return the capacity in a runner's report, for the scheduler."""
     return Capacity(
         num_blocks=report.num_blocks,
         block_size=report.block_size,

@@ -24,7 +24,7 @@ class LocalRanks:
         self._hosts: list[RankHost] = []
 
     def start(self) -> tuple[RankLinks, list[LoadReport]]:
-        """Load every rank; returns the links and what each rank reported."""
+        """Load every rank; returns the links and the load reports."""
         size = self._config.tensor_parallel
         timeout_s = self._config.recovery.start_timeout_s
         folder = str(fetch_model(self._config.model))
@@ -51,7 +51,7 @@ class LocalRanks:
         self._hosts = []
 
     def check(self) -> None:
-        """Assert what must hold on every rank while no step and no adapter's copy is under way."""
+        """Assert every rank's invariants while no step and no adapter's copy is in flight."""
         for host in self._hosts:
             host.check()
 

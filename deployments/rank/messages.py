@@ -22,8 +22,8 @@ class RunStep(msgspec.Struct, frozen=True, tag="step"):
 class Stage(msgspec.Struct, frozen=True, tag="stage"):
     """Read this adapter into the host tier, beside the steps.
 
-    attempt: this staging's number among all. Replies carry it, because one may come after the
-        driver has given the staging up.
+    attempt: the number of this staging. Replies have it, because one may come after the driver has
+    given up.
     """
 
     adapter: FetchedAdapter
@@ -31,7 +31,7 @@ class Stage(msgspec.Struct, frozen=True, tag="stage"):
 
 
 class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
-    """Make the matcher of a constraint, beside the steps; free those in `gone`."""
+    """Make the matcher of a constraint beside the steps; first free those in `gone`."""
 
     number: int
     constraint: str
@@ -84,7 +84,7 @@ class StageFailed(msgspec.Struct, frozen=True, tag="stage_failed"):
 
 
 class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
-    """This rank has made a matcher; fault: what is wrong with its constraint, if anything."""
+    """This rank has made a matcher. fault: why it could not; "" if it has."""
 
     rank: int
     number: int
@@ -92,7 +92,7 @@ class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
 
 
 class RankBroken(msgspec.Struct, frozen=True, tag="broken"):
-    """A step raised on this rank: the group is unusable from now on."""
+    """A step or a copy raised on this rank: the group is unusable from now on."""
 
     rank: int
     message: str
@@ -104,7 +104,7 @@ Report = StepDone | StageAnswer | Loaded | Prepared | RankBroken
 
 
 class StoreAddress(msgspec.Struct, frozen=True):
-    """The address of the store through which the ranks of a group find each other."""
+    """The address of the store by which the ranks of a group connect to each other."""
 
     host: str
     port: int
@@ -112,9 +112,10 @@ class StoreAddress(msgspec.Struct, frozen=True):
 
 
 class LoadReport(msgspec.Struct, frozen=True):
-    """What a rank reports once its weights are loaded and its cache is allocated.
+    """A rank's report when its weights are loaded and its cache is allocated.
 
-    pid: of the rank's process. What is named bytes is this rank's alone.
+    pid: of the rank's process.
+    ..._bytes: of this rank alone.
     """
 
     rank: int

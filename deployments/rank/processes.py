@@ -1,4 +1,4 @@
-"""Ending a process on this machine, and knowing when it has ended."""
+"""Kills a process on this machine and waits for its end."""
 
 import contextlib
 import os
@@ -10,13 +10,13 @@ _LOOK_SECONDS = 0.02
 
 
 def sigkill(pid: int) -> None:
-    """Kill a process, a stopped one too; nothing happens if it is gone."""
+    """Kill a process, also a stopped one; does nothing if it has ended."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
 
 
 def await_end(pid: int, timeout_s: float) -> bool:
-    """Wait until a process has freed all it held; False if it has not after timeout_s."""
+    """Wait until a process has freed its resources; False if it has not after timeout_s."""
     deadline = time.monotonic() + timeout_s
     while not has_ended(pid):
         if time.monotonic() >= deadline:
@@ -26,10 +26,10 @@ def await_end(pid: int, timeout_s: float) -> bool:
 
 
 def has_ended(pid: int) -> bool:
-    """Whether a process holds nothing any more: it is gone, or only its exit status is left."""
+    """Whether a process has freed its resources: at most its exit status is left."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
-        return True  # the process is gone, or this system has no /proc to ask
+        return True  # the process has ended, or this system has no /proc
     state = stat.rpartition(")")[2].split()[0]
     return state in "ZX"

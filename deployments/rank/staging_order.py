@@ -11,8 +11,8 @@ from configs.wire.adapters import AdapterKey
 class StagingTicket:
     """One staging's position among its adapter's drops.
 
-    drops_ahead: drops that were read before it and are still to be carried out.
-    void: whether a drop that was read after it was carried out.
+    drops_ahead: drops that were read before it and have not been carried out.
+    void: whether a drop that was read after it has been carried out.
     """
 
     drops_ahead: int
@@ -22,10 +22,10 @@ class StagingTicket:
 class StageOrder:
     """Keeps stagings and drops of an adapter in the order in which they were read.
 
-    Drops are carried out by the thread that launches steps, stagings by other threads. The driver
-    goes by rank 0's results, and this rank may be behind rank 0. So a staging may be read while an
-    older drop of the same adapter still waits: that drop must not remove the new copy. And a
-    staging whose adapter was dropped before its files were read must not read them.
+    The thread that launches steps carries out drops; other threads carry out stagings. The driver
+    acts on rank 0's results, and this rank may be behind rank 0. So a staging may be read while an
+    older drop of the same adapter still waits: that drop must not remove the new copy. And if the
+    adapter is dropped before a staging has read its files, the staging must not read them.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class StageOrder:
             self._drops[key] += 1
 
     def read_stage(self, key: AdapterKey) -> StagingTicket:
-        """Note that a staging was read; its ticket is for `wait_for_turn`, once."""
+        """Note that a staging was read; pass its ticket to `wait_for_drops` once."""
         with self._changed:
             ticket = StagingTicket(self._drops[key])
             self._tickets.setdefault(key, []).append(ticket)
@@ -59,8 +59,8 @@ class StageOrder:
                     ticket.void = True
             self._changed.notify_all()
 
-    def wait_for_turn(self, key: AdapterKey, ticket: StagingTicket) -> bool:
-        """Wait for the drops before it; False if one came after it, or the rank has ended."""
+    def wait_for_drops(self, key: AdapterKey, ticket: StagingTicket) -> bool:
+        """Wait for the drops before a staging; False if one came after it, or the rank ended."""
         with self._changed:
             self._changed.wait_for(lambda: self._ended or not ticket.drops_ahead)
             tickets = self._tickets[key]
@@ -70,7 +70,7 @@ class StageOrder:
             return not (self._ended or ticket.void)
 
     def end(self) -> None:
-        """Note that no more drops will be carried out; stagings that wait for one end."""
+        """Note that no more drops will be carried out, and end all waits."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()

@@ -38,7 +38,7 @@ logger = logging.getLogger("loray.rank.transport")
 
 
 class RanksLost(Exception):
-    """The group of ranks is unusable; the message names the rank and how it was noticed."""
+    """The group of ranks is unusable; the message names the rank and the symptom."""
 
 
 class Address(msgspec.Struct, frozen=True):
@@ -75,7 +75,7 @@ class Channel:
         self._socket.settimeout(timeout_s)
 
     def receive(self) -> bytes | None:
-        """Block for the next frame; None at the end of the stream."""
+        """Wait for the next frame; None at the end of the stream."""
         while (frame := self._take_frame()) is None:
             if not self._read_more():
                 return None
@@ -174,7 +174,7 @@ class Listener:
         self._selector.register(channel, selectors.EVENT_READ, channel)
 
     def _admit(self, channel: Channel, num_ranks: int, channels: dict[int, Channel]) -> None:
-        """Register a rank once its first message is complete; refuse all other connections."""
+        """Register a rank once its first message is complete; refuse any other connection."""
         try:
             frames, alive = channel.receive_available()
         except ConnectionError:
@@ -214,10 +214,10 @@ def dial(address: Address, rank: int, same_node: bool) -> Channel:
 
 
 class RankLinks:
-    """The driver's side of all ranks' channels; one thread sends and receives, any may wake."""
+    """The driver's ends of all ranks' channels; one thread sends and receives, any may wake."""
 
     def __init__(self, channels: Sequence[Channel], send_timeout_s: float = 30.0) -> None:
-        """Take over connected channels, in rank order; a send that takes longer is a loss."""
+        """channels: connected, in rank order. send_timeout_s: a longer send is a loss."""
         self._channels = list(channels)
         self.num_ranks = len(self._channels)
         self._selector = selectors.DefaultSelector()
@@ -236,7 +236,7 @@ class RankLinks:
             self._selector.register(channel, selectors.EVENT_READ, rank)
 
     def send(self, command: Command) -> None:
-        """Give every rank the same bytes; RanksLost when one is gone."""
+        """Send every rank the same bytes; RanksLost if one does not accept them."""
         payload = self._encoder.encode(command)
         for rank, channel in enumerate(self._channels):
             try:
@@ -245,7 +245,7 @@ class RankLinks:
                 raise RanksLost(f"rank-{rank} does not accept messages: {error}") from error
 
     def receive(self, timeout_s: float | None) -> list[Report]:
-        """Block until a rank reports, `wake` is called or timeout_s is over; RanksLost on EOF."""
+        """Wait until a rank reports, `wake` is called or timeout_s is over; RanksLost on EOF."""
         reports: list[Report] = []
         if self._loss is not None:
             raise RanksLost(self._loss)
@@ -267,7 +267,7 @@ class RankLinks:
     def wake(self) -> None:
         """Make a blocked `receive` return, from any thread; calls before it share one byte.
 
-        What the loop is woken for must be set before the call, because it may look at once.
+        Set the reason for the wake before the call: the woken thread may read it at once.
         """
         if self._woken:
             return

@@ -1,4 +1,4 @@
-"""One rank's worker: plans in, tokens out, adapters staged beside the steps. Knows no Ray.
+"""One rank's worker: runs plans, reports tokens, stages adapters beside the steps. Knows no Ray.
 
 Threads:
 
@@ -74,7 +74,7 @@ class Worker:
         self._staging_order = StageOrder()
 
     def run(self) -> None:
-        """Work until the end of the stream; a step that raises is reported, then re-raised."""
+        """Work until the end of the stream; a fault of a step is reported, then raised."""
         staging = ThreadPoolExecutor(self._staging_threads, thread_name_prefix="stage")
         making = ThreadPoolExecutor(1, thread_name_prefix="matchers")
         pools = (staging, making)
@@ -122,7 +122,7 @@ class Worker:
         while (frame := self._channel.receive()) is not None:
             command = decoder.decode(frame)
             if isinstance(command, RunStep):
-                # Noted here, in the socket's order, for the main thread may carry it out late.
+                # Note drops in the socket's order: the main thread may carry them out late.
                 for key in command.plan.drops:
                     self._staging_order.read_drop(key)
                 self._plans.put(command.plan)
@@ -160,7 +160,7 @@ class Worker:
             self._send(Loaded(self._rank, key))
 
     def _stage(self, stage: Stage, ticket: StagingTicket) -> None:
-        wanted = self._staging_order.wait_for_turn(stage.adapter.key, ticket)
+        wanted = self._staging_order.wait_for_drops(stage.adapter.key, ticket)
         self._send(self._stage_reply(stage.adapter, stage.attempt, wanted))
 
     def _prepare(self, command: Prepare) -> None:
@@ -204,7 +204,7 @@ class Worker:
 
 
 def step_result(plan: StepPlan, sampled: SampledTokens, seconds: float) -> StepResult:
-    """Return a plan's result; `seconds` from the step's start until its tokens are on the host."""
+    """Return a plan's result; seconds: from the step's start until its tokens were on the host."""
     expected = sum(row.samples for row in plan.rows)
     assert len(sampled.tokens) == expected, (plan.step, len(sampled.tokens), expected)
     return StepResult(

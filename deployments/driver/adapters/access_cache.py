@@ -1,8 +1,8 @@
-"""The sources' last replies about adapters, for each caller: versions, accesses, refusals.
+"""The sources' last replies about adapters: versions, granted accesses and refusals.
 
-An access belongs to a caller: it is found only by the token that it was granted for, unless the
-source said that all may read. Tokens themselves are never kept. The version is the same for all
-callers: the last that the source reported to any of them.
+An access is valid only for the token that it was granted for, unless the source said that all may
+read. Tokens themselves are not stored. The version is the same for all callers: the last that the
+source reported to any of them. Otherwise a name would have two versions at once.
 """
 
 import hashlib
@@ -52,7 +52,7 @@ class AccessCache:
     def caller(self, token: Token) -> Caller:
         """The caller's identity, without its token."""
         if isinstance(token, bool):
-            return "server" if token else "nobody"
+            return "server" if token else "anonymous"
         text = token.encode("utf-8", "surrogatepass")
         return hashlib.blake2b(text, key=self._secret, digest_size=16).hexdigest()
 
@@ -78,7 +78,7 @@ class AccessCache:
         return None
 
     def record(self, reference: AdapterReference, caller: Caller, found: FoundAdapter) -> None:
-        """The source granted access: keep that for this caller, and the version for all callers."""
+        """Store an access that the source granted to this caller, and the version for all."""
         now = self._clock()
         self._forget(reference, caller)
         key = (reference, _ALL_CALLERS if found.open_to_all else caller)
@@ -89,7 +89,7 @@ class AccessCache:
         _bound(self._found)
 
     def refuse(self, reference: AdapterReference, caller: Caller, error: AdapterError) -> None:
-        """Keep a refusal; unless the source was unavailable, it ends an earlier access."""
+        """Store a refusal. It ends an earlier access, unless the source was unavailable."""
         if error.refusal is not AdapterRefusal.UNAVAILABLE:
             self._forget(reference, caller)
         good_until = self._clock() + self._fetch.refusal_s

@@ -1,4 +1,4 @@
-"""Names that stand for adapters: those of the operator's config, and those given by a command."""
+"""Aliases of adapters, from the operator's config and from admin commands."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,10 +8,10 @@ from configs.wire.adapters import AdapterError, AdapterReference, AdapterRefusal
 
 
 class Aliases:
-    """What each name stands for; a name of the operator's config goes before a given one.
+    """The adapter that each alias stands for; the operator's config comes before commands.
 
-    configured: the config's names and their adapters. given: the names that commands gave, which
-    last as long as the replica.
+    configured: aliases of the config. given: aliases from commands; they last as long as the
+    replica.
     """
 
     def __init__(self) -> None:
@@ -20,16 +20,16 @@ class Aliases:
 
     @property
     def all(self) -> dict[AdapterReference, AdapterReference]:
-        """Every name and the adapter that it stands for."""
+        """Every alias and its adapter."""
         return {**self.given, **self.configured}
 
     def resolve(
         self, reference: AdapterReference, allowed: Sequence[str] | None = None
     ) -> AdapterReference:
-        """The adapter that a client means by a name, or by the names of a merge.
+        """The adapter of a client's reference; in a merge, the adapter of each part.
 
-        allowed: patterns of the adapters that the client may use, None for all; AdapterError for
-        a name of another adapter.
+        allowed: patterns of the adapters that the client may use, None for all. AdapterError if
+        an adapter is not among them.
         """
         if reference.parts:
             parts = tuple(self.resolve(part, allowed) for part in reference.parts)

@@ -1,4 +1,4 @@
-"""Control: what operators ask of one driver about its adapters. On the replica's event loop."""
+"""Admin commands about one driver's adapters; on the replica's event loop."""
 
 import asyncio
 import contextlib
@@ -42,7 +42,7 @@ from scheduler.scheduler import Scheduler
 from scheduler.snapshot import AdapterView
 from sources.base import CONFIG_NAME, MAX_CONFIG_BYTES
 
-_SHOWN: dict[AdapterState, AdapterTier] = {
+_TIERS: dict[AdapterState, AdapterTier] = {
     AdapterState.DISK: "disk",
     AdapterState.STAGING: "disk",
     AdapterState.HOST: "host",
@@ -52,15 +52,14 @@ _SHOWN: dict[AdapterState, AdapterTier] = {
 _MAX_RANKS = 10_000
 
 
-class _Refused(Exception):
-    """A command that cannot be done; the message is meant for the operator."""
+class _CommandRefused(Exception):
+    """A command cannot be executed; the message is for the operator."""
 
 
 class AdapterControl:
     """Names, loads, pins and unloads adapters, and reports where they are.
 
-    What it does lasts as long as the replica; `admin_commands.py` brings names and pins to later
-    replicas.
+    The effects last as long as the replica; `admin_commands.py` persists names and pins.
     """
 
     def __init__(
@@ -82,29 +81,29 @@ class AdapterControl:
         self._ranks: dict[str, int | None] = {}
 
     def configure(self, names: dict[str, str]) -> None:
-        """Take the names of an operator's config; ValueError for one that names nothing."""
+        """Replace the aliases of the config; ValueError for a name that cannot be parsed."""
         read = self._adapters.read
         self._aliases.configured = {read(name): read(target) for name, target in names.items()}
 
     def stage_finished(self, event: AdapterArrived) -> None:
-        """All ranks hold an adapter, or it cannot be staged: answer the loads that wait for it."""
+        """End the load commands that wait for an adapter: it is staged, or staging failed."""
         for future in self._loading.pop(event.key, ()):
             if not future.done():
                 future.set_result(event)
 
     async def run(self, command: AdapterCommand) -> AdapterReport:
-        """Do a command; what keeps it from being done is in the report."""
+        """Execute a command; a failure is in the report."""
         try:
-            shown = await self._do(command)
-            return AdapterReport("", await self._statuses(shown))
+            reference = await self._execute(command)
+            return AdapterReport("", await self._statuses(reference))
         except AdapterError as error:
             failure = Failed(ErrorKind(error.refusal.value), error.message)
-        except _Refused as error:
+        except _CommandRefused as error:
             failure = Failed(ErrorKind.VALIDATION, str(error))
         return AdapterReport("", failure=failure)
 
-    async def _do(self, command: AdapterCommand) -> AdapterReference | None:
-        """Do a command; returns the name that it is about, None for all."""
+    async def _execute(self, command: AdapterCommand) -> AdapterReference | None:
+        """Execute a command; returns the name that it is about, None for all."""
         match command:
             case ListAdapters(reference):
                 return reference
@@ -148,33 +147,35 @@ class AdapterControl:
             raise AdapterError(
                 AdapterRefusal.UNAVAILABLE,
                 f"the adapter is not staged after {self._load_timeout_s:g} s: the host tier is "
-                "full of pinned adapters, or the disk is slow; it stays wanted",
+                "full of pinned adapters, or the disk is slow; staging continues",
             ) from error
 
     def _unload(self, reference: AdapterReference) -> None:
-        """Have the adapter's bytes dropped when the requests that it has now have ended."""
+        """Have the adapter's bytes dropped when its present requests have ended."""
         key = self._known(reference)
         if self._pins.is_configured(reference):
-            raise _Refused(
+            raise _CommandRefused(
                 f"{reference.id!r} is pinned by the server's user_config: unpin it there"
             )
         self._pins.remove(reference)
         if self._pins.is_pinned(key):
-            raise _Refused(f"{reference.id!r} is pinned by another name of the same content")
+            raise _CommandRefused(f"{reference.id!r} is pinned by another name of the same content")
         self._handle.post(
             lambda scheduler, now: scheduler.handle_adapter_event(AdapterUnloaded(key))
         )
 
     async def _name(self, command: NameAdapter) -> AdapterReference:
-        """Let clients call an adapter by another name, once it is staged."""
+        """Give an adapter an alias, once it is staged."""
         name, target = command.name, command.target
         if name in self._aliases.configured:
-            raise _Refused(f"{name.id!r} is named by the server's user_config: change it there")
+            raise _CommandRefused(
+                f"{name.id!r} is named by the server's user_config: change it there"
+            )
         if isinstance(target, str):
-            target = await self._check_folder(target)
+            target = await self._reference_of_folder(target)
         before = None if command.replace else self._aliases.given.get(name)
         if before is not None and (command.stage or before != target):
-            raise _Refused(
+            raise _CommandRefused(
                 f"the lora adapter {name.id!r} has already been loaded: set `load_inplace` to "
                 "true to give the name to another, or unload it first"
             )
@@ -183,7 +184,7 @@ class AdapterControl:
         self._aliases.given[name] = target
         return name
 
-    async def _check_folder(self, folder: str) -> AdapterReference:
+    async def _reference_of_folder(self, folder: str) -> AdapterReference:
         reference = await self._directory.lookups.local_reference(folder)
         if reference is None:
             raise AdapterError(
@@ -221,9 +222,9 @@ class AdapterControl:
         views = {view.key: view for view in await self._handle.ask(Scheduler.adapters)}
         names = self._aliases.all
         local = await self._directory.lookups.local_names()
-        every = [only] if only is not None else [*names, *self._all_names(views, local)]
+        listed = [only] if only is not None else [*names, *self._all_names(views, local)]
         found = []
-        for reference in dict.fromkeys(every):
+        for reference in dict.fromkeys(listed):
             target = names.get(reference, reference)
             key = self._adapters.serving(target)
             adapter = None if key is None else self._directory.peek(key)
@@ -231,17 +232,17 @@ class AdapterControl:
             found.append((reference, alias, adapter, views.get(key) if key else None))
         digested = [adapter for _, _, adapter, _ in found if adapter is not None]
         await self._record_ranks(digested)
-        here = set(local)
+        on_disk = set(local)
         return [
-            self._status(*each, lies_here=_is_local(each[1] or each[0], here))
+            self._status(*each, is_local=_is_local_name(each[1] or each[0], on_disk))
             for each in found
-            if each[2] is not None or each[1] is not None or _is_local(each[0], here)
+            if each[2] is not None or each[1] is not None or _is_local_name(each[0], on_disk)
         ]
 
     def _all_names(
         self, keys: Iterable[AdapterKey], local: Iterable[str]
     ) -> Iterable[AdapterReference]:
-        """Adapters that are known or lie there, and the merges among what the ranks know."""
+        """Known adapters, those under the local roots, and the merges that the ranks know."""
         yield from self._directory.names()
         yield from (AdapterReference(AdapterSource.LOCAL, name) for name in local)
         for key in keys:
@@ -253,14 +254,14 @@ class AdapterControl:
         alias: AdapterReference | None,
         adapter: FetchedAdapter | None,
         view: AdapterView | None,
-        lies_here: bool,
+        is_local: bool,
     ) -> AdapterStatus:
         if adapter is None:
-            return AdapterStatus(reference, "disk" if lies_here else "absent", alias)
+            return AdapterStatus(reference, "disk" if is_local else "absent", alias)
         uses = self._usage.of(adapter.key)
         return AdapterStatus(
             reference=reference,
-            state="disk" if view is None else _SHOWN[view.state],
+            state="disk" if view is None else _TIERS[view.state],
             target=alias,
             digest=adapter.digest,
             rank=self._ranks.get(adapter.digest),
@@ -276,22 +277,24 @@ class AdapterControl:
         )
 
     async def _record_ranks(self, adapters: Sequence[FetchedAdapter]) -> None:
-        """Read the ranks that are not known yet, off the event loop."""
+        """Read the LoRA ranks that are not known yet, off the event loop."""
         unknown = {a.digest: a for a in adapters if a.digest not in self._ranks}
         if len(self._ranks) + len(unknown) > _MAX_RANKS:
             self._ranks.clear()
         with contextlib.suppress(AdapterError):
             for digest, adapter in unknown.items():
                 read = partial(_rank, adapter)
-                self._ranks[digest] = await self._directory.lookups.glance(("rank", digest), read)
+                self._ranks[digest] = await self._directory.lookups.read_local(
+                    ("rank", digest), read
+                )
 
 
-def _is_local(reference: AdapterReference, known: set[str]) -> bool:
+def _is_local_name(reference: AdapterReference, known: set[str]) -> bool:
     return reference.source is AdapterSource.LOCAL and reference.id in known
 
 
 def _rank(adapter: FetchedAdapter) -> int | None:
-    """The largest rank that an adapter, or a part of it, has; None if that cannot be read."""
+    """The largest LoRA rank of an adapter or of its parts; None if it cannot be read."""
     ranks = [_rank_in(member.folder) for member in adapter.members if member.folder]
     return max((rank for rank in ranks if rank is not None), default=None)
 

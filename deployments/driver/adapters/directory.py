@@ -1,7 +1,7 @@
-"""Before admission, off the loop: an adapter's name becomes files on disk and a key.
+"""The directory of adapters: from a name to files on disk and a key, before admission.
 
-The key stands for the content's digest, so two names of the same bytes share pages and prefix
-cache, and changed bytes under an old name never meet what the old ones computed.
+The key stands for the content's digest. So two names of the same bytes share pages and prefix
+cache, and changed bytes under an old name never use what the old ones computed.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from configs.wire.adapters import (
 from configs.wire.merging import MergeRule
 from deployments.contract import AdapterInfo
 from deployments.driver.adapters.lookups import Lookups, Overdue
-from deployments.driver.adapters.single_flight import wait_for_all
+from deployments.driver.adapters.single_flight import call_after_callers
 from sources.adapters import AdapterSources
 from sources.base import AdapterFolder, FoundAdapter, Token
 
@@ -35,11 +35,13 @@ _ORIGINS_OF_ONE = 8
 
 @dataclass
 class _Known:
-    """One adapter's content: where its files are, its holders, and its names.
+    """One adapter's content: its files, its holders and its names.
 
-    holders: requests and pins that may need its files. folders: by origin, those that the disk
-    cache keeps for them. origins: the last ones that had this content. idle_since: seconds of
-    the event loop. parts: contents of a merge, in its order; a hold of the merge holds them.
+    origins: the last ones that had this content.
+    folders: those that the disk cache keeps for the holders, by origin.
+    holders: how many requests and pins may need the files.
+    idle_since: seconds of the event loop.
+    parts: the keys of a merge's parts, in its order. A hold of the merge also holds them.
     """
 
     adapter: FetchedAdapter
@@ -52,7 +54,7 @@ class _Known:
 
 
 class AdapterDirectory:
-    """Every adapter that was requested and found; lives on the replica's event loop.
+    """All adapters that were requested and found; lives on the replica's event loop.
 
     A key from `resolve` is held by its caller: the files stay on disk until each holder has called
     `release`. Keys without a holder are forgotten when more than `max_known` are known.
@@ -82,15 +84,16 @@ class AdapterDirectory:
         patience_s: float | None = None,
         payer: str | None = None,
     ) -> AdapterKey:
-        """Fetch the adapter, or find that it is here; AdapterError when it cannot be had.
+        """Fetch the adapter if it is not on disk; AdapterError if that fails.
 
-        api_token: the caller's, False for none, True for the server's own. The caller holds the
-        key that is returned. patience_s: where the last version would do. Overdue after so long,
-        and where it is the new one that cannot be had; None waits as long as any request may.
-        payer: as in `AdapterSources.bring`.
+        The caller holds the key that is returned.
+        api_token: the caller's, False for none, True for the server's own.
+        patience_s: Overdue after so long, or if the new version is refused: the caller has the
+        last version. None: wait up to `fetch_timeout_s`.
+        payer: as in `AdapterSources.fetch`.
 
-        Callers that ask for the same content at once share one download; one that leaves, or
-        waits for too long, does not end it for the others.
+        Callers of the same content share one download; a caller that leaves or waits too long
+        does not end it for the others.
         """
         if reference.rule is not None:
             one = partial(self.resolve, api_token=api_token, patience_s=patience_s, payer=payer)
@@ -98,8 +101,8 @@ class AdapterDirectory:
         try:
             async with asyncio.timeout(self._config.fetch_timeout_s):
                 found = await self.lookups.find(reference, api_token, patience_s)
-                bring = partial(self._bring_and_hold, found, api_token, payer)
-                key = await self.lookups.bring(found, bring, patience_s, payer)
+                bring = partial(self._fetch_and_hold, found, api_token, payer)
+                key = await self.lookups.fetch_once(found, bring, patience_s, payer)
         except TimeoutError as error:
             raise AdapterError(
                 AdapterRefusal.UNAVAILABLE,
@@ -116,7 +119,7 @@ class AdapterDirectory:
         return key
 
     def hold(self, key: AdapterKey) -> bool:
-        """One holder more; False if the key, or a part of it, was forgotten."""
+        """Add a holder; False if the key, or a part of it, was forgotten."""
         known = self._known.get(key)
         if known is None or not all(part in self._known for part in known.parts):
             return False
@@ -127,7 +130,7 @@ class AdapterDirectory:
         return True
 
     def release(self, key: AdapterKey) -> None:
-        """One holder less."""
+        """Remove a holder."""
         known = self._known[key]
         known.holders -= 1
         assert known.holders >= 0, known
@@ -148,15 +151,15 @@ class AdapterDirectory:
         return self._known[key].parts
 
     def name(self, key: AdapterKey) -> str:
-        """What clients call the adapter."""
+        """The adapter's name, as clients write it."""
         return self._known[key].adapter.name
 
     def names(self) -> list[AdapterReference]:
-        """What clients have called adapters that are still known, but for merges."""
+        """The names of all known adapters, without merges."""
         return [reference for reference in self._references if not reference.parts]
 
     def find(self, reference: AdapterReference) -> AdapterKey | None:
-        """The newest content of a name, as far as it is known."""
+        """The newest known content of a name."""
         return self._references.get(reference)
 
     def recipes(self, key: AdapterKey) -> list[AdapterReference]:
@@ -184,13 +187,13 @@ class AdapterDirectory:
         return sorted(rows, key=lambda row: row.id)
 
     def close(self) -> None:
-        """Let running downloads go; their callers are leaving too."""
+        """Release all files, and do not wait for downloads: the replica ends."""
         self.lookups.close()
         for known in self._known.values():
             self._release_files(known)
 
     def check(self) -> None:
-        """Assert that all maps name the same keys and that only what is used is kept on disk."""
+        """Assert that all maps have the same keys."""
         assert {known.adapter.digest: key for key, known in self._known.items()} == self._keys
         assert all(reference in self._known[k].names for reference, k in self._references.items())
         assert sum(len(known.names) for known in self._known.values()) == len(self._references)
@@ -203,9 +206,9 @@ class AdapterDirectory:
         rule: MergeRule,
         resolve: Callable[[AdapterReference], Awaitable[AdapterKey]],
     ) -> AdapterKey:
-        """The key of a merge of what its parts mean now; this caller must be let have each.
+        """The key of a merge of the present versions of its parts.
 
-        resolve: has one part for the caller.
+        resolve: resolves one part; AdapterError if this caller may not use it.
         """
         held: dict[int, AdapterKey] = {}
 
@@ -213,12 +216,12 @@ class AdapterDirectory:
             held[index] = await resolve(reference.parts[index])
 
         try:
-            places = range(len(reference.parts))
-            ended = await asyncio.gather(*map(fetch, places), return_exceptions=True)
-            # That a caller may not use one part counts more than that another is late.
+            indices = range(len(reference.parts))
+            ended = await asyncio.gather(*map(fetch, indices), return_exceptions=True)
+            # The refusal of one part comes before the lateness of another: a retry cannot help.
             for fault in sorted(filter(None, ended), key=lambda fault: isinstance(fault, Overdue)):
                 raise fault
-            key = self._register_merge(reference, rule, tuple(held[i] for i in places))
+            key = self._register_merge(reference, rule, tuple(held[i] for i in indices))
             self._name(reference, key)
             self.hold(key)
             return key
@@ -238,17 +241,17 @@ class AdapterDirectory:
         self._forget_oldest()
         return key
 
-    async def _bring_and_hold(
+    async def _fetch_and_hold(
         self, found: FoundAdapter, token: Token, payer: str | None
     ) -> AdapterKey:
-        """Fetch files and hold them until all callers could, however busy the event loop is."""
-        key = await self._bring(found, token, payer)
+        """Fetch files and hold them until all callers hold them, even if the event loop is busy."""
+        key = await self._fetch(found, token, payer)
         self.hold(key)
-        wait_for_all(partial(self.release, key))
+        call_after_callers(partial(self.release, key))
         return key
 
-    async def _bring(self, found: FoundAdapter, token: Token, payer: str | None) -> AdapterKey:
-        """The key of what was found, its files on this node and kept there for a while."""
+    async def _fetch(self, found: FoundAdapter, token: Token, payer: str | None) -> AdapterKey:
+        """The key of a found adapter; its files are on this node and stay there for a while."""
         key = self._origins.get(found.origin)
         if key is not None and self._is_on_disk(found, self._known[key]):
             self._mark_idle(key, self._known[key])
@@ -258,7 +261,7 @@ class AdapterDirectory:
         return self._register(found, folder, digest)
 
     def _is_on_disk(self, found: FoundAdapter, known: _Known) -> bool:
-        """Whether the files that would be read are those that were found, and stay."""
+        """Whether the files of the last read are those that were found, and are still kept."""
         held = known.folders.get(found.origin)
         folder = found.folder if held is None else held.folder
         return folder is not None and str(folder) == known.adapter.folder
@@ -290,7 +293,7 @@ class AdapterDirectory:
         return key
 
     def _remember(self, origin: str, key: AdapterKey, known: _Known) -> None:
-        """The same content may come from many places; the last few are found without hashing."""
+        """Map an origin to its key; a content's last few origins are found without hashing."""
         if self._origins.get(origin) != key:
             self._origins[origin] = key
             known.origins.append(origin)
@@ -298,7 +301,7 @@ class AdapterDirectory:
             del self._origins[known.origins.pop(0)]
 
     def _name(self, reference: AdapterReference, key: AdapterKey) -> None:
-        """A name may have moved to other bytes."""
+        """Map a name to a key, instead of the key that it had."""
         before = self._references.get(reference)
         if before is not None:
             self._known[before].names.discard(reference)
@@ -306,7 +309,7 @@ class AdapterDirectory:
         self._known[key].names.add(reference)
 
     def _mark_idle(self, key: AdapterKey, known: _Known) -> None:
-        """Release the files of a key without a holder, if it has none for a while."""
+        """Release a key's files if it has no holder for `linger_s` from now."""
         loop = asyncio.get_running_loop()
         known.idle_since = loop.time()
         self._known.move_to_end(key)
@@ -323,7 +326,7 @@ class AdapterDirectory:
             self._sources.release(known.folders.popitem()[1])
 
     def _forget_oldest(self) -> None:
-        """Keep the maps within their bound; what is held or was just used stays."""
+        """Forget the keys used least recently beyond `max_known`; held and recent ones stay."""
         surplus = len(self._known) - self._config.max_known
         if surplus <= 0:
             return

@@ -1,4 +1,4 @@
-"""An engine's adapters: names to the versions that serve them, pins, what is there at start."""
+"""An engine's adapters: the version that serves each name, pins and preloads."""
 
 import asyncio
 import logging
@@ -29,7 +29,7 @@ logger = logging.getLogger("loray.driver.adapters")
 
 
 class EngineAdapters:
-    """Between the directory of files and the scheduler; lives on the replica's event loop.
+    """Resolves names for requests, pins and templates; lives on the replica's event loop.
 
     num_overdue: requests that an adapter's last version served, because its present one was not
     known in time.
@@ -71,7 +71,7 @@ class EngineAdapters:
             if not overdue.goes_on:
                 raise
             newest = await self.directory.resolve(reference, token, payer=payer)
-        return await self._versions.choose(reference, newest)
+        return await self._versions.select(reference, newest)
 
     def _overdue(self, reference: AdapterReference, overdue: Overdue) -> None:
         """Count a request that the last version serves, and log it now and then."""
@@ -87,12 +87,12 @@ class EngineAdapters:
             )
 
     def release(self, key: AdapterKey) -> None:
-        """One holder less, once the scheduler has done all that was posted until now."""
+        """Remove a holder, once the scheduler has run all commands posted until now."""
         # The scheduler must not name a key that the directory has forgotten.
         self._handle.after_posted(self.directory.release, key)
 
     def give_up(self, reference: AdapterReference, key: AdapterKey) -> bool:
-        """A version could not be read any more: whether there is another to serve instead."""
+        """After a version could not be read: whether another one serves the name now."""
         return self._versions.give_up(reference, key)
 
     async def chat_template(
@@ -108,7 +108,7 @@ class EngineAdapters:
         try:
             folder = Path(self.directory.fetched(key).folder)
             look = partial(read_template, folder)
-            return await self.directory.lookups.glance(("template", key), look)
+            return await self.directory.lookups.read_local(("template", key), look)
         except (OSError, ValueError) as error:
             raise AdapterError(
                 AdapterRefusal.UNSUPPORTED,
@@ -118,11 +118,11 @@ class EngineAdapters:
             self.release(key)
 
     def read(self, text: str) -> AdapterReference:
-        """The reference that an operator wrote; ValueError if it names nothing."""
+        """Parse a reference that an operator wrote; ValueError if it is none."""
         return parse_reference(text, self._config.default_source)
 
     async def pin_only(self, references: Sequence[AdapterReference]) -> None:
-        """Keep just these on the device; AdapterError, and no change, if one cannot be had."""
+        """Replace the config's pins; AdapterError, and no change, if one cannot be fetched."""
         pins: dict[AdapterReference, AdapterKey] = {}
         try:
             for reference in references:
@@ -134,24 +134,24 @@ class EngineAdapters:
         self.pins.configure(pins)
 
     async def pin_name(self, reference: AdapterReference, token: Token = True) -> None:
-        """Pin an adapter until `pins.remove`; AdapterError if it cannot be had.
+        """Pin a name until `pins.remove`; AdapterError if it cannot be fetched.
 
-        token: of a caller that may read it, True for the server's own; unused where it is pinned.
+        token: the caller's, True for the server's own; unused if the name is pinned already.
         """
         if not self.pins.is_commanded(reference):
             self.pins.add(reference, await self.resolve(reference, token))
 
     def serving(self, reference: AdapterReference) -> AdapterKey | None:
-        """The version that serves a name now, as far as it is known."""
+        """The version that serves a name now; None if it is not known."""
         return self._versions.current(reference) or self.directory.find(reference)
 
     def contents(self) -> list[tuple[AdapterReference, AdapterKey]]:
-        """Every name that is known, and the version that serves it."""
+        """Every known name and the version that serves it."""
         served = [(name, self.serving(name)) for name in self.directory.names()]
         return [(name, key) for name, key in served if key is not None]
 
     async def preload(self) -> None:
-        """Pin the configured adapters and run a token through each; a bad one ends start-up."""
+        """Pin the configured adapters and generate a token with each; ValueError if one fails."""
         for text in self._config.preload:
             reference = self.read(text)
             key = await self.resolve(reference, True)
@@ -166,6 +166,6 @@ class EngineAdapters:
         await self._versions.settle()
 
     async def close(self) -> None:
-        """End what runs in the background."""
+        """Cancel background work."""
         await self._versions.close()
         self.directory.close()

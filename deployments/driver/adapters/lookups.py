@@ -1,8 +1,8 @@
-"""What a name means now, and its files on this node, from the sources, in threads.
+"""Calls to adapter sources, in threads: the present version of a name, and its files.
 
 Lookups in local folders, reading and hashing, lookups at remote sources, and downloads have pools
-of their own, so that none delays another. A call that hangs (on a mount that does not respond)
-does not keep the next one from starting.
+of their own, so that none delays another. A local call that hangs (on a mount that does not
+respond) does not prevent the next one from starting.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ _HANGING_THREADS = 64
 _READING_PATIENCE_S = 30.0
 
 _NO_VERSION = frozenset({AdapterRefusal.NOT_FOUND, AdapterRefusal.FORBIDDEN, AdapterRefusal.DENIED})
-"""Refusals of a name; other refusals are of the files found."""
+"""Refusals of a name; other refusals concern the files that were found."""
 
 T = TypeVar("T")
 
@@ -57,7 +57,7 @@ class Lookups:
         self._config = config
         self._access_cache = AccessCache(config.fetch)
         self._flights = SingleFlight()
-        self._bringing: dict[AdapterReference, str] = {}
+        self._fetching: dict[AdapterReference, str] = {}
         self._local_names: list[str] = []
         self._looking = BlockingCalls("look", _LOOKING_THREADS)
         patience_s = config.look_timeout_s
@@ -67,7 +67,7 @@ class Lookups:
         self._downloading = BlockingCalls("fetch", _DOWNLOADING_THREADS)
 
     def close(self) -> None:
-        """Let running downloads go; their callers are leaving too."""
+        """Do not wait for running calls: the replica ends."""
         self.sources.close()
         for calls in (self._looking, self._local, self._reading, self._downloading):
             calls.close()
@@ -79,16 +79,16 @@ class Lookups:
     async def find(
         self, reference: AdapterReference, token: Token, patience_s: float | None
     ) -> FoundAdapter:
-        """What the reference names now; AdapterError if it is not there or not for this caller.
+        """The reference's present version; AdapterError if there is none for this caller.
 
-        patience_s: of a local folder, Overdue after so long or when it is no adapter. A remote
-        source must first confirm that this caller may use the adapter.
+        patience_s: Overdue after so long, or if a local folder is no adapter. It does not apply to
+        remote sources, which must first confirm that this caller may use the adapter.
         """
         caller = self.caller(token)
         found = self._access_cache.fresh(reference, caller)
         if found is not None:
             return found
-        lookup = partial(self._look, reference, token, caller)
+        lookup = partial(self._look_up, reference, token, caller)
         if reference.source is not AdapterSource.LOCAL or patience_s is None:
             patience_s = None
         try:
@@ -101,25 +101,25 @@ class Lookups:
                 raise
             raise Overdue(error.refusal, error.message, goes_on=False) from error
 
-    async def bring(
+    async def fetch_once(
         self,
         found: FoundAdapter,
         work: Callable[[], Awaitable[AdapterKey]],
         patience_s: float | None,
         payer: str | None,
     ) -> AdapterKey:
-        """The result of `work`, which fetches what was found, once for all callers of this payer.
+        """The result of `work`, which fetches a version, once for all callers of this payer.
 
-        patience_s: Overdue after so long, or when it is refused, or while another version of the
-        same name is fetched: a file that grows would be hashed at each of its sizes.
+        patience_s: Overdue after so long, if it is refused, or while another version of the same
+        name is fetched: otherwise a file that grows would be hashed at each of its sizes.
         """
         reference = found.reference
         if patience_s is None:
-            return await self._bring(found, work, None, payer)
-        if self._bringing.get(reference, found.origin) != found.origin:
+            return await self._fetch(found, work, None, payer)
+        if self._fetching.get(reference, found.origin) != found.origin:
             raise _overdue(reference)
         try:
-            return await self._bring(found, work, patience_s, payer)
+            return await self._fetch(found, work, patience_s, payer)
         except Late:
             raise _overdue(reference) from None
         except AdapterError as error:
@@ -145,7 +145,7 @@ class Lookups:
         return await calls.run(read)
 
     def refused(self, reference: AdapterReference, token: Token, error: AdapterError) -> None:
-        """Repeat a remote source's refusal for a while without another request."""
+        """Cache a remote source's refusal, unless it is the server's own of this caller."""
         is_callers_own = error.refusal in (AdapterRefusal.DENIED, AdapterRefusal.QUOTA)
         if reference.source is not AdapterSource.LOCAL and not is_callers_own:
             self._access_cache.refuse(reference, self.caller(token), error)
@@ -153,28 +153,28 @@ class Lookups:
     async def local_names(self) -> list[str]:
         """Ids of the adapters directly under the local roots; the last list if that takes long."""
         with contextlib.suppress(AdapterError, OSError):
-            self._local_names = await self.glance("names", self.sources.known_local)
+            self._local_names = await self.read_local("names", self.sources.known_local)
         return self._local_names
 
     async def local_reference(self, folder: str) -> AdapterReference | None:
         """The name of a folder under the local roots; None for any other path."""
-        return await self.glance(folder, partial(self.sources.local_reference, folder))
+        return await self.read_local(folder, partial(self.sources.local_reference, folder))
 
-    async def glance(self, what: Hashable, call: Callable[[], T]) -> T:
-        """A short call that reads local files; AdapterError if that takes too long.
+    async def read_local(self, key: Hashable, call: Callable[[], T]) -> T:
+        """The result of a short call that reads local files; AdapterError if it takes too long.
 
-        what: its key; calls with the same key at the same time share the result.
+        key: calls with the same key at the same time share the result.
         """
         look = partial(self._local.run, call)
         limit = self._config.look_timeout_s
         try:
-            result: T = await self._flights.once(("glance", what), look, limit)
+            result: T = await self._flights.once(("local", key), look, limit)
             return result
         except Late:
             message = f"the adapters' files could not be read within {limit:g} s: try again"
             raise AdapterError(AdapterRefusal.UNAVAILABLE, message) from None
 
-    async def _bring(
+    async def _fetch(
         self,
         found: FoundAdapter,
         work: Callable[[], Awaitable[AdapterKey]],
@@ -182,19 +182,19 @@ class Lookups:
         payer: str | None,
     ) -> AdapterKey:
         async def bring() -> AdapterKey:
-            self._bringing[found.reference] = found.origin
+            self._fetching[found.reference] = found.origin
             try:
                 return await work()
             finally:
-                self._bringing.pop(found.reference, None)
+                self._fetching.pop(found.reference, None)
 
         key: AdapterKey = await self._flights.once((found.origin, payer), bring, patience_s)
         return key
 
-    async def _look(
+    async def _look_up(
         self, reference: AdapterReference, token: Token, caller: Caller
     ) -> FoundAdapter:
-        """What the reference names by its source, or by the last reply of an unreachable one."""
+        """The version that the source names; the last known one if it is unreachable."""
         calls = self._local if reference.source is AdapterSource.LOCAL else self._looking
         try:
             found = await calls.run(partial(self.sources.resolve, reference, token))
@@ -203,11 +203,11 @@ class Lookups:
             if recent is None:
                 raise AdapterError(
                     AdapterRefusal.UNAVAILABLE,
-                    f"adapter {reference.id!r}: its source {reference.source.value!r} is out of "
-                    f"reach ({error}), and did not confirm lately that this caller may use it: "
-                    "try again",
+                    f"adapter {reference.id!r}: its source {reference.source.value!r} is "
+                    f"unreachable ({error}) and did not confirm recently that this caller may use "
+                    "it: try again",
                 ) from error
-            logger.warning("%s is out of reach; its last replies are used", reference.source.value)
+            logger.warning("%s is unreachable; its last replies are used", reference.source.value)
             return recent
         if found.lasting:
             self._access_cache.record(reference, caller, found)
@@ -215,5 +215,5 @@ class Lookups:
 
 
 def _overdue(reference: AdapterReference) -> Overdue:
-    message = f"adapter {reference.id!r}: what it is now is not known yet: try again"
+    message = f"adapter {reference.id!r}: its present version is not known yet: try again"
     return Overdue(AdapterRefusal.UNAVAILABLE, message, goes_on=True)

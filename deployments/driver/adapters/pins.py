@@ -1,4 +1,4 @@
-"""Names whose contents stay on the device: pinned by the operator's config, or by a command."""
+"""Pinned names: their adapters stay on the device. The config or a command pins them."""
 
 from collections.abc import Mapping
 
@@ -9,10 +9,10 @@ from scheduler.events import AdapterPinned
 
 
 class Pins:
-    """Which content each pinned name holds; lives on the replica's event loop.
+    """The adapter key of each pinned name; lives on the replica's event loop.
 
-    Every pin holds its key in the directory. A content is pinned on the device while any name
-    pins it. `preload` counts as a command.
+    Every pin holds its key in the directory. A key is pinned on the device while any name pins
+    it. `preload` counts as a command.
     """
 
     def __init__(self, directory: AdapterDirectory, handle: LoopHandle) -> None:
@@ -27,7 +27,7 @@ class Pins:
         return [*self._configured, *self._commanded]
 
     def is_pinned(self, key: AdapterKey) -> bool:
-        """Whether any name pins the content."""
+        """Whether any name pins the key."""
         return key in self._keys
 
     def is_configured(self, reference: AdapterReference) -> bool:
@@ -39,7 +39,7 @@ class Pins:
         return reference in self._commanded
 
     def configure(self, pins: Mapping[AdapterReference, AdapterKey]) -> None:
-        """Replace the config's pins; the caller hands over its hold of each key."""
+        """Replace the config's pins. The caller's hold of each key passes to the pin."""
         before, self._configured = self._configured, dict(pins)
         for key in set(before.values()) - self._keys:
             self._set(key, False)
@@ -49,7 +49,7 @@ class Pins:
             self._release(key)
 
     def add(self, reference: AdapterReference, key: AdapterKey) -> None:
-        """Pin a name by a command; the caller hands over its hold of the key."""
+        """Pin a name by a command. The caller's hold of the key passes to the pin."""
         before = self._commanded.get(reference)
         self._commanded[reference] = key
         if key != before:
@@ -58,7 +58,7 @@ class Pins:
             self._unpin_unless_needed(before)
 
     def remove(self, reference: AdapterReference) -> None:
-        """End a command's pin, if there is one; the config may still pin the name."""
+        """Remove a command's pin, if there is one; the config may still pin the name."""
         key = self._commanded.pop(reference, None)
         if key is not None:
             self._unpin_unless_needed(key)

@@ -23,10 +23,10 @@ _TIERS = {
 
 
 class AdapterReporter:
-    """The names that were requested last, and where their adapters are; on the event loop.
+    """The names that were requested last, and the tiers of their adapters; on the event loop.
 
-    Reports name at most `MAX_NAMES`: pinned ones, then the last requested. For other names routers
-    go by the hash of the name, which is how their requests came to this replica.
+    A report has at most `MAX_NAMES` names: pinned ones, then the last requested. Routers find other
+    names by their hash, which is how those requests came to this replica.
     """
 
     def __init__(self, aliases: Aliases, adapters: EngineAdapters) -> None:
@@ -35,7 +35,7 @@ class AdapterReporter:
         self._requested: OrderedDict[AdapterReference, AdapterHash] = OrderedDict()
 
     def requested(self, reference: AdapterReference) -> None:
-        """A client requested an adapter that exists."""
+        """Record that a client requested an adapter that exists."""
         if reference not in self._requested:
             self._requested[reference] = adapter_hash(reference)
         self._requested.move_to_end(reference)
@@ -50,7 +50,7 @@ class AdapterReporter:
         ready: bool,
         now: float,
     ) -> ReplicaReport:
-        """The report for now; `now`: seconds of any clock that does not go back."""
+        """The report at `now`, in seconds of a clock that never goes back."""
         names = {reference: adapter_hash(reference) for reference in pinned}
         names |= {
             name: self._requested[name] for name in reversed(self._requested) if name not in names

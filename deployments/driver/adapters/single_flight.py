@@ -1,4 +1,4 @@
-"""Work that several callers want at once is done once for all of them; on one event loop."""
+"""Work that several callers need at once runs once for all of them; on one event loop."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Hashable
@@ -21,7 +21,7 @@ class _Flight:
 
 
 class SingleFlight:
-    """Runs each piece of work once at a time; a caller that leaves does not end it for others."""
+    """Runs the work of each key once at a time; a caller that leaves does not cancel it."""
 
     def __init__(self) -> None:
         self._pending: dict[Hashable, _Flight] = {}
@@ -34,7 +34,7 @@ class SingleFlight:
     ) -> Any:
         """The result of `work`, shared by all callers of this key while it runs.
 
-        Late when it has run for `patience_s`, whichever caller began it; None waits to its end.
+        Late when it has run for `patience_s`, no matter which caller began it; None: no limit.
         """
         loop = asyncio.get_running_loop()
         flight = self._pending.get(key)
@@ -55,8 +55,8 @@ class SingleFlight:
             task.exception()  # Reads the exception: all callers may have left.
 
 
-def wait_for_all(call: Callable[[], None]) -> None:
-    """At the end of the current task: `call` once all callers have gone on with its result.
+def call_after_callers(call: Callable[[], None]) -> None:
+    """Have `call` run once all callers of the current task have continued with its result.
 
     A task's callbacks run in the order in which they were added. Those of its callers were added
     before this one, so each caller resumes before `call` runs.
@@ -67,10 +67,10 @@ def wait_for_all(call: Callable[[], None]) -> None:
 
 
 class BlockingCalls:
-    """Calls that block on disk or network, in threads, `width` of them at a time.
+    """Runs calls that block on disk or network in threads, `width` of them at a time.
 
-    A call that takes longer than `patience_s` lets the next one start and goes on itself, so that
-    files on a mount that hangs do not stop others. most: the limit of threads in all.
+    A call that takes longer than `patience_s` does not count any more, so that files on a mount
+    that hangs do not stop others; it continues. most: the limit of threads in all.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A name that moved to new bytes: the old version serves until the new one has answered once."""
+"""Changes of a name's content: the old version serves until the new one has generated a token."""
 
 import asyncio
 import logging
@@ -50,7 +50,7 @@ class Versions:
         """The version that serves the name now, if one was requested."""
         return self._current.get(reference)
 
-    async def choose(self, reference: AdapterReference, newest: AdapterKey) -> AdapterKey:
+    async def select(self, reference: AdapterReference, newest: AdapterKey) -> AdapterKey:
         """The version that serves a request now; the caller holds it instead of `newest`."""
         old = self._current.get(reference)
         if old is None or old == newest or not self._directory.hold(old):
@@ -90,16 +90,16 @@ class Versions:
         return None
 
     def give_up(self, reference: AdapterReference, key: AdapterKey) -> bool:
-        """A version could not be read any more: whether there is another to serve instead."""
+        """After a version could not be read: whether another one serves the name now."""
         change = self._changes.get(reference)
         if change is not None and self._current.get(reference) == key:
             self._replace(reference, key, change.newest)
         return self._current.get(reference) not in (None, key)
 
     async def test(self, reference: AdapterReference, key: AdapterKey) -> str | None:
-        """Generate one token over a version; what went wrong, None if nothing did."""
+        """Generate one token with a version; returns the fault, None if there is none."""
         one_token = SequenceRequest([0], Sampling(), Stopping(1))
-        request = GenerateRequest(f"trial-{uuid.uuid4().hex}", [one_token], reference)
+        request = GenerateRequest(f"test-{uuid.uuid4().hex}", [one_token], reference)
         parts = self._directory.parts(key)
         completion = await self._runner.run(request, key, parts, time.monotonic(), None)
         ending = completion.sequences[0].ending
@@ -110,7 +110,7 @@ class Versions:
         await asyncio.gather(*(change.task for change in self._changes.values()))
 
     async def close(self) -> None:
-        """End what still runs."""
+        """Cancel all changes."""
         tasks = [change.task for change in self._changes.values()]
         for task in tasks:
             task.cancel()

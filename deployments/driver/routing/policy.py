@@ -1,4 +1,4 @@
-"""Which driver replica serves a request: the selection alone, without Ray.
+"""Selects the driver replica for a request; knows no Ray.
 
 A request over an adapter goes to a replica that holds it: on the device before host memory
 before disk before nowhere. A hash of the adapter's and the replica's names orders all replicas
@@ -40,14 +40,14 @@ _SELECTED_SECONDS = 1.0
 _MAX_HOLDS = 1 << 12
 
 AdapterHash = bytes
-"""A short digest of how clients name an adapter."""
+"""A short digest of an adapter's reference."""
 
 Counts = Mapping[str, int]
-"""Replicas that live, and the open requests that each has of this router."""
+"""The live replicas, and this router's open requests at each."""
 
 
 class HoldingTier(IntEnum):
-    """Where a replica has an adapter, best first; DISK: it downloaded the files."""
+    """Where a replica has an adapter, fastest first; DISK: it downloaded the files."""
 
     DEVICE = 0
     HOST = 1
@@ -56,7 +56,7 @@ class HoldingTier(IntEnum):
 
 
 def adapter_hash(reference: AdapterReference) -> AdapterHash:
-    """The same for the same name in every process."""
+    """Hash a reference; equal in all processes."""
     return blake2b(repr(reference).encode(), digest_size=HASH_BYTES).digest()
 
 
@@ -75,8 +75,10 @@ class _Stats(msgspec.Struct, frozen=True):
 class ReplicaReport:
     """A driver replica's report to the routers.
 
-    tiers: where its adapters are. load: open requests. ready: whether its ranks serve.
-    beat: grows with time, so that a replica whose report is unchanged differs from a silent one.
+    tiers: where its adapters are.
+    load: open requests.
+    ready: whether its ranks serve.
+    beat: grows with time, so that an unchanged report differs from a missing one.
     """
 
     tiers: Mapping[AdapterHash, HoldingTier]
@@ -93,7 +95,7 @@ class ReplicaReport:
 
     @classmethod
     def unpacked(cls, stats: Mapping[str, Any]) -> "ReplicaReport | None":
-        """Read them; None where there are none, or another version wrote them."""
+        """Decode stats; None if there are none, or another version of the server wrote them."""
         try:
             sent = msgspec.convert(stats, _Stats)
         except msgspec.ValidationError:
@@ -126,14 +128,14 @@ class _LastReport:
 class RoutingPolicy:
     """One router's reports of the replicas, and its selection among them."""
 
-    def __init__(self, chance: random.Random) -> None:
-        """chance: draws replicas for the base model."""
-        self._chance = chance
+    def __init__(self, rng: random.Random) -> None:
+        """rng: draws replicas for the base model."""
+        self._rng = rng
         self._reports: dict[str, _LastReport] = {}
         self._holds_until: OrderedDict[tuple[AdapterHash, str], float] = OrderedDict()
 
     def update(self, stats: Mapping[str, Mapping[str, Any]], counts: Counts, now: float) -> None:
-        """Take the present replicas and the last stats of each; forget all others."""
+        """Store the last stats of the present replicas; forget all others."""
         for name in self._reports.keys() - stats.keys():
             del self._reports[name]
         for name, new in stats.items():
@@ -144,13 +146,13 @@ class RoutingPolicy:
                 )
 
     def selected(self, adapter: AdapterReference, replica: str, now: float) -> None:
-        """A request is about to go there: others of the same burst should follow it."""
+        """Count the replica as a holder for a moment: requests of the same burst follow."""
         key = (adapter_hash(adapter), replica)
         if self._holds_until.get(key, now) <= now:
             self._hold(key, now + _SELECTED_SECONDS)
 
     def sent(self, adapter: AdapterReference | None, replica: str, now: float) -> None:
-        """A request goes there: the replica counts as a holder until its reports can say so."""
+        """Count the replica as a holder until its own reports can include the adapter."""
         if adapter is not None:
             self._hold((adapter_hash(adapter), replica), now + _SENT_SECONDS)
 
@@ -159,14 +161,14 @@ class RoutingPolicy:
     ) -> list[list[str]]:
         """Groups of replicas in the order in which to try them; of a group, the least busy.
 
-        The first group is the selected one. Replicas whose ranks are being rebuilt come last.
+        The first group is the selected one. Replicas that replace their ranks come last.
         """
         able = [name for name in counts if self._is_ready(name, now)] or list(counts)
         if not able:
             return []
         loads = {name: self._load(name, counts[name], now) for name in able}
         if adapter is None:
-            first = min(self._chance.sample(able, min(2, len(able))), key=loads.__getitem__)
+            first = min(self._rng.sample(able, min(2, len(able))), key=loads.__getitem__)
         else:
             first = self._preferred(adapter_hash(adapter), loads, now)
         rest = [name for name in able if name != first]

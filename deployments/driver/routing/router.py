@@ -12,21 +12,21 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 from configs.wire.adapters import AdapterReference
 from deployments.contract import GenerateRequest
 from deployments.driver.routing.policy import RoutingPolicy
-from deployments.early_submit import replica_chosen
+from deployments.early_submit import replica_selected
 
 
 class AdapterRouter(RequestRouter):  # type: ignore[misc]
     """Sends requests to the driver replicas that hold their adapters, as `RoutingPolicy` says.
 
-    Serve pickles this module by value, so it has only what Serve calls. A request whose
-    routing raises would wait for ever, so nothing here may raise.
+    Serve pickles this module by value, so it has only what Serve calls. Nothing here may raise:
+    the request would wait for ever.
     """
 
     # Serve's 0.1 s is short: waiting for a replica that has the adapter costs less than loading it.
     queue_len_response_deadline_s = 0.5
 
     def initialize_state(self, **kwargs: Any) -> None:
-        """Called by Serve's constructor."""
+        """Set up; Serve's constructor calls this."""
         self._routing = RoutingPolicy(random.Random())
         self._selected_for: WeakKeyDictionary[asyncio.Task[Any], PendingRequest] = (
             WeakKeyDictionary()
@@ -48,8 +48,8 @@ class AdapterRouter(RequestRouter):  # type: ignore[misc]
     ) -> list[list[RunningReplica]]:
         """Groups in the order in which Serve tries them until one is not full."""
         if len(candidate_replicas) > 1:
-            # Lets requests that have a replica be sent, so that they count: else all requests of a
-            # burst would find the same replica idle.
+            # Requests that have a replica are sent meanwhile, and then count. Otherwise all
+            # requests of a burst would find the same replica idle.
             await asyncio.sleep(0)
         task = asyncio.current_task()
         if pending_request is not None and task is not None:
@@ -84,7 +84,7 @@ class AdapterRouter(RequestRouter):  # type: ignore[misc]
         """The replica that Serve selects, and sends the request to at once."""
         replica = await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
         name = replica.replica_id.unique_id
-        replica_chosen(name)
+        replica_selected(name)
         self._routing.sent(_adapter(pending_request), name, time.monotonic())
         return replica
 
@@ -93,8 +93,8 @@ class AdapterRouter(RequestRouter):  # type: ignore[misc]
     ) -> PendingRequest | None:
         """The request for which this task selected a replica.
 
-        Serve's own way finds it by an id that all calls of one HTTP request share, and forgets
-        the id with the first of them: of two at a time the other would wait for ever.
+        Serve's own method finds it by an id that all calls of one HTTP request share, and forgets
+        the id with the first call: a second one at the same time would wait for ever.
         """
         task = asyncio.current_task()
         pending = self._selected_for.get(task) if task is not None else None

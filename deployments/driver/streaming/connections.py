@@ -1,7 +1,7 @@
 """The driver's end of the frames' sockets: one connection to each ingress replica.
 
-The sender never waits. A frame that does not fit into a slow replica's buffer is refused, and
-`on_room` follows when there is room again.
+The sender never waits. It refuses a frame while a slow replica's buffer is full; `on_room` follows
+when there is room again.
 """
 
 import asyncio
@@ -41,12 +41,12 @@ class FrameSender:
         self._encoder = msgspec.msgpack.Encoder()
 
     def has_room(self, address: ReplyAddress) -> bool:
-        """Whether a frame would be taken now: the replica is connected, and not too slow."""
+        """Whether `send` would take a frame now: the replica is connected, and not too slow."""
         connection = self._open.get(address)
         return connection is not None and connection.has_room
 
     def send(self, address: ReplyAddress, frame: TokenFrame) -> bool:
-        """Send without waiting; False for a replica that is slow or gone: nothing was sent."""
+        """Send without waiting; False if the replica is slow or gone: nothing was sent."""
         connection = self._open.get(address)
         if connection is None or not connection.has_room:
             return False
@@ -69,14 +69,14 @@ class FrameSender:
 
 
 class IngressEvents(Protocol):
-    """What happens on the connections, and what ingress replicas send."""
+    """Takes what happens on the connections, and what ingress replicas send."""
 
     def on_finish(self, finish: Finish) -> None:
         """A stop string was matched."""
         ...
 
     def on_early_submit(self, request: GenerateRequest, address: ReplyAddress) -> None:
-        """A request came from this ingress replica ahead of its call."""
+        """This ingress replica sent a request before its call."""
         ...
 
     def on_withdraw(self, request_id: str) -> None:
@@ -84,7 +84,7 @@ class IngressEvents(Protocol):
         ...
 
     def on_room(self, address: ReplyAddress) -> None:
-        """The ingress replica takes frames, again or for the first time."""
+        """The ingress replica has room for frames, for the first time or again."""
         ...
 
     def on_lost(self, address: ReplyAddress) -> None:
@@ -104,7 +104,7 @@ class IngressConnections:
         self._connected: dict[ReplyAddress, asyncio.Future[None]] = {}
 
     async def connect(self, address: ReplyAddress) -> None:
-        """Return once frames to `address` would arrive, or dialling failed; the next call dials."""
+        """Return when `address` takes frames, or dialling failed: the next call dials again."""
         if self._sender.is_open(address):
             return
         if address not in self._dials:
@@ -119,9 +119,9 @@ class IngressConnections:
             task.cancel()
 
     async def _dial(self, address: ReplyAddress) -> None:
-        """Hold one connection from its beginning to its end."""
+        """Open one connection and read from it until it ends."""
         writer: asyncio.StreamWriter | None = None
-        watch: asyncio.Task[None] | None = None
+        room_task: asyncio.Task[None] | None = None
         try:
             async with asyncio.timeout(_DIAL_SECONDS):
                 reader, writer = await asyncio.open_connection(address.host, address.port)
@@ -131,7 +131,9 @@ class IngressConnections:
             connection = _Connection(writer, asyncio.Event())
             self._sender.add(address, connection)
             self._connected[address].set_result(None)
-            watch = asyncio.get_running_loop().create_task(self._watch_room(address, connection))
+            room_task = asyncio.get_running_loop().create_task(
+                self._report_room(address, connection)
+            )
             self._events.on_room(address)
             await self._read(reader, address)
         except (OSError, asyncio.IncompleteReadError, TimeoutError) as end:
@@ -143,14 +145,14 @@ class IngressConnections:
             self._sender.remove(address)
             if not (connected := self._connected.pop(address)).done():
                 connected.set_result(None)
-            if watch is not None:
-                watch.cancel()
+            if room_task is not None:
+                room_task.cancel()
             if writer is not None:
                 with contextlib.suppress(RuntimeError):  # The event loop may be closing.
                     writer.close()
 
-    async def _watch_room(self, address: ReplyAddress, connection: _Connection) -> None:
-        """Report when a slow replica has taken most of its buffer, whenever that was full."""
+    async def _report_room(self, address: ReplyAddress, connection: _Connection) -> None:
+        """Report, each time the buffer was full, that the replica has read most of it."""
         with contextlib.suppress(OSError):  # `_dial` reports a lost connection.
             while True:
                 await connection.full.wait()

@@ -1,9 +1,9 @@
-"""Early submits: requests that came by socket ahead of their calls, and run at once.
+"""Early submits: requests that came by socket before their calls, and run at once.
 
-Lives on the replica's event loop. The call that follows attaches to the running request. Serve's
-call decides: a request whose call does not come in time is cancelled, none of its tokens leave
-before the call is here, and a request never runs twice at the same time. A call may also overtake
-its early submit, which is then ignored, however late it comes.
+Lives on the replica's event loop. The call that follows attaches to the running request. Until
+then no tokens are sent, and a request without a call is cancelled after a while. A request never
+runs twice at the same time. A call may overtake its early submit, which is then ignored, however
+late it comes.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ class Generator(Protocol):
 
 
 class TokenGate(Protocol):
-    """Keeps a request's tokens back until its call is here (`Streams`)."""
+    """Holds a request's tokens until its call arrives (`Streams`)."""
 
     def hold(self, request_id: str) -> None:
         """Send none of this request's tokens from now on."""
@@ -48,7 +48,9 @@ class LoopBarrier(Protocol):
 class _EarlyRequest(NamedTuple):
     """A request that runs and waits for its call.
 
-    task: the run. since: when it began, in seconds of the event loop. expiry: gives it up.
+    task: the run.
+    since: when it began, in seconds of the event loop.
+    expiry: the timer that withdraws it.
     """
 
     request: GenerateRequest
@@ -59,9 +61,10 @@ class _EarlyRequest(NamedTuple):
 
 
 class EarlySubmits:
-    """The calls of one driver, and the requests that are ahead of theirs.
+    """The calls of one driver, and the requests that run before theirs.
 
-    num_attached: calls that found their request running. lead_seconds: by how much, in sum.
+    num_attached: calls that found their request running.
+    lead_seconds: the sum of the times by which those requests were early.
     """
 
     def __init__(
@@ -88,11 +91,11 @@ class EarlySubmits:
         return len(self._waiting)
 
     def start(self, request: GenerateRequest, reply_to: ReplyAddress) -> None:
-        """Run a request ahead of its call; ignored if the request or its call came before."""
+        """Run a request before its call; ignored if the request or its call came before."""
         if request.id in self._waiting or request.id in self._calls or request.id in self._seen:
             return
         loop = asyncio.get_running_loop()
-        # The socket's reader has the context of the request that dialled, not of this one.
+        # This task has the context of the request that dialled; the new one must not inherit it.
         context = contextvars.Context()
         task = loop.create_task(self._generator.generate(request, reply_to), context=context)
         self._gate.hold(request.id)
@@ -101,7 +104,7 @@ class EarlySubmits:
         self._waiting[request.id] = _EarlyRequest(request, reply_to, task, loop.time(), expiry)
 
     async def call(self, request: GenerateRequest, reply_to: ReplyAddress) -> Completion:
-        """A call's completion: of the request that runs ahead of it, else of a run that begins now.
+        """The completion of a call: of its early submit, else of a run that begins now.
 
         Cancelling this call ends the request.
         """
@@ -115,19 +118,19 @@ class EarlySubmits:
             return await self._generator.generate(request, reply_to)
         finally:
             self._calls.discard(request.id)
-            self._remember(request.id)
+            self._mark_seen(request.id)
 
     def withdraw(self, request_id: str) -> None:
-        """Cancel a request whose call is not coming, or not soon; not one that is attached."""
+        """Cancel an early submit: its call is not coming, or not soon. Ignored once attached."""
         early = self._waiting.pop(request_id, None)
         if early is not None:
             early.expiry.cancel()
             early.task.cancel()
             self._leaving[request_id] = early.task
-            self._remember(request_id)
+            self._mark_seen(request_id)
 
     def ingress_lost(self, address: ReplyAddress) -> None:
-        """Withdraw the requests of an ingress replica that is gone: its calls are, too."""
+        """Withdraw the early submits of an ingress replica that is gone with its calls."""
         for request_id in [r for r, early in self._waiting.items() if early.reply_to == address]:
             self.withdraw(request_id)
 
@@ -145,7 +148,7 @@ class EarlySubmits:
         return await early.task
 
     async def _wait_until_gone(self, request_id: str) -> None:
-        """Wait until nothing is left of an earlier run by this id, whose events look the same."""
+        """Wait until an earlier run of this id sends no more events: they look the same."""
         if request_id in self._leaving:
             await asyncio.wait([self._leaving[request_id]])
         if request_id in self._seen:
@@ -157,7 +160,7 @@ class EarlySubmits:
         if not task.cancelled():
             task.exception()  # An attached call raises it; without one nothing reads it.
 
-    def _remember(self, request_id: str) -> None:
+    def _mark_seen(self, request_id: str) -> None:
         """Ignore further early submits of this request."""
         self._seen[request_id] = None
         self._seen.move_to_end(request_id)

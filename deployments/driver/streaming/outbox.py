@@ -1,8 +1,7 @@
-"""Tokens for ingress replicas: sent at once, or as soon as the socket takes them.
+"""Tokens for ingress replicas: sent at once, or as soon as the socket has room.
 
-A frame that finds no room is not lost: its runs are kept, those of one sequence joined, and are
-sent before later ones. So a client's stream waits no longer than the socket does. The kept tokens
-are those of open requests, each once; they are dropped when their request ends.
+If there is no room for a frame, its runs are stored, those of one sequence joined, and are sent
+before later ones. Stored tokens belong to open requests and are dropped when the request ends.
 """
 
 from collections import defaultdict
@@ -12,7 +11,7 @@ from typing import Protocol
 from deployments.contract import ReplyAddress, TokenFrame, TokenRun
 
 _FRAME_TOKENS = 16384
-"""Tokens of one frame, so that none comes near the largest that a receiver takes."""
+"""Most tokens in one frame: far below the largest frame that a receiver accepts."""
 
 _Sequence = tuple[str, int]
 
@@ -21,7 +20,7 @@ class FrameLink(Protocol):
     """Sends frames to ingress replicas (`FrameSender`)."""
 
     def has_room(self, address: ReplyAddress) -> bool:
-        """Whether a frame would be taken now."""
+        """Whether `send` would take a frame now."""
         ...
 
     def send(self, address: ReplyAddress, frame: TokenFrame) -> bool:
@@ -47,11 +46,11 @@ class Outbox:
         return sum(len(run.tokens) for kept in self._unsent.values() for run in kept.values())
 
     def add(self, address: ReplyAddress, run: TokenRun) -> None:
-        """Have a run sent with the next `flush`."""
+        """Add a run to the next `flush`."""
         self._new[address].append(run)
 
     def flush(self) -> None:
-        """Send one frame to each ingress replica, or keep its runs."""
+        """Send one frame to each ingress replica, or store its runs."""
         for address, runs in self._new.items():
             if address not in self._unsent and self._link.send(address, TokenFrame(runs)):
                 continue
@@ -61,7 +60,7 @@ class Outbox:
         self._new.clear()
 
     def resend(self, address: ReplyAddress) -> None:
-        """Send the kept runs as far as there is room now."""
+        """Send the stored runs while there is room."""
         kept = self._unsent.get(address)
         if kept is None:
             return
@@ -71,7 +70,7 @@ class Outbox:
             del self._unsent[address]
 
     def forget(self, address: ReplyAddress, request_id: str, num_sequences: int) -> None:
-        """Drop the kept runs of a request that ended: its completion has all tokens."""
+        """Drop the stored runs of a request that ended: its completion has all tokens."""
         kept = self._unsent.get(address)
         if kept is None:
             return
@@ -102,7 +101,7 @@ class Outbox:
 
 
 def _take(kept: dict[_Sequence, TokenRun]) -> Iterator[TokenRun]:
-    """Take the runs of one frame, oldest first; one that is too long is cut."""
+    """Remove and return the runs of one frame, oldest first; a long run is cut."""
     room = _FRAME_TOKENS
     while kept and room > 0:
         sequence, run = next(iter(kept.items()))

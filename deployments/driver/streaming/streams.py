@@ -27,8 +27,8 @@ from scheduler import events
 class _Stream:
     """One HTTP request's outcomes so far and the future that its unary call awaits.
 
-    scheduled: sequences that the scheduler has not ended; one may have its outcome already, when
-    it was failed or abandoned from here.
+    scheduled: sequences that the scheduler has not ended. One may have its outcome already, if it
+    was failed or abandoned here.
     """
 
     def __init__(self, num_sequences: int, reply_to: ReplyAddress | None) -> None:
@@ -51,7 +51,7 @@ class _Stream:
 
 
 class Streams:
-    """Every open request of one driver."""
+    """All open requests of one driver."""
 
     def __init__(self, link: FrameLink) -> None:
         """link: takes the frames; its calls must not block."""
@@ -71,7 +71,7 @@ class Streams:
     def open(
         self, request: GenerateRequest, reply_to: ReplyAddress | None
     ) -> "asyncio.Future[Completion]":
-        """Begin a request; the future completes when its last sequence ended.
+        """Add a request; the future completes when its last sequence has ended.
 
         reply_to: where its frames go; None sends none.
         """
@@ -80,7 +80,7 @@ class Streams:
         return stream.completion
 
     def close(self, request_id: str) -> list[int]:
-        """Forget a request (its client left, or it ended); returns what the scheduler still has."""
+        """Remove a request that ended or was cancelled; returns what the scheduler still has."""
         stream = self._streams.pop(request_id, None)
         if stream is None:
             return []
@@ -106,11 +106,11 @@ class Streams:
                 self._outbox.add(stream.reply_to, run)
 
     def hold(self, request_id: str) -> None:
-        """Send no tokens of this request, which need not be open yet, until it is released."""
+        """Hold this request's tokens until `release`; the request need not be open yet."""
         self._held_back[request_id] = []
 
     def release(self, request_id: str) -> None:
-        """Send what was held of a request; of one that is over nothing."""
+        """Send a request's held tokens; none if it has ended."""
         held = self._held_back.pop(request_id, [])
         stream = self._streams.get(request_id)
         if held and stream is not None and stream.reply_to is not None:
@@ -119,7 +119,7 @@ class Streams:
             self._outbox.flush()
 
     def flush(self) -> None:
-        """Send what `take` gathered: one frame for each ingress replica."""
+        """Send the tokens taken since the last flush: one frame for each ingress replica."""
         self._outbox.flush()
 
     def resend(self, address: ReplyAddress) -> None:
@@ -127,7 +127,7 @@ class Streams:
         self._outbox.resend(address)
 
     def fail(self, request_id: str, failure: Failed) -> None:
-        """End what is open of one request with an error."""
+        """End the open sequences of one request with an error."""
         stream = self._streams.get(request_id)
         for index in stream.open_indices if stream is not None else ():
             assert stream is not None
@@ -158,7 +158,7 @@ def unavailable(message: str) -> Failed:
 
 
 def unreadable(completion: Completion) -> bool:
-    """Whether nothing was generated because the adapter's files were not there any more."""
+    """Whether no token was generated because the adapter's files could not be read."""
     return all(
         isinstance(s.ending, Failed)
         and s.ending.kind is ErrorKind.ADAPTER_UNAVAILABLE

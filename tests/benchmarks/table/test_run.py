@@ -238,7 +238,7 @@ def test_what_the_server_announces_is_read(capsys: pytest.CaptureFixture[str]) -
         "adapter kernel": "reference (the CPU path)",
         "http front": "haproxy",
     }
-    serve._print_choices(told)
+    serve._print_table(told)
     print("\nTry:\n  curl http://127.0.0.1 -H 'content-type: application/json'")
     assert read_choices(capsys.readouterr().out) == told
 

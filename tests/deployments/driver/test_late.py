@@ -257,9 +257,9 @@ def test_who_leaves_while_versions_are_compared_holds_neither() -> None:
         shelf, ranks = Shelf(), Asked()
         versions = Versions(shelf, ranks, ranks, ranks)  # type: ignore[arg-type]
         shelf.hold(OLD)
-        assert await versions.choose(RED, OLD) == OLD
+        assert await versions.select(RED, OLD) == OLD
         shelf.hold(NEW)
-        leaves = asyncio.create_task(versions.choose(RED, NEW))
+        leaves = asyncio.create_task(versions.select(RED, NEW))
         await ranks.asked.wait()
         leaves.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -275,12 +275,12 @@ def test_pins_follow_a_name_that_moves_twice_while_versions_are_compared() -> No
         versions = Versions(shelf, ranks, ranks, ranks)  # type: ignore[arg-type]
         for key in (OLD, NEW, NEWER, NEWER):
             shelf.hold(key)
-        assert await versions.choose(RED, OLD) == OLD
-        choices = [asyncio.create_task(versions.choose(RED, key)) for key in (NEW, NEWER)]
+        assert await versions.select(RED, OLD) == OLD
+        choices = [asyncio.create_task(versions.select(RED, key)) for key in (NEW, NEWER)]
         await ranks.asked.wait()
         ranks.gate.set()
         assert await asyncio.gather(*choices) == [NEW, NEWER]
-        assert await versions.choose(RED, NEWER) == NEWER
+        assert await versions.select(RED, NEWER) == NEWER
         assert versions.current(RED) == NEWER
         assert ranks.moves == [(OLD, NEW), (NEW, NEWER)]
         assert shelf.held == {OLD: 1, NEW: 1, NEWER: 2}

@@ -61,14 +61,14 @@ async def story(engine: DriverEngine) -> None:
     """The request has the tokens that it has alone, one in every step, until much was moved."""
     alone, _ = await generate(engine, "alone")
     loads = asyncio.create_task(come_and_go(engine))
-    num_fills = 0
+    num_loads = 0
     for index in range(1000):
         tokens, steps = await generate(engine, f"r{index}")
         assert tokens == alone
         assert [record.num_sampled for record in steps[:NUM_TOKENS]] == [1] * NUM_TOKENS
-        num_fills += sum(record.num_fills for record in steps[:NUM_TOKENS])
+        num_loads += sum(record.num_loads for record in steps[:NUM_TOKENS])
         counts = (await engine.snapshot()).adapter_counts
-        if min(num_fills, counts.host_evictions, counts.device_evictions) >= NUM_MOVES:
+        if min(num_loads, counts.host_evictions, counts.device_evictions) >= NUM_MOVES:
             break
     assert not loads.done(), loads
     loads.cancel()

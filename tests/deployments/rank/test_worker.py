@@ -154,7 +154,7 @@ def test_nobody_waits_for_a_rank_that_has_ended() -> None:
     order.read_drop(KEY)
     turn = order.read_stage(KEY)
     wanted: list[bool] = []
-    waiting = threading.Thread(target=lambda: wanted.append(order.wait_for_turn(KEY, turn)))
+    waiting = threading.Thread(target=lambda: wanted.append(order.wait_for_drops(KEY, turn)))
     waiting.start()
     order.end()
     waiting.join(PATIENCE_S)

@@ -10,7 +10,7 @@ from deployments.driver.adapters.single_flight import (
     BlockingCalls,
     Late,
     SingleFlight,
-    wait_for_all,
+    call_after_callers,
 )
 from tests.deployments.driver.routing.stories import PATIENCE_S
 
@@ -24,7 +24,7 @@ def test_all_who_ask_share_a_run_and_go_on_before_its_end_is_told() -> None:
         async def work() -> int:
             told.append("run")
             await may_end.wait()
-            wait_for_all(lambda: told.append("end"))
+            call_after_callers(lambda: told.append("end"))
             return 7
 
         async def ask() -> None:

@@ -158,11 +158,11 @@ def test_an_old_version_whose_files_are_gone_gives_way_at_once() -> None:
         versions = Versions(shelf, ranks, ranks, ranks)  # type: ignore[arg-type]
         for key in (old, new, new):
             shelf.hold(key)
-        assert await versions.choose(red, old) == old
+        assert await versions.select(red, old) == old
         assert not versions.give_up(red, old), "there is nothing else to serve"
-        assert await versions.choose(red, new) == old
+        assert await versions.select(red, new) == old
         assert versions.give_up(red, old)
-        assert await versions.choose(red, new) == new
+        assert await versions.select(red, new) == new
         ranks.gate.set()
         await versions.settle()
         assert ranks.moves == [(old, new)]

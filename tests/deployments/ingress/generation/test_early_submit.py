@@ -10,7 +10,7 @@ from ray.exceptions import ActorUnavailableError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
 from deployments.contract import Completion, GenerateRequest, ReplyAddress
-from deployments.early_submit import _listener, replica_chosen, replica_listener
+from deployments.early_submit import _listener, replica_listener, replica_selected
 from deployments.ingress.deployment import HandleDriver
 from deployments.ingress.http.errors import RequestError
 from tests.deployments.driver.routing.stories import PATIENCE_S
@@ -72,7 +72,7 @@ class Handle:
     async def _serve(self) -> Completion:
         for replica in self.chosen:
             await asyncio.sleep(0)
-            replica_chosen(replica)
+            replica_selected(replica)
         self.is_told.set()
         await self.free.wait()
         if isinstance(self.answer, Exception):
@@ -152,7 +152,7 @@ def test_a_router_on_another_event_loop_and_a_late_one_give_none() -> None:
         class Elsewhere(Handle):
             async def _serve(self) -> Completion:
                 async def chosen() -> None:
-                    replica_chosen("a")
+                    replica_selected("a")
 
                 loop = asyncio.new_event_loop()
                 await asyncio.to_thread(loop.run_until_complete, chosen())
@@ -176,13 +176,13 @@ def test_a_router_on_another_event_loop_and_a_late_one_give_none() -> None:
 
 def test_who_began_no_call_is_told_nothing() -> None:
     told: list[str] = []
-    replica_chosen("nobody asked")
+    replica_selected("nobody asked")
     with replica_listener(told.append):
-        replica_chosen("a")
+        replica_selected("a")
         with replica_listener(lambda replica: None):
-            replica_chosen("b")
-        other = threading.Thread(target=replica_chosen, args=("c",))
+            replica_selected("b")
+        other = threading.Thread(target=replica_selected, args=("c",))
         other.start()
         other.join()
-    replica_chosen("d")
+    replica_selected("d")
     assert told == ["a"]

@@ -1,6 +1,7 @@
-"""Shares as operators write them, by name, brought to the scheduler, which knows contents."""
+"""Operators' rate limits and weights by adapter name, sent to the scheduler by adapter key."""
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 from configs.runtime import AdapterShare, RuntimeConfig
 from configs.wire.adapters import AdapterKey, AdapterReference, AdapterSource, parse_reference
@@ -10,10 +11,10 @@ from scheduler.scheduler import Scheduler
 
 
 class NamedRateLimits:
-    """The share of each name; lives on the replica's event loop.
+    """The configured share of each name; lives on the replica's event loop.
 
-    Names of the same content have one queue: the share that comes first in the
-    config is used. A merge has none of its own: its requests count against its parts.
+    A share is a weight and limits. Names of the same content have one queue: the share that comes
+    first in the config is used. A merge has none of its own: its requests count against its parts.
     """
 
     def __init__(self, default_source: AdapterSource, handle: LoopHandle) -> None:
@@ -25,9 +26,9 @@ class NamedRateLimits:
     def configure(
         self, runtime: RuntimeConfig, known: Iterable[tuple[AdapterReference, AdapterKey]]
     ) -> None:
-        """Take an operator's shares; ValueError, and no change, for a name that names nothing.
+        """Replace all shares; ValueError, and no change, for a name that cannot be parsed.
 
-        known: the names that were requested, and their contents.
+        known: the names that were requested, and their keys.
         """
         self._shares = {
             parse_reference(text, self._default_source): (order, share)
@@ -36,33 +37,26 @@ class NamedRateLimits:
         self._applied = {}
         own: dict[AdapterKey, AdapterShare] = {}
         for reference, key in known:
-            if (share := self._remove(reference, key)) is not None:
+            if (share := self._share_for(reference, key)) is not None:
                 own[key] = share
 
-        def share_out(scheduler: Scheduler, now: float) -> Sequence[Event]:
+        def set_all(scheduler: Scheduler, now: float) -> Sequence[Event]:
             scheduler.set_shares(runtime.base_model, runtime.adapter_default, own)
             return []
 
-        self._handle.post(share_out)
+        self._handle.post(set_all)
 
     def adapter_seen(
         self, reference: AdapterReference, key: AdapterKey, parts: Sequence[AdapterKey] = ()
     ) -> None:
-        """A request called this content so; parts: the contents of a merge's parts."""
+        """A request by this name resolved to this key; parts: the keys of a merge's parts."""
         for name, content in zip(reference.members, parts or (key,), strict=True):
-            share = self._remove(name, content)
+            share = self._share_for(name, content)
             if share is not None:
-                self._apply(content, share)
+                self._handle.post(partial(_set_share, content, share))
 
-    def _apply(self, key: AdapterKey, share: AdapterShare) -> None:
-        def give(scheduler: Scheduler, now: float) -> Sequence[Event]:
-            scheduler.set_share(key, share)
-            return []
-
-        self._handle.post(give)
-
-    def _remove(self, reference: AdapterReference, key: AdapterKey) -> AdapterShare | None:
-        """The share that the name brings to the content; None if it changes nothing."""
+    def _share_for(self, reference: AdapterReference, key: AdapterKey) -> AdapterShare | None:
+        """The name's share, if it comes before the key's present one; else None."""
         found = self._shares.get(reference)
         if found is None and reference.revision is not None:
             found = self._shares.get(AdapterReference(reference.source, reference.id))
@@ -70,3 +64,10 @@ class NamedRateLimits:
             return None
         self._applied[key] = found[0]
         return found[1]
+
+
+def _set_share(
+    key: AdapterKey, share: AdapterShare, scheduler: Scheduler, now: float
+) -> Sequence[Event]:
+    scheduler.set_share(key, share)
+    return []

@@ -5,7 +5,7 @@ import pytest
 from configs.runtime import RuntimeConfig
 from configs.wire.adapters import AdapterKey, AdapterReference, AdapterSource, parse_reference
 from configs.wire.merging import MergeRule
-from deployments.driver.adapters.shares import NamedRateLimits
+from deployments.driver.adapters.rate_limits import NamedRateLimits
 from deployments.driver.loop import Command
 from deployments.driver.loop_handle import LoopHandle
 from scheduler.admission.limits import Limits
