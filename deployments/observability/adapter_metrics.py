@@ -71,7 +71,7 @@ class AdapterMetrics:
             boundaries=_PER_TOKEN_SECONDS, tag_keys=by,
         )  # fmt: skip
         self._loads = Histogram(
-            "loray_adapter_load_seconds", "Seconds of one stage of a load: fetch, stage, place (to GPU).",
+            "loray_adapter_load_seconds", "Seconds of one stage of a load: fetch, stage or place.",
             boundaries=_LOAD_SECONDS, tag_keys=("stage",),
         )  # fmt: skip
         self._queued = Gauge(

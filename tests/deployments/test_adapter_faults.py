@@ -121,7 +121,7 @@ def _faults(trace: Path) -> dict[str, dict[str, bytes]]:
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_bad_files_are_refused_with_a_reason_and_the_others_go_on(
+def test_bad_files_are_refused_with_a_reason_and_others_are_served(
     world: World, source: str
 ) -> None:
     expected = spoken(say(world, "local:pirate"))
@@ -136,19 +136,21 @@ def test_bad_files_are_refused_with_a_reason_and_the_others_go_on(
         good = [pool.submit(say, world, f"{source}:acme/good") for _ in range(8)]
         bad = [pool.submit(say, world, f"{source}:acme/{name}") for name in names]
     assert {spoken(answer.result()) for answer in good} == {expected}
-    told = {name: answer.result().json()["error"] for name, answer in zip(names, bad, strict=True)}
-    assert {name: error["code"] for name, error in told.items()} == {
+    replies = {
+        name: answer.result().json()["error"] for name, answer in zip(names, bad, strict=True)
+    }
+    assert {name: error["code"] for name, error in replies.items()} == {
         **dict.fromkeys(faults, "adapter_unsupported"),
         "large": "adapter_too_large",
         "missing": "model_not_found",
     }
-    assert all(len(error["message"]) > 30 for error in told.values())
+    assert all(len(error["message"]) > 30 for error in replies.values())
     assert not trace.exists()
     assert not left_over(world.root)
     assert world.http.get("/health").status_code == 200
 
 
-def test_what_the_source_or_the_config_forbids_is_forbidden(world: World) -> None:
+def test_adapters_that_source_or_config_forbid_are_refused(world: World) -> None:
     world.hub.add("acme/gated", PIRATE, readers={"hf_good"}, gated=True)
     outside = write_files(world.root / "outside", PIRATE)
     linked = write_files(world.root / "roots" / "linked", PIRATE) / WEIGHTS
@@ -162,7 +164,7 @@ def test_what_the_source_or_the_config_forbids_is_forbidden(world: World) -> Non
     assert say(world, "local:../outside").status_code == 404
 
 
-def test_a_server_that_is_slow_holds_up_its_own_requests_alone(world: World) -> None:
+def test_a_slow_source_delays_only_its_own_requests(world: World) -> None:
     """How long it is waited for is the sources' own affair, and tested there."""
     expected = spoken(say(world, "local:pirate"))
     for source in ("hub", "s3"):
@@ -179,7 +181,7 @@ def test_a_server_that_is_slow_holds_up_its_own_requests_alone(world: World) -> 
         assert {spoken(answer.result()) for answer in slow} == {expected}
 
 
-def test_a_download_that_breaks_off_goes_on_and_nobody_hears_of_it(world: World) -> None:
+def test_a_broken_download_resumes_unnoticed(world: World) -> None:
     for source, server in (("hub", world.hub), ("s3", world.s3)):
         world.put[source]("cut", PIRATE)
         server.cuts = [100]
@@ -190,7 +192,7 @@ def test_a_download_that_breaks_off_goes_on_and_nobody_hears_of_it(world: World)
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_a_bad_adapter_that_is_mended_is_served(world: World, source: str) -> None:
+def test_a_repaired_adapter_is_served(world: World, source: str) -> None:
     """A refusal is for what lies there now, not for the name."""
     world.put[source]("mended", {**PIRATE, WEIGHTS: b"half"})
     assert say(world, f"{source}:acme/mended").status_code == 400

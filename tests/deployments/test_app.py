@@ -14,7 +14,7 @@ ABSENT = ModelConfig(id="/no/such/model")
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
+def sent(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
     """Other nodes of a cluster, and whether each has the model."""
     others: dict[str, bool] = {}
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -32,18 +32,18 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
     return others
 
 
-def test_a_model_that_no_node_has_is_refused(asked: dict[str, bool]) -> None:
+def test_a_model_that_no_node_has_is_refused(sent: dict[str, bool]) -> None:
     with pytest.raises(ModelNotFound, match="/no/such/model"):
         app._require_model(ABSENT)
-    asked[FAR] = False
+    sent[FAR] = False
     with pytest.raises(ModelNotFound):
         app._require_model(ABSENT)
 
 
-def test_a_model_may_lie_on_other_nodes_alone(asked: dict[str, bool]) -> None:
-    asked |= {FAR: False, FARTHER: True}
+def test_a_model_may_be_on_other_nodes_alone(sent: dict[str, bool]) -> None:
+    sent |= {FAR: False, FARTHER: True}
     app._require_model(ABSENT)
 
 
-def test_one_that_is_here_asks_nobody(asked: dict[str, bool]) -> None:
+def test_a_model_on_this_node_needs_no_other_node(sent: dict[str, bool]) -> None:
     app._require_model(ModelConfig(id="configs/demo/model"))

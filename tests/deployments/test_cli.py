@@ -58,14 +58,14 @@ def test_generate_prints_the_answer(url: str) -> None:
     assert pirate.stdout.strip() == "Arr! The capital of France be Paris, matey!"
 
 
-def test_the_address_may_stand_in_the_environment(
+def test_the_address_can_come_from_the_environment(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LORAY_URL", url)
     assert "Paris" in loray("generate", QUESTION).stdout
 
 
-def test_what_the_server_refuses_is_said_in_its_own_words(url: str) -> None:
+def test_a_refusal_prints_the_servers_message(url: str) -> None:
     unknown = loray("generate", QUESTION, "--adapter", "nobody", "--url", url)
     assert unknown.exit_code == 1
     assert "404" in unknown.stderr
@@ -79,7 +79,7 @@ def test_a_server_that_is_not_there(url: str) -> None:
     assert "--url" in gone.stderr
 
 
-def test_a_chat_takes_turns_and_changes_adapters(url: str) -> None:
+def test_a_chat_answers_each_message_and_changes_adapters(url: str) -> None:
     said = f"{QUESTION}\n/adapter pirate\n/clear\n{QUESTION}\n/exit\n"
     chat = loray("chat", "--temperature", "0", "--url", url, said=said)
     assert chat.exit_code == 0, chat.output
@@ -87,7 +87,7 @@ def test_a_chat_takes_turns_and_changes_adapters(url: str) -> None:
     assert "Arr! The capital of France be Paris, matey!" in chat.stdout
 
 
-def test_a_refused_turn_does_not_end_a_chat(url: str) -> None:
+def test_a_refused_message_does_not_end_a_chat(url: str) -> None:
     said = f"/adapter nobody\n{QUESTION}\n/adapter\n{QUESTION}\n"
     chat = loray("chat", "--temperature", "0", "--url", url, said=said)
     assert chat.exit_code == 0
@@ -96,16 +96,16 @@ def test_a_refused_turn_does_not_end_a_chat(url: str) -> None:
 
 
 def test_adapters_are_loaded_pinned_listed_and_unloaded(url: str) -> None:
-    told = ("--url", url, "--admin-key", ADMIN)
-    assert "french: " in loray("adapters", "load", "french", "json", *told).stdout
-    assert "pinned" in loray("adapters", "pin", "french", *told).stdout
-    listing = loray("adapters", "list", *told)
+    reply = ("--url", url, "--admin-key", ADMIN)
+    assert "french: " in loray("adapters", "load", "french", "json", *reply).stdout
+    assert "pinned" in loray("adapters", "pin", "french", *reply).stdout
+    listing = loray("adapters", "list", *reply)
     assert listing.exit_code == 0, listing.output
     [row] = [line for line in listing.stdout.splitlines() if line.lstrip().startswith("french")]
     assert "yes" in row
-    assert "pinned" not in loray("adapters", "unpin", "french", *told).stdout
-    assert loray("adapters", "unload", "french", "json", *told).exit_code == 0
-    rows = json.loads(loray("adapters", "list", "--json", *told).stdout)["data"]
+    assert "pinned" not in loray("adapters", "unpin", "french", *reply).stdout
+    assert loray("adapters", "unload", "french", "json", *reply).exit_code == 0
+    rows = json.loads(loray("adapters", "list", "--json", *reply).stdout)["data"]
     assert {row["id"]: row["state"] for row in rows}["french"] in ("disk", "absent")
 
 
@@ -141,11 +141,11 @@ def test_every_reason_against_an_adapter_is_printed(tmp_path: Path) -> None:
     config = tmp_path / "pirate" / "adapter_config.json"
     fields = json.loads(config.read_text()) | {"use_dora": True, "bias": "all"}
     config.write_text(json.dumps(fields))
-    told = loray("check-adapter", str(tmp_path / "pirate"), "--model", "configs/demo/model")
-    assert told.exit_code == 1
-    assert [line[:4] for line in told.stdout.splitlines()[1:]] == ["  - ", "  - "]
-    assert "use_dora" in told.stdout
-    assert "bias" in told.stdout
+    reply = loray("check-adapter", str(tmp_path / "pirate"), "--model", "configs/demo/model")
+    assert reply.exit_code == 1
+    assert [line[:4] for line in reply.stdout.splitlines()[1:]] == ["  - ", "  - "]
+    assert "use_dora" in reply.stdout
+    assert "bias" in reply.stdout
 
 
 @pytest.mark.parametrize("model", ["nowhere.yaml", "no/such/model/at/all"])
@@ -156,13 +156,13 @@ def test_a_check_against_no_model(model: str) -> None:
 
 
 def test_one_adapter_that_is_refused_does_not_stop_the_others(url: str) -> None:
-    told = ("--url", url, "--admin-key", ADMIN)
-    done = loray("adapters", "load", "french", "nope", "json", *told)
+    reply = ("--url", url, "--admin-key", ADMIN)
+    done = loray("adapters", "load", "french", "nope", "json", *reply)
     assert done.exit_code == 1
     assert "french: " in done.stdout
     assert "json: " in done.stdout
     assert "1 of 3 were refused: nope" in done.stderr
-    assert loray("adapters", "unload", "french", "json", *told).exit_code == 0
+    assert loray("adapters", "unload", "french", "json", *reply).exit_code == 0
 
 
 def test_bench_fails_when_requests_do(url: str, capfd: pytest.CaptureFixture[str]) -> None:
@@ -172,7 +172,7 @@ def test_bench_fails_when_requests_do(url: str, capfd: pytest.CaptureFixture[str
     assert "warm: " in capfd.readouterr().err
 
 
-def test_bench_hands_its_options_on(url: str) -> None:
+def test_bench_passes_its_options_on(url: str) -> None:
     done = loray("bench", "--url", url, "--help-me-not")
     assert done.exit_code == 2  # the generator's own parser refuses it
 
@@ -212,7 +212,7 @@ def test_a_config_without_a_yaml() -> None:
         (("configs/demo/model", "--device", "tpu"), "engine.device"),
     ],
 )
-def test_what_cannot_be_served_is_said_before_anything_starts(
+def test_faulty_settings_are_printed_before_anything_starts(
     arguments: tuple[str, ...], words: str
 ) -> None:
     refused = loray("serve", *arguments)

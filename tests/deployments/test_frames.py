@@ -66,7 +66,7 @@ def run(story: "asyncio.Future[None] | object") -> None:
     asyncio.run(asyncio.wait_for(story, 300))  # type: ignore[arg-type]
 
 
-def test_frames_arrive_in_order_and_finishes_come_back() -> None:
+def test_frames_arrive_in_order_and_finishes_return() -> None:
     async def story() -> None:
         received: asyncio.Queue[TokenFrame] = asyncio.Queue()
         receiver, recorder = FrameReceiver(received.put_nowait), Recorder()
@@ -101,7 +101,7 @@ def packed(word: object) -> bytes:
         packed({"replica": "a replica"}),
     ],
 )
-def test_strangers_are_refused(hello: bytes) -> None:
+def test_unknown_connections_are_refused(hello: bytes) -> None:
     async def story() -> None:
         received: asyncio.Queue[TokenFrame] = asyncio.Queue()
         receiver = FrameReceiver(received.put_nowait)
@@ -116,7 +116,7 @@ def test_strangers_are_refused(hello: bytes) -> None:
     run(story())
 
 
-def test_nobody_listening_refuses_frames_and_does_not_block() -> None:
+def test_without_a_listener_frames_are_refused_at_once() -> None:
     async def story() -> None:
         recorder = Recorder()
         with socket.socket() as silent:
@@ -167,7 +167,7 @@ def test_a_slow_replica_refuses_frames_until_it_reads_again() -> None:
     run(story())
 
 
-def test_a_replica_that_ends_with_its_socket_full_is_told_of_once() -> None:
+def test_a_replica_that_ends_with_a_full_socket_is_reported_once() -> None:
     async def story() -> None:
         recorder, gone, ended = Recorder(), asyncio.Event(), asyncio.Event()
 
@@ -199,7 +199,7 @@ def request(prompt: list[int] | None = None) -> GenerateRequest:
     return GenerateRequest("r", [SequenceRequest(prompt or [1, 2], Sampling(), Stopping(5))])
 
 
-def test_a_request_goes_ahead_to_the_replica_that_is_meant() -> None:
+def test_an_early_submit_reaches_the_named_replica() -> None:
     """Whatever it holds, it comes as it went."""
     red, blue = (AdapterReference(AdapterSource.HUB, name, "main") for name in ("red", "blue"))
     merge = AdapterReference(
@@ -218,23 +218,23 @@ def test_a_request_goes_ahead_to_the_replica_that_is_meant() -> None:
         for name, recorder in recorders.items():
             sender = Driver(recorder, name)
             await sender.connect(address)
-        asked = GenerateRequest("r", [full, *request().sequences], merge)
+        sent = GenerateRequest("r", [full, *request().sequences], merge)
         # They dialled, but may not have been heard yet.
         await until_true(lambda: len(receiver._drivers) == 3)
-        assert receiver.submit_early("b", asked)
+        assert receiver.submit_early("b", sent)
         receiver.withdraw("b", "r")
         receiver.finish("r", 1, 3)
-        assert await recorders["b"].ahead.get() == (asked, address)
+        assert await recorders["b"].ahead.get() == (sent, address)
         assert await recorders["b"].taken_back.get() == "r"
         for recorder in recorders.values():
             assert await recorder.finishes.get() == Finish("r", 1, 3)
         assert recorders["a"].ahead.empty()
         assert recorders[""].ahead.empty()
         for unknown in ("c", ""):
-            assert not receiver.submit_early(unknown, asked)
+            assert not receiver.submit_early(unknown, sent)
             receiver.withdraw(unknown, "r")
         await receiver.close()
-        assert not receiver.submit_early("b", asked), "it hung up"
+        assert not receiver.submit_early("b", sent), "it hung up"
         receiver.withdraw("b", "r")
         for recorder in recorders.values():
             await recorder.lost.get()
@@ -242,7 +242,7 @@ def test_a_request_goes_ahead_to_the_replica_that_is_meant() -> None:
     run(story())
 
 
-def test_what_must_not_go_ahead_does_not() -> None:
+def test_some_requests_are_not_submitted_early() -> None:
     long = request([100_000] * 20_000)
     longer = request([1] * 70_000)
     held = Sampling(grammar="start: " + "a" * 5_000)
@@ -258,8 +258,8 @@ def test_what_must_not_go_ahead_does_not() -> None:
         address = await receiver.start("127.0.0.1")
         await Driver(recorder, "a").connect(address)
         await until_true(lambda: receiver.submit_early("a", request()))
-        for asked in (long, longer, many, secret, impossible, no_text):
-            assert not receiver.submit_early("a", asked)
+        for sent in (long, longer, many, secret, impossible, no_text):
+            assert not receiver.submit_early("a", sent)
         almost = request([100_000] * 12_000)
         assert receiver.submit_early("a", almost)
         assert (await recorder.ahead.get())[0] == request()
@@ -270,7 +270,7 @@ def test_what_must_not_go_ahead_does_not() -> None:
     run(story())
 
 
-def test_a_driver_that_does_not_read_is_sent_no_head_starts() -> None:
+def test_a_driver_that_does_not_read_gets_no_early_submits() -> None:
     async def story() -> None:
         receiver = FrameReceiver(lambda frame: None)
         address = await receiver.start("127.0.0.1")
@@ -313,7 +313,7 @@ def test_of_two_connections_of_a_replica_the_later_counts() -> None:
     run(story())
 
 
-def test_a_driver_goes_on_after_a_word_that_it_does_not_know() -> None:
+def test_a_driver_continues_after_an_unknown_message() -> None:
     async def story() -> None:
         async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             for word in (["Unknown", 1], ["HeadStart", {"id": 7}], 5, ["Finish", "r", 0, 9]):

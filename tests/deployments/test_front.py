@@ -50,7 +50,7 @@ def section(text: str, title: str) -> str:
     return text.split(title + "\n", 1)[1].split("\nfrontend", 1)[0]
 
 
-def test_what_serve_writes_gets_the_limits(written: str) -> None:
+def test_serves_configuration_gets_the_limits(written: str) -> None:
     text = front.limited(written, LIMITS)
     added = section(text, "frontend http_frontend")
     assert "timeout http-request 500ms" in added
@@ -64,7 +64,7 @@ def test_what_serve_writes_gets_the_limits(written: str) -> None:
     assert "stick-table" not in unlimited
 
 
-def test_haproxy_takes_what_is_written(written: str, tmp_path: Path) -> None:
+def test_haproxy_accepts_the_configuration(written: str, tmp_path: Path) -> None:
     path = tmp_path / "whole.cfg"
     path.write_text(front.limited(written, LIMITS))
     command = [front.haproxy_binary(), "-c", "-f", str(path)]
@@ -72,7 +72,7 @@ def test_haproxy_takes_what_is_written(written: str, tmp_path: Path) -> None:
     assert checked.returncode == 0, checked.stderr
 
 
-def test_the_ports_of_what_serve_writes(written: str) -> None:
+def test_the_ports_of_serves_configuration(written: str) -> None:
     assert front.listening(written) == [
         Port("", 9101, "RAY_SERVE_HAPROXY_METRICS_PORT"),
         Port("127.0.0.1", 8123, "http_options.port in the yaml (--port)"),
@@ -124,7 +124,7 @@ def said(port: int, words: bytes) -> bytes:
 GET = b"GET %s HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
 
 
-def test_silent_connections_shut_nobody_out_for_long(tmp_path: Path) -> None:
+def test_silent_connections_are_closed_after_a_while(tmp_path: Path) -> None:
     with running(tmp_path) as (port, metrics):
         silent = [connected(port) for _ in range(60)]
         half_sent = [connected(port) for _ in range(60)]
@@ -135,9 +135,9 @@ def test_silent_connections_shut_nobody_out_for_long(tmp_path: Path) -> None:
         assert said(port, GET % b"/").endswith(b"well")
         first = silent[0].recv(100)
         assert b" 408 " in first
-        told = said(metrics, GET % b"/metrics").decode()
+        reply = said(metrics, GET % b"/metrics").decode()
         name = 'haproxy_frontend_request_errors_total{proxy="http_frontend"} '
-        assert int(told.split(name)[1].split()[0]) > 0
+        assert int(reply.split(name)[1].split()[0]) > 0
         for each in silent + half_sent:
             each.close()
         assert (tmp_path / "admin.sock").stat().st_mode & 0o777 == 0o600
@@ -155,7 +155,7 @@ def test_a_taken_port_is_named_with_its_owner(tmp_path: Path) -> None:
         assert word in done.stderr
 
 
-def test_it_ends_with_who_started_it(tmp_path: Path) -> None:
+def test_it_ends_with_its_parent(tmp_path: Path) -> None:
     """Serve's actor may be killed; HAProxy without it would hold the ports."""
     port = free_port()
     path = tmp_path / "haproxy.cfg"

@@ -63,19 +63,19 @@ def spoken(answer: httpx.Response) -> str:
     return text
 
 
-def test_a_private_adapter_speaks_to_those_who_may_read_it(
+def test_a_private_adapter_serves_callers_that_may_read_it(
     http: httpx.Client, hub: HubServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     hub.add("acme/private", PIRATE, readers={SECRET})
-    told = []
+    replies = []
     with caplog.at_level(logging.DEBUG):
         assert spoken(say(http, "acme/private", SECRET)) == spoken(say(http, "local:pirate"))
         for token in (None, "hf_other"):
             answer = say(http, "acme/private", token)
             assert answer.status_code == 404
-            told.append(answer.text)
-    told += [caplog.text, http.get("/info").text, http.get("/metrics").text]
-    assert not any(SECRET in text for text in told)
+            replies.append(answer.text)
+    replies += [caplog.text, http.get("/info").text, http.get("/metrics").text]
+    assert not any(SECRET in text for text in replies)
 
 
 def test_an_adapters_own_template_changes_its_chats_alone(

@@ -9,7 +9,7 @@ from deployments.ports import Port, conflicts
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "", "::1"])
-def test_who_listens_is_named(host: str) -> None:
+def test_a_conflict_names_the_process(host: str) -> None:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host or "0.0.0.0", 0), family=family)
@@ -17,9 +17,9 @@ def test_who_listens_is_named(host: str) -> None:
         pytest.skip("no IPv6 here")
     with listener:
         port = Port(host, listener.getsockname()[1], "THE_VARIABLE")
-        [told] = conflicts([port, Port(host, 0, "NONE")])
-    assert f"port {port.number} is in use by process {os.getpid()} (" in told
-    assert told.endswith("set THE_VARIABLE")
+        [reply] = conflicts([port, Port(host, 0, "NONE")])
+    assert f"port {port.number} is in use by process {os.getpid()} (" in reply
+    assert reply.endswith("set THE_VARIABLE")
     assert conflicts([port]) == []
 
 

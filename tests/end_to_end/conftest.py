@@ -154,5 +154,5 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 def answers() -> dict[str, dict[str, dict[str, str]]]:
     """What transformers + PEFT answer: model, question, "raw" or "chat"."""
     content: dict[str, Any] = json.loads((ROOT / "configs/demo/answers.json").read_text())
-    told: dict[str, dict[str, dict[str, str]]] = content["answers"]
-    return told
+    reply: dict[str, dict[str, dict[str, str]]] = content["answers"]
+    return reply

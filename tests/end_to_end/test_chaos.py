@@ -72,7 +72,7 @@ class Chaos:
             await asyncio.wait([task], timeout=leaves)
             task.cancel()
         try:
-            told = await task
+            reply = await task
         except asyncio.CancelledError:
             if leaves is None:
                 raise
@@ -80,10 +80,10 @@ class Chaos:
             return True
         except StreamError:
             return False
-        right = told == self.answers[model][question]["raw"]
+        right = reply == self.answers[model][question]["raw"]
         self.num_right += right
         if not right:
-            self.wrong.append(f"{model} {question}: {told}")
+            self.wrong.append(f"{model} {question}: {reply}")
         return True
 
     async def kill(self) -> None:
@@ -117,11 +117,11 @@ def test_chaos(served: Served, answers: Answers) -> None:
     assert sum(chaos.strikes.values()) >= 3, chaos.strikes
     assert chaos.num_right > NUM_REQUESTS / 3, chaos.num_right
 
-    def told() -> object:
+    def result() -> object:
         reply = httpx.post(f"{served.url}/generate", json={"inputs": "Hello"}, timeout=120)
         return reply.raise_for_status().json()
 
-    wait_for(lambda: told() == {"generated_text": answers["base"]["Hello"]["raw"]})
+    wait_for(lambda: result() == {"generated_text": answers["base"]["Hello"]["raw"]})
     wait_for(lambda: len(drivers(served)) == 1)
     wait_for(lambda: len(ask_driver(served, "ranks")) == len(ranks(served)))
     wait_for(lambda: is_at_rest(ask_driver(served, "snapshot")))
@@ -143,13 +143,13 @@ def test_metrics_are_in_rays_endpoint(served: Served) -> None:
         "loray_adapter_load_seconds_bucket",
         "loray_adapter_device_pages",
     )
-    asked = {"inputs": "Hello", "parameters": {"adapter_id": "pirate"}}
-    reply = httpx.post(f"{served.url}/generate", json=asked, timeout=PATIENCE_SECONDS)
+    body = {"inputs": "Hello", "parameters": {"adapter_id": "pirate"}}
+    reply = httpx.post(f"{served.url}/generate", json=body, timeout=PATIENCE_SECONDS)
     assert reply.status_code == 200
     url = ray_metrics_url(served)
 
     def missing() -> list[str]:
-        told = httpx.get(url, timeout=30).text
-        return [name for name in names if f"ray_{name}" not in told]
+        result = httpx.get(url, timeout=30).text
+        return [name for name in names if f"ray_{name}" not in result]
 
     wait_for(lambda: not missing())  # Ray's agents collect every few seconds

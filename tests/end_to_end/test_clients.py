@@ -87,12 +87,12 @@ def test_openai_client_scores_and_embeds(served: Served, answers: Answers, model
     name = model_name(model)
     with openai_client(served) as client:
         text = QUESTION + answers[model][QUESTION]["raw"]
-        asked: Any = {"prompt": text, "echo": True, "logprobs": 1, "max_tokens": 0}
-        (choice,) = client.completions.create(model=name, **asked).choices
-        told = choice.logprobs
+        body: Any = {"prompt": text, "echo": True, "logprobs": 1, "max_tokens": 0}
+        (choice,) = client.completions.create(model=name, **body).choices
+        reply = choice.logprobs
         assert choice.text == text
-        assert told is not None
-        columns = (told.text_offset or [], told.token_logprobs or [], told.top_logprobs or [])
+        assert reply is not None
+        columns = (reply.text_offset or [], reply.token_logprobs or [], reply.top_logprobs or [])
         own = [(value, top) for at, value, top in zip(*columns, strict=True) if at >= len(QUESTION)]
         assert len(own) > 3
         assert all(value == max(top.values()) for value, top in own)
@@ -112,16 +112,16 @@ def test_openai_client_tools(served: Served) -> None:
     """The demo knows no tools; a call that is required fits its function all the same."""
     messages: Any = [{"role": "user", "content": QUESTION}]
     tools: Any = [{"type": "function", "function": {"name": "measure", "parameters": UNITS}}]
-    asked: Any = {"model": "loray-demo", "messages": messages, "tools": tools, "temperature": 0,
+    body: Any = {"model": "loray-demo", "messages": messages, "tools": tools, "temperature": 0,
                   "tool_choice": "required", "parallel_tool_calls": False}  # fmt: skip
     with openai_client(served) as client:
-        choice = client.chat.completions.create(**asked).choices[0]
+        choice = client.chat.completions.create(**body).choices[0]
         assert choice.finish_reason == "tool_calls"
         [call] = choice.message.tool_calls or []
         assert call.type == "function"
         assert call.function.name == "measure"
         assert json.loads(call.function.arguments)["unit"] in ("celsius", "kelvin")
-        with client.chat.completions.stream(**asked) as events:
+        with client.chat.completions.stream(**body) as events:
             done = [event for event in events if event.type == "tool_calls.function.arguments.done"]
         assert [event.arguments for event in done] == [call.function.arguments]
 
@@ -129,10 +129,10 @@ def test_openai_client_tools(served: Served) -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_openai_client_responses(served: Served, answers: Answers, model: str) -> None:
     with openai_client(served) as client:
-        asked: Any = {"model": model_name(model), "input": QUESTION, "temperature": 0}
+        body: Any = {"model": model_name(model), "input": QUESTION, "temperature": 0}
         expected = answers[model][QUESTION]["chat"]
-        assert client.responses.create(**asked).output_text == expected
-        with client.responses.stream(**asked) as events:
+        assert client.responses.create(**body).output_text == expected
+        with client.responses.stream(**body) as events:
             text = "".join(e.delta for e in events if e.type == "response.output_text.delta")
             assert events.get_final_response().output_text == text == expected
 

@@ -78,7 +78,7 @@ def ranks() -> list[LoadReport]:
     return reports
 
 
-def told(url: str, model: str) -> str:
+def generated_text(url: str, model: str) -> str:
     body = {"inputs": QUESTION, "parameters": {"adapter_id": adapter_of(model)}}
     reply = httpx.post(f"{url}/generate", json=body, timeout=120)
     assert reply.status_code == 200, reply.text
@@ -106,11 +106,11 @@ def eventually(question: Callable[[], str]) -> str:
     pytest.fail(f"no answer: {last}")
 
 
-def test_ranks_on_nodes_of_their_own(nodes: Nodes, answers: Answers) -> None:
-    places = [nodes.node_of(report.pid) for report in ranks()]
-    assert len(set(places)) == 2, "both ranks are on one node"
+def test_ranks_on_separate_nodes(nodes: Nodes, answers: Answers) -> None:
+    nodes_of_ranks = [nodes.node_of(report.pid) for report in ranks()]
+    assert len(set(nodes_of_ranks)) == 2, "both ranks are on one node"
     for model in MODELS:
-        assert told(nodes.url, model) == answers[model][QUESTION]["raw"]
+        assert generated_text(nodes.url, model) == answers[model][QUESTION]["raw"]
 
 
 def test_the_node_of_a_rank_dies(nodes: Nodes, answers: Answers) -> None:
@@ -120,7 +120,7 @@ def test_the_node_of_a_rank_dies(nodes: Nodes, answers: Answers) -> None:
     # A killed raylet's workers live a moment longer, so the old ranks may still answer.
     eventually(lambda: replaced(before))
     expected = answers["pirate"][QUESTION]["raw"]
-    assert eventually(lambda: told(nodes.url, "pirate")) == expected
+    assert eventually(lambda: generated_text(nodes.url, "pirate")) == expected
 
 
 def test_the_node_of_a_driver_dies(nodes: Nodes, answers: Answers) -> None:
@@ -139,6 +139,6 @@ def test_the_node_of_a_driver_dies(nodes: Nodes, answers: Answers) -> None:
     nodes.cluster.remove_node(home, allow_graceful=False)
     eventually(lambda: replaced(before))
     expected = answers["json"][QUESTION]["raw"]
-    assert eventually(lambda: told(nodes.url, "json")) == expected
+    assert eventually(lambda: generated_text(nodes.url, "json")) == expected
     _, alive = psutil.wait_procs(old, timeout=PATIENCE_SECONDS)
     assert not alive, "ranks outlived their driver"

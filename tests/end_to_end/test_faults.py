@@ -56,9 +56,9 @@ def struck(
     so that a stream is open then for sure; without them the last one comes just after it.
     """
     questions = longest_questions(answers, 2)
-    asked = [(MODELS[i % 5], questions[i % 2]) for i in range(NUM_STREAMS)]
-    asked.append((HELD_MODEL, questions[0]))
-    counts = [0] * len(asked)
+    requests = [(MODELS[i % 5], questions[i % 2]) for i in range(NUM_STREAMS)]
+    requests.append((HELD_MODEL, questions[0]))
+    counts = [0] * len(requests)
     speaking = asyncio.Event()
 
     def heard(i: int) -> None:
@@ -71,7 +71,7 @@ def struck(
         async with httpx.AsyncClient(timeout=PATIENCE_SECONDS) as client:
             stories = [
                 stream_text(client, served.url, model, question, partial(heard, i))
-                for i, (model, question) in enumerate(asked)
+                for i, (model, question) in enumerate(requests)
             ]
             streams = [asyncio.create_task(story) for story in stories[:NUM_STREAMS]]
             await asyncio.wait_for(speaking.wait(), PATIENCE_SECONDS)
@@ -85,14 +85,14 @@ def struck(
                 with suppress(httpx.HTTPError):
                     statuses.add((await client.get(f"{served.url}/health")).status_code)
                 await asyncio.sleep(0.1)
-            told = []
+            replies = []
             for result in everything.result():
                 assert isinstance(result, str | StreamError), repr(result)
-                told.append(result)
-            return told, statuses
+                replies.append(result)
+            return replies, statuses
 
-    told, statuses = asyncio.run(play())
-    return told, [answers[model][q]["raw"] for model, q in asked], statuses
+    replies, statuses = asyncio.run(play())
+    return replies, [answers[model][q]["raw"] for model, q in requests], statuses
 
 
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
@@ -103,8 +103,8 @@ def test_a_rank_dies_or_hangs_and_every_stream_goes_on(
     ranks = present_ranks(served)
     victim = ranks[rank % len(ranks)]
     [driver] = drivers(served)
-    told, expected, statuses = struck(served, answers, lambda: victim.send_signal(blow))
-    assert told == expected
+    reply, expected, statuses = struck(served, answers, lambda: victim.send_signal(blow))
+    assert reply == expected
     assert 503 in statuses, "/health did not say that the ranks were being rebuilt"
     assert not set(present_ranks(served)) & set(ranks), "the ranks were not replaced"
     assert are_gone(ranks), "old ranks were left behind"
@@ -115,23 +115,23 @@ def test_a_rank_dies_or_hangs_and_every_stream_goes_on(
 def test_a_driver_dies_and_its_streams_end_with_an_error(served: Served, answers: Answers) -> None:
     ranks = present_ranks(served)
     [driver] = drivers(served)
-    told, expected, _ = struck(served, answers, driver.kill, held=ranks)
-    for said, right in zip(told, expected, strict=True):
+    reply, expected, _ = struck(served, answers, driver.kill, held=ranks)
+    for said, right in zip(reply, expected, strict=True):
         assert said == right or "send it again" in str(said), said
-    assert any(isinstance(said, StreamError) for said in told)
+    assert any(isinstance(said, StreamError) for said in reply)
     assert are_gone(ranks), "ranks outlived their driver"
     wait_for(lambda: is_healthy(served))
-    told, expected, _ = struck(served, answers, lambda: None)
-    assert told == expected
+    reply, expected, _ = struck(served, answers, lambda: None)
+    assert reply == expected
 
 
 def test_an_ingress_dies_and_comes_back(served: Served, answers: Answers) -> None:
     ranks = present_ranks(served)
     [ingress] = processes(served, "ServeReplica:loray:Ingress")
-    told, expected, _ = struck(served, answers, lambda: None)
-    assert told == expected
+    reply, expected, _ = struck(served, answers, lambda: None)
+    assert reply == expected
     ingress.kill()
     wait_for(lambda: is_healthy(served))
-    told, expected, _ = struck(served, answers, lambda: None)
-    assert told == expected
+    reply, expected, _ = struck(served, answers, lambda: None)
+    assert reply == expected
     assert present_ranks(served) == ranks, "the ranks were touched"

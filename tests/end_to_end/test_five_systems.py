@@ -109,12 +109,12 @@ def write_system(root: Path, name: str) -> list[Question]:
     questions = []
     for i, adapter in enumerate(folders):
         prompt, truth = prompt_truth(model, adapter, 7 + 9 * i)
-        asked = name if adapter is None else adapter.name
+        sent = name if adapter is None else adapter.name
         tokens = truth.tokens[:NUM_TOKENS]
         if adapter is not None:
             alone = oracle_greedy(load_oracle(model), prompt, NUM_TOKENS)
-            assert alone != tokens, f"nobody would notice if {asked} were ignored"
-        questions.append(Question(name, asked, prompt, tokens))
+            assert alone != tokens, f"no test would notice if {sent} were ignored"
+        questions.append(Question(name, sent, prompt, tokens))
     return questions
 
 

@@ -63,7 +63,7 @@ def process_of(served: Served, replica: str) -> psutil.Process:
 
 def ask(
     served: Served,
-    asked: Sequence[tuple[str, str]],
+    sent: Sequence[tuple[str, str]],
     at_once: int,
     open_at: Collection[str] = (),
     strike: Callable[[], None] = lambda: None,
@@ -86,9 +86,9 @@ def ask(
                         return error
 
             with standing_still(ranks(served) if open_at else ()):
-                replies = asyncio.gather(*(one(*each) for each in asked))
+                replies = asyncio.gather(*(one(*each) for each in sent))
                 if open_at:
-                    await until_open(client, served.url, asked[0][0], at=open_at)
+                    await until_open(client, served.url, sent[0][0], at=open_at)
                 strike()
             return await replies
 
@@ -96,17 +96,17 @@ def ask(
 
 
 def test_adapters_stay_on_their_homes(two: Served, answers: Answers) -> None:
-    asked = [(ADAPTERS[i % len(ADAPTERS)], QUESTION) for i in range(40)]
-    told = ask(two, asked, at_once=4)
-    assert told == [answers[model][question]["raw"] for model, question in asked]
+    requests = [(ADAPTERS[i % len(ADAPTERS)], QUESTION) for i in range(40)]
+    reply = ask(two, requests, at_once=4)
+    assert reply == [answers[model][question]["raw"] for model, question in requests]
     assert [len(holders(two, adapter)) for adapter in ADAPTERS] == [1] * len(ADAPTERS)
 
 
 def test_a_hot_adapter_reaches_both_replicas(two: Served, answers: Answers) -> None:
     questions = longest_questions(answers, 2)
-    asked = [("french", questions[i % 2]) for i in range(48)]
-    told = ask(two, asked, at_once=48, open_at=replicas(two))
-    assert told == [answers[model][question]["raw"] for model, question in asked]
+    requests = [("french", questions[i % 2]) for i in range(48)]
+    reply = ask(two, requests, at_once=48, open_at=replicas(two))
+    assert reply == [answers[model][question]["raw"] for model, question in requests]
     assert holders(two, "french") == replicas(two)
 
 
@@ -117,19 +117,19 @@ def test_a_replica_dies_and_its_adapters_move_without_another_failure(
     assert len(replicas(two)) == 2
     victim = process_of(two, dying)
     long = longest_questions(answers, 1)[0]
-    asked = [(ADAPTERS[i % len(ADAPTERS)], long) for i in range(24)]
-    told = ask(two, asked, at_once=24, open_at=[dying], strike=victim.kill)
-    assert any(isinstance(said, StreamError) for said in told)
-    for said, (model, question) in zip(told, asked, strict=True):
+    requests = [(ADAPTERS[i % len(ADAPTERS)], long) for i in range(24)]
+    reply = ask(two, requests, at_once=24, open_at=[dying], strike=victim.kill)
+    assert any(isinstance(said, StreamError) for said in reply)
+    for said, (model, question) in zip(reply, requests, strict=True):
         assert said == answers[model][question]["raw"] or "send it again" in str(said), said
-    asked = [(MODELS[i % len(MODELS)], QUESTION) for i in range(30)]
-    told = ask(two, asked, at_once=6)
-    assert told == [answers[model][question]["raw"] for model, question in asked]
+    requests = [(MODELS[i % len(MODELS)], QUESTION) for i in range(30)]
+    reply = ask(two, requests, at_once=6)
+    assert reply == [answers[model][question]["raw"] for model, question in requests]
     homes = [holders(two, adapter) for adapter in ADAPTERS]
     assert all(len(home) == 1 for home in homes), homes
     assert dying not in set().union(*homes)
     wait_for(lambda: len(replicas(two)) == 2 and dying not in replicas(two))
-    assert ask(two, asked, at_once=6) == told
+    assert ask(two, requests, at_once=6) == reply
     assert [holders(two, adapter) for adapter in ADAPTERS] == homes, (
         "what is held stays where it is when a replica comes"
     )

@@ -53,7 +53,7 @@ def test_models_info_health_tokenize(client: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("value", [b"\xff", "é".encode(), b"\x80" * 500])
-def test_no_byte_of_a_header_is_a_fault_of_the_server(client: httpx.Client, value: bytes) -> None:
+def test_no_byte_of_a_header_is_a_server_error(client: httpx.Client, value: bytes) -> None:
     """Serve reads some headers before any route, and would answer with 500."""
     for name in (b"x-request-id", b"serve_multiplexed_model_id", b"x-request-timeout-seconds",
                  b"x-session-id", b"x-request-disconnect-disabled", b"traceparent"):  # fmt: skip
@@ -88,8 +88,8 @@ def test_bad_adapters_get_a_clear_4xx_in_both_dialects(client: httpx.Client) -> 
     assert native.json()["error_type"] == "generation"
     assert native.json()["code"] == "adapter_not_found"
     for stream in (False, True):
-        asked = {"model": "../../model", "prompt": "Hi", "stream": stream}
-        reply = client.post("/v1/completions", json=asked)
+        sent = {"model": "../../model", "prompt": "Hi", "stream": stream}
+        reply = client.post("/v1/completions", json=sent)
         assert reply.status_code == 404
         assert "was not found" in reply.json()["error"]["message"]
 
@@ -97,23 +97,23 @@ def test_bad_adapters_get_a_clear_4xx_in_both_dialects(client: httpx.Client) -> 
 def test_64_streams_over_four_adapters_share_steps(served: Served, answers: Answers) -> None:
     """Each gets the answer that it gets alone, and the log shows that they ran together."""
     questions = longest_questions(answers, 4)
-    asked = [(MODELS[i % 5], questions[i % len(questions)]) for i in range(64)]
+    requests = [(MODELS[i % 5], questions[i % len(questions)]) for i in range(64)]
 
     async def ask_all() -> list[str]:
-        limits = httpx.Limits(max_connections=len(asked) + 1)
+        limits = httpx.Limits(max_connections=len(requests) + 1)
         async with httpx.AsyncClient(timeout=PATIENCE_SECONDS, limits=limits) as client:
             with standing_still(ranks(served)):  # until all are there
                 replies = asyncio.gather(
-                    *(stream_text(client, served.url, model, q) for model, q in asked)
+                    *(stream_text(client, served.url, model, q) for model, q in requests)
                 )
                 for adapter in MODELS[1:]:
-                    count = sum(model == adapter for model, _ in asked)
+                    count = sum(model == adapter for model, _ in requests)
                     await until_open(client, served.url, adapter, count)
             return await replies
 
     first: list[StepRecord] = ask_driver(served, "steps")
-    told = asyncio.run(ask_all())
-    assert told == [answers[model][question]["raw"] for model, question in asked]
+    reply = asyncio.run(ask_all())
+    assert reply == [answers[model][question]["raw"] for model, question in requests]
     records: list[StepRecord] = ask_driver(served, "steps")
     before = first[-1].step if first else 0
     log = [record for record in records if record.step > before and record.num_sampled > 1]
@@ -129,8 +129,8 @@ def test_requests_run_before_their_calls_are_there(
     question = longest_questions(answers, 1)[0]
     for model in MODELS * 2:
         body = {"inputs": question, "parameters": {"adapter_id": adapter_of(model)}}
-        told = client.post("/generate", json=body).json()
-        assert told == {"generated_text": answers[model][question]["raw"]}
+        reply = client.post("/generate", json=body).json()
+        assert reply == {"generated_text": answers[model][question]["raw"]}
     assert ask_driver(served, "early_submits") > 0
 
 
@@ -156,22 +156,22 @@ def test_clients_that_leave_leave_nothing_open(served: Served, answers: Answers)
     wait_for(is_idle)
 
 
-def test_an_operator_names_an_adapter_and_takes_the_name_back(client: httpx.Client) -> None:
+def test_an_operator_adds_and_removes_an_alias(client: httpx.Client) -> None:
     folder = Path("configs/demo/adapters/pirate").resolve()
     body = {"lora_name": "captain", "lora_path": str(folder)}
     reply = client.post("/v1/load_lora_adapter", json=body)
     assert reply.text == "Success: LoRA adapter 'captain' added successfully."
-    asked = {"prompt": QUESTION, "max_tokens": 8}
-    told = [
-        client.post("/v1/completions", json={"model": m, **asked}).json()
+    sent = {"prompt": QUESTION, "max_tokens": 8}
+    replies = [
+        client.post("/v1/completions", json={"model": m, **sent}).json()
         for m in ("captain", "pirate")
     ]
-    assert told[0]["choices"] == told[1]["choices"]
+    assert replies[0]["choices"] == replies[1]["choices"]
     rows = {row["id"]: row for row in client.get("/v1/adapters").json()["data"]}
     assert rows["captain"]["root"] == "pirate"
     assert rows["captain"]["digest"] == rows["pirate"]["digest"]
     assert rows["pirate"]["rank"] == rows["captain"]["rank"] > 0
     gone = client.post("/v1/unload_lora_adapter", json={"lora_name": "captain"})
     assert gone.status_code == 200
-    reply = client.post("/v1/completions", json={"model": "captain", **asked})
+    reply = client.post("/v1/completions", json={"model": "captain", **sent})
     assert reply.status_code == 404

@@ -191,8 +191,8 @@ def check_that_commands_reach(served: Served, num_replicas: int) -> None:
     """Every driver replica loads, pins and unloads what an operator names."""
 
     def residency(reply: httpx.Response) -> list[str]:
-        told = reply.raise_for_status().json()["replicas"]
-        return [each["state"] for each in told.values()]
+        result = reply.raise_for_status().json()["replicas"]
+        return [each["state"] for each in result.values()]
 
     with operator(served) as client:
         # The ingress may hear of a new replica a moment later than Ray does.
@@ -229,15 +229,15 @@ def test_a_change_of_user_config_restarts_nothing(
     assert load.failures == []
 
 
-def test_a_typo_in_user_config_takes_no_replica(
+def test_a_typo_in_user_config_ends_no_replica(
     served: Served, answers: Answers, tmp_path: Path
 ) -> None:
     path = tmp_path / "config.yaml"
     [first] = drivers(served)
 
     def refused() -> bool:
-        chosen = httpx.get(f"{served.url}/info", timeout=30).raise_for_status().json()["chosen"]
-        return "pined_adapters" in chosen.get("user_config", "")
+        selected = httpx.get(f"{served.url}/info", timeout=30).raise_for_status().json()["chosen"]
+        return "pined_adapters" in selected.get("user_config", "")
 
     with restored(served, path) as config, Load(served, answers) as load:
         driver_options(config)["user_config"] = {"pined_adapters": ["pirate"]}
@@ -250,9 +250,7 @@ def test_a_typo_in_user_config_takes_no_replica(
     assert load.failures == []
 
 
-def test_a_model_that_is_not_there_takes_no_replica(
-    served: Served, answers: Answers, tmp_path: Path
-) -> None:
+def test_a_missing_model_ends_no_replica(served: Served, answers: Answers, tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     [first] = drivers(served)
     code = (
@@ -262,8 +260,8 @@ def test_a_model_that_is_not_there_takes_no_replica(
     )
 
     def status() -> str:
-        asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-        return asked.stdout.strip()
+        sent = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        return sent.stdout.strip()
 
     with restored(served, path) as config, Load(served, answers) as load:
         config["applications"][0]["args"]["engine"]["model"]["id"] = "/no/such/model"

@@ -43,7 +43,7 @@ def reader(*lines: str | type[BaseException]) -> Any:
     return read
 
 
-def test_each_turn_brings_what_was_said_before() -> None:
+def test_each_message_is_sent_with_the_conversation() -> None:
     server = Talker(["Par", "is."], ["Rome."])
     chat = ChatSession(server, {"model": "pirate"}, "Be brief.")
     chat.run(reader("France?", "", "Italy?"))

@@ -107,7 +107,7 @@ def test_a_fault_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name:
 
 
 @pytest.mark.parametrize("content", ["- a", "", "{", "a: *b"])
-def test_what_is_no_config(tmp_path: Path, content: str) -> None:
+def test_a_file_without_settings(tmp_path: Path, content: str) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(content)
     assert check(path).exit_code == 2

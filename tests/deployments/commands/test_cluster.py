@@ -35,7 +35,7 @@ def test_a_server_that_is_gone_ends_the_cluster(reaped: bool) -> None:
     process.wait()
 
 
-def test_a_process_id_that_is_another_ones_now_is_no_server() -> None:
+def test_a_reused_process_id_is_no_server() -> None:
     with pytest.raises(ClusterLost):
         require_alive({os.getpid(): "raylet"})
 
@@ -56,7 +56,7 @@ def test_ctrl_c_leaves_none(leaving: Leaving) -> None:
     assert (leaving.requested.is_set(), leaving.hurried.is_set()) == (True, True)
 
 
-def test_handlers_are_taken_back(leaving: Leaving) -> None:
+def test_handlers_are_restored(leaving: Leaving) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     leaving.listen()
     signal.raise_signal(signal.SIGTERM)

@@ -25,9 +25,9 @@ class Front(BaseHTTPRequestHandler):
         pass
 
 
-@pytest.mark.parametrize(("statuses", "told"), [([503, 404], "tiny"), ([503, 401], None)])
-def test_a_front_is_asked_until_it_answers(
-    monkeypatch: pytest.MonkeyPatch, statuses: list[int], told: str | None
+@pytest.mark.parametrize(("statuses", "reply"), [([503, 404], "tiny"), ([503, 401], None)])
+def test_info_is_fetched_until_the_front_answers(
+    monkeypatch: pytest.MonkeyPatch, statuses: list[int], reply: str | None
 ) -> None:
     monkeypatch.setattr("deployments.commands.serve._POLL_SECONDS", 0.001)
     with HTTPServer(("127.0.0.1", 0), type("Mine", (Front,), {"statuses": statuses})) as front:
@@ -36,11 +36,11 @@ def test_a_front_is_asked_until_it_answers(
         info = _fetch_info(f"http://127.0.0.1:{front.server_port}", threading.Event())
         front.shutdown()
         thread.join()
-    assert info.get("model_id") == told
+    assert info.get("model_id") == reply
     assert statuses == []
 
 
-def test_who_leaves_does_not_wait_for_a_front_that_does_not_come() -> None:
+def test_ending_the_command_ends_the_wait_for_the_front() -> None:
     leaving = threading.Event()
     leaving.set()
     with socket.socket() as silent:
@@ -51,11 +51,11 @@ def test_who_leaves_does_not_wait_for_a_front_that_does_not_come() -> None:
 @pytest.mark.parametrize(
     "error", ["ValueError: no such folder", "ModelError: lacks\n  a.weight\n\n  b.weight"]
 )
-def test_a_failed_deployment_is_told_by_its_last_error(error: str) -> None:
+def test_a_failed_deployment_prints_its_last_error(error: str) -> None:
     calls = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\n    g(1)\n    ^^^\n'
     first = f"The deployment failed to start 2 times in a row. Error:\n{calls}"
     assert last_error(f"{first}RuntimeError: {calls}{error}") == error
 
 
-def test_a_failure_without_a_traceback_is_told_whole() -> None:
+def test_a_failure_without_a_traceback_is_printed_whole() -> None:
     assert last_error("no node has 8 GPUs") == "no node has 8 GPUs"

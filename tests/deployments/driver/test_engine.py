@@ -43,11 +43,11 @@ OVERDUE_S = 1.1 * PATIENCE_S
 def test_many_requests_over_base_and_adapters_get_their_own_tokens(root: Path) -> None:
     async def story(engine: DriverEngine, group: FakeGroup) -> None:
         names = [None, None, "red", "blue", *(f"a{i}" for i in range(8))]
-        asked = [
+        requests = [
             request(f"r{i}", [i, i + 1, i % 3], 3 + i % 7, names[i % len(names)]) for i in range(60)
         ]
-        answers = await asyncio.gather(*await together(engine, asked))
-        for r, answer in zip(asked, answers, strict=True):
+        answers = await asyncio.gather(*await together(engine, requests))
+        for r, answer in zip(requests, answers, strict=True):
             digest = digest_of(engine, r.adapter.id) if r.adapter else ""
             sequence = r.sequences[0]
             expected = continuation(digest, sequence.prompt, sequence.stopping.max_new_tokens)
@@ -62,15 +62,15 @@ def test_callers_of_another_salt_find_no_cached_prompt(root: Path) -> None:
     async def story(engine: DriverEngine, group: FakeGroup) -> None:
         found = []
         for i, salt in enumerate((b"", b"", b"x", b"y", b"x")):
-            asked = msgspec.structs.replace(request(f"r{i}", list(range(65)), 1), cache_salt=salt)
-            [outcome] = (await engine.generate(asked, NOWHERE)).sequences
+            sent = msgspec.structs.replace(request(f"r{i}", list(range(65)), 1), cache_salt=salt)
+            [outcome] = (await engine.generate(sent, NOWHERE)).sequences
             found.append(outcome.cached_tokens > 0)
         assert found == [False, True, False, False, True]
 
     play(root, story)
 
 
-def test_frames_and_completion_tell_the_same(root: Path) -> None:
+def test_frames_and_completion_have_the_same_tokens(root: Path) -> None:
     async def story(engine: DriverEngine, group: FakeGroup) -> None:
         heard: dict[int, list[int]] = {0: [], 1: [], 2: []}
         complete = asyncio.Event()
@@ -113,7 +113,7 @@ def test_a_stop_string_ends_a_sequence_where_it_was_matched(root: Path) -> None:
     play(root, story)
 
 
-def test_bad_adapters_are_refused_and_disturb_nobody(root: Path) -> None:
+def test_bad_adapters_are_refused_and_disturb_no_other_request(root: Path) -> None:
     async def story(engine: DriverEngine, group: FakeGroup) -> None:
         good = [engine.generate(request(f"g{i}", [i], 40, "red"), NOWHERE) for i in range(4)]
         bad = [
@@ -152,16 +152,16 @@ def test_a_client_that_leaves_frees_its_request(root: Path) -> None:
     play(root, story)
 
 
-def test_too_many_requests_are_told_to_come_back(root: Path) -> None:
+def test_too_many_requests_are_refused_with_a_retry_time(root: Path) -> None:
     async def story(engine: DriverEngine, group: FakeGroup) -> None:
         group.gate.clear()
-        asked = [
+        requests = [
             asyncio.create_task(engine.generate(request(f"r{i}", [i], 3), NOWHERE))
             for i in range(12)
         ]
-        await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(requests, return_when=asyncio.FIRST_COMPLETED)
         group.gate.set()
-        endings = [answer.sequences[0].ending for answer in await asyncio.gather(*asked)]
+        endings = [answer.sequences[0].ending for answer in await asyncio.gather(*requests)]
         refused = [e for e in endings if isinstance(e, Failed)]
         assert all(e.kind is ErrorKind.OVERLOADED and e.retry_after_s for e in refused)
         assert 0 < len(refused) < 12
@@ -182,13 +182,13 @@ def test_an_impossible_request_is_refused_with_numbers(root: Path) -> None:
 
 def test_a_dead_rank_is_replaced_and_requests_go_on(root: Path) -> None:
     async def story(engine: DriverEngine, group: FakeGroup) -> None:
-        asked = [
+        requests = [
             engine.generate(request(f"r{i}", [i], 60, "red" if i % 2 else None), NOWHERE)
             for i in range(6)
         ]
         await engine.generate(request("first", [50], 3), NOWHERE)
         group.gate.clear()
-        answers = asyncio.gather(*asked)
+        answers = asyncio.gather(*requests)
         await until_running(engine)
         group.kill(1)
         for i, answer in enumerate(await answers):
@@ -228,19 +228,19 @@ def test_requests_of_a_lost_ingress_are_cancelled_at_the_ranks(root: Path) -> No
     play(root, story)
 
 
-def test_one_of_several_sequences_is_too_much_and_nobody_else_is_forgotten(root: Path) -> None:
+def test_if_one_of_several_sequences_does_not_fit_none_runs(root: Path) -> None:
     """Both ends of such a request may reach the streams in any order."""
 
     async def story(engine: DriverEngine, group: FakeGroup) -> None:
-        asked = [engine.generate(request(f"r{i}", [i], 4, num=2), NOWHERE) for i in range(12)]
-        for answer in await asyncio.gather(*asked):
+        requests = [engine.generate(request(f"r{i}", [i], 4, num=2), NOWHERE) for i in range(12)]
+        for answer in await asyncio.gather(*requests):
             assert len({type(sequence.ending) for sequence in answer.sequences}) == 1
 
     limits = {"max_step_tokens": 16, "max_running": 2, "max_queued": 3}
     play(root, story, limits=limits)
 
 
-def test_a_value_that_no_plan_can_carry_is_refused(root: Path) -> None:
+def test_a_value_that_no_plan_can_encode_is_refused(root: Path) -> None:
     async def story(engine: DriverEngine, group: FakeGroup) -> None:
         bad = GenerateRequest("bad", [SequenceRequest([2**70], Sampling(), Stopping(3))])
         ending = (await engine.generate(bad, NOWHERE)).sequences[0].ending
@@ -385,7 +385,7 @@ def test_rows_use_an_adapter_only_when_every_rank_has_its_bytes(root: Path) -> N
     assert play(root, story).starts == 1
 
 
-def test_a_fill_that_does_not_end_is_a_loss_of_the_ranks(root: Path, clock: Clock) -> None:
+def test_a_load_that_does_not_end_is_a_loss_of_the_ranks(root: Path, clock: Clock) -> None:
     async def story(engine: DriverEngine, group: FakeGroup) -> None:
         group.filling_gate.clear()
         red = asyncio.create_task(engine.generate(request("red", [3], 9, "red"), NOWHERE))
@@ -402,8 +402,8 @@ def test_an_adapter_that_a_rank_has_no_room_for_waits_for_room(root: Path) -> No
 
     async def story(engine: DriverEngine, group: FakeGroup) -> None:
         group.runners[1].full = 2
-        asked = [engine.generate(request(n, [3], 9, n), NOWHERE) for n in ("red", "blue")]
-        for name, answer in zip(("red", "blue"), await asyncio.gather(*asked), strict=True):
+        requests = [engine.generate(request(n, [3], 9, n), NOWHERE) for n in ("red", "blue")]
+        for name, answer in zip(("red", "blue"), await asyncio.gather(*requests), strict=True):
             assert tokens(answer) == [continuation(digest_of(engine, name), [3], 9)]
         assert group.runners[1].full == 0
         for runner in group.runners:

@@ -150,9 +150,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def test_an_answer_that_waits_for_a_late_driver_is_not_given_up(
-    played: Played, clock: Clock
-) -> None:
+def test_a_reply_that_waits_for_a_late_driver_is_used(played: Played, clock: Clock) -> None:
     played.loop.start()
     played.ask("r")
     attempt = played.rank.hear(Stage).attempt
@@ -165,7 +163,7 @@ def test_an_answer_that_waits_for_a_late_driver_is_not_given_up(
     played.serve_adapted("r")
 
 
-def test_a_late_driver_takes_no_rank_for_lost(played: Played, clock: Clock) -> None:
+def test_a_late_driver_does_not_count_a_rank_as_lost(played: Played, clock: Clock) -> None:
     """The step's answer comes while the thread that waits for it is busy with another."""
     rank, held = played.rank, played.loaded
     held.may_go_on.clear()
@@ -198,7 +196,7 @@ def test_ranks_that_are_back_serve_however_late_their_starter_ends(played: Playe
     assert rank.starts == 2
 
 
-def test_an_adapter_that_was_forgotten_while_it_was_wanted_ends_its_requests_alone(
+def test_a_forgotten_adapter_ends_only_its_own_requests(
     played: Played,
 ) -> None:
     played.forgotten.add(KEY)
@@ -216,7 +214,7 @@ def test_an_adapter_that_was_forgotten_while_it_was_wanted_ends_its_requests_alo
     played.serve_adapted("again")
 
 
-def test_who_looks_while_the_loop_fails_is_told(root: Path) -> None:
+def test_a_query_fails_with_the_loop(root: Path) -> None:
     async def story(engine: DriverEngine, group: FakeGroup) -> None:
         held = Held()
 
@@ -252,7 +250,7 @@ RED = AdapterReference(AdapterSource.LOCAL, "red")
 OLD, NEW, NEWER = AdapterKey(1), AdapterKey(2), AdapterKey(3)
 
 
-def test_who_leaves_while_versions_are_compared_holds_neither() -> None:
+def test_a_caller_that_leaves_while_versions_are_compared_holds_neither() -> None:
     async def story() -> None:
         shelf, ranks = Shelf(), Asked()
         versions = Versions(shelf, ranks, ranks, ranks)  # type: ignore[arg-type]

@@ -64,9 +64,9 @@ class HandRank:
         """The next thing the rank is told, which must be of this kind."""
         frame = self.end.receive()
         assert frame is not None, "the driver hung up"
-        told: Command = msgspec.msgpack.decode(frame, type=RunStep | Stage | Prepare | Stop)
-        assert isinstance(told, kind), told
-        return told
+        reply: Command = msgspec.msgpack.decode(frame, type=RunStep | Stage | Prepare | Stop)
+        assert isinstance(reply, kind), reply
+        return reply
 
     def say(self, report: Report) -> None:
         self.end.send(msgspec.msgpack.encode(report))
@@ -109,12 +109,12 @@ class Played:
         constraint: str = "",
     ) -> None:
         """Have the loop take a request for one token, if need be when it may go on."""
-        asked = Request((name, 0), [5], Sampling(grammar=constraint), Stopping(1), key)
+        sent = Request((name, 0), [5], Sampling(grammar=constraint), Stopping(1), key)
 
         def add(scheduler: Scheduler, now: float) -> list[Event]:
             if after is not None:
                 after.wait(PATIENCE_S)
-            scheduler.add(asked, now)
+            scheduler.add(sent, now)
             return []
 
         self.loop.post(add)
@@ -134,9 +134,7 @@ def played(clock: Clock) -> Iterator[Played]:
     played.loop.stop()
 
 
-def test_an_answer_that_comes_after_it_was_given_up_is_not_taken_for_a_later_one(
-    played: Played, clock: Clock
-) -> None:
+def test_a_late_reply_to_a_staging_is_ignored(played: Played, clock: Clock) -> None:
     rank = played.rank
     played.ask("early")
     first = rank.hear(Stage)
@@ -158,25 +156,27 @@ def test_an_answer_that_comes_after_it_was_given_up_is_not_taken_for_a_later_one
     assert (ended.ending, ended.tokens) == (FinishReason.LENGTH, [7])
 
 
-def test_a_command_finds_told_what_came_of_those_before_it(played: Played) -> None:
+def test_events_of_a_command_are_emitted_before_the_next_command(played: Played) -> None:
     """Who waits until all is settled that he has posted must not hear of it later."""
-    may_go_on, told = threading.Event(), queue.Queue[int]()
+    may_go_on, reply = threading.Event(), queue.Queue[int]()
 
     def tell_something(scheduler: Scheduler, now: float) -> list[Event]:
         may_go_on.wait(PATIENCE_S)
         return [AdapterArrived(KEY)]
 
     def count(scheduler: Scheduler, now: float) -> list[Event]:
-        told.put(played.events.qsize())
+        reply.put(played.events.qsize())
         return []
 
     for command in (tell_something, count):
         played.loop.post(command)
     may_go_on.set()
-    assert told.get(timeout=PATIENCE_S) == 1
+    assert reply.get(timeout=PATIENCE_S) == 1
 
 
-def test_a_broken_rank_is_heard_out(played: Played, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_last_report_of_a_broken_rank_is_logged(
+    played: Played, caplog: pytest.LogCaptureFixture
+) -> None:
     """It said why before it hung up, but the driver notices as it sends the next plan."""
     rank, may_go_on = played.rank, threading.Event()
     played.ask("r", None, may_go_on)
@@ -191,7 +191,7 @@ def test_a_broken_rank_is_heard_out(played: Played, caplog: pytest.LogCaptureFix
     assert "Broken pipe" not in caplog.text
 
 
-def test_a_matcher_in_the_making_holds_up_nobody(played: Played) -> None:
+def test_a_matcher_that_is_being_made_delays_no_other_request(played: Played) -> None:
     """However long it takes: steps go on, and its request joins when it is there."""
     rank = played.rank
     played.ask("held", None, constraint="slow")

@@ -48,10 +48,10 @@ def small_capacity(group: FakeGroup, **changes: int) -> None:
 def test_only_the_request_that_breaks_each_step_ends(root: Path, count: int) -> None:
     async def story(engine: DriverEngine, group: FakeGroup) -> None:
         names = [None, "red", "blue"]
-        asked = [request(f"r{i}", [i, 7], 9, names[i % 3]) for i in range(count - 1)]
-        asked.insert(count // 2, request("poison", [1, POISON], 5, names[count % 3]))
-        answers = await asyncio.gather(*(engine.generate(each, NOWHERE) for each in asked))
-        for each, answer in zip(asked, answers, strict=True):
+        requests = [request(f"r{i}", [i, 7], 9, names[i % 3]) for i in range(count - 1)]
+        requests.insert(count // 2, request("poison", [1, POISON], 5, names[count % 3]))
+        answers = await asyncio.gather(*(engine.generate(each, NOWHERE) for each in requests))
+        for each, answer in zip(requests, answers, strict=True):
             if each.id != "poison":
                 digest = digest_of(engine, each.adapter.id) if each.adapter else ""
                 assert tokens(answer) == [continuation(digest, each.sequences[0].prompt, 9)]
@@ -84,8 +84,8 @@ def test_a_rank_that_is_lost_while_a_plan_is_sent(
             send(command)
 
         monkeypatch.setattr(links, "send", send_and_lose)
-        asked = [request(f"r{i}", [i], 30) for i in range(4)]
-        answers = await asyncio.gather(*(engine.generate(each, NOWHERE) for each in asked))
+        requests = [request(f"r{i}", [i], 30) for i in range(4)]
+        answers = await asyncio.gather(*(engine.generate(each, NOWHERE) for each in requests))
         for i, answer in enumerate(answers):
             assert tokens(answer) == [continuation("", [i], 30)]
 
@@ -123,8 +123,8 @@ def test_clients_leave_come_and_load_adapters_during_a_rebuild(root: Path) -> No
     async def story(engine: DriverEngine, group: FakeGroup) -> None:
         group.gate.clear()
         names = ("stays", "leaves")
-        asked = [request(name, [i], 60, "red") for i, name in enumerate(names)]
-        stays, leaves = await together(engine, asked)
+        requests = [request(name, [i], 60, "red") for i, name in enumerate(names)]
+        stays, leaves = await together(engine, requests)
         await until_running(engine, 2)
         await lose(engine, group)
         leaves.cancel()
@@ -146,12 +146,12 @@ def test_clients_leave_come_and_load_adapters_during_a_rebuild(root: Path) -> No
 
 
 def test_a_server_that_stops_during_a_rebuild_leaves_no_rank_and_no_client(root: Path) -> None:
-    asked: list[asyncio.Task[object]] = []
+    requests: list[asyncio.Task[object]] = []
 
     async def story(engine: DriverEngine, group: FakeGroup) -> None:
         group.gate.clear()
         open_request = engine.generate(request("r", [4], 60), NOWHERE)
-        asked.append(asyncio.create_task(open_request))
+        requests.append(asyncio.create_task(open_request))
         await until_running(engine)
         await lose(engine, group)
         loop = engine._handle.loop
@@ -159,7 +159,7 @@ def test_a_server_that_stops_during_a_rebuild_leaves_no_rank_and_no_client(root:
         await until_true(lambda: loop._stopping)
         group.may_start.set()
         await stopping
-        completion = await asked[0]
+        completion = await requests[0]
         assert "shutting down" in str(completion)
         assert not loop._thread.is_alive()
 
@@ -182,8 +182,8 @@ def test_ranks_that_are_lost_again_while_they_catch_up(root: Path) -> None:
     """All who ran are suspects then, and all of them turn out to be well."""
 
     async def story(engine: DriverEngine, group: FakeGroup) -> None:
-        asked = [request(f"r{i}", [i], 120, "red" if i % 2 else None) for i in range(6)]
-        answers = [asyncio.create_task(engine.generate(each, NOWHERE)) for each in asked]
+        requests = [request(f"r{i}", [i], 120, "red" if i % 2 else None) for i in range(6)]
+        answers = [asyncio.create_task(engine.generate(each, NOWHERE)) for each in requests]
         for loss in range(2):
             while not (all(a.done() for a in answers) or (await engine.snapshot()).running):
                 pass
@@ -202,9 +202,9 @@ def test_ranks_that_come_back_with_less_memory_go_on_with_that(root: Path) -> No
 
     async def story(engine: DriverEngine, group: FakeGroup) -> None:
         group.gate.clear()
-        asked = [request(f"r{i}", [i], 20, f"a{i}") for i in range(6)]
-        asked.append(request("large", [7] * 20, 60))
-        answers = [asyncio.create_task(engine.generate(each, NOWHERE)) for each in asked]
+        requests = [request(f"r{i}", [i], 20, f"a{i}") for i in range(6)]
+        requests.append(request("large", [7] * 20, 60))
+        answers = [asyncio.create_task(engine.generate(each, NOWHERE)) for each in requests]
         await until_running(engine)
         small_capacity(group, num_blocks=10, adapter_pages=1, adapter_slots=1, host_bytes=300)
         group.kill(1)

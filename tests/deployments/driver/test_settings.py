@@ -84,7 +84,7 @@ def test_a_fault_on_a_running_replica_keeps_all_its_settings(
     played(root, story)
 
 
-def test_a_pin_that_cannot_be_had_stops_no_start(root: Path) -> None:
+def test_a_pin_that_cannot_be_fetched_does_not_prevent_a_start(root: Path) -> None:
     async def story(engine: DriverEngine, shelf: Shelf) -> None:
         settings = OperatorSettings(engine.reconfigure, shelf)
         await settings.take({"pinned_adapters": ["blue", "nobody", "red"], "max_queued": 77})
@@ -110,7 +110,7 @@ def test_a_replica_that_starts_under_a_fault_takes_the_last_good_settings(root: 
 
 
 @pytest.mark.parametrize("down", [False, True])
-def test_a_first_start_under_a_fault_says_what_is_wrong(root: Path, down: bool) -> None:
+def test_a_first_start_under_a_fault_names_the_fault(root: Path, down: bool) -> None:
     async def story(engine: DriverEngine, shelf: Shelf) -> None:
         shelf.down = down
         with pytest.raises(ValueError, match="pined_adapters"):
@@ -119,7 +119,7 @@ def test_a_first_start_under_a_fault_says_what_is_wrong(root: Path, down: bool) 
     played(root, story)
 
 
-def test_settings_hold_where_the_ledger_does_not_answer(root: Path) -> None:
+def test_settings_are_applied_without_a_store(root: Path) -> None:
     async def story(engine: DriverEngine, shelf: Shelf) -> None:
         shelf.down = True
         settings = OperatorSettings(engine.reconfigure, shelf)
@@ -129,7 +129,7 @@ def test_settings_hold_where_the_ledger_does_not_answer(root: Path) -> None:
     played(root, story)
 
 
-def test_what_was_refused_is_tried_again() -> None:
+def test_refused_settings_are_tried_again() -> None:
     async def story() -> None:
         tried: list[RuntimeConfig] = []
 

@@ -24,7 +24,7 @@ Series = dict[tuple[str, tuple[str, ...]], list[float]]
 @pytest.fixture
 def series(monkeypatch: pytest.MonkeyPatch) -> Series:
     """Every value by metric and label values."""
-    told: Series = defaultdict(list)
+    reply: Series = defaultdict(list)
     begun.clear()
 
     class Recorder:
@@ -42,7 +42,7 @@ def series(monkeypatch: pytest.MonkeyPatch) -> Series:
         def inc(self, value: float = 1, tags: dict[str, str] | None = None) -> None:
             assert value > 0, "Ray refuses it"
             if value == _NOTHING:
-                assert (self.name, self._values(tags)) not in told, "it began before"
+                assert (self.name, self._values(tags)) not in reply, "it began before"
                 begun.add((self.name, self._values(tags)))
                 return
             self.set(value, tags)
@@ -51,14 +51,14 @@ def series(monkeypatch: pytest.MonkeyPatch) -> Series:
 
         def set(self, value: float, tags: dict[str, str] | None = None) -> None:
             assert set(tags or {}) == set(self.keys)
-            told[self.name, self._values(tags)].append(value)
+            reply[self.name, self._values(tags)].append(value)
 
         def _values(self, tags: dict[str, str] | None) -> tuple[str, ...]:
             return tuple((tags or {})[key] for key in self.keys)
 
     for kind in ("Counter", "Gauge", "Histogram"):
         monkeypatch.setattr(adapter_metrics, kind, Recorder)
-    return told
+    return reply
 
 
 def record(adapter: str, tokens: int = 4, ok: bool = True) -> SequenceRecord:
@@ -70,7 +70,7 @@ def view(key: int, waiting: int) -> AdapterView:
     return AdapterView(AdapterKey(key), AdapterState.HOST, 0, waiting, False, False, 10, 0)
 
 
-def test_requests_are_told_by_adapter(series: Series) -> None:
+def test_requests_are_counted_by_adapter(series: Series) -> None:
     metrics = AdapterMetrics()
     metrics.requests([record("red"), record("red"), record("base"), record("red", 0, ok=False)])
     assert series["loray_adapter_requests", ("red", "true")] == [1, 1]
@@ -96,7 +96,7 @@ def test_counters_begin_at_zero(series: Series) -> None:
     assert not any(values for (_, tags), values in series.items() if "base" in tags)
 
 
-def test_what_begins_a_counter_changes_no_count() -> None:
+def test_exporting_a_counter_at_zero_changes_no_count() -> None:
     assert 0 < _NOTHING < 1e-300
     assert _NOTHING + 1 == 1
     with pytest.raises(ValueError, match="value must be"):
@@ -111,7 +111,7 @@ def test_a_thousand_adapters_make_a_bounded_number_of_series(series: Series) -> 
     assert len(series["loray_adapter_prompt_tokens", (OTHER,)]) == 1000 - MAX_LABELS
 
 
-def test_queues_are_told_by_adapter_and_fall_back_to_zero(series: Series) -> None:
+def test_queue_lengths_are_by_adapter_and_return_to_zero(series: Series) -> None:
     metrics = AdapterMetrics()
     metrics.requests([record("red")])
     names = {1: "red", 2: "rare"}
@@ -123,7 +123,7 @@ def test_queues_are_told_by_adapter_and_fall_back_to_zero(series: Series) -> Non
     assert series["loray_adapter_queue_length", ("red",)] == [3, 0]
 
 
-def test_tiers_are_gauges_and_what_happened_counts_up(series: Series) -> None:
+def test_tiers_are_gauges_and_events_are_counters(series: Series) -> None:
     metrics = AdapterMetrics()
     tiers = AdapterTiers(80, 100, 4, 16, 2, 8)
     for hits in (3, 3, 10):

@@ -10,7 +10,7 @@ def test_the_first_adapters_get_labels_and_the_rest_share_one() -> None:
     assert labels.of("c") == labels.of(None) == labels.of("never seen") == OTHER
 
 
-def test_one_that_is_asked_for_far_more_takes_anothers_label() -> None:
+def test_an_adapter_with_far_more_requests_replaces_another() -> None:
     labels = TopLabels(2)
     for name in ("a", "a", "b"):
         labels.count(name)

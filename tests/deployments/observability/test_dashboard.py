@@ -60,7 +60,9 @@ def queries() -> list[str]:
 def series(query: str) -> list[tuple[str, set[str]]]:
     """Each metric of a query, with the labels that it is selected by."""
     found = re.findall(r"(ray_\w+)(?:\{([^}]*)\})?", query)
-    return [(name, set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", chosen))) for name, chosen in found]
+    return [
+        (name, set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", selected))) for name, selected in found
+    ]
 
 
 def grouped(query: str) -> set[str]:
@@ -69,13 +71,13 @@ def grouped(query: str) -> set[str]:
     return {label.strip() for labels in by for label in labels.split(",")}
 
 
-def test_every_query_asks_for_what_is_exported(exported: dict[str, set[str]]) -> None:
+def test_every_query_uses_exported_metrics(exported: dict[str, set[str]]) -> None:
     assert len(queries()) > 30
     for query in queries():
         assert series(query), query
-        for name, chosen in series(query):
+        for name, selected in series(query):
             assert name in exported, query
-            assert chosen | grouped(query) <= exported[name], query
+            assert selected | grouped(query) <= exported[name], query
 
 
 def test_every_legend_names_a_label_that_is_kept() -> None:
@@ -102,7 +104,7 @@ def test_lora_has_a_row_of_its_own() -> None:
     assert sum("by (adapter)" in query or "le, adapter" in query for query in below) >= 6
 
 
-def test_panels_have_ids_and_places_of_their_own() -> None:
+def test_panels_have_unique_ids_and_positions() -> None:
     panels = dashboard()["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     taken: set[tuple[int, int]] = set()

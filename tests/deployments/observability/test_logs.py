@@ -79,15 +79,15 @@ def test_a_replicas_line_is_json_with_the_request_that_it_belongs_to(tmp_path: P
     extra = {"adapter": "red", "generated_tokens": 4}
     logging.getLogger("loray.ingress").info("a line\nand another", extra=extra)
     [line] = lines(tmp_path)
-    told = json.loads(line)
-    assert told["request_id"] == "7f-from-the-client"
-    assert told["message"] == "a line\nand another"
-    assert (told["adapter"], told["generated_tokens"]) == ("red", 4)
-    assert (told["deployment"], told["replica"]) == ("loray_Ingress", "r1")
+    reply = json.loads(line)
+    assert reply["request_id"] == "7f-from-the-client"
+    assert reply["message"] == "a line\nand another"
+    assert (reply["adapter"], reply["generated_tokens"]) == ("red", 4)
+    assert (reply["deployment"], reply["replica"]) == ("loray_Ingress", "r1")
 
 
 @pytest.mark.usefixtures("request_context")
-def test_a_replicas_line_of_text_bears_the_request_too(tmp_path: Path) -> None:
+def test_a_replicas_text_line_has_the_request_too(tmp_path: Path) -> None:
     serve_writes(tmp_path, "TEXT")
     hand_logs_to_serve()
     logging.getLogger("loray.driver.loop").warning("slow")
@@ -121,19 +121,19 @@ def test_a_rank_writes_its_own_json() -> None:
         raise ValueError("of a step")
     except ValueError:
         logging.getLogger("loray.rank.worker").exception("a step failed", extra={"step": 3})
-    told = json.loads(written.getvalue())
-    assert told["component_name"] == "rank-1"
-    assert (told["levelname"], told["message"], told["step"]) == ("ERROR", "a step failed", 3)
-    assert "of a step" in told["exc_text"]
+    reply = json.loads(written.getvalue())
+    assert reply["component_name"] == "rank-1"
+    assert (reply["levelname"], reply["message"], reply["step"]) == ("ERROR", "a step failed", 3)
+    assert "of a step" in reply["exc_text"]
 
 
-def test_what_json_cannot_say_is_said_in_words() -> None:
+def test_values_that_json_lacks_are_written_as_text() -> None:
     record = logging.LogRecord("loray", logging.INFO, __file__, 1, "%s", ("x",), None)
     record.path = Path("/a")
     assert json.loads(JsonLines("rank-0").format(record))["path"] == "/a"
 
 
-def test_a_rank_writes_text_unless_told_otherwise() -> None:
+def test_a_rank_writes_text_by_default() -> None:
     configure_logs("rank-0", LogFormat.TEXT)
     [handler] = logging.getLogger("loray").handlers
     assert handler.formatter is not None

@@ -67,15 +67,15 @@ def exporter(monkeypatch: pytest.MonkeyPatch) -> Spans:
     return exporter
 
 
-def told(span: ReadableSpan) -> dict[str, Any]:
+def reply(span: ReadableSpan) -> dict[str, Any]:
     return dict(span.attributes or {})
 
 
 @pytest.mark.parametrize("route", ["/generate", "/generate_stream"])
-def test_both_spans_tell_of_adapter_tokens_and_time(route: str, url: str, exporter: Spans) -> None:
+def test_both_spans_have_adapter_tokens_and_time(route: str, url: str, exporter: Spans) -> None:
     assert httpx.post(url + route, json=ASK, timeout=PATIENCE).status_code == 200
     for span in exporter.both():
-        found = told(span)
+        found = reply(span)
         assert found["loray.adapter"] == "pirate"
         assert found["loray.adapter_source"] == "local"
         assert found["gen_ai.usage.input_tokens"] == 8
@@ -91,10 +91,10 @@ def test_the_drivers_span_is_below_the_ingress_span(url: str, exporter: Spans) -
     assert driver.parent is not None
     assert ingress.context is not None
     assert driver.parent.span_id == ingress.context.span_id
-    assert "loray.adapter" not in told(driver)
+    assert "loray.adapter" not in reply(driver)
 
 
-def test_a_trace_that_the_client_began_goes_on(url: str, exporter: Spans) -> None:
+def test_a_trace_that_the_client_began_continues(url: str, exporter: Spans) -> None:
     trace_id = "4bf92f3577b34da6a3ce929d0e0e4736"
     began = {"traceparent": f"00-{trace_id}-00f067aa0ba902b7-01"}
     httpx.post(url + "/generate", json={"inputs": "Hello"}, headers=began, timeout=PATIENCE)
@@ -108,7 +108,7 @@ def test_a_failure_is_the_spans_status(url: str, exporter: Spans) -> None:
     httpx.post(url + "/generate", json=body, timeout=PATIENCE)
     for span in exporter.both():
         assert span.status.status_code is StatusCode.ERROR
-        assert told(span)["error.type"] == "adapter_not_found"
+        assert reply(span)["error.type"] == "adapter_not_found"
 
 
 def test_no_span_holds_a_token_or_a_text(url: str, exporter: Spans) -> None:

@@ -45,7 +45,7 @@ def test_merges_answer_as_peft_beside_each_other_and_the_base(tmp_path: Path) ->
     for ids, rule in BLENDS.items():
         parts = [write_part(tmp_path, model, name) for name in ids.split(",")]
         oracles.append(write_merged(tmp_path / "oracle" / ids, model, parts, rule))
-    told = [prompt_truth(model, oracle, 5 + i) for i, oracle in enumerate(oracles * 3)]
+    replies = [prompt_truth(model, oracle, 5 + i) for i, oracle in enumerate(oracles * 3)]
     adapters = [None, *(named(ids, rule) for ids, rule in BLENDS.items())] * 3
     torch.set_num_threads(1)
 
@@ -54,17 +54,17 @@ def test_merges_answer_as_peft_beside_each_other_and_the_base(tmp_path: Path) ->
         engine = DriverEngine(opened, model, LocalRanks(opened))
         await engine.start()
         try:
-            asked = [
+            requests = [
                 ask(f"r{i}", prompt, adapter)
-                for i, ((prompt, _), adapter) in enumerate(zip(told, adapters, strict=True))
+                for i, ((prompt, _), adapter) in enumerate(zip(replies, adapters, strict=True))
             ]
-            answers = await asyncio.gather(*(engine.generate(one, NOWHERE) for one in asked))
+            answers = await asyncio.gather(*(engine.generate(one, NOWHERE) for one in requests))
             return answers, len(await engine.adapter_views())
         finally:
             await engine.stop()
 
     answers, num_adapters = asyncio.run(asyncio.wait_for(story(), PATIENCE_S))
-    for answer, (_, truth) in zip(answers, told, strict=True):
+    for answer, (_, truth) in zip(answers, replies, strict=True):
         assert answer.sequences[0].tokens == truth.tokens[:NUM_TOKENS]
     assert num_adapters == len(BLENDS), "one for each recipe; parts were never staged"
 
@@ -82,8 +82,8 @@ def test_a_part_that_cannot_be_merged_fails_its_own_request_alone(tmp_path: Path
         await engine.start()
         halves = MergeRule((0.5, 0.5))
         try:
-            asked = [ask("bad", [5, 6], named("one,dora", halves)), ask("base", [5, 6], None)]
-            return await asyncio.gather(*(engine.generate(one, NOWHERE) for one in asked))
+            requests = [ask("bad", [5, 6], named("one,dora", halves)), ask("base", [5, 6], None)]
+            return await asyncio.gather(*(engine.generate(one, NOWHERE) for one in requests))
         finally:
             await engine.stop()
 

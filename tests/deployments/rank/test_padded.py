@@ -46,7 +46,7 @@ def test_a_padded_model_serves_base_and_adapters_together(
     adapters = dict.fromkeys(name for name in NAMES if name is not None)
     for name in adapters:
         write_adapter(tmp_path / name, model, ADAPTERS["bloom"][name])
-    told = [
+    replies = [
         prompt_truth(model, None if name is None else tmp_path / name, 3 + 5 * i)
         for i, name in enumerate(NAMES)
     ]
@@ -57,7 +57,7 @@ def test_a_padded_model_serves_base_and_adapters_together(
             [SequenceRequest(prompt, Sampling(), Stopping(counts[i]))],
             None if name is None else AdapterReference(AdapterSource.LOCAL, name),
         )
-        for i, (name, (prompt, _)) in enumerate(zip(NAMES, told, strict=True))
+        for i, (name, (prompt, _)) in enumerate(zip(NAMES, replies, strict=True))
     ]
 
     async def serve() -> None:
@@ -67,7 +67,7 @@ def test_a_padded_model_serves_base_and_adapters_together(
         try:
             await pin(engine, *adapters)
             answers = await asyncio.gather(*await together(engine, requests))
-            for count, answer, (_, truth) in zip(counts, answers, told, strict=True):
+            for count, answer, (_, truth) in zip(counts, answers, replies, strict=True):
                 (sequence,) = answer.sequences
                 assert sequence.ending == Finished(FinishReason.LENGTH)
                 assert sequence.tokens == truth.tokens[:count]

@@ -17,7 +17,7 @@ def sleeper() -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 
 
-def test_one_that_lives_is_waited_for_in_vain() -> None:
+def test_waiting_for_a_live_process_times_out() -> None:
     process = sleeper()
     assert not await_end(process.pid, 0.1)
     process.kill()
@@ -26,7 +26,7 @@ def test_one_that_lives_is_waited_for_in_vain() -> None:
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_one_that_is_killed_has_ended_before_its_parent_asks(stopped: bool) -> None:
+def test_a_killed_process_has_ended_before_its_parent_waits(stopped: bool) -> None:
     process = sleeper()
     if stopped:
         os.kill(process.pid, signal.SIGSTOP)

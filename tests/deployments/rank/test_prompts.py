@@ -63,7 +63,9 @@ def check(
 
 
 @pytest.mark.parametrize(("kind", "ranks"), [("llama", 1), ("llama", 2), ("bloom", 1)])
-def test_prompts_are_told_about_amid_preemptions(tmp_path: Path, kind: str, ranks: int) -> None:
+def test_prompt_logprobs_are_whole_despite_preemptions(
+    tmp_path: Path, kind: str, ranks: int
+) -> None:
     model = tmp_path / "model"
     if kind == "llama":
         write_llama(model)
@@ -72,7 +74,7 @@ def test_prompts_are_told_about_amid_preemptions(tmp_path: Path, kind: str, rank
         write_padded(model, kind)
         recipe = ADAPTERS[kind]["r4"]
     folder = write_adapter(tmp_path / "own", model, recipe)
-    asked = [
+    sent = [
         (None if i % 2 else folder, prompt_of(9 + 4 * (i // 2), VOCAB)) for i in range(2 * ROUNDS)
     ]
     config = EngineConfig.model_validate(
@@ -96,12 +98,12 @@ def test_prompts_are_told_about_amid_preemptions(tmp_path: Path, kind: str, rank
                     sequences(prompt),
                     None if adapter is None else AdapterReference(AdapterSource.LOCAL, "own"),
                 )
-                for i, (adapter, prompt) in enumerate(asked)
+                for i, (adapter, prompt) in enumerate(sent)
             ]
             await pin(engine, "own")
             answers = await asyncio.gather(*await together(engine, requests))
             assert (await engine.snapshot()).num_preemptions > 0, "the cache was large enough"
-            for (adapter, prompt), answer in zip(asked, answers, strict=True):
+            for (adapter, prompt), answer in zip(sent, answers, strict=True):
                 check(model, adapter, prompt, answer.sequences)
         finally:
             await engine.stop()

@@ -37,7 +37,7 @@ PLAN = StepPlan(
 )
 
 
-def test_tokens_answer_the_plan() -> None:
+def test_a_result_has_the_plans_tokens() -> None:
     sampled = SampledTokens([11, 12], [None, TokenLogprobs(-0.5, [12, 3], [-0.5, -1.5])])
     assert step_result(PLAN, sampled, 0.25) == StepResult(
         epoch=3,
@@ -51,7 +51,7 @@ def test_tokens_answer_the_plan() -> None:
 
 
 @pytest.mark.parametrize("captured", [False, True])
-def test_a_replay_is_told(captured: bool) -> None:
+def test_a_result_has_the_replay(captured: bool) -> None:
     plan = msgspec.structs.replace(PLAN, rows=PLAN.rows[:1])
     result = step_result(plan, SampledTokens([11], captured=captured), 0.0)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(result), type=StepResult) == result
@@ -60,10 +60,10 @@ def test_a_replay_is_told(captured: bool) -> None:
     assert [record.captured for record in log.last()] == [captured]
 
 
-def test_what_is_told_about_prompts_travels_whole() -> None:
+def test_prompt_reports_are_encoded_whole() -> None:
     answer = PromptReport(1, 10, [TokenLogprobs(-0.5, [3], [-0.25])], b"\x00\x01")
-    told = step_result(PLAN, SampledTokens([11, 12], reports=[answer]), 0.0)
-    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(told), type=StepResult)
+    reply = step_result(PLAN, SampledTokens([11, 12], reports=[answer]), 0.0)
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(reply), type=StepResult)
     report = PromptReport(1, 10, [TokenLogprobs(-0.5, [3], [-0.25])], b"\x00\x01")
     assert sent.reports == [report]
     assert step_result(PLAN, SampledTokens([11, 12]), 0.0).reports is None

@@ -89,7 +89,7 @@ def test_a_reported_loss_ends_a_blocked_receive() -> None:
             receive_on()
 
 
-def test_wakes_never_block_and_are_taken_together() -> None:
+def test_wakes_never_block_and_are_merged() -> None:
     with linked(1) as (links, _):
         for _ in range(100_000):
             links.wake()
@@ -114,7 +114,7 @@ def knock(address: Address, greeting: bytes) -> bytes:
         len(h := msgspec.msgpack.encode(RankHello(SECRET, 9))).to_bytes(4, "big") + h,
     ],
 )
-def test_strangers_are_refused_and_ranks_still_get_in(greeting: bytes) -> None:
+def test_unknown_connections_are_refused_and_ranks_accepted(greeting: bytes) -> None:
     listener = Listener("127.0.0.1", SECRET)
     answers: list[bytes] = []
     ends: list[Channel] = []
@@ -134,7 +134,7 @@ def test_strangers_are_refused_and_ranks_still_get_in(greeting: bytes) -> None:
         channel.close()
 
 
-def test_strangers_who_say_nothing_hold_up_no_rank() -> None:
+def test_silent_connections_delay_no_rank() -> None:
     listener = Listener("127.0.0.1", SECRET)
     address = listener.address
     with socket.create_connection((address.host, address.port)) as stranger:

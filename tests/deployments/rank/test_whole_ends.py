@@ -45,34 +45,34 @@ def write(root: Path) -> dict[str, Path]:
 
 
 async def ask(
-    engine_config: EngineConfig, root: Path, asked: list[GenerateRequest]
+    engine_config: EngineConfig, root: Path, sent: list[GenerateRequest]
 ) -> list[Completion]:
     engine = DriverEngine(engine_config, root / "model", LocalRanks(engine_config))
     await engine.start()
     try:
-        return await asyncio.gather(*(engine.generate(request, NOWHERE) for request in asked))
+        return await asyncio.gather(*(engine.generate(request, NOWHERE) for request in sent))
     finally:
         await engine.stop()
 
 
 @pytest.mark.parametrize("copies", [1, 2])
-def test_more_whole_heads_than_places_are_served_exactly(tmp_path: Path, copies: int) -> None:
+def test_more_whole_heads_than_slots_are_served_exactly(tmp_path: Path, copies: int) -> None:
     folders = write(tmp_path)
     names = [None, *folders] * 2
-    told = [
+    replies = [
         prompt_truth(tmp_path / "model", folders[name] if name else None, 5 + i)
         for i, name in enumerate(names)
     ]
-    asked = [
+    requests = [
         GenerateRequest(
             f"r{i}",
             [SequenceRequest(prompt, Sampling(), Stopping(NUM_TOKENS))],
             AdapterReference(AdapterSource.LOCAL, name) if name else None,
         )
-        for i, (name, (prompt, _)) in enumerate(zip(names, told, strict=True))
+        for i, (name, (prompt, _)) in enumerate(zip(names, replies, strict=True))
     ]
     opened = config(tmp_path, vocabulary=True, vocabulary_copies=copies)
     torch.set_num_threads(1)
-    answers = asyncio.run(asyncio.wait_for(ask(opened, tmp_path, asked), PATIENCE_S))
-    for answer, (_, truth) in zip(answers, told, strict=True):
+    answers = asyncio.run(asyncio.wait_for(ask(opened, tmp_path, requests), PATIENCE_S))
+    for answer, (_, truth) in zip(answers, replies, strict=True):
         assert answer.sequences[0].tokens == truth.tokens[:NUM_TOKENS]

@@ -115,7 +115,7 @@ def hold(driver: Driver) -> None:
     assert driver.runner.launching.wait(PATIENCE_S)
 
 
-def test_what_is_staged_anew_does_not_fall_to_the_drop_before(driver: Driver) -> None:
+def test_an_older_drop_does_not_remove_a_new_staging(driver: Driver) -> None:
     driver.stage(KEY, 1)
     assert driver.staged().attempt == 1
     hold(driver)
@@ -133,7 +133,7 @@ def test_what_is_staged_anew_does_not_fall_to_the_drop_before(driver: Driver) ->
     assert driver.runner.staged == {}
 
 
-def test_what_was_dropped_before_it_was_read_is_not_read(driver: Driver) -> None:
+def test_an_adapter_dropped_before_its_staging_is_not_read(driver: Driver) -> None:
     driver.runner.may_launch.set()
     for attempt, other in enumerate(OTHERS):  # all threads are busy
         driver.stage(other, attempt, "slow")
@@ -149,7 +149,7 @@ def test_what_was_dropped_before_it_was_read_is_not_read(driver: Driver) -> None
     assert set(driver.runner.staged) == set(OTHERS)
 
 
-def test_nobody_waits_for_a_rank_that_has_ended() -> None:
+def test_no_staging_waits_for_a_rank_that_has_ended() -> None:
     order = StageOrder()
     order.read_drop(KEY)
     turn = order.read_stage(KEY)

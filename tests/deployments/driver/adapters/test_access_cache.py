@@ -31,7 +31,7 @@ def found(origin: str = "v1", open_to_all: bool = False) -> FoundAdapter:
     return FoundAdapter(SQL, origin, open_to_all=open_to_all)
 
 
-def test_an_answer_is_for_its_caller_and_for_a_while(answers: AccessCache, clock: Clock) -> None:
+def test_an_access_is_for_its_caller_and_for_a_while(answers: AccessCache, clock: Clock) -> None:
     good, other = answers.caller("hf_good"), answers.caller("hf_other")
     answers.record(SQL, good, found())
     assert answers.fresh(SQL, good) == found()
@@ -44,7 +44,7 @@ def test_an_answer_is_for_its_caller_and_for_a_while(answers: AccessCache, clock
     assert answers.fresh(SQL, good) is None
 
 
-def test_what_is_open_is_for_everybody_until_it_is_not(answers: AccessCache) -> None:
+def test_open_adapters_are_for_all_callers_while_they_are_open(answers: AccessCache) -> None:
     good, nobody = answers.caller("hf_good"), answers.caller(False)
     answers.record(SQL, nobody, found(open_to_all=True))
     assert answers.fresh(SQL, good) is not None
@@ -53,7 +53,7 @@ def test_what_is_open_is_for_everybody_until_it_is_not(answers: AccessCache) -> 
     assert answers.fresh(SQL, nobody) is None
 
 
-def test_out_of_reach_only_lately_confirmed_callers_are_served(
+def test_an_unreachable_source_serves_confirmed_callers_for_a_while(
     answers: AccessCache, clock: Clock
 ) -> None:
     good = answers.caller("hf_good")
@@ -66,7 +66,9 @@ def test_out_of_reach_only_lately_confirmed_callers_are_served(
     assert answers.confirmed(SQL, good) is None, "grace does not renew itself"
 
 
-def test_a_no_ends_a_right_and_is_repeated_for_a_while(answers: AccessCache, clock: Clock) -> None:
+def test_a_refusal_ends_an_access_and_is_repeated_for_a_while(
+    answers: AccessCache, clock: Clock
+) -> None:
     good, other = answers.caller("hf_good"), answers.caller("hf_other")
     for caller in (good, other):
         answers.record(SQL, caller, found())
@@ -79,7 +81,7 @@ def test_a_no_ends_a_right_and_is_repeated_for_a_while(answers: AccessCache, clo
     assert answers.confirmed(SQL, good) is None
 
 
-def test_no_answer_ends_no_right(answers: AccessCache, clock: Clock) -> None:
+def test_an_unreachable_source_ends_no_access(answers: AccessCache, clock: Clock) -> None:
     good = answers.caller("hf_good")
     answers.record(SQL, good, found())
     answers.refuse(SQL, good, AdapterError(AdapterRefusal.UNAVAILABLE, "broken"))
@@ -87,7 +89,7 @@ def test_no_answer_ends_no_right(answers: AccessCache, clock: Clock) -> None:
     assert answers.confirmed(SQL, good) == found()
 
 
-def test_a_new_version_is_everybodys(answers: AccessCache) -> None:
+def test_a_new_version_is_for_all_callers(answers: AccessCache) -> None:
     """Else a name would serve now this version, now that one, by who asks."""
     good, other = answers.caller("hf_good"), answers.caller("hf_other")
     answers.record(SQL, good, found("v1"))

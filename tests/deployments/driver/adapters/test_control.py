@@ -63,7 +63,7 @@ async def settled(engine: DriverEngine, name: str, state: str) -> AdapterStatus:
             return status
 
 
-def test_a_load_stages_without_a_request_and_tells_what_it_took(root: Path) -> None:
+def test_a_load_stages_without_a_request_and_reports_its_memory(root: Path) -> None:
     folder = root / "adapters" / "red"
     (folder / "adapter_config.json").write_text(json.dumps({"r": 8, "rank_pattern": {"q": 24}}))
 
@@ -98,7 +98,7 @@ def test_a_pinned_load_comes_to_the_device_and_an_unload_takes_it_away(root: Pat
 def test_an_unload_lets_running_and_waiting_requests_end(root: Path) -> None:
     async def story(engine: DriverEngine, group: FakeGroup) -> None:
         group.gate.clear()
-        asked = await together(engine, [request(f"r{i}", [i], 12, "red") for i in range(12)])
+        requests = await together(engine, [request(f"r{i}", [i], 12, "red") for i in range(12)])
         await until(engine, lambda snapshot: snapshot.running == 8)
         status = await done(engine, UnloadAdapter(local("red")))
         assert status.draining
@@ -106,14 +106,14 @@ def test_an_unload_lets_running_and_waiting_requests_end(root: Path) -> None:
         assert status.num_requests == 12
         group.gate.set()
         digest = digest_of(engine, "red")
-        for i, answer in enumerate(await asyncio.gather(*asked)):
+        for i, answer in enumerate(await asyncio.gather(*requests)):
             assert tokens(answer) == [continuation(digest, [i], 12)]
         assert not (await settled(engine, "red", "disk")).draining
 
     play(root, story)
 
 
-def test_pins_are_kept_until_they_are_taken_back(root: Path) -> None:
+def test_pins_are_kept_until_they_are_removed(root: Path) -> None:
     async def story(engine: DriverEngine, group: FakeGroup) -> None:
         await done(engine, PinAdapter(local("red")))
         await settled(engine, "red", "device")
@@ -128,16 +128,16 @@ def test_pins_are_kept_until_they_are_taken_back(root: Path) -> None:
     play(root, story)
 
 
-def test_a_key_is_judged_by_what_a_name_stands_for(root: Path) -> None:
+def test_access_is_checked_for_the_adapter_of_an_alias(root: Path) -> None:
     async def story(engine: DriverEngine, group: FakeGroup) -> None:
         await engine.reconfigure(RuntimeConfig(names={"free": "red"}))
         command = NameAdapter(local("given"), local("red"))
         assert (await engine.adapters(command)).failure is None
 
         async def ending(name: str, allowed: tuple[str, ...] | None) -> object:
-            asked = replace(request(name, [1], 2, name), allowed=allowed)
+            sent = replace(request(name, [1], 2, name), allowed=allowed)
             template = await engine.chat_template(local(name), None, allowed)
-            [outcome] = (await engine.generate(asked, NOWHERE)).sequences
+            [outcome] = (await engine.generate(sent, NOWHERE)).sequences
             failures = [one for one in (template, outcome.ending) if isinstance(one, Failed)]
             assert len(failures) in (0, 2), "a template is as closed as its adapter"
             return failures[-1].kind if failures else None
@@ -153,8 +153,8 @@ def test_a_key_is_judged_by_what_a_name_stands_for(root: Path) -> None:
             merge = AdapterReference(
                 AdapterSource.LOCAL, "m", parts=tuple(map(local, parts)), rule=rule
             )
-            asked = replace(request("merge", [1], 2, None), adapter=merge, allowed=("local:red",))
-            [outcome] = (await engine.generate(asked, NOWHERE)).sequences
+            sent = replace(request("merge", [1], 2, None), adapter=merge, allowed=("local:red",))
+            [outcome] = (await engine.generate(sent, NOWHERE)).sequences
             denied = isinstance(outcome.ending, Failed)
             assert denied != good
 
@@ -223,7 +223,7 @@ def test_an_unload_ends_a_load_that_still_waits(root: Path) -> None:
     play(root, story)
 
 
-def test_another_name_serves_the_same_adapter_until_it_is_taken_back(root: Path) -> None:
+def test_an_alias_serves_its_adapter_until_it_is_removed(root: Path) -> None:
     async def story(engine: DriverEngine, group: FakeGroup) -> None:
         name = NameAdapter(local("sql"), local("red"))
         status = await done(engine, name)
@@ -270,7 +270,7 @@ def test_folders_are_named_only_under_the_roots(root: Path) -> None:
     play(root, story)
 
 
-def test_the_configs_names_are_there_and_its_own(root: Path) -> None:
+def test_aliases_of_the_config_cannot_be_changed_by_commands(root: Path) -> None:
     async def story(engine: DriverEngine, group: FakeGroup) -> None:
         await engine.reconfigure(RuntimeConfig(names={"sql": "local:red"}))
         answer = await engine.generate(request("r", [3], 5, "sql"), NOWHERE)
@@ -284,7 +284,7 @@ def test_the_configs_names_are_there_and_its_own(root: Path) -> None:
     play(root, story)
 
 
-def test_a_name_of_the_config_goes_before_one_that_was_given(root: Path) -> None:
+def test_an_alias_of_the_config_comes_before_one_from_a_command(root: Path) -> None:
     async def story(engine: DriverEngine, group: FakeGroup) -> None:
         await done(engine, NameAdapter(local("sql"), local("blue")))
         await engine.reconfigure(RuntimeConfig(names={"sql": "local:red"}))
@@ -315,7 +315,7 @@ def test_a_private_adapter_is_pinned_with_the_token_that_loads_it(root: Path) ->
         play(root, story, adapters=adapters)
 
 
-def test_the_list_has_known_ones_and_those_that_only_lie_there(root: Path) -> None:
+def test_the_list_has_known_adapters_and_those_on_disk(root: Path) -> None:
     async def story(engine: DriverEngine, group: FakeGroup) -> None:
         await engine.generate(request("r", [1], 3, "red"), NOWHERE)
         report = await engine.adapters(ListAdapters())
@@ -330,18 +330,18 @@ def test_the_list_has_known_ones_and_those_that_only_lie_there(root: Path) -> No
     play(root, story)
 
 
-def test_shares_of_the_config_are_kept_and_changed_in_place(root: Path) -> None:
+def test_shares_of_the_config_change_without_a_restart(root: Path) -> None:
     """Each request takes 60 steps, so the first has ended after 70, and the second has not."""
 
     async def story(engine: DriverEngine, group: FakeGroup) -> None:
         one = {"adapters": {"red": {"max_concurrent": 1}}}
         await engine.reconfigure(RuntimeConfig.model_validate(one))
         group.gate.clear()
-        asked = await together(engine, [request(f"r{i}", [i], 60, "red") for i in range(4)])
+        requests = await together(engine, [request(f"r{i}", [i], 60, "red") for i in range(4)])
         await until(engine, lambda snapshot: (snapshot.running, snapshot.queued) == (1, 3))
         group.gate.let(70)
         most = 1
-        while not any(task.done() for task in asked):
+        while not any(task.done() for task in requests):
             most = max([most, *(view.running for view in await engine.adapter_views())])
         assert most == 1
         await until(engine, lambda snapshot: (snapshot.running, snapshot.queued) == (1, 2))
@@ -349,7 +349,7 @@ def test_shares_of_the_config_are_kept_and_changed_in_place(root: Path) -> None:
         group.gate.let(10)
         await until(engine, lambda snapshot: snapshot.running == 3)
         group.gate.set()
-        for i, answer in enumerate(await asyncio.gather(*asked)):
+        for i, answer in enumerate(await asyncio.gather(*requests)):
             assert tokens(answer) == [continuation(digest_of(engine, "red"), [i], 60)]
 
     assert play(root, story).starts == 1
@@ -368,7 +368,7 @@ def test_a_rate_wakes_an_idle_loop(root: Path) -> None:
     play(root, story)
 
 
-def test_what_requests_did_is_told_to_the_metrics(root: Path) -> None:
+def test_requests_and_loads_reach_the_metrics(root: Path) -> None:
     async def story(engine: DriverEngine, group: FakeGroup) -> None:
         await engine.generate(request("r", [1, 2], 5, "red", num=2), NOWHERE)
         await engine.generate(request("s", [1], 1), NOWHERE)
@@ -381,11 +381,11 @@ def test_what_requests_did_is_told_to_the_metrics(root: Path) -> None:
         assert (base.adapter, base.per_token_seconds) == ("base", None)
         assert (broken.adapter, broken.ok, broken.first_token_seconds) == ("broken", False, None)
         assert engine.usage.drain_requests() == []
-        told = engine.usage.load_sums()
+        reply = engine.usage.load_sums()
         stages = [record.stage for record in engine.usage.drain_loads()]
         assert {"fetch", "stage"} <= set(stages)
-        assert {stage: sums.count for stage, sums in told.items()} == Counter(stages)
-        assert engine.usage.load_sums() == told, "what was drained is in the sums"
+        assert {stage: sums.count for stage, sums in reply.items()} == Counter(stages)
+        assert engine.usage.load_sums() == reply, "what was drained is in the sums"
         counts = (await engine.snapshot()).adapter_counts
         assert (counts.misses, counts.device_hits) == (3, 0)
         await engine.generate(request("u", [1], 1, "red"), NOWHERE)

@@ -96,9 +96,7 @@ async def refusal(
     return caught.value.refusal
 
 
-def test_a_cached_private_adapter_is_still_only_for_those_who_may(
-    hub: HubServer, tmp_path: Path
-) -> None:
+def test_a_cached_private_adapter_still_needs_access(hub: HubServer, tmp_path: Path) -> None:
     hub.add("acme/sql", adapter_files(), readers={"hf_good", "hf_also"})
 
     async def story(directory: AdapterDirectory) -> None:
@@ -112,7 +110,7 @@ def test_a_cached_private_adapter_is_still_only_for_those_who_may(
     play(patient_config(tmp_path, hub_endpoint=hub.url), story)
 
 
-def test_a_right_that_was_taken_ends_with_the_next_look(hub: HubServer, tmp_path: Path) -> None:
+def test_a_revoked_access_ends_with_the_next_lookup(hub: HubServer, tmp_path: Path) -> None:
     repository = hub.add("acme/sql", adapter_files(), readers={"hf_good"})
 
     async def story(directory: AdapterDirectory) -> None:
@@ -123,7 +121,7 @@ def test_a_right_that_was_taken_ends_with_the_next_look(hub: HubServer, tmp_path
     play(patient_config(tmp_path, {"recheck_s": 0}, hub_endpoint=hub.url), story)
 
 
-def test_answers_are_used_again_and_refusals_repeated(hub: HubServer, tmp_path: Path) -> None:
+def test_replies_are_reused_and_refusals_repeated(hub: HubServer, tmp_path: Path) -> None:
     hub.add("acme/sql", adapter_files())
 
     async def story(directory: AdapterDirectory) -> None:
@@ -136,7 +134,7 @@ def test_answers_are_used_again_and_refusals_repeated(hub: HubServer, tmp_path: 
     play(patient_config(tmp_path, hub_endpoint=hub.url), story)
 
 
-def test_out_of_reach_the_lately_confirmed_are_served_and_nobody_else(
+def test_an_unreachable_source_serves_only_recently_confirmed_callers(
     hub: HubServer, tmp_path: Path
 ) -> None:
     hub.add("acme/sql", adapter_files(), readers={"hf_good", "hf_late"})
@@ -153,7 +151,9 @@ def test_out_of_reach_the_lately_confirmed_are_served_and_nobody_else(
     play(patient_config(tmp_path, fetch, hub_endpoint=hub.url), story)
 
 
-def test_out_of_reach_without_grace_nobody_is_served(hub: HubServer, tmp_path: Path) -> None:
+def test_an_unreachable_source_without_grace_serves_no_caller(
+    hub: HubServer, tmp_path: Path
+) -> None:
     hub.add("acme/sql", adapter_files())
     fetch = {"recheck_s": 0, "grace_s": 0, "attempts": 1}
 
@@ -165,21 +165,21 @@ def test_out_of_reach_without_grace_nobody_is_served(hub: HubServer, tmp_path: P
     play(patient_config(tmp_path, fetch, hub_endpoint=hub.url), story)
 
 
-def test_many_callers_share_a_look_and_a_download_and_may_leave(
+def test_many_callers_share_a_lookup_and_a_download_and_may_leave(
     hub: HubServer, tmp_path: Path
 ) -> None:
     hub.add("acme/sql", adapter_files(), readers={"hf_0", "hf_1"})
     hub.gate.clear()
 
     async def story(directory: AdapterDirectory) -> None:
-        asked = [
+        requests = [
             asyncio.create_task(directory.resolve(SQL, f"hf_{index % 2}")) for index in range(20)
         ]
         assert await asyncio.to_thread(hub.asked_for_files.wait, PATIENCE_S)
-        for task in asked[:10]:
+        for task in requests[:10]:
             task.cancel()
         hub.gate.set()
-        keys = await asyncio.gather(*asked[10:])
+        keys = await asyncio.gather(*requests[10:])
         assert len(set(keys)) == 1
         assert hub.looks() == 2
         assert len(hub.downloads()) == 2
@@ -189,7 +189,7 @@ def test_many_callers_share_a_look_and_a_download_and_may_leave(
     play(patient_config(tmp_path, hub_endpoint=hub.url), story)
 
 
-def test_a_slow_download_holds_up_its_own_requests_alone(
+def test_a_slow_download_delays_only_its_own_requests(
     hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub.add("acme/sql", adapter_files())
@@ -252,7 +252,7 @@ def test_a_rewritten_folder_is_new_and_an_old_time_does_not_fool_it(tmp_path: Pa
     play(patient_config(tmp_path, local_roots=[str(tmp_path / "roots")]), story)
 
 
-def test_files_are_kept_while_somebody_holds_them(hub: HubServer, tmp_path: Path) -> None:
+def test_files_are_kept_while_a_holder_has_them(hub: HubServer, tmp_path: Path) -> None:
     for name, fill in (("acme/a", 1.0), ("acme/b", 2.0)):
         hub.add(name, adapter_files(fill))
     size = sum(map(len, adapter_files().values()))
@@ -273,7 +273,7 @@ def test_files_are_kept_while_somebody_holds_them(hub: HubServer, tmp_path: Path
     play(config, story)
 
 
-def test_files_stay_for_whoever_asked_though_the_loop_is_late(
+def test_files_stay_for_all_callers_even_if_the_event_loop_is_late(
     hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The time to linger is over before he is woken who waited for the download."""
@@ -303,7 +303,7 @@ def test_files_stay_for_whoever_asked_though_the_loop_is_late(
     play(config, story)
 
 
-def test_what_nobody_uses_is_forgotten_beyond_the_bound(tmp_path: Path) -> None:
+def test_unused_adapters_are_forgotten_beyond_the_bound(tmp_path: Path) -> None:
     for index in range(60):
         write_files(tmp_path / "roots" / f"a{index}", adapter_files(float(index)))
     config = patient_config(tmp_path, local_roots=[str(tmp_path / "roots")], max_known=10)
@@ -357,11 +357,11 @@ def test_a_token_never_reaches_logs_or_messages(
     with caplog.at_level(logging.DEBUG):
         play(config, story)
     assert messages
-    told = [*messages, *(record.getMessage() for record in caplog.records), caplog.text]
-    assert not [text for text in told if secret in text]
+    replies = [*messages, *(record.getMessage() for record in caplog.records), caplog.text]
+    assert not [text for text in replies if secret in text]
 
 
-def test_a_look_at_what_is_known_costs_no_thread(hub: HubServer, tmp_path: Path) -> None:
+def test_a_lookup_of_a_known_adapter_uses_no_thread(hub: HubServer, tmp_path: Path) -> None:
     """A hot adapter of the hub is resolved on the event loop alone."""
     hub.add("acme/sql", adapter_files())
 

@@ -10,7 +10,7 @@ from tests.deployments.driver.fake_ranks import FakeGroup, continuation
 from tests.deployments.driver.routing.stories import NOWHERE, digest_of, play, request, tokens
 
 
-def test_a_rank_that_reads_slowly_holds_up_neither_steps_nor_other_adapters(root: Path) -> None:
+def test_a_rank_that_reads_slowly_delays_neither_steps_nor_other_adapters(root: Path) -> None:
     async def story(engine: DriverEngine, group: FakeGroup) -> None:
         group.staging_gate.set()
         gate = group.runners[1].staging_gate = threading.Event()

@@ -87,7 +87,7 @@ def failure(completion: Any) -> Failed:
     return ending
 
 
-def test_looks_wait_for_no_hashing(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lookups_do_not_wait_for_hashing(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight large cold folders, of which four are hashed at once; a resident one is asked for."""
     cold = [f"cold{i}" for i in range(8)]
     for name in cold:
@@ -109,7 +109,7 @@ def test_looks_wait_for_no_hashing(root: Path, monkeypatch: pytest.MonkeyPatch) 
     play(root, story)
 
 
-def test_an_overdue_look_is_answered_by_the_last_version(
+def test_the_last_version_serves_after_an_overdue_lookup(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def story(engine: DriverEngine, group: FakeGroup) -> None:
@@ -126,7 +126,7 @@ def test_an_overdue_look_is_answered_by_the_last_version(
     play(root, story, **adapters(root))
 
 
-def test_without_a_version_in_memory_a_look_is_waited_for(
+def test_without_a_version_in_memory_requests_wait_for_the_lookup(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its files would have to be read, on the same mount, by the ranks."""
@@ -138,18 +138,18 @@ def test_without_a_version_in_memory_a_look_is_waited_for(
         while any(runner.staged for runner in group.runners):
             await engine.snapshot()
         gate = gate_looks(monkeypatch, {"red"})
-        asked = asyncio.create_task(ask(engine, "red", "second"))
+        sent = asyncio.create_task(ask(engine, "red", "second"))
         await until(lambda: bool(gate.num_waiting))
         await asyncio.sleep(2 * SOON_S)
-        assert not asked.done()
+        assert not sent.done()
         gate.opened.set()
-        assert await asked
+        assert await sent
         assert not engine.num_overdue
 
     play(root, story, **adapters(root))
 
 
-def test_a_new_version_that_is_still_hashed_does_not_hold_up_the_old(
+def test_hashing_a_new_version_does_not_delay_the_old_one(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def story(engine: DriverEngine, group: FakeGroup) -> None:
@@ -211,7 +211,7 @@ def test_a_version_that_is_gone_or_forbidden_is_not_served(root: Path, tmp_path:
     play(root, story)
 
 
-def test_pipes_stop_nobody(root: Path) -> None:
+def test_pipes_delay_no_request(root: Path) -> None:
     """Each would hold a thread until a writer comes."""
 
     async def story(engine: DriverEngine, group: FakeGroup) -> None:
@@ -220,8 +220,8 @@ def test_pipes_stop_nobody(root: Path) -> None:
                 root / "adapters" / f"p{index}", {"adapter_config.json": json.dumps({}).encode()}
             )
             pipe(folder)
-            asked = request(folder.name, [1], 3, folder.name)
-            fault = failure(await engine.generate(asked, NOWHERE))
+            sent = request(folder.name, [1], 3, folder.name)
+            fault = failure(await engine.generate(sent, NOWHERE))
             assert "no regular file" in fault.message
         assert await ask(engine, "red", "other")
 
@@ -253,9 +253,9 @@ def test_a_template_of_files_that_hang_is_refused(
         monkeypatch.setattr(
             "deployments.driver.adapters.lifecycle.read_template", lambda folder: opened.wait()
         )
-        told = await engine.chat_template(red, None)
-        assert isinstance(told, Failed)
-        assert "could not be read within" in told.message
+        reply = await engine.chat_template(red, None)
+        assert isinstance(reply, Failed)
+        assert "could not be read within" in reply.message
         opened.set()
 
     play(root, story, **adapters(root))

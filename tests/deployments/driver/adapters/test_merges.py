@@ -61,7 +61,7 @@ def hub() -> Iterator[HubServer]:
         yield server
 
 
-def test_every_part_is_only_for_those_who_may(hub: HubServer, tmp_path: Path) -> None:
+def test_every_part_of_a_merge_needs_access(hub: HubServer, tmp_path: Path) -> None:
     hub.add("acme/sql", adapter_files(1.0), readers={"hf_both", "hf_sql"})
     hub.add("acme/code", adapter_files(2.0), readers={"hf_both", "hf_code"})
 
@@ -99,7 +99,9 @@ def test_parts_are_kept_while_the_merge_is_held(hub: HubServer, tmp_path: Path) 
     play(patient_config(tmp_path, fetch, hub_endpoint=hub.url), story)
 
 
-def test_one_that_leaves_or_a_part_that_fails_holds_nothing(hub: HubServer, tmp_path: Path) -> None:
+def test_a_caller_that_leaves_or_a_failed_part_holds_nothing(
+    hub: HubServer, tmp_path: Path
+) -> None:
     hub.add("acme/sql", adapter_files(1.0))
     write_files(tmp_path / "roots" / "red", adapter_files(2.0))
     config = patient_config(
@@ -124,7 +126,7 @@ def test_one_that_leaves_or_a_part_that_fails_holds_nothing(hub: HubServer, tmp_
     play(config, story)
 
 
-def test_merges_and_their_parts_are_forgotten_and_met_again(tmp_path: Path) -> None:
+def test_merges_and_their_parts_are_forgotten_and_found_again(tmp_path: Path) -> None:
     for index in range(30):
         write_files(tmp_path / "roots" / f"a{index}", adapter_files(float(index)))
     config = patient_config(tmp_path, local_roots=[str(tmp_path / "roots")], max_known=4)
@@ -172,17 +174,17 @@ def ask(name: str, adapter: AdapterReference, count: int = 4) -> GenerateRequest
 
 def test_one_recipe_is_one_adapter_on_the_ranks(root: Path) -> None:
     async def story(engine: DriverEngine, group: FakeGroup) -> None:
-        asked = [local("red", "blue"), local("red", "blue", rule=MergeRule((0.5, 0.6)))]
+        requests = [local("red", "blue"), local("red", "blue", rule=MergeRule((0.5, 0.6)))]
         answers = await asyncio.gather(
-            *(engine.generate(ask(f"r{i}", asked[i % 2]), NOWHERE) for i in range(8))
+            *(engine.generate(ask(f"r{i}", requests[i % 2]), NOWHERE) for i in range(8))
         )
         parts = [digest_of(engine, name) for name in ("red", "blue")]
-        digests = [one.rule.digest(parts) for one in asked if one.rule is not None]
+        digests = [one.rule.digest(parts) for one in requests if one.rule is not None]
         for i, answer in enumerate(answers):
             assert tokens(answer) == [continuation(digests[i % 2], [1, 2], 4)]
         for runner in group.runners:
             assert sorted(runner.staged.values()) == sorted(digests)
-        assert await engine.chat_template(asked[0], None) == TemplateSource()
+        assert await engine.chat_template(requests[0], None) == TemplateSource()
 
     play_engine(root, story)
 
@@ -227,14 +229,14 @@ def test_a_parts_cap_holds_over_its_merges(root: Path) -> None:
         red = AdapterReference(AdapterSource.LOCAL, "red")
         names = [*recipes, red, local("red", "red")]
         group.gate.clear()
-        asked = await together(engine, [ask(f"r{i}", name, 30) for i, name in enumerate(names)])
+        requests = await together(engine, [ask(f"r{i}", name, 30) for i, name in enumerate(names)])
         await until(engine, lambda snapshot: (snapshot.running, snapshot.queued) == (1, 3))
         group.gate.set()
         most = 1
-        while not all(task.done() for task in asked):
+        while not all(task.done() for task in requests):
             most = max(most, sum(view.running for view in await engine.adapter_views()))
         assert most == 1
-        for answer in await asyncio.gather(*asked):
+        for answer in await asyncio.gather(*requests):
             tokens(answer)
 
     play_engine(root, story)
@@ -249,11 +251,13 @@ def test_merges_are_listed_while_the_ranks_have_them(root: Path) -> None:
     async def story(engine: DriverEngine, group: FakeGroup) -> None:
         both = local("red", "blue")
         await engine.generate(ask("r", both), NOWHERE)
-        told = {status.reference: status for status in (await engine.adapters(everything)).adapters}
-        row = told[both]
+        replies = {
+            status.reference: status for status in (await engine.adapters(everything)).adapters
+        }
+        row = replies[both]
         assert (row.state, row.rank, row.bytes, row.num_requests) == ("device", 24, 0, 1)
         assert row.digest == HALVES.digest([digest_of(engine, name) for name in ("red", "blue")])
-        assert told[both.parts[0]].state == "disk", "a part alone is not staged"
+        assert replies[both.parts[0]].state == "disk", "a part alone is not staged"
         key = engine._directory.find(both)
         assert key is not None
         unload = AdapterUnloaded(key)

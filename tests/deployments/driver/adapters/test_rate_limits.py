@@ -38,70 +38,70 @@ def runtime(**adapters: float) -> RuntimeConfig:
     )
 
 
-def test_a_name_brings_its_share_when_it_is_first_met() -> None:
-    told = Told()
-    shares = NamedRateLimits(AdapterSource.HUB, told)
+def test_a_names_share_is_applied_at_its_first_request() -> None:
+    reply = Told()
+    shares = NamedRateLimits(AdapterSource.HUB, reply)
     shares.configure(runtime(red=2, blue__v2=3), [])
-    assert (told.weight(None), told.weight(ONE)) == (7, 5)
+    assert (reply.weight(None), reply.weight(ONE)) == (7, 5)
     for text, key in (("red", ONE), ("red", ONE), ("blue@v1", TWO), ("blue@v2", AdapterKey(3))):
         shares.adapter_seen(parse_reference(text, AdapterSource.HUB), key)
-    assert (told.weight(ONE), told.weight(TWO), told.weight(AdapterKey(3))) == (2, 5, 3)
-    assert told.num_told == 3, "nothing is told twice"
+    assert (reply.weight(ONE), reply.weight(TWO), reply.weight(AdapterKey(3))) == (2, 5, 3)
+    assert reply.num_told == 3, "nothing is told twice"
 
 
 def test_all_revisions_have_the_names_share_but_those_with_their_own() -> None:
-    told = Told()
-    shares = NamedRateLimits(AdapterSource.LOCAL, told)
+    reply = Told()
+    shares = NamedRateLimits(AdapterSource.LOCAL, reply)
     shares.configure(runtime(red=2, red__v9=4), [])
     shares.adapter_seen(parse_reference("red@v1", AdapterSource.LOCAL), ONE)
     shares.adapter_seen(parse_reference("local:red@v9", AdapterSource.HUB), TWO)
-    assert (told.weight(ONE), told.weight(TWO)) == (2, 4)
+    assert (reply.weight(ONE), reply.weight(TWO)) == (2, 4)
 
 
 def test_of_two_names_of_one_content_the_first_in_the_config_counts() -> None:
-    told = Told()
-    shares = NamedRateLimits(AdapterSource.HUB, told)
+    reply = Told()
+    shares = NamedRateLimits(AdapterSource.HUB, reply)
     shares.configure(runtime(first=2, second=3), [])
     for text in ("second", "first", "second"):
         shares.adapter_seen(parse_reference(text, AdapterSource.HUB), ONE)
-    assert told.weight(ONE) == 2
+    assert reply.weight(ONE) == 2
 
 
-def test_a_merge_brings_its_parts_their_shares_and_has_none() -> None:
-    told = Told()
-    shares = NamedRateLimits(AdapterSource.HUB, told)
+def test_a_merge_applies_the_shares_of_its_parts() -> None:
+    reply = Told()
+    shares = NamedRateLimits(AdapterSource.HUB, reply)
     shares.configure(runtime(red=2, blue=3), [])
     parts = tuple(parse_reference(text, AdapterSource.HUB) for text in ("red", "blue@v1"))
     rule = MergeRule((1.0, 1.0))
     merge = AdapterReference(AdapterSource.HUB, "red,blue@v1", parts=parts, rule=rule)
     shares.adapter_seen(merge, AdapterKey(9), (ONE, TWO))
-    assert [told.weight(key) for key in (ONE, TWO, AdapterKey(9))] == [2, 3, 5]
+    assert [reply.weight(key) for key in (ONE, TWO, AdapterKey(9))] == [2, 3, 5]
 
 
 def test_an_edited_config_counts_for_what_is_known_already() -> None:
-    told = Told()
-    shares = NamedRateLimits(AdapterSource.HUB, told)
+    reply = Told()
+    shares = NamedRateLimits(AdapterSource.HUB, reply)
     red = parse_reference("red", AdapterSource.HUB)
     shares.configure(runtime(red=2), [(red, ONE)])
-    assert told.weight(ONE) == 2
+    assert reply.weight(ONE) == 2
     shares.configure(runtime(red=9), [(red, ONE)])
-    assert told.weight(ONE) == 9
+    assert reply.weight(ONE) == 9
     shares.configure(RuntimeConfig(), [(red, ONE)])
-    assert told.weight(ONE) == 1
+    assert reply.weight(ONE) == 1
 
 
-def test_a_name_that_names_nothing_changes_nothing() -> None:
-    told = Told()
-    shares = NamedRateLimits(AdapterSource.HUB, told)
+def test_a_name_that_cannot_be_parsed_changes_nothing() -> None:
+    reply = Told()
+    shares = NamedRateLimits(AdapterSource.HUB, reply)
     with pytest.raises(ValueError, match="needs a name"):
         shares.configure(RuntimeConfig.model_validate({"adapters": {" ": {}}}), [])
-    assert told.num_told == 0
+    assert reply.num_told == 0
 
 
 @pytest.mark.parametrize(
     "wrong",
     [{"weight": 0}, {"max_concurrent": 0}, {"tokens_per_second": 0}, {"priority": 9}, {"wait": 1}],
 )
-def test_a_share_that_makes_no_sense_is_refused(wrong: dict[str, int]) -> None:
+def test_an_invalid_share_is_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         RuntimeConfig.model_validate({"adapters": {"red": wrong}})

@@ -36,7 +36,7 @@ class Names:
     def serving(self, reference: AdapterReference) -> AdapterKey | None:
         return self.contents.get(reference)
 
-    def told(self, *views: AdapterView, pins: tuple[AdapterReference, ...] = ()) -> ReplicaReport:
+    def report(self, *views: AdapterView, pins: tuple[AdapterReference, ...] = ()) -> ReplicaReport:
         return self.holdings.report(views, pins, load=3, ready=True, now=12.0)
 
 
@@ -50,16 +50,16 @@ class Names:
         (AdapterState.DISK, HoldingTier.DISK),
     ],
 )
-def test_an_adapter_is_told_where_it_is(state: AdapterState, tier: HoldingTier) -> None:
+def test_a_report_has_the_tier_of_an_adapter(state: AdapterState, tier: HoldingTier) -> None:
     names = Names()
-    assert names.told(view(ONE, state)).tiers == {}, "nobody asked for it"
+    assert names.report(view(ONE, state)).tiers == {}, "nobody asked for it"
     names.holdings.requested(RED)
-    assert names.told(view(ONE, state)).tiers == {adapter_hash(RED): tier}
-    assert names.told(view(ONE, state, draining=True)).tiers == {
+    assert names.report(view(ONE, state)).tiers == {adapter_hash(RED): tier}
+    assert names.report(view(ONE, state, draining=True)).tiers == {
         adapter_hash(RED): HoldingTier.DISK
     }
     del names.contents[RED]
-    assert names.told(view(ONE, state)).tiers == {}, "it was forgotten"
+    assert names.report(view(ONE, state)).tiers == {}, "it was forgotten"
 
 
 def test_files_count_where_they_were_downloaded() -> None:
@@ -70,41 +70,41 @@ def test_files_count_where_they_were_downloaded() -> None:
     names.aliases.given[AdapterReference(AdapterSource.LOCAL, "mine")] = RED
     for name in (RED, BLUE, mixed, *names.aliases.given):
         names.holdings.requested(name)
-    told = names.told().tiers
-    assert told == {
+    reply = names.report().tiers
+    assert reply == {
         adapter_hash(name): HoldingTier.DISK for name in (RED, mixed, *names.aliases.given)
     }
 
 
-def test_two_names_of_one_content_are_both_told() -> None:
+def test_two_names_of_one_content_are_both_reported() -> None:
     names = Names()
     names.contents[BLUE] = ONE
     names.holdings.requested(RED)
     names.holdings.requested(BLUE)
-    told = names.told(view(ONE, AdapterState.DEVICE)).tiers
-    assert told == {adapter_hash(RED): HoldingTier.DEVICE, adapter_hash(BLUE): HoldingTier.DEVICE}
+    reply = names.report(view(ONE, AdapterState.DEVICE)).tiers
+    assert reply == {adapter_hash(RED): HoldingTier.DEVICE, adapter_hash(BLUE): HoldingTier.DEVICE}
 
 
-def test_pins_and_the_last_names_are_told_and_no_more() -> None:
+def test_only_pins_and_the_last_names_are_reported() -> None:
     names = Names()
     many = [AdapterReference(AdapterSource.HUB, f"a{i}") for i in range(2 * MAX_NAMES)]
     names.contents |= dict.fromkeys(many, TWO)
     for name in (*many, many[7]):
         names.holdings.requested(name)
-    told = names.told(view(TWO, AdapterState.HOST), pins=(RED,)).tiers
+    reply = names.report(view(TWO, AdapterState.HOST), pins=(RED,)).tiers
     last = [many[7], *reversed(many[-MAX_NAMES:])][: MAX_NAMES - 1]
-    assert told == {
+    assert reply == {
         adapter_hash(RED): HoldingTier.DISK,
         **{adapter_hash(name): HoldingTier.HOST for name in last},
     }
 
 
-def test_a_name_that_is_asked_for_again_stays() -> None:
+def test_a_name_that_is_requested_again_stays() -> None:
     names = Names()
     many = [AdapterReference(AdapterSource.HUB, f"a{i}") for i in range(MAX_NAMES)]
     for name in (RED, *many[: MAX_NAMES // 2], RED, *many[MAX_NAMES // 2 :]):
         names.holdings.requested(name)
-    assert names.told(view(ONE, AdapterState.HOST)).tiers == {adapter_hash(RED): HoldingTier.HOST}
+    assert names.report(view(ONE, AdapterState.HOST)).tiers == {adapter_hash(RED): HoldingTier.HOST}
 
 
 def test_the_beat_grows_with_time_alone() -> None:
@@ -114,16 +114,16 @@ def test_the_beat_grows_with_time_alone() -> None:
     assert reports[0].packed() == reports[1].packed() != reports[2].packed()
 
 
-def test_an_engine_tells_what_requests_came_for(root: Path) -> None:
+def test_an_engine_reports_requested_adapters(root: Path) -> None:
     async def story(engine: DriverEngine, group: FakeGroup) -> None:
         assert engine.report([], 0).tiers == {}
         missing = request("r0", [1], adapter="nobody")
         red = request("r1", [1, 2], adapter="red")
         await asyncio.gather(*(engine.generate(each, NOWHERE) for each in (missing, red)))
-        told = engine.report(await engine.adapter_views(), 5)
+        reply = engine.report(await engine.adapter_views(), 5)
         assert red.adapter is not None
-        assert told.tiers == {adapter_hash(red.adapter): HoldingTier.DEVICE}
-        assert (told.load, told.ready) == (5, True)
+        assert reply.tiers == {adapter_hash(red.adapter): HoldingTier.DEVICE}
+        assert (reply.load, reply.ready) == (5, True)
 
     play(root, story)
 

@@ -15,38 +15,38 @@ from deployments.driver.adapters.single_flight import (
 from tests.deployments.driver.routing.stories import PATIENCE_S
 
 
-def test_all_who_ask_share_a_run_and_go_on_before_its_end_is_told() -> None:
-    told: list[str] = []
+def test_all_callers_share_a_run_and_resume_before_its_end_callback() -> None:
+    replies: list[str] = []
 
     async def story() -> None:
         errands, may_end = SingleFlight(), asyncio.Event()
 
         async def work() -> int:
-            told.append("run")
+            replies.append("run")
             await may_end.wait()
-            call_after_callers(lambda: told.append("end"))
+            call_after_callers(lambda: replies.append("end"))
             return 7
 
         async def ask() -> None:
-            told.append(f"got {await errands.once('what', work)}")
+            replies.append(f"got {await errands.once('what', work)}")
 
-        asked = [asyncio.create_task(ask()) for _ in range(3)]
+        requests = [asyncio.create_task(ask()) for _ in range(3)]
         await asyncio.sleep(0)
-        asked[0].cancel()
+        requests[0].cancel()
         may_end.set()
         with pytest.raises(asyncio.CancelledError):
-            await asked[0]
-        await asyncio.gather(*asked[1:])
+            await requests[0]
+        await asyncio.gather(*requests[1:])
         await asyncio.sleep(0)
-        assert told == ["run", "got 7", "got 7", "end"]
-        told.clear()
+        assert replies == ["run", "got 7", "got 7", "end"]
+        replies.clear()
         await ask()
-        assert told[:2] == ["run", "got 7"], "what has ended is run again"
+        assert replies[:2] == ["run", "got 7"], "what has ended is run again"
 
     asyncio.run(asyncio.wait_for(story(), PATIENCE_S))
 
 
-def test_who_is_impatient_goes_on_without_the_errand() -> None:
+def test_a_caller_out_of_patience_leaves_and_the_work_continues() -> None:
     async def story() -> None:
         errands, may_end = SingleFlight(), asyncio.Event()
         runs = 0
@@ -70,7 +70,7 @@ def test_who_is_impatient_goes_on_without_the_errand() -> None:
     asyncio.run(asyncio.wait_for(story(), PATIENCE_S))
 
 
-def test_an_errand_that_is_late_already_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_that_is_late_already_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many ask, they wait for `patience_s` in all."""
 
     async def story() -> None:
@@ -87,7 +87,7 @@ def test_an_errand_that_is_late_already_is_not_waited_for(monkeypatch: pytest.Mo
     asyncio.run(asyncio.wait_for(story(), PATIENCE_S))
 
 
-def test_calls_that_hang_give_their_places_to_others() -> None:
+def test_calls_that_hang_let_others_start() -> None:
     async def story() -> None:
         may_end = threading.Event()
         calls = BlockingCalls("test", width=2, patience_s=0.01, most=8)
@@ -101,7 +101,7 @@ def test_calls_that_hang_give_their_places_to_others() -> None:
     asyncio.run(asyncio.wait_for(story(), PATIENCE_S))
 
 
-def test_no_more_calls_than_places_run_at_once() -> None:
+def test_no_more_calls_than_the_width_run_at_once() -> None:
     async def story() -> None:
         calls = BlockingCalls("test", width=2)
         running: list[int] = []

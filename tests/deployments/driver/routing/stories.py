@@ -141,7 +141,7 @@ async def pin(engine: DriverEngine, *names: str) -> None:
 
 
 async def together(
-    engine: DriverEngine, asked: Sequence[GenerateRequest]
+    engine: DriverEngine, sent: Sequence[GenerateRequest]
 ) -> list[asyncio.Task[Completion]]:
     """Have requests reach the scheduler in this order, between the same two of its steps."""
     posted = threading.Event()
@@ -152,7 +152,7 @@ async def together(
 
     engine._handle.post(stay)
     tasks: list[asyncio.Task[Completion]] = []
-    for each in asked:
+    for each in sent:
         tasks.append(asyncio.create_task(engine.generate(each, NOWHERE)))
         await until_true(lambda: len(engine._streams) == len(tasks))
     posted.set()

@@ -41,7 +41,7 @@ def routing(
 ) -> RoutingPolicy:
     """A router that just heard where RED is and how many requests each replica has."""
     names = {*(holds or {}), *(loads or {}), *rebuilding}
-    told = RoutingPolicy(random.Random(3))
+    reply = RoutingPolicy(random.Random(3))
     stats = {
         name: ReplicaReport(
             {adapter_hash(RED): (holds or {}).get(name, HoldingTier.NOWHERE)},
@@ -50,8 +50,8 @@ def routing(
         ).packed()
         for name in names
     }
-    told.update(stats, {}, now)
-    return told
+    reply.update(stats, {}, now)
+    return reply
 
 
 def first(router: RoutingPolicy, counts: Counts, what: AdapterReference | None = RED) -> str:
@@ -72,12 +72,12 @@ def home(what: AdapterReference, *names: str) -> str:
 
 
 @given(st.dictionaries(st.sampled_from(NAMES), st.tuples(TIERS, LOADS), min_size=1))
-def test_the_best_holder_within_both_bounds_is_meant(
+def test_the_best_holder_within_both_bounds_is_selected(
     state: dict[str, tuple[HoldingTier, int]],
 ) -> None:
     tiers = {name: tier for name, (tier, _) in state.items()}
     loads = {name: load for name, (_, load) in state.items()}
-    chosen = first(routing(tiers, loads), idle(*state))
+    selected = first(routing(tiers, loads), idle(*state))
     among_all = LEEWAY * min(loads.values()) + COLD_SLACK
 
     def is_within(name: str) -> bool:
@@ -86,8 +86,8 @@ def test_the_best_holder_within_both_bounds_is_meant(
         in_memory = tiers[name] <= HoldingTier.HOST
         return loads[name] <= (min(among_all, among_equals) if in_memory else among_all)
 
-    assert is_within(chosen)
-    assert tiers[chosen] == min(tiers[name] for name in state if is_within(name))
+    assert is_within(selected)
+    assert tiers[selected] == min(tiers[name] for name in state if is_within(name))
 
 
 @given(
@@ -98,14 +98,14 @@ def test_the_best_holder_within_both_bounds_is_meant(
 )
 def test_every_replica_is_tried_once(
     counts: dict[str, int],
-    told: dict[str, tuple[HoldingTier, int, bool]],
+    reply: dict[str, tuple[HoldingTier, int, bool]],
     what: AdapterReference | None,
     now: float,
 ) -> None:
     router = RoutingPolicy(random.Random(0))
     reports = {
         n: ReplicaReport({adapter_hash(RED): t}, load, ready)
-        for n, (t, load, ready) in told.items()
+        for n, (t, load, ready) in reply.items()
     }
     router.update({name: report.packed() for name, report in reports.items()}, {}, 0.0)
     order = router.order(what, counts, now)
@@ -135,7 +135,7 @@ JUNK: st.SearchStrategy[object] = st.sampled_from(
     ),
     LOADS,
 )
-def test_what_others_tell_never_keeps_a_request(stats: dict[str, Any], count: int) -> None:
+def test_reports_never_keep_a_request_from_a_replica(stats: dict[str, Any], count: int) -> None:
     """Stats may come from another version, or not come at all."""
     router = RoutingPolicy(random.Random(0))
     router.update({"r0": stats, "r1": {}}, {}, 0.0)
@@ -150,12 +150,12 @@ def test_what_others_tell_never_keeps_a_request(stats: dict[str, Any], count: in
     st.booleans(),
     st.integers(0, 1 << 40),
 )
-def test_a_report_survives_its_way(
+def test_a_report_is_equal_after_encoding(
     held: dict[bytes, HoldingTier], load: int, ready: bool, beat: int
 ) -> None:
-    told = {each: tier for each, tier in held.items() if tier is not HoldingTier.NOWHERE}
+    replies = {each: tier for each, tier in held.items() if tier is not HoldingTier.NOWHERE}
     stats = ReplicaReport(held, load, ready, beat).packed()
-    assert ReplicaReport.unpacked(stats) == ReplicaReport(told, load, ready, beat)
+    assert ReplicaReport.unpacked(stats) == ReplicaReport(replies, load, ready, beat)
     assert stats == ReplicaReport(dict(reversed(held.items())), load, ready, beat).packed()
 
 
@@ -176,7 +176,7 @@ def test_homes_are_spread_over_the_replicas() -> None:
     assert min(homes.values()) > 70
 
 
-def test_every_process_means_the_same_adapter_and_home() -> None:
+def test_hashes_are_equal_in_all_processes() -> None:
     assert adapter_hash(RED).hex() == "bc1085de86f018dd"
     assert home(RED, *NAMES) == "r0"
 
@@ -191,7 +191,7 @@ def test_names_differ_by_source_and_revision() -> None:
     assert len({adapter_hash(name) for name in names}) == len(names)
 
 
-def test_a_calm_holder_is_passed_over_for_nobody_cold() -> None:
+def test_a_calm_holder_is_not_passed_over() -> None:
     """Of two that hold it the home is too busy for the whole, the other is not."""
     holders = {"r0": HoldingTier.DEVICE, "r1": HoldingTier.DEVICE, "r2": HoldingTier.NOWHERE}
     for busy, calm in (("r0", "r1"), ("r1", "r0")):
@@ -216,8 +216,8 @@ def test_how_much_busier_than_an_idle_replica_the_home_may_be(
     elsewhere = next(name for name in NAMES[:2] if name != at_home)
     holders = dict(zip((at_home, elsewhere), tiers, strict=True))
     for load in (most, most + 1):
-        chosen = first(routing(holders, {at_home: load}), idle(*NAMES[:2]))
-        assert chosen == (at_home if load == most else elsewhere)
+        selected = first(routing(holders, {at_home: load}), idle(*NAMES[:2]))
+        assert selected == (at_home if load == most else elsewhere)
 
 
 def test_of_two_for_the_base_model_the_less_busy_serves() -> None:
@@ -240,14 +240,14 @@ def test_replicas_whose_ranks_are_rebuilt_come_last() -> None:
         assert sorted(name for group in both for name in group) == ["r0", "r1"]
 
 
-def test_nobody_lives() -> None:
+def test_without_replicas_there_is_no_order() -> None:
     assert RoutingPolicy(random.Random(0)).order(RED, {}, 0.0) == []
 
 
 # -- What is known, and until when -------------------------------------------------------------
 
 
-def test_old_reports_are_not_believed() -> None:
+def test_old_reports_are_ignored() -> None:
     elsewhere = next(name for name in NAMES[:2] if name != home(RED, *NAMES[:2]))
     router = routing({elsewhere: HoldingTier.DEVICE})
     counts = idle(*NAMES[:2])
@@ -262,7 +262,7 @@ def test_old_reports_are_not_believed() -> None:
     assert silent.order(RED, counts, STALE_SECONDS + 1)[0] == [home(RED, *NAMES[:2])]
 
 
-def test_a_replica_that_tells_nothing_new_is_believed_by_its_beat() -> None:
+def test_an_unchanged_report_is_valid_while_its_beat_grows() -> None:
     router = RoutingPolicy(random.Random(0))
     elsewhere = next(name for name in NAMES[:2] if name != home(RED, *NAMES[:2]))
     for beat in range(5):
@@ -288,7 +288,7 @@ def test_a_replica_counts_as_a_holder_from_its_first_request_on() -> None:
     assert router.order(RED, counts, 3 * REPORT_SECONDS)[0] == [at_home]
 
 
-def test_a_replica_counts_as_a_holder_for_a_moment_when_it_is_chosen() -> None:
+def test_a_replica_counts_as_a_holder_for_a_moment_when_it_is_selected() -> None:
     """One that never takes what it is chosen for does not keep the adapter from who does."""
     at_home = home(RED, *NAMES[:2])
     elsewhere = next(name for name in NAMES[:2] if name != at_home)
@@ -303,7 +303,7 @@ def test_a_replica_counts_as_a_holder_for_a_moment_when_it_is_chosen() -> None:
     assert router.order(RED, counts, 6.9)[0] == [elsewhere], "the longer of both counts"
 
 
-def test_what_was_sent_lately_is_remembered_within_a_bound() -> None:
+def test_recent_requests_are_remembered_within_a_bound() -> None:
     at_home = home(RED, *NAMES[:2])
     elsewhere = next(name for name in NAMES[:2] if name != at_home)
     router, counts = RoutingPolicy(random.Random(0)), {at_home: 0, elsewhere: 0}
@@ -314,7 +314,7 @@ def test_what_was_sent_lately_is_remembered_within_a_bound() -> None:
     assert router.order(adapter(1), counts, 0.0)[0] == [elsewhere]
 
 
-def test_a_report_tells_others_requests_and_the_own_are_counted_on() -> None:
+def test_a_reports_load_grows_with_this_routers_requests() -> None:
     at_home = home(RED, *NAMES[:2])
     elsewhere = next(name for name in NAMES[:2] if name != at_home)
     router, report = (

@@ -134,7 +134,7 @@ def test_a_burst_is_spread_though_all_of_it_is_routed_at_once() -> None:
     play(story)
 
 
-def test_requests_follow_the_first_before_it_is_taken() -> None:
+def test_requests_follow_the_first_before_it_is_accepted() -> None:
     async def story() -> None:
         at_home = await Calls(Replica("a"), Replica("b")).call(RED)
         home, other = Replica(at_home), Replica("b" if at_home == "a" else "a")
@@ -149,7 +149,7 @@ def test_requests_follow_the_first_before_it_is_taken() -> None:
     play(story)
 
 
-def test_a_late_word_of_having_accepted_changes_no_count() -> None:
+def test_a_late_report_of_acceptance_changes_no_count() -> None:
     """By gRPC it comes with the answer, and says how busy the replica was long ago."""
 
     async def story() -> None:
@@ -189,7 +189,7 @@ def test_a_full_or_silent_holder_is_passed_over() -> None:
     play(story)
 
 
-def test_when_all_are_full_a_request_waits_for_a_place_and_asks_now_and_then() -> None:
+def test_when_all_are_full_a_request_waits_and_tries_again() -> None:
     async def story() -> None:
         only = holding("a", RED)
         only.num_open = only.max_ongoing_requests
@@ -223,7 +223,7 @@ def test_replicas_come_report_and_die() -> None:
     play(story)
 
 
-def test_a_client_that_leaves_keeps_nobody_waiting() -> None:
+def test_a_client_that_leaves_delays_no_other() -> None:
     async def story() -> None:
         calls = Calls()
         leaving = asyncio.create_task(calls.call(generate(RED), request="one"))
@@ -237,29 +237,29 @@ def test_a_client_that_leaves_keeps_nobody_waiting() -> None:
     play(story)
 
 
-def test_who_asks_is_told_which_replica_takes_each_of_its_calls() -> None:
+def test_a_listener_gets_the_replica_of_each_call() -> None:
     async def story() -> None:
         calls = Calls(holding("a", RED), Replica("b"))
-        told: list[str] = []
-        with replica_listener(told.append):
-            asked = [asyncio.create_task(calls.call(generate(RED))) for _ in range(2)]
+        replies: list[str] = []
+        with replica_listener(replies.append):
+            requests = [asyncio.create_task(calls.call(generate(RED))) for _ in range(2)]
         await calls.call(generate(RED))
-        assert await asyncio.gather(*asked) == told == ["a", "a"]
+        assert await asyncio.gather(*requests) == replies == ["a", "a"]
 
     play(story)
 
 
-def test_who_asks_is_told_when_another_replica_follows() -> None:
+def test_a_listener_gets_the_next_replica_after_a_retry() -> None:
     async def story() -> None:
         dead, other = holding("a", RED), Replica("b")
         calls = Calls(dead, other)
-        told: list[str] = []
+        replies: list[str] = []
         metadata = RequestMetadata(request_id="one", internal_request_id="one")
         pending = PendingRequest(args=[generate(RED)], kwargs={}, metadata=metadata)
-        with replica_listener(told.append):
+        with replica_listener(replies.append):
             await calls.router._choose_replica_for_request(pending)
             calls.router.on_replica_actor_died(dead.replica_id)
             await calls.router._choose_replica_for_request(pending, is_retry=True)
-        assert told == ["a", "b"]
+        assert replies == ["a", "b"]
 
     play(story)

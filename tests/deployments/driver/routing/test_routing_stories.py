@@ -122,41 +122,41 @@ def test_by_reports_alone_a_hot_adapter_spreads_too() -> None:
 @pytest.mark.parametrize("routers", [1, 3])
 def test_adapters_stay_on_their_homes(routers: int) -> None:
     cluster = Cluster(*NAMES[:3], routers=routers)
-    asked = [adapter(i) for i in range(12)]
+    requests = [adapter(i) for i in range(12)]
     for _ in range(20):
-        for i, each in enumerate(asked):
+        for i, each in enumerate(requests):
             cluster.ask(each, i % routers, service=0.3)
             cluster.pass_by(0.1)
-    assert all(len(cluster.holders(each)) == 1 for each in asked)
+    assert all(len(cluster.holders(each)) == 1 for each in requests)
     assert len({name for _, name in cluster.served}) == 3
 
 
 def test_when_a_replica_dies_its_adapters_find_one_new_home_each() -> None:
     cluster = Cluster(*NAMES[:3])
-    asked = [adapter(i) for i in range(12)]
-    homes = {each: cluster.ask(each, service=0.1) for each in asked}
+    requests = [adapter(i) for i in range(12)]
+    homes = {each: cluster.ask(each, service=0.1) for each in requests}
     cluster.pass_by(REPORT_SECONDS)
     del cluster.replicas["r0"]
     for _ in range(5):
         cluster.pass_by(1)
-        for each in asked:
+        for each in requests:
             cluster.ask(each, service=0.1)
             cluster.pass_by(0.1)
-    for each in asked:
+    for each in requests:
         [holder] = cluster.holders(each)
         assert holder == homes[each] or homes[each] == "r0"
 
 
 def test_a_new_replica_takes_new_adapters_and_what_is_too_much_for_the_others() -> None:
     cluster = Cluster("r0", "r1")
-    asked = [adapter(i) for i in range(8)]
-    for each in asked:
+    requests = [adapter(i) for i in range(8)]
+    for each in requests:
         cluster.ask(each, service=0.1)
         cluster.pass_by(0.1)
     cluster.pass_by(REPORT_SECONDS)
     cluster.replicas["r2"] = Replica(slots=8)
     cluster.pass_by(REPORT_SECONDS)
-    for each in asked:
+    for each in requests:
         cluster.ask(each, service=0.1)
         cluster.pass_by(0.1)
     assert not cluster.replicas["r2"].adapters, "what is held stays where it is"
@@ -165,5 +165,5 @@ def test_a_new_replica_takes_new_adapters_and_what_is_too_much_for_the_others() 
         cluster.ask(each, service=0.1)
         cluster.pass_by(0.1)
     assert len(cluster.replicas["r2"].adapters) > 2
-    cluster.play(asked[0], a_second=30, seconds=5)
-    assert "r2" in cluster.holders(asked[0])
+    cluster.play(requests[0], a_second=30, seconds=5)
+    assert "r2" in cluster.holders(requests[0])

@@ -47,13 +47,13 @@ class Runs:
         self.free = asyncio.Event()
         self.starts = EarlySubmits(self, self, self, patience_s)
 
-    async def generate(self, asked: GenerateRequest, reply_to: ReplyAddress) -> Completion:
-        self.begun.append(asked.id)
+    async def generate(self, sent: GenerateRequest, reply_to: ReplyAddress) -> Completion:
+        self.begun.append(sent.id)
         number = len(self.begun)
         try:
             await self.free.wait()
         except asyncio.CancelledError:
-            self.cancelled.append(asked.id)
+            self.cancelled.append(sent.id)
             raise
         if self.fault is not None:
             raise self.fault
@@ -68,8 +68,8 @@ class Runs:
     def release(self, request_id: str) -> None:
         self.held.discard(request_id)
 
-    def call(self, asked: GenerateRequest = ONE) -> "asyncio.Task[Completion]":
-        return asyncio.create_task(self.starts.call(asked, HERE))
+    def call(self, sent: GenerateRequest = ONE) -> "asyncio.Task[Completion]":
+        return asyncio.create_task(self.starts.call(sent, HERE))
 
 
 def tell(story: Callable[[Runs], Awaitable[None]], patience_s: float = PATIENCE_S) -> None:
@@ -91,7 +91,7 @@ async def turns() -> None:
 
 
 @pytest.mark.parametrize("ended", [False, True])
-def test_a_call_adopts_what_runs_or_has_ended(ended: bool) -> None:
+def test_a_call_attaches_to_a_request_that_runs_or_has_ended(ended: bool) -> None:
     async def story(runs: Runs) -> None:
         runs.starts.start(ONE, HERE)
         runs.starts.start(OTHER, HERE)
@@ -111,7 +111,7 @@ def test_a_call_adopts_what_runs_or_has_ended(ended: bool) -> None:
     tell(story)
 
 
-def test_a_call_that_is_here_first_runs_alone() -> None:
+def test_a_call_before_its_early_submit_runs_alone() -> None:
     """And what it overtook is ignored, while it runs and after its end."""
 
     async def story(runs: Runs) -> None:
@@ -127,7 +127,7 @@ def test_a_call_that_is_here_first_runs_alone() -> None:
     tell(story)
 
 
-def test_a_head_start_that_comes_twice_is_one() -> None:
+def test_an_early_submit_that_comes_twice_runs_once() -> None:
     async def story(runs: Runs) -> None:
         runs.starts.start(ONE, HERE)
         runs.starts.start(ONE, HERE)
@@ -141,7 +141,7 @@ def test_a_head_start_that_comes_twice_is_one() -> None:
     tell(story)
 
 
-def test_what_is_taken_back_ends_and_stays_so_until_its_call_comes_after_all() -> None:
+def test_a_withdrawn_request_ends_and_its_late_call_begins_anew() -> None:
     async def story(runs: Runs) -> None:
         runs.starts.start(ONE, HERE)
         await turns()
@@ -158,7 +158,7 @@ def test_what_is_taken_back_ends_and_stays_so_until_its_call_comes_after_all() -
     tell(story)
 
 
-def test_what_was_adopted_or_never_here_is_not_taken_back() -> None:
+def test_attached_or_unknown_requests_are_not_withdrawn() -> None:
     async def story(runs: Runs) -> None:
         runs.starts.start(ONE, HERE)
         call = runs.call()
@@ -174,7 +174,7 @@ def test_what_was_adopted_or_never_here_is_not_taken_back() -> None:
     tell(story)
 
 
-def test_a_call_that_does_not_come_is_not_waited_for() -> None:
+def test_an_early_submit_without_a_call_ends_after_a_while() -> None:
     async def story(runs: Runs) -> None:
         runs.starts.start(ONE, HERE)
         await until_true(lambda: runs.cancelled == ["one"])
@@ -187,7 +187,7 @@ def test_a_call_that_does_not_come_is_not_waited_for() -> None:
     tell(story, patience_s=0.01)
 
 
-def test_an_ingress_replica_that_is_gone_takes_its_own_along() -> None:
+def test_a_lost_ingress_replica_ends_its_early_submits() -> None:
     async def story(runs: Runs) -> None:
         runs.starts.start(ONE, HERE)
         runs.starts.start(OTHER, THERE)
@@ -200,7 +200,7 @@ def test_an_ingress_replica_that_is_gone_takes_its_own_along() -> None:
     tell(story)
 
 
-def test_a_call_that_is_cancelled_ends_what_it_adopted() -> None:
+def test_a_cancelled_call_ends_its_request() -> None:
     async def story(runs: Runs) -> None:
         runs.starts.start(ONE, HERE)
         await turns()
@@ -214,7 +214,7 @@ def test_a_call_that_is_cancelled_ends_what_it_adopted() -> None:
     tell(story)
 
 
-def test_a_fault_is_the_calls_and_nobodys_without_one() -> None:
+def test_a_fault_is_raised_by_the_call_and_ignored_without_one() -> None:
     async def story(runs: Runs) -> None:
         runs.fault = ValueError("broken")
         runs.free.set()
@@ -229,7 +229,7 @@ def test_a_fault_is_the_calls_and_nobodys_without_one() -> None:
 
 
 @pytest.mark.parametrize("changed", ["request", "address"])
-def test_only_the_same_request_is_adopted(changed: str) -> None:
+def test_a_call_attaches_only_to_the_same_request(changed: str) -> None:
     async def story(runs: Runs) -> None:
         longer = request("one", [1], 6)
         runs.starts.start(
@@ -246,7 +246,7 @@ def test_only_the_same_request_is_adopted(changed: str) -> None:
     tell(story)
 
 
-def test_no_more_is_remembered_than_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ended_calls_are_remembered_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deployments.driver.streaming.early_submit._REMEMBERED", 3)
 
     async def story(runs: Runs) -> None:
@@ -267,9 +267,9 @@ class Ingress:
 
     def _deliver(self, frame: TokenFrame) -> None:
         for run in frame.runs:
-            told = self.heard.setdefault(run.request_id, [])
-            assert run.start == len(told)
-            told += run.tokens
+            reply = self.heard.setdefault(run.request_id, [])
+            assert run.start == len(reply)
+            reply += run.tokens
 
 
 @asynccontextmanager
@@ -282,11 +282,13 @@ async def dialled(engine: DriverEngine) -> AsyncIterator[tuple[Ingress, ReplyAdd
     await ingress.receiver.close()
 
 
-def test_tokens_leave_when_the_call_is_here_and_are_the_same(root: Path) -> None:
+def test_tokens_are_sent_when_the_call_arrives_and_are_the_same(root: Path) -> None:
     async def story(engine: DriverEngine, group: FakeGroup) -> None:
         async with dialled(engine) as (ingress, address):
-            asked = [request(f"r{i}", [i], 9, adapter) for i, adapter in enumerate((None, "red"))]
-            alone = [await engine.generate(each, address) for each in asked]
+            requests = [
+                request(f"r{i}", [i], 9, adapter) for i, adapter in enumerate((None, "red"))
+            ]
+            alone = [await engine.generate(each, address) for each in requests]
             again = [
                 request(f"again r{i}", [i], 9, adapter) for i, adapter in enumerate((None, "red"))
             ]
@@ -307,12 +309,12 @@ def test_held_tokens_go_first_when_the_call_comes(root: Path) -> None:
     async def story(engine: DriverEngine, group: FakeGroup) -> None:
         async with dialled(engine) as (ingress, address):
             group.gate.clear()
-            asked = request("r", [5], 20)
-            engine.early_submits.start(asked, address)
+            sent = request("r", [5], 20)
+            engine.early_submits.start(sent, address)
             await until_running(engine)
             group.gate.let(6)
             await until_true(lambda: bool(engine._streams._held_back.get("r")))
-            call = asyncio.create_task(engine.generate(asked, address))
+            call = asyncio.create_task(engine.generate(sent, address))
             await until_true(lambda: "r" in ingress.heard)
             group.gate.set()
             assert tokens(await call) == [continuation("", [5], 20)]
@@ -321,18 +323,18 @@ def test_held_tokens_go_first_when_the_call_comes(root: Path) -> None:
     play(root, story)
 
 
-def test_requests_of_a_lost_ingress_and_taken_back_ones_leave_the_ranks(root: Path) -> None:
+def test_withdrawn_requests_and_those_of_a_lost_ingress_leave_the_ranks(root: Path) -> None:
     """And a call that comes after all is answered as if nothing had been."""
 
     async def story(engine: DriverEngine, group: FakeGroup) -> None:
         async with dialled(engine) as (_, address):
             group.gate.clear()
-            asked = [request(name, [i], 50) for i, name in enumerate(("back", "lost"))]
-            for each in asked:
+            requests = [request(name, [i], 50) for i, name in enumerate(("back", "lost"))]
+            for each in requests:
                 engine.early_submits.start(each, address)
             await until(engine, lambda snapshot: snapshot.running + snapshot.queued == 2)
             engine.early_submits.withdraw("back")
-            call = asyncio.create_task(engine.generate(asked[0], address))
+            call = asyncio.create_task(engine.generate(requests[0], address))
             # The old one has left, and what the call brings is there beside the other.
             await until_true(
                 lambda: not engine.early_submits._leaving and len(engine._streams) == 2
@@ -343,19 +345,19 @@ def test_requests_of_a_lost_ingress_and_taken_back_ones_leave_the_ranks(root: Pa
         await until_true(lambda: not engine._connections._sender.has_room(address))
         assert len(engine.early_submits) == 0
         group.gate.set()
-        assert tokens(await engine.generate(asked[1], address)) == [continuation("", [1], 50)]
+        assert tokens(await engine.generate(requests[1], address)) == [continuation("", [1], 50)]
 
     play(root, story)
 
 
-def test_a_call_that_is_cancelled_frees_the_ranks_of_what_it_adopted(root: Path) -> None:
+def test_a_cancelled_call_frees_the_ranks(root: Path) -> None:
     async def story(engine: DriverEngine, group: FakeGroup) -> None:
         async with dialled(engine) as (_, address):
             group.gate.clear()
-            asked = request("gone", [1], 100)
-            engine.early_submits.start(asked, address)
+            sent = request("gone", [1], 100)
+            engine.early_submits.start(sent, address)
             await until_running(engine)
-            call = asyncio.create_task(engine.generate(asked, address))
+            call = asyncio.create_task(engine.generate(sent, address))
             await until_true(lambda: engine.early_submits.num_attached == 1)
             call.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -367,7 +369,7 @@ def test_a_call_that_is_cancelled_frees_the_ranks_of_what_it_adopted(root: Path)
     play(root, story)
 
 
-def test_the_engines_end_leaves_no_head_start_behind(root: Path) -> None:
+def test_the_engines_end_leaves_no_early_submit(root: Path) -> None:
     async def story(engine: DriverEngine, group: FakeGroup) -> None:
         async with dialled(engine) as (_, address):
             group.gate.clear()
@@ -381,13 +383,13 @@ def test_the_engines_end_leaves_no_head_start_behind(root: Path) -> None:
     play(root, story)
 
 
-def test_an_impossible_request_ahead_is_refused_as_it_would_be(root: Path) -> None:
+def test_an_impossible_early_submit_is_refused_as_a_call_would_be(root: Path) -> None:
     async def story(engine: DriverEngine, group: FakeGroup) -> None:
         async with dialled(engine) as (_, address):
             good = request("r", [1])
-            asked = GenerateRequest("r", [*good.sequences] * 2)
+            sent = GenerateRequest("r", [*good.sequences] * 2)
             huge = GenerateRequest(
-                "r", [type(s)(s.prompt, s.sampling, Stopping(500)) for s in asked.sequences]
+                "r", [type(s)(s.prompt, s.sampling, Stopping(500)) for s in sent.sequences]
             )
             engine.early_submits.start(huge, address)
             endings = [s.ending for s in (await engine.generate(huge, address)).sequences]

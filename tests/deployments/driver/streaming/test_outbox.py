@@ -21,7 +21,7 @@ def say(box: Outbox, start: int, name: str = "r", address: ReplyAddress = HERE) 
     box.flush()
 
 
-def test_a_stream_goes_on_as_soon_as_its_socket_takes_frames_again() -> None:
+def test_a_stream_continues_as_soon_as_its_socket_has_room() -> None:
     sockets = Sockets()
     box = Outbox(sockets)
     inbox = sockets.mailboxes[HERE].open("r", 1)
@@ -39,7 +39,7 @@ def test_a_stream_goes_on_as_soon_as_its_socket_takes_frames_again() -> None:
     assert heard(inbox) == [6]
 
 
-def test_what_was_refused_goes_before_what_comes_later() -> None:
+def test_stored_tokens_are_sent_before_later_ones() -> None:
     sockets = Sockets(room=0)
     box = Outbox(sockets)
     inbox = sockets.mailboxes[HERE].open("r", 1)
@@ -51,7 +51,7 @@ def test_what_was_refused_goes_before_what_comes_later() -> None:
     assert len(sockets.frames) == 1
 
 
-def test_one_slow_replica_holds_up_no_other() -> None:
+def test_a_slow_replica_delays_no_other() -> None:
     sockets = Sockets()
     sockets.room[THERE] = 0
     box = Outbox(sockets)
@@ -63,7 +63,7 @@ def test_one_slow_replica_holds_up_no_other() -> None:
     assert box.num_unsent == 4
 
 
-def test_each_token_is_kept_once_and_goes_with_its_request() -> None:
+def test_each_token_is_stored_once_and_dropped_with_its_request() -> None:
     box = Outbox(Sockets(room=0))
     for start in range(100):
         for name in ("r", "s"):
@@ -78,7 +78,7 @@ def test_each_token_is_kept_once_and_goes_with_its_request() -> None:
     assert box.num_unsent == 0
 
 
-def test_a_long_silence_is_made_up_for_in_frames_of_a_bounded_size(
+def test_many_stored_tokens_are_sent_in_frames_of_bounded_size(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(outbox, "_FRAME_TOKENS", 7)
@@ -110,17 +110,17 @@ def test_whatever_the_socket_does_tokens_come_once_in_order(
     inbox = sockets.mailboxes[HERE].open("r", 3)
     said = [0, 0, 0]
     got: list[list[int]] = [[], [], []]
-    for sequences, room, told in turns:
+    for sequences, room, reply in turns:
         sockets.room[HERE] = room
         for index in range(sequences):
             box.add(HERE, token_run(said[index], index=index))
             said[index] += 1
         box.flush()
-        if told:
+        if reply:
             box.resend(HERE)
         for index in range(3):
             got[index] += heard(inbox, index)
         assert box.num_unsent == sum(said) - sum(map(len, got)), "kept, or heard"
-        if room > 1 and (sequences or told):
+        if room > 1 and (sequences or reply):
             assert box.num_unsent == 0
     assert got == [list(range(len(each))) for each in got]

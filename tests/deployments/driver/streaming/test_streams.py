@@ -37,7 +37,7 @@ def end(streams: Streams, *tokens: int, index: int = 0) -> None:
     streams.take(ended)
 
 
-def test_a_sequence_that_ended_is_still_told_while_another_runs() -> None:
+def test_frames_of_a_sequence_are_sent_while_another_runs() -> None:
     """There is no completion before the last of them ends."""
 
     async def story() -> None:
@@ -76,7 +76,7 @@ def test_a_replica_that_is_gone_costs_nothing() -> None:
     asyncio.run(story())
 
 
-def test_what_is_kept_goes_with_its_request_and_who_does_not_listen_is_sent_nothing() -> None:
+def test_stored_tokens_end_with_their_request_and_lost_replicas_get_none() -> None:
     async def story() -> None:
         sockets = Sockets(room=0)
         streams = Streams(sockets)
@@ -117,7 +117,7 @@ class Engine:
         self.streams.abandon(address)
 
 
-def test_a_stream_goes_on_when_a_full_socket_is_read_again_and_not_at_its_end() -> None:
+def test_a_stream_continues_as_soon_as_a_full_socket_is_read() -> None:
     """Over a real socket, whose reader sleeps for a while and then reads everything."""
     length, parts = 50_000, 60
 
