@@ -215,9 +215,10 @@ def test_an_early_submit_reaches_the_named_replica() -> None:
         receiver = FrameReceiver(lambda frame: None)
         address = await receiver.start("127.0.0.1")
         recorders = {name: Recorder() for name in ("a", "b", "")}
-        for name, recorder in recorders.items():
-            sender = Driver(recorder, name)
-            await sender.connect(address)
+        # The event loop holds tasks weakly: without the list, drivers could be collected here.
+        drivers = [Driver(recorder, name) for name, recorder in recorders.items()]
+        for driver in drivers:
+            await driver.connect(address)
         sent = GenerateRequest("r", [full, *request().sequences], merge)
         # They dialled, but may not have been heard yet.
         await until_true(lambda: len(receiver._drivers) == 3)
@@ -256,7 +257,8 @@ def test_some_requests_are_not_submitted_early() -> None:
     async def story() -> None:
         receiver, recorder = FrameReceiver(lambda frame: None), Recorder()
         address = await receiver.start("127.0.0.1")
-        await Driver(recorder, "a").connect(address)
+        driver = Driver(recorder, "a")
+        await driver.connect(address)
         await until_true(lambda: receiver.submit_early("a", request()))
         for sent in (long, longer, many, secret, impossible, no_text):
             assert not receiver.submit_early("a", sent)
@@ -325,7 +327,8 @@ def test_a_driver_continues_after_an_unknown_message() -> None:
         gone, recorder = asyncio.Event(), Recorder()
         server = await asyncio.start_server(speak, "127.0.0.1", 0)
         address = ReplyAddress("127.0.0.1", server.sockets[0].getsockname()[1], "hush")
-        await Driver(recorder).connect(address)
+        driver = Driver(recorder)
+        await driver.connect(address)
         assert await recorder.finishes.get() == Finish("r", 0, 9)
         assert recorder.ahead.empty()
         gone.set()
