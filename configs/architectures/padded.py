@@ -29,9 +29,11 @@ class PaddedArchitecture(ModelArchitecture):
     """A model that runs in transformers' own code, over padded batches.
 
     limited: whether max_position_embeddings is the model's own (else DEFAULT_LENGTH, a guess).
+    reason: why it is not paged.
     """
 
     limited: bool
+    reason: str = "it has no paged implementation here"
 
     @property
     def stretches(self) -> bool:

@@ -6,7 +6,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from configs.architectures import padded
+from configs.architectures import generic, padded
 from configs.architectures.base import ArchitectureError, ModelArchitecture
 from configs.architectures.rope import RotaryArchitecture
 from configs.model import Quantize
@@ -62,7 +62,7 @@ def load_padded(folder: Path) -> padded.PaddedArchitecture:
 def parse_architecture(config: Mapping[str, Any]) -> ModelArchitecture:
     """Normalise a config.json; ArchitectureError for settings that are not served.
 
-    A causal language model of no known family is a PaddedArchitecture.
+    A causal language model of no family here is a GenericArchitecture, or a PaddedArchitecture.
     """
     names = _names(config)
     for name in names:
@@ -76,14 +76,14 @@ def parse_architecture(config: Mapping[str, Any]) -> ModelArchitecture:
             return parsed
     for name in names:
         if padded.is_causal(name):
-            return padded.parse(name, config)
+            return generic.parse(name, config)
     raise _unsupported(names)
 
 
 def padded_reason(architecture: ModelArchitecture, quantize: Quantize) -> str | None:
     """Why a model runs in transformers' padded code; None for one that is paged."""
     if isinstance(architecture, padded.PaddedArchitecture):
-        return "it has no paged implementation here"
+        return architecture.reason
     if quantize is not Quantize.NONE:
         return f"model.quantize is {quantize.value}"
     return None

@@ -1,7 +1,8 @@
 """The interface between a paged model and its runner."""
 
 from collections.abc import Mapping
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,12 +14,31 @@ from modeling.attention.kv_cache import CacheSpec
 from modeling.models.context import PagedContext
 
 
+@dataclass(frozen=True)
+class AttentionLayer:
+    """One layer's attention on one rank; see `AttentionSpec` for what the fields do to scores.
+
+    window: how many of the last tokens a token sees, itself included; None: all.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+
+    def shares_backend_with(self, other: "AttentionLayer") -> bool:
+        """Return whether one backend serves both: they differ in their windows alone."""
+        return replace(self, window=other.window) == other
+
+
 class PagedModel(Protocol):
     """One rank's share of a decoder over a paged cache; the engine computes it by `paged`.
 
     projections: the linear maps that adapters may change; OutputSlice names one by its index.
-    num_heads, num_kv_heads: this rank's attention heads.
-    attention_scale: of the scores, before the softmax.
+    attention_layers: one for each layer that has keys and values in the cache.
     unread: regular expressions of whole names that a checkpoint may hold and the model does
         not read.
     """
@@ -26,13 +46,14 @@ class PagedModel(Protocol):
     projections: tuple[Projection, ...]
     vocab_size: int
     num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    attention_scale: float
     dtype: torch.dtype
     device: torch.device
     unread: tuple[str, ...]
+
+    @property
+    def attention_layers(self) -> tuple[AttentionLayer, ...]:
+        """What each layer's attention is on this rank."""
+        ...
 
     def paged(
         self,
@@ -71,33 +92,32 @@ class PagedModel(Protocol):
         ...
 
 
-@runtime_checkable
-class WindowedModel(Protocol):
-    """A model some of whose layers see only the last tokens; windows: as in AttentionSpec."""
-
-    windows: tuple[int | None, ...]
-
-
 def attention_spec(model: PagedModel, page_size: int) -> AttentionSpec:
     """What an attention backend must serve for this model."""
+    layers = model.attention_layers
+    first = layers[0]
+    assert all(layer.shares_backend_with(first) for layer in layers), layers
     return AttentionSpec(
-        num_heads=model.num_heads,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        scale=model.attention_scale,
+        num_heads=first.num_heads,
+        num_kv_heads=first.num_kv_heads,
+        head_dim=first.head_dim,
+        scale=first.scale,
         page_size=page_size,
         dtype=model.dtype,
         device=model.device,
-        windows=model.windows if isinstance(model, WindowedModel) else (None,),
+        windows=tuple(dict.fromkeys(layer.window for layer in layers)),
+        softcap=first.softcap,
+        sinks=first.sinks,
     )
 
 
 def cache_spec(model: PagedModel, page_size: int, dtype: torch.dtype | None = None) -> CacheSpec:
     """What this model's pages are; dtype None: the model's own."""
+    first = model.attention_layers[0]
     return CacheSpec(
         num_layers=model.num_layers,
         page_size=page_size,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
+        num_kv_heads=first.num_kv_heads,
+        head_dim=first.head_dim,
         dtype=dtype or model.dtype,
     )

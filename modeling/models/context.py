@@ -62,14 +62,25 @@ class PagedContext:
         """Rotate q and k, put k and v into the layer's pages, return q; see `attend`."""
         return rotate_and_store(qkv, heads, angles, self.caches[layer], self.slots, self.stored)
 
-    def query(self, layer: int, q: Tensor, window: int | None = None) -> Tensor:
+    def store_heads(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Put keys and values [tokens, kv_heads, head_dim] into the layer's pages as they are."""
+        if self.stored is None:
+            self.caches[layer].store(keys, values, self.slots)
+        else:
+            chosen = self.stored
+            self.caches[layer].store(keys[chosen], values[chosen], self.slots[chosen])
+
+    def query(
+        self, layer: int, q: Tensor, window: int | None = None, sinks: Tensor | None = None
+    ) -> Tensor:
         """Attention of q [tokens, heads, head_dim] over what the layer's pages hold.
 
-        window: how many of the last tokens this layer sees; None: all.
+        window: how many of the last tokens this layer sees; None: all. sinks: see
+        `AttentionSpec`.
         """
         step = self.attention
         return step.backend.forward(
-            q, self.caches[layer], self.cu_seqlens, self.block_tables, step, window
+            q, self.caches[layer], self.cu_seqlens, self.block_tables, step, window, sinks
         )
 
     def attend(

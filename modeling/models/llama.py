@@ -213,10 +213,10 @@ class FlashLlamaForCausalLM(FlashBase):
             embedding=model.embed_tokens,
             head=head,
             ends=EndNames(f"{inner}.embed_tokens", head),
+            windows=config.windows,
         )
         super().__init__(config, weights, outline)
         self.config = config
-        self.windows = tuple(dict.fromkeys(config.windows))
         self.model = model
         self.unread: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
 

@@ -20,6 +20,7 @@ from modeling.adapters.vocabulary import (
 )
 from modeling.attention.base import AttentionStep
 from modeling.attention.kv_cache import LayerCache
+from modeling.models.base import AttentionLayer
 from modeling.models.context import PagedContext, StepContext
 from sharding.embedding import ParallelHead, VocabParallelEmbedding
 from sharding.loader import Weights
@@ -37,6 +38,7 @@ class ModelOutline:
     embedding: of the tokens.
     head: the head's name in the checkpoint.
     ends: PEFT's names of embedding and head.
+    windows: how many of the last tokens each layer sees (None: all); () for all in all layers.
     """
 
     projections: tuple[Projection, ...]
@@ -46,6 +48,7 @@ class ModelOutline:
     embedding: VocabParallelEmbedding
     head: str
     ends: EndNames
+    windows: tuple[int | None, ...] = ()
 
 
 class PagedBase(nn.Module):
@@ -58,9 +61,10 @@ class PagedBase(nn.Module):
         self.projections = outline.projections
         self.vocab_size = config.vocab_size
         self.num_layers = config.num_layers
-        self.num_heads = outline.heads.num_heads
-        self.num_kv_heads = outline.heads.num_kv_heads
         self.head_dim = outline.head_dim
+        self.num_heads = outline.heads.num_heads
+        self._heads = outline.heads
+        self._windows = outline.windows or (None,) * config.num_layers
         self.attention_scale = outline.attention_scale
         self.dtype: torch.dtype = weights.dtype
         self.device: torch.device = weights.device
@@ -68,6 +72,17 @@ class PagedBase(nn.Module):
         tied = outline.embedding if config.tie_word_embeddings else None
         self.lm_head = ParallelHead(outline.head, config.vocab_size, width, weights, tied)
         self._ends = outline.ends
+
+    @property
+    def attention_layers(self) -> tuple[AttentionLayer, ...]:
+        """What each layer's attention is on this rank."""
+        heads = self._heads
+        return tuple(
+            AttentionLayer(
+                heads.num_heads, heads.num_kv_heads, self.head_dim, self.attention_scale, window
+            )
+            for window in self._windows
+        )
 
     @property
     def embedding(self) -> VocabParallelEmbedding:

@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import Any, cast
 
 from configs.architectures.base import ArchitectureError, ModelArchitecture
+from configs.architectures.generic import GenericArchitecture
 from modeling.attention.scales import STORED_SCALE
 from modeling.models.base import PagedModel
 from sharding.loader import Weights
@@ -34,6 +35,13 @@ def build_model(config: ModelArchitecture, weights: Weights) -> PagedModel:
     ArchitectureError for an unknown architecture, CheckpointError for missing, misshapen or
     left-over tensors, ValueError for sizes that the ranks cannot share.
     """
+    if isinstance(config, GenericArchitecture):
+        # Here, not above: the other families start without transformers.
+        from modeling.models.generic.model import GenericForCausalLM
+
+        generic = GenericForCausalLM(config, weights)
+        weights.finish((*generic.unread, STORED_SCALE))
+        return generic
     if config.architecture not in MODELS:
         raise ArchitectureError(
             f"architecture {config.architecture} is not supported; "

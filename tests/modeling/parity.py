@@ -28,6 +28,7 @@ from tests.checkpoints import (
     write_llama,
     write_relative,
 )
+from tests.checkpoints_generic import GENERIC_ADAPTERS, GENERIC_ENDS, write_generic
 from tests.checkpoints_others import (
     GPT2_ADAPTERS,
     GPT2_ENDS,
@@ -150,6 +151,8 @@ FAMILIES: dict[str, Family] = {
     "fused": Family(write_relative, FUSED_ADAPTERS),
     "vocabulary": Family(write_llama, VOCABULARY_ADAPTERS),
     "vocabulary_relative": Family(write_relative, VOCABULARY_ADAPTERS),
+    "generic": Family(write_generic, GENERIC_ADAPTERS),
+    "generic_ends": Family(write_generic, GENERIC_ENDS),
     "gpt2": Family(write_gpt2, GPT2_ADAPTERS),
     "opt": Family(write_opt, OPT_ADAPTERS),
     "gpt_neox": Family(write_gpt_neox, GPT_NEOX_ADAPTERS),

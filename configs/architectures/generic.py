@@ -1,0 +1,99 @@
+"""Decoders of transformers that are paged by its own modules, read for what a server asks.
+
+transformers builds the modules; attention, cache, linear layers and both ends are ours. So only
+types whose classes were compared with transformers' own results are listed here.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from configs.architectures import padded
+from configs.architectures.base import ArchitectureError, ModelArchitecture
+
+PAGED_TYPES = frozenset(
+    {
+        "apertus",
+        "cohere",
+        "cohere2",
+        "exaone4",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "glm",
+        "glm4",
+        "helium",
+        "ministral",
+        "ministral3",
+        "nemotron",
+        "olmo",
+        "olmo2",
+        "olmo3",
+        "phi",
+        "seed_oss",
+        "smollm3",
+        "stablelm",
+        "starcoder2",
+    }
+)
+"""The `model_type`s of config.json that are served so."""
+
+_ROPE_TYPES = frozenset({None, "default", "linear", "llama3", "yarn"})
+"""Rotary frequencies that are one table for all rows."""
+
+_LAYER_KINDS = frozenset({"full_attention", "sliding_attention"})
+
+
+class GenericArchitecture(ModelArchitecture):
+    """A decoder made of transformers' modules over the paged cache.
+
+    settings: the whole config.json, for transformers' own config class.
+    """
+
+    settings: dict[str, Any]
+
+
+def parse(
+    name: str, config: Mapping[str, Any]
+) -> GenericArchitecture | padded.PaddedArchitecture:
+    """Normalise the config.json of architecture `name`; ArchitectureError names what is wrong.
+
+    What cannot be paged is a PaddedArchitecture that says why.
+    """
+    found = padded.parse(name, config)
+    reason = _obstacle(config)
+    if reason is None and not found.limited:
+        reason = "config.json does not give max_position_embeddings"
+    if reason is not None:
+        return found.model_copy(update={"reason": reason})
+    shared = {key: getattr(found, key) for key in ModelArchitecture.model_fields}
+    return GenericArchitecture(**shared, settings=dict(config))
+
+
+def _obstacle(config: Mapping[str, Any]) -> str | None:
+    """Return why a model cannot be paged; None for one that can."""
+    kind = config.get("model_type")
+    if kind not in PAGED_TYPES:
+        return f"model_type {kind} is not among those with a paged implementation"
+    if config.get("auto_map"):
+        return "it may bring its own code"
+    unknown = {rope.get("rope_type", rope.get("type")) for rope in _ropes(config)} - _ROPE_TYPES
+    if unknown:
+        return f"rope_type {', '.join(sorted(map(str, unknown)))} is not served paged for {kind}"
+    layers = set(config.get("layer_types") or ()) - _LAYER_KINDS
+    if layers:
+        return f"layer_types {', '.join(sorted(layers))} are not served paged"
+    if config.get("use_bidirectional_attention"):
+        raise ArchitectureError(
+            "use_bidirectional_attention: tokens that see later ones cannot be generated one by one"
+        )
+    return None
+
+
+def _ropes(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The rotary settings: one, or one for each kind of layer."""
+    for key in ("rope_parameters", "rope_scaling"):
+        given = config.get(key) or {}
+        if all(isinstance(value, Mapping) for value in given.values()):
+            yield from given.values()
+        else:
+            yield given

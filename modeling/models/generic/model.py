@@ -1,0 +1,218 @@
+"""Any decoder of transformers over the paged cache, tensor-parallel, with adapters.
+
+transformers builds the modules and runs them: what a family computes is written there once. Its
+linear layers, embedding and head are replaced by ours, its attention goes to the paged cache, and
+weights are cut while they are read.
+"""
+
+import copy
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from configs.architectures.base import ArchitectureError
+from configs.architectures.generic import GenericArchitecture
+from modeling.adapters.product import AdapterData
+from modeling.adapters.projection import BaseRows, Projection
+from modeling.adapters.vocabulary import EndNames, vocabulary_projections
+from modeling.models.base import AttentionLayer
+from modeling.models.context import PagedContext
+from modeling.models.generic.cuts import CutPlan
+from modeling.models.generic.linears import replace_linears
+from modeling.models.generic.modules import GenericEmbedding, GenericHead, embedding_scale
+from modeling.models.generic.step import ATTENTION, CurrentStep, LayerForms, PagedLayers
+from sharding.embedding import ParallelHead, VocabParallelEmbedding
+from sharding.loader import Weights
+
+PROBE = (1, 2, 3)
+"""Tokens of the forward that shows what each layer's attention is."""
+
+
+class GenericForCausalLM(nn.Module):
+    """A causal model of transformers; a `PagedModel`."""
+
+    unread: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq", r".*\.attn(ention)?\.(masked_)?bias")
+
+    def __init__(self, architecture: GenericArchitecture, weights: Weights) -> None:
+        """Read this rank's share; ArchitectureError and ValueError say what cannot be served."""
+        super().__init__()
+        self.dtype: torch.dtype = weights.dtype
+        self.device: torch.device = weights.device
+        self.vocab_size = architecture.vocab_size
+        self.num_layers = architecture.num_layers
+        self._step = CurrentStep()
+        self.causal = _build(architecture, weights.dtype)
+        prefix = self.causal.base_model_prefix
+        self._add_ends(weights)
+        plan = CutPlan(self.causal.config, prefix, weights.group)
+        self.projections: tuple[Projection, ...] = replace_linears(
+            self.causal, plan, weights, self._step
+        )
+        _read_rest(self.causal, plan, weights)
+        self.causal.requires_grad_(False).train(False)
+        self._decoder = cast(nn.Module, getattr(self.causal, prefix))
+        # Not among the submodules, whose parameters would be found twice.
+        self._tail = (_tail(self.causal, prefix),)
+        for module in self.causal.modules():
+            if hasattr(module, "layer_idx"):
+                setattr(module, "loray_step", self._step)  # noqa: B010 - modules are not ours
+        self._layers = self._learn_layers()
+
+    @classmethod
+    def build(cls, config: GenericArchitecture, weights: Weights) -> "GenericForCausalLM":
+        """The model of a checkpoint that holds nothing else."""
+        return cls(config, weights)
+
+    @property
+    def attention_layers(self) -> tuple[AttentionLayer, ...]:
+        """What each layer's attention is on this rank."""
+        return self._layers
+
+    @torch.inference_mode()
+    def paged(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        context: PagedContext,
+        lm_head_indices: Tensor | None = None,
+        skip_lm_head: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """(logits [n, vocab_size] or what the head reads, None); see `PagedModel`."""
+        layers = PagedLayers(context, self._layers)
+        with self._step.using(layers, context.adapter_data):
+            hidden = self._decode(input_ids, position_ids)
+        if lm_head_indices is not None:
+            hidden = hidden[lm_head_indices]
+        return (hidden if skip_lm_head else self.head(hidden, context.adapter_data)), None
+
+    @torch.inference_mode()
+    def head(self, hidden: Tensor, adapter_data: AdapterData | None) -> Tensor:
+        """[n, hidden] to logits [n, vocab_size]; see `PagedModel`."""
+        with self._step.using(LayerForms(), adapter_data):
+            logits: Tensor = self._tail[0](inputs_embeds=hidden[None]).logits[0]
+        return logits
+
+    def adapt_vocabulary(self, whole_ends: bool = False) -> None:
+        """Let adapters change the embedding and the head too; see `PagedModel`."""
+        ends = vocabulary_projections(
+            self._ends, self._embedding.base, self._head.base, whole_ends
+        )
+        self.projections = (*self.projections, *ends)
+
+    def base_tensors(self) -> Mapping[str, BaseRows]:
+        """Embedding and head, each under all of its names; see `PagedModel`."""
+        ends = vocabulary_projections(self._ends, self._embedding.base, self._head.base)
+        return {f"{path}.weight": end.base_rows for end in ends for path in end.modules(0)}
+
+    def _add_ends(self, weights: Weights) -> None:
+        """Replace embedding and head."""
+        causal: Any = self.causal
+        embed, head = causal.get_input_embeddings(), causal.get_output_embeddings()
+        paths = {module: path for path, module in causal.named_modules()}
+        self._ends = EndNames(paths[embed], paths[head])
+        names = self._ends
+        tied = causal.config.get_text_config(decoder=True).tie_word_embeddings
+        if tied:
+            weights.stand_in(f"{names.embedding}.weight", f"{names.head}.weight")
+        vocab_size, width = embed.weight.shape
+        base = VocabParallelEmbedding(names.embedding, vocab_size, width, weights)
+        scale = embedding_scale(embed)
+        scale = None if scale is None else scale.to(self.device)
+        self._embedding = GenericEmbedding(base, self._step, scale)
+        whole_head = ParallelHead(names.head, vocab_size, width, weights, base if tied else None)
+        bias = None
+        if head.bias is not None:
+            bias = weights.parameter(f"{names.head}.bias", (vocab_size,))
+        self._head = GenericHead(whole_head, self._step, bias)
+        causal.set_submodule(names.embedding, self._embedding)
+        causal.set_submodule(names.head, self._head)
+
+    def _decode(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        """int64 [tokens] each to [tokens, hidden]."""
+        out = self._decoder(
+            input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False
+        )
+        hidden: Tensor = out.last_hidden_state[0]
+        return hidden
+
+    @torch.inference_mode()
+    def _learn_layers(self) -> tuple[AttentionLayer, ...]:
+        """Compute a few tokens to see what each layer's attention is; all ranks do it together."""
+        forms = LayerForms()
+        with self._step.using(forms, None):
+            ids = torch.tensor(PROBE, device=self.device) % self.vocab_size
+            self._decode(ids, torch.arange(len(PROBE), device=self.device))
+        return forms.layers(self.num_layers)
+
+
+class _Given(nn.Module):
+    """Stands for a decoder whose output is there already."""
+
+    def forward(self, inputs_embeds: Tensor, **_options: Any) -> BaseModelOutputWithPast:
+        """Return what came in."""
+        # transformers types it for float tensors of one kind.
+        return BaseModelOutputWithPast(last_hidden_state=cast(Any, inputs_embeds))
+
+
+class _LargeOnMeta(TorchFunctionMode):
+    """Makes `torch.empty` take no memory: all weights come from there and are read later.
+
+    What a constructor computes (frequencies, scales) is made as always.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Call `func`, for torch.empty on the meta device."""
+        options = dict(kwargs or {})
+        if func is torch.empty:
+            options["device"] = "meta"
+        return func(*args, **options)
+
+
+def _build(architecture: GenericArchitecture, dtype: torch.dtype) -> PreTrainedModel:
+    """Build transformers' model without weights."""
+    settings = architecture.settings
+    config = CONFIG_MAPPING[settings["model_type"]].from_dict(settings)
+    auto: Any = AutoModelForCausalLM
+    with _LargeOnMeta():
+        model: PreTrainedModel = auto.from_config(
+            config, dtype=dtype, attn_implementation=ATTENTION
+        )
+    if type(model).__name__ != architecture.architecture:
+        raise ArchitectureError(
+            f"architectures names {architecture.architecture}, but model_type "
+            f"{settings['model_type']} is a {type(model).__name__}: correct the one that is wrong"
+        )
+    return model
+
+
+def _read_rest(causal: nn.Module, plan: CutPlan, weights: Weights) -> None:
+    """Read what is left of transformers' own tensors, whole but for those of single heads."""
+    for path, module in causal.named_modules():
+        if not type(module).__module__.startswith("transformers."):
+            # Ours are read already; torch's own are norms and embeddings of other things.
+            if not type(module).__module__.startswith("torch."):
+                continue
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            shape = tuple(parameter.shape)
+            rows = plan.rows(f"{path}.{name}", shape[0]) if shape else None
+            tensor = weights.read(f"{path}.{name}", shape, rows=rows)
+            setattr(module, name, nn.Parameter(tensor, requires_grad=False))
+        kept = module._non_persistent_buffers_set
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if name not in kept and weights.has(f"{path}.{name}"):
+                buffer = weights.read(f"{path}.{name}", tuple(buffer.shape)).to(buffer.dtype)
+            setattr(module, name, buffer.to(weights.device))
+
+
+def _tail(causal: PreTrainedModel, prefix: str) -> nn.Module:
+    """The model with its decoder left out: what its `forward` does behind it, head included."""
+    tail = copy.copy(causal)
+    tail._modules = {**causal._modules, prefix: _Given()}
+    return tail

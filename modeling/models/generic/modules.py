@@ -1,0 +1,132 @@
+"""What takes the place of transformers' linear layers, embedding and head in its own modules."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from modeling.adapters.linear import AdapterColumnLinear, AdapterRowLinear
+from modeling.adapters.vocabulary import embed_adapted, logits_adapted
+from modeling.models.generic.step import CurrentStep
+from sharding.embedding import ParallelHead, VocabParallelEmbedding
+
+
+class GenericLinear(nn.Module):
+    """A linear layer with the step's adapters, alone in its product."""
+
+    def __init__(self, linear: AdapterColumnLinear | AdapterRowLinear, step: CurrentStep) -> None:
+        super().__init__()
+        self.linear = linear
+        self._step = step
+
+    @property
+    def weight(self) -> Tensor:
+        """This rank's part of the base weight; some modules ask for its type."""
+        return self.linear.base.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., this rank's in] to [..., this rank's out]."""
+        y: Tensor = self.linear(x.flatten(0, -2), self._step.adapter_data)
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+
+class MergedColumns(nn.Module):
+    """Linear layers of one input, computed as one product when the first of them is called."""
+
+    def __init__(self, linear: AdapterColumnLinear, step: CurrentStep) -> None:
+        super().__init__()
+        self.linear = linear
+        self._step = step
+        self._x: Tensor | None = None
+        self._y: Tensor | None = None
+
+    def part(self, x: Tensor, start: int, stop: int, is_first: bool, is_last: bool) -> Tensor:
+        """Columns start .. stop - 1 of the product with x; all parts are called in order."""
+        if is_first:
+            self._x, self._y = x, self.linear(x.flatten(0, -2), self._step.adapter_data)
+        y = self._y
+        if y is None or self._x is not x:
+            raise RuntimeError("layers that were merged for their one input are called with two")
+        if is_last:
+            self._x = self._y = None
+        return y[:, start:stop].view(*x.shape[:-1], stop - start)
+
+
+class MergedPart(nn.Module):
+    """One of the layers of a `MergedColumns`, which the first of them owns."""
+
+    def __init__(
+        self, merged: MergedColumns, start: int, stop: int, is_first: bool, is_last: bool
+    ) -> None:
+        super().__init__()
+        if is_first:
+            self.merged = merged
+        # Kept out of the others' submodules: parameters belong to one module.
+        self._whole = (merged,)
+        self._columns = (start, stop, is_first, is_last)
+
+    @property
+    def weight(self) -> Tensor:
+        """This rank's rows of the base weight."""
+        start, stop, *_ = self._columns
+        return self._whole[0].linear.base.weight[start:stop]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] to [..., this rank's out]."""
+        return self._whole[0].part(x, *self._columns)
+
+
+class GenericEmbedding(nn.Module):
+    """The tokens' embedding with the step's adapters; scale: what transformers multiplies it by."""
+
+    def __init__(
+        self, base: VocabParallelEmbedding, step: CurrentStep, scale: Tensor | None
+    ) -> None:
+        super().__init__()
+        self.base = base
+        self._step = step
+        self._scale = scale
+
+    @property
+    def weight(self) -> Tensor:
+        """This rank's rows."""
+        return self.base.weight
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """int64 [1, tokens] to [1, tokens, hidden], the same on every rank."""
+        found = embed_adapted(self.base, input_ids[0], self._step.adapter_data)
+        return (found if self._scale is None else found * self._scale)[None]
+
+
+class GenericHead(nn.Module):
+    """The head with the step's adapters."""
+
+    def __init__(self, base: ParallelHead, step: CurrentStep, bias: nn.Parameter | None) -> None:
+        """bias: [vocab_size], the same on every rank; None for a head without one."""
+        super().__init__()
+        self.base = base
+        self.bias = bias
+        self._step = step
+
+    @property
+    def weight(self) -> Tensor:
+        """This rank's rows."""
+        return self.base.weight
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[1, n, hidden] to [1, n, vocab_size], the same on every rank."""
+        logits = logits_adapted(self.base, hidden[0], self._step.adapter_data)
+        return (logits if self.bias is None else logits + self.bias)[None]
+
+
+def embedding_scale(module: nn.Embedding) -> Tensor | None:
+    """What an embedding multiplies its rows by; None for a plain one.
+
+    ValueError for an embedding that does anything else.
+    """
+    if type(module) is nn.Embedding:
+        return None
+    untyped: Any = module
+    scale = getattr(untyped, "embed_scale", None)
+    if not isinstance(scale, Tensor):
+        raise ValueError(f"{type(module).__name__} is an embedding of a kind that is not known")
+    return scale.to(module.weight.dtype)

@@ -1,0 +1,99 @@
+"""Tiny random decoders of any transformers type, every parameter random, and their adapters."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from tests.checkpoints import AdapterRecipe
+
+VOCAB_SIZE = 96
+LAYERS = 4
+MIXED = ["sliding_attention", "full_attention"] * 2
+WINDOW = 9
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+GENERIC: dict[str, dict[str, Any]] = {
+    "apertus": {},
+    "cohere": {"use_qk_norm": True, "logit_scale": 0.5},
+    "cohere2": {"layer_types": MIXED, "sliding_window": WINDOW, "logit_scale": 0.5},
+    "exaone4": {"layer_types": MIXED, "sliding_window": WINDOW},
+    "gemma": {},
+    "gemma2": {"layer_types": MIXED, "sliding_window": WINDOW, "attn_logit_softcapping": 5.0},
+    "gemma3_text": {"layer_types": MIXED, "sliding_window": WINDOW},
+    "glm": {},
+    "glm4": {},
+    "helium": {"head_dim": 8},
+    "ministral": {"layer_types": MIXED, "sliding_window": WINDOW},
+    "ministral3": {},
+    "nemotron": {"head_dim": 8},
+    "olmo": {"clip_qkv": 2.0, "head_dim": 8},
+    "olmo2": {"head_dim": 8},
+    "olmo3": {"head_dim": 8, "layer_types": MIXED, "sliding_window": WINDOW},
+    "phi": {"head_dim": 8},
+    "seed_oss": {"attention_bias": True},
+    "smollm3": {"no_rope_layers": [1, 0, 1, 0], "head_dim": 8},
+    "stablelm": {"use_parallel_residual": True, "qk_layernorm": True, "head_dim": 8},
+    "starcoder2": {"sliding_window": WINDOW, "head_dim": 8},
+}
+"""What differs from SHAPE, by model_type: what makes a family's own code run."""
+
+SEEDS: dict[str, int] = {}
+"""Of types whose answers for seed 0 rounding could change."""
+
+
+def write_generic(folder: Path, model_type: str) -> Path:
+    """Write a tiny random model of that type into `folder` and return it."""
+    config = CONFIG_MAPPING[model_type](**{**SHAPE, **GENERIC[model_type]})
+    auto: Any = AutoModelForCausalLM
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEEDS.get(model_type, 0))
+        model = auto.from_config(config, dtype=torch.float32)
+        for name, parameter in model.named_parameters():
+            _randomise(name, parameter)
+        if config.tie_word_embeddings:
+            model.tie_weights()
+    model.save_pretrained(folder)
+    return folder
+
+
+@torch.no_grad()
+def _randomise(name: str, parameter: torch.nn.Parameter) -> None:
+    """Norms vary around what they were made with, everything else (biases too) is of std 0.2."""
+    if "norm" in name and name.endswith("weight"):
+        parameter.add_(torch.empty_like(parameter).uniform_(-0.3, 0.3))
+    else:
+        parameter.normal_(std=0.2)
+
+
+COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "gate_up_proj", "fc1", "c_fc")
+ROWS = ("o_proj", "dense", "down_proj", "fc2", "c_proj")
+"""Linear layers by all of the families' names; a family has some of them."""
+
+GENERIC_ADAPTERS = {
+    "r8": AdapterRecipe(r=8, alpha=16.0, target_modules=(*COLUMNS, *ROWS), seed=12, std=0.05),
+    "columns": AdapterRecipe(r=5, target_modules=COLUMNS, std=0.1, seed=16),
+    "rows": AdapterRecipe(r=6, target_modules=ROWS, std=0.1, seed=17),
+}
+
+GENERIC_ENDS = {
+    "everything": AdapterRecipe(
+        r=4, target_modules=(*COLUMNS, *ROWS, "embed_tokens", "lm_head"), seed=23, std=0.05,
+        save_embeddings=True,
+    ),
+}  # fmt: skip
+"""For servers whose adapters may change embedding and head."""

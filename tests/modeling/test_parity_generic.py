@@ -1,0 +1,29 @@
+"""Every family that is paged by transformers' own modules, against transformers + PEFT."""
+
+import pytest
+
+from tests.checkpoints_generic import GENERIC
+from tests.modeling.parity import BASE, Setting, World, compare
+
+EVERYONE = [BASE, "r8", "columns", "rows"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("variant", GENERIC)
+def test_together(world: World, variant: str, ranks: int) -> None:
+    """Base and adapters in one batch, prompts in chunks beside rows that decode."""
+    compare(world, Setting("generic", variant, ranks, EVERYONE))
+
+
+@pytest.mark.parametrize("variant", GENERIC)
+def test_scheduled(world: World, variant: str) -> None:
+    """Under the real scheduler: prefix hits, and requests that are preempted and lost."""
+    lengths = (37, 37, 21)
+    compare(world, Setting("generic", variant, 1, [BASE, BASE, "r8"], lengths=lengths, lost_at=9))
+
+
+@pytest.mark.parametrize("variant", ["gemma2", "cohere", "glm4"])
+def test_vocabulary(world: World, variant: str) -> None:
+    """Adapters on embedding and head too."""
+    names = [BASE, "everything"]
+    compare(world, Setting("generic_ends", variant, 2, names, vocabulary=True))
