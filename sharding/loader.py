@@ -45,15 +45,16 @@ class Weights:
         shape: tuple[int, ...],
         rows: Segments | None = None,
         columns: Segments | None = None,
+        dtype: torch.dtype | None = None,
     ) -> Tensor:
         """Read `rows` of dim 0 and `columns` of dim 1 (None: all) of a tensor; shape: the whole.
 
-        Returned in `dtype` on `device`. CheckpointError if it is missing. The checkpoint's name may
-        lack the first part, as in checkpoints of a model without its head; transformers loads
-        those too (base_model_prefix).
+        Returned in `dtype` (None: that of all) on `device`. CheckpointError if it is missing. The
+        checkpoint's name may lack the first part, as in checkpoints of a model without its head;
+        transformers loads those too (base_model_prefix).
         """
         assert columns is None or len(shape) == 2, (name, shape)
-        wanted = (rows, columns)[: len(shape)]
+        wanted = (rows, columns, *(None for _ in shape))[: len(shape)]
         cut = tuple(
             whole(size) if segments is None else segments
             for size, segments in zip(shape, wanted, strict=True)
@@ -61,7 +62,11 @@ class Weights:
         found = self._find(name) or name
         self._used.add(found)
         piece = self._source.read(found, shape, cut, self.device)
-        return piece.to(self.device, self.dtype)
+        return piece.to(self.device, dtype or self.dtype)
+
+    def names(self) -> frozenset[str]:
+        """Return the names of the checkpoint's tensors; none for a source that makes them."""
+        return self._names or frozenset()
 
     def has(self, name: str) -> bool:
         """Return whether tensor `name` can be read; a source that makes tensors has them all."""

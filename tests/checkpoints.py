@@ -262,7 +262,11 @@ def write_adapter(folder: Path, model_folder: Path, recipe: AdapterRecipe | None
 def load_oracle(folder: Path, dtype: DTypeName = "float32") -> Any:
     """The transformers model in `folder`, on CPU, in eval mode; no token ends its answers."""
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=getattr(torch, dtype), attn_implementation="eager"
+        folder,
+        dtype=getattr(torch, dtype),
+        attn_implementation="eager",
+        # The others know no float64: torch's product of groups takes float32 at most.
+        experts_implementation="eager",
     )
     model.generation_config.eos_token_id = None
     return model.eval()

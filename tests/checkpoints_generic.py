@@ -7,6 +7,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from tests.checkpoints import AdapterRecipe
+from tests.modeling.models.tiny_causal import write_tiny
 
 VOCAB_SIZE = 96
 LAYERS = 4
@@ -48,6 +49,8 @@ GENERIC: dict[str, dict[str, Any]] = {
     "seed_oss": {"attention_bias": True},
     "smollm3": {"no_rope_layers": [1, 0, 1, 0], "head_dim": 8},
     "stablelm": {"use_parallel_residual": True, "qk_layernorm": True, "head_dim": 8},
+    "gemma2_untied": {"model_type": "gemma2", "tie_word_embeddings": False},
+    "cohere_untied": {"model_type": "cohere", "tie_word_embeddings": False},
     "starcoder2": {"sliding_window": WINDOW, "head_dim": 8},
 }
 """What differs from SHAPE, by model_type: what makes a family's own code run."""
@@ -56,12 +59,15 @@ SEEDS: dict[str, int] = {}
 """Of types whose answers for seed 0 rounding could change."""
 
 
-def write_generic(folder: Path, model_type: str) -> Path:
-    """Write a tiny random model of that type into `folder` and return it."""
-    config = CONFIG_MAPPING[model_type](**{**SHAPE, **GENERIC[model_type]})
+def write_generic(folder: Path, variant: str) -> Path:
+    """Write a tiny random model of a variant, or of any model_type, into `folder`."""
+    if variant not in GENERIC:
+        return write_tiny(folder, variant)
+    model_type = GENERIC[variant].get("model_type", variant)
+    config = CONFIG_MAPPING[model_type](**{**SHAPE, **GENERIC[variant]})
     auto: Any = AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(SEEDS.get(model_type, 0))
+        torch.manual_seed(SEEDS.get(variant, 0))
         model = auto.from_config(config, dtype=torch.float32)
         for name, parameter in model.named_parameters():
             _randomise(name, parameter)
@@ -89,6 +95,20 @@ GENERIC_ADAPTERS = {
     "columns": AdapterRecipe(r=5, target_modules=COLUMNS, std=0.1, seed=16),
     "rows": AdapterRecipe(r=6, target_modules=ROWS, std=0.1, seed=17),
 }
+
+MIXTURES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "glm4_moe", "granitemoe")
+"""Types whose feed-forward is a mixture of experts."""
+
+MIXTURE_ADAPTERS = {
+    "r8": AdapterRecipe(
+        r=8, alpha=16.0, seed=12, std=0.1,
+        target_modules=(
+            "q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa",
+            "kv_b_proj",
+        ),
+    ),
+}  # fmt: skip
+"""Their experts take no adapters."""
 
 GENERIC_ENDS = {
     "everything": AdapterRecipe(

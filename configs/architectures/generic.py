@@ -11,30 +11,19 @@ from configs.architectures import padded
 from configs.architectures.base import ArchitectureError, ModelArchitecture
 
 PAGED_TYPES = frozenset(
-    {
-        "apertus",
-        "cohere",
-        "cohere2",
-        "exaone4",
-        "gemma",
-        "gemma2",
-        "gemma3_text",
-        "glm",
-        "glm4",
-        "helium",
-        "ministral",
-        "ministral3",
-        "nemotron",
-        "olmo",
-        "olmo2",
-        "olmo3",
-        "phi",
-        "seed_oss",
-        "smollm3",
-        "stablelm",
-        "starcoder2",
-    }
-)
+    (
+        "afmoe", "apertus", "arcee", "aria_text", "axk1", "beam", "cohere", "cohere2",
+        "cohere2_moe", "cwm", "dbrx", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5",
+        "ernie4_5_moe", "exaone4", "exaone_moe", "flex_olmo", "flint", "gemma", "gemma2",
+        "gemma3_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_oss", "granite_swa",
+        "granitemoe", "granitemoe_swa", "granitemoeshared", "helium", "hunyuan_v1_dense",
+        "hunyuan_v1_moe", "hyperclovax", "jais2", "jetmoe", "kolibri1", "lfm2_moe", "mellum",
+        "minicpm3", "minimax_m2", "minimax_m3_vl_text", "ministral", "ministral3", "mixtral",
+        "modernbert-decoder", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmoe",
+        "persimmon", "phi", "phimoe", "qwen2_moe", "qwen3_moe", "seed_oss", "smollm3", "solar_open",
+        "stablelm", "starcoder2", "vaultgemma",
+    )
+)  # fmt: skip
 """The `model_type`s of config.json that are served so."""
 
 _ROPE_TYPES = frozenset({None, "default", "linear", "llama3", "yarn"})
@@ -52,9 +41,7 @@ class GenericArchitecture(ModelArchitecture):
     settings: dict[str, Any]
 
 
-def parse(
-    name: str, config: Mapping[str, Any]
-) -> GenericArchitecture | padded.PaddedArchitecture:
+def parse(name: str, config: Mapping[str, Any]) -> GenericArchitecture | padded.PaddedArchitecture:
     """Normalise the config.json of architecture `name`; ArchitectureError names what is wrong.
 
     What cannot be paged is a PaddedArchitecture that says why.

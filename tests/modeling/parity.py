@@ -28,7 +28,12 @@ from tests.checkpoints import (
     write_llama,
     write_relative,
 )
-from tests.checkpoints_generic import GENERIC_ADAPTERS, GENERIC_ENDS, write_generic
+from tests.checkpoints_generic import (
+    GENERIC_ADAPTERS,
+    GENERIC_ENDS,
+    MIXTURE_ADAPTERS,
+    write_generic,
+)
 from tests.checkpoints_others import (
     GPT2_ADAPTERS,
     GPT2_ENDS,
@@ -152,6 +157,7 @@ FAMILIES: dict[str, Family] = {
     "vocabulary": Family(write_llama, VOCABULARY_ADAPTERS),
     "vocabulary_relative": Family(write_relative, VOCABULARY_ADAPTERS),
     "generic": Family(write_generic, GENERIC_ADAPTERS),
+    "mixture": Family(write_generic, MIXTURE_ADAPTERS),
     "generic_ends": Family(write_generic, GENERIC_ENDS),
     "gpt2": Family(write_gpt2, GPT2_ADAPTERS),
     "opt": Family(write_opt, OPT_ADAPTERS),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.checkpoints_generic import GENERIC
+from tests.checkpoints_generic import GENERIC, MIXTURES
 from tests.modeling.parity import BASE, Setting, World, compare
 
 EVERYONE = [BASE, "r8", "columns", "rows"]
@@ -15,14 +15,21 @@ def test_together(world: World, variant: str, ranks: int) -> None:
     compare(world, Setting("generic", variant, ranks, EVERYONE))
 
 
-@pytest.mark.parametrize("variant", GENERIC)
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("variant", MIXTURES)
+def test_mixtures_of_experts(world: World, variant: str, ranks: int) -> None:
+    compare(world, Setting("mixture", variant, ranks, [BASE, "r8"]))
+
+
+@pytest.mark.parametrize("variant", ["gemma2", "olmo3", "deepseek_v3", "gpt_oss"])
 def test_scheduled(world: World, variant: str) -> None:
     """Under the real scheduler: prefix hits, and requests that are preempted and lost."""
     lengths = (37, 37, 21)
-    compare(world, Setting("generic", variant, 1, [BASE, BASE, "r8"], lengths=lengths, lost_at=9))
+    family = "mixture" if variant in MIXTURES else "generic"
+    compare(world, Setting(family, variant, 1, [BASE, BASE, "r8"], lengths=lengths, lost_at=9))
 
 
-@pytest.mark.parametrize("variant", ["gemma2", "cohere", "glm4"])
+@pytest.mark.parametrize("variant", ["gemma2_untied", "cohere_untied", "glm4"])
 def test_vocabulary(world: World, variant: str) -> None:
     """Adapters on embedding and head too."""
     names = [BASE, "everything"]

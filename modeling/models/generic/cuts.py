@@ -59,7 +59,13 @@ class CutPlan:
         self._prefix = f"{prefix}."
         self._heads: int = config.num_attention_heads
         self._kv_heads: int = getattr(config, "num_key_value_heads", None) or self._heads
-        self._styles = _styles(config.base_model_tp_plan)
+        plan: dict[str, str] = config.base_model_tp_plan or {}
+        self._styles = _styles(plan)
+        self._experts = {
+            name: word
+            for name, word in plan.items()
+            if ".experts." in name and word in ("packed_colwise", "rowwise")
+        }
 
     def of(self, path: str, module: nn.Linear) -> LinearCut:
         """Return the cut of the layer at `path`; ValueError if the ranks cannot share it."""
@@ -88,6 +94,22 @@ class CutPlan:
                 cut = self._head_cut(1)
                 return cut.keys if part else cut.queries
         return whole(size)
+
+    def experts(self, path: str, shape: tuple[int, ...]) -> tuple[Segments, Segments] | None:
+        """Return the rows and columns of each expert's matrix in a tensor of all [experts, ...].
+
+        None where each rank has the experts whole.
+        """
+        pattern = _NUMBER.sub("*", path.removeprefix(self._prefix))
+        word = self._experts.get(pattern)
+        if word is None or self._group.size == 1:
+            return None
+        _, rows, columns = shape
+        if word == "rowwise":
+            return whole(rows), self._width(columns, pattern)
+        half = rows // 2
+        ((first, last),) = self._width(half, pattern)
+        return ((first, last), (half + first, half + last)), whole(columns)
 
     def _columns(self, pattern: str, size: int) -> Segments:
         if "attn" not in pattern:

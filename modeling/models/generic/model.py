@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from configs.architectures.base import ArchitectureError
 from configs.architectures.generic import GenericArchitecture
@@ -25,6 +25,7 @@ from modeling.models.context import PagedContext
 from modeling.models.generic.cuts import CutPlan
 from modeling.models.generic.linears import replace_linears
 from modeling.models.generic.modules import GenericEmbedding, GenericHead, embedding_scale
+from modeling.models.generic.reading import read_rest
 from modeling.models.generic.step import ATTENTION, CurrentStep, LayerForms, PagedLayers
 from sharding.embedding import ParallelHead, VocabParallelEmbedding
 from sharding.loader import Weights
@@ -53,7 +54,7 @@ class GenericForCausalLM(nn.Module):
         self.projections: tuple[Projection, ...] = replace_linears(
             self.causal, plan, weights, self._step
         )
-        _read_rest(self.causal, plan, weights)
+        read_rest(self.causal, plan, weights)
         self.causal.requires_grad_(False).train(False)
         self._decoder = cast(nn.Module, getattr(self.causal, prefix))
         # Not among the submodules, whose parameters would be found twice.
@@ -99,9 +100,7 @@ class GenericForCausalLM(nn.Module):
 
     def adapt_vocabulary(self, whole_ends: bool = False) -> None:
         """Let adapters change the embedding and the head too; see `PagedModel`."""
-        ends = vocabulary_projections(
-            self._ends, self._embedding.base, self._head.base, whole_ends
-        )
+        ends = vocabulary_projections(self._ends, self._embedding.base, self._head.base, whole_ends)
         self.projections = (*self.projections, *ends)
 
     def base_tensors(self) -> Mapping[str, BaseRows]:
@@ -153,10 +152,10 @@ class GenericForCausalLM(nn.Module):
 class _Given(nn.Module):
     """Stands for a decoder whose output is there already."""
 
-    def forward(self, inputs_embeds: Tensor, **_options: Any) -> BaseModelOutputWithPast:
+    def forward(self, inputs_embeds: Tensor, **_options: Any) -> MoeModelOutputWithPast:
         """Return what came in."""
         # transformers types it for float tensors of one kind.
-        return BaseModelOutputWithPast(last_hidden_state=cast(Any, inputs_embeds))
+        return MoeModelOutputWithPast(last_hidden_state=cast(Any, inputs_embeds))
 
 
 class _LargeOnMeta(TorchFunctionMode):
@@ -190,25 +189,6 @@ def _build(architecture: GenericArchitecture, dtype: torch.dtype) -> PreTrainedM
             f"{settings['model_type']} is a {type(model).__name__}: correct the one that is wrong"
         )
     return model
-
-
-def _read_rest(causal: nn.Module, plan: CutPlan, weights: Weights) -> None:
-    """Read what is left of transformers' own tensors, whole but for those of single heads."""
-    for path, module in causal.named_modules():
-        if not type(module).__module__.startswith("transformers."):
-            # Ours are read already; torch's own are norms and embeddings of other things.
-            if not type(module).__module__.startswith("torch."):
-                continue
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            shape = tuple(parameter.shape)
-            rows = plan.rows(f"{path}.{name}", shape[0]) if shape else None
-            tensor = weights.read(f"{path}.{name}", shape, rows=rows)
-            setattr(module, name, nn.Parameter(tensor, requires_grad=False))
-        kept = module._non_persistent_buffers_set
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            if name not in kept and weights.has(f"{path}.{name}"):
-                buffer = weights.read(f"{path}.{name}", tuple(buffer.shape)).to(buffer.dtype)
-            setattr(module, name, buffer.to(weights.device))
 
 
 def _tail(causal: PreTrainedModel, prefix: str) -> nn.Module:

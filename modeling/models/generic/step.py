@@ -25,7 +25,13 @@ class LayerAttention(Protocol):
     """Attention of one layer over the heads' tensors, [tokens, heads, head_dim] each."""
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, form: AttentionLayer, sinks: Tensor | None
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        form: AttentionLayer,
+        sinks: Tensor | None,
     ) -> Tensor:
         """Return [tokens, heads, head_dim]; q and k are rotated already."""
         ...
@@ -38,7 +44,13 @@ class LayerForms:
         self._forms: dict[int, AttentionLayer] = {}
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, form: AttentionLayer, sinks: Tensor | None
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        form: AttentionLayer,
+        sinks: Tensor | None,
     ) -> Tensor:
         """Keep the form; the result is of the right shape and means nothing."""
         assert layer not in self._forms, f"layer {layer} attends twice"
@@ -60,7 +72,13 @@ class PagedLayers:
         self._forms = forms
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, form: AttentionLayer, sinks: Tensor | None
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        form: AttentionLayer,
+        sinks: Tensor | None,
     ) -> Tensor:
         """Store k and v, then attend over the row's whole cache."""
         assert form == self._forms[layer], (layer, form, self._forms[layer])
@@ -75,9 +93,7 @@ class CurrentStep:
     adapter_data: AdapterData | None = None
 
     @contextmanager
-    def using(
-        self, attention: LayerAttention, adapter_data: AdapterData | None
-    ) -> Iterator[None]:
+    def using(self, attention: LayerAttention, adapter_data: AdapterData | None) -> Iterator[None]:
         """Compute with these meanwhile."""
         self.attention, self.adapter_data = attention, adapter_data
         try:

@@ -1,0 +1,109 @@
+"""Which tensors of a checkpoint make one parameter of transformers' modules.
+
+Released checkpoints keep older names, and one matrix for each expert where the module has one
+tensor of all. transformers lists both for each model type (`transformers.conversion_mapping`);
+here the list is read backwards, so that only a rank's part of each tensor is read.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+)
+
+from configs.architectures.base import ArchitectureError
+from sharding.loader import Weights
+from sharding.slicing import Segments, width
+
+
+@dataclass
+class StackedExperts:
+    """One matrix for each expert, or several that lie below each other: parts[i][expert]."""
+
+    parts: dict[int, dict[int, str]] = field(default_factory=lambda: defaultdict(dict))
+
+    def read(
+        self, weights: Weights, shape: tuple[int, ...], rows: Segments, columns: Segments
+    ) -> Tensor:
+        """[experts, rows, columns] of the whole `shape`; rows: of all parts together."""
+        experts, height, wide = shape
+        each = height // len(self.parts)
+        made = weights.empty(experts, width(rows), width(columns))
+        start = 0
+        for part in sorted(self.parts):
+            own = _within(rows, part * each, each)
+            stop = start + width(own)
+            for expert in range(experts):
+                name = self.parts[part][expert]
+                made[expert, start:stop] = weights.read(name, (each, wide), own, columns)
+            start = stop
+        return made
+
+
+class SourceNames:
+    """The checkpoint's names by those of the model's parameters."""
+
+    def __init__(self, model: PreTrainedModel, names: Iterable[str]) -> None:
+        """names: of the checkpoint's tensors; ArchitectureError for conversions not known here."""
+        transforms: list[Any] = get_model_conversion_mapping(model)
+        self._renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
+        self._converters = [each for each in transforms if isinstance(each, WeightConverter)]
+        self._plain: dict[str, str] = {}
+        self._stacked: dict[str, StackedExperts] = defaultdict(StackedExperts)
+        for name in names:
+            self._add(name)
+
+    def stacked(self, target: str) -> StackedExperts | None:
+        """What a parameter is stacked from; None for one that is a tensor of the checkpoint."""
+        return self._stacked.get(target)
+
+    def plain(self) -> dict[str, str]:
+        """Parameters whose tensor has another name in the checkpoint: theirs to the file's."""
+        return {target: name for target, name in self._plain.items() if target != name}
+
+    def _add(self, name: str) -> None:
+        target = name
+        for renaming in self._renamings:
+            target, _ = renaming.rename_source_key(target)
+        for converter in self._converters:
+            final, pattern = converter.rename_source_key(target)
+            if pattern is not None:
+                _check(converter)
+                part = converter.source_patterns.index(pattern)
+                self._stacked[final].parts[part][_expert(pattern, target)] = name
+                return
+        self._plain[target] = name
+
+
+def _expert(pattern: str, name: str) -> int:
+    """Return the number at the asterisk of a pattern that occurs in a name."""
+    found = re.search(re.escape(pattern).replace(r"\*", r"(\d+)"), name)
+    assert found is not None, (pattern, name)
+    return int(found[1])
+
+
+def _check(converter: Any) -> None:
+    """Refuse what is not: one matrix for each expert, all of one kind below each other."""
+    known = {(MergeModulelist, 0), (Concatenate, 1)}
+    for operation in converter.operations:
+        if (type(operation), operation.dim) not in known:
+            raise ArchitectureError(
+                f"tensors {', '.join(converter.source_patterns)} are stored in a way that is not "
+                "served paged: save the model anew with transformers 5"
+            )
+
+
+def _within(segments: Segments, start: int, size: int) -> Segments:
+    """The segments' indices of start .. start + size - 1, counted from start."""
+    cut = ((max(a, start) - start, min(b, start + size) - start) for a, b in segments)
+    return tuple((a, b) for a, b in cut if a < b)

@@ -1,0 +1,96 @@
+"""Reads what transformers' own modules keep of a checkpoint: norms, experts, routers, buffers."""
+
+import re
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from modeling.models.generic.cuts import CutPlan
+from modeling.models.generic.names import SourceNames
+from sharding.group import TensorParallel
+from sharding.loader import Weights
+from sharding.slicing import Segments, whole
+
+
+def read_rest(causal: PreTrainedModel, plan: CutPlan, weights: Weights) -> None:
+    """Read every parameter that is still transformers' own, and move its buffers.
+
+    Experts are cut as the plan says and their outputs summed; what is kept for each head is cut
+    like the heads; all else is whole on every rank.
+    """
+    names = SourceNames(causal, weights.names())
+    for target, name in names.plain().items():
+        weights.stand_in(target, name)
+    reader = _Reader(causal, plan, weights, names)
+    for path, module in _unread(causal):
+        reader.parameters(path, module)
+        reader.buffers(path, module)
+
+
+class _Reader:
+    """Reads the tensors of single modules."""
+
+    def __init__(
+        self, causal: PreTrainedModel, plan: CutPlan, weights: Weights, names: SourceNames
+    ) -> None:
+        self._plan = plan
+        self._weights = weights
+        self._names = names
+        kept: Any = getattr(causal, "_keep_in_fp32_modules_strict", None) or ()
+        self._wide = re.compile("|".join(kept) or r"(?!)")
+
+    def parameters(self, path: str, module: nn.Module) -> None:
+        """Read a module's own parameters."""
+        is_cut = False
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            full, shape = f"{path}.{name}", tuple(parameter.shape)
+            cut = self._plan.experts(full, shape) if len(shape) == 3 else None
+            is_cut |= cut is not None
+            tensor = self._read(full, shape, cut)
+            setattr(module, name, nn.Parameter(tensor, requires_grad=False))
+        if is_cut:
+            module.register_forward_hook(partial(_summed, self._weights.group))
+
+    def buffers(self, path: str, module: nn.Module) -> None:
+        """Read the buffers that checkpoints hold, and move all."""
+        weights = self._weights
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            full, kept = f"{path}.{name}", name not in module._non_persistent_buffers_set
+            if kept and weights.has(full):
+                buffer = weights.read(full, tuple(buffer.shape), dtype=buffer.dtype)
+            setattr(module, name, buffer.to(weights.device))
+
+    def _read(
+        self, name: str, shape: tuple[int, ...], cut: tuple[Segments, Segments] | None
+    ) -> Tensor:
+        dtype = torch.float32 if self._wide.search(name) else None
+        if len(shape) == 3:
+            rows, columns = cut or (whole(shape[1]), whole(shape[2]))
+            stacked = self._names.stacked(name)
+            if stacked is not None:
+                return stacked.read(self._weights, shape, rows, columns)
+            found = self._weights.read(name, shape, dtype=dtype)
+            return _part(_part(found, 1, rows), 2, columns).contiguous()
+        own = self._plan.rows(name, shape[0]) if shape else None
+        return self._weights.read(name, shape, rows=own, dtype=dtype)
+
+
+def _unread(causal: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that are not ours."""
+    for path, module in causal.named_modules():
+        if type(module).__module__.startswith(("transformers.", "torch.")):
+            yield path, module
+
+
+def _part(tensor: Tensor, dim: int, segments: Segments) -> Tensor:
+    pieces = [tensor.narrow(dim, start, stop - start) for start, stop in segments]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+
+
+def _summed(group: TensorParallel, _module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+    """Sum the ranks' parts of an experts module's output."""
+    return group.all_reduce(output)
