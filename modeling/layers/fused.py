@@ -16,6 +16,7 @@ class FusedOps:
 
     add_rms_norm: (x, residual or None, weight, eps) to (norm of the sum, the sum), as RMSNorm.
     silu_mul: gate and up side by side [tokens, 2 * n] to silu(gate) * up [tokens, n].
+    gelu_tanh_mul: the same with the tanh form of GELU.
     rotate_and_store: (qkv [tokens, heads, head_dim], number of query heads, (cos, sin), cache,
     slots) to q, rotated in place of what it was; k and v go to the cache, as LayerCache.store.
     angles: (int64 positions [tokens], float32 frequencies [sets, n], scale, type) to (cos, sin)
@@ -25,6 +26,7 @@ class FusedOps:
 
     add_rms_norm: Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]]
     silu_mul: Callable[[Tensor], Tensor]
+    gelu_tanh_mul: Callable[[Tensor], Tensor]
     rotate_and_store: Callable[[Tensor, int, tuple[Tensor, Tensor], LayerCache, Tensor], Tensor]
     angles: Callable[[Tensor, Tensor, float, torch.dtype], tuple[Tensor, Tensor]]
     best: Callable[[Tensor], Tensor]
@@ -51,6 +53,7 @@ def _triton_ops() -> FusedOps | None:
     return FusedOps(
         add_rms_norm=triton.add_rms_norm,
         silu_mul=triton.silu_mul,
+        gelu_tanh_mul=triton.gelu_tanh_mul,
         rotate_and_store=triton.rotate_and_store,
         angles=triton.angles,
         best=triton.best,

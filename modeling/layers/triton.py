@@ -63,9 +63,10 @@ def _silu_mul(
     out: "Pointer",
     size: tl.constexpr,
     width: tl.constexpr,
+    is_gelu: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """One run of `width` columns of one row."""
+    """One run of `width` columns of one row; is_gelu: GELU in its tanh form, else SiLU."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -75,7 +76,11 @@ def _silu_mul(
     gate = tl.load(gate_up + row * 2 * size + columns, mask=inside, other=0.0)
     up = tl.load(gate_up + row * 2 * size + size + columns, mask=inside, other=0.0)
     wide = gate.to(tl.float32)
-    product = wide * tl.sigmoid(wide) * up.to(tl.float32)
+    inner = wide
+    if is_gelu:
+        # 0.5 (1 + tanh z) = sigmoid(2 z), z = sqrt(2 / pi) (x + 0.044715 x^3).
+        inner = 1.5957691216057308 * (wide + 0.044715 * wide * wide * wide)
+    product = wide * tl.sigmoid(inner) * up.to(tl.float32)
     tl.store(out + row * size + columns, product.to(gate.dtype), mask=inside)
 
 
@@ -249,14 +254,23 @@ def add_rms_norm(
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """y[t, j] = silu(g[t, j]) * u[t, j], g the first half of the columns, u the second."""
+    return _gated_mul(gate_up, is_gelu=False)
+
+
+def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
+    """y[t, j] = gelu(g[t, j]) * u[t, j] by the tanh form, g and u as for `silu_mul`."""
+    return _gated_mul(gate_up, is_gelu=True)
+
+
+def _gated_mul(gate_up: Tensor, is_gelu: bool) -> Tensor:
     tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(tokens, size, dtype=gate_up.dtype, device=gate_up.device)
     dependent = has_dependent_launch(gate_up.device)
     _LAUNCH_SILU_MUL(
-        (size, gate_up.dtype, gate_up.device, aligned(gate_up)),
+        (size, is_gelu, gate_up.dtype, gate_up.device, aligned(gate_up)),
         (tokens, -(-size // SILU_COLUMNS)),
         (gate_up, out),
-        {"size": size, "width": SILU_COLUMNS, "PDL": dependent},
+        {"size": size, "width": SILU_COLUMNS, "is_gelu": is_gelu, "PDL": dependent},
         launch_options(dependent),
     )
     return out

@@ -6,6 +6,7 @@ weights are cut while they are read.
 """
 
 import copy
+import logging
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -23,12 +24,21 @@ from modeling.adapters.vocabulary import EndNames, vocabulary_projections
 from modeling.models.base import AttentionLayer
 from modeling.models.context import PagedContext
 from modeling.models.generic.cuts import CutPlan
+from modeling.models.generic.fusions import fuse, undo_rotations
 from modeling.models.generic.linears import replace_linears
 from modeling.models.generic.modules import GenericEmbedding, GenericHead, embedding_scale
 from modeling.models.generic.reading import read_rest
-from modeling.models.generic.step import ATTENTION, CurrentStep, LayerForms, PagedLayers
+from modeling.models.generic.step import (
+    ATTENTION,
+    CurrentStep,
+    LayerForms,
+    PagedLayers,
+    RotationLostError,
+)
 from sharding.embedding import ParallelHead, VocabParallelEmbedding
 from sharding.loader import Weights
+
+logger = logging.getLogger("loray.modeling")
 
 PROBE = (1, 2, 3)
 """Tokens of the forward that shows what each layer's attention is."""
@@ -56,6 +66,7 @@ class GenericForCausalLM(nn.Module):
         )
         read_rest(self.causal, plan, weights)
         self.causal.requires_grad_(False).train(False)
+        fuse(self.causal, self._step)
         self._decoder = cast(nn.Module, getattr(self.causal, prefix))
         # Not among the submodules, whose parameters would be found twice.
         self._tail = (_tail(self.causal, prefix),)
@@ -94,7 +105,7 @@ class GenericForCausalLM(nn.Module):
     @torch.inference_mode()
     def head(self, hidden: Tensor, adapter_data: AdapterData | None) -> Tensor:
         """[n, hidden] to logits [n, vocab_size]; see `PagedModel`."""
-        with self._step.using(LayerForms(), adapter_data):
+        with self._step.using(None, adapter_data):
             logits: Tensor = self._tail[0](inputs_embeds=hidden[None]).logits[0]
         return logits
 
@@ -143,9 +154,15 @@ class GenericForCausalLM(nn.Module):
     def _learn_layers(self) -> tuple[AttentionLayer, ...]:
         """Compute a few tokens to see what each layer's attention is; all ranks do it together."""
         forms = LayerForms()
-        with self._step.using(forms, None):
-            ids = torch.tensor(PROBE, device=self.device) % self.vocab_size
-            self._decode(ids, torch.arange(len(PROBE), device=self.device))
+        ids = torch.tensor(PROBE, device=self.device) % self.vocab_size
+        positions = torch.arange(len(PROBE), device=self.device)
+        try:
+            with self._step.using(forms, None):
+                self._decode(ids, positions)
+        except RotationLostError as error:
+            logger.info("q and k are rotated by transformers' code: %s", error)
+            undo_rotations(self.causal)
+            return self._learn_layers()
         return forms.layers(self.num_layers)
 
 

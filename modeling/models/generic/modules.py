@@ -52,27 +52,31 @@ class MergedColumns(nn.Module):
 
 
 class MergedPart(nn.Module):
-    """One of the layers of a `MergedColumns`, which the first of them owns."""
+    """One of the layers of a `MergedColumns`; the first of them has it as its submodule."""
+
+    merged: MergedColumns
 
     def __init__(
         self, merged: MergedColumns, start: int, stop: int, is_first: bool, is_last: bool
     ) -> None:
         super().__init__()
+        self.is_first = is_first
+        self._columns = (start, stop, is_first, is_last)
         if is_first:
             self.merged = merged
-        # Kept out of the others' submodules: parameters belong to one module.
-        self._whole = (merged,)
-        self._columns = (start, stop, is_first, is_last)
+        else:
+            # Not as a submodule: parameters belong to one module.
+            object.__setattr__(self, "merged", merged)
 
     @property
     def weight(self) -> Tensor:
         """This rank's rows of the base weight."""
         start, stop, *_ = self._columns
-        return self._whole[0].linear.base.weight[start:stop]
+        return self.merged.linear.base.weight[start:stop]
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] to [..., this rank's out]."""
-        return self._whole[0].part(x, *self._columns)
+        return self.merged.part(x, *self._columns)
 
 
 class GenericEmbedding(nn.Module):

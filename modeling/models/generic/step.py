@@ -6,6 +6,7 @@ modules of one model share one `CurrentStep`, which is set around each forward.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -14,26 +15,36 @@ from torch.nn import functional as F
 from transformers import AttentionInterface
 
 from modeling.adapters.product import AdapterData
+from modeling.layers.attention import Angles
+from modeling.layers.rotary import rotate
 from modeling.models.base import AttentionLayer
 from modeling.models.context import PagedContext
+from sharding.slicing import HeadCut
 
 ATTENTION = "loray"
 """The name under which transformers' modules find `attend`."""
 
 
-class LayerAttention(Protocol):
-    """Attention of one layer over the heads' tensors, [tokens, heads, head_dim] each."""
+@dataclass(frozen=True)
+class Heads:
+    """What a layer attends with, [tokens, heads or kv_heads, head_dim] each.
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        form: AttentionLayer,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """Return [tokens, heads, head_dim]; q and k are rotated already."""
+    angles: (cos, sin) by which q and k are still to be rotated; None: they are. sinks: float
+    [heads], see `AttentionSpec`; None for a layer without.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    angles: Angles | None
+    sinks: Tensor | None
+
+
+class LayerAttention(Protocol):
+    """Attention of the layers of one forward."""
+
+    def attend(self, layer: int, heads: Heads, form: AttentionLayer) -> Tensor:
+        """Return [tokens, heads, head_dim]."""
         ...
 
 
@@ -43,19 +54,12 @@ class LayerForms:
     def __init__(self) -> None:
         self._forms: dict[int, AttentionLayer] = {}
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        form: AttentionLayer,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def attend(self, layer: int, heads: Heads, form: AttentionLayer) -> Tensor:
         """Keep the form; the result is of the right shape and means nothing."""
-        assert layer not in self._forms, f"layer {layer} attends twice"
+        if layer in self._forms:
+            raise ValueError(f"layer {layer} attends twice")
         self._forms[layer] = form
-        return torch.zeros_like(q)
+        return torch.zeros_like(heads.q)
 
     def layers(self, num_layers: int) -> tuple[AttentionLayer, ...]:
         """Return the forms in order; ValueError if some layer attended in another way."""
@@ -71,36 +75,110 @@ class PagedLayers:
         self._context = context
         self._forms = forms
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        form: AttentionLayer,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """Store k and v, then attend over the row's whole cache."""
+    def attend(self, layer: int, heads: Heads, form: AttentionLayer) -> Tensor:
+        """Store k and v, then attend over the rows' whole cache."""
+        # What a forward asks for is fixed for its layer: a probe at the start saw it.
         assert form == self._forms[layer], (layer, form, self._forms[layer])
-        self._context.store_heads(layer, k, v)
-        return self._context.query(layer, q, form.window, sinks)
+        q = self._store(layer, heads)
+        return self._context.query(layer, q, form.window, heads.sinks)
+
+    def _store(self, layer: int, heads: Heads) -> Tensor:
+        """Rotate what is not rotated yet, put k and v into the cache, return q."""
+        context, angles = self._context, heads.angles
+        if angles is not None and (qkv := _one_product(heads)) is not None:
+            cut = HeadCut(heads.q.shape[1], heads.k.shape[1], (), ())
+            return context.store(layer, qkv, cut, angles)
+        q, k = heads.q, heads.k
+        if angles is not None:
+            q, k = rotate(q, *angles), rotate(k, *angles)
+        context.store_heads(layer, k, heads.v)
+        return q.contiguous()
+
+
+def _one_product(heads: Heads) -> Tensor | None:
+    """[tokens, (heads + 2 * kv_heads) * head_dim] where q, k and v are its columns, else None."""
+    q, k, v = heads.q, heads.k, heads.v
+    sizes = [part.shape[1] * part.shape[2] for part in (q, k, v)]
+    wide = sum(sizes)
+    at, size = q.data_ptr(), q.element_size()
+    places = (at, at + sizes[0] * size, at + (sizes[0] + sizes[1]) * size)
+    if tuple(part.data_ptr() for part in (q, k, v)) != places:
+        return None
+    if any(part.stride() != (wide, part.shape[2], 1) for part in (q, k, v)):
+        return None
+    return q.as_strided((len(q), wide), (wide, 1))
+
+
+@dataclass(frozen=True)
+class _Rotation:
+    """A rotation that attention is to do: of these very tensors, by these angles."""
+
+    query: Tensor
+    key: Tensor
+    angles: Angles
+
+
+class RotationLostError(ValueError):
+    """A layer changes q or k behind their rotation, which was left to its attention."""
 
 
 class CurrentStep:
-    """What is computed now; attention: of the layers. adapter_data: None for the base model."""
+    """What is computed now; adapter_data: None for the base model."""
 
-    attention: LayerAttention
     adapter_data: AdapterData | None = None
 
+    def __init__(self) -> None:
+        self._attention: LayerAttention | None = None
+        self._rotation: _Rotation | None = None
+        self._angles: dict[int, tuple[Tensor, Angles]] = {}
+
     @contextmanager
-    def using(self, attention: LayerAttention, adapter_data: AdapterData | None) -> Iterator[None]:
-        """Compute with these meanwhile."""
-        self.attention, self.adapter_data = attention, adapter_data
+    def using(
+        self, attention: LayerAttention | None, adapter_data: AdapterData | None
+    ) -> Iterator[None]:
+        """Compute with these meanwhile; attention: None where no layer is called."""
+        self._attention, self.adapter_data = attention, adapter_data
         try:
             yield
         finally:
-            self.adapter_data = None
-            del self.attention
+            self._attention = self.adapter_data = self._rotation = None
+            self._angles.clear()
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, heads: Heads, form: AttentionLayer
+    ) -> Tensor:
+        """Attend; query, key: as the layer gave them, to see that they are those to rotate."""
+        assert self._attention is not None, "a layer is called outside of any step"
+        rotation, self._rotation = self._rotation, None
+        if rotation is not None:
+            if rotation.query is not query or rotation.key is not key:
+                raise RotationLostError(f"layer {layer} changes what it rotated")
+            heads = replace(heads, angles=rotation.angles)
+        return self._attention.attend(layer, heads, form)
+
+    def defer_rotation(
+        self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *_options: Any, **_more: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Take the place of `apply_rotary_pos_emb`: return q and k as they are, for `attend`."""
+        if self._rotation is not None:
+            raise RotationLostError("a layer rotates twice before it attends")
+        self._rotation = _Rotation(q, k, self._layer_angles(cos, sin))
+        return q, k
+
+    def _layer_angles(self, cos: Tensor, sin: Tensor) -> Angles:
+        """[1, tokens, width] each, as our rotation takes them; made once for all layers."""
+        known = self._angles.get(id(cos))
+        if known is None:
+            # The tensor is kept, so that no other one gets its id meanwhile.
+            known = (cos, (cos[0].unsqueeze(1).contiguous(), signed(sin[0]).unsqueeze(1)))
+            self._angles[id(cos)] = known
+        return known[1]
+
+
+def signed(sin: Tensor) -> Tensor:
+    """Sines with the signs of the rotation by halves: the first half negated."""
+    low, high = sin.chunk(2, dim=-1)
+    return torch.cat((-low, high), dim=-1)
 
 
 def attend(
@@ -115,7 +193,7 @@ def attend(
     s_aux: Tensor | None = None,
     **_options: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' interface: query, key, value [1, heads, tokens, head_dim], rotated.
+    """transformers' interface: query, key, value [1, heads, tokens, head_dim].
 
     Returns [1, tokens, heads, value head_dim]. The mask is not read: rows, causality and windows
     are the backend's.
@@ -125,6 +203,7 @@ def attend(
     q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))
     width, value_width = q.shape[-1], v.shape[-1]
     if value_width < width:
+        # One layer's keys and values are of one width; zeros add nothing to the sums.
         v = F.pad(v, (0, width - value_width))
     form = AttentionLayer(
         num_heads=q.shape[1],
@@ -135,7 +214,8 @@ def attend(
         softcap=softcap,
         sinks=s_aux is not None,
     )
-    out = step.attention.attend(owner.layer_idx, q.contiguous(), k, v, form, s_aux)
+    heads = Heads(q, k, v, None, s_aux)
+    out = step.attend(owner.layer_idx, query, key, heads, form)
     return out[None, ..., :value_width], None
 
 

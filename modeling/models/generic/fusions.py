@@ -1,0 +1,233 @@
+"""Puts our fused layers in place of transformers' where both compute the same.
+
+What a class computes is not read from its name: its own forward is run on a few random numbers
+in float32 and compared with the formula. Whatever differs stays transformers'.
+"""
+
+import copy
+import logging
+from collections import Counter
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from configs.architectures.base import Activation
+from modeling.layers.activation import ACTIVATIONS
+from modeling.layers.fused import fused_ops
+from modeling.layers.rotary import rotate
+from modeling.models.generic.modules import GenericLinear, MergedColumns, MergedPart
+from modeling.models.generic.step import CurrentStep, signed
+
+logger = logging.getLogger("loray.modeling")
+
+ROTATION = "apply_rotary_pos_emb"
+"""transformers' name of the function that rotates q and k, in each family's own module."""
+
+TOLERANCE = 1e-5
+"""On float32 numbers of about one."""
+
+_WIDTH = 8
+"""Of the probes' vectors and heads."""
+
+
+class FusedRMSNorm(nn.Module):
+    """y = w * x / sqrt(mean(x^2) + eps) over the last dimension, w in float32."""
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self._eps = eps
+        self._fused = fused_ops(weight.device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., size] to the same shape."""
+        if self._fused is None:
+            return F.rms_norm(x.float(), self.weight.shape, self.weight, self._eps).to(x.dtype)
+        rows = x.reshape(-1, x.shape[-1])
+        return self._fused.add_rms_norm(rows, None, self.weight, self._eps)[0].view(x.shape)
+
+
+class FusedGatedMLP(nn.Module):
+    """down( act(gate x) * (up x) ), gate and up as one product."""
+
+    def __init__(
+        self, gate_up: nn.Module, down: GenericLinear, step: CurrentStep, activation: Activation
+    ) -> None:
+        """gate_up: an AdapterColumnLinear whose output is gate's columns, then up's."""
+        super().__init__()
+        self.gate_up = gate_up
+        self.down = down
+        self._step = step
+        self._act = ACTIVATIONS[activation]
+        ops = fused_ops(down.weight.device)
+        kernels = {} if ops is None else {
+            Activation.SILU: ops.silu_mul,
+            Activation.GELU_TANH: ops.gelu_tanh_mul,
+        }  # fmt: skip
+        self._kernel = kernels.get(activation)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., hidden] to the same shape, equal on every rank."""
+        both: Tensor = self.gate_up(x.flatten(0, -2), self._step.adapter_data)
+        if self._kernel is not None:
+            inner = self._kernel(both)
+        else:
+            gate, up = both.chunk(2, dim=-1)
+            inner = self._act(gate) * up
+        out: Tensor = self.down(inner)
+        return out.view(x.shape)
+
+
+def undo_rotations(causal: nn.Module) -> None:
+    """Let transformers rotate q and k in all layers again."""
+    for module in causal.modules():
+        module.__dict__.pop("forward", None)
+
+
+def fuse(causal: nn.Module, step: CurrentStep) -> None:
+    """Replace norms and feed-forwards, and let attention rotate q and k itself; logs what it did.
+
+    The weights must be there: a norm's is kept in float32, as it is computed with.
+    """
+    done: Counter[str] = Counter()
+    for path, module in list(causal.named_modules()):
+        if not type(module).__module__.startswith("transformers."):
+            continue
+        fused = _norm(module) or _mlp(module, step)
+        if fused is not None:
+            causal.set_submodule(path, fused)
+            done[type(fused).__name__] += 1
+        elif _defer_rotation(module, step):
+            done["rotation with the cache's store"] += 1
+    text = ", ".join(f"{name} ({count} layers)" for name, count in sorted(done.items()))
+    logger.info("fused in %s: %s", type(causal).__name__, text or "nothing")
+
+
+def _norm(module: nn.Module) -> FusedRMSNorm | None:
+    """The fused norm that computes what `module` does; None where there is none."""
+    parameters = dict(module.named_parameters())
+    eps: Any = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if set(parameters) != {"weight"} or not isinstance(eps, float):
+        return None
+    weight = parameters["weight"]
+    if weight.dim() != 1 or list(module.children()):
+        return None
+    probe = copy.deepcopy(module).to(device="cpu", dtype=torch.float32)
+    # So small that eps has a say.
+    x = torch.randn(3, len(weight), generator=torch.Generator().manual_seed(0)) * 1e-2
+    for wide in (weight.float(), weight.float() + 1.0):
+        if _same(probe(x), F.rms_norm(x, weight.shape, wide.cpu(), eps)):
+            return FusedRMSNorm(wide, eps)
+    return None
+
+
+def _mlp(module: nn.Module, step: CurrentStep) -> FusedGatedMLP | None:
+    """The fused feed-forward that computes what `module` does; None where there is none."""
+    parts = dict(module.named_children())
+    down, act = parts.get("down_proj"), getattr(module, "act_fn", None)
+    act = getattr(module, "activation_fn", act)
+    gate_up = _gate_up(parts.get("gate_up_proj", parts.get("gate_proj")))
+    if act is None or not isinstance(down, GenericLinear) or gate_up is None:
+        return None
+    activation = _activation(act)
+    if activation is None or not _computes_gated(module, activation):
+        return None
+    return FusedGatedMLP(gate_up, down, step, activation)
+
+
+def _gate_up(gate: nn.Module | None) -> nn.Module | None:
+    """The product that gives gate's columns and then up's."""
+    if isinstance(gate, MergedPart):
+        gate = gate.merged if gate.is_first else None
+    return gate.linear if isinstance(gate, GenericLinear | MergedColumns) else None
+
+
+def _activation(act: Any) -> Activation | None:
+    """What an activation of transformers computes, of those that have kernels."""
+    x = torch.linspace(-4, 4, 33)
+    for activation in (Activation.SILU, Activation.GELU_TANH, Activation.GELU):
+        try:
+            if _same(act(x), ACTIVATIONS[activation](x)):
+                return activation
+        except (RuntimeError, AttributeError):
+            return None
+    return None
+
+
+class _Stub:
+    """Stands for a feed-forward, and has nothing but its linear layers and its activation."""
+
+    def __init__(self, module: nn.Module, gate: Tensor, up: Tensor, down: Tensor) -> None:
+        names = dict(module.named_children())
+        both = torch.cat((gate, up))
+        linears = {"gate_proj": gate, "up_proj": up, "gate_up_proj": both, "down_proj": down}
+        for name, weight in linears.items():
+            if name in names:
+                setattr(self, name, _linear(weight))
+        for name in ("act_fn", "activation_fn"):
+            if hasattr(module, name):
+                setattr(self, name, getattr(module, name))
+
+
+def _linear(weight: Tensor) -> Any:
+    return lambda x: F.linear(x, weight)
+
+
+def _computes_gated(module: nn.Module, activation: Activation) -> bool:
+    """Whether the class's forward is the formula, of its three linear layers alone."""
+    generator = torch.Generator().manual_seed(0)
+    gate, up, down = torch.randn(3, _WIDTH, _WIDTH, generator=generator)
+    x = torch.randn(1, 3, _WIDTH, generator=generator)
+    forward: Any = type(module).forward
+    try:
+        found = forward(_Stub(module, gate, up, down), x)
+    except (AttributeError, TypeError, RuntimeError):
+        return False
+    act = ACTIVATIONS[activation]
+    return _same(found, F.linear(act(F.linear(x, gate)) * F.linear(x, up), down))
+
+
+def _defer_rotation(module: nn.Module, step: CurrentStep) -> bool:
+    """Let a layer's attention hand on q and k as they are, with their angles."""
+    forward: Any = type(module).forward
+    scope: dict[str, Any] = getattr(forward, "__globals__", {})
+    code = getattr(forward, "__code__", None)
+    if not hasattr(module, "layer_idx") or code is None or ROTATION not in code.co_names:
+        return False
+    if ROTATION not in scope or not _rotates_halves(scope[ROTATION]):
+        return False
+    own = FunctionType(
+        code,
+        {**scope, ROTATION: step.defer_rotation},
+        forward.__name__,
+        forward.__defaults__,
+        forward.__closure__,
+    )
+    own.__kwdefaults__ = forward.__kwdefaults__
+    # Of this module alone: transformers itself stays as it is.
+    module.forward = MethodType(own, module)
+    return True
+
+
+def _rotates_halves(function: Any) -> bool:
+    """Whether it rotates whole heads by halves, as the cache's kernel does."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = torch.randn(2, 1, 2, 3, _WIDTH, generator=generator)
+    cos, sin = (each.repeat(1, 1, 2) for each in torch.randn(2, 1, 3, 4, generator=generator))
+    try:
+        found = function(q, k, cos, sin)
+    except (TypeError, RuntimeError):
+        return False
+    wanted = (rotate(each, cos[:, None], signed(sin)[:, None]) for each in (q, k))
+    return all(_same(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def _same(found: Any, wanted: Tensor) -> bool:
+    return (
+        isinstance(found, Tensor)
+        and found.shape == wanted.shape
+        and torch.allclose(found, wanted, rtol=TOLERANCE, atol=TOLERANCE)
+    )
