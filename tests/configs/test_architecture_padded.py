@@ -58,7 +58,7 @@ def test_a_model_type_alone_names_what_is_built() -> None:
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_reads_what_transformers_writes(tmp_path: Path, kind: str) -> None:
-    spec = load_architecture(write_padded(tmp_path, kind))
+    spec = load_padded(write_padded(tmp_path, kind))
     assert isinstance(spec, PaddedArchitecture)
     assert (spec.vocab_size, spec.num_layers) == (96, 2)
     assert spec.max_position_embeddings == (DEFAULT_LENGTH if spec.stretches else 256)
