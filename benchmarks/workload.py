@@ -55,6 +55,40 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "head_dim": 128,
     },
+    "gemma2-9b": {
+        "architectures": ["Gemma2ForCausalLM"],
+        "model_type": "gemma2",
+        "vocab_size": 256000,
+        "hidden_size": 3584,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 42,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 8192,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+    },
+    "smollm3-8b": {
+        **_LLAMA3,
+        "architectures": ["SmolLM3ForCausalLM"],
+        "model_type": "smollm3",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "no_rope_layers": [1] * 32,
+        "pad_token_id": 0,
+    },
     "tiny": {
         **_LLAMA3,
         "vocab_size": 2048,
@@ -69,7 +103,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         "torch_dtype": "float32",
     },
 }
-"""config.json of each model shape that the benchmarks know."""
+"""config.json of each model shape that the benchmarks know; smollm3-8b is Llama 3's by another
+class, which is paged through transformers' modules."""
+
+TARGETS: dict[str, tuple[str, ...]] = {"gemma2-9b": ("q_proj", "k_proj", "v_proj", "o_proj")}
+"""The linear maps that adapters change, by shape; all seven where it is not here."""
 
 PEOPLE = {
     "type": "array",
@@ -164,8 +202,9 @@ def projection_sizes(shape: str) -> dict[str, tuple[int, int]]:
     """(inputs, outputs) of each linear map of a layer."""
     config = SHAPES[shape]
     hidden, inner = config["hidden_size"], config["intermediate_size"]
-    queries = config["num_attention_heads"] * config["head_dim"]
-    keys = config["num_key_value_heads"] * config["head_dim"]
+    head_dim = config.get("head_dim") or hidden // config["num_attention_heads"]
+    queries = config["num_attention_heads"] * head_dim
+    keys = config["num_key_value_heads"] * head_dim
     return {
         "self_attn.q_proj": (hidden, queries),
         "self_attn.k_proj": (hidden, keys),
@@ -191,7 +230,8 @@ def adapter_parameters(shape: str, rank: int, ranks: int = 1) -> int:
 def write_adapter(
     folder: Path, shape: str, rank: int, seed: int, targets: Sequence[str] = ()
 ) -> None:
-    """Write a random PEFT adapter, alpha = 2 * rank; targets: "q_proj", ...; () for all seven."""
+    """Write a random PEFT adapter, alpha = 2 * rank; targets: "q_proj", ...; () for its TARGETS."""
+    targets = targets or TARGETS.get(shape, ())
     sizes = {
         name: size
         for name, size in projection_sizes(shape).items()

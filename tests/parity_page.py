@@ -67,6 +67,10 @@ ORACLE: Mapping[str, tuple[str, str]] = {
         "one of transformers' own, the plain formula. Its Falcon adds ALiBi twice (5.23), so that "
         "model is judged by the attention that transformers takes by itself",
     ),
+    "`experts_implementation` is `eager`": (
+        "`load_oracle`",
+        "one of transformers' own, expert by expert: the grouped products know no float64",
+    ),
     "products are in float64": (
         "`tests/oracle.py`",
         "what a float32 runner is off by is then its own rounding. Norms and softmaxes stay in "
