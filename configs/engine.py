@@ -20,12 +20,13 @@ class Device(StrEnum):
 
 
 class AttentionKind(StrEnum):
-    """The attention backend; AUTO takes the fastest that can be imported on this device."""
+    """The attention backend; AUTO takes the fastest that fits on this device."""
 
     AUTO = "auto"
     SDPA = "sdpa"
     FLASH_ATTN = "flash_attn"
     FLASHINFER = "flashinfer"
+    TRITON = "triton"
 
 
 class AllReduce(StrEnum):

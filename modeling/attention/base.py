@@ -133,8 +133,8 @@ class AttentionBackend(ABC):
         """q [tokens, heads, head_dim] to the same shape; this step's k and v are stored already.
 
         cu_seqlen: int32 [rows + 1], where each row's tokens start. step: from `prepare`.
-        window: this layer's, one of the spec's. sinks: this layer's, float32 [heads] of this rank;
-        None for a layer without.
+        window: this layer's, one of the spec's. sinks: this layer's, [heads] of this rank in any
+        float type; None for a layer without.
         """
 
     def graph_words(self, rows: int, max_blocks: int) -> int | None:

@@ -18,7 +18,7 @@ class ScoreRule:
     """How scores become weights, as in base.py.
 
     scale, softcap: of the spec. window: positions that a query sees at most. slopes, sinks:
-    float32 [heads], or None.
+    float [heads], or None.
     """
 
     scale: float

@@ -19,6 +19,12 @@ def _flash_attn() -> type[AttentionBackend]:
     return FlashAttention
 
 
+def _triton() -> type[AttentionBackend]:
+    from modeling.attention.triton import TritonAttention
+
+    return TritonAttention
+
+
 def _sdpa() -> type[AttentionBackend]:
     from modeling.attention.sdpa import SdpaAttention
 
@@ -28,6 +34,7 @@ def _sdpa() -> type[AttentionBackend]:
 BACKENDS: dict[AttentionKind, Callable[[], type[AttentionBackend]]] = {
     AttentionKind.FLASHINFER: _flashinfer,
     AttentionKind.FLASH_ATTN: _flash_attn,
+    AttentionKind.TRITON: _triton,
     AttentionKind.SDPA: _sdpa,
 }
 """Backends by name, best first, each imported on demand; ImportError means not installed."""
@@ -35,8 +42,9 @@ BACKENDS: dict[AttentionKind, Callable[[], type[AttentionBackend]]] = {
 PACKAGES = {
     AttentionKind.FLASHINFER: "flashinfer-python",
     AttentionKind.FLASH_ATTN: "flash-attn",
+    AttentionKind.TRITON: "triton",
 }
-"""What to install for those backends that need more than torch; both compute on CUDA only."""
+"""What to install for those backends that need more than torch; all compute on CUDA only."""
 
 
 @dataclass(frozen=True)

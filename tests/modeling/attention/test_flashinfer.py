@@ -78,11 +78,13 @@ class Paged:
         wide = torch.randn(tokens, heads, spec.head_dim, dtype=spec.dtype, device=spec.device)
         self.q = wide[:, : spec.num_heads]
 
-    def run(self, backend: AttentionBackend, window: int | None = None) -> Tensor:
+    def run(
+        self, backend: AttentionBackend, window: int | None = None, sinks: Tensor | None = None
+    ) -> Tensor:
         queries, keys = zip(*self.lengths, strict=True)
         step = backend.prepare(queries, keys, self.tables)
         starts = torch.tensor([0, *accumulate(queries)], dtype=torch.int32).to(self.spec.device)
-        return backend.forward(self.q, self.cache, starts, self.tables, step, window)
+        return backend.forward(self.q, self.cache, starts, self.tables, step, window, sinks)
 
 
 def check(found: Tensor, expected: Tensor) -> None:

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from modeling.attention.base import AttentionSpec
+from modeling.attention.base import AttentionBackend, AttentionSpec
 from modeling.attention.kv_cache import FP8, CacheScales, CacheSpec, LayerCache, allocate
-from modeling.attention.sdpa import SdpaAttention, SdpaStep
+from modeling.attention.sdpa import SdpaAttention
 
 CPU = torch.device("cpu")
 
@@ -76,7 +76,7 @@ class Paged:
             self.cache.store(k, v, slots)
             self.rows.append((q, *self.cache.read(slots, self.dtype)))
 
-    def run(self, scale: float = 0.4) -> Tensor:
+    def run(self, scale: float = 0.4, kind: type[AttentionBackend] = SdpaAttention) -> Tensor:
         spec = AttentionSpec(
             *self.heads,
             self.head_dim,
@@ -89,10 +89,9 @@ class Paged:
             sinks=self.sinks is not None,
             alibi=self.alibi,
         )
-        backend = SdpaAttention(spec)
+        backend = kind(spec)
         queries, keys = zip(*self.lengths, strict=True)
         step = backend.prepare(queries, keys, self.tables)
-        assert isinstance(step, SdpaStep)
         assert step.max_key_length == max(keys)
         q = torch.cat([q for q, _, _ in self.rows])
         starts = torch.tensor([0, *accumulate(queries)], dtype=torch.int32)
@@ -122,9 +121,11 @@ def naive(paged: Paged, row: int, scale: float = 0.4) -> Tensor:
     return out
 
 
-def check(paged: Paged, tolerance: float = 1e-5) -> None:
+def check(
+    paged: Paged, tolerance: float = 1e-5, kind: type[AttentionBackend] = SdpaAttention
+) -> None:
     expected = torch.cat([naive(paged, row) for row in range(len(paged.rows))])
-    torch.testing.assert_close(paged.run().double(), expected, atol=tolerance, rtol=0)
+    torch.testing.assert_close(paged.run(kind=kind).double(), expected, atol=tolerance, rtol=0)
 
 
 @pytest.mark.parametrize("page_size", [16, 128, 256])

@@ -34,7 +34,11 @@ def test_sdpa_serves_anything(name: AttentionKind) -> None:
 
 @pytest.mark.parametrize(
     ("name", "package"),
-    [(AttentionKind.FLASH_ATTN, "flash-attn"), (AttentionKind.FLASHINFER, "flashinfer-python")],
+    [
+        (AttentionKind.FLASH_ATTN, "flash-attn"),
+        (AttentionKind.FLASHINFER, "flashinfer-python"),
+        (AttentionKind.TRITON, "triton"),
+    ],
 )
 def test_what_is_not_installed_says_how_to_get_it(
     name: AttentionKind, package: str, monkeypatch: pytest.MonkeyPatch
@@ -49,6 +53,7 @@ def test_a_cpu_passes_over_those_that_need_cuda(monkeypatch: pytest.MonkeyPatch)
         **select.BACKENDS,
         AttentionKind.FLASHINFER: not_installed,
         AttentionKind.FLASH_ATTN: not_installed,
+        AttentionKind.TRITON: not_installed,
     }
     monkeypatch.setattr(select, "BACKENDS", table)
     assert select_attention(AttentionKind.AUTO, SPEC).reason == "sdpa: the best available"

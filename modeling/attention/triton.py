@@ -1,0 +1,314 @@
+"""Paged attention in Triton: any head size, any page size, caps, sinks and slopes.
+
+Rows of one token go to the decode kernel, wherever they are in a step, all others to the prefill
+kernel. Nothing is planned beyond that: a row's result follows from its own lengths alone, so that
+captured and launched steps agree bit by bit.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+from torch import Tensor
+
+from modeling.attention.base import (
+    AttentionBackend,
+    AttentionSpec,
+    AttentionStep,
+    GraphAttention,
+    Words,
+)
+from modeling.attention.kv_cache import FP8, LayerCache
+from modeling.attention.pages import RowPages, starts
+from modeling.attention.triton_decode import COMBINED, combine_kernel, decode_kernel
+from modeling.attention.triton_forms import decode_form, padded_head, prefill_form
+from modeling.attention.triton_prefill import TILE_WORDS, prefill_kernel
+from modeling.transfer import pack_to_device
+from modeling.triton_launch import Launcher, aligned, has_dependent_launch, launch_options
+
+MAX_HEAD_DIM = 512
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+NO_WINDOW = 2**30
+"""More keys than any row has; the kernels add two of it in 32 bits."""
+
+
+@dataclass(frozen=True)
+class DecodeRows:
+    """The rows of one token of a step.
+
+    tokens, offsets, lengths: int32 [n], each one's place in q, where its pages' numbers start in
+    the tables, its keys. longest: no row has more keys.
+    """
+
+    tokens: Tensor
+    offsets: Tensor
+    lengths: Tensor
+    longest: int
+
+
+@dataclass(frozen=True)
+class TritonStep(AttentionStep):
+    """A step's rows as the kernels take them.
+
+    decode: None without rows of one token. tiles: int32 [tiles, TILE_WORDS], the others' tiles,
+    or None. tables: int32, contiguous, the numbers of all rows' pages.
+    """
+
+    decode: DecodeRows | None
+    tiles: Tensor | None
+    tables: Tensor
+
+
+class TritonAttention(AttentionBackend):
+    """Our own kernels, for what FlashInfer and flash-attn lack."""
+
+    name = "triton"
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        super().__init__(spec)
+        shared = shared_memory(spec.device)
+        self.decode_form, self.prefill_form = decode_form(spec, shared), prefill_form(spec, shared)
+        self._launch_decode = Launcher(decode_kernel)
+        self._launch_combine = Launcher(combine_kernel)
+        self._launch_prefill = Launcher(prefill_kernel)
+        self._dependent = has_dependent_launch(spec.device)
+        slopes = spec.alibi or (0.0,) * spec.num_heads
+        self._slopes = torch.tensor(slopes, dtype=torch.float32, device=spec.device)
+        self._scores = {
+            "HEAD_DIM": spec.head_dim,
+            "BLOCK_D": padded_head(spec),
+            "PDL": self._dependent,
+        }
+        self._cache = {
+            "KV_HEADS": spec.num_kv_heads,
+            "GROUP": spec.num_heads // spec.num_kv_heads,
+            "PAGE": spec.page_size,
+            "CAPPED": spec.softcap is not None,
+            "ALIBI": spec.alibi is not None,
+        }
+
+    @classmethod
+    def lacks(cls, spec: AttentionSpec) -> str | None:
+        """CUDA, floats, heads of up to 512; an fp8 cache from compute capability 8.9 on."""
+        if spec.device.type != "cuda":
+            return "needs a CUDA device"
+        if spec.dtype not in FLOATS:
+            return f"has no kernels for {spec.dtype}"
+        if spec.cache_dtype not in (None, *FLOATS, FP8):
+            return f"has no kernels for a cache of {spec.cache_dtype}"
+        if spec.head_dim > MAX_HEAD_DIM:
+            return f"head_dim {spec.head_dim} is larger than {MAX_HEAD_DIM}"
+        if spec.cache_dtype == FP8 and torch.cuda.get_device_capability(spec.device) < (8, 9):
+            return "this GPU has no fp8 numbers: set cache.dtype to auto"
+        return None
+
+    def prepare(
+        self, query_lengths: Sequence[int], key_lengths: Sequence[int], block_tables: Tensor
+    ) -> TritonStep:
+        """Sort rows by kernel, cut the longer ones into tiles, and ship both in one piece."""
+        queries = np.asarray(query_lengths, dtype=np.int32)
+        keys = np.asarray(key_lengths, dtype=np.int32)
+        at = starts(query_lengths)[:-1]
+        tables = block_tables.contiguous()
+        offsets = np.arange(len(queries), dtype=np.int32) * tables.shape[1]
+        alone = queries == 1
+        tiles = self._tiles(np.stack((offsets, at, queries, keys), axis=1)[~alone])
+        columns = at[alone], offsets[alone], keys[alone]
+        tokens, starts_of, lengths, others = pack_to_device((*columns, tiles), tables.device)
+        decode = None
+        if alone.any():
+            decode = DecodeRows(tokens, starts_of, lengths, int(keys[alone].max()))
+        return TritonStep(
+            self,
+            tuple(query_lengths),
+            tuple(key_lengths),
+            decode,
+            others if len(tiles) else None,
+            tables,
+        )
+
+    def forward(
+        self,
+        q: Tensor,
+        cache: LayerCache,
+        cu_seqlen: Tensor,
+        block_tables: Tensor,
+        step: AttentionStep,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Launch the kernels that the step has rows for."""
+        assert isinstance(step, TritonStep), type(step)
+        if q.stride()[1:] != (q.shape[2], 1):
+            q = q.contiguous()
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if step.decode is not None:
+            self._decode(q, out, cache, step.decode, step.tables, window, sinks)
+        if step.tiles is not None:
+            self._prefill(q, out, cache, step.tiles, step.tables, window, sinks)
+        return out
+
+    def graph_words(self, rows: int, max_blocks: int) -> int | None:
+        """Lengths, where each row's pages start, and the pages' numbers, which may fill up."""
+        return rows * (2 + max_blocks)
+
+    def graph_form(self, rows: int, words: Tensor) -> "GraphTriton":
+        """Decode over static words."""
+        return GraphTriton(self, rows, words)
+
+    def _tiles(self, rows: Words) -> Words:
+        """[tiles, TILE_WORDS] of rows [n, TILE_WORDS - 1], the tiles with most keys first."""
+        tokens = self.prefill_form.rows // self.prefill_form.packed
+        queries, keys = rows[:, 2], rows[:, 3]
+        counts = -(-queries // tokens)
+        firsts = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        firsts = firsts.astype(np.int32) * tokens
+        found = np.column_stack((np.repeat(rows, counts, axis=0), firsts))
+        seen = np.repeat(keys - queries, counts) + firsts
+        sorted_tiles: Words = found[np.argsort(-seen, kind="stable")]
+        return sorted_tiles
+
+    def _decode(
+        self,
+        q: Tensor,
+        out: Tensor,
+        cache: LayerCache,
+        rows: DecodeRows,
+        tables: Tensor,
+        window: int | None,
+        sinks: Tensor | None,
+    ) -> None:
+        """Compute the splits, then combine them; the second launch finds little to do at times."""
+        spec, form = self.spec, self.decode_form
+        count, seen = len(rows.lengths), min(rows.longest, window or NO_WINDOW)
+        places = min(form.max_splits, -(-seen // form.min_split))
+        splits = (count, spec.num_heads, places)
+        partials = torch.empty(*splits, spec.head_dim, dtype=torch.float32, device=q.device)
+        sums = torch.empty(*splits, 2, dtype=torch.float32, device=q.device)
+        tiles = spec.num_kv_heads * -(-self._cache["GROUP"] // form.heads)
+        programs = max(1, min(places, form.programs // (tiles * count)))
+        scale, cap, factor = self._factors(cache)
+        seen_through = NO_WINDOW if window is None else window
+        shared = {
+            **self._scores,
+            "BLOCK_N": form.keys,
+            "MIN_SPLIT": form.min_split,
+            "MAX_SPLITS": form.max_splits,
+            "SINKS": sinks is not None,
+        }
+        # Where there are no sinks, their pointer is not read.
+        sink = self._slopes if sinks is None else sinks
+        pointers = (q, cache.keys, cache.values, out, partials, sums, sink, self._slopes)
+        self._launch_decode(
+            (q.stride(0), sinks is None, sink.dtype, aligned(*pointers)),
+            (tiles, count, programs),
+            (
+                *pointers,
+                rows.tokens,
+                rows.offsets,
+                rows.lengths,
+                tables,
+                seen_through,
+                places,
+                scale,
+                cap,
+                factor,
+            ),
+            {**self._cache, **shared, "Q_STRIDE": q.stride(0), "BLOCK_G": form.heads},
+            self._options(form.warps, form.stages),
+        )
+        self._launch_combine(
+            (sinks is None, sink.dtype, aligned(out, partials, sums, sink)),
+            (spec.num_heads, count),
+            (out, partials, sums, sink, rows.tokens, rows.lengths, seen_through, places, factor),
+            {**shared, "HEADS": spec.num_heads, "CHUNK": min(COMBINED, form.max_splits)},
+            self._options(4, 1),
+        )
+
+    def _prefill(
+        self,
+        q: Tensor,
+        out: Tensor,
+        cache: LayerCache,
+        tiles: Tensor,
+        tables: Tensor,
+        window: int | None,
+        sinks: Tensor | None,
+    ) -> None:
+        form = self.prefill_form
+        scale, cap, factor = self._factors(cache)
+        sink = self._slopes if sinks is None else sinks
+        pointers = (q, cache.keys, cache.values, out, sink, self._slopes)
+        blocks = self.spec.num_kv_heads * -(-self._cache["GROUP"] // form.packed)
+        self._launch_prefill(
+            (q.stride(0), sinks is None, sink.dtype, aligned(*pointers)),
+            (blocks, len(tiles)),
+            (
+                *pointers,
+                tiles,
+                tables,
+                NO_WINDOW if window is None else window,
+                scale,
+                cap,
+                factor,
+            ),
+            {
+                **self._cache,
+                **self._scores,
+                "Q_STRIDE": q.stride(0),
+                "SINKS": sinks is not None,
+                "PACKED": form.packed,
+                "BLOCK_M": form.rows,
+                "BLOCK_N": form.keys,
+                "WORDS": TILE_WORDS,
+            },
+            self._options(form.warps, form.stages),
+        )
+
+    def _factors(self, cache: LayerCache) -> tuple[float, float, float]:
+        """What the kernels multiply: the scores, the cap (see attend_block), the output."""
+        scale = self.spec.scale * cache.scales.keys
+        cap = self.spec.softcap
+        if cap is None:
+            return scale * math.log2(math.e), 0.0, cache.scales.values
+        return 2 * scale / cap, cap * math.log2(math.e), cache.scales.values
+
+    def _options(self, warps: int, stages: int) -> dict[str, Any]:
+        return {"num_warps": warps, "num_stages": stages, **launch_options(self._dependent)}
+
+
+class GraphTriton(GraphAttention):
+    """Decode of a fixed number of rows; nothing is planned on the host."""
+
+    def __init__(self, backend: TritonAttention, rows: int, words: Tensor) -> None:
+        """words: int32, laid out as `write` says."""
+        self._rows = rows
+        self._page_size = backend.spec.page_size
+        tokens = torch.arange(rows, dtype=torch.int32, device=words.device)
+        longest = (len(words) // rows - 2) * self._page_size
+        decode = DecodeRows(tokens, words[rows : 2 * rows], words[:rows], longest)
+        ones = (1,) * rows
+        self.step = TritonStep(backend, ones, ones, decode, None, words[2 * rows :])
+
+    def write(self, words: Words, key_lengths: Words, tables: Words) -> int:
+        """Lengths, where each row's pages start, then the pages' numbers, row after row."""
+        rows, pages = self._rows, RowPages.of(key_lengths, self._page_size)
+        words[:rows] = key_lengths
+        words[rows : 2 * rows] = pages.indptr[:-1]
+        end = 2 * rows + pages.total
+        words[2 * rows : end] = tables[pages.within(tables.shape[1])]
+        return end
+
+    def plan(self, buffer: int) -> None:
+        """Nothing is left to do."""
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program may take."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    found: int = triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
+    return found
