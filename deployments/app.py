@@ -27,24 +27,24 @@ def build(config: ServeConfig) -> Application:
     Serve ends any running replica.
     """
     _require_model(config.engine.model)
+    shared = {
+        "max_ongoing_requests": config.max_ongoing_requests,
+        "graceful_shutdown_timeout_s": config.request_timeout_s,
+        "graceful_shutdown_wait_loop_s": 0.5,
+        **_logging(config.observability),
+    }
     driver = serve.deployment(DriverDeployment, name="Driver").options(
         ray_actor_options={"num_cpus": config.driver_cpus},
         placement_group_bundles=bundles(config),
         placement_group_strategy=config.placement.value,
-        **_logging(config.observability),
-        max_ongoing_requests=config.max_ongoing_requests,
-        graceful_shutdown_timeout_s=config.request_timeout_s,
-        graceful_shutdown_wait_loop_s=0.5,
         max_constructor_retry_count=2,
         request_router_config=routing(),
+        **shared,
     )
     ingress = serve.deployment(IngressDeployment, name="Ingress").options(
         # Serve reads the variable as a process begins.
         ray_actor_options={"num_cpus": config.ingress_cpus, "runtime_env": {"env_vars": CALLBACK}},
-        **_logging(config.observability),
-        max_ongoing_requests=config.max_ongoing_requests,
-        graceful_shutdown_timeout_s=config.request_timeout_s,
-        graceful_shutdown_wait_loop_s=0.5,
+        **shared,
     )
     return ingress.bind(config, driver.bind(config))
 

@@ -23,6 +23,7 @@ adapters = typer.Typer(
 )
 app.add_typer(adapters, name="adapters")
 
+_ADMIN = "LORAY_ADMIN_KEY"
 _PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 Url = Annotated[
@@ -160,7 +161,7 @@ def list_adapters(
     """List every adapter that a replica knows, with its state and requests."""
     from deployments.commands import adapters
 
-    adapters.show(_admin_server(url, admin_key), as_json)
+    adapters.show(_server(url, admin_key, _ADMIN), as_json)
 
 
 @adapters.command()
@@ -174,7 +175,7 @@ def load(
     """Fetch and stage adapters on all replicas, before the first request for them."""
     from deployments.commands import adapters
 
-    adapters.load(_admin_server(url, admin_key), names, pin, api_token)
+    adapters.load(_server(url, admin_key, _ADMIN), names, pin, api_token)
 
 
 @adapters.command()
@@ -182,7 +183,7 @@ def unload(names: Names, url: Url = None, admin_key: AdminKey = None) -> None:
     """Unload adapters from all replicas once their requests have ended."""
     from deployments.commands import adapters
 
-    adapters.unload(_admin_server(url, admin_key), names)
+    adapters.unload(_server(url, admin_key, _ADMIN), names)
 
 
 @adapters.command()
@@ -190,7 +191,7 @@ def pin(names: Names, url: Url = None, admin_key: AdminKey = None) -> None:
     """Keep adapters on the device."""
     from deployments.commands import adapters
 
-    adapters.pin(_admin_server(url, admin_key), names, True)
+    adapters.pin(_server(url, admin_key, _ADMIN), names, True)
 
 
 @adapters.command()
@@ -198,7 +199,7 @@ def unpin(names: Names, url: Url = None, admin_key: AdminKey = None) -> None:
     """Let adapters leave the device again."""
     from deployments.commands import adapters
 
-    adapters.pin(_admin_server(url, admin_key), names, False)
+    adapters.pin(_server(url, admin_key, _ADMIN), names, False)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -210,16 +211,10 @@ def _url(given: str | None) -> str:
     return client_setting("LORAY_URL", given) or "http://127.0.0.1:8000"
 
 
-def _server(url: str | None, key: str | None) -> Any:
+def _server(url: str | None, key: str | None, setting: str = "LORAY_API_KEY") -> Any:
     from deployments.commands.server import Server
 
-    return Server(_url(url), client_setting("LORAY_API_KEY", key))
-
-
-def _admin_server(url: str | None, key: str | None) -> Any:
-    from deployments.commands.server import Server
-
-    return Server(_url(url), client_setting("LORAY_ADMIN_KEY", key))
+    return Server(_url(url), client_setting(setting, key))
 
 
 def _body(adapter: str, max_tokens: int | None, temperature: float | None) -> dict[str, Any]:

@@ -16,12 +16,7 @@ from collections.abc import Callable
 import msgspec
 
 from deployments.contract import GenerateRequest, ReplyAddress, TokenFrame
-from deployments.early_submit import (
-    MAX_EARLY_BYTES,
-    EarlySubmit,
-    Withdraw,
-    encode_early_submit,
-)
+from deployments.early_submit import MAX_EARLY_BYTES, EarlySubmit, Withdraw, encode_early_submit
 
 _LENGTH = struct.Struct("!I")
 _MAX_HELLO_BYTES = 1024

@@ -19,6 +19,21 @@ RETIRED = {
         r"|aside|who|whom|his|him|he|told|nobody|somebody|everybody|anybody|errands?|ledgers?"
         r"|seams?|arenas?|head_?start"
     ),
+    "deployments/commands": (
+        r"who|whom|his|him|he|told|asked|turns?|nobody|somebody|everybody|anybody|place|places|placed"
+        r"|chooses?|errands?|ledgers?|seams?|arenas?|adopts?|meant"
+    ),
+    "deployments/driver": (
+        r"claims?|standings?|trials?|suspects?|payers|seats?|seated|fills?|places?|placed|parted"
+        r"|aside|who|whom|his|him|he|told|tells?|asked|chosen|nobody|somebody|everybody|anybody"
+        r"|errands?|ledgers?|seams?|arenas?|head_?starts?|adopts?|adopted|taken back|mailbox(?:es)?"
+        r"|holdings|share_out|glance|meant|whoever|given by hand"
+    ),
+    "deployments/rank": (
+        r"claims?|standings?|trials?|suspects?|seats?|fills?|places?|parted|aside|who|whom|his|him|he"
+        r"|told|tells?|asked|chosen|nobody|somebody|everybody|anybody|errands?|ledgers?|seams?"
+        r"|arenas?|head_?starts?|adopts?|holdings|turns?|whoever"
+    ),
 }
 """Words that a folder's code and prose must not contain, as a whole word or a part of a name."""
 

@@ -90,10 +90,7 @@ def _adapters(folders: tuple[Path, ...]) -> dict[str, Any]:
             fail(f"--adapters {folder} is not a folder", status=2)
     if not folders:
         return {}
-    return {
-        "default_source": "local",
-        "local_roots": [str(folder.resolve()) for folder in folders],
-    }
+    return {"default_source": "local", "local_roots": [str(folder.resolve()) for folder in folders]}
 
 
 def _set(args: dict[str, Any], setting: str) -> None:

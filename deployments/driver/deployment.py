@@ -96,7 +96,7 @@ class DriverDeployment:
                 self._running.steps.last(),
                 rebuilds=self._running.num_rebuilds,
                 dropped=self._running.dropped_frames,
-                head_starts=self._running.early_submits.num_attached,
+                early_submits=self._running.early_submits.num_attached,
                 overdue=self._running.num_overdue,
             )
 

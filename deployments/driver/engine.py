@@ -162,7 +162,7 @@ class DriverEngine:
         self._control.configure(runtime.names)
         self._rate_limits.configure(runtime, self._adapters.contents())
         self._limits = config.limits
-        self._handle.post(lambda scheduler, now: _reconfigured(scheduler, limits))
+        self._handle.post(lambda scheduler, now: scheduler.reconfigure(limits))
 
     async def generate(self, request: GenerateRequest, reply_to: ReplyAddress) -> Completion:
         """Run all sequences to their end; cancelling this call ends them within two steps."""
@@ -245,8 +245,3 @@ class DriverEngine:
     def _on_failure(self, message: str) -> None:
         self._streams.fail_all(unavailable(message))
         self._handle.fail_queries()
-
-
-def _reconfigured(scheduler: Scheduler, limits: Limits) -> Sequence[Event]:
-    scheduler.reconfigure(limits)
-    return []

@@ -34,13 +34,7 @@ from deployments.rank.messages import (
     Stop,
 )
 from deployments.rank.transport import RankLinks, RanksLost
-from scheduler.events import (
-    AdapterFailed,
-    AdapterLoaded,
-    Ended,
-    Event,
-    RequestEvent,
-)
+from scheduler.events import AdapterFailed, AdapterLoaded, Ended, Event, RequestEvent
 from scheduler.scheduler import Scheduler
 
 _STEPS_AHEAD = 2
@@ -48,7 +42,8 @@ _IDLE_SECONDS = 60.0
 _SHORTEST_WAIT_SECONDS = 0.001
 _START_ATTEMPTS = 2
 
-Command = Callable[[Scheduler, float], Sequence[Event]]
+Command = Callable[[Scheduler, float], Sequence[Event] | None]
+"""Runs between two steps; takes the time and may return events to emit."""
 
 logger = logging.getLogger("loray.driver.loop")
 
@@ -132,7 +127,7 @@ class EngineLoop:
     def stop(self) -> None:
         """End the loop and the ranks; returns when both have ended."""
         self._stopping = True
-        self.post(lambda scheduler, now: [])
+        self.post(lambda scheduler, now: None)
         if self._thread.is_alive():
             self._thread.join(timeout=30.0)
         self._group.stop()
@@ -295,7 +290,7 @@ class EngineLoop:
             self._settings.loaded(LoadStage.STAGE, time.monotonic() - staging.since)
             self._emit(self._scheduler.handle_adapter_event(staging_event(staging.replies)))
 
-    def _emit(self, events: Sequence[Event]) -> None:
+    def _emit(self, events: Sequence[Event] | None) -> None:
         if events:
             self._settings.emit(events)
 

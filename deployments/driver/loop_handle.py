@@ -2,11 +2,10 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from deployments.driver.loop import Command, EngineLoop
-from scheduler.events import Event
 from scheduler.scheduler import Scheduler
 
 T = TypeVar("T")
@@ -66,13 +65,8 @@ class LoopHandle:
         if self.failure is not None:
             raise LoopFailed(self.failure)
         result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-
-        def run(scheduler: Scheduler, now: float) -> Sequence[Event]:
-            self.call_soon(_resolve, result, query(scheduler))
-            return []
-
         self._queries.add(result)
-        self.post(run)
+        self.post(lambda scheduler, now: self.call_soon(_resolve, result, query(scheduler)))
         try:
             return await result
         finally:
@@ -85,12 +79,7 @@ class LoopHandle:
 
     def after_posted(self, callback: Callable[..., None], *arguments: object) -> None:
         """Call back on the event loop once all commands posted until now have run."""
-
-        def done(scheduler: Scheduler, now: float) -> Sequence[Event]:
-            self.call_soon(callback, *arguments)
-            return []
-
-        self.post(done)
+        self.post(lambda scheduler, now: self.call_soon(callback, *arguments))
 
     def call_soon(self, callback: Callable[..., None], *arguments: object) -> None:
         """Call back on the event loop, from any thread; does nothing once it is closed."""

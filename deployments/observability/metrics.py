@@ -69,12 +69,12 @@ class EngineMetrics:
         *,
         rebuilds: int,
         dropped: int,
-        head_starts: int,
+        early_submits: int,
         overdue: int,
     ) -> None:
         """Set everything from the scheduler's numbers and the steps since the last call.
 
-        rebuilds, dropped, head_starts, overdue: totals since the start.
+        rebuilds, dropped, early_submits, overdue: totals since the start.
         """
         self._gauges["loray_queue_length"].set(snapshot.queued)
         self._gauges["loray_running_requests"].set(snapshot.running)
@@ -90,7 +90,7 @@ class EngineMetrics:
         self._raise_to("loray_generated_tokens", snapshot.num_generated_tokens)
         self._raise_to("loray_rank_rebuilds", rebuilds)
         self._raise_to("loray_dropped_frames", dropped)
-        self._raise_to("loray_head_starts", head_starts)
+        self._raise_to("loray_head_starts", early_submits)
         self._raise_to("loray_overdue_looks", overdue)
         self._observe(steps)
 

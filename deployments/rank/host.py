@@ -30,13 +30,7 @@ def open_store(host: str, size: int, timeout_s: float) -> tuple[Store, StoreAddr
     listener = socket.create_server(address[:2], family=family, backlog=size)
     port = listener.getsockname()[1]
     store = TCPStore(
-        host,
-        port,
-        size,
-        True,
-        timeout,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
+        host, port, size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
     )
     return store, StoreAddress(host, port, size)
 

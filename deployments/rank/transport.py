@@ -17,18 +17,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from deployments.rank.messages import (
-    Command,
-    Loaded,
-    Prepared,
-    RankBroken,
-    RankHello,
-    Report,
-    Staged,
-    StageDeferred,
-    StageFailed,
-    StepDone,
-)
+from deployments.rank.messages import Command, RankHello, Report
 
 _LENGTH = struct.Struct("!I")
 _MAX_HELLO_BYTES = 4096
@@ -222,9 +211,7 @@ class RankLinks:
         self.num_ranks = len(self._channels)
         self._selector = selectors.DefaultSelector()
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(
-            StepDone | Staged | StageDeferred | StageFailed | Loaded | Prepared | RankBroken
-        )
+        self._decoder: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
         self._loss: str | None = None
         self._woken = False
         self._wake_reader, self._wake_writer = socket.socketpair()

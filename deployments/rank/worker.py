@@ -41,7 +41,6 @@ from deployments.rank.messages import (
     StageDeferred,
     StageFailed,
     StepDone,
-    Stop,
 )
 from deployments.rank.staging_order import StageOrder, StagingTicket
 from deployments.rank.transport import Channel
@@ -116,9 +115,7 @@ class Worker:
         )
 
     def _read(self, staging: ThreadPoolExecutor, making: ThreadPoolExecutor) -> None:
-        decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(
-            RunStep | Stage | Prepare | Stop
-        )
+        decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
         while (frame := self._channel.receive()) is not None:
             command = decoder.decode(frame)
             if isinstance(command, RunStep):

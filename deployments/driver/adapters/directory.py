@@ -61,10 +61,7 @@ class AdapterDirectory:
     """
 
     def __init__(
-        self,
-        sources: AdapterSources,
-        config: AdaptersConfig,
-        linger_s: float = _LINGER_SECONDS,
+        self, sources: AdapterSources, config: AdaptersConfig, linger_s: float = _LINGER_SECONDS
     ) -> None:
         """linger_s: seconds from the last use of files until they are released."""
         self._sources = sources

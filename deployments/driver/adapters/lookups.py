@@ -7,7 +7,7 @@ respond) does not prevent the next one from starting.
 
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import Awaitable, Callable, Container, Hashable
 from functools import partial
 from typing import TypeVar
 
@@ -85,21 +85,14 @@ class Lookups:
         remote sources, which must first confirm that this caller may use the adapter.
         """
         caller = self.caller(token)
-        found = self._access_cache.fresh(reference, caller)
-        if found is not None:
-            return found
+        fresh = self._access_cache.fresh(reference, caller)
+        if fresh is not None:
+            return fresh
         lookup = partial(self._look_up, reference, token, caller)
-        if reference.source is not AdapterSource.LOCAL or patience_s is None:
+        if reference.source is not AdapterSource.LOCAL:
             patience_s = None
-        try:
-            result: FoundAdapter = await self._flights.once((reference, caller), lookup, patience_s)
-            return result
-        except Late:
-            raise _overdue(reference) from None
-        except AdapterError as error:
-            if patience_s is None or error.refusal in _NO_VERSION:
-                raise
-            raise Overdue(error.refusal, error.message, goes_on=False) from error
+        key = (reference, caller)
+        return await self._once(reference, key, lookup, patience_s, raised=_NO_VERSION)
 
     async def fetch_once(
         self,
@@ -114,16 +107,17 @@ class Lookups:
         name is fetched: otherwise a file that grows would be hashed at each of its sizes.
         """
         reference = found.reference
-        if patience_s is None:
-            return await self._fetch(found, work, None, payer)
-        if self._fetching.get(reference, found.origin) != found.origin:
+        if patience_s is not None and self._fetching.get(reference, found.origin) != found.origin:
             raise _overdue(reference)
-        try:
-            return await self._fetch(found, work, patience_s, payer)
-        except Late:
-            raise _overdue(reference) from None
-        except AdapterError as error:
-            raise Overdue(error.refusal, error.message, goes_on=False) from error
+
+        async def fetch() -> AdapterKey:
+            self._fetching[reference] = found.origin
+            try:
+                return await work()
+            finally:
+                self._fetching.pop(reference, None)
+
+        return await self._once(reference, (found.origin, payer), fetch, patience_s)
 
     async def read(
         self, found: FoundAdapter, token: Token, digest: str | None, payer: str | None
@@ -168,28 +162,31 @@ class Lookups:
         look = partial(self._local.run, call)
         limit = self._config.look_timeout_s
         try:
-            result: T = await self._flights.once(("local", key), look, limit)
-            return result
+            return await self._flights.once(("local", key), look, limit)
         except Late:
             message = f"the adapters' files could not be read within {limit:g} s: try again"
             raise AdapterError(AdapterRefusal.UNAVAILABLE, message) from None
 
-    async def _fetch(
+    async def _once(
         self,
-        found: FoundAdapter,
-        work: Callable[[], Awaitable[AdapterKey]],
+        reference: AdapterReference,
+        key: Hashable,
+        work: Callable[[], Awaitable[T]],
         patience_s: float | None,
-        payer: str | None,
-    ) -> AdapterKey:
-        async def bring() -> AdapterKey:
-            self._fetching[found.reference] = found.origin
-            try:
-                return await work()
-            finally:
-                self._fetching.pop(found.reference, None)
+        raised: Container[AdapterRefusal] = (),
+    ) -> T:
+        """The result of `work`, shared by all callers of this key.
 
-        key: AdapterKey = await self._flights.once((found.origin, payer), bring, patience_s)
-        return key
+        patience_s: Overdue after so long, or after a refusal that is not among `raised`.
+        """
+        try:
+            return await self._flights.once(key, work, patience_s)
+        except Late:
+            raise _overdue(reference) from None
+        except AdapterError as error:
+            if patience_s is None or error.refusal in raised:
+                raise
+            raise Overdue(error.refusal, error.message, goes_on=False) from error
 
     async def _look_up(
         self, reference: AdapterReference, token: Token, caller: Caller

@@ -1,13 +1,10 @@
 """Operators' rate limits and weights by adapter name, sent to the scheduler by adapter key."""
 
 from collections.abc import Iterable, Sequence
-from functools import partial
 
 from configs.runtime import AdapterShare, RuntimeConfig
 from configs.wire.adapters import AdapterKey, AdapterReference, AdapterSource, parse_reference
 from deployments.driver.loop_handle import LoopHandle
-from scheduler.events import Event
-from scheduler.scheduler import Scheduler
 
 
 class NamedRateLimits:
@@ -39,12 +36,8 @@ class NamedRateLimits:
         for reference, key in known:
             if (share := self._share_for(reference, key)) is not None:
                 own[key] = share
-
-        def set_all(scheduler: Scheduler, now: float) -> Sequence[Event]:
-            scheduler.set_shares(runtime.base_model, runtime.adapter_default, own)
-            return []
-
-        self._handle.post(set_all)
+        base, default = runtime.base_model, runtime.adapter_default
+        self._handle.post(lambda scheduler, now: scheduler.set_shares(base, default, own))
 
     def adapter_seen(
         self, reference: AdapterReference, key: AdapterKey, parts: Sequence[AdapterKey] = ()
@@ -53,7 +46,10 @@ class NamedRateLimits:
         for name, content in zip(reference.members, parts or (key,), strict=True):
             share = self._share_for(name, content)
             if share is not None:
-                self._handle.post(partial(_set_share, content, share))
+                self._set(content, share)
+
+    def _set(self, key: AdapterKey, share: AdapterShare) -> None:
+        self._handle.post(lambda scheduler, now: scheduler.set_share(key, share))
 
     def _share_for(self, reference: AdapterReference, key: AdapterKey) -> AdapterShare | None:
         """The name's share, if it comes before the key's present one; else None."""
@@ -64,10 +60,3 @@ class NamedRateLimits:
             return None
         self._applied[key] = found[0]
         return found[1]
-
-
-def _set_share(
-    key: AdapterKey, share: AdapterShare, scheduler: Scheduler, now: float
-) -> Sequence[Event]:
-    scheduler.set_share(key, share)
-    return []

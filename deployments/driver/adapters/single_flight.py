@@ -27,11 +27,8 @@ class SingleFlight:
         self._pending: dict[Hashable, _Flight] = {}
 
     async def once(
-        self,
-        key: Hashable,
-        work: Callable[[], Awaitable[Any]],
-        patience_s: float | None = None,
-    ) -> Any:
+        self, key: Hashable, work: Callable[[], Awaitable[T]], patience_s: float | None = None
+    ) -> T:
         """The result of `work`, shared by all callers of this key while it runs.
 
         Late when it has run for `patience_s`, no matter which caller began it; None: no limit.
@@ -39,7 +36,7 @@ class SingleFlight:
         loop = asyncio.get_running_loop()
         flight = self._pending.get(key)
         if flight is None:
-            flight = _Flight(asyncio.ensure_future(_awaited(work)), loop.time())
+            flight = _Flight(asyncio.ensure_future(work()), loop.time())
             self._pending[key] = flight
             flight.task.add_done_callback(partial(self._done, key))
         if patience_s is not None:
@@ -47,7 +44,8 @@ class SingleFlight:
             done, _ = await asyncio.wait({flight.task}, timeout=max(0.0, left))
             if not done:
                 raise Late
-        return await asyncio.shield(flight.task)
+        result: T = await asyncio.shield(flight.task)
+        return result
 
     def _done(self, key: Hashable, task: "asyncio.Task[Any]") -> None:
         del self._pending[key]
@@ -90,7 +88,3 @@ class BlockingCalls:
     def close(self) -> None:
         """Begin no more calls; those that run go on."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-
-
-async def _awaited(work: Callable[[], Awaitable[Any]]) -> Any:
-    return await work()

@@ -5,6 +5,7 @@ import logging
 import time
 import uuid
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from configs.wire.adapters import AdapterKey, AdapterReference
@@ -57,13 +58,7 @@ class Versions:
             self._serve(reference, newest)
             return newest
         if reference not in self._changes and not self._is_refused(reference, newest):
-            try:
-                in_memory = await self._is_in_memory(old)
-            except BaseException:  # The caller has left: it holds neither version.
-                self._directory.release(old)
-                self._directory.release(newest)
-                raise
-            if not in_memory:
+            if not await self._is_in_memory(old, holds=(old, newest)):
                 self._directory.release(old)
                 if self._current.get(reference) == old:  # Another call may have changed it.
                     self._replace(reference, old, newest)
@@ -79,12 +74,7 @@ class Versions:
         key = self._current.get(reference)
         if key is None or not self._directory.hold(key):
             return None
-        try:
-            in_memory = await self._is_in_memory(key)
-        except BaseException:  # The caller has left.
-            self._directory.release(key)
-            raise
-        if in_memory:
+        if await self._is_in_memory(key, holds=(key,)):
             return key
         self._directory.release(key)
         return None
@@ -116,9 +106,17 @@ class Versions:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _is_in_memory(self, key: AdapterKey) -> bool:
-        """Whether all ranks hold the adapter, on the host or on the device."""
-        state = await self._handle.ask(lambda scheduler: scheduler.adapter_states().get(key))
+    async def _is_in_memory(self, key: AdapterKey, holds: Sequence[AdapterKey]) -> bool:
+        """Whether all ranks have the adapter, on the host or on the device.
+
+        holds: the caller's, released if it is cancelled meanwhile.
+        """
+        try:
+            state = await self._handle.ask(lambda scheduler: scheduler.adapter_states().get(key))
+        except BaseException:
+            for held in holds:
+                self._directory.release(held)
+            raise
         return state in _IN_MEMORY
 
     async def _change(
