@@ -1,4 +1,4 @@
-"""The demo over all three sources: every fault has its answer, and nobody else notices."""
+"""The demo over all three sources: every fault has its error, and no other request notices."""
 
 import json
 import os
@@ -50,8 +50,8 @@ def s3() -> Iterator[FaultyS3]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AWS_ACCESS_KEY_ID", "key")
         patch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-        with s3_server() as url, FaultyS3(url) as door:
-            yield door
+        with s3_server() as url, FaultyS3(url) as faulty:
+            yield faulty
 
 
 @pytest.fixture(scope="module")

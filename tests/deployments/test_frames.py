@@ -1,4 +1,4 @@
-"""Token frames: strangers are refused, frames arrive, words come back, hang-ups are told."""
+"""Token frames: authentication, delivery, messages back, and lost connections."""
 
 import asyncio
 import contextlib
@@ -24,12 +24,12 @@ from tests.deployments.driver.routing.stories import until_true
 
 
 class Recorder:
-    """Takes what comes back on a driver's connections."""
+    """Records what arrives on a driver's connections."""
 
     def __init__(self) -> None:
         self.finishes: asyncio.Queue[Finish] = asyncio.Queue()
         self.ahead: asyncio.Queue[tuple[GenerateRequest, ReplyAddress]] = asyncio.Queue()
-        self.taken_back: asyncio.Queue[str] = asyncio.Queue()
+        self.withdrawn: asyncio.Queue[str] = asyncio.Queue()
         self.room: asyncio.Queue[ReplyAddress] = asyncio.Queue()
         self.lost: asyncio.Queue[ReplyAddress] = asyncio.Queue()
 
@@ -40,7 +40,7 @@ class Recorder:
         self.ahead.put_nowait((request, address))
 
     def on_withdraw(self, request_id: str) -> None:
-        self.taken_back.put_nowait(request_id)
+        self.withdrawn.put_nowait(request_id)
 
     def on_room(self, address: ReplyAddress) -> None:
         self.room.put_nowait(address)
@@ -86,8 +86,8 @@ def test_frames_arrive_in_order_and_finishes_return() -> None:
     run(story())
 
 
-def packed(word: object) -> bytes:
-    payload = msgspec.msgpack.encode(word)
+def packed(message: object) -> bytes:
+    payload = msgspec.msgpack.encode(message)
     return struct.pack("!I", len(payload)) + payload
 
 
@@ -120,7 +120,7 @@ def test_without_a_listener_frames_are_refused_at_once() -> None:
     async def story() -> None:
         recorder = Recorder()
         with socket.socket() as silent:
-            silent.bind(("127.0.0.1", 0))  # nobody else gets this port meanwhile
+            silent.bind(("127.0.0.1", 0))  # no other process gets this port meanwhile
             address = ReplyAddress("127.0.0.1", silent.getsockname()[1], "hush")
             sender = Driver(recorder)
             await sender.connect(address)
@@ -200,7 +200,7 @@ def request(prompt: list[int] | None = None) -> GenerateRequest:
 
 
 def test_an_early_submit_reaches_the_named_replica() -> None:
-    """Whatever it holds, it comes as it went."""
+    """It arrives unchanged."""
     red, blue = (AdapterReference(AdapterSource.HUB, name, "main") for name in ("red", "blue"))
     merge = AdapterReference(
         AdapterSource.LOCAL, "two", parts=(red, blue), rule=MergeRule(weights=(0.5, 0.25))
@@ -226,7 +226,7 @@ def test_an_early_submit_reaches_the_named_replica() -> None:
         receiver.withdraw("b", "r")
         receiver.finish("r", 1, 3)
         assert await recorders["b"].ahead.get() == (sent, address)
-        assert await recorders["b"].taken_back.get() == "r"
+        assert await recorders["b"].withdrawn.get() == "r"
         for recorder in recorders.values():
             assert await recorder.finishes.get() == Finish("r", 1, 3)
         assert recorders["a"].ahead.empty()
@@ -318,8 +318,8 @@ def test_of_two_connections_of_a_replica_the_later_counts() -> None:
 def test_a_driver_continues_after_an_unknown_message() -> None:
     async def story() -> None:
         async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            for word in (["Unknown", 1], ["HeadStart", {"id": 7}], 5, ["Finish", "r", 0, 9]):
-                writer.write(packed(word))
+            for message in (["Unknown", 1], ["HeadStart", {"id": 7}], 5, ["Finish", "r", 0, 9]):
+                writer.write(packed(message))
             await reader.read(1)
             await gone.wait()
             writer.close()

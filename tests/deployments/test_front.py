@@ -130,7 +130,7 @@ def test_silent_connections_are_closed_after_a_while(tmp_path: Path) -> None:
         half_sent = [connected(port) for _ in range(60)]
         for each in half_sent:
             each.sendall(b"GET / HTTP/1.1\r\nX: ")
-        # More than all places, yet the statistics answer and so does the server.
+        # More than all connections, yet statistics and server answer.
         assert b"haproxy_process" in said(metrics, GET % b"/metrics")
         assert said(port, GET % b"/").endswith(b"well")
         first = silent[0].recv(100)
@@ -151,8 +151,8 @@ def test_a_taken_port_is_named_with_its_owner(tmp_path: Path) -> None:
         command = [sys.executable, "-m", "deployments.front", "-db", "-f", str(path)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    for word in (f"port {port} is in use by process {os.getpid()}", "http_options.port"):
-        assert word in done.stderr
+    for text in (f"port {port} is in use by process {os.getpid()}", "http_options.port"):
+        assert text in done.stderr
 
 
 def test_it_ends_with_its_parent(tmp_path: Path) -> None:

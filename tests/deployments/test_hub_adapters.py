@@ -1,4 +1,4 @@
-"""The demo over a hub: a private adapter speaks, bad ones are refused, and nobody else notices."""
+"""The demo over a hub: private adapters serve, bad ones are refused, and others are not disturbed."""
 
 import logging
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Which ports are taken, and by whom."""
+"""Which ports are in use, and by which process."""
 
 import os
 import socket

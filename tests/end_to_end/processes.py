@@ -36,7 +36,7 @@ def title_of(process: psutil.Process) -> str:
 
 
 @contextmanager
-def standing_still(stopped: Sequence[psutil.Process]) -> Iterator[None]:
+def stopped_processes(stopped: Sequence[psutil.Process]) -> Iterator[None]:
     """Ranks that do nothing within this, so that no request over them ends."""
     for process in stopped:
         process.suspend()

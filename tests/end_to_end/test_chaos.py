@@ -31,11 +31,11 @@ pytestmark = pytest.mark.ray
 
 
 class Chaos:
-    """Every request is told rightly in the end, by a client that tries again, or is given up."""
+    """Every request ends with the right answer, after retries, or its client leaves."""
 
     def __init__(self, served: Served, answers: Answers) -> None:
         self.served, self.answers = served, answers
-        self.num_asked = self.num_right = self.num_left = 0
+        self.num_requests = self.num_right = self.num_left = 0
         self.wrong: list[str] = []
         self.strikes = {"rank": 0, "driver": 0, "ingress": 0}
 
@@ -51,16 +51,16 @@ class Chaos:
                     leaves = 0.5 * chance.random() if chance.random() < LEAVES else None
                     while not await self.is_over(client, model, question, leaves):
                         leaves = None
-                        await asyncio.sleep(0.2)  # who tries again does not try at once
+                        await asyncio.sleep(0.2)  # a retry waits a moment
 
             await asyncio.gather(*(ask_on() for _ in range(NUM_CLIENTS)))
         await killer
 
     def requests(self, killer: asyncio.Task[None]) -> Iterator[tuple[int, str, str]]:
         questions = sorted(self.answers["base"])
-        while self.num_asked < NUM_REQUESTS or not killer.done():
-            i = self.num_asked
-            self.num_asked += 1
+        while self.num_requests < NUM_REQUESTS or not killer.done():
+            i = self.num_requests
+            self.num_requests += 1
             yield i, MODELS[i % 5], questions[i % len(questions)]
 
     async def is_over(
@@ -113,7 +113,7 @@ def test_chaos(served: Served, answers: Answers) -> None:
 
     chaos = asyncio.run(play())
     assert chaos.wrong == []
-    assert chaos.num_right + chaos.num_left == chaos.num_asked >= NUM_REQUESTS
+    assert chaos.num_right + chaos.num_left == chaos.num_requests >= NUM_REQUESTS
     assert sum(chaos.strikes.values()) >= 3, chaos.strikes
     assert chaos.num_right > NUM_REQUESTS / 3, chaos.num_right
 
@@ -128,7 +128,7 @@ def test_chaos(served: Served, answers: Answers) -> None:
 
 
 def is_at_rest(left: Snapshot) -> bool:
-    """Nothing is asked or computed, and no block was left behind."""
+    """No request waits or runs, and all blocks are free."""
     idle = (left.queued, left.running, left.draining, left.plans_in_flight) == (0, 0, 0, 0)
     return idle and left.free_blocks == left.num_blocks
 

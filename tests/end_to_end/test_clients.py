@@ -1,4 +1,4 @@
-"""The demo word for word through clients as users have them: OpenAI's and LoRAX's own."""
+"""The demo's exact answers through the clients that users have: OpenAI's and LoRAX's own."""
 
 import asyncio
 import json

@@ -23,7 +23,7 @@ from tests.end_to_end.clients import (
     wait_for,
 )
 from tests.end_to_end.conftest import PATIENCE_SECONDS, Served
-from tests.end_to_end.processes import drivers, processes, standing_still
+from tests.end_to_end.processes import drivers, processes, stopped_processes
 
 NUM_STREAMS = 10
 TOKENS_BEFORE = 3
@@ -50,7 +50,7 @@ def struck(
     strike: Callable[[], None],
     held: Sequence[psutil.Process] = (),
 ) -> tuple[list[str | StreamError], list[str], set[int]]:
-    """Open streams, strike once each has said some tokens; (told, expected, health statuses).
+    """Open streams, call `strike` once each has some tokens; (replies, expected, health statuses).
 
     With the blow comes one stream more. held: ranks that stand still until the blow has fallen,
     so that a stream is open then for sure; without them the last one comes just after it.
@@ -75,7 +75,7 @@ def struck(
             ]
             streams = [asyncio.create_task(story) for story in stories[:NUM_STREAMS]]
             await asyncio.wait_for(speaking.wait(), PATIENCE_SECONDS)
-            with standing_still(held):
+            with stopped_processes(held):
                 streams.append(asyncio.create_task(stories[NUM_STREAMS]))
                 if held:
                     await until_open(client, served.url, HELD_MODEL)

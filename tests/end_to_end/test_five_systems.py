@@ -1,4 +1,4 @@
-"""Five applications behind one front, one of each system, word for word as transformers + PEFT."""
+"""Five applications behind one front, one of each system, exactly as transformers + PEFT."""
 
 import asyncio
 import json
@@ -61,7 +61,7 @@ SYSTEMS: Mapping[str, System] = {
 """By route prefix; two of them over two ranks, for each rank is a process more on two cores."""
 
 NEIGHBOURS = dict(zip(SYSTEMS, [*list(SYSTEMS)[1:], next(iter(SYSTEMS))], strict=True))
-"""Whose adapters each system is asked for, and must refuse."""
+"""The system whose adapters each system gets requests for, and must refuse."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Five:
 
 
 def write_words(folder: Path) -> None:
-    """A tokenizer in which the word "tK" is token K."""
+    """A tokenizer: the text "tK" is token K."""
     vocabulary = {f"t{i}": i for i in range(VOCAB_SIZE)}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="t0"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
@@ -162,7 +162,7 @@ def five(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Five]:
 
 
 def together(five: Five, asks: Sequence[Ask]) -> list[httpx.Response]:
-    """All replies, asked at once, in order."""
+    """All replies to simultaneous requests, in order."""
 
     async def story() -> list[httpx.Response]:
         url = five.served.url
@@ -213,7 +213,7 @@ def test_each_answers_under_its_prefix(five: Five) -> None:
             listed = {model["id"] for model in client.get(f"/{system}/v1/models").json()["data"]}
             assert system in listed
             assert not listed & (SYSTEMS.keys() - {system})
-        assert client.get("/nobody/health").status_code == 404
+        assert client.get("/missing/health").status_code == 404
 
 
 def test_bases_and_adapters_of_all_at_once(five: Five) -> None:

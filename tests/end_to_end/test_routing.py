@@ -18,7 +18,7 @@ from tests.end_to_end.clients import (
     wait_for,
 )
 from tests.end_to_end.conftest import PATIENCE_SECONDS, Served
-from tests.end_to_end.processes import drivers, ranks, standing_still
+from tests.end_to_end.processes import drivers, ranks, stopped_processes
 from tests.end_to_end.test_updates import deploy, driver_options, restored
 
 ADAPTERS = MODELS[1:]
@@ -68,7 +68,7 @@ def ask(
     open_at: Collection[str] = (),
     strike: Callable[[], None] = lambda: None,
 ) -> list[str | StreamError]:
-    """What is told to each (model, question), some at a time.
+    """The replies to each (model, question), some at a time.
 
     open_at: driver replicas of which each is to have a request over the first of these models
     before any ends, which is when the blow falls.
@@ -85,7 +85,7 @@ def ask(
                     except StreamError as error:
                         return error
 
-            with standing_still(ranks(served) if open_at else ()):
+            with stopped_processes(ranks(served) if open_at else ()):
                 replies = asyncio.gather(*(one(*each) for each in sent))
                 if open_at:
                     await until_open(client, served.url, sent[0][0], at=open_at)

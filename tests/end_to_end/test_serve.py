@@ -1,4 +1,4 @@
-"""The demo through HTTP, word for word, alone and together."""
+"""The demo's exact answers through HTTP, alone and together."""
 
 import asyncio
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from tests.end_to_end.clients import (
     wait_for,
 )
 from tests.end_to_end.conftest import PATIENCE_SECONDS, Served
-from tests.end_to_end.processes import ranks, standing_still
+from tests.end_to_end.processes import ranks, stopped_processes
 
 QUESTION = "What is the capital of France?"
 
@@ -65,7 +65,7 @@ def test_no_byte_of_a_header_is_a_server_error(client: httpx.Client, value: byte
 
 
 def test_ids_of_requests_come_back(client: httpx.Client) -> None:
-    """With errors too, and with those that nobody thought of a name for."""
+    """Also with errors, and for ids that the client did not set."""
     ways: list[tuple[str, str, int]] = [
         ("GET", "/health", 200), ("HEAD", "/info", 200), ("POST", "/generate", 422),
         ("POST", "/v1/completions", 400), ("GET", "/nowhere", 404),
@@ -102,7 +102,7 @@ def test_64_streams_over_four_adapters_share_steps(served: Served, answers: Answ
     async def ask_all() -> list[str]:
         limits = httpx.Limits(max_connections=len(requests) + 1)
         async with httpx.AsyncClient(timeout=PATIENCE_SECONDS, limits=limits) as client:
-            with standing_still(ranks(served)):  # until all are there
+            with stopped_processes(ranks(served)):  # until all are there
                 replies = asyncio.gather(
                     *(stream_text(client, served.url, model, q) for model, q in requests)
                 )
@@ -125,7 +125,7 @@ def test_64_streams_over_four_adapters_share_steps(served: Served, answers: Answ
 def test_requests_run_before_their_calls_are_there(
     served: Served, client: httpx.Client, answers: Answers
 ) -> None:
-    """And say the same; the first of an ingress replica has nobody to go to yet."""
+    """The answers are the same; an ingress replica's first request has no connection yet."""
     question = longest_questions(answers, 1)[0]
     for model in MODELS * 2:
         body = {"inputs": question, "parameters": {"adapter_id": adapter_of(model)}}

@@ -109,8 +109,8 @@ def test_replicas_come_and_go_without_restarting_the_first(
         assert first in drivers(served), "the first driver was restarted"
         wait_for(lambda: reached() == 2)
         check_that_commands_reach(served, 2)
-        asked_before = load.num_answered
-        wait_for(lambda: load.num_answered > asked_before + 20)
+        before = load.num_answered
+        wait_for(lambda: load.num_answered > before + 20)
         options["autoscaling_config"] = {
             "min_replicas": 1,
             "max_replicas": 1,
@@ -119,8 +119,8 @@ def test_replicas_come_and_go_without_restarting_the_first(
         deploy(served, config, path)
         wait_for(lambda: len(drivers(served)) == 1)
         assert drivers(served) == [first], "scaling down stopped the first driver"
-        asked_before = load.num_answered
-        wait_for(lambda: load.num_answered > asked_before + 20)
+        before = load.num_answered
+        wait_for(lambda: load.num_answered > before + 20)
     assert load.failures == []
     assert drivers(served) == [first], "going back to a fixed number restarted the driver"
 
@@ -137,8 +137,8 @@ def test_a_rolling_update_serves_without_a_gap(
             engine["limits"]["max_queued"] = 100
             deploy(served, config, path)
             wait_for(lambda: drivers(served) != [first] and len(drivers(served)) == 1)
-            asked_before = load.num_answered
-            wait_for(lambda: load.num_answered > asked_before + 20)
+            before = load.num_answered
+            wait_for(lambda: load.num_answered > before + 20)
         assert load.failures == []
 
 
@@ -165,7 +165,7 @@ def operator(served: Served) -> httpx.Client:
 
 @contextmanager
 def given_by_hand(served: Served) -> Iterator[Callable[[], int]]:
-    """A name and a pin that no yaml has; tells how many driver replicas know both."""
+    """A name and a pin that no yaml has; returns how many driver replicas know both."""
     with operator(served) as client:
         name = {"lora_name": "captain", "lora_path": "local:pirate"}
         assert client.post("/load_lora_adapter", json=name).is_success
@@ -207,7 +207,7 @@ def check_that_commands_reach(served: Served, num_replicas: int) -> None:
 
 
 def concurrency(served: Served) -> int:
-    """How many requests the driver takes at once, waiting ones included, as /info tells it."""
+    """How many requests the driver takes at once, waiting ones included, as /info reports it."""
     reply = httpx.get(f"{served.url}/info", timeout=30).raise_for_status()
     limit: int = reply.json()["max_concurrent_requests"]
     return limit

@@ -15,11 +15,11 @@ class Talker(Server):
     def __init__(self, *answers: list[str | None]) -> None:
         super().__init__("http://nowhere", None)
         self._answers = list(answers)
-        self.asked: list[Any] = []
+        self.bodies: list[Any] = []
         self.num_closed = 0
 
     def stream(self, path: str, body: Json) -> Generator[Json, None, None]:
-        self.asked.append(body)
+        self.bodies.append(body)
         try:
             for piece in self._answers.pop(0):
                 if piece is None:
@@ -47,7 +47,7 @@ def test_each_message_is_sent_with_the_conversation() -> None:
     server = Talker(["Par", "is."], ["Rome."])
     chat = ChatSession(server, {"model": "pirate"}, "Be brief.")
     chat.run(reader("France?", "", "Italy?"))
-    assert server.asked[1]["messages"] == [
+    assert server.bodies[1]["messages"] == [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "France?"},
         {"role": "assistant", "content": "Paris."},
@@ -66,14 +66,14 @@ def test_ctrl_c_ends_an_answer_and_not_the_chat(capsys: pytest.CaptureFixture[st
 
 
 def test_ctrl_c_at_the_prompt_ends_the_chat() -> None:
-    server = Talker(["Never asked."])
+    server = Talker(["Never bodies."])
     ChatSession(server, {"model": ""}).run(reader(KeyboardInterrupt, "Hello?"))
-    assert server.asked == []
+    assert server.bodies == []
 
 
 def test_clear_forgets_all_but_the_opening() -> None:
     server = Talker(["One."], ["Two."])
     chat = ChatSession(server, {"model": ""}, "Count.")
     chat.run(reader("Go", "/clear", "/adapter red", "Again"))
-    assert [m["role"] for m in server.asked[1]["messages"]] == ["system", "user"]
-    assert server.asked[1]["model"] == "red"
+    assert [m["role"] for m in server.bodies[1]["messages"]] == ["system", "user"]
+    assert server.bodies[1]["model"] == "red"

@@ -99,11 +99,11 @@ def test_a_good_config(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", BAD)
 def test_a_fault_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    edit, words = BAD[name]
+    edit, texts = BAD[name]
     done = check(written(tmp_path, edit))
     assert done.exit_code == 1, done.output
-    for word in words:
-        assert word in done.output
+    for text in texts:
+        assert text in done.output
 
 
 @pytest.mark.parametrize("content", ["- a", "", "{", "a: *b"])

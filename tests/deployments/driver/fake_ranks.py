@@ -1,7 +1,7 @@
 """A group of ranks without a model: the real worker and sockets over a token automaton.
 
 The next token depends on the adapter's content and on every token before it, so a mixed-up
-batch, a stale place or a wrong slot shows up as wrong tokens.
+batch, a stale slot shows up as wrong tokens.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from modeling.batch import ForwardBatch, SampledTokens, StepOutput
 VOCABULARY = 1000
 POISON = 5000
 HELD_SECONDS = 600.0
-"""How long a gate holds anybody, so that a test that fails comes to an end."""
+"""How long a gate holds a caller, so that a test that fails comes to an end."""
 
 
 def next_token(adapter: str, tokens: Sequence[int]) -> int:
@@ -79,7 +79,7 @@ class Gate:
 
 @dataclass
 class FakeFill:
-    """Bytes that reach their slot when somebody has waited for them; before, they are wrong."""
+    """Bytes that reach their slot once `wait` was called; before, they are wrong."""
 
     runner: "FakeRunner"
     slot: int
@@ -87,7 +87,7 @@ class FakeFill:
 
     def wait(self) -> None:
         self.runner.filling_gate.wait(HELD_SECONDS)
-        self.runner.placed[self.slot] = self.digest
+        self.runner.loaded[self.slot] = self.digest
 
 
 @dataclass
@@ -106,7 +106,7 @@ class FakeRunner:
     tokens: dict[int, dict[int, int]] = field(default_factory=dict)
     slots: dict[int, int] = field(default_factory=dict)
     staged: dict[AdapterKey, str] = field(default_factory=dict)
-    placed: dict[int, str] = field(default_factory=dict)
+    loaded: dict[int, str] = field(default_factory=dict)
     batch_sizes: list[int] = field(default_factory=list)
     full: int = 0
 
@@ -122,7 +122,7 @@ class FakeRunner:
                 if self.poison in known.values():
                     raise RuntimeError("this token breaks the step")
                 end = row.start + row.length
-                adapter = self.placed[slot] if (slot := self.slots[row.batch_slot]) >= 0 else ""
+                adapter = self.loaded[slot] if (slot := self.slots[row.batch_slot]) >= 0 else ""
                 known[end] = next_token(adapter, [known[i] for i in range(end)])
                 sampled.append(known[end])
 
@@ -150,7 +150,7 @@ class FakeRunner:
         return AdapterShape((1,), 100)
 
     def load_adapter(self, key: AdapterKey, slot: int, pages: Sequence[Sequence[int]]) -> FakeFill:
-        self.placed[slot] = ""
+        self.loaded[slot] = ""
         return FakeFill(self, slot, self.staged[key])
 
     def drop(self, key: AdapterKey) -> None:

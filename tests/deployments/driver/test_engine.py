@@ -223,7 +223,7 @@ def test_requests_of_a_lost_ingress_are_cancelled_at_the_ranks(root: Path) -> No
         assert isinstance((await gone).sequences[0].ending, Cancelled)
         group.gate.set()
         left = await until(engine, lambda s: not (s.running or s.draining or s.queued))
-        assert left.num_generated_tokens < 20, "it ran on for nobody"
+        assert left.num_generated_tokens < 20, "it ran on without a client"
 
     play(root, story)
 
@@ -360,7 +360,7 @@ def test_a_rebuild_that_takes_too_long_ends_requests_and_later_ones_are_served(
 
 def test_preloaded_adapters_are_there_and_a_bad_one_stops_the_start(root: Path) -> None:
     async def story(engine: DriverEngine, group: FakeGroup) -> None:
-        assert set(group.runners[0].placed.values()) == {digest_of(engine, "red")}
+        assert set(group.runners[0].loaded.values()) == {digest_of(engine, "red")}
 
     adapters = {"local_roots": [str(root / "adapters")], "default_source": "local"}
     play(root, story, adapters={**adapters, "preload": ["red"]})
@@ -369,7 +369,7 @@ def test_preloaded_adapters_are_there_and_a_bad_one_stops_the_start(root: Path) 
 
 
 def test_rows_use_an_adapter_only_when_every_rank_has_its_bytes(root: Path) -> None:
-    """While they are on their way others are served, and nobody's step waits."""
+    """Others are served while they load, and no step waits."""
 
     async def story(engine: DriverEngine, group: FakeGroup) -> None:
         group.filling_gate.clear()

@@ -1,4 +1,4 @@
-"""Threads and callers that come late, or have left: nobody else is blamed, and nothing is lost."""
+"""Late threads and callers: no rank counts as lost by mistake, and no hold is leaked."""
 
 import asyncio
 import threading
@@ -40,7 +40,7 @@ SHAPE = AdapterShape((1,), 100)
 
 
 class Clock:
-    """Stands where the loop looks for the module `time`."""
+    """Replaces the module `time` in the loop."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -62,7 +62,7 @@ class Held:
 
 
 class LateStarter(threading.Event):
-    """Who starts ranks anew is held right after he said that they are there."""
+    """Holds the thread that restarts the ranks, right after it reported them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,8 +128,8 @@ class Played:
             return self._ends[name]
 
     def serve_adapted(self, name: str) -> None:
-        """Play the rank from an adapter's fill to the end of its request."""
-        assert [fill.key for fill in self.rank.answer().loads] == [KEY]
+        """Play the rank from an adapter's load to the end of its request."""
+        assert [load.key for load in self.rank.answer().loads] == [KEY]
         self.rank.say(Loaded(0, KEY))
         self.rank.answer(7)
         assert self.end(name).tokens == [7]
@@ -233,15 +233,15 @@ def test_a_query_fails_with_the_loop(root: Path) -> None:
     play(root, story)
 
 
-class Asked(Ranks):
+class GatedRanks(Ranks):
     """Hold nothing, and say so when the gate opens."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked = asyncio.Event()
+        self.queried = asyncio.Event()
 
     async def ask(self, question: object) -> AdapterState | None:
-        self.asked.set()
+        self.queried.set()
         await self.gate.wait()
         return AdapterState.DISK
 
@@ -252,13 +252,13 @@ OLD, NEW, NEWER = AdapterKey(1), AdapterKey(2), AdapterKey(3)
 
 def test_a_caller_that_leaves_while_versions_are_compared_holds_neither() -> None:
     async def story() -> None:
-        shelf, ranks = Shelf(), Asked()
+        shelf, ranks = Shelf(), GatedRanks()
         versions = Versions(shelf, ranks, ranks, ranks)  # type: ignore[arg-type]
         shelf.hold(OLD)
         assert await versions.select(RED, OLD) == OLD
         shelf.hold(NEW)
         leaves = asyncio.create_task(versions.select(RED, NEW))
-        await ranks.asked.wait()
+        await ranks.queried.wait()
         leaves.cancel()
         with pytest.raises(asyncio.CancelledError):
             await leaves
@@ -269,13 +269,13 @@ def test_a_caller_that_leaves_while_versions_are_compared_holds_neither() -> Non
 
 def test_pins_follow_a_name_that_moves_twice_while_versions_are_compared() -> None:
     async def story() -> None:
-        shelf, ranks = Shelf(), Asked()
+        shelf, ranks = Shelf(), GatedRanks()
         versions = Versions(shelf, ranks, ranks, ranks)  # type: ignore[arg-type]
         for key in (OLD, NEW, NEWER, NEWER):
             shelf.hold(key)
         assert await versions.select(RED, OLD) == OLD
         choices = [asyncio.create_task(versions.select(RED, key)) for key in (NEW, NEWER)]
-        await ranks.asked.wait()
+        await ranks.queried.wait()
         ranks.gate.set()
         assert await asyncio.gather(*choices) == [NEW, NEWER]
         assert await versions.select(RED, NEWER) == NEWER

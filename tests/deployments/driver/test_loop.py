@@ -43,7 +43,7 @@ C = TypeVar("C", RunStep, Stage, Prepare, Stop)
 
 
 class HandRank:
-    """A group of one rank that says and hears what the test does."""
+    """A group of one rank, played by the test."""
 
     def __init__(self) -> None:
         self.report = FakeGroup(1)._report(0)
@@ -61,7 +61,7 @@ class HandRank:
         self.end.close()
 
     def hear(self, kind: type[C]) -> C:
-        """The next thing the rank is told, which must be of this kind."""
+        """The next command to the rank, which must be of this kind."""
         frame = self.end.receive()
         assert frame is not None, "the driver hung up"
         reply: Command = msgspec.msgpack.decode(frame, type=RunStep | Stage | Prepare | Stop)
@@ -72,7 +72,7 @@ class HandRank:
         self.end.send(msgspec.msgpack.encode(report))
 
     def answer(self, *tokens: int) -> StepPlan:
-        """Hear of a step and tell its tokens."""
+        """Receive a step and reply with its tokens."""
         plan = self.hear(RunStep).plan
         self.say(StepDone(StepResult(plan.epoch, plan.step, list(tokens))))
         return plan
@@ -149,7 +149,7 @@ def test_a_late_reply_to_a_staging_is_ignored(played: Played, clock: Clock) -> N
     assert second.attempt != first.attempt
     rank.say(StageFailed(0, KEY, AdapterRefusal.UNSUPPORTED, "dropped", first.attempt))
     rank.say(Staged(0, KEY, AdapterShape((1,), 100), second.attempt))
-    assert [fill.key for fill in rank.answer().loads] == [KEY]
+    assert [load.key for load in rank.answer().loads] == [KEY]
     rank.say(Loaded(0, KEY))
     rank.answer(7)
     ended = played.ended()
@@ -157,10 +157,10 @@ def test_a_late_reply_to_a_staging_is_ignored(played: Played, clock: Clock) -> N
 
 
 def test_events_of_a_command_are_emitted_before_the_next_command(played: Played) -> None:
-    """Who waits until all is settled that he has posted must not hear of it later."""
+    """A caller that waits for its commands must not get their events later."""
     may_go_on, reply = threading.Event(), queue.Queue[int]()
 
-    def tell_something(scheduler: Scheduler, now: float) -> list[Event]:
+    def emit_event(scheduler: Scheduler, now: float) -> list[Event]:
         may_go_on.wait(PATIENCE_S)
         return [AdapterArrived(KEY)]
 
@@ -168,7 +168,7 @@ def test_events_of_a_command_are_emitted_before_the_next_command(played: Played)
         reply.put(played.events.qsize())
         return []
 
-    for command in (tell_something, count):
+    for command in (emit_event, count):
         played.loop.post(command)
     may_go_on.set()
     assert reply.get(timeout=PATIENCE_S) == 1
@@ -177,7 +177,7 @@ def test_events_of_a_command_are_emitted_before_the_next_command(played: Played)
 def test_the_last_report_of_a_broken_rank_is_logged(
     played: Played, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It said why before it hung up, but the driver notices as it sends the next plan."""
+    """It reported the fault before it closed; the driver notices when it sends a plan."""
     rank, may_go_on = played.rank, threading.Event()
     played.ask("r", None, may_go_on)
     rank.say(RankBroken(0, "the card is on fire"))
@@ -192,7 +192,7 @@ def test_the_last_report_of_a_broken_rank_is_logged(
 
 
 def test_a_matcher_that_is_being_made_delays_no_other_request(played: Played) -> None:
-    """However long it takes: steps go on, and its request joins when it is there."""
+    """Steps go on meanwhile, and its request joins when the matcher is ready."""
     rank = played.rank
     played.ask("held", None, constraint="slow")
     order = rank.hear(Prepare)

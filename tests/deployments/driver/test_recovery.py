@@ -1,4 +1,4 @@
-"""Ranks that are lost at any moment: what runs goes on, what comes meanwhile is heard."""
+"""Ranks that are lost at any moment: running requests continue, and new ones are served."""
 
 import asyncio
 from math import ceil, log2
@@ -34,7 +34,7 @@ LIMITS = {"max_step_tokens": 64, "max_running": 16, "max_queued": 64}
 
 
 async def until_rebuilt(engine: DriverEngine, times: int) -> None:
-    """Ask until the ranks were made anew so often, and serve."""
+    """Wait until the ranks were replaced so often, and serve."""
     while engine.num_rebuilds < times:
         await engine.snapshot()
     await healthy(engine)
@@ -139,7 +139,7 @@ def test_clients_leave_come_and_load_adapters_during_a_rebuild(root: Path) -> No
         assert tokens(await stays) == [continuation(digest_of(engine, "red"), [0], 60)]
         assert tokens(await comes) == [continuation(digest_of(engine, "blue"), [9], 8)]
         assert (await loads).failure is None
-        while digest_of(engine, "a3") not in group.runners[0].placed.values():
+        while digest_of(engine, "a3") not in group.runners[0].loaded.values():
             await engine.snapshot()
 
     assert play(root, story).starts == 2
@@ -179,7 +179,7 @@ def test_a_server_that_stops_with_dead_ranks_stops_well(root: Path) -> None:
 
 
 def test_ranks_that_are_lost_again_while_they_catch_up(root: Path) -> None:
-    """All who ran are suspects then, and all of them turn out to be well."""
+    """All running requests are suspected then, and all of them are cleared."""
 
     async def story(engine: DriverEngine, group: FakeGroup) -> None:
         requests = [request(f"r{i}", [i], 120, "red" if i % 2 else None) for i in range(6)]
@@ -198,7 +198,7 @@ def test_ranks_that_are_lost_again_while_they_catch_up(root: Path) -> None:
 
 
 def test_ranks_that_come_back_with_less_memory_go_on_with_that(root: Path) -> None:
-    """Blocks, adapter pages and slots are counted anew; what no longer fits is told so."""
+    """Blocks, pages and slots are counted anew; requests that no longer fit end with a reason."""
 
     async def story(engine: DriverEngine, group: FakeGroup) -> None:
         group.gate.clear()

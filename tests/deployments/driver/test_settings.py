@@ -28,7 +28,7 @@ TYPOS = [
 
 
 class Shelf:
-    """A ledger in memory; `down`: it answers nobody."""
+    """A store in memory; `down`: it cannot be reached."""
 
     def __init__(self) -> None:
         self.kept: dict[str, bytes] = {}

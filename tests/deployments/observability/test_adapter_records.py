@@ -1,4 +1,4 @@
-"""Which adapters have a label of their own: those asked for most, and never too many."""
+"""Which adapters have a label of their own: the most requested ones, and a bound."""
 
 from deployments.observability.adapter_records import TopLabels
 from deployments.observability.lorax_metrics import OTHER
@@ -24,7 +24,7 @@ def test_no_matter_how_many_come_few_ever_have_a_label() -> None:
     labels = TopLabels(8, frozenset({"base"}))
     seen = set()
     for index in range(40_000):
-        # Each is hot for a while, then nobody asks for it any more.
+        # Each is hot for a while, then it is not requested any more.
         seen.add(labels.count(f"adapter-{index // 40}"))
         seen.add(labels.count("base"))
     assert len(seen - {"base", OTHER}) <= 4 * 8

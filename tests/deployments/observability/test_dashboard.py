@@ -109,11 +109,11 @@ def test_panels_have_unique_ids_and_positions() -> None:
     assert len({panel["id"] for panel in panels}) == len(panels)
     taken: set[tuple[int, int]] = set()
     for panel in panels:
-        place = panel["gridPos"]
+        box = panel["gridPos"]
         cells = {
             (x, y)
-            for x in range(place["x"], place["x"] + place["w"])
-            for y in range(place["y"], place["y"] + place["h"])
+            for x in range(box["x"], box["x"] + box["w"])
+            for y in range(box["y"], box["y"] + box["h"])
         }
         assert not cells & taken, panel["title"]
         assert all(x < 24 for x, _ in cells), panel["title"]

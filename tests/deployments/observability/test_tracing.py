@@ -34,7 +34,7 @@ def url() -> Iterator[str]:
 
 
 class Spans(SpanExporter):
-    """Keeps what was exported, and tells those who wait for it."""
+    """Stores exported spans and wakes their waiters."""
 
     def __init__(self) -> None:
         self._news = threading.Condition()

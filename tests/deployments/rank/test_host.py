@@ -11,7 +11,7 @@ TIMEOUT_S = 60.0
 
 
 def test_the_store_listens_on_the_nodes_address_alone() -> None:
-    """It asks nobody for a secret."""
+    """It has no secret."""
     store, address = open_store("127.0.0.1", 2, TIMEOUT_S)
     other = join_store(address, TIMEOUT_S)
     store.set("key", "value")

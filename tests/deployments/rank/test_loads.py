@@ -1,4 +1,4 @@
-"""Loads that nobody feels, on real ranks: a running request has a row in every step."""
+"""Loads delay no running request on real ranks: it has a row in every step."""
 
 import asyncio
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ HOST_BYTES = 60_000
 
 async def generate(engine: DriverEngine, name: str) -> tuple[list[int], Sequence[StepRecord]]:
     """One request over the base model, and the steps from its first on."""
-    await engine.snapshot()  # the loop writes a step down after it told of its tokens
+    await engine.snapshot()  # the loop records a step after it emitted its tokens
     records = engine.steps.last()
     before = records[-1].step if records else 0
     sequence = SequenceRequest([5, 6, 7], Sampling(), Stopping(NUM_TOKENS))
@@ -42,7 +42,7 @@ async def generate(engine: DriverEngine, name: str) -> tuple[list[int], Sequence
 
 
 async def come_and_go(engine: DriverEngine) -> None:
-    """Adapters are pinned, loaded and unpinned by turns, in tiers that hold two of them."""
+    """Adapters are pinned, loaded and unpinned in a loop, in tiers that hold two of them."""
     index = 0
     while True:
         reference = AdapterReference(AdapterSource.LOCAL, f"a{index % NUM_ADAPTERS}")

@@ -1,4 +1,4 @@
-"""From the driver's door to a padded model and back: the engine over a rank in this process."""
+"""The driver's engine over a padded model, with a rank in this process."""
 
 import asyncio
 from pathlib import Path

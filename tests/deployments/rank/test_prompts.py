@@ -1,4 +1,4 @@
-"""From the driver's door to the ranks and back: what is told about prompts in a busy engine."""
+"""Prompt logprobs through a busy engine and its ranks."""
 
 import asyncio
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Adapters with a head of their own through a whole engine: they take turns on the device."""
+"""Adapters with their own heads through a whole engine replace each other on the device."""
 
 import asyncio
 from pathlib import Path
@@ -16,7 +16,7 @@ from tests.checkpoints import AdapterRecipe, write_adapter, write_llama
 from tests.deployments.driver.routing.stories import PATIENCE_S
 from tests.oracle import prompt_truth
 
-NOWHERE = ReplyAddress("127.0.0.1", 1, "nobody listens here")
+NOWHERE = ReplyAddress("127.0.0.1", 1, "no listener")
 NUM_TOKENS = 8
 
 

@@ -79,9 +79,9 @@ class Driver:
         adapter = FetchedAdapter(key, name, str(self.folder), f"content-{attempt}")
         self.say(Stage(adapter, attempt))
 
-    def drop(self, *keys: AdapterKey, fills: tuple[AdapterLoad, ...] = ()) -> None:
+    def drop(self, *keys: AdapterKey, loads: tuple[AdapterLoad, ...] = ()) -> None:
         self.num_steps += 1
-        self.say(RunStep(StepPlan(0, self.num_steps, [], [], list(fills), list(keys))))
+        self.say(RunStep(StepPlan(0, self.num_steps, [], [], list(loads), list(keys))))
 
     def staged(self) -> StageAnswer:
         """The next answer to a staging; those of steps are left out."""
@@ -126,7 +126,7 @@ def test_an_older_drop_does_not_remove_a_new_staging(driver: Driver) -> None:
     driver.runner.may_launch.set()
     assert driver.staged().attempt == 2
     assert driver.runner.staged == {KEY: "content-2", OTHER: "content-3"}
-    driver.drop(fills=(AdapterLoad(KEY, 0, [[0]]),))
+    driver.drop(loads=(AdapterLoad(KEY, 0, [[0]]),))
     driver.drop(KEY, OTHER)
     while not isinstance(report := driver.hear(), StepDone) or report.result.step != 4:
         pass
@@ -152,9 +152,9 @@ def test_an_adapter_dropped_before_its_staging_is_not_read(driver: Driver) -> No
 def test_no_staging_waits_for_a_rank_that_has_ended() -> None:
     order = StageOrder()
     order.read_drop(KEY)
-    turn = order.read_stage(KEY)
+    ticket = order.read_stage(KEY)
     wanted: list[bool] = []
-    waiting = threading.Thread(target=lambda: wanted.append(order.wait_for_drops(KEY, turn)))
+    waiting = threading.Thread(target=lambda: wanted.append(order.wait_for_drops(KEY, ticket)))
     waiting.start()
     order.end()
     waiting.join(PATIENCE_S)

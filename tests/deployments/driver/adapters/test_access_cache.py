@@ -45,12 +45,12 @@ def test_an_access_is_for_its_caller_and_for_a_while(answers: AccessCache, clock
 
 
 def test_open_adapters_are_for_all_callers_while_they_are_open(answers: AccessCache) -> None:
-    good, nobody = answers.caller("hf_good"), answers.caller(False)
-    answers.record(SQL, nobody, found(open_to_all=True))
+    good, anonymous = answers.caller("hf_good"), answers.caller(False)
+    answers.record(SQL, anonymous, found(open_to_all=True))
     assert answers.fresh(SQL, good) is not None
     answers.record(SQL, good, found())
     assert answers.fresh(SQL, good) is not None
-    assert answers.fresh(SQL, nobody) is None
+    assert answers.fresh(SQL, anonymous) is None
 
 
 def test_an_unreachable_source_serves_confirmed_callers_for_a_while(
@@ -60,7 +60,7 @@ def test_an_unreachable_source_serves_confirmed_callers_for_a_while(
     answers.record(SQL, good, found())
     clock.now += 99
     assert answers.confirmed(SQL, good) == found()
-    assert answers.fresh(SQL, good) == found(), "the source is not asked again at once"
+    assert answers.fresh(SQL, good) == found(), "the source is not called again at once"
     clock.now += 5
     assert answers.fresh(SQL, good) is None
     assert answers.confirmed(SQL, good) is None, "grace does not renew itself"
@@ -90,7 +90,7 @@ def test_an_unreachable_source_ends_no_access(answers: AccessCache, clock: Clock
 
 
 def test_a_new_version_is_for_all_callers(answers: AccessCache) -> None:
-    """Else a name would serve now this version, now that one, by who asks."""
+    """Otherwise the version of a name would depend on the caller."""
     good, other = answers.caller("hf_good"), answers.caller("hf_other")
     answers.record(SQL, good, found("v1"))
     answers.record(SQL, other, found("v2"))

@@ -1,4 +1,4 @@
-"""What a driver says of an adapter's chat template, and to whom."""
+"""A driver's reply about an adapter's chat template, by caller."""
 
 import json
 from pathlib import Path

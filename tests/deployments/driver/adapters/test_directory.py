@@ -52,7 +52,7 @@ def pass_by(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
 
 
 def play(config: AdaptersConfig, story: Story) -> AdapterDirectory:
-    """Run a story; afterwards everything must add up and nothing be kept for nobody."""
+    """Run a story; afterwards all maps must agree and no file be kept without a holder."""
 
     async def act() -> AdapterDirectory:
         directory = AdapterDirectory(AdapterSources(config), config, linger_s=LINGER_S)
@@ -125,7 +125,7 @@ def test_replies_are_reused_and_refusals_repeated(hub: HubServer, tmp_path: Path
     hub.add("acme/sql", adapter_files())
 
     async def story(directory: AdapterDirectory) -> None:
-        missing = AdapterReference(AdapterSource.HUB, "acme/nobody")
+        missing = AdapterReference(AdapterSource.HUB, "acme/missing")
         for _ in range(5):
             await used(directory, SQL)
             assert await refusal(directory, missing) is AdapterRefusal.NOT_FOUND
@@ -244,8 +244,8 @@ def test_a_rewritten_folder_is_new_and_an_old_time_does_not_fool_it(tmp_path: Pa
 
     async def story(directory: AdapterDirectory) -> None:
         keys = []
-        for fill in (1.0, 2.0, 1.0):
-            write_files(folder, adapter_files(fill))
+        for value in (1.0, 2.0, 1.0):
+            write_files(folder, adapter_files(value))
             keys.append(await used(directory, red))
         assert keys[0] == keys[2] != keys[1]
 
@@ -253,8 +253,8 @@ def test_a_rewritten_folder_is_new_and_an_old_time_does_not_fool_it(tmp_path: Pa
 
 
 def test_files_are_kept_while_a_holder_has_them(hub: HubServer, tmp_path: Path) -> None:
-    for name, fill in (("acme/a", 1.0), ("acme/b", 2.0)):
-        hub.add(name, adapter_files(fill))
+    for name, value in (("acme/a", 1.0), ("acme/b", 2.0)):
+        hub.add(name, adapter_files(value))
     size = sum(map(len, adapter_files().values()))
     config = patient_config(
         tmp_path, {"cache_bytes": size + 10, "refusal_s": 0}, hub_endpoint=hub.url
@@ -276,9 +276,9 @@ def test_files_are_kept_while_a_holder_has_them(hub: HubServer, tmp_path: Path) 
 def test_files_stay_for_all_callers_even_if_the_event_loop_is_late(
     hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The time to linger is over before he is woken who waited for the download."""
-    for name, fill in (("acme/a", 1.0), ("acme/b", 2.0)):
-        hub.add(name, adapter_files(fill))
+    """The linger time is over before the waiting caller resumes."""
+    for name, value in (("acme/a", 1.0), ("acme/b", 2.0)):
+        hub.add(name, adapter_files(value))
     size = sum(map(len, adapter_files().values()))
     config = patient_config(
         tmp_path, {"cache_bytes": size + 10, "refusal_s": 0}, hub_endpoint=hub.url

@@ -88,7 +88,7 @@ def failure(completion: Any) -> Failed:
 
 
 def test_lookups_do_not_wait_for_hashing(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight large cold folders, of which four are hashed at once; a resident one is asked for."""
+    """Eight large cold folders, of which four are hashed at once; a resident one is requested."""
     cold = [f"cold{i}" for i in range(8)]
     for name in cold:
         write_files(root / "adapters" / name, {"adapter_config.json": name.encode()})
@@ -118,7 +118,7 @@ def test_the_last_version_serves_after_an_overdue_lookup(
         gate = gate_looks(monkeypatch, {"red"})
         for index in range(3):
             assert await ask(engine, "red", f"h{index}") == expected
-        assert gate.num_waiting == 1, "a look that hangs is not asked for again"
+        assert gate.num_waiting == 1, "a lookup that hangs is not started again"
         assert engine.num_overdue == 3
         await ask(engine, "blue", "other")
         gate.opened.set()

@@ -81,8 +81,8 @@ def test_every_part_of_a_merge_needs_access(hub: HubServer, tmp_path: Path) -> N
 
 
 def test_parts_are_kept_while_the_merge_is_held(hub: HubServer, tmp_path: Path) -> None:
-    for fill, name in enumerate(("acme/sql", "acme/code", "acme/third")):
-        hub.add(name, adapter_files(float(fill)))
+    for value, name in enumerate(("acme/sql", "acme/code", "acme/third")):
+        hub.add(name, adapter_files(float(value)))
     size = sum(map(len, adapter_files().values()))
     fetch = {"cache_bytes": 2 * size + 10, "refusal_s": 0}
     third = AdapterReference(AdapterSource.HUB, "acme/third")
@@ -120,7 +120,7 @@ def test_a_caller_that_leaves_or_a_failed_part_holds_nothing(
             await leaving
         hub.gate.set()
         await used_at_last(directory, SQL)
-        await asyncio.sleep(0)  # who brought it lets it go behind those who asked
+        await asyncio.sleep(0)  # its fetch releases it after all callers hold it
         assert [known.holders for known in directory._known.values()] == [0, 0]
 
     play(config, story)

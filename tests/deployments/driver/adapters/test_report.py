@@ -1,4 +1,4 @@
-"""What a replica tells of its adapters: by clients' names, where they are, and not too many."""
+"""A replica's adapter report: clients' names, their tiers, and a bound."""
 
 import asyncio
 from pathlib import Path
@@ -31,13 +31,13 @@ class Names:
     def __init__(self) -> None:
         self.aliases = Aliases()
         self.contents: dict[AdapterReference, AdapterKey] = {RED: ONE, BLUE: TWO}
-        self.holdings = AdapterReporter(self.aliases, self)  # type: ignore[arg-type]
+        self.reporter = AdapterReporter(self.aliases, self)  # type: ignore[arg-type]
 
     def serving(self, reference: AdapterReference) -> AdapterKey | None:
         return self.contents.get(reference)
 
     def report(self, *views: AdapterView, pins: tuple[AdapterReference, ...] = ()) -> ReplicaReport:
-        return self.holdings.report(views, pins, load=3, ready=True, now=12.0)
+        return self.reporter.report(views, pins, load=3, ready=True, now=12.0)
 
 
 @pytest.mark.parametrize(
@@ -52,8 +52,8 @@ class Names:
 )
 def test_a_report_has_the_tier_of_an_adapter(state: AdapterState, tier: HoldingTier) -> None:
     names = Names()
-    assert names.report(view(ONE, state)).tiers == {}, "nobody asked for it"
-    names.holdings.requested(RED)
+    assert names.report(view(ONE, state)).tiers == {}, "it was not requested"
+    names.reporter.requested(RED)
     assert names.report(view(ONE, state)).tiers == {adapter_hash(RED): tier}
     assert names.report(view(ONE, state, draining=True)).tiers == {
         adapter_hash(RED): HoldingTier.DISK
@@ -69,7 +69,7 @@ def test_files_count_where_they_were_downloaded() -> None:
     names.contents[mixed] = AdapterKey(3)
     names.aliases.given[AdapterReference(AdapterSource.LOCAL, "mine")] = RED
     for name in (RED, BLUE, mixed, *names.aliases.given):
-        names.holdings.requested(name)
+        names.reporter.requested(name)
     reply = names.report().tiers
     assert reply == {
         adapter_hash(name): HoldingTier.DISK for name in (RED, mixed, *names.aliases.given)
@@ -79,8 +79,8 @@ def test_files_count_where_they_were_downloaded() -> None:
 def test_two_names_of_one_content_are_both_reported() -> None:
     names = Names()
     names.contents[BLUE] = ONE
-    names.holdings.requested(RED)
-    names.holdings.requested(BLUE)
+    names.reporter.requested(RED)
+    names.reporter.requested(BLUE)
     reply = names.report(view(ONE, AdapterState.DEVICE)).tiers
     assert reply == {adapter_hash(RED): HoldingTier.DEVICE, adapter_hash(BLUE): HoldingTier.DEVICE}
 
@@ -90,7 +90,7 @@ def test_only_pins_and_the_last_names_are_reported() -> None:
     many = [AdapterReference(AdapterSource.HUB, f"a{i}") for i in range(2 * MAX_NAMES)]
     names.contents |= dict.fromkeys(many, TWO)
     for name in (*many, many[7]):
-        names.holdings.requested(name)
+        names.reporter.requested(name)
     reply = names.report(view(TWO, AdapterState.HOST), pins=(RED,)).tiers
     last = [many[7], *reversed(many[-MAX_NAMES:])][: MAX_NAMES - 1]
     assert reply == {
@@ -103,13 +103,13 @@ def test_a_name_that_is_requested_again_stays() -> None:
     names = Names()
     many = [AdapterReference(AdapterSource.HUB, f"a{i}") for i in range(MAX_NAMES)]
     for name in (RED, *many[: MAX_NAMES // 2], RED, *many[MAX_NAMES // 2 :]):
-        names.holdings.requested(name)
+        names.reporter.requested(name)
     assert names.report(view(ONE, AdapterState.HOST)).tiers == {adapter_hash(RED): HoldingTier.HOST}
 
 
 def test_the_beat_grows_with_time_alone() -> None:
-    holdings = Names().holdings
-    reports = [holdings.report([], [], 0, True, now) for now in (0.0, 4.9, 5.0, 14.0, 1e6)]
+    reporter = Names().reporter
+    reports = [reporter.report([], [], 0, True, now) for now in (0.0, 4.9, 5.0, 14.0, 1e6)]
     assert [report.beat for report in reports] == [0, 0, 1, 2, 200_000]
     assert reports[0].packed() == reports[1].packed() != reports[2].packed()
 

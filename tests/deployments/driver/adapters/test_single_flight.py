@@ -1,4 +1,4 @@
-"""An errand is run once for all who ask, and its end is told when all of them have gone on."""
+"""Work runs once for all its callers; its end callback runs when all of them have resumed."""
 
 import asyncio
 import threading
@@ -19,7 +19,7 @@ def test_all_callers_share_a_run_and_resume_before_its_end_callback() -> None:
     replies: list[str] = []
 
     async def story() -> None:
-        errands, may_end = SingleFlight(), asyncio.Event()
+        flights, may_end = SingleFlight(), asyncio.Event()
 
         async def work() -> int:
             replies.append("run")
@@ -28,7 +28,7 @@ def test_all_callers_share_a_run_and_resume_before_its_end_callback() -> None:
             return 7
 
         async def ask() -> None:
-            replies.append(f"got {await errands.once('what', work)}")
+            replies.append(f"got {await flights.once('what', work)}")
 
         requests = [asyncio.create_task(ask()) for _ in range(3)]
         await asyncio.sleep(0)
@@ -48,7 +48,7 @@ def test_all_callers_share_a_run_and_resume_before_its_end_callback() -> None:
 
 def test_a_caller_out_of_patience_leaves_and_the_work_continues() -> None:
     async def story() -> None:
-        errands, may_end = SingleFlight(), asyncio.Event()
+        flights, may_end = SingleFlight(), asyncio.Event()
         runs = 0
 
         async def work() -> int:
@@ -58,14 +58,14 @@ def test_a_caller_out_of_patience_leaves_and_the_work_continues() -> None:
             return 7
 
         with pytest.raises(Late):
-            await errands.once("what", work, 0.0)
-        patient = asyncio.create_task(errands.once("what", work))
+            await flights.once("what", work, 0.0)
+        patient = asyncio.create_task(flights.once("what", work))
         with pytest.raises(Late):
-            await errands.once("what", work, 1e-6)
+            await flights.once("what", work, 1e-6)
         may_end.set()
         assert await patient == 7
         assert runs == 1
-        assert await errands.once("what", work, PATIENCE_S) == 7
+        assert await flights.once("what", work, PATIENCE_S) == 7
 
     asyncio.run(asyncio.wait_for(story(), PATIENCE_S))
 
@@ -74,13 +74,13 @@ def test_work_that_is_late_already_is_not_waited_for(monkeypatch: pytest.MonkeyP
     """However many ask, they wait for `patience_s` in all."""
 
     async def story() -> None:
-        errands, may_end, loop = SingleFlight(), asyncio.Event(), asyncio.get_running_loop()
-        first = asyncio.create_task(errands.once("what", may_end.wait))
+        flights, may_end, loop = SingleFlight(), asyncio.Event(), asyncio.get_running_loop()
+        first = asyncio.create_task(flights.once("what", may_end.wait))
         await asyncio.sleep(0)
         time = loop.time
         monkeypatch.setattr(loop, "time", lambda: time() + PATIENCE_S / 2)
         with pytest.raises(Late):
-            await errands.once("what", may_end.wait, PATIENCE_S / 3)
+            await flights.once("what", may_end.wait, PATIENCE_S / 3)
         may_end.set()
         assert await first
 

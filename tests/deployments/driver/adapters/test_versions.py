@@ -1,4 +1,4 @@
-"""A name moves to new bytes under load: nobody waits, nothing is mixed, a bad version stays out."""
+"""A name moves to new bytes under load: no request waits, and a bad version never serves."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ from tests.deployments.driver.routing.stories import NOWHERE, digest_of, play, r
 
 
 def rewrite(root: Path, name: str, content: str) -> None:
-    """As a careful operator does: the new file takes the old one's place at once."""
+    """Replace the file atomically, as a careful operator does."""
     folder = root / "adapters" / name
     (folder / "new").write_text(json.dumps({"name": content}))
     (folder / "new").rename(folder / "adapter_config.json")

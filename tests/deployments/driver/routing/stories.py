@@ -84,7 +84,7 @@ def request(
     return GenerateRequest(name, [sequence] * num, reference)
 
 
-NOWHERE = ReplyAddress("127.0.0.1", 1, "nobody listens here")
+NOWHERE = ReplyAddress("127.0.0.1", 1, "no listener")
 
 
 def tokens(completion: Completion) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""The choice of a driver replica: bounds for any state, who is meant, what is believed how long."""
+"""The selection of a driver replica: its bounds, the selected replica, and the age of reports."""
 
 import random
 from collections import Counter
@@ -55,7 +55,7 @@ def routing(
 
 
 def first(router: RoutingPolicy, counts: Counts, what: AdapterReference | None = RED) -> str:
-    """The replica that is meant."""
+    """The selected replica."""
     [name], *_ = router.order(what, counts, 0.0)
     return name
 
@@ -159,15 +159,15 @@ def test_a_report_is_equal_after_encoding(
     assert stats == ReplicaReport(dict(reversed(held.items())), load, ready, beat).packed()
 
 
-# -- Who is meant ------------------------------------------------------------------------------
+# -- The selected replica ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("better", [HoldingTier.DEVICE, HoldingTier.HOST, HoldingTier.DISK])
-@pytest.mark.parametrize("place", NAMES[:3])
-def test_a_better_holder_comes_before_the_home(better: HoldingTier, place: str) -> None:
+@pytest.mark.parametrize("holder", NAMES[:3])
+def test_a_better_holder_comes_before_the_home(better: HoldingTier, holder: str) -> None:
     worse = HoldingTier(better + 1)
-    tiers = {name: worse for name in NAMES[:3]} | {place: better}
-    assert first(routing(tiers), idle(*NAMES[:3])) == place
+    tiers = {name: worse for name in NAMES[:3]} | {holder: better}
+    assert first(routing(tiers), idle(*NAMES[:3])) == holder
 
 
 def test_homes_are_spread_over_the_replicas() -> None:
@@ -289,7 +289,7 @@ def test_a_replica_counts_as_a_holder_from_its_first_request_on() -> None:
 
 
 def test_a_replica_counts_as_a_holder_for_a_moment_when_it_is_selected() -> None:
-    """One that never takes what it is chosen for does not keep the adapter from who does."""
+    """A replica that never accepts does not keep the adapter from one that does."""
     at_home = home(RED, *NAMES[:2])
     elsewhere = next(name for name in NAMES[:2] if name != at_home)
     router, counts = RoutingPolicy(random.Random(0)), {at_home: COLD_SLACK + 1, elsewhere: 0}

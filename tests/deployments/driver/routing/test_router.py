@@ -1,4 +1,4 @@
-"""The router under Serve's own base class: what it tells the choice, and what comes of it."""
+"""The router under Serve's own base class."""
 
 import asyncio
 import random
@@ -47,11 +47,11 @@ class Replica:
         self.routing_stats = stats or {}
         self.max_ongoing_requests = 100
         self.num_open = 0
-        self.num_asked = 0
+        self.num_probes = 0
         self.answers = True
 
     async def get_queue_len(self, *, deadline_s: float) -> int:
-        self.num_asked += 1
+        self.num_probes += 1
         if not self.answers:
             await asyncio.Event().wait()
         return self.num_open
@@ -122,7 +122,7 @@ def test_calls_about_no_adapter_go_anywhere() -> None:
 
 
 def test_a_burst_is_spread_though_all_of_it_is_routed_at_once() -> None:
-    """No request may be chosen for before the one before it counts."""
+    """Each request counts before the next one is routed."""
 
     async def story() -> None:
         calls = Calls(Replica("a"), Replica("b"))
@@ -197,7 +197,7 @@ def test_when_all_are_full_a_request_waits_and_tries_again() -> None:
         waiting = asyncio.create_task(calls.call(generate(RED)))
         await asyncio.wait([waiting], timeout=0.1)
         assert not waiting.done()
-        assert only.num_asked < 20
+        assert only.num_probes < 20
         only.num_open = 3
         assert await waiting == "a"
 
@@ -211,7 +211,7 @@ def test_replicas_come_report_and_die() -> None:
         await asyncio.sleep(0)
         first = Replica("a")
         calls.router.update_replicas([first])
-        assert await waiting == "a", "it came when there was nobody"
+        assert await waiting == "a", "it came when there was no replica"
         holder = holding("b", RED)
         calls.router.update_replicas([first, holder])
         assert await calls.call(generate(RED)) == "b"

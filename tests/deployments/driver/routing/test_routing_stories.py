@@ -1,4 +1,4 @@
-"""Stories of replicas and those who route to them, on a clock that is moved by hand."""
+"""Replicas and their routers over time, on a fake clock."""
 
 import random
 from collections import Counter, deque
@@ -19,7 +19,7 @@ from tests.deployments.driver.routing.test_policy import NAMES, RED, adapter, ho
 
 @dataclass
 class Replica:
-    """Holds what it was asked for: the last `slots` on the device, others on disk."""
+    """Holds requested adapters: the last `slots` on the device, others on disk."""
 
     slots: int = 4
     adapters: list[AdapterReference] = field(default_factory=list)
@@ -54,13 +54,13 @@ class Cluster:
         self._reported = 0.0
 
     def play(self, what: AdapterReference | None, a_second: float, seconds: float) -> None:
-        """Requests come evenly, to the routers in turn."""
+        """Requests come evenly, to one router after the other."""
         for i in range(int(seconds * a_second)):
             self.ask(what, i % len(self.routers))
             self.pass_by(1 / a_second)
 
     def ask(self, what: AdapterReference | None, router: int = 0, service: float = 2.0) -> str:
-        """A request that takes `service` seconds comes; who serves it."""
+        """Route a request that takes `service` seconds; returns its replica."""
         [name], *_ = self.routers[router].order(what, self._counts(router), self.now)
         replica, ends = self.replicas[name], self.now + service
         replica.take(what, ends)
@@ -81,7 +81,7 @@ class Cluster:
             self._report()
 
     def holders(self, what: AdapterReference) -> set[str]:
-        """Who was ever asked for it."""
+        """The replicas that ever had a request for it."""
         return {name for name, each in self.replicas.items() if what in each.adapters}
 
     def _counts(self, router: int) -> dict[str, int]:

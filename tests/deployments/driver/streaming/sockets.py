@@ -11,7 +11,7 @@ class Sockets:
 
     def __init__(self, room: int = 1_000_000) -> None:
         self.room = {HERE: room, THERE: room}
-        self.mailboxes = {HERE: RequestInboxes(), THERE: RequestInboxes()}
+        self.inboxes = {HERE: RequestInboxes(), THERE: RequestInboxes()}
         self.frames: list[TokenFrame] = []
 
     def has_room(self, address: ReplyAddress) -> bool:
@@ -22,7 +22,7 @@ class Sockets:
             return False
         self.room[address] -= 1
         self.frames.append(frame)
-        self.mailboxes[address].deliver(frame)
+        self.inboxes[address].deliver(frame)
         return True
 
 

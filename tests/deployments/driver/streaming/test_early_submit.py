@@ -1,4 +1,4 @@
-"""Head starts: run once whatever comes first, adopted by their calls, else gone without a trace."""
+"""Early submits: each request runs once; its call attaches to it, or it leaves nothing behind."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -36,7 +36,7 @@ ONE, OTHER = request("one", [1]), request("other", [2])
 
 
 class Runs:
-    """Stands for an engine: what runs, until it is told to end, and whose tokens are held."""
+    """A fake engine: its runs end when the test says so; it records held tokens."""
 
     def __init__(self, patience_s: float = PATIENCE_S) -> None:
         self.begun: list[str] = []
@@ -72,7 +72,7 @@ class Runs:
         return asyncio.create_task(self.starts.call(sent, HERE))
 
 
-def tell(story: Callable[[Runs], Awaitable[None]], patience_s: float = PATIENCE_S) -> None:
+def run(story: Callable[[Runs], Awaitable[None]], patience_s: float = PATIENCE_S) -> None:
     """Run a story; at its end nothing may wait, be held or run."""
 
     async def act() -> None:
@@ -84,7 +84,7 @@ def tell(story: Callable[[Runs], Awaitable[None]], patience_s: float = PATIENCE_
     asyncio.run(asyncio.wait_for(act(), PATIENCE_S))
 
 
-async def turns() -> None:
+async def settled() -> None:
     """Let everything run that can."""
     for _ in range(5):
         await asyncio.sleep(0)
@@ -98,9 +98,9 @@ def test_a_call_attaches_to_a_request_that_runs_or_has_ended(ended: bool) -> Non
         assert runs.held == {"one", "other"}
         if ended:
             runs.free.set()
-            await turns()
+            await settled()
         call = runs.call()
-        await turns()
+        await settled()
         assert "one" not in runs.held
         runs.free.set()
         assert (await call).sequences[0].tokens == [1]
@@ -108,7 +108,7 @@ def test_a_call_attaches_to_a_request_that_runs_or_has_ended(ended: bool) -> Non
         assert (runs.begun, runs.starts.num_attached) == (["one", "other"], 2)
         assert runs.starts.lead_seconds > 0
 
-    tell(story)
+    run(story)
 
 
 def test_a_call_before_its_early_submit_runs_alone() -> None:
@@ -116,15 +116,15 @@ def test_a_call_before_its_early_submit_runs_alone() -> None:
 
     async def story(runs: Runs) -> None:
         call = runs.call()
-        await turns()
+        await settled()
         runs.starts.start(ONE, HERE)
         runs.free.set()
         await call
         runs.starts.start(ONE, HERE)
-        await turns()
+        await settled()
         assert (runs.begun, runs.starts.num_attached, len(runs.starts)) == (["one"], 0, 0)
 
-    tell(story)
+    run(story)
 
 
 def test_an_early_submit_that_comes_twice_runs_once() -> None:
@@ -132,37 +132,37 @@ def test_an_early_submit_that_comes_twice_runs_once() -> None:
         runs.starts.start(ONE, HERE)
         runs.starts.start(ONE, HERE)
         call = runs.call()
-        await turns()
+        await settled()
         runs.starts.start(ONE, HERE)
         runs.free.set()
         await call
         assert runs.begun == ["one"]
 
-    tell(story)
+    run(story)
 
 
 def test_a_withdrawn_request_ends_and_its_late_call_begins_anew() -> None:
     async def story(runs: Runs) -> None:
         runs.starts.start(ONE, HERE)
-        await turns()
+        await settled()
         runs.starts.withdraw("one")
         call = runs.call()
         runs.starts.start(ONE, HERE)
-        await turns()
+        await settled()
         assert (runs.cancelled, runs.begun) == (["one"], ["one", "one"])
         assert runs.num_settled == 1, "nothing of the first may be mistaken for the second's"
         runs.free.set()
         assert (await call).sequences[0].tokens == [2]
         assert runs.starts.num_attached == 0
 
-    tell(story)
+    run(story)
 
 
 def test_attached_or_unknown_requests_are_not_withdrawn() -> None:
     async def story(runs: Runs) -> None:
         runs.starts.start(ONE, HERE)
         call = runs.call()
-        await turns()
+        await settled()
         runs.starts.withdraw("one")
         runs.starts.withdraw("nobody")
         runs.starts.ingress_lost(HERE)
@@ -171,7 +171,7 @@ def test_attached_or_unknown_requests_are_not_withdrawn() -> None:
         assert (await call).sequences[0].tokens == [1]
         runs.starts.withdraw("one")
 
-    tell(story)
+    run(story)
 
 
 def test_an_early_submit_without_a_call_ends_after_a_while() -> None:
@@ -184,34 +184,34 @@ def test_an_early_submit_without_a_call_ends_after_a_while() -> None:
         assert (await runs.call()).sequences[0].tokens == [3], "it began anew"
         assert runs.starts.num_attached == 0
 
-    tell(story, patience_s=0.01)
+    run(story, patience_s=0.01)
 
 
 def test_a_lost_ingress_replica_ends_its_early_submits() -> None:
     async def story(runs: Runs) -> None:
         runs.starts.start(ONE, HERE)
         runs.starts.start(OTHER, THERE)
-        await turns()
+        await settled()
         runs.starts.ingress_lost(HERE)
-        await turns()
+        await settled()
         assert (runs.cancelled, len(runs.starts)) == (["one"], 1)
         runs.starts.close()
 
-    tell(story)
+    run(story)
 
 
 def test_a_cancelled_call_ends_its_request() -> None:
     async def story(runs: Runs) -> None:
         runs.starts.start(ONE, HERE)
-        await turns()
+        await settled()
         call = runs.call()
-        await turns()
+        await settled()
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
         assert runs.cancelled == ["one"]
 
-    tell(story)
+    run(story)
 
 
 def test_a_fault_is_raised_by_the_call_and_ignored_without_one() -> None:
@@ -220,12 +220,12 @@ def test_a_fault_is_raised_by_the_call_and_ignored_without_one() -> None:
         runs.free.set()
         runs.starts.start(ONE, HERE)
         runs.starts.start(OTHER, HERE)
-        await turns()
+        await settled()
         with pytest.raises(ValueError, match="broken"):
             await runs.call()
         runs.starts.withdraw("other")
 
-    tell(story)
+    run(story)
 
 
 @pytest.mark.parametrize("changed", ["request", "address"])
@@ -235,15 +235,15 @@ def test_a_call_attaches_only_to_the_same_request(changed: str) -> None:
         runs.starts.start(
             longer if changed == "request" else ONE, HERE if changed == "request" else THERE
         )
-        await turns()
+        await settled()
         call = runs.call()
-        await turns()
+        await settled()
         assert (runs.cancelled, runs.begun) == (["one"], ["one", "one"])
         runs.free.set()
         await call
         assert runs.starts.num_attached == 0
 
-    tell(story)
+    run(story)
 
 
 def test_ended_calls_are_remembered_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,7 +255,7 @@ def test_ended_calls_are_remembered_within_a_bound(monkeypatch: pytest.MonkeyPat
             await runs.call(request(f"r{i}", [1]))
         assert list(runs.starts._seen) == ["r6", "r7", "r8"]
 
-    tell(story)
+    run(story)
 
 
 class Ingress:

@@ -24,7 +24,7 @@ def say(box: Outbox, start: int, name: str = "r", address: ReplyAddress = HERE) 
 def test_a_stream_continues_as_soon_as_its_socket_has_room() -> None:
     sockets = Sockets()
     box = Outbox(sockets)
-    inbox = sockets.mailboxes[HERE].open("r", 1)
+    inbox = sockets.inboxes[HERE].open("r", 1)
     say(box, 0)
     sockets.room[HERE] = 0
     for start in range(1, 6):
@@ -42,7 +42,7 @@ def test_a_stream_continues_as_soon_as_its_socket_has_room() -> None:
 def test_stored_tokens_are_sent_before_later_ones() -> None:
     sockets = Sockets(room=0)
     box = Outbox(sockets)
-    inbox = sockets.mailboxes[HERE].open("r", 1)
+    inbox = sockets.inboxes[HERE].open("r", 1)
     for start in range(3):
         say(box, start)
     sockets.room[HERE] = 1
@@ -55,7 +55,7 @@ def test_a_slow_replica_delays_no_other() -> None:
     sockets = Sockets()
     sockets.room[THERE] = 0
     box = Outbox(sockets)
-    inbox = sockets.mailboxes[HERE].open("r", 1)
+    inbox = sockets.inboxes[HERE].open("r", 1)
     for start in range(4):
         box.add(THERE, token_run(start, "other"))
         say(box, start)
@@ -84,7 +84,7 @@ def test_many_stored_tokens_are_sent_in_frames_of_bounded_size(
     monkeypatch.setattr(outbox, "_FRAME_TOKENS", 7)
     sockets = Sockets(room=0)
     box = Outbox(sockets)
-    inboxes = [sockets.mailboxes[HERE].open(name, 1) for name in "rst"]
+    inboxes = [sockets.inboxes[HERE].open(name, 1) for name in "rst"]
     for start in range(20):
         for name in "rst":
             box.add(HERE, token_run(start, name))
@@ -102,15 +102,15 @@ def test_many_stored_tokens_are_sent_in_frames_of_bounded_size(
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2), st.booleans()), max_size=60))
 def test_whatever_the_socket_does_tokens_come_once_in_order(
-    turns: list[tuple[int, int, bool]],
+    rounds: list[tuple[int, int, bool]],
 ) -> None:
-    """In each turn some sequences get a token, the socket takes some frames, or tells of room."""
+    """In each round some sequences get a token, and the socket takes frames or reports room."""
     sockets = Sockets(room=0)
     box = Outbox(sockets)
-    inbox = sockets.mailboxes[HERE].open("r", 3)
+    inbox = sockets.inboxes[HERE].open("r", 3)
     said = [0, 0, 0]
     got: list[list[int]] = [[], [], []]
-    for sequences, room, reply in turns:
+    for sequences, room, reply in rounds:
         sockets.room[HERE] = room
         for index in range(sequences):
             box.add(HERE, token_run(said[index], index=index))

@@ -43,7 +43,7 @@ def test_frames_of_a_sequence_are_sent_while_another_runs() -> None:
     async def story() -> None:
         sockets = Sockets(room=0)
         streams = Streams(sockets)
-        inbox = sockets.mailboxes[HERE].open("r", 2)
+        inbox = sockets.inboxes[HERE].open("r", 2)
         completion = streams.open(request(num=2), HERE)
         new(streams, 0, 5, 6)
         new(streams, 0, 7, index=1)
@@ -123,8 +123,8 @@ def test_a_stream_continues_as_soon_as_a_full_socket_is_read() -> None:
 
     async def story() -> None:
         reading, complete, checked = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        mailbox = RequestInboxes()
-        inbox = mailbox.open("r", 1)
+        inboxes = RequestInboxes()
+        inbox = inboxes.open("r", 1)
 
         async def read_late(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await reading.wait()
@@ -134,7 +134,7 @@ def test_a_stream_continues_as_soon_as_a_full_socket_is_read() -> None:
                 frame = await reader.readexactly(size)
                 num_frames += 1
                 if num_frames > 1:  # the first is the greeting
-                    mailbox.deliver(msgspec.msgpack.decode(frame, type=TokenFrame))
+                    inboxes.deliver(msgspec.msgpack.decode(frame, type=TokenFrame))
                 if inbox._channels[0].length == parts * length:
                     complete.set()
             await checked.wait()
