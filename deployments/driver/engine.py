@@ -116,6 +116,7 @@ class DriverEngine:
         """End the loop and the ranks; open requests end as unavailable."""
         end = self._handle.stop if self._handle.started else self._group.stop
         await asyncio.get_running_loop().run_in_executor(None, end)
+        # Only now: the loop has ended, so no event can follow.
         self._on_failure("the server is shutting down")
         self._connections.close()
         self.early_submits.close()

@@ -121,6 +121,7 @@ class EngineLoop:
         """Have the loop run `command(scheduler, now)` soon and emit its events; from any thread."""
         self._commands.append(command)
         self._posted.set()
+        # Read once: the loop's thread sets it to None when the ranks are lost.
         if (links := self._links) is not None:
             links.wake()
 
@@ -157,6 +158,7 @@ class EngineLoop:
     def _iterate(self) -> None:
         assert self._links is not None
         self._posted.clear()
+        # Commands first: a cancelled request must not be planned again.
         self._run_commands()
         self._request_staging(self._links)
         self._launch(self._links)
@@ -259,6 +261,7 @@ class EngineLoop:
             self._collect_stage(report)
 
     def _apply(self, report: StepDone) -> None:
+        # Ranks run plans in order, so the result is that of the oldest.
         plan = self._in_flight.popleft()
         assert plan.step == report.result.step, f"answer to {report.result.step}, not {plan.step}"
         self._oldest_since = time.monotonic()

@@ -75,5 +75,6 @@ class RequestHandler:
                 completion = await self._runner.run(resolved, key, parts, arrived, reply_to)
             finally:
                 self._adapters.release(key)
+            # Files may vanish after `resolve`; another version may be servable.
             if not unreadable(completion) or not self._adapters.give_up(reference, key):
                 return completion

@@ -78,6 +78,7 @@ class RequestRunner:
         else:
             return []
         request_id = sequences[0].id[0]
+        # Streams belong to the event loop, and this is the engine loop's thread.
         self._handle.call_soon(self._streams.fail, request_id, failure)
         return [event for sequence in sequences for event in scheduler.cancel(sequence.id)]
 

@@ -32,6 +32,7 @@ class OperatorSettings:
         self._store = store
         self._latest: Mapping[str, Any] | None = None
         self._applied = False
+        # One attempt at a time: `take` and `retry` await between their changes.
         self._lock = asyncio.Lock()
         self.refused: str | None = None
         """Why Serve's latest `user_config` is not applied; None if it is."""

@@ -117,4 +117,5 @@ def _summed(before: Mapping[str, LoadSum], records: Iterable[LoadRecord]) -> dic
 
 
 def _drained(records: "deque[T]") -> list[T]:
+    # Other threads may append meanwhile: take only as many as there are now.
     return [records.popleft() for _ in range(len(records))]

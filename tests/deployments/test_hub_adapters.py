@@ -1,4 +1,4 @@
-"""The demo over a hub: private adapters serve, bad ones are refused, and others are not disturbed."""
+"""The demo over a hub: private adapters serve, and bad ones are refused without harm to others."""
 
 import logging
 from collections.abc import Iterator

@@ -73,6 +73,7 @@ class AccessCache:
         for key in ((reference, caller), (reference, _ALL_CALLERS)):
             access = self._accesses.get(key)
             if access is not None and now < access.confirmed + self._fetch.grace_s:
+                # The next requests use it too, instead of waiting for the source one by one.
                 self._accesses[key] = _Access(access.confirmed, now + self._fetch.refusal_s)
                 return self._found.get(reference)
         return None

@@ -122,7 +122,7 @@ class Versions:
     async def _change(
         self, reference: AdapterReference, old: AdapterKey, newest: AdapterKey
     ) -> None:
-        held = self._directory.hold(newest)
+        held = self._directory.hold(newest)  # The caller's hold may end before the test does.
         try:
             fault = await self.test(reference, newest) if held else "it was forgotten"
             if fault is None:

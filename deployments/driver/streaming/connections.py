@@ -129,6 +129,7 @@ class IngressConnections:
             hello = DriverHello(address.secret, self._replica)
             write_frame(writer, msgspec.msgpack.encode(hello))
             connection = _Connection(writer, asyncio.Event())
+            # Registered before callers of `connect` resume: their requests must not lose frames.
             self._sender.add(address, connection)
             self._connected[address].set_result(None)
             room_task = asyncio.get_running_loop().create_task(

@@ -98,6 +98,7 @@ class EarlySubmits:
         # This task has the context of the request that dialled; the new one must not inherit it.
         context = contextvars.Context()
         task = loop.create_task(self._generator.generate(request, reply_to), context=context)
+        # In time: the task does not start before this method returns.
         self._gate.hold(request.id)
         task.add_done_callback(lambda ended: self._task_ended(request.id, ended))
         expiry = loop.call_later(self._patience_s, self.withdraw, request.id)
@@ -140,6 +141,7 @@ class EarlySubmits:
             self.withdraw(request_id)
 
     async def _attach(self, early: _EarlyRequest) -> Completion:
+        # From here on `withdraw` does not find it: only its call can end it.
         del self._waiting[early.request.id]
         early.expiry.cancel()
         self.num_attached += 1

@@ -52,6 +52,7 @@ class Outbox:
     def flush(self) -> None:
         """Send one frame to each ingress replica, or store its runs."""
         for address, runs in self._new.items():
+            # After stored runs, never before them: a sequence's tokens stay in order.
             if address not in self._unsent and self._link.send(address, TokenFrame(runs)):
                 continue
             self._store_unsent(address, runs)

@@ -93,7 +93,7 @@ class Streams:
         request_id, index = event.request_id
         stream = self._streams.get(request_id)
         if stream is None:
-            return
+            return  # It was closed while the event was on its way from the loop's thread.
         if isinstance(event, events.Ended):
             stream.scheduled.discard(index)
             if stream.outcomes[index] is None:
