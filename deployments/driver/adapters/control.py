@@ -230,14 +230,10 @@ class AdapterControl:
             adapter = None if key is None else self._directory.peek(key)
             alias = target if reference in names else None
             found.append((reference, alias, adapter, views.get(key) if key else None))
-        digested = [adapter for _, _, adapter, _ in found if adapter is not None]
-        await self._record_ranks(digested)
+        await self._record_ranks([adapter for _, _, adapter, _ in found if adapter is not None])
         on_disk = set(local)
-        return [
-            self._status(*each, is_local=_is_local_name(each[1] or each[0], on_disk))
-            for each in found
-            if each[2] is not None or each[1] is not None or _is_local_name(each[0], on_disk)
-        ]
+        statuses = [self._status(*each, on_disk) for each in found]
+        return [each for each in statuses if each.state != "absent" or each.target is not None]
 
     def _all_names(
         self, keys: Iterable[AdapterKey], local: Iterable[str]
@@ -254,9 +250,11 @@ class AdapterControl:
         alias: AdapterReference | None,
         adapter: FetchedAdapter | None,
         view: AdapterView | None,
-        is_local: bool,
+        on_disk: set[str],
     ) -> AdapterStatus:
         if adapter is None:
+            target = alias or reference
+            is_local = target.source is AdapterSource.LOCAL and target.id in on_disk
             return AdapterStatus(reference, "disk" if is_local else "absent", alias)
         uses = self._usage.of(adapter.key)
         return AdapterStatus(
@@ -287,10 +285,6 @@ class AdapterControl:
                 self._ranks[digest] = await self._directory.lookups.read_local(
                     ("rank", digest), read
                 )
-
-
-def _is_local_name(reference: AdapterReference, known: set[str]) -> bool:
-    return reference.source is AdapterSource.LOCAL and reference.id in known
 
 
 def _rank(adapter: FetchedAdapter) -> int | None:

@@ -147,10 +147,6 @@ class AdapterDirectory:
         """The parts of a merge that is held, in its order; () for other adapters."""
         return self._known[key].parts
 
-    def name(self, key: AdapterKey) -> str:
-        """The adapter's name, as clients write it."""
-        return self._known[key].adapter.name
-
     def names(self) -> list[AdapterReference]:
         """The names of all known adapters, without merges."""
         return [reference for reference in self._references if not reference.parts]

@@ -314,7 +314,7 @@ def test_unused_adapters_are_forgotten_beyond_the_bound(tmp_path: Path) -> None:
             await used(directory, AdapterReference(AdapterSource.LOCAL, f"a{index}"))
             await asyncio.sleep(0.005)
         assert len(directory._known) <= 20
-        assert directory.name(held) == "a0"
+        assert directory.fetched(held).name == "a0"
         directory.release(held)
 
     directory = play(config, story)
