@@ -18,12 +18,12 @@ from configs.wire.adapters import AdapterReference, AdapterSource
 from configs.wire.sampling import Pooling, Sampling, Stopping
 from deployments.contract import Completion, EngineInfo, GenerateRequest, SequenceRequest
 from deployments.ingress.access.keys import hub_token
-from deployments.ingress.adapter_names.merges import MergedAdapters, requested_adapter
-from deployments.ingress.adapter_names.references import parse_source
+from deployments.ingress.adapter_names.merges import MergedAdapters, check_merge, requested_adapter
 from deployments.ingress.generation.engine import EngineClient, GenerationJob, IngressSettings
 from deployments.ingress.generation.replies import FinishedCall, whole
 from deployments.ingress.http.errors import RequestError, invalid
 from deployments.ingress.http.unicode import Unicode
+from deployments.ingress.lorax.jobs import adapter_of
 from deployments.ingress.lorax.schema import (
     GenerateParameters,
     GenerateRequestBody,
@@ -32,6 +32,7 @@ from deployments.ingress.lorax.schema import (
     check_lengths,
     input_limit,
 )
+from deployments.ingress.openai.jobs import checked_ids
 from deployments.ingress.openai.request_fields import REFUSED_EMBEDDINGS, refuse_others
 from deployments.ingress.openai.schema import PromptInput, prompts_of
 from deployments.ingress.text.tokenizer import Limit, ModelTokenizer
@@ -70,7 +71,7 @@ class EmbedReply(TypedDict):
 
 
 class EmbeddingsBody(BaseModel):
-    """POST /v1/embeddings; pooling and normalize are ours, parameters are LoRAX's."""
+    """POST /v1/embeddings, with this server's `pooling` and `normalize` and LoRAX's parameters."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
@@ -95,7 +96,7 @@ class EmbeddingsBody(BaseModel):
 
 @dataclass(frozen=True)
 class _Parsed:
-    """Either route's request: token ids of the inputs, and what they run under."""
+    """A checked request of either route."""
 
     inputs: Sequence[list[int]]
     characters: int
@@ -112,7 +113,7 @@ def routes(engine: EngineClient) -> APIRouter:
 
     @router.post("/v1/embeddings")
     async def embeddings(request: Request, body: EmbeddingsBody) -> Response:
-        parsed = await _of_openai(request, body, engine)
+        parsed = await _parsed_openai(request, body, engine)
         config = EmbeddingsConfig(
             pooling=Pooling(body.pooling or defaults.pooling),
             normalize=defaults.normalize if body.normalize is None else body.normalize,
@@ -126,7 +127,7 @@ def routes(engine: EngineClient) -> APIRouter:
 
     @router.post("/embed")
     async def embed(request: Request, body: GenerateRequestBody) -> Response:
-        parsed = await _of_lorax(request, body, engine)
+        parsed = await _parsed_lorax(request, body, engine)
 
         def complete(result: FinishedCall) -> EmbedReply:
             return {"embeddings": _vectors(result.completion, defaults)[0]}
@@ -136,7 +137,7 @@ def routes(engine: EngineClient) -> APIRouter:
     return router
 
 
-async def _of_openai(request: Request, body: EmbeddingsBody, engine: EngineClient) -> _Parsed:
+async def _parsed_openai(request: Request, body: EmbeddingsBody, engine: EngineClient) -> _Parsed:
     started = time.monotonic()
     _check(body, engine.settings)
     info, text = await engine.served()
@@ -158,30 +159,22 @@ async def _of_openai(request: Request, body: EmbeddingsBody, engine: EngineClien
 def _adapter_of(
     body: EmbeddingsBody, info: EngineInfo, default_source: AdapterSource
 ) -> AdapterReference | None:
-    """What `model` names; but where LoRAX's parameters name an adapter, it says nothing."""
+    """The adapter that LoRAX's parameters name; if they name none, the one of `model`."""
     given = body.parameters
     if given is not None and (given.adapter_id or given.merged_adapters is not None):
-        return _adapter_by(given, info, default_source)
-    if body.adapter_source is not None:
-        default_source = parse_source(body.adapter_source)
-    return requested_adapter(body.model, body.merged_adapters, info, default_source)
+        return adapter_of(given, info, default_source)
+    merged = body.merged_adapters
+    return requested_adapter(body.model, body.adapter_source, merged, info, default_source)
 
 
-def _adapter_by(
-    given: GenerateParameters, info: EngineInfo, default_source: AdapterSource
-) -> AdapterReference | None:
-    """What LoRAX's parameters name."""
+async def _parsed_lorax(
+    request: Request, body: GenerateRequestBody, engine: EngineClient
+) -> _Parsed:
+    """Parse as for /generate; parameters of sampling have no effect."""
+    started, given = time.monotonic(), body.given
     check_adapters(given)
-    if given.adapter_source:
-        default_source = parse_source(given.adapter_source)
-    return requested_adapter(given.adapter_id or "", given.merged_adapters, info, default_source)
-
-
-async def _of_lorax(request: Request, body: GenerateRequestBody, engine: EngineClient) -> _Parsed:
-    """The adapter is chosen as for /generate; parameters of sampling change nothing."""
-    started, given = time.monotonic(), body.settled
     info, text = await engine.served()
-    adapter = _adapter_by(given, info, engine.settings.default_source)
+    adapter = adapter_of(given, info, engine.settings.default_source)
     limit = input_limit(GenerateParameters(), info)
     ids = await text.encode(body.inputs, limit=limit) if body.inputs else []
     check_known(ids, info)
@@ -196,8 +189,11 @@ async def _of_lorax(request: Request, body: GenerateRequestBody, engine: EngineC
 
 
 def _check(body: EmbeddingsBody, settings: IngressSettings) -> None:
-    """Refuse what can be refused without the tokens."""
+    """Refuse what can be refused before the inputs are encoded."""
     refuse_others(body.model_extra, REFUSED_EMBEDDINGS)
+    if body.parameters is not None:
+        check_adapters(body.parameters)
+    check_merge(body.merged_adapters)
     if body.dimensions is not None:
         message = "`dimensions` is not supported: embeddings are as wide as the model's states"
         raise invalid(message, "dimensions", "unsupported_parameter")
@@ -223,19 +219,14 @@ async def _ids(given: str | list[int], text: ModelTokenizer, limit: Limit) -> li
 
 
 def _checked(ids: list[int], info: EngineInfo) -> list[int]:
-    """The ids of one input, refused where the model does not know one or they are too many."""
-    if not ids:
-        raise invalid("`input` has no tokens", "input")
-    if min(ids) < 0 or max(ids) >= info.vocab_size:
-        raise invalid(f"token ids must be in [0, {info.vocab_size})", "input")
+    """The ids of one input; refuses none, unknown ones, and too many."""
     if len(ids) > info.max_input_tokens:
-        message = f"`input` has {len(ids)} tokens; at most {info.max_input_tokens} are allowed"
-        raise invalid(message, "input", "context_length_exceeded")
-    return ids
+        raise _limit(info).refusal(f"{len(ids)} tokens")
+    return checked_ids(ids, info, "input")
 
 
 def _job(parsed: _Parsed, config: EmbeddingsConfig) -> GenerationJob:
-    """The driver's request: sequences that generate nothing."""
+    """The job: sequences that generate no token."""
     sampling, stopping = Sampling(pooling=config.pooling), Stopping(0)
     request = GenerateRequest(
         id=f"emb-{uuid.uuid4().hex}",
@@ -255,11 +246,11 @@ def _job(parsed: _Parsed, config: EmbeddingsConfig) -> GenerationJob:
 
 
 def _vectors(completion: Completion, config: EmbeddingsConfig) -> list[Vector]:
-    """The embeddings in order; refuses where the model's code shows no hidden states."""
+    """The embeddings, in order; refuses a model whose code returns no hidden states."""
     vectors: list[Vector] = []
     for outcome in completion.sequences:
         if not outcome.embedding:
-            raise invalid("this model cannot embed: its code shows no hidden states", "model")
+            raise invalid("this model cannot embed: its code returns no hidden states", "model")
         vector = struct.unpack(f"<{len(outcome.embedding) // 4}f", outcome.embedding)
         length = math.hypot(*vector) if config.normalize else 1.0
         vectors.append(tuple(value / length for value in vector) if length else vector)

@@ -16,7 +16,7 @@ _OPEN = frozenset({"/", "/health", "/ping", "/playground"}) | OPEN_PATHS
 class KeyGate:
     """Checks the key of every request, so that a new route is never open by mistake.
 
-    It puts the caller's `Grant` into the request's state (`keys.caller`).
+    It puts the caller's `Grant` into the request's state (`keys.grant_of`).
     """
 
     def __init__(self, app: ASGIApp, keys: Keys) -> None:

@@ -142,10 +142,10 @@ def hub_token(request: HTTPConnection) -> str | None:
     token = request.headers.get("x-hub-token", "").strip()
     if token:
         return token
-    return None if caller(request).known else bearer(request)
+    return None if grant_of(request).known else bearer(request)
 
 
-def caller(request: HTTPConnection) -> Grant:
+def grant_of(request: HTTPConnection) -> Grant:
     """The permissions of the request's caller."""
     grant: Grant = request.state.grant
     return grant
@@ -157,7 +157,7 @@ def require(request: HTTPConnection, *, admin: bool = False) -> None:
     Keys that are limited to some adapters are refused. admin: the admin key is needed; on a server
     without keys that listens on loopback, or has `api.admin: open`, no key is needed.
     """
-    grant = caller(request)
+    grant = grant_of(request)
     if grant.patterns is not None:
         raise RequestError(ErrorKind.FORBIDDEN, "this API key sees its own adapters only")
     if admin and not grant.admin:
@@ -168,6 +168,6 @@ def require(request: HTTPConnection, *, admin: bool = False) -> None:
 
 def visible(request: HTTPConnection, info: EngineInfo) -> EngineInfo:
     """The engine's description, with only the adapters that the caller may use."""
-    patterns = caller(request).patterns
+    patterns = grant_of(request).patterns
     adapters = [each for each in info.adapters if allows(patterns, each.source, each.id)]
     return msgspec.structs.replace(info, adapters=adapters)

@@ -1,4 +1,4 @@
-"""Several adapters merged into one for a request: LoRAX's `merged_adapters`, on every route."""
+"""Merges of adapters in requests: LoRAX's `merged_adapters`, on every route."""
 
 from typing import Annotated
 
@@ -7,18 +7,18 @@ from pydantic import BaseModel, ConfigDict, Field
 from configs.wire.adapters import AdapterReference, AdapterSource
 from configs.wire.merging import MergeRule, MergeStrategy, SignMethod
 from deployments.contract import EngineInfo
-from deployments.ingress.adapter_names.references import model_reference
+from deployments.ingress.adapter_names.references import model_reference, parse_source
 from deployments.ingress.http.errors import invalid
 from deployments.ingress.http.unicode import Unicode
 
 _PARAM = "merged_adapters"
 _MAX_PARTS = 32
 _MAX_NAME = 2048
-"""Characters of all ids together: a header repeats them."""
+"""Characters of all ids together; they are sent back in a header."""
 
 
 class MergedAdapters(BaseModel):
-    """A recipe: density is the fraction of each adapter's values that ties and dare_… keep."""
+    """A merge; density: the fraction of each adapter's values that ties and dare_… keep."""
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False, extra="ignore")
 
@@ -29,8 +29,10 @@ class MergedAdapters(BaseModel):
     majority_sign_method: SignMethod | None = None
 
 
-def check_merge(merged: MergedAdapters) -> None:
-    """Refuse a recipe that means nothing, in LoRAX's words where it has any."""
+def check_merge(merged: MergedAdapters | None) -> None:
+    """Refuse an invalid merge, with LoRAX's messages as far as it has them."""
+    if merged is None:
+        return
     if not merged.ids:
         raise invalid("at least one adapter ID must be provided when setting `adapters`", _PARAM)
     if len(merged.ids) != len(merged.weights):
@@ -49,14 +51,22 @@ def check_merge(merged: MergedAdapters) -> None:
 
 
 def requested_adapter(
-    model: str, merged: MergedAdapters | None, info: EngineInfo, default_source: AdapterSource
+    name: str,
+    source: str | None,
+    merged: MergedAdapters | None,
+    info: EngineInfo,
+    default_source: AdapterSource,
 ) -> AdapterReference | None:
-    """What a request names: an adapter, a merge of some, or None for the base model."""
-    alone = model_reference(model, info, default_source)
+    """The adapter or the merge that a request names; None for the base model.
+
+    source: the request's `adapter_source`. merged: has passed `check_merge`.
+    """
+    if source is not None:
+        default_source = parse_source(source)
+    single = model_reference(name, info, default_source)
     if merged is None:
-        return alone
-    check_merge(merged)
-    if alone is not None:
+        return single
+    if single is not None:
         raise invalid(
             "at most one of `model` and `merged_adapters` may name adapters: let `model` be the "
             "base model",
@@ -73,7 +83,9 @@ def requested_adapter(
 def _part(id: str, info: EngineInfo, default_source: AdapterSource) -> AdapterReference:
     part = model_reference(id, info, default_source)
     if part is None:
-        raise invalid(f"`{id}` in `ids` names no adapter: the base model is always there", _PARAM)
+        raise invalid(
+            f"`{id}` in `ids` names no adapter: a merge always has the base model", _PARAM
+        )
     return part
 
 

@@ -1,4 +1,4 @@
-"""How clients name adapters: an optional source before a colon, an optional revision after @."""
+"""Names of adapters in requests and replies: `[source:]id[@revision]`."""
 
 from configs.wire.adapters import AdapterReference, AdapterSource, parse_reference
 from deployments.contract import AdapterInfo, EngineInfo
@@ -8,7 +8,7 @@ _SOURCES = {source.value: source for source in AdapterSource}
 
 
 def parse_source(name: str) -> AdapterSource:
-    """A source by its name, in any case; an unknown one is refused with the known ones."""
+    """The source with this name, in any case; refuses an unknown one, with a list of the known."""
     source = _SOURCES.get(name.lower())
     if source is None:
         known = ", ".join(_SOURCES)
@@ -19,7 +19,7 @@ def parse_source(name: str) -> AdapterSource:
 def model_reference(
     model: str, info: EngineInfo, default_source: AdapterSource
 ) -> AdapterReference | None:
-    """What OpenAI's `model` names: None for the base model, else an adapter."""
+    """The adapter that OpenAI's `model` names; None for the base model."""
     if model in ("", info.model_name, info.model_id):
         return None
     try:
@@ -32,17 +32,17 @@ def model_reference(
 
 
 def listed_name(adapter: AdapterInfo, default_source: AdapterSource) -> str:
-    """The name by which a client reaches a listed adapter."""
+    """The name of a listed adapter."""
     return _name(adapter.source, adapter.id, default_source)
 
 
 def listed_reference(adapter: AdapterReference, default_source: AdapterSource) -> str:
-    """The same name for what a client asked for, without its revision."""
+    """The name of a requested adapter, without its revision."""
     return _name(adapter.source.value, adapter.id, default_source)
 
 
 def full_name(adapter: AdapterReference, default_source: AdapterSource) -> str:
-    """The name by which a client reaches just this revision."""
+    """The name of exactly this revision."""
     name = listed_reference(adapter, default_source)
     return name if adapter.revision is None else f"{name}@{adapter.revision}"
 

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from configs.wire.plan import TokenLogprobs
 from configs.wire.sampling import FinishReason
 from deployments.contract import Completion
-from deployments.ingress.access.keys import caller
+from deployments.ingress.access.keys import grant_of
 from deployments.ingress.access.quotas import Quota
 from deployments.ingress.generation.calls import EngineCall, Event, events
 from deployments.ingress.generation.engine import EngineClient, GenerationJob, ServedModel
@@ -175,7 +175,7 @@ def _admit(request: Request, job: GenerationJob) -> tuple[GenerationJob, Quota]:
     The prompts' are charged already; raises for a quota that is used up. Every route's jobs pass
     here, so none forgets the caller's salt of the prefix cache.
     """
-    grant = caller(request)
+    grant = grant_of(request)
     grant.quota.admit_tokens()
     prompts = job.request.sequences[:: job.choices]
     grant.quota.take_tokens(sum(len(sequence.prompt) for sequence in prompts))

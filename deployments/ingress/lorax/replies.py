@@ -1,4 +1,4 @@
-"""LoRAX's reply objects, whole and as events of a stream."""
+"""LoRAX's reply objects: whole replies, and events of a stream."""
 
 from collections.abc import AsyncGenerator, Sequence
 from typing import NotRequired, TypedDict
@@ -26,7 +26,7 @@ class Alternative(msgspec.Struct):
 
 
 class Token(msgspec.Struct):
-    """One generated token as LoRAX shows it; alternatives only where the request wants them."""
+    """One generated token in LoRAX's form; alternatives only if they are requested."""
 
     id: int
     text: str
@@ -37,7 +37,7 @@ class Token(msgspec.Struct):
 
 
 class StreamDetails(msgspec.Struct):
-    """Details of the last event of a stream; `seed` is set when tokens were drawn."""
+    """Details of the last event of a stream; seed: None for greedy requests."""
 
     finish_reason: FinishReason
     prompt_tokens: int
@@ -47,7 +47,7 @@ class StreamDetails(msgspec.Struct):
 
 
 class OtherSequence(msgspec.Struct):
-    """One of the sequences that were not the best."""
+    """One of the `best_of` sequences that are not the best."""
 
     generated_text: str
     finish_reason: FinishReason
@@ -58,7 +58,7 @@ class OtherSequence(msgspec.Struct):
 
 
 class Details(StreamDetails, kw_only=True):
-    """Details of a whole reply; the other sequences only where the request wants several."""
+    """Details of a whole reply; the other sequences only with `best_of`."""
 
     tokens: list[Token]
     prefill: list[PrefillToken] = []
@@ -66,14 +66,14 @@ class Details(StreamDetails, kw_only=True):
 
 
 class GenerateReply(TypedDict):
-    """A whole answer; details only where the request wants them."""
+    """A whole reply; details only if they are requested."""
 
     generated_text: str
     details: NotRequired[Details]
 
 
 class StreamEvent(msgspec.Struct):
-    """One event of a stream; the last one bears the whole text."""
+    """One event of a stream; the last one has the whole text."""
 
     token: Token
     generated_text: str | None = None
@@ -89,11 +89,11 @@ class LoraxWriter:
         sequences: Sequence[SequenceRequest],
         tokenizer: ModelTokenizer,
     ) -> None:
-        """sequences: those of the driver's request, one unless best_of is more."""
+        """sequences: of the driver's request; one, or `best_of`."""
         first = sequences[0]
-        self._prefix = body.inputs if body.settled.return_full_text else ""
-        self._details = body.settled.details
-        self._whole_details = body.settled.detailed
+        self._prefix = body.inputs if body.given.return_full_text else ""
+        self._details = body.given.details
+        self._whole_details = body.given.detailed
         self._num_input = len(first.prompt)
         self._stopping = first.stopping
         drawn = first.sampling.temperature > 0
@@ -132,27 +132,28 @@ class LoraxWriter:
         )
 
     async def chunks(self, running: RunningCall) -> AsyncGenerator[bytes, None]:
-        """One event a token; a token that may be the last waits for its sequence's end."""
+        """One event for each token; the last event also has the whole text."""
         writer = self._token_writer
         detokenizer = running.detokenizers[0]
-        held: list[TextPiece] = []
-        shown: list[str] = []
+        # The token that may be the last one: it waits, for only the last event has details.
+        waiting: list[TextPiece] = []
+        texts: list[str] = []
         async for batch in running.events():
             [event] = batch
-            pieces = held + event.pieces
-            shown.append(event.text)
+            pieces = waiting + event.pieces
+            texts.append(event.text)
             if event.reason is not None:
                 *others, last = writer.tokens(pieces, event.rest) or [_NO_TOKEN]
-                ending = self._ending(last, "".join(shown), event.reason, detokenizer.num_tokens)
+                ending = self._ending(last, "".join(texts), event.reason, detokenizer.num_tokens)
                 yield b"".join([data(StreamEvent(token)) for token in others]) + data(ending)
                 continue
             sendable = len(pieces) - self._may_end(pieces[-1], detokenizer.num_tokens)
-            pieces, held = pieces[:sendable], pieces[sendable:]
+            pieces, waiting = pieces[:sendable], pieces[sendable:]
             if pieces:
                 yield b"".join([data(StreamEvent(writer.token(piece))) for piece in pieces])
 
     def _may_end(self, last: TextPiece, num_tokens: int) -> bool:
-        """Whether the driver may end the sequence with this token."""
+        """Whether the driver may end the sequence at this token."""
         stopping = self._stopping
         return last.token in stopping.stop_token_ids or num_tokens >= stopping.max_new_tokens
 
@@ -163,12 +164,12 @@ class LoraxWriter:
         return StreamEvent(token, self._prefix + text, details if self._details else None)
 
 
-# For the last event when its last token was sent before the sequence was known to have ended.
+# For the last event, if the last token was sent before the end of the sequence was known.
 _NO_TOKEN = Token(id=0, text="", logprob=0.0, special=True)
 
 
 class _TokenWriter:
-    """Makes LoRAX's tokens of pieces."""
+    """Converts pieces to LoRAX's tokens."""
 
     def __init__(self, tokenizer: ModelTokenizer, alternatives: bool) -> None:
         self.tokenizer = tokenizer
@@ -187,7 +188,7 @@ class _TokenWriter:
         return token
 
     def tokens(self, pieces: Sequence[TextPiece], rest: str) -> list[Token]:
-        """All tokens; text that came only with the end belongs to the last that has text."""
+        """All tokens; the rest of the text is added to the last token that has text."""
         tokens = [self.token(piece) for piece in pieces]
         owner = next((token for token in reversed(tokens) if not token.special), None)
         if owner is not None:

@@ -18,7 +18,7 @@ _Range = tuple[Callable[[float], bool], str]
 
 _POSITIVE: _Range = (lambda value: value > 0, "strictly positive")
 _PENALTY: _Range = (lambda value: -2 <= value <= 2, ">= -2.0 and <= 2.0")
-# LoRAX's own text says "< 1.0" and accepts 1.0; its users match the text.
+# LoRAX's message says "< 1.0", but it accepts 1.0; clients match on the message.
 _FRACTION: _Range = (lambda value: 0 < value <= 1, "> 0.0 and < 1.0")
 
 _RANGES: Mapping[str, _Range] = {
@@ -33,8 +33,7 @@ _RANGES: Mapping[str, _Range] = {
     "max_new_tokens": _POSITIVE,
 }
 
-
-# More than texts have, of which most have four.
+# More than in real texts, of which most have four.
 _CHARACTERS_A_TOKEN = 16
 _FEW_CHARACTERS = 65_536
 
@@ -85,8 +84,8 @@ class GenerateRequestBody(_Body):
     parameters: GenerateParameters | None = None
 
     @property
-    def settled(self) -> GenerateParameters:
-        """The parameters, defaults when none were given."""
+    def given(self) -> GenerateParameters:
+        """The parameters, or the defaults."""
         return self.parameters or GenerateParameters()
 
 
@@ -129,9 +128,9 @@ def check(inputs: str, given: GenerateParameters, settings: IngressSettings, str
 
 
 def check_characters(inputs: str, info: EngineInfo) -> None:
-    """Refuse a text that is too long to be read for its tokens, or for its last ones.
+    """Refuse a text that is too long to be encoded, where no limit of tokens applies.
 
-    Nobody could want the list of its tokens: a reply has 80 bytes for each.
+    A reply of /tokenize has about 80 bytes for each token.
     """
     most = max(_FEW_CHARACTERS, _CHARACTERS_A_TOKEN * info.max_total_tokens)
     if len(inputs) > most:
@@ -139,7 +138,7 @@ def check_characters(inputs: str, info: EngineInfo) -> None:
 
 
 def input_limit(given: GenerateParameters, info: EngineInfo) -> Limit | None:
-    """How many tokens `inputs` may have; None where `truncate` makes any number few enough."""
+    """How many tokens `inputs` may have; None with `truncate`, which cuts any number."""
     if given.truncate is not None:
         return None
 
@@ -152,7 +151,7 @@ def input_limit(given: GenerateParameters, info: EngineInfo) -> Limit | None:
 
 
 def check_known(ids: list[int], info: EngineInfo) -> None:
-    """Refuse tokens that the tokenizer has and the model has not."""
+    """Refuse tokens that the tokenizer has but the model does not."""
     if max(ids, default=0) >= info.vocab_size:
         raise invalid(f"`inputs` has token {max(ids)}; the model has {info.vocab_size}")
 
@@ -170,13 +169,13 @@ def truncated(ids: list[int], given: GenerateParameters, info: EngineInfo) -> li
 
 
 def check_lengths(num_input: int, max_new_tokens: int | None, info: EngineInfo) -> int:
-    """How many tokens may be generated: as requested, else all that is left."""
+    """How many tokens to generate: as requested, else all that fit."""
     left = info.max_total_tokens - num_input
-    wanted = max_new_tokens if max_new_tokens is not None else max(1, left)
-    if wanted > left:
+    limit = max_new_tokens if max_new_tokens is not None else max(1, left)
+    if limit > left:
         raise invalid(
             f"`inputs` tokens + `max_new_tokens` must be <= {info.max_total_tokens}. "
-            f"Given: {num_input} `inputs` tokens and {wanted} `max_new_tokens`"
+            f"Given: {num_input} `inputs` tokens and {limit} `max_new_tokens`"
         )
     if num_input > info.max_input_tokens:
         raise invalid(
@@ -184,11 +183,11 @@ def check_lengths(num_input: int, max_new_tokens: int | None, info: EngineInfo) 
         )
     if num_input == 0:
         raise invalid("`inputs` cannot be empty")
-    return wanted
+    return limit
 
 
 def sampled(given: GenerateParameters) -> bool:
-    """Whether tokens are drawn: if any parameter is no default, but never at temperature 0."""
+    """Whether to sample: if any parameter differs from its default, never at temperature 0."""
     if given.temperature == 0:
         return False
     warped = given.temperature not in (None, 1.0) or given.top_k is not None
@@ -197,7 +196,7 @@ def sampled(given: GenerateParameters) -> bool:
 
 
 def sampling(given: GenerateParameters, seed: int, logprobs: int, schema: str) -> Sampling:
-    """These parameters as the driver takes them; logprobs and schema as in Sampling."""
+    """The parameters for the driver; logprobs and schema: as in `Sampling`."""
     drawn = sampled(given)
     return Sampling(
         temperature=_or(given.temperature, 1.0) if drawn else 0.0,
@@ -220,12 +219,9 @@ def _or(value: float | None, default: float) -> float:
 
 def check_adapters(given: GenerateParameters) -> None:
     """LoRAX's first rules: one adapter, or several with a weight each."""
-    merged = given.merged_adapters
-    if merged is None:
-        return
-    if given.adapter_id is not None:
+    if given.merged_adapters is not None and given.adapter_id is not None:
         raise invalid("at most one of `adapter_id` or `adapters` may be provided")
-    check_merge(merged)
+    check_merge(given.merged_adapters)
 
 
 def _check_best_of(given: GenerateParameters, settings: IngressSettings, streams: bool) -> None:
@@ -242,8 +238,8 @@ def _check_best_of(given: GenerateParameters, settings: IngressSettings, streams
 
 
 def _check_ranges(given: GenerateParameters) -> None:
-    """Rules 5 to 9: the first parameter out of its range, in LoRAX's order."""
-    for name, (holds, range) in _RANGES.items():
+    """Rules 5 to 9: refuse the first parameter that is out of range, in LoRAX's order."""
+    for name, (is_valid, range) in _RANGES.items():
         value = getattr(given, name)
-        if value is not None and not holds(value):
+        if value is not None and not is_valid(value):
             raise invalid(f"`{name}` must be {range}")

@@ -1,17 +1,17 @@
-"""A chat, its tools and its format as a job for the driver."""
+"""Makes a job from a chat request: its template, tools and constraint."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
+from configs.wire.adapters import AdapterReference
 from configs.wire.templates import TemplateSource
-from deployments.ingress.access.keys import Grant
 from deployments.ingress.chat_templates.selection import Template
 from deployments.ingress.generation.engine import EngineClient, GenerationJob, ServedModel
 from deployments.ingress.generation.prompt_replies import Prompt
 from deployments.ingress.http.errors import invalid
 from deployments.ingress.openai.conversations import conversation
-from deployments.ingress.openai.jobs import Caller, job_of, prompt_limit, reference_of
+from deployments.ingress.openai.jobs import Caller, adapter_of, job_of, prompt_limit
 from deployments.ingress.openai.replies import ChatWriter, Envelope
 from deployments.ingress.openai.schema import ChatBody
 from deployments.ingress.openai.tool_replies import ToolChatWriter
@@ -21,13 +21,13 @@ from deployments.ingress.tools.tooling import ToolFormat, tooling
 
 
 class ChatJob(NamedTuple):
-    """One chat on its way to the driver; tooling is None when nothing may be called."""
+    """A chat's job; tooling: None if no function may be called."""
 
     job: GenerationJob
     tooling: ToolFormat | None
 
     def writer(self, envelope: Envelope) -> ChatWriter:
-        """What writes its chat.completion objects."""
+        """The writer of its chat.completion objects."""
         if self.tooling is None:
             return ChatWriter(envelope)
         return ToolChatWriter(envelope, self.tooling)
@@ -36,9 +36,10 @@ class ChatJob(NamedTuple):
 async def chat(
     body: ChatBody, engine: EngineClient, served: ServedModel, caller: Caller
 ) -> ChatJob:
-    """A checked body as a job."""
+    """The job of a body that has passed `check`."""
     toolbox = body.toolbox
-    template = await _template(body, engine, served, caller, toolbox is not None)
+    adapter = adapter_of(body, served.info, engine.settings.default_source)
+    template = await _template(body, engine, served, caller, adapter)
     tool_format = tooling(toolbox, template, engine.settings.tool_parser)
     marker_ids = (
         served.tokenizer.added(tool_format.format.markers) if tool_format is not None else {}
@@ -47,35 +48,36 @@ async def chat(
         await _constraint(body, tool_format, marker_ids), served.info
     )
     rendered = await template.render(conversation(body, tool_format, template))
-    # The template has written all special tokens.
+    # Special tokens only on request: the template writes those that it needs.
     limit = prompt_limit(served.info, "messages")
     ids = await served.tokenizer.encode(rendered, bool(body.add_special_tokens), limit)
-    prompt = Prompt(rendered, ids)
-    job = job_of(body, [prompt], served, engine.settings, caller, constraint)
+    job = job_of(body, [Prompt(rendered, ids)], adapter, served.info, caller, constraint)
     if tool_format is not None:
         job = replace(job, visible_special_tokens=frozenset(marker_ids.values()))
     return ChatJob(job, tool_format)
 
 
 async def _template(
-    body: ChatBody, engine: EngineClient, served: ServedModel, caller: Caller, with_tools: bool
+    body: ChatBody,
+    engine: EngineClient,
+    served: ServedModel,
+    caller: Caller,
+    adapter: AdapterReference | None,
 ) -> Template:
-    """The chat template that makes the prompt: the adapter's own, or the model's."""
-    reference = reference_of(body, served.info, engine.settings)
+    """The chat template of the prompt: the adapter's own, or the model's."""
     own, name = TemplateSource(), ""
-    if reference is not None and not reference.parts:  # A merge's chats use the model's.
-        grant = caller.grant or Grant()
-        token = body.api_token or caller.token
-        own = await engine.adapter_templates.get(reference, token, grant.patterns, grant.name)
-        name = reference.id
-    model = served.tokenizer.templates
+    if adapter is not None and not adapter.parts:  # Merges use the model's template.
+        token, grant = body.api_token or caller.token, caller.grant
+        own = await engine.adapter_templates.get(adapter, token, grant.patterns, grant.name)
+        name = adapter.id
+    model, with_tools = served.tokenizer.templates, body.toolbox is not None
     return engine.templates.select(model, own, name, with_tools, body.chat_template)
 
 
 async def _constraint(
     body: ChatBody, tool_format: ToolFormat | None, marker_ids: Mapping[str, int]
 ) -> Constraint:
-    """What the answer must fit: the format, calls, or either."""
+    """What the answer must fit: a format, calls of tools, or one of both."""
     constraint = await body.constraint()
     if tool_format is None:
         return constraint

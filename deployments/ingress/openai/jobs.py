@@ -1,4 +1,4 @@
-"""OpenAI's requests as jobs for the driver: checks, sampling, stopping."""
+"""Makes jobs from OpenAI's requests: checks, sampling, stopping."""
 
 import secrets
 import time
@@ -6,23 +6,23 @@ import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from configs.wire.adapters import AdapterReference
+from starlette.requests import Request
+
+from configs.wire.adapters import AdapterReference, AdapterSource
 from configs.wire.sampling import Stopping
 from deployments.contract import EngineInfo, GenerateRequest, SequenceRequest
-from deployments.ingress.access.keys import Grant
-from deployments.ingress.adapter_names.merges import requested_adapter
-from deployments.ingress.adapter_names.references import parse_source
+from deployments.ingress.access.keys import Grant, grant_of, hub_token
+from deployments.ingress.adapter_names.merges import check_merge, requested_adapter
 from deployments.ingress.generation.choices import spread_seed
 from deployments.ingress.generation.engine import (
     GenerationJob,
     IngressSettings,
-    ServedModel,
     stop_ids,
 )
 from deployments.ingress.generation.prompt_replies import Prompt, with_prompt_logprobs
 from deployments.ingress.http.errors import RequestError, invalid
 from deployments.ingress.openai.schema import ChatBody, CompletionBody
-from deployments.ingress.structured.constraints import UNCONSTRAINED, Constraint, check_endings
+from deployments.ingress.structured.constraints import Constraint, check_endings
 from deployments.ingress.text.tokenizer import Limit
 
 _DEFAULT_MAX_TOKENS = 16
@@ -34,18 +34,25 @@ Body = CompletionBody | ChatBody
 class Caller:
     """The caller of one request.
 
-    token: the bearer token. started: when the request came, in seconds of a monotonic clock.
-    grant: what its API key permits, where the route needs that.
+    token: for private adapters.
+    grant: the permissions of its API key.
+    started: when the request arrived, in seconds of a monotonic clock.
     """
 
     token: str | None
+    grant: Grant
     started: float = field(default_factory=time.monotonic)
-    grant: Grant | None = None
+
+    @classmethod
+    def of(cls, request: Request) -> "Caller":
+        """The caller of a request that has just arrived."""
+        return cls(hub_token(request), grant_of(request))
 
 
 def check(body: Body, settings: IngressSettings) -> None:
-    """Refuse everything that can be refused without the tokens."""
-    body.refuse_unbuilt()
+    """Refuse what can be refused before the prompts are encoded."""
+    body.refuse_unsupported()
+    check_merge(body.merged_adapters)
     stops = body.stops
     if len(stops) > settings.max_stop_sequences:
         message = f"`stop` supports up to {settings.max_stop_sequences} strings, got {len(stops)}"
@@ -89,7 +96,7 @@ def _check_logprobs(body: Body, settings: IngressSettings) -> None:
 
 
 def _check_prompt_logprobs(body: Body, settings: IngressSettings) -> None:
-    """Refuse prompt logprobs that cannot be had, and requests for no token at all."""
+    """Refuse unsupported prompt logprobs, and requests for no token at all."""
     wanted = body.num_prompt_logprobs
     param = "prompt_logprobs" if body.prompt_logprobs is not None else "echo"
     if wanted > settings.max_logprobs:
@@ -116,26 +123,24 @@ def _check_prompts(body: CompletionBody, settings: IngressSettings) -> None:
         )
 
 
-def reference_of(
-    body: Body, info: EngineInfo, settings: IngressSettings
+def adapter_of(
+    body: Body, info: EngineInfo, default_source: AdapterSource
 ) -> AdapterReference | None:
-    """The adapter or the merge that the request names, None for the base model."""
-    default_source = settings.default_source
-    if body.adapter_source is not None:
-        default_source = parse_source(body.adapter_source)
-    return requested_adapter(body.model, body.merged_adapters, info, default_source)
+    """The adapter or the merge that the request names; None for the base model."""
+    return requested_adapter(
+        body.model, body.adapter_source, body.merged_adapters, info, default_source
+    )
 
 
 def job_of(
     body: Body,
     prompts: Sequence[Prompt],
-    served: ServedModel,
-    settings: IngressSettings,
+    adapter: AdapterReference | None,
+    info: EngineInfo,
     caller: Caller,
-    constraint: Constraint = UNCONSTRAINED,
+    constraint: Constraint,
 ) -> GenerationJob:
-    """The driver's request: for each prompt its candidates, in order."""
-    info = served.info
+    """The job: for each prompt its candidates, in order."""
     check_endings(constraint, _ignores_end(body), body.min_tokens or 0)
     seed = secrets.randbits(63) if body.seed is None else body.seed
     sequences = [
@@ -147,7 +152,7 @@ def job_of(
         for i in range(body.candidates)
     ]
     if body.num_prompt_logprobs >= 0:
-        # Once for each prompt: its choices share it.
+        # Once for each prompt: its candidates share it.
         for i in range(0, len(sequences), body.candidates):
             sequences[i] = with_prompt_logprobs(sequences[i], body.num_prompt_logprobs)
     for name, ids in (("logit_bias", body.logit_bias), ("stop_token_ids", body.stop_token_ids)):
@@ -155,7 +160,7 @@ def job_of(
     request = GenerateRequest(
         id=f"req-{uuid.uuid4().hex}",
         sequences=sequences,
-        adapter=reference_of(body, info, settings),
+        adapter=adapter,
         api_token=body.api_token or caller.token,
     )
     return GenerationJob(
@@ -171,7 +176,7 @@ def job_of(
 
 
 def _stopping(body: Body, num_prompt: int, info: EngineInfo) -> Stopping:
-    """When to end; refuses what cannot fit, with the numbers."""
+    """When the sequence ends; refuses what exceeds the model's context."""
     param = "messages" if isinstance(body, ChatBody) else "prompt"
     left = info.max_total_tokens - num_prompt
     wanted = _wanted_tokens(body)
@@ -192,7 +197,7 @@ def _stopping(body: Body, num_prompt: int, info: EngineInfo) -> Stopping:
     if shortest > limit:
         raise invalid(f"`min_tokens` ({shortest}) is more than max_tokens ({limit})", "min_tokens")
     ends = stop_ids(info, _ignores_end(body))
-    # A set's order would do too, but the same request should make the same plan.
+    # In order, unlike a set: equal requests must make equal plans.
     return Stopping(limit, tuple(dict.fromkeys([*ends, *(body.stop_token_ids or ())])), shortest)
 
 
@@ -206,7 +211,7 @@ def _wanted_tokens(body: Body) -> int | None:
 
 
 def prompt_limit(info: EngineInfo, param: str) -> Limit:
-    """How many tokens a prompt may have; the answer's are counted when it was read."""
+    """How many tokens a prompt may have; `_stopping` adds the answer's later."""
 
     def refusal(size: str) -> RequestError:
         return invalid(
@@ -220,12 +225,12 @@ def prompt_limit(info: EngineInfo, param: str) -> Limit:
     return Limit(min(info.max_input_tokens, info.max_total_tokens), refusal)
 
 
-def checked_ids(ids: list[int], info: EngineInfo) -> list[int]:
-    """The ids of a prompt, refused if there are none or if the model does not know one."""
+def checked_ids(ids: list[int], info: EngineInfo, param: str = "prompt") -> list[int]:
+    """The ids; refuses none at all, and ids that the model does not have."""
     if not ids:
-        raise invalid("the prompt has no tokens", "prompt")
+        raise invalid(f"`{param}` has no tokens", param)
     if min(ids) < 0 or max(ids) >= info.vocab_size:
-        raise invalid(f"token ids must be in [0, {info.vocab_size})", "prompt")
+        raise invalid(f"token ids must be in [0, {info.vocab_size})", param)
     return ids
 
 

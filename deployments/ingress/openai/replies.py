@@ -1,4 +1,4 @@
-"""OpenAI's reply objects: whole ones as dicts, chunks as bytes around a prepared frame."""
+"""OpenAI's reply objects: whole ones as dicts, chunks as bytes in a prepared frame."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -12,6 +12,8 @@ from deployments.contract import Completion, SequenceRequest
 from deployments.ingress.generation.calls import Event
 from deployments.ingress.generation.prompt_replies import Prompt, echoed, prompt_logprobs_by_id
 from deployments.ingress.generation.replies import Choice
+from deployments.ingress.http.errors import OpenAIError, RequestError, openai_error
+from deployments.ingress.http.sse import DONE, data
 from deployments.ingress.openai.reply_types import (
     ChatChoice,
     ChatReply,
@@ -40,9 +42,12 @@ _REASONS: Mapping[FinishReason, Reason] = {
 
 @dataclass(frozen=True)
 class Envelope:
-    """What all objects of one reply share. num_logprobs: as `Sampling.logprobs`.
+    """What all objects of one reply share.
 
-    num_prompt_logprobs: the same of the prompt, in vLLM's shape.
+    num_logprobs: as `Sampling.logprobs`.
+    includes_usage: the stream ends with a chunk of usage.
+    num_prompt_logprobs: alternatives of each prompt token in vLLM's shape; -1: none.
+    created: in seconds since the epoch.
     """
 
     id: str
@@ -60,16 +65,16 @@ class ReplyWriter:
     chunk_kind: str
 
     def __init__(self, envelope: Envelope) -> None:
-        """Prepare the bytes around a chunk's choice, for they never change."""
         self._envelope = envelope
         usage = {"usage": None} if envelope.includes_usage else {}
+        # All bytes of a chunk but those of its choice are the same, so they are encoded once.
         frame = _encode({**self._chunk_head(), "choices": [], **usage})
         before, after = frame.split(b'"choices":[]', 1)
         self._before = b"data: " + before + b'"choices":[{"index":%d,'
         self._after = b"}]" + after + b"\n\n"
 
     def chunks(self, event: Event) -> bytes:
-        """All chunks that one event makes."""
+        """The chunks of one event."""
         text = event.text
         chunks = b""
         if text or (event.pieces and self._envelope.num_logprobs >= 0):
@@ -79,21 +84,30 @@ class ReplyWriter:
             chunks += self._chunk(event.sequence, self._last_delta(), b"null", reason)
         return chunks
 
-    def usage_chunk(self, usage: UsageReply) -> bytes:
-        """The last chunk of a stream that ends with usage."""
-        body = {**self._chunk_head(), "choices": [], "usage": usage}
-        return b"data: " + _encode(body) + b"\n\n"
+    def opening(self, num_choices: int) -> bytes:
+        """The first chunk of each choice."""
+        return b"".join([self.first_chunk(index) for index in range(num_choices)])
+
+    def closing(self, usage: UsageReply) -> bytes:
+        """The end of a stream: a chunk of usage, if requested, and the end mark."""
+        if not self._envelope.includes_usage:
+            return DONE
+        return data({**self._chunk_head(), "choices": [], "usage": usage}) + DONE
+
+    def failed(self, error: RequestError) -> OpenAIError:
+        """The data of the last event of a stream that fails."""
+        return openai_error(error)
 
     def body(self, choices: Sequence[Choice], usage: UsageReply) -> Mapping[str, object]:
         """A whole reply."""
         raise NotImplementedError
 
     def first_chunk(self, index: int) -> bytes:
-        """What a choice begins with, before any token."""
+        """The chunk of a choice before any token."""
         raise NotImplementedError
 
     def _prompt_logprobs(self, choice: Choice) -> list[dict[str, Any] | None] | None:
-        """The prompt's logprobs in vLLM's shape, None where the request has none."""
+        """The prompt's logprobs in vLLM's shape; None if they are not requested."""
         shared = self._envelope
         if shared.num_prompt_logprobs < 0:
             return None
@@ -106,7 +120,7 @@ class ReplyWriter:
         raise NotImplementedError
 
     def _token_logprobs(self, pieces: Sequence[TextPiece]) -> Mapping[str, object] | None:
-        """The tokens' logprobs, None where the request has none."""
+        """The tokens' logprobs; None if they are not requested."""
         raise NotImplementedError
 
     def _chunk_head(self) -> dict[str, object]:
@@ -128,17 +142,16 @@ class ReplyWriter:
 
 
 class CompletionWriter(ReplyWriter):
-    """text_completion objects; `echo` holds each choice's prompt when it is to be repeated."""
+    """Writes text_completion objects; echo: each choice's prompt, if it is to be repeated."""
 
     chunk_kind = "text_completion"
 
     def __init__(self, envelope: Envelope, echo: Sequence[Prompt] = ()) -> None:
-        """Without echo, choices begin with their first token."""
         super().__init__(envelope)
         self._echo = echo
 
     def first_chunk(self, index: int) -> bytes:
-        """The prompt, when it is repeated."""
+        """The prompt, if it is to be repeated."""
         return self._chunk(index, self._delta(self._echo[index].text)) if self._echo else b""
 
     def body(self, choices: Sequence[Choice], usage: UsageReply) -> CompletionReply:
@@ -184,7 +197,7 @@ class CompletionWriter(ReplyWriter):
 
 
 class ChatWriter(ReplyWriter):
-    """chat.completion objects."""
+    """Writes chat.completion objects."""
 
     chunk_kind = "chat.completion.chunk"
 

@@ -1,8 +1,8 @@
-"""Response objects and their events; whole replies are made by the same code as streams."""
+"""Response objects and their events. A whole reply is made from the events of a stream."""
 
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -24,10 +24,10 @@ _BUSY = frozenset({ErrorKind.OVERLOADED})
 
 
 def response_usage(usage: UsageReply) -> ResponseUsage:
-    """Token counts by this API's names."""
+    """Token counts with this API's names."""
     return {
         "input_tokens": usage["prompt_tokens"],
-        # Tokens that a request pays to keep in the cache for some time; none can be here.
+        # Tokens that a client pays to keep in a cache, which this server does not offer.
         "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
         "output_tokens": usage["completion_tokens"],
         "output_tokens_details": {"reasoning_tokens": 0},
@@ -36,7 +36,7 @@ def response_usage(usage: UsageReply) -> ResponseUsage:
 
 
 class ResponseWriter:
-    """Writes one response: items of output as they grow, and an event for each change."""
+    """Writes one response: its growing items of output, and an event for each change."""
 
     def __init__(
         self,
@@ -45,7 +45,10 @@ class ResponseWriter:
         tooling: ToolFormat | None,
         tokenizer: ModelTokenizer | None,
     ) -> None:
-        """echoed: fields repeated from the request. tokenizer: for logprobs, None without them."""
+        """echoed: fields of the request that the response repeats.
+
+        tokenizer: for logprobs; None if they are not requested.
+        """
         self._response: dict[str, Any] = {
             "id": f"resp_{secrets.token_hex(24)}",
             "object": "response",
@@ -66,17 +69,19 @@ class ResponseWriter:
         self._reader = tooling.reader() if tooling is not None else None
         self._tokenizer = tokenizer
         self._sequence_number = 0
+        self._reason = FinishReason.LENGTH
         self._item: dict[str, Any] | None = None
         self._events: list[bytes] = []
 
-    def opening(self) -> bytes:
-        """The events before any token."""
+    def opening(self, num_choices: int) -> bytes:
+        """The events before any token; a response has one choice."""
         self._add_event("response.created", response=self._response)
         self._add_event("response.in_progress", response=self._response)
         return self._take_events()
 
-    def grow(self, event: Event) -> bytes:
-        """The events that one event of the sequence makes."""
+    def chunks(self, event: Event) -> bytes:
+        """The events for new text of the sequence, or its end."""
+        self._reason = event.reason or self._reason
         logprobs = self._logprobs(event)
         for part in self._parts(event.text, event.reason is not None):
             self._write_part(part, logprobs)
@@ -85,11 +90,11 @@ class ResponseWriter:
             self._write_part(TextDelta(""), logprobs)
         return self._take_events()
 
-    def close(self, reason: FinishReason, usage: UsageReply) -> bytes:
-        """The events of the end."""
+    def closing(self, usage: UsageReply) -> bytes:
+        """The events after the sequence has ended."""
         if self._item is None and not self._response["output"]:
             self._open_item(_message())
-        cut_off = reason is FinishReason.LENGTH
+        cut_off = self._reason is FinishReason.LENGTH
         status = "incomplete" if cut_off else "completed"
         self._close_item(status)
         details = {"reason": "max_output_tokens"} if cut_off else None
@@ -99,18 +104,19 @@ class ResponseWriter:
         self._add_event(f"response.{status}", response=self._response)
         return self._take_events()
 
-    def whole(self, choice: Choice, usage: UsageReply) -> dict[str, Any]:
-        """The response of a sequence at its end."""
+    def body(self, choices: Sequence[Choice], usage: UsageReply) -> dict[str, Any]:
+        """The whole response."""
+        [choice] = choices
         if choice.pieces and self._tokenizer is not None:
             rest = choice.text.removeprefix("".join(piece.text for piece in choice.pieces))
-            self.grow(Event(0, choice.pieces, rest, choice.reason))
+            self.chunks(Event(0, choice.pieces, rest, choice.reason))
         else:
-            self.grow(Event(0, [], choice.text, choice.reason))
-        self.close(choice.reason, usage)
+            self.chunks(Event(0, [], choice.text, choice.reason))
+        self.closing(usage)
         return self._response
 
     def failed(self, error: RequestError) -> bytes:
-        """The last event of a stream that breaks."""
+        """The last event of a stream that fails."""
         code = "rate_limit_exceeded" if error.kind in _BUSY else "server_error"
         self._response |= {
             "status": "failed", "error": {"code": code, "message": error.message},

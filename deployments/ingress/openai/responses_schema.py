@@ -17,36 +17,17 @@ from pydantic import (
 from deployments.ingress.http.errors import RequestError, invalid
 from deployments.ingress.http.malformed import validation_message
 from deployments.ingress.http.unicode import Unicode, is_encodable
-from deployments.ingress.openai.request_fields import NO_SUCH
+from deployments.ingress.openai.request_fields import (
+    NO_SUCH,
+    REFUSED_RESPONSES,
+    refuse_others,
+)
 from deployments.ingress.openai.schema import ChatBody
 
-_UNSUPPORTED = NO_SUCH
 _LOGPROBS = "message.output_text.logprobs"
 # What may be included without a difference: there is no reasoning to encrypt.
 _INCLUDED = frozenset({_LOGPROBS, "reasoning.encrypted_content"})
 _TEXT_PARTS = frozenset({"input_text", "output_text", "text"})
-_STATELESS = "responses are not stored: send the whole conversation in `input`"
-
-# What is refused here beside `request_fields.REFUSED`; the values are those that change nothing.
-REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
-    "previous_response_id": ((None,), _STATELESS),
-    "conversation": ((None,), _STATELESS),
-    "prompt": ((None,), "prompts are not stored: send `instructions` and `input`"),
-    "background": ((None, False), "there is nowhere to fetch a response later"),
-    "truncation": ((None, "disabled"), "shorten the input yourself"),
-    "max_tool_calls": ((None,), "use `parallel_tool_calls`"),
-    "context_management": ((None, []), "shorten the input yourself"),
-    "moderation": ((None,), "nothing is moderated here"),
-    "n": ((None, 1), "a response has one answer"),
-    "messages": ((None, []), "send them in `input`"),
-    "logprobs": ((None, False), f"put `{_LOGPROBS}` into `include`"),
-    "background_options": ((None,), "there is nowhere to fetch a response later"),
-    "access_programs": ((None, []), "there are no such programs"),
-    "image": ((None,), "only text is served"),
-    "enable_response_messages": ((None, False), "they are not part of a response"),
-    "previous_input_messages": ((None, []), _STATELESS),
-    "previous_response": ((None,), _STATELESS),
-}
 
 # The chat's fields by the names that this route has for them.
 _NAMES = {
@@ -139,16 +120,14 @@ class ResponsesBody(BaseModel):
     def as_chat(self) -> ChatBody:
         """The same request as a chat; raises RequestError for what is not built."""
         given = self.model_extra or {}
-        for name, (neutral, instead) in REFUSED.items():
-            if name in given and given[name] not in neutral:
-                raise invalid(f"`{name}` is not supported: {instead}", name, _UNSUPPORTED)
+        refuse_others(given, REFUSED_RESPONSES)
         for name in self.include or ():
             if name not in _INCLUDED:
-                raise invalid(f"`{name}` cannot be included", "include", _UNSUPPORTED)
+                raise invalid(f"`{name}` cannot be included", "include", NO_SUCH)
         if self.top_logprobs and not self.wants_logprobs:
             message = f"`top_logprobs` needs `{_LOGPROBS}` in `include`"
             raise invalid(message, "top_logprobs")
-        extra = {name: given[name] for name in given if name not in REFUSED}
+        extra = {name: given[name] for name in given if name not in REFUSED_RESPONSES}
         chat = {**extra, **self._chat()}
         try:
             return ChatBody.model_validate(chat)
@@ -225,7 +204,7 @@ def _add(messages: list[dict[str, Any]], item: InputItem) -> None:
         output = {"role": "tool", "tool_call_id": item.call_id, "content": _content(item.output)}
         messages.append(output)
     elif kind != "reasoning":  # thoughts of before are not shown to the model again
-        raise invalid(f"input of type `{kind}` is not supported", "input", _UNSUPPORTED)
+        raise invalid(f"input of type `{kind}` is not supported", "input", NO_SUCH)
 
 
 def _content(content: str | Iterable[InputPart] | None) -> str | list[dict[str, Any]] | None:

@@ -2,26 +2,23 @@
 
 import time
 import uuid
-from collections.abc import AsyncGenerator
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from deployments.contract import EngineInfo, ErrorKind
-from deployments.ingress.access.keys import caller as grant_of
-from deployments.ingress.access.keys import hub_token, visible
+from deployments.ingress.access.keys import visible
 from deployments.ingress.adapter_names.references import listed_name
-from deployments.ingress.generation.choices import best_first
-from deployments.ingress.generation.engine import EngineClient, GenerationJob, ServedModel
+from deployments.ingress.generation.engine import EngineClient, ServedModel
 from deployments.ingress.generation.prompt_replies import Prompt
-from deployments.ingress.generation.replies import Choice, FinishedCall, RunningCall, stream, whole
-from deployments.ingress.http.errors import RequestError, openai_error
+from deployments.ingress.http.errors import RequestError
 from deployments.ingress.http.responses import json_response
-from deployments.ingress.http.sse import DONE
+from deployments.ingress.openai.answers import answer
 from deployments.ingress.openai.chat import chat
 from deployments.ingress.openai.jobs import (
     Body,
     Caller,
+    adapter_of,
     check,
     checked_ids,
     job_of,
@@ -30,8 +27,6 @@ from deployments.ingress.openai.jobs import (
 from deployments.ingress.openai.replies import (
     CompletionWriter,
     Envelope,
-    ReplyWriter,
-    usage_of,
 )
 from deployments.ingress.openai.reply_types import ModelReply, ModelsReply
 from deployments.ingress.openai.schema import ChatBody, CompletionBody
@@ -44,24 +39,25 @@ def routes(engine: EngineClient) -> APIRouter:
 
     @router.post("/completions")
     async def completions(request: Request, body: CompletionBody) -> Response:
-        caller = Caller(hub_token(request))
+        caller = Caller.of(request)
         check(body, engine.settings)
         served = await engine.served()
         prompts = await _prompts(body, served)
         constraint = await engine.compiler.compiled(await body.constraint(), served.info)
-        job = job_of(body, prompts, served, engine.settings, caller, constraint)
+        adapter = adapter_of(body, served.info, engine.settings.default_source)
+        job = job_of(body, prompts, adapter, served.info, caller, constraint)
         echo = [prompt for prompt in prompts for _ in range(body.choices)]
         writer = CompletionWriter(_envelope("cmpl", body, served), echo if body.echo else ())
-        return await _reply(request, engine, job, body, writer)
+        return await answer(request, engine, job, writer, bool(body.stream), body.choices)
 
     @router.post("/chat/completions")
     async def chat_completions(request: Request, body: ChatBody) -> Response:
-        caller = Caller(hub_token(request), grant=grant_of(request))
+        caller = Caller.of(request)
         check(body, engine.settings)
         served = await engine.served()
         chat_job = await chat(body, engine, served, caller)
         writer = chat_job.writer(_envelope("chatcmpl", body, served))
-        return await _reply(request, engine, chat_job.job, body, writer)
+        return await answer(request, engine, chat_job.job, writer, bool(body.stream), body.choices)
 
     @router.get("/models")
     async def models(request: Request) -> Response:
@@ -72,17 +68,17 @@ def routes(engine: EngineClient) -> APIRouter:
     @router.get("/models/{id:path}")
     async def model(request: Request, id: str) -> Response:
         info = visible(request, await engine.info())
-        wanted = info.model_name if id == info.model_id else id
-        for known in _models(info, engine, created):
-            if known["id"] == wanted:
-                return json_response(known)
-        raise RequestError(ErrorKind.ADAPTER_NOT_FOUND, f"the model `{id}` is not known here")
+        name = info.model_name if id == info.model_id else id
+        for each in _models(info, engine, created):
+            if each["id"] == name:
+                return json_response(each)
+        raise RequestError(ErrorKind.ADAPTER_NOT_FOUND, f"there is no model `{id}`")
 
     return router
 
 
 async def _prompts(body: CompletionBody, served: ServedModel) -> list[Prompt]:
-    """Each prompt as text (for echo) and as ids; all must fit before one is read."""
+    """Each prompt as text (for echo) and as ids; checks all lengths before it encodes any."""
     limit = prompt_limit(served.info, "prompt")
     for given in body.prompt:
         if isinstance(given, str):
@@ -99,7 +95,7 @@ async def _text_prompt(given: str, body: CompletionBody, served: ServedModel) ->
     info, tokenizer = served
     specials = body.add_special_tokens is not False
     ids = await tokenizer.encode(given, specials, prompt_limit(info, "prompt"))
-    # Prompts that are too long are refused later, by an error that names the answer's length too.
+    # A prompt that is too long is refused later, with the length of the answer in the message.
     if not body.echo or body.logprobs is None or len(ids) > info.max_total_tokens:
         return Prompt(given, ids)
     return Prompt(given, ids, [each.start for each in await tokenizer.slices(given, specials)])
@@ -109,49 +105,6 @@ def _ids_prompt(given: list[int], body: CompletionBody, served: ServedModel) -> 
     info, tokenizer = served
     shown = body.echo and len(checked_ids(given, info)) <= info.max_total_tokens
     return Prompt(tokenizer.decode(given) if shown else "", given)
-
-
-async def _reply(
-    request: Request, engine: EngineClient, job: GenerationJob, body: Body, writer: ReplyWriter
-) -> Response:
-    """Run a job and write it."""
-    sequences = job.request.sequences
-
-    async def chunks(running: RunningCall) -> AsyncGenerator[bytes, None]:
-        opening = b"".join([writer.first_chunk(index) for index in range(len(sequences))])
-        async for batch in running.events():
-            written = opening + b"".join([writer.chunks(event) for event in batch])
-            opening = b""
-            if written:
-                yield written
-        completion = running.call.completion
-        assert completion is not None, "the events ended before the call"
-        generated = sum(detokenizer.num_tokens for detokenizer in running.detokenizers)
-        usage = usage_of(sequences, job.choices, generated, completion)
-        yield (writer.usage_chunk(usage) if body.includes_usage else b"") + DONE
-
-    def complete(result: FinishedCall) -> object:
-        generated = sum(choice.num_tokens for choice in result.choices)
-        usage = usage_of(sequences, job.choices, generated, result.completion)
-        return writer.body(_shown(result, body), usage)
-
-    if body.stream:
-        return await stream(request, engine, job, chunks, openai_error)
-    return await whole(request, engine, job, complete)
-
-
-def _shown(result: FinishedCall, body: Body) -> list[Choice]:
-    """The choices that the client is shown: of each prompt's candidates the best, best first."""
-    if body.candidates == body.choices:
-        return result.choices
-    shown = []
-    for start in range(0, len(result.choices), body.candidates):
-        own = slice(start, start + body.candidates)
-        candidates = result.choices[own]
-        counts = [candidate.num_tokens for candidate in candidates]
-        order = best_first(result.completion.sequences[own], counts)
-        shown += [candidates[index] for index in order[: body.choices]]
-    return shown
 
 
 def _envelope(prefix: str, body: Body, served: ServedModel) -> Envelope:
@@ -166,7 +119,7 @@ def _envelope(prefix: str, body: Body, served: ServedModel) -> Envelope:
 
 
 def _models(info: EngineInfo, engine: EngineClient, created: int) -> list[ModelReply]:
-    """The base model first, then the adapters that the engine knows."""
+    """The base model first, then the adapters."""
     source = engine.settings.default_source
     base = _model(info.model_name, created, info.model_id, None)
     adapters = [

@@ -13,25 +13,25 @@ from deployments.ingress.structured.constraints import Constraint
 from deployments.ingress.structured.fields import Constrainable
 from deployments.ingress.tools.schema import AsWritten, CalledFunction, ToolCall, ToolFields
 
-# Other servers' fields that name an adapter; without this they would be ignored in silence.
+# Other servers' fields that name an adapter; ignoring one would run the wrong adapter.
 _NAMES_OF_ADAPTERS = ("adapter_id", "lora_path")
 
 _MAX_STOP_IDS = 256
 _Bias = Annotated[float, Field(ge=-100, le=100)]
 
-# What clients may write as `prompt`, for the API's documentation.
+# The types of `prompt`, for /openapi.json.
 PromptInput = str | list[str] | list[int] | list[list[int]]
 
 
 class StreamOptions(BaseModel):
-    """What a stream carries beside the text."""
+    """What a stream contains besides the text."""
 
     include_usage: bool | None = None
     continuous_usage_stats: Literal[False] | None = None
 
 
 class _Body(Constrainable):
-    """Fields of both routes; unknown ones stay in `model_extra`, for `refuse_unbuilt`."""
+    """Fields of both routes; unknown ones stay in `model_extra`, for `refuse_unsupported`."""
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False, extra="allow")
 
@@ -66,7 +66,7 @@ class _Body(Constrainable):
 
     @property
     def choices(self) -> int:
-        """How many choices the client is shown for each prompt."""
+        """How many choices each prompt has in the reply."""
         return self.n or 1
 
     @property
@@ -86,16 +86,16 @@ class _Body(Constrainable):
 
     @property
     def num_logprobs(self) -> int:
-        """Alternatives wanted with each token; -1 for no logprobs at all."""
+        """Requested alternatives of each token; -1: no logprobs."""
         raise NotImplementedError
 
     @property
     def num_prompt_logprobs(self) -> int:
-        """Alternatives wanted with each token of the prompt; -1 for no logprobs of it."""
+        """Requested alternatives of each prompt token; -1: no logprobs of the prompt."""
         return -1 if self.prompt_logprobs is None else self.prompt_logprobs
 
     def sampling(self, seed: int, stopping: Stopping, constraint: Constraint) -> Sampling:
-        """The parameters of one sequence, as the driver takes them."""
+        """The sampling of one sequence, for the driver."""
         temperature = _or(self.temperature, 1.0)
         drawn = temperature > 0
         return Sampling(
@@ -105,7 +105,7 @@ class _Body(Constrainable):
             min_p=_or(self.min_p, 0.0) if drawn else 0.0,
             typical_p=_or(self.typical_p, 1.0) if drawn else 1.0,
             seed=seed,
-            # The best of several are found by their logprobs.
+            # The best candidates are selected by their logprobs.
             logprobs=max(self.num_logprobs, 0 if self.candidates > self.choices else -1),
             repetition_penalty=_or(self.repetition_penalty, 1.0),
             frequency_penalty=_or(self.frequency_penalty, 0.0),
@@ -118,8 +118,8 @@ class _Body(Constrainable):
             grammar=constraint.grammar,
         )
 
-    def refuse_unbuilt(self) -> None:
-        """Raise for a parameter that would change the result and is not built."""
+    def refuse_unsupported(self) -> None:
+        """Raise for a field that would change the result and is not implemented."""
         refuse_others(self.model_extra)
         for name, value in (self.model_extra or {}).items():
             if name in _NAMES_OF_ADAPTERS and value not in (None, "", self.model):
@@ -142,17 +142,17 @@ class CompletionBody(_Body):
 
     @property
     def num_logprobs(self) -> int:
-        """Alternatives wanted with each token; -1 for no logprobs at all."""
+        """Requested alternatives of each token; -1: no logprobs."""
         return -1 if self.logprobs is None else self.logprobs
 
     @property
     def candidates(self) -> int:
-        """How many sequences are generated for each prompt; the best of them are shown."""
+        """How many sequences are generated for each prompt; the reply has the best of them."""
         return max(self.choices, self.best_of or 1)
 
     @property
     def num_prompt_logprobs(self) -> int:
-        """Alternatives wanted with each token of the prompt; `echo` wants those of `logprobs`."""
+        """Requested alternatives of each prompt token; with `echo` at least `logprobs`."""
         return max(super().num_prompt_logprobs, self.num_logprobs if self.echo else -1)
 
     @field_validator("prompt", mode="plain", json_schema_input_type=PromptInput)
@@ -162,7 +162,7 @@ class CompletionBody(_Body):
 
 
 def prompts_of(given: object) -> list[str | list[int]]:
-    """One entry a prompt, whichever of OpenAI's four forms was given."""
+    """A list with one entry for each prompt, from any of OpenAI's four forms."""
     prompts = [given] if isinstance(given, str) or _is_ids(given) else given
     if isinstance(prompts, list) and all(_is_text(p) or _is_ids(p) for p in prompts):
         return prompts
@@ -170,7 +170,7 @@ def prompts_of(given: object) -> list[str | list[int]]:
 
 
 def _is_ids(value: object) -> bool:
-    """Whether this is a prompt of token ids; bools are ints too, so `type` decides."""
+    """Whether this is a prompt of token ids. `type`, because a bool is an int too."""
     return isinstance(value, list) and bool(value) and all(type(id) is int for id in value)
 
 
@@ -188,7 +188,7 @@ class ContentPart(BaseModel):
 
 
 class Message(AsWritten):
-    """One message of a chat; it goes to the template as it is written."""
+    """One message of a chat; the template gets it as the client wrote it."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -200,7 +200,7 @@ class Message(AsWritten):
     function_call: CalledFunction | None = None
 
     def rendered(self) -> dict[str, Any]:
-        """The message by today's roles and fields, arguments of calls as values."""
+        """The message with current roles and fields, and arguments of calls as values."""
         _check_text(self.content)
         message = dict(self._written)
         if self.role == "function":
@@ -212,7 +212,7 @@ class Message(AsWritten):
 
 
 class ChatBody(_Body, ToolFields):
-    """POST /v1/chat/completions; chat_template_kwargs are variables for the template."""
+    """POST /v1/chat/completions; chat_template_kwargs: variables of the template."""
 
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: PositiveInt | None = None
@@ -227,11 +227,11 @@ class ChatBody(_Body, ToolFields):
 
     @property
     def num_logprobs(self) -> int:
-        """Alternatives wanted with each token; -1 for no logprobs at all."""
+        """Requested alternatives of each token; -1: no logprobs."""
         return (self.top_logprobs or 0) if self.logprobs else -1
 
     def rendered_messages(self) -> list[dict[str, Any]]:
-        """Messages as templates know them; results bear the names of their functions."""
+        """The messages for the template; results of calls get the names of their functions."""
         called: dict[str | None, str] = {}
         rendered = []
         for message in self.messages:
