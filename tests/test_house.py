@@ -34,6 +34,11 @@ RETIRED = {
         r"|told|tells?|asked|chosen|nobody|somebody|everybody|anybody|errands?|ledgers?|seams?"
         r"|arenas?|head_?starts?|adopts?|holdings|turns?|whoever"
     ),
+    "deployments/ingress": (
+        r"claims?|standings?|trials?|suspects?|payers|seats?|seated|places?|placed|parted|aside|apart"
+        r"|whoever|whose|who|whom|his|him|he|told|tells?|nobody|somebody|everybody|anybody|errands?"
+        r"|ledgers?|seams?|arenas?|desk|asked|asking|said|held|stands?|bears?|spelled|tried|whichever"
+    ),
 }
 """Words that a folder's code and prose must not contain, as a whole word or a part of a name."""
 

@@ -1,4 +1,4 @@
-"""The HTTP application: both dialects over one driver. It knows nothing of Ray."""
+"""The HTTP application: both dialects over one driver. It does not use Ray."""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
@@ -30,9 +30,9 @@ from deployments.ingress.openai import routes as openai
 from deployments.ingress.openapi.document import documented
 from deployments.ingress.pages import playground, reference
 
-# The client has left; the status appears in access logs.
+# For access logs only: the client has left.
 _CLIENT_CLOSED_REQUEST = 499
-# axum's message, which LoRAX answers with.
+# LoRAX's message, which is axum's.
 _NO_JSON_TYPE = "Expected request with `Content-Type: application/json`"
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
@@ -47,9 +47,9 @@ def build_app(
 ) -> FastAPI:
     """An ASGI application over `driver`.
 
-    inboxes: token frames are to be given to its `deliver`, on the application's event loop.
-    reply_to: where frames are taken, asked with each call. lifespan: entered before the first
-    request is served, e.g. to bind that address.
+    inboxes: gets token frames by `deliver`, on the application's event loop.
+    reply_to: returns the address for frames; called with each call of the driver.
+    lifespan: entered before the first request, e.g. to bind that address.
     """
     engine = EngineClient(driver, inboxes, reply_to, settings)
     app = FastAPI(
@@ -63,7 +63,7 @@ def build_app(
     app.state.drain = ReplicaDrain(engine)
     app.state.renderer = engine.templates.renderer
     page = playground.Page()
-    # Serve and FastAPI each compare a request with one route after another: the busiest first.
+    # Serve and FastAPI compare a request with one route after another, so the busiest are first.
     app.include_router(openai.routes(engine))
     app.include_router(lorax.routes(engine))
     app.include_router(probes.routes(engine, page))
@@ -83,7 +83,7 @@ def build_app(
 
 
 def _closing(engine: EngineClient, lifespan: Lifespan | None) -> Lifespan:
-    """The given lifespan; at its end the engine's own processes end too."""
+    """The lifespan, with the end of the engine's own processes."""
 
     @asynccontextmanager
     async def whole(app: FastAPI) -> AsyncIterator[None]:
@@ -98,7 +98,7 @@ def _closing(engine: EngineClient, lifespan: Lifespan | None) -> Lifespan:
 
 
 def _guard(app: FastAPI, settings: IngressSettings) -> None:
-    """What a request passes before its route, last to first."""
+    """Add the middleware; the last one runs first."""
     config = settings.api
     app.add_middleware(
         BodyLimit,
@@ -137,7 +137,7 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 
 async def _malformed(request: Request, error: Exception) -> Response:
-    """A body that is no JSON or does not fit its schema: the first thing wrong with it."""
+    """The reply to a body that is not JSON, or does not fit its schema."""
     assert isinstance(error, RequestValidationError)
     if isinstance(error.body, bytes):
         return status_response(request, 415, _NO_JSON_TYPE)
@@ -148,9 +148,10 @@ async def _malformed(request: Request, error: Exception) -> Response:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """No such route, wrong method, unreadable body: the status stays, the body is ours."""
+    """The reply to an unknown route, a wrong method or an unreadable body; keeps the status."""
     assert isinstance(error, HTTPException)
-    if isinstance(error.__cause__, ValueError | RecursionError):  # no text, or numbers too long
+    if isinstance(error.__cause__, ValueError | RecursionError):
+        # Not UTF-8, or a number that is too long.
         return error_response(request, not_json())
     return status_response(request, error.status_code, str(error.detail), error.headers)
 
@@ -160,5 +161,5 @@ async def _client_gone(request: Request, error: Exception) -> Response:
 
 
 async def _internal_error(request: Request, error: Exception) -> Response:
-    """A defect: the server logs it, the client gets no details."""
+    """The reply to an unexpected exception. The server logs it; the client gets no details."""
     return error_response(request, RequestError(ErrorKind.GENERATION, "internal error"), 500)

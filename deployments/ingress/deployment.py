@@ -1,4 +1,4 @@
-"""The ingress as a Serve deployment: the API over the driver's handle, frames by socket."""
+"""The ingress as a Serve deployment: calls go over the driver's handle, frames by socket."""
 
 import asyncio
 import logging
@@ -41,7 +41,7 @@ from deployments.ingress.http.errors import RequestError
 from deployments.ingress.text.tokenizer import ModelTokenizer
 from deployments.observability.logs import hand_logs_to_serve
 
-_NO_DRIVER = "no driver answers now: try again"
+_NO_DRIVER = "no driver is reachable now: try again"
 _LOST = "the engine that ran this request is gone: send it again"
 _NOT_SAVED = "all replicas have done it, but those that start later will not know: send it again"
 
@@ -54,28 +54,25 @@ class HandleDriver:
     def __init__(
         self, handle: DeploymentHandle, receiver: FrameReceiver, store: AdminStore
     ) -> None:
-        """Calls go to any driver replica that Serve picks; finishes go back by socket.
-
-        store: where lasting admin commands are saved.
-        """
+        """receiver: also sends `finish` to drivers. store: for admin commands that last."""
         self._handle = handle
         self._receiver = receiver
         self._admin_store = store
 
     async def generate(self, request: GenerateRequest, reply_to: ReplyAddress) -> Completion:
-        """One unary call a request; when the client leaves, the driver's call is cancelled."""
-        with EarlySubmitter(self._receiver, request) as ahead:
-            return await self._generate(request, reply_to, ahead)
+        """Make one unary call; cancelling it cancels the driver's call."""
+        with EarlySubmitter(self._receiver, request) as early:
+            return await self._generate(request, reply_to, early)
 
     @cached_property
     def _generating(self) -> DeploymentHandle:
-        """The handle of `generate` alone, which Serve would make anew for every call."""
+        """The handle of `generate`; cached, as Serve makes a new one at each access."""
         return self._handle.generate
 
     async def _generate(
-        self, request: GenerateRequest, reply_to: ReplyAddress, ahead: EarlySubmitter
+        self, request: GenerateRequest, reply_to: ReplyAddress, early: EarlySubmitter
     ) -> Completion:
-        with replica_listener(ahead.replica_selected):
+        with replica_listener(early.replica_selected):
             response = self._generating.remote(request, reply_to)
         try:
             completion: Completion = await response
@@ -92,20 +89,20 @@ class HandleDriver:
         return completion
 
     async def finish(self, request_id: str, index: int, at: int) -> None:
-        """Tell the driver where a stop string ended a sequence."""
+        """Report to the driver where a stop string ended a sequence."""
         self._receiver.finish(request_id, index, at)
 
     async def adapters(self, command: AdapterCommand) -> list[AdapterReport]:
-        """Send it to every replica; one that dies meanwhile is left out: it holds nothing."""
+        """Execute a command on every replica and save it; replicas that die have no report."""
         try:
             response = self._handle.broadcast("adapters", command)
-            answers = await response.results_async(return_exceptions=True)
+            replies = await response.results_async(return_exceptions=True)
         except (RayError, DeploymentUnavailableError) as error:
             raise RequestError(ErrorKind.UNAVAILABLE, _NO_DRIVER, retry_after_s=1.0) from error
-        reports = [answer for answer in answers if isinstance(answer, AdapterReport)]
-        for answer in answers:
-            if isinstance(answer, RayTaskError):
-                raise RequestError(ErrorKind.GENERATION, "a driver failed: see its log") from answer
+        reports = [reply for reply in replies if isinstance(reply, AdapterReport)]
+        for reply in replies:
+            if isinstance(reply, RayTaskError):
+                raise RequestError(ErrorKind.GENERATION, "a driver failed: see its log") from reply
         if not reports:
             raise RequestError(ErrorKind.UNAVAILABLE, _NO_DRIVER, retry_after_s=1.0)
         try:
@@ -121,40 +118,40 @@ class HandleDriver:
         allowed: tuple[str, ...] | None = None,
         payer: str = "",
     ) -> TemplateSource | Failed:
-        """Ask any replica; it has the adapter's files, or fetches them."""
+        """Fetch the templates from any replica, which fetches the adapter's files if needed."""
         try:
-            answer: TemplateSource | Failed = await self._handle.chat_template.remote(
+            reply: TemplateSource | Failed = await self._handle.chat_template.remote(
                 adapter, api_token, allowed, payer
             )
         except (RayError, BackPressureError, DeploymentUnavailableError) as error:
             raise RequestError(ErrorKind.UNAVAILABLE, _LOST, retry_after_s=1.0) from error
-        return answer
+        return reply
 
     async def describe(self) -> EngineInfo:
-        """What is served."""
+        """Fetch the description from any replica."""
         info: EngineInfo = await self._handle.describe.remote()
         return info
 
 
 def _running_replicas() -> int:
-    """How many replicas this deployment has, as Serve's controller knows it."""
+    """The number of running replicas of this deployment, by Serve's controller."""
     context = serve.get_replica_context()
-    known = serve.status().applications[context.app_name].deployments[context.deployment]
-    running: int = known.replica_states.get("RUNNING", 0)
+    status = serve.status().applications[context.app_name].deployments[context.deployment]
+    running: int = status.replica_states.get("RUNNING", 0)
     return running
 
 
 def _front_is_loopback() -> bool:
-    """Whether Serve's HTTP front listens on loopback alone, as its controller was told.
+    """Whether Serve's HTTP front listens on loopback only, by Serve's configuration.
 
-    No public function tells it; a peer's address says nothing, for it is the front's own.
+    No public function returns it. A request's peer address is always the front's.
     """
     return is_loopback(serve.context._get_global_client().http_config.host)
 
 
 @serve.ingress(None)
 class IngressDeployment:
-    """HTTP in, text out; any number of replicas."""
+    """The Serve deployment; any number of replicas."""
 
     def __init__(self, config: ServeConfig, driver: DeploymentHandle) -> None:
         hand_logs_to_serve()
@@ -163,7 +160,7 @@ class IngressDeployment:
         self._driver = driver
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        """Build the API; its lifespan binds the address that frames come to."""
+        """Build the API; its lifespan binds the address for frames."""
         limits = self._config.engine.limits
         trusts = self._config.engine.model.trust_remote_code
         peers = ReplicaCount(_running_replicas)
@@ -190,13 +187,13 @@ class IngressDeployment:
             await receiver.close()
 
         store = RayAdminStore(serve.get_replica_context().app_name)
-        # Serve's default asks of every object in a call whether it is one of a script's own. What
-        # goes this way is the contract's, which both sides import; what comes may be any error.
+        # Serve's default, cloudpickle, checks each object of a call for code of the caller's own
+        # script. Calls of the driver have only classes of the contract, which both sides import.
         handle = self._driver.options(request_serialization="pickle")
         driver = HandleDriver(handle, receiver, store)
         self._app = build_app(driver, inboxes, lambda: bound[-1], settings, lifespan)
         return self._app
 
     async def drain(self, seconds: float) -> None:
-        """Take no more requests, and end those that run, after so many seconds at the latest."""
+        """Refuse new requests, and end the running ones within so many seconds."""
         await self._app.state.drain.run(seconds)

@@ -1,4 +1,4 @@
-"""What operators' machines ask: is it alive, does it generate, how much has it done."""
+"""Routes for monitoring: health, start-up and metrics."""
 
 import uuid
 
@@ -12,28 +12,28 @@ from deployments.ingress.generation.engine import EngineClient, GenerationJob
 from deployments.ingress.generation.replies import collect
 from deployments.ingress.http.errors import RequestError
 from deployments.ingress.http.responses import json_response
-from deployments.ingress.pages.playground import Page, wanted
+from deployments.ingress.pages.playground import Page, accepts_html
 from deployments.observability.lorax_metrics import CONTENT_TYPE
 
-_QUESTION = "Who?"
+_PROMPT = "Hello"
 
 
 def routes(engine: EngineClient, page: Page) -> APIRouter:
-    """Health, start-up and metrics of this replica and of the engine behind it.
+    """Health and start-up of the engine, and metrics of this replica.
 
-    page: what browsers get at /, where others learn of the health.
+    page: for browsers at /; other clients get the health there.
     """
     router = APIRouter()
 
     @router.get("/")
     async def root(request: Request) -> Response:
-        return page.response() if wanted(request) else await health()
+        return page.response() if accepts_html(request) else await health()
 
     @router.get("/health")
     @router.get("/ping")
     async def health() -> Response:
         if await _healthy(engine):
-            return _well()
+            return Response(media_type="text/plain")
         return json_response({"error": "unhealthy", "error_type": "healthcheck"}, 503)
 
     @router.get("/startup")
@@ -43,7 +43,7 @@ def routes(engine: EngineClient, page: Page) -> APIRouter:
         except RequestError as error:
             body = {"error": error.message, "error_type": "failed healthcheck"}
             return json_response(body, 500)
-        return _well()
+        return Response(media_type="text/plain")
 
     @router.get("/metrics")
     async def metrics(request: Request) -> Response:
@@ -55,10 +55,6 @@ def routes(engine: EngineClient, page: Page) -> APIRouter:
     return router
 
 
-def _well() -> Response:
-    return Response(media_type="text/plain")
-
-
 async def _healthy(engine: EngineClient) -> bool:
     try:
         return (await engine.info()).healthy
@@ -67,10 +63,10 @@ async def _healthy(engine: EngineClient) -> bool:
 
 
 async def _generate(engine: EngineClient) -> None:
-    """One greedy token of the base model through the queue that requests take."""
+    """Generate a greedy token with the base model, through the queue of all requests."""
     served = await engine.served()
-    ids = await served.tokenizer.encode(_QUESTION)
+    ids = await served.tokenizer.encode(_PROMPT)
     sequence = SequenceRequest(ids, Sampling(), Stopping(1))
     request = GenerateRequest(f"startup-{uuid.uuid4().hex}", [sequence])
-    job = GenerationJob(request, [], keep_stops=True, per_token=False, characters=len(_QUESTION))
+    job = GenerationJob(request, [], keep_stops=True, per_token=False, characters=len(_PROMPT))
     await collect(engine, served, job)

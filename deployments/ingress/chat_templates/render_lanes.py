@@ -1,4 +1,4 @@
-"""One rendering process and the fair queue before it."""
+"""A rendering process with a fair queue."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -11,9 +11,9 @@ from deployments.ingress.processes.worker import WorkerProcess, python_command
 
 
 class RenderLane:
-    """Renders one task at a time; keys are served in turn.
+    """Renders one task at a time, round-robin over keys.
 
-    limit_s: seconds that a rendering may compute.
+    limit_s: CPU seconds of one rendering.
     """
 
     def __init__(
@@ -31,16 +31,16 @@ class RenderLane:
         is_wanted: Callable[[], bool],
         on_reply: Callable[[bool], None],
     ) -> Rendered | None:
-        """The reply, None if it is no longer wanted when it may run.
+        """Render a task; None if `is_wanted` is False when its turn comes.
 
-        on_reply: called with `late` before the next one runs. Raises QueueFull, and OSError when
-        the process cannot be started or is lost.
+        on_reply: called with `Rendered.late` before the next task runs. Raises QueueFull, and
+        OSError if the process cannot start or ends.
         """
         await self._queue.acquire(key)
         if not is_wanted():
             self._queue.release()
             return None
-        # A client that leaves must not end the process, which others use.
+        # A client that leaves must not cancel this: the process would have to be killed.
         rendering = asyncio.ensure_future(self._run(task, on_reply))
         rendering.add_done_callback(self._done)
         return await asyncio.shield(rendering)
@@ -51,13 +51,10 @@ class RenderLane:
 
     def _done(self, rendering: "asyncio.Future[Rendered]") -> None:
         if not rendering.cancelled():
-            rendering.exception()  # Read it: the client may have left.
+            rendering.exception()  # Read, so that asyncio does not log it if the client is gone.
         self._queue.release()
 
     async def _run(self, task: bytes, on_reply: Callable[[bool], None]) -> Rendered:
-        reply = await self._exchange(task)
+        reply = msgspec.msgpack.decode(await self.worker.send(task), type=Rendered)
         on_reply(reply.late)
         return reply
-
-    async def _exchange(self, task: bytes) -> Rendered:
-        return msgspec.msgpack.decode(await self.worker.send(task), type=Rendered)

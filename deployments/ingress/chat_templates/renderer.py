@@ -1,9 +1,8 @@
-"""Renders chat templates in processes of their own, so that none delays another for long.
+"""Renders chat templates in processes, so that a slow template does not delay the others.
 
-A template first gets a quarter of a second. One that needs more counts as slow for a while: it
+A template first gets a quarter of a second. If it needs more, it counts as slow for ten minutes: it
 waits in the lane of slow templates and gets two seconds there. If that is not enough, conversations
-of that length or longer are refused unread for a while. Within a lane templates are served in turn,
-however many chats wait for each.
+of that length or longer are refused for a minute. Each lane is round-robin over templates.
 """
 
 import hashlib
@@ -33,11 +32,11 @@ _pack = msgspec.msgpack.Encoder().encode
 
 
 class _Slow(NamedTuple):
-    """A template that took long.
+    """A slow template.
 
-    until: when it stops to count as slow.
-    refused_bytes: conversations as long are refused; None: none are.
-    refused_until: when that ends.
+    until: the time up to which it counts as slow.
+    refused_bytes: conversations of this length or longer are refused; None: none.
+    refused_until: the time up to which they are.
     """
 
     until: float
@@ -46,7 +45,7 @@ class _Slow(NamedTuple):
 
 
 class Renderer:
-    """Renders adapters' templates, and long conversations with the model's own."""
+    """Renders adapters' templates, and long conversations with the model's templates."""
 
     def __init__(
         self, clock: Clock, quick_s: float = QUICK_S, longest_s: float = LONGEST_S
@@ -59,9 +58,9 @@ class Renderer:
         self._slow: OrderedDict[bytes, _Slow] = OrderedDict()
 
     async def render(self, name: str, source: TemplateSource, conversation: bytes) -> str:
-        """The prompt by an adapter's template; `name`: the adapter's. The conversation is `packed`.
+        """The prompt of a `packed` conversation by the template of adapter `name`.
 
-        RequestError when the template refuses, breaks, takes too long or has too many waiting.
+        RequestError if the template refuses it, fails, takes too long, or too many chats wait.
         """
         task = _pack(Task(source, conversation))
         key = hashlib.blake2b(_pack(source), digest_size=16).digest()
@@ -77,11 +76,11 @@ class Renderer:
                 return _prompt(name, reply)
 
     async def render_own(self, source: TemplateSource, conversation: bytes) -> str:
-        """The same by the model's own template, which waits for no other."""
+        """The same by the model's template, in a lane of its own."""
         name = "the model"
         task = _pack(Task(source, conversation))
         reply = await _render(self._own, name, b"", task, lambda: True, lambda late: None)
-        assert reply is not None, "always wanted"
+        assert reply is not None, "is_wanted is always True"
         if reply.late:
             raise self._too_slow(name, len(conversation))
         return _prompt(name, reply)
@@ -96,7 +95,7 @@ class Renderer:
         return self._patient if slow is not None and self._clock() < slow.until else self._quick
 
     def _is_wanted(self, lane: RenderLane, key: bytes, size: int) -> bool:
-        """Whether this is still its lane; the template may have become slow meanwhile."""
+        """Whether the lane is still right; the template may have become slow meanwhile."""
         return self._lane(key) is lane and not self._refuses(key, size)
 
     def _refuses(self, key: bytes, size: int) -> bool:
@@ -113,7 +112,7 @@ class Renderer:
         )
 
     def _record(self, lane: RenderLane, key: bytes, size: int, late: bool) -> None:
-        """Remember a template that took too long, and in the slow lane for which length."""
+        """Note a template that was too late, and in the slow lane the length that was too long."""
         if not late:
             return
         now = self._clock()
@@ -142,7 +141,7 @@ async def _render(
     is_wanted: Callable[[], bool],
     on_reply: Callable[[bool], None],
 ) -> Rendered | None:
-    """`RenderLane.render`, its errors as RequestError."""
+    """`RenderLane.render`, with RequestError for its errors."""
     try:
         return await lane.render(key, task, is_wanted, on_reply)
     except QueueFull as error:

@@ -1,8 +1,8 @@
 """The process that renders adapters' chat templates, each rendering in a fork.
 
-A template is a program. Jinja's sandbox keeps it from files and objects, not from endless loops or
-from filling the memory, so a fork has limits of both. It waits for nothing, so the limit is CPU
-time: on a busy machine a good template is not taken for an endless one.
+A template is a program. Jinja's sandbox protects files and objects, but allows endless loops and
+any amount of memory, so a fork has limits on both. The time limit is CPU time: on a busy machine a
+good template must not look like an endless one.
 """
 
 import marshal
@@ -22,7 +22,7 @@ MEMORY_BYTES = 512 << 20
 _MAX_REPLY_BYTES = 16 << 20
 _MAX_FAULT = 500
 _MAX_COMPILED = 32
-# What a rendering may have taken for its template to be kept compiled.
+# Limits of a rendering after which its template is cached.
 _MAX_COMPILED_KIB = 16 << 10
 _MAX_COMPILED_S = 0.25
 _LIMIT = "the prompt would be longer than 16 MiB"
@@ -30,14 +30,17 @@ _NO_UNICODE = "the chat template wrote half of a surrogate pair, which is not va
 
 
 class Task(msgspec.Struct, frozen=True, array_like=True):
-    """What to render: the text of `source`. Only the fork decodes the conversation."""
+    """Render the template `source.text`. The conversation is `packed`; only the fork decodes it."""
 
     source: TemplateSource
     conversation: bytes
 
 
 class Rendered(msgspec.Struct, frozen=True, array_like=True):
-    """The prompt, or why there is none; late: it took longer than its limit."""
+    """The prompt, or why there is none.
+
+    refusal: the reason, "" for a prompt. late: the rendering exceeded its time limit.
+    """
 
     prompt: str = ""
     refusal: str = ""
@@ -45,37 +48,40 @@ class Rendered(msgspec.Struct, frozen=True, array_like=True):
 
 
 def packed(conversation: Conversation) -> bytes:
-    """A conversation as bytes. JSON has numbers and strings that msgpack does not."""
+    """A conversation as bytes. With marshal: JSON has numbers and strings that msgpack has not."""
     return marshal.dumps(msgspec.structs.astuple(conversation))
 
 
 class _CompiledTemplates:
-    """Templates that rendered cheaply once; others compile in forks, which runs parts of them."""
+    """A cache of templates that rendered cheaply once.
+
+    Other templates are compiled in forks: Jinja's compiler executes constant parts of a template.
+    """
 
     def __init__(self) -> None:
-        self._known: OrderedDict[bytes, ChatTemplate] = OrderedDict()
+        self._templates: OrderedDict[bytes, ChatTemplate] = OrderedDict()
 
     def get(self, source: TemplateSource) -> ChatTemplate:
-        """The template of this source."""
+        """The cached template, or a new one."""
         key = msgspec.msgpack.encode(source)
-        if known := self._known.get(key):
-            return known
+        if template := self._templates.get(key):
+            return template
         return ChatTemplate(source.text, source.special_tokens)
 
     def keep(self, source: TemplateSource, reply: bytes) -> None:
-        """Keep the template, if this reply is a prompt."""
+        """Cache the template if this reply is a prompt."""
         if msgspec.msgpack.decode(reply, type=Rendered).refusal:
             return
         key = msgspec.msgpack.encode(source)
-        if key not in self._known:
-            self._known[key] = ChatTemplate(source.text, source.special_tokens)
-        self._known.move_to_end(key)
-        if len(self._known) > _MAX_COMPILED:
-            self._known.popitem(last=False)
+        if key not in self._templates:
+            self._templates[key] = ChatTemplate(source.text, source.special_tokens)
+        self._templates.move_to_end(key)
+        if len(self._templates) > _MAX_COMPILED:
+            self._templates.popitem(last=False)
 
 
 def serve(limit_s: str) -> None:
-    """Render tasks from stdin until it ends; the process's whole life."""
+    """Render tasks from stdin until it ends."""
     compiled = _CompiledTemplates()
     serve_requests(lambda task: _render_in_fork(task, float(limit_s), compiled))
 

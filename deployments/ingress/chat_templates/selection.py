@@ -1,4 +1,4 @@
-"""Selects the chat template of a request: one of its adapter's, else one of the model's."""
+"""Selects the chat template of a request: one of the adapter's, else one of the model's."""
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +13,7 @@ from deployments.ingress.chat_templates.rendering import packed
 from deployments.ingress.chat_templates.template import ChatTemplate, Conversation, TemplateText
 from deployments.ingress.http.errors import invalid
 
-# Of a conversation that the model's own template renders here; longer ones go to a process.
+# The longest conversation that the model's template renders in this process.
 _SHORT_BYTES = 64 << 10
 _PARAM = "chat_template"
 
@@ -22,12 +22,12 @@ class Template(TemplateText, Protocol):
     """A selected template."""
 
     async def render(self, conversation: Conversation) -> str:
-        """The prompt for this conversation; RequestError when the template refuses it."""
+        """The prompt for this conversation; RequestError if the template refuses it."""
         ...
 
 
 class _ModelTemplate:
-    """The model's own. The operator trusts it, so short conversations render in this process."""
+    """A model's template. The operator trusts it, so it renders short conversations here."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class _ModelTemplate:
 
 
 class _AdapterTemplate:
-    """An adapter's own. It is not trusted, so it renders in another process."""
+    """An adapter's template. It is not trusted, so another process renders it."""
 
     def __init__(self, source: TemplateSource, adapter: str, renderer: Renderer) -> None:
         self.source = source.text
@@ -63,7 +63,7 @@ class _AdapterTemplate:
         self._renderer = renderer
 
     def reads(self, variable: str) -> bool:
-        # Parsing an untrusted template in this process could take any time.
+        # A search in the text: to parse an untrusted template could take any time.
         return variable in self.source
 
     async def render(self, conversation: Conversation) -> str:
@@ -71,7 +71,7 @@ class _AdapterTemplate:
 
 
 class ChatTemplates:
-    """Selects templates and owns what renders them."""
+    """Selects templates, and owns the threads and processes that render them."""
 
     def __init__(self, clock: Clock) -> None:
         self.renderer = Renderer(clock)
@@ -86,30 +86,30 @@ class ChatTemplates:
         with_tools: bool,
         name: str | None,
     ) -> Template:
-        """The template for a request: an adapter's, if it has `own` ones, else the model's.
+        """The template for a request: one of the adapter's `own`, else one of the model's.
 
-        name: of one of them, where the client named one.
+        name: requested by the client; None for the default one.
         """
         if not own.by_name:
             source = model.alone(_text(model, "the model", with_tools, name))
         else:
-            # The tokenizer is the model's: it has the special tokens that `own` does not name.
+            # Special tokens that `own` does not define are those of the model's tokenizer.
             tokens = model.special_tokens | own.special_tokens
             text = _text(own, f"adapter '{adapter}'", with_tools, name)
             source = TemplateSource(text, tokens)
-        # Most adapters are saved with a copy of the model's template, which is trusted.
+        # Most adapters have a copy of the model's template, which is as trusted as the original.
         trusted = source.text in model.by_name.values()
         if not trusted or source.special_tokens != model.special_tokens:
             return _AdapterTemplate(source, f"adapter '{adapter}'", self.renderer)
         return _ModelTemplate(self._compile(source), source, self.renderer, self._pool)
 
     async def close(self) -> None:
-        """End the threads and processes that render."""
+        """End the threads and processes."""
         self._pool.shutdown(wait=False)
         await self.renderer.close()
 
     def _compile(self, source: TemplateSource) -> ChatTemplate:
-        """One of the model's own templates, compiled once."""
+        """One of the model's templates; compiled once."""
         compiled = self._compiled.get(source.text)
         if compiled is None:
             try:
@@ -121,18 +121,20 @@ class ChatTemplates:
 
 
 def _text(source: TemplateSource, owner: str, with_tools: bool, name: str | None) -> str:
-    """The text of the template that transformers would take."""
-    known = source.by_name
-    if not known:
+    """The text of the template, selected like in transformers."""
+    templates = source.by_name
+    if not templates:
         raise invalid("this model has no chat template; use /v1/completions", "messages")
-    names = ", ".join(known)
+    names = ", ".join(templates)
     if name is not None:
-        if name not in known:
-            message = f"`{_PARAM}` must name one of {owner}'s templates ({names}): no other is run"
+        if name not in templates:
+            message = (
+                f"`{_PARAM}` must name one of {owner}'s templates ({names}): others are not run"
+            )
             raise invalid(message, _PARAM, "unsupported_parameter")
-        return known[name]
-    default = TOOL_USE if with_tools and TOOL_USE in known else DEFAULT
-    if default not in known:
+        return templates[name]
+    default = TOOL_USE if with_tools and TOOL_USE in templates else DEFAULT
+    if default not in templates:
         message = f"{owner} has chat templates ({names}), but none is the default: name one"
         raise invalid(f"{message} in `{_PARAM}`", _PARAM)
-    return known[default]
+    return templates[default]

@@ -1,4 +1,4 @@
-"""Chat templates, rendered as transformers' `apply_chat_template` does it."""
+"""Chat templates, rendered like transformers' `apply_chat_template`."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -17,30 +17,34 @@ from deployments.ingress.chat_templates.continuations import continued, marked
 from deployments.ingress.chat_templates.message_forms import Forms, Message
 from deployments.ingress.http.errors import RequestError, invalid
 
-# What a template may raise over messages that it did not expect.
+# Exceptions of a template for messages that it does not support.
 _TEMPLATE_FAULTS = (TemplateError, ArithmeticError, AssertionError, AttributeError, LookupError,
                     RuntimeError, TypeError, ValueError)  # fmt: skip
-# The names of a message's reasoning, the one that most templates read first.
+# The names of a message's reasoning; the most common one first.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _MAX_FAULT = 500
 
 
 class Conversation(msgspec.Struct, frozen=True):
-    """What one prompt is made of.
+    """The input of a chat template.
 
-    messages: as the client wrote them. variables: what else the template reads. tools_in_words:
-    what a template that reads no tools is to say of them, "" for nothing. continues: the field of
-    the last message that the answer goes on with, "" for a new message.
+    messages: as the client wrote them.
+    variables: other variables of the template.
+    tools_text: describes the tools to a model whose template reads no tools; "" for none.
+    continues: the field of the last message that the answer continues; "" for a new message.
     """
 
     messages: list[dict[str, Any]]
     variables: dict[str, Any] = {}
-    tools_in_words: str = ""
+    tools_text: str = ""
     continues: str = ""
 
 
 class TemplateText(Protocol):
-    """What is known of a template without rendering it."""
+    """A template that can be inspected without rendering it.
+
+    source: its text.
+    """
 
     source: str
 
@@ -50,22 +54,22 @@ class TemplateText(Protocol):
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks assistant text for training; it is a scope of its own."""
+    """`{% generation %}`, which marks the assistant's text for training. It is a scope."""
 
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Any) -> nodes.Node:
-        """A block that calls what lies between the two marks."""
+        """Parse to a block that renders the text between the two marks."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_said"), [], [], body).set_lineno(line)
+        return nodes.CallBlock(self.call_method("_content"), [], [], body).set_lineno(line)
 
-    def _said(self, caller: Any) -> Any:
+    def _content(self, caller: Any) -> Any:
         return caller()
 
 
 class _MakeDict:
-    """`dict` in templates: the class itself would be a way to its methods."""
+    """`dict` in templates. Not the class itself, which would give access to its methods."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -76,7 +80,7 @@ class _MakeDict:
 
 
 class _PlainNamespace(Namespace):
-    """`namespace` in templates, which holds no name that begins with an underscore."""
+    """`namespace` in templates, without names that begin with an underscore."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, rest = args[0], args[1:]
@@ -93,7 +97,7 @@ class _PlainNamespace(Namespace):
 
 def _refuse_hidden(name: object) -> None:
     if isinstance(name, str) and name.startswith("_"):
-        raise SecurityError(f"a namespace cannot hold {name!r}: it begins with an underscore")
+        raise SecurityError(f"a namespace cannot have {name!r}: it begins with an underscore")
 
 
 def _raise_exception(message: str) -> NoReturn:
@@ -107,7 +111,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as models saw it in training: unescaped, where Jinja's own filter escapes HTML."""
+    """JSON like in the training data; Jinja's own filter would escape it for HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -132,15 +136,15 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class ChatTemplate:
-    """One chat template; special tokens are variables of every rendering."""
+    """A compiled chat template."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """Compile the template; a broken one raises jinja2.TemplateSyntaxError."""
+        """special_tokens: variables of every rendering. Raises jinja2.TemplateSyntaxError."""
         self.source = source
         self._environment = _environment()
         self._template = self._environment.from_string(source)
         self._special_tokens = dict(special_tokens)
-        self._forms = Forms(self._tried)
+        self._forms = Forms(self._render_test)
 
     @cached_property
     def _variables(self) -> frozenset[str]:
@@ -152,18 +156,18 @@ class ChatTemplate:
         return variable in self._variables
 
     def render(self, conversation: Conversation) -> str:
-        """The prompt; RequestError when the template refuses the messages."""
-        # Clients send fields that are not set as null; most templates expect them to be absent.
+        """The prompt; RequestError if the template refuses the messages."""
+        # Clients send null for unset fields; most templates expect them to be absent.
         messages = [_without_nulls(message) for message in conversation.messages]
         if "developer" not in self.source:
             messages = [_as_system(message) for message in messages]
-        messages = self._forms.fitted(messages, conversation.tools_in_words)
+        messages = self._forms.fitted(messages, conversation.tools_text)
         messages = [_aliased(message) for message in messages]
         if not conversation.continues:
             return self._run(messages, conversation.variables)
-        last, said = marked(messages[-1], conversation.continues, self.source)
+        last, text = marked(messages[-1], conversation.continues, self.source)
         rendered = self._run([*messages[:-1], last], conversation.variables)
-        return continued(rendered, said)
+        return continued(rendered, text)
 
     def _run(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
         values: dict[str, Any] = {"add_generation_prompt": True, "tools": None, "documents": None}
@@ -173,11 +177,13 @@ class ChatTemplate:
         try:
             return self._template.render(values)
         except _TEMPLATE_FAULTS as fault:
-            words = str(fault)[:_MAX_FAULT]
-            raise invalid(f"the chat template refused the messages: {words}", "messages") from fault
+            reason = str(fault)[:_MAX_FAULT]
+            raise invalid(
+                f"the chat template refused the messages: {reason}", "messages"
+            ) from fault
 
-    def _tried(self, messages: Sequence[Message]) -> str:
-        """What becomes of these messages, "" if the template refuses them."""
+    def _render_test(self, messages: Sequence[Message]) -> str:
+        """Render test messages; "" if the template refuses them."""
         try:
             return self._run(messages, {"add_generation_prompt": False})
         except RequestError:
@@ -189,12 +195,12 @@ def _without_nulls(message: Message) -> dict[str, Any]:
 
 
 def _as_system(message: dict[str, Any]) -> dict[str, Any]:
-    """A developer's message by the role that it had before."""
+    """A developer message with the older name of its role."""
     return {**message, "role": "system"} if message["role"] == "developer" else message
 
 
 def _aliased(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with its reasoning by the names that templates read."""
+    """The message with its reasoning under all names that templates read."""
     found = next((message[name] for name in _REASONING if name in message), None)
     if found is None:
         return message

@@ -1,4 +1,4 @@
-"""Adapters' own chat templates, asked of the driver and kept for a few seconds."""
+"""Adapters' own chat templates, from the driver, cached for a few seconds."""
 
 from collections import OrderedDict
 
@@ -16,7 +16,7 @@ _CacheKey = tuple[AdapterReference, str | None, tuple[str, ...] | None, str]
 
 
 class AdapterTemplates:
-    """A cache of the driver's replies. The driver checks the caller's rights."""
+    """A cache of the driver's replies. The driver checks the caller's permissions."""
 
     def __init__(self, driver: Driver, clock: Clock) -> None:
         self._driver = driver
@@ -30,7 +30,7 @@ class AdapterTemplates:
         allowed: tuple[str, ...] | None = None,
         payer: str = "",
     ) -> TemplateSource:
-        """The adapter's templates, none if it has none; RequestError if they cannot be read.
+        """The adapter's templates, which may be none; RequestError if they cannot be read.
 
         allowed, payer: as in `GenerateRequest`.
         """

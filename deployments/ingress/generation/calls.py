@@ -1,4 +1,4 @@
-"""One HTTP request's call of the driver: tokens come by frames early, and all by the call."""
+"""One request's call of the driver. Frames bring tokens early; the call's result has them all."""
 
 import asyncio
 import logging
@@ -25,9 +25,10 @@ logger = logging.getLogger("loray.ingress.calls")
 
 
 class Event(NamedTuple):
-    """What is new of one sequence: pieces of text, and with the last one why it ended.
+    """New text of one sequence.
 
-    rest: text after the last piece, known only at the end.
+    rest: text after the last piece; "" before the end.
+    reason: why the sequence ended; None before the end.
     """
 
     sequence: int
@@ -44,8 +45,8 @@ class Event(NamedTuple):
 class EngineCall:
     """A running `Driver.generate` and the tokens that it has produced so far.
 
-    An async context manager: leaving it cancels the call if it still runs, which is how a
-    client's disconnect reaches the driver. frames=False takes all tokens from the completion.
+    An async context manager. Leaving it cancels a call that still runs: so a client's disconnect
+    reaches the driver. completion: the result; None before the call returns.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class EngineCall:
         request: GenerateRequest,
         frames: bool = True,
     ) -> None:
-        """Nothing runs before the context is entered, or `start` is called."""
+        """frames: receive frames; without, all tokens come from the completion."""
         self._driver = driver
         self._inboxes = inboxes
         self._reply_to = reply_to
@@ -67,12 +68,12 @@ class EngineCall:
         self.completion: Completion | None = None
 
     def start(self) -> None:
-        """Begin before the context is entered, which must follow; else `close` must."""
+        """Start the call before the context is entered. Enter it, or call `close`, afterwards."""
         if self._running is None:
             self._running = asyncio.create_task(self._run())
 
     async def __aenter__(self) -> "EngineCall":
-        """Start the call, if it was not."""
+        """Start the call if it does not run."""
         self.start()
         return self
 
@@ -81,7 +82,7 @@ class EngineCall:
         await self.close()
 
     async def close(self) -> None:
-        """Cancel what still runs and take no more frames."""
+        """Cancel the call if it runs, and receive no more frames."""
         self._inboxes.close(self._request.id)
         tasks = [*self._finishing, *([self._running] if self._running else [])]
         for task in tasks:
@@ -98,7 +99,7 @@ class EngineCall:
         self._inbox.fail(error)
 
     def finish(self, index: int, at: int) -> None:
-        """Tell the driver that a stop string ended this sequence after `at` tokens."""
+        """Report to the driver that a stop string ended a sequence after `at` tokens."""
         task = asyncio.create_task(self._finish(index, at))
         self._finishing.add(task)
         task.add_done_callback(self._finishing.discard)
@@ -107,14 +108,14 @@ class EngineCall:
         try:
             await self._driver.finish(self._request.id, index, at)
         except Exception:
-            # The text is already right; the sequence only runs on to its token limit.
+            # The client's text is right; the sequence just runs on to its token limit.
             logger.warning("finish was not delivered for %s", self._request.id, exc_info=True)
 
     async def _run(self) -> None:
         try:
             with request_span(INGRESS, self._request) as span:
-                answer = await self._driver.generate(self._request, self._reply_to)
-                self.completion = span.ended(answer)
+                completion = await self._driver.generate(self._request, self._reply_to)
+                self.completion = span.ended(completion)
             self._inbox.complete(self.completion)
         except RequestError as error:
             self._inbox.fail(error)
@@ -122,7 +123,7 @@ class EngineCall:
             self._inbox.fail(RequestError(ErrorKind.UNAVAILABLE, "the engine cancelled the call"))
             raise
         except Exception as fault:
-            # Whatever carries the call may break in its own ways; the client gets one of ours.
+            # The transport has exceptions of its own; clients get a known error.
             logger.exception("generate failed for %s", self._request.id)
             message = f"the engine did not answer ({type(fault).__name__})"
             self._inbox.fail(RequestError(ErrorKind.UNAVAILABLE, message))
@@ -131,7 +132,7 @@ class EngineCall:
 async def events(
     call: EngineCall, detokenizers: Sequence[DetokenizerState]
 ) -> AsyncIterator[list[Event]]:
-    """Batches of events of all sequences; a failure of any of them raises RequestError."""
+    """Batches of events of all sequences; RequestError if one of them fails."""
     async for updates in call.updates():
         batch = [
             event for update in updates if (event := _event(call, detokenizers, update)) is not None
@@ -143,7 +144,7 @@ async def events(
 def _event(
     call: EngineCall, detokenizers: Sequence[DetokenizerState], update: SequenceUpdate
 ) -> Event | None:
-    """What a client sees of one update."""
+    """The event of one update; None if the client sees nothing of it."""
     detokenizer = detokenizers[update.index]
     if detokenizer.stopped:
         return None
@@ -162,7 +163,7 @@ def _event(
 
 
 def _reason(ending: Ending) -> FinishReason:
-    """Why a sequence finished; other endings raise."""
+    """The reason of a finished sequence; RequestError for other endings."""
     if isinstance(ending, Failed):
         raise RequestError.of(ending)
     if isinstance(ending, Cancelled):

@@ -1,4 +1,4 @@
-"""Submits a request early: over the frames' socket, as soon as its driver replica is selected."""
+"""Submits a request early, over the frames' socket, when its driver replica is selected."""
 
 import asyncio
 
@@ -7,10 +7,10 @@ from deployments.frames import FrameReceiver
 
 
 class EarlySubmitter:
-    """Sends the request of one `generate` call to the replica that was selected for it.
+    """Sends the request of one `generate` call early to the replica that Serve selects for it.
 
-    A context manager around the call: an exception withdraws the early submit. The call itself
-    always carries the request too, so an early submit may be lost.
+    A context manager around the call; an exception withdraws the early submit. The call contains
+    the request too, so an early submit may be lost without harm.
     """
 
     def __init__(self, receiver: FrameReceiver, request: GenerateRequest) -> None:
@@ -22,11 +22,9 @@ class EarlySubmitter:
         self._ended = False
 
     def replica_selected(self, replica: str) -> None:
-        """Send it to this replica and withdraw it from the one before; from any event loop.
-
-        Outside of throughput mode Serve's router runs on another loop, where the hand-over would
-        cost what the early submit saves: none is sent then.
-        """
+        """Submit to this replica and withdraw from the previous one; from any event loop."""
+        # Outside of throughput mode Serve's router runs on another loop. To change to this one
+        # would cost as much as the early submit saves, so none is sent.
         if self._ended or replica == self._replica or asyncio.get_running_loop() is not self._loop:
             return
         self._withdraw()
@@ -34,7 +32,7 @@ class EarlySubmitter:
             self._replica = replica
 
     def __enter__(self) -> "EarlySubmitter":
-        """Return itself."""
+        """Nothing to do: `replica_selected` submits."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

@@ -1,4 +1,4 @@
-"""The engine as the routes use it: its description, its tokenizer, calls to it."""
+"""The engine for the routes: its description, its tokenizer, and calls to it."""
 
 import asyncio
 import logging
@@ -38,21 +38,28 @@ from deployments.observability.lorax_metrics import RequestMetrics
 logger = logging.getLogger("loray.ingress")
 
 _INFO_SECONDS = 1.0
-# A health check must answer even when the engine does not.
+# Health checks must get a reply even if the engine does not reply.
 _DESCRIBE_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
 class IngressSettings:
-    """What the ingress decides by itself.
+    """Settings of the ingress.
 
-    max_stop_length: characters of a stop string: each end of an answer is compared with all of
-    its beginnings. max_choices: the largest `n`. max_sequences: prompts times choices of one
-    request.
-    max_logprobs: alternatives a client may ask for with each token. keep_alive_seconds: how
-    long a stream may be silent. replicas: how many there are of this ingress now. clock: what
-    quotas fill by and what was told grows old by, in seconds. loopback: whether the server's HTTP
-    front can be reached from its own machine only. read_text: what reads the tokenizer in a folder.
+    default_source: of adapters that are named without a source.
+    max_stop_sequences: stop strings of a request.
+    max_stop_length: characters of a stop string; the time to search one grows with its length.
+    max_best_of: LoRAX's `best_of`.
+    max_choices: OpenAI's `n` and `best_of`.
+    max_sequences: prompts times choices of one request.
+    max_logprobs: alternatives of each token.
+    embeddings, api, tool_parser: of the configuration.
+    keep_alive_seconds: how long a stream may be silent.
+    version: of this server.
+    replicas: returns the number of ingress replicas.
+    clock: in seconds, for quotas and caches.
+    loopback: whether the server can be reached from its own machine only.
+    read_text: reads the tokenizer in a folder.
     """
 
     default_source: AdapterSource = AdapterSource.HUB
@@ -74,7 +81,7 @@ class IngressSettings:
 
 
 class ServedModel(NamedTuple):
-    """What a driver serves, and the tokenizer that goes with it."""
+    """The description of the driver, and its model's tokenizer."""
 
     info: EngineInfo
     tokenizer: ModelTokenizer
@@ -82,14 +89,16 @@ class ServedModel(NamedTuple):
 
 @dataclass(frozen=True)
 class GenerationJob:
-    """A validated request: what goes to the driver, and how its tokens become text.
+    """A checked request: its part for the driver, and how its tokens become text.
 
+    request: for the driver.
     stops: stop strings. keep_stops: the matched one stays in the text.
     per_token: the reply lists single tokens.
     characters: of the prompts, for the reply's headers.
-    choices: sequences of each prompt, of which best_of may be more than the client gets.
-    visible_special_tokens: special tokens that have text in the answer.
-    cache_salt: the request's own, "" without one.
+    choices: sequences of each prompt; with best_of, more than the reply has.
+    visible_special_tokens: ids of special tokens whose text is part of the answer.
+    cache_salt: of the request, "" without one.
+    started: when it arrived, in seconds of a monotonic clock.
     """
 
     request: GenerateRequest
@@ -103,7 +112,7 @@ class GenerationJob:
     started: float = field(default_factory=time.monotonic)
 
     def detokenizers(self, text: ModelTokenizer) -> list[DetokenizerState]:
-        """One for each sequence."""
+        """A detokenizer for each sequence."""
         return [self._detokenizer(text, sequence) for sequence in self.request.sequences]
 
     def _detokenizer(self, text: ModelTokenizer, sequence: SequenceRequest) -> DetokenizerState:
@@ -118,7 +127,7 @@ class GenerationJob:
 
 
 class EngineClient:
-    """The driver as the routes see it. Its description is asked for once a second at most."""
+    """The driver for the routes. Its description is fetched once a second at most."""
 
     def __init__(
         self,
@@ -127,7 +136,7 @@ class EngineClient:
         reply_to: Callable[[], ReplyAddress],
         settings: IngressSettings,
     ) -> None:
-        """`reply_to` is asked with each call: the socket may be bound after this."""
+        """reply_to: called for each call of the driver, as the socket is bound later."""
         self.settings = settings
         self.metrics = RequestMetrics()
         self.metrics.begin({row.metric for row in SPELLINGS.values()})
@@ -141,50 +150,50 @@ class EngineClient:
         self._refreshed_at = float("-inf")
         self._num_refreshes = 0
         self._served: ServedModel | None = None
-        self._silence: RequestError | None = None
+        self._failure: RequestError | None = None
         self._calls: WeakSet[EngineCall] = WeakSet()
         self._ended: Callable[[], RequestError] | None = None
         self._unreadable: str | None = None
 
     async def served(self) -> ServedModel:
-        """The engine as last described, whenever that was."""
+        """The last known description, however old, and the tokenizer."""
         return self._served or await self._refresh()
 
     async def info(self) -> EngineInfo:
-        """The engine as described within the last second."""
+        """The description; at most a second old."""
         return (await self._refresh()).info
 
     def call(self, job: GenerationJob, streams: bool) -> EngineCall:
-        """A call of the driver; without stop strings a whole reply needs no frames."""
+        """A call of the driver, not started yet; streams: the reply is a stream."""
         if self._ended is not None:
             raise self._ended()
-        listens = streams or bool(job.stops)
-        call = EngineCall(
-            self._driver, self._inboxes, self._reply_to(), job.request, frames=listens
-        )
+        # A whole reply needs frames only to find a stop string before the last token.
+        frames = streams or bool(job.stops)
+        call = EngineCall(self._driver, self._inboxes, self._reply_to(), job.request, frames)
         self._calls.add(call)
         return call
 
     def end_calls(self, error: Callable[[], RequestError]) -> None:
-        """End all that run with such an error, and those that come."""
+        """End all running calls with this error, and refuse new ones with it."""
         self._ended = error
         for call in self._calls:
             call.fail(error())
 
     async def adapters(self, command: AdapterCommand) -> list[AdapterReport]:
-        """What every driver replica says to an operator's command."""
+        """Execute an admin command on every driver replica."""
         return await self._driver.adapters(command)
 
     async def _refresh(self) -> ServedModel:
         so_far = self._num_refreshes
         async with self._refreshing:
             age = self.settings.clock() - self._refreshed_at
-            stale = self._silence is not None or age > _INFO_SECONDS
-            # Those who waited while another asked share its answer, also when there was none.
+            stale = self._failure is not None or age > _INFO_SECONDS
+            # Callers that waited for the lock share the result of the one that had it, also if it
+            # failed; else each of them would wait for a dead driver, one after another.
             if stale and self._num_refreshes == so_far:
                 await self._request_info()
-            if self._silence is not None:
-                raise self._silence
+            if self._failure is not None:
+                raise self._failure
             assert self._served is not None
             return self._served
 
@@ -192,9 +201,9 @@ class EngineClient:
         try:
             info = await self._describe()
             self._served = ServedModel(info, await self._tokenizer_of(info))
-            self._silence = None
-        except RequestError as silence:
-            self._silence = silence
+            self._failure = None
+        except RequestError as failure:
+            self._failure = failure
         self._refreshed_at = self.settings.clock()
         self._num_refreshes += 1
 
@@ -213,12 +222,12 @@ class EngineClient:
             try:
                 return await asyncio.to_thread(self.settings.read_text, info.tokenizer)
             except (OSError, ValueError, subprocess.TimeoutExpired) as fault:
-                logger.exception("no text can be served")
+                logger.exception("the tokenizer cannot be read: no text can be served")
                 self._unreadable = str(fault)
-        # Files that cannot be read now cannot be read at the next request either.
+        # Not tried again for each request: the files do not change.
         raise RequestError(ErrorKind.UNAVAILABLE, self._unreadable)
 
 
 def stop_ids(info: EngineInfo, ignored: bool | None) -> tuple[int, ...]:
-    """The tokens that end a sequence, unless the client wants them ignored."""
+    """The tokens that end a sequence; none if the client ignores them."""
     return () if ignored else info.stop_token_ids

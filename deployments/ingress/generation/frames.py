@@ -1,7 +1,8 @@
-"""Delivers token frames to the requests that they belong to.
+"""Delivers token frames to their requests.
 
-Everything here runs on the ingress replica's event loop: the socket server must call
-`RequestInboxes.deliver` there. Memory is bounded by the completion: each token is kept once.
+All of it runs on the ingress replica's event loop: the socket server must call
+`RequestInboxes.deliver` there. A request's tokens are stored once, so memory is bounded by its
+completion.
 """
 
 import asyncio
@@ -17,7 +18,10 @@ from deployments.contract import (
 
 
 class SequenceUpdate:
-    """What is new of one sequence: tokens (logprobs beside them when asked for), and its end."""
+    """New tokens of one sequence, their logprobs if they are requested, and its ending.
+
+    ending: set in the sequence's last update only.
+    """
 
     __slots__ = ("ending", "index", "logprobs", "tokens")
 
@@ -28,7 +32,6 @@ class SequenceUpdate:
         logprobs: list[TokenLogprobs] | None,
         ending: Ending | None = None,
     ) -> None:
-        """`ending` is set in the sequence's last update."""
         self.index = index
         self.tokens = tokens
         self.logprobs = logprobs
@@ -36,7 +39,10 @@ class SequenceUpdate:
 
 
 class _Channel:
-    """Tokens of one sequence that were not taken yet, in order, each once."""
+    """Tokens of one sequence that are not taken yet, in order, each once.
+
+    length: tokens so far, taken ones too. early: runs after a gap, by their start.
+    """
 
     __slots__ = ("early", "length", "logprobs", "tokens")
 
@@ -47,7 +53,7 @@ class _Channel:
         self.early: dict[int, TokenRun] = {}
 
     def put(self, run: TokenRun) -> bool:
-        """Add a run; one beyond a gap waits for the gap's. Whether there are new tokens."""
+        """Add a run, or keep it until the gap before it is filled; whether there are new tokens."""
         if run.start > self.length:
             self.early[run.start] = run
             return False
@@ -59,7 +65,7 @@ class _Channel:
         return self.length > before
 
     def repair(self, outcome: SequenceOutcome) -> None:
-        """Append what no frame brought."""
+        """Append the tokens that no frame brought."""
         self._append(0, outcome.tokens, outcome.logprobs)
         self.early.clear()
 
@@ -70,61 +76,61 @@ class _Channel:
         return taken
 
     def _append(self, start: int, tokens: list[int], logprobs: list[TokenLogprobs] | None) -> None:
-        """Keep the part of a run that is new; runs come twice when a driver resends."""
-        known = self.length - start
-        new = tokens[known:] if known else tokens
+        """Append the new part of a run; a driver may send a run twice."""
+        num_known = self.length - start
+        new = tokens[num_known:] if num_known else tokens
         if not new:
             return
         self.length += len(new)
         self.tokens.extend(new)
         if logprobs is not None:
             self.logprobs = self.logprobs or []
-            self.logprobs.extend(logprobs[known:])
+            self.logprobs.extend(logprobs[num_known:])
 
 
 class RequestInbox:
-    """All sequences of one request; frames fill it, the completion repairs and closes it."""
+    """The new tokens of one request: from frames, at last from its completion."""
 
     def __init__(self, num_sequences: int) -> None:
         self._channels = [_Channel() for _ in range(num_sequences)]
-        self._touched: dict[int, None] = {}
+        self._updated_indices: dict[int, None] = {}
         self._updated = False
         self._waiter: asyncio.Future[None] | None = None
         self._completion: Completion | None = None
         self._failure: BaseException | None = None
 
     def deliver(self, run: TokenRun) -> None:
-        """Add a run from a frame. Invalid runs are ignored: the completion has all tokens."""
+        """Add a run from a frame; ignores invalid ones, for the completion has all tokens."""
         if not 0 <= run.index < len(self._channels) or self._completion is not None:
             return
         if self._channels[run.index].put(run):
-            self._touched[run.index] = None
+            self._updated_indices[run.index] = None
             self._announce()
 
     def complete(self, completion: Completion) -> None:
-        """The unary call returned: repair what frames did not bring, and close."""
+        """Add what the frames did not bring: the call has returned."""
         for channel, outcome in zip(self._channels, completion.sequences, strict=True):
             channel.repair(outcome)
         self._completion = completion
         self._announce()
 
     def fail(self, failure: BaseException) -> None:
-        """The unary call raised; `take` raises the exception."""
+        """Make `take` raise this exception: the call has failed."""
         self._failure = failure
         self._announce()
 
     async def take(self) -> list[SequenceUpdate]:
-        """Wait for updates and return all; empty once everything was taken. One caller only."""
+        """Wait for updates and return all; [] after the last ones. For one caller only."""
         if not self._updated:
-            # An asyncio.Event asks for its loop at every wait, under a lock of all loops.
+            # Not an asyncio.Event: it looks up its loop at every wait, under a global lock.
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         if self._failure is not None:
             raise self._failure
         if self._completion is None:
             self._updated = False
-            touched, self._touched = self._touched, {}
-            return [SequenceUpdate(index, *self._channels[index].take()) for index in touched]
+            updated, self._updated_indices = self._updated_indices, {}
+            return [SequenceUpdate(index, *self._channels[index].take()) for index in updated]
         ended = enumerate(self._completion.sequences[: len(self._channels)])
         updates = [
             SequenceUpdate(i, *self._channels[i].take(), outcome.ending) for i, outcome in ended
@@ -139,29 +145,29 @@ class RequestInbox:
 
 
 class RequestInboxes:
-    """The open inboxes of an ingress replica, by request id."""
+    """The inboxes of all open requests of an ingress replica."""
 
     def __init__(self) -> None:
         self._inboxes: dict[str, RequestInbox] = {}
 
     def open(self, request_id: str, num_sequences: int, listen: bool = True) -> RequestInbox:
-        """An inbox for this request; it takes frames from now on if it is to listen."""
+        """A new inbox for this request; listen: deliver frames to it from now on."""
         inbox = RequestInbox(num_sequences)
         if listen:
             self._inboxes[request_id] = inbox
         return inbox
 
     def close(self, request_id: str) -> None:
-        """Ignore frames for this request from now on."""
+        """Deliver no more frames to this request."""
         self._inboxes.pop(request_id, None)
 
     def deliver(self, frame: TokenFrame) -> None:
-        """Hand each run to its request; runs of requests that are gone are dropped."""
+        """Deliver each run to its request; runs of ended requests are dropped."""
         for run in frame.runs:
             inbox = self._inboxes.get(run.request_id)
             if inbox is not None:
                 inbox.deliver(run)
 
     def __len__(self) -> int:
-        """How many requests are open."""
+        """The number of inboxes that receive frames."""
         return len(self._inboxes)

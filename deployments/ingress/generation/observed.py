@@ -1,4 +1,4 @@
-"""Counts every request once in the metrics: it ended well, failed, or its client left."""
+"""Counts every request once in the metrics: succeeded, failed, or dropped by its client."""
 
 import asyncio
 import logging
@@ -18,7 +18,7 @@ logger = logging.getLogger("loray.ingress")
 
 
 class RequestObserver:
-    """Times and counts one request from its call of the driver on."""
+    """Measures and counts one request, from its call of the driver on."""
 
     def __init__(self, engine: EngineClient, job: GenerationJob) -> None:
         self._metrics = engine.metrics
@@ -29,7 +29,7 @@ class RequestObserver:
         self._adapter = None if adapter is None else listed_reference(adapter, source)
 
     def ended(self, completion: Completion, generated: int) -> RequestTimes:
-        """Count a request that ended well after `generated` tokens; returns its times."""
+        """Count a success with `generated` tokens; returns its times."""
         times = RequestTimes.of(self._job, completion, self._submitted)
         sequences = self._job.request.sequences
         record = RequestRecord(
@@ -48,14 +48,14 @@ class RequestObserver:
         return times
 
     def failed(self, err: str) -> None:
-        """The request failed."""
+        """Count a failure; err: its label in the metrics."""
         self._metrics.failed(err, self._adapter)
         fields = {"adapter": self._name, "error_type": err}
         logger.info("request over %s failed: %s", self._name, err, extra=fields)
 
     @property
     def _name(self) -> str:
-        """The adapter's name for logs, in which a client's line breaks do not make new lines."""
+        """The adapter's name for logs; escaped, as a client could put line breaks into it."""
         return BASE if self._adapter is None else safe(self._adapter)
 
 
@@ -75,7 +75,7 @@ def _log_end(adapter: str, record: RequestRecord) -> None:
 
 @contextmanager
 def observe(engine: EngineClient, job: GenerationJob) -> Iterator[RequestObserver]:
-    """Observe a request; internal errors are counted where they are answered."""
+    """Observe a request. Internal errors are counted where their reply is written."""
     observer = RequestObserver(engine, job)
     try:
         yield observer

@@ -1,4 +1,4 @@
-"""Logprobs of prompts' own tokens, in the three shapes that clients know."""
+"""Logprobs of prompts' tokens in three forms: LoRAX's, OpenAI's and vLLM's."""
 
 from dataclasses import dataclass
 
@@ -18,10 +18,9 @@ from deployments.ingress.text.tokenizer import ModelTokenizer
 class Prompt:
     """One prompt.
 
-    text: where it is needed or was given.
+    text: "" for a prompt of ids, if it is not needed.
     ids: its tokens.
-    starts: where in the text each token begins; None where it is not needed or only ids were
-        given.
+    starts: where in the text each token begins; None if it is not needed, or for a prompt of ids.
     """
 
     text: str
@@ -30,7 +29,7 @@ class Prompt:
 
 
 class PrefillToken(msgspec.Struct):
-    """One token of the prompt as LoRAX shows it; nothing comes before the first."""
+    """One token of the prompt in LoRAX's form; the first one has no logprob."""
 
     id: int
     text: str
@@ -38,13 +37,13 @@ class PrefillToken(msgspec.Struct):
 
 
 def with_prompt_logprobs(sequence: SequenceRequest, num_top: int) -> SequenceRequest:
-    """The same sequence, also returning the logprobs of its prompt's tokens."""
+    """The sequence with logprobs of its prompt's tokens, and num_top alternatives each."""
     sampling: Sampling = msgspec.structs.replace(sequence.sampling, prompt_logprobs=num_top)
     return msgspec.structs.replace(sequence, sampling=sampling)
 
 
 def prefill(choice: Choice, text: ModelTokenizer) -> list[PrefillToken]:
-    """LoRAX's `details.prefill`; empty where it was not asked for."""
+    """LoRAX's `details.prefill`; empty if it is not requested."""
     if choice.prompt_logprobs is None:
         return []
     values = [None, *(finite(found.logprob) for found in choice.prompt_logprobs)]
@@ -55,16 +54,16 @@ def prefill(choice: Choice, text: ModelTokenizer) -> list[PrefillToken]:
 
 
 def echoed(prompt: Prompt, choice: Choice, num_top: int, text: ModelTokenizer) -> list[TextPiece]:
-    """The prompt's pieces and then the answer's, for OpenAI's `echo` with `logprobs`."""
-    assert choice.prompt_logprobs is not None, "asked for by the job"
+    """The pieces of the prompt and of the answer, for OpenAI's `echo` with `logprobs`."""
+    assert choice.prompt_logprobs is not None, "requested by the job"
     cut = [
         TokenLogprobs(found.logprob, found.top_ids[:num_top], found.top_logprobs[:num_top])
         for found in choice.prompt_logprobs
     ]
     starts = prompt.starts
     if starts is None:
-        spelled = DetokenizerState(text.stream(), StopStrings((), keep=False), per_token=True)
-        starts = [piece.offset for piece in spelled.feed(prompt.ids)]
+        decoded = DetokenizerState(text.stream(), StopStrings((), keep=False), per_token=True)
+        starts = [piece.offset for piece in decoded.feed(prompt.ids)]
     own = [
         TextPiece(id, "", start, found)
         for id, start, found in zip(prompt.ids, starts, [None, *cut], strict=True)
@@ -77,7 +76,7 @@ def prompt_logprobs_by_id(
     choice: Choice, num_top: int, text: ModelTokenizer
 ) -> list[dict[str, object] | None]:
     """vLLM's `prompt_logprobs`: for each token the candidates by id, null for the first."""
-    assert choice.prompt_logprobs is not None, "asked for by the job"
+    assert choice.prompt_logprobs is not None, "requested by the job"
     entries_by_token: list[dict[str, object] | None] = [None]
     for id, found in zip(choice.prompt[1:], choice.prompt_logprobs, strict=True):
         pairs = zip(found.top_ids[:num_top], found.top_logprobs[:num_top], strict=True)

@@ -1,4 +1,4 @@
-"""Replies of both dialects: whole, or a stream whose status waits for the first token."""
+"""Replies of all routes: whole ones, and streams, whose status waits for the first token."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
@@ -26,7 +26,7 @@ from deployments.ingress.text.tokenizer import ModelTokenizer
 
 
 class Choice(NamedTuple):
-    """One sequence at its end; prompt_logprobs: of the prompt that it shares with others."""
+    """One finished sequence; prompt_logprobs: of the prompt, which its choices share."""
 
     text: str
     pieces: list[TextPiece]
@@ -37,7 +37,7 @@ class Choice(NamedTuple):
 
 
 class RunningCall(NamedTuple):
-    """A running call, for the code that writes its stream."""
+    """A running call, for the writer of its stream."""
 
     call: EngineCall
     detokenizers: list[DetokenizerState]
@@ -52,7 +52,7 @@ Chunks = Callable[[RunningCall], AsyncGenerator[bytes, None]]
 
 
 class FinishedCall(NamedTuple):
-    """All sequences at their end."""
+    """All finished sequences of a call."""
 
     choices: list[Choice]
     completion: Completion
@@ -64,7 +64,7 @@ async def whole(
     job: GenerationJob,
     body: Callable[[FinishedCall], object],
 ) -> Response:
-    """Run a job to its end and answer with `body` of it and the headers of a whole reply."""
+    """Run a job to its end and reply with `body` of the result."""
     served = await engine.served()
     job, quota = _admit(request, job)
     with observe(engine, job) as observer:
@@ -86,7 +86,7 @@ async def collect(engine: EngineClient, served: ServedModel, job: GenerationJob)
                 gathered[event.sequence].append(event)
     assert call.completion is not None, "the events ended before the call"
     outcomes = call.completion.sequences
-    # A prompt's logprobs come once, with the first of its choices.
+    # A prompt's logprobs are computed once, with the first of its choices.
     prompt_logprobs = [outcomes[i - i % job.choices].prompt_logprobs for i in range(len(outcomes))]
     choices = [
         _choice(parts, detokenizer.num_tokens)._replace(prompt=sequence.prompt, prompt_logprobs=own)
@@ -98,7 +98,7 @@ async def collect(engine: EngineClient, served: ServedModel, job: GenerationJob)
 
 
 def _choice(parts: list[Event], num_tokens: int) -> Choice:
-    """One sequence from all of its events."""
+    """A sequence from all its events."""
     reason = parts[-1].reason
     assert reason is not None, "a sequence without an end"
     text = "".join([event.text for event in parts])
@@ -113,9 +113,10 @@ async def stream(
     chunks: Chunks,
     error_body: Callable[[RequestError], object],
 ) -> Response:
-    """Run a job as a stream of chunks; a failure before the first one is raised.
+    """Run a job and reply with a stream of chunks; a failure before the first chunk is raised.
 
-    If the first one is late, the stream begins with a comment, and a failure is its last event.
+    If the first chunk is late, the stream begins with a comment. From then on the status is sent,
+    and a failure is the last event.
     """
     info, text = await engine.served()
     job, quota = _admit(request, job)
@@ -129,7 +130,7 @@ async def stream(
     except BaseException:
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
-        await running.call.close()  # if `first` has not come as far as to do it
+        await running.call.close()  # `first` closes it only if it has entered the call.
         raise
     headers = stream_headers(info, job)
     if first.done():
@@ -141,7 +142,7 @@ async def stream(
 async def _late(
     first: asyncio.Future[bytes], body: AsyncGenerator[bytes, None]
 ) -> AsyncGenerator[bytes, None]:
-    """A comment, then the body whose first chunk is still awaited; closing this closes both."""
+    """A comment, the awaited first chunk, the rest of the body. Closing it closes the body."""
     try:
         yield KEEP_ALIVE
         yield await first
@@ -162,7 +163,7 @@ async def _within_call(
                 async for chunk in chunks(running):
                     yield chunk
         finally:
-            # A client that leaves in the middle pays for the tokens so far.
+            # A client that leaves is charged for the tokens so far.
             generated = sum(detokenizer.num_tokens for detokenizer in running.detokenizers)
             quota.take_tokens(generated)
         assert running.call.completion is not None, "the events ended before the call"
@@ -170,10 +171,10 @@ async def _within_call(
 
 
 def _admit(request: Request, job: GenerationJob) -> tuple[GenerationJob, Quota]:
-    """The job as this caller may run it, and what the answer's tokens are charged to.
+    """Put the caller's permissions into the job, and charge its prompts' tokens.
 
-    The prompts' are charged already; raises for a quota that is used up. Every route's jobs pass
-    here, so none forgets the caller's salt of the prefix cache.
+    Returns also the quota for the answer's tokens; RequestError if it is used up. The jobs of all
+    routes pass here, so no route can forget the caller's salt of the prefix cache.
     """
     grant = grant_of(request)
     grant.quota.admit_tokens()

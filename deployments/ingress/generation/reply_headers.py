@@ -1,4 +1,4 @@
-"""The response headers that LoRAX's users read; all times are whole milliseconds."""
+"""LoRAX's response headers; all times are whole milliseconds."""
 
 import time
 from typing import NamedTuple
@@ -11,12 +11,12 @@ _PRINTABLE = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) != "%"
 
 
 def safe(value: str) -> str:
-    """A header value that any string can be: what is not printable ASCII is percent-encoded."""
+    """Any string as a header value: all but printable ASCII is percent-encoded."""
     return quote(value, safe=_PRINTABLE, errors="replace")
 
 
 def stream_headers(info: EngineInfo, job: GenerationJob) -> dict[str, str]:
-    """What is known before the first token."""
+    """The headers of a stream: what is known before the first token."""
     headers = {
         "x-compute-type": "gpu+optimized" if info.device.startswith("cuda") else "cpu",
         "x-compute-characters": str(job.characters),
@@ -29,7 +29,11 @@ def stream_headers(info: EngineInfo, job: GenerationJob) -> dict[str, str]:
 
 
 class RequestTimes(NamedTuple):
-    """Where the seconds of a request went; first: to the first token of all sequences."""
+    """The times of a request in seconds.
+
+    total: from its arrival. validation: before the driver's call. queue: in the driver's queue.
+    first: until all sequences have their first token.
+    """
 
     total: float
     validation: float
@@ -38,12 +42,12 @@ class RequestTimes(NamedTuple):
 
     @property
     def inference(self) -> float:
-        """After the queue."""
+        """The time after the queue."""
         return max(0.0, self.total - self.validation - self.queue)
 
     @classmethod
     def of(cls, job: GenerationJob, completion: Completion, submitted: float) -> "RequestTimes":
-        """The times of a job that ends now; `submitted` is when the driver was called."""
+        """The times of a job that ends now; submitted: when the driver was called."""
         validation = submitted - job.started
         outcomes = completion.sequences
         return cls(
@@ -57,7 +61,7 @@ class RequestTimes(NamedTuple):
 def reply_headers(
     info: EngineInfo, job: GenerationJob, times: RequestTimes, generated: int
 ) -> dict[str, str]:
-    """Counts and times of a whole reply."""
+    """The headers of a whole reply: also counts and times."""
     sequences = job.request.sequences
     prompt = sum(len(sequence.prompt) for sequence in sequences)
     after_first = max(0.0, times.total - times.first)

@@ -1,4 +1,4 @@
-"""Limits on requests, checked before parsing, which blocks the event loop."""
+"""Limits on requests. They are checked before parsing, which blocks the event loop."""
 
 import asyncio
 from itertools import accumulate, compress, islice
@@ -14,16 +14,16 @@ from deployments.ingress.http.errors import invalid
 _MARKS = b'"[]{}'
 _OTHERS = bytes(byte for byte in range(256) if byte not in _MARKS)
 _QUOTES = bytes(byte == ord('"') for byte in range(256))
-# An opening bracket is one level more, a closing one (255 is -1 in eight bits) one less.
+# An opening bracket adds a level, a closing one subtracts it (255 is -1 in eight bits).
 _LEVELS = bytes.maketrans(_MARKS, b"\x00\x01\xff\x01\xff")
 
 _WITHOUT_BODY = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 class HeadAsGet:
-    """Answers HEAD wherever GET is served, as LoRAX does: load balancers use it.
+    """Serves HEAD on every route with GET, like LoRAX; load balancers use it.
 
-    The HTTP server drops the body: it goes by the method that it read.
+    The HTTP server drops the body, as it has read the method HEAD.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -37,7 +37,7 @@ class HeadAsGet:
 
 
 class HeaderLimit:
-    """Answers 431 to a request with too many headers, or too long an address and headers."""
+    """Replies with 431 to too many headers, or to a URL and headers that are too long."""
 
     def __init__(self, app: ASGIApp, max_bytes: int, max_headers: int) -> None:
         self._app = app
@@ -45,7 +45,7 @@ class HeaderLimit:
         self._max_headers = max_headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Check the size, and pass the request on or answer it."""
+        """Pass the request on, or reply with 431."""
         if scope["type"] == "http" and not self._fits(scope):
             message = (
                 f"at most {self._max_headers} headers and {self._max_bytes} bytes of address and "
@@ -64,11 +64,11 @@ class HeaderLimit:
 
 
 class BodyLimit:
-    """Reads a body before it is parsed, and answers bodies over a limit.
+    """Reads a whole body before it is parsed, and refuses one over a limit.
 
-    413: longer than max_bytes, whatever length it announced. 408: not complete after `seconds`.
-    Bad input: arrays and objects nested deeper than max_depth or more than max_objects of them,
-    or a body that is not UTF-8.
+    413: longer than max_bytes, whatever its Content-Length. 408: not complete after `seconds`.
+    Bad input: arrays and objects nested deeper than max_depth, more than max_objects of them, or a
+    body that is not UTF-8.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class BodyLimit:
             await refusal(scope, receive, send)
 
     async def _read(self, receive: Receive) -> bytes | None:
-        """The body, cut after max_bytes; None when the client has left."""
+        """The body, or a bit more than max_bytes of it; None if the client has left."""
         body = bytearray()
         while len(body) <= self._max_bytes:
             message = await receive()
@@ -118,9 +118,9 @@ class BodyLimit:
         if len(body) > self._max_bytes:
             return status_response(request, 413, f"the body is longer than {self._max_bytes} bytes")
         if b"\0" in body:
-            # UTF-16 has zero bytes, and its other bytes would pass for brackets and quotes.
+            # UTF-16 has zero bytes; its other bytes would look like brackets and quotes.
             return error_response(request, invalid("the body must be JSON in UTF-8"))
-        # Most bodies have so few brackets, in strings or outside, that they break neither limit.
+        # The common case is cheap: so few brackets, in strings or not, can break neither limit.
         if body.count(b"[") + body.count(b"{") <= min(self._max_depth, self._max_objects):
             return None
         depth, objects = nesting(body)
@@ -128,7 +128,7 @@ class BodyLimit:
             message = f"the body's arrays and objects lie more than {self._max_depth} deep"
             return error_response(request, invalid(message))
         if objects > self._max_objects:
-            # pydantic takes about 10 us for each and holds the event loop meanwhile.
+            # pydantic takes about 10 us for each, and blocks the event loop.
             message = (
                 f"the body has {objects} arrays and objects (messages, content parts, tools, "
                 f"prompts); at most {self._max_objects} are read"
@@ -138,26 +138,26 @@ class BodyLimit:
 
 
 def _replaying(body: bytes, receive: Receive) -> Receive:
-    """A receive that returns the body first, then later messages."""
-    given = False
+    """A `receive` that returns the body first, then later messages."""
+    sent = False
 
     async def replay() -> Message:
-        nonlocal given
-        if given:
+        nonlocal sent
+        if sent:
             return await receive()
-        given = True
+        sent = True
         return {"type": "http.request", "body": body, "more_body": False}
 
     return replay
 
 
 def nesting(body: bytes) -> tuple[int, int]:
-    """The deepest level of a body's arrays and objects, and how many there are.
+    """The deepest level of a body's arrays and objects, and their number.
 
-    Every pass is one of C's over the whole body: a hostile one costs little more than a good one.
+    Each pass over the body runs in C, so a hostile body costs little more than a normal one.
     """
     unescaped = body.replace(b"\\\\", b"").replace(b'\\"', b"")
-    # Two quotes side by side leave what is inside of strings and what is outside as it was.
+    # Two adjacent quotes change nothing about what is inside or outside of strings.
     marks = unescaped.translate(None, delete=_OTHERS).replace(b'""', b"")
     outside = islice(accumulate(marks.translate(_QUOTES), xor, initial=1), 1, None)
     steps = bytes(compress(marks.translate(_LEVELS), outside))

@@ -1,4 +1,4 @@
-"""Errors as responses, in the dialect of the request's route."""
+"""Error responses in the dialect of the request's route."""
 
 from collections.abc import Mapping
 
@@ -38,7 +38,7 @@ def error_response(request: Request, error: RequestError, status: int | None = N
 def status_response(
     request: Request, status: int, message: str, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """An answer that HTTP itself has a status for: no such route, wrong method, too long."""
+    """The response to an error of HTTP itself: no such route, wrong method, too long."""
     body: OpenAIError | LoraxError = {"error": message, "error_type": "invalid_request"}
     if speaks_openai(request):
         body = openai_error(invalid(message))
@@ -51,12 +51,12 @@ def speaks_openai(request: Request) -> bool:
 
 
 def route_path(request: Request) -> str:
-    """The path without the prefix that a proxy may have added."""
+    """The path without the prefix of a proxy."""
     root = request.scope.get("root_path", "")
     return str(request.scope["path"]).removeprefix(root)
 
 
 def _count(request: Request, error: RequestError) -> None:
-    """Count a request that was refused before the driver was asked."""
+    """Count a request that was refused before its call of the driver."""
     if route_path(request) in _GENERATING and not error.counted:
         request.app.state.metrics.refused(SPELLINGS[error.kind].metric)

@@ -1,4 +1,4 @@
-"""One table from error kinds to statuses and bodies in both HTTP dialects."""
+"""Errors of requests, and one table with their status and body in both HTTP dialects."""
 
 import math
 from dataclasses import dataclass
@@ -31,11 +31,13 @@ class LoraxError(TypedDict):
 
 
 class RequestError(Exception):
-    """A request that cannot be served: its kind chooses the status, its message is the client's.
+    """A request that cannot be served. A `Driver` may raise it too, before any sequence exists.
 
-    param: the field at fault, for OpenAI's dialect. code: overrides the table's OpenAI code.
-    counted: whether the metrics have it already.
-    A `Driver` may raise it too, for what it knows before any sequence exists.
+    kind: selects the status. message: for the client.
+    param: the field at fault, for OpenAI's dialect.
+    code: instead of the table's OpenAI code.
+    retry_after_s: in seconds; None if it is no use to try again.
+    counted: the metrics have counted it.
     """
 
     def __init__(
@@ -47,8 +49,7 @@ class RequestError(Exception):
         code: str | None = None,
         retry_after_s: float | None = None,
     ) -> None:
-        """Keep the parts; both dialects are made from them when the reply is written."""
-        # A message may quote what the client sent, and that may have no encoding.
+        # The message may quote the client's text, which may contain half of a surrogate pair.
         self.message = message.encode("utf-8", "replace").decode()
         super().__init__(self.message)
         self.kind = kind
@@ -64,14 +65,16 @@ class RequestError(Exception):
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> RequestError:
-    """Bad input, found before the driver was asked."""
+    """The error for bad input."""
     return RequestError(ErrorKind.VALIDATION, message, param=param, code=code)
 
 
 @dataclass(frozen=True)
 class ErrorShape:
-    """How one kind is written: (status, type, code) for OpenAI, (status, error_type) for LoRAX.
+    """How an error of one kind is written.
 
+    openai_status, openai_type, openai_code: for OpenAI's routes.
+    lorax_status, lorax_type: for LoRAX's routes. lorax_text: with {} for the message.
     metric: the failure's label in LoRAX's metrics.
     """
 
@@ -85,7 +88,7 @@ class ErrorShape:
 
 
 _BAD = "invalid_request_error"
-_OURS = "server_error"
+_SERVER = "server_error"
 _FAILED = "Request failed during generation: {}"
 
 SPELLINGS: dict[ErrorKind, ErrorShape] = {
@@ -105,13 +108,13 @@ SPELLINGS: dict[ErrorKind, ErrorShape] = {
         400, _BAD, "adapter_too_large", 424, "generation", _FAILED, "load_adapter"
     ),
     ErrorKind.ADAPTER_UNAVAILABLE: ErrorShape(
-        503, _OURS, "adapter_unavailable", 424, "generation", _FAILED, "download_adapter"
+        503, _SERVER, "adapter_unavailable", 424, "generation", _FAILED, "download_adapter"
     ),
     ErrorKind.UNAUTHORIZED: ErrorShape(
         401, _BAD, "invalid_api_key", 401, "unauthorized", "{}", "validation"
     ),
     ErrorKind.FORBIDDEN: ErrorShape(403, _BAD, "forbidden", 403, "forbidden", "{}", "validation"),
-    # LoRAX's client waits and tries again on this type.
+    # On the type "overloaded" LoRAX's client waits and tries again.
     ErrorKind.QUOTA: ErrorShape(
         429, "rate_limit_error", "rate_limit_exceeded", 429, "overloaded", "{}", "overloaded"
     ),
@@ -125,10 +128,10 @@ SPELLINGS: dict[ErrorKind, ErrorShape] = {
         "overloaded",
     ),
     ErrorKind.UNAVAILABLE: ErrorShape(
-        503, _OURS, "unavailable", 503, "unavailable", "Service unavailable: {}", "unavailable"
+        503, _SERVER, "unavailable", 503, "unavailable", "Service unavailable: {}", "unavailable"
     ),
     ErrorKind.GENERATION: ErrorShape(
-        500, _OURS, "generation", 424, "generation", _FAILED, "generation"
+        500, _SERVER, "generation", 424, "generation", _FAILED, "generation"
     ),
 }
 
@@ -160,7 +163,7 @@ def lorax_error(error: RequestError) -> LoraxError:
 
 
 def retry_headers(error: RequestError) -> dict[str, str]:
-    """Retry-After in whole seconds: always with an overload, else when it makes sense."""
+    """Retry-After in whole seconds: for overloads, and for errors that have a time."""
     seconds = error.retry_after_s
     if seconds is None and error.kind is ErrorKind.OVERLOADED:
         seconds = 1.0

@@ -1,7 +1,7 @@
-"""Refuses headers that Ray Serve could not read: it answers such a request with 500.
+"""Refuses headers that Ray Serve cannot decode; Serve would reply with 500.
 
-Serve reads some headers of every request before any route, as UTF-8. So this stands before Serve:
-it calls `middlewares` when it starts a replica's HTTP server (its callback for the HTTP proxy).
+Serve decodes some headers of every request, as UTF-8, before any route. So this middleware must run
+before Serve: Serve calls `middlewares` when it starts a replica's HTTP server.
 """
 
 from starlette.middleware import Middleware
@@ -11,9 +11,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from deployments.ingress.http.error_responses import status_response
 
 CALLBACK = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": f"{__name__}:middlewares"}
-"""The variable by which Serve finds it, for the process of a replica or of its Python proxy."""
+"""Names `middlewares` for Serve, in the environment of a replica or of its Python proxy."""
 
-# By their names as Serve compares them.
+# The headers that Serve decodes, in the form in which it compares names.
 READ = frozenset({
     b"x_request_id", b"serve_multiplexed_model_id", b"x_request_timeout_seconds",
     b"x_request_disconnect_disabled", b"x_session_id", b"traceparent", b"tracestate",
@@ -21,14 +21,13 @@ READ = frozenset({
 
 
 class HeaderBytes:
-    """Answers 400 where such a header has other bytes than printable ASCII."""
+    """Replies with 400 if such a header has other bytes than printable ASCII."""
 
     def __init__(self, app: ASGIApp) -> None:
-        """Stand before `app`."""
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Look, and let it pass or answer."""
+        """Pass the request on, or reply with 400."""
         unreadable = [_shown(name) for name, value in scope.get("headers", ()) if _bad(name, value)]
         if scope["type"] == "http" and unreadable:
             message = f"the header `{unreadable[0]}` must be printable ASCII"
@@ -50,5 +49,5 @@ def _shown(name: bytes) -> str:
 
 
 def middlewares() -> list[Middleware]:
-    """What Serve puts before its own server."""
+    """The middleware that Serve runs before its own server."""
     return [Middleware(HeaderBytes)]

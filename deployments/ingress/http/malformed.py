@@ -1,4 +1,4 @@
-"""What is wrong with a body, told by the names that its author wrote."""
+"""Error messages for invalid bodies, with the field names of the client."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,39 +12,39 @@ _ABSENT = object()
 
 
 def not_json(fault: Mapping[str, Any] | None = None) -> RequestError:
-    """For a body that is no JSON; `fault` is what the parser said, where it said anything."""
+    """The error for a body that is not JSON; fault: the parser's, if it has one."""
     if fault is None:
         return invalid(_NO_JSON)
-    *_, place = fault["loc"]
-    return invalid(f"{_NO_JSON}: {fault['ctx']['error']} (character {place})")
+    *_, position = fault["loc"]
+    return invalid(f"{_NO_JSON}: {fault['ctx']['error']} (character {position})")
 
 
 def validation_message(faults: Sequence[Mapping[str, Any]], sent: object) -> RequestError:
-    """For a body that does not fit its schema: the first field at fault, and why.
+    """The error for a body that does not fit its schema: its first wrong field, and why.
 
-    faults: pydantic's, with locations from the body `sent` on. Of a field that may have several
-    forms the fault that lies deepest is told: the others are about forms that nobody meant.
+    faults: pydantic's, with locations in the body `sent`. For a field with several possible forms
+    pydantic reports a fault for each; the deepest one is about the form that the client meant.
     """
     found = [(_path(fault, sent), fault) for fault in faults]
     first, _ = found[0]
     same = [(path, fault) for path, fault in found if path[:1] == first[:1]]
     deepest = max((path for path, _ in same), key=len)
     field = ".".join(map(str, deepest))
-    words = _joined([_words(fault) for path, fault in same if path == deepest])
+    reasons = [_reason(fault) for path, fault in same if path == deepest]
     if not field:
         return invalid("the body must be a JSON object")
-    return invalid(f"`{field}`: {words}", field)
+    return invalid(f"`{field}`: {_joined(reasons)}", field)
 
 
 def _path(fault: Mapping[str, Any], sent: object) -> tuple[str | int, ...]:
-    """Where the fault lies, without the names that validation has for its own branches."""
+    """The location of a fault in the body, without pydantic's names of union members."""
     location = fault["loc"]
     path = []
-    for place, part in enumerate(location, 1):
+    for depth, part in enumerate(location, 1):
         inner = _inner(sent, part)
         if inner is not _ABSENT:
             sent = inner
-        elif fault["type"] != "missing" or place < len(location):
+        elif fault["type"] != "missing" or depth < len(location):
             continue
         path.append(part)
     return tuple(path)
@@ -58,12 +58,12 @@ def _inner(sent: object, part: str | int) -> object:
     return _ABSENT
 
 
-def _words(fault: Mapping[str, Any]) -> str:
-    words = str(fault["msg"]).removeprefix("Value error, ")
-    return words.replace(_NO_OBJECT, "a JSON object")
+def _reason(fault: Mapping[str, Any]) -> str:
+    reason = str(fault["msg"]).removeprefix("Value error, ")
+    return reason.replace(_NO_OBJECT, "a JSON object")
 
 
-def _joined(words: Sequence[str]) -> str:
-    """Several words about one field as one sentence, each once."""
-    head, *rest = dict.fromkeys(words)
-    return " or ".join([head, *(word.removeprefix(_SHOULD_BE) for word in rest)])
+def _joined(reasons: Sequence[str]) -> str:
+    """Several reasons about one field as one sentence, each once."""
+    head, *rest = dict.fromkeys(reasons)
+    return " or ".join([head, *(reason.removeprefix(_SHOULD_BE) for reason in rest)])

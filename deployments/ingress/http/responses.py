@@ -9,5 +9,5 @@ _encode = msgspec.json.Encoder().encode
 def json_response(
     value: object, status: int = 200, headers: dict[str, str] | None = None
 ) -> Response:
-    """A response whose body is this value as JSON."""
+    """A response with this value as JSON."""
     return Response(_encode(value), status, headers, media_type="application/json")

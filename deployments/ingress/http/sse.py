@@ -1,4 +1,4 @@
-"""Server-sent events: framing, and a response that ends its work when the client leaves."""
+"""Server-sent events: their format, and a response that stops when its client leaves."""
 
 import asyncio
 import contextlib
@@ -14,7 +14,7 @@ from deployments.ingress.http.errors import RequestError
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b":\n\n"
-"""A comment, which clients skip: proxies close connections that are silent for too long."""
+"""A comment, which clients skip. Proxies close connections that are silent for too long."""
 
 R = TypeVar("R")
 
@@ -22,33 +22,31 @@ _encode = msgspec.json.Encoder().encode
 
 
 def data(value: object) -> bytes:
-    """One event; JSON never holds a raw line break, so one `data:` line is enough."""
+    """One event. JSON has no raw line breaks, so one `data:` line is enough."""
     return b"data: " + _encode(value) + b"\n\n"
 
 
 class ClientGone(Exception):
-    """The client closed the connection; nobody reads a reply any more."""
+    """The client has closed the connection."""
 
 
 async def unless_gone(receive: Receive, work: Awaitable[R]) -> R:
-    """The result of `work`, which is cancelled, raising ClientGone, if the client leaves."""
+    """Return the result of `work`; if the client leaves, cancel it and raise ClientGone."""
     working = asyncio.ensure_future(work)
     try:
         await wait_unless_gone(receive, working)
         return await working
     finally:
-        if _dropped(working):
+        if _cancelled(working):
             await asyncio.gather(working, return_exceptions=True)
 
 
 async def wait_unless_gone(
     receive: Receive, working: "asyncio.Future[R]", seconds: float | None = None
 ) -> None:
-    """Wait until `working` is done, at most so long; ClientGone if the client leaves first.
-
-    Once `working` is done it waits for nothing of its own, such as the end of a task: every
-    further turn of a busy event loop is a delay that clients see.
-    """
+    """Wait until `working` is done, at most `seconds`; ClientGone if the client leaves first."""
+    # When `working` is done this awaits nothing else, not even the end of `leaving`: each round of
+    # a busy event loop would delay the reply.
     leaving = asyncio.ensure_future(_gone(receive))
     try:
         both: set[asyncio.Future[Any]] = {working, leaving}
@@ -57,14 +55,14 @@ async def wait_unless_gone(
             return
         if leaving.exception() is None:
             raise ClientGone
-        # A receive that breaks says nothing about the client.
+        # `receive` failed, so it cannot report whether the client left: just wait.
         await asyncio.wait({working}, timeout=seconds)
     finally:
-        _dropped(leaving)
+        _cancelled(leaving)
 
 
-def _dropped(task: "asyncio.Future[R]") -> bool:
-    """Cancel it, if it still runs; asyncio is not to report a failure that nobody asked for."""
+def _cancelled(task: "asyncio.Future[R]") -> bool:
+    """Cancel a task that still runs; else read its exception, so that asyncio does not log it."""
     if not task.done():
         return task.cancel()
     if not task.cancelled():
@@ -95,7 +93,7 @@ class EventStream(Response):
         headers: Mapping[str, str],
         keep_alive: float,
     ) -> None:
-        """`events` is closed in the end, whatever happens."""
+        """first: sent with the status. events: the rest; closed at the end in any case."""
         self.status_code = 200
         self.background = None
         self._first = first
@@ -106,9 +104,9 @@ class EventStream(Response):
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send until the events end or the client is gone."""
+        """Send until the events end or the client leaves."""
         try:
-            # Here, and not in a task of its own: the first event is there and has waited enough.
+            # Not in a task of its own, which would delay the first event by a round of the loop.
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await self._send(send, self._first)
             await unless_gone(receive, self._send_rest(send))
@@ -135,7 +133,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": chunk, "more_body": True})
 
     async def _beat(self, send: Send) -> None:
-        """Break every silence; one sleeper a stream, so that events cost nothing more."""
+        """Send a comment after each silence. One sleeping task, so that events cost nothing."""
         with contextlib.suppress(OSError):
             while True:
                 silent = time.monotonic() - self._sent

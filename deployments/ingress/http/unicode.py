@@ -1,4 +1,4 @@
-"""Strings that have an encoding: JSON can hold half of a surrogate pair, nothing else can."""
+"""Strings that can be encoded. JSON can contain half of a surrogate pair, which UTF-8 cannot."""
 
 from typing import Annotated
 

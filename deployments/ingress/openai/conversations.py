@@ -1,4 +1,4 @@
-"""From a chat request to what its template is given."""
+"""Converts a chat request to the input of its template."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from deployments.ingress.http.errors import invalid
 from deployments.ingress.openai.schema import ChatBody
 from deployments.ingress.tools.tooling import ToolFormat, with_tools
 
-# What transformers' apply_chat_template takes by these names is no variable of the template.
+# Parameters of transformers' apply_chat_template, which are not variables of a template.
 RESERVED = frozenset({
     "messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt",
     "continue_final_message", "tokenize", "sanitize_control_tokens", "padding", "truncation",
@@ -19,10 +19,12 @@ RESERVED = frozenset({
 _TEMPLATE_FIELDS = ("documents", "reasoning_effort")
 
 
-def conversation(body: ChatBody, means: ToolFormat | None, template: TemplateText) -> Conversation:
-    """The messages, the tools and the template's variables; refuses what would have no effect."""
-    messages, tools, words = with_tools(body.rendered_messages(), means, template)
-    return Conversation(messages, _variables(body, tools, template), words, _continues(body))
+def conversation(
+    body: ChatBody, tool_format: ToolFormat | None, template: TemplateText
+) -> Conversation:
+    """Messages, tools and variables; refuses fields that would have no effect."""
+    messages, tools, tools_text = with_tools(body.rendered_messages(), tool_format, template)
+    return Conversation(messages, _variables(body, tools, template), tools_text, _continues(body))
 
 
 def _variables(
@@ -50,6 +52,6 @@ def _variables(
 
 
 def _continues(body: ChatBody) -> str:
-    """The field of the last message that the answer goes on with, "" for a new message."""
+    """The field of the last message that the answer continues; "" for a new message."""
     field = body.continue_final_message
     return field if isinstance(field, str) else "content" if field else ""

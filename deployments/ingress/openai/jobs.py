@@ -97,16 +97,16 @@ def _check_logprobs(body: Body, settings: IngressSettings) -> None:
 
 def _check_prompt_logprobs(body: Body, settings: IngressSettings) -> None:
     """Refuse unsupported prompt logprobs, and requests for no token at all."""
-    wanted = body.num_prompt_logprobs
+    num_top = body.num_prompt_logprobs
     param = "prompt_logprobs" if body.prompt_logprobs is not None else "echo"
-    if wanted > settings.max_logprobs:
-        message = f"`{param}` must be at most {settings.max_logprobs}, got {wanted}"
+    if num_top > settings.max_logprobs:
+        message = f"`{param}` must be at most {settings.max_logprobs}, got {num_top}"
         raise invalid(message, param)
-    if wanted >= 0 and body.stream:
+    if num_top >= 0 and body.stream:
         raise invalid("logprobs of the prompt cannot be streamed", param)
     if body.max_tokens != 0:
         return
-    if not isinstance(body, CompletionBody) or (wanted < 0 and not body.echo):
+    if not isinstance(body, CompletionBody) or (num_top < 0 and not body.echo):
         message = "`max_tokens` must be at least 1 unless `echo` or `prompt_logprobs` is set"
         raise invalid(message, "max_tokens")
 
@@ -179,9 +179,9 @@ def _stopping(body: Body, num_prompt: int, info: EngineInfo) -> Stopping:
     """When the sequence ends; refuses what exceeds the model's context."""
     param = "messages" if isinstance(body, ChatBody) else "prompt"
     left = info.max_total_tokens - num_prompt
-    wanted = _wanted_tokens(body)
+    requested = _requested_tokens(body)
     default = left if isinstance(body, ChatBody) else min(_DEFAULT_MAX_TOKENS, left)
-    limit = max(1, default) if wanted is None else wanted
+    limit = max(1, default) if requested is None else requested
     if limit > left:
         raise invalid(
             f"This model's maximum context length is {info.max_total_tokens} tokens. However, "
@@ -205,7 +205,7 @@ def _ignores_end(body: Body) -> bool:
     return bool(body.ignore_eos or body.ignore_eos_token)
 
 
-def _wanted_tokens(body: Body) -> int | None:
+def _requested_tokens(body: Body) -> int | None:
     newer = body.max_completion_tokens if isinstance(body, ChatBody) else None
     return body.max_tokens if newer is None else newer
 

@@ -1,4 +1,4 @@
-"""The replies of OpenAI's routes, as their writers make them and /openapi.json shows them."""
+"""The replies of OpenAI's routes, for their writers and for /openapi.json."""
 
 from typing import Any, Literal, NotRequired, TypedDict
 
@@ -8,7 +8,7 @@ Reason = Literal["stop", "length", "tool_calls", "function_call"]
 
 
 class CachedTokens(TypedDict):
-    """Tokens of the prompt that were computed before."""
+    """Prompt tokens from the prefix cache."""
 
     cached_tokens: int
 
@@ -33,7 +33,7 @@ class CompletionChoice(TypedDict):
 
 
 class CompletionReply(TypedDict):
-    """Completions; usage is null in a stream's chunks but the last."""
+    """Completions; in a stream only the last chunk has usage."""
 
     id: str
     object: Literal["text_completion"]
@@ -44,14 +44,14 @@ class CompletionReply(TypedDict):
 
 
 class ToolFunction(TypedDict):
-    """A function that is to be called; arguments are JSON."""
+    """The function of a call; arguments: JSON text."""
 
     name: NotRequired[str]
     arguments: str
 
 
 class ToolCallReply(TypedDict):
-    """One call; index: in streams, which one this is a part of."""
+    """One call; index: of the call in a stream."""
 
     index: NotRequired[int]
     id: NotRequired[str]
@@ -70,7 +70,7 @@ class ChatMessageReply(TypedDict):
 
 
 class ChatDelta(TypedDict):
-    """What is new of the answer."""
+    """New parts of the answer."""
 
     role: NotRequired[Literal["assistant"]]
     content: NotRequired[str | None]
@@ -128,7 +128,7 @@ class ResponseError(TypedDict):
 
 
 class InputTokens(CachedTokens):
-    """Of the prompt's tokens: read from the prefix cache, and written to it on request (none)."""
+    """Prompt tokens from the prefix cache, and those written to it on request (none)."""
 
     cache_write_tokens: int
 
@@ -159,7 +159,7 @@ class ResponseReply(TypedDict):
 
 
 class ResponseEvent(TypedDict):
-    """One event of a streamed response; its other fields go by its type."""
+    """One event of a streamed response; its other fields depend on its type."""
 
     type: str
     sequence_number: int

@@ -1,4 +1,4 @@
-"""POST /v1/responses as a 2026 client sends it, and the same request as a chat."""
+"""The body of POST /v1/responses, and its conversion to a chat."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -25,11 +25,11 @@ from deployments.ingress.openai.request_fields import (
 from deployments.ingress.openai.schema import ChatBody
 
 _LOGPROBS = "message.output_text.logprobs"
-# What may be included without a difference: there is no reasoning to encrypt.
+# The values of `include` that are accepted. There is no reasoning to encrypt.
 _INCLUDED = frozenset({_LOGPROBS, "reasoning.encrypted_content"})
 _TEXT_PARTS = frozenset({"input_text", "output_text", "text"})
 
-# The chat's fields by the names that this route has for them.
+# This route's names of a chat's fields.
 _NAMES = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
@@ -50,7 +50,7 @@ class InputPart(BaseModel):
 
 
 class InputItem(BaseModel):
-    """One item of the conversation so far: a message, a call, or what a call came to."""
+    """One item of the conversation: a message, a call, or the result of a call."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -64,7 +64,7 @@ class InputItem(BaseModel):
 
 
 class TextConfig(BaseModel):
-    """What the answer's text must be."""
+    """The format of the answer's text."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -73,7 +73,7 @@ class TextConfig(BaseModel):
 
 
 class Reasoning(BaseModel):
-    """How much the model is to think; answers are not split, so thoughts have no summary."""
+    """How much the model reasons; reasoning is part of the text, so it has no summary."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -81,7 +81,7 @@ class Reasoning(BaseModel):
 
 
 class ResponsesBody(BaseModel):
-    """POST /v1/responses; the chat's further fields (seed, top_k, ...) are taken too."""
+    """POST /v1/responses; the other fields of a chat (seed, top_k, ...) are served too."""
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False, extra="allow")
 
@@ -106,7 +106,7 @@ class ResponsesBody(BaseModel):
     @field_validator("text", "tools", "tool_choice", "metadata")
     @classmethod
     def _is_unicode(cls, given: Any) -> Any:
-        """The response repeats these, so they must have an encoding."""
+        """The response repeats these fields, so they must be valid Unicode."""
         plain = given.model_dump() if isinstance(given, BaseModel) else given
         if not is_encodable(json.dumps(plain, ensure_ascii=False)):
             raise ValueError("must be valid Unicode")
@@ -118,7 +118,7 @@ class ResponsesBody(BaseModel):
         return _LOGPROBS in (self.include or ())
 
     def as_chat(self) -> ChatBody:
-        """The same request as a chat; raises RequestError for what is not built."""
+        """The same request as a chat; RequestError for what is not supported."""
         given = self.model_extra or {}
         refuse_others(given, REFUSED_RESPONSES)
         for name in self.include or ():
@@ -169,7 +169,7 @@ class ResponsesBody(BaseModel):
         return messages
 
     def _format(self) -> dict[str, Any] | None:
-        """The chat's response_format: there a schema lies one level deeper."""
+        """The chat's response_format, in which a schema is one level deeper."""
         given = self.text.format if self.text is not None else None
         if given is None or given.get("type") != "json_schema":
             return given
@@ -177,7 +177,7 @@ class ResponsesBody(BaseModel):
 
 
 def renamed(error: RequestError) -> RequestError:
-    """An error about a chat's field, about this route's field of the same meaning."""
+    """An error with this route's name of the chat's field."""
     name = _NAMES.get(error.param or "")
     if name is None:
         return error
@@ -203,12 +203,12 @@ def _add(messages: list[dict[str, Any]], item: InputItem) -> None:
     elif kind == "function_call_output":
         output = {"role": "tool", "tool_call_id": item.call_id, "content": _content(item.output)}
         messages.append(output)
-    elif kind != "reasoning":  # thoughts of before are not shown to the model again
+    elif kind != "reasoning":  # Earlier reasoning is not shown to the model.
         raise invalid(f"input of type `{kind}` is not supported", "input", NO_SUCH)
 
 
 def _content(content: str | Iterable[InputPart] | None) -> str | list[dict[str, Any]] | None:
-    """A content as chats have it."""
+    """A content in the form of chats."""
     if content is None or isinstance(content, str):
         return content
     for part in content:
@@ -218,14 +218,14 @@ def _content(content: str | Iterable[InputPart] | None) -> str | list[dict[str, 
 
 
 def _chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool as chats have it: one level deeper."""
+    """A tool in the form of chats: one level deeper."""
     if tool.get("type") != "function" or "function" in tool:
         return dict(tool)
     return {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
 
 
 def _chat_choice(choice: str | Mapping[str, Any] | None) -> str | dict[str, Any] | None:
-    """A tool_choice as chats have it."""
+    """A tool_choice in the form of chats."""
     if choice is None or isinstance(choice, str):
         return choice
     if choice.get("type") == "function" and "function" not in choice:
@@ -238,7 +238,7 @@ def _chat_choice(choice: str | Mapping[str, Any] | None) -> str | dict[str, Any]
 
 
 def _as_request_error(fault: ValidationError, chat: Mapping[str, Any]) -> RequestError:
-    """What is wrong with a field of the chat, by the name that this route has for it."""
+    """The error about a field of the chat, with this route's name of it."""
     error = validation_message(fault.errors(), chat)
     assert error.param, "a chat is an object"
     head, *rest = error.param.split(".")
@@ -247,7 +247,7 @@ def _as_request_error(fault: ValidationError, chat: Mapping[str, Any]) -> Reques
 
 
 def echoed(body: ResponsesBody) -> dict[str, Any]:
-    """What a response object repeats of its request."""
+    """The fields of the request that the response repeats."""
     shown = body.text.format if body.text is not None else None
     return {
         "instructions": body.instructions,
@@ -265,14 +265,14 @@ def echoed(body: ResponsesBody) -> dict[str, Any]:
 
 
 def _echoed_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """A function as a response has it, whichever way it was written."""
+    """A tool in the form of responses."""
     function = tool.get("function")
     flat = {"type": "function", **function} if isinstance(function, dict) else tool
     return {"strict": None, "parameters": None, **flat}
 
 
 def _echoed_choice(choice: str | Mapping[str, Any]) -> str | dict[str, Any]:
-    """A tool_choice as a response has it, whichever way it was written."""
+    """A tool_choice in the form of responses."""
     if isinstance(choice, str):
         plain = choice in ("none", "auto", "required")
         return choice if plain else {"type": "function", "name": choice}

@@ -1,4 +1,4 @@
-"""Chat replies whose answers may hold calls of tools."""
+"""Chat replies with tool calls."""
 
 import secrets
 import string
@@ -21,7 +21,7 @@ _SHORT = string.ascii_letters + string.digits
 
 @dataclass
 class ReadCall:
-    """One call of an answer; arguments are JSON text."""
+    """A call in an answer; arguments: JSON text."""
 
     name: str
     arguments: str = ""
@@ -29,13 +29,13 @@ class ReadCall:
 
 @dataclass
 class Answer:
-    """An answer split into its text and its calls."""
+    """The text and the calls of an answer."""
 
     text: str = ""
     calls: list[ReadCall] = field(default_factory=list)
 
-    def take(self, parts: Iterable[Part]) -> "Answer":
-        """The answer with these parts added."""
+    def add(self, parts: Iterable[Part]) -> None:
+        """Add parts of a reader."""
         for part in parts:
             if isinstance(part, TextDelta):
                 self.text += part.text
@@ -43,38 +43,38 @@ class Answer:
                 self.calls.append(ReadCall(part.name))
             else:
                 self.calls[-1].arguments += part.text
-        return self
 
 
 def read_whole(reader: CallReader, text: str) -> Answer:
-    """A whole text, split."""
-    return Answer().take(reader.push(text)).take(reader.end())
+    """Read a whole answer."""
+    answer = Answer()
+    answer.add(reader.push(text) + reader.end())
+    return answer
 
 
 def call_id(tooling: ToolFormat) -> str:
-    """A new id of a call."""
+    """A new id for a call."""
     if tooling.short_ids:
         return "".join(secrets.choice(_SHORT) for _ in range(9))
     return f"call_{secrets.token_hex(12)}"
 
 
 class ToolChatWriter(ChatWriter):
-    """chat.completion objects with tool_calls, or function_call for requests with `functions`."""
+    """Writes chat.completion objects with tool_calls, or function_call for `functions`."""
 
     def __init__(self, envelope: Envelope, tooling: ToolFormat) -> None:
-        """Every choice gets a reader of its own when it begins."""
         super().__init__(envelope)
         self._tooling = tooling
         self._legacy = tooling.toolbox.legacy
         self._readers: dict[int, CallReader] = {}
 
     def first_chunk(self, index: int) -> bytes:
-        """The role."""
+        """The role; starts a reader for the choice."""
         self._readers[index] = self._tooling.reader()
         return super().first_chunk(index)
 
     def chunks(self, event: Event) -> bytes:
-        """All chunks that one event makes; the first of them has its logprobs."""
+        """The chunks of one event; the first of them has the logprobs."""
         reader = self._readers[event.sequence]
         parts = reader.push(event.text)
         if event.reason is not None:
@@ -92,7 +92,7 @@ class ToolChatWriter(ChatWriter):
         return chunks
 
     def _choice(self, index: int, choice: Choice) -> ChatChoice:
-        """One choice, the calls taken out of its text."""
+        """A choice, with the calls separated from its text."""
         written = super()._choice(index, choice)
         answer = read_whole(self._tooling.reader(), choice.text)
         message = written["message"]
@@ -111,7 +111,7 @@ class ToolChatWriter(ChatWriter):
         return written
 
     def _part(self, part: Part) -> bytes:
-        """The delta of one part."""
+        """The delta of a part."""
         if isinstance(part, TextDelta):
             return self._delta(part.text)
         if isinstance(part, CallStart):

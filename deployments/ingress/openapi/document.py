@@ -1,6 +1,6 @@
-"""The OpenAPI document: requests as the routes declare them, replies by their writers' types.
+"""The OpenAPI document: requests by the routes' bodies, replies by their writers' types.
 
-What is left to say of a route, in words and examples, is in operations.yaml.
+operations.yaml adds descriptions and examples.
 """
 
 from collections.abc import Callable, Mapping
@@ -64,7 +64,7 @@ STREAMS: Mapping[str, Any] = {
 }
 """The types of one event's data, by the routes that can stream."""
 
-# Statuses that any request may get before its route, and those of requests with a body.
+# Statuses of errors before any route, and those of requests with a body.
 _ANY = (401, 431)
 _BODY = (*_ANY, 400, 408, 413, 415, 429)
 _REFERENCE = "#/components/schemas/{name}"
@@ -77,10 +77,11 @@ _DESCRIPTION = (
 
 
 class Operation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What operations.yaml says of one method of one path.
+    """The entry of one method of one path in operations.yaml.
 
-    others: content types of the reply beside JSON and events. errors: statuses beside those that
-    every such route has. request: examples by their summaries. answer: the reply to the first.
+    others: content types of the reply besides JSON and events.
+    errors: statuses besides those that all such routes have.
+    request: examples by their summaries. answer: the reply to the first one.
     """
 
     tag: str
@@ -98,13 +99,13 @@ class Operation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @cache
 def operations() -> Mapping[str, Operation]:
-    """The table in operations.yaml by "method /path"; read when it is first needed."""
+    """operations.yaml by "method /path"; read at the first call."""
     text = Path(__file__).with_name("operations.yaml").read_text(encoding="utf-8")
     return msgspec.convert(yaml.safe_load(text), dict[str, Operation])
 
 
 def documented(app: FastAPI) -> Callable[[], dict[str, Any]]:
-    """Return what `app.openapi` is to be: the document, made when it is first requested."""
+    """A function for `app.openapi`, which makes the document at the first request."""
     return cache(lambda: _document(app))
 
 
@@ -125,7 +126,7 @@ def _document(app: FastAPI) -> dict[str, Any]:
 
 
 def _fill(known: dict[str, Any], route: str, schemas: "_Schemas") -> None:
-    """Complete what FastAPI wrote of one route."""
+    """Complete FastAPI's description of one route."""
     operation = operations()[route]
     body = known.get("requestBody")
     known["tags"] = [operation.tag]
@@ -188,8 +189,8 @@ class _Schemas:
     def __init__(self, types: list[Any], schemas: list[dict[str, Any]]) -> None:
         self._pairs = list(zip(types, schemas, strict=True))
 
-    def __getitem__(self, wanted: Any) -> dict[str, Any]:
-        return next(schema for known, schema in self._pairs if known == wanted)
+    def __getitem__(self, type: Any) -> dict[str, Any]:
+        return next(schema for known, schema in self._pairs if known == type)
 
 
 def _schemas() -> tuple[_Schemas, dict[str, Any]]:

@@ -12,7 +12,7 @@ _INLINE = re.compile(r"<(style|script)>(.*?)</\1>", re.DOTALL)
 
 
 class Page:
-    """The playground with the headers that keep it from asking anybody but this server."""
+    """The playground; its headers forbid requests to other servers."""
 
     def __init__(self) -> None:
         self._text = (
@@ -45,7 +45,7 @@ class Page:
 
 
 def inline_digests(page: str) -> dict[str, str]:
-    """What a policy calls a page's inline style and script, by `style` and `script`."""
+    """The sources of a page's inline `style` and `script` in a Content-Security-Policy."""
     return {kind: _digest(inline) for kind, inline in _INLINE.findall(page)}
 
 
@@ -54,13 +54,13 @@ def _digest(inline: str) -> str:
     return f"'sha256-{base64.b64encode(digest).decode()}'"
 
 
-def wanted(request: Request) -> bool:
-    """Whether a browser asks for something to look at."""
+def accepts_html(request: Request) -> bool:
+    """Whether the client is a browser that navigates to the page."""
     return "text/html" in request.headers.get("accept", "")
 
 
 def routes(page: Page) -> APIRouter:
-    """The page under a name of its own; browsers get it at / too."""
+    """The page's route; browsers get the page at / too."""
     router = APIRouter()
 
     @router.get("/playground", include_in_schema=False)

@@ -1,4 +1,4 @@
-"""The API's document for people, at /docs: Swagger UI, served by this server alone."""
+"""The API's reference at /docs: Swagger UI, without files from other servers."""
 
 import asyncio
 from importlib.resources import files
@@ -10,17 +10,17 @@ from starlette.responses import HTMLResponse, Response
 from deployments.ingress.http.responses import json_response
 from deployments.ingress.pages.playground import inline_digests
 
-# It carries Swagger UI's files; FastAPI's own page would have browsers ask a CDN for them.
+# A package with Swagger UI's files, which FastAPI's own page would load from a CDN.
 _PACKAGE = "fastapi_offline"
 _PARTS = {"swagger-ui-bundle.js": "text/javascript", "swagger-ui.css": "text/css"}
 _ALIAS = "/api-doc/openapi.json"
 
 OPEN_PATHS = frozenset({"/docs", "/openapi.json", _ALIAS, *(f"/docs/{name}" for name in _PARTS)})
-"""What needs no API key."""
+"""Paths that need no API key."""
 
 
 def routes(app: FastAPI) -> APIRouter:
-    """The page, its parts, and the document by LoRAX's name for it."""
+    """The page, its files, and the document at LoRAX's path."""
     router = APIRouter(include_in_schema=False)
     page = files("deployments.ingress.pages").joinpath("reference.html").read_text("utf-8")
     headers = _headers(page)
@@ -45,7 +45,7 @@ def routes(app: FastAPI) -> APIRouter:
 
 
 def _headers(page: str) -> dict[str, str]:
-    """What keeps the page from asking anybody but this server."""
+    """The headers of the page; they forbid requests to other servers."""
     policy = [
         "default-src 'none'",
         "style-src 'self' 'unsafe-inline'",  # Swagger UI writes style attributes.

@@ -1,4 +1,4 @@
-"""Grammars that hold an answer to calls of known functions, with arguments that fit."""
+"""Grammars for answers with tool calls: known functions, and arguments that fit their schemas."""
 
 import json
 from collections.abc import Mapping
@@ -11,22 +11,23 @@ from deployments.ingress.structured.schemas import ANY_OBJECT, schema_text
 from deployments.ingress.tools.parsers import CallFormat
 from deployments.ingress.tools.schema import Function, Toolbox
 
-# A model that likes to call would never end.
-_MOST_CALLS = 16
-# Schemas that leave their fields open on purpose.
+# Else a model could write calls forever.
+_MAX_CALLS = 16
+# A schema with one of these decides itself about further fields.
 _OPEN = frozenset({"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"})
 _TEXT = r"TEXT: /(.|\n)*/"
-# Text that is not read as a call where calls have no opening marker.
+# Text that is not a call, in a format whose calls have no opening marker.
 _PLAIN = r"PLAIN: /\s*([^\s{\[<](.|\n)*)?/"
 
 
 def calls_constraint(
     toolbox: Toolbox, format: CallFormat, ids: Mapping[str, int], answer: str = ""
 ) -> Constraint:
-    """What an answer must fit for its calls to fit their functions' schemas.
+    """The constraint under which an answer's calls fit their functions' schemas.
 
-    ids: those of the format's markers that are tokens of their own. answer: the schema of an answer
-    that is no call, "" for any text. Unconstrained where nothing has to be held.
+    ids: of the format's markers that are single tokens.
+    answer: the schema of an answer without calls, "" for any text.
+    UNCONSTRAINED if no call is required, no function is strict, and there is no such schema.
     """
     strict = any(function.strict for function in toolbox.callable)
     if not (toolbox.forced or answer or strict):
@@ -37,7 +38,7 @@ def calls_constraint(
 
 
 class _Rules:
-    """Builds one grammar in Lark as llguidance reads it."""
+    """Builds one grammar in llguidance's dialect of Lark."""
 
     def __init__(self, toolbox: Toolbox, format: CallFormat, ids: Mapping[str, int]) -> None:
         self._toolbox = toolbox
@@ -45,24 +46,24 @@ class _Rules:
         self._ids = ids
 
     def forced(self) -> str:
-        """One list of calls and nothing else."""
+        """A grammar of one list of calls."""
         return _grammar("start: list", self._list(), *self._objects(", "))
 
     def free(self, answer: str) -> str:
-        """Calls in the model's own format, or an answer."""
+        """A grammar of calls in the model's own format, or an answer."""
         other = f"answer: %json {answer}" if answer else ""
         if self._format.at_start:
             start = f"start: {'answer' if answer else 'PLAIN'} | {self._opening()} calls"
             return _grammar(start, other or _PLAIN, *self._schemas())
-        most = _MOST_CALLS if self._toolbox.parallel else 1
+        limit = _MAX_CALLS if self._toolbox.parallel else 1
         if answer:
-            start, lead = f"start: answer | tagged{{1,{most}}}", f"lead: /\\s?/ {self._opening()}"
+            start, lead = f"start: answer | tagged{{1,{limit}}}", f"lead: /\\s?/ {self._opening()}"
         else:
-            start, lead = f"start: tagged{{0,{most}}} TEXT", self._lead()
+            start, lead = f"start: tagged{{0,{limit}}} TEXT", self._lead()
         return _grammar(start, other or _TEXT, lead, *self._tagged())
 
     def _lead(self) -> str:
-        """Text up to the first marker that opens calls."""
+        """Text up to the first marker of calls."""
         [marker] = self._format.begins
         return f"lead{'' if marker in self._ids else '[lazy]'}: TEXT {self._marker(marker)}"
 
@@ -70,7 +71,7 @@ class _Rules:
         return f"{self._marker(self._format.begins[0])}{'?' if self._format.at_start else ''}"
 
     def _tagged(self) -> list[str]:
-        """One opening marker with its calls."""
+        """The rules of an opening marker with its calls."""
         if not self._format.named:
             end = self._marker(self._format.end)
             return [f"tagged: lead /\\s?/ call /\\s?/ {end}", *self._objects(", ")]
@@ -83,10 +84,13 @@ class _Rules:
                 *self._objects(", ")]  # fmt: skip
 
     def _schemas(self) -> list[str]:
-        """Calls as objects by schemas: what begins like an answer is read like one."""
+        """Calls as objects by schemas, as free in their spelling as an answer."""
         rules = [self._calls("; ")]
         for index, function in enumerate(self._toolbox.callable):
-            properties = {"name": {"const": function.name}, self._format.key: self._held(function)}
+            properties = {
+                "name": {"const": function.name},
+                self._format.key: self._arguments(function),
+            }
             call = {
                 "type": "object", "properties": _moved(properties, self._format.key),
                 "required": [*properties], "additionalProperties": False,
@@ -103,22 +107,22 @@ class _Rules:
         for index, function in enumerate(self._toolbox.callable):
             head = f'{{"name": {json.dumps(function.name)}, "{self._format.key}": '
             rules.append(f'call{index}: {lark_string(head)} args{index} "}}"')
-            rules.append(f"args{index}: %json {schema_text(self._held(function))}")
+            rules.append(f"args{index}: %json {schema_text(self._arguments(function))}")
         return rules
 
     def _calls(self, separator: str) -> str:
-        more = _MOST_CALLS - 1 if self._toolbox.parallel else 0
+        more = _MAX_CALLS - 1 if self._toolbox.parallel else 0
         again = f" ({lark_string(separator)} call){{0,{more}}}" if more else ""
         kinds = " | ".join(f"call{index}" for index in range(len(self._toolbox.callable)))
         return f"calls: call{again}\ncall: {kinds}"
 
-    def _held(self, function: Function) -> Mapping[str, Any]:
-        """What a function's arguments must fit."""
-        held = self._toolbox.forced or function.strict
-        return _arguments_schema(function) if held else ANY_OBJECT
+    def _arguments(self, function: Function) -> Mapping[str, Any]:
+        """The schema of a function's arguments."""
+        is_strict = self._toolbox.forced or function.strict
+        return _arguments_schema(function) if is_strict else ANY_OBJECT
 
     def _marker(self, marker: str) -> str:
-        """A marker of the format, as its token where it is one."""
+        """A marker of the format; as a token, if it is one."""
         return f"<[{self._ids[marker]}]>" if marker in self._ids else lark_string(marker)
 
 
@@ -127,7 +131,7 @@ def _grammar(*lines: str) -> str:
 
 
 def _moved(schema: Any, key: str) -> Any:
-    """The schema with its references to its own root led to where it lies now."""
+    """The schema with references to its root changed to its new location."""
     if isinstance(schema, list):
         return [_moved(part, key) for part in schema]
     if not isinstance(schema, dict):
@@ -140,7 +144,7 @@ def _moved(schema: Any, key: str) -> Any:
 
 
 def _arguments_schema(function: Function) -> dict[str, Any]:
-    """The schema of a function's arguments: an object with no more than what it names."""
+    """The schema of a function's arguments: an object with only the fields that it names."""
     schema = {"type": "object", **(function.parameters or {})}
     kinds, schema["type"] = schema["type"], "object"
     if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):

@@ -1,7 +1,7 @@
-"""From a model's text to the calls in it: one incremental reader for the formats of today.
+"""Finds tool calls in a model's text: one incremental reader for all formats.
 
-What comes out never depends on the pieces that the text comes in. Text that turns out to be no
-call of a known function is given back as text.
+The result does not depend on how the text is split into pieces. Text that turns out not to be a
+call of a known function is returned as text.
 """
 
 import json
@@ -12,18 +12,19 @@ from typing import NamedTuple
 
 from configs.model import ToolParser
 from deployments.ingress.http.unicode import is_encodable
+from deployments.ingress.text.stops import begun_length
 
 
 @dataclass(frozen=True)
 class CallFormat:
     """How a model writes calls: objects with `name` and `arguments` (or `parameters`).
 
-    begins: the markers that open calls.
-    end: the marker that closes them, "" for none.
-    at_start: whether an answer that begins with { or [ is a call without a marker.
-    named: whether a call may be a name and its arguments.
-    others: further markers that belong to a call.
-    key: the field of the arguments where a grammar writes them.
+    begins: the markers before calls.
+    end: the marker after them, "" for none.
+    at_start: an answer that begins with { or [ is a call, also without a marker.
+    named: a call may be a name and its arguments, without an object around them.
+    others: other markers in a call.
+    key: the field of the arguments in a grammar.
     """
 
     begins: tuple[str, ...] = ()
@@ -35,7 +36,7 @@ class CallFormat:
 
     @property
     def markers(self) -> frozenset[str]:
-        """Markers that must reach the reader even where they are special tokens."""
+        """All markers; the reader needs their text also if they are special tokens."""
         return frozenset([*self.begins, self.end, *self.others]) - {""}
 
 
@@ -47,7 +48,7 @@ FORMATS = {
     ),
 }  # fmt: skip
 FORCED = CallFormat(at_start=True)
-"""What a grammar makes of required calls: one list of objects."""
+"""The format of required calls, which a grammar enforces: one list of objects."""
 
 
 class TextDelta(NamedTuple):
@@ -72,7 +73,7 @@ class ArgumentsDelta(NamedTuple):
 
 Part = TextDelta | CallStart | ArgumentsDelta
 
-# Outside of strings no JSON has a "<": there a model goes on without having closed its brackets.
+# Outside of strings JSON has no "<": there the model went on without closing its brackets.
 _MARKS = re.compile(r'["\\{}\[\]<]')
 _DEPTH = {"{": 1, "[": 1, "}": -1, "]": -1}
 
@@ -81,14 +82,14 @@ class _Span:
     """Finds where a JSON object or list ends."""
 
     def __init__(self, depth: int = 0) -> None:
-        """`depth` brackets are open already."""
+        """depth: number of brackets that are open already."""
         self._depth = depth
         self._quoted = False
         self._escaped = -1
         self._seen = 0
 
     def feed(self, text: str) -> int:
-        """Where the value ends in this text, -1 if it goes on."""
+        """The index at which the value ends in this text; -1 if it does not."""
         for mark in _MARKS.finditer(text):
             at = self._seen + mark.start()
             if self._closes(mark[0], at):
@@ -113,12 +114,12 @@ class CallReader:
     """Reads one answer; `push` its text as it comes, then `end`."""
 
     def __init__(self, format: CallFormat, names: Sequence[str], parallel: bool) -> None:
-        """`names` are the functions that may be called, without parallel once at most."""
+        """names: of the functions. parallel: an answer may have several calls."""
         self._format = format
         self._names = frozenset(names)
         self._parallel = parallel
         any_name = "|".join(map(re.escape, sorted(names)))
-        # Blanks are never tried again in other lengths: a model may write very many of them.
+        # Possessive quantifiers: with many blanks, backtracking would take quadratic time.
         self._head = re.compile(
             r'\s*+\{\s*+(?:"type"\s*+:\s*+"function"\s*+,\s*+)?"name"\s*+:\s*+"(' + any_name +
             r')"\s*+,\s*+"(?:arguments|parameters)"\s*+:\s*+(?=\{)'
@@ -127,8 +128,8 @@ class CallReader:
             r"\s*+(" + any_name + r")\s*+(?:\[CALL_ID\]\w++)?\s*+(?:\[ARGS\])?\s*+(?=\{)"
         )
         self._state: Callable[[], bool] = self._start if format.at_start else self._text
-        self._buffer = ""  # not decided yet
-        self._opener = ""  # what led to the call that is being read, in case it is none
+        self._buffer = ""  # Text that is not parsed yet.
+        self._opener = ""  # Text that led to the current call; it is text if that is no call.
         self._span = _Span()
         self._scanned = 0
         self._listed = False
@@ -138,7 +139,7 @@ class CallReader:
         self.num_calls = 0
 
     def push(self, text: str) -> list[Part]:
-        """What is known once this came too."""
+        """Add text; returns the parts that are certain now."""
         self._buffer += text
         while self._buffer and self._state():
             pass
@@ -146,7 +147,7 @@ class CallReader:
         return parts
 
     def end(self) -> list[Part]:
-        """The rest."""
+        """The remaining parts. No text may follow."""
         rest = self._opener + self._buffer
         calling = self._state in (self._arguments, self._closing, self._fields, self._between)
         cut_off = self.num_calls > 0 and (self._opener in (",", ";") or not rest.strip())
@@ -157,10 +158,10 @@ class CallReader:
         parts, self._parts = self._parts, []
         return parts
 
-    # Each state takes what it can from the buffer; True: the next state may go on with the rest.
+    # Each state consumes what it can from the buffer. True: the next state may continue.
 
     def _start(self) -> bool:
-        """Nothing but blanks so far."""
+        """State: nothing but blanks so far."""
         begun = self._buffer.lstrip()
         if not begun:
             return False
@@ -168,26 +169,26 @@ class CallReader:
         return True
 
     def _text(self) -> bool:
-        """Text for the client, up to a marker that opens calls; blanks beside calls are dropped."""
+        """State: text for the client, up to a marker of calls; blanks around calls are dropped."""
         if self._trims:
             self._buffer = self._buffer.lstrip()
             self._trims = not self._buffer
         found = [(self._buffer.find(marker), marker) for marker in self._format.begins]
         at, marker = min([(at, marker) for at, marker in found if at >= 0], default=(-1, ""))
         if at < 0:
-            held = self._undecided()
-            self._add_text(self._buffer[: len(self._buffer) - held])
-            self._buffer = self._buffer[len(self._buffer) - held :]
+            cut = len(self._buffer) - self._num_undecided()
+            self._add_text(self._buffer[:cut])
+            self._buffer = self._buffer[cut:]
             return False
-        shown = self._buffer[:at].rstrip()
-        self._add_text(shown)
-        self._opener = self._buffer[len(shown) : at] + marker
+        text = self._buffer[:at].rstrip()
+        self._add_text(text)
+        self._opener = self._buffer[len(text) : at] + marker
         self._buffer = self._buffer[at + len(marker) :]
         self._enter(self._block)
         return True
 
     def _block(self) -> bool:
-        """A call must begin here."""
+        """State: a call must begin here."""
         begun = self._buffer.lstrip()
         if not begun:
             return False
@@ -204,7 +205,7 @@ class CallReader:
         return True
 
     def _item(self) -> bool:
-        """An object: its arguments are passed on as they come if its head is the usual one."""
+        """State: an object; if its fields are in the usual order, its arguments are streamed."""
         if head := self._head.match(self._buffer):
             self._begin(head[1], head.end(), closing=True)
             return True
@@ -223,7 +224,7 @@ class CallReader:
         return True
 
     def _name(self) -> bool:
-        """A name, then its arguments."""
+        """State: a name, then its arguments."""
         if head := self._named_head.match(self._buffer):
             self._begin(head[1], head.end(), closing=False)
             return True
@@ -242,14 +243,14 @@ class CallReader:
         return end >= 0
 
     def _closing(self) -> bool:
-        """After its arguments an object ends, has more fields, or was forgotten to be closed."""
+        """State: after its arguments an object ends, has more fields, or lacks its bracket."""
         begun = self._buffer.lstrip()
         if begun:
             self._enter(self._fields if begun[0] in ",}" else self._between)
         return bool(begun)
 
     def _fields(self) -> bool:
-        """Skip what else an object has after its arguments."""
+        """State: skip the fields of an object after its arguments."""
         end = self._span.feed(self._buffer)
         self._buffer = "" if end < 0 else self._buffer[end:]
         if end >= 0:
@@ -257,7 +258,7 @@ class CallReader:
         return end >= 0
 
     def _between(self) -> bool:
-        """A call is over: another one, the end of calls, or text."""
+        """State: after a call comes another one, the end of calls, or text."""
         if not self._parallel:
             self._enter(self._ignore_rest)
             return True
@@ -269,7 +270,7 @@ class CallReader:
             self._listed = False
             self._buffer = begun[1:]
         elif begun[0] in "}]":
-            self._buffer = begun[1:]  # A bracket too many.
+            self._buffer = begun[1:]  # One bracket too many.
         elif begun[0] in ",;":
             self._opener, self._buffer = begun[0], begun[1:]
             self._enter(self._block)
@@ -290,7 +291,7 @@ class CallReader:
     def _enter(self, state: Callable[[], bool]) -> None:
         self._state = state
         self._scanned = 0
-        # What closes is the object around the arguments.
+        # In `_fields` the object around the arguments is open.
         self._span = _Span(1 if state == self._fields else 0)
         if state == self._text:
             self._listed = False
@@ -309,21 +310,18 @@ class CallReader:
         self._opener = ""
 
     def _reject_call(self) -> None:
-        """It was no call: send all of it as text."""
+        """It was no call: return all of it as text."""
         self._add_text(self._opener)
         self._opener = ""
         self._enter(self._text)
 
-    def _undecided(self) -> int:
-        """Length of the end of the buffer that may belong to the opening of calls."""
+    def _num_undecided(self) -> int:
+        """Length of the buffer's end that may belong to a marker of calls or blanks before it."""
         if not self._format.begins:
             return 0
-        longest = 0
-        for marker in self._format.begins:
-            ends = (n for n in range(len(marker) - 1, 0, -1) if self._buffer.endswith(marker[:n]))
-            longest = max(longest, next(ends, 0))
-        shown = self._buffer[: len(self._buffer) - longest]
-        return longest + len(shown) - len(shown.rstrip())
+        longest = max(begun_length(self._buffer, marker) for marker in self._format.begins)
+        text = self._buffer[: len(self._buffer) - longest]
+        return longest + len(text) - len(text.rstrip())
 
     def _add_text(self, text: str) -> None:
         if text:
@@ -331,7 +329,7 @@ class CallReader:
 
 
 def _call(text: str, names: frozenset[str]) -> tuple[str, str] | None:
-    """Name and arguments of an object whose fields come in any order, None if it is no call."""
+    """Name and arguments of an object with fields in any order; None if it is no call."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
@@ -344,5 +342,5 @@ def _call(text: str, names: frozenset[str]) -> tuple[str, str] | None:
     if isinstance(arguments, str) and is_encodable(arguments):
         return found["name"], arguments
     written = json.dumps(arguments, ensure_ascii=False)
-    # Half of a surrogate pair can only be written by JSON's escapes.
+    # Half of a surrogate pair can only be written with JSON's escapes.
     return found["name"], written if is_encodable(written) else json.dumps(arguments)

@@ -1,7 +1,7 @@
-"""Tools as clients write them: functions, which of them may be called, and calls of the past."""
+"""The fields of requests about tools: functions, the choice among them, and earlier calls."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
@@ -25,9 +25,14 @@ FunctionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.:/-]{1,12
 
 
 class AsWritten(BaseModel):
-    """Keeps what the client wrote: chat templates are given that, as transformers does it."""
+    """Keeps the client's object, which chat templates get, like in transformers."""
 
     _written: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    @property
+    def as_written(self) -> dict[str, Any]:
+        """The client's object."""
+        return self._written
 
     @model_validator(mode="wrap")
     @classmethod
@@ -39,7 +44,7 @@ class AsWritten(BaseModel):
 
 
 class Function(AsWritten):
-    """What a model may call; parameters are the JSON schema of its arguments."""
+    """A function; parameters: the JSON schema of its arguments."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -47,10 +52,6 @@ class Function(AsWritten):
     description: Unicode | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-
-    def shown(self) -> dict[str, Any]:
-        """The function as its client wrote it."""
-        return self._written
 
 
 class Tool(AsWritten):
@@ -60,10 +61,6 @@ class Tool(AsWritten):
 
     type: Unicode
     function: Function | None = None
-
-    def shown(self) -> dict[str, Any]:
-        """What chat templates are given."""
-        return self._written
 
 
 class Named(BaseModel):
@@ -94,7 +91,7 @@ class ToolChoice(BaseModel):
 
 
 class CalledFunction(AsWritten):
-    """A call of the past; arguments are JSON, in a string as far as the model could write it."""
+    """An earlier call; arguments: values, or a model's JSON text, which may be invalid."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -102,14 +99,14 @@ class CalledFunction(AsWritten):
     arguments: Any = ""
 
     def rendered(self) -> dict[str, Any]:
-        """As chat templates take it: the arguments as values, or the text if it is no JSON."""
+        """The call for chat templates: arguments as values, or as text if it is invalid JSON."""
         arguments = self.arguments
         read = _read(arguments) if isinstance(arguments, str) else arguments
-        return {**self._written, "arguments": read}
+        return {**self.as_written, "arguments": read}
 
 
 class ToolCall(AsWritten):
-    """A call of the past with its id."""
+    """An earlier call with its id."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -118,17 +115,21 @@ class ToolCall(AsWritten):
     function: CalledFunction
 
     def rendered(self) -> dict[str, Any]:
-        """As chat templates take it."""
-        return {**self._written, "function": self.function.rendered()}
+        """The call for chat templates."""
+        return {**self.as_written, "function": self.function.rendered()}
 
 
 @dataclass(frozen=True)
 class Toolbox:
     """The tools of one request.
 
-    functions: those in the prompt; shown: as templates get them. callable: which may be called.
-    forced: whether it must call one. parallel: whether it may call several. legacy: whether the
-    request has `functions` instead of `tools`.
+    functions: in the prompt.
+    callable: those that may be called.
+    forced: the answer must be a call.
+    parallel: the answer may have several calls.
+    legacy: the request has `functions` instead of `tools`.
+    param: the field with the choice, for error messages.
+    shown: the tools for chat templates.
     """
 
     functions: tuple[Function, ...]
@@ -141,7 +142,7 @@ class Toolbox:
 
 
 class ToolFields(BaseModel):
-    """The fields of a chat request that are about tools; functions are their older spelling."""
+    """A chat request's fields about tools; functions and function_call are the older form."""
 
     tools: list[Tool] | None = Field(None, max_length=_MAX_TOOLS)
     tool_choice: Unicode | ToolChoice | None = None
@@ -151,7 +152,7 @@ class ToolFields(BaseModel):
 
     @property
     def toolbox(self) -> Toolbox | None:
-        """The tools of this request, None if none may be called."""
+        """The tools of this request; None if none may be called."""
         legacy = not self.tools and bool(self.functions)
         if self.tools and self.functions:
             raise invalid("`functions` cannot be combined with `tools`", "functions")
@@ -167,9 +168,9 @@ class ToolFields(BaseModel):
             return None
         may, forced = _callable(choice, functions, param)
         parallel = not legacy and self.parallel_tool_calls is not False
-        shown = [{"type": "function", "function": function.shown()} for function in functions]
+        shown = [{"type": "function", "function": function.as_written} for function in functions]
         if not legacy:
-            shown = [tool.shown() for tool in self.tools or ()]
+            shown = [tool.as_written for tool in self.tools or ()]
         return Toolbox(tuple(functions), may, forced, parallel, legacy, param, tuple(shown))
 
 
@@ -191,7 +192,7 @@ def _refuse_twice(functions: Sequence[Function], param: str) -> None:
 
 
 def _refuse_choice(choice: object, param: str, missing: str) -> None:
-    """A choice among no tools is a mistake, unless it is none of them."""
+    """Refuse a choice without tools, unless it is none or auto."""
     if choice not in (None, "none", "auto"):
         raise invalid(f"`{param}` needs `{missing}`", param)
 
@@ -206,7 +207,7 @@ def _callable(
     """The functions that may be called, and whether one must be."""
     if choice is None or choice in ("auto", "required"):
         return tuple(functions), choice == "required"
-    if isinstance(choice, str):  # LoRAX's way to name a function
+    if isinstance(choice, str):  # LoRAX names a function by a string.
         return _by_name([choice], functions, param), True
     if choice.type == "allowed_tools" and choice.allowed_tools is not None:
         allowed = choice.allowed_tools
@@ -224,19 +225,19 @@ def _name(choice: ToolChoice, param: str) -> str:
 def _by_name(
     names: Sequence[str], functions: Sequence[Function], param: str
 ) -> tuple[Function, ...]:
-    known: Mapping[str, Function] = {function.name: function for function in functions}
+    by_name = {function.name: function for function in functions}
     for name in names:
-        if name not in known:
+        if name not in by_name:
             raise invalid(f"`{param}` names `{name}`, which is none of the functions", param)
     if not names:
         raise invalid(f"`{param}` allows no function", param)
-    return tuple(known[name] for name in dict.fromkeys(names))
+    return tuple(by_name[name] for name in dict.fromkeys(names))
 
 
 def _read(arguments: str) -> Any:
-    """The value of arguments as text; an empty text is no arguments.
+    """The value of arguments in JSON; "" means no arguments.
 
-    What a model wrote wrongly, or not to its end, comes back in the next request's messages.
+    Invalid or unfinished JSON is returned as it is: clients send back what a model wrote.
     """
     try:
         return json.loads(arguments or "{}")

@@ -1,4 +1,4 @@
-"""Tools in chats: the prompt's description of them, and how an answer's calls are read."""
+"""Tools in chats: their description in the prompt, and the format of calls in the answer."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ _CALL_BLOCKS = """To call a function, write a block like this, one for each call
 _CALL_LIST = """Answer with a JSON list of calls and nothing else:
 [{"name": "<the function's name>", "arguments": {<its arguments>}}]"""
 
-# What templates of the known formats write, the more particular first.
+# Texts in chat templates that show the format of calls; the more specific first.
 _TRACES = (
     ("[TOOL_CALLS]", ToolParser.MISTRAL),
     ("<tool_call>", ToolParser.HERMES),
@@ -47,7 +47,7 @@ class ToolFormat:
 
     @property
     def short_ids(self) -> bool:
-        """Whether calls are known by nine letters and digits: Mistral's templates insist."""
+        """Whether ids of calls have nine letters and digits, which Mistral's templates require."""
         return self.format is FORMATS[ToolParser.MISTRAL]
 
 
@@ -64,23 +64,24 @@ def tooling(
 
 def _parser(template: TemplateText | None, parser: ToolParser) -> ToolParser:
     if template is None or not template.reads("tools"):
-        return ToolParser.HERMES  # the format of our own instructions
+        return ToolParser.HERMES  # The format in `_instructions`.
     if parser is not ToolParser.AUTO:
         return parser
-    found = (known for trace, known in _TRACES if trace in template.source)
+    found = (format for trace, format in _TRACES if trace in template.source)
     return next(found, ToolParser.LLAMA3_JSON)
 
 
 def with_tools(
     messages: Messages, tooling: ToolFormat | None, template: TemplateText
 ) -> tuple[list[dict[str, Any]], Sequence[Mapping[str, Any]] | None, str]:
-    """Messages, tools and instructions for the template; one that reads no tools gets text."""
+    """Messages, tools and instructions for a template; one that reads no tools gets text."""
     plain = [dict(message) for message in messages]
     toolbox = tooling.toolbox if tooling is not None else None
     if template.reads("tools"):
         return plain, toolbox.shown if toolbox else None, ""
     written: list[dict[str, Any]] = []
-    # Results in a row become one message: many templates want user and assistant to take turns.
+    # Consecutive results become one message: many templates require user and assistant to
+    # alternate.
     for are_results, group in groupby(plain, lambda message: message["role"] == "tool"):
         if are_results:
             written.append({"role": "user", "content": "\n".join(map(_result, group))})
@@ -91,7 +92,7 @@ def with_tools(
 
 def _instructions(toolbox: Toolbox) -> str:
     """The text that describes the tools, and how to call them."""
-    lines = "\n".join(json.dumps(function.shown()) for function in toolbox.functions)
+    lines = "\n".join(json.dumps(function.as_written) for function in toolbox.functions)
     instructions = _CALL_LIST if toolbox.forced else _CALL_BLOCKS
     return _INTRODUCTION.format(tools=lines) + instructions
 

@@ -24,7 +24,7 @@ def values(http: httpx.Client) -> dict[str, float]:
 def test_startup_generates_a_token(http: httpx.Client, driver: FakeDriver) -> None:
     assert http.get("/startup").status_code == 200
     [sequence] = driver.requests[-1].sequences
-    assert sequence.prompt == driver.tokenizer.encode("Who?").ids
+    assert sequence.prompt == driver.tokenizer.encode("Hello").ids
     assert (sequence.stopping.max_new_tokens, sequence.sampling.temperature) == (1, 0)
     driver.faults[None] = Failed(ErrorKind.UNAVAILABLE, "the ranks are gone")
     reply = http.get("/startup")

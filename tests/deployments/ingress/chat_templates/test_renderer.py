@@ -52,13 +52,13 @@ async def told(renderer: Renderer, text: str, content: str = "hello", name: str 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The limits of all renderings from now on."""
     limits: list[float] = []
-    render = RenderLane._exchange
+    render = RenderLane._run
 
-    async def count(self: RenderLane, asked: bytes) -> Rendered:
+    async def count(self: RenderLane, task: bytes, on_reply: Callable[[bool], None]) -> Rendered:
         limits.append(self.limit_s)
-        return await render(self, asked)
+        return await render(self, task, on_reply)
 
-    monkeypatch.setattr(RenderLane, "_exchange", count)
+    monkeypatch.setattr(RenderLane, "_run", count)
     return limits
 
 
