@@ -33,7 +33,7 @@ RETIRED = {
     ),
     "deployments/ingress": (
         r"claims?|standings?|trials?|suspects?|payers|seats?|seated|places?|placed|parted|aside|apart"
-        r"|whoever|whose|who|whom|his|him|he|told|tells?|nobody|somebody|everybody|anybody|errands?"
+        r"|whoever|who|whom|his|him|he|told|tells?|nobody|somebody|everybody|anybody|errands?"
         r"|ledgers?|seams?|arenas?|desk|asked|asking|said|held|stands?|bears?|spelled|tried|whichever"
     ),
 }

@@ -224,7 +224,7 @@ class EngineClient:
             except (OSError, ValueError, subprocess.TimeoutExpired) as fault:
                 logger.exception("the tokenizer cannot be read: no text can be served")
                 self._unreadable = str(fault)
-        # Not tried again for each request: the files do not change.
+        # Not read again for each request: the files do not change.
         raise RequestError(ErrorKind.UNAVAILABLE, self._unreadable)
 
 

@@ -16,7 +16,7 @@ from tokenizers.decoders import Decoder
 from deployments.ingress.text.steps import Step, steps_of
 
 _ANCHOR = "a"
-"""A string in place of all earlier text; no step changes it."""
+"""Represents all earlier text; no step changes it."""
 
 _BYTE_STEPS = frozenset({"ByteLevel", "ByteFallback"})
 _ONE_BY_ONE = frozenset({"Replace", "Strip"})

@@ -25,7 +25,7 @@ def _client(app: FastAPI) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=transport, base_url="http://ingress")
 
 
-def test_our_own_mistake_is_a_500_that_tells_nothing(driver: FakeDriver) -> None:
+def test_an_unexpected_exception_is_a_500_without_details(driver: FakeDriver) -> None:
     def nowhere() -> ReplyAddress:
         raise LookupError("a secret path")
 

@@ -116,7 +116,7 @@ def test_objects_and_events_are_the_clients_own(
             CompletionUsage.model_validate(event["usage"])
 
 
-def test_a_response_that_breaks_ends_as_the_client_knows_it(
+def test_a_response_that_fails_ends_with_the_clients_event(
     http: httpx.Client, driver: FakeDriver
 ) -> None:
     driver.fail_after = 3

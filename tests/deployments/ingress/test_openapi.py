@@ -141,7 +141,7 @@ def test_the_page_loads_nothing_from_elsewhere(http: httpx.Client) -> None:
     assert http.get("/redoc").status_code == 404
 
 
-def test_loraxs_name_for_it(http: httpx.Client, document: dict[str, Any]) -> None:
+def test_loraxs_path_of_the_document(http: httpx.Client, document: dict[str, Any]) -> None:
     assert http.get("/api-doc/openapi.json").json() == document
 
 

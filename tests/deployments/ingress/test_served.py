@@ -59,6 +59,6 @@ def test_adapters_are_merged_for_a_request(http: httpx.Client) -> None:
     assert ask(ids=["french", "pirate"], weights=[0.7, 0.7]) == (both, both)
 
 
-def test_the_cache_keeps_to_its_bound(http: httpx.Client) -> None:
+def test_the_cache_is_bounded(http: httpx.Client) -> None:
     info = http.get("/info").json()
     assert (info["max_batch_total_tokens"], info["max_total_tokens"]) == (4096, 512)

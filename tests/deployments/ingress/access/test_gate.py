@@ -45,7 +45,7 @@ def guarded(server: Server, monkeypatch: pytest.MonkeyPatch) -> Server:
 
 
 @pytest.mark.parametrize(("path", "body"), ROUTES)
-def test_no_key_no_answer(
+def test_requests_without_a_key_are_refused(
     guarded: Server, http: httpx.Client, path: str, body: dict[str, Any]
 ) -> None:
     wrong = [{}, _bearer("wrong"), _bearer("ALL"), _bearer("none"), {"authorization": "Basic all"},
@@ -66,7 +66,7 @@ def test_the_two_dialects_of_a_missing_key(guarded: Server, http: httpx.Client) 
     assert (error["error_type"], error["code"]) == ("unauthorized", "unauthorized")
 
 
-def test_a_body_is_not_read_for_nobody(guarded: Server, http: httpx.Client) -> None:
+def test_a_body_is_not_read_without_a_key(guarded: Server, http: httpx.Client) -> None:
     headers = {"content-type": "application/json"}
     assert http.post("/generate", content=b"{", headers=headers).status_code == 401
     assert http.post("/no/such/route", json={}).status_code == 401
@@ -76,12 +76,12 @@ def test_a_body_is_not_read_for_nobody(guarded: Server, http: httpx.Client) -> N
     "path",
     ["/", "/health", "/ping", "/playground", "/docs", "/docs/swagger-ui.css", "/openapi.json"],
 )
-def test_what_is_open(guarded: Server, http: httpx.Client, path: str) -> None:
+def test_open_paths(guarded: Server, http: httpx.Client, path: str) -> None:
     assert http.get(path).status_code == 200
 
 
 @pytest.mark.parametrize("path", ["/info", "/metrics", "/startup", "/v1/models"])
-def test_what_is_not(guarded: Server, http: httpx.Client, path: str) -> None:
+def test_closed_paths(guarded: Server, http: httpx.Client, path: str) -> None:
     assert http.get(path).status_code == 401
     assert http.get(path, headers=_bearer("all")).status_code == 200
 
@@ -187,7 +187,7 @@ def test_tokens_per_minute(server: Server, http: httpx.Client, stream: bool) -> 
     assert (native.status_code, native.json()["error_type"]) == (429, "overloaded")
 
 
-def test_a_client_that_leaves_pays_for_what_it_saw(server: Server, http: httpx.Client) -> None:
+def test_a_client_that_leaves_is_charged_for_its_tokens(server: Server, http: httpx.Client) -> None:
     _configure(server, keys=(_key("short", tokens_per_minute=60),))
     server.driver.hold_after = 100
     body = {"inputs": "hello", "parameters": {"max_new_tokens": 300}}
@@ -203,7 +203,7 @@ def test_a_client_that_leaves_pays_for_what_it_saw(server: Server, http: httpx.C
     assert reply.status_code == 429
 
 
-def test_a_missing_variable_is_told_at_the_start(server: Server) -> None:
+def test_a_missing_variable_is_an_error_at_the_start(server: Server) -> None:
     with pytest.raises(ValueError, match="NO_SUCH_KEY, which is not set"):
         _configure(server, keys=(KeyConfig(name="a", env="NO_SUCH_KEY"),))
 

@@ -35,7 +35,7 @@ class Controller:
             assert self.asked.wait_for(lambda: self.times >= times, timeout=PATIENCE)
 
 
-def test_the_number_follows_the_truth() -> None:
+def test_the_number_is_updated() -> None:
     controller = Controller()
 
     async def story() -> list[int]:
@@ -78,7 +78,7 @@ def test_a_small_quota_is_not_divided_to_nothing() -> None:
     quota.count_request()
 
 
-def test_a_key_has_its_part_here(
+def test_a_key_has_a_part_of_its_quota_on_each_replica(
     server: Server, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("POETS_KEY", "poets")

@@ -33,7 +33,7 @@ def test_requests_beyond_the_quota_wait_and_are_not_counted() -> None:
     quota.count_request()
 
 
-def test_a_long_answer_leaves_a_debt_that_time_pays() -> None:
+def test_a_long_answer_leaves_a_debt_that_time_reduces() -> None:
     clock = Clock()
     quota = Quota(None, 600, clock)
     quota.admit_tokens()

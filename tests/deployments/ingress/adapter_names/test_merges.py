@@ -44,7 +44,7 @@ NATIVE = {"inputs": "hello", "parameters": {"max_new_tokens": 2, "merged_adapter
         ("/v1/embeddings", {"model": "", "input": "hello", "merged_adapters": GIVEN}),
     ],
 )
-def test_every_route_asks_for_the_merge(
+def test_every_route_requests_the_merge(
     server: Server, http: httpx.Client, path: str, body: dict[str, Any]
 ) -> None:
     server.fresh_app(IngressSettings(default_source=HUB))
@@ -87,7 +87,7 @@ def test_defaults_and_what_does_not_count(
     assert adapter.rule == rule
 
 
-def test_one_part_is_linear_whatever_is_asked(http: httpx.Client, driver: FakeDriver) -> None:
+def test_one_part_is_always_linear(http: httpx.Client, driver: FakeDriver) -> None:
     merged = {"ids": ["a"], "weights": [0.5], "merge_strategy": "ties"}
     body = {"inputs": "hello", "parameters": {"max_new_tokens": 1, "merged_adapters": merged}}
     assert http.post("/generate", json=body).status_code == 200
@@ -105,7 +105,7 @@ def test_one_part_is_linear_whatever_is_asked(http: httpx.Client, driver: FakeDr
         ({"ids": ["a"] * 33, "weights": [1] * 33}, "at most 32"),
     ],
 )
-def test_unknown_words_are_refused_with_the_known_ones(
+def test_unknown_values_are_refused_with_the_known_ones(
     http: httpx.Client, driver: FakeDriver, given: dict[str, Any], words: str
 ) -> None:
     body = {**NATIVE, "parameters": {"merged_adapters": {**GIVEN, **given}}}
@@ -115,7 +115,7 @@ def test_unknown_words_are_refused_with_the_known_ones(
     assert driver.requests == []
 
 
-def test_a_key_must_be_for_every_part(
+def test_a_key_must_permit_every_part(
     server: Server, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("POETS_KEY", "s3cret")
@@ -141,7 +141,7 @@ def test_loraxs_client_merges(server: Server) -> None:
     assert server.driver.requests[-1].adapter == WANTED
 
 
-def test_a_listed_merge_says_how_to_ask_for_it(server: Server, http: httpx.Client) -> None:
+def test_a_listed_merge_has_its_fields(server: Server, http: httpx.Client) -> None:
     server.fresh_app(IngressSettings(default_source=HUB, loopback=True))
     linear = AdapterReference(HUB, "a/b@v1,local:c", None, PARTS, MergeRule((0.5, 2.0)))
     for replica in server.driver.replicas.members:

@@ -29,7 +29,7 @@ def test_names_become_references(name: str, expected: AdapterReference) -> None:
 
 
 @pytest.mark.parametrize("name", ["http://h/a", "hub:https://h/a", "local:file:///etc", "x://y@z"])
-def test_addresses_are_no_names(http: httpx.Client, driver: FakeDriver, name: str) -> None:
+def test_urls_are_no_names(http: httpx.Client, driver: FakeDriver, name: str) -> None:
     native = {"inputs": "a", "parameters": {"adapter_id": name}}
     assert "is an address" in http.post("/generate", json=native).json()["error"]
     reply = http.post("/v1/completions", json={"model": name, "prompt": "a"})
@@ -41,7 +41,7 @@ def test_a_source_without_an_id_is_refused() -> None:
         parse_reference("local:", HUB)
 
 
-def test_sources_are_known_in_any_case() -> None:
+def test_sources_are_case_insensitive() -> None:
     assert parse_source("Local") is LOCAL
     with pytest.raises(RequestError, match="must be one of hub, local, s3"):
         parse_source("pbase")

@@ -63,7 +63,7 @@ def test_an_adapter_is_loaded_on_every_replica_and_listed(
     assert ok(http.get("/v1/adapters/pirate")) == row
 
 
-def test_one_replica_that_lacks_it_shows_as_absent(http: httpx.Client, replicas: Replicas) -> None:
+def test_a_replica_without_the_adapter_is_absent(http: httpx.Client, replicas: Replicas) -> None:
     ok(http.post("/v1/adapters", json={"id": "pirate"}))
     del replicas.members[1].known[PIRATE]
     row = ok(http.get("/v1/adapters/pirate"))
@@ -102,7 +102,7 @@ def test_names_are_read_as_in_requests(
         ({"id": "a", "pinn": True}, "pinn"),
     ],
 )
-def test_what_names_nothing_is_refused(
+def test_invalid_names_are_refused(
     http: httpx.Client, replicas: Replicas, body: dict[str, object], message: str
 ) -> None:
     reply = http.post("/v1/adapters", json=body)
@@ -111,9 +111,7 @@ def test_what_names_nothing_is_refused(
     assert replicas.asked == []
 
 
-def test_pins_are_set_and_taken_back_and_bytes_unloaded(
-    http: httpx.Client, replicas: Replicas
-) -> None:
+def test_pin_unpin_and_unload(http: httpx.Client, replicas: Replicas) -> None:
     ok(http.post("/v1/adapters", json={"id": "sub/pirate@v1"}))
     assert ok(http.patch("/v1/adapters/sub/pirate@v1", json={"pinned": True}))["pinned"]
     assert not ok(http.patch("/v1/adapters/sub/pirate@v1", json={"pinned": False}))["pinned"]
@@ -123,7 +121,7 @@ def test_pins_are_set_and_taken_back_and_bytes_unloaded(
     assert replicas.asked[1:] == commands
 
 
-def test_nobody_knows_it(http: httpx.Client, replicas: Replicas) -> None:
+def test_unknown_adapters(http: httpx.Client, replicas: Replicas) -> None:
     for reply in (
         http.get("/v1/adapters/nobody"),
         http.delete("/v1/adapters/nobody"),
@@ -134,7 +132,7 @@ def test_nobody_knows_it(http: httpx.Client, replicas: Replicas) -> None:
         assert "nobody" in reply.json()["error"]["message"]
 
 
-def test_a_failure_on_one_replica_is_told_with_how_many(
+def test_a_failure_on_one_replica_is_reported_with_the_number(
     http: httpx.Client, replicas: Replicas
 ) -> None:
     replicas.members[1].broken = Failed(ErrorKind.ADAPTER_UNAVAILABLE, "the disk is full", 5.0)
@@ -160,7 +158,7 @@ def test_vllms_routes_give_an_adapter_another_name(http: httpx.Client, replicas:
     assert http.get("/v1/adapters/sql").status_code == 404
 
 
-def test_a_name_may_stand_for_a_reference_but_not_for_the_base_model(
+def test_the_target_of_a_name_may_be_a_reference_but_not_the_base_model(
     http: httpx.Client, replicas: Replicas
 ) -> None:
     body = {"lora_name": "sql", "lora_path": "hub:org/sql@v3"}
@@ -216,7 +214,7 @@ ROUTES: list[tuple[str, str, dict[str, object] | None]] = [
     ("loopback", "admin", "is_open"),
     [(False, "key", False), (True, "key", True), (False, "open", True), (True, "open", True)],
 )
-def test_without_keys_only_loopback_or_a_word_of_the_operator_opens_them(
+def test_without_keys_only_loopback_or_the_config_opens_them(
     http: httpx.Client, server: Server, loopback: bool, admin: str, is_open: bool
 ) -> None:
     api = ApiConfig.model_validate({"admin": admin})
@@ -247,7 +245,7 @@ def test_an_admin_key_closes_them_on_loopback_too(http: httpx.Client, server: Se
         {"keys": [{"name": "a", "env": "ANY"}]},
     ],
 )
-def test_open_administration_goes_with_no_key(keys: dict[str, object]) -> None:
+def test_open_administration_excludes_keys(keys: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="servers without any key"):
         ApiConfig.model_validate({"admin": "open"} | keys)
 

@@ -81,7 +81,7 @@ def test_requests_are_counted_by_adapter_and_error(http: httpx.Client, driver: F
 
 
 @pytest.mark.parametrize("tokens", [0, 5])
-def test_requests_that_were_left_are_counted(
+def test_requests_of_clients_that_left_are_counted(
     server: Server, http: httpx.Client, driver: FakeDriver, tokens: int
 ) -> None:
     driver.hold_after = tokens
@@ -105,7 +105,7 @@ def test_metrics_as_json(http: httpx.Client) -> None:
     assert {"key": "sum", "value": 3.0} in found["lorax_request_generated_tokens"]["data"]
 
 
-def test_adapters_are_labelled_up_to_a_number() -> None:
+def test_the_number_of_adapter_labels_is_limited() -> None:
     metrics = RequestMetrics()
     record = RequestRecord(1.0, 0.1, 0.1, 0.8, 0.1, 0.2, 3, 10, 8)
     for place in range(MAX_ADAPTERS + 50):

@@ -60,7 +60,7 @@ def test_responses_use_it_too(http: httpx.Client, driver: FakeDriver) -> None:
     assert prompt(driver) == "<s>HELLO!"
 
 
-def test_the_driver_is_asked_seldom_and_with_the_callers_token(
+def test_templates_are_cached_and_fetched_with_the_callers_token(
     server: Server, http: httpx.Client, driver: FakeDriver
 ) -> None:
     driver.templates["org/shout"] = SHOUT
@@ -74,9 +74,7 @@ def test_the_driver_is_asked_seldom_and_with_the_callers_token(
     assert prompt(driver) == "new hello"
 
 
-def test_a_template_is_remembered_for_its_caller_alone(
-    http: httpx.Client, driver: FakeDriver
-) -> None:
+def test_a_template_is_cached_for_its_caller_only(http: httpx.Client, driver: FakeDriver) -> None:
     """Another token may not read a private adapter: the driver says so, each time."""
     driver.templates["org/private"] = SHOUT
     assert chat(http, "org/private", api_token="hf_mine").status_code == 200
@@ -87,7 +85,7 @@ def test_a_template_is_remembered_for_its_caller_alone(
     assert driver.template_tokens == ["hf_mine", "hf_other", None]
 
 
-def test_an_adapter_that_cannot_be_had_is_refused_before_it_is_called(
+def test_an_unavailable_adapter_is_refused_before_the_call(
     http: httpx.Client, driver: FakeDriver
 ) -> None:
     driver.templates["org/gone"] = Failed(ErrorKind.ADAPTER_NOT_FOUND, "not here")
@@ -136,7 +134,7 @@ def test_an_adapters_copy_of_the_models_template_needs_no_other_process(
     assert server.renderer._quick.worker.process is not None
 
 
-def test_long_chats_by_the_models_own_template_are_rendered_beside_the_server(
+def test_long_chats_are_rendered_in_another_process(
     server: Server, http: httpx.Client, driver: FakeDriver
 ) -> None:
     driver.info = msgspec.structs.replace(

@@ -16,7 +16,7 @@ async def _settle() -> None:
         await asyncio.sleep(0)
 
 
-def test_keys_have_their_turn_however_many_wait_of_one() -> None:
+def test_keys_are_served_round_robin() -> None:
     order: list[str] = []
 
     async def one(queue: FairQueue, key: bytes, name: str) -> None:
@@ -37,7 +37,7 @@ def test_keys_have_their_turn_however_many_wait_of_one() -> None:
     assert order == ["a0", "a1", "b0", "a2", "b1", "a3"]
 
 
-def test_those_who_wait_are_bounded_by_key_and_in_all() -> None:
+def test_waiting_tasks_are_bounded_by_key_and_in_total() -> None:
     async def story() -> None:
         queue = FairQueue(max_each=2, max_all=3)
         await queue.acquire(A)
@@ -57,7 +57,7 @@ def test_those_who_wait_are_bounded_by_key_and_in_all() -> None:
     asyncio.run(story())
 
 
-def test_a_turn_that_comes_as_its_client_leaves_goes_on_to_the_next() -> None:
+def test_a_cancelled_task_passes_its_place_to_the_next() -> None:
     async def story() -> None:
         queue = FairQueue(max_each=9, max_all=9)
         await queue.acquire(A)
@@ -75,7 +75,7 @@ def test_a_turn_that_comes_as_its_client_leaves_goes_on_to_the_next() -> None:
     ("command", "fault"),
     [(("/nowhere/python",), FileNotFoundError), (("true",), ConnectionError)],
 )
-def test_a_process_that_cannot_be_had_is_told_and_tried_again(
+def test_a_process_that_cannot_start_is_reported_and_started_again(
     command: tuple[str, ...], fault: type[OSError]
 ) -> None:
     """One that is not there, and one that ends at once."""

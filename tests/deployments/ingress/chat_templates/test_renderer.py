@@ -62,7 +62,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return limits
 
 
-def test_bad_templates_end_themselves_alone() -> None:
+def test_bad_templates_affect_no_others() -> None:
     bad = {
         LOOPS: "took over 0.5 s",
         "{{ 9 ** (9 ** 9) }}": "took over 0.5 s",
@@ -91,7 +91,7 @@ def test_bad_templates_end_themselves_alone() -> None:
     play(story, longest_s=0.5)
 
 
-def test_an_endless_template_holds_up_itself_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endless_template_delays_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twelve chats over it cost two renderings, and another's chat waits for one of them."""
     limits = counted(monkeypatch)
     done: list[str] = []
@@ -112,7 +112,7 @@ def test_an_endless_template_holds_up_itself_alone(monkeypatch: pytest.MonkeyPat
     assert kinds == {"validation", "overloaded"}
 
 
-def test_what_was_too_slow_is_refused_unread_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_conversations_are_refused_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = counted(monkeypatch)
 
     async def story(renderer: Renderer, clock: Clock) -> None:
@@ -132,7 +132,7 @@ def test_what_was_too_slow_is_refused_unread_for_a_while(monkeypatch: pytest.Mon
     play(story, longest_s=0.5)
 
 
-def test_the_models_own_template_waits_for_no_stranger() -> None:
+def test_the_models_template_waits_for_no_other() -> None:
     async def story(renderer: Renderer, clock: Clock) -> None:
         assert await told(renderer, GOOD) == "hello"
         assert renderer._quick.worker.process is not None
@@ -149,7 +149,7 @@ def test_the_models_own_template_waits_for_no_stranger() -> None:
     play(story, longest_s=0.5)
 
 
-def test_a_template_may_stand_still_for_as_long_as_the_machine_does() -> None:
+def test_a_paused_process_does_not_count_as_slow() -> None:
     """What is counted is computing: a process that was stopped has used none of its time."""
 
     async def story(renderer: Renderer, clock: Clock) -> None:
@@ -175,7 +175,7 @@ def test_a_client_that_leaves_does_not_mix_up_the_next_answer() -> None:
     play(story)
 
 
-def test_a_process_that_cannot_start_is_the_servers_fault() -> None:
+def test_a_process_that_cannot_start_is_a_503() -> None:
     async def story(renderer: Renderer, clock: Clock) -> None:
         renderer._quick = RenderLane(1.0, max_each=1, max_all=1, command=("/nowhere/python",))
         assert (await told(renderer, GOOD)).startswith(ErrorKind.UNAVAILABLE.value)
@@ -184,7 +184,7 @@ def test_a_process_that_cannot_start_is_the_servers_fault() -> None:
 
 
 @pytest.mark.parametrize("value", [10**30, -(10**30), "\ud800", 1.5, [{"a": True}]])
-def test_values_that_few_formats_hold_come_as_they_are(value: Any) -> None:
+def test_unusual_values_reach_the_template_unchanged(value: Any) -> None:
     async def story(renderer: Renderer, clock: Clock) -> None:
         asked = packed(Conversation([{"role": "user", "x": value}], {"sent": value}))
         source = TemplateSource(

@@ -118,7 +118,7 @@ def test_frames_and_completion_make_one_text() -> None:
         assert finishes == []
 
 
-def test_a_call_that_was_begun_and_never_entered_is_cancelled() -> None:
+def test_a_started_call_that_is_never_entered_is_cancelled() -> None:
     async def story() -> None:
         mailbox = RequestInboxes()
         driver = Scripted(mailbox, 0, [DONE])
@@ -134,7 +134,7 @@ def test_a_call_that_was_begun_and_never_entered_is_cancelled() -> None:
     asyncio.run(story())
 
 
-def test_a_stop_string_is_told_once_and_the_rest_is_not_shown() -> None:
+def test_a_stop_string_is_reported_once_and_ends_the_text() -> None:
     def wait(driver: Scripted) -> None:
         driver.waits = True
 
@@ -145,14 +145,14 @@ def test_a_stop_string_is_told_once_and_the_rest_is_not_shown() -> None:
     assert (index, TEXT.decode(IDS[:at])) == (0, "the fox END")
 
 
-def test_a_stop_string_that_the_completion_brings_needs_no_telling() -> None:
+def test_a_stop_string_in_the_completion_is_not_reported() -> None:
     seen, finishes = _seen(1, [DONE], ["END"])
     assert _text(seen) == "the fox "
     assert seen[-1].reason is FinishReason.STOP_STRING
     assert finishes == []
 
 
-def test_a_finish_that_is_lost_changes_nothing() -> None:
+def test_a_lost_finish_changes_nothing() -> None:
     def fail(driver: Scripted) -> None:
         driver.waits = driver.failing_finish = True
 
@@ -160,7 +160,7 @@ def test_a_finish_that_is_lost_changes_nothing() -> None:
     assert _text(seen) == "the fox "
 
 
-def test_a_failure_after_the_stop_string_is_not_the_clients() -> None:
+def test_a_failure_after_the_stop_string_is_not_reported() -> None:
     failed = Failed(ErrorKind.GENERATION, "late")
     seen, _ = _seen(len(IDS), [failed], ["END"], lambda driver: setattr(driver, "waits", True))
     assert _text(seen) == "the fox "
@@ -180,7 +180,7 @@ def test_other_endings_raise(ending: Ending, kind: ErrorKind) -> None:
     assert caught.value.kind is kind
 
 
-def test_what_the_driver_refuses_keeps_its_kind(http: httpx.Client, server: Server) -> None:
+def test_refusals_of_the_driver_keep_their_kind(http: httpx.Client, server: Server) -> None:
     assert http.get("/info").status_code == 200
     server.driver.broken = RequestError(ErrorKind.OVERLOADED, "busy", retry_after_s=4)
     reply = http.post("/v1/completions", json={"model": "tiny", "prompt": "a"})

@@ -77,7 +77,7 @@ def test_a_whole_reply_that_is_ended_is_a_503(server: Server) -> None:
     assert reply.headers["retry-after"] == "1"
 
 
-def test_with_time_left_a_stream_goes_on_to_its_end(server: Server, http: httpx.Client) -> None:
+def test_a_stream_that_ends_in_time_is_not_interrupted(server: Server, http: httpx.Client) -> None:
     app = server.fresh_app()
     server.driver.hold_after = 2
     reader = Reader(server, "/v1/completions", COMPLETION)
@@ -96,7 +96,7 @@ def test_with_time_left_a_stream_goes_on_to_its_end(server: Server, http: httpx.
     assert not any("error" in json.loads(event) for event in events[:-1])
 
 
-def test_a_second_word_shortens_the_first(server: Server) -> None:
+def test_a_second_drain_shortens_the_first(server: Server) -> None:
     app = server.fresh_app()
     server.driver.hold_after = 2
     reader = Reader(server, "/v1/completions", COMPLETION)

@@ -101,7 +101,9 @@ def driver_of(handle: Any, receiver: Any) -> HandleDriver:
         ("xa", ["a begins"]),
     ],
 )
-def test_the_replica_that_was_chosen_last_begins(chosen: str, sent: list[str]) -> None:
+def test_only_the_last_selected_replica_keeps_the_early_submit(
+    chosen: str, sent: list[str]
+) -> None:
     async def story() -> None:
         receiver = Receiver("x")
         assert await driver_of(Handle(*chosen), receiver).generate(ASKED, HERE) is ANSWER
@@ -118,9 +120,7 @@ def test_the_replica_that_was_chosen_last_begins(chosen: str, sent: list[str]) -
         (DeploymentUnavailableError(None), DeploymentUnavailableError),
     ],
 )
-def test_a_call_that_fails_takes_its_head_start_back(
-    fault: Exception, seen: type[Exception]
-) -> None:
+def test_a_failed_call_withdraws_its_early_submit(fault: Exception, seen: type[Exception]) -> None:
     async def story() -> None:
         receiver = Receiver()
         with pytest.raises(seen):
@@ -130,7 +130,7 @@ def test_a_call_that_fails_takes_its_head_start_back(
     play(story)
 
 
-def test_a_client_that_leaves_takes_its_head_start_back() -> None:
+def test_a_client_that_leaves_withdraws_its_early_submit() -> None:
     async def story() -> None:
         receiver, handle = Receiver(), Handle("a")
         handle.free.clear()
@@ -144,7 +144,7 @@ def test_a_client_that_leaves_takes_its_head_start_back() -> None:
     play(story)
 
 
-def test_a_router_on_another_event_loop_and_a_late_one_give_none() -> None:
+def test_no_early_submit_from_another_event_loop_or_after_the_call() -> None:
     async def story() -> None:
         receiver = Receiver()
         told: list[Callable[[str], None]] = []
@@ -174,7 +174,7 @@ def test_a_router_on_another_event_loop_and_a_late_one_give_none() -> None:
     play(story)
 
 
-def test_who_began_no_call_is_told_nothing() -> None:
+def test_selections_outside_of_a_call_are_not_reported() -> None:
     told: list[str] = []
     replica_selected("nobody asked")
     with replica_listener(told.append):

@@ -23,7 +23,7 @@ def _engine(driver: FakeDriver, clock: Clock) -> EngineClient:
     return EngineClient(driver, RequestInboxes(), lambda: ReplyAddress("h", 1, "hush"), settings)
 
 
-def test_many_requests_at_once_ask_once(driver: FakeDriver) -> None:
+def test_concurrent_requests_share_one_description(driver: FakeDriver) -> None:
     async def story() -> None:
         clock = Clock()
         engine = _engine(driver, clock)
@@ -41,7 +41,7 @@ def test_many_requests_at_once_ask_once(driver: FakeDriver) -> None:
     asyncio.run(story())
 
 
-def test_an_engine_that_is_not_there_yet_is_asked_again(driver: FakeDriver) -> None:
+def test_a_failed_description_is_requested_again(driver: FakeDriver) -> None:
     async def story() -> None:
         engine = _engine(driver, Clock())
         driver.broken = ConnectionError("starting")
@@ -54,7 +54,7 @@ def test_an_engine_that_is_not_there_yet_is_asked_again(driver: FakeDriver) -> N
     asyncio.run(story())
 
 
-def test_a_tokenizer_that_is_not_served_is_named_and_read_once(
+def test_an_unsupported_tokenizer_is_reported_and_read_once(
     driver: FakeDriver, tmp_path: Path
 ) -> None:
     read: list[str] = []

@@ -42,7 +42,7 @@ async def _take_at_once(inbox: RequestInbox) -> list[SequenceUpdate]:
     return []
 
 
-def test_frames_come_out_in_order_and_the_end_comes_last() -> None:
+def test_updates_are_in_order_and_the_ending_is_last() -> None:
     async def story() -> None:
         inbox = RequestInbox(2)
         inbox.deliver(_run_of([5, 6], 0, index=1))
@@ -103,7 +103,7 @@ def test_a_gap_is_filled_by_a_late_frame() -> None:
     run(story())
 
 
-def test_a_run_that_overlaps_an_early_one_frees_it() -> None:
+def test_an_overlapping_run_releases_an_early_one() -> None:
     async def story() -> None:
         inbox = RequestInbox(1)
         inbox.deliver(_run_of([6, 7, 8], 5))
@@ -116,7 +116,7 @@ def test_a_run_that_overlaps_an_early_one_frees_it() -> None:
     run(story())
 
 
-def test_a_reader_waits_and_gets_what_has_gathered() -> None:
+def test_a_reader_waits_and_gets_all_updates() -> None:
     async def story() -> None:
         inbox = RequestInbox(1)
         reading = asyncio.create_task(inbox.take())
@@ -140,7 +140,7 @@ def test_a_failed_call_raises_for_the_reader() -> None:
     run(story())
 
 
-def test_strangers_and_nonsense_are_ignored() -> None:
+def test_unknown_requests_and_invalid_runs_are_ignored() -> None:
     async def story() -> None:
         mailbox = RequestInboxes()
         inbox = mailbox.open("r", 1)

@@ -29,7 +29,7 @@ def asked(driver: FakeDriver) -> list[int]:
     return [each.sampling.prompt_logprobs for each in driver.requests[-1].sequences]
 
 
-def test_lorax_details_tell_the_prefill(
+def test_lorax_details_contain_the_prefill(
     http: httpx.Client, driver: FakeDriver, text: ModelTokenizer
 ) -> None:
     body = {"inputs": PROMPTS[1], "parameters": {"decoder_input_details": True, "seed": 1}}
@@ -79,7 +79,9 @@ def test_echo_with_logprobs(
                 assert choice["text"].startswith(token, offset), (token, offset)
 
 
-def test_echo_alone_asks_nothing_about_the_prompt(http: httpx.Client, driver: FakeDriver) -> None:
+def test_echo_without_logprobs_needs_no_prompt_logprobs(
+    http: httpx.Client, driver: FakeDriver
+) -> None:
     reply = post(http, COMPLETIONS, prompt="hello", echo=True, max_tokens=0)
     assert reply["choices"][0]["text"] == "hello"
     assert reply["choices"][0]["logprobs"] is None
@@ -98,14 +100,14 @@ def test_scoring_without_generating(http: httpx.Client, driver: FakeDriver) -> N
     assert reply["usage"]["total_tokens"] == len(ids)
 
 
-def test_max_tokens_0_must_ask_something(http: httpx.Client, driver: FakeDriver) -> None:
+def test_max_tokens_0_needs_echo_or_prompt_logprobs(http: httpx.Client, driver: FakeDriver) -> None:
     error = refused(http, COMPLETIONS, 400, prompt="a", max_tokens=0)
     assert "unless `echo` or `prompt_logprobs`" in error["message"]
     assert refused(http, CHAT, 400, messages=HELLO, max_tokens=0)["param"] == "max_tokens"
     assert driver.requests == []
 
 
-def test_vllms_shape(http: httpx.Client, driver: FakeDriver, text: ModelTokenizer) -> None:
+def test_the_form_of_vllm(http: httpx.Client, driver: FakeDriver, text: ModelTokenizer) -> None:
     reply = post(http, COMPLETIONS, prompt=PROMPTS, prompt_logprobs=2, max_tokens=3)
     for choice, sequence in zip(reply["choices"], driver.requests[-1].sequences, strict=True):
         first, *told = choice["prompt_logprobs"]
@@ -137,7 +139,7 @@ def test_vllms_shape(http: httpx.Client, driver: FakeDriver, text: ModelTokenize
         (CHAT, {"messages": HELLO, "prompt_logprobs": 0}),
     ],
 )
-def test_streams_do_not_tell_about_prompts(
+def test_streams_have_no_prompt_logprobs(
     http: httpx.Client, driver: FakeDriver, path: str, body: dict[str, object]
 ) -> None:
     reply = http.post(path, json={"model": "tiny", "stream": True, **body})

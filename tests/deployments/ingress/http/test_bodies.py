@@ -42,7 +42,7 @@ def test_a_body_that_is_too_deep(
     assert driver.requests == []
 
 
-def test_brackets_of_a_text_are_no_levels(http: httpx.Client) -> None:
+def test_brackets_in_strings_are_no_levels(http: httpx.Client) -> None:
     inputs = '[{" \\' * 100
     reply = http.post("/tokenize", json={"inputs": inputs, "nested": [[[["["]]]] * 100})
     assert reply.status_code == 200, reply.text

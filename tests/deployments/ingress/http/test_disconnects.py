@@ -136,7 +136,7 @@ def test_waiting_leaves_the_work_alone(breaks: bool) -> None:
     asyncio.run(story())
 
 
-def test_who_leaves_at_once_leaves_nothing_behind(tmp_path: Any) -> None:
+def test_a_client_that_leaves_at_once_leaves_no_task(tmp_path: Any) -> None:
     """Its call has only just begun."""
 
     async def story() -> None:

@@ -13,7 +13,7 @@ from deployments.ingress.http.errors import (
 
 
 @pytest.mark.parametrize("kind", list(ErrorKind))
-def test_every_kind_is_spelled_in_both_dialects(kind: ErrorKind) -> None:
+def test_every_kind_has_both_dialects(kind: ErrorKind) -> None:
     row = SPELLINGS[kind]
     assert 400 <= row.openai_status < 600
     assert 400 <= row.lorax_status < 600

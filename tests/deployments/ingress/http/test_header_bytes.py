@@ -33,7 +33,7 @@ def answered(headers: list[tuple[bytes, bytes]], path: str = "/v1/models") -> li
     return sent
 
 
-def test_all_that_serve_reads_is_looked_at() -> None:
+def test_all_headers_that_serve_reads_are_checked() -> None:
     names = {
         constants.SERVE_MULTIPLEXED_MODEL_ID, constants.SERVE_HTTP_REQUEST_ID_HEADER,
         constants.SERVE_HTTP_REQUEST_TIMEOUT_S_HEADER, constants.SERVE_SESSION_ID,
@@ -42,7 +42,7 @@ def test_all_that_serve_reads_is_looked_at() -> None:
     assert {name.lower().replace("-", "_").encode() for name in names} == READ
 
 
-def test_serve_finds_it_by_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serve_loads_the_middleware_by_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     [(name, path)] = CALLBACK.items()
     assert hasattr(constants, name)
     monkeypatch.setattr(http_util, name, path)
@@ -52,7 +52,7 @@ def test_serve_finds_it_by_its_variable(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("name", [b"X-Request-Id", b"serve_multiplexed_model_id", b"traceparent"])
 @pytest.mark.parametrize("value", BYTES)
-def test_what_serve_cannot_read_is_refused(name: bytes, value: bytes) -> None:
+def test_unreadable_headers_are_refused(name: bytes, value: bytes) -> None:
     for path, key in (("/v1/models", "message"), ("/info", "error_type")):
         start, body = answered([(b"host", b"x"), (name, value)], path)
         assert start["status"] == 400
@@ -60,7 +60,7 @@ def test_what_serve_cannot_read_is_refused(name: bytes, value: bytes) -> None:
         assert name in body["body"]
 
 
-def test_others_pass() -> None:
+def test_other_headers_pass() -> None:
     assert answered([(b"x-request-id", b"abc 1-2"), (b"user-agent", b"caf\xe9")]) == []
     assert answered([(b"na\xefve", b"x")])[0]["status"] == 400
 

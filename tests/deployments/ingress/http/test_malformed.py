@@ -64,7 +64,7 @@ def test_the_field_is_named_as_it_was_written(
         ('{"inputs": "a"}'.encode("utf-32-le"), "the body must be JSON in UTF-8"),
     ],
 )
-def test_what_is_no_json_object(http: httpx.Client, body: bytes, words: str) -> None:
+def test_bodies_that_are_not_json_objects(http: httpx.Client, body: bytes, words: str) -> None:
     reply = http.post("/generate", content=body, headers={"content-type": "application/json"})
     assert reply.status_code == 422
     wanted = f"Input validation error: {words}"
@@ -107,13 +107,13 @@ def test_a_body_that_does_not_come(server: Server) -> None:
 
 
 @pytest.mark.parametrize("path", ["/", "/health", "/ping", "/info", "/metrics", "/v1/models"])
-def test_what_can_be_read_can_be_asked_about(http: httpx.Client, path: str) -> None:
+def test_head_is_served_where_get_is(http: httpx.Client, path: str) -> None:
     reply = http.head(path)
     assert (reply.status_code, reply.content) == (200, b"")
     assert reply.headers["content-type"] == http.get(path).headers["content-type"]
 
 
-def test_what_cannot_be_read_cannot_be_asked_about(server: Server, http: httpx.Client) -> None:
+def test_head_is_refused_where_get_is(server: Server, http: httpx.Client) -> None:
     server.fresh_app(IngressSettings(loopback=True))
     for path in ("/generate", "/v1/completions", "/v1/adapters/nobody", "/nowhere"):
         assert http.head(path).status_code in (404, 405)

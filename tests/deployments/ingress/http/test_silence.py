@@ -51,7 +51,7 @@ class SilentDriver:
         raise ConnectionError("gone")
 
 
-def test_probes_share_one_silence() -> None:
+def test_probes_share_one_failed_description() -> None:
     driver = SilentDriver()
     nowhere = ReplyAddress("127.0.0.1", 1, "")
     engine = EngineClient(driver, RequestInboxes(), lambda: nowhere, IngressSettings())

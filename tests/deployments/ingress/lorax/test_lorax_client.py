@@ -89,7 +89,7 @@ def test_errors_are_the_clients_own(server: Server) -> None:
         client.generate("hello", merged_adapters=merged)
 
 
-def test_the_prompt_is_told_about(server: Server) -> None:
+def test_prefill_details(server: Server) -> None:
     client = lorax.Client(server.url)
     reply = client.generate("hello", adapter_id="poet", decoder_input_details=True)
     ids = server.driver.requests[-1].sequences[0].prompt

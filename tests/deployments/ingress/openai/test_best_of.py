@@ -24,7 +24,7 @@ def mean(driver: FakeDriver, index: int) -> float:
     return sum(token_logprobs(id, 0).logprob for id in ids) / len(ids)
 
 
-def test_the_mean_decides_over_the_tokens_that_count() -> None:
+def test_the_order_is_by_mean_logprob_of_counted_tokens() -> None:
     outcomes = [outcome(-1, -1, -1), outcome(-2), outcome(-0.5, -9), outcome(-1)]
     assert best_first(outcomes, [3, 1, 2, 1]) == [0, 3, 1, 2]
     assert best_first(outcomes, [3, 1, 1, 1]) == [2, 0, 3, 1]
@@ -37,7 +37,7 @@ def test_seeds_are_spread() -> None:
 
 
 @pytest.mark.parametrize("parameters", [{"details": True}, {}, {"stop": ["END"], "details": True}])
-def test_lorax_shows_the_best_and_the_others_in_details(
+def test_lorax_replies_with_the_best_and_the_others_in_details(
     http: httpx.Client, driver: FakeDriver, parameters: dict[str, Any]
 ) -> None:
     body = {"inputs": "hello", "parameters": {
@@ -66,7 +66,9 @@ def test_lorax_shows_the_best_and_the_others_in_details(
     }  # fmt: skip
 
 
-def test_openai_shows_the_best_of_each_prompt(http: httpx.Client, driver: FakeDriver) -> None:
+def test_openai_replies_with_the_best_of_each_prompt(
+    http: httpx.Client, driver: FakeDriver
+) -> None:
     asked = {"prompt": ["fox", "dog"], "n": 2, "best_of": 5, "seed": 8, "max_tokens": 10}
     reply = post(http, COMPLETIONS, **asked)
     for prompt in range(2):

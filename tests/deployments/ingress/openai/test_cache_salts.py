@@ -57,7 +57,7 @@ def test_without_keys_all_share(server: Server, http: httpx.Client, path: str) -
 
 
 @pytest.mark.parametrize("path", ROUTES)
-def test_each_key_is_alone_unless_it_is_in_a_group(
+def test_each_key_has_its_own_cache_unless_it_is_in_a_group(
     server: Server, http: httpx.Client, path: str
 ) -> None:
     """No name of a key or a group stands for another one."""
@@ -93,7 +93,7 @@ def test_a_requests_own_salt_divides_its_group(
 
 @pytest.mark.parametrize("path", OPENAI)
 @pytest.mark.parametrize("given", ["", 5, ["x"], "\ud800"])
-def test_what_is_no_salt_is_refused(
+def test_invalid_salts_are_refused(
     server: Server, http: httpx.Client, path: str, given: object
 ) -> None:
     content = json.dumps({**ROUTES[path], "cache_salt": given})

@@ -191,7 +191,7 @@ def test_what_would_have_no_effect_is_refused(
     assert refused(http, CHAT, 400, **body)["param"] == param
 
 
-def test_what_apply_chat_template_takes_itself_is_no_variable(
+def test_parameters_of_apply_chat_template_are_no_variables(
     http: httpx.Client, folder: Path
 ) -> None:
     taken = inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters
@@ -211,12 +211,12 @@ def test_variables_reach_the_template(http: httpx.Client, driver: FakeDriver, fo
     assert prompt_of(driver) == want
 
 
-def test_documents_that_are_none_have_no_effect_to_miss(http: httpx.Client, folder: Path) -> None:
+def test_empty_documents_pass(http: httpx.Client, folder: Path) -> None:
     save(folder, PARTS)
     post(http, CHAT, messages=HELLO, documents=[], max_tokens=1)
 
 
-def test_a_broken_template_beside_the_default_breaks_its_own_chats_alone(
+def test_a_broken_named_template_breaks_its_own_chats_only(
     http: httpx.Client, folder: Path
 ) -> None:
     save(folder, {"default": PARTS, "rag": "{% if %}"})
@@ -229,7 +229,7 @@ def text_of(driver: FakeDriver) -> str:
     return str(driver.tokenizer.decode(prompt_of(driver), skip_special_tokens=False))
 
 
-def test_parts_become_text_only_where_no_parts_are_known(
+def test_parts_become_text_only_if_the_template_needs_text(
     http: httpx.Client, driver: FakeDriver, folder: Path
 ) -> None:
     save(folder, ALTERNATING)
@@ -237,7 +237,7 @@ def test_parts_become_text_only_where_no_parts_are_known(
     assert text_of(driver) == "[user]a \nb[assistant]"
 
 
-def test_a_text_is_no_loss_where_only_parts_are_known(
+def test_text_becomes_parts_if_the_template_needs_parts(
     http: httpx.Client, driver: FakeDriver, folder: Path
 ) -> None:
     save(folder, ONLY_PARTS)
@@ -247,7 +247,7 @@ def test_a_text_is_no_loss_where_only_parts_are_known(
     assert prompt_of(driver) == want
 
 
-def test_tools_in_words_need_no_system_role_and_keep_turns(
+def test_tools_as_text_need_no_system_role_and_keep_roles_alternating(
     http: httpx.Client, driver: FakeDriver, folder: Path
 ) -> None:
     save(folder, ALTERNATING)
@@ -264,7 +264,7 @@ def test_tools_in_words_need_no_system_role_and_keep_turns(
 
 
 @pytest.mark.parametrize(("known", "role"), [("", "system"), ("{# developer #}", "developer")])
-def test_developers_are_the_system_where_the_template_knows_none(
+def test_developer_messages_become_system_messages(
     http: httpx.Client, driver: FakeDriver, folder: Path, known: str, role: str
 ) -> None:
     save(folder, known + PARTS)

@@ -90,7 +90,7 @@ def test_the_model_names_an_adapter(http: httpx.Client, driver: FakeDriver) -> N
     assert refused.json()["error"]["code"] == "model_not_found"
 
 
-def test_loraxs_parameters_name_an_adapter_and_the_model_says_nothing(
+def test_an_adapter_in_loraxs_parameters_replaces_the_model(
     http: httpx.Client, driver: FakeDriver
 ) -> None:
     own: dict[str, Any] = {"adapter_id": "poet", "adapter_source": "local", "api_token": "hush"}
@@ -142,7 +142,7 @@ def test_bad_input_never_reaches_the_driver(
     assert driver.requests == []
 
 
-def test_a_model_without_hidden_states_is_told_as_such(
+def test_a_model_without_hidden_states_is_refused(
     http: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tests.fakes.embedding", lambda *args: b"")
@@ -185,9 +185,7 @@ def test_loraxs_route_and_client(server: Server, http: httpx.Client, driver: Fak
          "number of adapter IDs must match number of adapter weights"),
     ],
 )  # fmt: skip
-def test_embed_refuses_in_loraxs_words(
-    http: httpx.Client, body: dict[str, object], words: str
-) -> None:
+def test_embed_has_loraxs_messages(http: httpx.Client, body: dict[str, object], words: str) -> None:
     reply = http.post("/embed", json=body)
     assert reply.status_code == 422
     assert reply.json()["error"] == f"Input validation error: {words}"

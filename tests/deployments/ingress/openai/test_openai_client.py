@@ -75,7 +75,7 @@ def test_chat_stream(client: openai.OpenAI, driver: FakeDriver) -> None:
     assert chunks[-1].usage.completion_tokens == 25
 
 
-def test_what_shapes_samples(client: openai.OpenAI, driver: FakeDriver) -> None:
+def test_sampling_parameters(client: openai.OpenAI, driver: FakeDriver) -> None:
     reply = client.completions.create(
         model="tiny", prompt="hello", n=2, best_of=3, presence_penalty=0.5, max_tokens=9,
         frequency_penalty=-1, logit_bias={"7": -100}, extra_body={"min_p": 0.1, "min_tokens": 4},
@@ -113,7 +113,7 @@ def test_errors_are_the_clients_own(client: openai.OpenAI, driver: FakeDriver) -
         client.completions.create(model="tiny", prompt="a", suffix="b")
 
 
-def test_a_failure_on_the_way_raises(client: openai.OpenAI, driver: FakeDriver) -> None:
+def test_a_failure_in_a_stream_raises(client: openai.OpenAI, driver: FakeDriver) -> None:
     driver.faults[None] = Failed(ErrorKind.GENERATION, "the ranks are gone")
     driver.fail_after = 4
     stream = client.completions.create(model="tiny", prompt="a", stream=True)

@@ -58,14 +58,14 @@ def test_echo_repeats_the_prompt(http: httpx.Client, driver: FakeDriver) -> None
 @pytest.mark.parametrize(
     "prompt", ["", [], [""], ["a", 1], [True], [[]], {"a": 1}, None, [1.5], [-1], [999]]
 )
-def test_prompts_that_are_none(http: httpx.Client, driver: FakeDriver, prompt: object) -> None:
+def test_invalid_prompts(http: httpx.Client, driver: FakeDriver, prompt: object) -> None:
     error = refused(http, COMPLETIONS, 400, prompt=prompt)
     assert error["param"] == "prompt"
     assert driver.requests == []
 
 
 @pytest.mark.parametrize("prompt", [[-1], [10**30], [[5], [99999]], [1] * 100_000])
-def test_ids_that_are_none_are_refused_with_echo_too(
+def test_invalid_ids_are_refused_with_echo_too(
     http: httpx.Client, driver: FakeDriver, prompt: list[Any]
 ) -> None:
     for others in ({}, {"echo": True}, {"echo": True, "logprobs": 1, "max_tokens": 0}):
@@ -160,7 +160,7 @@ def test_chat_logprobs(http: httpx.Client, driver: FakeDriver) -> None:
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
     ],
 )
-def test_what_only_one_route_refuses(
+def test_refusals_of_one_route(
     http: httpx.Client, driver: FakeDriver, path: str, extra: dict[str, Any], param: str
 ) -> None:
     assert refused(http, path, 400, **extra)["param"] == param
@@ -198,7 +198,7 @@ def test_a_chat_stream_begins_with_the_role(http: httpx.Client) -> None:
     assert all("role" not in c["delta"] for chunk in others[1:] for c in chunk["choices"])
 
 
-def test_the_callers_token_travels(http: httpx.Client, driver: FakeDriver) -> None:
+def test_the_callers_token_reaches_the_driver(http: httpx.Client, driver: FakeDriver) -> None:
     for header, expected in (
         ("Bearer hf_secret", "hf_secret"),
         ("bearer  hf_secret", "hf_secret"),
@@ -224,13 +224,13 @@ def test_models_are_listed(http: httpx.Client, driver: FakeDriver) -> None:
 
 
 @pytest.mark.parametrize("body", [b"{", b"", b"[1]", b'"x"', b"null", b"\xff\xfe", b"[" * 100_000])
-def test_bodies_that_are_no_request(http: httpx.Client, body: bytes) -> None:
+def test_malformed_bodies(http: httpx.Client, body: bytes) -> None:
     reply = http.post(COMPLETIONS, content=body, headers={"content-type": "application/json"})
     assert reply.status_code == 400
     assert reply.json()["error"]["type"] == "invalid_request_error"
 
 
-def test_half_characters_and_strange_numbers_break_nothing(http: httpx.Client) -> None:
+def test_half_surrogate_pairs_and_strange_numbers_break_nothing(http: httpx.Client) -> None:
     for body in (
         b'{"model": "tiny", "prompt": "\\ud800"}',
         b'{"model": "\\ud800", "prompt": "a"}',
@@ -246,7 +246,7 @@ def test_half_characters_and_strange_numbers_break_nothing(http: httpx.Client) -
     assert reply.status_code == 200
 
 
-def test_unknown_routes_and_methods_answer_in_dialect(http: httpx.Client) -> None:
+def test_unknown_routes_and_methods_have_the_routes_dialect(http: httpx.Client) -> None:
     assert http.post("/v1/unknown").json()["error"]["message"] == "Not Found"
     reply = http.delete("/v1/models")
     assert (reply.status_code, reply.json()["error"]["message"]) == (405, "Method Not Allowed")

@@ -138,7 +138,7 @@ def test_embeddings_have_refusals_of_their_own(http: httpx.Client, driver: FakeD
     assert http.post(path, json={**asked, **neutral, "other": 1}).status_code == 200
 
 
-def test_what_is_honoured_instead_of_refused(http: httpx.Client, driver: FakeDriver) -> None:
+def test_fields_that_are_served(http: httpx.Client, driver: FakeDriver) -> None:
     driver.replies[None] = "one END two"
     asked = {"prompt": "a", "stop": ["END"], "max_tokens": 30}
     assert post(http, COMPLETIONS, **asked)["choices"][0]["text"] == "one "

@@ -165,7 +165,7 @@ def test_a_conversation_goes_on(http: httpx.Client, driver: FakeDriver) -> None:
     )
 
 
-def test_formats_and_further_fields(http: httpx.Client, driver: FakeDriver) -> None:
+def test_formats_and_other_fields(http: httpx.Client, driver: FakeDriver) -> None:
     got = both(http, input="a", text={"format": FORMAT}, seed=5, top_k=3, top_p=0.5, stop=["q"])
     sampling = driver.requests[-1].sequences[0].sampling
     assert json.loads(sampling.json_schema)["properties"] == {"a": {"type": "integer"}}
@@ -257,7 +257,7 @@ def test_openais_client(client: openai.OpenAI, driver: FakeDriver) -> None:
         client.responses.create(model="tiny", input="x", previous_response_id="resp_1")
 
 
-def test_half_characters_break_nothing(http: httpx.Client) -> None:
+def test_half_surrogate_pairs_break_nothing(http: httpx.Client) -> None:
     for field in (
         b'"tools": [{"type": "function", "name": "f", "x": "\\ud800"}]',
         b'"metadata": {"\\ud800": "x"}',

@@ -25,7 +25,7 @@ from tests.fakes import FakeDriver, Unreliable, deaf
 @pytest.mark.parametrize(("path", "prompt"), [(COMPLETIONS, {"prompt": "hello"}),
                                               (CHAT, {"messages": HELLO})])  # fmt: skip
 class TestBothRoutes:
-    def test_whole_and_streamed_say_the_same(
+    def test_whole_and_streamed_answers_are_equal(
         self, http: httpx.Client, driver: FakeDriver, path: str, prompt: dict[str, Any]
     ) -> None:
         for link in (deaf, Unreliable(), driver.link):
@@ -63,7 +63,7 @@ class TestBothRoutes:
             "prompt_tokens_details": {"cached_tokens": min(4, num_prompt)},
         }
 
-    def test_usage_comes_last_when_asked_for(
+    def test_usage_is_last_when_requested(
         self, http: httpx.Client, path: str, prompt: dict[str, Any]
     ) -> None:
         options = {"include_usage": True}
@@ -85,7 +85,7 @@ class TestBothRoutes:
         assert driver.requests[-1].sequences[0].stopping.stop_token_ids == ()
 
     @pytest.mark.parametrize("stop", ["END", "; caf", ["never", "é E"], "🚀 fl"])
-    def test_stop_strings_are_cut_out(
+    def test_stop_strings_are_removed(
         self,
         http: httpx.Client,
         driver: FakeDriver,
@@ -185,7 +185,7 @@ class TestBothRoutes:
         assert (error["code"], error["message"]) == (code, "no such luck")
         assert error["param"] == ("model" if kind.value.startswith("adapter_") else None)
 
-    def test_overload_says_when_to_come_back(
+    def test_overload_has_retry_after(
         self, http: httpx.Client, driver: FakeDriver, path: str, prompt: dict[str, Any]
     ) -> None:
         driver.faults[None] = Failed(ErrorKind.OVERLOADED, "full", retry_after_s=2.2)
@@ -196,7 +196,7 @@ class TestBothRoutes:
         assert (reply.status_code, reply.headers["retry-after"]) == (429, "1")
         assert reply.json()["error"]["type"] == "rate_limit_error"
 
-    def test_a_failure_on_the_way_is_the_last_event(
+    def test_a_failure_in_a_stream_is_the_last_event(
         self, http: httpx.Client, driver: FakeDriver, path: str, prompt: dict[str, Any]
     ) -> None:
         driver.faults["bad"] = Failed(ErrorKind.GENERATION, "the ranks are gone")
@@ -282,7 +282,7 @@ class TestBothRoutes:
         assert words is None or words in error["message"]
         assert driver.requests == []
 
-    def test_neutral_values_of_what_is_not_built_are_fine(
+    def test_neutral_values_pass(
         self, http: httpx.Client, path: str, prompt: dict[str, Any]
     ) -> None:
         neutral = {
@@ -292,7 +292,7 @@ class TestBothRoutes:
         }  # fmt: skip
         post(http, path, **prompt, **neutral)
 
-    def test_nothing_is_left_in_the_mailbox(
+    def test_no_inbox_is_left_open(
         self, http: httpx.Client, server: Server, path: str, prompt: dict[str, Any]
     ) -> None:
         stream(http, path, **prompt)

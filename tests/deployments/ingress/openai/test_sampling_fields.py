@@ -43,7 +43,7 @@ class TestOpenAI:
             logit_bias=((5, -100.0), (7, 2.5)),
         ))  # fmt: skip
 
-    def test_greedy_rows_keep_what_changes_logits(
+    def test_greedy_requests_keep_fields_that_change_logits(
         self, http: httpx.Client, driver: FakeDriver, path: str, prompt: dict[str, Any]
     ) -> None:
         post(http, path, **prompt, **PENALTIES, temperature=0, min_p=0.1, typical_p=0.8, seed=0)

@@ -143,7 +143,7 @@ def test_parameters_are_sent(browser: Browser, server: Server, driver: FakeDrive
     assert sequence.stopping.max_new_tokens == 7
 
 
-def test_failures_are_shown_and_others_go_on(
+def test_failures_are_visible_and_others_continue(
     browser: Browser, server: Server, driver: FakeDriver
 ) -> None:
     _know(driver, ADAPTERS[:2])
@@ -166,7 +166,7 @@ def test_escape_stops_all(browser: Browser, server: Server, driver: FakeDriver) 
     assert driver.cancelled.wait(PATIENCE)
 
 
-def test_a_key_can_be_typed(browser: Browser, server: Server) -> None:
+def test_a_key_can_be_entered(browser: Browser, server: Server) -> None:
     key = KeyConfig(name="a", sha256=hashlib.sha256(b"sesame").hexdigest())
     server.fresh_app(IngressSettings(api=ApiConfig(keys=(key,))))
     server.driver.replies[None] = "Open."

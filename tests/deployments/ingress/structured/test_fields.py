@@ -63,7 +63,7 @@ _SPELLED = _spelling()
         ({"grammar": 'root ::= "a" b+\nb ::= [0-9] | "x"'}, ["a1x"], ["a", "ay"]),
     ],
 )
-def test_ways_to_hold_an_answer(
+def test_forms_of_constraints(
     http: httpx.Client, driver: FakeDriver, ways: dict[str, Any], good: list[str], bad: list[str]
 ) -> None:
     [(way, value)] = ways.items()
@@ -141,7 +141,7 @@ class Counting(Compiler):
         return CompileResult(task.text)
 
 
-def test_what_was_tried_is_remembered_within_bounds(driver: FakeDriver) -> None:
+def test_results_are_cached_within_bounds(driver: FakeDriver) -> None:
     many = [Constraint("x", grammar=f'start: "{place}"') for place in range(400)]
 
     async def ask() -> int:
@@ -154,7 +154,7 @@ def test_what_was_tried_is_remembered_within_bounds(driver: FakeDriver) -> None:
     assert asyncio.run(ask()) == 401  # the first was forgotten in between
 
 
-def test_those_who_ask_for_the_same_at_once_share_one_try(driver: FakeDriver) -> None:
+def test_equal_concurrent_tasks_share_one_check(driver: FakeDriver) -> None:
     asked = Constraint("x", grammar='start: "a"')
 
     async def ask() -> int:

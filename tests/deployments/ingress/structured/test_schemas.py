@@ -86,7 +86,7 @@ def test_blanks_between_tokens_are_few(http: httpx.Client, driver: FakeDriver) -
         assert (matcher.try_consume_tokens(ids) == len(ids)) == fits, answer
 
 
-def test_half_characters_break_nothing(http: httpx.Client) -> None:
+def test_half_surrogate_pairs_break_nothing(http: httpx.Client) -> None:
     given = b'{"type": "json_object", "schema": {"const": "\\ud800", "\\ud800": 1}}'
     body = b'{"model": "tiny", "prompt": "a", "response_format": ' + given + b"}"
     reply = http.post(COMPLETIONS, content=body, headers={"content-type": "application/json"})
@@ -105,7 +105,7 @@ def test_deep_schemas_break_nothing(http: httpx.Client) -> None:
 
 @pytest.mark.parametrize("extra", [{"ignore_eos": True}, {"ignore_eos_token": True},
                                    {"min_tokens": 2}])  # fmt: skip
-def test_an_answer_must_be_free_to_end(
+def test_answers_must_be_able_to_end(
     http: httpx.Client, driver: FakeDriver, extra: dict[str, Any]
 ) -> None:
     error = refused(http, CHAT, 400, messages=HELLO, response_format=OPENAI, **extra)

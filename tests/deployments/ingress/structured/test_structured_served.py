@@ -71,7 +71,7 @@ def alone() -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_answers_are_the_same_in_company(
+def test_answers_do_not_depend_on_the_batch(
     alone: list[str], ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts come in chunks of 24 tokens, and blocks run out, so requests are preempted.

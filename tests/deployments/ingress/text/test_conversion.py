@@ -48,25 +48,25 @@ def test_added_tokens_of_the_config_are_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("adds", [True, False])
-def test_the_space_in_front_is_the_configs(tmp_path: Path, adds: bool) -> None:
+def test_the_config_decides_about_the_first_space(tmp_path: Path, adds: bool) -> None:
     config = {"add_prefix_space": adds, "tokenizer_class": "GPT2Tokenizer", "unk_token": "<unk>"}
     tokenizer = _checked(_folder(tmp_path, "byte-level", config)).tokenizer()
     assert tokenizer.decode(tokenizer.encode("fox").ids) == (" fox" if adds else "fox")
 
 
-def test_special_tokens_of_their_own_file_are_known(tmp_path: Path) -> None:
+def test_special_tokens_map_is_read(tmp_path: Path) -> None:
     own = {"bos_token": "<s>", "eos_token": _token("</s>")}
     found = _checked(_folder(tmp_path, "byte-level", {}, special_tokens_map=own))
     assert found.special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
 
 
-def test_named_extra_tokens_are_known(tmp_path: Path) -> None:
+def test_named_extra_tokens_are_read(tmp_path: Path) -> None:
     extra = {"image_token": "<think>", "boi_token": "<boi>"}
     found = _checked(_folder(tmp_path, "byte-level", {"extra_special_tokens": extra}))
     assert found.special_tokens == extra
 
 
-def test_an_end_that_is_not_marked_special_is_not_shown(tmp_path: Path) -> None:
+def test_an_end_token_that_is_not_special_is_not_visible(tmp_path: Path) -> None:
     tokenizer = KINDS["byte-level"]()
     tokenizer.add_tokens([AddedToken("<|end|>", special=False)])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
@@ -76,13 +76,13 @@ def test_an_end_that_is_not_marked_special_is_not_shown(tmp_path: Path) -> None:
     assert ModelTokenizer(_checked(tmp_path).tokenizer()).decode(ids) == "fox"
 
 
-def test_special_tokens_may_be_split(tmp_path: Path) -> None:
+def test_split_special_tokens(tmp_path: Path) -> None:
     config = {"split_special_tokens": True, "eos_token": "</s>"}
     tokenizer = _checked(_folder(tmp_path, "byte-level", config)).tokenizer()
     assert tokenizer.token_to_id("</s>") not in tokenizer.encode("fox</s>").ids
 
 
-def test_clean_up_is_the_configs(tmp_path: Path) -> None:
+def test_the_config_decides_about_the_clean_up(tmp_path: Path) -> None:
     config = {"clean_up_tokenization_spaces": True, "tokenizer_class": "PreTrainedTokenizerFast"}
     assert _checked(_folder(tmp_path, "word-piece", config)).cleans_up
     assert not _checked(_folder(tmp_path, "byte-level", config)).cleans_up
@@ -121,7 +121,7 @@ def test_code_that_is_not_trusted_does_not_run(tmp_path: Path) -> None:
     assert not ran.exists()
 
 
-def test_prompts_that_a_class_takes_apart_are_refused(tmp_path: Path) -> None:
+def test_prompts_that_a_class_encodes_by_other_rules_are_refused(tmp_path: Path) -> None:
     names = ["▁<PRE>", "▁<SUF>", "▁<MID>", "▁<EOT>", "<FILL_ME>"]
     tokenizer = KINDS["llama"]()
     tokenizer.add_special_tokens(names)

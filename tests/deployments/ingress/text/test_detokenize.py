@@ -47,7 +47,7 @@ def test_pieces_of_any_tokens_add_up_to_the_whole_decoding(
 
 @settings(deadline=None, max_examples=200)
 @given(text=st.text(max_size=40))
-def test_unicode_comes_out_whole(text: str) -> None:
+def test_characters_are_never_split(text: str) -> None:
     assume(not any(word in text for word in SPECIALS))
     stream = TEXT.stream()
     pieces = [stream.push([id]) for id in _ids(text)]
@@ -198,7 +198,7 @@ def test_the_work_for_a_token_does_not_grow(kind: str, monkeypatch: pytest.Monke
         max_size=25,
     )
 )
-def test_text_is_tidied_as_transformers_does_it(pieces: list[str]) -> None:
+def test_the_clean_up_equals_transformers(pieces: list[str]) -> None:
     vocab = {piece: id for id, piece in enumerate(dict.fromkeys([*pieces, "<unk>"]))}
     backend = Tokenizer(WordLevel(vocab, unk_token="<unk>"))
     backend.decoder = Fuse()
@@ -217,7 +217,7 @@ def test_text_is_tidied_as_transformers_does_it(pieces: list[str]) -> None:
         DecoderSequence([Fuse(), ByteFallback()]),
     ],
 )
-def test_decoders_that_take_text_back_are_refused(decoder: DecoderSequence) -> None:
+def test_decoders_that_change_earlier_text_are_refused(decoder: DecoderSequence) -> None:
     tokenizer = Tokenizer(BPE({"a": 0}, []))
     tokenizer.decoder = decoder
     with pytest.raises(ValueError, match="not served"):

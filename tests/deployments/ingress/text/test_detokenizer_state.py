@@ -37,7 +37,7 @@ def test_tokens_after_the_stop_string_do_not_count() -> None:
     assert "END" not in TEXT.decode(IDS[: transcript.num_tokens - 1])
 
 
-def test_held_back_text_comes_at_the_end() -> None:
+def test_withheld_text_is_returned_at_the_end() -> None:
     transcript = _transcript(["flies. And then"])
     shown = "".join(piece.text for piece in transcript.feed(IDS))
     assert shown == TALE[: TALE.index("flies")]
@@ -56,7 +56,7 @@ def test_a_stop_string_may_complete_with_the_end() -> None:
     assert transcript.stopped
 
 
-def test_offsets_after_broken_bytes_count_what_they_became() -> None:
+def test_offsets_after_broken_bytes_count_their_replacement() -> None:
     """The text before a token has a U+FFFD for them by then."""
     tokenizer = byte_level_tokenizer()
     first = token_id(tokenizer, "ð")  # The byte F0.

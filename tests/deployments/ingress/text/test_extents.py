@@ -34,7 +34,7 @@ longish = st.text(
 @pytest.mark.parametrize("kind", sorted(PROVEN))
 @settings(deadline=None, max_examples=200)
 @given(text=longish)
-def test_what_fits_is_read(kind: str, text: str) -> None:
+def test_texts_that_fit_are_encoded(kind: str, text: str) -> None:
     tokenizer = PROVEN[kind]
     tokens = len(tokenizer.encode(text, add_special_tokens=False).ids)
     assert len(text) <= Extents(tokenizer).most_characters(max(1, tokens))
@@ -81,7 +81,7 @@ def _cutting() -> Tokenizer:
         _normalized(normalizers.Replace("x", "")),
     ],
 )
-def test_where_a_token_may_stand_for_any_length_there_is_a_fixed_bound(
+def test_tokens_of_any_length_have_a_fixed_bound(
     tokenizer: Tokenizer,
 ) -> None:
     longest = max(16, *map(len, tokenizer.get_vocab()))

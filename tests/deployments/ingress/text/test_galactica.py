@@ -56,7 +56,7 @@ def test_what_is_marked_is_what_the_definition_finds(text: str) -> None:
     assert mark(text) == _DEFINITION.sub(marked, text)
 
 
-def test_starts_without_an_end_hold_up_nobody() -> None:
+def test_starts_without_an_end_take_linear_time() -> None:
     """Looked for from each of them, the end that is not there would take minutes."""
     text = "[START_DNA]" * 200_000
     assert mark(text) == text
@@ -73,7 +73,7 @@ def test_each_character_of_a_sequence_is_a_token() -> None:
     assert found == ["MI", "[START_AMINO]", "M", "I", "[END_AMINO]", "MI"]
 
 
-def test_tokens_keep_their_places_in_the_prompt() -> None:
+def test_offsets_are_those_in_the_prompt() -> None:
     text = ModelTokenizer(galactica_tokenizer())
     slices = asyncio.run(text.slices(PROMPT))
     assert "".join(each.text for each in slices) == PROMPT
@@ -82,7 +82,7 @@ def test_tokens_keep_their_places_in_the_prompt() -> None:
     assert [each.id for each in slices] == ids_of(text, PROMPT)
 
 
-def test_the_models_own_words_are_text_and_its_ends_are_not() -> None:
+def test_visible_special_tokens_are_text_and_ends_are_not() -> None:
     tokenizer = galactica_tokenizer()
     text = ModelTokenizer(tokenizer)
     ids = [0, *ids_of(text, PROMPT), 2]
@@ -111,7 +111,7 @@ def test_what_is_marked(plain: str, marked: str) -> None:
     assert offsets.offset(len(mark(plain))) == len(plain)
 
 
-def test_other_tokenizers_are_left_alone() -> None:
+def test_other_tokenizers_are_unchanged() -> None:
     assert not cuts_sequences(byte_level_tokenizer())
     text = ModelTokenizer(byte_level_tokenizer())
     assert text.decode(ids_of(text, PROMPT)) == PROMPT

@@ -32,7 +32,7 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("path", "body"), ASKED)
-def test_what_cannot_fit_is_not_read(
+def test_texts_that_cannot_fit_are_not_encoded(
     http: httpx.Client,
     driver: FakeDriver,
     monkeypatch: pytest.MonkeyPatch,
@@ -55,7 +55,7 @@ def test_what_cannot_fit_is_not_read(
     assert driver.requests == []
 
 
-def test_the_longest_that_may_fit_is_read(server: Server, http: httpx.Client) -> None:
+def test_the_longest_possible_text_is_encoded(server: Server, http: httpx.Client) -> None:
     """Its tokens are counted then, as of any other."""
     most = server.text._extents.most_characters(500)
     reply = http.post("/v1/completions", json={"model": "tiny", "prompt": "x" * most})

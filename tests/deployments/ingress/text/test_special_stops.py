@@ -54,7 +54,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("stop", "expected"), CASES)
-def test_openais_routes_cut_it_out(
+def test_openais_routes_remove_it(
     http: httpx.Client, driver: FakeDriver, stop: str, expected: str
 ) -> None:
     driver.replies[None] = ANSWER
@@ -69,7 +69,7 @@ def test_openais_routes_cut_it_out(
 
 
 @pytest.mark.parametrize(("stop", "expected"), CASES)
-def test_loraxs_routes_keep_what_is_text_of_it(
+def test_loraxs_routes_keep_its_visible_text(
     http: httpx.Client, driver: FakeDriver, stop: str, expected: str
 ) -> None:
     driver.replies[None] = ANSWER

@@ -26,7 +26,7 @@ few_letters = st.text("ab", max_size=12)
     stops=st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=4),
     keep=st.booleans(),
 )
-def test_stop_strings_do_not_see_how_text_was_cut(
+def test_matches_do_not_depend_on_the_pieces(
     pieces: list[str], stops: list[str], keep: bool
 ) -> None:
     matcher = StopStrings(stops, keep)
@@ -36,7 +36,7 @@ def test_stop_strings_do_not_see_how_text_was_cut(
 
 @settings(deadline=None, max_examples=300)
 @given(text=few_letters, stop=st.text("ab", min_size=1, max_size=4))
-def test_only_what_may_begin_a_stop_string_is_held_back(text: str, stop: str) -> None:
+def test_only_the_start_of_a_stop_string_is_withheld(text: str, stop: str) -> None:
     matcher = StopStrings([stop], keep=False)
     shown = "".join(matcher.push(char) for char in text)
     if not matcher.matched:
@@ -47,7 +47,7 @@ def test_only_what_may_begin_a_stop_string_is_held_back(text: str, stop: str) ->
         )
 
 
-def test_kept_text_is_not_held_back() -> None:
+def test_keep_withholds_nothing() -> None:
     matcher = StopStrings(["END"], keep=True)
     assert [matcher.push(piece) for piece in ("the E", "N", "D!", "more")] == [
         "the E", "N", "D", "",
@@ -61,7 +61,7 @@ def test_without_stop_strings_text_passes() -> None:
     assert not matcher.matched
 
 
-def test_an_empty_stop_string_is_our_mistake() -> None:
+def test_empty_stop_strings_are_a_bug() -> None:
     with pytest.raises(AssertionError, match=re.escape("an empty stop string")):
         StopStrings([""], keep=False)
 
@@ -73,7 +73,7 @@ def test_an_empty_stop_string_is_our_mistake() -> None:
                    max_size=3),
     keep=st.booleans(),
 )  # fmt: skip
-def test_special_tokens_stop_and_are_not_shown(
+def test_special_tokens_match_but_are_not_visible(
     pieces: list[str], stops: list[str], keep: bool
 ) -> None:
     """The rule, character by character, over the text with special tokens and the one without."""

@@ -8,7 +8,7 @@ from deployments.ingress.http.errors import RequestError
 from deployments.ingress.text.threads import BoundedThreads
 
 
-def test_who_comes_when_too_much_is_in_line_is_refused() -> None:
+def test_texts_are_refused_while_too_much_text_waits() -> None:
     """One alone may be longer than the line; what is done, or given up, is in line no more."""
 
     async def story() -> None:

@@ -31,7 +31,7 @@ def test_raw_prompts_get_the_tokenizers_own_special_tokens(tmp_path: Path) -> No
     text.close()
 
 
-def test_others_go_on_while_a_long_text_is_encoded() -> None:
+def test_a_long_text_does_not_delay_others() -> None:
     """A tokenizer that kept the interpreter to itself would leave them one turn or two.
 
     The system may let either thread stand still for as long as it likes, but not each time.
@@ -84,7 +84,7 @@ def test_truncation_and_padding_of_training_are_off(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["string", "named", "file"])
-def test_templates_are_found_in_all_their_places(tmp_path: Path, form: str) -> None:
+def test_templates_are_found_in_all_files(tmp_path: Path, form: str) -> None:
     write_tokenizer(tmp_path, template=None)
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     if form == "file":
@@ -141,7 +141,7 @@ def test_slices_point_into_the_text(tmp_path: Path) -> None:
     assert isinstance(slices[0], Slice)
 
 
-def test_text_that_has_no_encoding_is_refused() -> None:
+def test_invalid_unicode_is_refused() -> None:
     with pytest.raises(RequestError, match="not valid Unicode"):
         asyncio.run(ModelTokenizer(byte_level_tokenizer()).encode("half \ud83d a pair"))
 
@@ -166,7 +166,7 @@ def _refused(size: str) -> RequestError:
     return invalid(f"it has {size}")
 
 
-def test_what_cannot_fit_is_refused_unread() -> None:
+def test_texts_that_cannot_fit_are_refused_without_encoding() -> None:
     """The longest text that may fit is read; one character more is not."""
     tokenizer = byte_level_tokenizer()
     tokenizer.add_tokens([AddedToken("=" * 40, normalized=False)])
@@ -180,7 +180,7 @@ def test_what_cannot_fit_is_refused_unread() -> None:
     text.close()
 
 
-def test_of_a_long_text_the_beginning_is_read_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_start_of_a_long_text_is_encoded_first(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = byte_level_tokenizer()
     tokenizer.add_tokens([AddedToken("=" * 20_000, normalized=False)])
     text = ModelTokenizer(tokenizer)

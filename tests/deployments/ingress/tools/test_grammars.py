@@ -126,7 +126,7 @@ def test_one_list_of_calls(tmp_path: Path) -> None:
     assert not model.allows(grammar, f"[{loose}]")
 
 
-def test_names_are_what_they_are(tmp_path: Path) -> None:
+def test_names_are_escaped(tmp_path: Path) -> None:
     model = Model(tmp_path, FORCED, "plain")
     functions = [Function(name=name) for name in ("a.b/c:d", "a-b", "start", "TEXT")]
     grammar = calls_constraint(toolbox(functions, forced=True), FORCED, {}).grammar
@@ -135,7 +135,7 @@ def test_names_are_what_they_are(tmp_path: Path) -> None:
         assert model.allows(grammar, f"[{call}]")
 
 
-def test_nothing_is_held_without_need() -> None:
+def test_nothing_is_constrained_without_need() -> None:
     loose = toolbox([Function(name="g")])
     assert not calls_constraint(loose, FORMATS[ToolParser.HERMES], {})
 

@@ -143,7 +143,7 @@ def test_arguments_come_as_they_are_written() -> None:
 
 
 @pytest.mark.parametrize("head", ["{", '{"name"', "get", "get[CALL_ID]a1"])
-def test_blanks_without_end_hold_up_nobody(head: str) -> None:
+def test_endless_blanks_take_linear_time(head: str) -> None:
     """Matched in every way to share them out, so many would take hours."""
     text = f"[TOOL_CALLS]{head}{' ' * 20_000}x {{"
     assert read(MISTRAL, text, 10_000) == (text, [])
@@ -193,7 +193,7 @@ def test_any_arguments_come_through(arguments: dict[str, object], width: int) ->
 
 
 @pytest.mark.parametrize("arguments", ['"\\ud800"', '{"a": "\\ud800"}'])
-def test_half_characters_break_nothing(arguments: str) -> None:
+def test_half_surrogate_pairs_break_nothing(arguments: str) -> None:
     text = f'<tool_call>{{"arguments": {arguments}, "name": "get"}}</tool_call>'
     said, [(name, called)] = read(HERMES, text)
     assert (said, name) == ("", "get")

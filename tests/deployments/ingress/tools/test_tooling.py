@@ -125,7 +125,7 @@ def test_text_stays_text(http: httpx.Client, driver: FakeDriver, reply: str) -> 
         assert "get_weather" not in prompt_of(driver)
 
 
-def test_cut_off_calls_say_length(http: httpx.Client, driver: FakeDriver) -> None:
+def test_calls_that_are_cut_off_have_reason_length(http: httpx.Client, driver: FakeDriver) -> None:
     driver.replies[None] = HERMES
     whole = driver.tokenizer.encode(HERMES, add_special_tokens=False)
     got = both(http, tools=TOOLS, max_tokens=len(whole.ids) - 12)
@@ -168,7 +168,7 @@ def test_choices_have_calls_of_their_own(http: httpx.Client, driver: FakeDriver)
          ['[{"name": "get_weather", "arguments": {"town": "x"}}]']),
     ],
 )  # fmt: skip
-def test_calls_that_must_be(
+def test_required_calls(
     http: httpx.Client, driver: FakeDriver, choice: object, parallel: bool, good: list[str],
     bad: list[str],
 ) -> None:  # fmt: skip
@@ -183,7 +183,7 @@ def test_calls_that_must_be(
     assert "Answer with a JSON list" in prompt_of(driver)
 
 
-def test_strict_functions_and_formats_beside_tools(http: httpx.Client, driver: FakeDriver) -> None:
+def test_strict_functions_and_formats_with_tools(http: httpx.Client, driver: FakeDriver) -> None:
     driver.replies[None] = HERMES
     assert both(http, tools=TOOLS)["calls"]
     assert driver.requests[-1].sequences[0].sampling.constraint == ""
@@ -201,7 +201,7 @@ def test_strict_functions_and_formats_beside_tools(http: httpx.Client, driver: F
     assert not allowed(driver, "plain text")
 
 
-def test_functions_of_before(http: httpx.Client, driver: FakeDriver) -> None:
+def test_legacy_functions(http: httpx.Client, driver: FakeDriver) -> None:
     driver.replies[None] = HERMES
     body: dict[str, Any] = {"messages": HELLO, "functions": [WEATHER, TIME]}
     [choice] = post(http, CHAT, **body)["choices"]
@@ -228,7 +228,7 @@ HISTORY: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-def test_a_template_that_knows_no_tools_gets_words(http: httpx.Client, driver: FakeDriver) -> None:
+def test_a_template_without_tools_gets_text(http: httpx.Client, driver: FakeDriver) -> None:
     post(http, CHAT, messages=HISTORY, tools=TOOLS)
     prompt = prompt_of(driver)
     assert prompt.startswith("<s><|system|>You can call functions.")
@@ -245,7 +245,7 @@ def test_a_template_that_knows_no_tools_gets_words(http: httpx.Client, driver: F
     [('{"town": "Par', '{"town": "Par'), ("nonsense", "nonsense"), ("[1]", [1]), ("null", None),
      ("5", 5), ("", {}), ('"x"', "x"), ([1], [1]), ({"a": 1}, {"a": 1}), (None, None)],
 )  # fmt: skip
-def test_arguments_of_the_past_are_shown_as_values_or_as_they_were_written(
+def test_arguments_of_earlier_calls_are_values_or_text(
     http: httpx.Client, driver: FakeDriver, written: object, shown: object
 ) -> None:
     """Clients send answers back as they came, those that were cut off among them."""
@@ -283,7 +283,7 @@ def native(server: Server, tmp_path: Path, request: pytest.FixtureRequest) -> Fa
     ],
     indirect=["native"],
 )  # fmt: skip
-def test_models_that_know_tools(
+def test_templates_with_tools(
     http: httpx.Client, native: FakeDriver, reply: str, id_length: int
 ) -> None:
     native.replies[None] = reply
@@ -316,7 +316,7 @@ def test_models_that_know_tools(
         ("{% set tools = 1 %}{{ tools }}", ToolParser.AUTO, ToolParser.HERMES),
     ],
 )
-def test_which_format_is_read(source: str, parser: ToolParser, expected: ToolParser) -> None:
+def test_which_format_is_used(source: str, parser: ToolParser, expected: ToolParser) -> None:
     function = Function(name="f")
     toolbox = Toolbox((function,), (function,), forced=False, parallel=True, legacy=False)
     found = tooling(toolbox, ChatTemplate(source, {}), parser)
@@ -387,7 +387,7 @@ def test_openais_client(client: openai.OpenAI, driver: FakeDriver) -> None:
     ]  # fmt: skip
 
 
-def test_half_characters_break_nothing(http: httpx.Client) -> None:
+def test_half_surrogate_pairs_break_nothing(http: httpx.Client) -> None:
     for function in (
         b'{"name": "f", "description": "\\ud800"}',
         b'{"name": "f", "parameters": {"description": "\\ud800"}}',
