@@ -101,9 +101,7 @@ def driver_of(handle: Any, receiver: Any) -> HandleDriver:
         ("xa", ["a begins"]),
     ],
 )
-def test_only_the_last_selected_replica_keeps_the_early_submit(
-    chosen: str, sent: list[str]
-) -> None:
+def test_the_last_selected_replica_keeps_the_early_submit(chosen: str, sent: list[str]) -> None:
     async def story() -> None:
         receiver = Receiver("x")
         assert await driver_of(Handle(*chosen), receiver).generate(ASKED, HERE) is ANSWER

@@ -79,9 +79,7 @@ def test_echo_with_logprobs(
                 assert choice["text"].startswith(token, offset), (token, offset)
 
 
-def test_echo_without_logprobs_needs_no_prompt_logprobs(
-    http: httpx.Client, driver: FakeDriver
-) -> None:
+def test_echo_alone_needs_no_prompt_logprobs(http: httpx.Client, driver: FakeDriver) -> None:
     reply = post(http, COMPLETIONS, prompt="hello", echo=True, max_tokens=0)
     assert reply["choices"][0]["text"] == "hello"
     assert reply["choices"][0]["logprobs"] is None

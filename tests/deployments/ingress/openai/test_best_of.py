@@ -66,9 +66,7 @@ def test_lorax_replies_with_the_best_and_the_others_in_details(
     }  # fmt: skip
 
 
-def test_openai_replies_with_the_best_of_each_prompt(
-    http: httpx.Client, driver: FakeDriver
-) -> None:
+def test_openai_has_the_best_of_each_prompt(http: httpx.Client, driver: FakeDriver) -> None:
     asked = {"prompt": ["fox", "dog"], "n": 2, "best_of": 5, "seed": 8, "max_tokens": 10}
     reply = post(http, COMPLETIONS, **asked)
     for prompt in range(2):
