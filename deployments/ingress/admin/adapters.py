@@ -7,6 +7,7 @@ replica.
 from collections.abc import Callable, Sequence
 from typing import Annotated, Literal, TypedDict, get_args
 
+import msgspec
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import PlainTextResponse, Response
@@ -39,7 +40,7 @@ _STATES: tuple[AdapterTier, ...] = get_args(AdapterTier)
 Name = Annotated[Unicode, Field(min_length=1, max_length=1024)]
 
 
-class AdapterResidency(TypedDict):
+class AdapterResidency(msgspec.Struct):
     """An adapter on one replica; last_used: seconds since the epoch."""
 
     state: AdapterTier
@@ -303,7 +304,12 @@ def _row(
         "pinned": any(status.pinned for status in statuses.values()),
         "num_requests": sum(status.num_requests for status in statuses.values()),
         "last_used": max(uses, default=None),
-        "replicas": {name: _residency(statuses.get(name, absent)) for name in replicas},
+        "replicas": {
+            name: msgspec.convert(
+                statuses.get(name, absent), AdapterResidency, from_attributes=True
+            )
+            for name in replicas
+        },
     }
 
 
@@ -318,19 +324,4 @@ def _recipe(reference: AdapterReference, default_source: AdapterSource) -> Merge
         "merge_strategy": rule.strategy,
         "density": rule.density if rule.prunes else None,
         "majority_sign_method": rule.sign_method if rule.elects_signs else None,
-    }
-
-
-def _residency(status: AdapterStatus) -> AdapterResidency:
-    return {
-        "state": status.state,
-        "digest": status.digest,
-        "host_bytes": status.host_bytes,
-        "device_pages": status.device_pages,
-        "pinned": status.pinned,
-        "draining": status.draining,
-        "running": status.running,
-        "waiting": status.waiting,
-        "num_requests": status.num_requests,
-        "last_used": status.last_used,
     }

@@ -12,36 +12,44 @@ _INLINE = re.compile(r"<(style|script)>(.*?)</\1>", re.DOTALL)
 
 
 class Page:
-    """The playground; its headers forbid requests to other servers."""
+    """The playground."""
 
     def __init__(self) -> None:
-        self._text = (
-            files("deployments.ingress.pages").joinpath("playground.html").read_text("utf-8")
-        )
-        parts = inline_digests(self._text)
-        self._policy = "; ".join(
-            [
-                "default-src 'none'",
-                f"style-src {parts['style']}",
-                f"script-src {parts['script']}",
-                "connect-src 'self'",
-                "img-src data:",
-                "base-uri 'none'",
-                "form-action 'none'",
-                "frame-ancestors 'none'",
-            ]
-        )
+        self._text = read_page("playground.html")
+        own = inline_digests(self._text)
+        self._headers = {
+            **page_headers(own["style"], own["script"], images="data:"),
+            "Referrer-Policy": "no-referrer",
+            "Vary": "Accept",
+        }
 
     def response(self) -> Response:
         """The page itself."""
-        headers = {
-            "Cache-Control": "no-cache",
-            "Content-Security-Policy": self._policy,
-            "Referrer-Policy": "no-referrer",
-            "Vary": "Accept",
-            "X-Content-Type-Options": "nosniff",
-        }
-        return HTMLResponse(self._text, headers=headers)
+        return HTMLResponse(self._text, headers=self._headers)
+
+
+def read_page(name: str) -> str:
+    """The text of a page in this folder."""
+    return files("deployments.ingress.pages").joinpath(name).read_text("utf-8")
+
+
+def page_headers(styles: str, scripts: str, images: str) -> dict[str, str]:
+    """Headers of a page with these sources; they forbid requests to other servers."""
+    policy = {
+        "default-src": "'none'",
+        "style-src": styles,
+        "script-src": scripts,
+        "connect-src": "'self'",
+        "img-src": images,
+        "base-uri": "'none'",
+        "form-action": "'none'",
+        "frame-ancestors": "'none'",
+    }
+    return {
+        "Cache-Control": "no-cache",
+        "Content-Security-Policy": "; ".join(f"{key} {value}" for key, value in policy.items()),
+        "X-Content-Type-Options": "nosniff",
+    }
 
 
 def inline_digests(page: str) -> dict[str, str]:

@@ -8,7 +8,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, Response
 
 from deployments.ingress.http.responses import json_response
-from deployments.ingress.pages.playground import inline_digests
+from deployments.ingress.pages.playground import inline_digests, page_headers, read_page
 
 # A package with Swagger UI's files, which FastAPI's own page would load from a CDN.
 _PACKAGE = "fastapi_offline"
@@ -22,8 +22,10 @@ OPEN_PATHS = frozenset({"/docs", "/openapi.json", _ALIAS, *(f"/docs/{name}" for 
 def routes(app: FastAPI) -> APIRouter:
     """The page, its files, and the document at LoRAX's path."""
     router = APIRouter(include_in_schema=False)
-    page = files("deployments.ingress.pages").joinpath("reference.html").read_text("utf-8")
-    headers = _headers(page)
+    page = read_page("reference.html")
+    scripts = f"'self' {inline_digests(page)['script']}"
+    # Swagger UI writes style attributes.
+    headers = page_headers("'self' 'unsafe-inline'", scripts, "'self' data:")
 
     @router.get("/docs")
     async def docs() -> Response:
@@ -42,22 +44,3 @@ def routes(app: FastAPI) -> APIRouter:
         return json_response(app.openapi())
 
     return router
-
-
-def _headers(page: str) -> dict[str, str]:
-    """The headers of the page; they forbid requests to other servers."""
-    policy = [
-        "default-src 'none'",
-        "style-src 'self' 'unsafe-inline'",  # Swagger UI writes style attributes.
-        f"script-src 'self' {inline_digests(page)['script']}",
-        "connect-src 'self'",
-        "img-src 'self' data:",
-        "base-uri 'none'",
-        "form-action 'none'",
-        "frame-ancestors 'none'",
-    ]
-    return {
-        "Cache-Control": "no-cache",
-        "Content-Security-Policy": "; ".join(policy),
-        "X-Content-Type-Options": "nosniff",
-    }

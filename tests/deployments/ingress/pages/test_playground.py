@@ -67,9 +67,9 @@ def test_browsers_get_the_page_and_others_the_health(http: httpx.Client) -> None
     assert http.get("/health", headers=ACCEPT).text == ""
 
 
-def test_base_and_three_adapters_answer(
-    browser: Browser, server: Server, driver: FakeDriver
-) -> None:
+def test_base_and_three_adapters_answer(browser: Browser, server: Server) -> None:
+    server.fresh_app(IngressSettings(loopback=True))  # Only operators see adapters' states.
+    driver = server.driver
     _know(driver, ADAPTERS)
     pirate = AdapterReference(AdapterSource.HUB, "org/pirate")
     driver.replicas.members[0].known[pirate] = AdapterStatus(pirate, "device")
