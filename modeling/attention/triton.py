@@ -63,6 +63,25 @@ class TritonStep(AttentionStep):
     tables: Tensor
 
 
+@dataclass(frozen=True)
+class Layer:
+    """One layer's attention as the kernels take it.
+
+    q, out: [tokens, heads, head_dim], `out` contiguous. parts: the cache's keys and values.
+    tables: a step's. window: NO_WINDOW for none. sinks: not read unless has_sinks. factors: of the
+    scores, of the cap, of the output.
+    """
+
+    q: Tensor
+    out: Tensor
+    parts: tuple[Tensor, Tensor]
+    tables: Tensor
+    window: int
+    has_sinks: bool
+    sinks: Tensor
+    factors: tuple[float, float, float]
+
+
 class TritonAttention(AttentionBackend):
     """Our own kernels, for what FlashInfer and flash-attn lack."""
 
@@ -145,12 +164,21 @@ class TritonAttention(AttentionBackend):
         assert isinstance(step, TritonStep), type(step)
         if q.stride()[1:] != (q.shape[2], 1):
             q = q.contiguous()
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        layer = Layer(
+            q=q,
+            out=torch.empty(q.shape, dtype=q.dtype, device=q.device),
+            parts=(cache.keys, cache.values),
+            tables=step.tables,
+            window=NO_WINDOW if window is None else window,
+            has_sinks=sinks is not None,
+            sinks=self._slopes if sinks is None else sinks,
+            factors=self._factors(cache),
+        )
         if step.decode is not None:
-            self._decode(q, out, cache, step.decode, step.tables, window, sinks)
+            self._decode(layer, step.decode)
         if step.tiles is not None:
-            self._prefill(q, out, cache, step.tiles, step.tables, window, sinks)
-        return out
+            self._prefill(layer, step.tiles)
+        return layer.out
 
     def graph_words(self, rows: int, max_blocks: int) -> int | None:
         """Lengths, where each row's pages start, and the pages' numbers, which may fill up."""
@@ -172,100 +200,61 @@ class TritonAttention(AttentionBackend):
         sorted_tiles: Words = found[np.argsort(-seen, kind="stable")]
         return sorted_tiles
 
-    def _decode(
-        self,
-        q: Tensor,
-        out: Tensor,
-        cache: LayerCache,
-        rows: DecodeRows,
-        tables: Tensor,
-        window: int | None,
-        sinks: Tensor | None,
-    ) -> None:
+    def _decode(self, layer: Layer, rows: DecodeRows) -> None:
         """Compute the splits, then combine them; the second launch finds little to do at times."""
         spec, form = self.spec, self.decode_form
-        count, seen = len(rows.lengths), min(rows.longest, window or NO_WINDOW)
+        count, seen = len(rows.lengths), min(rows.longest, layer.window)
         places = min(form.max_splits, -(-seen // form.min_split))
         splits = (count, spec.num_heads, places)
-        partials = torch.empty(*splits, spec.head_dim, dtype=torch.float32, device=q.device)
-        sums = torch.empty(*splits, 2, dtype=torch.float32, device=q.device)
+        device = layer.q.device
+        partials = torch.empty(*splits, spec.head_dim, dtype=torch.float32, device=device)
+        sums = torch.empty(*splits, 2, dtype=torch.float32, device=device)
         tiles = spec.num_kv_heads * -(-self._cache["GROUP"] // form.heads)
         programs = max(1, min(places, form.programs // (tiles * count)))
-        scale, cap, factor = self._factors(cache)
-        seen_through = NO_WINDOW if window is None else window
-        shared = {
+        pointers: tuple[Tensor, ...]
+        pointers = (layer.q, *layer.parts, layer.out, partials, sums, layer.sinks, self._slopes)
+        words = (rows.tokens, rows.offsets, rows.lengths, layer.tables)
+        sizes = {
             **self._scores,
             "BLOCK_N": form.keys,
             "MIN_SPLIT": form.min_split,
             "MAX_SPLITS": form.max_splits,
-            "SINKS": sinks is not None,
+            "SINKS": layer.has_sinks,
         }
-        # Where there are no sinks, their pointer is not read.
-        sink = self._slopes if sinks is None else sinks
-        pointers = (q, cache.keys, cache.values, out, partials, sums, sink, self._slopes)
+        stride = layer.q.stride(0)
         self._launch_decode(
-            (q.stride(0), sinks is None, sink.dtype, aligned(*pointers)),
+            (stride, layer.has_sinks, layer.sinks.dtype, aligned(*pointers)),
             (tiles, count, programs),
-            (
-                *pointers,
-                rows.tokens,
-                rows.offsets,
-                rows.lengths,
-                tables,
-                seen_through,
-                places,
-                scale,
-                cap,
-                factor,
-            ),
-            {**self._cache, **shared, "Q_STRIDE": q.stride(0), "BLOCK_G": form.heads},
+            (*pointers, *words, layer.window, places, *layer.factors),
+            {**self._cache, **sizes, "Q_STRIDE": stride, "BLOCK_G": form.heads},
             self._options(form.warps, form.stages),
         )
+        pointers = (layer.out, partials, sums, layer.sinks)
         self._launch_combine(
-            (sinks is None, sink.dtype, aligned(out, partials, sums, sink)),
+            (layer.has_sinks, layer.sinks.dtype, aligned(*pointers)),
             (spec.num_heads, count),
-            (out, partials, sums, sink, rows.tokens, rows.lengths, seen_through, places, factor),
-            {**shared, "HEADS": spec.num_heads, "CHUNK": min(COMBINED, form.max_splits)},
+            (*pointers, rows.tokens, rows.lengths, layer.window, places, layer.factors[2]),
+            {**sizes, "HEADS": spec.num_heads, "CHUNK": min(COMBINED, form.max_splits)},
             self._options(4, 1),
         )
 
-    def _prefill(
-        self,
-        q: Tensor,
-        out: Tensor,
-        cache: LayerCache,
-        tiles: Tensor,
-        tables: Tensor,
-        window: int | None,
-        sinks: Tensor | None,
-    ) -> None:
-        form = self.prefill_form
-        scale, cap, factor = self._factors(cache)
-        sink = self._slopes if sinks is None else sinks
-        pointers = (q, cache.keys, cache.values, out, sink, self._slopes)
+    def _prefill(self, layer: Layer, tiles: Tensor) -> None:
+        form, stride = self.prefill_form, layer.q.stride(0)
+        pointers = (layer.q, *layer.parts, layer.out, layer.sinks, self._slopes)
         blocks = self.spec.num_kv_heads * -(-self._cache["GROUP"] // form.packed)
+        sizes = {
+            "Q_STRIDE": stride,
+            "SINKS": layer.has_sinks,
+            "PACKED": form.packed,
+            "BLOCK_M": form.rows,
+            "BLOCK_N": form.keys,
+            "WORDS": TILE_WORDS,
+        }
         self._launch_prefill(
-            (q.stride(0), sinks is None, sink.dtype, aligned(*pointers)),
+            (stride, layer.has_sinks, layer.sinks.dtype, aligned(*pointers)),
             (blocks, len(tiles)),
-            (
-                *pointers,
-                tiles,
-                tables,
-                NO_WINDOW if window is None else window,
-                scale,
-                cap,
-                factor,
-            ),
-            {
-                **self._cache,
-                **self._scores,
-                "Q_STRIDE": q.stride(0),
-                "SINKS": sinks is not None,
-                "PACKED": form.packed,
-                "BLOCK_M": form.rows,
-                "BLOCK_N": form.keys,
-                "WORDS": TILE_WORDS,
-            },
+            (*pointers, tiles, layer.tables, layer.window, *layer.factors),
+            {**self._cache, **self._scores, **sizes},
             self._options(form.warps, form.stages),
         )
 
