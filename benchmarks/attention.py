@@ -40,7 +40,7 @@ class Rows:
         blocks = -(-keys // spec.page_size)
         dtype = spec.cache_dtype or spec.dtype
         self.layer_bytes = 2 * rows * keys * spec.num_kv_heads * spec.head_dim * dtype.itemsize
-        count = max(1, min(32, WORKING_SET // self.layer_bytes))
+        count = max(8, min(32, WORKING_SET // self.layer_bytes))
         scales = (UNSCALED,) * count if dtype == FP8 else ()
         cache = CacheSpec(count, spec.page_size, spec.num_kv_heads, spec.head_dim, dtype, scales)
         self.layers: list[LayerCache] = allocate(cache, rows * blocks, spec.device)
