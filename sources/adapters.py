@@ -1,4 +1,4 @@
-"""Find an adapter's files and fetch them to this node, from any source."""
+"""Find an adapter's files at its source and fetch them to this node."""
 
 import time
 from dataclasses import replace
@@ -28,8 +28,8 @@ from sources.local import LocalSource, origin_of
 from sources.retry import RetryPolicy
 from sources.s3 import S3Source
 
-_PATIENCE_FACTOR = 10
-"""A download ends after this many times the longest wait of one request for it."""
+_DOWNLOAD_FACTOR = 10
+"""A download may last this many times fetch_timeout_s, the longest wait of one request for it."""
 
 
 class AdapterSources:
@@ -39,11 +39,11 @@ class AdapterSources:
     """
 
     def __init__(self, config: AdaptersConfig) -> None:
-        """Check the config; no source is asked yet."""
+        """Check the config; no source is called yet."""
         self._config = config
         self._local = LocalSource(config.local_roots, config.max_file_bytes)
-        self._patience = RetryPolicy(config.fetch.attempts, config.fetch.backoff_s)
-        hub = HubSource(config.hub_endpoint, config.fetch, config.allow_pickle, self._patience)
+        self._retry = RetryPolicy(config.fetch.attempts, config.fetch.backoff_s)
+        hub = HubSource(config.hub_endpoint, config.fetch, config.allow_pickle, self._retry)
         self._remote: dict[AdapterSource, RemoteSource] = {AdapterSource.HUB: hub}
         if config.s3 is not None:
             s3 = S3Source(config.s3, config.fetch, config.allow_pickle)
@@ -71,8 +71,8 @@ class AdapterSources:
     def fetch(self, found: FoundAdapter, token: Token, payer: str | None = None) -> AdapterFolder:
         """Return the files on this node, downloaded if need be.
 
-        payer: is charged for a download; None for the operator's own, which are not charged. The
-        caller calls `release` when the files are no longer read.
+        payer: the API key whose download budget is charged; None for the operator's downloads,
+        which are free. The caller calls `release` when the files are no longer read.
         """
         name = found.reference.id
         if found.folder is not None and self._is_pickled(found.folder):
@@ -80,7 +80,7 @@ class AdapterSources:
         if found.folder is not None:
             here = self._inspected(found.folder, found)
             if found.reference.source is AdapterSource.LOCAL:
-                # It may have been rewritten since `resolve`.
+                # The folder may have been rewritten since `resolve`.
                 here = replace(here, origin=origin_of(here.folder, here.fingerprint))
             return here
         try:
@@ -109,12 +109,12 @@ class AdapterSources:
             self.cache.release(folder.held)
 
     def close(self) -> None:
-        """End running downloads soon; a later one resumes what they have."""
-        self._patience.stopping.set()
+        """Stop running downloads; later ones resume their partial files."""
+        self._retry.stopping.set()
 
     def local_reference(self, folder: str) -> AdapterReference | None:
         """Return the reference of a folder under the local roots; None for any other path."""
-        return self._local.name_of(folder)
+        return self._local.reference_of(folder)
 
     def known_local(self) -> list[str]:
         """Return the ids of the adapters directly under the local roots, for listings."""
@@ -134,11 +134,11 @@ class AdapterSources:
         name = found.reference.id
         if payer is not None:
             self._charge(found, payer)
-        deadline = time.monotonic() + _PATIENCE_FACTOR * self._config.fetch_timeout_s
+        deadline = time.monotonic() + _DOWNLOAD_FACTOR * self._config.fetch_timeout_s
         source = self._source(found.reference)
-        download = Download(source, found, token, self._patience, deadline)
+        download = Download(source, found, token, self._retry, deadline)
         try:
-            return self.cache.store(found.origin, found.size, partial(self._fill, download))
+            return self.cache.store(found.origin, found.size, partial(self._write, download))
         except CacheFull as error:
             _refuse_full(name, found.size, error)
         except Unreachable as error:
@@ -170,7 +170,7 @@ class AdapterSources:
                 f"{wait_s:.0f} s, or use an adapter that this server has already",
             )
 
-    def _fill(self, download: Download, folder: Path) -> None:
+    def _write(self, download: Download, folder: Path) -> None:
         download.into(folder)
         if self._is_pickled(folder):
             _convert(folder, folder, download.found.reference.id, None)
@@ -181,7 +181,7 @@ class AdapterSources:
         return self._config.allow_pickle and [p.is_file() for p in names] == [True, False]
 
     def _converted(self, found: FoundAdapter, folder: Path) -> AdapterFolder:
-        """Convert a folder that must not be written to into an entry of the cache."""
+        """Convert the pickle in a folder that must not be changed; the result is a cache entry."""
         name = found.reference.id
         try:
             files = fingerprint(folder)
@@ -212,7 +212,7 @@ class AdapterSources:
 
 
 def _convert(folder: Path, into: Path, name: str, root: Path | None) -> None:
-    # Imported when it is needed: drivers that read no pickles need no torch.
+    # Imported late: a driver that reads no pickles needs no torch.
     from sources.pickled import convert
 
     convert(folder, into, name, root)

@@ -1,4 +1,4 @@
-"""Shared by all sources of adapters: the files of an adapter, what a source found, refusals."""
+"""The interface of sources, an adapter's files at its source and on this node, their checks."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -17,7 +17,7 @@ CONFIG_NAME = "adapter_config.json"
 TEMPLATE_NAMES = ("chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json")
 MAX_TEXT_BYTES = 16 << 20
 MAX_CONFIG_BYTES = 1 << 20
-"""Limits of the files that are parsed whole, which takes many times their bytes."""
+"""Limits of files that are parsed whole; parsing needs many times their bytes."""
 
 _WEIGHTS = "adapter_model*.safetensors"
 _PICKLED = "adapter_model*.bin"
@@ -25,17 +25,17 @@ _PICKLED = "adapter_model*.bin"
 HTTPError: type[Exception] = next(
     base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError"
 )
-"""What the hub's client raises for a failed request, whichever HTTP library it uses."""
+"""The hub client's error for a failed request; its class depends on the HTTP library."""
 
 Fingerprint = tuple[tuple[str, int, int], ...]
 """Name, size in bytes and modification time in ns of every file: a cheap check for changes."""
 
 Token = str | bool
-"""The hub token of a request: the caller's own, False for none, True for the server's."""
+"""The hub token of a request: the caller's, False for none, True for the server's."""
 
 
 class Unreachable(Exception):
-    """A source did not answer, after several attempts; the message says what failed."""
+    """A source did not reply, after several attempts; the message says what failed."""
 
 
 @dataclass(frozen=True)
@@ -52,15 +52,15 @@ class RemoteFile:
 
 @dataclass(frozen=True)
 class FoundAdapter:
-    """What a reference names now.
+    """The version of an adapter that a reference names now.
 
-    reference: the adapter, as requests name it.
-    origin: names the content at its source: equal origins mean equal files.
-    files: to download.
-    folder: holds the files already; None if they must be downloaded.
-    root: links in the folder must not lead out of it.
-    open_to_all: whether every caller may read it.
-    lasting: whether the result may be used again without asking the source.
+    reference: the client's name for the adapter.
+    origin: identifies the content at its source; equal origins mean equal files.
+    files: the files to download.
+    folder: the folder on this node that has the files; None if they must be downloaded.
+    root: the folder that links in `folder` must not lead out of.
+    open_to_all: whether every caller may read the adapter.
+    lasting: whether the result may be used again without another call of the source.
     """
 
     reference: AdapterReference
@@ -81,9 +81,9 @@ class FoundAdapter:
 class AdapterFolder:
     """An adapter's files on this node.
 
-    folder: holds the files.
+    folder: the folder with the files.
     fingerprint: of the files.
-    origin: as in FoundAdapter, but of the files that are here now.
+    origin: as in FoundAdapter, of the files in `folder`.
     held: the origin of the disk cache's entry that is held until `release`; None for other folders.
     root: as in FoundAdapter.
     """
@@ -104,20 +104,20 @@ class FileBody:
 
 
 class RemoteSource(Protocol):
-    """A service that adapters are downloaded from; any thread may call, and calls block."""
+    """A service with adapters to download. Any thread may call; calls block."""
 
     def resolve(self, reference: AdapterReference, token: Token) -> FoundAdapter:
         """Return what the reference names, by one or two small requests.
 
         Raises AdapterError if it is missing or the token may not read it, Unreachable if the
-        source did not answer.
+        source did not reply.
         """
         ...
 
     def open(
         self, found: FoundAdapter, file: RemoteFile, start: int, token: Token
     ) -> AbstractContextManager[FileBody]:
-        """Stream a file from byte `start`, or from 0 where ranges are not served."""
+        """Stream a file from byte `start`, or from 0 where the source serves no ranges."""
         ...
 
     def is_transient(self, error: Exception) -> bool:
@@ -141,7 +141,7 @@ def is_adapter_file(name: str, allow_pickle: bool = False) -> bool:
 
 
 def check_files(found: FoundAdapter, max_bytes: int) -> None:
-    """Refuse, before any download, what is not an adapter or is too large."""
+    """Refuse files that are not an adapter, or too large, before any download."""
     shown = f"adapter {found.reference.id!r}"
     names = {file.name for file in found.files}
     if CONFIG_NAME not in names:
@@ -158,7 +158,7 @@ def check_files(found: FoundAdapter, max_bytes: int) -> None:
 
 
 def check_texts(files: Iterable[tuple[str, int]], name: str) -> None:
-    """Refuse a config or templates above their limits; files: (name, bytes) of each."""
+    """Refuse configs and templates above their limits. files: (name, bytes) of each."""
     for file, size in files:
         limit = min(MAX_CONFIG_BYTES, MAX_TEXT_BYTES) if file == CONFIG_NAME else MAX_TEXT_BYTES
         is_text = file in (CONFIG_NAME, *TEMPLATE_NAMES) or file.startswith(OTHERS_FOLDER)

@@ -1,4 +1,4 @@
-"""DownloadBudget: how many bytes each caller's requests may download an hour."""
+"""A limit of the bytes that each caller's requests download in an hour."""
 
 import threading
 import time
@@ -10,7 +10,7 @@ _PERIOD_S = 3600.0
 class DownloadBudget:
     """A token bucket of bytes for each payer, refilled over an hour; any thread may charge.
 
-    A download begins while any bytes are left, and may take more than are left. Then the next one
+    A download begins while any bytes are left, and may use more than are left. Then the next one
     waits until the balance is positive again.
     """
 
@@ -22,7 +22,7 @@ class DownloadBudget:
         self._left: dict[str, tuple[float, float]] = {}
 
     def charge(self, payer: str, num_bytes: int) -> float:
-        """Take the bytes and return 0, or take none and return the seconds to wait."""
+        """Charge the bytes and return 0, or charge nothing and return the seconds to wait."""
         now, rate = self._clock(), self._full / _PERIOD_S
         with self._lock:
             left, since = self._left.get(payer, (self._full, now))

@@ -1,11 +1,11 @@
-"""The disk cache of downloads: bounded, with eviction by last use.
+"""The disk cache of downloads, with a limit of its size and eviction by last use.
 
-<folder>/entries/<name>   whole entries; the folder's time is that of its last use
+<folder>/entries/<name>   complete entries; the folder's time is that of its last use
 <folder>/partial/<name>   downloads that run, or that a later attempt resumes
-<folder>/trash            what is being deleted
+<folder>/trash            folders that are being deleted
 
 Several processes may share one cache. A user of an entry holds a shared lock (flock) on its
-folder; a process that fills or evicts an entry holds an exclusive lock. Locks end with their
+folder; a process that writes or evicts an entry holds an exclusive lock. Locks end with their
 process.
 """
 
@@ -38,7 +38,7 @@ class _Held:
 
 
 class DiskCache:
-    """Folders by name, at most `max_bytes` of them; threads and processes may share it."""
+    """Folders by name, with at most `max_bytes` together; threads and processes may share it."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self._folder = folder
@@ -72,11 +72,11 @@ class DiskCache:
             if held.count == 0:
                 os.close(self._held.pop(name).descriptor)
 
-    def store(self, origin: str, num_bytes: int, fill: Callable[[Path], None]) -> Path:
-        """Return the entry's folder, held; `fill` writes it unless another process did.
+    def store(self, origin: str, num_bytes: int, write: Callable[[Path], None]) -> Path:
+        """Return the entry's folder, held; `write` writes it unless another process did.
 
-        What a failed fill wrote is kept for an hour, for the next attempt. Raises CacheFull when
-        there is no room; then nothing is kept.
+        The files of a failed `write` are kept for an hour, for the next attempt. Raises CacheFull
+        when there is no room; then nothing is kept.
         """
         name = _name(origin)
         while True:
@@ -89,23 +89,25 @@ class DiskCache:
                 elif (self._folder / "entries" / name).exists():
                     partial.rmdir()
                 else:
-                    self._fill(name, num_bytes, partial, fill)
+                    self._write(name, num_bytes, partial, write)
 
     def discard(self, origin: str) -> None:
-        """Delete what a failed fill wrote."""
+        """Delete the files of a failed write."""
         self._remove(self._folder / "partial" / _name(origin))
 
     def check(self) -> None:
-        """Assert that the bound holds and that only entries are left; call it when idle."""
+        """Assert that the size is within its limit and nothing is left over; call it when idle."""
         assert not self._reserved, self._reserved
         assert self._used() <= self._max_bytes, (self._used(), self._max_bytes)
         assert not _folders(self._folder / "trash")
         assert all(held.count > 0 for held in self._held.values())
 
-    def _fill(self, name: str, num_bytes: int, partial: Path, fill: Callable[[Path], None]) -> None:
+    def _write(
+        self, name: str, num_bytes: int, partial: Path, write: Callable[[Path], None]
+    ) -> None:
         try:
             self._make_room(name, num_bytes)
-            fill(partial)
+            write(partial)
             entries = self._folder / "entries"
             entries.mkdir(exist_ok=True)
             partial.rename(entries / name)
@@ -123,10 +125,11 @@ class DiskCache:
 
     @contextmanager
     def _partial(self, name: str) -> Iterator[Path | None]:
-        """Lock the folder to fill; None while another process fills it."""
+        """Lock the folder to write; None while another process writes it."""
         path = self._folder / "partial" / name
         path.mkdir(parents=True, exist_ok=True)
-        # Not a waiting lock: a full folder is renamed to an entry, which its users keep locked.
+        # The lock must not block: a complete folder is renamed to an entry, and users of the entry
+        # may hold their lock for long.
         descriptor = _lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if descriptor is None:
             yield None
@@ -137,7 +140,7 @@ class DiskCache:
             os.close(descriptor)
 
     def _make_room(self, name: str, num_bytes: int) -> None:
-        """Evict until the entry fits into the bound and onto the disk."""
+        """Evict until the entry fits the limit and the disk."""
         with self._lock:
             if num_bytes > self._max_bytes:
                 raise CacheFull(f"the cache has {self._max_bytes} bytes (fetch.cache_bytes)")
@@ -163,13 +166,13 @@ class DiskCache:
         return whole + partial + sum(self._reserved.values())
 
     def _stale(self) -> list[Path]:
-        """Return downloads that were never resumed, and what an ended process did not delete."""
+        """Return downloads that were never resumed, and folders that an ended process left."""
         old = time.time() - _RESUMABLE_S
         partial = [p for p in _folders(self._folder / "partial") if _used_at(p) < old]
         return [*_folders(self._folder / "trash"), *partial]
 
     def _by_last_use(self) -> list[Path]:
-        """Return what may be evicted: resumable downloads first, then entries by last use."""
+        """Return the folders that may be evicted: partial downloads first, then entries."""
         partial = _folders(self._folder / "partial")
         entries = [
             path for path in _folders(self._folder / "entries") if path.name not in self._held
@@ -192,14 +195,14 @@ class DiskCache:
         return True
 
 
-def _lock(path: Path, how: int) -> int | None:
+def _lock(path: Path, operation: int) -> int | None:
     """Lock a folder; None if it is absent, locked by another process, or was moved meanwhile."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     except FileNotFoundError:
         return None
     try:
-        fcntl.flock(descriptor, how)
+        fcntl.flock(descriptor, operation)
         # Another process may have renamed it between opening and locking.
         opened = os.fstat(descriptor)
         named = path.stat()

@@ -1,4 +1,4 @@
-"""Download one adapter's files into a folder, resuming what broke off."""
+"""Download one adapter's files into a folder; broken downloads are resumed."""
 
 import time
 from dataclasses import dataclass
@@ -12,14 +12,16 @@ from sources.retry import RetryPolicy
 class Download:
     """A download of all files of an adapter.
 
-    source, found: what is downloaded. token: the hub token to use. patience: attempts and waits.
+    source, found: the adapter and its source.
+    token: the hub token to use.
+    retry: attempts and waits.
     deadline: of time.monotonic.
     """
 
     source: RemoteSource
     found: FoundAdapter
     token: Token
-    patience: RetryPolicy
+    retry: RetryPolicy
     deadline: float
 
     def into(self, folder: Path) -> None:
@@ -34,14 +36,14 @@ class Download:
                 (folder / f"{file.name}.part").rename(folder / file.name)
 
     def _fetch(self, file: RemoteFile, part: Path) -> None:
-        """Read on until the file is whole; only attempts that bring no progress count."""
+        """Read until the file is complete; only attempts without progress count."""
         attempt, longest = 0, _size(part)
         while _size(part) != file.size or not part.exists():
             try:
                 self._read(file, part)
                 fault: Exception = Unreachable(f"{file.name} has another size than it should")
             except Exception as error:
-                # The source knows which of its errors may pass.
+                # The source knows which of its errors are transient.
                 if not self.source.is_transient(error):
                     raise
                 fault = error
@@ -49,12 +51,12 @@ class Download:
             if now == file.size:
                 return
             attempt, longest = (0, now) if now > longest else (attempt + 1, longest)
-            if attempt >= self.patience.attempts:
+            if attempt >= self.retry.attempts:
                 raise Unreachable(f"{file.name} broke off: {type(fault).__name__}") from fault
-            self.patience.wait(attempt)
+            self.retry.wait(attempt)
 
     def _read(self, file: RemoteFile, part: Path) -> None:
-        """Append what the source sends; more bytes than the file's size are an error."""
+        """Append the source's bytes; more than the file's size are an error."""
         opened = self.source.open(self.found, file, _size(part), self.token)
         with opened as body, part.open("ab") as output:
             output.truncate(body.start)
@@ -63,7 +65,7 @@ class Download:
                 if output.tell() > file.size:
                     output.truncate(0)
                     raise Unreachable(f"{file.name} is larger than it should be")
-                self.patience.check()
+                self.retry.check()
                 if time.monotonic() > self.deadline:
                     raise Unreachable(f"{file.name} takes too long")
 

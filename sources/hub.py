@@ -1,4 +1,4 @@
-"""Adapters on the hub: each `resolve` asks it whether the token may read the repository."""
+"""Adapters on the hub; each `resolve` checks there whether the token may read the repository."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,7 +34,7 @@ from sources.base import (
 )
 from sources.retry import RetryPolicy
 
-_PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
+_TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
 _LONGEST_TOKEN = 1024
 _OTHERS = f"{OTHERS_FOLDER}/*.jinja"
 
@@ -46,19 +46,19 @@ class HubSource:
     """
 
     def __init__(
-        self, endpoint: str | None, fetch: FetchConfig, allow_pickle: bool, patience: RetryPolicy
+        self, endpoint: str | None, fetch: FetchConfig, allow_pickle: bool, retry: RetryPolicy
     ) -> None:
         """endpoint: None for the library's default."""
         self._api = HfApi(endpoint=endpoint)
         self._fetch = fetch
         self._allow_pickle = allow_pickle
-        self._patience = patience
+        self._retry = retry
 
     def resolve(self, reference: AdapterReference, token: Token) -> FoundAdapter:
         """Return the commit that the reference names, and its files."""
         _check_token(token, reference.id)
         try:
-            info = self._patience.call(lambda: self._info(reference, token), self.is_transient)
+            info = self._retry.call(lambda: self._info(reference, token), self.is_transient)
         except OfflineModeIsEnabled:
             return self._offline(reference)
         except (HTTPError, HFValidationError) as error:
@@ -88,26 +88,26 @@ class HubSource:
         headers = {**build_hf_headers(token=token), "Accept-Encoding": "identity"}
         if start:
             headers["Range"] = f"bytes={start}-"
-        with get_session().stream("GET", url, headers=headers, timeout=self._timeout) as answer:
+        with get_session().stream("GET", url, headers=headers, timeout=self._timeout) as response:
             try:
-                hf_raise_for_status(answer)
+                hf_raise_for_status(response)
             except (HTTPError, HFValidationError) as error:
                 if self.is_transient(error):
                     raise
                 _refuse(error, found.reference.id)
-            begins = start if answer.status_code == 206 else 0
-            yield FileBody(begins, answer.iter_bytes())
+            first = start if response.status_code == 206 else 0
+            yield FileBody(first, response.iter_bytes())
 
     def is_transient(self, error: Exception) -> bool:
-        """Return whether it is a status that may pass, or a missing answer."""
-        answer = getattr(error, "response", None)
-        if answer is not None:
-            return answer.status_code in _PASSING
+        """Return whether it is a transient status, or a missing response."""
+        response = getattr(error, "response", None)
+        if response is not None:
+            return response.status_code in _TRANSIENT
         return isinstance(error, HTTPError) and not isinstance(error, OfflineModeIsEnabled)
 
     @property
     def _timeout(self) -> Any:
-        """Return seconds to connect, read, write and wait for a connection, as the library does."""
+        """Return seconds to connect, read, write and wait for a connection, in httpx's order."""
         connect, read = self._fetch.connect_timeout_s, self._fetch.read_timeout_s
         return (connect, read, read, read)
 
@@ -119,14 +119,15 @@ class HubSource:
             token=token,
             timeout=self._timeout,
         )
-        if info.gated:  # Its description is public, its files are not.
+        # A gated repository's description is public, its files are not.
+        if info.gated:
             url = f"{self._api.endpoint}/api/models/{reference.id}/auth-check"
             headers = build_hf_headers(token=token)
             hf_raise_for_status(get_session().get(url, headers=headers, timeout=self._timeout))
         return info
 
     def _cached(self, repo: str, commit: str, files: tuple[RemoteFile, ...]) -> Path | None:
-        """The commit's folder in the library's cache, when all files are there; never evicted."""
+        """The commit's folder in the library's cache (never evicted); None if files are missing."""
         try:
             folder = snapshot_download(repo, revision=commit, local_files_only=True)
         except (LocalEntryNotFoundError, OSError):
@@ -148,7 +149,7 @@ class HubSource:
             refuse(
                 AdapterRefusal.NOT_FOUND,
                 f"adapter {reference.id!r} is not in the local hub cache, and this server does "
-                "not ask the hub (HF_HUB_OFFLINE): check the id, or use source `local`",
+                "not call the hub (HF_HUB_OFFLINE): check the id, or use source `local`",
                 error,
             )
         if not (folder / CONFIG_NAME).is_file():
@@ -165,7 +166,7 @@ def _has(folder: Path, file: RemoteFile) -> bool:
 
 
 def _check_token(token: Token, name: str) -> None:
-    """Refuse what cannot stand in a header: the HTTP library would quote it in its error."""
+    """Refuse a token that fits no header: the HTTP library would quote it in its error."""
     plain = isinstance(token, bool) or (token.isascii() and token.isprintable())
     if not plain or (isinstance(token, str) and (" " in token or len(token) > _LONGEST_TOKEN)):
         refuse(
@@ -175,7 +176,7 @@ def _check_token(token: Token, name: str) -> None:
 
 
 def _refuse(error: Exception, name: str) -> NoReturn:
-    """Say what the hub's final answer means for the client."""
+    """Raise the AdapterError for the hub's error."""
     if isinstance(error, GatedRepoError):
         refuse(
             AdapterRefusal.FORBIDDEN,

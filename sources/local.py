@@ -20,7 +20,7 @@ _CLOCK_TICK_NS = 100_000_000
 
 
 class LocalSource:
-    """Finds ids under the roots; `id@revision` is a folder of that whole name."""
+    """Folders under the roots; `id@revision` is a folder of that whole name."""
 
     def __init__(self, roots: tuple[str, ...], max_bytes: int) -> None:
         """Relative roots are looked up in the working directory, then beside the package."""
@@ -46,7 +46,7 @@ class LocalSource:
         origin = origin_of(folder, files)
         return FoundAdapter(reference, origin, folder=folder, root=root, lasting=False)
 
-    def name_of(self, folder: str) -> AdapterReference | None:
+    def reference_of(self, folder: str) -> AdapterReference | None:
         """Return the reference of a folder under the roots; None for any other path."""
         if "\0" in folder:
             return None
@@ -78,10 +78,10 @@ class LocalSource:
 
 
 def origin_of(folder: Path, files: Fingerprint) -> str:
-    """Name a folder's content: a rewritten file has another time, so another name.
+    """Identify a folder's content by its files' names, sizes and times.
 
-    Files written just now may be written again within one tick of the file system's clock, so
-    their name is never used again.
+    A file that was written just now may change again within one tick of the file system's clock.
+    So the origin of a young folder is different in each call.
     """
     now = time.time_ns()
     is_young = now - max(changed for _, _, changed in files) < _CLOCK_TICK_NS

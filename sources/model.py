@@ -1,4 +1,4 @@
-"""Fetch the base model's files: from a folder on this node, or from the hub."""
+"""Find the base model's files in a folder on this node, or fetch them from the hub."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ class ModelNotFound(ValueError):
 
 
 def fetch_model(config: ModelConfig) -> Path:
-    """Return the base model's folder: a path, a path beside the package, or from the hub."""
+    """Return the base model's folder: a path, a path beside the package, or a download."""
     folder = _local_folder(config)
     if folder is not None:
         return folder

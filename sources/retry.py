@@ -1,4 +1,4 @@
-"""Repeat what may succeed later: exponential back-off with jitter."""
+"""Repeat calls that fail for a while: exponential back-off with jitter."""
 
 import random
 import threading
@@ -17,7 +17,8 @@ T = TypeVar("T")
 class RetryPolicy:
     """How often and when a call is repeated.
 
-    attempts: the most calls. backoff_s: the longest wait before the second one.
+    attempts: the most calls.
+    backoff_s: the longest wait before the second one.
     stopping: set when the server stops.
     """
 
@@ -35,7 +36,7 @@ class RetryPolicy:
             try:
                 return request()
             except Exception as error:
-                # The source knows which of its errors may pass.
+                # The source knows which of its errors are transient.
                 if not is_transient(error):
                     raise
                 last = error
@@ -44,7 +45,7 @@ class RetryPolicy:
         raise Unreachable(f"{type(last).__name__} after {self.attempts} attempts") from last
 
     def wait(self, attempt: int) -> None:
-        """Sleep before the next attempt, for a random time so that callers spread."""
+        """Sleep before the next attempt, for a random time, so that callers do not coincide."""
         longest = min(_LONGEST_WAIT_S, self.backoff_s * 2**attempt)
         self.stopping.wait(random.uniform(longest / 2, longest))
 

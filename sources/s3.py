@@ -87,19 +87,19 @@ class S3Source:
         bucket, prefix = self._location(found.reference)
         ranged = {"Range": f"bytes={start}-"} if start else {}
         try:
-            answer = self._client.get_object(
+            response = self._client.get_object(
                 Bucket=bucket, Key=prefix + file.name, IfMatch=file.tag, **ranged
             )
         except self._errors.ClientError as error:
             if self.is_transient(error):
                 raise
             self._refuse(error, found.reference.id)
-        with closing(answer["Body"]) as body:
-            begins = start if "ContentRange" in answer else 0
-            yield FileBody(begins, body.iter_chunks(_PIECE_BYTES))
+        with closing(response["Body"]) as body:
+            first = start if "ContentRange" in response else 0
+            yield FileBody(first, body.iter_chunks(_PIECE_BYTES))
 
     def is_transient(self, error: Exception) -> bool:
-        """Return whether it is a status that may pass, or a broken connection."""
+        """Return whether it is a transient status, or a broken connection."""
         if isinstance(error, self._errors.ClientError):
             status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
             return status >= 500 or status in (408, 429)
@@ -119,7 +119,7 @@ class S3Source:
             if reference.id.startswith("s3://"):
                 refuse(
                     AdapterRefusal.FORBIDDEN,
-                    f"adapter {reference.id!r} does not lie under the server's adapters.s3.roots",
+                    f"adapter {reference.id!r} is not under the server's adapters.s3.roots",
                 )
             name = f"{self._roots[0]}/{name}"
         bucket, _, prefix = name.partition("/")

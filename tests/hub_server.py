@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass
 class Repository:
-    """readers: tokens that may read it; None is everybody. gated: described to all all the same."""
+    """readers: tokens that may read it; None: all may. gated: its description is public all the same."""
 
     files: dict[str, bytes]
     readers: set[str] | None = None
@@ -46,7 +46,7 @@ class HubServer:
         self.resumed: list[int] = []
         self.gate = threading.Event()
         self.gate.set()
-        self.asked_for_files = threading.Event()
+        self.file_requested = threading.Event()
         self._came = threading.Condition()
         hub = self
 
@@ -66,16 +66,16 @@ class HubServer:
         return repository
 
     def downloads(self) -> list[str]:
-        """The files that were asked for."""
+        """The files that were requested."""
         return [path.rpartition("/")[2] for path in self.requests if "/resolve/" in path]
 
     def await_downloads(self, count: int) -> None:
-        """Wait until so many files were asked for: who gives up is faster than this server."""
+        """Wait for so many requests of files; a client that gives up is faster than this server."""
         with self._came:
             assert self._came.wait_for(lambda: len(self.downloads()) >= count, _PATIENCE_S)
 
     def looks(self) -> int:
-        """How often somebody asked about a repository."""
+        """How many requests were about a repository."""
         return sum(path.startswith("/api/models/") for path in self.requests)
 
     def note(self, path: str) -> None:
@@ -122,9 +122,9 @@ class _Handler(BaseHTTPRequestHandler):
             allowed = self._may_read(repository)
             self._answer(200 if allowed else 403, b"", {} if allowed else _GATED)
         else:
-            self._tell(repository, rest.removeprefix("revision/"))
+            self._describe(repository, rest.removeprefix("revision/"))
 
-    def _tell(self, repository: Repository, revision: str) -> None:
+    def _describe(self, repository: Repository, revision: str) -> None:
         sha = repository.sha if revision in ("", "main") else revision
         if sha not in repository.commits:
             self._answer(404, b"", {"X-Error-Code": "RevisionNotFound"})
@@ -150,7 +150,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         data = repository.commits[sha][file]
         cut = hub.cuts.pop(0) if hub.cuts else None
-        hub.asked_for_files.set()
+        hub.file_requested.set()
         hub.gate.wait(_PATIENCE_S)
         start = 0
         if (ranged := self.headers["Range"]) is not None:

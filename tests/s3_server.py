@@ -1,4 +1,4 @@
-"""S3 on this machine: a real server process (moto's), and a door before it with faults on order."""
+"""S3 on this machine: a real server process (moto's), and a proxy before it that makes faults."""
 
 import contextlib
 import re
@@ -30,10 +30,10 @@ def s3_server() -> Iterator[str]:
 
 
 class FaultyS3:
-    """`with FaultyS3(url) as door` forwards to a server.
+    """`with FaultyS3(url) as proxy` forwards to a server.
 
     faults: statuses that answer the next requests instead. cuts: so many bytes of a file go out,
-    then the connection breaks, once for each entry. asked: the range of each request. gate: files
+    then the connection breaks, once for each entry. ranges: the range of each request. gate: files
     wait for it.
     """
 
@@ -41,15 +41,15 @@ class FaultyS3:
         self.target = target
         self.faults: list[int] = []
         self.cuts: list[int] = []
-        self.asked: list[str | None] = []
+        self.ranges: list[str | None] = []
         self.gate = threading.Event()
         self.gate.set()
-        door = self
+        proxy = self
 
         class Handler(_Handler):
-            """Bound to this door."""
+            """Bound to this proxy."""
 
-            s3 = door
+            s3 = proxy
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
@@ -74,7 +74,7 @@ class _Handler(BaseHTTPRequestHandler):
     s3: FaultyS3
 
     def do_GET(self) -> None:
-        self.s3.asked.append(self.headers["Range"])
+        self.s3.ranges.append(self.headers["Range"])
         if self.s3.faults:
             self.send_response(self.s3.faults.pop(0))
             self.end_headers()

@@ -187,7 +187,7 @@ def test_a_broken_download_resumes_unnoticed(world: World) -> None:
         server.cuts = [100]
         assert spoken(say(world, f"{source}:acme/cut")) == spoken(say(world, "local:pirate"))
     assert world.hub.resumed[-1:] == [100]
-    assert "bytes=100-" in world.s3.asked
+    assert "bytes=100-" in world.s3.ranges
     assert not left_over(world.root)
 
 

@@ -1,4 +1,4 @@
-"""Whatever a client writes as a name, only the configured servers are asked."""
+"""Only the configured servers are called, for any name that a client sends."""
 
 import socket
 from pathlib import Path
@@ -24,8 +24,8 @@ NAMES = (
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """The hosts whose addresses anybody wants; there is none."""
+def looked_up(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The hosts whose addresses were looked up; no address is returned."""
     hosts: set[str] = set()
 
     def nowhere(host: Any, *_: object, **__: object) -> Any:
@@ -64,18 +64,18 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AdapterSources:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("default", list(AdapterSource))
 def test_no_name_leads_elsewhere(
-    sources: AdapterSources, asked: set[str], name: str, default: AdapterSource
+    sources: AdapterSources, looked_up: set[str], name: str, default: AdapterSource
 ) -> None:
     reference = parse_reference(name, default)
     with pytest.raises((AdapterError, Unreachable)):
         sources.resolve(reference, False)
-    assert asked <= {HUB, STORE, f"bucket.{STORE}"}
+    assert looked_up <= {HUB, STORE, f"bucket.{STORE}"}
 
 
-def test_the_configured_servers_are_asked(sources: AdapterSources, asked: set[str]) -> None:
+def test_the_configured_servers_are_asked(sources: AdapterSources, looked_up: set[str]) -> None:
     with pytest.raises((AdapterError, Unreachable)):
         sources.resolve(parse_reference("acme/sql", AdapterSource.HUB), False)
-    assert asked == {HUB}
+    assert looked_up == {HUB}
     with pytest.raises((AdapterError, Unreachable)):
         sources.resolve(parse_reference("s3:sql", AdapterSource.HUB), False)
-    assert len(asked) == 2
+    assert len(looked_up) == 2

@@ -46,10 +46,10 @@ def bring(store: AdapterSources, name: str, payer: str | None) -> None:
     store.release(store.fetch(found, False, payer))
 
 
-def test_downloads_are_charged_to_who_asked_for_them(tmp_path: Path) -> None:
+def test_downloads_are_charged_to_their_caller(tmp_path: Path) -> None:
     with HubServer() as hub:
-        for fill, name in enumerate(("sql", "code", "more")):
-            hub.add(f"acme/{name}", adapter_files(float(fill)))
+        for value, name in enumerate(("sql", "code", "more")):
+            hub.add(f"acme/{name}", adapter_files(float(value)))
         store = sources(tmp_path, {"download_bytes_per_hour": 1}, hub_endpoint=hub.url)
         bring(store, "sql", "team-a")
         with pytest.raises(AdapterError, match=r"bytes an hour .* are used up: try") as raised:
@@ -60,7 +60,7 @@ def test_downloads_are_charged_to_who_asked_for_them(tmp_path: Path) -> None:
         bring(store, "code", "")
         bring(store, "code", "team-a")
         bring(store, "more", None)
-        assert len(hub.downloads()) == 6, "what lies here is nobody's download"
+        assert len(hub.downloads()) == 6, "cached files are not downloaded"
         assert not left_over(tmp_path)
 
 

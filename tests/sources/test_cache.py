@@ -16,7 +16,7 @@ from sources.cache import CacheFull, DiskCache
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def fill(num_bytes: int) -> Callable[[Path], None]:
+def writer(num_bytes: int) -> Callable[[Path], None]:
     def write(folder: Path) -> None:
         (folder / "weights").write_bytes(b"x" * num_bytes)
 
@@ -28,8 +28,8 @@ def entries(cache: DiskCache) -> list[str]:
 
 
 def add(cache: DiskCache, name: str, num_bytes: int, used_at: int) -> Path:
-    """An entry that nobody holds, as if it was last used at that time."""
-    folder = cache.store(name, num_bytes, fill(num_bytes))
+    """An entry that is not held, with this time of last use."""
+    folder = cache.store(name, num_bytes, writer(num_bytes))
     cache.release(name)
     os.utime(folder, (used_at, used_at))
     return folder
@@ -40,7 +40,7 @@ def test_what_was_not_used_for_longest_goes_first(tmp_path: Path) -> None:
     first, second, third = (add(cache, name, 30, at) for at, name in enumerate("abc"))
     assert cache.hold("a") == first  # a use makes it young
     cache.release("a")
-    cache.store("d", 30, fill(30))
+    cache.store("d", 30, writer(30))
     assert first.exists()
     assert not second.exists()
     assert third.exists()
@@ -50,22 +50,22 @@ def test_what_was_not_used_for_longest_goes_first(tmp_path: Path) -> None:
 
 def test_what_is_in_use_stays_and_the_newcomer_is_refused(tmp_path: Path) -> None:
     cache = DiskCache(tmp_path, 100)
-    held = [cache.store(name, 40, fill(40)) for name in "ab"]
+    held = [cache.store(name, 40, writer(40)) for name in "ab"]
     with pytest.raises(CacheFull, match="in use"):
-        cache.store("c", 40, fill(40))
+        cache.store("c", 40, writer(40))
     assert all(folder.exists() for folder in held)
     assert not list(tmp_path.glob("partial/*"))
     cache.release("a")
-    cache.store("c", 40, fill(40))
+    cache.store("c", 40, writer(40))
     assert [folder.exists() for folder in held] == [False, True]
     cache.check()
 
 
-def test_an_entry_over_the_bound_evicts_nobody(tmp_path: Path) -> None:
+def test_an_entry_over_the_limit_evicts_nothing(tmp_path: Path) -> None:
     cache = DiskCache(tmp_path, 100)
     kept = add(cache, "a", 90, 0)
     with pytest.raises(CacheFull, match="cache_bytes"):
-        cache.store("b", 101, fill(101))
+        cache.store("b", 101, writer(101))
     assert kept.exists()
     assert not list(tmp_path.glob("partial/*"))
 
@@ -84,20 +84,20 @@ def small_files() -> Iterator[None]:
 def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
     cache = DiskCache(tmp_path, 1 << 20)
     with small_files(), pytest.raises(CacheFull, match="disk is full"):
-        cache.store("a", 4096, fill(4096))
+        cache.store("a", 4096, writer(4096))
     assert not list(tmp_path.glob("*/*"))
-    cache.store("b", 100, fill(100))
+    cache.store("b", 100, writer(100))
     cache.release("b")
     cache.check()
 
 
-def test_half_an_entry_is_there_for_the_next_try_and_goes_when_room_is_needed(
+def test_a_partial_entry_is_kept_for_the_next_try_until_room_is_needed(
     tmp_path: Path,
 ) -> None:
     cache = DiskCache(tmp_path, 100)
 
     def broken(folder: Path) -> None:
-        fill(60)(folder)
+        writer(60)(folder)
         raise ConnectionResetError
 
     def resumed(folder: Path) -> None:
@@ -109,30 +109,30 @@ def test_half_an_entry_is_there_for_the_next_try_and_goes_when_room_is_needed(
     cache.release("a")
     with pytest.raises(ConnectionResetError):
         cache.store("b", 40, broken)
-    cache.store("c", 40, fill(40))
+    cache.store("c", 40, writer(40))
     assert not list(tmp_path.glob("partial/*"))
     assert len(entries(cache)) == 2
     cache.check()
 
 
-def test_what_nobody_resumed_is_swept(tmp_path: Path) -> None:
+def test_partial_entries_that_were_never_resumed_are_deleted(tmp_path: Path) -> None:
     for name in ("partial/old", "trash/rest"):
         (tmp_path / name).mkdir(parents=True)
         os.utime(tmp_path / name, (1, 1))
     cache = DiskCache(tmp_path, 100)
-    cache.store("a", 10, fill(10))
+    cache.store("a", 10, writer(10))
     assert [str(p.relative_to(tmp_path)) for p in tmp_path.glob("[pt]*/*")] == []
     cache.release("a")
     cache.check()
 
 
-def test_many_threads_fill_an_entry_once(tmp_path: Path) -> None:
+def test_many_threads_write_an_entry_once(tmp_path: Path) -> None:
     cache = DiskCache(tmp_path, 1000)
     filled: list[Path] = []
 
     def slow(folder: Path) -> None:
         filled.append(folder)
-        fill(10)(folder)
+        writer(10)(folder)
 
     threads = [threading.Thread(target=cache.store, args=("a", 10, slow)) for _ in range(16)]
     for thread in threads:
@@ -161,8 +161,8 @@ def test_another_process_keeps_what_it_uses(tmp_path: Path) -> None:
         assert other.stdout is not None
         assert other.stdout.readline() == b"held\n"
         with pytest.raises(CacheFull, match="in use"):
-            cache.store("b", 60, fill(60))
+            cache.store("b", 60, writer(60))
         assert kept.exists()
         other.kill()
-    cache.store("b", 60, fill(60))
+    cache.store("b", 60, writer(60))
     assert not kept.exists(), "a process that is gone uses nothing"

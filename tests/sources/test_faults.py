@@ -31,7 +31,7 @@ UNSUPPORTED = AdapterRefusal.UNSUPPORTED
 
 
 @dataclass
-class Place:
+class FaultySource:
     """A source that an adapter can be put into, and the config that has a server read there."""
 
     root: Path
@@ -50,9 +50,9 @@ def endpoint() -> Iterator[str]:
 
 
 @pytest.fixture
-def hub(tmp_path: Path) -> Iterator[Place]:
+def hub(tmp_path: Path) -> Iterator[FaultySource]:
     with HubServer() as server:
-        yield Place(
+        yield FaultySource(
             tmp_path,
             AdapterReference(AdapterSource.HUB, "acme/sql"),
             lambda files: server.add("acme/sql", files),
@@ -61,7 +61,7 @@ def hub(tmp_path: Path) -> Iterator[Place]:
 
 
 @pytest.fixture
-def s3(tmp_path: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Place:
+def s3(tmp_path: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch) -> FaultySource:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     service = boto3.resource("s3", endpoint_url=endpoint, region_name="us-east-1")
@@ -73,11 +73,11 @@ def s3(tmp_path: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Place:
             bucket.put_object(Key=f"sql/{name}", Body=content)
 
     config = {"roots": ["faults"], "endpoint_url": endpoint, "region": "us-east-1"}
-    return Place(tmp_path, AdapterReference(AdapterSource.S3, "sql"), put, {"s3": config})
+    return FaultySource(tmp_path, AdapterReference(AdapterSource.S3, "sql"), put, {"s3": config})
 
 
 @pytest.fixture
-def local(tmp_path: Path) -> Place:
+def local(tmp_path: Path) -> FaultySource:
     root = tmp_path / "roots"
     root.mkdir()
 
@@ -86,12 +86,12 @@ def local(tmp_path: Path) -> Place:
             os.utime(path, (1, 1))  # else it counts as one that may still be written
 
     reference = AdapterReference(AdapterSource.LOCAL, "sql")
-    return Place(tmp_path, reference, put, {"local_roots": [str(root)]})
+    return FaultySource(tmp_path, reference, put, {"local_roots": [str(root)]})
 
 
 @pytest.fixture(params=["hub", "s3", "local"])
-def place(request: pytest.FixtureRequest) -> Place:
-    found: Place = request.getfixturevalue(request.param)
+def source(request: pytest.FixtureRequest) -> FaultySource:
+    found: FaultySource = request.getfixturevalue(request.param)
     return found
 
 
@@ -115,42 +115,42 @@ def tensors() -> dict[str, torch.Tensor]:
     return load(adapter_files()[WEIGHTS])
 
 
-@pytest.mark.parametrize("kind", ["code", "raw code", "not tensors", "huge view", "half"])
-def test_a_bomb_is_refused_and_does_not_go_off(place: Place, kind: str) -> None:
-    trace = place.root / "went-off"
+@pytest.mark.parametrize("kind", ["code", "raw code", "not tensors", "huge view", "truncated"])
+def test_a_bomb_is_refused_and_does_not_go_off(source: FaultySource, kind: str) -> None:
+    trace = source.root / "went-off"
     bombs: dict[str, object] = {
         "code": {**tensors(), "x": Bomb(trace)},
         "not tensors": {"x": [1, 2]},
         "huge view": {"x": torch.ones(1).expand(10**12)},
     }
-    files = pickled(place.root, bombs.get(kind, tensors()))
+    files = pickled(source.root, bombs.get(kind, tensors()))
     if kind == "raw code":
         files[PICKLE] = pickle.dumps(Bomb(trace))
-    elif kind == "half":
+    elif kind == "truncated":
         files[PICKLE] = files[PICKLE][:-100]
-    place.put(files)
-    assert refusal(place.store(allow_pickle=True), place.reference) is UNSUPPORTED
+    source.put(files)
+    assert refusal(source.store(allow_pickle=True), source.reference) is UNSUPPORTED
     assert not trace.exists()
-    assert not left_over(place.root)
+    assert not left_over(source.root)
     # Without that setting it is not even looked at: refused here, or by the ranks' reader.
-    strict = place.store()
-    if place.reference.source is AdapterSource.LOCAL:
-        assert not (fetch(strict, place.reference).folder / WEIGHTS).exists()
+    strict = source.store()
+    if source.reference.source is AdapterSource.LOCAL:
+        assert not (fetch(strict, source.reference).folder / WEIGHTS).exists()
     else:
-        assert refusal(strict, place.reference) is UNSUPPORTED
+        assert refusal(strict, source.reference) is UNSUPPORTED
 
 
 @pytest.mark.parametrize("weights", [
-    (10 * 2**30).to_bytes(8, "little") + b"{}", adapter_files()[WEIGHTS][:40], b"half", b"",
-], ids=["10 GB header", "half a file", "half a length", "empty"])  # fmt: skip
-def test_a_file_that_lies_about_its_size_is_refused_unread(place: Place, weights: bytes) -> None:
-    place.put({**adapter_files(), WEIGHTS: weights})
-    store = place.store()
+    (10 * 2**30).to_bytes(8, "little") + b"{}", adapter_files()[WEIGHTS][:40], b"short", b"",
+], ids=["10 GB header", "truncated file", "truncated length", "empty"])  # fmt: skip
+def test_a_file_with_a_wrong_size_is_refused_unread(source: FaultySource, weights: bytes) -> None:
+    source.put({**adapter_files(), WEIGHTS: weights})
+    store = source.store()
     for _ in range(2):
-        assert refusal(store, place.reference) is UNSUPPORTED
-    assert not left_over(place.root)
-    place.put(adapter_files())
-    assert refusal_or_none(store, place.reference) is None, "a good version is served at once"
+        assert refusal(store, source.reference) is UNSUPPORTED
+    assert not left_over(source.root)
+    source.put(adapter_files())
+    assert refusal_or_none(store, source.reference) is None, "a good version is served at once"
 
 
 def refusal_or_none(store: AdapterSources, reference: AdapterReference) -> AdapterRefusal | None:
@@ -161,47 +161,54 @@ def refusal_or_none(store: AdapterSources, reference: AdapterReference) -> Adapt
     return None
 
 
-def test_a_full_disk_refuses_the_newcomer_and_leaves_nothing(place: Place) -> None:
+def test_a_full_disk_refuses_the_newcomer_and_leaves_nothing(source: FaultySource) -> None:
     """Local adapters take room only where a pickle is made into safetensors."""
     large = {"x": torch.ones(64, 64)}
-    if place.reference.source is AdapterSource.LOCAL:
-        place.put(pickled(place.root, large))
+    if source.reference.source is AdapterSource.LOCAL:
+        source.put(pickled(source.root, large))
     else:
-        place.put({**adapter_files(), "tokenizer_config.json": b"{}" + b" " * 5000})
-    store = place.store(allow_pickle=True)
-    found = store.resolve(place.reference, False)
-    with small_files(), pytest.raises(AdapterError, match=r"the disk is full.*cache_bytes") as told:
+        source.put({**adapter_files(), "tokenizer_config.json": b"{}" + b" " * 5000})
+    store = source.store(allow_pickle=True)
+    found = store.resolve(source.reference, False)
+    with (
+        small_files(),
+        pytest.raises(AdapterError, match=r"the disk is full.*cache_bytes") as raised,
+    ):
         store.fetch(found, False)
-    assert told.value.refusal is AdapterRefusal.UNAVAILABLE
-    assert not left_over(place.root)
-    assert refusal_or_none(store, place.reference) is None, "and when there is room again"
+    assert raised.value.refusal is AdapterRefusal.UNAVAILABLE
+    assert not left_over(source.root)
+    assert refusal_or_none(store, source.reference) is None, "and when there is room again"
     store.cache.check()
 
 
-def test_what_is_larger_than_the_whole_cache_is_refused_with_the_setting(place: Place) -> None:
-    content = pickled(place.root, tensors())
-    place.put(content)
-    store = place.store(allow_pickle=True, fetch={"cache_bytes": 100})
-    with pytest.raises(AdapterError, match="cache_bytes") as told:
-        fetch(store, place.reference)
-    assert told.value.refusal is AdapterRefusal.UNAVAILABLE
-    assert not left_over(place.root)
+def test_what_is_larger_than_the_whole_cache_is_refused_with_the_setting(
+    source: FaultySource,
+) -> None:
+    content = pickled(source.root, tensors())
+    source.put(content)
+    store = source.store(allow_pickle=True, fetch={"cache_bytes": 100})
+    with pytest.raises(AdapterError, match="cache_bytes") as raised:
+        fetch(store, source.reference)
+    assert raised.value.refusal is AdapterRefusal.UNAVAILABLE
+    assert not left_over(source.root)
 
 
 @pytest.mark.parametrize("name", [CONFIG, "tokenizer_config.json", "chat_template.jinja"])
-def test_a_text_larger_than_any_is_refused_before_anybody_parses_it(
-    place: Place, name: str, monkeypatch: pytest.MonkeyPatch
+def test_a_text_over_the_limit_is_refused_before_it_is_parsed(
+    source: FaultySource, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sources.base.MAX_TEXT_BYTES", 1000)
-    place.put({**adapter_files(), name: b" " * 1001})
-    with pytest.raises(AdapterError, match=name) as told:
-        fetch(place.store(), place.reference)
-    assert told.value.refusal is AdapterRefusal.TOO_LARGE
-    assert not list(place.root.glob("cache/*"))
+    source.put({**adapter_files(), name: b" " * 1001})
+    with pytest.raises(AdapterError, match=name) as raised:
+        fetch(source.store(), source.reference)
+    assert raised.value.refusal is AdapterRefusal.TOO_LARGE
+    assert not list(source.root.glob("cache/*"))
 
 
-def test_more_bytes_than_the_limit_are_refused_before_they_are_brought(place: Place) -> None:
-    place.put(adapter_files())
-    store = place.store(max_file_bytes=50)
-    assert refusal(store, place.reference) is AdapterRefusal.TOO_LARGE
-    assert not list(place.root.glob("cache/*"))
+def test_more_bytes_than_the_limit_are_refused_before_they_are_downloaded(
+    source: FaultySource,
+) -> None:
+    source.put(adapter_files())
+    store = source.store(max_file_bytes=50)
+    assert refusal(store, source.reference) is AdapterRefusal.TOO_LARGE
+    assert not list(source.root.glob("cache/*"))

@@ -1,4 +1,4 @@
-"""Against a hub on this machine: rights, sizes, faults that pass, half files, one download."""
+"""HubSource against a local hub: access, sizes, transient faults, partial files, one download."""
 
 import os
 import subprocess
@@ -79,7 +79,7 @@ def test_a_branch_that_moves_is_found_and_the_older_commit_stays(
 
 
 @pytest.mark.parametrize("gated", [False, True])
-def test_a_private_adapter_is_for_those_who_may_read_it(
+def test_a_private_adapter_is_for_callers_that_may_read_it(
     hub: HubServer, store: AdapterSources, gated: bool
 ) -> None:
     hub.add("acme/sql", adapter_files(), readers={"hf_good"}, gated=gated)
@@ -120,7 +120,7 @@ def test_what_is_no_adapter_is_refused_before_any_download(
 
 
 @pytest.mark.parametrize("name", ["not a name", "http://evil/acme/sql", "../acme", "a/b/c", ""])
-def test_odd_ids_are_not_found_and_nobody_is_asked(
+def test_odd_ids_are_not_found_without_a_call(
     hub: HubServer, store: AdapterSources, name: str
 ) -> None:
     reference = AdapterReference(AdapterSource.HUB, name)
@@ -136,7 +136,7 @@ def test_faults_that_pass_are_waited_out(hub: HubServer, store: AdapterSources) 
     assert read(store.fetch(found, False).folder) == adapter_files()
 
 
-def test_a_hub_that_stays_broken_is_asked_so_often_and_no_more(
+def test_a_hub_that_stays_broken_is_called_a_limited_number_of_times(
     hub: HubServer, store: AdapterSources
 ) -> None:
     hub.faults = [500] * 10
@@ -145,7 +145,7 @@ def test_a_hub_that_stays_broken_is_asked_so_often_and_no_more(
     assert len(hub.requests) == 4
     hub.faults = [403] * 10
     assert refusal(store, SQL) is AdapterRefusal.FORBIDDEN
-    assert len(hub.requests) == 5, "what was refused is not asked again"
+    assert len(hub.requests) == 5, "a refused call is not repeated"
 
 
 def test_a_broken_download_goes_on_where_it_broke_off(
@@ -159,7 +159,7 @@ def test_a_broken_download_goes_on_where_it_broke_off(
     assert not left_over(tmp_path)
 
 
-def test_half_a_file_is_kept_for_the_next_try(
+def test_a_partial_file_is_kept_for_the_next_try(
     hub: HubServer, store: AdapterSources, tmp_path: Path
 ) -> None:
     hub.add("acme/sql", adapter_files())
@@ -180,9 +180,9 @@ def test_a_slow_hub_is_given_up(hub: HubServer, store: AdapterSources, tmp_path:
     hub.gate.clear()
     fetch = {"read_timeout_s": 0.1, "attempts": 2}
     impatient = sources(tmp_path, hub_endpoint=hub.url, fetch=fetch)
-    with pytest.raises(AdapterError, match="broke off: ReadTimeout") as told:
+    with pytest.raises(AdapterError, match="broke off: ReadTimeout") as raised:
         impatient.fetch(found, False)
-    assert told.value.refusal is AdapterRefusal.UNAVAILABLE
+    assert raised.value.refusal is AdapterRefusal.UNAVAILABLE
     hub.await_downloads(2)
     assert len(hub.downloads()) == 2
 
@@ -240,7 +240,7 @@ if os.environ.get("HF_HUB_OFFLINE"):
     assert look("acme/other") is look("not a name") is AdapterRefusal.NOT_FOUND
 else:
     found = look("acme/sql", "hf_good")
-    assert look("acme/sql") is AdapterRefusal.NOT_FOUND, "cached, but not for everybody"
+    assert look("acme/sql") is AdapterRefusal.NOT_FOUND, "cached, but not for all callers"
 assert store.fetch(found, False).folder.name == {sha!r}, found
 """
     for offline in ({}, {"HF_HUB_OFFLINE": "1"}):

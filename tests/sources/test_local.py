@@ -16,8 +16,8 @@ from tests.sources.adapter_files import (
 )
 
 
-def write(folder: Path, fill: float = 1.0) -> Path:
-    return write_files(folder, adapter_files(fill))
+def write(folder: Path, value: float = 1.0) -> Path:
+    return write_files(folder, adapter_files(value))
 
 
 def local(name: str, revision: str | None = None) -> AdapterReference:
@@ -34,7 +34,7 @@ def test_a_local_adapter_is_found_under_its_root(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("name", ["../outside", "red/../../outside", "link", "nobody", "/etc"])
+@pytest.mark.parametrize("name", ["../outside", "red/../../outside", "link", "missing", "/etc"])
 def test_nothing_outside_the_roots_is_read(tmp_path: Path, name: str) -> None:
     outside = write(tmp_path / "outside")
     root = tmp_path / "root"
@@ -76,10 +76,10 @@ def test_too_large_is_refused_before_it_is_read(tmp_path: Path) -> None:
     [
         (10 * 2**30).to_bytes(8, "little") + b"{}",
         (2**63).to_bytes(8, "little") * 9,
-        b"half",
+        b"short",
         b"",
     ],
-    ids=["10 GB header", "absurd", "half a length", "empty"],
+    ids=["10 GB header", "absurd", "truncated length", "empty"],
 )
 def test_a_header_longer_than_its_file_is_refused_unread(tmp_path: Path, weights: bytes) -> None:
     (write(tmp_path / "red") / "adapter_model.safetensors").write_bytes(weights)

@@ -71,7 +71,7 @@ def test_ids_are_found_under_the_roots_by_each_spelling(
     assert not left_over(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["sql/../../other", "..", "sql//x", "nobody", "", "./sql"])
+@pytest.mark.parametrize("name", ["sql/../../other", "..", "sql//x", "missing", "", "./sql"])
 def test_what_no_root_holds_is_not_found(
     bucket: Any, endpoint: str, tmp_path: Path, name: str
 ) -> None:
@@ -128,8 +128,8 @@ def test_too_large_is_refused_before_any_download(
 
 @pytest.fixture
 def faulty(endpoint: str) -> Iterator[FaultyS3]:
-    with FaultyS3(endpoint) as door:
-        yield door
+    with FaultyS3(endpoint) as server:
+        yield server
 
 
 def test_broken_downloads_go_on_and_faults_are_waited_out(
@@ -140,7 +140,7 @@ def test_broken_downloads_go_on_and_faults_are_waited_out(
     found = store(tmp_path, faulty.url, bucket.name, fetch={"attempts": 2})
     faulty.faults, faulty.cuts = [503], [70_000, 70_000]
     assert read(fetch(found, s3("sql")).folder) == files
-    assert [ranged for ranged in faulty.asked if ranged] == ["bytes=70000-", "bytes=140000-"]
+    assert [ranged for ranged in faulty.ranges if ranged] == ["bytes=70000-", "bytes=140000-"]
     assert not left_over(tmp_path)
 
 
@@ -151,10 +151,10 @@ def test_a_service_that_stays_broken_is_out_of_reach(
     faulty.faults = [500] * 9
     with pytest.raises(Unreachable):
         found.resolve(s3("sql"), False)
-    assert len(faulty.asked) == 2
+    assert len(faulty.ranges) == 2
     faulty.faults = [403] * 9
     assert refusal(found, s3("sql")) is AdapterRefusal.FORBIDDEN
-    assert len(faulty.asked) == 3
+    assert len(faulty.ranges) == 3
     gone = store(tmp_path, "http://127.0.0.1:9", bucket.name, fetch={"attempts": 1})
     with pytest.raises(Unreachable):
         gone.resolve(s3("sql"), False)
@@ -166,9 +166,9 @@ def test_a_slow_service_is_given_up(bucket: Any, faulty: FaultyS3, tmp_path: Pat
     faulty.gate.clear()
     fetch = {"read_timeout_s": 0.1, "attempts": 2}
     impatient = store(tmp_path, faulty.url, bucket.name, fetch=fetch)
-    with pytest.raises(AdapterError, match="broke off: ReadTimeoutError") as told:
+    with pytest.raises(AdapterError, match="broke off: ReadTimeoutError") as raised:
         impatient.fetch(found, False)
-    assert told.value.refusal is AdapterRefusal.UNAVAILABLE
+    assert raised.value.refusal is AdapterRefusal.UNAVAILABLE
 
 
 def test_a_service_that_breaks_off_for_ever_is_given_up(
@@ -180,11 +180,11 @@ def test_a_service_that_breaks_off_for_ever_is_given_up(
     assert refusal(found, s3("sql")) is AdapterRefusal.UNAVAILABLE
     faulty.cuts = []
     assert read(fetch(found, s3("sql")).folder) == adapter_files()
-    assert "bytes=20-" in faulty.asked, "half a file is continued"
+    assert "bytes=20-" in faulty.ranges, "a partial file is continued"
     assert not left_over(tmp_path)
 
 
-def test_without_credentials_the_operator_is_told(
+def test_without_credentials_the_refusal_says_so(
     bucket: Any, endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
