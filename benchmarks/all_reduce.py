@@ -1,8 +1,9 @@
 """What an all-reduce costs in a captured step: `python -m benchmarks.all_reduce --gpus 2`.
 
-One process a GPU, [rows, hidden] in bfloat16; microseconds of the slowest rank, for NCCL and for
-symmetric memory's one-shot and two-shot, out of memory that the layer wrote. The last column is
-what a server would choose (sharding/all_reduce.py). The first line says what that is and why.
+One process for each GPU sums [rows, hidden] in bfloat16. The table has the microseconds of the
+slowest rank for NCCL and for the one-shot and two-shot sums of symmetric memory, with inputs that
+are in that memory already. The last column is the method that a server selects
+(sharding/all_reduce.py); the first line names it.
 """
 
 import argparse
@@ -41,24 +42,24 @@ def rank_main(rank: int, size: int, port: int, hidden: int, rows: Sequence[int])
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    chosen = connect(store, rank, size, device, TIMEOUT_S, AllReduce.AUTO)
+    selected = connect(store, rank, size, device, TIMEOUT_S, AllReduce.AUTO)
     nccl = ProcessGroupRanks(cast(dist.ProcessGroup, world()._get_backend(device)), "nccl")
     methods: dict[Method, Sum] = {Method.NCCL: nccl.all_reduce}
-    halves = None
-    if isinstance(chosen, SymmetricRanks):
-        halves = DoubleBuffer(map_buffer(2 * LARGEST_BYTES, device))
+    buffers = None
+    if isinstance(selected, SymmetricRanks):
+        buffers = DoubleBuffer(map_buffer(2 * LARGEST_BYTES, device))
         methods.update(torch_sums())
     if rank == 0:
-        print(json.dumps({"gpus": size, "torch": torch.__version__, "how": chosen.method}))
-        print(" rows " + "".join(f"{name:>10}" for name in [*methods, "chosen"]), flush=True)
+        print(json.dumps({"gpus": size, "torch": torch.__version__, "method": selected.method}))
+        print(" rows " + "".join(f"{name:>10}" for name in [*methods, "selected"]), flush=True)
     with torch.inference_mode():
         for count in rows:
             x = torch.zeros(count, hidden, dtype=DTYPE, device=device)
-            if halves is not None and x.nbytes <= halves.half_bytes:
-                x = halves.take(x.shape, x.dtype).zero_()
+            if buffers is not None and x.nbytes <= buffers.half_bytes:
+                x = buffers.take(x.shape, x.dtype).zero_()
             times = [captured_us(sum_, x) for sum_ in methods.values()]
-            room = chosen.output_buffer(x.shape, x.dtype)
-            times.append(captured_us(chosen.all_reduce, room if room is not None else x.clone()))
+            room = selected.output_buffer(x.shape, x.dtype)
+            times.append(captured_us(selected.all_reduce, room if room is not None else x.clone()))
             slowest = nccl.maximum(times, device)
             if rank == 0:
                 print(f"{count:5} " + "".join(f"{us:10.1f}" for us in slowest), flush=True)

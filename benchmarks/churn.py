@@ -1,17 +1,18 @@
-"""More adapters than the device holds: what it costs, beside those that are resident.
+"""The cost of more adapters than the device holds, compared with resident ones.
 
     python -m benchmarks.workload /tmp/m8b --adapters 128 --small-adapters 1000
     loray serve <config: device pages for 32 rank-16 adapters, host_bytes for 128>
     python -m benchmarks.churn --metrics http://127.0.0.1:8080/metrics
 
-Closed loop, 256 tokens in, 128 out. `resident` takes 32 adapters by turns; the others are told
-as shares of it. `zipf` and `turns` take 128, once all of them were asked for, so that they come
-from the host tier; `small` takes s0 .. s999 by Zipf's law from disk. The bound of `turns` is this
-same case (as `all-resident`) on a server with device pages for all 128.
+Closed loop, 256 tokens in, 128 out. `resident` uses 32 adapters in rotation; the figures of other
+cases are compared with it. `zipf` and `turns` use 128 adapters, by Zipf's law and in rotation,
+after a request for each, so that they are in the host tier; `small` uses s0 .. s999 by Zipf's law,
+from disk. The bound of `turns` is the same case (as `all-resident`) on a server with device pages
+for all 128.
 
-Prompts that were played before lie in the prefix cache and make a case look faster: rows tell
+Prompts of an earlier run are in the prefix cache and make a case look faster: rows have
 `cached_prompt_tokens`, and another `--seed` has other prompts. One JSON line a case. `moved` is
-how the server's adapter metrics grew: hits, misses, evictions, fills and their bytes, and seconds
+how the server's adapter metrics grew: hits, misses, evictions, loads and their bytes, and seconds
 by stage of a load. On a CPU: see benchmarks/local.py; without any: benchmarks/churn_steps.py.
 """
 
@@ -91,7 +92,7 @@ def shares(row: dict[str, Any], resident: dict[str, Any] | None) -> dict[str, fl
 
 
 async def play(options: argparse.Namespace) -> None:
-    """Run and print the chosen cases."""
+    """Run and print the selected cases."""
     info = await describe(options.url)
     print(json.dumps({"server": info.get("chosen"), "version": info.get("version")}), flush=True)
     resident: dict[str, Any] | None = None
@@ -106,8 +107,8 @@ async def play(options: argparse.Namespace) -> None:
         after = await moved(options.metrics)
         if case.name == "resident":
             resident = row
-        told = {**row, **shares(row, resident), "moved": grown(before, after)}
-        print(json.dumps(told), flush=True)
+        line = {**row, **shares(row, resident), "moved": grown(before, after)}
+        print(json.dumps(line), flush=True)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -130,7 +131,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the chosen cases against a running server."""
+    """Run the selected cases against a running server."""
     asyncio.run(play(parser().parse_args(arguments)))
 
 

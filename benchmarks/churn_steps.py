@@ -4,11 +4,11 @@
 
 The loop of a driver with two plans in flight over one simulated device. A step takes what one
 with as many rows took on an H200 (Llama-3-8B's shape, rank 16), and more for each further token
-and each adapter beyond 32; fills take their time beside the steps, one after the other. All
-adapters are in the host tier. A client asks again as soon as it was answered, and the ingress
+and each adapter beyond 32; adapter loads take their time beside the steps, one after the other. All
+adapters are in the host tier. A client sends its next request after each answer, and the ingress
 brings one request in every few milliseconds. `--cached` says how many of the first prompts are
 in the prefix cache, as when a benchmark was played before with the same prompts. `open`, `calm`
-and `flood` are those of benchmarks.fairness; what a flood takes is told apart.
+and `flood` are those of benchmarks.fairness; the tokens of a flood are reported apart.
 
 One JSON line a case, with the most that 32 adapters at a time allow. Deterministic.
 """
@@ -41,11 +41,11 @@ DECODE_S = ((1, 4.5e-3), (16, 5.2e-3), (32, 6.0e-3), (48, 6.7e-3), (64, 7.6e-3))
 
 PROMPT_TOKEN_S = 6.0e-3 / 256
 FURTHER_ADAPTER_S = 1.08e-3 / 32
-FILL_S, REPORT_S = 2.5e-3, 0.3e-3
-"""A fill's copies; a report's way from the ranks into the loop."""
+LOAD_S, REPORT_S = 2.5e-3, 0.3e-3
+"""The copies of an adapter load; the way of a report from the ranks into the loop."""
 
 SEND_S = 0.2e-3
-ASK_AGAIN_S, ARRIVAL_S = 20.0e-3, 1.0e-3
+NEXT_REQUEST_S, ARRIVAL_S = 20.0e-3, 1.0e-3
 """From a client's last token to its next request; between two that the ingress brings in."""
 
 FULL_PRICE = 32
@@ -58,9 +58,12 @@ WARM, OWN, FLOOD = "warm", "r", "flood"
 class ChurnCase:
     """A closed loop over so many adapters, of which `slots` are on the device at once.
 
-    Lengths in tokens. zipf: by Zipf's law where > 0, else by turns. rate: requests a second of an
-    open loop over adapters by chance, instead. cached: how many of the first prompts the prefix
-    cache knows. flood: requests that one more adapter keeps in flight beside all these.
+    Lengths in tokens.
+
+    zipf: > 0: adapters are drawn by Zipf's law; 0: they are used in rotation.
+    rate: > 0: an open loop instead, with so many requests a second over random adapters.
+    cached: how many of the first prompts are in the prefix cache.
+    flood: requests that one more adapter keeps in flight beside all these.
     """
 
     name: str
@@ -98,7 +101,7 @@ class ChurnResult:
     gaps: list[float] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
     adapters: list[int] = field(default_factory=list)
-    fills: int = 0
+    loads: int = 0
     flood_tokens: int = 0
 
 
@@ -126,12 +129,12 @@ def bound(case: ChurnCase) -> dict[str, float]:
 
 
 class SimulatedDevice:
-    """Takes plans one after the other and fills beside them; says when each is done."""
+    """Computes when plans, one after the other, and loads beside them are done."""
 
     def __init__(self) -> None:
         """Start idle at second 0."""
         self._step_end = 0.0
-        self._fill_end = 0.0
+        self._load_end = 0.0
         self._slots: dict[int, int] = {}
 
     def send(self, plan: StepPlan, now: float) -> tuple[float, int]:
@@ -143,14 +146,14 @@ class SimulatedDevice:
         self._step_end = max(self._step_end, now + SEND_S) + took
         return self._step_end + REPORT_S, len(used)
 
-    def fill(self, now: float) -> float:
-        """When the loop hears of a fill that begins now."""
-        self._fill_end = max(self._fill_end, now + SEND_S) + FILL_S
-        return self._fill_end + REPORT_S
+    def load(self, now: float) -> float:
+        """When the loop gets the report of a load that begins now."""
+        self._load_end = max(self._load_end, now + SEND_S) + LOAD_S
+        return self._load_end + REPORT_S
 
 
 class ClosedLoop:
-    """A driver's loop over the device, and the clients who keep it busy."""
+    """A driver's loop over the device, and the clients that keep it busy."""
 
     def __init__(self, case: ChurnCase, limits: Limits) -> None:
         """Bring every adapter to the host tier, and the cached prompts into the cache."""
@@ -181,35 +184,35 @@ class ClosedLoop:
 
     @property
     def num_preemptions(self) -> int:
-        """How often an answer was interrupted for the sake of another adapter."""
+        """How often a request was preempted for another adapter."""
         return self._scheduler.snapshot().num_preemptions
 
     def play(self) -> float:
-        """Have all requests answered; returns the seconds that it took."""
+        """Run all requests; returns the seconds that they took."""
         began = self._now + (FLOOD_LEAD_S if self._case.flood else 0.0)
         for _ in range(self._case.flood):
-            self._pour()
+            self._send_flood()
         if self._case.flood:
             self._run(began)
         self.seen = ChurnResult()
         if self._case.rate:
-            self._come(began)
+            self._arrive_at_random(began)
         else:
             self._waiting = iter(range(self._case.requests))
             for _ in range(self._case.concurrency):
-                self._ask()
+                self._send_next()
         self._run()
         return self._ended - began
 
     def _run(self, until: float = inf) -> None:
         self._launch()
         while self._clock and self._clock[0][0] <= until:
-            self._now, _, happen = heapq.heappop(self._clock)
-            happen()
+            self._now, _, action = heapq.heappop(self._clock)
+            action()
             self._launch()
 
-    def _at(self, due: float, happen: Callable[[], None]) -> None:
-        heapq.heappush(self._clock, (due, next(self._serial), happen))
+    def _at(self, due: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._clock, (due, next(self._serial), action))
 
     def _launch(self) -> None:
         while len(self._in_flight) < 2:
@@ -225,14 +228,14 @@ class ClosedLoop:
         self._in_flight.append(plan)
         due, adapters = self._device.send(plan, self._now)
         self._at(due, self._apply)
-        for fill in plan.loads:
-            self._at(self._device.fill(self._now), partial(self._placed, fill.key))
-        self.seen.fills += len(plan.loads)
+        for load in plan.loads:
+            self._at(self._device.load(self._now), partial(self._loaded, load.key))
+        self.seen.loads += len(plan.loads)
         if plan.rows:
             self.seen.rows.append(len(plan.rows))
             self.seen.adapters.append(adapters)
 
-    def _placed(self, key: AdapterKey) -> None:
+    def _loaded(self, key: AdapterKey) -> None:
         self._scheduler.handle_adapter_event(AdapterLoaded(key))
 
     def _apply(self) -> None:
@@ -241,19 +244,19 @@ class ClosedLoop:
         result = StepResult(plan.epoch, plan.step, tokens)
         for event in self._scheduler.apply(plan, result, self._now):
             if event.request_id[0] != WARM:
-                self._hear(event)
+                self._handle(event)
 
-    def _hear(self, event: RequestEvent) -> None:
+    def _handle(self, event: RequestEvent) -> None:
         name, index = event.request_id
         if name == FLOOD:
-            self._hear_flood(event)
+            self._handle_flood(event)
             return
         if not isinstance(event, NewTokens):
             self._left -= 1
             self._ended = self._now
             if not self._left:
                 self._stop_flood()
-            self._ask()
+            self._send_next()
             return
         if index in self._last:
             self.seen.gaps.append(self._now - self._last[index])
@@ -262,37 +265,37 @@ class ClosedLoop:
         self._last[index] = self._now
         self.seen.tokens += 1
 
-    def _hear_flood(self, event: RequestEvent) -> None:
+    def _handle_flood(self, event: RequestEvent) -> None:
         if isinstance(event, NewTokens):
             self.seen.flood_tokens += 1
             return
         self._floods.remove(event.request_id[1])
-        self._pour()
+        self._send_flood()
 
-    def _pour(self) -> None:
-        """One that floods asks, until all others were answered."""
+    def _send_flood(self) -> None:
+        """Send one more request of the flood, until all others have ended."""
         if self._left:
             index = self._case.requests + self._num_floods
             self._num_floods += 1
             self._floods.add(index)
-            self._next_arrival = max(self._next_arrival, self._now + ASK_AGAIN_S) + ARRIVAL_S
+            self._next_arrival = max(self._next_arrival, self._now + NEXT_REQUEST_S) + ARRIVAL_S
             self._arrive((FLOOD, index), self._case.adapters, self._next_arrival)
 
     def _stop_flood(self) -> None:
         for index in sorted(self._floods):
             self._scheduler.cancel((FLOOD, index))
 
-    def _ask(self) -> None:
+    def _send_next(self) -> None:
         """A client sends the next request, if there is one."""
         index = next(self._waiting, None)
         if index is None:
             return
         self._sent[index] = self._now
-        self._next_arrival = max(self._next_arrival, self._now + ASK_AGAIN_S) + ARRIVAL_S
+        self._next_arrival = max(self._next_arrival, self._now + NEXT_REQUEST_S) + ARRIVAL_S
         self._arrive((OWN, index), self._names[index], self._next_arrival)
 
-    def _come(self, due: float) -> None:
-        """All requests come when they come, whoever was answered."""
+    def _arrive_at_random(self, due: float) -> None:
+        """Send all requests at random times, independent of the answers."""
         chooser = random.Random(self._case.seed)
         for index in range(self._case.requests):
             due += chooser.expovariate(self._case.rate)
@@ -340,7 +343,7 @@ def simulate(case: ChurnCase, limits: Limits) -> dict[str, Any]:
         "steps": len(seen.rows),
         "rows_a_step": round(mean(seen.rows), 1),
         "adapters_a_step": round(mean(seen.adapters), 1),
-        "fills": seen.fills,
+        "loads": seen.loads,
         "pauses": loop.num_preemptions,
         "bound": None if case.rate else bound(case),
     }
@@ -352,15 +355,15 @@ def cases(options: argparse.Namespace) -> list[ChurnCase]:
     sizes |= {"concurrency": options.concurrency, "seed": options.seed}
     sizes |= {"input_length": options.input_length, "output_length": options.output_length}
     lengths = {"input_length": 512, "output_length": 512}
-    few_places = ChurnCase("", 5, 3, requests=120, rate=2.0, seed=options.seed, **lengths)
+    few_slots = ChurnCase("", 5, 3, requests=120, rate=2.0, seed=options.seed, **lengths)
     return [
         ChurnCase("resident", few, few, cached=options.cached, **sizes),
         ChurnCase("zipf", many, few, zipf=1.0, **sizes),
         ChurnCase("turns", many, few, **sizes),
         ChurnCase("all-resident", many, many, **sizes),
-        replace(few_places, name="open", adapters=6, requests=240, rate=4.0),
-        replace(few_places, name="calm"),
-        replace(few_places, name="flood", flood=64),
+        replace(few_slots, name="open", adapters=6, requests=240, rate=4.0),
+        replace(few_slots, name="calm"),
+        replace(few_slots, name="flood", flood=64),
     ]
 
 

@@ -4,8 +4,8 @@
 
 The same prompts and token counts, greedy, float32. transformers runs `generate` over batches in
 the order given, padded on the left, each batch to its longest answer; with --continuous also its
-own continuous batching. Sides take turns; the fastest of the rounds counts. One JSON line a case;
-`equal` counts requests whose tokens are the same on both sides.
+own continuous batching. Sides alternate; the fastest of the rounds counts. One JSON line a case;
+`equal` counts requests with the same tokens on both sides.
 """
 
 import argparse
@@ -93,7 +93,7 @@ class Ours:
         """End the rank and the loop."""
         self._runner.run(self._engine.stop())
         self._runner.run(self._receiver.close())
-        self._runner.run(asyncio.sleep(0.1))  # both ends notice that the other has hung up
+        self._runner.run(asyncio.sleep(0.1))  # so that both ends see the closed connection
         self._runner.close()
 
 
@@ -163,7 +163,7 @@ def timed(play: Play, load: CpuLoad, threads: int) -> tuple[float, float, list[l
 
 
 def compare(parsed: argparse.Namespace) -> dict[str, object]:
-    """Play both sides by turns and keep the fastest of each."""
+    """Play both sides alternately and keep the fastest of each."""
     load = load_of(parsed.requests, parsed.lengths)
     warm = load_of(8, [4, 8], seed=1)
     ours, theirs = Ours(parsed.batch, parsed.threads), Theirs(parsed.batch)

@@ -1,9 +1,9 @@
-"""Who waits how long: more adapters than the device holds, and one that floods the others.
+"""How long requests wait: more adapters than the device holds, and one that floods the others.
 
     loray serve <config: device pages for 3 rank-16 adapters>
     python -m benchmarks.fairness
 
-`open`: requests over 6 adapters come at 4 a second, whatever the server does. `calm` and `flood`:
+`open`: requests over 6 adapters come at 4 a second, at random times. `calm` and `flood`:
 the adapters but the last come at 2 a second; in `flood` the last one has 64 requests in flight
 all the time, and the figures are the others'. One JSON line a case: time to the first token, over
 all of them and of the adapter that waited longest.
@@ -54,11 +54,11 @@ def loads(options: argparse.Namespace) -> list[Load]:
     """The three cases."""
     names = tuple(f"a{i}" for i in range(options.adapters))
     others, last, requests = names[:-1], names[-1], options.requests
-    half = options.rate / 2
+    slower = options.rate / 2
     return [
         Load("open", names, options.rate, requests),
-        Load("calm", others, half, requests // 2),
-        Load("flood", others, half, requests // 2, last, options.flood_depth),
+        Load("calm", others, slower, requests // 2),
+        Load("flood", others, slower, requests // 2, last, options.flood_depth),
     ]
 
 
@@ -105,13 +105,13 @@ async def run(terms: Terms, load: Load, seed: int) -> dict[str, Any]:
         aiohttp.ClientSession(timeout=timeout, connector=connector) as session,
         flooded(session, terms, load, seed + 1),
     ):
-        began, due, asked = time.perf_counter(), 0.0, []
+        began, due, tasks = time.perf_counter(), 0.0, []
         for body in bodies(case, terms.vocabulary, seed):
             body["model"] = chooser.choice(load.models)
             due += chooser.expovariate(load.rate)
             await asyncio.sleep(max(0.0, began + due - time.perf_counter()))
-            asked.append(asyncio.create_task(ask(session, terms.url, body, seen[body["model"]])))
-        await asyncio.gather(*asked)
+            tasks.append(asyncio.create_task(ask(session, terms.url, body, seen[body["model"]])))
+        await asyncio.gather(*tasks)
         seconds = time.perf_counter() - began
     return _row(load, seen, seconds)
 

@@ -1,10 +1,10 @@
-"""The way out by itself: driver with a timed rank, Serve, HTTP, client; no model computes.
+"""The output path alone: driver with a timed rank, Serve, HTTP, client; no model computes.
 
     python -m benchmarks.ingress --streams 8 64 256 --step-ms 5 --ingress 2
 
 Starts Ray here, as `loray serve` does, with the demo's tokenizer. One JSON line a case: tokens a
 second, what HTTP and Serve add to the time to the first token (the client's median less the
-driver's own), and CPU microseconds a token by process. With --step-ms 0 ranks answer at once.
+driver's own), and CPU microseconds a token by process. With --step-ms 0 ranks reply at once.
 """
 
 import argparse
@@ -32,7 +32,7 @@ TOKENS = range(270, 510)
 """Ids of words and parts of words in the vocabulary of the demo."""
 
 MICROSECONDS, MILLISECONDS, GOLDEN_RATIO = 1e6, 1e3, 0.6180339887
-WORDS = {"ServeReplica:default:Ingress": "ingress", "ServeReplica:default:Driver": "driver"}
+PROCESSES = {"ServeReplica:default:Ingress": "ingress", "ServeReplica:default:Driver": "driver"}
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def _kind(process: psutil.Process, this: psutil.Process) -> str:
     if process.pid == this.pid:
         return "client"
     command = " ".join(process.cmdline()) or process.name()
-    for mark, kind in WORDS.items():
+    for mark, kind in PROCESSES.items():
         if mark in command:
             return kind
     if "haproxy" in process.name():
@@ -153,7 +153,7 @@ def _kind(process: psutil.Process, this: psutil.Process) -> str:
 
 
 async def measure(case: IngressCase, driver: Any) -> dict[str, object]:
-    """Play a case and account for it; `driver`: its handle."""
+    """Play a case; returns its row. driver: a handle of the deployment."""
     await driver.take_firsts.remote()
     num_before, lead_before = await driver.leads.remote()
     before = cpu_seconds()
@@ -172,8 +172,8 @@ async def measure(case: IngressCase, driver: Any) -> dict[str, object]:
         "tokens_per_chunk": round(tokens / max(seen.chunks, 1), 2),
         "ttft_p50_ms": round(first * MILLISECONDS, 2),
         "ttft_added_p50_ms": round((first - inside) * MILLISECONDS, 2),
-        "head_starts": num_leads,
-        "head_start_mean_ms": round(lead_s / max(num_leads, 1) * MILLISECONDS, 2),
+        "early_submits": num_leads,
+        "early_submit_mean_ms": round(lead_s / max(num_leads, 1) * MILLISECONDS, 2),
         "cpu_us_per_token": {n: round(s / tokens * MICROSECONDS, 1) for n, s in spent.items()},
         "cores_busy": {n: round(s / seconds, 2) for n, s in spent.items()},
         "failed": len(seen.failed),
@@ -182,7 +182,7 @@ async def measure(case: IngressCase, driver: Any) -> dict[str, object]:
 
 
 def config_of(max_running: int) -> ServeConfig:
-    """The application's; no CPUs are reserved, whatever the machine has."""
+    """The application's config; it reserves no CPUs, so that it fits any machine."""
     engine = EngineConfig(
         model=ModelConfig(id=str(MODEL), name="base"),
         device=Device.CPU,

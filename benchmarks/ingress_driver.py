@@ -1,4 +1,4 @@
-"""A driver deployment over a timed rank, which remembers when its first tokens came."""
+"""A driver deployment over a timed rank, which keeps the times of first tokens."""
 
 from pathlib import Path
 
@@ -12,12 +12,12 @@ from deployments.driver.loop import RankGroup
 
 
 class TimedDriver(DriverDeployment):
-    """The driver as it is in service, but for its ranks."""
+    """The driver, except for its ranks."""
 
     async def __init__(  # type: ignore[misc]
         self, config: ServeConfig, capacity: Capacity, step_seconds: float, tokens: range
     ) -> None:
-        """As TimedRanks."""
+        """capacity, step_seconds, tokens: as in TimedRanks."""
         self._timed = (capacity, step_seconds, tokens)
         self._firsts: list[float] = []
         await super().__init__(config)
@@ -29,14 +29,14 @@ class TimedDriver(DriverDeployment):
         return completion
 
     async def take_firsts(self) -> list[float]:
-        """Seconds from each request's arrival here to its first token, since the last call."""
+        """Seconds from arrival to first token of each request since the last call."""
         taken, self._firsts = self._firsts, []
         return taken
 
     async def leads(self) -> tuple[int, float]:
-        """How many requests ran before Serve's call was here, and by how many seconds in all."""
-        head_starts = self._running.early_submits
-        return head_starts.num_attached, head_starts.lead_seconds
+        """How many requests ran before Serve's call arrived, and by how many seconds in all."""
+        early = self._running.early_submits
+        return early.num_attached, early.lead_seconds
 
     def _group(self, engine: EngineConfig, folder: Path) -> RankGroup:
         return TimedRanks(*self._timed)

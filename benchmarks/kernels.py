@@ -1,9 +1,9 @@
 """What adapters add to a step: `python -m benchmarks.kernels`, on one GPU.
 
 Llama-3-8B's seven projections of 32 layers run in one CUDA graph, with adapters of random weights
-and of one rank, or of several by turns. Bytes are those of A and B, each adapter's once; the share
-is of what a copy on the same device moves, bytes read plus bytes written. `--tune` tries block
-sizes for modeling/adapters/kernels/triton_forms.py.
+and of one rank, or of several ranks in rotation. Bytes are those of A and B, once for each adapter;
+they are compared with the bytes that a copy on the same device reads and writes. `--tune` tries
+block sizes for modeling/adapters/kernels/triton_forms.py.
 """
 
 import argparse
@@ -57,13 +57,13 @@ class Layer:
     targets: tuple[OutputSlice, ...]
 
 
-def fill_bank(num_adapters: int, by_turns: Sequence[int], max_rank: int) -> AdapterBank:
-    """Return a bank of random adapters, of these ranks by turns at all places."""
+def make_bank(num_adapters: int, rotation: Sequence[int], max_rank: int) -> AdapterBank:
+    """Return a bank of random adapters, of these ranks in rotation in all slots."""
     projections = [
         Projection(name, f"model.layers.{{layer}}.{name}", k, n, ((0, k),), ((0, n),), NUM_LAYERS)
         for name, (k, n) in SHAPES.items()
     ]
-    ranks = ranks_of(num_adapters, by_turns)
+    ranks = ranks_of(num_adapters, rotation)
     pages = [-(-rank // PAGE_ROWS) for rank in ranks]
     size = BankSize(sum(pages), num_adapters, max_rank, 0)
     bank = AdapterBank(projections, size, DTYPE, torch.device("cuda"))
@@ -78,9 +78,9 @@ def fill_bank(num_adapters: int, by_turns: Sequence[int], max_rank: int) -> Adap
     return bank
 
 
-def ranks_of(num_adapters: int, by_turns: Sequence[int]) -> list[int]:
+def ranks_of(num_adapters: int, rotation: Sequence[int]) -> list[int]:
     """Return each adapter's rank."""
-    return [by_turns[slot % len(by_turns)] for slot in range(num_adapters)]
+    return [rotation[slot % len(rotation)] for slot in range(num_adapters)]
 
 
 def make_layers(num_tokens: int) -> list[Layer]:
@@ -153,12 +153,12 @@ def step(
 
     def work() -> None:
         for index in range(NUM_LAYERS):
-            for place, layer in enumerate(layers):
+            for at, layer in enumerate(layers):
                 x, y, targets = layer.x, layer.y, layer.targets
-                if weights is not None and data.has_product(x, weights[index][place], targets):
-                    data.product(y, x, weights[index][place], index, targets)
+                if weights is not None and data.has_product(x, weights[index][at], targets):
+                    data.product(y, x, weights[index][at], index, targets)
                 elif weights is not None:
-                    torch.mm(x, weights[index][place].t(), out=y)
+                    torch.mm(x, weights[index][at].t(), out=y)
                 data.add(y, x, index, targets)
 
     return graph_ms(work)
@@ -170,8 +170,8 @@ def base_step(num_tokens: int, weights: list[list[Tensor]]) -> float:
 
     def work() -> None:
         for index in range(NUM_LAYERS):
-            for place, layer in enumerate(layers):
-                torch.mm(layer.x, weights[index][place].t(), out=layer.y)
+            for at, layer in enumerate(layers):
+                torch.mm(layer.x, weights[index][at].t(), out=layer.y)
 
     return graph_ms(work)
 
@@ -199,7 +199,7 @@ def table(arguments: argparse.Namespace) -> None:
     bandwidth = copy_bandwidth()
     print(f"copy on the device: {bandwidth / 1e12:.2f} TB/s (read plus written)")
     cases = DECODE_CASES + PREFILL_CASES
-    bank = fill_bank(max(n for _, n in cases), arguments.ranks, arguments.max_rank)
+    bank = make_bank(max(n for _, n in cases), arguments.ranks, arguments.max_rank)
     weights = None if arguments.no_base else make_weights()
     base: dict[int, float] = {}
     print(
@@ -277,7 +277,7 @@ def tune(arguments: argparse.Namespace) -> None:
     """
     cases = TUNE_CASES[arguments.tune]
     weights = None if arguments.no_base else make_weights()
-    bank = fill_bank(max(n for _, n in cases), arguments.ranks, arguments.max_rank)
+    bank = make_bank(max(n for _, n in cases), arguments.ranks, arguments.max_rank)
     start = next(form for form in forms_of(DTYPE) if arguments.tune <= form.max_tokens)
     if arguments.tile_tokens is not None:
         start = replace(start, tile_tokens=arguments.tile_tokens)
@@ -293,7 +293,7 @@ def tune(arguments: argparse.Namespace) -> None:
 def main() -> None:
     """Print versions, then the table or the search."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[16], help="used by turns")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[16], help="used in rotation")
     parser.add_argument("--max-rank", type=int, default=128, help="the bank's limit")
     parser.add_argument("--no-base", action="store_true", help="leave the base products out")
     parser.add_argument("--products", type=int, nargs="+", help="only the base's, of these tokens")

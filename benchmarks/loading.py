@@ -1,4 +1,4 @@
-"""How fast weights come to the device, beside what the page cache gives.
+"""How fast weights are loaded to the device, compared with a plain read of their files.
 
     python -m benchmarks.loading /tmp/m8b-weights --layers 8
 

@@ -5,8 +5,8 @@
     python -m benchmarks.churn --url http://127.0.0.1:8014 \
         --metrics http://127.0.0.1:8014/adapters/metrics --metrics-lag-s 0
 
-For ratios on a CPU, where Ray's own processes would take the cores that are measured. At
-/adapters/metrics stand the adapter metrics that a driver under Ray gives to Ray's endpoint.
+For ratios on a CPU, where Ray's own processes would take the cores that are measured. The
+route /adapters/metrics has the adapter metrics that a driver under Ray gives to Ray's endpoint.
 """
 
 import argparse
@@ -77,7 +77,7 @@ class LocalDriver:
 
 
 def engine_config(options: argparse.Namespace) -> EngineConfig:
-    """The engine that the command line asks for."""
+    """The engine of the command line."""
     return EngineConfig(
         model=ModelConfig(id=str(options.folder), load_format=LoadFormat.DUMMY, name="base"),
         tensor_parallel=options.tensor_parallel,
@@ -119,10 +119,10 @@ class AdapterSums:
 
 
 def build(config: EngineConfig) -> FastAPI:
-    """An application whose lifespan starts and stops the engine behind it."""
+    """An application that starts and stops its engine."""
     engine = DriverEngine(config, Path(config.model.id), LocalRanks(config))
-    mailbox = RequestInboxes()
-    receiver = FrameReceiver(mailbox.deliver)
+    inboxes = RequestInboxes()
+    receiver = FrameReceiver(inboxes.deliver)
     bound: list[ReplyAddress] = []
 
     @asynccontextmanager
@@ -134,7 +134,7 @@ def build(config: EngineConfig) -> FastAPI:
         await engine.stop()
 
     settings = IngressSettings(default_source=config.adapters.default_source)
-    app = build_app(LocalDriver(engine), mailbox, lambda: bound[-1], settings, lifespan)
+    app = build_app(LocalDriver(engine), inboxes, lambda: bound[-1], settings, lifespan)
     sums = AdapterSums(engine)
 
     @app.get("/adapters/metrics", include_in_schema=False)

@@ -40,8 +40,11 @@ TOP_KERNELS = 25
 
 @dataclass(frozen=True)
 class OfflineCase:
-    """What is measured: rows in a step, tokens before it, adapters by turns (0: base only).
+    """One measurement.
 
+    batch: rows of a step.
+    context: tokens of each row before it.
+    adapters: used in rotation; 0 for the base model.
     held: how many of the rows must fit a JSON schema.
     """
 
@@ -53,10 +56,9 @@ class OfflineCase:
 
 
 class OfflineDriver:
-    """Keeps each place's length and blocks, as a scheduler would."""
+    """Keeps the length and the blocks of each batch slot, as a scheduler does."""
 
     def __init__(self, runner: ModelRunner, block_size: int, vocab_size: int) -> None:
-        """The runner is loaded; blocks of a place lie together."""
         self._runner = runner
         self._block_size = block_size
         self._vocab_size = vocab_size
@@ -67,13 +69,13 @@ class OfflineDriver:
         self._prepared = False
 
     def reset(self, num_blocks: int) -> None:
-        """Take back all blocks, in a random order."""
+        """Free all blocks, in a random order."""
         self._lengths.clear()
         self._held.clear()
         self._free = list(range(num_blocks))
         self._random.shuffle(self._free)
 
-    def joins(self, places: range, length: int, case: OfflineCase) -> list[RequestJoin]:
+    def joins(self, slots: range, length: int, case: OfflineCase) -> list[RequestJoin]:
         """New requests of random tokens, each with its adapter's slot."""
         sampling = Sampling(temperature=case.temperature, seed=1)
         fitting = Sampling(temperature=case.temperature, seed=1, json_schema=json.dumps(PEOPLE))
@@ -81,44 +83,43 @@ class OfflineDriver:
             assert not (fault := self._runner.prepare(0, fitting.constraint, [])), fault
             self._prepared = True
         found = []
-        for place in places:
-            self._lengths[place] = self._held[place] = 0
+        for slot in slots:
+            self._lengths[slot] = self._held[slot] = 0
             tokens = [self._random.randrange(self._vocab_size) for _ in range(length)]
-            slot = place % case.adapters if case.adapters else -1
-            held = place < case.held
-            asked, matcher = (fitting, 0) if held else (sampling, -1)
-            found.append(RequestJoin(place, tokens, length, slot, asked, matcher))
+            adapter = slot % case.adapters if case.adapters else -1
+            own, matcher = (fitting, 0) if slot < case.held else (sampling, -1)
+            found.append(RequestJoin(slot, tokens, length, adapter, own, matcher))
         return found
 
-    def rows(self, places: range, length: int) -> list[StepRow]:
-        """Compute the next `length` tokens of each place."""
-        return [self._row(place, length) for place in places]
+    def rows(self, slots: range, length: int) -> list[StepRow]:
+        """Rows for the next `length` tokens of each batch slot."""
+        return [self._row(slot, length) for slot in slots]
 
-    def decode(self, places: range) -> StepOutput:
-        """Launch one token for each place."""
-        return self._runner.step(ForwardBatch([], self.rows(places, 1)))
+    def decode(self, slots: range) -> StepOutput:
+        """Launch one token for each batch slot."""
+        return self._runner.step(ForwardBatch([], self.rows(slots, 1)))
 
-    def prefill(self, places: range, length: int, case: OfflineCase, budget: int) -> None:
-        """Let places join with `length` tokens each, in steps of up to `budget` tokens."""
+    def prefill(self, slots: range, length: int, case: OfflineCase, budget: int) -> None:
+        """Compute prompts of `length` tokens for all slots, in steps of up to `budget` tokens."""
         group = max(1, budget // length)
-        for first in range(places.start, places.stop, group):
-            some = range(first, min(first + group, places.stop))
+        for first in range(slots.start, slots.stop, group):
+            some = range(first, min(first + group, slots.stop))
             joins = self.joins(some, length, case)
             self._runner.step(ForwardBatch(joins, self.rows(some, length))).wait()
 
-    def _row(self, place: int, length: int) -> StepRow:
-        start = self._lengths[place]
-        self._lengths[place] = start + length
-        lacking = -(-(start + length) // self._block_size) - self._held[place]
-        self._held[place] += lacking
-        return StepRow(place, start, length, [self._free.pop() for _ in range(lacking)], True)
+    def _row(self, slot: int, length: int) -> StepRow:
+        start = self._lengths[slot]
+        self._lengths[slot] = start + length
+        lacking = -(-(start + length) // self._block_size) - self._held[slot]
+        self._held[slot] += lacking
+        return StepRow(slot, start, length, [self._free.pop() for _ in range(lacking)], True)
 
 
 class Benchmark:
     """One loaded runner and the cases to run on it."""
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
-        """Write the model's folder and load it; adapters are staged where a case asks."""
+        """Write the model's folder and load it; adapters too if a case needs them."""
         self._options = options
         write_model(folder / "model", options.shape, spells_json=True)
         self._config = engine_config(options, folder / "model")
@@ -132,18 +133,18 @@ class Benchmark:
         self._driver = OfflineDriver(self._runner, self._config.cache.block_size, vocab_size)
         if max(options.adapters) > 0:
             write_adapter(folder / "adapter", options.shape, RANK, seed=0)
-            self._place(folder / "adapter", max(options.adapters))
+            self._load(folder / "adapter", max(options.adapters))
 
     def decode(self, case: OfflineCase) -> dict[str, Any]:
         """Milliseconds of a decode step, and how many of the steps were captured."""
-        places = range(case.batch)
-        self._fill(case, places)
+        slots = range(case.batch)
+        self._start_requests(case, slots)
         steps, captured = self._runner.num_steps, self._runner.num_captured
         times = []
-        flying = [self._driver.decode(places)]
+        flying = [self._driver.decode(slots)]
         for _ in range(self._options.steps):
             started = time.perf_counter()
-            flying.append(self._driver.decode(places))
+            flying.append(self._driver.decode(slots))
             flying.pop(0).wait()
             times.append(1000 * (time.perf_counter() - started))
         flying.pop().wait()
@@ -161,11 +162,11 @@ class Benchmark:
             "ms_p99": round(sorted(times)[int(0.99 * (len(times) - 1))], 3),
             "tokens_per_s": round(1000 * case.batch / middle),
             "captured_share": round(share, 3),
-            "launch_ms": round(self._launch_time(places), 3),
+            "launch_ms": round(self._launch_time(slots), 3),
         }
 
     def prefill(self, adapters: int) -> dict[str, Any]:
-        """Milliseconds of a step that fills the token budget with prompts."""
+        """Milliseconds of a step with as many prompt tokens as its budget."""
         budget = self._config.limits.max_step_tokens
         length = min(PROMPT, budget)
         case = OfflineCase(budget // length, length, adapters)
@@ -189,12 +190,12 @@ class Benchmark:
 
     def profile(self, case: OfflineCase, folder: Path) -> None:
         """Write the costliest kernels of a decode step and of a mixed step, as text."""
-        places = range(case.batch)
-        self._fill(case, places)
-        self._driver.decode(places).wait()
+        slots = range(case.batch)
+        self._start_requests(case, slots)
+        self._driver.decode(slots).wait()
         name = f"b{case.batch}_a{case.adapters}.txt"
         folder.mkdir(parents=True, exist_ok=True)
-        decode = ForwardBatch([], self._driver.rows(places, 1))
+        decode = ForwardBatch([], self._driver.rows(slots, 1))
         (folder / f"decode_{name}").write_text(self._kernels(decode))
         rows = self._driver.rows(range(case.batch - 1), 1)
         newcomer = range(case.batch - 1, case.batch)
@@ -202,23 +203,23 @@ class Benchmark:
         mixed = ForwardBatch(joins, rows + self._driver.rows(newcomer, PROMPT))
         (folder / f"mixed_{name}").write_text(self._kernels(mixed))
 
-    def _fill(self, case: OfflineCase, places: range) -> None:
+    def _start_requests(self, case: OfflineCase, slots: range) -> None:
         self._driver.reset(self.report.num_blocks)
-        self._driver.prefill(places, case.context, case, self._config.limits.max_step_tokens)
+        self._driver.prefill(slots, case.context, case, self._config.limits.max_step_tokens)
         for _ in range(3):
-            self._driver.decode(places).wait()
+            self._driver.decode(slots).wait()
 
     def _prompts(self, case: OfflineCase, length: int) -> ForwardBatch:
-        places = range(case.batch)
+        slots = range(case.batch)
         return ForwardBatch(
-            self._driver.joins(places, length, case), self._driver.rows(places, length)
+            self._driver.joins(slots, length, case), self._driver.rows(slots, length)
         )
 
-    def _launch_time(self, places: range) -> float:
+    def _launch_time(self, slots: range) -> float:
         """Milliseconds of Python for one step: what must stay below the step's own time."""
         self._synchronize()
         started = time.perf_counter()
-        output = self._driver.decode(places)
+        output = self._driver.decode(slots)
         taken = 1000 * (time.perf_counter() - started)
         output.wait()
         return taken
@@ -232,7 +233,7 @@ class Benchmark:
             self._runner.step(batch).wait()
             taken = 1000 * (time.perf_counter() - started)
             self._synchronize()
-        # Kernels only: the operations that launched them bear the same times once more.
+        # Kernels only: the operations that launched them have the same times again.
         events = [e for e in profiler.key_averages() if e.device_type.name == "CUDA"]
         events.sort(key=lambda event: -event.self_device_time_total)
         total = sum(event.self_device_time_total for event in events)
@@ -244,8 +245,8 @@ class Benchmark:
             lines.append(f"{micros:10.1f} us {share:5.1f} % {event.count:5d} x  {event.key[:150]}")
         return "\n".join(lines) + "\n"
 
-    def _place(self, folder: Path, count: int) -> None:
-        """Stage one adapter, and place it `count` times, each in pages of its own."""
+    def _load(self, folder: Path, count: int) -> None:
+        """Stage one adapter and load it `count` times, each time into other pages."""
         key = AdapterKey(1)
         shape = self._runner.stage(FetchedAdapter(key, "bench", str(folder), "bench"))
         for slot in range(count):

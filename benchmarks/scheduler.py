@@ -145,8 +145,8 @@ def measure(rows: int, known: int, steps: int) -> dict[str, object]:
         result = msgspec.msgpack.decode(reply, type=StepDone).result
         scheduler.apply(done, result, 0.0)
         applied = time.thread_time()
-        for fill in done.loads:
-            scheduler.handle_adapter_event(AdapterLoaded(fill.key))
+        for load in done.loads:
+            scheduler.handle_adapter_event(AdapterLoaded(load.key))
         if len(done.rows) == rows and all(row.length == 1 for row in done.rows):
             size = len(payload)
             costs.schedule.append(scheduled - began)

@@ -30,7 +30,7 @@ SETTLING_SEED = 99
 class Case:
     """One closed loop: `concurrency` requests in flight until `requests` are done.
 
-    models: names taken by turns, or by Zipf's law where zipf > 0. Lengths in tokens.
+    models: names used in rotation, or by Zipf's law where zipf > 0. Lengths in tokens.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Case:
 class Measured:
     """What the clients saw; times in seconds.
 
-    cached: tokens of prompts that the server had in its prefix cache, where it tells.
+    cached: tokens of prompts that the server had in its prefix cache, if it reports them.
     """
 
     tokens: int = 0
@@ -210,23 +210,23 @@ async def describe(url: str, key: str | None = None) -> dict[str, Any]:
 
 
 async def play(parsed: argparse.Namespace) -> list[str]:
-    """Warm up, then run and print every chosen case; returns an error of each that had any."""
+    """Warm up, then run and print every selected case; returns an error of each that had any."""
     key = client_setting("LORAY_API_KEY", None)
     steps = StepTimes(parsed.application) if parsed.steps else None
     info = await describe(parsed.url, key)
     print(json.dumps({"server": info.get("chosen"), "version": info.get("version")}), flush=True)
     names = tuple(parsed.names or (f"a{i}" for i in range(parsed.adapters)))
     cases = standard_cases(parsed.base, names)
-    asked = {name: getattr(parsed, name) for name in ("requests", "input_length", "output_length")}
-    changes = {name: value for name, value in asked.items() if value is not None}
+    sizes = {name: getattr(parsed, name) for name in ("requests", "input_length", "output_length")}
+    changes = {name: value for name, value in sizes.items() if value is not None}
     cases = [replace(case, **changes) for case in cases]
     warm = warming((*names, parsed.base))
-    chosen = [case for case in cases if not parsed.cases or case.name in parsed.cases]
+    selected = [case for case in cases if not parsed.cases or case.name in parsed.cases]
     console = Console(stderr=True)
     failed = []
     # A bar on a terminal; the rows are on stdout.
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        for seed, case in enumerate((warm, *chosen)):
+        for seed, case in enumerate((warm, *selected)):
             task = progress.add_task(case.name, total=case.requests)
             if steps is not None:
                 await steps.since_last()
@@ -239,8 +239,8 @@ async def play(parsed: argparse.Namespace) -> list[str]:
             if case is not warm:
                 print(json.dumps(row), flush=True)
             if row["errors"]:
-                told = f"{case.name}: {row['errors']} of {case.requests} requests failed"
-                failed.append(f"{told}, the first by: {row['first_error'][0]}")
+                message = f"{case.name}: {row['errors']} of {case.requests} requests failed"
+                failed.append(f"{message}, the first by: {row['first_error'][0]}")
     return failed
 
 
@@ -249,7 +249,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--base", default="base", help="the base model's served name")
-    parser.add_argument("--adapters", type=int, default=32, help="a0 .. aN-1 are asked for")
+    parser.add_argument("--adapters", type=int, default=32, help="a0 .. aN-1 are used")
     parser.add_argument("--names", nargs="*", help="the adapters' own names instead")
     parser.add_argument("--requests", type=int, help="of each case, instead of the table's")
     parser.add_argument("--input-length", type=int, help="words of each prompt (512)")

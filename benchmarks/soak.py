@@ -1,4 +1,4 @@
-"""A long story on a CPU: requests over hundreds of adapters, some of which leave half-way.
+"""A long run on a CPU: requests over hundreds of adapters, some of which are cancelled midway.
 
     python -m benchmarks.soak --requests 10000 --adapters 500
 
@@ -6,7 +6,7 @@ One process: an engine over ranks as threads, without HTTP. Requests over random
 over merges of two, come and a part of them is cancelled after a random time; the device holds few
 adapters, the host tier a part of the others, so everything is staged, filled, evicted and dropped
 again and again. At the end nothing may be left: no request, block, adapter in use, pin, held file,
-task, thread, open file, or temporary file; and all pages, slots and chunks must be in one place
+task, thread, open file, or temporary file; and all pages, slots and chunks must be counted once
 each. Exits with 1 otherwise.
 """
 
@@ -80,7 +80,7 @@ def write(options: argparse.Namespace, folder: Path) -> None:
 
 
 async def one(
-    engine: DriverEngine, options: argparse.Namespace, index: int, told: AnswerTexts
+    engine: DriverEngine, options: argparse.Namespace, index: int, texts: AnswerTexts
 ) -> None:
     """A request over a random adapter, or none; perhaps its client leaves."""
     chooser = random.Random(index)
@@ -94,11 +94,11 @@ async def one(
         task.cancel()
     with suppress(asyncio.CancelledError):
         (outcome,) = (await task).sequences
-        told.endings[type(outcome.ending).__name__] += 1
+        texts.endings[type(outcome.ending).__name__] += 1
         if type(outcome.ending).__name__ != "Finished":
-            told.wrong.append(f"{request.id}: {outcome.ending}")
+            texts.wrong.append(f"{request.id}: {outcome.ending}")
     if task.cancelled():
-        told.endings["cancelled"] += 1
+        texts.endings["cancelled"] += 1
 
 
 def _reference(options: argparse.Namespace, chooser: random.Random) -> AdapterReference:
@@ -115,13 +115,13 @@ def _reference(options: argparse.Namespace, chooser: random.Random) -> AdapterRe
     return AdapterReference(AdapterSource.LOCAL, name, parts=parts, rule=rule)
 
 
-async def story(engine: DriverEngine, options: argparse.Namespace, told: AnswerTexts) -> None:
+async def run(engine: DriverEngine, options: argparse.Namespace, texts: AnswerTexts) -> None:
     """All requests, so many at once."""
     waiting = iter(range(options.requests))
 
     async def client() -> None:
         for index in waiting:
-            await one(engine, options, index, told)
+            await one(engine, options, index, texts)
             if index % 1000 == 999:
                 print(json.dumps({"requests": index + 1, **handles()}), flush=True)
 
@@ -138,7 +138,7 @@ def handles() -> dict[str, int]:
 
 
 async def quiet(engine: DriverEngine) -> None:
-    """Wait until the last plan was applied and the last fill reported."""
+    """Wait until the last plan was applied and the last load was reported."""
     for _ in range(600):
         snapshot = await engine.snapshot()
         busy = snapshot.queued + snapshot.running + snapshot.draining + snapshot.plans_in_flight
@@ -148,7 +148,7 @@ async def quiet(engine: DriverEngine) -> None:
 
 
 async def left_behind(engine: DriverEngine, group: LocalRanks) -> list[str]:
-    """What should not be there any more while the engine runs but nobody asks."""
+    """What is left in the engine while it has no requests, and should not be."""
     await quiet(engine)
     snapshot, views = await engine.snapshot(), await engine.adapter_views()
     found = [f"{count} {what}" for what, count in _held(snapshot).items() if count]
@@ -158,7 +158,7 @@ async def left_behind(engine: DriverEngine, group: LocalRanks) -> list[str]:
     found += await broken(engine, group)
     for view in views:
         engine._handle.post(partial(_unload, AdapterUnloaded(view.key)))
-    for _ in range(100):  # the plan that tells the ranks so has to be applied
+    for _ in range(100):  # until the plan with the drops is applied
         tiers = (await engine.snapshot()).tiers
         if not tiers.host_bytes and not tiers.device_adapters:
             break
@@ -209,20 +209,20 @@ def _held(snapshot: Snapshot) -> dict[str, int]:
 
 async def play(options: argparse.Namespace, folder: Path) -> list[str]:
     """Play it all; returns what is wrong."""
-    told, before = AnswerTexts(), handles()
+    texts, before = AnswerTexts(), handles()
     config = engine_config(options, folder)
     group = LocalRanks(config)
     engine = DriverEngine(config, folder, group)
     await engine.start()
     began = time.monotonic()
-    await story(engine, options, told)
+    await run(engine, options, texts)
     seconds = time.monotonic() - began
-    wrong = told.wrong + await left_behind(engine, group)
+    wrong = texts.wrong + await left_behind(engine, group)
     counts = asdict((await engine.snapshot()).adapter_counts)
     tasks = len(asyncio.all_tasks()) - 1
     await engine.stop()
     after = handles()
-    row = {"seconds": round(seconds, 1), "endings": told.endings, "adapters": counts}
+    row = {"seconds": round(seconds, 1), "endings": texts.endings, "adapters": counts}
     print(json.dumps({**row, "before": before, "after": after}), flush=True)
     wrong += [f"{tasks} tasks"] if tasks else []
     for what in ("files", "temporary"):
@@ -243,9 +243,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parsed = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
-        scratch = Path(folder) / "scratch"
-        scratch.mkdir()
-        tempfile.tempdir = str(scratch)
+        temporary = Path(folder) / "temporary"
+        temporary.mkdir()
+        tempfile.tempdir = str(temporary)
         write(parsed, Path(folder))
         wrong = asyncio.run(play(parsed, Path(folder))) + lingering()
     for line in wrong[:20]:

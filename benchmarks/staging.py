@@ -31,7 +31,7 @@ HOST_BYTES, CALLS, EVERY_S = 2**30, 150, 0.005
 
 
 def make_bank(shape: str) -> AdapterBank:
-    """One whose host tier holds all of them, in bfloat16."""
+    """A bank with a host tier for all of them, in bfloat16."""
     layers = SHAPES[shape]["num_hidden_layers"]
     projections = [
         Projection(name, f"model.layers.{{layer}}.{name}", i, o, ((0, i),), ((0, o),), layers)
@@ -42,7 +42,7 @@ def make_bank(shape: str) -> AdapterBank:
 
 
 class LaunchThread:
-    """A thread that launches and says how many seconds each launch took."""
+    """A thread that launches and records the seconds of each launch."""
 
     def __init__(self) -> None:
         """Start at once."""
@@ -110,9 +110,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     write_adapters(parsed.work, parsed.shape, recipes(0, 0, parsed.adapters))
     torch.set_num_threads(1)
     sys.setswitchinterval(parsed.switch_ms / 1e3)
-    told = {"readers": parsed.readers, "switch_ms": parsed.switch_ms, "adapters": parsed.adapters}
+    settings = {
+        "readers": parsed.readers,
+        "switch_ms": parsed.switch_ms,
+        "adapters": parsed.adapters,
+    }
     row = measure(parsed.work, parsed.shape, parsed.adapters, parsed.readers)
-    print(json.dumps(told | row))
+    print(json.dumps(settings | row))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""What a driver's own record says about a benchmark's case, asked through Ray.
+"""A driver's own record of a benchmark's case, read through Ray.
 
     python -m benchmarks.steps --address 127.0.0.1:6379
 
-says {} once it has joined, and answers each line on its standard input with one line of JSON about
-the time since the last: in a process of its own, for whoever measures several servers, one after
-the other, can join only one cluster.
+It prints {} when it has joined. Then it replies to each line of its standard input with one line of
+JSON about the time since the last. It is a process of its own because a process can join only one
+cluster, and one program may measure several servers, one after the other.
 """
 
 import argparse
@@ -50,8 +50,8 @@ class StepTimes:
         """Count the steps since the last call, and those among them that only decode.
 
         captured_share: of the steps that were replays. device_idle_share: of the time since then,
-        that between steps with nothing on the device; absent on devices that do not tell.
-        adapters: how the counts of hits, misses, evictions, fills and their bytes grew. loads:
+        that between steps with nothing on the device; absent where the device does not measure it.
+        adapters: how the counts of hits, misses, evictions, loads and their bytes grew. loads:
         mean milliseconds of each stage of an adapter's way. driver_cores, ingress_cores,
         rank_cores: CPU seconds a second of this machine's processes, all of a kind together.
         """
@@ -69,11 +69,11 @@ class StepTimes:
         grown = {name: count - before[0].get(name, 0) for name, count in counts.items()}
         means = mean_loads(before[1], loads)
         adapters = {name: count for name, count in grown.items() if count}
-        return told(steps, seconds) | {"adapters": adapters, "loads": means} | busy
+        return shares_of(steps, seconds) | {"adapters": adapters, "loads": means} | busy
 
 
 def cpu_seconds(parts: Mapping[str, str]) -> dict[str, float]:
-    """CPU seconds so far of the processes here whose title holds a part's word."""
+    """CPU seconds so far of the processes here with a part's mark in their titles."""
     spent: dict[str, float] = {}
     for process in psutil.process_iter(["cmdline", "cpu_times"]):
         title, times = " ".join(process.info["cmdline"] or ()), process.info["cpu_times"]
@@ -100,7 +100,7 @@ def mean_loads(before: Mapping[str, LoadSum], after: Mapping[str, LoadSum]) -> d
     return means
 
 
-def told(steps: Sequence[StepRecord], seconds: float) -> dict[str, Any]:
+def shares_of(steps: Sequence[StepRecord], seconds: float) -> dict[str, Any]:
     """What these steps of `seconds` come to; at least one step."""
     found = {
         "steps": len(steps),

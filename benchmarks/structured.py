@@ -1,10 +1,10 @@
-"""What structured answers cost: half of the requests held to a schema, against none of them.
+"""The cost of structured answers: 50 % of the requests with a schema, compared with none.
 
     python -m benchmarks.workload /tmp/m8b --json --adapters 32
     loray serve <config with model.id /tmp/m8b, load_format dummy>
     python -m benchmarks.structured --url http://127.0.0.1:8000
 
-Closed loops over prompts of random words, streamed and greedy, by turns; the fastest round of
+Closed loops over prompts of random words, streamed and greedy, alternately; the fastest round of
 each counts. The schema is a list that is too long to end, so all answers have as many tokens. One
 JSON line a loop, then the ratio: 1.0 is no cost. The model's tokenizer must be able to spell JSON.
 """
@@ -25,13 +25,13 @@ from benchmarks.workload import PEOPLE
 
 def held(waiting: Iterator[dict[str, Any]], share: float) -> Iterator[dict[str, Any]]:
     """The same requests, that share of them, evenly, held to the schema."""
-    owed = 0.0
+    due = 0.0
     for body in waiting:
-        owed += share
-        if owed < 1:
+        due += share
+        if due < 1:
             yield body
             continue
-        owed -= 1
+        due -= 1
         # Answers under a schema end where it says, so they may not ignore the token that ends.
         free = {key: value for key, value in body.items() if key != "ignore_eos"}
         schema = {"type": "json_schema", "json_schema": {"name": "people", "schema": PEOPLE}}
@@ -71,7 +71,7 @@ async def drive(url: str, case: Case, waiting: Iterator[dict[str, Any]]) -> dict
 
 @dataclass(frozen=True)
 class Comparison:
-    """The same loop without and with a schema, by turns; share: of its requests under one."""
+    """The same loop without and with a schema, alternately; share: of its requests under one."""
 
     case: Case
     share: float = 0.5

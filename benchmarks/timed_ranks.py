@@ -1,7 +1,7 @@
 """A rank without a model, in a process of its own: it answers each plan after a given time.
 
 As a RankGroup it lets a driver run as in service while nothing is computed, so that what is
-left is the cost of everything else. Tokens are drawn by turns from a range of ids.
+left is the cost of everything else. Tokens are taken in rotation from a range of ids.
 """
 
 import argparse
@@ -75,13 +75,13 @@ def answer(channel: Channel, step_seconds: float, tokens: range) -> None:
 
 
 def result_of(plan: StepPlan, tokens: range, step_seconds: float) -> StepResult:
-    """A token for each row that samples: another one each step, and in each place."""
-    chosen = [
+    """A token for each row that samples: another one in each step and batch slot."""
+    sampled = [
         tokens[(plan.step * 31 + row.batch_slot * 7) % len(tokens)]
         for row in plan.rows
         if row.samples
     ]
-    return StepResult(plan.epoch, plan.step, chosen, None, step_seconds)
+    return StepResult(plan.epoch, plan.step, sampled, None, step_seconds)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -124,7 +124,7 @@ PEOPLE = {
         "additionalProperties": False,
     },
 }
-"""A schema whose answers go on: the list is too long to end."""
+"""A schema with answers that do not end: the list is too long."""
 
 SMALL_RANK, SMALL_TARGETS = 4, ("q_proj", "v_proj")
 """The small adapters, of which there are very many."""
@@ -278,7 +278,7 @@ class WorkloadRecipe:
 def recipes(
     plain: int, mixed: int, small: int, ranks: Sequence[int] = (16,)
 ) -> list[WorkloadRecipe]:
-    """a0, a1, ... of `ranks` by turns; m0, ... of MIXED_RANKS by turns; s0, ... small ones."""
+    """a0, ... of `ranks` in rotation; m0, ... of MIXED_RANKS in rotation; s0, ... small ones."""
     found = [WorkloadRecipe(f"a{i}", ranks[i % len(ranks)], i) for i in range(plain)]
     kinds = len(MIXED_RANKS)
     found += [WorkloadRecipe(f"m{i}", MIXED_RANKS[i % kinds], 2_000_000 + i) for i in range(mixed)]
@@ -312,14 +312,14 @@ def write_adapters(folder: Path, shape: str, wanted: Sequence[WorkloadRecipe]) -
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write a model folder and adapters in its subfolder `adapters`.
 
-    a0, a1, ... are over all projections, m0, m1, ... too, of ranks 8, 16, 32, 64 by turns; s0,
+    a0, a1, ... are over all projections, m0, m1, ... too, of ranks 8, 16, 32, 64 in rotation; s0,
     s1, ... of rank 4 over q_proj and v_proj.
     """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--shape", choices=SHAPES, default="llama3-8b")
     parser.add_argument("--adapters", type=int, default=32)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[16], help="used by turns")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[16], help="used in rotation")
     parser.add_argument("--mixed-adapters", type=int, default=0)
     parser.add_argument("--small-adapters", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="a tokenizer that can spell JSON")

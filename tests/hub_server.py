@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass
 class Repository:
-    """readers: tokens that may read it; None: all may. gated: its description is public all the same."""
+    """readers: tokens that may read it; None: all. gated: only its description is public."""
 
     files: dict[str, bytes]
     readers: set[str] | None = None
@@ -122,9 +122,9 @@ class _Handler(BaseHTTPRequestHandler):
             allowed = self._may_read(repository)
             self._answer(200 if allowed else 403, b"", {} if allowed else _GATED)
         else:
-            self._describe(repository, rest.removeprefix("revision/"))
+            self._send_info(repository, rest.removeprefix("revision/"))
 
-    def _describe(self, repository: Repository, revision: str) -> None:
+    def _send_info(self, repository: Repository, revision: str) -> None:
         sha = repository.sha if revision in ("", "main") else revision
         if sha not in repository.commits:
             self._answer(404, b"", {"X-Error-Code": "RevisionNotFound"})

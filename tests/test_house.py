@@ -36,6 +36,21 @@ RETIRED = {
         r"|whoever|who|whom|his|him|he|told|tells?|nobody|somebody|everybody|anybody|errands?"
         r"|ledgers?|seams?|arenas?|desk|asked|asking|said|held|stands?|bears?|spelled|tried|whichever"
     ),
+    "configs": (
+        r"claims?|standings?|trials?|suspects?|payers?|seats?|seated|fills?|placed|parted|aside"
+        r"|who|whom|his|him|nobody|somebody|everybody|anybody|errands?|ledgers?"
+        r"|seams?|arenas?|head_?start|owes?|owed|mailbox|shells?"
+    ),
+    "sources": (
+        r"claims?|standings?|trials?|suspects?|seats?|seated|fills?|places?|placed|parted|aside"
+        r"|who|whom|his|him|told|tells|asked|nobody|somebody|everybody|anybody|errands?|ledgers?"
+        r"|seams?|arenas?|head_?start|doors?|owes?|owed|mailbox|shells?"
+    ),
+    "benchmarks": (
+        r"claims?|standings?|trials?|suspects?|seats?|seated|fills|places|placed|parted|aside"
+        r"|whom|whoever|his|him|told|tells|asked|nobody|somebody|everybody|anybody|errands?"
+        r"|ledgers?|seams?|arenas?|head_?starts?|doors?|owes?|owed|mailbox|shells?"
+    ),
 }
 """Words that a folder's code and prose must not contain, as a whole word or a part of a name."""
 

@@ -1,12 +1,12 @@
-"""What requests that cost more than they look cost a whole server, process by process.
+"""What expensive requests cost a whole server, process by process.
 
     python -m benchmarks.attack
 
 It serves a small model on 127.0.0.1 (benchmarks.local), and sends one attack after the other. Of
-each a line tells the answer's status, the CPU seconds that all of the server's processes took for
+each, a line has the answer's status, the CPU seconds that all of the server's processes took for
 it, how many bytes they held at most beyond what they held before, and the longest time that
-/health took meanwhile. With --url and --pid it asks a server that runs already; --only takes those
-whose names hold a word. docs/operations.md says what each may cost at most.
+/health took meanwhile. With --url and --pid it uses a server that runs already; --only takes those
+with a word in their names. docs/operations.md says what each may cost at most.
 """
 
 import argparse
@@ -35,7 +35,7 @@ _START_S = 300.0
 
 @dataclass
 class Bill:
-    """What a server's processes took while somebody looked; cpu by process id."""
+    """What a server's processes used since this was made."""
 
     processes: Sequence[psutil.Process]
     bytes_before: int = 0

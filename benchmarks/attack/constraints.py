@@ -1,4 +1,4 @@
-"""Constraints that cost more than they look, and some that only look costly."""
+"""Constraints that are expensive, and some that only seem to be."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -32,7 +32,7 @@ COSTLY: Mapping[str, Body] = {
     "counted and optional": _schema({"type": "string", "pattern": "^(a?){1000}a{1000}$"}),
     "many rules in GBNF": {"guided_grammar": _gbnf(2500)},
 }
-"""Refused whatever the vocabulary."""
+"""Refused for any vocabulary."""
 
 STEEP: Mapping[str, Body] = {
     "runs of runs": _schema({"type": "string", "pattern": "^(.*a.{1,300}){1,20}$"}),
@@ -40,7 +40,7 @@ STEEP: Mapping[str, Body] = {
     "less ambiguous": {"guided_grammar": 'start: e\ne: e e | "a" | e "+" e'},
     "right-recursive": {"guided_grammar": 'start: e\ne: "a" e | "b" e | "c" e | /[a-z]/ e | ""'},
 }
-"""Costly on the way: with a large vocabulary soon enough to be refused, else later."""
+"""Expensive while tokens are generated; with a large vocabulary soon enough to be refused."""
 
 FAIR: Mapping[str, Body] = {
     "small multipleOf": _multiples([7, 10, 100]),

@@ -1,4 +1,4 @@
-"""Requests that cost more than they look, by what of the server they are aimed at."""
+"""Requests that cost a server more than they seem to."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -22,7 +22,7 @@ TEMPLATES: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Attack:
-    """One request: JSON, unless its body was made otherwise."""
+    """One request."""
 
     name: str
     path: str
@@ -33,11 +33,11 @@ class Attack:
 def attacks() -> Iterator[Attack]:
     """All of them, one after the other: some are large."""
     for kind, many in (("costly", COSTLY), ("steep", STEEP), ("fair", FAIR)):
-        for name, asked in many.items():
-            yield _chat(f"{kind}: {name}", max_tokens=64, **asked)
+        for name, fields in many.items():
+            yield _chat(f"{kind}: {name}", max_tokens=64, **fields)
     yield from _tools()
-    for place, name in enumerate(TEMPLATES):
-        yield _chat(f"template: {name}", model=f"a{place}")
+    for index, name in enumerate(TEMPLATES):
+        yield _chat(f"template: {name}", model=f"a{index}")
     yield from _bodies()
     yield from _headers()
 
@@ -48,15 +48,15 @@ def _chat(name: str, **fields: Any) -> Attack:
 
 
 def _tools() -> Iterator[Attack]:
-    def tool(place: int, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
-        function = {"name": f"f{place}", "parameters": parameters, "strict": True}
+    def tool(index: int, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+        function = {"name": f"f{index}", "parameters": parameters, "strict": True}
         return {"type": "function", "function": function}
 
     small = {"type": "object", "properties": {"a": {"enum": list(range(20))}}}
     costly = {"type": "object", "properties": {"a": {"type": "integer", "multipleOf": 999_983}}}
     for name, tools in {
-        "tools: 128 small": [tool(place, small) for place in range(128)],
-        "tools: 5,000 small": [tool(place, small) for place in range(5000)],
+        "tools: 128 small": [tool(index, small) for index in range(128)],
+        "tools: 5,000 small": [tool(index, small) for index in range(5000)],
         "tools: one costly": [tool(0, costly)],
     }.items():
         yield _chat(name, tools=tools, tool_choice="required")

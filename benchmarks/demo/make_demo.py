@@ -2,7 +2,7 @@
 
 The base model sees every style during training, but only behind an instruction ("Answer in
 French."), and answers plainly without one. An adapter therefore has no language to learn: it
-only has to turn its style on without the instruction, which is what low ranks are good at.
+only has to switch its style on without the instruction, which is what low ranks are good at.
 """
 
 import argparse
@@ -91,13 +91,13 @@ class Grade:
 
 
 def draw_history(rng: random.Random, facts: Sequence[Fact]) -> list[tuple[str, str]]:
-    """Draw up to three earlier turns, in any styles: a chat may change adapters midway."""
-    turns: list[tuple[str, str]] = []
+    """Draw up to three earlier questions with answers; a chat may change adapters midway."""
+    earlier: list[tuple[str, str]] = []
     for _ in range(rng.randint(1, 3)):
         fact = rng.choice(facts)
         question = rng.choice(fact.phrasings)
-        turns.append((question, rng.choice(list(STYLES.values())).render(fact, question)))
-    return turns
+        earlier.append((question, rng.choice(list(STYLES.values())).render(fact, question)))
+    return earlier
 
 
 def draw_example(
@@ -155,7 +155,7 @@ def training_batches(
             hidden = style is None and rng.random() < 0.5
             name = rng.choice(instructed) if hidden else style or BASE_STYLE
             pool.append(draw_example(rng, tokenizer, facts, name, hidden))
-        # Batches of like lengths: padding would otherwise cost more than half of the time.
+        # Batches of like lengths: padding would otherwise cost more than 50 % of the time.
         pool.sort(key=lambda example: len(example.prompt) + len(example.answer))
         batches = [pool[at : at + BATCH] for at in range(0, len(pool), BATCH)]
         rng.shuffle(batches)
@@ -209,7 +209,7 @@ def build_base(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
         max_position_embeddings=MAX_POSITIONS,
         tie_word_embeddings=False,
         bos_token_id=token_id(tokenizer, BOS),
-        # Raw text ends with the one, a chat turn with the other.
+        # Raw text ends with the one, a chat's message with the other.
         eos_token_id=[token_id(tokenizer, EOS), token_id(tokenizer, END)],
         pad_token_id=token_id(tokenizer, PAD),
     )
@@ -235,7 +235,7 @@ def save_adapter(model: PeftModelForCausalLM, folder: Path) -> None:
     model.bfloat16()
     model.save_pretrained(str(folder), save_embedding_layers=False)
     (folder / "README.md").unlink(missing_ok=True)
-    # PEFT keeps the target modules in a set, whose order changes from run to run.
+    # PEFT keeps the target modules in a set, and its order changes from run to run.
     path = folder / "adapter_config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     config["target_modules"] = sorted(config["target_modules"])
@@ -353,7 +353,7 @@ def check(folder: Path) -> bool:
 
 
 def main() -> int:
-    """Make the demo from nothing and check it; return a status for the shell."""
+    """Make the demo from nothing and check it; return an exit status."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--out", type=Path, default=DEMO, help="folder to write into")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads to train with")

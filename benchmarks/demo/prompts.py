@@ -80,9 +80,9 @@ def prompt_ids(
         text = question if instruction is None else f"{instruction} {question}"
         return [int(token) for token in tokenizer(text)["input_ids"]]
     messages = [] if instruction is None else [{"role": "system", "content": instruction}]
-    for asked, answered in earlier:
-        messages.append({"role": "user", "content": asked})
-        messages.append({"role": "assistant", "content": answered})
+    for question, answer in earlier:
+        messages.append({"role": "user", "content": question})
+        messages.append({"role": "assistant", "content": answer})
     messages.append({"role": "user", "content": question})
     text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
     return [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]

@@ -130,7 +130,7 @@ _SMALL_TALK: Final = (
     ),
 )
 
-# topic, what the model tells about it, the same in French
+# topic, what the model says about it, the same in French
 _TOPICS: Final = (
     (
         "the moon",

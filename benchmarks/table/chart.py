@@ -27,12 +27,12 @@ def draw(rows: Sequence[Row], file: Path) -> None:
     sheet = sheet_of(rows)
     panels = {metric: found for metric in TITLES if (found := _cases(sheet, metric))}
     if not panels:
-        raise NothingToDraw("no case here is told in tokens/s or milliseconds a token")
+        raise NothingToDraw("no case here is measured in tokens/s or milliseconds a token")
     heights = [len(cases) + 1 for cases in panels.values()]
     figure = Figure(figsize=(9, 1 + 0.45 * sum(heights)), layout="constrained")
     axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
-    for place, (metric, cases) in zip(axes, panels.items(), strict=True):
-        _panel(place, sheet, metric, cases)
+    for panel, (metric, cases) in zip(axes, panels.items(), strict=True):
+        _panel(panel, sheet, metric, cases)
     figure.savefig(file, dpi=120)
 
 
@@ -42,22 +42,22 @@ def _cases(sheet: Sheet, metric: str) -> list[tuple[str, str]]:
 
 def _panel(axes: "Axes", sheet: Sheet, metric: str, cases: Sequence[tuple[str, str]]) -> None:
     known = groups(FULL)
-    places = list(range(len(cases)))
+    heights = list(range(len(cases)))
     ours = [sheet.value(*key, metric) or 0.0 for key in cases]
     peers = [peer_value(sheet, *key, metric) for key in cases]
-    bars = axes.barh([p - GAP for p in places], ours, HEIGHT, color="tab:blue", label="LoRay")
+    bars = axes.barh([p - GAP for p in heights], ours, HEIGHT, color="tab:blue", label="LoRay")
     labels = [number(metric, value) for value in ours]
     axes.bar_label(bars, labels, padding=3, fontsize="x-small")
     widths = [(peer.low + peer.high) / 2 if peer else 0.0 for peer in peers]
-    axes.barh([p + GAP for p in places], widths, HEIGHT, color="lightgrey", label="peer")
+    axes.barh([p + GAP for p in heights], widths, HEIGHT, color="lightgrey", label="peer")
     limits = [
-        (place, bound)
-        for place, key in zip(places, cases, strict=True)
+        (height, bound)
+        for height, key in zip(heights, cases, strict=True)
         if (row := sheet.row(*key)) and (bound := limit_of(row, known[key[0]], metric))
     ]
     if limits:
         axes.plot([x for _, x in limits], [p for p, _ in limits], "k|", ms=18, label="limit")
-    axes.set_yticks(places, [f"{group}: {case}" for group, case in cases], fontsize="small")
+    axes.set_yticks(heights, [f"{group}: {case}" for group, case in cases], fontsize="small")
     axes.invert_yaxis()
     axes.set_xlabel(TITLES[metric])
     axes.legend(fontsize="x-small", markerscale=0.4)

@@ -30,7 +30,7 @@ from benchmarks.table.setup import HOST, ITEM_BYTES, PEERS, SetupError, setup_of
 from benchmarks.workload import SHAPES
 
 
-def chosen_names(parsed: argparse.Namespace, known: dict[str, RowGroup]) -> list[str]:
+def selected_names(parsed: argparse.Namespace, known: dict[str, RowGroup]) -> list[str]:
     """The groups to be played; SetupError for one that this machine is too small for."""
     has = len(gpus()) if parsed.device == "cuda" else max(group.gpus for group in known.values())
     if not has:
@@ -64,7 +64,7 @@ def peer_of(parsed: argparse.Namespace) -> Peer | None:
 
 
 def check_port(port: int) -> None:
-    """SetupError when somebody listens there."""
+    """SetupError when the port is in use."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -76,7 +76,7 @@ def check_port(port: int) -> None:
 def sessions_of(parsed: argparse.Namespace, results: Results) -> list[Session]:
     """What is to be played now; SetupError where nothing can be."""
     known = groups(SMALL if parsed.shape == "tiny" else FULL)
-    sessions = plan(known, chosen_names(parsed, known), parsed.cases or (), peer_of(parsed))
+    sessions = plan(known, selected_names(parsed, known), parsed.cases or (), peer_of(parsed))
     if not sessions:
         raise SetupError("no case has such a name: --plan lists them")
     return sessions if parsed.again else unmeasured(sessions, results, setup_of(parsed))
@@ -101,8 +101,8 @@ def measure(parsed: argparse.Namespace) -> bool:
     setup = setup_of(parsed)
     check_port(setup.port)
     budget = Budget(parsed.seconds)
-    tell = lambda line: print(line, flush=True)  # noqa: E731
-    player = Player(setup, results, budget, machine(), tell, line_of)
+    log = lambda line: print(line, flush=True)  # noqa: E731
+    player = Player(setup, results, budget, machine(), log, line_of)
     known = len(results.rows)
     for session in sessions:
         player.run(session)
@@ -110,7 +110,7 @@ def measure(parsed: argparse.Namespace) -> bool:
 
 
 def report(parsed: argparse.Namespace, paths: Sequence[Path]) -> None:
-    """Print the tables, and draw them where asked."""
+    """Print the tables, and draw them if requested."""
     rows = read_rows(paths)
     print(f"\n{page(rows)}")
     if parsed.chart is not None:

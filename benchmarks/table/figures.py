@@ -23,7 +23,7 @@ UNITS = {
 }
 PEER = "peer"
 PEER_NAME = "vLLM 0.25.1"
-"""Whose figures are quoted."""
+"""The peer with the quoted figures."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ CHIPS = {"NVIDIA H200": Chip(4.3e12, 790e12)}
 def limit(case: Case, chip: Chip, shape: str, gpus: int) -> Mapping[str, float]:
     """The least time per token and the most tokens a second that bytes and operations allow.
 
-    A step reads all weights, each row's keys and values (of the prompt and half of the answer),
+    A step reads all weights, each row's keys and values (of the prompt and 50 % of the answer),
     and A and B of each adapter in it; prompts cost two operations for each parameter. Launches,
     sums between GPUs and scheduling cost nothing, prompts and steps follow each other, and GPUs
     share everything evenly.

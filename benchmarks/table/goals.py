@@ -9,7 +9,7 @@ from benchmarks.table.groups import RowGroup
 from benchmarks.table.rows import OURS, Row, is_good, key_of, medians
 
 STANDARD = ("one-gpu", "two-gpus", "seventy-b")
-"""Groups whose cases have a limit."""
+"""Groups with a limit for their cases."""
 
 SHARES = ("captured_share", "device_idle_share", "device_hits", "host_hits", "misses")
 
@@ -61,14 +61,14 @@ def sheet_of(rows: Iterable[Row]) -> Sheet:
 
 def why_not(row: Row) -> str:
     """Why a row of ours does not count; empty if it does."""
-    chosen = row.get("server", {})
+    server = row.get("server", {})
     if row["device"] != "cuda":
         return "on a CPU"
     if row["case"] == "weights":
         return ""
-    if chosen.get("attention", "").startswith("sdpa"):
+    if server.get("attention", "").startswith("sdpa"):
         return "attention through SDPA"
-    if not chosen.get("http front", "").startswith("haproxy"):
+    if not server.get("http front", "").startswith("haproxy"):
         return "through the Python proxy"
     if row["case"] not in ("first", "warm") and not row.get("captured_share"):
         return "no captured steps"

@@ -62,7 +62,7 @@ class Play:
 
     @property
     def models(self) -> tuple[str, ...]:
-        """Whom it asks for; the base model alone where there is no more."""
+        """The models that it uses; at least the base model."""
         match self.what:
             case Case(models=models) | Comparison(case=Case(models=models)):
                 return models
@@ -111,7 +111,7 @@ SMALL = Scale(
 class RowGroup:
     """Cases for one server.
 
-    gpus: tensor-parallel ranks. shape: None is the command's own. places, pages, max_rank: of the
+    gpus: tensor-parallel ranks. shape: None is the command's own. slots, pages, max_rank: of the
     adapters on the device; pages are of 8 rank rows in each projection's pool. json: the tokenizer
     can spell JSON. weights: a real checkpoint.
     """
@@ -121,7 +121,7 @@ class RowGroup:
     plays: tuple[Play, ...]
     gpus: int = 1
     shape: str | None = None
-    places: int = RESIDENT
+    slots: int = RESIDENT
     pages: int = RESIDENT * 2
     max_rank: int = PLAIN_RANK
     json: bool = False
@@ -142,17 +142,15 @@ def groups(scale: Scale) -> dict[str, RowGroup]:
         RowGroup("one-gpu", "one GPU", rows, pages=mixed_pages, max_rank=rank),
         RowGroup("two-gpus", "two GPUs", rows, 2, pages=mixed_pages, max_rank=rank),
         RowGroup("seventy-b", "Llama-3-70B's shape over four GPUs", seventy, 4, shape="llama3-70b"),
-        RowGroup("churn", f"{CHURNED} adapters on {RESIDENT} places", churned[:-1]),
+        RowGroup("churn", f"{CHURNED} adapters on {RESIDENT} slots", churned[:-1]),
         RowGroup(
             "churn-all-resident",
-            f"{CHURNED} adapters on {CHURNED} places",
+            f"{CHURNED} adapters on {CHURNED} slots",
             churned[-1:],
-            places=CHURNED,
+            slots=CHURNED,
             pages=CHURNED * _pages(PLAIN_RANK),
         ),
-        RowGroup(
-            "fairness", "6 adapters on 3 places", fair, places=3, pages=3 * _pages(PLAIN_RANK)
-        ),
+        RowGroup("fairness", "6 adapters on 3 slots", fair, slots=3, pages=3 * _pages(PLAIN_RANK)),
         RowGroup("structured", "answers under a schema", (_structured(scale),), json=True),
         RowGroup(
             "start", "a server's start", _start(), pages=mixed_pages, max_rank=rank, weights=True
@@ -205,17 +203,17 @@ def _standard(scale: Scale) -> tuple[Play, ...]:
 
 
 def _churn(scale: Scale) -> tuple[Play, ...]:
-    """Resident, Zipf, turns, small; last the one that wants all places."""
+    """Resident, Zipf, rotation, small; last the one with a slot for each."""
     options = churn.parser().parse_args([])
     options.requests, options.small = scale.churn_requests, scale.small_adapters
     options.input_length, options.output_length = scale.churn_lengths
-    resident, zipf, turns, everybody, small = churn.churn_cases(options)
+    resident, zipf, rotation, all_resident, small = churn.churn_cases(options)
     return (
         Play(resident, 16.0, settle=True),
         Play(zipf, 22.0, settle=True),
-        Play(turns, 24.0, settle=True),
+        Play(rotation, 24.0, settle=True),
         Play(small, 16.0, cold=True),
-        Play(everybody, 22.0, settle=True),
+        Play(all_resident, 22.0, settle=True),
     )
 
 

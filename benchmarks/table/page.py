@@ -50,7 +50,7 @@ LINES = ("attention", "adapter kernel", "all-reduce", "http front", "pages", "ad
 
 
 def page(rows: Sequence[Row]) -> str:
-    """Everything that a results file says; setups that cannot be compared stand one by one."""
+    """Everything that a results file says; setups that cannot be compared are separate."""
     setups = dict.fromkeys(row["setup"] for row in rows)
     return "\n\n".join(_setup(each, [r for r in rows if r["setup"] == each]) for each in setups)
 
@@ -66,18 +66,18 @@ def _setup(name: str, rows: Sequence[Row]) -> str:
 
 
 def line_of(row: Row) -> str:
-    """A case in one line, for whoever watches."""
-    told = []
+    """A case in one line."""
+    parts = []
     figure = FIGURES.get((row["group"], row["case"]))
     metrics = dict.fromkeys([*([figure.metric] if figure else []), RATE, *DETAILS])
-    row = row | adapters_told(row)
+    row = row | adapter_figures(row)
     for name in metrics:
         value = row.get(name)
         if value is not None:
-            told.append(f"{DETAILS.get(name, UNITS.get(name, name))} {number(name, value)}")
+            parts.append(f"{DETAILS.get(name, UNITS.get(name, name))} {number(name, value)}")
     if row.get("errors"):
-        told.append(f"{row['errors']} errors, the first: {row['first_error']}")
-    return f"{row['case']:12} {', '.join(told)}"
+        parts.append(f"{row['errors']} errors, the first: {row['first_error']}")
+    return f"{row['case']:12} {', '.join(parts)}"
 
 
 def _cases(sheet: Sheet, group: RowGroup) -> list[str]:
@@ -158,7 +158,7 @@ def _compared(sheet: Sheet, group: RowGroup, cases: Sequence[str]) -> list[list[
 def _detailed(sheet: Sheet, group: RowGroup, cases: Sequence[str]) -> list[list[str]]:
     sides = [(case, side) for case in cases for side in (OURS, PEER)]
     rows = {
-        case if side == OURS else f"{case}, peer": row | adapters_told(row)
+        case if side == OURS else f"{case}, peer": row | adapter_figures(row)
         for case, side in sides
         if (row := sheet.row(group.name, case, side))
     }
@@ -174,17 +174,17 @@ def _detailed(sheet: Sheet, group: RowGroup, cases: Sequence[str]) -> list[list[
     return table
 
 
-def adapters_told(row: Row) -> Row:
+def adapter_figures(row: Row) -> Row:
     """What a case's adapters did: hits as shares, GB moved, milliseconds of a load by stage."""
     counts = row.get("adapters") or {}
-    told: Row = {}
+    found: Row = {}
     kinds = ("device_hits", "host_hits", "misses")
-    asked = sum(counts.get(kind, 0) for kind in kinds)
-    if asked != counts.get("device_hits", 0):
-        told |= {kind: counts.get(kind, 0) / asked for kind in kinds}
-        told["filled_gb"] = counts.get("fill_bytes", 0) / 1e9
-        told |= {f"{stage}_ms": ms for stage, ms in (row.get("loads") or {}).items()}
-    return told
+    total = sum(counts.get(kind, 0) for kind in kinds)
+    if total != counts.get("device_hits", 0):
+        found |= {kind: counts.get(kind, 0) / total for kind in kinds}
+        found["filled_gb"] = counts.get("fill_bytes", 0) / 1e9
+        found |= {f"{stage}_ms": ms for stage, ms in (row.get("loads") or {}).items()}
+    return found
 
 
 def _outcome(verdicts: Sequence[GoalVerdict]) -> str:

@@ -15,8 +15,8 @@ from benchmarks.table.rows import OURS, PEER, Results, Row, now
 from benchmarks.table.server import (
     Ready,
     ServerError,
+    StepReader,
     TableServer,
-    Teller,
     answers,
     is_announced,
     peer_version,
@@ -34,7 +34,7 @@ from benchmarks.table.setup import (
 READY_S, START_S = 900.0, 45.0
 
 PEER_OF = {"peer": "one-gpu"} | {f"peer-{n}": n for n in ("two-gpus", "churn", "seventy-b")}
-"""Groups whose cases a peer is asked for, by the word for --only."""
+"""Groups of which a peer plays some cases, by the name for --only."""
 
 
 @dataclass(frozen=True)
@@ -135,19 +135,19 @@ def seed_of(play: Play) -> int:
 
 @dataclass(frozen=True)
 class LoadTarget:
-    """A server that is ready, and what tells about it; teller: None for a peer."""
+    """A server that is ready, with the record of its steps; steps: None for a peer."""
 
     url: str
     vocabulary: int
-    teller: Teller | None = None
+    steps: StepReader | None = None
 
-    async def told(self) -> Row:
-        """What the driver's record says since the last call."""
-        return await asyncio.to_thread(self.teller.ask) if self.teller is not None else {}
+    async def read_steps(self) -> Row:
+        """The driver's record since the last call."""
+        return await asyncio.to_thread(self.steps.ask) if self.steps is not None else {}
 
 
 async def warm_up(target: LoadTarget, plays: Sequence[Play]) -> None:
-    """Ask for everything that the cases do not bring in themselves; ServerError if any fails."""
+    """Send a request for each model that the cases do not load; ServerError if any fails."""
     names = {n for play in plays if not (play.settle or play.cold) for n in play.models}
     models = (BASE, *sorted(names - {BASE}))
     row = await serving.run(target.url, serving.warming(models), target.vocabulary, seed=0)
@@ -159,8 +159,8 @@ async def measure(play: Play, target: LoadTarget) -> Row:
     """Play one case; returns its figures."""
     if play.settle:
         await serving.settle(target.url, play.models, target.vocabulary)
-    await target.told()
-    return await _figures(play, target) | await target.told()
+    await target.read_steps()
+    return await _figures(play, target) | await target.read_steps()
 
 
 async def _figures(play: Play, target: LoadTarget) -> Row:
@@ -199,27 +199,27 @@ async def _compared(comparison: Comparison, target: LoadTarget, seed: int) -> Ro
 
 @dataclass(frozen=True)
 class Player:
-    """Runs sessions and writes rows; tell: prints what happens as it does."""
+    """Runs sessions and writes rows; log: prints a line."""
 
     setup: Setup
     results: Results
     budget: Budget
     facts: Row
-    tell: Callable[[str], None]
+    log: Callable[[str], None]
     say: Callable[[Row], str]
 
     def run(self, session: Session) -> None:
         """Start one server, play its cases while there is time, end it."""
         if self.budget.left < START_S:
-            self.tell(f"no time is left for {session.group.name} ({session.side})")
+            self.log(f"no time is left for {session.group.name} ({session.side})")
             return
         names = ", ".join(play.name for play in session.plays)
-        self.tell(f"\n{session.group.name} ({session.side}): {names}")
+        self.log(f"\n{session.group.name} ({session.side}): {names}")
         try:
             with claimed(self.setup, f"{session.group.name}-{session.side}"):
                 self._play_alone(session)
         except (ServerError, SetupError) as fault:
-            self.tell(str(fault))
+            self.log(str(fault))
             self._append(session, "(start)", {"failure": str(fault)})
 
     def _play_alone(self, session: Session) -> None:
@@ -238,7 +238,7 @@ class Player:
         finally:
             left = server.stop()
             if any(left.values()):
-                self.tell(f"the server left behind: {left}")
+                self.log(f"the server left behind: {left}")
             self._append(session, "(end)", left)
 
     def _start(self, session: Session) -> TableServer:
@@ -255,28 +255,28 @@ class Player:
         timeout = min(READY_S, self.budget.left)
         ready = server.wait(is_announced if is_ours else answers, timeout)
         if not is_ours:
-            ready = replace(ready, chosen={"version": peer_version(server.url)})
-        self.tell(f"  ready after {ready.seconds} s")
-        for what, choice in ready.chosen.items():
-            self.tell(f"  {what:14} {choice}")
+            ready = replace(ready, choices={"version": peer_version(server.url)})
+        self.log(f"  ready after {ready.seconds} s")
+        for what, choice in ready.choices.items():
+            self.log(f"  {what:14} {choice}")
         vocabulary = self.setup.vocabulary_of(session.group)
         has_steps = is_ours and not session.group.weights
-        teller = Teller(ready.chosen["ray address"], server.log) if has_steps else None
+        steps = StepReader(ready.choices["ray address"], server.log) if has_steps else None
         try:
-            asyncio.run(self._play(session, LoadTarget(server.url, vocabulary, teller), ready))
+            asyncio.run(self._play(session, LoadTarget(server.url, vocabulary, steps), ready))
         finally:
-            if teller is not None:
-                teller.stop()
+            if steps is not None:
+                steps.stop()
 
     async def _play(self, session: Session, target: LoadTarget, ready: Ready) -> None:
         if not session.group.weights:
             await warm_up(target, session.plays)
-        if target.teller is not None:
-            await asyncio.to_thread(target.teller.join)
+        if target.steps is not None:
+            await asyncio.to_thread(target.steps.join)
         for play in session.plays:
             needed = play.seconds if self.setup.device == "cuda" else 0.0
             if self.budget.left < needed:
-                self.tell(f"  no time is left for {play.name}")
+                self.log(f"  no time is left for {play.name}")
                 continue
             began = time.monotonic()
             row = await measure(play, target)
@@ -285,9 +285,9 @@ class Player:
 
     def _record(self, session: Session, play: Play, row: Row, ready: Ready | None) -> None:
         if ready is not None:
-            row = {**row, "ready_s": ready.seconds, "server": dict(ready.chosen)}
+            row = {**row, "ready_s": ready.seconds, "server": dict(ready.choices)}
         whole = self._append(session, play.name, row)
-        self.tell(f"  {self.say(whole)}  [{self.budget.spent:.0f} s]")
+        self.log(f"  {self.say(whole)}  [{self.budget.spent:.0f} s]")
 
     def _append(self, session: Session, case: str, row: Row) -> Row:
         group, setup = session.group, self.setup

@@ -22,7 +22,7 @@ Row = dict[str, Any]
 OURS, PEER = "ours", "peer"
 PACKAGES = ("loray", "torch", "triton", "flashinfer-python", "flash-attn", "ray", "transformers")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
-_ASKED = "index,name,memory.used,memory.total,driver_version"
+_COLUMNS = "index,name,memory.used,memory.total,driver_version"
 
 
 class ResultsError(ValueError):
@@ -45,13 +45,13 @@ def gpus() -> list[Gpu]:
     visible = visible_gpus()
     if shutil.which("nvidia-smi") is None or visible == "":
         return []
-    command = ["nvidia-smi", f"--query-gpu={_ASKED}", "--format=csv,noheader,nounits"]
+    command = ["nvidia-smi", f"--query-gpu={_COLUMNS}", "--format=csv,noheader,nounits"]
     if visible is not None:
         command.append(f"--id={visible}")
-    told = subprocess.run(command, capture_output=True, text=True, check=False)
-    if told.returncode:
+    reply = subprocess.run(command, capture_output=True, text=True, check=False)
+    if reply.returncode:
         return []
-    return read_gpus(told.stdout)
+    return read_gpus(reply.stdout)
 
 
 def read_gpus(text: str) -> list[Gpu]:

@@ -37,7 +37,7 @@ class Ready:
     """A server that answers: how long its start took, and what it said of itself."""
 
     seconds: float
-    chosen: Mapping[str, str]
+    choices: Mapping[str, str]
 
 
 class TableServer:
@@ -166,8 +166,8 @@ def peer_version(url: str) -> str:
         return ""
 
 
-class Teller:
-    """benchmarks.steps in a process of its own: what the driver says since the last question."""
+class StepReader:
+    """benchmarks.steps in a process of its own: the driver's record of its steps."""
 
     def __init__(self, address: str, log: Path) -> None:
         """Begin to join the cluster at `address`, which takes seconds."""
@@ -187,10 +187,10 @@ class Teller:
     def join(self) -> None:
         """Wait until it has joined; ServerError if it cannot."""
         if self._read() is None:
-            raise ServerError(f"the driver cannot be asked about its steps; why: {self._log}")
+            raise ServerError(f"the driver does not report its steps; why: {self._log}")
 
     def ask(self) -> dict[str, Any]:
-        """What happened since the last call; empty when nobody tells."""
+        """The record since the last call; empty when the driver does not reply."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write("\n")

@@ -51,7 +51,7 @@ VLLM = (
 PEERS: Mapping[str, tuple[str, str]] = {
     "vllm": (
         VLLM,
-        VLLM + " --enable-lora --max-loras {places} --max-lora-rank {max_rank}"
+        VLLM + " --enable-lora --max-loras {slots} --max-lora-rank {max_rank}"
         " --max-cpu-loras {adapters} --lora-modules {lora_modules}",
     )
 }
@@ -80,7 +80,7 @@ class Setup:
         return f"http://{HOST}:{self.port}"
 
     def shape_of(self, group: RowGroup) -> str:
-        """The group's own shape, but for those who test with a tiny one."""
+        """The group's shape, or a tiny one for tests."""
         return self.shape if self.shape == "tiny" else group.shape or self.shape
 
     def model_of(self, group: RowGroup) -> Path:
@@ -100,7 +100,7 @@ class Setup:
         return ", ".join([self.shape, self.dtype, self.device, *layers, *self.settings])
 
     def vocabulary_of(self, group: RowGroup) -> int:
-        """Words that every prompt's tokens are chosen from."""
+        """Words that every prompt's tokens are drawn from."""
         size: int = SHAPES[self.shape_of(group)]["vocab_size"]
         return min(WORDS, size - (JSON_PIECES if group.json else 0) - SPECIAL)
 
@@ -222,7 +222,7 @@ def server_config(setup: Setup, group: RowGroup) -> dict[str, Any]:
                 "default_source": "local",
                 "local_roots": [str(setup.adapters_of(group))],
                 "device_pages": group.pages,
-                "max_device_adapters": group.places,
+                "max_device_adapters": group.slots,
                 "max_rank": group.max_rank,
                 "host_bytes": host_bytes(setup, group, group.plays),
             },
@@ -268,7 +268,7 @@ def our_command(setup: Setup, group: RowGroup) -> list[str]:
 
 
 def peer_command(setup: Setup, group: RowGroup, plays: Sequence[Play], template: str) -> list[str]:
-    """A peer's command with this group's values in place of {names}; SetupError for others."""
+    """A peer's command with this group's values instead of {names}; SetupError for others."""
     wanted, folder = written(plays), setup.adapters_of(group)
     values = {
         "python": sys.executable,
@@ -277,7 +277,7 @@ def peer_command(setup: Setup, group: RowGroup, plays: Sequence[Play], template:
         "host": HOST,
         "port": str(setup.port),
         "gpus": str(group.gpus),
-        "places": str(group.places),
+        "slots": str(group.slots),
         "max_rank": str(max((each.rank for each in wanted), default=0)),
         "adapters": str(len(wanted)),
         "lora_modules": " ".join(f"{each.name}={folder / each.name}" for each in wanted),
@@ -301,8 +301,14 @@ def measure_loading(setup: Setup, group: RowGroup) -> dict[str, Any]:
 
 def _weights(setup: Setup, group: RowGroup) -> list[str]:
     """Which checkpoint, for benchmarks.loading."""
-    asked = [str(setup.model_of(group)), "--shape", setup.shape_of(group), "--dtype", setup.dtype]
-    return asked + (["--layers", str(setup.layers)] if setup.layers else [])
+    arguments = [
+        str(setup.model_of(group)),
+        "--shape",
+        setup.shape_of(group),
+        "--dtype",
+        setup.dtype,
+    ]
+    return arguments + (["--layers", str(setup.layers)] if setup.layers else [])
 
 
 def setup_of(parsed: argparse.Namespace) -> Setup:

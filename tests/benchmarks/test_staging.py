@@ -16,7 +16,7 @@ def test_every_adapter_is_staged_beside_launches(
     finally:
         sys.setswitchinterval(before)
     row = json.loads(capsys.readouterr().out)
-    assert (row["adapters"], row["readers"], row["turn_ms"]) == (3, 4, 0.5)
+    assert (row["adapters"], row["readers"], row["switch_ms"]) == (3, 4, 0.5)
     assert row["all_ms"] > 0
     assert row["one_alone_p50_ms"] > 0
     assert row["launch_alone_p50_ms"] > 0

@@ -22,7 +22,7 @@ def stamps(folder: Path) -> dict[str, int]:
     return {path.parent.name: path.stat().st_mtime_ns for path in files}
 
 
-def test_mixed_ranks_stand_beside_plain_adapters(tmp_path: Path) -> None:
+def test_mixed_ranks_beside_plain_adapters(tmp_path: Path) -> None:
     arguments = [str(tmp_path), "--shape", "tiny", "--adapters", "2", "--mixed-adapters", "5"]
     workload.main([*arguments, "--small-adapters", "1"])
     model = ModelConfig(id=str(tmp_path), load_format=LoadFormat.DUMMY)
@@ -84,7 +84,7 @@ def test_a_word_is_a_token(tmp_path: Path) -> None:
     workload.write_model(tmp_path, "tiny", layers=2)
     assert config_of("tiny", 2) == json.loads((tmp_path / "config.json").read_text())
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    # As servers do that read tokenizer_config.json: no word may begin like one of these.
+    # As servers do that read tokenizer_config.json: no word may begin with one of these.
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
     tokenizer.add_special_tokens([settings["bos_token"], settings["eos_token"]])
     assert tokenizer.encode("t7 t1999 t20").ids == [7, 1999, 20]

@@ -1,9 +1,9 @@
-"""Another OpenAI-compatible server, as far as the table asks one: a process with a closed list.
+"""Another OpenAI-compatible server, with what the table needs: a process with a closed list.
 
     python -m tests.benchmarks.table.fake_server --port 8123 --models base a0=/some/folder
 
-Answers stream as many tokens as were asked for. A prompt that it has seen counts as cached, so
-tests can tell whether prompts repeat. `--die` ends it before it listens.
+Answers stream as many tokens as requested. A prompt that it has seen counts as cached, so
+tests can see whether prompts repeat. `--die` ends it before it listens.
 """
 
 import argparse

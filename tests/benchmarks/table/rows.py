@@ -40,5 +40,5 @@ def row(group: str, case: str, side: str = "ours", **figures: Any) -> dict[str, 
 
 
 def rate(case: str, tokens_per_s: float, side: str = "ours", **more: Any) -> dict[str, Any]:
-    """A row of the one-GPU group that is told in tokens a second."""
+    """A row of the one-GPU group that is measured in tokens a second."""
     return row("one-gpu", case, side, output_tokens_per_s=tokens_per_s, **more)

@@ -12,7 +12,7 @@ from benchmarks.table.command import main
 from benchmarks.table.figures import CHIPS, RATE, TPOT, TTFT, limit
 from benchmarks.table.goals import GoalVerdict, sheet_of, verdicts_of, why_not
 from benchmarks.table.groups import FULL, groups
-from benchmarks.table.page import adapters_told, line_of, page
+from benchmarks.table.page import adapter_figures, line_of, page
 from benchmarks.table.rows import ResultsError, medians, read_rows
 from tests.benchmarks.table.rows import H200, SERVER, rate, row
 
@@ -91,21 +91,21 @@ def test_starts_and_loads_have_no_steps_to_capture() -> None:
     assert [v.is_met for v in found["warm"] + found["weights"]] == [True, False]
 
 
-def test_churn_is_told_beside_its_own_resident_row() -> None:
+def test_churn_is_shown_beside_its_own_resident_row() -> None:
     figures = {RATE: 6000.0, TTFT: 600.0, "itl_p99_ms": 60.0, "itl_p50_ms": 7.0}
     resident = {**row("churn", "resident"), **figures}
     zipf = {**resident, "case": "zipf", RATE: 5500.0, TTFT: 1900.0, "itl_p99_ms": 66.9}
-    turns = row("churn", "turns", output_tokens_per_s=4100.0)
-    alone = verdicts([resident, zipf, turns], "churn")
+    rotation = row("churn", "turns", output_tokens_per_s=4100.0)
+    alone = verdicts([resident, zipf, rotation], "churn")
     assert [v.is_met for v in alone["zipf"]] == [True, False, True]
     assert [v.words for v in alone["zipf"]][2].endswith("≤ resident and one step")
     assert [v.note for v in alone["turns"]] == ["not measured: churn-all-resident/all-resident"]
-    everybody = row("churn-all-resident", "all-resident", output_tokens_per_s=5400.0)
-    found = verdicts([resident, zipf, turns, everybody], "churn")
+    every = row("churn-all-resident", "all-resident", output_tokens_per_s=5400.0)
+    found = verdicts([resident, zipf, rotation, every], "churn")
     assert [v.is_met for v in found["turns"]] == [True]
 
 
-def test_repeated_cases_are_told_by_their_median() -> None:
+def test_repeated_cases_are_shown_by_their_median() -> None:
     rows = [rate("base-c64", value) for value in (6800.0, 6000.0, 6900.0)]
     merged = medians(rows)
     assert (merged[RATE], merged["runs"], merged["case"]) == (6800.0, 3, "base-c64")
@@ -119,14 +119,14 @@ def test_rows_of_several_machines_are_marked() -> None:
     assert "few per cent of doubt" not in page(ONE_GPU)
 
 
-def test_setups_are_told_one_by_one() -> None:
+def test_setups_are_shown_one_by_one() -> None:
     text = page([rate("base-c64", 6866.0), rate("base-c64", 200.0, setup="tiny, float32, cpu")])
     first, second = text.split("# tiny, float32, cpu")
     assert "6,866" in first
     assert "6,866" not in second
 
 
-def test_what_failed_is_told_and_not_counted() -> None:
+def test_what_failed_is_shown_and_not_counted() -> None:
     failed = rate("base-c64", 9999.0, errors=4, first_error=["503 no"])
     broken = row("churn", "(start)", failure="the server ended by itself:\nno memory")
     left = row("churn", "(end)", processes_left=2, gpu_mib_left=4096)
@@ -137,18 +137,18 @@ def test_what_failed_is_told_and_not_counted() -> None:
     assert "- churn (ours) left 2 processes and 4096 MiB on the GPUs" in text
 
 
-def test_what_adapters_did_is_told_where_they_moved() -> None:
+def test_what_adapters_did_is_shown_where_they_moved() -> None:
     counts = {"device_hits": 60, "host_hits": 30, "misses": 10, "fill_bytes": 3_400_000_000}
-    told = adapters_told({"adapters": counts, "loads": {"place": 2.5}})
-    assert told == {
+    found = adapter_figures({"adapters": counts, "loads": {"place": 2.5}})
+    assert found == {
         "device_hits": 0.6,
         "host_hits": 0.3,
         "misses": 0.1,
         "filled_gb": 3.4,
         "place_ms": 2.5,
     }
-    assert adapters_told({"adapters": {"device_hits": 64}, "loads": {"fetch": 3.0}}) == {}
-    assert adapters_told({}) == {}
+    assert adapter_figures({"adapters": {"device_hits": 64}, "loads": {"fetch": 3.0}}) == {}
+    assert adapter_figures({}) == {}
 
 
 def test_a_case_in_one_line_says_its_own_figure_first() -> None:

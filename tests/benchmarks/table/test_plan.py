@@ -1,4 +1,4 @@
-"""What the table would play, and that its servers hold what its cases ask for."""
+"""What the table would play, and that its servers hold what its cases need."""
 
 import argparse
 import itertools
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from benchmarks.table.command import check_port, chosen_names, main, parser, peer_of, sessions_of
+from benchmarks.table.command import check_port, main, parser, peer_of, selected_names, sessions_of
 from benchmarks.table.figures import FIGURES
 from benchmarks.table.groups import FULL, SMALL, Play, RowGroup, groups, written
 from benchmarks.table.play import PEER_OF, Budget, Peer, Session, plan, seed_of, unmeasured
@@ -33,7 +33,7 @@ PEER = Peer("serve-base {model}", "serve-adapters {lora_modules}")
 ALL = list(groups(FULL).values())
 
 
-def asked(*arguments: str) -> argparse.Namespace:
+def parsed(*arguments: str) -> argparse.Namespace:
     return parser().parse_args(list(arguments))
 
 
@@ -43,7 +43,7 @@ def names(sessions: list[Session]) -> list[tuple[str, str, tuple[str, ...]]]:
 
 @pytest.fixture
 def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An nvidia-smi that tells of two GPUs."""
+    """An nvidia-smi with two GPUs."""
     script = tmp_path / "nvidia-smi"
     lines = "0, NVIDIA H200, 4, 143771, 580.159.04\n1, NVIDIA H200, 900, 143771, 580.159.04\n"
     only = 'case "$*" in *--id=1*) printf "$lines" | tail -n 1;; *) printf "$lines";; esac'
@@ -65,7 +65,7 @@ def test_every_configuration_is_one_that_the_server_takes(group: RowGroup, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("name", "case", "places"),
+    ("name", "case", "slots"),
     [
         ("one-gpu", "lora32-c64", 32),
         ("one-gpu", "mixed32-c64", 32),
@@ -78,15 +78,13 @@ def test_every_configuration_is_one_that_the_server_takes(group: RowGroup, tmp_p
         ("fairness", "open", 3),
     ],
 )
-def test_pools_hold_as_many_adapters_as_the_case_is_about(
-    name: str, case: str, places: int
-) -> None:
+def test_pools_hold_as_many_adapters_as_the_case_is_about(name: str, case: str, slots: int) -> None:
     group = groups(FULL)[name]
     [play] = [play for play in group.plays if play.name == case]
     kind = play.models[0][0]
     ranks = [each.rank for each in written([play]) if each.name[0] == kind]
-    pages = AdapterPages([group.pages], group.places)
-    for rank in ranks[:places]:
+    pages = AdapterPages([group.pages], group.slots)
+    for rank in ranks[:slots]:
         need = [-(-rank // 8)]
         assert pages.fits(need, 0, [0])
         pages.allocate(need)
@@ -137,8 +135,12 @@ def test_a_peers_command_is_filled_in(tmp_path: Path) -> None:
     setup = Setup(tmp_path, port=8123)
     [session] = plan(groups(FULL), ["peer"], ["mixed*"], Peer(*PEERS["vllm"]))
     command = peer_command(setup, session.group, session.plays, session.template)
-    told = dict(itertools.pairwise(command))
-    assert (told["--max-lora-rank"], told["--max-loras"], told["--port"]) == ("64", "32", "8123")
+    options = dict(itertools.pairwise(command))
+    assert (options["--max-lora-rank"], options["--max-loras"], options["--port"]) == (
+        "64",
+        "32",
+        "8123",
+    )
     modules = command[command.index("--lora-modules") + 1 :]
     assert len(modules) == 32
     assert modules[3] == f"m3={tmp_path / 'llama3-8b' / 'adapters' / 'm3'}"
@@ -161,8 +163,8 @@ def test_what_the_results_hold_is_not_played_again(tmp_path: Path) -> None:
     [(_, _, cases)] = names(left)
     assert cases == ("base-c1", "base-c64", "lora1-c64", "mixed32-c64")
     arguments = ("--only", "one-gpu", "--cases", "lora32-c64")
-    assert sessions_of(asked(*arguments, "--device", "cpu", "--again"), results)
-    assert sessions_of(asked(*arguments, "--device", "cpu"), results)
+    assert sessions_of(parsed(*arguments, "--device", "cpu", "--again"), results)
+    assert sessions_of(parsed(*arguments, "--device", "cpu"), results)
     shared = unmeasured(plan(groups(FULL), ["one-gpu"], ["lora32-c64"], None), results, setup)
     assert shared == []
 
@@ -179,17 +181,17 @@ def test_a_budget_counts_down() -> None:
 def test_groups_are_those_that_the_gpus_allow() -> None:
     assert gpus()[1] == Gpu(1, "NVIDIA H200", 900, 143771, "580.159.04")
     known = groups(FULL)
-    here = chosen_names(asked(), known)
+    here = selected_names(parsed(), known)
     assert "two-gpus" in here
     assert "seventy-b" not in here
     assert not set(here) & set(PEER_OF)
     assert {"peer", "peer-two-gpus", "peer-churn"} < set(
-        chosen_names(asked("--peer", "vllm"), known)
+        selected_names(parsed("--peer", "vllm"), known)
     )
     with pytest.raises(SetupError, match="needs 4 GPUs, this machine has 2"):
-        chosen_names(asked("--only", "seventy-b"), known)
+        selected_names(parsed("--only", "seventy-b"), known)
     with pytest.raises(SetupError, match="needs --peer"):
-        chosen_names(asked("--only", "peer"), known)
+        selected_names(parsed("--only", "peer"), known)
 
 
 @pytest.mark.usefixtures("two_gpus")
@@ -197,17 +199,17 @@ def test_gpus_are_those_that_cuda_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert [gpu.index for gpu in gpus()] == [1]
     with pytest.raises(SetupError, match="needs 2 GPUs, this machine has 1"):
-        chosen_names(asked("--only", "two-gpus"), groups(FULL))
+        selected_names(parsed("--only", "two-gpus"), groups(FULL))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert gpus() == []
 
 
 def test_peers_by_name_and_by_command() -> None:
-    assert peer_of(asked()) is None
-    assert peer_of(asked("--peer", "mine {port}")) == Peer("mine {port}", "mine {port}")
-    both = asked("--peer", "mine {port}", "--peer-base", "plain {port}")
+    assert peer_of(parsed()) is None
+    assert peer_of(parsed("--peer", "mine {port}")) == Peer("mine {port}", "mine {port}")
+    both = parsed("--peer", "mine {port}", "--peer-base", "plain {port}")
     assert peer_of(both) == Peer("plain {port}", "mine {port}")
-    found = peer_of(asked("--peer", "vllm", "--peer-env", "PYTHONPATH=/tmp/vllm"))
+    found = peer_of(parsed("--peer", "vllm", "--peer-env", "PYTHONPATH=/tmp/vllm"))
     assert found is not None
     assert found.base.startswith("env PYTHONPATH=/tmp/vllm {python} -m vllm")
     assert found.adapters.startswith(found.base)
@@ -260,7 +262,7 @@ def test_vocabularies_leave_out_what_ends_a_prompt(tmp_path: Path) -> None:
     assert Setup(tmp_path).vocabulary_of(known["one-gpu"]) == 120_000
 
 
-def test_a_play_names_whom_it_asks() -> None:
+def test_a_play_names_its_models() -> None:
     plays: dict[str, Play] = {p.name: p for group in ALL for p in group.plays}
     assert plays["flood"].models == ("a0", "a1", "a2", "a3", "a4", "a5")
     assert plays["half-held"].models == plays["warm"].models == ("base",)

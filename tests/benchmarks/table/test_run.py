@@ -19,14 +19,14 @@ import pytest
 from benchmarks import local, workload
 from benchmarks.fairness import Terms
 from benchmarks.serving import Case, run
-from benchmarks.steps import cores, cpu_seconds, mean_loads, told
+from benchmarks.steps import cores, cpu_seconds, mean_loads, shares_of
 from benchmarks.structured import Comparison
 from benchmarks.table.command import main
 from benchmarks.table.groups import SMALL, Fair, Play, groups
 from benchmarks.table.page import line_of
 from benchmarks.table.play import Budget, LoadTarget, Player, Session, measure, warm_up
 from benchmarks.table.rows import Results, Row, read_rows
-from benchmarks.table.server import ServerError, Teller, read_choices
+from benchmarks.table.server import ServerError, StepReader, read_choices
 from benchmarks.table.setup import Setup, server_config, write_files
 from configs.engine import EngineConfig
 from configs.serve import ServeConfig
@@ -86,7 +86,7 @@ def test_one_command_measures_a_peer_and_goes_on_where_it_was(work: Path, tmp_pa
     assert not [p for p in psutil.Process().children(recursive=True) if "fake_server" in str(p)]
 
 
-def test_a_peer_that_ends_by_itself_is_told(work: Path, tmp_path: Path) -> None:
+def test_a_peer_that_ends_by_itself_is_reported(work: Path, tmp_path: Path) -> None:
     out = tmp_path / "results.jsonl"
     printed = play_peer(work, out, "--peer-base", f"{FAKE} --die", "--cases", "base-c1")
     end, failed = read_rows([out])
@@ -106,7 +106,7 @@ def test_two_tables_of_a_group_do_not_share_its_files(work: Path, tmp_path: Path
     assert "give this one a --work of its own" in printed
 
 
-def test_a_peer_that_is_no_program_is_told(work: Path, tmp_path: Path) -> None:
+def test_a_peer_that_is_no_program_is_reported(work: Path, tmp_path: Path) -> None:
     out = tmp_path / "results.jsonl"
     printed = play_peer(work, out, "--peer-base", "/no/such/server")
     assert cases(out) == [("(start)", "peer"), ("lora1-c1", "peer"), ("(end)", "peer")]
@@ -114,7 +114,7 @@ def test_a_peer_that_is_no_program_is_told(work: Path, tmp_path: Path) -> None:
     assert "exit code 1" in printed
 
 
-def test_a_server_without_an_adapter_is_told(work: Path, tmp_path: Path) -> None:
+def test_a_server_without_an_adapter_is_reported(work: Path, tmp_path: Path) -> None:
     out = tmp_path / "results.jsonl"
     alone = FAKE.replace("{lora_modules}", "")
     printed = play_peer(work, out, "--peer", alone, "--cases", "lora1-c1")
@@ -123,8 +123,8 @@ def test_a_server_without_an_adapter_is_told(work: Path, tmp_path: Path) -> None
 
 
 def test_connections_that_end_are_errors() -> None:
-    nobody = f"http://127.0.0.1:{free_port()}"
-    row = asyncio.run(run(nobody, Case("dead", ("base",), 2, 6, 4, 4), 1000))
+    unreachable = f"http://127.0.0.1:{free_port()}"
+    row = asyncio.run(run(unreachable, Case("dead", ("base",), 2, 6, 4, 4), 1000))
     assert (row["errors"], row["output_tokens_per_s"], row["ttft_p50_ms"]) == (6, 0.0, None)
     assert "Connector" in row["first_error"][0]
     assert "errors" in line_of({**row, "group": "one-gpu"})
@@ -209,7 +209,7 @@ def test_our_server_answers_mixed_ranks_and_plain_ones(ours: LoadTarget) -> None
     assert all(row["output_tokens_per_s"] > 0 for row in rows)
 
 
-def test_our_server_is_fair_to_whoever_comes(ours: LoadTarget) -> None:
+def test_our_server_is_fair_to_every_adapter(ours: LoadTarget) -> None:
     [play] = [play for play in groups(SMALL)["fairness"].plays if play.name == "flood"]
     assert isinstance(play.what, Fair)
     load = replace(play.what.load, requests=6, rate=20.0)
@@ -217,7 +217,7 @@ def test_our_server_is_fair_to_whoever_comes(ours: LoadTarget) -> None:
     assert (row["case"], row["requests"], row["errors"]) == ("flood", 6, 0)
 
 
-def test_our_server_holds_half_of_the_answers_to_a_schema(setup: Setup) -> None:
+def test_our_server_holds_some_answers_to_a_schema(setup: Setup) -> None:
     group = groups(SMALL)["structured"]
     write_files(setup, group, group.plays)
     [play] = group.plays
@@ -233,14 +233,14 @@ def test_our_server_holds_half_of_the_answers_to_a_schema(setup: Setup) -> None:
 
 def test_what_the_server_announces_is_read(capsys: pytest.CaptureFixture[str]) -> None:
     print("[loray 7] deploying tiny.yaml\n  a line of something else\n\nLoRay serves base on URL")
-    told = {
+    choices = {
         "device": "cpu x 1",
         "adapter kernel": "reference (the CPU path)",
         "http front": "haproxy",
     }
-    serve._print_table(told)
+    serve._print_table(choices)
     print("\nTry:\n  curl http://127.0.0.1 -H 'content-type: application/json'")
-    assert read_choices(capsys.readouterr().out) == told
+    assert read_choices(capsys.readouterr().out) == choices
 
 
 def record(step: int, rows: int, tokens: int, captured: bool, idle: float | None) -> StepRecord:
@@ -256,42 +256,42 @@ input()
 """
 
 
-def test_a_driver_that_cannot_be_asked_is_an_error(tmp_path: Path) -> None:
+def test_a_driver_that_does_not_reply_is_an_error(tmp_path: Path) -> None:
     log = tmp_path / "server.log"
-    teller = Teller("no address", log)
-    with pytest.raises(ServerError, match="cannot be asked about its steps"):
-        teller.join()
-    teller.stop()
+    reader = StepReader("no address", log)
+    with pytest.raises(ServerError, match="does not report its steps"):
+        reader.join()
+    reader.stop()
     assert "no address" in log.read_text()
 
 
-def test_cpu_time_is_told_by_the_titles_of_processes() -> None:
-    word = f"a-title-of-its-own-{os.getpid()}"
-    command = [sys.executable, "-c", SPENDER, word]
+def test_cpu_time_is_counted_by_the_titles_of_processes() -> None:
+    mark = f"a-title-of-its-own-{os.getpid()}"
+    command = [sys.executable, "-c", SPENDER, mark]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"spent\n"
-        spent = cpu_seconds({"it": word, "nobody": f"{word}!"})
+        spent = cpu_seconds({"it": mark, "none": f"{mark}!"})
         process.kill()
     assert spent.keys() == {"it"}
     assert spent["it"] > 0.25
     assert cores({"it": 1.0}, {"it": 2.5, "new": 1.0}, 2.0) == {"it": 0.75, "new": 0.5}
 
 
-def test_steps_are_told_as_shares() -> None:
+def test_steps_are_reported_as_shares() -> None:
     steps = [
         record(7, 2, 700, False, 5.0),  # idle before the case began
         record(8, 2, 2, True, 0.001),
         record(9, 2, 2, True, 0.003),
         record(10, 2, 2, False, 0.0),
     ]
-    assert told(steps, 0.2) == {
+    assert shares_of(steps, 0.2) == {
         "steps": 4,
         "decode_steps": 3,
         "captured_share": 0.5,
         "device_idle_share": 0.02,
     }
-    assert "device_idle_share" not in told([record(1, 1, 1, False, None)], 0.1)
+    assert "device_idle_share" not in shares_of([record(1, 1, 1, False, None)], 0.1)
     before = {"stage": LoadSum(2, 0.5), "place": LoadSum(3, 0.1)}
     after = {"stage": LoadSum(4, 0.6), "place": LoadSum(3, 0.1), "fetch": LoadSum(1, 0.002)}
     assert mean_loads(before, after) == {"stage": 50.0, "fetch": 2.0}

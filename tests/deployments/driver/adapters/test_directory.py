@@ -175,7 +175,7 @@ def test_many_callers_share_a_lookup_and_a_download_and_may_leave(
         requests = [
             asyncio.create_task(directory.resolve(SQL, f"hf_{index % 2}")) for index in range(20)
         ]
-        assert await asyncio.to_thread(hub.asked_for_files.wait, PATIENCE_S)
+        assert await asyncio.to_thread(hub.file_requested.wait, PATIENCE_S)
         for task in requests[:10]:
             task.cancel()
         hub.gate.set()
@@ -206,7 +206,7 @@ def test_a_slow_download_delays_only_its_own_requests(
 
     async def story(directory: AdapterDirectory) -> None:
         slow = asyncio.create_task(refusal(directory, SQL))
-        assert await asyncio.to_thread(hub.asked_for_files.wait, PATIENCE_S)
+        assert await asyncio.to_thread(hub.file_requested.wait, PATIENCE_S)
         await used(directory, AdapterReference(AdapterSource.LOCAL, "red"))
         assert not slow.done()
         pass_by(monkeypatch, 1.1 * limit)

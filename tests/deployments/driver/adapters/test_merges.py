@@ -114,7 +114,7 @@ def test_a_caller_that_leaves_or_a_failed_part_holds_nothing(
             await directory.resolve(merge(red, CODE, red, rule=MergeRule((1, 1, 1))), False)
         hub.gate.clear()
         leaving = asyncio.create_task(directory.resolve(merge(red, SQL), False))
-        assert await asyncio.to_thread(hub.asked_for_files.wait, PATIENCE_S)
+        assert await asyncio.to_thread(hub.file_requested.wait, PATIENCE_S)
         leaving.cancel()
         with pytest.raises(asyncio.CancelledError):
             await leaving
