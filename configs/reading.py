@@ -68,7 +68,7 @@ class RegularFile:
         self._close()
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
-        """Fill a writable buffer of bytes from `offset` on; FileChanged if the file is shorter."""
+        """Read into a writable buffer from byte `offset` on; FileChanged if the file is shorter."""
         done = 0
         while done < len(buffer):
             count = os.preadv(self.descriptor, [buffer[done:]], offset + done)
