@@ -55,7 +55,7 @@ def rank_main(rank: int, size: int, port: int, hidden: int, rows: Sequence[int])
     with torch.inference_mode():
         for count in rows:
             x = torch.zeros(count, hidden, dtype=DTYPE, device=device)
-            if buffers is not None and x.nbytes <= buffers.half_bytes:
+            if buffers is not None and x.nbytes <= buffers.buffer_bytes:
                 x = buffers.take(x.shape, x.dtype).zero_()
             times = [captured_us(sum_, x) for sum_ in methods.values()]
             room = selected.output_buffer(x.shape, x.dtype)

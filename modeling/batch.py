@@ -1,4 +1,4 @@
-"""What a runner is given for one step, and what it returns.
+"""What a runner takes for one step, and what it returns.
 
 A runner keeps each slot's tokens, block table, adapter slot and sampling parameters, so a running
 request needs only one `StepRow`.
@@ -23,11 +23,11 @@ class SampledTokens:
     """What one step sampled; the fields are those of `configs.wire.plan.StepResult`.
 
     tokens: one token id for each row with `samples`, in row order.
-    logprobs: None when no row asked, else one entry (or None) for each token.
+    logprobs: None when no row requests any, else one entry (or None) for each token.
     reports: what rows report about their prompts, None when no row does.
     idle_seconds: how long the device had nothing to do before the step; None if unknown.
     captured: the step was a replay of a CUDA graph.
-    faults: (row's index, reason) of rows whose matchers could not go on; None without any.
+    faults: (row's index, reason) of rows with a matcher that failed; None without any.
     """
 
     tokens: list[int]
@@ -42,7 +42,7 @@ class SampledTokens:
 class StepOutput:
     """A step that was launched; `wait()` blocks until its tokens are on the host.
 
-    A runner may be given the next batch before `wait()` is called on this one.
+    A runner may get the next batch before `wait()` is called on this one.
     """
 
     wait: Callable[[], SampledTokens] = field(repr=False)

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 LINE_BYTES = 128
-"""A line of a GPU's cache. Triton compiles a kernel twice, for aligned and unaligned pointers;
-where all are aligned, no request meets the second compilation."""
+"""A line of a GPU's cache. Triton compiles a kernel for aligned pointers and again for others: all
+are aligned, so that no request waits for the second compilation."""
 
-TURNS = 2
+NUM_BUFFERS = 2
 """How many steps may be in flight: each has a host buffer of its own."""
 
 
@@ -25,11 +25,11 @@ class DeviceEvent(Protocol):
     """A point in a device's work, as torch.cuda.Event marks one."""
 
     def query(self) -> bool:
-        """Whether the device is past it."""
+        """Whether the device is past this point."""
         ...
 
     def synchronize(self) -> None:
-        """Block until it is."""
+        """Block until the device is past this point."""
         ...
 
 
@@ -82,9 +82,9 @@ def _torch_type(array: npt.NDArray[Any]) -> torch.dtype:
 class TransferBuffer:
     """Static device bytes, rewritten each step from host memory that exists twice.
 
-    Two steps may be in flight, and the copy of either may not have run yet: so they use two host
-    buffers by turns. A step calls `begin`, writes, calls `send`, and calls `sent` once all that
-    reads the host buffer is queued. `begin` waits for the step before the last, which a runner
+    Two steps may be in flight, and the copy of either may not have run yet: so they alternate
+    between two host buffers. A step calls `begin`, writes, calls `send`, and calls `sent` once all
+    that reads the host buffer is queued. `begin` waits for the step before the last, which a runner
     that is one step ahead has waited for already. The device bytes exist once: the stream's order
     puts a step's copy behind the work of the step before.
     """
@@ -93,31 +93,32 @@ class TransferBuffer:
         self.device_bytes = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         self._pinned = device.type == "cuda"
         self._host = [
-            torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self._pinned) for _ in range(TURNS)
+            torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self._pinned)
+            for _ in range(NUM_BUFFERS)
         ]
-        self._events: list[torch.cuda.Event | None] = [None] * TURNS
-        self._turn = 0
+        self._events: list[torch.cuda.Event | None] = [None] * NUM_BUFFERS
+        self._current = 0
 
     def begin(self) -> tuple[int, npt.NDArray[np.uint8]]:
         """Return the next host buffer's number (0 or 1) and bytes, which nothing reads any more."""
-        self._turn = (self._turn + 1) % TURNS
-        event = self._events[self._turn]
+        self._current = (self._current + 1) % NUM_BUFFERS
+        event = self._events[self._current]
         if event is not None:
             event.synchronize()
-        host: npt.NDArray[np.uint8] = self._host[self._turn].numpy()
-        return self._turn, host
+        host: npt.NDArray[np.uint8] = self._host[self._current].numpy()
+        return self._current, host
 
     def send(self, num_bytes: int) -> None:
         """Copy the first bytes to the device, behind what the current stream does."""
-        host = self._host[self._turn][:num_bytes]
+        host = self._host[self._current][:num_bytes]
         self.device_bytes[:num_bytes].copy_(host, non_blocking=True)
 
     def sent(self) -> None:
         """Record, behind all queued work, the event that the buffer's next `begin` waits for."""
         if self._pinned:
-            event = self._events[self._turn] or torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event = self._events[self._current] or torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(self.device_bytes.device))
-            self._events[self._turn] = event
+            self._events[self._current] = event
 
 
 class StepClock:

@@ -1,8 +1,8 @@
-"""Launches of Triton kernels without Triton's own look at every argument.
+"""Launches of Triton kernels that skip Triton's inspection of every argument.
 
-Triton chooses a kernel's compiled form by the types and values of all arguments, which takes some
-50 microseconds of Python for a launch of forty. A step that is not captured launches hundreds, so
-here the form is looked up by a short key that the caller vouches for.
+Triton selects a kernel's compiled form by the types and values of all arguments, which takes some
+50 microseconds of Python for forty arguments. A step that is not captured launches hundreds of
+kernels, so here the form is looked up by a short key, for which the caller is responsible.
 """
 
 from collections.abc import Hashable, Sequence
@@ -39,12 +39,13 @@ class Launcher:
         """Launch `grid` programs on the current stream; the first launch of a key compiles."""
         found = self._forms.get(key)
         if found is None:
+            # Triton's own path: it compiles the form, or finds it in its cache, and launches it.
             form = self._kernel[tuple(grid)](*arguments, **constants, **options)
             names = self._kernel.arg_names[len(arguments) :]
             self._forms[key] = form, tuple(constants[name] for name in names)
             return
         form, values = found
-        # A tensor's address as a number is taken as it is; of a tensor the driver is asked first.
+        # Triton takes a number as the address; for a tensor it would query the CUDA driver first.
         plain = [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]
         form[(*grid, 1, 1)[:3]](*plain, *values)
 

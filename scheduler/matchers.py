@@ -98,7 +98,7 @@ class Matchers:
         return [command for each in waiting for command in self._prepare(each, used)]
 
     def prepared(self, number: int, fault: str) -> None:
-        """All ranks have answered; after a fault new requests do not share this matcher."""
+        """All ranks have replied; after a fault new requests do not share this matcher."""
         matcher = self._known[number]
         matcher.ready, matcher.awaited = True, False
         if fault and self._shared.get(matcher.constraint) is matcher:

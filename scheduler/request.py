@@ -165,6 +165,7 @@ class Request:
     def accept(self, token: int) -> FinishReason | None:
         """Append a sampled token; returns why the request ends, a stop token before the length."""
         self.tokens.append(token)
+        # Progress since the last loss speaks against it as the cause (crash_isolation.py).
         if self.losses and len(self.tokens) - self.lost_with >= self.tokens_to_clear:
             self.losses = self.losses_alone = 0
         stopping = self.stopping
@@ -182,7 +183,7 @@ class Request:
     def take_rope_set(self, rope_set: int) -> None:
         """Compute it with this set from position 0 on; only while it holds nothing on the ranks."""
         assert self.status is Status.WAITING, self.id
-        if rope_set != self.rope_set:
+        if rope_set != self.rope_set:  # The digests' chain starts from the set.
             self.rope_set, self.digests = rope_set, []
 
     def rewind(self) -> None:

@@ -77,6 +77,7 @@ class RunningRequests:
         if step.rows and prompt_budget is not None:
             step.budget = min(step.budget, prompt_budget)
         for request in longer:
+            # A row above may have preempted it for its blocks.
             if request.status is Status.RUNNING:
                 ahead = request.total - request.scheduled
                 if step.budget > 0:
@@ -105,6 +106,7 @@ class RunningRequests:
         cached = self.prefix.match(request)
         idle = sum(1 for block in cached if self._pool.is_idle(block))
         needed = self._blocks_for(len(request.tokens)) - len(cached)
+        # Beside them, a block to grow for every two running requests.
         room = self._pool.available - idle - self.reserved_blocks - len(self.members) // 2
         return cached if needed <= room else None
 
@@ -233,6 +235,7 @@ class RunningRequests:
             if self.draining:
                 return False  # What they hold is freed within two steps.
             victim = self.members[-1]
+            # Never an older one: otherwise two requests could preempt each other without end.
             if victim.serial <= request.serial:
                 return False
             self.preempt(victim)

@@ -1,4 +1,4 @@
-"""Select how GPUs sum: each way is tried, compared with NCCL and measured at start."""
+"""Select how GPUs sum: each method is tried, compared with NCCL and measured at start."""
 
 import json
 import logging
@@ -22,7 +22,8 @@ from sharding.symmetric import (
 )
 
 LARGEST_BYTES = 1 << 25
-"""Half of the buffer, 32 MiB: 4,096 rows of 4,096 in bfloat16, twice the default step budget."""
+"""Bytes of each of the two buffers, 32 MiB: 4,096 rows of 4,096 in bfloat16, twice the default
+step budget."""
 
 SIZES = tuple(1 << power for power in range(13, 26))
 """Bytes at which the methods are measured: one row of 4,096 in bfloat16 up to LARGEST_BYTES."""
@@ -70,6 +71,7 @@ def with_symmetric_memory(
             return _without(ranks, wanted, reason)
         methods = {Method.NCCL: ranks.all_reduce} if wanted is AllReduce.AUTO else {}
         times = measure({**methods, **sums}, ranks, buffers, dtypes[0])
+    # The slowest rank's times are the same on all, and so is the table made from them.
     table = SizeTable([(size, min(each, key=lambda m: each[m])) for size, each in times])
     names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
     description = f"symmetric memory for {names}: {table} (measured)"
@@ -161,6 +163,7 @@ def measure(
 
 def captured_us(sum_: Sum, x: Tensor) -> float:
     """Return the microseconds of one sum of x, measured in a CUDA graph of many."""
+    # Capture needs a stream of its own, and a first call outside it that allocates what it needs.
     stream = torch.cuda.Stream(x.device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(x.device))
     with torch.cuda.stream(stream):

@@ -1,4 +1,4 @@
-"""Connect the ranks of a group: the device's process group, and the way of its sums."""
+"""Connect the ranks of a group: the device's process group, and the method of its sums."""
 
 from datetime import timedelta
 from typing import cast

@@ -72,6 +72,7 @@ class ParallelHead(nn.Module):
 
     def _equal_everywhere(self, other: Tensor) -> bool:
         """Return whether the rows equal those of `other` on all ranks."""
+        # A sum over ranks: all must decide alike, as each holds only its own rows.
         differs = torch.tensor([float(not torch.equal(self.weight, other))], device=other.device)
         return not bool(self._group.all_reduce(differs))
 

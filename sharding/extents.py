@@ -1,4 +1,4 @@
-"""Read tensors by position, from a file straight into the memory that keeps them."""
+"""Read tensors by position, from a file directly into the memory that keeps them."""
 
 import itertools
 import os
@@ -142,6 +142,7 @@ def _read_block(
     if columns == tuple(whole(size) for size in sizes):
         file.read_into(_as_bytes(target), offset)
         return
+    # A row cut by columns is read whole: one read of a block is faster than one for each row.
     rows = np.empty((block.count, *sizes), target.dtype)
     file.read_into(_as_bytes(rows), offset)
     for ranges in itertools.product(*map(_ranges, columns)):

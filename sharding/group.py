@@ -21,7 +21,7 @@ class TensorParallel(Protocol):
     method: str
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum over ranks, in place where that is free; returns the sum. Same shape everywhere."""
+        """Return the sum over ranks; it may overwrite x. All ranks pass the same shape."""
         ...
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -62,15 +62,16 @@ class ProcessGroupRanks:
     One process may hold several gloo ranks (tests run them as threads): nothing here is global.
     """
 
-    def __init__(self, backend: dist.ProcessGroup, how: str) -> None:
-        """Wrap a connected backend."""
+    def __init__(self, backend: dist.ProcessGroup, method: str) -> None:
+        """backend: connected. method: as in TensorParallel."""
         self._backend = backend
         self.rank = backend.rank()
         self.size = backend.size()
-        self.method = how
+        self.method = method
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum over ranks in place; x must be contiguous."""
+        """Overwrite x, which must be contiguous, with the sum over ranks, and return it."""
+        # On CUDA `wait` makes the current stream wait, not this thread.
         self._backend.allreduce([x]).wait()
         return x
 

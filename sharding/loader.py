@@ -17,7 +17,7 @@ logger = logging.getLogger("loray.sharding.loader")
 class Weights:
     """A checkpoint as one rank reads it.
 
-    group: by whose rank and size layers cut themselves. dtype, device: of the tensors returned.
+    group: its rank and size say how layers cut themselves. dtype, device: of returned tensors.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Weights:
         return nn.Parameter(self.read(name, shape), requires_grad=False)
 
     def empty(self, *shape: int) -> Tensor:
-        """Allocate memory for a layer's slice, which it fills part by part."""
+        """Allocate memory for a layer's slice, which the layer writes part by part."""
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def finish(self, unread: tuple[str, ...] = ()) -> None:
@@ -92,6 +92,7 @@ class Weights:
         """
         if self._names is None:
             return
+        # An unused tensor may mean that the model computes something else.
         allowed = re.compile("|".join(f"(?:{pattern})" for pattern in unread) or r"(?!)")
         left = sorted(n for n in self._names - self._used if not allowed.fullmatch(n))
         biases = idle_biases(left, self._used)
@@ -99,7 +100,7 @@ class Weights:
         if left:
             shown = ", ".join(left[:8]) + (", ..." if len(left) > 8 else "")
             raise CheckpointError(
-                f"the model has no place for {len(left)} tensors of the checkpoint: {shown}"
+                f"the model does not use {len(left)} tensors of the checkpoint: {shown}"
             )
 
     def _find(self, name: str) -> str | None:
@@ -113,11 +114,11 @@ class Weights:
 
 
 def idle_biases(left: Iterable[str], used: Set[str]) -> set[str]:
-    """Return and log those unread tensors that are biases of layers whose weights were read."""
+    """Return and log the biases among unread tensors that have a weight among the used ones."""
     found = {n for n in left if n.endswith(".bias") and f"{n.removesuffix('bias')}weight" in used}
     if found:
         logger.warning(
-            "the model has no such biases: %d of the checkpoint are ignored: %s",
+            "%d biases of the checkpoint are ignored, as the model has none there: %s",
             len(found),
             ", ".join(sorted(found)[:8]),
         )

@@ -79,6 +79,7 @@ class PickledFile:
         if stored.is_contiguous:
             extent = Extent(stored.begin, stored.dtype, stored.shape)
             return read_cut(self._file, extent, cut, device)
+        # A view with other strides: its whole span is read, then the cut is taken in memory.
         flat = read_whole(self._file, Extent(stored.begin, stored.dtype, (stored.span,)))
         piece = flat.as_strided(stored.shape, stored.strides)
         for dim, segments in enumerate(cut):
@@ -89,7 +90,7 @@ class PickledFile:
     def _load(self) -> dict[str, Tensor]:
         name = self._file.name
         try:
-            # A file object: torch would open a path again, which may name another file by now.
+            # A file object: torch would open the path again, which may name another file by now.
             with open(os.dup(self._file.descriptor), "rb") as opened, FakeTensorMode():
                 _check_pickle(opened.fileno())
                 found = torch.load(opened, map_location="cpu", weights_only=True)

@@ -18,11 +18,11 @@ class CopyEnd(Protocol):
 
 
 class PinnedBlocks:
-    """A few blocks of host memory that readers of any thread use by turns.
+    """A few blocks of host memory that reading threads share.
 
     A device copies from pinned memory at full speed and without the CPU. Each block keeps the event
     of its last copy, and nothing writes to the block before that copy is done. With more blocks
-    than readers, a reader fills one block while the device copies another.
+    than readers, a reader writes one block while the device copies another.
     """
 
     def __init__(self, count: int, num_bytes: int, stream: torch.cuda.Stream | None) -> None:
@@ -41,12 +41,13 @@ class PinnedBlocks:
         """
         memory, copied = self._free.get()
         try:
-            if copied is not None:
+            if copied is not None:  # The block's last copy may still read it.
                 copied.synchronize()
             host = memory[: target.nbytes].view(target.dtype).view(target.shape)
             yield host
             copied = self.start_copy(target, host)
         finally:
+            # After a failed read too, with the event of the last copy that was queued.
             self._free.put((memory, copied))
 
     def start_copy(self, target: Tensor, host: Tensor) -> CopyEnd | None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 Segments = tuple[tuple[int, int], ...]
-"""Half-open index ranges in the checkpoint's order, concatenated in this rank's order."""
+"""Ranges (start, stop) of the checkpoint's indices, concatenated in this rank's order."""
 
 
 def width(segments: Segments) -> int:
@@ -43,6 +43,7 @@ def cut_width(size: int, rank: int, ranks: int, what: str) -> Segments:
         raise ValueError(
             f"{what} ({size}) is less than tensor_parallel = {ranks} ranks: lower tensor_parallel"
         )
+    # Shorter lines where there are few of them: shares may then differ by a quarter at most.
     line = LINE
     while line > 1 and size < 4 * ranks * line:
         line //= 2
@@ -55,7 +56,7 @@ def cut_width(size: int, rank: int, ranks: int, what: str) -> Segments:
 class HeadCut:
     """One rank's attention heads.
 
-    num_heads, num_kv_heads: how many this rank has (a KV head may live on several ranks).
+    num_heads, num_kv_heads: how many this rank has (several ranks may have the same KV head).
     queries, keys: this rank's columns of the query and of the key (and value) projections.
     """
 

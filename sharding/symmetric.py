@@ -14,7 +14,7 @@ buffer's next use.
 
 Every rank adds in the order of the ranks, so all get the same bytes.
 
-Left alone on purpose: `one_shot_all_reduce_copy` signals its peers before all warps of a block
+Not used on purpose: `one_shot_all_reduce_copy` signals its peers before all warps of a block
 have copied their part, and the `multimem` operations need NVLink multicast.
 """
 
@@ -31,7 +31,6 @@ from sharding.group import TensorParallel
 
 ALIGNMENT = 16
 """Bytes that the kernels move at once; a summand that is no multiple of it goes through NCCL."""
-
 
 TWO_SHOT_RANKS = (2, 4, 8)
 """Group sizes that torch's two-shot kernel is compiled for."""
@@ -62,24 +61,24 @@ class DoubleBuffer:
 
     def __init__(self, memory: Tensor) -> None:
         """memory: uint8, aligned, of even length."""
-        self.half_bytes = memory.numel() // 2
-        assert self.half_bytes % ALIGNMENT == 0
+        self.buffer_bytes = memory.numel() // 2
+        assert self.buffer_bytes % ALIGNMENT == 0
         self._memory = memory
         self._start = memory.data_ptr()
-        self._turn = 0
+        self._next = 0
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return the next buffer as a contiguous tensor, which must fit."""
         count = prod(shape)
-        assert count * dtype.itemsize <= self.half_bytes
-        first = self._turn * self.half_bytes // dtype.itemsize
-        self._turn = 1 - self._turn
+        assert count * dtype.itemsize <= self.buffer_bytes
+        first = self._next * self.buffer_bytes // dtype.itemsize
+        self._next = 1 - self._next
         return self._memory.view(dtype)[first : first + count].view(*shape)
 
     def holds(self, x: Tensor) -> bool:
         """Return whether x is a tensor that `take` returned."""
         offset = x.data_ptr() - self._start
-        return offset in (0, self.half_bytes) and x.is_contiguous()
+        return offset in (0, self.buffer_bytes) and x.is_contiguous()
 
 
 class SizeTable:
@@ -131,6 +130,7 @@ class SymmetricRanks:
         """Sum over ranks; x is not the sum's memory where the buffer is used."""
         method = self._method(x.shape, x.dtype)
         if method is Method.NCCL:
+            # `output_buffer` gives no buffer for a summand of this size and type.
             assert not self._buffers.holds(x)
             return self._ranks.all_reduce(x)
         if not self._buffers.holds(x):
@@ -173,19 +173,15 @@ def map_buffer(num_bytes: int, device: torch.device) -> Tensor:
 
 def torch_sums() -> dict[Method, Sum]:
     """Torch's operations on a buffer that `map_buffer` made."""
-    operations, group_name = torch.ops.symm_mem, world().group_name
+    group_name, size = world().group_name, world().size()
 
-    def one_shot(x: Tensor) -> Tensor:
-        out: Tensor = operations.one_shot_all_reduce_out(x, "sum", group_name, torch.empty_like(x))
-        return out
+    def summing(operation: Callable[..., Tensor]) -> Sum:
+        return lambda x: operation(x, "sum", group_name, torch.empty_like(x))
 
-    def two_shot(x: Tensor) -> Tensor:
-        out: Tensor = operations.two_shot_all_reduce_out(x, "sum", group_name, torch.empty_like(x))
-        return out
-
-    if world().size() not in TWO_SHOT_RANKS:
-        return {Method.ONE_SHOT: one_shot}
-    return {Method.ONE_SHOT: one_shot, Method.TWO_SHOT: two_shot}
+    found = {Method.ONE_SHOT: summing(torch.ops.symm_mem.one_shot_all_reduce_out)}
+    if size in TWO_SHOT_RANKS:
+        found[Method.TWO_SHOT] = summing(torch.ops.symm_mem.two_shot_all_reduce_out)
+    return found
 
 
 def _bytes(count: int) -> str:

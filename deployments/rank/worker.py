@@ -166,7 +166,7 @@ class Worker:
         except Exception as error:
             # Without a reply, the requests under this constraint would wait for ever.
             logger.exception("a matcher could not be made")
-            fault = f"the answer cannot be held to its constraint: {error}"
+            fault = f"the constraint cannot be followed: {error}"
         self._send(Prepared(self._rank, command.number, fault))
 
     def _stage_reply(self, adapter: FetchedAdapter, attempt: int, wanted: bool) -> StageAnswer:

@@ -37,8 +37,10 @@ __all__ = [
 class BankSize:
     """The sizes of a bank.
 
-    pages: in each projection's pool of factors. slots: of loaded adapters. max_rank: the largest
-    rank that is served. host_bytes: of the pool of staged adapters.
+    pages: pages in each projection's pool of factors.
+    slots: adapters that can be loaded at once.
+    max_rank: the largest rank that is served.
+    host_bytes: bytes of the pool of staged adapters.
     copies: pages, of one matrix each, in the pools of whole embeddings and heads.
     """
 
@@ -132,8 +134,8 @@ class AdapterBank:
     thread that launches steps: they order copies and kernels.
 
     page_table: int32 [slots, projections, pages of max_rank], on the device.
-    ranks: int32 [slots, projections, layers], on the device. Neither ever moves, so CUDA graphs
-    may keep their addresses.
+    ranks: int32 [slots, projections, layers], on the device. Pools and tables keep their addresses,
+    so that CUDA graphs may use them.
     """
 
     def __init__(

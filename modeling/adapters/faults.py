@@ -32,6 +32,7 @@ class Faults:
         except AdapterError as error:
             self._refusals.append(error.refusal)
             for reason in error.reasons:
+                # One reason for each kind: numbers in it are mostly layers.
                 self._reasons.setdefault(re.sub(r"\d+", "#", reason), reason)
 
     def __bool__(self) -> bool:

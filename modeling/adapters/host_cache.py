@@ -41,7 +41,8 @@ CHUNKS_OF_PAGE = 16
 class HostMatrix:
     """A or Bt of one page in host memory.
 
-    ranges: row ranges [n, width], in order. firsts: the index of each range's first row.
+    ranges: row ranges [n, width], in order.
+    firsts: the index of each range's first row.
     """
 
     ranges: tuple[Tensor, ...]
@@ -91,8 +92,10 @@ class HostPage:
 class StagedAdapter:
     """An adapter in host memory.
 
-    pages: for each projection. ranks: the true ones, int32 [projections, layers]; 0 where a layer
-    is not adapted. chunks: of the pinned pool. shape: pages and bytes, as the driver counts them.
+    pages: for each projection.
+    ranks: the true ones, int32 [projections, layers]; 0 where a layer is not adapted.
+    chunks: of the pinned pool.
+    shape: pages and bytes, as the driver counts them.
     """
 
     pages: tuple[tuple[HostPage, ...], ...]
@@ -105,7 +108,9 @@ class StagedAdapter:
 class HostCacheSize:
     """Limits of staged adapters.
 
-    pages: of each projection on the device. max_rank: the largest. host_bytes: of the pinned pool.
+    pages: pages of each projection's pool on the device.
+    max_rank: the largest rank that is served.
+    host_bytes: bytes of the pinned pool.
     """
 
     pages: tuple[int, ...]
@@ -303,7 +308,9 @@ class HostAdapterCache:
 class RowRange:
     """Rows of a matrix in one chunk.
 
-    chunk: index among the adapter's chunks. offset: in elements. shape: (rows, width).
+    chunk: index among the adapter's chunks.
+    offset: elements from the chunk's start.
+    shape: (rows, width).
     """
 
     chunk: int

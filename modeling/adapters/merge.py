@@ -40,7 +40,12 @@ from modeling.adapters.projection import BaseRows, ModulePosition, Projection
 
 @dataclass(frozen=True)
 class _Part:
-    """One adapter of a merge: its name, weight, open files, and module paths by position."""
+    """One adapter of a merge.
+
+    name, weight: as the merge's rule has them.
+    adapter: its open files.
+    modules: its module paths by position.
+    """
 
     name: str
     weight: float
@@ -52,7 +57,8 @@ class _Part:
 class _Term:
     """One part's factors at a position.
 
-    scale: its weight times its scaling. a, b: padded to the merge's rank.
+    scale: its weight times its scaling.
+    a, b: its factors, padded to the merge's rank.
     seeds: of the random masks of a and b.
     """
 
@@ -66,7 +72,9 @@ class _Term:
 class MergedAdapter:
     """A merge that passed all checks, read as one adapter.
 
-    parts: its adapters. rule: how they are merged. digest: of the merge; seeds random masks.
+    parts: its adapters.
+    rule: how they are merged.
+    digest: the merge's; random masks are seeded with it.
     """
 
     parts: tuple[_Part, ...]

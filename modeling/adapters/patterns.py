@@ -128,20 +128,20 @@ class _Match:
         return reached
 
     def _assert(self, value: tuple[int, Any], wanted: bool, starts: int, flags: int) -> int:
-        """Return those of `starts` where a look-ahead (way 1) or look-behind (-1) holds."""
-        way, parts = value
+        """Return those of `starts` where a look-ahead (direction 1) or look-behind (-1) holds."""
+        direction, parts = value
         at = (at for at in range(starts.bit_length()) if starts >> at & 1)
-        return _union(1 << p for p in at if self._looks(way, parts, p, flags) is wanted)
+        return _union(1 << p for p in at if self._looks(direction, parts, p, flags) is wanted)
 
-    def _looks(self, way: int, parts: Any, at: int, flags: int) -> bool:
+    def _looks(self, direction: int, parts: Any, at: int, flags: int) -> bool:
         # Cached for each position: nested assertions would multiply the work.
         key = (id(parts), at)
         if key not in self._assertions:
-            least, most = parts.getwidth() if way < 0 else (0, 0)
+            least, most = parts.getwidth() if direction < 0 else (0, 0)
             if least != most:
                 raise PatternError("it is not a regular expression: look-behind of any width")
             ends = self.ends(parts, 1 << at - least, flags) if at >= least else 0
-            self._assertions[key] = bool(ends >> at & 1 if way < 0 else ends)
+            self._assertions[key] = bool(ends >> at & 1 if direction < 0 else ends)
         return self._assertions[key]
 
     def _at(self, name: str) -> int:
@@ -152,6 +152,7 @@ class _Match:
         if name in ("AT_END", "AT_END_STRING"):
             return end
         word = _CATEGORIES["CATEGORY_WORD"]
+        # A boundary lies between a word's character and another one, or the text's end.
         inside = _union(bits for char, bits in self._chars.items() if word(char))
         edges = inside ^ inside << 1
         return edges if name == "AT_BOUNDARY" else ~edges & (end << 1) - 1
@@ -179,6 +180,7 @@ def _union(sets: Iterable[int]) -> int:
 
 def _fits(items: _Parts, char: str, caseless: int) -> bool:
     """Return whether an item of a set matches `char`, or for a negated set, none does."""
+    # As `re` does for ASCII, which module paths are.
     forms = {char, char.lower(), char.upper()} if caseless else {char}
     negated: bool = items[0][0].name in ("NEGATE", "NOT_LITERAL")
     return negated != any(_is_in(item, form) for item in items for form in forms)

@@ -90,8 +90,11 @@ class LoraStack:
 class PeftAdapter:
     """An adapter that passed all checks.
 
-    file: open, holds the tensors. plan: ranks and scalings. modules: the adapted modules' positions
-    by path. projections: the model's. ends: tensors of embedding and head besides factors.
+    file: open, holds the tensors.
+    plan: ranks and scalings.
+    modules: the adapted modules' positions by path.
+    projections: the model's.
+    ends: tensors of embedding and head besides factors.
     """
 
     file: TensorFile

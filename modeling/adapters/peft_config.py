@@ -32,13 +32,13 @@ IGNORED: Mapping[str, str] = {
     "revision": "of the base model, informational",
     "inference_mode": "whether PEFT freezes the weights",
     "lora_dropout": "training only",
-    "fan_in_fan_out": "how the base weight lies in memory; A and B lie the same either way",
+    "fan_in_fan_out": "the base weight's layout in memory; A and B have the same layout either way",
     "megatron_core": "names a module; megatron_config switches it on",
     "loftq_config": "init only; init_lora_weights says whether it was used",
-    "eva_config": "init only; what it chose is in rank_pattern and alpha_pattern",
+    "eva_config": "init only; its results are in rank_pattern and alpha_pattern",
     "corda_config": "init only; init_lora_weights says whether it was used",
     "lora_ga_config": "init only; init_lora_weights says whether it was used",
-    "velora_config": "changes the backward pass only; what the file holds of it is not read",
+    "velora_config": "changes the backward pass only; its tensors in the file are not read",
     "qalora_group_size": "read only when use_qalora is set",
     "runtime_config": "never saved",
 }
@@ -67,8 +67,8 @@ MAX_PATTERNS = 4096
 """Most keys of a rank_pattern or alpha_pattern: enough for every module of a very large model."""
 
 MAX_STEPS = 2**20
-"""Budget of matching an adapter's patterns, one or two seconds of a thread: 560 paths joined by
-bars take half of it over 560 modules, a trainer's pattern of a few hundred characters a tenth."""
+"""Budget of matching an adapter's patterns, one or two seconds of a thread. 560 paths joined by
+bars take 50 % of it over 560 modules, a trainer's pattern of a few hundred characters 10 %."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class LoraPlan:
     rank, alpha, use_rslora: of modules without a pattern's value.
     rank_pattern, alpha_pattern: in the file's order; the first match wins, as in PEFT.
     ensure_weight_tying: an adapted embedding and head were trained as one weight.
-    modules_to_save: ends of paths whose weights the file holds whole.
+    modules_to_save: ends of the paths of modules that the file holds whole.
     targets: which modules are adapted.
     random: whether PEFT initialises factors that the file lacks with random values.
     """
@@ -166,6 +166,7 @@ def check_fields(fields: Mapping[str, object], faults: Faults) -> LoraPlan | Non
         if name not in SERVED and name not in IGNORED:
             with faults.gather():
                 _check_unserved(name, value)
+    # Faults of served fields alone make the plan unusable; others leave it to further checks.
     own = Faults()
     plan = _plan(fields, own)
     with faults.gather():
@@ -211,10 +212,7 @@ def _check_init(value: object) -> None:
 
 def _check_unserved(name: str, value: object) -> None:
     """Refuse a field that is set and not served."""
-    # By identity: 0 equals False, but 0 may be a meaningful value of an unknown field.
-    if _is_inert(value):
-        return
-    if name == "bias" and value == "none":
+    if _is_inert(value) or (name == "bias" and value == "none"):
         return
     advice = REFUSED.get(name, "the field is unknown here; save the adapter as plain LoRA")
     refuse(f"{name}={_short(value)} is not served: {advice}")
@@ -224,6 +222,7 @@ def _is_inert(value: object) -> bool:
     """Return whether a value switches a field off, by itself or by all that it contains."""
     held = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     values = list(held) or [value]
+    # By identity: 0 equals False, but 0 may be a meaningful value of an unknown field.
     return all(each is None or each is False or each in ("", [], {}) for each in values)
 
 

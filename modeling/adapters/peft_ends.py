@@ -54,7 +54,8 @@ class Matrix:
 class EndTensors:
     """The tensors of the ends besides factors, by name.
 
-    matrices: whole weights, and their positions. copies: of base tensors, and those tensors.
+    matrices: the position of each whole weight.
+    copies: the base tensor of each copy.
     copied: modules for which the file holds a copy of the base weight beside the factors.
     """
 

@@ -52,5 +52,5 @@ class AdapterData(Protocol):
         ...
 
     def add(self, y: Tensor, x: Tensor, layer: int, targets: tuple[OutputSlice, ...]) -> None:
-        """Add the deltas of `targets` at `layer` into y [tokens, out] in place; x: [tokens, in]."""
+        """Add the deltas of `targets` at `layer` to y [tokens, out]; x: [tokens, in]."""
         ...

@@ -56,7 +56,9 @@ class ModulePosition:
 class BaseRows:
     """A base tensor of which adapters' files may hold a copy.
 
-    rows: this rank's. first: the first row's index in the whole tensor. shape: the whole tensor's.
+    rows: this rank's rows.
+    first: the first row's index in the whole tensor.
+    shape: the whole tensor's.
     """
 
     rows: Tensor
@@ -68,7 +70,7 @@ class BaseRows:
 class Projection:
     """One adaptable linear map, named as PEFT names it.
 
-    name: the end of its module path, as long as it takes to be unique, e.g. "q_proj", "mlp.c_proj".
+    name: the end of its module path, just long enough to be unique, e.g. "q_proj", "mlp.c_proj".
     module: path template, e.g. "model.layers.{layer}.self_attn.q_proj".
     in_features, out_features: whole sizes, as in the checkpoint ([out, in], nn.Linear's view).
     inputs: columns of A that this rank keeps (all for column-parallel, its cut for row-parallel).

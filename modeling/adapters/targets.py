@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 from modeling.adapters.patterns import MatchBudget, Pattern, PatternError
 
 ALL_LINEAR = "all-linear"
-"""What target_modules says for every linear module, in any case."""
+"""The value of target_modules for every linear module, in upper or lower case."""
 
 CONDENSED = 20
 """From so many names on PEFT shortens the list of target_modules, if it can."""
@@ -30,10 +30,6 @@ class Modules:
     pattern: Pattern | None = None
     all_linear: bool = False
 
-    def names_exactly(self, path: str) -> bool:
-        """Return whether the whole path is one of the names."""
-        return path in self.names
-
     def include(self, path: str, is_linear: bool) -> bool:
         """Return whether the module at `path` is included; PatternError if that costs too much."""
         if self.pattern is not None:
@@ -48,7 +44,8 @@ class Modules:
 class Targets:
     """The meaning of the config's fields.
 
-    modules, excluded: of target_modules and exclude_modules. layers: adapted layers; None for all.
+    modules, excluded: of target_modules and exclude_modules.
+    layers: adapted layers; None for all.
     lists: patterns of the names of lists of layers; () for any list.
     """
 
@@ -66,7 +63,7 @@ class Targets:
         if self.layers is None or self._layer(path) in self.layers:
             return None
         # PEFT adapts a whole path in any layer, unless it shortens the list of names.
-        is_whole = self.modules.names_exactly(path) and len(self.modules.names) < CONDENSED
+        is_whole = path in self.modules.names and len(self.modules.names) < CONDENSED
         return None if is_whole else "layers_to_transform"
 
     def _layer(self, path: str) -> int | None:
@@ -154,6 +151,7 @@ class PatternTable(Generic[Value]):
     def find(self, path: str) -> Value | None:
         """Return the first matching key's value; PatternError if that costs too much."""
         first = len(self._values)
+        # Every end of the path may be a key's last part, as its dots match any character.
         for start in range(len(path) + 1):
             for index, key in self._plain.get(path[start:], ()):
                 self._effort.spend(1)
@@ -176,7 +174,7 @@ class PatternTable(Generic[Value]):
 
 
 def _fits_end(key: str, path: str) -> bool:
-    """Return whether a plain key, whose dots match any character, is the path's end."""
+    """Return whether a plain key is the path's end; its dots match any character, as PEFT's do."""
     start = len(path) - len(key)
     if start < 0 or (start and path[start - 1] != "."):
         return False

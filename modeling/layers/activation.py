@@ -27,11 +27,6 @@ def _laplace(x: Tensor) -> Tensor:
     return 0.5 * (1 + torch.erf((x - 0.707107) / (0.282095 * 2**0.5)))
 
 
-def _linear(x: Tensor) -> Tensor:
-    """Nothing."""
-    return x
-
-
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     Activation.SILU: F.silu,
     Activation.SWISH: F.silu,
@@ -50,7 +45,7 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     Activation.LEAKY_RELU: F.leaky_relu,
     Activation.HARDSWISH: F.hardswish,
     Activation.LAPLACE: _laplace,
-    Activation.LINEAR: _linear,
+    Activation.LINEAR: lambda x: x,
     Activation.MISH: F.mish,
     Activation.SIGMOID: torch.sigmoid,
     Activation.SQRT_SOFTPLUS: lambda x: F.softplus(x).sqrt(),

@@ -1,4 +1,4 @@
-"""What self-attention layers do between their two projections, whatever the model."""
+"""Steps of self-attention between its two projections, the same for all models."""
 
 import torch
 from torch import Tensor
@@ -44,7 +44,7 @@ def rotate_and_store(
     slots: Tensor,
     stored: Tensor | None,
 ) -> Tensor:
-    """Rotate q and k of a fused product, put k and v into the cache, return q.
+    """Rotate q and k of a fused product, store k and v in the cache, return q.
 
     qkv: [tokens, (heads + 2 * kv_heads) * head_dim], q first. angles: (cos, sin) or None for
     models without rotation. slots: int64 [tokens]. stored: int64 [n], the tokens whose k and v
@@ -52,6 +52,7 @@ def rotate_and_store(
     Returns [tokens, heads, head_dim].
     """
     if angles is not None and stored is None and qkv.is_contiguous() and _writable(cache):
+        # One launch instead of six; it rotates whole heads and stores every token.
         fused = fused_ops(qkv.device)
         split = qkv.view(qkv.shape[0], heads.num_heads + 2 * heads.num_kv_heads, -1)
         if fused is not None and angles[0].shape[-1] == split.shape[-1]:

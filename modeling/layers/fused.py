@@ -18,10 +18,10 @@ class FusedOps:
     silu_mul: gate and up side by side [tokens, 2 * n] to silu(gate) * up [tokens, n].
     gelu_tanh_mul: the same with the tanh form of GELU.
     rotate_and_store: (qkv [tokens, heads, head_dim], number of query heads, (cos, sin), cache,
-    slots) to q, rotated in place of what it was; k and v go to the cache, as LayerCache.store.
+    slots) to q, overwritten with its rotation; k and v go to the cache, as LayerCache.store.
     angles: (int64 positions [tokens], float32 frequencies [sets, n], scale, type) to (cos, sin)
     [tokens, 1, 2 * n], as Rotary.angles.
-    best: logits [rows, vocab] to int64 [rows], each row's best, the lowest id among equals.
+    best: logits [rows, vocab] to int64 [rows], each row's argmax, the lowest id of equals.
     """
 
     add_rms_norm: Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]]
@@ -39,7 +39,7 @@ def casts_to_fp8(device: torch.device) -> bool:
 
 
 def fused_ops(device: torch.device) -> FusedOps | None:
-    """The kernels of a CUDA device with Triton; None elsewhere, where torch's own serve."""
+    """The kernels of a CUDA device with Triton; None elsewhere, where torch's operations serve."""
     return _triton_ops() if device.type == "cuda" else None
 
 

@@ -1,7 +1,7 @@
-"""Rotary position embedding: rotate-half layout, angles in float32 as in transformers.
+"""Rotary position embedding: pairs (i, i + width / 2), angles in float32 as in transformers.
 
 Positions say which set of frequencies they take: p + s * POSITIONS_PER_SET is position p by set s.
-So rows of a step take different sets, and a captured step knows nothing of it.
+So rows of a step take different sets, and a CUDA graph holds for any of them.
 """
 
 import math
@@ -97,8 +97,8 @@ class Rotary:
     def angles(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """(cos, sin), each [tokens, 1, width], for int positions [tokens] with their sets.
 
-        sin bears the signs of the rotation, so that rotating needs no negation. Both bear the
-        rope's attention_factor.
+        sin has the signs of the rotation, so that rotating needs no negation. Both are scaled by
+        the rope's attention_factor.
         """
         if self._fused is not None and position_ids.dim() == 1:
             return self._fused.angles(position_ids, self._frequencies, self._scale, self._dtype)
@@ -120,5 +120,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     width = cos.shape[-1]
     if width < x.shape[-1]:
         return torch.cat((rotate(x[..., :width], cos, sin), x[..., width:]), dim=-1)
+    # The signs are in sin: out = (low cos - high sin, high cos + low sin) without a negation.
     low, high = x.chunk(2, dim=-1)
     return torch.addcmul(x * cos, torch.cat((high, low), dim=-1), sin)

@@ -18,8 +18,9 @@ from modeling.attention.kv_cache import FP8_MAX, LayerCache
 from modeling.triton_launch import Launcher, aligned, has_dependent_launch, launch_options
 
 SILU_COLUMNS = 1024
-HEADS_A_PROGRAM = 4
+HEADS_PER_PROGRAM = 4
 BEST_COLUMNS = 4096
+"""What one program computes."""
 
 Pointer = Any
 
@@ -37,19 +38,23 @@ def _add_rms_norm(
     has_residual: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Norm one row of x + residual; width: the power of two that holds size."""
+    """normed = w * s / sqrt(mean(s^2) + eps), s = x + residual, of one row.
+
+    width: the power of two that holds size.
+    """
     if PDL:
         gdc_launch_dependents()
     start = tl.program_id(0).to(tl.int64) * size
     columns = tl.arange(0, width)
     inside = columns < size
+    # No kernel writes weights: they are loaded while the kernel before still runs.
     factors = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     if PDL:
         gdc_wait()
     values = tl.load(x + start + columns, mask=inside, other=0.0)
     if has_residual:
         before = tl.load(residual + start + columns, mask=inside, other=0.0)
-        # The sum travels on in the model's type, so the norm is that of the rounded sum.
+        # The next layer reads the sum in the model's type, so the norm is that of the rounded sum.
         values = (values.to(tl.float32) + before.to(tl.float32)).to(values.dtype)
         tl.store(total + start + columns, values, mask=inside)
     wide = values.to(tl.float32)
@@ -66,7 +71,10 @@ def _silu_mul(
     is_gelu: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """One run of `width` columns of one row; is_gelu: GELU in its tanh form, else SiLU."""
+    """out = act(gate) * up, for `width` columns of one row.
+
+    act: GELU in its tanh form if is_gelu, else SiLU.
+    """
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -85,15 +93,17 @@ def _silu_mul(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _fitted(x: "Any", factor: float, most: tl.constexpr, clamped: "Pointer", mask: "Any") -> "Any":
-    """x * factor, or the nearest that a cache of numbers up to `most` can hold; notes the latter.
+def _clamped(
+    x: "Any", factor: float, largest: tl.constexpr, clamped: "Pointer", mask: "Any"
+) -> "Any":
+    """x * factor, clamped to +-largest, the most that the cache's type can hold.
 
-    What is no number stays none.
+    Sets `clamped` to 1 if a value was beyond that. NaN stays NaN.
     """
     scaled = x.to(tl.float32) * factor
-    beyond = tl.abs(scaled) > most
+    beyond = tl.abs(scaled) > largest
     tl.store(clamped + tl.zeros_like(scaled).to(tl.int32), 1, mask=mask & beyond)
-    return tl.where(beyond, tl.where(scaled > 0, most, -most), scaled)
+    return tl.where(beyond, tl.where(scaled > 0, largest, -largest), scaled)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -112,13 +122,14 @@ def _rotate_and_store(
     half: tl.constexpr,
     width: tl.constexpr,
     block: tl.constexpr,
-    most: tl.constexpr,
+    largest: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """A few heads of one token: q rotates in place, k rotates into the cache, v moves there.
+    """A few heads of one token: q is overwritten with its rotation; k's, and v, go to the cache.
 
-    half: of a head; width: the power of two that holds it. sin bears the rotation's signs.
-    most: 0, or the largest number of a cache that k and v go into times their factors.
+    q'[i] = q[i] cos[i] + q[(i + half) mod 2 half] sin[i], sin with the rotation's signs; k alike.
+    half: of a head; width: the power of two that holds it. largest: 0, or the largest number of a
+    quantised cache, into which k and v go times their factors.
     """
     if PDL:
         gdc_launch_dependents()
@@ -132,6 +143,7 @@ def _rotate_and_store(
     is_key = inside & (heads >= num_heads) & (heads < rotated)
     is_value = inside & (heads >= rotated)
 
+    # Both parts of a head are loaded before either is stored: each is needed for the other.
     source = qkv + token * (rotated + num_kv_heads) * 2 * half + heads * 2 * half + columns
     raw_low = tl.load(source, mask=inside, other=0.0)
     raw_high = tl.load(source + half, mask=inside, other=0.0)
@@ -147,11 +159,11 @@ def _rotate_and_store(
 
     tl.store(source, new_low, mask=is_query)
     tl.store(source + half, new_high, mask=is_query)
-    if most:
-        new_low = _fitted(new_low, key_factor, most, clamped, is_key)
-        new_high = _fitted(new_high, key_factor, most, clamped, is_key)
-        raw_low = _fitted(raw_low, value_factor, most, clamped + 1, is_value)
-        raw_high = _fitted(raw_high, value_factor, most, clamped + 1, is_value)
+    if largest:
+        new_low = _clamped(new_low, key_factor, largest, clamped, is_key)
+        new_high = _clamped(new_high, key_factor, largest, clamped, is_key)
+        raw_low = _clamped(raw_low, value_factor, largest, clamped + 1, is_value)
+        raw_high = _clamped(raw_high, value_factor, largest, clamped + 1, is_value)
     cached = tl.load(slots + token) * num_kv_heads * 2 * half + columns
     key = cached + (heads - num_heads) * 2 * half
     tl.store(keys + key, new_low.to(keys.dtype.element_ty), mask=is_key)
@@ -172,15 +184,16 @@ def _angles(
     width: tl.constexpr,
     per_set: tl.constexpr,
 ) -> None:
-    """One token's cosines and sines; width: the power of two that holds half.
+    """One token's cosines and sines, as `angles`; width: the power of two that holds half.
 
-    per_set: position p by the frequencies of set s comes as p + s * per_set.
+    per_set: position p by the frequencies of set s is encoded as p + s * per_set.
     """
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, width)
     inside = columns < half
     encoded = tl.load(positions + token)
     frequencies += encoded // per_set * half
+    # In float32 before the product, as transformers does; far positions would differ otherwise.
     position = (encoded % per_set).to(tl.float32)
     angle = position * tl.load(frequencies + columns, mask=inside, other=0.0)
     out = token * 2 * half + columns
@@ -193,7 +206,7 @@ def _angles(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _best_of_run(
+def _best_of_part(
     logits: "Pointer",
     values: "Pointer",
     ids: "Pointer",
@@ -201,9 +214,10 @@ def _best_of_run(
     stride: "Any",
     width: tl.constexpr,
 ) -> None:
-    """The best of one run of `width` columns of one row."""
+    """The argmax and its value over one part of a row, `width` columns."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * width + tl.arange(0, width)
+    # A row alone gives too few programs for a vocabulary of 128k: its columns are cut into parts.
     found = tl.load(logits + row * stride + columns, mask=columns < vocab, other=-float("inf"))
     value, at = tl.max(found.to(tl.float32), axis=0, return_indices=True)
     out = row * tl.num_programs(1) + tl.program_id(1)
@@ -212,15 +226,18 @@ def _best_of_run(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _best_of_runs(
-    values: "Pointer", ids: "Pointer", best: "Pointer", runs: "Any", width: tl.constexpr
+def _best_of_parts(
+    values: "Pointer", ids: "Pointer", best: "Pointer", parts: "Any", width: tl.constexpr
 ) -> None:
-    """The best of a row's runs, the first among equals; width: the power of two that holds them."""
+    """The argmax over a row's parts, the first of equals.
+
+    width: the power of two that holds the parts.
+    """
     row = tl.program_id(0).to(tl.int64)
-    run = tl.arange(0, width)
-    found = tl.load(values + row * runs + run, mask=run < runs, other=-float("inf"))
+    part = tl.arange(0, width)
+    found = tl.load(values + row * parts + part, mask=part < parts, other=-float("inf"))
     at = tl.argmax(found, axis=0)
-    tl.store(best + row, tl.load(ids + row * runs + at).to(tl.int64))
+    tl.store(best + row, tl.load(ids + row * parts + at).to(tl.int64))
 
 
 _LAUNCH_ADD_RMS_NORM = Launcher(_add_rms_norm)
@@ -231,7 +248,7 @@ _LAUNCH_ROTATE_AND_STORE = Launcher(_rotate_and_store)
 def add_rms_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """y = w * s / sqrt(mean(s^2) + eps), s = x + residual: (y, s), both [tokens, size]."""
+    """y = w * s / sqrt(mean(s^2) + eps), s = x + residual; returns (y, s), both [tokens, size]."""
     tokens, size = x.shape
     normed = torch.empty_like(x)
     total = x if residual is None else torch.empty_like(x)
@@ -279,8 +296,9 @@ def _gated_mul(gate_up: Tensor, is_gelu: bool) -> Tensor:
 def rotate_and_store(
     qkv: Tensor, num_heads: int, angles: tuple[Tensor, Tensor], cache: LayerCache, slots: Tensor
 ) -> Tensor:
-    """q' = q cos + swap(q) sin in place, the same for k into the cache, v as it is; see LayerCache.
+    """q' = q cos + swap(q) sin, swap exchanging a head's two parts; overwrites q, which it returns.
 
+    k' is computed alike and stored in the cache with v, at `slots`, as LayerCache.store does.
     qkv: [tokens, heads + 2 * kv_heads, head_dim]; returns q [tokens, heads, head_dim].
     """
     tokens, all_heads, head_dim = qkv.shape
@@ -290,15 +308,15 @@ def rotate_and_store(
     shape = (all_heads, num_heads, half, qkv.dtype, angles[0].dtype, cache.keys.dtype)
     _LAUNCH_ROTATE_AND_STORE(
         (*shape, qkv.device, aligned(*pointers)),
-        (tokens, -(-all_heads // HEADS_A_PROGRAM)),
+        (tokens, -(-all_heads // HEADS_PER_PROGRAM)),
         (*pointers, 1 / cache.scales.keys, 1 / cache.scales.values),
         {
             "num_heads": num_heads,
             "num_kv_heads": (all_heads - num_heads) // 2,
             "half": half,
             "width": triton.next_power_of_2(half),
-            "block": HEADS_A_PROGRAM,
-            "most": int(FP8_MAX) if cache.quantised else 0,
+            "block": HEADS_PER_PROGRAM,
+            "largest": int(FP8_MAX) if cache.quantised else 0,
             "PDL": dependent,
         },
         {"num_warps": 4, **launch_options(dependent)},
@@ -309,7 +327,7 @@ def rotate_and_store(
 def angles(
     positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """(scale cos(p f), scale sin(p f)), each twice side by side, sin's first time negated."""
+    """(scale cos(p f), scale sin(p f)), each twice side by side, the first sin negated."""
     tokens, half = positions.shape[0], frequencies.shape[1]
     cos, sin = torch.empty(2, tokens, 1, 2 * half, dtype=dtype, device=positions.device)
     width = triton.next_power_of_2(half)
@@ -319,12 +337,12 @@ def angles(
 
 
 def best(logits: Tensor) -> Tensor:
-    """argmax_v logits[t, v] in two launches: one looks at runs of columns, one at the runs."""
+    """argmax_v logits[t, v] in two launches: over parts of the columns, then over the parts."""
     rows, vocab = logits.shape
-    runs = triton.cdiv(vocab, BEST_COLUMNS)
-    values = torch.empty(rows, runs, dtype=torch.float32, device=logits.device)
-    ids = torch.empty(rows, runs, dtype=torch.int32, device=logits.device)
+    parts = triton.cdiv(vocab, BEST_COLUMNS)
+    values = torch.empty(rows, parts, dtype=torch.float32, device=logits.device)
+    ids = torch.empty(rows, parts, dtype=torch.int32, device=logits.device)
     found = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    _best_of_run[(rows, runs)](logits, values, ids, vocab, logits.stride(0), width=BEST_COLUMNS)
-    _best_of_runs[(rows,)](values, ids, found, runs, width=triton.next_power_of_2(runs))
+    _best_of_part[(rows, parts)](logits, values, ids, vocab, logits.stride(0), width=BEST_COLUMNS)
+    _best_of_parts[(rows,)](values, ids, found, parts, width=triton.next_power_of_2(parts))
     return found

@@ -108,7 +108,7 @@ def _biases(
     counts = [len(pairs) for pairs in biased]
     if not any(counts):
         return None
-    # Flattened by itertools: there may be 300 biases in every row of every step.
+    # Flattened by itertools, as there may be 300 biases in every row of every step.
     flat = np.array(list(chain.from_iterable(chain.from_iterable(biased)))).reshape(-1, 2)
     return Biases(
         rows=to_device(np.repeat(np.array(rows, dtype=np.int64), counts), device),
@@ -118,7 +118,7 @@ def _biases(
 
 
 def _masks(params: Sampling, generated: int) -> tuple[tuple[int, float], ...]:
-    """Return masks of the tokens that the row must not sample yet."""
+    """Return biases of minus infinity for the tokens that the row must not sample yet."""
     if generated >= params.masked_tokens:
         return ()
     return tuple((id, float("-inf")) for id in params.masked_ids)
@@ -158,6 +158,7 @@ def _watermarks(
     rows = [row for row, p in enumerate(params) if p.watermark]
     if not rows:
         return None
+    # Read on the device: the step that samples this token may still be in flight.
     newest = to_device(history.targets[rows] - 1, device)
     return Watermarks(ints(rows, device), history.buffer[newest])
 
@@ -193,7 +194,7 @@ def adjust(logits: Tensor, changes: Adjustments) -> Tensor:
 
 
 def _allow(logits: Tensor, allowed: Allowed) -> None:
-    """Mask in place the tokens that the rows' grammars do not allow."""
+    """Mask the tokens that the rows' grammars do not allow; changes `logits`."""
     bits = torch.arange(8, dtype=torch.uint8, device=logits.device)
     # By bytes, not words: the unpacked bits then take one byte a token instead of four.
     barred = (((allowed.words.view(torch.uint8)[:, :, None] >> bits) & 1) == 0).flatten(1)
@@ -203,7 +204,8 @@ def _allow(logits: Tensor, allowed: Allowed) -> None:
 
 
 def _bias(logits: Tensor, biases: Biases) -> None:
-    """Add the biases in place; ids beyond the vocabulary are ignored."""
+    """Add the biases to `logits`; ids beyond the vocabulary are ignored."""
+    # Ignored on the device, as adding 0: a mask of ids would make the host wait for its size.
     last = logits.shape[-1] - 1
     values = biases.values.masked_fill(biases.ids > last, 0.0)
     logits.index_put_((biases.rows, biases.ids.clamp(max=last)), values, accumulate=True)
@@ -226,7 +228,10 @@ def _penalise(logits: Tensor, penalties: Penalties) -> Tensor:
 
 
 def _window(penalties: Penalties, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Return each row's tokens, filled up with vocab_size, and which are output: [p, longest]."""
+    """Return each row's tokens, padded with vocab_size, and which are output: [p, longest].
+
+    vocab_size is a column of its own in `_counts`, which is dropped.
+    """
     positions = torch.arange(penalties.longest, device=penalties.buffer.device)
     own = positions < penalties.lengths[:, None]
     at = (penalties.starts[:, None] + positions).clamp(max=len(penalties.buffer) - 1)

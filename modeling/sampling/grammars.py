@@ -1,6 +1,6 @@
 """Structured output: llguidance computes which tokens a JSON schema or a grammar allows next.
 
-A matcher must know every token of an answer before it allows the next. The step's forward pass does
+A matcher must know every token of an output before it allows the next. The step's forward pass does
 not need the masks, so they are computed after its launch, while the device computes: they wait only
 for the end of the step before, as the next plan does anyway. Matchers are prepared beside the
 steps, before their requests join.
@@ -32,7 +32,7 @@ _MOST_THREADS = 8
 
 
 class _Samples:
-    """The tokens that one step sampled, on their way to the host."""
+    """The tokens that one step sampled, while they are copied to the host."""
 
     def __init__(self, tokens: Tensor) -> None:
         self._copy = HostCopy([tokens])
@@ -46,7 +46,7 @@ class _Samples:
 
 
 @dataclass
-class _Answer:
+class _SlotMatcher:
     """One batch slot's matcher, and the tokens that it has not consumed yet.
 
     number: the key under which the matcher was prepared.
@@ -70,8 +70,8 @@ class _Answer:
 class Grammars:
     """The matchers of all batch slots of one rank; all ranks get the same calls and results.
 
-    Copies of a matcher share its lexer and its caches: what one has computed is cheaper for the
-    next. So copies are run one after the other, in the order of the rows. Then the cost that counts
+    Copies of a matcher share its lexer and its caches: what one copy has computed is cheap for the
+    next one. So copies run one after the other, in the order of the rows: then the cost that counts
     against their limits is the same on every rank.
     """
 
@@ -79,7 +79,7 @@ class Grammars:
         """Start to read the tokenizer in the model's folder, if llguidance is installed."""
         self._folder = folder
         self._vocab_size = vocab_size
-        self._matchers: dict[int, _Answer] = {}
+        self._matchers: dict[int, _SlotMatcher] = {}
         self._prepared: dict[int, LLMatcher] = {}
         self._faults: dict[int, str] = {}
         self._tokenizer: Future[LLTokenizer] | None = None
@@ -96,11 +96,12 @@ class Grammars:
         for each in gone:
             self._prepared.pop(each, None)
         if self._tokenizer is None:
-            return f"the ranks cannot hold answers to anything: {INSTALL}"
+            return f"the ranks cannot follow constraints: {INSTALL}"
         try:
             matcher = matcher_of(self._tokenizer.result(), constraint)
         except ValueError as error:
-            return f"the answer cannot be held to its constraint: {reason(str(error))}"
+            return f"the constraint cannot be followed: {reason(str(error))}"
+        # On a copy, which shares its caches with the matcher and is then discarded.
         first = matcher.deep_copy()
         first.compute_bitmask()
         if first.is_error():
@@ -109,7 +110,7 @@ class Grammars:
         return ""
 
     def join(self, slot: int, number: int, known: Sequence[int] = ()) -> None:
-        """Start a batch slot's answer after its `known` tokens, with the prepared matcher `number`.
+        """Start a batch slot's output after its `known` tokens, with the prepared matcher `number`.
 
         Number -1: only remove the slot's matcher.
         """
@@ -117,10 +118,10 @@ class Grammars:
         if number >= 0:
             prepared = self._prepared.get(number)
             own = prepared.deep_copy() if prepared is not None else None
-            self._matchers[slot] = _Answer(number, own, list(known))
+            self._matchers[slot] = _SlotMatcher(number, own, list(known))
 
     def take_faults(self, slots: Sequence[int]) -> list[tuple[int, str]] | None:
-        """Take (index in `slots`, reason) of answers whose matchers failed since the last call."""
+        """Take (index in `slots`, reason) of matchers that failed since the last call."""
         if not self._faults:
             return None
         faults, self._faults = self._faults, {}
@@ -138,10 +139,11 @@ class Grammars:
     def masks(self, slots: Sequence[int], device: torch.device) -> Tensor:
         """Return which tokens these batch slots may sample next: int32 [n, words], a bit a token.
 
-        Waits for their tokens of earlier steps, but not for work queued since. After an answer's
+        Waits for their tokens of earlier steps, but not for work queued since. After an output's
         end, and after a fault that `take_faults` reports, only end tokens are allowed.
         """
         shape = (len(slots), -(-self._vocab_size // 32))
+        # Pinned, or this thread would wait for all queued steps in the copy at the end.
         words = torch.empty(shape, dtype=torch.int32, pin_memory=device.type == "cuda")
         host: npt.NDArray[np.int32] = words.numpy()
         following = []
@@ -149,16 +151,16 @@ class Grammars:
             matcher = self._accepted(slot)
             if matcher is not None:
                 following.append((matcher, row))
-        self._fill(following, [self._matchers[slots[row]].number for _, row in following], host)
+        self._compute(following, [self._matchers[slots[row]].number for _, row in following], host)
         for matcher, row in following:
             if matcher.is_error():
                 self._faults[slots[row]] = _too_much(matcher)
         for row, slot in enumerate(slots):
             if slot in self._faults:
-                host[row] = self._nothing_more()
+                host[row] = self._only_end_tokens()
         return words.to(device, non_blocking=True)
 
-    def _fill(
+    def _compute(
         self,
         following: list[tuple["LLMatcher", int]],
         numbers: list[int],
@@ -182,29 +184,27 @@ class Grammars:
 
     def _accepted(self, slot: int) -> "LLMatcher | None":
         """Return a batch slot's matcher after all its tokens; None, with a fault, if it failed."""
-        answer = self._matchers.get(slot)
-        if answer is None or answer.matcher is None:
-            self._faults[slot] = "the answer's constraint was not prepared"
+        state = self._matchers.get(slot)
+        if state is None or state.matcher is None:
+            self._faults[slot] = "the constraint was not prepared"
             return None
-        # A step that was planned ahead may sample tokens beyond an answer's end; they are dropped.
-        tokens = answer.pending()
-        if tokens and not answer.matcher.is_stopped():
-            answer.matcher.consume_tokens(tokens)
-        if answer.matcher.is_error():
-            self._faults[slot] = _too_much(answer.matcher)
+        # A step that was planned ahead may sample tokens beyond an output's end; they are dropped.
+        tokens = state.pending()
+        if tokens and not state.matcher.is_stopped():
+            state.matcher.consume_tokens(tokens)
+        if state.matcher.is_error():
+            self._faults[slot] = _too_much(state.matcher)
             return None
-        return answer.matcher
+        return state.matcher
 
-    def _nothing_more(self) -> npt.NDArray[np.int32]:
-        """Return a mask that allows only the tokens that end an answer."""
+    def _only_end_tokens(self) -> npt.NDArray[np.int32]:
+        """Return a mask that allows only the tokens that end an output."""
         bits = np.zeros(-(-self._vocab_size // 32), dtype=np.uint32)
-        for end in self._ends():
-            bits[end // 32] |= np.uint32(1 << (end % 32))
+        for end in end_ids(self._folder()):
+            if end < self._vocab_size:
+                bits[end // 32] |= np.uint32(1 << (end % 32))
         return bits.view(np.int32)
-
-    def _ends(self) -> list[int]:
-        return [end for end in end_ids(self._folder()) if end < self._vocab_size]
 
 
 def _too_much(matcher: "LLMatcher") -> str:
-    return f"the answer cannot be held to its constraint any further: {reason(matcher.get_error())}"
+    return f"the constraint cannot be followed any further: {reason(matcher.get_error())}"

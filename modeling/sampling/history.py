@@ -1,4 +1,4 @@
-"""TokenHistory: the sampling rows' tokens on the device, where the newest may only be."""
+"""TokenHistory: the sampling rows' tokens on the device; the host may not have the newest yet."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -40,7 +40,7 @@ def exponential_noise(keys: Tensor, vocab_size: int) -> Tensor:
     h = vocabulary_hash(keys, vocab_size).to(torch.float32)
     # Signed to unsigned. A small h, where the smallest noise lives, stays exact in float32.
     v = (torch.where(h < 0, h + 2.0**32, h) + 0.5) * 2.0**-32
-    # float32 rounds the last v to 1, whose noise would be infinite.
+    # float32 rounds the largest v to 1, and log1p(-1) is infinite.
     return -torch.log1p(-v.clamp_(max=1 - 2.0**-24))
 
 
@@ -50,6 +50,7 @@ def vocabulary_hash(keys: Tensor, vocab_size: int) -> Tensor:
     Two rounds of lowbias32 (C. Wellons' hash prospector), keyed before each.
     """
     ids = torch.arange(vocab_size, dtype=torch.int32, device=keys.device)
+    # Overflow of int32 wraps on every device, as lowbias32 wants it of unsigned words.
     h = (ids * _signed(0x9E3779B1))[None, :] ^ keys[:, :1]
     for round_key in (keys[:, 1:], None):
         h = (h ^ _shift(h, 16)) * _signed(0x21F0AAAD)

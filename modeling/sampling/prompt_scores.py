@@ -18,7 +18,7 @@ from modeling.sampling.sampler import LogprobTensors, logprobs_of
 from modeling.transfer import to_device
 
 SLICE_BYTES = 64 * 2**20
-"""Float32 logits that are computed at once."""
+"""Bytes of float32 logits that are computed at once."""
 
 Ints = npt.NDArray[np.int64]
 
@@ -141,6 +141,7 @@ class PromptReader:
         parts = []
         for first in range(0, len(at), self._slice):
             cut = slice(first, first + self._slice)
+            # Every rank makes the same slices: the head gathers logits from all of them.
             logits = head(hidden[hidden_at[cut]], at[cut])
             parts.append(logprobs_of(logits, tokens[cut], num_top))
         return joined(parts)
@@ -150,6 +151,7 @@ class PromptReader:
         states = hidden[row.at : row.at + row.end - row.start]
         if row.sampling.pooling is Pooling.LAST:
             return states[-1].float() if row.completes else None
+        # In float32: chunks of any size then give nearly the same mean.
         total = states.float().sum(dim=0)
         # The slot may still have the sum of a request that ended before its embedding was complete.
         before = self._sums.pop(row.batch_slot, None)

@@ -41,6 +41,7 @@ def sample_tokens(logits: Tensor, sampling: SamplingTensors) -> SampledStep:
     tokens = adjusted.argmax(dim=-1)
     random = sampling.random
     if random is not None:
+        # In float32 whatever the model's type: rounding would undo small differences of the noise.
         tokens[random.rows] = _sample(adjusted[random.rows].float(), random)
     if sampling.num_top < 0:
         return SampledStep(tokens, None)
@@ -57,6 +58,7 @@ def _sample(logits: Tensor, random: RandomRows) -> Tensor:
     filtered = random.filtered
     if filtered is not None:
         warped[filtered.rows] = drop_tokens(warped[filtered.rows], filtered)
+    # Noise of all tokens, kept or not: a token's noise must not depend on the filters.
     noise = exponential_noise(random.keys, logits.shape[-1])
     return (warped - noise.log()).argmax(dim=-1)
 

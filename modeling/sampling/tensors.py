@@ -1,4 +1,4 @@
-"""A step's sampling parameters as tensors; None where no row needs them, to skip the work."""
+"""A step's sampling parameters as tensors; None where no row needs them, which skips the work."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -85,6 +85,7 @@ def keep_best(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Ten
     top_p: float [n], 1 is off. Tokens are kept, best first, until their probability reaches
     top_p; the one that crosses is kept.
     """
+    # Stable: equal logits keep the order of their ids on every rank.
     ordered, ids = logits.sort(dim=-1, descending=True, stable=True)
     kept = torch.ones_like(ordered, dtype=torch.bool)
     if top_k is not None:
@@ -103,13 +104,13 @@ def keep_likely(logits: Tensor, min_p: Tensor) -> Tensor:
 
 
 def keep_typical(logits: Tensor, typical_p: Tensor) -> Tensor:
-    """Drop all but the tokens whose surprise is nearest to the mean of it, the entropy.
+    """Keep the tokens with a surprise (-logprob) nearest to its mean, the entropy.
 
     typical_p: float [n], 1 is off. Tokens are kept, nearest first, until their probability
     reaches typical_p; the one that crosses is kept (Meister et al., TACL 2023).
     """
     logprobs = logits.log_softmax(dim=-1)
-    # What is dropped already has no probability and no part in the mean.
+    # Tokens that other filters dropped have probability 0, and 0 times infinity would be NaN.
     parts = (-logprobs * logprobs.exp()).masked_fill(logprobs == float("-inf"), 0.0)
     entropy = (parts * FIXED_POINT).round().to(torch.int64).sum(dim=-1, keepdim=True) / FIXED_POINT
     distance = (logprobs + entropy).abs()

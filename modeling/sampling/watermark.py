@@ -18,7 +18,7 @@ GREEN_BONUS = 2.0
 """The number added to green logits: LoRAX's delta."""
 
 KEY = 15485863
-"""The watermark's own key: LoRAX's, the millionth prime."""
+"""The watermark's key: LoRAX's, the millionth prime."""
 
 
 def green(previous: Tensor, vocab_size: int) -> Tensor:

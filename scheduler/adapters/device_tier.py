@@ -17,7 +17,10 @@ from scheduler.adapters.resident import Resident
 
 
 class DeviceTier:
-    """Loaded adapters in the order of their last admission."""
+    """Loaded adapters in the order of their last admission.
+
+    reserved: the adapter that others make room for, and admit nothing meanwhile.
+    """
 
     def __init__(self, capacity: Capacity) -> None:
         num_projections = len(capacity.projections)
@@ -26,14 +29,9 @@ class DeviceTier:
         self._loaded: OrderedDict[AdapterKey, Resident] = OrderedDict()
         self._idle_slots = 0
         self._idle_pages = [0] * num_projections
-        self._reserved: AdapterKey | None = None
+        self.reserved: AdapterKey | None = None
         self._closed: set[AdapterKey] = set()
         self._reopened: list[AdapterKey] = []
-
-    @property
-    def reserved(self) -> AdapterKey | None:
-        """The adapter that others make room for, and admit nothing meanwhile."""
-        return self._reserved
 
     @property
     def num_loaded(self) -> int:
@@ -57,7 +55,7 @@ class DeviceTier:
     def has_room(self, resident: Resident) -> bool:
         """Whether the adapter could be loaded now, into free or idle slots and pages."""
         assert resident.shape is not None
-        if self._reserved not in (None, resident.key):
+        if self.reserved not in (None, resident.key):
             return False
         return self._pages.fits(resident.shape.num_pages, self._idle_slots, self._idle_pages)
 
@@ -73,7 +71,7 @@ class DeviceTier:
             evicted.append(victim)
         resident.slot, resident.pages = self._pages.allocate(resident.shape.num_pages)
         self._loaded[resident.key] = resident
-        if resident.key == self._reserved:
+        if resident.key == self.reserved:
             self.end_reservation()
         return evicted
 
@@ -101,7 +99,7 @@ class DeviceTier:
         closed only for an adapter that could never be loaded beside the pinned ones. Nothing is
         closed while that would have to include an adapter whose first admission is due.
         """
-        assert self._reserved is None, self._reserved
+        assert self.reserved is None, self.reserved
         assert resident.shape is not None
         loaded = sorted(self._loaded.values(), key=lambda r: r.pinned)
         unpinned = [other for other in loaded if not other.pinned]
@@ -114,14 +112,14 @@ class DeviceTier:
         closed = self._to_close(resident, others)
         if closed is None:
             return
-        self._reserved = resident.key
+        self.reserved = resident.key
         self._closed = {other.key for other in closed}
         for other in closed:
             self.refresh(other)
 
     def end_reservation(self) -> None:
         """Adapters that were closed and are still loaded admit again."""
-        closed, self._closed, self._reserved = self._closed, set(), None
+        closed, self._closed, self.reserved = self._closed, set(), None
         for key in sorted(closed):
             if key in self._loaded:
                 self.refresh(self._loaded[key])

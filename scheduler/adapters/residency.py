@@ -199,7 +199,7 @@ class Residency:
         self.host.staged(resident)
         _count(self._staged, resident)
         failure = self._too_large(shape)
-        if failure is not None:
+        if failure is not None:  # Unpinned first, or the pin would have it staged again.
             self._unpin(resident)
             self.host.discard(resident)
         self._update(resident)
@@ -265,7 +265,7 @@ class Residency:
 
     def load_pins(self, step: StepBuilder) -> None:
         """Load staged pinned adapters that have room, without waiting for a request."""
-        for key in list(self._unloaded_pins):
+        for key in list(self._unloaded_pins):  # `load` removes entries.
             if step.may_load and self.readiness(key) is AdapterReadiness.CAN_LOAD:
                 self.load(key, step)
 

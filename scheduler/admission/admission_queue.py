@@ -69,14 +69,12 @@ class AdmissionQueue:
     ) -> None:
         """Go on under other shares."""
         self.rate_limits.replace(base, default, own)
-        self.queues.update_shares()
-        self.update_all()
+        self._update_shares()
 
     def set_share(self, key: AdapterKey, share: AdapterShare) -> None:
         """Give one adapter a share of its own."""
         self.rate_limits.set_share(key, share)
-        self.queues.update_shares()
-        self.update_all()
+        self._update_shares()
 
     def register(self, request: Request) -> None:
         """Count a new request before it is queued."""
@@ -175,6 +173,7 @@ class AdmissionQueue:
 
         A load begins before its queue is next, and no step waits for it.
         """
+        # Adapters that were closed for an ended reservation admit again, if still loaded.
         for key in self._residency.device.take_reopened():
             self.update(key)
         pending = self._pending_loads()
@@ -202,6 +201,7 @@ class AdmissionQueue:
             state = self._state_of(request.adapter)
             if state is QueueState.ADMITS:
                 return request
+            # Its adapter was evicted or reached a limit since the queue entered the round.
             self._enter(request.adapter, state)
         return None
 
@@ -235,12 +235,7 @@ class AdmissionQueue:
         self.rate_limits.reset()
         for key in self.queues.keys:
             self.queues.enter(key, QueueState.WAITS_FOR_BYTES)
-        self.update(None)
-
-    def update_all(self) -> None:
-        """Look again at every queue."""
-        for key in self.queues.keys:
-            self.update(key)
+        self.update(None)  # The base model needs no adapter: its queue admits at once.
 
     def update(self, key: QueueKey) -> None:
         """Look again at what a queue waits for.
@@ -258,6 +253,11 @@ class AdmissionQueue:
         charged = Counter(key for request in running for key in request.charged_adapters)
         merges = Counter(request.adapter for request in alive if request.parts)
         self.rate_limits.check(charged, merges)
+
+    def _update_shares(self) -> None:
+        self.queues.update_shares()
+        for key in self.queues.keys:
+            self.update(key)
 
     def _state_of(self, key: QueueKey) -> QueueState:
         """What the queue waits for now."""

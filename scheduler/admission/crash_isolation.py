@@ -39,16 +39,13 @@ class CrashIsolation:
 
     def __len__(self) -> int:
         """How many requests wait, held back or not."""
-        return (
-            len(self._admission.queues)
-            + len(self._admission.waiting_for_matcher)
-            + len(self._held_back)
-        )
+        admission = self._admission
+        held = len(self._held_back) + len(admission.waiting_for_matcher)
+        return len(admission.queues) + held
 
     def __iter__(self) -> Iterator[Request]:
         """All waiting requests."""
-        yield from self._admission.queues
-        yield from self._admission.waiting_for_matcher.values()
+        yield from self._admission.waiting
         yield from self._held_back.values()
 
     @property
@@ -86,12 +83,12 @@ class CrashIsolation:
         loaded. If that involves no request, any of those that waited may be the cause. Returns the
         requests that must end by the loss.
         """
+        # Taken before the queues change below.
         waited = list(self._admission.queues)
         involved = [each for key in moved for each in self._admission.queues.waiting_for(key)]
         involved += [request for request in ran if request.in_flight]
-        involved += (
-            self._admission.waiting_for_matcher.values()
-        )  # The ranks were preparing their matchers.
+        # The ranks were preparing the matchers of these.
+        involved += self._admission.waiting_for_matcher.values()
         for request in self._admission.release_for_matcher():
             self.enqueue(request)
             self._admission.end_hold(request)
@@ -145,7 +142,7 @@ class CrashIsolation:
         self.active = self._admission.rate_limits.ignores_rates = True
         for request in list(self._admission.queues):
             self._hold_back(request)
-        # Members of the lost group that were not involved in the loss run after the two halves.
+        # Members of the lost group that were not involved in the loss run after these two groups.
         middle = (len(isolated) + 1) // 2
         for group in (others, isolated[middle:], isolated[:middle]):
             self._next_groups.appendleft(group)

@@ -165,6 +165,7 @@ class RateLimits:
         """
         merge = self._merges.get(key)
         if merge is not None:
+            # A list, not a generator: each part in debt must enter the heap.
             return any([self.is_over_limit(part, now) for part in merge.parts])
         share = self.share_of(key)
         most = share.max_concurrent
@@ -238,7 +239,7 @@ class RateLimits:
         return self._last_admissions.get(key, 0)
 
     def _clear_debts(self) -> None:
-        """Forget when debts end: that was computed from old rates, and is asked again."""
+        """Forget when debts end: that was computed from old rates; `is_over_limit` does it anew."""
         self._in_debt.clear()
         self._debts_end.clear()
 

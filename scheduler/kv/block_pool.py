@@ -37,7 +37,7 @@ class BlockPool:
     def share(self, blocks: Iterable[int]) -> None:
         """Hold blocks once more; idle ones are in use again with their content."""
         for block in blocks:
-            if self._refs[block] == 0:
+            if self._refs[block] == 0:  # Idle until now: it must not be evicted any more.
                 del self._idle[block]
             self._refs[block] += 1
 

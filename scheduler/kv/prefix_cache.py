@@ -75,6 +75,7 @@ class PrefixCache:
         """
         if not self.enabled or request.awaits_report:
             return []
+        # The last token is computed in any case: its logits give the next one.
         limit = (len(request.tokens) - 1) // self.block_size
         found = []
         for digest in extend_chain(request, limit, self.block_size)[:limit]:

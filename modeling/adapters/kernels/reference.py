@@ -1,7 +1,7 @@
 """The multi-adapter product in plain torch: the CPU path, and the reference of other kernels.
 
 It computes in x's type, as PEFT does once its weights are cast to the model's: in half
-precision x A^T is rounded to half before it meets Bt.
+precision x A^T is rounded before it is multiplied by Bt.
 """
 
 from collections.abc import Sequence
@@ -27,11 +27,11 @@ class ReferenceBatch:
     def product(
         self, y: Tensor, x: Tensor, weight: Tensor, layer: int, targets: tuple[OutputSlice, ...]
     ) -> None:
-        """Is never called."""
+        """Is never called: `has_product` returns False."""
         raise NotImplementedError
 
     def add(self, y: Tensor, x: Tensor, layer: int, targets: tuple[OutputSlice, ...]) -> None:
-        """Add the deltas of `targets` at `layer` into y [tokens, out] in place; x: [tokens, in].
+        """Add the deltas of `targets` at `layer` to y [tokens, out]; x: [tokens, in].
 
         y[t, o + j] += sum_r (sum_i x[t, i] * A[r, i]) * Bt[r, j], r below the true rank.
         """
@@ -44,6 +44,7 @@ class ReferenceBatch:
             for target in wanted:
                 factors = group.adapter.factors(target.projection, layer)
                 part = y[:, target.offset : target.offset + factors.bt.shape[1]]
+                # One operation for tokens that lie together, as those of most steps do.
                 if isinstance(rows, slice):
                     part[rows].addmm_(inputs @ factors.a, factors.bt)
                 else:

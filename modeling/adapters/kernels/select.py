@@ -34,7 +34,8 @@ PlanBuilder = Callable[[AdapterBank, int], AdapterStepPlan]
 class KernelChoice:
     """The selected kernel.
 
-    name, reason: for logs. batch: builds a step's adapter data.
+    name, reason: for logs.
+    batch: builds a step's adapter data.
     plan: builds the buffers for CUDA graphs; None where the kernel cannot be captured.
     """
 

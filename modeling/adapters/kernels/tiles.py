@@ -13,9 +13,10 @@ def cut_tiles(of_token: Ints, size: int, max_tiles: int) -> tuple[Ints, int]:
     """Sort tokens by slot and cut them into tiles of up to `size` tokens of one slot.
 
     of_token: int32 [tokens], -1 for the base. Returns records int32 [max_tiles, HEADER + size],
-    filled up with -1, and the number of tiles, which each tile's record holds too.
+    padded with -1, and the number of tiles, which each tile's record holds too.
     """
     records = np.full((max_tiles, HEADER + size), -1, dtype=np.int32)
+    # Stable: a request's tokens stay together, as x holds them, so loads of a tile are contiguous.
     order = np.argsort(of_token, kind="stable")
     order = order[np.searchsorted(of_token[order], 0) :]
     slots, starts, counts = np.unique(of_token[order], return_index=True, return_counts=True)

@@ -10,9 +10,12 @@ ANY = 2**31 - 1
 
 @dataclass(frozen=True)
 class Blocks:
-    """How one kernel works: columns a program takes at once, its warps, stages, registers.
+    """How one kernel works.
 
-    stages: depth of the pipeline that loads ahead. registers: limit a thread; None: as needed.
+    columns: columns that a program takes at once.
+    warps: of a program.
+    stages: depth of the pipeline that loads ahead.
+    registers: limit for each thread; None: as many as the compiler wants.
     """
 
     columns: int
@@ -25,12 +28,15 @@ class Blocks:
 class Form:
     """The kernels' sizes for steps of up to `max_tokens` tokens.
 
-    tile_tokens: tokens of one adapter that a program serves. rank_rows: rank rows it takes at
-    once, a multiple of 16; more_rows: of an adapter that has more than those. splits: the most
-    parts that the shrink cuts x's width into, a power of two. programs: about how many of a launch
-    are enough, 16 for each multiprocessor: a captured launch must hold for the mix with the most
-    tiles, programs without work are not free, so beyond this number each takes several tiles in
-    turn. summed: whether the shrink adds its partial sums, or leaves that to the expand.
+    tile_tokens: tokens of one adapter that a program serves.
+    rank_rows: LoRA rank rows that a program takes at once, a multiple of 16.
+    splits: the most parts that the shrink cuts x's width into, a power of two.
+    shrink, expand: the two kernels.
+    programs: about how many of a launch are enough, 16 for each multiprocessor. A captured launch
+    must hold for the mix with the most tiles, and programs without work are not free: beyond this
+    number each takes several tiles.
+    summed: whether the shrink adds its partial sums, or leaves that to the expand.
+    more_rows: rank rows taken at once of an adapter that has more than `rank_rows`.
     """
 
     max_tokens: int
@@ -54,8 +60,8 @@ HALF = (
     Form(512, 8, 16, 8, Blocks(128, 2, 4), Blocks(256, 4, registers=80)),
     Form(ANY, 16, 16, 4, Blocks(128, 2, 4), Blocks(256, 4, registers=80), 4096, summed=True),
 )
-"""bfloat16 and float16. Small tiles while weights are the bytes, large ones when tokens are;
-never so large that the few tokens of a decode row beside a prompt leave most of theirs empty."""
+"""bfloat16 and float16. Small tiles while most of the bytes are weights, large ones when they are
+tokens; never so large that a decode row's few tokens leave most of a tile empty."""
 
 FLOAT32 = (
     Form(512, 16, 16, 8, Blocks(64, 4, 2), Blocks(64, 4)),

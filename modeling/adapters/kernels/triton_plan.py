@@ -38,9 +38,13 @@ MAX_TARGETS = 3
 class LaunchGroup:
     """Projections of one launch, padded to three by projections of width 0.
 
-    key: names the group among those of a plan. count: of projections. a, bt: their pools.
-    projections: their indices. outputs, offsets: columns of y. inputs: columns of x.
-    layers: of a pool.
+    key: the group's number among those of a plan.
+    count: projections, without padding.
+    a, bt: their pools.
+    projections: their indices.
+    outputs, offsets: how many columns of y each changes, from which one on.
+    inputs: columns of x.
+    layers: layers of a pool.
     """
 
     key: int
@@ -69,6 +73,7 @@ class TritonPlan:
         self.max_tokens = max_tokens
         device = bank.page_table.device
         widest = max(form.widest(bank.size.max_rank) for form in self.forms)
+        # Whole passes, so that a load past the true rank stays within its row of partial sums.
         self.max_rank = -(-bank.size.max_rank // widest) * widest
         self.dependent_launch = has_dependent_launch(device)
         self.shrink, self.expand = Launcher(shrink_kernel), Launcher(expand_kernel)
@@ -77,9 +82,11 @@ class TritonPlan:
         partials = max(form.splits * tokens for form, tokens in used)
         partials *= MAX_TARGETS * self.max_rank
         assert partials < 2**31, "kernels count partial sums in 32 bits"
+        # Addresses that captured launches keep: no buffer is ever allocated again.
         self.records = torch.full((records,), -1, dtype=torch.int32, device=device)
         self.partials = torch.empty(partials, dtype=torch.float32, device=device)
         self.sums = torch.empty(MAX_SUMS, dtype=torch.float32, device=device)
+        # Counters must be 0 before a launch; the last program to arrive sets them back.
         self.arrived = torch.zeros(MAX_BLOCKS, dtype=torch.int32, device=device)
         most_tiles = max(self.max_tiles(tokens) for _, tokens in used)
         self.summed = torch.zeros(MAX_TARGETS, most_tiles, dtype=torch.int32, device=device)
@@ -124,7 +131,7 @@ class TritonPlan:
         return found
 
     def _used_forms(self) -> list[tuple[Form, int]]:
-        """Each form that steps may take, with the most tokens of such a step."""
+        """Return each form that steps may take, with the most tokens of such a step."""
         used = []
         smaller = 0
         for form in self.forms:
@@ -171,7 +178,7 @@ class TritonBatch:
     def product(
         self, y: Tensor, x: Tensor, weight: Tensor, layer: int, targets: tuple[OutputSlice, ...]
     ) -> None:
-        """Compute y = x W^T and the shrink of the next `add`, in one launch.
+        """y = x W^T, and the shrink of the next `add`, in one launch.
 
         x: [tokens, in], weight: [out, in], y: [tokens, out].
         """
@@ -182,45 +189,26 @@ class TritonBatch:
         blocks, tile_programs = self._grid(group.count * num_splits)
         shares = form.splits(weight.shape[0])
         programs = blocks * tile_programs + -(-weight.shape[0] // form.outputs) * shares
+        # fmt: off
         product_kernel[(programs,)](
             *_tiles(form, weight, x),
-            x,
-            weight,
-            y,
-            self._plan.sums,
-            self._plan.arrived,
-            self._num_tokens,
-            weight.shape[0],
-            y.stride(0),
-            blocks * tile_programs,
-            tile_programs,
-            *group.a,
-            *self._tables,
-            *self._counters,
-            *group.projections,
-            layer,
-            x.stride(0),
-            split_width,
-            num_splits,
-            self._num_tokens,
-            INPUTS=group.inputs,
-            ROWS=form.rows,
-            BLOCK_N=form.outputs,
-            SHARES=shares,
-            PRODUCT_K=form.inputs,
-            AHEAD=AHEAD,
-            BULK=form.bulk,
-            LAYERS=group.layers,
-            BLOCK_K=form.shrink_columns,
-            num_warps=form.warps,
-            num_stages=form.stages,
-            **self._constants,
-            **self._launch,
+            x, weight, y,
+            self._plan.sums, self._plan.arrived,
+            self._num_tokens, weight.shape[0], y.stride(0),
+            blocks * tile_programs, tile_programs,
+            *group.a, *self._tables, *self._counters, *group.projections, layer,
+            x.stride(0), split_width, num_splits, self._num_tokens,
+            INPUTS=group.inputs, ROWS=form.rows, BLOCK_N=form.outputs, SHARES=shares,
+            PRODUCT_K=form.inputs, AHEAD=AHEAD, BULK=form.bulk,
+            LAYERS=group.layers, BLOCK_K=form.shrink_columns,
+            num_warps=form.warps, num_stages=form.stages,
+            **self._constants, **self._launch,
         )
+        # fmt: on
         self._started = group, num_splits
 
     def add(self, y: Tensor, x: Tensor, layer: int, targets: tuple[OutputSlice, ...]) -> None:
-        """Add the deltas of `targets` at `layer` into y [tokens, out] in place; x: [tokens, in].
+        """Add the deltas of `targets` at `layer` to y [tokens, out]; x: [tokens, in].
 
         y[t, o + j] += sum_r (sum_i x[t, i] * A[r, i]) * Bt[r, j], r below the true rank.
         """
@@ -228,6 +216,7 @@ class TritonBatch:
         assert x.stride(1) == y.stride(1) == 1, (x.stride(), y.stride())
         if self._num_tiles == 0:
             return
+        # `product` was called for the same targets and has left the partial sums.
         if self._started is not None:
             self._expand(y, layer, *self._started)
             self._started = None
@@ -241,45 +230,33 @@ class TritonBatch:
         return num_blocks, min(self._num_tiles, -(-self._form.programs // num_blocks))
 
     def _shrink(self, x: Tensor, layer: int, group: LaunchGroup) -> int:
-        """Compute the partial sums of x A^T and return their number of splits."""
+        """s[p, r] = sum_i x[token(p), i] A[row(p, r), i], as partial sums; returns their number."""
         blocks = self._form.shrink
         splits = self._constants["SPLITS"]
         split_width, num_splits = _split(group.inputs, blocks.columns, splits)
+        # fmt: off
         arguments = (
-            x,
-            *group.a,
-            *self._tables,
-            *self._counters,
-            *group.projections,
-            layer,
-            group.inputs,
-            x.stride(0),
-            split_width,
-            num_splits,
-            self._num_tokens,
+            x, *group.a, *self._tables, *self._counters, *group.projections, layer,
+            group.inputs, x.stride(0), split_width, num_splits, self._num_tokens,
         )
+        # fmt: on
         constants = {"LAYERS": group.layers, "BLOCK_K": blocks.columns, **self._constants}
         grid = self._grid(group.count * num_splits)
+        # All that Triton compiles the kernel for; see Launcher.
         key = (*self._key, group.key, x.dtype, x.stride(0), aligned(x))
         self._plan.shrink(key, grid, arguments, constants, self._options(blocks))
         return num_splits
 
     def _expand(self, y: Tensor, layer: int, group: LaunchGroup, num_splits: int) -> None:
-        """Add the partial sums, times Bt, into y."""
+        """y[token(p), o + j] += sum_r s[p, r] Bt[row(p, r), j], s the sum of the partial sums."""
         blocks = self._form.expand
         num_blocks = sum(-(-width // blocks.columns) for width in group.outputs)
+        # fmt: off
         arguments = (
-            y,
-            *group.bt,
-            *self._tables,
-            *group.projections,
-            layer,
-            *group.outputs,
-            *group.offsets,
-            y.stride(0),
-            num_splits,
-            self._num_tokens,
+            y, *group.bt, *self._tables, *group.projections, layer,
+            *group.outputs, *group.offsets, y.stride(0), num_splits, self._num_tokens,
         )
+        # fmt: on
         constants = {"LAYERS": group.layers, "BLOCK_N": blocks.columns, **self._constants}
         key = (*self._key, group.key, y.dtype, y.stride(0), aligned(y))
         grid = self._grid(num_blocks)
@@ -309,6 +286,7 @@ def _group(bank: AdapterBank, targets: tuple[OutputSlice, ...], key: int) -> Lau
     inputs = {bank.projections[index].local_inputs for index in indices}
     assert len(layers) == len(inputs) == 1, f"projections of one x differ: {indices}"
     padding = MAX_TARGETS - len(targets)
+    # Padded targets repeat the last pool; no program is launched for them.
     padded = indices + indices[-1:] * padding
     return LaunchGroup(
         key=key,

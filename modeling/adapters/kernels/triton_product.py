@@ -26,11 +26,13 @@ from modeling.adapters.kernels.triton_shrink import UNSPECIALIZED, shrink_tiles
 class ProductForm:
     """How a product of up to `rows` rows is cut.
 
-    outputs, inputs: of a tile of W. bulk: whether tiles come by the bulk tensor copy engine, which
-    pays when a tile of x is about as many bytes as one of W. blocks: about how many programs share
-    the product: a matrix of fewer blocks of outputs is split along its inputs, into at most eight.
-    shrink_splits, shrink_columns: as in Form and Blocks; every program of the launch has the same
-    warps and stages.
+    outputs, inputs: of a tile of W.
+    warps, stages: of every program of the launch, those of the shrink included.
+    bulk: whether tiles come by the bulk tensor copy engine, which pays when a tile of x is about as
+    many bytes as one of W.
+    blocks: about how many programs share the product. A matrix of fewer blocks of outputs is split
+    along its inputs, into at most eight shares.
+    shrink_splits, shrink_columns: as in Form and Blocks.
     """
 
     rows: int

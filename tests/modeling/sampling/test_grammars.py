@@ -167,14 +167,14 @@ def test_what_was_not_prepared_ends_at_once_and_stops_nobody(tmp_path: Path) -> 
     assert "cannot" in none.prepare(0, PERSON) or "tokenizer" in none.prepare(0, PERSON)
     none.join(5, 0)
     assert none.masks([5], CPU).tolist() == [[1 << 3, 1 << 5]]
-    assert none.take_faults([4, 5]) == [(1, "the answer's constraint was not prepared")]
+    assert none.take_faults([4, 5]) == [(1, "the constraint was not prepared")]
     assert none.take_faults([4, 5]) is None
 
 
 def test_what_cannot_be_prepared_is_named(tmp_path: Path) -> None:
     ranks = Ranks(tmp_path, [])
     fault = ranks.grammars.prepare(0, "start: other")
-    assert fault.startswith("the answer cannot be held to its constraint: ")
+    assert fault.startswith("the constraint cannot be followed: ")
     ranks.grammars.join(0, 0)
     ranks.grammars.masks([0], CPU)
     assert ranks.grammars.take_faults([0]) is not None
@@ -199,7 +199,7 @@ def test_an_answer_too_costly_to_follow_ends_and_no_other(tmp_path: Path) -> Non
             break
     [(row, fault)] = told
     assert row == 2
-    assert fault.startswith("the answer cannot be held to its constraint any further: ")
+    assert fault.startswith("the constraint cannot be followed any further: ")
 
 
 def test_ranks_meet_limits_at_the_same_token(tmp_path: Path) -> None:
