@@ -17,7 +17,7 @@ VOCABULARY = 11
 
 @dataclass(frozen=True)
 class Arrive:
-    """A request comes; the ingress will match a stop string at `stop_at`, `late` turns later.
+    """A request comes; the ingress will match a stop string at `stop_at`, `late` ticks later.
 
     scored, pooled: whether its prompt's logprobs are asked for, and whether it is an embedding's.
     constraint: what its answer is held to.
@@ -42,7 +42,7 @@ class Cancel:
 
 
 @dataclass(frozen=True)
-class Turns:
+class Ticks:
     """The loop goes round `count` times."""
 
     count: int
@@ -82,16 +82,16 @@ class Reshare:
     shares: dict[AdapterKey | None, AdapterShare]
 
 
-Action = Arrive | Cancel | Turns | LoseGroup | Pin | Unload | Want | Reshare
+Action = Arrive | Cancel | Ticks | LoseGroup | Pin | Unload | Want | Reshare
 
 
 @dataclass(frozen=True)
 class Story:
     """A server and what happens to it.
 
-    shapes: what each adapter takes. failing: adapters whose first staging fails. delays: turns
-    that staging takes, per adapter. copies: turns that a fill takes beyond the first, likewise.
-    shares: what each may take at first. merges: adapters that are made of others. making: turns
+    shapes: what each adapter takes. failing: adapters whose first staging fails. delays: ticks
+    that staging takes, per adapter. copies: ticks that a fill takes beyond the first, likewise.
+    shares: what each may take at first. merges: adapters that are made of others. making: ticks
     that a matcher takes. wear: after how many tokens one's lexer meets its limits.
     """
 
@@ -233,7 +233,7 @@ def stories(draw: st.DrawFn, num_adapters: int = 5, max_actions: int = 30) -> St
         Arrive, prompt=prompts(), stopping=st.just(Stopping(0)), adapter=adapters,
         scored=st.booleans(), pooled=st.just(True),
     )  # fmt: skip
-    turns = st.builds(Turns, st.integers(1, 4))
+    ticks = st.builds(Ticks, st.integers(1, 4))
     rare = st.one_of(
         st.builds(Cancel, st.integers(0, 20)),
         st.builds(Pin, known, st.booleans()),
@@ -242,7 +242,7 @@ def stories(draw: st.DrawFn, num_adapters: int = 5, max_actions: int = 30) -> St
         st.builds(Want, known),
         st.builds(Reshare, adapter_shares(num_adapters)),
     )
-    action = st.one_of(arrive, arrive, arrive, arrive, embed, turns, rare)
+    action = st.one_of(arrive, arrive, arrive, arrive, embed, ticks, rare)
     num_actions = draw(st.integers(1, max_actions))  # A list of its own choice stays too short.
     return Story(
         capacity=draw(capacities()),

@@ -10,7 +10,7 @@ from modeling.transfer import LINE_BYTES, HostCopy, TransferBuffer, pack_to_devi
 CPU = torch.device("cpu")
 
 
-def test_packed_arrays_come_apart_again() -> None:
+def test_packed_arrays_are_separated_again() -> None:
     arrays: list[npt.NDArray[Any]] = [np.arange(n, dtype=np.int64) + n for n in (3, 0, 17, 16, 1)]
     arrays += [np.arange(6, dtype=np.int32).reshape(2, 3), np.zeros((2, 0), dtype=np.int32)]
     parts = pack_to_device(arrays, CPU)
@@ -25,7 +25,7 @@ def test_packing_follows_indices_and_not_memory() -> None:
     assert part.tolist() == transposed.tolist()
 
 
-def test_staging_takes_turns() -> None:
+def test_host_buffers_alternate() -> None:
     staging = TransferBuffer(8, CPU)
     turns = []
     for step in range(4):
@@ -43,7 +43,7 @@ def test_an_array_keeps_its_type_and_order() -> None:
     assert torch.equal(to_device(array.T, CPU), torch.tensor([[0, 3], [1, 4], [2, 5]]).int())
 
 
-def test_tensors_come_back() -> None:
+def test_tensors_are_copied_back() -> None:
     tensors = [torch.arange(3), torch.ones(2, 2)]
     assert all(map(torch.equal, HostCopy(tensors).wait(), tensors))
 
@@ -58,7 +58,7 @@ def test_a_copy_is_not_overwritten_by_a_later_step() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_turn_is_not_rewritten_before_it_was_read() -> None:
+def test_a_buffer_is_not_rewritten_before_it_was_read() -> None:
     staging = TransferBuffer(1 << 20, torch.device("cuda"))
     seen = []
     for step in range(60):

@@ -36,7 +36,7 @@ class Jit:
         return launch
 
 
-def test_a_key_is_compiled_once_and_its_constants_keep_their_places() -> None:
+def test_a_key_is_compiled_once_and_its_constants_keep_their_order() -> None:
     kernel = Jit()
     launch = Launcher(kernel)
     constants, options = {"PDL": True, "WIDTH": 8}, {"num_warps": 4}

@@ -104,7 +104,7 @@ def embedding(states: list[int]) -> bytes:
 
 
 @dataclass
-class Seat:
+class Occupant:
     """What a rank keeps at a place; known: how many tokens it joined with."""
 
     tokens: list[int]
@@ -134,7 +134,7 @@ class Seat:
 class Named:
     """What a plan in flight names."""
 
-    places: frozenset[int]
+    batch_slots: frozenset[int]
     blocks: frozenset[int]
     slots: frozenset[int]
 
@@ -146,12 +146,12 @@ class FakeRanks:
         self.capacity = capacity
         self.num_places = num_places
         self.epoch = epoch
-        self.seats: dict[int, Seat] = {}
+        self.occupants: dict[int, Occupant] = {}
         self.cache: dict[tuple[int, int], tuple[int, int]] = {}  # (block, offset): (state, step)
         self.host: dict[AdapterKey, AdapterShape] = {}
         self.slots: dict[int, tuple[AdapterKey, list[list[int]]]] = {}
-        self.owners: dict[tuple[int, int], int] = {}  # (projection, page): slot
-        self.filling: dict[AdapterKey, int] = {}  # slot
+        self.slot_of_page: dict[tuple[int, int], int] = {}  # (projection, page): slot
+        self.loading: dict[AdapterKey, int] = {}  # slot
         self.refused: set[AdapterKey] = set()  # keys that some rank had no room for
         # number: the texts whose continuation its lexer has seen; the same text adds no state.
         self.matchers: dict[int, set[tuple[int, ...]]] = {}
@@ -173,17 +173,17 @@ class FakeRanks:
             self.host[key] = shape
         return True
 
-    def placed(self, key: AdapterKey) -> None:
+    def loaded(self, key: AdapterKey) -> None:
         """The fill is done on all ranks, and the scheduler is told so next."""
-        del self.filling[key]
+        del self.loading[key]
 
     def execute(self, plan: StepPlan) -> StepResult:
         assert plan.epoch == self.epoch
         assert not plan.empty
         assert plan.step == self.last_step + 1 or self.last_step == 0
         self.last_step = plan.step
-        for fill in plan.loads:
-            self._fill(fill)
+        for load in plan.loads:
+            self._load(load)
         self._drop(plan)
         for join in plan.joins:
             self._join(join)
@@ -192,12 +192,12 @@ class FakeRanks:
             self._verify(row)
         faults = self._follow(plan)
         tokens, logprobs = self._compute(plan, dict(faults))
-        seats = [self.seats[row.batch_slot] for row in plan.rows]
+        occupants = [self.occupants[row.batch_slot] for row in plan.rows]
         self.in_flight.append(
             Named(
-                places=frozenset(row.batch_slot for row in plan.rows),
-                blocks=frozenset(block for seat in seats for block in seat.blocks),
-                slots=frozenset(seat.slot for seat in seats) - {-1},
+                batch_slots=frozenset(row.batch_slot for row in plan.rows),
+                blocks=frozenset(block for occupant in occupants for block in occupant.blocks),
+                slots=frozenset(occupant.slot for occupant in occupants) - {-1},
             )
         )
         reports = [self._report(i, row) for i, row in enumerate(plan.rows) if self._tells(row)]
@@ -208,41 +208,43 @@ class FakeRanks:
         self.in_flight.popleft()
         self.last_applied = plan.step
 
-    def _fill(self, fill: AdapterLoad) -> None:
-        assert fill.key in self.host, f"adapter {fill.key} is not staged"
-        assert 0 <= fill.slot < self.capacity.adapter_slots
-        assert [len(pages) for pages in fill.pages] == list(self.host[fill.key].num_pages)
-        assert fill.key not in self.filling, f"adapter {fill.key} is filled twice at once"
+    def _load(self, load: AdapterLoad) -> None:
+        assert load.key in self.host, f"adapter {load.key} is not staged"
+        assert 0 <= load.slot < self.capacity.adapter_slots
+        assert [len(pages) for pages in load.pages] == list(self.host[load.key].num_pages)
+        assert load.key not in self.loading, f"adapter {load.key} is filled twice at once"
         named = {slot for plan in self.in_flight for slot in plan.slots}
-        named |= set(self.filling.values())
-        assert fill.slot not in named, f"slot {fill.slot} is named by a plan in flight or filled"
-        self.filling[fill.key] = fill.slot
-        self.owners = {page: slot for page, slot in self.owners.items() if slot != fill.slot}
-        for index, pages in enumerate(fill.pages):
+        named |= set(self.loading.values())
+        assert load.slot not in named, f"slot {load.slot} is named by a plan in flight or filled"
+        self.loading[load.key] = load.slot
+        self.slot_of_page = {
+            page: slot for page, slot in self.slot_of_page.items() if slot != load.slot
+        }
+        for index, pages in enumerate(load.pages):
             assert len(set(pages)) == len(pages)
             for page in pages:
                 assert 0 <= page < self.capacity.adapter_pages
-                owner = self.owners.get((index, page))
+                owner = self.slot_of_page.get((index, page))
                 assert owner is None or owner not in named, f"page {page} is in use"
-                self.owners[index, page] = fill.slot
-        self.slots[fill.slot] = (fill.key, fill.pages)
+                self.slot_of_page[index, page] = load.slot
+        self.slots[load.slot] = (load.key, load.pages)
 
     def _drop(self, plan: StepPlan) -> None:
         for key in plan.drops:
             assert key in self.host or key in self.refused, f"{key} is dropped but not staged"
-            assert key not in self.filling, f"adapter {key} is dropped while it is filled"
+            assert key not in self.loading, f"adapter {key} is dropped while it is filled"
             self.host.pop(key, None)
             self.refused.discard(key)
 
     def _join(self, join: RequestJoin) -> None:
         assert 0 <= join.batch_slot < self.num_places
         for named in self.in_flight:
-            assert join.batch_slot not in named.places, f"place {join.batch_slot} is in use"
-        assert join.adapter_slot not in self.filling.values(), (
+            assert join.batch_slot not in named.batch_slots, f"place {join.batch_slot} is in use"
+        assert join.adapter_slot not in self.loading.values(), (
             "a row would wait for its adapter's bytes"
         )
         adapter = None if join.adapter_slot < 0 else self.slots[join.adapter_slot][0]
-        self.seats[join.batch_slot] = Seat(
+        self.occupants[join.batch_slot] = Occupant(
             list(join.tokens),
             join.adapter_slot,
             adapter,
@@ -263,65 +265,67 @@ class FakeRanks:
         size = self.capacity.block_size
         fresh: set[int] = set()
         for row in rows:
-            seat = self.seats[row.batch_slot]
+            occupant = self.occupants[row.batch_slot]
             for block in row.blocks:
                 assert 0 <= block < self.capacity.num_blocks
-                if (len(seat.blocks) + 1) * size > row.start:
+                if (len(occupant.blocks) + 1) * size > row.start:
                     assert block not in fresh, f"block {block} is given to two requests"
                     fresh.add(block)
-                seat.blocks.append(block)
+                occupant.blocks.append(block)
         for named in self.in_flight:
             assert fresh.isdisjoint(named.blocks), "a block is given away under a plan in flight"
-        held = [block for row in rows for block in set(self.seats[row.batch_slot].blocks)]
+        held = [block for row in rows for block in set(self.occupants[row.batch_slot].blocks)]
         assert all(held.count(block) == 1 for block in fresh), "a fresh block is shared"
 
     def _verify(self, row: StepRow) -> None:
         """Everything that attention over this row would read is there."""
-        seat, size = self.seats[row.batch_slot], self.capacity.block_size
+        occupant, size = self.occupants[row.batch_slot], self.capacity.block_size
         assert row.length > 0
-        wanted = {seat.rope_set(row.start + i) for i in range(row.length)}
+        wanted = {occupant.rope_set(row.start + i) for i in range(row.length)}
         assert wanted == {row.rope_set}, f"rope set {row.rope_set} instead of {wanted}"
-        assert row.start + row.length <= len(seat.tokens), "a token is not known"
-        assert len(seat.blocks) * size >= row.start + row.length, "blocks are missing"
-        assert len(set(seat.blocks)) == len(seat.blocks), "a block twice in one table"
-        hits = len(row.blocks) * size if len(row.blocks) == len(seat.blocks) else 0
-        for position, state in enumerate(seat.states(row.start)):
-            cell = (seat.blocks[position // size], position % size)
+        assert row.start + row.length <= len(occupant.tokens), "a token is not known"
+        assert len(occupant.blocks) * size >= row.start + row.length, "blocks are missing"
+        assert len(set(occupant.blocks)) == len(occupant.blocks), "a block twice in one table"
+        hits = len(row.blocks) * size if len(row.blocks) == len(occupant.blocks) else 0
+        for position, state in enumerate(occupant.states(row.start)):
+            cell = (occupant.blocks[position // size], position % size)
             found, step = self.cache.get(cell, (None, 0))
             assert found == state, f"position {position} is not cached for this request"
             if position < hits:
                 assert step <= self.last_applied, "cached before it was computed"
-        if seat.slot >= 0:
-            key, pages = self.slots[seat.slot]
-            assert key == seat.adapter, "another adapter is in the slot"
+        if occupant.slot >= 0:
+            key, pages = self.slots[occupant.slot]
+            assert key == occupant.adapter, "another adapter is in the slot"
             for index, each in enumerate(pages):
-                assert all(self.owners[index, page] == seat.slot for page in each), "page taken"
+                assert all(self.slot_of_page[index, page] == occupant.slot for page in each), (
+                    "page taken"
+                )
 
     def _tells(self, row: StepRow) -> bool:
-        seat = self.seats[row.batch_slot]
-        if seat.sampling.pooling is not Pooling.NONE:
+        occupant = self.occupants[row.batch_slot]
+        if occupant.sampling.pooling is not Pooling.NONE:
             return True
-        return seat.sampling.prompt_logprobs >= 0 and row.start < seat.prompt_length - 1
+        return occupant.sampling.prompt_logprobs >= 0 and row.start < occupant.prompt_length - 1
 
     def _report(self, index: int, row: StepRow) -> PromptReport:
         """Each token's score at the position before it; the embedding with the last position."""
-        seat, end = self.seats[row.batch_slot], row.start + row.length
+        occupant, end = self.occupants[row.batch_slot], row.start + row.length
         scores = []
-        if seat.sampling.prompt_logprobs >= 0:
-            states = seat.states(min(end + 1, seat.prompt_length))[row.start + 1 :]
+        if occupant.sampling.prompt_logprobs >= 0:
+            states = occupant.states(min(end + 1, occupant.prompt_length))[row.start + 1 :]
             scores = [TokenLogprobs(score(state), [], []) for state in states]
-        pools = seat.sampling.pooling is not Pooling.NONE and end == seat.prompt_length
-        pooled = embedding(seat.states(end)) if pools else b""
+        pools = occupant.sampling.pooling is not Pooling.NONE and end == occupant.prompt_length
+        pooled = embedding(occupant.states(end)) if pools else b""
         return PromptReport(index, row.start + 1, scores, pooled)
 
     def _follow(self, plan: StepPlan) -> list[tuple[int, str]]:
         """The rows whose matchers have met their limits, as all do that share a lexer."""
         faults = []
         for index, row in enumerate(plan.rows):
-            seat = self.seats[row.batch_slot]
-            number, end = seat.matcher, row.start + row.length
+            occupant = self.occupants[row.batch_slot]
+            number, end = occupant.matcher, row.start + row.length
             if row.samples and number in self.matchers:
-                self.matchers[number].add(tuple(seat.tokens[seat.prompt_length : end]))
+                self.matchers[number].add(tuple(occupant.tokens[occupant.prompt_length : end]))
                 if len(self.matchers[number]) > self.wear:
                     faults.append((index, "worn"))
         return faults
@@ -334,15 +338,17 @@ class FakeRanks:
         tokens: list[int] = []
         logprobs: list[TokenLogprobs | None] = []
         for index, row in enumerate(plan.rows):
-            seat, end = self.seats[row.batch_slot], row.start + row.length
-            states = seat.states(end)
+            occupant, end = self.occupants[row.batch_slot], row.start + row.length
+            states = occupant.states(end)
             for position in range(row.start, end):
-                cell = (seat.blocks[position // size], position % size)
+                cell = (occupant.blocks[position // size], position % size)
                 self.cache[cell] = (states[position], plan.step)
             if row.samples:
-                assert len(seat.tokens) == end, "sampling would overwrite a token"
+                assert len(occupant.tokens) == end, "sampling would overwrite a token"
                 tokens.append(VOCABULARY if index in faults else next_token(states[-1]))
-                seat.tokens.append(tokens[-1])
-                asked = seat.sampling.logprobs >= 0
-                logprobs.append(TokenLogprobs(-float(tokens[-1]), [], []) if asked else None)
+                occupant.tokens.append(tokens[-1])
+                wants_logprobs = occupant.sampling.logprobs >= 0
+                logprobs.append(
+                    TokenLogprobs(-float(tokens[-1]), [], []) if wants_logprobs else None
+                )
         return tokens, logprobs if any(each is not None for each in logprobs) else None

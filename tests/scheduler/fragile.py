@@ -6,28 +6,28 @@ from dataclasses import dataclass
 from configs.wire.adapters import AdapterKey
 from configs.wire.plan import StepPlan, StepResult, StepRow
 from scheduler.events import Ended, RanksFailure
-from tests.scheduler.automaton import FakeRanks, Seat
+from tests.scheduler.automaton import FakeRanks, Occupant
 from tests.scheduler.stage import Client, Stage
 from tests.strategies import Story
 
 
 @dataclass(frozen=True)
-class Place:
+class PlannedRow:
     """One row of a step and whose it is."""
 
-    seat: Seat
+    occupant: Occupant
     row: StepRow
 
     @property
     def prompt(self) -> tuple[int, ...]:
-        return tuple(self.seat.tokens[: self.seat.prompt_length])
+        return tuple(self.occupant.tokens[: self.occupant.prompt_length])
 
     @property
     def is_prefill(self) -> bool:
         return self.row.length > 1
 
 
-Breaks = Callable[[list[Place], StepPlan], bool]
+Breaks = Callable[[list[PlannedRow], StepPlan], bool]
 """Whether a step with these rows breaks the ranks."""
 
 
@@ -42,7 +42,9 @@ class FragileRanks(FakeRanks):
 
     def execute(self, plan: StepPlan) -> StepResult:
         result = super().execute(plan)
-        if self.breaks([Place(self.seats[row.batch_slot], row) for row in plan.rows], plan):
+        if self.breaks(
+            [PlannedRow(self.occupants[row.batch_slot], row) for row in plan.rows], plan
+        ):
             raise RanksDown
         return result
 

@@ -28,7 +28,7 @@ def capacity(
     )
 
 
-def request(
+def make_request(
     index: int,
     prompt: list[int] | None = None,
     max_new_tokens: int = 4,

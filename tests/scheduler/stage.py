@@ -38,7 +38,7 @@ from tests.strategies import (
     Pin,
     Reshare,
     Story,
-    Turns,
+    Ticks,
     Unload,
     Want,
 )
@@ -55,7 +55,7 @@ class Client:
     ended: Ended | None = None
     cancelled: bool = False
     stop_due: int | None = None
-    first_turn: int | None = None
+    first_tick: int | None = None
 
 
 class Stage:
@@ -65,19 +65,19 @@ class Stage:
         self.story = story
         self.scheduler = Scheduler(story.limits, story.capacity)
         self.clients: list[Client] = []
-        self.turn = 0
+        self.tick = 0
         self.in_flight: deque[tuple[StepPlan, StepResult]] = deque()
         self.staging: dict[AdapterKey, int] = {}
-        self.placing: dict[AdapterKey, int] = {}
+        self.loading: dict[AdapterKey, int] = {}
         self.making: dict[int, int] = {}
         self.has_failed: set[AdapterKey] = set()
         self.wanted: set[AdapterKey] = set()
         self.computed = 0  # positions, over all plans
         self.num_losses = 0
         self.ranks = self._new_ranks()
-        self.share_out(story.shares)
+        self.set_shares(story.shares)
 
-    def share_out(self, shares: dict[AdapterKey | None, AdapterShare]) -> None:
+    def set_shares(self, shares: dict[AdapterKey | None, AdapterShare]) -> None:
         even = AdapterShare()
         own = {key: share for key, share in shares.items() if key is not None}
         self.scheduler.set_shares(shares.get(None, even), even, own)
@@ -92,23 +92,23 @@ class Stage:
         self.run(self.patience())
         self.check_end()
 
-    def run(self, max_turns: int) -> None:
-        deadline = self.turn + max_turns
+    def run(self, max_ticks: int) -> None:
+        deadline = self.tick + max_ticks
         while self.scheduler.has_work:
-            assert self.turn < deadline, f"still at work: {self.scheduler.snapshot()}"
+            assert self.tick < deadline, f"still at work: {self.scheduler.snapshot()}"
             self.go_round()
 
     def patience(self) -> int:
         """Turns that surely suffice if every turn computes something for somebody."""
         work = sum(client.arrival.stopping.max_new_tokens + 20 for client in self.clients)
-        claims = 5 * (self.story.limits.patience_steps + max(self.story.delays.values(), default=0))
+        waits = 5 * (self.story.limits.patience_steps + max(self.story.delays.values(), default=0))
         rates = [s.tokens_per_second for s in self.story.all_shares() if s.tokens_per_second]
         tokens = sum(
             len(client.arrival.prompt) + client.arrival.stopping.max_new_tokens
             for client in self.clients
         )
         in_debt = int(tokens / min(rates)) + 10 if rates else 0
-        return 100 + 4 * work + (len(self.clients) + 5) * claims + in_debt
+        return 100 + 4 * work + (len(self.clients) + 5) * waits + in_debt
 
     def act(self, action: Action) -> None:
         match action:
@@ -116,25 +116,25 @@ class Stage:
                 self.arrive(action)
             case Cancel(index) if index < len(self.clients):
                 self.clients[index].cancelled = True
-                self.hear(self.scheduler.cancel(self.clients[index].id))
-            case Turns(count):
+                self.receive(self.scheduler.cancel(self.clients[index].id))
+            case Ticks(count):
                 for _ in range(count):
                     self.go_round()
             case LoseGroup():
                 self.lose_group()
             case Pin(key, pinned):
-                self.tell(AdapterPinned(key, pinned))
+                self.send(AdapterPinned(key, pinned))
             case Unload(key):
-                self.tell(AdapterUnloaded(key))
+                self.send(AdapterUnloaded(key))
             case Want(key):
                 self.wanted.add(key)
-                self.tell(AdapterWanted(key))
+                self.send(AdapterWanted(key))
             case Reshare(shares):
-                self.share_out(shares)
+                self.set_shares(shares)
         self.scheduler.check()
 
     def arrive(self, arrival: Arrive) -> Client:
-        client = Client(arrival, ("r", len(self.clients)), self.turn)
+        client = Client(arrival, ("r", len(self.clients)), self.tick)
         request = Request(
             id=client.id,
             prompt=list(arrival.prompt),
@@ -146,11 +146,11 @@ class Stage:
             ),
             stopping=arrival.stopping,
             adapter=arrival.adapter,
-            arrival=float(self.turn),
+            arrival=float(self.tick),
             parts=self.story.merges.get(arrival.adapter, ()) if arrival.adapter else (),
         )
         try:
-            self.scheduler.add(request, float(self.turn))
+            self.scheduler.add(request, float(self.tick))
         except InvalidRequest:
             return client
         self.clients.append(client)
@@ -158,18 +158,18 @@ class Stage:
 
     def go_round(self) -> None:
         """One turn of the loop: answer, schedule, send, and apply when enough is in flight."""
-        self.turn += 1
+        self.tick += 1
         self.answer_staging()
-        self.answer_placing()
+        self.answer_loading()
         self.answer_making()
         self.match_stop_strings()
-        plan = self.scheduler.schedule(float(self.turn))
+        plan = self.scheduler.schedule(float(self.tick))
         self.scheduler.check()
         if not plan.empty:
             self.in_flight.append((plan, self.ranks.execute(plan)))
         self.computed += sum(row.length for row in plan.rows)
-        for fill in plan.loads:
-            self.placing[fill.key] = self.turn + 1 + self.story.copies.get(fill.key, 0)
+        for load in plan.loads:
+            self.loading[load.key] = self.tick + 1 + self.story.copies.get(load.key, 0)
         if plan.empty or len(self.in_flight) >= self.story.limits.steps_ahead:
             self.apply_oldest()
 
@@ -177,51 +177,51 @@ class Stage:
         if not self.in_flight:
             return
         plan, result = self.in_flight.popleft()
-        events = self.scheduler.apply(plan, result, float(self.turn))
+        events = self.scheduler.apply(plan, result, float(self.tick))
         self.ranks.applied(plan)
-        self.hear(events)
+        self.receive(events)
         self.scheduler.check()
 
     def answer_staging(self) -> None:
         for key in self.scheduler.to_stage():
             assert key not in self.staging, f"adapter {key} is named twice"
-            self.staging[key] = self.turn + self.story.delays.get(key, 0)
-        for key in [key for key, due in self.staging.items() if due <= self.turn]:
+            self.staging[key] = self.tick + self.story.delays.get(key, 0)
+        for key in [key for key, due in self.staging.items() if due <= self.tick]:
             del self.staging[key]
             if key in self.story.failing and key not in self.has_failed:
                 self.has_failed.add(key)
-                self.tell(AdapterFailed(key, AdapterRefusal.UNAVAILABLE, "no such file"))
+                self.send(AdapterFailed(key, AdapterRefusal.UNAVAILABLE, "no such file"))
             else:
                 shape = self.story.shapes[key]
-                self.tell(AdapterStaged(key, shape, kept=self.ranks.stage(key, shape)))
+                self.send(AdapterStaged(key, shape, kept=self.ranks.stage(key, shape)))
 
-    def answer_placing(self) -> None:
-        for key in [key for key, due in self.placing.items() if due <= self.turn]:
-            del self.placing[key]
-            self.ranks.placed(key)
-            self.tell(AdapterLoaded(key))
+    def answer_loading(self) -> None:
+        for key in [key for key, due in self.loading.items() if due <= self.tick]:
+            del self.loading[key]
+            self.ranks.loaded(key)
+            self.send(AdapterLoaded(key))
 
     def answer_making(self) -> None:
-        for order in self.scheduler.matchers_to_prepare():
-            assert order.number not in self.making, "a matcher is made twice"
-            assert order.number not in self.ranks.matchers, "a matcher is made again"
-            for number in order.released:
+        for command in self.scheduler.matchers_to_prepare():
+            assert command.number not in self.making, "a matcher is made twice"
+            assert command.number not in self.ranks.matchers, "a matcher is made again"
+            for number in command.released:
                 del self.ranks.matchers[number]
-            self.making[order.number] = self.turn + self.story.making
+            self.making[command.number] = self.tick + self.story.making
             held = len(self.making) + len(self.ranks.matchers)
             assert held <= self.story.limits.max_matchers
-        for number in [number for number, due in self.making.items() if due <= self.turn]:
+        for number in [number for number, due in self.making.items() if due <= self.tick]:
             del self.making[number]
             self.ranks.matchers[number] = set()
-            self.hear(self.scheduler.matcher_prepared(number, ""))
+            self.receive(self.scheduler.matcher_prepared(number, ""))
             self.scheduler.check()
 
     def match_stop_strings(self) -> None:
         for client in self.clients:
             at = client.arrival.stop_at
-            if client.stop_due is not None and client.stop_due <= self.turn and at is not None:
+            if client.stop_due is not None and client.stop_due <= self.tick and at is not None:
                 client.stop_due = None
-                self.hear(self.scheduler.finish(client.id, at))
+                self.receive(self.scheduler.finish(client.id, at))
                 self.scheduler.check()
 
     def lose_group(self) -> None:
@@ -229,28 +229,28 @@ class Stage:
         stale = list(self.in_flight)
         self.in_flight.clear()
         self.staging.clear()
-        self.placing.clear()
+        self.loading.clear()
         self.making.clear()
-        self.hear(self.scheduler.group_lost())
+        self.receive(self.scheduler.group_lost())
         self.scheduler.check()
         self.ranks = self._new_ranks()
         for plan, result in stale:
-            assert self.scheduler.apply(plan, result, float(self.turn)) == []
+            assert self.scheduler.apply(plan, result, float(self.tick)) == []
 
-    def tell(self, event: AdapterEvent) -> None:
-        told = self.scheduler.handle_adapter_event(event)
-        for arrived in [each for each in told if isinstance(each, AdapterArrived)]:
+    def send(self, event: AdapterEvent) -> None:
+        events = self.scheduler.handle_adapter_event(event)
+        for arrived in [each for each in events if isinstance(each, AdapterArrived)]:
             assert arrived.key in self.wanted, "nobody asked, or it was answered before"
             self.wanted.remove(arrived.key)
-        self.hear([each for each in told if not isinstance(each, AdapterArrived)])
+        self.receive([each for each in events if not isinstance(each, AdapterArrived)])
         self.scheduler.check()
 
-    def hear(self, events: list[RequestEvent]) -> None:
+    def receive(self, events: list[RequestEvent]) -> None:
         for event in events:
             client = self.clients[event.request_id[1]]
             assert client.ended is None, f"{event} after the end"
             if isinstance(event, NewTokens):
-                self._hear_tokens(client, event)
+                self._receive_tokens(client, event)
             else:
                 client.ended = event
                 self.check_ended(client, event)
@@ -273,7 +273,7 @@ class Stage:
                 assert len(event.tokens) == arrival.stop_at
             case FinishReason():
                 assert (event.tokens, event.ending) == (expected, reason)
-                self.check_told(arrival, event)
+                self.check_prompt_report(arrival, event)
             case ClientCancelled():
                 assert client.cancelled
             case ConstraintFailure():
@@ -286,7 +286,7 @@ class Stage:
                 large = refusal is AdapterRefusal.TOO_LARGE
                 assert large or arrival.adapter in self.has_failed
 
-    def check_told(self, arrival: Arrive, event: Ended) -> None:
+    def check_prompt_report(self, arrival: Arrive, event: Ended) -> None:
         """Whoever asked was told about the whole prompt, once."""
         scores, embedding = about(arrival.prompt, arrival.adapter, self.story.capacity.rope_sets)
         assert event.prompt_logprobs == (scores if arrival.scored else None)
@@ -306,14 +306,14 @@ class Stage:
         assert snapshot.free_blocks == snapshot.num_blocks
         self.scheduler.check()
 
-    def _hear_tokens(self, client: Client, event: NewTokens) -> None:
+    def _receive_tokens(self, client: Client, event: NewTokens) -> None:
         assert event.start == len(client.received), "a gap or an overlap"
-        if client.first_turn is None:
-            client.first_turn = self.turn
+        if client.first_tick is None:
+            client.first_tick = self.tick
         client.received += event.tokens
         at = client.arrival.stop_at
         if at is not None and client.stop_due is None and len(client.received) >= at:
-            client.stop_due = self.turn + 1 + client.arrival.late
+            client.stop_due = self.tick + 1 + client.arrival.late
 
     def _new_ranks(self) -> FakeRanks:
         epoch, story = self.scheduler.epoch, self.story

@@ -37,7 +37,7 @@ def joined(plan: StepPlan) -> list[tuple[int, str]]:
     return [(join.matcher, join.sampling.grammar) for join in plan.joins]
 
 
-def test_who_awaits_a_matcher_holds_up_nobody() -> None:
+def test_waiting_for_a_matcher_delays_no_other_request() -> None:
     all = scheduler()
     add(all, "held", "a")
     add(all, "free")
@@ -52,7 +52,7 @@ def test_who_awaits_a_matcher_holds_up_nobody() -> None:
     assert all.matchers_to_prepare() == []
 
 
-def test_what_cannot_be_made_ends_those_who_ask_for_it() -> None:
+def test_a_matcher_that_fails_ends_the_requests_that_need_it() -> None:
     all = scheduler()
     for name in ("one", "two"):
         add(all, name, "a")
@@ -66,7 +66,7 @@ def test_what_cannot_be_made_ends_those_who_ask_for_it() -> None:
     assert joined(step(all)[0]) == [(second.number, "b")]
 
 
-def test_who_wore_a_lexer_out_is_found_by_being_alone() -> None:
+def test_a_worn_out_lexer_ends_only_the_request_that_has_it_alone() -> None:
     """Its neighbours lose a token that is made again, and their clients see nothing of it."""
     all = scheduler()
     add(all, "costly", "a")
@@ -101,7 +101,7 @@ def step_if_any(of: Scheduler) -> list[RequestEvent]:
     return step(of)[1] if of.has_work else []
 
 
-def test_all_is_made_again_after_a_loss() -> None:
+def test_matchers_are_prepared_again_after_a_loss() -> None:
     all = scheduler()
     add(all, "one", "a")
     assert all.schedule(0.0).empty

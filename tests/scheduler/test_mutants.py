@@ -92,10 +92,10 @@ def reuse_adapter_pages(patch: Patch) -> None:
 
 def use_before_filled(patch: Patch) -> None:
     """Rows may join as soon as a fill was planned."""
-    fill = Residency.load
+    load = Residency.load
 
     def fill_and_forget(self: Residency, key: AdapterKey, step: StepBuilder) -> None:
-        fill(self, key, step)
+        load(self, key, step)
         self.loaded(key)
 
     patch.setattr(Residency, "load", fill_and_forget)
@@ -108,9 +108,9 @@ def drop_while_filled(patch: Patch) -> None:
         return next((r for r in self._copies.values() if r.on_device), None)
 
     def discard_anyway(self: HostTier, resident: Resident) -> None:
-        filling, resident.loading = resident.loading, False
+        loading, resident.loading = resident.loading, False
         discard(self, resident)
-        resident.loading = filling
+        resident.loading = loading
 
     discard = HostTier.discard
     patch.setattr(HostTier, "_victim", victim)

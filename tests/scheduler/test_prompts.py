@@ -8,7 +8,7 @@ from scheduler.admission.limits import InvalidRequest, Limits
 from scheduler.events import Ended
 from scheduler.request import Request
 from scheduler.scheduler import Scheduler
-from tests.scheduler.small import capacity, request
+from tests.scheduler.small import capacity, make_request
 
 SCORED = Sampling(prompt_logprobs=0)
 
@@ -20,7 +20,7 @@ def scored(
     return Request(("r", index), prompt, sampling, Stopping(new))
 
 
-def told(plan: StepPlan, lengths: dict[int, int]) -> StepResult:
+def replied(plan: StepPlan, lengths: dict[int, int]) -> StepResult:
     """What ranks answer; a token's logprob is its position. lengths: of prompts, by place."""
     reports = []
     for index, row in enumerate(plan.rows):
@@ -48,7 +48,7 @@ def test_a_prompt_is_scored_in_chunks_and_generates_nothing(length: int) -> None
         ahead = scheduler.schedule(0.0)
         for each in [plan] if ahead.empty else [plan, ahead]:
             rows += [(row.start, row.length, row.samples) for row in each.rows]
-            events += scheduler.apply(each, told(each, {0: length}), 0.0)
+            events += scheduler.apply(each, replied(each, {0: length}), 0.0)
     assert rows == [(i, min(5, length - i), False) for i in range(0, length, 5)]
     (ended,) = events
     assert isinstance(ended, Ended)
@@ -58,43 +58,43 @@ def test_a_prompt_is_scored_in_chunks_and_generates_nothing(length: int) -> None
     scheduler.check()
 
 
-def test_nothing_is_asked_and_nothing_is_generated() -> None:
+def test_a_request_without_reports_and_new_tokens_ends() -> None:
     scheduler = Scheduler(Limits(), capacity())
     scheduler.add(scored(0, 4, sampling=Sampling()), 0.0)
     plan = scheduler.schedule(0.0)
-    (ended,) = scheduler.apply(plan, told(plan, {}), 0.0)
+    (ended,) = scheduler.apply(plan, replied(plan, {}), 0.0)
     assert isinstance(ended, Ended)
     assert (ended.tokens, ended.prompt_logprobs, ended.embedding) == ([], None, b"")
 
 
-def test_the_prefix_cache_is_filled_but_not_read() -> None:
+def test_the_prefix_cache_is_written_but_not_read() -> None:
     scheduler = Scheduler(Limits(), capacity())
     for index, sampling in enumerate([Sampling(), SCORED, Sampling(pooling=Pooling.LAST)]):
         scheduler.add(scored(index, 9, sampling=sampling), 0.0)
         plan = scheduler.schedule(0.0)
         assert [row.start for row in plan.rows] == [0]
-        scheduler.apply(plan, told(plan, {0: 9}), 0.0)
+        scheduler.apply(plan, replied(plan, {0: 9}), 0.0)
     scheduler.add(scored(3, 9, sampling=SCORED, first=20), 0.0)
     plan = scheduler.schedule(0.0)
-    scheduler.apply(plan, told(plan, {plan.rows[0].batch_slot: 9}), 0.0)
+    scheduler.apply(plan, replied(plan, {plan.rows[0].batch_slot: 9}), 0.0)
     scheduler.add(scored(4, 9, sampling=Sampling(), first=20), 0.0)
     assert [row.start for row in scheduler.schedule(0.0).rows] == [8]
 
 
-def test_whoever_was_told_is_not_told_again_after_a_preemption() -> None:
+def test_a_report_is_not_requested_again_after_a_preemption() -> None:
     """It is back with its tokens: nothing is asked any more, and cached blocks serve it."""
     scheduler = Scheduler(Limits(steps_ahead=1), capacity(num_blocks=5))
-    scheduler.add(request(0, [1] * 6, 9), 0.0)
+    scheduler.add(make_request(0, [1] * 6, 9), 0.0)
     scheduler.add(scored(1, 6, new=8), 0.0)
     joins, events = [], []
     while scheduler.has_work:
         plan = scheduler.schedule(0.0)
         joins += [join for join in plan.joins if join.tokens[0] == 1 and join.tokens[1] == 2]
         lengths = {join.batch_slot: 6 for join in joins if join.sampling.prompt_logprobs >= 0}
-        events += scheduler.apply(plan, told(plan, lengths), 0.0)
+        events += scheduler.apply(plan, replied(plan, lengths), 0.0)
         scheduler.check()
-    asked = [join.sampling.prompt_logprobs for join in joins]
-    assert asked == [0, -1], "preempted once, after its prompt"
+    request = [join.sampling.prompt_logprobs for join in joins]
+    assert request == [0, -1], "preempted once, after its prompt"
     (ended,) = [event for event in events if isinstance(event, Ended) and event.request_id[1] == 1]
     assert positions(ended) == [1, 2, 3, 4, 5]
     assert len(ended.tokens) == 8
@@ -104,7 +104,7 @@ def test_a_loss_of_the_ranks_reports_nothing_twice() -> None:
     scheduler = Scheduler(Limits(max_step_tokens=4, steps_ahead=1), capacity())
     scheduler.add(scored(0, 10), 0.0)
     plan = scheduler.schedule(0.0)
-    scheduler.apply(plan, told(plan, {0: 10}), 0.0)
+    scheduler.apply(plan, replied(plan, {0: 10}), 0.0)
     scheduler.schedule(0.0)
     scheduler.group_lost()
     events, starts = [], []
@@ -112,7 +112,7 @@ def test_a_loss_of_the_ranks_reports_nothing_twice() -> None:
         plan = scheduler.schedule(0.0)
         starts += [row.start for row in plan.rows]
         assert all(join.sampling == SCORED for join in plan.joins)
-        events += scheduler.apply(plan, told(plan, {0: 10}), 0.0)
+        events += scheduler.apply(plan, replied(plan, {0: 10}), 0.0)
     assert starts == [0, 4, 8]
     assert positions(events[-1]) == list(range(1, 10))
 
@@ -125,5 +125,5 @@ def test_what_can_never_be_served_is_refused() -> None:
         scheduler.add(scored(0, 17), 0.0)
     scheduler.add(scored(0, 16), 0.0)
     plan = scheduler.schedule(0.0)
-    (ended,) = scheduler.apply(plan, told(plan, {0: 16}), 0.0)
+    (ended,) = scheduler.apply(plan, replied(plan, {0: 16}), 0.0)
     assert positions(ended) == list(range(1, 16))

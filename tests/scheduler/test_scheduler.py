@@ -20,7 +20,7 @@ from scheduler.events import (
     NewTokens,
 )
 from scheduler.scheduler import Scheduler
-from tests.scheduler.small import capacity, request
+from tests.scheduler.small import capacity, make_request
 
 SHAPE = AdapterShape((1, 1), 10)
 
@@ -43,9 +43,9 @@ def fill_all(scheduler: Scheduler) -> list[AdapterKey]:
     plan = scheduler.schedule(0.0)
     assert plan.rows == []
     assert scheduler.apply(plan, answer(plan), 0.0) == []
-    for fill in plan.loads:
-        assert scheduler.handle_adapter_event(AdapterLoaded(fill.key)) == []
-    return [fill.key for fill in plan.loads]
+    for load in plan.loads:
+        assert scheduler.handle_adapter_event(AdapterLoaded(load.key)) == []
+    return [load.key for load in plan.loads]
 
 
 def lengths(plan: StepPlan) -> list[tuple[int, int, bool]]:
@@ -53,9 +53,9 @@ def lengths(plan: StepPlan) -> list[tuple[int, int, bool]]:
     return [(row.start, row.length, row.samples) for row in plan.rows]
 
 
-def test_a_request_joins_whole_and_goes_on_in_few_numbers() -> None:
+def test_a_request_joins_with_its_tokens_and_continues_with_short_rows() -> None:
     scheduler = Scheduler(Limits(), capacity())
-    scheduler.add(request(0, [4, 5, 6], max_new_tokens=3), 1.0)
+    scheduler.add(make_request(0, [4, 5, 6], max_new_tokens=3), 1.0)
     first = scheduler.schedule(2.0)
     (join,) = first.joins
     assert (join.tokens, join.prompt_length, join.adapter_slot) == ([4, 5, 6], 3, -1)
@@ -81,9 +81,9 @@ def test_a_request_joins_whole_and_goes_on_in_few_numbers() -> None:
     scheduler.check()
 
 
-def test_a_stop_token_throws_the_row_ahead_away_and_only_then_frees() -> None:
+def test_a_stop_token_discards_the_row_ahead_before_it_frees() -> None:
     scheduler = Scheduler(Limits(), capacity())
-    scheduler.add(request(0, max_new_tokens=9, stop=(2,)), 0.0)
+    scheduler.add(make_request(0, max_new_tokens=9, stop=(2,)), 0.0)
     first, second = scheduler.schedule(0.0), scheduler.schedule(0.0)
     events = scheduler.apply(first, answer(first, 2), 0.0)
     assert [type(event) for event in events] == [NewTokens, Ended]
@@ -96,7 +96,7 @@ def test_a_stop_token_throws_the_row_ahead_away_and_only_then_frees() -> None:
 
 def test_a_stop_token_as_the_last_permitted_one_is_reported_as_such() -> None:
     scheduler = Scheduler(Limits(), capacity())
-    scheduler.add(request(0, max_new_tokens=1, stop=(2,)), 0.0)
+    scheduler.add(make_request(0, max_new_tokens=1, stop=(2,)), 0.0)
     plan = scheduler.schedule(0.0)
     assert scheduler.schedule(0.0).empty
     *_, ended = scheduler.apply(plan, answer(plan, 2), 0.0)
@@ -104,11 +104,11 @@ def test_a_stop_token_as_the_last_permitted_one_is_reported_as_such() -> None:
     assert ended.ending is FinishReason.STOP_TOKEN
 
 
-def test_long_prompts_go_in_chunks_behind_the_running_rows() -> None:
+def test_long_prompts_are_chunked_behind_running_rows() -> None:
     scheduler = Scheduler(Limits(max_step_tokens=6, max_running=4), capacity())
-    scheduler.add(request(0, [1, 2], 20), 0.0)
+    scheduler.add(make_request(0, [1, 2], 20), 0.0)
     scheduler.schedule(0.0)
-    scheduler.add(request(1, [1] * 12, 5), 0.0)
+    scheduler.add(make_request(1, [1] * 12, 5), 0.0)
     first = scheduler.schedule(0.0)
     assert lengths(first) == [(2, 1, True), (0, 5, False)]
 
@@ -116,11 +116,11 @@ def test_long_prompts_go_in_chunks_behind_the_running_rows() -> None:
 def test_beside_running_rows_prompts_share_fewer_tokens() -> None:
     limits = Limits(max_step_tokens=20, max_mixed_prompt_tokens=6, max_running=4)
     scheduler = Scheduler(limits, capacity())
-    scheduler.add(request(0, [1] * 3, 20), 0.0)
-    scheduler.add(request(1, [2] * 15, 20), 0.0)
+    scheduler.add(make_request(0, [1] * 3, 20), 0.0)
+    scheduler.add(make_request(1, [2] * 15, 20), 0.0)
     assert lengths(scheduler.schedule(0.0)) == [(0, 3, True), (0, 15, True)], "nobody waits"
-    scheduler.add(request(2, [3] * 4, 5), 0.0)
-    scheduler.add(request(3, [4] * 9, 5), 0.0)
+    scheduler.add(make_request(2, [3] * 4, 5), 0.0)
+    scheduler.add(make_request(3, [4] * 9, 5), 0.0)
     second = scheduler.schedule(0.0)
     assert lengths(second) == [(3, 1, True), (15, 1, True), (0, 4, True), (0, 2, False)]
     assert scheduler.snapshot().step_tokens == 8
@@ -131,17 +131,17 @@ def test_beside_running_rows_prompts_share_fewer_tokens() -> None:
 
 def test_only_the_last_chunk_samples() -> None:
     scheduler = Scheduler(Limits(max_step_tokens=5, steps_ahead=9), capacity())
-    scheduler.add(request(0, [1] * 12, 5), 0.0)
+    scheduler.add(make_request(0, [1] * 12, 5), 0.0)
     plans = [scheduler.schedule(0.0) for _ in range(4)]
     chunks = [lengths(plan)[0] for plan in plans]
     assert chunks == [(0, 5, False), (5, 5, False), (10, 2, True), (12, 1, True)]
     assert [scheduler.apply(plan, answer(plan), 0.0) for plan in plans[:2]] == [[], []]
 
 
-def test_the_youngest_is_preempted_for_an_older_one_and_comes_back_with_its_tokens() -> None:
+def test_the_youngest_is_preempted_and_resumes_with_its_tokens() -> None:
     scheduler = Scheduler(Limits(steps_ahead=1, prefix_caching=False), capacity(num_blocks=4))
-    scheduler.add(request(0, [1] * 4, 8), 0.0)
-    scheduler.add(request(1, [2] * 4, 8), 0.0)
+    scheduler.add(make_request(0, [1] * 4, 8), 0.0)
+    scheduler.add(make_request(1, [2] * 4, 8), 0.0)
     for _ in range(5):
         plan = scheduler.schedule(0.0)
         assert len(plan.rows) == 2
@@ -159,10 +159,10 @@ def test_the_youngest_is_preempted_for_an_older_one_and_comes_back_with_its_toke
     assert lengths(plan) == [(0, 9, True)], "recomputed as one prefill; the last position samples"
 
 
-def test_a_preempted_request_still_hears_of_its_token_in_flight() -> None:
+def test_a_preempted_request_still_gets_its_token_in_flight() -> None:
     scheduler = Scheduler(Limits(prefix_caching=False), capacity(num_blocks=4))
-    scheduler.add(request(0, [1] * 4, 8), 0.0)
-    scheduler.add(request(1, [2] * 4, 8), 0.0)
+    scheduler.add(make_request(0, [1] * 4, 8), 0.0)
+    scheduler.add(make_request(1, [2] * 4, 8), 0.0)
     flights = [scheduler.schedule(0.0)]
     while scheduler.snapshot().num_preemptions == 0:
         plan = scheduler.schedule(0.0)
@@ -181,7 +181,7 @@ def test_a_prefix_is_computed_once_and_the_saving_is_reported() -> None:
     scheduler = Scheduler(Limits(steps_ahead=1), capacity())
     prompt = list(range(10))
     for index in range(2):
-        scheduler.add(request(index, prompt, 1), 0.0)
+        scheduler.add(make_request(index, prompt, 1), 0.0)
         plan = scheduler.schedule(0.0)
         *_, ended = scheduler.apply(plan, answer(plan), 0.0)
         assert isinstance(ended, Ended)
@@ -191,16 +191,16 @@ def test_a_prefix_is_computed_once_and_the_saving_is_reported() -> None:
     assert scheduler.snapshot().num_cached_tokens == 8
 
 
-def test_a_request_that_waits_for_its_adapter_holds_up_nobody() -> None:
+def test_waiting_for_an_adapter_delays_no_other_request() -> None:
     scheduler = Scheduler(Limits(), capacity())
-    scheduler.add(request(0, adapter=1), 0.0)
-    scheduler.add(request(1, adapter=2), 0.0)
-    scheduler.add(request(2), 0.0)
+    scheduler.add(make_request(0, adapter=1), 0.0)
+    scheduler.add(make_request(1, adapter=2), 0.0)
+    scheduler.add(make_request(2), 0.0)
     assert scheduler.to_stage() == [1, 2]
     scheduler.handle_adapter_event(AdapterStaged(AdapterKey(2), SHAPE))
     first = scheduler.schedule(0.0)
     assert [join.tokens[0] for join in first.joins] == [3]
-    assert [fill.key for fill in first.loads] == [2]
+    assert [load.key for load in first.loads] == [2]
     second = scheduler.schedule(0.0)
     assert second.joins == [], "no row waits for bytes that are on their way"
     scheduler.apply(first, answer(first), 0.0)
@@ -211,23 +211,23 @@ def test_a_request_that_waits_for_its_adapter_holds_up_nobody() -> None:
     assert scheduler.adapter_states()[AdapterKey(1)] is AdapterState.STAGING
 
 
-def test_an_adapter_is_filled_before_its_requests_turn_comes() -> None:
+def test_an_adapter_is_loaded_before_its_request_is_next() -> None:
     """While a long prompt takes every token of the budget, the next one's bytes travel."""
     scheduler = Scheduler(Limits(max_step_tokens=4, max_running=4), capacity())
-    scheduler.add(request(0, [1] * 40), 0.0)
-    scheduler.add(request(1, adapter=1), 0.0)
+    scheduler.add(make_request(0, [1] * 40), 0.0)
+    scheduler.add(make_request(1, adapter=1), 0.0)
     stage_all(scheduler)
     plan = scheduler.schedule(0.0)
     assert lengths(plan) == [(0, 4, False)]
-    assert [fill.key for fill in plan.loads] == [1]
+    assert [load.key for load in plan.loads] == [1]
 
 
-def test_a_fill_takes_nothing_from_those_who_wait_for_what_is_there() -> None:
+def test_a_load_delays_no_request_of_a_loaded_adapter() -> None:
     scheduler = Scheduler(Limits(max_running=1), capacity(adapter_slots=1))
-    scheduler.add(request(0, adapter=1), 0.0)
+    scheduler.add(make_request(0, adapter=1), 0.0)
     stage_all(scheduler)
     assert fill_all(scheduler) == [1]
-    scheduler.add(request(1, adapter=2), 0.0)
+    scheduler.add(make_request(1, adapter=2), 0.0)
     stage_all(scheduler)
     plan = scheduler.schedule(0.0)
     assert (plan.loads, len(plan.joins)) == ([], 1)
@@ -236,34 +236,34 @@ def test_a_fill_takes_nothing_from_those_who_wait_for_what_is_there() -> None:
 def test_a_failed_adapter_ends_its_requests_and_the_next_one_tries_again() -> None:
     scheduler = Scheduler(Limits(), capacity())
     for index in range(2):
-        scheduler.add(request(index, adapter=1), 0.0)
-    scheduler.add(request(2, adapter=2), 0.0)
+        scheduler.add(make_request(index, adapter=1), 0.0)
+    scheduler.add(make_request(2, adapter=2), 0.0)
     scheduler.to_stage()
     failed = AdapterFailed(AdapterKey(1), AdapterRefusal.NOT_FOUND, "no such folder")
     events = scheduler.handle_adapter_event(failed)
     expected = AdapterFailure(AdapterRefusal.NOT_FOUND, "no such folder")
     assert [event.ending for event in events if isinstance(event, Ended)] == [expected] * 2
-    scheduler.add(request(3, adapter=1), 0.0)
+    scheduler.add(make_request(3, adapter=1), 0.0)
     assert scheduler.to_stage() == [1]
 
 
 def test_an_adapter_without_room_waits_until_the_others_requests_end() -> None:
     scheduler = Scheduler(Limits(steps_ahead=1), capacity(adapter_slots=1))
-    scheduler.add(request(0, max_new_tokens=2, adapter=1), 0.0)
-    scheduler.add(request(1, max_new_tokens=2, adapter=2), 0.0)
+    scheduler.add(make_request(0, max_new_tokens=2, adapter=1), 0.0)
+    scheduler.add(make_request(1, max_new_tokens=2, adapter=2), 0.0)
     stage_all(scheduler)
-    filled = []
+    loaded = []
     while scheduler.has_work:
         plan = scheduler.schedule(0.0)
-        filled.append([fill.key for fill in plan.loads])
+        loaded.append([load.key for load in plan.loads])
         scheduler.apply(plan, answer(plan), 0.0)
-        for fill in plan.loads:
-            scheduler.handle_adapter_event(AdapterLoaded(fill.key))
+        for load in plan.loads:
+            scheduler.handle_adapter_event(AdapterLoaded(load.key))
         scheduler.check()
-    assert filled == [[1], [], [], [2], [], []]
+    assert loaded == [[1], [], [], [2], [], []]
 
 
-def test_a_pinned_adapter_is_filled_by_a_plan_without_rows() -> None:
+def test_a_pinned_adapter_is_loaded_by_a_plan_without_rows() -> None:
     scheduler = Scheduler(Limits(), capacity())
     scheduler.handle_adapter_event(AdapterPinned(AdapterKey(1), True))
     assert stage_all(scheduler) == [1]
@@ -275,7 +275,7 @@ def test_a_pinned_adapter_is_filled_by_a_plan_without_rows() -> None:
 
 def test_a_stop_string_cuts_what_ran_on() -> None:
     scheduler = Scheduler(Limits(), capacity())
-    scheduler.add(request(0, max_new_tokens=9), 0.0)
+    scheduler.add(make_request(0, max_new_tokens=9), 0.0)
     flights = [scheduler.schedule(0.0), scheduler.schedule(0.0)]
     for token in (1, 2, 3):
         plan = flights.pop(0)
@@ -293,14 +293,14 @@ def test_a_stop_string_cuts_what_ran_on() -> None:
 @pytest.mark.parametrize("steps", range(6))
 def test_a_cancelled_request_is_gone_within_two_steps(steps: int) -> None:
     scheduler = Scheduler(Limits(max_step_tokens=4, max_running=4), capacity())
-    scheduler.add(request(0, [1] * 9, 9, adapter=1), 0.0)
+    scheduler.add(make_request(0, [1] * 9, 9, adapter=1), 0.0)
     flights = []
     for step in range(steps):
         if step == 1:
             stage_all(scheduler)
         flights.append(scheduler.schedule(0.0))
-        for fill in flights[-1].loads:
-            scheduler.handle_adapter_event(AdapterLoaded(fill.key))
+        for load in flights[-1].loads:
+            scheduler.handle_adapter_event(AdapterLoaded(load.key))
         if len(flights) == 2 and not flights[0].empty:
             plan = flights.pop(0)
             scheduler.apply(plan, answer(plan), 0.0)
@@ -317,12 +317,12 @@ def test_a_cancelled_request_is_gone_within_two_steps(steps: int) -> None:
     assert (snapshot.free_blocks, snapshot.running, snapshot.draining) == (100, 0, 0)
 
 
-def test_when_the_group_is_lost_all_begin_again_with_their_tokens() -> None:
+def test_after_a_loss_all_requests_resume_with_their_tokens() -> None:
     scheduler = Scheduler(Limits(), capacity())
-    scheduler.add(request(0, [1, 2], 9, adapter=1), 0.0)
+    scheduler.add(make_request(0, [1, 2], 9, adapter=1), 0.0)
     stage_all(scheduler)
     fill_all(scheduler)
-    scheduler.add(request(1, [3], 9), 0.0)
+    scheduler.add(make_request(1, [3], 9), 0.0)
     first, second = scheduler.schedule(0.0), scheduler.schedule(0.0)
     scheduler.apply(first, answer(first, 8, 9), 0.0)
     assert scheduler.group_lost() == []
@@ -334,7 +334,7 @@ def test_when_the_group_is_lost_all_begin_again_with_their_tokens() -> None:
     assert stage_all(scheduler) == [1]
     plans = [scheduler.schedule(0.0)]
     assert plans[0].epoch == 1
-    assert [fill.key for fill in plans[0].loads] == [1]
+    assert [load.key for load in plans[0].loads] == [1]
     scheduler.handle_adapter_event(AdapterLoaded(AdapterKey(1)))
     plans.append(scheduler.schedule(0.0))
     assert [join.tokens for plan in plans for join in plan.joins] == [[3, 9], [1, 2, 8]]
@@ -343,31 +343,31 @@ def test_when_the_group_is_lost_all_begin_again_with_their_tokens() -> None:
 def test_too_many_waiting_are_refused_for_now() -> None:
     scheduler = Scheduler(Limits(max_running=1, max_queued=2), capacity())
     for index in range(3):
-        scheduler.add(request(index), 0.0)
+        scheduler.add(make_request(index), 0.0)
     with pytest.raises(Overloaded) as refused:
-        scheduler.add(request(3), 0.0)
+        scheduler.add(make_request(3), 0.0)
     assert refused.value.retry_after_s >= 1.0
     scheduler.schedule(0.0)
     with pytest.raises(Overloaded):
-        scheduler.add(request(3), 0.0)
+        scheduler.add(make_request(3), 0.0)
     scheduler.cancel(("r", 1))
-    scheduler.add(request(3), 0.0)
+    scheduler.add(make_request(3), 0.0)
     scheduler.check()
 
 
 def test_what_can_never_run_and_what_already_runs_is_refused() -> None:
     scheduler = Scheduler(Limits(), capacity())
     with pytest.raises(InvalidRequest, match="at most 200"):
-        scheduler.add(request(0, [1] * 200), 0.0)
-    scheduler.add(request(0), 0.0)
+        scheduler.add(make_request(0, [1] * 200), 0.0)
+    scheduler.add(make_request(0), 0.0)
     with pytest.raises(InvalidRequest, match="already"):
-        scheduler.add(request(0), 0.0)
+        scheduler.add(make_request(0), 0.0)
 
 
 def test_other_limits_hold_from_the_next_step_on() -> None:
     scheduler = Scheduler(Limits(max_running=4, steps_ahead=1), capacity())
     for index in range(4):
-        scheduler.add(request(index, max_new_tokens=3), 0.0)
+        scheduler.add(make_request(index, max_new_tokens=3), 0.0)
     scheduler.reconfigure(Limits(max_running=2, steps_ahead=1, prefix_caching=False))
     plan = scheduler.schedule(0.0)
     assert len(plan.rows) == 2
@@ -379,7 +379,7 @@ def test_other_limits_hold_from_the_next_step_on() -> None:
 
 def test_results_must_come_in_order() -> None:
     scheduler = Scheduler(Limits(), capacity())
-    scheduler.add(request(0), 0.0)
+    scheduler.add(make_request(0), 0.0)
     scheduler.schedule(0.0)
     second = scheduler.schedule(0.0)
     with pytest.raises(AssertionError):
@@ -388,8 +388,8 @@ def test_results_must_come_in_order() -> None:
 
 def test_the_snapshot_counts() -> None:
     scheduler = Scheduler(Limits(max_running=1), capacity())
-    scheduler.add(request(0, [1] * 5, 9, adapter=1), 0.0)
-    scheduler.add(request(1), 0.0)
+    scheduler.add(make_request(0, [1] * 5, 9, adapter=1), 0.0)
+    scheduler.add(make_request(1), 0.0)
     stage_all(scheduler)
     scheduler.schedule(0.0)
     snapshot = scheduler.snapshot()

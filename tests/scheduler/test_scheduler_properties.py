@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from scheduler.admission import admission_queue as turns
+from scheduler.admission import admission_queue as ticks
 from tests.scheduler.stage import play
 from tests.strategies import Story, stories
 
@@ -18,7 +18,7 @@ def test_every_story_ends_well(story: Story) -> None:
 
 @settings(max_examples=200, deadline=None, suppress_health_check=SLOW)
 @given(stories(num_adapters=8))
-def test_every_story_ends_well_when_more_claims_wait_than_a_step_looks_at(story: Story) -> None:
+def test_every_story_ends_well_with_more_pending_loads_than_a_step_looks_at(story: Story) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(turns, "MAX_LOADS_SEEN", 1)
+        patch.setattr(ticks, "MAX_LOADS_SEEN", 1)
         play(story)

@@ -8,7 +8,7 @@ from configs.wire.plan import Capacity, StepPlan, StepResult
 from scheduler.admission.limits import Limits
 from scheduler.events import Ended
 from scheduler.scheduler import Scheduler
-from tests.scheduler.small import capacity, request
+from tests.scheduler.small import capacity, make_request
 
 LIMITS = Limits(max_step_tokens=16, max_running=8)
 
@@ -29,10 +29,10 @@ def lengths(plan: StepPlan) -> list[int]:
     return [row.length for row in plan.rows]
 
 
-def test_prompts_share_a_step_only_as_far_as_its_budget_goes() -> None:
+def test_prompts_share_a_step_within_its_budget() -> None:
     scheduler = Scheduler(LIMITS, whole())
     for index, length in enumerate((10, 5, 9, 16, 3)):
-        scheduler.add(request(index, [1] * length), 0.0)
+        scheduler.add(make_request(index, [1] * length), 0.0)
     plans = [scheduler.schedule(0.0)]
     assert lengths(plans[0]) == [10, 5]
     plans.append(scheduler.schedule(0.0))
@@ -43,10 +43,10 @@ def test_prompts_share_a_step_only_as_far_as_its_budget_goes() -> None:
     assert all(row.samples for plan in (*plans, third) for row in plan.rows)
 
 
-def test_a_prompt_beyond_the_budget_goes_alone() -> None:
+def test_a_prompt_beyond_the_budget_is_computed_alone() -> None:
     scheduler = Scheduler(LIMITS, whole())
     for index, length in enumerate((4, 40, 4)):
-        scheduler.add(request(index, [1] * length), 0.0)
+        scheduler.add(make_request(index, [1] * length), 0.0)
     first, second = scheduler.schedule(0.0), scheduler.schedule(0.0)
     assert lengths(first) == [4]
     assert lengths(second) == [1, 40]
@@ -54,10 +54,10 @@ def test_a_prompt_beyond_the_budget_goes_alone() -> None:
     assert lengths(scheduler.schedule(0.0)) == [1, 1, 4]
 
 
-def test_beside_rows_that_decode_one_prompt_goes_however_long() -> None:
+def test_one_prompt_of_any_length_joins_decoding_rows() -> None:
     scheduler = Scheduler(replace(LIMITS, max_mixed_prompt_tokens=4), whole())
     for index, length in enumerate((16, 9, 3)):
-        scheduler.add(request(index, [1] * length), 0.0)
+        scheduler.add(make_request(index, [1] * length), 0.0)
     assert lengths(scheduler.schedule(0.0)) == [16]
     assert lengths(scheduler.schedule(0.0)) == [1, 9]
 
@@ -66,7 +66,7 @@ def test_nothing_is_shared_even_after_limits_change() -> None:
     scheduler = Scheduler(LIMITS, whole())
     for limits in (LIMITS, Limits(max_step_tokens=16, max_running=8, prefix_caching=True)):
         scheduler.reconfigure(limits)
-        scheduler.add(request(limits is LIMITS, [5] * 12, max_new_tokens=1), 0.0)
+        scheduler.add(make_request(limits is LIMITS, [5] * 12, max_new_tokens=1), 0.0)
         plan = scheduler.schedule(0.0)
         assert lengths(plan) == [12]
         (ended,) = run(scheduler, plan)
@@ -77,7 +77,7 @@ def test_a_preempted_sequence_comes_back_whole() -> None:
     """Two grow until blocks are short; the younger is computed again from its first token."""
     scheduler = Scheduler(LIMITS, whole(num_blocks=6))
     for index in range(2):
-        scheduler.add(request(index, [1 + index] * 8, max_new_tokens=12), 0.0)
+        scheduler.add(make_request(index, [1 + index] * 8, max_new_tokens=12), 0.0)
     joined: list[int] = []
     ended: list[Ended] = []
     while scheduler.has_work:

@@ -40,8 +40,8 @@ Write = Callable[[dict[str, Any], Path], Checkpoint]
 
 @pytest.fixture(params=[_write_safetensors, _write_pickle], ids=["safetensors", "pickle"])
 def write(request: pytest.FixtureRequest) -> Write:
-    chosen: Write = request.param
-    return chosen
+    write: Write = request.param
+    return write
 
 
 @pytest.fixture
@@ -151,7 +151,7 @@ def test_a_pickle_may_hold_tensors_alone(tmp_path: Path, content: Any, message: 
 
 
 @pytest.mark.parametrize("old", [True, False])
-def test_files_that_are_none_of_the_format(tmp_path: Path, old: bool) -> None:
+def test_files_of_another_format(tmp_path: Path, old: bool) -> None:
     path = tmp_path / "pytorch_model.bin"
     if old:
         torch.save({"a": torch.ones(2)}, path, _use_new_zipfile_serialization=False)
@@ -199,7 +199,7 @@ def test_an_index_of_missing_shards_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["[]", "{", '{"weight_map": 3}', '{"weight_map": {"a": 3}}'])
-def test_an_index_that_is_none(tmp_path: Path, text: str) -> None:
+def test_an_index_that_is_not_valid(tmp_path: Path, text: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(CheckpointError, match="is not an index of shards"):
         open_checkpoint(tmp_path, allow_pickle=False)
@@ -255,7 +255,7 @@ def test_views_of_one_storage(tmp_path: Path) -> None:
         assert torch.equal(checkpoint.read(name, shape, cut), expected)
 
 
-def test_a_description_larger_than_any(tmp_path: Path) -> None:
+def test_a_description_that_is_too_large(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "pytorch_model.bin", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("x/data.pkl", bytes(2**27))
     with pytest.raises(CheckpointError, match=r"its data\.pkl has 134217728 bytes"):

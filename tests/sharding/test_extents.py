@@ -64,7 +64,7 @@ def test_whole_tensors_of_any_shape(tmp_path: Path, shape: tuple[int, ...]) -> N
     assert torch.equal(read_whole(*written(tmp_path / "file", tensor)), tensor)
 
 
-def test_memory_of_the_callers_own(tmp_path: Path) -> None:
+def test_memory_of_the_caller(tmp_path: Path) -> None:
     tensor = torch.randn(4, 3)
     file, extent = written(tmp_path / "file", tensor)
     out = torch.zeros(2, 2, 2)

@@ -24,7 +24,7 @@ def test_slices_arrive_in_the_wanted_type(tmp_path: Path) -> None:
     assert got.tolist() == [[4, 5], [8, 9]]
 
 
-def test_left_over_tensors_are_listed(tmp_path: Path) -> None:
+def test_unused_tensors_are_listed(tmp_path: Path) -> None:
     frequencies = "model.layers.0.self_attn.rotary_emb.inv_freq"
     names = ["a", "extra.weight", frequencies, "lm_head.weight"]
     save_file({name: torch.ones(1) for name in names}, tmp_path / "model.safetensors")
@@ -36,7 +36,7 @@ def test_left_over_tensors_are_listed(tmp_path: Path) -> None:
     loaded.finish((r".*\.inv_freq", r"lm_head\.weight"))
 
 
-def test_biases_of_layers_that_have_none_may_be_left(tmp_path: Path) -> None:
+def test_biases_of_layers_without_one_may_be_unused(tmp_path: Path) -> None:
     names = ["q_proj.weight", "q_proj.bias", "norm.weight", "norm.bias", "other.bias"]
     save_file({name: torch.ones(1) for name in names}, tmp_path / "model.safetensors")
     loaded = weights(tmp_path)
@@ -53,7 +53,7 @@ def test_a_long_list_is_cut(tmp_path: Path) -> None:
         weights(tmp_path).finish()
 
 
-def test_a_made_up_source_is_never_left_over() -> None:
+def test_a_dummy_source_has_no_unused_tensors() -> None:
     source = DummySource(CPU, torch.float16)
     loaded = Weights(source, SingleRank(), torch.float16, CPU)
     assert loaded.read("a.weight", (4, 2), rows=()).shape == (0, 2)

@@ -84,7 +84,7 @@ def test_inference_tensors_are_written_by_other_threads(tmp_path: Path) -> None:
     assert torch.equal(out, torch.arange(300 * 16.0).view(300, 16))
 
 
-def test_blocks_are_lent_by_turns() -> None:
+def test_blocks_are_lent_in_order() -> None:
     blocks = LateBlocks(3)
     target = torch.zeros(7, 4)
     for row in target:

@@ -31,7 +31,7 @@ def test_an_uneven_cut_says_what_to_change() -> None:
     ranks=st.sampled_from([1, 2, 4, 8]),
     head_dim=st.sampled_from([1, 3, 8]),
 )
-def test_every_query_head_meets_its_own_kv_head(
+def test_every_query_head_has_its_own_kv_head(
     kv_heads: int, group: int, ranks: int, head_dim: int
 ) -> None:
     heads = kv_heads * group
@@ -64,7 +64,7 @@ def test_heads_that_do_not_fit_the_ranks() -> None:
 
 @settings(deadline=None)
 @given(vocab=st.integers(1, 60), ranks=st.integers(1, 8))
-def test_vocabulary_is_padded_to_equal_runs(vocab: int, ranks: int) -> None:
+def test_vocabulary_is_padded_to_equal_ranges(vocab: int, ranks: int) -> None:
     cuts = [cut_vocabulary(vocab, rank, ranks) for rank in range(ranks)]
     assert [i for cut in cuts for i in indices(cut.rows)] == list(range(vocab))
     assert len({cut.num_rows for cut in cuts}) == 1
@@ -74,7 +74,7 @@ def test_vocabulary_is_padded_to_equal_runs(vocab: int, ranks: int) -> None:
 
 
 @given(st.integers(1, 40_000), st.integers(1, 9))
-def test_widths_are_shared_out_whatever_they_are(size: int, ranks: int) -> None:
+def test_widths_of_any_size_are_cut(size: int, ranks: int) -> None:
     if size < ranks:
         with pytest.raises(ValueError, match=rf"intermediate_size \({size}\) is less"):
             cut_width(size, 0, ranks, "intermediate_size")

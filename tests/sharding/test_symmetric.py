@@ -103,7 +103,7 @@ def test_a_sum_outlives_the_next_one() -> None:
     assert run_ranks(2, on_rank) == [[0.0, 2.0, 4.0, 6.0, 8.0]] * 2
 
 
-def test_two_summands_may_wait_at_once() -> None:
+def test_two_summands_may_be_held_at_once() -> None:
     buffers = DoubleBuffer(torch.zeros(2 * HALF, dtype=torch.uint8))
     one, two = (buffers.take((8,), torch.bfloat16).fill_(i) for i in (1, 2))
     assert buffers.holds(one)
@@ -139,9 +139,9 @@ def test_the_table_in_words(choices: Sequence[tuple[int, Method]], words: str) -
     ],
 )
 def test_ranks_that_cannot_reach_each_other_say_why(
-    told: list[tuple[str, int]], reason: str
+    devices_of: list[tuple[str, int]], reason: str
 ) -> None:
-    assert reason in str(unreachable(told))
+    assert reason in str(unreachable(devices_of))
 
 
 def test_ranks_that_must_and_cannot_say_why_and_what_to_do() -> None:

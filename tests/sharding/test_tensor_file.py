@@ -57,7 +57,7 @@ def test_stacks(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("at_once")
-def test_a_file_that_aligns_nothing(tmp_path: Path) -> None:
+def test_a_file_with_unaligned_tensors(tmp_path: Path) -> None:
     """The format does not ask for alignment; other writers order tensors otherwise."""
     tensors = {"a": torch.randn(3, 5), "b": torch.randn(4).bfloat16()}
     data = [t.view(-1).view(torch.uint8).numpy().tobytes() for t in tensors.values()]
@@ -114,7 +114,7 @@ def test_what_the_library_refuses_is_refused(tmp_path: Path, header: Any) -> Non
 
 
 @pytest.mark.parametrize("size", [0, 7, 8, 60, -1])
-def test_half_a_file(tmp_path: Path, size: int) -> None:
+def test_a_truncated_file(tmp_path: Path, size: int) -> None:
     data = save({"a": torch.ones(40)})
     (tmp_path / "half.safetensors").write_bytes(data[:size])
     with pytest.raises(DamagedFile, match=r"half\.safetensors"):

@@ -41,8 +41,8 @@ def make_bank(
 
 def product(bank: AdapterBank, slot: int, projection: int, layer: int) -> torch.Tensor:
     """B A as the bank has it on the device: [out, in]."""
-    placed = bank.loaded(slot).factors(projection, layer)
-    return (placed.a @ placed.bt).t()
+    factors = bank.loaded(slot).factors(projection, layer)
+    return (factors.a @ factors.bt).t()
 
 
 def expected(tensors: dict[str, torch.Tensor], module: str, scale: float) -> torch.Tensor:
@@ -55,7 +55,7 @@ def assert_equal(found: torch.Tensor, wanted: torch.Tensor) -> None:
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=0)
 
 
-def test_what_is_placed_is_the_adapter(tmp_path: Path) -> None:
+def test_the_loaded_factors_are_the_adapters(tmp_path: Path) -> None:
     ranks = {"layers.0.up": 3, "layers.1.up": 8, "layers.2.up": 20, "down": 9}
     tensors = {**factors(UP, [3, 8, 20]), **factors(DOWN, [0, 9, 0], seed=1)}
     bank = make_bank()
@@ -107,7 +107,7 @@ def test_each_rank_keeps_its_own_cut(tmp_path: Path) -> None:
     assert_equal(summed, whole_down)
 
 
-def test_take_keeps_the_order_of_the_segments() -> None:
+def test_selected_columns_keep_the_order_of_the_segments() -> None:
     rows = torch.arange(6.0).expand(2, 6)
     assert select_columns(rows, ((4, 6), (0, 1)))[0].tolist() == [4, 5, 0]
 
@@ -169,8 +169,8 @@ def test_what_can_never_fit_is_too_large(tmp_path: Path) -> None:
         pages.stage(fetched(folder, 1))
     takes = make_bank().stage(fetched(folder, 1)).host_bytes
     host = make_bank(size=replace(SIZE, host_bytes=takes - 1))
-    told = rf"takes {takes} bytes .* adapters\.host_bytes"
-    with pytest.raises(AdapterError, match=told) as few:
+    message = rf"takes {takes} bytes .* adapters\.host_bytes"
+    with pytest.raises(AdapterError, match=message) as few:
         host.stage(fetched(folder, 1))
     for caught in (low, few):
         assert caught.value.refusal is AdapterRefusal.TOO_LARGE

@@ -58,7 +58,7 @@ def test_a_file_that_is_cut_short_fails_as_a_version(
     tier.check()
 
 
-def test_links_that_lead_out_since_the_files_were_found(tmp_path: Path) -> None:
+def test_links_that_lead_out_of_the_folder(tmp_path: Path) -> None:
     own, other = adapter(tmp_path / "root" / "own"), adapter(tmp_path / "other")
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         wanted = fetched(1, own, root=str(tmp_path / "root"))

@@ -61,7 +61,7 @@ def by_peft(parts: Sequence[Tensor], rule: MergeRule, seeds: Sequence[int]) -> T
 @pytest.mark.parametrize("density", [0.001, 0.3, 0.7, 1.0])
 @pytest.mark.parametrize("sign_method", SignMethod)
 @pytest.mark.parametrize("strategy", MergeStrategy)
-def test_every_rule_is_pefts(
+def test_every_rule_equals_pefts(
     strategy: MergeStrategy, sign_method: SignMethod, density: float
 ) -> None:
     rule = MergeRule(tuple(SCALES), strategy, density, sign_method)
@@ -97,14 +97,14 @@ def merged(folders: Sequence[Path], rule: MergeRule) -> dict[ModulePosition, Lor
     return {module.position: module for module in modules}
 
 
-def test_places_and_ranks_are_those_of_all_parts(tmp_path: Path) -> None:
+def test_positions_and_ranks_are_those_of_all_parts(tmp_path: Path) -> None:
     one, two = factors(UP, [4, 4, 0]), {**factors(UP, [0, 7, 4], seed=1), **factors(DOWN, [4], 2)}
     folders = [
         write_lora(tmp_path / "one", one),
         write_lora(tmp_path / "two", two, rank_pattern={"layers.1.up": 7}),
     ]
     found = merged(folders, MergeRule((0.5, 2.0)))
-    assert {place: len(m.a) for place, m in found.items()} == {
+    assert {position: len(m.a) for position, m in found.items()} == {
         ModulePosition(0, 0): 4,
         ModulePosition(0, 1): 7,
         ModulePosition(0, 2): 4,
@@ -121,14 +121,14 @@ def test_places_and_ranks_are_those_of_all_parts(tmp_path: Path) -> None:
     torch.testing.assert_close(alone.b @ alone.a, 0.5 * 2 * product, atol=1e-5, rtol=0)
 
 
-def test_the_recipe_seeds_every_tensor_its_own_way(tmp_path: Path) -> None:
+def test_every_tensor_of_a_merge_has_its_own_seed(tmp_path: Path) -> None:
     ones = {name: torch.ones_like(t) for name, t in factors(UP, [4, 4, 4]).items()}
     folders = [write_lora(tmp_path / name, ones) for name in ("one", "two")]
     rule = MergeRule((1.0, 1.0), DARE_LINEAR, 0.5)
     first, again = (merged(folders, rule) for _ in range(2))
-    for place, module in first.items():
-        assert torch.equal(module.a, again[place].a)
-        assert torch.equal(module.b, again[place].b)
+    for position, module in first.items():
+        assert torch.equal(module.a, again[position].a)
+        assert torch.equal(module.b, again[position].b)
     assert not torch.equal(first[ModulePosition(0, 0)].a, first[ModulePosition(0, 1)].a), (
         "another place"
     )
@@ -147,7 +147,7 @@ def refusal(*parts: Path, rule: MergeRule | None = None) -> AdapterError:
     return caught.value
 
 
-def test_what_is_wrong_with_a_part_is_told_with_its_name(tmp_path: Path) -> None:
+def test_a_fault_of_a_part_is_reported_with_its_name(tmp_path: Path) -> None:
     good = write_lora(tmp_path / "good", factors(UP, [4]))
     dora = write_lora(tmp_path / "dora", factors(UP, [4]), use_dora=True)
     wide = write_lora(tmp_path / "wide", factors(UP, [9]), r=9)

@@ -34,27 +34,27 @@ def effort(steps: int = 10**7) -> MatchBudget:
     return MatchBudget(steps)
 
 
-def make(chosen: random.Random, depth: int) -> str:
+def make(rng: random.Random, depth: int) -> str:
     """A random pattern."""
-    kind = chosen.random()
+    kind = rng.random()
     if depth == 0 or kind < 0.4:
-        return chosen.choice(ATOMS)
-    one, other = make(chosen, depth - 1), make(chosen, depth - 1)
+        return rng.choice(ATOMS)
+    one, other = make(rng, depth - 1), make(rng, depth - 1)
     if kind < 0.6:
         return one + other
     if kind < 0.7:
         return f"(?:{one}|{other})"
     if kind < 0.9:
-        return f"(?:{one}){chosen.choice(TIMES)}"
-    return f"(?{chosen.choice('=!')}{one})"
+        return f"(?:{one}){rng.choice(TIMES)}"
+    return f"(?{rng.choice('=!')}{one})"
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_random_patterns_match_as_in_re(seed: int) -> None:
-    chosen = random.Random(seed)
+    rng = random.Random(seed)
     tried = 0
     while tried < 400:
-        text = make(chosen, 4)
+        text = make(rng, 4)
         try:
             truth = re.compile(text)
         except re.error:
@@ -62,7 +62,7 @@ def test_random_patterns_match_as_in_re(seed: int) -> None:
         tried += 1
         ours = Pattern(text, effort())
         for _ in range(3):
-            line = "".join(chosen.choice("aab.q_1A") for _ in range(1 + chosen.randrange(6)))
+            line = "".join(rng.choice("aab.q_1A") for _ in range(1 + rng.randrange(6)))
             assert ours.fits(line) == bool(truth.fullmatch(line)), (text, line)
             assert ours.begins(line) == bool(truth.match(line)), (text, line)
 
@@ -89,7 +89,7 @@ def test_patterns_of_trainers_match_as_in_re(pattern: str) -> None:
         r"(?=(?=(?=(?=.*).*).*).*)*b",
     ],
 )
-def test_what_sends_re_astray_takes_few_steps(pattern: str) -> None:
+def test_patterns_that_make_re_backtrack_take_few_steps(pattern: str) -> None:
     assert not Pattern(pattern, effort(50_000)).fits("a" * 80)
 
 

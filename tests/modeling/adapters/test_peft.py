@@ -66,7 +66,7 @@ def test_each_module_has_its_own_rank_and_scaling(tmp_path: Path) -> None:
     assert scales == pytest.approx(expected, rel=1e-6)
 
 
-def test_pieces_of_any_size_say_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stacks_of_any_size_are_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = {**factors(UP, [4, 4, 9]), **factors(DOWN, [4, 4, 4])}
     folder = write_lora(tmp_path, tensors, rank_pattern={"layers.2.up": 9})
     found = []
@@ -86,7 +86,7 @@ def pairs(tensors: dict[str, Tensor]) -> list[tuple[str, str]]:
     return [(f"{name}A.weight", f"{name}B.weight") for name in names]
 
 
-def test_a_tensor_without_a_place_is_refused_by_name(tmp_path: Path) -> None:
+def test_an_unknown_tensor_is_refused_by_name(tmp_path: Path) -> None:
     for key in (
         "base_model.model.model.layers.3.up.lora_A.weight",
         "base_model.model.model.layers.0.gate.lora_A.weight",
@@ -117,7 +117,7 @@ def test_the_vocabulary_is_refused_with_its_own_reason(tmp_path: Path, key: str)
 
 
 @pytest.mark.parametrize("side", ["A", "B"])
-def test_a_lone_half_is_refused(tmp_path: Path, side: str) -> None:
+def test_a_factor_without_its_partner_is_refused(tmp_path: Path, side: str) -> None:
     tensors = factors(UP, [4, 4, 4])
     key = f"base_model.model.model.layers.1.up.lora_{side}.weight"
     del tensors[key]
@@ -187,7 +187,7 @@ def test_no_tensor_at_all_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keep", [0, 7, 60, -1])
-def test_half_a_file_is_refused(tmp_path: Path, keep: int) -> None:
+def test_a_truncated_file_is_refused(tmp_path: Path, keep: int) -> None:
     path = write_lora(tmp_path, factors(UP, [4, 4, 4])) / "adapter_model.safetensors"
     size = os.path.getsize(path)
     os.truncate(path, keep if keep >= 0 else size + keep)
@@ -220,7 +220,7 @@ def test_targets_beyond_the_file_do_no_harm(tmp_path: Path) -> None:
     assert open_adapter(folder, PROJECTIONS, 64).ranks == {ModulePosition(0, 1): 4}
 
 
-def test_factors_that_peft_would_make_up_are_refused(tmp_path: Path) -> None:
+def test_factors_that_peft_would_initialise_are_refused(tmp_path: Path) -> None:
     fields = {"target_modules": "all-linear", "init_lora_weights": False}
     whole = factors(UP, [4, 4, 4]) | factors(DOWN, [4, 4, 4])
     open_adapter(write_lora(tmp_path, whole, **fields), PROJECTIONS, 64)

@@ -178,7 +178,7 @@ def test_an_end_adapted_twice_is_refused(tmp_path: Path) -> None:
     assert "embed_out is adapted twice" in refusal(tmp_path, names)
 
 
-def test_an_end_may_go_by_an_older_name(tmp_path: Path) -> None:
+def test_an_end_may_have_an_older_name(tmp_path: Path) -> None:
     older = "base_model.model.embed_out"
     assert opened(tmp_path, head_factors(older)).ranks[ModulePosition(2, 0)] == RANK
     adapter = opened(tmp_path, {f"{older}.weight": ROWS}, modules_to_save=["embed_out"])

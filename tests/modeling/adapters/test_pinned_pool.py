@@ -29,53 +29,53 @@ class Copy:
 
 
 def test_all_chunks_are_given_out_once_in_any_order() -> None:
-    arena = PinnedPool(20, 128, False)
+    pool = PinnedPool(20, 128, False)
     chooser = random.Random(1)
     held: list[list[int]] = []
     for _ in range(400):
         wanted = chooser.randrange(1, 7)
-        free = 20 - arena.num_taken
-        taken = arena.allocate(wanted)
+        free = 20 - pool.num_taken
+        taken = pool.allocate(wanted)
         assert (taken is None) == (wanted > free), "any free chunks will do"
         if taken is not None:
             held.append(taken)
         if taken is None or chooser.random() < 0.4:
-            arena.free(held.pop(chooser.randrange(len(held))))
-        arena.check([chunk for each in held for chunk in each])
+            pool.free(held.pop(chooser.randrange(len(held))))
+        pool.check([chunk for each in held for chunk in each])
 
 
 def test_chunks_that_are_still_copied_come_last_and_are_waited_for() -> None:
-    arena = PinnedPool(4, 128, False)
-    first, second = arena.allocate(2), arena.allocate(1)
+    pool = PinnedPool(4, 128, False)
+    first, second = pool.allocate(2), pool.allocate(1)
     assert first is not None
     assert second is not None
     copy = Copy()
-    arena.free(first, copy)
-    assert arena.num_taken == 3
-    assert arena.allocate(1) == [3]
+    pool.free(first, copy)
+    assert pool.num_taken == 3
+    assert pool.allocate(1) == [3]
     assert copy.waits == [], "there was another one"
-    arena.check([*second, 3])
-    assert sorted(arena.allocate(2) or []) == sorted(first)
+    pool.check([*second, 3])
+    assert sorted(pool.allocate(2) or []) == sorted(first)
     assert copy.waits == ["waited"]
-    assert arena.allocate(1) is None
+    assert pool.allocate(1) is None
 
 
 def test_chunks_whose_copy_ended_by_itself_are_not_waited_for() -> None:
-    arena = PinnedPool(2, 128, False)
-    taken = arena.allocate(2)
+    pool = PinnedPool(2, 128, False)
+    taken = pool.allocate(2)
     assert taken is not None
     copy = Copy()
-    arena.free(taken, copy)
+    pool.free(taken, copy)
     copy.done = True
-    assert sorted(arena.allocate(2) or []) == [0, 1]
+    assert sorted(pool.allocate(2) or []) == [0, 1]
     assert copy.waits == []
 
 
 def test_a_check_finds_what_is_lost() -> None:
-    arena = PinnedPool(4, 128, False)
-    arena.allocate(2)
+    pool = PinnedPool(4, 128, False)
+    pool.allocate(2)
     with pytest.raises(AssertionError, match="lost"):
-        arena.check([0])
+        pool.check([0])
 
 
 def cells(layout: ChunkLayout) -> list[tuple[int, int]]:
@@ -92,7 +92,7 @@ def cells(layout: ChunkLayout) -> list[tuple[int, int]]:
     st.lists(st.tuples(st.integers(0, 9), st.integers(0, 12)), max_size=8),
     st.integers(12, 40),
 )
-def test_halves_lie_in_whole_rows_one_after_the_other(
+def test_matrices_lie_in_whole_rows_one_after_the_other(
     halves: list[tuple[int, int]], chunk: int
 ) -> None:
     layout = lay_out(halves, chunk)

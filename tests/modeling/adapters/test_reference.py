@@ -23,17 +23,17 @@ TARGETS = (OutputSlice(0, 2), OutputSlice(1, 12))
 def bank(tmp_path_factory: pytest.TempPathFactory) -> AdapterBank:
     """Four adapters of many ranks on scattered pages; the rest of the pools is NaN."""
     root = tmp_path_factory.mktemp("bank")
-    filled = make_bank((UP, SIDE))
+    bank_ = make_bank((UP, SIDE))
     pages = iter([5, 2, 9, 0, 10, 11, 1, 3, 4, 6, 7, 8])
     for slot, ranks in enumerate(RANKS):
         tensors = {**factors(UP, ranks, seed=slot), **factors(SIDE, ranks[::-1], seed=9 + slot)}
         pattern = {f"layers.{layer}.up": r for layer, r in enumerate(ranks) if r}
         pattern |= {f"layers.{layer}.side": r for layer, r in enumerate(ranks[::-1]) if r}
         folder = write_lora(root / str(slot), tensors, rank_pattern=pattern)
-        shape = filled.stage(fetched(folder, slot + 1))
+        shape = bank_.stage(fetched(folder, slot + 1))
         table = [next(pages) for _ in range(max(shape.num_pages))]
-        filled.load(AdapterKey(slot + 1), slot, [table[:n] for n in shape.num_pages])
-    return filled
+        bank_.load(AdapterKey(slot + 1), slot, [table[:n] for n in shape.num_pages])
+    return bank_
 
 
 def plain(
@@ -77,7 +77,7 @@ def test_batches_follow_the_equation(
     assert torch.equal(y[:, [0, 1, 16]], before[:, [0, 1, 16]])
 
 
-def test_a_place_that_is_not_adapted_is_not_touched(bank: AdapterBank) -> None:
+def test_a_layer_that_is_not_adapted_is_not_touched(bank: AdapterBank) -> None:
     y = torch.full((2, 17), float("nan"))
     reference_batch(bank, [0], [2]).add(
         y, torch.ones(2, 6), 1, (OutputSlice(0, 0), OutputSlice(1, 10))
@@ -88,7 +88,7 @@ def test_a_place_that_is_not_adapted_is_not_touched(bank: AdapterBank) -> None:
     assert torch.equal(ones, torch.ones(2, 17))
 
 
-def test_an_adapter_placed_later_is_seen(bank: AdapterBank, tmp_path: Path) -> None:
+def test_an_adapter_loaded_later_is_seen(bank: AdapterBank, tmp_path: Path) -> None:
     own = make_bank((UP, SIDE))
     x = torch.ones(1, 6)
     results = []
@@ -109,8 +109,8 @@ def test_half_precision_computes_in_its_own_type(tmp_path: Path, dtype: torch.dt
     x = torch.randn(5, 6, generator=torch.Generator().manual_seed(0)).to(dtype)
     y = torch.zeros(5, 10, dtype=dtype)
     reference_batch(own, [0, -1, 0], [2, 1, 2]).add(y, x, 1, (OutputSlice(0, 0),))
-    placed = own.loaded(0).factors(0, 1)
-    expected = x.double() @ placed.a.double() @ placed.bt.double()
+    loaded = own.loaded(0).factors(0, 1)
+    expected = x.double() @ loaded.a.double() @ loaded.bt.double()
     expected[2] = 0
     assert torch.allclose(y.double(), expected, atol=0.2, rtol=0.02)
 

@@ -146,7 +146,7 @@ def test_modules_are_those_of_peft(name: str) -> None:
     check("llama", CASES[name])
 
 
-def test_no_targets_are_no_guess() -> None:
+def test_missing_targets_are_not_guessed() -> None:
     """PEFT takes q_proj and v_proj of a Llama, and something else elsewhere."""
     fields = {"target_modules": None}
     assert len(by_peft(llama(), fields) or ()) == 24
@@ -169,22 +169,22 @@ def test_modules_of_gpt2_are_those_of_peft(fields: Fields) -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_random_configs_mean_what_they_mean_to_peft(seed: int) -> None:
-    chosen = random.Random(seed)
+def test_random_configs_mean_the_same_as_in_peft(seed: int) -> None:
+    rng = random.Random(seed)
     ends = [*LINEARS, "self_attn.q_proj", "1.mlp.up_proj", "layers.10.mlp.down_proj", *PATHS[:6]]
-    named: dict[str, Any] = {"target_modules": chosen.sample(ends, chosen.randint(1, 5))}
-    if chosen.random() < 0.5:
-        named["layers_to_transform"] = chosen.sample(range(14), chosen.randint(0, 6))
-        if chosen.random() < 0.5:
+    named: dict[str, Any] = {"target_modules": rng.sample(ends, rng.randint(1, 5))}
+    if rng.random() < 0.5:
+        named["layers_to_transform"] = rng.sample(range(14), rng.randint(0, 6))
+        if rng.random() < 0.5:
             lists = ["layers", "h", "model.layers", "model", "self_attn"]
-            named["layers_pattern"] = chosen.sample(lists, chosen.randint(1, 2))
-    pattern = f"(model|x).*({'|'.join(chosen.sample(ends, 3))})".replace("1", r"\d+")
+            named["layers_pattern"] = rng.sample(lists, rng.randint(1, 2))
+    pattern = f"(model|x).*({'|'.join(rng.sample(ends, 3))})".replace("1", r"\d+")
     fields: dict[str, Any] = {"target_modules": pattern}
-    if chosen.random() < 0.7:
+    if rng.random() < 0.7:
         fields = named
-    if chosen.random() < 0.4:
-        text = rf".*\.\d?{chosen.randint(0, 9)}\..*"
-        fields["exclude_modules"] = chosen.sample(ends, 2) if chosen.random() < 0.5 else text
+    if rng.random() < 0.4:
+        text = rf".*\.\d?{rng.randint(0, 9)}\..*"
+        fields["exclude_modules"] = rng.sample(ends, 2) if rng.random() < 0.5 else text
     check("llama", fields)
 
 

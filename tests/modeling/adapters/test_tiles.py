@@ -26,7 +26,7 @@ def test_every_adapter_token_is_in_one_tile_of_its_slot(slots: list[int], size: 
     assert sorted(seen) == [token for token, slot in enumerate(slots) if slot >= 0]
 
 
-def test_tokens_keep_their_order_and_tiles_fill_up() -> None:
+def test_tokens_keep_their_order_and_tiles_are_full() -> None:
     of_token = np.array([2, -1, 0, 2, 2, 0, 2], dtype=np.int32)
     records, count = cut_tiles(of_token, 2, 6)
     assert count == 3

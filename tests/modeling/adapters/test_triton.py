@@ -11,7 +11,7 @@ from torch import Tensor
 from modeling.adapters.bank import AdapterBank
 from modeling.adapters.kernels.select import select_kernel
 from modeling.adapters.product import AdapterData, OutputSlice
-from tests.modeling.adapters.filled_bank import NUM_LAYERS, Case, fill_bank, truth
+from tests.modeling.adapters.loaded_bank import NUM_LAYERS, Case, fill_bank, truth
 
 if TYPE_CHECKING:
     from modeling.adapters.kernels.triton_plan import TritonPlan
@@ -190,7 +190,7 @@ def test_steps_of_many_rows_and_float32_leave_the_base_product_to_torch(
 
 @pytest.mark.gpu
 @on_gpu
-def test_half_of_a_step_may_be_thousands_of_tokens(
+def test_one_adapter_may_have_thousands_of_tokens(
     banks: dict[torch.dtype, AdapterBank],
 ) -> None:
     bank = make_bank(banks, torch.bfloat16)

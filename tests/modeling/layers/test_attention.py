@@ -24,7 +24,7 @@ def cache() -> LayerCache:
 
 
 @pytest.mark.parametrize("rotated", [True, False])
-def test_parts_go_where_they_belong(cache: LayerCache, rotated: bool) -> None:
+def test_q_k_and_v_are_split_and_stored(cache: LayerCache, rotated: bool) -> None:
     q, k, v = torch.randn(3, 4, 8), torch.randn(3, 2, 8), torch.randn(3, 2, 8)
     fused = torch.cat([part.flatten(1) for part in (q, k, v)], dim=1)
     angles = Rotary(Rope(), 8, torch.float32, CPU).angles(torch.arange(3)) if rotated else None
@@ -36,7 +36,7 @@ def test_parts_go_where_they_belong(cache: LayerCache, rotated: bool) -> None:
     assert torch.equal(cache.flat_values[SLOTS], v)
 
 
-def test_only_the_asked_for_tokens_are_stored(cache: LayerCache) -> None:
+def test_only_selected_tokens_are_stored(cache: LayerCache) -> None:
     fused = torch.randn(3, 8 * 8)
     rotate_and_store(fused, HEADS, None, cache, SLOTS, torch.tensor([0, 2]))
     assert cache.flat_keys[SLOTS].flatten(1).any(dim=1).tolist() == [True, False, True]

@@ -118,8 +118,8 @@ def test_rotation_at_near_and_far_positions(
     marked = positions + rope_set(name, total) * POSITIONS_PER_SET
     cos, sin = Rotary(ours(name, total), 64, dtype, CPU).angles(marked)
     assert cos.dtype == sin.dtype == dtype
-    told = oracle(name, positions, dtype)
-    want, _ = APPLY(x[None], x[None], told.cos, told.sin, unsqueeze_dim=2)
+    expected = oracle(name, positions, dtype)
+    want, _ = APPLY(x[None], x[None], expected.cos, expected.sin, unsqueeze_dim=2)
     torch.testing.assert_close(rotate(x, cos, sin), want[0], atol=tolerance, rtol=0)
 
 
@@ -141,7 +141,7 @@ def test_a_part_of_each_head_is_rotated(fraction: float) -> None:
     assert torch.equal(got[..., rope.width(64) :], x[..., rope.width(64) :])
 
 
-def test_rows_of_one_step_take_their_own_sets() -> None:
+def test_rows_of_one_step_use_their_own_sets() -> None:
     short, long = torch.tensor([0, 5, 900]), torch.tensor([0, 5, 1500])
     marked = torch.cat((short, long + LONG * POSITIONS_PER_SET))
     cos, _ = Rotary(ours("longrope"), 64, torch.float32, CPU).angles(marked)

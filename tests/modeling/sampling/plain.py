@@ -25,39 +25,39 @@ class PlainRow:
 
 def plain_adjusted(logits: list[float], row: PlainRow) -> list[float]:
     """Logits after biases, masks, penalties and watermark."""
-    asked, result = row.params, list(logits)
-    for id, bias in asked.logit_bias:
+    params, result = row.params, list(logits)
+    for id, bias in params.logit_bias:
         result[id] += bias
-    if len(row.output) < asked.masked_tokens:
-        for id in asked.masked_ids:
+    if len(row.output) < params.masked_tokens:
+        for id in params.masked_ids:
             result[id] = -math.inf
     for id in set(row.tokens):
-        penalty = asked.repetition_penalty
+        penalty = params.repetition_penalty
         result[id] = result[id] / penalty if result[id] > 0 else result[id] * penalty
     for id, count in Counter(row.output).items():
-        result[id] -= asked.frequency_penalty * count + asked.presence_penalty
-    if asked.watermark:
+        result[id] -= params.frequency_penalty * count + params.presence_penalty
+    if params.watermark:
         raised = green(torch.tensor([row.tokens[-1]]), len(logits))[0].tolist()
         result = [x + GREEN_BONUS * up for x, up in zip(result, raised, strict=True)]
     return result
 
 
-def plain_kept(logits: list[float], asked: Sampling) -> list[int]:
+def plain_kept(logits: list[float], params: Sampling) -> list[int]:
     """Ids that stay after temperature, top-k, top-p, min-p and typical-p, ascending."""
-    warped = [x / asked.temperature for x in logits]
+    warped = [x / params.temperature for x in logits]
     kept = sorted(range(len(warped)), key=lambda i: (-warped[i], i))
-    if asked.top_k:
-        kept = kept[: asked.top_k]
-    if asked.top_p < 1:
-        kept = _until(kept, _softmax(warped, kept), asked.top_p)
+    if params.top_k:
+        kept = kept[: params.top_k]
+    if params.top_p < 1:
+        kept = _until(kept, _softmax(warped, kept), params.top_p)
     weights = _softmax(warped, kept)
-    kept = [i for i in kept if weights[i] >= asked.min_p * max(weights.values()) * (1 - 1e-6)]
-    if asked.typical_p < 1:
+    kept = [i for i in kept if weights[i] >= params.min_p * max(weights.values()) * (1 - 1e-6)]
+    if params.typical_p < 1:
         weights = _softmax(warped, kept)
         surprise = {i: -math.log(weights[i]) for i in kept if weights[i] > 0}
         entropy = sum(weights[i] * surprise[i] for i in surprise)
         order = sorted(surprise, key=lambda i: (round(abs(surprise[i] - entropy), 6), i))
-        kept = _until(order, weights, asked.typical_p)
+        kept = _until(order, weights, params.typical_p)
     return sorted(kept)
 
 

@@ -23,7 +23,7 @@ VOCAB, WIDTH = 24, 40
 
 tokens = st.lists(st.integers(0, VOCAB - 1), max_size=12)
 penalties = st.sampled_from([0.0, 0.0, 0.5, -1.0, 2.0])
-asked = st.builds(
+sampling_params = st.builds(
     Sampling,
     temperature=st.sampled_from([0.0, 0.7]),
     seed=st.integers(0, 2**64 - 1),
@@ -37,15 +37,15 @@ asked = st.builds(
     masked_ids=st.sampled_from([(), (3,), (0, 7)]),
     masked_tokens=st.integers(0, 6),
 )
-plain_rows = st.builds(PlainRow, asked, tokens.filter(bool), tokens)
+plain_rows = st.builds(PlainRow, sampling_params, tokens.filter(bool), tokens)
 
 
 def history(rows: Sequence[PlainRow]) -> TokenHistory:
     """The rows' tokens as a rank keeps them: a place each, and what others left behind."""
     buffer = torch.full((len(rows), WIDTH), VOCAB - 1)
-    for place, row in enumerate(rows):
-        buffer[place, : len(row.tokens)] = torch.tensor(row.tokens)
-    ends = [place * WIDTH + len(row.tokens) for place, row in enumerate(rows)]
+    for index, row in enumerate(rows):
+        buffer[index, : len(row.tokens)] = torch.tensor(row.tokens)
+    ends = [index * WIDTH + len(row.tokens) for index, row in enumerate(rows)]
     prompts = np.array([len(row.prompt) for row in rows])
     return TokenHistory(buffer.view(-1), np.array(ends), prompts, np.arange(len(rows)))
 
@@ -56,7 +56,7 @@ def adjusted(logits: Tensor, rows: Sequence[PlainRow]) -> Tensor:
     return logits.float() if found is None else adjust(logits, found)
 
 
-def chosen(logits: Tensor, rows: Sequence[PlainRow]) -> SampledStep:
+def sampled(logits: Tensor, rows: Sequence[PlainRow]) -> SampledStep:
     positions = [len(row.tokens) for row in rows]
     params = [row.params for row in rows]
     return sample_tokens(logits, sampling_tensors(params, positions, CPU, history(rows)))
@@ -68,24 +68,24 @@ def test_logits_are_those_of_the_definition(rows: list[PlainRow], seed: int) -> 
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(len(rows), VOCAB, generator=generator) * 3
     result = adjusted(logits, rows)
-    for place, row in enumerate(rows):
-        expected = torch.tensor(plain_adjusted(logits[place].double().tolist(), row))
-        torch.testing.assert_close(result[place].double(), expected.double(), rtol=1e-5, atol=1e-5)
+    for index, row in enumerate(rows):
+        expected = torch.tensor(plain_adjusted(logits[index].double().tolist(), row))
+        torch.testing.assert_close(result[index].double(), expected.double(), rtol=1e-5, atol=1e-5)
         if not row.params.adjusted:
-            assert torch.equal(result[place], logits[place])
+            assert torch.equal(result[index], logits[index])
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(plain_rows, min_size=2, max_size=5), st.integers(0, 99))
-def test_batch_mates_never_matter(rows: list[PlainRow], seed: int) -> None:
+def test_other_rows_never_matter(rows: list[PlainRow], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(len(rows), VOCAB, generator=generator) * 3
     together = adjusted(logits, rows)
-    picked = chosen(logits, rows).tokens.tolist()
-    for place, row in enumerate(rows):
-        one = logits[place : place + 1]
-        assert torch.equal(adjusted(one, [row])[0], together[place])
-        assert chosen(one, [row]).tokens.tolist() == picked[place : place + 1]
+    picked = sampled(logits, rows).tokens.tolist()
+    for index, row in enumerate(rows):
+        one = logits[index : index + 1]
+        assert torch.equal(adjusted(one, [row])[0], together[index])
+        assert sampled(one, [row]).tokens.tolist() == picked[index : index + 1]
 
 
 def test_greedy_rows_choose_from_adjusted_logits() -> None:
@@ -97,9 +97,9 @@ def test_greedy_rows_choose_from_adjusted_logits() -> None:
         PlainRow(Sampling(presence_penalty=1.5), [1], []),
         PlainRow(Sampling(masked_ids=(1,), masked_tokens=1), [1], []),
     ]
-    assert chosen(logits, rows).tokens.tolist() == [1, 0, 2, 1, 2]
+    assert sampled(logits, rows).tokens.tolist() == [1, 0, 2, 1, 2]
     again = [PlainRow(row.params, row.prompt, [1]) for row in rows]
-    assert chosen(logits, again).tokens.tolist() == [1, 0, 2, 2, 1]
+    assert sampled(logits, again).tokens.tolist() == [1, 0, 2, 2, 1]
 
 
 def test_penalties_count_the_output_alone() -> None:
@@ -117,7 +117,7 @@ def test_the_smallest_and_the_largest_numbers_are_numbers(drawn: float) -> None:
         params = Sampling(temperature=drawn, repetition_penalty=penalty, top_k=1 if drawn else 0)
         row = PlainRow(params, [0, 1, 2], [])
         assert bool(adjusted(logits, [row]).isfinite().all())
-        assert chosen(logits, [row]).tokens.tolist() == [expected]
+        assert sampled(logits, [row]).tokens.tolist() == [expected]
 
 
 def test_the_newest_token_is_read_on_the_device() -> None:
@@ -133,7 +133,7 @@ def test_the_newest_token_is_read_on_the_device() -> None:
 def test_reported_logprobs_are_the_models_own() -> None:
     logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(4))
     params = Sampling(logit_bias=((3, 100.0),), logprobs=2)
-    result = chosen(logits, [PlainRow(params, [1], []), PlainRow(Sampling(), [1], [])])
+    result = sampled(logits, [PlainRow(params, [1], []), PlainRow(Sampling(), [1], [])])
     assert result.tokens.tolist()[0] == 3
     assert result.logprobs is not None
     own = logits.double().log_softmax(-1)
@@ -144,7 +144,7 @@ def test_reported_logprobs_are_the_models_own() -> None:
 def test_logits_are_adjusted_in_float32() -> None:
     logits = torch.full((2, 4), 8.0).bfloat16()
     rows = [PlainRow(Sampling(logit_bias=((2, 0.01),)), [1], []), PlainRow(Sampling(), [1], [])]
-    assert chosen(logits, rows).tokens.tolist() == [2, 0]
+    assert sampled(logits, rows).tokens.tolist() == [2, 0]
     assert logits.tolist() == [[8.0] * 4] * 2
 
 
@@ -154,7 +154,7 @@ def test_ids_beyond_the_vocabulary_do_no_harm() -> None:
     assert adjusted(logits, [PlainRow(params, [1, 23], [])])[0].tolist() == [1.0, 0.5, 1.0, 1.0]
 
 
-def test_nothing_is_built_where_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_built_where_no_row_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(building, "to_device")
     rows = [
         PlainRow(Sampling(), [1], []),
@@ -163,7 +163,7 @@ def test_nothing_is_built_where_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> 
     assert sampling_tensors([row.params for row in rows], [1, 3], CPU, history(rows)).plain
 
 
-def test_half_of_the_vocabulary_is_green_and_each_token_has_its_own_half() -> None:
+def test_each_token_makes_its_own_half_of_the_vocabulary_green() -> None:
     lists = green(torch.arange(200), 4000)
     shares = lists.double().mean(dim=-1)
     assert bool(((shares - 0.5).abs() < 0.05).all())
@@ -172,14 +172,14 @@ def test_half_of_the_vocabulary_is_green_and_each_token_has_its_own_half() -> No
     assert torch.equal(lists[7:8], green(torch.tensor([7]), 4000))
 
 
-def test_watermarked_text_is_told_from_other_text() -> None:
+def test_watermarked_text_is_detected() -> None:
     generator = torch.Generator().manual_seed(0)
     hits = {True: 0, False: 0}
     for marked in hits:
         row = PlainRow(Sampling(temperature=1.0, seed=5, watermark=marked), [1], [])
         for _ in range(38):
             logits = torch.randn(1, VOCAB, generator=generator)
-            token = int(chosen(logits, [row]).tokens[0])
+            token = int(sampled(logits, [row]).tokens[0])
             hits[marked] += int(green(torch.tensor([row.tokens[-1]]), VOCAB)[0, token])
             row = PlainRow(row.params, row.prompt, [*row.output, token])
     assert hits[True] > 28 > hits[False]

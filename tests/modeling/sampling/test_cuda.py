@@ -42,16 +42,16 @@ def logits(device: torch.device) -> Tensor:
     return (torch.randn(len(PARAMS), VOCAB, generator=generator) * 3).to(device)
 
 
-def asked(tokens: Tensor) -> SamplingTensors:
-    places = np.arange(len(PARAMS))
-    targets = places * WIDTH + np.array(LENGTHS)
-    history = TokenHistory(tokens, targets, np.full(len(PARAMS), 6), places)
+def tensors_of(tokens: Tensor) -> SamplingTensors:
+    slots = np.arange(len(PARAMS))
+    targets = slots * WIDTH + np.array(LENGTHS)
+    history = TokenHistory(tokens, targets, np.full(len(PARAMS), 6), slots)
     return sampling_tensors(PARAMS, LENGTHS, tokens.device, history)
 
 
 def test_tokens_are_the_cpus() -> None:
     found = [
-        sample_tokens(logits(device), asked(buffer(device))).tokens.tolist()
+        sample_tokens(logits(device), tensors_of(buffer(device))).tokens.tolist()
         for device in (torch.device("cpu"), torch.device("cuda"))
     ]
     assert found[0] == found[1]
@@ -60,19 +60,19 @@ def test_tokens_are_the_cpus() -> None:
 def test_nothing_waits_for_the_device() -> None:
     device = torch.device("cuda")
     tokens, values = buffer(device), logits(device)
-    sample_tokens(values, asked(tokens))
+    sample_tokens(values, tensors_of(tokens))
     with no_synchronisation():
-        sample_tokens(values, asked(tokens))
+        sample_tokens(values, tensors_of(tokens))
 
 
-def held(folder: Path, places: int) -> Grammars:
+def held(folder: Path, slots: int) -> Grammars:
     """Two letters for everybody."""
     eos = token_id(write_tokenizer(folder), EOS)
     (folder / "config.json").write_text(json.dumps({"eos_token_id": eos}))
     grammars = Grammars(lambda: folder, VOCAB)
     assert grammars.prepare(0, "start: /[a-z][0-9]/") == ""
-    for place in range(places):
-        grammars.join(place, 0)
+    for slot in range(slots):
+        grammars.join(slot, 0)
     return grammars
 
 
@@ -86,14 +86,14 @@ def test_masks_are_the_cpus(tmp_path: Path) -> None:
         assert grammars.prepare(1, "start: /x/") == ""
         grammars.join(2, 1)
         for length in range(3):
-            places, ends = np.arange(3), [6 + length] * 3
-            targets = places * WIDTH + np.array(ends)
-            history = TokenHistory(buffer(device), targets, np.full(3, 6), places, grammars)
-            chosen = sample_tokens(
+            slots, ends = np.arange(3), [6 + length] * 3
+            targets = slots * WIDTH + np.array(ends)
+            history = TokenHistory(buffer(device), targets, np.full(3, 6), slots, grammars)
+            sampled = sample_tokens(
                 logits(device)[:3], sampling_tensors(params, ends, device, history)
             )
-            grammars.advance([0, 1, 2], chosen.tokens)
-            steps.append(chosen.tokens.tolist())
+            grammars.advance([0, 1, 2], sampled.tokens)
+            steps.append(sampled.tokens.tolist())
         found.append(steps)
     assert found[0] == found[1]
     assert found[0][0][1] == int(logits(torch.device("cpu"))[1].argmax())

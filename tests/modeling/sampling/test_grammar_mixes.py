@@ -53,7 +53,7 @@ KINDS = (FREE, ENDS, GOES_ON, DRAWN, WEIGHED)
 CPU = torch.device("cpu")
 
 
-class Place:
+class Setup:
     """A model whose tokenizer spells JSON, two adapters over it, and what the oracle says."""
 
     def __init__(self, root: Path) -> None:
@@ -81,24 +81,26 @@ class Place:
 
     def _expected(self, prompt: int, slot: int, kind: int) -> tuple[int, ...]:
         """The oracle's answer, up to its end; what nobody else computes is computed alone."""
-        asked = KINDS[kind]
-        if asked.temperature or asked.penalised:
-            request = Asked(PROMPTS[prompt], NUM_TOKENS, slot, asked)
+        params = KINDS[kind]
+        if params.temperature or params.penalised:
+            request = Asked(PROMPTS[prompt], NUM_TOKENS, slot, params)
             [answer] = generate(self.plain, [request], NUM_BLOCKS, BLOCK_SIZE)
             return self.until_end(answer.tokens)
-        return self.until_end(self._greedy(PROMPTS[prompt], self._models[slot], asked))
+        return self.until_end(self._greedy(PROMPTS[prompt], self._models[slot], params))
 
     def until_end(self, tokens: Sequence[int]) -> tuple[int, ...]:
         """What a scheduler takes of a row's tokens."""
         end = tokens.index(self.eos) + 1 if self.eos in tokens else len(tokens)
         return tuple(tokens[:end])
 
-    def _greedy(self, prompt: Sequence[int], model: Any, asked: Sampling) -> list[int]:
+    def _greedy(self, prompt: Sequence[int], model: Any, params: Sampling) -> list[int]:
         """One whole forward and one mask a token."""
         tokens = list(prompt)
-        schema = asked.json_schema
-        grammar = llguidance.LLMatcher.grammar_from_json_schema(schema) if schema else asked.grammar
-        matcher = llguidance.LLMatcher(self._tokenizer, grammar) if asked.constraint else None
+        schema = params.json_schema
+        grammar = (
+            llguidance.LLMatcher.grammar_from_json_schema(schema) if schema else params.grammar
+        )
+        matcher = llguidance.LLMatcher(self._tokenizer, grammar) if params.constraint else None
         while len(tokens) < len(prompt) + NUM_TOKENS and tokens[-1] != self.eos:
             logits = oracle_logits(model, tokens)[-1]
             if matcher is not None:
@@ -113,8 +115,8 @@ class Place:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
-    return Place(tmp_path_factory.mktemp("constrained"))
+def setup(tmp_path_factory: pytest.TempPathFactory) -> Setup:
+    return Setup(tmp_path_factory.mktemp("constrained"))
 
 
 Row = tuple[int, int, int]
@@ -123,9 +125,9 @@ Row = tuple[int, int, int]
 MIX: list[Row] = [(0, -1, 1), (1, 0, 2), (2, 1, 1), (1, -1, 0), (0, 1, 4), (2, 0, 3), (1, 1, 2)]
 
 
-def asked(row: Row, **how: Any) -> Asked:
+def request_of(row: Row, **changes: Any) -> Asked:
     prompt, slot, kind = row
-    return Asked(PROMPTS[prompt], NUM_TOKENS, slot, KINDS[kind], **how)
+    return Asked(PROMPTS[prompt], NUM_TOKENS, slot, KINDS[kind], **changes)
 
 
 @st.composite
@@ -134,7 +136,7 @@ def mixes(draw: st.DrawFn) -> tuple[list[Row], list[Asked]]:
     row = st.tuples(st.integers(0, 2), st.integers(-1, 1), st.integers(0, len(KINDS) - 1))
     rows = draw(st.lists(row, min_size=1, max_size=6))
     requests = [
-        asked(
+        request_of(
             each,
             chunk=draw(st.sampled_from([1, 3, 16, WHOLE])),
             joins_at=draw(st.integers(0, 6)),
@@ -152,49 +154,49 @@ def mixes(draw: st.DrawFn) -> tuple[list[Row], list[Asked]]:
     suppress_health_check=[HealthCheck.too_slow],
 )
 @given(mix=mixes(), captured=st.booleans())
-def test_any_mix(place: Place, mix: tuple[list[Row], list[Asked]], captured: bool) -> None:
+def test_any_mix(setup: Setup, mix: tuple[list[Row], list[Asked]], captured: bool) -> None:
     rows, requests = mix
-    runner = place.captured if captured else place.plain
+    runner = setup.captured if captured else setup.plain
     answers = generate(runner, requests, NUM_BLOCKS, BLOCK_SIZE)
-    found = [place.until_end(answer.tokens) for answer in answers]
-    assert found == [place.expected(*row) for row in rows]
+    found = [setup.until_end(answer.tokens) for answer in answers]
+    assert found == [setup.expected(*row) for row in rows]
 
 
-def test_constrained_steps_are_replayed(place: Place) -> None:
-    before = place.captured.num_captured
-    requests = [asked(row) for row in MIX]
-    answers = generate(place.captured, requests, NUM_BLOCKS, BLOCK_SIZE)
-    assert place.captured.num_captured - before == NUM_TOKENS - 1
-    assert [place.until_end(a.tokens) for a in answers] == [place.expected(*row) for row in MIX]
+def test_constrained_steps_are_replayed(setup: Setup) -> None:
+    before = setup.captured.num_captured
+    requests = [request_of(row) for row in MIX]
+    answers = generate(setup.captured, requests, NUM_BLOCKS, BLOCK_SIZE)
+    assert setup.captured.num_captured - before == NUM_TOKENS - 1
+    assert [setup.until_end(a.tokens) for a in answers] == [setup.expected(*row) for row in MIX]
 
 
-def test_two_ranks(place: Place) -> None:
+def test_two_ranks(setup: Setup) -> None:
     """Masks are made on each of them."""
-    requests = [asked(row, chunk=5, rejoins_at=3 + i) for i, row in enumerate(MIX)]
+    requests = [request_of(row, chunk=5, rejoins_at=3 + i) for i, row in enumerate(MIX)]
 
     def tokens(group: TensorParallel) -> list[tuple[int, ...]]:
-        answers = generate(place.runner(group), requests, NUM_BLOCKS, BLOCK_SIZE)
-        return [place.until_end(answer.tokens) for answer in answers]
+        answers = generate(setup.runner(group), requests, NUM_BLOCKS, BLOCK_SIZE)
+        return [setup.until_end(answer.tokens) for answer in answers]
 
-    expected = [place.expected(*row) for row in MIX]
+    expected = [setup.expected(*row) for row in MIX]
     assert run_ranks(2, tokens) == [expected, expected]
 
 
-def test_padded_models(place: Place) -> None:
+def test_padded_models(setup: Setup) -> None:
     """The same model by transformers' own code."""
-    runner = padded_runner(place.model)
+    runner = padded_runner(setup.model)
     rows: list[Row] = [(prompt, -1, kind) for prompt, _, kind in MIX]
-    requests = [asked(row, joins_at=i, rejoins_at=2 + i) for i, row in enumerate(rows)]
+    requests = [request_of(row, joins_at=i, rejoins_at=2 + i) for i, row in enumerate(rows)]
     answers = generate_padded(runner, requests)
-    found = [place.until_end(answer.tokens) for answer in answers]
-    assert found == [place.expected(*row) for row in rows]
+    found = [setup.until_end(answer.tokens) for answer in answers]
+    assert found == [setup.expected(*row) for row in rows]
 
 
-def test_steps_are_launched_before_masks_are_asked_for(
-    place: Place, monkeypatch: pytest.MonkeyPatch
+def test_steps_are_launched_before_masks_are_computed(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So the device computes while the host waits for the step before and makes the masks."""
-    runner, order = place.runner(SingleRank()), list[str]()
+    runner, order = setup.runner(SingleRank()), list[str]()
     forward, masks = PagedForward.logits, runner._grammars.masks
 
     def launch(*args: Any) -> Any:
@@ -207,6 +209,6 @@ def test_steps_are_launched_before_masks_are_asked_for(
 
     monkeypatch.setattr(PagedForward, "logits", launch)
     monkeypatch.setattr(runner._grammars, "masks", ask)
-    requests = [replace(asked(row), num_tokens=5) for row in MIX]
+    requests = [replace(request_of(row), num_tokens=5) for row in MIX]
     generate(runner, requests, NUM_BLOCKS, BLOCK_SIZE)
     assert order == ["forward", "masks"] * 5

@@ -51,35 +51,35 @@ class Ranks:
         self.buffer = torch.zeros(len(params) * WIDTH, dtype=torch.int64)
         self.lengths = [3] * len(params)
         self.prepared = {"": -1}
-        for place, asked in enumerate(params):
-            self.join(place, asked.constraint)
+        for slot, sampling in enumerate(params):
+            self.join(slot, sampling.constraint)
 
-    def join(self, place: int, constraint: str, known: Sequence[int] = ()) -> None:
+    def join(self, slot: int, constraint: str, known: Sequence[int] = ()) -> None:
         """As a scheduler has it: one matcher for all who ask for the same."""
         if constraint not in self.prepared:
             self.prepared[constraint] = len(self.prepared)
             assert self.grammars.prepare(self.prepared[constraint], constraint) == ""
-        self.grammars.join(place, self.prepared[constraint], known)
+        self.grammars.join(slot, self.prepared[constraint], known)
 
     def step(self, seed: int) -> list[int]:
-        places = np.arange(len(self.params))
-        targets = places * WIDTH + np.array(self.lengths)
+        slots = np.arange(len(self.params))
+        targets = slots * WIDTH + np.array(self.lengths)
         prompts = np.full(len(self.params), 3)
-        history = TokenHistory(self.buffer, targets, prompts, places, self.grammars)
+        history = TokenHistory(self.buffer, targets, prompts, slots, self.grammars)
         generator = torch.Generator().manual_seed(seed)
         logits = torch.randn(1, self.vocab_size, generator=generator) * 2
         logits = logits.repeat(len(self.params), 1)
-        asked = sampling_tensors(self.params, self.lengths, CPU, history)
-        chosen = sample_tokens(logits, asked).tokens
-        self.grammars.advance(places.tolist(), chosen)
-        tokens: list[int] = chosen.tolist()
-        self.buffer[targets] = chosen
+        sampling = sampling_tensors(self.params, self.lengths, CPU, history)
+        sampled = sample_tokens(logits, sampling).tokens
+        self.grammars.advance(slots.tolist(), sampled)
+        tokens: list[int] = sampled.tolist()
+        self.buffer[targets] = sampled
         self.lengths = [length + 1 for length in self.lengths]
         return tokens
 
-    def answer(self, place: int) -> list[int]:
-        start = place * WIDTH
-        output: list[int] = self.buffer[start + 3 : start + self.lengths[place]].tolist()
+    def answer(self, slot: int) -> list[int]:
+        start = slot * WIDTH
+        output: list[int] = self.buffer[start + 3 : start + self.lengths[slot]].tolist()
         return output[: output.index(self.eos)] if self.eos in output else output
 
 
@@ -97,8 +97,8 @@ def test_answers_fit_their_schemas(tmp_path: Path) -> None:
     ]
     ranks = Ranks(tmp_path, params)
     steps = [ranks.step(seed) for seed in range(150)]
-    for place in (0, 1):
-        person = json.loads(decoded(ranks.tokenizer, ranks.answer(place)))
+    for slot in (0, 1):
+        person = json.loads(decoded(ranks.tokenizer, ranks.answer(slot)))
         assert person.keys() == {"name", "age"}
         assert person["age"] in (7, 77)
     assert json.loads(decoded(ranks.tokenizer, ranks.answer(2))) in ("fox", [1, True])
@@ -108,7 +108,7 @@ def test_answers_fit_their_schemas(tmp_path: Path) -> None:
     assert [alone.step(seed)[0] for seed in range(150)] == [row[3] for row in steps]
 
 
-def test_a_request_that_comes_back_goes_on(tmp_path: Path) -> None:
+def test_a_preempted_request_continues(tmp_path: Path) -> None:
     ranks = Ranks(tmp_path, [Sampling(json_schema=PERSON)])
     for seed in range(5):
         ranks.step(seed)
@@ -118,7 +118,7 @@ def test_a_request_that_comes_back_goes_on(tmp_path: Path) -> None:
     assert json.loads(decoded(ranks.tokenizer, ranks.answer(0))).keys() == {"name", "age"}
 
 
-def test_a_place_is_anybodys_afterwards(tmp_path: Path) -> None:
+def test_a_slot_is_free_for_another_request_afterwards(tmp_path: Path) -> None:
     """Whoever comes next knows nothing of the tokens before, even those under way."""
     ranks = Ranks(tmp_path, [Sampling(json_schema=PERSON)])
     begin = ranks.grammars.masks([0], CPU)
@@ -160,7 +160,7 @@ def test_masks_wait_for_their_own_steps_alone(
     assert waits == [first, second]
 
 
-def test_what_was_not_prepared_ends_at_once_and_stops_nobody(tmp_path: Path) -> None:
+def test_an_unprepared_matcher_ends_its_own_request_only(tmp_path: Path) -> None:
     """Text that no schema held is not an answer: only the tokens that end it are allowed."""
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 37]}')
     none = Grammars(lambda: tmp_path, 40)
@@ -171,7 +171,7 @@ def test_what_was_not_prepared_ends_at_once_and_stops_nobody(tmp_path: Path) -> 
     assert none.take_faults([4, 5]) is None
 
 
-def test_what_cannot_be_prepared_is_named(tmp_path: Path) -> None:
+def test_a_constraint_that_cannot_be_prepared_is_named(tmp_path: Path) -> None:
     ranks = Ranks(tmp_path, [])
     fault = ranks.grammars.prepare(0, "start: other")
     assert fault.startswith("the constraint cannot be followed: ")
@@ -183,21 +183,21 @@ def test_what_cannot_be_prepared_is_named(tmp_path: Path) -> None:
 AMBIGUOUS = 'start: e\ne: e e e e | "a" | ""'
 
 
-def test_an_answer_too_costly_to_follow_ends_and_no_other(tmp_path: Path) -> None:
+def test_a_constraint_that_costs_too_much_ends_its_own_request_only(tmp_path: Path) -> None:
     """It is told to the driver by its row; beside it everything is as it would be without it."""
     endless = ((token_id(byte_level_tokenizer(), EOS), -100.0),)
     costly = Sampling(grammar=AMBIGUOUS, logit_bias=endless)
     params = [Sampling(json_schema=PERSON), costly, Sampling()]
     ranks, alone = Ranks(tmp_path, params), Ranks(tmp_path, [params[0], Sampling(), params[2]])
-    told: list[tuple[int, str]] = []
+    faults: list[tuple[int, str]] = []
     for seed in range(390):
         found, expected = ranks.step(seed), alone.step(seed)
         assert (found[0], found[2]) == (expected[0], expected[2])
-        told = ranks.grammars.take_faults([7, 0, 1, 2]) or []
-        if told:
+        faults = ranks.grammars.take_faults([7, 0, 1, 2]) or []
+        if faults:
             assert found[1] == ranks.eos
             break
-    [(row, fault)] = told
+    [(row, fault)] = faults
     assert row == 2
     assert fault.startswith("the constraint cannot be followed any further: ")
 
@@ -209,13 +209,13 @@ def test_ranks_meet_limits_at_the_same_token(tmp_path: Path) -> None:
 
     def followed() -> list[tuple[list[int], object]]:
         ranks = Ranks(tmp_path, params)
-        places = range(len(params))
-        return [(ranks.step(seed), ranks.grammars.take_faults(places)) for seed in range(40)]
+        slots = range(len(params))
+        return [(ranks.step(seed), ranks.grammars.take_faults(slots)) for seed in range(40)]
 
     assert followed() == followed()
 
 
-def test_a_runner_is_a_step_ahead_of_everybody_else(tmp_path: Path) -> None:
+def test_a_runner_is_a_step_ahead_of_unconstrained_rows(tmp_path: Path) -> None:
     tokenizer = write_tokenizer(tmp_path)
     eos = token_id(tokenizer, EOS)
     model = write_llama(tmp_path, vocab_size=336, eos_token_id=eos)
@@ -240,7 +240,7 @@ def test_a_runner_is_a_step_ahead_of_everybody_else(tmp_path: Path) -> None:
         assert [a.tokens for a in generate(runner, [request], NUM_BLOCKS, BLOCK_SIZE)] == [tokens]
 
 
-def test_grammars_hold_answers_too(tmp_path: Path) -> None:
+def test_grammars_constrain_output_too(tmp_path: Path) -> None:
     """Copies of one compiled grammar know nothing of each other."""
     words = Sampling(grammar='start: "fox" | "dog" ("-" /[0-9]/){2}')
     calls = Sampling(temperature=1.0, seed=3, grammar=(
@@ -250,13 +250,13 @@ def test_grammars_hold_answers_too(tmp_path: Path) -> None:
     ranks = Ranks(tmp_path, [words, calls, words])
     for seed in range(60):
         ranks.step(seed)
-    texts = [decoded(ranks.tokenizer, ranks.answer(place)) for place in range(3)]
+    texts = [decoded(ranks.tokenizer, ranks.answer(slot)) for slot in range(3)]
     assert texts[0] == texts[2]
     assert re.fullmatch(r"fox|dog-\d-\d", texts[0])
     assert json.loads(texts[1]) in ([{"kind": "fox"}], [{"kind": "dog"}])
 
 
-def test_what_is_gone_is_forgotten(tmp_path: Path) -> None:
+def test_released_matchers_are_forgotten(tmp_path: Path) -> None:
     """And who joined before goes on."""
     ranks = Ranks(tmp_path, [Sampling(json_schema=PERSON)])
     begin = ranks.grammars.masks([0], CPU)

@@ -33,7 +33,7 @@ ADAPTERS = ("r8", "rslora")
 CPU = torch.device("cpu")
 
 
-class Place:
+class Setup:
     """A model with two adapters, in runners of both kinds, and what the oracle says."""
 
     def __init__(self, world: World) -> None:
@@ -55,14 +55,14 @@ class Place:
 
     def check(self, requests: Sequence[Asked], answers: Sequence[Sequence[int]]) -> None:
         """Each token of each answer, given those before it."""
-        for asked, answer in zip(requests, answers, strict=True):
+        for wanted, answer in zip(requests, answers, strict=True):
             assert len(answer) == NUM_TOKENS
-            prompt = list(asked.prompt)
-            told = oracle_logits(self._oracles[asked.slot], [*prompt, *answer])
-            for place, token in enumerate(answer):
-                row = PlainRow(asked.sampling, prompt, list(answer[:place]))
-                right = acceptable(told[len(row.tokens) - 1].double().tolist(), row)
-                assert token in right, (asked, place)
+            prompt = list(wanted.prompt)
+            expected_logits = oracle_logits(self._oracles[wanted.slot], [*prompt, *answer])
+            for index, token in enumerate(answer):
+                row = PlainRow(wanted.sampling, prompt, list(answer[:index]))
+                right = acceptable(expected_logits[len(row.tokens) - 1].double().tolist(), row)
+                assert token in right, (wanted, index)
                 self.undecided += len(right) > 1
 
 
@@ -78,8 +78,8 @@ def acceptable(logits: list[float], row: PlainRow) -> set[int]:
     right: set[int] = set()
     for shift in (0.0, -1e-4, 1e-4):
         # What lies at the edge of what is kept may fall on either side of it.
-        asked = _shifted(params, shift)
-        kept = plain_kept(adjusted, asked)
+        wanted = _shifted(params, shift)
+        kept = plain_kept(adjusted, wanted)
         right |= _best({id: adjusted[id] / params.temperature - noise[id] for id in kept})
     return right
 
@@ -101,8 +101,8 @@ def _best(values: dict[int, float]) -> set[int]:
 
 
 @pytest.fixture(scope="module")
-def place(world: World) -> Place:
-    return Place(world)
+def setup(world: World) -> Setup:
+    return Setup(world)
 
 
 _penalty = st.sampled_from([0.0, 0.0, 0.7, -0.6, 2.0])
@@ -154,38 +154,38 @@ def answers_of(runner: ModelRunner, requests: Sequence[Asked]) -> list[list[int]
     return [answer.tokens for answer in generate(runner, requests, NUM_BLOCKS, BLOCK_SIZE)]
 
 
-def test_any_mix(place: Place) -> None:
+def test_any_mix(setup: Setup) -> None:
     """Alone or together, in chunks, joining whenever, preempted amid the answer, replayed."""
     checked = 0
-    place.undecided = 0
+    setup.undecided = 0
 
     @FEW
     @given(st.lists(requests_anyhow, min_size=1, max_size=6), st.booleans())
     def run(requests: list[Asked], captured: bool) -> None:
         nonlocal checked
-        runner = place.captured if captured else place.plain
-        place.check(requests, answers_of(runner, requests))
+        runner = setup.captured if captured else setup.plain
+        setup.check(requests, answers_of(runner, requests))
         checked += len(requests) * NUM_TOKENS
 
     run()
-    assert place.undecided < checked / 50
+    assert setup.undecided < checked / 50
 
 
 @settings(FEW, max_examples=3)
 @given(requests=st.lists(requests_anyhow, min_size=4, max_size=6))
-def test_two_ranks(place: Place, requests: list[Asked]) -> None:
+def test_two_ranks(setup: Setup, requests: list[Asked]) -> None:
     def tokens(group: TensorParallel) -> list[list[int]]:
-        return answers_of(place.runner(group), requests)
+        return answers_of(setup.runner(group), requests)
 
     first, second = run_ranks(2, tokens)
     assert first == second
-    place.check(requests, first)
+    setup.check(requests, first)
 
 
-def test_the_check_would_see_another_token(place: Place) -> None:
+def test_the_check_would_see_another_token(setup: Setup) -> None:
     request = Asked(PROMPTS[0], NUM_TOKENS, 0, Sampling(temperature=1.0, seed=7, top_p=0.9))
-    [answer] = answers_of(place.plain, [request])
-    place.check([request], [answer])
+    [answer] = answers_of(setup.plain, [request])
+    setup.check([request], [answer])
     for other in (replace(request, slot=1), replace(request, sampling=Sampling(seed=8))):
         with pytest.raises(AssertionError):
-            place.check([other], [answer])
+            setup.check([other], [answer])

@@ -41,7 +41,7 @@ def test_small_noise_keeps_its_precision() -> None:
     assert len(set(sample.tolist())) == 1000
 
 
-def test_neighbouring_counters_share_nothing() -> None:
+def test_neighbouring_counters_are_independent() -> None:
     seeds = [0, 0, 1, 1, 2**32, 5]
     positions = [0, 1, 0, 1, 0, 2**20]
     values = noise(seeds, positions, 20000).double()

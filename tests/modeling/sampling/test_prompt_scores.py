@@ -45,27 +45,27 @@ def short_slices(monkeypatch: pytest.MonkeyPatch) -> None:
 def compare(world: World, setting: Setting) -> None:
     family, variant = setting.family, setting.variant
     model = world.model(family, variant)
-    told: Prompts = [
+    given: Prompts = [
         (world.adapter(family, variant, name), prompt_of(9 + 4 * i, VOCAB))
         for i, name in enumerate(setting.names)
     ]
-    adapters = [folder for folder, _ in told if folder is not None]
-    asked = questions(told, setting.chunk, setting.rejoins_at)
+    adapters = [folder for folder, _ in given if folder is not None]
+    requests = questions(given, setting.chunk, setting.rejoins_at)
     config = engine_config(model)
     ends = {"vocabulary": setting.vocabulary, "vocabulary_copies": setting.copies}
     opened = config.adapters.model_copy(update=ends)
     config = config.model_copy(update={"adapters": opened})
-    for answers in run_ranks(setting.ranks, partial(_answers, config, adapters, asked)):
-        check_answers(model, told, asked, answers)
+    for answers in run_ranks(setting.ranks, partial(_answers, config, adapters, requests)):
+        check_answers(model, given, requests, answers)
 
 
 def _answers(
-    config: EngineConfig, adapters: list[Path], asked: list[Asked], group: TensorParallel
+    config: EngineConfig, adapters: list[Path], requests: list[Asked], group: TensorParallel
 ) -> list[Answer]:
     runner = load_paged(config, group, CPU).allocate()
     poison(runner)
     place_all(runner, adapters)
-    answers = generate(runner, asked, NUM_BLOCKS, BLOCK_SIZE)
+    answers = generate(runner, requests, NUM_BLOCKS, BLOCK_SIZE)
     runner.check()
     return answers
 
@@ -104,7 +104,7 @@ def test_other_families(world: World, family: str, variant: str) -> None:
     compare(world, Setting(family, variant, 2, [BASE, "r16"]))
 
 
-def test_logits_are_read_in_slices_by_rows_that_ask_alone(
+def test_logits_are_read_in_slices_and_only_for_rows_that_need_them(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = load_paged(engine_config(world.model("llama", "gqa")), SingleRank(), CPU).allocate()
@@ -131,7 +131,7 @@ def test_logits_are_read_in_slices_by_rows_that_ask_alone(
     assert seen == [2], "the prompt is over: nothing but the samples"
 
 
-def test_a_place_forgets_the_sum_of_who_left(world: World) -> None:
+def test_a_slot_forgets_the_sum_of_an_ended_request(world: World) -> None:
     runner = load_paged(engine_config(world.model("llama", "gqa")), SingleRank(), CPU).allocate()
     pooled = Sampling(pooling=Pooling.MEAN)
 
@@ -157,12 +157,12 @@ def test_beside_captured_steps(world: World) -> None:
     """Steps that tell about prompts are none of them; those of generating rows still are."""
     model = world.model("llama", "gqa")
     runner = load_paged(engine_config(model), SingleRank(), CPU).allocate()
-    told: Prompts = [
+    given: Prompts = [
         (world.adapter("llama", "gqa", name), prompt_of(9 + 4 * i, VOCAB))
         for i, name in enumerate([BASE, "r8"])
     ]
-    place_all(runner, [folder for folder, _ in told if folder is not None])
+    place_all(runner, [folder for folder, _ in given if folder is not None])
     runner._decode_graphs = capture_on_cpu(runner)
-    asked = questions(told, 1, rejoins_at=2)
-    check_answers(model, told, asked, generate(runner, asked, NUM_BLOCKS, BLOCK_SIZE))
+    requests = questions(given, 1, rejoins_at=2)
+    check_answers(model, given, requests, generate(runner, requests, NUM_BLOCKS, BLOCK_SIZE))
     assert 0 < runner.num_captured < runner.num_steps

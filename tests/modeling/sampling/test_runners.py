@@ -80,7 +80,7 @@ def test_ranks_agree(world: World) -> None:
 
 
 @pytest.mark.parametrize("sampling", ASKED)
-def test_a_request_that_comes_back_goes_on_as_it_would(world: World, sampling: Sampling) -> None:
+def test_a_preempted_request_continues_as_it_would(world: World, sampling: Sampling) -> None:
     """Its output is among the tokens that it joins with, and counts as output still."""
     runner = paged_runner(world, SingleRank())
     prompt = PROMPTS[1]

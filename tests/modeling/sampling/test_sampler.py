@@ -15,8 +15,8 @@ VOCAB = 12
 
 
 def draw(logits: Tensor, params: Sequence[Sampling], positions: Sequence[int]) -> list[int]:
-    chosen = sample_tokens(logits, sampling_tensors(params, positions, CPU))
-    tokens: list[int] = chosen.tokens.tolist()
+    sampled = sample_tokens(logits, sampling_tensors(params, positions, CPU))
+    tokens: list[int] = sampled.tokens.tolist()
     return tokens
 
 
@@ -115,14 +115,14 @@ def test_logprobs_are_those_of_the_model() -> None:
         Sampling(logprobs=3),
         Sampling(),
     ]
-    chosen = sample_tokens(logits, sampling_tensors(params, [0, 0, 0], CPU))
-    assert chosen.logprobs is not None
+    sampled = sample_tokens(logits, sampling_tensors(params, [0, 0, 0], CPU))
+    assert sampled.logprobs is not None
     expected = logits.double().log_softmax(-1)
     best = expected.topk(3, dim=-1)
-    assert chosen.logprobs.top_ids.tolist() == best.indices.tolist()
-    assert torch.allclose(chosen.logprobs.top_logprobs.double(), best.values, atol=1e-6)
-    own = expected.gather(1, chosen.tokens[:, None])[:, 0]
-    assert torch.allclose(chosen.logprobs.logprob.double(), own, atol=1e-6)
+    assert sampled.logprobs.top_ids.tolist() == best.indices.tolist()
+    assert torch.allclose(sampled.logprobs.top_logprobs.double(), best.values, atol=1e-6)
+    own = expected.gather(1, sampled.tokens[:, None])[:, 0]
+    assert torch.allclose(sampled.logprobs.logprob.double(), own, atol=1e-6)
 
 
 def test_half_precision_logits_are_warped_in_float32() -> None:
@@ -132,6 +132,6 @@ def test_half_precision_logits_are_warped_in_float32() -> None:
 
 
 def test_a_step_may_sample_nothing() -> None:
-    chosen = no_rows(CPU)
-    assert chosen.tokens.tolist() == []
-    assert chosen.logprobs is None
+    sampled = no_rows(CPU)
+    assert sampled.tokens.tolist() == []
+    assert sampled.logprobs is None

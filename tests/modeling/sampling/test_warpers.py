@@ -54,7 +54,7 @@ def test_rows_have_their_own_parameters() -> None:
     assert [len(kept_ids(row)) for row in together][::3] == [1, 7]
 
 
-def test_equal_logits_fall_from_the_highest_id() -> None:
+def test_of_equal_logits_the_highest_ids_are_dropped_first() -> None:
     logits = torch.zeros(1, 9)
     assert kept_ids(keep_best(logits, torch.tensor([4]), None)[0]) == [0, 1, 2, 3]
     assert kept_ids(keep_best(logits, None, torch.tensor([0.5]))[0]) == [0, 1, 2, 3, 4]

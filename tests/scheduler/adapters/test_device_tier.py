@@ -65,7 +65,7 @@ def test_the_least_recent_idle_adapter_makes_room() -> None:
     check(tier, first, third, fourth)
 
 
-def test_who_is_awaited_stays_until_a_reservation_closes_it() -> None:
+def test_a_wanted_adapter_stays_until_a_reservation_closes_it() -> None:
     tier = DeviceTier(capacity(adapter_slots=1))
     first = placed(tier, 1)
     first.waiting = 1
@@ -76,7 +76,7 @@ def test_who_is_awaited_stays_until_a_reservation_closes_it() -> None:
     assert tier.allocate(claimant) == [first]
 
 
-def test_who_is_owed_a_first_request_is_not_closed_before_it() -> None:
+def test_an_adapter_is_not_closed_before_its_first_admission() -> None:
     """Else two adapters could be filled by turns for ever, and neither ever used."""
     tier = DeviceTier(capacity(adapter_slots=2))
     owed, running = placed(tier, 1), placed(tier, 2, users=1)
@@ -91,22 +91,22 @@ def test_who_is_owed_a_first_request_is_not_closed_before_it() -> None:
     check(tier, owed, running)
 
 
-def test_users_fills_and_pins_keep_an_adapter_in_place() -> None:
+def test_users_loads_and_pins_prevent_an_eviction() -> None:
     tier = DeviceTier(capacity(adapter_slots=3))
-    used, filled, pinned = placed(tier, 1, users=1), placed(tier, 2), placed(tier, 3)
-    filled.loading, pinned.pinned = True, True
-    tier.refresh(filled)
+    used, loaded, pinned = placed(tier, 1, users=1), placed(tier, 2), placed(tier, 3)
+    loaded.loading, pinned.pinned = True, True
+    tier.refresh(loaded)
     tier.refresh(pinned)
-    check(tier, used, filled, pinned)
+    check(tier, used, loaded, pinned)
     assert not tier.has_room(adapter(4))
     used.users = 0
     tier.refresh(used)
     assert tier.has_room(adapter(4))
     with pytest.raises(AssertionError):
-        tier.evict(filled)
+        tier.evict(loaded)
 
 
-def test_as_many_go_as_are_needed_and_no_more() -> None:
+def test_no_more_adapters_are_evicted_than_needed() -> None:
     tier = DeviceTier(capacity(adapter_pages=6, adapter_slots=4))
     first, second, third = (placed(tier, key, 2) for key in (1, 2, 3))
     assert tier.has_room(adapter(4, 4))
@@ -114,7 +114,7 @@ def test_as_many_go_as_are_needed_and_no_more() -> None:
     assert third.on_device
 
 
-def test_a_reservation_closes_those_in_the_way_and_nobody_else() -> None:
+def test_a_reservation_closes_only_adapters_that_hold_its_room() -> None:
     tier = DeviceTier(capacity(adapter_slots=3))
     residents = [placed(tier, key, users=1) for key in (1, 2, 3)]
     claimant, other = adapter(4), adapter(5)
@@ -133,7 +133,7 @@ def test_a_reservation_closes_those_in_the_way_and_nobody_else() -> None:
     check(tier, *residents, claimant)
 
 
-def test_a_pin_yields_only_to_who_could_never_be_served_beside_it() -> None:
+def test_a_pin_yields_only_to_an_adapter_that_never_fits_beside_it() -> None:
     tier = DeviceTier(capacity(adapter_slots=2))
     pinned, used = placed(tier, 1), placed(tier, 2, users=1)
     pinned.pinned = True
@@ -151,7 +151,7 @@ def test_a_pin_yields_only_to_who_could_never_be_served_beside_it() -> None:
     check(tier, pinned, used, claimant)
 
 
-def test_a_pin_does_not_yield_because_the_others_are_owed_a_request() -> None:
+def test_a_pin_does_not_yield_while_others_wait_for_their_first_admission() -> None:
     """They will have had it soon; the pin's running requests would be interrupted for nothing."""
     tier = DeviceTier(capacity(adapter_slots=2))
     pinned, owed = placed(tier, 1, users=1), placed(tier, 2, users=1)

@@ -37,7 +37,7 @@ def test_each_key_is_named_once_until_it_is_answered() -> None:
     assert tier.to_stage() == [1]
 
 
-def test_who_is_not_wanted_any_more_is_not_named() -> None:
+def test_an_adapter_that_is_not_wanted_any_more_is_not_named() -> None:
     tier = HostTier(80)
     resident = wanted(tier, 1)
     resident.waiting = 0
@@ -59,7 +59,7 @@ def test_the_next_ones_are_guessed_to_be_as_large_as_the_largest() -> None:
     assert tier.to_stage() == [2, 3]
 
 
-def test_the_least_recent_copy_goes_for_one_that_is_awaited() -> None:
+def test_the_least_recent_copy_is_dropped_for_a_wanted_adapter() -> None:
     tier = HostTier(60)
     first, second = on_host(tier, 1, 30), on_host(tier, 2, 30)
     tier.touch(first)
@@ -82,7 +82,7 @@ def test_nothing_is_dropped_while_there_is_room() -> None:
     assert tier.drops() == []
 
 
-def test_copies_that_requests_await_or_plans_fill_stay() -> None:
+def test_copies_that_requests_wait_for_or_plans_load_are_kept() -> None:
     tier = HostTier(60)
     first, second = on_host(tier, 1, 30), on_host(tier, 2, 30)
     first.waiting = 1
@@ -94,7 +94,7 @@ def test_copies_that_requests_await_or_plans_fill_stay() -> None:
     assert tier.drops() == [first]
 
 
-def test_a_pinned_copy_goes_only_for_a_request_and_last() -> None:
+def test_a_pinned_copy_is_dropped_last_and_only_for_a_request() -> None:
     tier = HostTier(60)
     first, second = on_host(tier, 1, 30), on_host(tier, 2, 30)
     first.pinned = second.pinned = True
@@ -106,7 +106,7 @@ def test_a_pinned_copy_goes_only_for_a_request_and_last() -> None:
     assert tier.drops() == [first]
 
 
-def test_pins_without_room_do_not_hold_up_requests() -> None:
+def test_pins_without_room_do_not_delay_requests() -> None:
     tier = HostTier(60)
     on_host(tier, 1, 30)
     on_host(tier, 2, 30)
@@ -134,7 +134,7 @@ def test_a_dropped_adapter_is_not_staged_again_before_the_drop_was_applied() -> 
     tier.check()
 
 
-def test_an_adapter_larger_than_expected_makes_others_go() -> None:
+def test_an_adapter_larger_than_expected_evicts_others() -> None:
     tier = HostTier(60)
     first, second = on_host(tier, 1, 10), on_host(tier, 2, 10)
     third = on_host(tier, 3, 45)

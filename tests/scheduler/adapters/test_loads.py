@@ -13,7 +13,7 @@ from tests.strategies import Arrive
 
 PINNED = AdapterKey(1)
 OTHERS = [AdapterKey(key) for key in range(2, 34)]
-TURNS = 160
+TICKS = 160
 
 
 def begun(slots: int, host_bytes: int, delay: int, copy: int) -> tuple[Stage, list[Client]]:
@@ -25,7 +25,7 @@ def begun(slots: int, host_bytes: int, delay: int, copy: int) -> tuple[Stage, li
     tale.delays.update({key: delay + key % 3 if delay else 0 for key in OTHERS})
     tale.copies.update({key: copy + key % 2 if copy else 0 for key in OTHERS})
     stage = Stage(tale)
-    stage.tell(AdapterPinned(PINNED, True))
+    stage.send(AdapterPinned(PINNED, True))
     prompt = (1, 2, 3)
     running = [stage.arrive(Arrive(prompt, Stopping(190), key)) for key in (None, PINNED)]
     while not all(client.received for client in running):
@@ -35,7 +35,7 @@ def begun(slots: int, host_bytes: int, delay: int, copy: int) -> tuple[Stage, li
     return stage, running
 
 
-def turn(stage: Stage, running: list[Client]) -> None:
+def tick(stage: Stage, running: list[Client]) -> None:
     """Go round once: each of them gets one token, no fewer and no more."""
     before = [len(client.received) for client in running]
     stage.go_round()
@@ -51,17 +51,17 @@ def counts(stage: Stage) -> AdapterCounts:
 @pytest.mark.parametrize(
     ("slots", "host_bytes"), [(3, 1000), (3, 50), (8, 100)], ids=["device", "both", "host"]
 )
-def test_running_requests_do_not_feel_adapters_that_come_and_go(
+def test_loads_and_evictions_do_not_delay_running_requests(
     slots: int, host_bytes: int, copy: int, delay: int
 ) -> None:
     """Two new requests every third turn push adapters through tiers that are far too small."""
     stage, running = begun(slots, host_bytes, delay, copy)
-    for index in range(TURNS):
+    for index in range(TICKS):
         if index % 3 == 0:
             for offset in (0, 1):
                 key = OTHERS[(2 * index // 3 + offset) % len(OTHERS)]
                 stage.arrive(arrive(new=2, adapter=key))
-        turn(stage, running)
+        tick(stage, running)
     told = counts(stage)
     assert told.loads >= 16
     assert told.device_evictions >= 8
@@ -69,34 +69,34 @@ def test_running_requests_do_not_feel_adapters_that_come_and_go(
         assert told.host_evictions >= 8
 
 
-def test_running_requests_do_not_feel_what_operators_do() -> None:
+def test_pins_and_unloads_do_not_delay_running_requests() -> None:
     """Loads without requests, pins, unloads, and adapters that cannot be read."""
     stage, running = begun(slots=4, host_bytes=80, delay=3, copy=2)
     object.__setattr__(stage.story, "failing", frozenset(OTHERS[::3]))
-    for index in range(TURNS):
+    for index in range(TICKS):
         key = OTHERS[index // 4 % len(OTHERS)]
         if index % 4 == 0:
             stage.wanted.add(key)
-            stage.tell(AdapterWanted(key))
-            stage.tell(AdapterPinned(key, index % 8 == 0))
+            stage.send(AdapterWanted(key))
+            stage.send(AdapterPinned(key, index % 8 == 0))
         elif index % 4 == 3:
-            stage.tell(AdapterUnloaded(OTHERS[(index // 4 - 2) % len(OTHERS)]))
-        turn(stage, running)
+            stage.send(AdapterUnloaded(OTHERS[(index // 4 - 2) % len(OTHERS)]))
+        tick(stage, running)
     assert counts(stage).staged >= 16
     assert len(stage.has_failed) >= 8
     assert counts(stage).loads >= 8
 
 
-def test_running_requests_do_not_feel_a_disk_that_hangs() -> None:
+def test_a_disk_that_hangs_does_not_delay_running_requests() -> None:
     """Nobody else does: requests over other adapters come, are served and end meanwhile."""
     stage, running = begun(slots=4, host_bytes=1000, delay=0, copy=0)
     hung, quick = OTHERS[:8], OTHERS[8:]
     stage.story.delays.update({key: 10_000 for key in hung})
     waiting = [stage.arrive(arrive(new=2, adapter=key)) for key in hung]
     served = []
-    for index in range(TURNS):
+    for index in range(TICKS):
         if index % 4 == 0:
             served.append(stage.arrive(arrive(new=2, adapter=quick[index // 4 % len(quick)])))
-        turn(stage, running)
+        tick(stage, running)
     assert all(client.ended is not None for client in served[:-10])
     assert not any(client.received for client in waiting)

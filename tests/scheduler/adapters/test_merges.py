@@ -33,7 +33,7 @@ def test_a_merges_queue_counts_for_the_least_of_its_parts() -> None:
     assert given.share_of(BOTH) == EVEN, "after its last request a merge is like any key"
 
 
-def test_a_merge_is_held_back_by_each_part_and_waits_for_its_debt() -> None:
+def test_a_merge_waits_for_the_limits_of_each_part() -> None:
     given = shares(AdapterShare(max_concurrent=1), AdapterShare(tokens_per_second=10))
     assert not given.is_over_limit(BOTH, 0.0)
     given.admitted(ONE, 5, 0.0)
@@ -47,7 +47,7 @@ def test_a_merge_is_held_back_by_each_part_and_waits_for_its_debt() -> None:
     assert not given.is_over_limit(BOTH, 2.0)
 
 
-def test_those_who_wait_for_a_cap_are_named_when_a_request_is_freed() -> None:
+def test_queues_that_share_a_cap_are_named_when_a_request_is_freed() -> None:
     given = shares(AdapterShare(max_concurrent=1))
     given.add_merge_request(ALONE, (ONE,))
     assert given.sharing_limits_with((ONE,)) == [ONE, BOTH, ALONE]
@@ -78,7 +78,7 @@ def test_a_cap_holds_over_an_adapter_and_all_its_merges_together() -> None:
     while stage.scheduler.has_work:
         stage.go_round()
         most = max(most, running(stage, 1, 3, 4))
-        assert stage.turn < 300
+        assert stage.tick < 300
     stage.check_end()
     assert most == 2
     assert max(waited(client) for client in free) < min(waited(client) for client in asked[-3:])
@@ -86,25 +86,25 @@ def test_a_cap_holds_over_an_adapter_and_all_its_merges_together() -> None:
 
 def waited(client: Client) -> int:
     """Turns from arrival to the first token."""
-    assert client.first_turn is not None
-    return client.first_turn - client.arrived
+    assert client.first_tick is not None
+    return client.first_tick - client.arrived
 
 
 def test_a_rate_holds_over_an_adapter_and_its_merges_and_counts_against_every_part() -> None:
-    rate, turns, length = 2.0, 150, 11
+    rate, ticks, length = 2.0, 150, 11
     slow: dict[int | None, AdapterShare] = {2: AdapterShare(tokens_per_second=rate)}
     merges = {3: (1, 2), 4: (2,)}
     stage = Stage(story(ranks=ROOMY, limits=LIMITS, shares=slow, merges=merges))
     over = [stage.arrive(arrive(new=8, adapter=key)) for key in (2, 3, 4) * 20]
-    for _ in range(turns):
+    for _ in range(ticks):
         stage.go_round()
     used = sum(len(client.received) + 3 for client in over if client.received)
-    assert 0.8 * rate * turns <= used <= rate * (turns + 1) + LIMITS.max_running * length
+    assert 0.8 * rate * ticks <= used <= rate * (ticks + 1) + LIMITS.max_running * length
     served = {client.arrival.adapter for client in over if client.ended is not None}
     assert served == {2, 3, 4}, "all three have their turns"
 
 
-def test_a_merge_that_is_preempted_or_loses_its_ranks_is_charged_once() -> None:
+def test_a_preempted_merge_is_charged_once() -> None:
     capped: dict[int | None, AdapterShare] = {1: AdapterShare(max_concurrent=1)}
     stage = Stage(story(limits=LIMITS, shares=capped, merges={3: (1, 2)}))
     for key in (3, 1, 3, 2):
@@ -146,7 +146,7 @@ def done(stage: Stage) -> list[Client]:
     return [client for client in stage.clients if client.ended is not None]
 
 
-def test_new_recipes_over_a_capped_adapter_do_not_go_before_those_who_wait() -> None:
+def test_new_merges_over_a_capped_adapter_do_not_overtake_waiting_queues() -> None:
     tale = story(
         ranks=capacity(adapter_slots=2),
         limits=FEW,
@@ -164,13 +164,13 @@ def test_new_recipes_over_a_capped_adapter_do_not_go_before_those_who_wait() -> 
         stage.go_round()
     stage.run(2000)
     stage.check_end()
-    begun = [client.first_turn or 0 for client in asked]
+    begun = [client.first_tick or 0 for client in asked]
     assert begun == sorted(begun)
-    assert plain.first_turn is not None
-    assert plain.first_turn < begun[3], "who was not asked for yet has the first turn"
+    assert plain.first_tick is not None
+    assert plain.first_tick < begun[3], "who was not asked for yet has the first turn"
 
 
-def test_a_merge_of_lower_priority_has_its_turn_at_its_parts() -> None:
+def test_a_merge_of_lower_priority_is_not_starved_by_its_parts() -> None:
     shares: dict[int | None, AdapterShare] = {
         1: AdapterShare(max_concurrent=1, priority=2),
         2: AdapterShare(priority=-2),

@@ -34,7 +34,7 @@ def test_without_a_slot_nothing_fits() -> None:
     assert pages.fits((0,), 1, (0,))
 
 
-def test_a_page_in_two_hands_is_noticed() -> None:
+def test_a_page_held_twice_is_noticed() -> None:
     pages = AdapterPages(num_pages=(4,), num_slots=2)
     slot, taken = pages.allocate((2,))
     with pytest.raises(AssertionError, match="pages of projection 0"):

@@ -32,7 +32,7 @@ def state(residency: Residency, key: AdapterKey) -> AdapterState | None:
     return residency.states().get(key)
 
 
-def test_from_disk_to_the_device_and_to_rest() -> None:
+def test_from_disk_to_the_device_and_idle() -> None:
     residency = Residency(capacity())
     residency.add_waiting(ONE)
     assert state(residency, ONE) is AdapterState.DISK
@@ -44,7 +44,7 @@ def test_from_disk_to_the_device_and_to_rest() -> None:
     assert residency.readiness(ONE) is AdapterReadiness.CAN_LOAD
     step = StepBuilder(10)
     residency.load(ONE, step)
-    assert [(fill.key, len(fill.pages)) for fill in step.loads] == [(1, 2)]
+    assert [(load.key, len(load.pages)) for load in step.loads] == [(1, 2)]
     assert state(residency, ONE) is AdapterState.LOADING
     assert residency.readiness(ONE) is AdapterReadiness.LOADING
     assert residency.has_moves
@@ -57,7 +57,7 @@ def test_from_disk_to_the_device_and_to_rest() -> None:
     assert state(residency, ONE) is AdapterState.DEVICE
 
 
-def test_a_second_request_needs_no_second_fill() -> None:
+def test_a_second_request_needs_no_second_load() -> None:
     residency = Residency(capacity())
     staged(residency, ONE)
     used(residency, ONE)
@@ -103,7 +103,7 @@ def refusal(ranks: Capacity, shape: AdapterShape) -> str:
     return failure.message
 
 
-def test_what_can_never_be_placed_is_refused_with_numbers() -> None:
+def test_an_adapter_that_never_fits_is_refused_with_numbers() -> None:
     too_many = AdapterShape((1, 9), 10)
     message = refusal(capacity(adapter_pages=8), too_many)
     assert "9 pages of 8 rank rows for down_proj" in message
@@ -123,7 +123,7 @@ def test_a_failed_adapter_is_tried_again_by_the_next_request() -> None:
     assert residency.host.to_stage() == [1]
 
 
-def test_answers_that_nobody_asked_for_are_ignored() -> None:
+def test_unexpected_replies_are_ignored() -> None:
     residency = Residency(capacity())
     assert residency.staged(ONE, SMALL) is None
     residency.failed(ONE)
@@ -133,7 +133,7 @@ def test_answers_that_nobody_asked_for_are_ignored() -> None:
     assert state(residency, TWO) is AdapterState.HOST
 
 
-def test_a_pinned_adapter_is_staged_and_filled_unasked_and_stays() -> None:
+def test_a_pinned_adapter_is_staged_and_loaded_without_a_request_and_stays() -> None:
     residency = Residency(capacity(adapter_slots=1))
     residency.pin(ONE, True)
     assert residency.host.to_stage() == [1]
@@ -141,7 +141,7 @@ def test_a_pinned_adapter_is_staged_and_filled_unasked_and_stays() -> None:
     assert residency.has_moves
     step = StepBuilder(10)
     residency.load_pins(step)
-    assert [fill.key for fill in step.loads] == [1]
+    assert [load.key for load in step.loads] == [1]
     residency.loaded(ONE)
     assert not residency.has_moves
     staged(residency, TWO)
@@ -150,7 +150,7 @@ def test_a_pinned_adapter_is_staged_and_filled_unasked_and_stays() -> None:
     assert residency.readiness(TWO) is AdapterReadiness.CAN_LOAD
 
 
-def test_an_unloaded_adapter_goes_once_nobody_uses_it() -> None:
+def test_an_unloaded_adapter_is_removed_when_no_request_uses_it() -> None:
     residency = Residency(capacity())
     staged(residency, ONE)
     used(residency, ONE)
@@ -166,7 +166,7 @@ def test_an_unloaded_adapter_goes_once_nobody_uses_it() -> None:
     assert residency.states() == {}
 
 
-def test_a_new_request_calls_an_unloading_off() -> None:
+def test_a_new_request_cancels_an_unload() -> None:
     residency = Residency(capacity())
     staged(residency, ONE)
     used(residency, ONE)
@@ -177,7 +177,7 @@ def test_a_new_request_calls_an_unloading_off() -> None:
     assert state(residency, ONE) is AdapterState.DEVICE
 
 
-def test_when_the_ranks_are_lost_only_who_is_wanted_is_remembered() -> None:
+def test_after_a_loss_only_wanted_adapters_are_kept() -> None:
     residency = Residency(capacity(adapter_slots=3))
     for key in (ONE, TWO):
         staged(residency, key)
@@ -191,7 +191,7 @@ def test_when_the_ranks_are_lost_only_who_is_wanted_is_remembered() -> None:
     assert residency.readiness(TWO) is AdapterReadiness.CAN_LOAD
 
 
-def test_a_plan_begins_a_few_fills_and_no_more() -> None:
+def test_a_plan_begins_a_limited_number_of_loads() -> None:
     residency = Residency(capacity(adapter_slots=8))
     keys = [AdapterKey(index) for index in range(1, 8)]
     for key in keys:
@@ -201,10 +201,10 @@ def test_a_plan_begins_a_few_fills_and_no_more() -> None:
     steps = [StepBuilder(10), StepBuilder(10), StepBuilder(10)]
     for step in steps:
         residency.load_pins(step)
-    assert [[fill.key for fill in step.loads] for step in steps] == [keys[:4], keys[4:], []]
+    assert [[load.key for load in step.loads] for step in steps] == [keys[:4], keys[4:], []]
 
 
-def test_what_some_rank_has_no_room_for_is_staged_again() -> None:
+def test_an_adapter_without_room_on_some_rank_is_staged_again() -> None:
     residency = Residency(capacity(host_bytes=1000))
     residency.add_waiting(ONE)
     residency.host.to_stage()
@@ -217,7 +217,7 @@ def test_what_some_rank_has_no_room_for_is_staged_again() -> None:
     assert residency.host.to_stage() == [ONE]
 
 
-def test_a_late_word_of_a_fill_is_ignored() -> None:
+def test_a_late_report_of_a_load_is_ignored() -> None:
     residency = Residency(capacity())
     residency.loaded(ONE)
     staged(residency, TWO)

@@ -14,7 +14,7 @@ from configs.wire.plan import StepPlan
 from configs.wire.sampling import Stopping
 from scheduler.admission.limits import Limits, Overloaded
 from scheduler.events import AdapterPinned, AdapterUnloaded, ClientCancelled, RanksFailure
-from tests.scheduler.fragile import Breaks, FragileStage, Place
+from tests.scheduler.fragile import Breaks, FragileStage, PlannedRow
 from tests.scheduler.small import arrive, capacity, story
 from tests.scheduler.stage import Client
 from tests.strategies import Action, Arrive, LoseGroup, Story, stories
@@ -28,26 +28,26 @@ def poison(length: int = 5, new: int = 20, adapter: int | None = None) -> Arrive
     return Arrive((POISON, *range(length - 1)), Stopping(new), key)
 
 
-def is_poison(place: Place) -> bool:
-    return place.prompt[0] == POISON
+def is_poison(row: PlannedRow) -> bool:
+    return row.prompt[0] == POISON
 
 
-def any_step(places: list[Place], plan: StepPlan) -> bool:
-    return any(map(is_poison, places))
+def any_step(rows: list[PlannedRow], plan: StepPlan) -> bool:
+    return any(map(is_poison, rows))
 
 
-def decode_alone(places: list[Place], plan: StepPlan) -> bool:
+def decode_alone(rows: list[PlannedRow], plan: StepPlan) -> bool:
     """Only where the poison generates by itself, not where its tokens are computed again."""
-    return any(is_poison(each) and not each.is_prefill for each in places)
+    return any(is_poison(each) and not each.is_prefill for each in rows)
 
 
-def beside_a_prefill(places: list[Place], plan: StepPlan) -> bool:
-    others = [each for each in places if not is_poison(each)]
-    return any(map(is_poison, places)) and any(each.is_prefill for each in others)
+def beside_a_prefill(rows: list[PlannedRow], plan: StepPlan) -> bool:
+    others = [each for each in rows if not is_poison(each)]
+    return any(map(is_poison, rows)) and any(each.is_prefill for each in others)
 
 
-def beside_anybody(places: list[Place], plan: StepPlan) -> bool:
-    return any(map(is_poison, places)) and len(places) > 1
+def beside_anybody(rows: list[PlannedRow], plan: StepPlan) -> bool:
+    return any(map(is_poison, rows)) and len(rows) > 1
 
 
 def guilty(client: Client) -> bool:
@@ -73,7 +73,9 @@ def mates(count: int, new: int = 30, adapters: int = 0) -> list[Arrive]:
 
 @pytest.mark.parametrize("breaks", [any_step, decode_alone])
 @pytest.mark.parametrize("count", [1, 2, 8, 64])
-def test_a_poison_among_many_ends_after_a_logarithm_of_losses(count: int, breaks: Breaks) -> None:
+def test_a_poison_request_among_many_ends_after_a_logarithm_of_losses(
+    count: int, breaks: Breaks
+) -> None:
     arrivals = mates(count - 1)
     arrivals.insert(count * 2 // 3, poison())
     stage = stage_of(breaks, *arrivals)
@@ -88,35 +90,37 @@ def test_a_poison_among_many_ends_after_a_logarithm_of_losses(count: int, breaks
 
 
 @pytest.mark.parametrize("places", [(0, 15), (3, 4), (7, 8)])
-def test_two_poisons_end_and_their_mates_do_not(places: tuple[int, int]) -> None:
+def test_two_poison_requests_end_and_the_others_do_not(rows: tuple[int, int]) -> None:
     arrivals = mates(14, adapters=3)
-    for place in places:
-        arrivals.insert(place, poison(adapter=2))
+    for row in rows:
+        arrivals.insert(row, poison(adapter=2))
     stage = stage_of(any_step, *arrivals)
     stage.run(4000)
     stage.check_end()
-    assert stage.failed == list(places)
+    assert stage.failed == list(rows)
     assert stage.num_losses <= 2 + 2 * (log2(16) + 1)
 
 
 @pytest.mark.parametrize("breaks", [beside_a_prefill, beside_anybody])
 @pytest.mark.parametrize("count", [2, 8])
-def test_who_breaks_the_ranks_only_in_company_is_served_apart(count: int, breaks: Breaks) -> None:
+def test_a_request_that_fails_only_beside_others_is_served_alone(
+    count: int, breaks: Breaks
+) -> None:
     """It is nobody's fault, and there is an end to it."""
     stage = stage_of(breaks, poison(new=150), *mates(count - 1, new=60))
-    for turn in range(400):
+    for tick in range(400):
         stage.go_round()
-        if turn % 40 == 0:
-            stage.arrive(arrive(6, 20, first=turn))
+        if tick % 40 == 0:
+            stage.arrive(arrive(6, 20, first=tick))
     stage.run(4000)
     stage.check_end()
     assert stage.failed == []
     assert stage.num_losses < 5 * (2 + log2(64)), "it is apart for longer each time"
 
 
-def test_a_loss_or_two_hold_nobody_up_for_long() -> None:
+def test_one_or_two_losses_delay_requests_briefly() -> None:
     """Ranks that die twice for their own reasons: suspects are tried, and all of them are well."""
-    stage = stage_of(lambda places, plan: False, *mates(16, adapters=4))
+    stage = stage_of(lambda rows, plan: False, *mates(16, adapters=4))
     for _ in range(5):
         stage.go_round()
     stage.lose_group()
@@ -128,8 +132,8 @@ def test_a_loss_or_two_hold_nobody_up_for_long() -> None:
     assert stage.failed == []
 
 
-def test_losses_with_progress_between_them_make_no_suspects() -> None:
-    stage = stage_of(lambda places, plan: False, *mates(4, new=80))
+def test_losses_with_progress_between_them_isolate_no_request() -> None:
+    stage = stage_of(lambda rows, plan: False, *mates(4, new=80))
     for _ in range(5):
         stage.lose_group()
         for _ in range(12):
@@ -143,16 +147,16 @@ def test_losses_with_progress_between_them_make_no_suspects() -> None:
 def test_an_adapter_that_breaks_the_ranks_ends_its_own_requests_only(how: str) -> None:
     damaged = AdapterKey(3)
 
-    def breaks(places: list[Place], plan: StepPlan) -> bool:
+    def breaks(rows: list[PlannedRow], plan: StepPlan) -> bool:
         if how == "fill":
-            return any(fill.key == damaged for fill in plan.loads)
-        return how == "rows" and any(each.seat.adapter == damaged for each in places)
+            return any(load.key == damaged for load in plan.loads)
+        return how == "rows" and any(each.occupant.adapter == damaged for each in rows)
 
     arrivals = mates(12, adapters=3)
     over = [index for index, each in enumerate(arrivals) if each.adapter == damaged]
-    told = story(ranks=ROOMY, limits=Limits(max_step_tokens=512, max_running=64))
-    told = replace(told, delays=dict.fromkeys(told.shapes, 3))
-    stage = FragileStage(told, breaks, lambda client: client.arrival.adapter == damaged)
+    script = story(ranks=ROOMY, limits=Limits(max_step_tokens=512, max_running=64))
+    script = replace(script, delays=dict.fromkeys(script.shapes, 3))
+    stage = FragileStage(script, breaks, lambda client: client.arrival.adapter == damaged)
     stage.damaged = {damaged} if how.startswith("stag") else set()
     stage.late = how == "staged"
     for arrival in arrivals:
@@ -167,27 +171,27 @@ def in_trial(*arrivals: Arrive, **changes: object) -> FragileStage:
     stage = stage_of(any_step, *arrivals, **changes)
     while not stage.scheduler._isolation.active:
         stage.go_round()
-        assert stage.turn < 100
+        assert stage.tick < 100
     return stage
 
 
-def test_while_suspects_are_tried_others_may_come_and_go() -> None:
+def test_requests_may_arrive_and_leave_during_isolation() -> None:
     stage = in_trial(poison(), *mates(7, adapters=2))
     late = [stage.arrive(arrive(4, 9, 5, first=index)) for index in range(4)]
     aside = stage.clients[7]
     for client in (late[0], aside):
         client.cancelled = True
-        stage.hear(stage.scheduler.cancel(client.id))
+        stage.receive(stage.scheduler.cancel(client.id))
         stage.scheduler.check()
         assert client.ended is not None
-    stage.tell(AdapterPinned(AdapterKey(6), True))
-    stage.tell(AdapterUnloaded(AdapterKey(1)))
+    stage.send(AdapterPinned(AdapterKey(6), True))
+    stage.send(AdapterUnloaded(AdapterKey(1)))
     stage.run(2000)
     stage.check_end()
     assert stage.failed == [0]
 
 
-def test_who_is_set_aside_is_counted_among_those_who_wait() -> None:
+def test_held_back_requests_count_as_waiting() -> None:
     stage = in_trial(poison(), *mates(7), max_queued=6, max_running=8)
     queued = stage.scheduler.snapshot().queued
     assert queued + stage.scheduler.snapshot().running == 8
@@ -200,37 +204,37 @@ def test_who_is_set_aside_is_counted_among_those_who_wait() -> None:
     assert stage.failed == [0]
 
 
-def test_a_debt_does_not_hold_up_those_who_wait_for_a_trial() -> None:
+def test_a_debt_does_not_delay_isolated_requests() -> None:
     slow = AdapterShare(tokens_per_second=0.01)
     stage = in_trial(*mates(6, new=12, adapters=1), poison(adapter=1))
-    stage.share_out({AdapterKey(1): slow})
-    stage.scheduler._admission.rate_limits.charge(AdapterKey(1), 100, float(stage.turn))
+    stage.set_shares({AdapterKey(1): slow})
+    stage.scheduler._admission.rate_limits.charge(AdapterKey(1), 100, float(stage.tick))
     while not stage.failed:
         stage.go_round()
-        assert stage.turn < 600, "it waits for its debt to be paid, and so does everybody"
+        assert stage.tick < 600, "it waits for its debt to be paid, and so does everybody"
     base = [client for client in stage.clients if client.arrival.adapter is None]
     while any(client.ended is None for client in base):
         stage.go_round()
-        assert stage.turn < 800
+        assert stage.tick < 800
     assert stage.failed == [6]
 
 
-def test_nothing_of_an_adapter_moves_while_others_are_tried() -> None:
+def test_no_adapter_outside_the_group_moves_during_isolation() -> None:
     stage = in_trial(poison(), *mates(7), arrive(4, 9, 5))
-    stage.tell(AdapterPinned(AdapterKey(6), True))
+    stage.send(AdapterPinned(AdapterKey(6), True))
     while stage.scheduler._isolation.active:
-        assert not stage.placing.keys() - {AdapterKey(5)}
+        assert not stage.loading.keys() - {AdapterKey(5)}
         stage.go_round()
     stage.run(1000)
     stage.go_round()
     stage.check_end()
 
 
-def test_who_leaves_in_the_midst_of_his_trial_ends_it() -> None:
+def test_a_cancelled_request_ends_its_isolation() -> None:
     stage = in_trial(poison(), *mates(3, new=40))
     for client in stage.clients:
         client.cancelled = True
-        stage.hear(stage.scheduler.cancel(client.id))
+        stage.receive(stage.scheduler.cancel(client.id))
         stage.scheduler.check()
     assert all(c.ended is not None and c.ended.ending == ClientCancelled() for c in stage.clients)
     after = stage.arrive(arrive(4, 9))
@@ -245,14 +249,14 @@ KINDS: list[Breaks] = [any_step, decode_alone, beside_a_prefill, beside_anybody]
 @st.composite
 def poisoned(draw: st.DrawFn) -> tuple[Story, Breaks]:
     """A story of which some arrivals break the ranks, each time or in company."""
-    told = draw(stories())
+    script = draw(stories())
     actions: list[Action] = []
-    for action in told.actions:
+    for action in script.actions:
         if isinstance(action, Arrive) and draw(st.integers(0, 4)) == 0:
             actions.append(replace(action, prompt=(POISON, *action.prompt)))
         elif not isinstance(action, LoseGroup):
             actions.append(action)
-    return replace(told, actions=tuple(actions)), draw(st.sampled_from(KINDS))
+    return replace(script, actions=tuple(actions)), draw(st.sampled_from(KINDS))
 
 
 @settings(
@@ -261,10 +265,10 @@ def poisoned(draw: st.DrawFn) -> tuple[Story, Breaks]:
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 @given(poisoned())
-def test_whatever_breaks_the_ranks_there_is_an_end_and_no_innocent_pays(
-    told: tuple[Story, Breaks],
+def test_every_isolation_ends_and_only_guilty_requests_fail(
+    script: tuple[Story, Breaks],
 ) -> None:
-    stage = FragileStage(told[0], told[1], guilty)
+    stage = FragileStage(script[0], script[1], guilty)
     for action in stage.story.actions:
         stage.act(action)
     stage.run(40 * stage.patience())
@@ -274,8 +278,8 @@ def test_whatever_breaks_the_ranks_there_is_an_end_and_no_innocent_pays(
     stage.check_end()
 
 
-def test_ranks_that_come_back_with_less_hold_what_still_fits() -> None:
-    stage = stage_of(lambda places, plan: False, *mates(6, new=60, adapters=2))
+def test_new_ranks_with_less_memory_serve_what_still_fits() -> None:
+    stage = stage_of(lambda rows, plan: False, *mates(6, new=60, adapters=2))
     for _ in range(8):
         stage.go_round()
     long = stage.arrive(arrive(60, 90))
@@ -283,7 +287,7 @@ def test_ranks_that_come_back_with_less_hold_what_still_fits() -> None:
     poorer = capacity(num_blocks=30, adapter_slots=1, adapter_pages=1, host_bytes=500)
     stage.story = replace(stage.story, capacity=poorer)
     stage.guilty = lambda client: client is long
-    stage.hear(stage.scheduler.regroup(poorer))
+    stage.receive(stage.scheduler.regroup(poorer))
     stage.ranks = stage._new_ranks()
     stage.scheduler.check()
     assert long.ended is not None
@@ -294,8 +298,8 @@ def test_ranks_that_come_back_with_less_hold_what_still_fits() -> None:
     assert stage.scheduler.snapshot().num_blocks == 30
 
 
-def test_an_adapter_that_the_new_ranks_have_no_room_for_is_refused_and_others_are_not() -> None:
-    stage = stage_of(lambda places, plan: False)
+def test_only_an_adapter_that_does_not_fit_the_new_ranks_is_refused() -> None:
+    stage = stage_of(lambda rows, plan: False)
     stage.story = replace(
         stage.story,
         shapes={AdapterKey(1): AdapterShape((9, 9), 10), AdapterKey(2): AdapterShape((1, 1), 10)},
@@ -306,7 +310,7 @@ def test_an_adapter_that_the_new_ranks_have_no_room_for_is_refused_and_others_ar
     stage.lose_group()
     poorer = msgspec.structs.replace(ROOMY, adapter_pages=8)
     stage.story = replace(stage.story, capacity=poorer)
-    stage.hear(stage.scheduler.regroup(poorer))
+    stage.receive(stage.scheduler.regroup(poorer))
     stage.ranks = stage._new_ranks()
     stage.run(500)
     stage.check_end()

@@ -9,7 +9,7 @@ from configs.runtime import AdapterShare
 from configs.wire.adapters import AdapterKey
 from scheduler.adapters.residency import AdapterReadiness, Residency
 from scheduler.adapters.resident import AdapterState
-from scheduler.admission import admission_queue as turns
+from scheduler.admission import admission_queue as ticks
 from scheduler.admission.limits import Limits, Overloaded
 from scheduler.admission.queues import PASSED_OVER
 from scheduler.running import SHORTEST_SLICE
@@ -32,14 +32,14 @@ def limits(max_running: int = 4, max_step_tokens: int = 32) -> Limits:
 
 def waited(stage: Stage, client: Client) -> int:
     """Turns from arrival to the first token."""
-    assert client.first_turn is not None
-    return client.first_turn - client.arrived
+    assert client.first_tick is not None
+    return client.first_tick - client.arrived
 
 
-def flood(stage: Stage, arrivals: list[Arrive], turns: int, depth: int = 6) -> None:
+def flood(stage: Stage, arrivals: list[Arrive], ticks: int, depth: int = 6) -> None:
     """Keep `depth` requests of each kind alive for so many turns."""
     alive: list[list[Client]] = [[] for _ in arrivals]
-    for _ in range(turns):
+    for _ in range(ticks):
         for arrival, clients in zip(arrivals, alive, strict=True):
             clients[:] = [client for client in clients if client.ended is None]
             while len(clients) < depth:
@@ -47,7 +47,7 @@ def flood(stage: Stage, arrivals: list[Arrive], turns: int, depth: int = 6) -> N
         stage.go_round()
 
 
-def test_a_newcomer_does_not_overtake_older_claims() -> None:
+def test_a_new_adapter_does_not_overtake_older_pending_loads() -> None:
     """With a slot free now and then, everybody waits about as long as everybody else."""
     steps, num_adapters = 10, 8
     stage = Stage(story(ranks=capacity(adapter_slots=2), limits=limits(max_running=8)))
@@ -56,8 +56,8 @@ def test_a_newcomer_does_not_overtake_older_claims() -> None:
         for _ in range(steps // 2):
             stage.go_round()
     stage.run(1000)
-    turns = sorted(waited(stage, client) for client in stage.clients[10:50])
-    assert turns[-1] <= 3 * turns[len(turns) // 2]
+    ticks = sorted(waited(stage, client) for client in stage.clients[10:50])
+    assert ticks[-1] <= 3 * ticks[len(ticks) // 2]
 
 
 @pytest.mark.parametrize("steps_of_a_request", [4, 20])
@@ -71,7 +71,7 @@ def test_an_adapter_gets_room_though_another_never_stops(steps_of_a_request: int
     assert waited(stage, late) <= PATIENCE + steps_of_a_request + 6
 
 
-def test_the_nth_claim_waits_for_n_times_what_a_request_runs() -> None:
+def test_the_nth_pending_load_waits_n_times_the_length_of_a_request() -> None:
     steps = 10
     stage = Stage(story(ranks=capacity(adapter_slots=1), limits=limits()))
     busy = arrive(new=steps, adapter=1)
@@ -89,29 +89,29 @@ def test_every_adapter_of_many_under_constant_load_is_served_again_and_again() -
     flood(stage, loads, 1500, depth=3)
     served: dict[AdapterKey | None, list[int]] = {}
     for client in stage.clients:
-        if client.first_turn is not None:
-            served.setdefault(client.arrival.adapter, []).append(client.first_turn)
+        if client.first_tick is not None:
+            served.setdefault(client.arrival.adapter, []).append(client.first_tick)
     assert len(served) == num_adapters
     bound = num_adapters * (PATIENCE + 2 * steps + 6)
     for each in served.values():
         each.sort()
         gaps = [later - earlier for earlier, later in pairwise(each)]
-        assert max([each[0], stage.turn - each[-1], *gaps]) <= bound
+        assert max([each[0], stage.tick - each[-1], *gaps]) <= bound
 
 
 @pytest.mark.parametrize("budget", [8, 16])
-def test_far_more_claims_than_a_step_looks_at_are_all_served(
+def test_more_pending_loads_than_a_step_looks_at_are_all_served(
     budget: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Claims that got room but lack tokens must not let younger ones reserve over them."""
-    monkeypatch.setattr(turns, "MAX_LOADS_SEEN", 2)
+    monkeypatch.setattr(ticks, "MAX_LOADS_SEEN", 2)
     steps, num_adapters = 5, 30
     tight = limits(max_running=8, max_step_tokens=budget)
     stage = Stage(story(ranks=capacity(adapter_slots=4), limits=tight))
     for index in range(4 * num_adapters):
         stage.arrive(arrive(length=20, new=steps, adapter=index % num_adapters + 1))
     stage.run(4 * num_adapters * (20 // (budget - 4) + steps))
-    first = [stage.clients[index].first_turn or 0 for index in range(num_adapters)]
+    first = [stage.clients[index].first_tick or 0 for index in range(num_adapters)]
     assert all(later >= earlier - 8 for earlier, later in pairwise(first))
 
 
@@ -138,7 +138,7 @@ def test_the_base_model_is_not_starved_by_adapters_nor_they_by_it() -> None:
     assert max(done.values()) <= 1.3 * min(done.values())
 
 
-def test_one_tenants_long_prompts_do_not_hold_up_anothers_short_ones() -> None:
+def test_long_prompts_of_one_adapter_do_not_delay_short_ones_of_another() -> None:
     """Turns are in tokens: between two of the short ones comes at most a quantum and a prompt."""
     stage = Stage(story(limits=limits(max_running=8, max_step_tokens=16)))
     flood(stage, [arrive(length=60, new=2, adapter=1)], 30, depth=20)
@@ -157,7 +157,7 @@ def test_a_long_prompt_gets_its_blocks_though_short_ones_keep_coming() -> None:
     assert waited(stage, late) <= 60
 
 
-def test_running_requests_all_get_their_token_while_a_long_prompt_comes_in() -> None:
+def test_running_requests_get_their_tokens_while_a_long_prompt_is_computed() -> None:
     stage = Stage(story(limits=limits(max_step_tokens=8)))
     first = stage.arrive(arrive(length=3, new=40))
     for _ in range(4):
@@ -177,19 +177,19 @@ def alive(stage: Stage, adapter: int | None) -> int:
     )
 
 
-def test_one_adapter_flooding_leaves_the_others_as_they_were() -> None:
+def test_a_flood_of_one_adapter_does_not_delay_the_others() -> None:
     """Turns until the first token, with and without ten times as much from another."""
 
     def slowest(depth: int) -> int:
         ranks = capacity(adapter_slots=3, num_blocks=200)
         stage = Stage(story(ranks=ranks, limits=limits(max_running=6)))
         calm = [arrive(new=6, adapter=2), arrive(new=6, adapter=3, first=5)]
-        for turn in range(240):
+        for tick in range(240):
             while depth and alive(stage, 1) + len(stage.scheduler._admission.queues.waiting_for(
                 AdapterKey(1)
             )) < depth:  # fmt: skip
                 stage.arrive(arrive(new=6, adapter=1, first=9))
-            if turn % 8 == 0:
+            if tick % 8 == 0:
                 for arrival in calm:
                     stage.arrive(arrival)
             stage.go_round()
@@ -201,7 +201,7 @@ def test_one_adapter_flooding_leaves_the_others_as_they_were() -> None:
     assert flooded <= alone + 6 + 3
 
 
-def test_the_queue_that_one_adapter_fills_is_open_to_others() -> None:
+def test_a_queue_full_of_one_adapter_is_open_to_others() -> None:
     stage = Stage(story(limits=replace(limits(max_running=2), max_queued=8)))
     for _ in range(2 + 8):
         stage.arrive(arrive(new=20, adapter=1))
@@ -221,13 +221,13 @@ def test_an_adapter_runs_no_more_requests_than_its_cap() -> None:
     while stage.scheduler.has_work:
         stage.go_round()
         seen.append(alive(stage, 1))
-        assert stage.turn < 200
+        assert stage.tick < 200
     assert max(seen) == 2
     # One place stays empty for a turn or two when a request ends: no more than that is lost.
-    assert stage.turn <= 12 // 2 * (6 + 4) + 6
+    assert stage.tick <= 12 // 2 * (6 + 4) + 6
 
 
-def test_a_rate_holds_in_the_long_run_and_others_are_not_held_up() -> None:
+def test_a_rate_holds_in_the_long_run_and_does_not_delay_others() -> None:
     rate = 2.0
     slow = story(limits=limits(max_running=8), shares={1: AdapterShare(tokens_per_second=rate)})
     stage = Stage(slow)
@@ -243,7 +243,7 @@ def test_a_rate_holds_in_the_long_run_and_others_are_not_held_up() -> None:
     assert stage.scheduler.next_wake is not None
 
 
-def test_an_adapter_in_debt_claims_no_room_on_the_device() -> None:
+def test_an_adapter_in_debt_takes_no_room_on_the_device() -> None:
     """Others run on its slot meanwhile, and nobody is held up for its sake."""
     in_debt: dict[int | None, AdapterShare] = {1: AdapterShare(tokens_per_second=0.5)}
     stage = Stage(story(ranks=capacity(adapter_slots=1), limits=limits(), shares=in_debt))
@@ -251,18 +251,18 @@ def test_an_adapter_in_debt_claims_no_room_on_the_device() -> None:
     second = stage.arrive(arrive(new=2, adapter=1))
     while first.ended is None:
         stage.go_round()
-    ended = stage.turn
+    ended = stage.tick
     others = [stage.arrive(arrive(new=3, adapter=key)) for key in (2, 3, 4)]
     for _ in range(30):
         stage.go_round()
     assert all(client.ended is not None for client in others)
-    assert second.first_turn is None
+    assert second.first_tick is None
     stage.run(200)
     assert waited(stage, second) >= 2 * 33 - 2
     assert waited(stage, second) <= 2 * 33 + PATIENCE + ended
 
 
-def test_a_request_of_an_adapter_in_debt_makes_nobody_leave_the_device() -> None:
+def test_a_request_of_an_adapter_in_debt_evicts_nothing() -> None:
     """It came while another adapter had the slot; the other goes on until the debt is paid."""
     in_debt: dict[int | None, AdapterShare] = {1: AdapterShare(tokens_per_second=0.1)}
     stage = Stage(story(ranks=capacity(adapter_slots=1), limits=limits(), shares=in_debt))
@@ -274,13 +274,13 @@ def test_a_request_of_an_adapter_in_debt_makes_nobody_leave_the_device() -> None
     late = stage.arrive(arrive(new=2, adapter=1))
     before = stage.scheduler.adapter_states()[AdapterKey(2)]
     flood(stage, [busy], 2 * PATIENCE)
-    turns_of_others = sorted(c.first_turn for c in stage.clients if c.first_turn is not None)
+    turns_of_others = sorted(c.first_tick for c in stage.clients if c.first_tick is not None)
     assert max(later - earlier for earlier, later in pairwise(turns_of_others[1:])) <= 4 + 2
-    assert late.first_turn is None
+    assert late.first_tick is None
     assert stage.scheduler.adapter_states()[AdapterKey(2)] is before is AdapterState.DEVICE
 
 
-def test_a_higher_priority_goes_first_and_a_lower_one_is_not_starved() -> None:
+def test_a_higher_priority_is_first_and_a_lower_one_is_not_starved() -> None:
     steps = 4
     ranked: dict[int | None, AdapterShare] = {
         1: AdapterShare(priority=2),
@@ -294,9 +294,9 @@ def test_a_higher_priority_goes_first_and_a_lower_one_is_not_starved() -> None:
     # One place, so that an admission takes what a request runs, and two plans in flight.
     bound = (PASSED_OVER + 3 * 2) * (steps + 2)
     assert waited(stage, late) <= bound
-    first_turns = [c.first_turn for c in stage.clients if c.arrival.adapter == 1 and c.first_turn]
-    assert late.first_turn is not None
-    passed = [turn for turn in first_turns if late.arrived < turn < late.first_turn]
+    first_turns = [c.first_tick for c in stage.clients if c.arrival.adapter == 1 and c.first_tick]
+    assert late.first_tick is not None
+    passed = [tick for tick in first_turns if late.arrived < tick < late.first_tick]
     assert len(passed) >= PASSED_OVER
 
 
@@ -319,7 +319,7 @@ def test_a_step_costs_the_same_however_many_adapters_are_known() -> None:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Residency, "readiness", counted)
-            stage.scheduler.schedule(float(stage.turn + 1))
+            stage.scheduler.schedule(float(stage.tick + 1))
         return count
 
-    assert looks(400) <= looks(40) <= 3 * turns.MAX_LOADS_SEEN
+    assert looks(400) <= looks(40) <= 3 * ticks.MAX_LOADS_SEEN

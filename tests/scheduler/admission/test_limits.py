@@ -11,7 +11,7 @@ from scheduler.admission.limits import (
     Overloaded,
     refuse_impossible,
 )
-from tests.scheduler.small import capacity, request
+from tests.scheduler.small import capacity, make_request
 
 
 def test_limits_come_from_the_engine_config() -> None:
@@ -51,25 +51,25 @@ def test_limits_under_which_nothing_runs_are_refused(wrong: dict[str, int]) -> N
 
 def test_an_empty_prompt_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="no tokens"):
-        refuse_impossible(request(0, []), Limits(), capacity())
+        refuse_impossible(make_request(0, []), Limits(), capacity())
 
 
 def test_a_sequence_longer_than_the_ranks_buffers_is_refused() -> None:
-    refuse_impossible(request(0, [1] * 190, 10), Limits(), capacity())
+    refuse_impossible(make_request(0, [1] * 190, 10), Limits(), capacity())
     with pytest.raises(InvalidRequest, match="at most 200"):
-        refuse_impossible(request(0, [1] * 190, 11), Limits(), capacity())
+        refuse_impossible(make_request(0, [1] * 190, 11), Limits(), capacity())
     with pytest.raises(InvalidRequest, match="at most 50"):
-        refuse_impossible(request(0, [1] * 40, 11), Limits(max_total_tokens=50), capacity())
+        refuse_impossible(make_request(0, [1] * 40, 11), Limits(max_total_tokens=50), capacity())
 
 
 def test_a_sequence_that_the_cache_never_holds_is_refused() -> None:
     tiny = capacity(num_blocks=5)
-    refuse_impossible(request(0, [1] * 10, 11), Limits(), tiny)
+    refuse_impossible(make_request(0, [1] * 10, 11), Limits(), tiny)
     with pytest.raises(InvalidRequest, match="holds 20 tokens"):
-        refuse_impossible(request(0, [1] * 10, 12), Limits(), tiny)
+        refuse_impossible(make_request(0, [1] * 10, 12), Limits(), tiny)
 
 
-def test_overload_says_when_to_come_back() -> None:
+def test_overload_says_when_to_try_again() -> None:
     error = Overloaded(12, 3.0)
     assert error.retry_after_s == 3.0
     assert "12" in str(error)

@@ -12,7 +12,7 @@ from configs.wire.adapters import AdapterKey
 from scheduler.admission.queues import PASSED_OVER, AdapterQueues, QueueState, _Round, cost
 from scheduler.admission.rate_limits import QueueKey, RateLimits
 from scheduler.request import Request
-from tests.scheduler.small import request
+from tests.scheduler.small import make_request
 
 ONE, TWO, THREE = AdapterKey(1), AdapterKey(2), AdapterKey(3)
 
@@ -28,75 +28,75 @@ class Shares(RateLimits):
         return self._given(key)
 
 
-def queued(queues: AdapterQueues, asked: Request, serial: int) -> Request:
-    asked.serial = serial
-    queues.append(asked)
-    if not queues.admits(asked.adapter):
-        queues.enter(asked.adapter, QueueState.ADMITS)
-    return asked
+def queued(queues: AdapterQueues, request: Request, serial: int) -> Request:
+    request.serial = serial
+    queues.append(request)
+    if not queues.admits(request.adapter):
+        queues.enter(request.adapter, QueueState.ADMITS)
+    return request
 
 
 def take(queues: AdapterQueues) -> Request | None:
-    asked = queues.next_request()
-    if asked is not None:
-        assert queues.next_request() is asked, "asking twice changes the turn"
-        queues.admit(asked)
+    request = queues.next_request()
+    if request is not None:
+        assert queues.next_request() is request, "asking twice changes the turn"
+        queues.admit(request)
     queues.check()
-    return asked
+    return request
 
 
 def test_one_queue_is_first_come_first_served() -> None:
     queues = AdapterQueues(10)
-    asked = [queued(queues, request(i), i) for i in range(3)]
-    assert [take(queues) for _ in range(4)] == [*asked, None]
+    request = [queued(queues, make_request(i), i) for i in range(3)]
+    assert [take(queues) for _ in range(4)] == [*request, None]
 
 
 def test_a_flood_of_one_adapter_lets_the_others_through() -> None:
     queues = AdapterQueues(7)
     for index in range(20):
-        queued(queues, request(index, adapter=1), index)
-    late = queued(queues, request(20, adapter=2), 20)
+        queued(queues, make_request(index, adapter=1), index)
+    late = queued(queues, make_request(20, adapter=2), 20)
     order = [take(queues) for _ in range(21)]
     assert order.index(late) <= 2
 
 
-def test_turns_are_fair_in_tokens_not_in_requests() -> None:
+def test_rounds_are_fair_in_tokens_not_in_requests() -> None:
     queues = AdapterQueues(50)
     for index in range(200):
-        queued(queues, request(index, [1] * 45, 5, adapter=1), index)
-        queued(queues, request(300 + index, [1] * 5, 5, adapter=2), 300 + index)
+        queued(queues, make_request(index, [1] * 45, 5, adapter=1), index)
+        queued(queues, make_request(300 + index, [1] * 5, 5, adapter=2), 300 + index)
     tokens: Counter[int | None] = Counter()
     for _ in range(110):
-        asked = take(queues)
-        assert asked is not None
-        tokens[asked.adapter] += cost(asked)
+        request = take(queues)
+        assert request is not None
+        tokens[request.adapter] += cost(request)
     assert abs(tokens[1] - tokens[2]) <= 100
 
 
-def test_a_request_that_comes_back_is_first_and_free() -> None:
+def test_a_preempted_request_is_first_and_costs_nothing() -> None:
     queues = AdapterQueues(1)
     for index in range(1, 4):
-        queued(queues, request(index), index)
+        queued(queues, make_request(index), index)
     for serial in (7, 0):
-        asked = request(serial)
-        asked.serial, asked.first_scheduled = serial, 0.0
-        queues.requeue(asked)
-        assert cost(asked) == 0
+        request = make_request(serial)
+        request.serial, request.first_scheduled = serial, 0.0
+        queues.requeue(request)
+        assert cost(request) == 0
     order = [take(queues) for _ in range(5)]
     assert [each.serial for each in order if each] == [0, 7, 1, 2, 3]
 
 
-def test_the_round_passes_a_pending_load_by_and_it_keeps_its_place() -> None:
+def test_a_pending_load_keeps_its_order_outside_the_round() -> None:
     queues = AdapterQueues(100)
     for serial, key in enumerate((1, 2, 3)):
-        queued(queues, request(serial, adapter=key), serial)
+        queued(queues, make_request(serial, adapter=key), serial)
     queues.enter(TWO, QueueState.WAITS_FOR_DEVICE, 5)
     queues.enter(ONE, QueueState.WAITS_FOR_DEVICE, 9)
     assert queues.pending_loads(9) == [TWO, ONE]
     assert queues.pending_loads(1) == [TWO]
-    asked = take(queues)
-    assert asked is not None
-    assert asked.adapter == THREE
+    request = take(queues)
+    assert request is not None
+    assert request.adapter == THREE
     assert take(queues) is None
     queues.enter(TWO, QueueState.OVER_LIMIT)
     assert queues.pending_loads(9) == [ONE]
@@ -109,7 +109,7 @@ def test_the_round_passes_a_pending_load_by_and_it_keeps_its_place() -> None:
 def test_a_queue_keeps_its_wait_until_a_request_of_it_is_admitted() -> None:
     queues = AdapterQueues(100)
     for serial in range(2):
-        queued(queues, request(serial, adapter=1), serial)
+        queued(queues, make_request(serial, adapter=1), serial)
     queues.enter(ONE, QueueState.WAITS_FOR_DEVICE, 5)
     queues.enter(ONE, QueueState.ADMITS)
     assert queues.admits(ONE)
@@ -123,7 +123,7 @@ def test_a_queue_keeps_its_wait_until_a_request_of_it_is_admitted() -> None:
 
 def test_a_queue_over_its_limit_is_not_served() -> None:
     queues = AdapterQueues(100)
-    queued(queues, request(0, adapter=1), 0)
+    queued(queues, make_request(0, adapter=1), 0)
     queues.enter(ONE, QueueState.OVER_LIMIT)
     assert take(queues) is None
     assert len(queues) == 1
@@ -134,10 +134,10 @@ def test_a_queue_over_its_limit_is_not_served() -> None:
 
 def test_removing_the_last_request_removes_the_queue_wherever_it_is() -> None:
     queues = AdapterQueues(100)
-    asked = [queued(queues, request(i, adapter=i + 1), i) for i in range(3)]
+    request = [queued(queues, make_request(i, adapter=i + 1), i) for i in range(3)]
     queues.enter(ONE, QueueState.WAITS_FOR_DEVICE, 0)
     queues.enter(TWO, QueueState.OVER_LIMIT)
-    for each in asked:
+    for each in request:
         assert queues.waiting_for(each.adapter) == [each]
         queues.remove(each)
         queues.check()
@@ -150,23 +150,23 @@ def test_removing_the_last_request_removes_the_queue_wherever_it_is() -> None:
     st.lists(st.tuples(st.integers(0, 4), st.integers(1, 30)), min_size=1, max_size=60),
     st.integers(1, 40),
 )
-def test_between_two_turns_others_take_a_quantum_and_a_request_each(
+def test_between_two_admissions_others_take_a_quantum_and_a_request_each(
     arrivals: list[tuple[int, int]], quantum: int
 ) -> None:
     """The bound of the module: rounds are counted in the longest request over the quantum."""
     queues = AdapterQueues(quantum)
     for serial, (key, length) in enumerate(arrivals):
-        queued(queues, request(serial, [1] * length, 1, adapter=key + 1), serial)
+        queued(queues, make_request(serial, [1] * length, 1, adapter=key + 1), serial)
     longest = max(length for _, length in arrivals) + 1
     rounds = -(-longest // quantum) + 1
     bound = (rounds * quantum + longest) * len({key for key, _ in arrivals})
     waited: Counter[int] = Counter()
-    while (asked := take(queues)) is not None:
-        served = asked.adapter or 0
+    while (request := take(queues)) is not None:
+        served = request.adapter or 0
         waited.pop(served, None)
         for key in {each.adapter or 0 for each in queues}:
             if key != served:
-                waited[key] += cost(asked)
+                waited[key] += cost(request)
                 assert waited[key] <= bound
 
 
@@ -176,26 +176,26 @@ def test_weights_share_tokens_in_their_proportion() -> None:
     for index in range(400):
         for key in weights:
             serial = 3 * index + key
-            queued(queues, request(serial, [1] * 30, 10, adapter=key), serial)
+            queued(queues, make_request(serial, [1] * 30, 10, adapter=key), serial)
     tokens: Counter[int] = Counter()
     for _ in range(450):
-        asked = take(queues)
-        assert asked is not None
-        tokens[asked.adapter or 0] += cost(asked)
+        request = take(queues)
+        assert request is not None
+        tokens[request.adapter or 0] += cost(request)
     assert tokens[2] == pytest.approx(3 * tokens[1], abs=160)
     assert tokens[1] == pytest.approx(2 * tokens[3], abs=160)
 
 
-def test_rounds_in_which_nobody_is_in_turn_take_no_time() -> None:
+def test_rounds_in_which_no_queue_can_pay_take_no_time() -> None:
     """As many rounds as a long request and a small quantum need, skipped and not walked."""
     queues = AdapterQueues(1, Shares(lambda _: AdapterShare(weight=0.01)))
     for key in range(1, 4):
-        queued(queues, request(key, [1] * 2_000_000, 1, adapter=key), key)
+        queued(queues, make_request(key, [1] * 2_000_000, 1, adapter=key), key)
     assert take(queues) is not None
     assert all(abs(queue.credit) < 2_000_010 for queue in queues._queues.values())
 
 
-def test_skipping_rounds_changes_no_turn() -> None:
+def test_skipping_rounds_changes_no_order() -> None:
     """The same order as walking every round."""
 
     def order(patch: pytest.MonkeyPatch | None) -> list[int]:
@@ -204,7 +204,7 @@ def test_skipping_rounds_changes_no_turn() -> None:
         queues = AdapterQueues(3, Shares(lambda key: AdapterShare(weight=(key or 1) / 2)))
         for serial in range(60):
             length = 1 + serial * 7 % 40
-            queued(queues, request(serial, [1] * length, 1, adapter=serial % 4 + 1), serial)
+            queued(queues, make_request(serial, [1] * length, 1, adapter=serial % 4 + 1), serial)
         return [each.serial for _ in range(60) if (each := take(queues)) is not None]
 
     skipped = order(None)
@@ -213,10 +213,10 @@ def test_skipping_rounds_changes_no_turn() -> None:
     assert len(skipped) == 60
 
 
-def test_the_highest_priority_goes_first_and_lower_ones_still_get_turns() -> None:
+def test_the_highest_priority_is_first_and_lower_ones_are_still_served() -> None:
     queues = AdapterQueues(100, Shares(lambda key: AdapterShare(priority=(key or 0) - 2)))
     for serial in range(300):
-        queued(queues, request(serial, adapter=serial % 3 + 1), serial)
+        queued(queues, make_request(serial, adapter=serial % 3 + 1), serial)
     served = [each.adapter or 0 for _ in range(90) if (each := take(queues)) is not None]
     assert set(served[:PASSED_OVER]) == {3}
     counts = Counter(served)
@@ -232,21 +232,21 @@ def test_every_priority_has_one_of_so_many_admissions(present: set[int], num: in
     queues = AdapterQueues(100, Shares(lambda key: AdapterShare(priority=priorities[key or 0])))
     last = dict.fromkeys(range(n), 0)
     for key in range(n):
-        queued(queues, request(key, adapter=key), key)
-    for turn in range(1, num):
-        asked = take(queues)
-        assert asked is not None
-        key = asked.adapter or 0
-        last[key] = turn
-        queued(queues, request(n + turn, adapter=key), n + turn)
-        assert turn - min(last.values()) <= PASSED_OVER + 3 * n
+        queued(queues, make_request(key, adapter=key), key)
+    for tick in range(1, num):
+        request = take(queues)
+        assert request is not None
+        key = request.adapter or 0
+        last[key] = tick
+        queued(queues, make_request(n + tick, adapter=key), n + tick)
+        assert tick - min(last.values()) <= PASSED_OVER + 3 * n
 
 
 def test_a_change_of_priority_moves_a_queue_that_waits() -> None:
     priorities = {1: 0, 2: 0}
     queues = AdapterQueues(100, Shares(lambda key: AdapterShare(priority=priorities[key or 0])))
     for serial in range(8):
-        queued(queues, request(serial, adapter=serial % 2 + 1), serial)
+        queued(queues, make_request(serial, adapter=serial % 2 + 1), serial)
     priorities[2] = 5
     queues.update_shares()
     assert take(queues) is None, "nobody is in the round until resumed"
@@ -258,7 +258,7 @@ def test_a_change_of_priority_moves_a_queue_that_waits() -> None:
 def test_a_higher_priority_counts_as_steps_waited() -> None:
     queues = AdapterQueues(100, Shares(lambda key: AdapterShare(priority=1 if key == TWO else 0)))
     for key in (1, 2, 3):
-        queued(queues, request(key, adapter=key), key)
+        queued(queues, make_request(key, adapter=key), key)
     queues.enter(ONE, QueueState.WAITS_FOR_DEVICE, 0, priority_steps=10)
     queues.enter(TWO, QueueState.WAITS_FOR_DEVICE, 12, priority_steps=10)
     queues.enter(THREE, QueueState.WAITS_FOR_DEVICE, 3, priority_steps=10)
@@ -266,18 +266,18 @@ def test_a_higher_priority_counts_as_steps_waited() -> None:
     assert queues.pending_since(TWO) == 12
 
 
-def test_a_flood_fills_the_queue_for_itself_alone() -> None:
+def test_a_flood_is_refused_before_other_adapters() -> None:
     queues = AdapterQueues(100)
     for serial in range(10):
         assert not queues.is_full(ONE, 10)
-        queued(queues, request(serial, adapter=1), serial)
+        queued(queues, make_request(serial, adapter=1), serial)
     assert queues.is_full(ONE, 10)
     for serial in range(10, 15):
         assert not queues.is_full(TWO, 10)
-        queued(queues, request(serial, adapter=2), serial)
+        queued(queues, make_request(serial, adapter=2), serial)
     assert queues.is_full(TWO, 10), "half of it is theirs"
     assert not queues.is_full(THREE, 10)
     for serial in range(15, 20):
-        queued(queues, request(serial, adapter=serial), serial)
+        queued(queues, make_request(serial, adapter=serial), serial)
     assert queues.is_full(THREE, 10), "never more than twice as many"
     assert queues.is_full(None, 0)

@@ -43,7 +43,7 @@ def test_so_many_run_and_no_more_until_one_is_freed() -> None:
     given.check({}, {})
 
 
-def test_who_ran_dry_is_woken_when_the_debt_is_paid() -> None:
+def test_an_adapter_in_debt_is_returned_when_the_debt_is_paid() -> None:
     given = shares(AdapterShare(tokens_per_second=10))
     given.admitted(ONE, 30, 100.0)  # the bucket held 10
     assert given.is_over_limit(ONE, 100.0)
@@ -64,7 +64,7 @@ def test_a_full_bucket_holds_a_burst_and_no_more() -> None:
     assert given.is_over_limit(ONE, 1000.0)
 
 
-def test_another_rate_tells_another_time_to_wake() -> None:
+def test_a_new_rate_changes_the_time_to_wake() -> None:
     given = shares(AdapterShare(tokens_per_second=1))
     given.admitted(ONE, 101, 0.0)
     assert given.is_over_limit(ONE, 0.0)

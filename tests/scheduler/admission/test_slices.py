@@ -13,7 +13,7 @@ from tests.scheduler.stage import Stage
 
 
 @pytest.mark.parametrize("slice_steps", [5, 20])
-def test_long_answers_make_way_for_another_adapter_and_go_on_where_they_were(
+def test_long_requests_make_room_for_another_adapter_and_resume(
     slice_steps: int,
 ) -> None:
     tight = replace(limits(), slice_steps=slice_steps)
@@ -31,7 +31,7 @@ def test_long_answers_make_way_for_another_adapter_and_go_on_where_they_were(
     assert stage.computed <= 3 * (152 + 2 * 4 + 2) + 6
 
 
-def test_an_answer_is_not_interrupted_before_it_had_its_slice() -> None:
+def test_a_request_is_not_preempted_before_its_slice_is_over() -> None:
     """Two adapters on one slot take turns; each turn brings a slice to every request."""
     tight = replace(limits(max_running=2), slice_steps=10, patience_steps=0)
     stage = Stage(story(ranks=capacity(adapter_slots=1, num_blocks=200), limits=tight))
@@ -43,7 +43,7 @@ def test_an_answer_is_not_interrupted_before_it_had_its_slice() -> None:
 
 @pytest.mark.parametrize("claims", [1, 2, 4, 8])
 def test_slices_are_short_where_few_wait_for_many_and_where_many_wait_for_few(
-    claims: int,
+    pending: int,
 ) -> None:
     """A lone claim hardly waits, and many claims do not wait the longer the more they are."""
     residents, longest = 4, 100
@@ -52,16 +52,16 @@ def test_slices_are_short_where_few_wait_for_many_and_where_many_wait_for_few(
     busy = [stage.arrive(arrive(new=160, adapter=key, first=key)) for key in (1, 2, 3, 4)]
     for _ in range(8):
         stage.go_round()
-    late = [stage.arrive(arrive(new=2, adapter=5 + key)) for key in range(claims)]
+    late = [stage.arrive(arrive(new=2, adapter=5 + key)) for key in range(pending)]
     stage.run(2000)
     first = min(waited(stage, client) for client in late)
-    many = 2 * SHORTEST_SLICE * residents**2 // claims
-    share = max(min(longest * claims // residents, many), SHORTEST_SLICE + PATIENCE)
+    many = 2 * SHORTEST_SLICE * residents**2 // pending
+    share = max(min(longest * pending // residents, many), SHORTEST_SLICE + PATIENCE)
     assert share - 8 <= first <= share + 8
     assert all(len(client.received) == 160 for client in busy)
 
 
-def test_an_answer_that_ends_soon_is_not_interrupted() -> None:
+def test_a_request_that_ends_soon_is_not_preempted() -> None:
     tight = replace(limits(max_running=2), slice_steps=10, patience_steps=0)
     stage = Stage(story(ranks=capacity(adapter_slots=1, num_blocks=200), limits=tight))
     first, second = (
@@ -72,16 +72,16 @@ def test_an_answer_that_ends_soon_is_not_interrupted() -> None:
     assert waited(stage, second) - waited(stage, first) <= 10 + SHORTEST_SLICE + 6
 
 
-def test_who_had_his_slice_yields_at_once_though_new_requests_of_his_keep_coming() -> None:
+def test_an_adapter_yields_after_its_slice_though_new_requests_arrive() -> None:
     """A place is shared by time: requests that just joined make no slice begin anew."""
     tight = limits(max_running=40, max_step_tokens=200)
     stage = Stage(story(ranks=capacity(adapter_slots=3, num_blocks=900), limits=tight))
     late = None
-    for turn in range(170):
-        if turn % 8 == 0:
+    for tick in range(170):
+        if tick % 8 == 0:
             for key in (1, 2, 3):
-                stage.arrive(arrive(new=100, adapter=key, first=turn))
-        if turn == 150:
+                stage.arrive(arrive(new=100, adapter=key, first=tick))
+        if tick == 150:
             late = stage.arrive(arrive(adapter=4))
         stage.go_round()
     assert late is not None
@@ -90,7 +90,7 @@ def test_who_had_his_slice_yields_at_once_though_new_requests_of_his_keep_coming
     stage.run(2000)
 
 
-def test_who_began_last_keeps_his_place_while_another_had_his_slice() -> None:
+def test_the_adapter_that_began_last_keeps_its_slot() -> None:
     tight = replace(limits(max_running=8, max_step_tokens=64), slice_steps=100)
     stage = Stage(story(ranks=capacity(adapter_slots=2, num_blocks=300), limits=tight))
     old = stage.arrive(arrive(new=180, adapter=1))

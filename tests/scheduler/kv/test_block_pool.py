@@ -36,7 +36,7 @@ def test_a_block_cannot_be_released_twice() -> None:
         pool.release(taken)
 
 
-def test_a_shared_block_stays_until_its_last_holder_lets_go() -> None:
+def test_a_shared_block_stays_until_its_last_holder_releases_it() -> None:
     pool = BlockPool(2, ignore)
     taken = pool.allocate(1)
     pool.share(taken)
@@ -59,7 +59,7 @@ def test_kept_content_survives_its_holders_and_can_be_shared_again() -> None:
     pool.check([[block]])
 
 
-def test_free_blocks_go_before_kept_ones_and_leaves_before_their_parents() -> None:
+def test_free_blocks_are_taken_before_kept_ones_and_ends_of_chains_first() -> None:
     forgotten: list[int] = []
     pool = BlockPool(4, forgotten.append)
     chain = pool.allocate(3)
@@ -86,7 +86,7 @@ def test_the_least_recently_used_content_goes_first() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 30)), max_size=60))
-def test_whatever_happens_every_block_is_in_one_place(steps: list[tuple[int, int]]) -> None:
+def test_every_block_is_always_in_one_state(steps: list[tuple[int, int]]) -> None:
     pool = BlockPool(8, ignore)
     tables: list[list[int]] = []
     for kind, number in steps:

@@ -4,41 +4,41 @@ from configs.rope_sets import LONG, SHORT
 from configs.wire.adapters import AdapterKey
 from scheduler.kv.prefix_cache import PrefixCache, PrefixKey, extend_chain
 from scheduler.request import Request
-from tests.scheduler.small import request
+from tests.scheduler.small import make_request
 
 SIZE = 4
 
 
-def computed(cache: PrefixCache, asked: Request, length: int) -> Request:
+def computed(cache: PrefixCache, request: Request, length: int) -> Request:
     """Let the request hold blocks for `length` computed tokens, and register them."""
-    asked.blocks = cache.pool.allocate(-(-length // SIZE))
-    asked.computed = asked.scheduled = length
-    cache.register(asked)
+    request.blocks = cache.pool.allocate(-(-length // SIZE))
+    request.computed = request.scheduled = length
+    cache.register(request)
     cache.check()
-    return asked
+    return request
 
 
 def test_full_blocks_are_found_by_a_longer_prompt() -> None:
     cache = PrefixCache(8, SIZE, enabled=True)
-    first = computed(cache, request(0, list(range(10))), 10)
-    assert cache.match(request(1, [*range(10), 10, 11])) == first.blocks[:2]
-    assert cache.match(request(1, [*range(6), 9, 9, 9])) == first.blocks[:1]
-    assert cache.match(request(1, [9, *range(9)])) == []
+    first = computed(cache, make_request(0, list(range(10))), 10)
+    assert cache.match(make_request(1, [*range(10), 10, 11])) == first.blocks[:2]
+    assert cache.match(make_request(1, [*range(6), 9, 9, 9])) == first.blocks[:1]
+    assert cache.match(make_request(1, [9, *range(9)])) == []
 
 
 def test_a_full_hit_leaves_the_last_token_to_compute() -> None:
     cache = PrefixCache(8, SIZE, enabled=True)
-    first = computed(cache, request(0, list(range(8))), 8)
-    assert cache.match(request(1, list(range(8)))) == first.blocks[:1]
-    assert cache.match(request(1, list(range(9)))) == first.blocks[:2]
+    first = computed(cache, make_request(0, list(range(8))), 8)
+    assert cache.match(make_request(1, list(range(8)))) == first.blocks[:1]
+    assert cache.match(make_request(1, list(range(9)))) == first.blocks[:2]
 
 
 def test_adapters_share_nothing_with_each_other_nor_with_the_base_model() -> None:
     cache = PrefixCache(8, SIZE, enabled=True)
-    first = computed(cache, request(0, list(range(8)), adapter=1), 8)
-    assert cache.match(request(1, list(range(9)), adapter=1)) == first.blocks
-    assert cache.match(request(1, list(range(9)), adapter=2)) == []
-    assert cache.match(request(1, list(range(9)))) == []
+    first = computed(cache, make_request(0, list(range(8)), adapter=1), 8)
+    assert cache.match(make_request(1, list(range(9)), adapter=1)) == first.blocks
+    assert cache.match(make_request(1, list(range(9)), adapter=2)) == []
+    assert cache.match(make_request(1, list(range(9)))) == []
 
 
 def test_only_equal_keys_have_one_root() -> None:
@@ -52,10 +52,10 @@ def test_only_equal_keys_have_one_root() -> None:
 
 def test_callers_of_another_salt_find_nothing() -> None:
     cache = PrefixCache(8, SIZE, enabled=True)
-    asked = request(0, list(range(8)))
-    asked.cache_salt = b"theirs"
-    first = computed(cache, asked, 8)
-    other, same = request(1, list(range(9))), request(2, list(range(9)))
+    request = make_request(0, list(range(8)))
+    request.cache_salt = b"theirs"
+    first = computed(cache, request, 8)
+    other, same = make_request(1, list(range(9))), make_request(2, list(range(9)))
     same.cache_salt = b"theirs"
     assert cache.match(other) == []
     assert cache.match(same) == first.blocks
@@ -63,70 +63,70 @@ def test_callers_of_another_salt_find_nothing() -> None:
 
 def test_a_block_names_the_rope_set_that_wrote_it() -> None:
     cache = PrefixCache(8, SIZE, enabled=True)
-    first = computed(cache, request(0, list(range(8))), 8)
-    asked = request(1, list(range(9)))
-    assert cache.match(asked) == first.blocks
-    asked.take_rope_set(LONG)
-    assert cache.match(asked) == []
-    asked.take_rope_set(SHORT)
-    assert cache.match(asked) == first.blocks
+    first = computed(cache, make_request(0, list(range(8))), 8)
+    request = make_request(1, list(range(9)))
+    assert cache.match(request) == first.blocks
+    request.take_rope_set(LONG)
+    assert cache.match(request) == []
+    request.take_rope_set(SHORT)
+    assert cache.match(request) == first.blocks
 
 
 def test_only_computed_blocks_are_registered() -> None:
     cache = PrefixCache(8, SIZE, enabled=True)
-    asked = request(0, list(range(12)))
-    asked.blocks = cache.pool.allocate(3)
-    asked.scheduled, asked.computed = 12, 7
-    cache.register(asked)
-    assert cache.match(request(1, list(range(12)))) == asked.blocks[:1]
-    asked.computed = 8
-    cache.register(asked)
-    assert cache.match(request(1, list(range(12)))) == asked.blocks[:2]
-    assert asked.registered == 2
+    request = make_request(0, list(range(12)))
+    request.blocks = cache.pool.allocate(3)
+    request.scheduled, request.computed = 12, 7
+    cache.register(request)
+    assert cache.match(make_request(1, list(range(12)))) == request.blocks[:1]
+    request.computed = 8
+    cache.register(request)
+    assert cache.match(make_request(1, list(range(12)))) == request.blocks[:2]
+    assert request.registered == 2
 
 
 def test_generated_tokens_count_like_the_prompt() -> None:
     cache = PrefixCache(8, SIZE, enabled=True)
-    asked = request(0, [1, 2, 3], max_new_tokens=9)
-    asked.tokens += [4, 5, 6, 7, 8]
-    computed(cache, asked, 8)
-    assert cache.match(request(1, [1, 2, 3, 4, 5, 6, 7, 8, 9])) == asked.blocks
+    request = make_request(0, [1, 2, 3], max_new_tokens=9)
+    request.tokens += [4, 5, 6, 7, 8]
+    computed(cache, request, 8)
+    assert cache.match(make_request(1, [1, 2, 3, 4, 5, 6, 7, 8, 9])) == request.blocks
 
 
 def test_the_first_block_computed_stays_the_one_that_is_found() -> None:
     cache = PrefixCache(8, SIZE, enabled=True)
-    first = computed(cache, request(0, list(range(8))), 8)
-    second = computed(cache, request(1, list(range(8))), 8)
+    first = computed(cache, make_request(0, list(range(8))), 8)
+    second = computed(cache, make_request(1, list(range(8))), 8)
     assert set(first.blocks).isdisjoint(second.blocks)
-    assert cache.match(request(2, list(range(9)))) == first.blocks
+    assert cache.match(make_request(2, list(range(9)))) == first.blocks
     cache.pool.release(second.blocks)
     assert cache.pool.available == 8 - 2
-    assert cache.match(request(2, list(range(9)))) == first.blocks
+    assert cache.match(make_request(2, list(range(9)))) == first.blocks
 
 
 def test_evicted_blocks_are_found_no_more_and_the_chain_shortens_from_its_end() -> None:
     cache = PrefixCache(3, SIZE, enabled=True)
-    first = computed(cache, request(0, list(range(12))), 12)
+    first = computed(cache, make_request(0, list(range(12))), 12)
     blocks = list(first.blocks)
     cache.pool.release(first.blocks)
     cache.pool.allocate(1)
-    assert cache.match(request(1, list(range(13)))) == blocks[:2]
+    assert cache.match(make_request(1, list(range(13)))) == blocks[:2]
     assert len(cache) == 2
     cache.check()
 
 
 def test_when_off_nothing_is_kept_and_nothing_is_found() -> None:
     cache = PrefixCache(8, SIZE, enabled=False)
-    first = computed(cache, request(0, list(range(8))), 8)
+    first = computed(cache, make_request(0, list(range(8))), 8)
     cache.pool.release(first.blocks)
     assert len(cache) == 0
-    assert cache.match(request(1, list(range(9)))) == []
+    assert cache.match(make_request(1, list(range(9)))) == []
 
 
 def test_chains_grow_without_being_computed_again() -> None:
-    asked = request(0, list(range(12)))
-    short = list(extend_chain(asked, 1, SIZE))
-    assert extend_chain(asked, 3, SIZE)[:1] == short
-    assert len(set(asked.digests)) == 3
-    other = request(1, [*range(4, 8), *range(4, 12)])
-    assert extend_chain(other, 3, SIZE)[2] != asked.digests[2]
+    request = make_request(0, list(range(12)))
+    short = list(extend_chain(request, 1, SIZE))
+    assert extend_chain(request, 3, SIZE)[:1] == short
+    assert len(set(request.digests)) == 3
+    other = make_request(1, [*range(4, 8), *range(4, 12)])
+    assert extend_chain(other, 3, SIZE)[2] != request.digests[2]

@@ -72,20 +72,20 @@ def hold_fills(bank: AdapterBank) -> None:
         sleep(A_WHILE)
 
 
-def test_a_fill_waits_for_the_step_that_still_reads_its_pages(tmp_path: Path) -> None:
+def test_a_load_waits_for_the_step_that_still_reads_its_pages(tmp_path: Path) -> None:
     bank = make_bank(tmp_path)
     first, second = content(tmp_path, 1), content(tmp_path, 2)
     bank.load(AdapterKey(1), 0, [[3, 5], []]).wait()
     old = read(bank, 0, [3, 5], A_WHILE)
     # The same pages under another slot, as when one adapter is evicted for another.
-    filled = bank.load(AdapterKey(2), 1, [[5, 3], []])
+    copied = bank.load(AdapterKey(2), 1, [[5, 3], []])
     new = read(bank, 1, [5, 3])
-    filled.wait()
+    copied.wait()
     assert torch.equal(old, first)
     assert torch.equal(new, second)
 
 
-def test_the_same_slot_may_be_filled_again_at_once(tmp_path: Path) -> None:
+def test_the_same_slot_may_be_loaded_again_at_once(tmp_path: Path) -> None:
     bank = make_bank(tmp_path)
     expected = [content(tmp_path, key) for key in (1, 2, 3)]
     seen = []
@@ -97,31 +97,31 @@ def test_the_same_slot_may_be_filled_again_at_once(tmp_path: Path) -> None:
         assert torch.equal(found, expected[turn % 3]), turn
 
 
-def test_fills_go_on_while_a_step_runs(tmp_path: Path) -> None:
+def test_loads_proceed_while_a_step_runs(tmp_path: Path) -> None:
     """A fill of pages that nobody reads neither waits for the step nor holds it up."""
     bank = make_bank(tmp_path)
     bank.load(AdapterKey(1), 0, [[0, 1], []]).wait()
     read(bank, 0, [0, 1], A_WHILE)
     step = passed()
-    filled = bank.load(AdapterKey(2), 1, [[2, 3], []])
-    filled.wait()
+    copied = bank.load(AdapterKey(2), 1, [[2, 3], []])
+    copied.wait()
     assert not step.done, "the fill waited for the step, or the thread did"
     step.wait()
 
 
-def test_a_step_of_others_does_not_wait_for_a_fill(tmp_path: Path) -> None:
+def test_a_step_of_other_adapters_does_not_wait_for_a_load(tmp_path: Path) -> None:
     bank = make_bank(tmp_path)
     bank.load(AdapterKey(1), 0, [[0, 1], []]).wait()
     hold_fills(bank)
-    filled = bank.load(AdapterKey(2), 1, [[2, 3], []])
+    copied = bank.load(AdapterKey(2), 1, [[2, 3], []])
     read(bank, 0, [0, 1])
     passed().wait()
-    assert not filled.done
+    assert not copied.done
     found = read(bank, 1, [2, 3])
     assert torch.equal(found, content(tmp_path, 2)), "a step that uses it does"
 
 
-def test_a_fill_does_not_stop_the_thread_that_launches_it(tmp_path: Path) -> None:
+def test_a_load_does_not_block_the_thread_that_launches_it(tmp_path: Path) -> None:
     bank = make_bank(tmp_path)
     bank.load(AdapterKey(1), 0, [[0, 1], []]).wait()
     read(bank, 0, [0, 1], A_WHILE)
@@ -137,17 +137,17 @@ def test_dropped_memory_is_not_rewritten_before_it_was_copied(tmp_path: Path) ->
     takes = make_bank(tmp_path / "other", count=1).host_bytes
     bank = make_bank(tmp_path, replace(SIZE, host_bytes=takes), count=1)
     hold_fills(bank)
-    filled = bank.load(AdapterKey(1), 0, [[0, 1], []])
+    copied = bank.load(AdapterKey(1), 0, [[0, 1], []])
     bank.drop(AdapterKey(1))
-    assert not filled.done
+    assert not copied.done
     folder = write_lora(tmp_path / "2", factors(UP, [16, 16, 16], seed=2), r=16)
     bank.stage(fetched(folder, 2))
-    assert filled.done, "there was no other memory"
+    assert copied.done, "there was no other memory"
     assert torch.equal(read(bank, 0, [0, 1]), content(tmp_path, 1))
     bank.check()
 
 
-def test_the_arena_is_pinned_until_it_is_gone(tmp_path: Path) -> None:
+def test_the_pool_is_pinned_until_it_is_freed(tmp_path: Path) -> None:
     bank = make_bank(tmp_path)
     staged = bank._host_cache.find(AdapterKey(1))
     run = staged.pages[0][0].a.ranges[0]
