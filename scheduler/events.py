@@ -44,7 +44,7 @@ Ending = FinishReason | AdapterFailure | ClientCancelled | RanksFailure | Constr
 class NewTokens(msgspec.Struct, frozen=True, gc=False):
     """Generated tokens start .. start + len - 1 of a request (0-based, without the prompt).
 
-    logprobs: one entry a token when the request asked for them, else None.
+    logprobs: one entry for each token if the request wants them, else None.
     """
 
     request_id: RequestId
@@ -57,7 +57,7 @@ class Ended(msgspec.Struct, frozen=True):
     """The last event of a request, sent once, with everything that it generated.
 
     tokens: the generated ids.
-    logprobs: one entry a token when the request asked for them, else None.
+    logprobs: one entry for each token if the request wants them, else None.
     cached_tokens: prompt tokens that came from the prefix cache.
     arrival, first_scheduled, first_token: seconds on the caller's clock; None if it did not happen.
     prompt_logprobs: of the prompt's tokens from the second on; None if not requested.

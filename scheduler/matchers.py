@@ -4,7 +4,7 @@ A matcher is requested when its first request is next to be admitted. Until all 
 it, the request waits outside its queue and others are admitted. Requests with the same constraint
 share a matcher, and with it a lexer that grows with the texts it has seen. When the shared lexer
 meets its limits, all requests that share it lose one token and continue with a matcher of their
-own. A request whose own matcher meets the limits ends.
+own. A request ends when its own matcher meets the limits.
 """
 
 from dataclasses import dataclass

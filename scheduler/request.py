@@ -39,12 +39,12 @@ class Request:
     cache_salt: what separates its prefix cache keys from those of other callers.
     serial: its number in the order of arrival.
     tokens: all known ids, prompt first.
-    computed: positions whose step was applied. scheduled: positions that plans name.
+    computed: positions of applied steps. scheduled: positions that plans name.
     pending: tokens that plans in flight will sample. in_flight: plans in flight with its row.
     batch_slot, blocks: what it holds on the ranks; -1 and empty while it waits.
     digests: names of its full blocks in the prefix cache, as far as they were computed.
     rope_set: that of position 0 (configs/rope_sets.py).
-    registered: leading blocks whose content the prefix cache knows.
+    registered: leading blocks that the prefix cache knows.
     cached_tokens: prompt tokens that came from the prefix cache.
     prompt_logprobs, embedding: what the ranks reported about its prompt so far.
     losses: losses of the ranks, in a row, in which it was involved.
@@ -99,7 +99,7 @@ class Request:
 
     @property
     def charged_adapters(self) -> tuple[AdapterKey | None, ...]:
-        """The adapters whose limits it counts against: the parts of a merge, else its own."""
+        """The adapters with limits that it counts against: the parts of a merge, else its own."""
         return self.parts or (self.adapter,)
 
     @property

@@ -145,7 +145,7 @@ class RunningRequests:
             self._free(request)
 
     def preempt_adapter(self, key: AdapterKey) -> None:
-        """Preempt the requests of an adapter whose slice is over.
+        """Preempt the requests of an adapter after its slice.
 
         Only where the prefix cache keeps what they have computed, and not if all end soon anyway.
         """
@@ -221,7 +221,7 @@ class RunningRequests:
         return self._rope.room(first, start, length), self._rope.at(first, start)
 
     def _preempt_outgrown(self) -> None:
-        """Preempt requests whose keys must be recomputed with the other rope set."""
+        """Preempt requests with keys that must be recomputed with the other rope set."""
         rope = self._rope
         if rope is None or not rope.recompute:
             return

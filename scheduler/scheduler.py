@@ -2,7 +2,7 @@
 
 It is synchronous and deterministic, and does no input or output; time is an argument. `schedule`
 makes a plan, the ranks execute it, and `apply` accounts for the result. Up to `limits.steps_ahead`
-plans are in flight, so a plan may name a token whose value is not known yet. What a plan in flight
+plans are in flight, so a plan may name a token before its value is known. What a plan in flight
 names is not given to another request before the plan was applied.
 """
 

@@ -17,7 +17,7 @@ class StepBuilder:
     budget: tokens that may still be added. tokens: those that were.
     number: the plan's step once it is built.
     requests: requests[i] is that of rows[i].
-    dropped: the adapters whose host copies the plan drops.
+    dropped: the adapters that lose their host copies by the plan.
     """
 
     def __init__(self, budget: int) -> None:

@@ -57,7 +57,7 @@ class ParallelHead(nn.Module):
     ) -> None:
         """Read this rank's rows, or share the memory of `tied`.
 
-        A checkpoint whose config ties the two may hold a head nevertheless. If they differ in any
+        A checkpoint may hold a head though its config ties the two. If they differ in any
         row they are not tied, as in transformers 5.
         """
         super().__init__()

@@ -78,7 +78,7 @@ def read_cut(
         out = torch.empty(sizes, dtype=extent.dtype, device=device)
         read_cut_into(out, file, extent, cut, _pinned_blocks(torch.cuda.current_stream(device)))
         return out
-    # NumPy asks for huge pages: the first write to them is several times as fast.
+    # NumPy requests huge pages: the first write to them is several times as fast.
     memory = np.empty(prod(sizes) * extent.dtype.itemsize, np.uint8)
     out = torch.from_numpy(memory).view(extent.dtype).view(sizes)
     read_cut_into(out, file, extent, cut)

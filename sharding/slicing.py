@@ -34,7 +34,7 @@ LINE = 64
 def cut_width(size: int, rank: int, ranks: int, what: str) -> Segments:
     """Return this rank's share of a feed-forward's `size` inner columns: equal, or nearly so.
 
-    Shares may differ: the ranks exchange the layer's outputs, whose width does not depend on them.
+    Shares may differ: the ranks exchange the layer's outputs, which have one width for all.
     Raises ValueError if a rank would have none.
     """
     if size % ranks == 0:

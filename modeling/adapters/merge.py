@@ -9,7 +9,7 @@ among themselves and the B among themselves, so B A is not the weighted sum of t
 values v_i of one element, and m_i for whether part i keeps it:
 
     linear       sum_i c_i v_i
-    ties         sum_i c_i m_i v_i [sign agrees] / number of parts whose sign agrees
+    ties         sum_i c_i m_i v_i [sign agrees] / number of parts that agree in sign
     dare_linear  sum_i c_i m_i v_i / density
     dare_ties    as ties, on m_i v_i / density
 

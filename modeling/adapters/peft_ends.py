@@ -34,7 +34,7 @@ INSIDE_ONLY_ADVICE = (
     "this model runs in transformers' own code, where only linear modules inside the layers are "
     "adapted; retrain with target_modules inside the layers, or merge it into the base model"
 )
-"""For models whose embedding and head cannot be adapted, whatever the settings."""
+"""For models with an embedding and head that no setting makes adaptable."""
 
 TIED_BY_PEFT = frozenset({"embed_tokens", "lm_head"})
 """Names by which PEFT notices that an adapted end is tied (peft/utils/other.py)."""
@@ -159,7 +159,7 @@ def _refuse_saved(plan: LoraPlan, entry: str, has_ends: bool, can_adapt: bool) -
 
 
 def _whole_pool(end: Projection, projections: Sequence[Projection], plan: LoraPlan) -> int:
-    """Return the index of the projection whose pool holds whole weights of this end."""
+    """Return the index of the projection for whole weights of this end."""
     for index, projection in enumerate(projections):
         if projection.kind is WHOLE_KINDS[end.kind]:
             return index

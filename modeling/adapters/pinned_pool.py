@@ -84,7 +84,7 @@ class PinnedPool:
         return self.num_chunks - self._fresh + len(self._free)
 
     def _collect(self, count: int) -> None:
-        """Free chunks whose copies are done; waits for copies if `count` chunks are not free."""
+        """Free chunks after their copies; waits for copies only if `count` chunks are not free."""
         waiting = []
         for after, chunks in self._leaving:
             # Only when there is no other room: a wait here holds up the thread that stages.

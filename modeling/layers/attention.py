@@ -47,12 +47,12 @@ def rotate_and_store(
     """Rotate q and k of a fused product, store k and v in the cache, return q.
 
     qkv: [tokens, (heads + 2 * kv_heads) * head_dim], q first. angles: (cos, sin) or None for
-    models without rotation. slots: int64 [tokens]. stored: int64 [n], the tokens whose k and v
-    are stored (None: all); the others' are taken to be in the cache already.
+    models without rotation. slots: int64 [tokens]. stored: int64 [n], the tokens to store (None:
+    all); k and v of the others are in the cache already.
     Returns [tokens, heads, head_dim].
     """
     if angles is not None and stored is None and qkv.is_contiguous() and _writable(cache):
-        # One launch instead of six; it rotates whole heads and stores every token.
+        # One launch instead of several; it rotates whole heads and stores every token.
         fused = fused_ops(qkv.device)
         split = qkv.view(qkv.shape[0], heads.num_heads + 2 * heads.num_kv_heads, -1)
         if fused is not None and angles[0].shape[-1] == split.shape[-1]:

@@ -17,8 +17,8 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
     """float32 [sets, rope.width(head_dim) / 2] on the CPU: theta^(-2i / width), scaled by type.
 
     sets: LONGROPE's two (short, long), else one. width: the rotated part of a head. Products and
-    quotients are taken in transformers' order: a far position turns the last bit of a frequency
-    into a visible angle.
+    quotients are taken in transformers' order: at a far position the last bit of a
+    frequency makes a visible angle.
     """
     width = rope.width(head_dim)
     exponents = torch.arange(0, width, 2, dtype=torch.int64).float() / width
@@ -58,8 +58,8 @@ def _llama3(plain: Tensor, rope: Rope) -> Tensor:
 def _yarn(steps: Tensor, rope: Rope) -> Tensor:
     """YaRN's rule (arXiv:2309.00071): as Llama 3's, with the blend linear in the pair's index.
 
-    Pairs that turn more than beta_fast times over the trained length are kept, those that turn
-    less than beta_slow times are stretched by factor.
+    Pairs with more than beta_fast periods in the trained length are kept, those with fewer than
+    beta_slow are stretched by factor.
     """
     width = 2 * len(steps)
 

@@ -28,7 +28,7 @@ Head = Callable[[Tensor, Ints], Tensor]
 
 @dataclass(frozen=True)
 class PromptRow:
-    """A row whose request wants prompt logprobs or an embedding.
+    """A row of a request for prompt logprobs or an embedding.
 
     row: its index in the batch.
     batch_slot: of its request.

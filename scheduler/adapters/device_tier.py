@@ -2,9 +2,10 @@
 
 An adapter is evicted only while no request holds it or waits for it and it is not being loaded;
 the least recently admitting one goes first. A reservation, for an adapter that has waited for
-long, closes the adapters whose room it needs: they stop admitting, so that they become idle though
-requests wait for them. An adapter is not closed before it has admitted one of the requests that it
-was loaded for; otherwise two adapters could evict each other for ever without serving anything.
+long, closes the adapters that hold the room it needs: they stop admitting, so that they become idle
+though requests wait for them. An adapter is not closed before it has admitted one of the requests
+that it was loaded for; otherwise two adapters could evict each other for ever without serving
+anything.
 """
 
 from collections import OrderedDict
@@ -97,7 +98,7 @@ class DeviceTier:
 
         latest: only adapters that began to admit at this step or before; None: any. A pinned one is
         closed only for an adapter that could never be loaded beside the pinned ones. Nothing is
-        closed while that would have to include an adapter whose first admission is due.
+        closed while that would have to include an adapter that is due a first admission.
         """
         assert self.reserved is None, self.reserved
         assert resident.shape is not None

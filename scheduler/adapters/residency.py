@@ -32,7 +32,7 @@ class Residency:
     """Every adapter that is used, waited for or pinned, and every one that holds memory.
 
     now: the admission queue's time, in steps.
-    num_loading: adapters whose copy to the device has begun and is not finished on all ranks.
+    num_loading: adapters with a copy to the device that is not finished on all ranks.
     """
 
     def __init__(self, capacity: Capacity) -> None:

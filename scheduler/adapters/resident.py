@@ -20,7 +20,7 @@ class HostCopyState(Enum):
     """What the ranks hold of an adapter in host memory."""
 
     NONE = "nothing"
-    STAGING = "they were asked to stage it"
+    STAGING = "being staged"
     HELD = "all of it"
     DROPPING = "nothing, once the plan that drops it was applied"
 

@@ -44,8 +44,8 @@ class AdmissionQueue:
     """All waiting requests and what keeps each from being admitted.
 
     queues: the requests that wait in their adapter's queue.
-    waiting_for_matcher: by serial, the requests that were next but whose matcher the ranks have
-    not prepared yet.
+    waiting_for_matcher: by serial, the requests that were next before the ranks had prepared their
+    matcher.
     rate_limits: the adapters' shares and what they have used.
     """
 
@@ -142,7 +142,7 @@ class AdmissionQueue:
         self._residency.now = self._step
 
     def begin_step(self, now: float) -> None:
-        """Before a step's admissions: look again at the queues whose rate limit has recovered."""
+        """Before a step's admissions: look again at queues with a recovered rate limit."""
         self._now = now
         for key in self.rate_limits.take_expired(now):
             self._update_sharing((key,))
@@ -241,7 +241,7 @@ class AdmissionQueue:
         """Look again at what a queue waits for.
 
         A queue that admits is looked at when the round comes to it, in `next`. So it stays in the
-        round until then, and one whose adapter was evicted becomes a pending load behind those that
+        round until then; if its adapter was evicted, it becomes a pending load behind those that
         wait longer.
         """
         if key in self.queues and not self.queues.admits(key):
@@ -268,7 +268,7 @@ class AdmissionQueue:
     def _enter(self, key: QueueKey, state: QueueState) -> None:
         self.queues.enter(key, state, self._step, self._limits.patience_steps)
         if state is QueueState.OVER_LIMIT and key is not None:
-            # No room is made for an adapter whose requests may not be admitted.
+            # No room is made for an adapter that may not admit requests.
             self._residency.cancel_reservation(key)
 
     def _is_over_limit(self, key: QueueKey) -> bool:
@@ -283,7 +283,7 @@ class AdmissionQueue:
         )
 
     def _update_sharing(self, charged: Sequence[QueueKey]) -> None:
-        """Look again at the queues that share a limit with these, whose usage has fallen."""
+        """The usage of these has fallen: look again at the queues that share a limit with them."""
         for key in self.rate_limits.sharing_limits_with(charged):
             self.update(key)
 

@@ -117,7 +117,7 @@ def too_large_now(requests: Iterable[Request], capacity: Capacity) -> dict[Reque
 
 
 class DrainRate:
-    """How fast requests end, to tell clients when to try again."""
+    """How fast requests end, so that clients learn when to try again."""
 
     def __init__(self) -> None:
         self._interval_s = 0.0

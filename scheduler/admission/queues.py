@@ -1,13 +1,13 @@
 """AdapterQueues: one queue for each adapter, served by deficit round-robin in tokens.
 
-The round takes one queue after the other. A queue whose first request costs more than its credit
+The round takes one queue after the other. If a queue's first request costs more than its credit, it
 earns its quantum (quantum_tokens times its weight), and the round goes on. Each priority has a
 round of its own, and the highest one is served; a lower one that has seen PASSED_OVER requests of
 higher ones admitted is served once. docs/design/fairness.md gives the bounds.
 
-A queue is in one QueueState. The round sees only those that admit; those whose adapter waits for
-room on the device are pending loads, ordered by when they began to wait (each priority counts as
-a number of steps waited).
+A queue is in one QueueState. The round sees only those that admit; those that wait for room
+on the device are pending loads, ordered by when they began to wait (each priority counts as a
+number of steps waited).
 """
 
 from bisect import bisect_left, insort
@@ -35,7 +35,7 @@ class QueueState(Enum):
     """What a queue waits for; docs/architecture.md draws the transitions."""
 
     NEW = "not looked at yet"
-    ADMITS = "its turn in the round"
+    ADMITS = "the round to come to it"
     WAITS_FOR_DEVICE = "room on the device: a pending load"
     WAITS_FOR_BYTES = "staging, or the copy to the device"
     OVER_LIMIT = "its rate limit, or a queue that shares the limit and comes first"

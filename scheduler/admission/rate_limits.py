@@ -210,7 +210,7 @@ class RateLimits:
         self._running.clear()
 
     def take_expired(self, now: float) -> list[QueueKey]:
-        """The adapters whose debt is paid by now, each named once."""
+        """The adapters that have paid their debt by now, each named once."""
         keys = []
         while self._debts_end and self._debts_end[0][0] <= now:
             keys.append(heappop(self._debts_end)[2])

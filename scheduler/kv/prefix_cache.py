@@ -23,7 +23,7 @@ class PrefixKey(NamedTuple):
     Nothing else decides it: a new kind of KV cache group would be one more field.
     salt: the caller's (`GenerateRequest.cache_salt`).
     rope_set: that of position 0, which decides those of later positions (configs/rope_sets.py).
-    adapter: its key, which stands for a content digest; None is the base model.
+    adapter: its key, one for each content digest; None is the base model.
     """
 
     salt: bytes

@@ -27,15 +27,15 @@ def test_packing_follows_indices_and_not_memory() -> None:
 
 def test_host_buffers_alternate() -> None:
     staging = TransferBuffer(8, CPU)
-    turns = []
+    numbers = []
     for step in range(4):
-        turn, host = staging.begin()
+        number, host = staging.begin()
         host[:] = step
         staging.send(4)
         staging.sent()
-        turns.append(turn)
+        numbers.append(number)
         assert staging.device_bytes.tolist() == [step] * 4 + [0] * 4
-    assert turns == [1, 0, 1, 0]
+    assert numbers == [1, 0, 1, 0]
 
 
 def test_an_array_keeps_its_type_and_order() -> None:

@@ -2,7 +2,7 @@
 
 They execute plans literally and look at everything that a real rank would trust: that the
 positions below a row were computed, in these very blocks, from these tokens, with this adapter,
-by a step whose result the scheduler has seen; that nothing is given away while a plan in flight
+by a step whose result the scheduler has seen; that nothing is reused while a plan in flight
 names it. The next token is a hash of the adapter, of all tokens before it and of the rope set of
 each, so that any mix-up shows as other tokens than the request gives alone.
 """
@@ -87,7 +87,7 @@ def alone(
 def about(
     prompt: tuple[int, ...], adapter: AdapterKey | None, sets: RopeSets | None
 ) -> tuple[list[TokenLogprobs], bytes]:
-    """What the model tells of a prompt: each token's score and an embedding, from its states."""
+    """What the model reports about a prompt: each token's score, and an embedding."""
     states = states_of(prompt, adapter, sets, len(prompt))
     scores = [TokenLogprobs(score(state), [], []) for state in states[1:]]
     return scores, embedding(states)
@@ -105,7 +105,7 @@ def embedding(states: list[int]) -> bytes:
 
 @dataclass
 class Occupant:
-    """What a rank keeps at a place; known: how many tokens it joined with."""
+    """What a rank keeps in a batch slot; known: how many tokens it joined with."""
 
     tokens: list[int]
     slot: int
@@ -153,7 +153,7 @@ class FakeRanks:
         self.slot_of_page: dict[tuple[int, int], int] = {}  # (projection, page): slot
         self.loading: dict[AdapterKey, int] = {}  # slot
         self.refused: set[AdapterKey] = set()  # keys that some rank had no room for
-        # number: the texts whose continuation its lexer has seen; the same text adds no state.
+        # number: the texts that its lexer has continued; the same text adds no state.
         self.matchers: dict[int, set[tuple[int, ...]]] = {}
         self.wear = 1000
         self.in_flight: deque[Named] = deque()
@@ -174,7 +174,7 @@ class FakeRanks:
         return True
 
     def loaded(self, key: AdapterKey) -> None:
-        """The fill is done on all ranks, and the scheduler is told so next."""
+        """The load is done on all ranks; the scheduler gets the report next."""
         del self.loading[key]
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -212,10 +212,12 @@ class FakeRanks:
         assert load.key in self.host, f"adapter {load.key} is not staged"
         assert 0 <= load.slot < self.capacity.adapter_slots
         assert [len(pages) for pages in load.pages] == list(self.host[load.key].num_pages)
-        assert load.key not in self.loading, f"adapter {load.key} is filled twice at once"
+        assert load.key not in self.loading, f"adapter {load.key} is loaded twice at once"
         named = {slot for plan in self.in_flight for slot in plan.slots}
         named |= set(self.loading.values())
-        assert load.slot not in named, f"slot {load.slot} is named by a plan in flight or filled"
+        assert load.slot not in named, (
+            f"slot {load.slot} is named by a plan in flight or being loaded"
+        )
         self.loading[load.key] = load.slot
         self.slot_of_page = {
             page: slot for page, slot in self.slot_of_page.items() if slot != load.slot
@@ -232,14 +234,16 @@ class FakeRanks:
     def _drop(self, plan: StepPlan) -> None:
         for key in plan.drops:
             assert key in self.host or key in self.refused, f"{key} is dropped but not staged"
-            assert key not in self.loading, f"adapter {key} is dropped while it is filled"
+            assert key not in self.loading, f"adapter {key} is dropped while it is loaded"
             self.host.pop(key, None)
             self.refused.discard(key)
 
     def _join(self, join: RequestJoin) -> None:
         assert 0 <= join.batch_slot < self.num_places
         for named in self.in_flight:
-            assert join.batch_slot not in named.batch_slots, f"place {join.batch_slot} is in use"
+            assert join.batch_slot not in named.batch_slots, (
+                f"batch slot {join.batch_slot} is in use"
+            )
         assert join.adapter_slot not in self.loading.values(), (
             "a row would wait for its adapter's bytes"
         )
@@ -319,7 +323,7 @@ class FakeRanks:
         return PromptReport(index, row.start + 1, scores, pooled)
 
     def _follow(self, plan: StepPlan) -> list[tuple[int, str]]:
-        """The rows whose matchers have met their limits, as all do that share a lexer."""
+        """The rows with a matcher at its limits; all that share a lexer are."""
         faults = []
         for index, row in enumerate(plan.rows):
             occupant = self.occupants[row.batch_slot]
@@ -333,7 +337,7 @@ class FakeRanks:
     def _compute(
         self, plan: StepPlan, faults: dict[int, str]
     ) -> tuple[list[int], list[TokenLogprobs | None] | None]:
-        """Write keys and values, sample, and keep the sampled tokens in their places."""
+        """Write keys and values, sample, and keep the sampled tokens."""
         size = self.capacity.block_size
         tokens: list[int] = []
         logprobs: list[TokenLogprobs | None] = []

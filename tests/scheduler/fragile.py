@@ -13,7 +13,7 @@ from tests.strategies import Story
 
 @dataclass(frozen=True)
 class PlannedRow:
-    """One row of a step and whose it is."""
+    """One row of a step and its request."""
 
     occupant: Occupant
     row: StepRow
@@ -50,9 +50,9 @@ class FragileRanks(FakeRanks):
 
 
 class FragileStage(Stage):
-    """Loses its ranks at each step that breaks them; guilty: who may fail by that.
+    """Loses its ranks at each step that breaks them; guilty: which clients may fail by that.
 
-    damaged: adapters whose staging breaks the ranks; late: only when it is done.
+    damaged: adapters that break the ranks when staged; late: only when it is done.
     """
 
     def __init__(self, story: Story, breaks: Breaks, guilty: Callable[[Client], bool]) -> None:

@@ -35,7 +35,7 @@ def make_request(
     adapter: int | None = None,
     stop: tuple[int, ...] = (),
 ) -> Request:
-    """A request for sequence `index`, whose prompt is its own unless given."""
+    """A request for sequence `index`, with a prompt of its own unless given."""
     return Request(
         id=("r", index),
         prompt=[index + 1] * 3 if prompt is None else prompt,

@@ -1,4 +1,4 @@
-"""A stage for stories: the loop of a driver over fake ranks, and the clients who listen."""
+"""A stage for stories: the loop of a driver over fake ranks, and its clients."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -99,7 +99,7 @@ class Stage:
             self.go_round()
 
     def patience(self) -> int:
-        """Turns that surely suffice if every turn computes something for somebody."""
+        """Ticks that surely suffice if every tick computes something."""
         work = sum(client.arrival.stopping.max_new_tokens + 20 for client in self.clients)
         waits = 5 * (self.story.limits.patience_steps + max(self.story.delays.values(), default=0))
         rates = [s.tokens_per_second for s in self.story.all_shares() if s.tokens_per_second]
@@ -157,7 +157,7 @@ class Stage:
         return client
 
     def go_round(self) -> None:
-        """One turn of the loop: answer, schedule, send, and apply when enough is in flight."""
+        """One round of the loop: reply, schedule, send, and apply when enough is in flight."""
         self.tick += 1
         self.answer_staging()
         self.answer_loading()
@@ -240,7 +240,7 @@ class Stage:
     def send(self, event: AdapterEvent) -> None:
         events = self.scheduler.handle_adapter_event(event)
         for arrived in [each for each in events if isinstance(each, AdapterArrived)]:
-            assert arrived.key in self.wanted, "nobody asked, or it was answered before"
+            assert arrived.key in self.wanted, "not requested, or replied before"
             self.wanted.remove(arrived.key)
         self.receive([each for each in events if not isinstance(each, AdapterArrived)])
         self.scheduler.check()
@@ -287,21 +287,21 @@ class Stage:
                 assert large or arrival.adapter in self.has_failed
 
     def check_prompt_report(self, arrival: Arrive, event: Ended) -> None:
-        """Whoever asked was told about the whole prompt, once."""
+        """The whole prompt was reported once, if that was requested."""
         scores, embedding = about(arrival.prompt, arrival.adapter, self.story.capacity.rope_sets)
         assert event.prompt_logprobs == (scores if arrival.scored else None)
         assert event.embedding == (embedding if arrival.pooled else b"")
         if arrival.scored or arrival.pooled:
-            assert event.cached_tokens == 0, "a cached position tells nothing"
+            assert event.cached_tokens == 0, "a cached position reports nothing"
 
     def check_end(self) -> None:
-        """Everybody got an end, and nothing is held any more."""
+        """Every request has ended, and nothing is held any more."""
         assert all(client.ended is not None for client in self.clients)
         snapshot = self.scheduler.snapshot()
         assert snapshot.queued == snapshot.running == snapshot.draining == 0
         assert snapshot.plans_in_flight == 0
         kept = self.scheduler.adapter_states()
-        assert self.wanted <= set(kept), "one that somebody waits to hear of was forgotten"
+        assert self.wanted <= set(kept), "an adapter with an open request was forgotten"
         assert {kept[key] for key in self.wanted} <= {AdapterState.DISK}, "it was not answered"
         assert snapshot.free_blocks == snapshot.num_blocks
         self.scheduler.check()

@@ -58,7 +58,7 @@ def step(scheduler: Scheduler) -> int:
 
 
 def settle(scheduler: Scheduler) -> None:
-    """Step until everybody decodes: adapters come first."""
+    """Step until all requests decode: adapters come first."""
     for _ in range(20):
         last = step(scheduler)
     assert last == ROWS
@@ -101,5 +101,5 @@ def test_a_step_costs_the_same_however_many_wait_for_the_device() -> None:
         settle(scheduler)
         return lines(scheduler)
 
-    # Only so many claims are looked at (turns.py: MAX_CLAIMS_SEEN).
+    # Only so many pending loads are looked at (MAX_LOADS_SEEN).
     assert waiting(50) == waiting(1000)

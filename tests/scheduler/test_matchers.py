@@ -1,4 +1,4 @@
-"""Matchers: nobody waits for another's, and whose limits are met goes on alone, or ends."""
+"""Matchers: no request waits for another's; at its limits one continues alone, or ends."""
 
 from msgspec.structs import replace
 
@@ -16,14 +16,14 @@ def scheduler(max_matchers: int = 64) -> Scheduler:
 
 
 def add(to: Scheduler, name: str, constraint: str = "", tokens: int = 4) -> None:
-    asked = Sampling(grammar=constraint)
-    to.add(Request((name, 0), [5, 6], asked, Stopping(tokens)), 0.0)
+    sampling = Sampling(grammar=constraint)
+    to.add(Request((name, 0), [5, 6], sampling, Stopping(tokens)), 0.0)
 
 
 def step(
     of: Scheduler, faults: dict[int, str] | None = None
 ) -> tuple[StepPlan, list[RequestEvent]]:
-    """One plan and its tokens; `faults`: by place."""
+    """One plan and its tokens; `faults`: by row."""
     plan = of.schedule(0.0)
     rows = [i for i, row in enumerate(plan.rows) if row.batch_slot in (faults or {})]
     tokens = [7] * sum(row.samples for row in plan.rows)

@@ -42,7 +42,7 @@ def no_checks(patch: Patch) -> None:
 
 
 def free_before_apply(patch: Patch) -> None:
-    """Blocks and places come free when a request ends, although a plan still names them."""
+    """Blocks and batch slots are free when a request ends, although a plan still names them."""
 
     def leave(self: RunningRequests, request: Request) -> None:
         self.members.remove(request)
@@ -73,7 +73,7 @@ def forget_the_salt(patch: Patch) -> None:
 def forget_the_rope_set(patch: Patch) -> None:
     """Blocks are found whatever frequencies their keys were rotated by."""
     of = prefix.PrefixKey.of
-    patch.setattr(prefix.PrefixKey, "of", lambda asked: of(asked)._replace(rope_set=0))
+    patch.setattr(prefix.PrefixKey, "of", lambda request: of(request)._replace(rope_set=0))
 
 
 def let_rows_cross_the_border(patch: Patch) -> None:
@@ -90,18 +90,18 @@ def reuse_adapter_pages(patch: Patch) -> None:
     patch.setattr(DeviceTier, "_is_evictable", is_evictable)
 
 
-def use_before_filled(patch: Patch) -> None:
-    """Rows may join as soon as a fill was planned."""
+def use_before_loaded(patch: Patch) -> None:
+    """Rows may join as soon as a load was planned."""
     load = Residency.load
 
-    def fill_and_forget(self: Residency, key: AdapterKey, step: StepBuilder) -> None:
+    def load_and_report(self: Residency, key: AdapterKey, step: StepBuilder) -> None:
         load(self, key, step)
         self.loaded(key)
 
-    patch.setattr(Residency, "load", fill_and_forget)
+    patch.setattr(Residency, "load", load_and_report)
 
 
-def drop_while_filled(patch: Patch) -> None:
+def drop_while_loading(patch: Patch) -> None:
     """The host copy may go although bytes of it are still on their way."""
 
     def victim(self: HostTier, awaited: bool) -> Resident | None:
@@ -124,8 +124,8 @@ MUTANTS: list[Callable[[Patch], None]] = [
     forget_the_rope_set,
     let_rows_cross_the_border,
     reuse_adapter_pages,
-    use_before_filled,
-    drop_while_filled,
+    use_before_loaded,
+    drop_while_loading,
 ]
 
 

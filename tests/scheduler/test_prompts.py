@@ -1,4 +1,4 @@
-"""Requests that ask about their prompts, and those that generate nothing."""
+"""Requests for prompt logprobs or embeddings, and those that generate nothing."""
 
 import pytest
 
@@ -21,7 +21,7 @@ def scored(
 
 
 def replied(plan: StepPlan, lengths: dict[int, int]) -> StepResult:
-    """What ranks answer; a token's logprob is its position. lengths: of prompts, by place."""
+    """What ranks reply; a token's logprob is its position. lengths: of prompts, by batch slot."""
     reports = []
     for index, row in enumerate(plan.rows):
         end = min(row.start + row.length, lengths.get(row.batch_slot, 0) - 1)
@@ -82,7 +82,7 @@ def test_the_prefix_cache_is_written_but_not_read() -> None:
 
 
 def test_a_report_is_not_requested_again_after_a_preemption() -> None:
-    """It is back with its tokens: nothing is asked any more, and cached blocks serve it."""
+    """It resumes with its tokens: its prompt is not reported again, and cached blocks serve it."""
     scheduler = Scheduler(Limits(steps_ahead=1), capacity(num_blocks=5))
     scheduler.add(make_request(0, [1] * 6, 9), 0.0)
     scheduler.add(scored(1, 6, new=8), 0.0)

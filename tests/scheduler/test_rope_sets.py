@@ -17,7 +17,7 @@ BORDER = 10
 
 @dataclass
 class Recorder:
-    """What ranks were asked to compute: (position, rope set) of each place, in order."""
+    """What plans had ranks compute: (position, rope set), in order."""
 
     scheduler: Scheduler
     rows: list[StepRow]
@@ -92,7 +92,7 @@ def test_all_positions_are_recomputed_at_the_border(prompt: int) -> None:
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_lost_ranks_get_the_same_rows_again(recompute: bool) -> None:
-    """Kept keys are told to be written as before, across the border in one prompt."""
+    """Kept keys are written as before, across the border in one prompt."""
     recorder = ranks(recompute=recompute)
     request = make_request(0, [1] * 8, max_new_tokens=30)
     recorder.run(request, ticks=30)

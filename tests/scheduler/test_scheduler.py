@@ -39,7 +39,7 @@ def stage_all(scheduler: Scheduler) -> list[AdapterKey]:
 
 
 def fill_all(scheduler: Scheduler) -> list[AdapterKey]:
-    """Make the next plan, which has fills alone, and bring its adapters to the device."""
+    """Make the next plan, which has loads alone, and bring its adapters to the device."""
     plan = scheduler.schedule(0.0)
     assert plan.rows == []
     assert scheduler.apply(plan, answer(plan), 0.0) == []
@@ -118,7 +118,7 @@ def test_beside_running_rows_prompts_share_fewer_tokens() -> None:
     scheduler = Scheduler(limits, capacity())
     scheduler.add(make_request(0, [1] * 3, 20), 0.0)
     scheduler.add(make_request(1, [2] * 15, 20), 0.0)
-    assert lengths(scheduler.schedule(0.0)) == [(0, 3, True), (0, 15, True)], "nobody waits"
+    assert lengths(scheduler.schedule(0.0)) == [(0, 3, True), (0, 15, True)], "no request waits"
     scheduler.add(make_request(2, [3] * 4, 5), 0.0)
     scheduler.add(make_request(3, [4] * 9, 5), 0.0)
     second = scheduler.schedule(0.0)

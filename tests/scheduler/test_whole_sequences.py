@@ -36,7 +36,7 @@ def test_prompts_share_a_step_within_its_budget() -> None:
     plans = [scheduler.schedule(0.0)]
     assert lengths(plans[0]) == [10, 5]
     plans.append(scheduler.schedule(0.0))
-    assert lengths(plans[1]) == [1, 1, 9], "16 more do not fit, and 3 wait for their turn"
+    assert lengths(plans[1]) == [1, 1, 9], "16 more do not fit, and 3 wait"
     run(scheduler, plans[0])
     third = scheduler.schedule(0.0)
     assert lengths(third) == [1, 1, 1, 16], "beside rows that decode, a whole budget goes alone"

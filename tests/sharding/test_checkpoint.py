@@ -182,7 +182,7 @@ def test_dummy_values_depend_on_name_and_cut_alone() -> None:
 
 
 def test_a_single_file_goes_before_an_index(tmp_path: Path, write: Write) -> None:
-    """As transformers has it: what a model saved in shards left behind serves nobody."""
+    """As transformers has it: the index left by a model saved in shards is ignored."""
     suffix = "safetensors" if write is _write_safetensors else "bin"
     write_shards(tmp_path, suffix, save_file if suffix == "safetensors" else torch.save)
     assert write({"new": torch.ones(2)}, tmp_path).names() == {"new"}

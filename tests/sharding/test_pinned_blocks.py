@@ -1,4 +1,4 @@
-"""Blocks between file and device: lent by turns, and never rewritten before their copy is done."""
+"""Blocks between file and device: lent in order, and never rewritten before their copy is done."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

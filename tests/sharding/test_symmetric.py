@@ -131,7 +131,7 @@ def test_the_table_in_words(choices: Sequence[tuple[int, Method]], words: str) -
 
 
 @pytest.mark.parametrize(
-    ("told", "reason"),
+    ("devices_of", "reason"),
     [
         ([("a", 0), ("b", 0)], "2 hosts"),
         ([("a", 0), ("a", 0)], "NOSET_CUDA_VISIBLE_DEVICES"),

@@ -41,8 +41,8 @@ def assert_summed(group: TensorParallel, found: Tensor, x: Tensor) -> None:
     expected = nccl(x.device).all_reduce(x.clone())
     eps = torch.finfo(x.dtype).eps
     torch.testing.assert_close(found, expected, rtol=group.size * eps, atol=4 * group.size * eps)
-    everybody = group.all_gather(found.reshape(1, -1)).view(group.size, -1)
-    assert (everybody == found.reshape(1, -1)).all()
+    of_all_ranks = group.all_gather(found.reshape(1, -1)).view(group.size, -1)
+    assert (of_all_ranks == found.reshape(1, -1)).all()
 
 
 def eager(group: TensorParallel, device: torch.device) -> None:

@@ -58,7 +58,7 @@ def test_stacks(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("at_once")
 def test_a_file_with_unaligned_tensors(tmp_path: Path) -> None:
-    """The format does not ask for alignment; other writers order tensors otherwise."""
+    """The format requires no alignment; other writers order tensors otherwise."""
     tensors = {"a": torch.randn(3, 5), "b": torch.randn(4).bfloat16()}
     data = [t.view(-1).view(torch.uint8).numpy().tobytes() for t in tensors.values()]
     entries = {

@@ -1,4 +1,4 @@
-"""Views of a group: one rank whose peers are not there, and one that counts."""
+"""Views of a group: one rank without its peers, and one that counts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class LoneRank:
 
 
 class CountedRanks:
-    """A group whose collectives are written down, in order: "sum" or "gather"."""
+    """A group that records its collectives, in order: "sum" or "gather"."""
 
     def __init__(self, ranks: TensorParallel) -> None:
         self._ranks = ranks

@@ -30,7 +30,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 UNSPECIALIZED = ["layer", "projection0", "projection1", "projection2", "num_splits", "positions"]
-"""Integers whose special values (1, multiples of 16) are no reason to compile again."""
+"""Integers that are no reason to compile again where they are 1 or multiples of 16."""
 
 # Arguments are grouped by what they describe; a line for each would hide the kernels.
 # fmt: off

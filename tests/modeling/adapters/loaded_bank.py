@@ -1,4 +1,4 @@
-"""Banks filled by hand, and the equation of adapters/product.py in float64."""
+"""Banks loaded by hand, and the equation of adapters/product.py in float64."""
 
 import random
 from collections.abc import Sequence

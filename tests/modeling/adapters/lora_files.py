@@ -20,7 +20,7 @@ DOWN = Projection("down", "model.layers.{layer}.down", 10, 6, ((0, 10),), ((0, 6
 def factors(
     projection: Projection, ranks: list[int], seed: int = 0, dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
-    """Random A and B for each layer whose rank is not 0."""
+    """Random A and B for each layer with a rank above 0."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for layer, rank in enumerate(ranks):
@@ -34,7 +34,7 @@ def factors(
 
 
 def write_lora(folder: Path, tensors: dict[str, Tensor], **fields: Any) -> Path:
-    """Write both files; fields go into adapter_config.json, whose targets are what tensors name."""
+    """Write both files; fields are those of adapter_config.json, with targets."""
     folder.mkdir(parents=True, exist_ok=True)
     targets = sorted({key.split(".lora_")[0].rsplit(".", 1)[-1] for key in tensors})
     plain = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": targets}

@@ -31,7 +31,7 @@ def make_bank(
     size: BankSize = SIZE,
     dtype: torch.dtype = torch.float32,
 ) -> AdapterBank:
-    """A bank whose pools hold NaN, as memory that another adapter left might."""
+    """A bank with NaN in its pools, as memory that another adapter left might hold."""
     bank = AdapterBank(projections, size, dtype, CPU)
     for pool in bank.pools:
         pool.a.fill_(float("nan"))
@@ -51,7 +51,7 @@ def expected(tensors: dict[str, torch.Tensor], module: str, scale: float) -> tor
 
 
 def assert_equal(found: torch.Tensor, wanted: torch.Tensor) -> None:
-    """But for the order in which a CPU adds up: what is in its place is off by no more."""
+    """Equal up to the order in which a CPU adds."""
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=0)
 
 
@@ -146,7 +146,7 @@ def test_host_copies_come_and_go(tmp_path: Path) -> None:
     bank.drop(AdapterKey(1))
     bank.drop(AdapterKey(77))
     assert bank.host_bytes == 0
-    # What was placed stays until its pages are filled anew.
+    # A loaded adapter stays until its pages are loaded anew.
     assert not bool(product(bank, 0, 0, 0).isnan().any())
     with pytest.raises(AssertionError, match="never staged"):
         bank.load(AdapterKey(1), 1, [[1], []])

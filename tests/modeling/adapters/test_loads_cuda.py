@@ -1,4 +1,4 @@
-"""Fills on their own stream, held up on purpose: who waits for whom, and who does not."""
+"""Loads on their own stream, delayed on purpose: what waits for what."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -65,7 +65,7 @@ def passed() -> CopyEvent:
 
 
 def hold_fills(bank: AdapterBank) -> None:
-    """Let the next fill's copies wait for a while on the device."""
+    """Let the next load's copies wait for a while on the device."""
     stream = bank._device_copies._stream
     assert stream is not None
     with torch.cuda.stream(stream):
@@ -89,23 +89,23 @@ def test_the_same_slot_may_be_loaded_again_at_once(tmp_path: Path) -> None:
     bank = make_bank(tmp_path)
     expected = [content(tmp_path, key) for key in (1, 2, 3)]
     seen = []
-    for turn in range(60):
-        bank.load(AdapterKey(1 + turn % 3), 0, [[turn % 5, turn % 5 + 1], []])
-        seen.append(read(bank, 0, [turn % 5, turn % 5 + 1], 20_000 * (turn % 7)))
-        assert bank.page_table[0, 0].tolist() == [turn % 5, turn % 5 + 1]
-    for turn, found in enumerate(seen):
-        assert torch.equal(found, expected[turn % 3]), turn
+    for index in range(60):
+        bank.load(AdapterKey(1 + index % 3), 0, [[index % 5, index % 5 + 1], []])
+        seen.append(read(bank, 0, [index % 5, index % 5 + 1], 20_000 * (index % 7)))
+        assert bank.page_table[0, 0].tolist() == [index % 5, index % 5 + 1]
+    for index, found in enumerate(seen):
+        assert torch.equal(found, expected[index % 3]), index
 
 
 def test_loads_proceed_while_a_step_runs(tmp_path: Path) -> None:
-    """A fill of pages that nobody reads neither waits for the step nor holds it up."""
+    """A load into pages that no step reads neither waits for the step nor holds it up."""
     bank = make_bank(tmp_path)
     bank.load(AdapterKey(1), 0, [[0, 1], []]).wait()
     read(bank, 0, [0, 1], A_WHILE)
     step = passed()
     copied = bank.load(AdapterKey(2), 1, [[2, 3], []])
     copied.wait()
-    assert not step.done, "the fill waited for the step, or the thread did"
+    assert not step.done, "the load waited for the step, or the thread did"
     step.wait()
 
 

@@ -38,7 +38,7 @@ def tensors(count: int = 3, shape: tuple[int, ...] = (5, 12)) -> list[Tensor]:
 
 
 def by_peft(parts: Sequence[Tensor], rule: MergeRule, seeds: Sequence[int]) -> Tensor:
-    """The same by PEFT, whose random numbers come from torch's global generator."""
+    """The same by PEFT, which uses torch's global random generator."""
     weights, method = torch.tensor(SCALES), rule.sign_method.value
     pruned = list(parts)
     with torch.random.fork_rng(devices=[]):
@@ -130,7 +130,7 @@ def test_every_tensor_of_a_merge_has_its_own_seed(tmp_path: Path) -> None:
         assert torch.equal(module.a, again[position].a)
         assert torch.equal(module.b, again[position].b)
     assert not torch.equal(first[ModulePosition(0, 0)].a, first[ModulePosition(0, 1)].a), (
-        "another place"
+        "another position"
     )
     values = set((first[ModulePosition(0, 0)].a / sqrt(2)).round(decimals=4).flatten().tolist())
     assert values == {0.0, 2.0, 4.0}, "each part has a mask of its own"

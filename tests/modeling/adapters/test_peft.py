@@ -234,7 +234,7 @@ def test_all_that_is_wrong_with_both_files_is_named(tmp_path: Path) -> None:
     strangers = {f"base_model.model.s{i}.lora_A.weight": torch.ones(1) for i in range(500)}
     folder = write_lora(tmp_path, tensors | strangers, use_dora=True, target_modules=["up"])
     error = refusal(folder)
-    assert len(error.reasons) == 6, "those that differ by numbers are told once"
+    assert len(error.reasons) == 6, "those that differ by numbers are reported once"
     words = (
         "use_dora",
         "s0.lora_A",

@@ -41,7 +41,7 @@ def refusal(**fields: Any) -> AdapterError:
 
 
 def test_every_field_of_peft_is_decided_once() -> None:
-    # A field that a new PEFT brings fails here until somebody has thought about it.
+    # A field that a new PEFT brings fails here until it is decided here.
     fields = {field.name for field in dataclasses.fields(peft.LoraConfig)}
     decided = [*SERVED, *IGNORED, *REFUSED]
     assert fields - set(decided) == set()

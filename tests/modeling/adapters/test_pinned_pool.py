@@ -1,4 +1,4 @@
-"""The host arena: chunks are given out once, and not before copies out of them are done."""
+"""The pinned pool: chunks are allocated once, and not before copies out of them are done."""
 
 import random
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from tests.modeling.adapters.lora_files import DOWN, UP
 
 @dataclass
 class Copy:
-    """A copy under way, as an event tells of it."""
+    """A copy in progress, as an event shows it."""
 
     done: bool = False
     waits: list[str] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Which modules a config means: PEFT itself is asked, module by module."""
+"""Which modules a config means: compared with PEFT itself, module by module."""
 
 import json
 import random

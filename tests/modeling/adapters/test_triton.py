@@ -69,7 +69,7 @@ def banks() -> dict[torch.dtype, AdapterBank]:
 
 
 def make_bank(banks: dict[torch.dtype, AdapterBank], dtype: torch.dtype) -> AdapterBank:
-    """Slots of one rank each, then two with a rank of its own at each place, some 0."""
+    """Slots of one rank each, then two with a rank of its own at each layer, some 0."""
     if dtype not in banks:
         generator = torch.Generator().manual_seed(1)
         shape = (NUM_SLOTS, len(SHAPES), NUM_LAYERS)
@@ -81,7 +81,7 @@ def make_bank(banks: dict[torch.dtype, AdapterBank], dtype: torch.dtype) -> Adap
 
 
 def make_plan(bank: AdapterBank, num_tokens: int) -> "TritonPlan":
-    """A plan whose scratch holds NaN."""
+    """A plan with NaN in its buffers."""
     from modeling.adapters.kernels.triton_plan import TritonPlan
 
     plan = TritonPlan(bank, num_tokens)
@@ -129,7 +129,7 @@ def test_deltas_follow_the_equation(
         plan = make_plan(bank, num_tokens + 5)
         tiles = plan.update(*columns(rows))
         for at, case in enumerate(CASES):
-            # By turns the step's own tiles, and the grid that a captured step has.
+            # Alternately the step's own tiles, and the grid that a captured step has.
             data = plan.batch(num_tokens, tiles if at % 2 else None)
             check(bank, data, case, tokens_of(rows), at % NUM_LAYERS)
 

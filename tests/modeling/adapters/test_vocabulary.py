@@ -104,5 +104,5 @@ def test_layers_are_the_kernels_own(folders: tuple[Path, Path]) -> None:
 def test_which_adapters_change_the_vocabulary(folders: tuple[Path, Path]) -> None:
     bank = bank_of(0, folders)
     assert adapts_vocabulary(bank, [-1, 2])
-    assert not adapts_vocabulary(bank, [-1, 1])  # nothing was placed there
+    assert not adapts_vocabulary(bank, [-1, 1])  # nothing was loaded there
     assert not adapts_vocabulary(bank, [-1])

@@ -12,7 +12,7 @@ from modeling.sampling.watermark import GREEN_BONUS, green
 
 @dataclass(frozen=True)
 class PlainRow:
-    """One sequence before its next token: what it asks for and the tokens that it has."""
+    """One sequence before its next token: its parameters and the tokens that it has."""
 
     params: Sampling
     prompt: list[int]

@@ -41,7 +41,7 @@ plain_rows = st.builds(PlainRow, sampling_params, tokens.filter(bool), tokens)
 
 
 def history(rows: Sequence[PlainRow]) -> TokenHistory:
-    """The rows' tokens as a rank keeps them: a place each, and what others left behind."""
+    """The rows' tokens as a rank keeps them: a batch slot each, and what others left behind."""
     buffer = torch.full((len(rows), WIDTH), VOCAB - 1)
     for index, row in enumerate(rows):
         buffer[index, : len(row.tokens)] = torch.tensor(row.tokens)
@@ -111,7 +111,7 @@ def test_penalties_count_the_output_alone() -> None:
 
 @pytest.mark.parametrize("drawn", [0.0, 1e-300, 1.0, 1e308])
 def test_the_smallest_and_the_largest_numbers_are_numbers(drawn: float) -> None:
-    """Float32 has no 1e-300 and no 1e300; whoever asks for them means as much as it has."""
+    """Float32 has no 1e-300 and no 1e300; they are clamped to its range."""
     logits = torch.tensor([[4.0, 7.0, -3.0, 9.0]])
     for penalty, expected in ((5e-324, 1), (1e-40, 1), (1e39, 3), (1e308, 3)):
         params = Sampling(temperature=drawn, repetition_penalty=penalty, top_k=1 if drawn else 0)

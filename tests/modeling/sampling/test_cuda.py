@@ -66,7 +66,7 @@ def test_nothing_waits_for_the_device() -> None:
 
 
 def held(folder: Path, slots: int) -> Grammars:
-    """Two letters for everybody."""
+    """Two letters for every row."""
     eos = token_id(write_tokenizer(folder), EOS)
     (folder / "config.json").write_text(json.dumps({"eos_token_id": eos}))
     grammars = Grammars(lambda: folder, VOCAB)
@@ -100,7 +100,7 @@ def test_masks_are_the_cpus(tmp_path: Path) -> None:
 
 
 def test_masks_wait_for_their_own_step_and_for_nothing_after_it(tmp_path: Path) -> None:
-    """The device is busy with the next step when they are asked for, and still when they come."""
+    """The device is busy with the next step when they are requested, and still when they come."""
     pytest.importorskip("llguidance")
     device = torch.device("cuda")
     letter = write_tokenizer(tmp_path).encode("a", add_special_tokens=False).ids[0]

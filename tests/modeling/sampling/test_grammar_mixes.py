@@ -54,7 +54,7 @@ CPU = torch.device("cpu")
 
 
 class Setup:
-    """A model whose tokenizer spells JSON, two adapters over it, and what the oracle says."""
+    """A model with a tokenizer that spells JSON, two adapters over it, and what the oracle says."""
 
     def __init__(self, root: Path) -> None:
         model = root / "model"
@@ -80,7 +80,7 @@ class Setup:
         return runner
 
     def _expected(self, prompt: int, slot: int, kind: int) -> tuple[int, ...]:
-        """The oracle's answer, up to its end; what nobody else computes is computed alone."""
+        """The oracle's output, up to its end; where there is no oracle, the runner's alone."""
         params = KINDS[kind]
         if params.temperature or params.penalised:
             request = Asked(PROMPTS[prompt], NUM_TOKENS, slot, params)

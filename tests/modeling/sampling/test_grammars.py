@@ -38,7 +38,7 @@ PERSON = json.dumps({
 
 
 class Ranks:
-    """Rows over random logits: the same model for everybody, with a buffer as a rank has it."""
+    """Rows over random logits: the same model for all, with a buffer as a rank has it."""
 
     def __init__(self, folder: Path, params: Sequence[Sampling]) -> None:
         self.tokenizer = write_tokenizer(folder)
@@ -55,7 +55,7 @@ class Ranks:
             self.join(slot, sampling.constraint)
 
     def join(self, slot: int, constraint: str, known: Sequence[int] = ()) -> None:
-        """As a scheduler has it: one matcher for all who ask for the same."""
+        """As a scheduler has it: one matcher for all requests with the same constraint."""
         if constraint not in self.prepared:
             self.prepared[constraint] = len(self.prepared)
             assert self.grammars.prepare(self.prepared[constraint], constraint) == ""
@@ -119,7 +119,7 @@ def test_a_preempted_request_continues(tmp_path: Path) -> None:
 
 
 def test_a_slot_is_free_for_another_request_afterwards(tmp_path: Path) -> None:
-    """Whoever comes next knows nothing of the tokens before, even those under way."""
+    """The next request knows nothing of the tokens before, even those in flight."""
     ranks = Ranks(tmp_path, [Sampling(json_schema=PERSON)])
     begin = ranks.grammars.masks([0], CPU)
     for seed in range(3):
@@ -135,7 +135,7 @@ def test_a_slot_is_free_for_another_request_afterwards(tmp_path: Path) -> None:
 def test_masks_wait_for_their_own_steps_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of a step with one wait cost one wait, and nobody waits before masks are asked for."""
+    """Rows of a step with one wait cost one wait, and none waits before the masks are needed."""
     waits: list[list[int]] = []
 
     class Slow(HostCopy):
@@ -184,7 +184,7 @@ AMBIGUOUS = 'start: e\ne: e e e e | "a" | ""'
 
 
 def test_a_constraint_that_costs_too_much_ends_its_own_request_only(tmp_path: Path) -> None:
-    """It is told to the driver by its row; beside it everything is as it would be without it."""
+    """It is reported to the driver by its row; other rows are as they would be without it."""
     endless = ((token_id(byte_level_tokenizer(), EOS), -100.0),)
     costly = Sampling(grammar=AMBIGUOUS, logit_bias=endless)
     params = [Sampling(json_schema=PERSON), costly, Sampling()]
@@ -203,7 +203,7 @@ def test_a_constraint_that_costs_too_much_ends_its_own_request_only(tmp_path: Pa
 
 
 def test_ranks_meet_limits_at_the_same_token(tmp_path: Path) -> None:
-    """Also where rows share a lexer, whose fuel one may have spent for the other."""
+    """Also where rows share a lexer, and one may have spent its fuel for the other."""
     params = [Sampling(temperature=1.0, seed=s, grammar=r'start: /(\w{1,40} .{1,40}){1,40}/')
               for s in range(5)]  # fmt: skip
 
@@ -257,7 +257,7 @@ def test_grammars_constrain_output_too(tmp_path: Path) -> None:
 
 
 def test_released_matchers_are_forgotten(tmp_path: Path) -> None:
-    """And who joined before goes on."""
+    """And requests that joined before continue."""
     ranks = Ranks(tmp_path, [Sampling(json_schema=PERSON)])
     begin = ranks.grammars.masks([0], CPU)
     assert ranks.grammars.prepare(9, 'start: "a"', gone=[1]) == ""

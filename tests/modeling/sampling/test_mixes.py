@@ -1,4 +1,4 @@
-"""Any request's tokens are the oracle's, whatever it asks for and however it is run.
+"""Any request's tokens are the oracle's, whatever its parameters and however it is run.
 
 The oracle is transformers with PEFT, the sampler's definition in float64, and the noise of
 (seed, position, vocabulary id). Where it finds two tokens closer than 1e-3 either is right.
@@ -128,7 +128,7 @@ samplings = st.builds(
 )
 
 
-def asked_by(**how: st.SearchStrategy[Any]) -> st.SearchStrategy[Asked]:
+def requests_by(**how: st.SearchStrategy[Any]) -> st.SearchStrategy[Asked]:
     return st.builds(
         Asked,
         prompt=st.sampled_from(PROMPTS),
@@ -139,7 +139,7 @@ def asked_by(**how: st.SearchStrategy[Any]) -> st.SearchStrategy[Asked]:
     )
 
 
-requests_anyhow = asked_by(
+requests_anyhow = requests_by(
     chunk=st.sampled_from([1, 3, 16, WHOLE]),
     joins_at=st.integers(0, 6),
     rejoins_at=st.one_of(st.none(), st.integers(1, NUM_TOKENS - 1)),

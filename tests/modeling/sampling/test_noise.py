@@ -36,7 +36,7 @@ def test_noise_is_exponential() -> None:
 
 
 def test_small_noise_keeps_its_precision() -> None:
-    # The smallest draws decide who wins; a generator of 24 bits would repeat itself here.
+    # The smallest draws decide which token wins; a generator of 24 bits would repeat itself here.
     sample = noise(list(range(256)), [0] * 256, 4096).flatten().sort().values[:1000]
     assert len(set(sample.tolist())) == 1000
 

@@ -77,7 +77,7 @@ def test_in_chunks_and_mixed_batches(world: World, ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_after_preemption(world: World, ranks: int) -> None:
-    """Whoever is preempted amid its answer is asked about its prompt once more."""
+    """A request preempted while it generates reports its prompt once more."""
     compare(world, Setting("llama", "gqa", ranks, [BASE, "columns"], rejoins_at=2))
 
 
@@ -154,7 +154,7 @@ def test_the_vocabulary_is_the_checkpoints() -> None:
 
 
 def test_beside_captured_steps(world: World) -> None:
-    """Steps that tell about prompts are none of them; those of generating rows still are."""
+    """Steps that report about prompts are not captured; those of generating rows still are."""
     model = world.model("llama", "gqa")
     runner = load_paged(engine_config(model), SingleRank(), CPU).allocate()
     given: Prompts = [

@@ -1,4 +1,4 @@
-"""Penalties in both runners, which are a step ahead of the host: whole sequences tell."""
+"""Penalties in both runners, which are a step ahead of the host: shown by whole sequences."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +21,7 @@ from tests.ranks import run_ranks
 PROMPTS = [[5, 9, 33, 71, 8, 60, 12], [44, 3, 17], [80] * 19, [9, 8, 7, 6, 5]]
 NO_REPEATS = Sampling(repetition_penalty=1e6, seed=1)
 NO_OWN_REPEATS = Sampling(temperature=0.9, seed=2, frequency_penalty=2.0, presence_penalty=2.0)
-ASKED = [
+SAMPLINGS = [
     NO_REPEATS,
     Sampling(),
     Sampling(temperature=0.7, seed=4, watermark=True, typical_p=0.9, min_p=0.01),
@@ -56,7 +56,7 @@ def test_a_repetition_penalty_sees_every_token_in_time(run: Run) -> None:
 
 def test_tokens_depend_on_their_request_alone(run: Run) -> None:
     requests = [Asked(prompt, 16, sampling=sampling, joins_at=3 - i) for i, (prompt, sampling) in
-                enumerate(zip(PROMPTS, ASKED, strict=True))]  # fmt: skip
+                enumerate(zip(PROMPTS, SAMPLINGS, strict=True))]  # fmt: skip
     assert run(requests) == [run([request])[0] for request in requests]
 
 
@@ -69,7 +69,7 @@ def test_masked_ids_come_only_later(run: Run) -> None:
 
 def test_ranks_agree(world: World) -> None:
     requests = [Asked(prompt, 12, sampling=sampling) for prompt, sampling in
-                zip(PROMPTS, ASKED, strict=True)]  # fmt: skip
+                zip(PROMPTS, SAMPLINGS, strict=True)]  # fmt: skip
 
     def tokens(group: TensorParallel) -> list[list[int]]:
         answers = generate(paged_runner(world, group), requests, NUM_BLOCKS, BLOCK_SIZE)
@@ -79,7 +79,7 @@ def test_ranks_agree(world: World) -> None:
     assert run_ranks(2, tokens) == [one, one]
 
 
-@pytest.mark.parametrize("sampling", ASKED)
+@pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_a_preempted_request_continues_as_it_would(world: World, sampling: Sampling) -> None:
     """Its output is among the tokens that it joins with, and counts as output still."""
     runner = paged_runner(world, SingleRank())
@@ -96,7 +96,7 @@ def test_a_preempted_request_continues_as_it_would(world: World, sampling: Sampl
 def test_replays_of_captured_steps_are_adjusted(world: World) -> None:
     runner = paged_runner(world, SingleRank())
     requests = [Asked(prompt, 12, sampling=sampling, joins_at=i) for i, (prompt, sampling) in
-                enumerate(zip(PROMPTS, ASKED, strict=True))]  # fmt: skip
+                enumerate(zip(PROMPTS, SAMPLINGS, strict=True))]  # fmt: skip
     expected = generate(runner, requests, NUM_BLOCKS, BLOCK_SIZE)
     runner._decode_graphs = capture_on_cpu(runner)
     assert generate(runner, requests, NUM_BLOCKS, BLOCK_SIZE) == expected

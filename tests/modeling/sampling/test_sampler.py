@@ -21,7 +21,7 @@ def draw(logits: Tensor, params: Sequence[Sampling], positions: Sequence[int]) -
 
 
 def plain_distribution(logits: Tensor, params: Sampling) -> Tensor:
-    """The distribution asked for, in float64, step by step as it is defined."""
+    """The requested distribution, in float64, step by step as it is defined."""
     kept = plain_kept(logits.double().tolist(), params)
     result = torch.zeros(len(logits), dtype=torch.float64)
     result[kept] = (logits.double()[kept] / params.temperature).softmax(0)

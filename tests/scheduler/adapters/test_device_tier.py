@@ -13,7 +13,7 @@ def adapter(key: int, pages: int = 1) -> Resident:
     return Resident(AdapterKey(key), AdapterShape((pages, pages), 10), host_copy=HostCopyState.HELD)
 
 
-def placed(tier: DeviceTier, key: int, pages: int = 1, users: int = 0) -> Resident:
+def loaded_adapter(tier: DeviceTier, key: int, pages: int = 1, users: int = 0) -> Resident:
     resident = adapter(key, pages)
     tier.allocate(resident)
     resident.users = users
@@ -27,7 +27,7 @@ def check(tier: DeviceTier, *residents: Resident) -> None:
 
 def test_an_adapter_gets_a_slot_and_pages_of_its_own() -> None:
     tier = DeviceTier(capacity(adapter_pages=4))
-    first, second = placed(tier, 1, 2), placed(tier, 2, 2)
+    first, second = loaded_adapter(tier, 1, 2), loaded_adapter(tier, 2, 2)
     assert first.slot != second.slot
     assert set(first.pages[0]).isdisjoint(second.pages[0])
     check(tier, first, second)
@@ -55,7 +55,7 @@ def test_adapters_share_the_few_pages_of_a_small_pool() -> None:
 
 def test_the_least_recent_idle_adapter_makes_room() -> None:
     tier = DeviceTier(capacity(adapter_slots=3))
-    first, second, third = (placed(tier, key) for key in (1, 2, 3))
+    first, second, third = (loaded_adapter(tier, key) for key in (1, 2, 3))
     tier.touch(first)
     fourth = adapter(4)
     assert tier.allocate(fourth) == [second]
@@ -67,7 +67,7 @@ def test_the_least_recent_idle_adapter_makes_room() -> None:
 
 def test_a_wanted_adapter_stays_until_a_reservation_closes_it() -> None:
     tier = DeviceTier(capacity(adapter_slots=1))
-    first = placed(tier, 1)
+    first = loaded_adapter(tier, 1)
     first.waiting = 1
     tier.refresh(first)
     assert not tier.has_room(adapter(2))
@@ -77,9 +77,9 @@ def test_a_wanted_adapter_stays_until_a_reservation_closes_it() -> None:
 
 
 def test_an_adapter_is_not_closed_before_its_first_admission() -> None:
-    """Else two adapters could be filled by turns for ever, and neither ever used."""
+    """Else two adapters could be loaded in alternation for ever, and neither ever used."""
     tier = DeviceTier(capacity(adapter_slots=2))
-    owed, running = placed(tier, 1), placed(tier, 2, users=1)
+    owed, running = loaded_adapter(tier, 1), loaded_adapter(tier, 2, users=1)
     owed.waiting, owed.first_admission_due = 1, True
     tier.refresh(owed)
     tier.reserve(adapter(3))
@@ -87,13 +87,17 @@ def test_an_adapter_is_not_closed_before_its_first_admission() -> None:
     tier.end_reservation()
     running.first_admission_due = True
     tier.reserve(adapter(4))
-    assert tier.reserved is None, "it is asked again when one of them was served"
+    assert tier.reserved is None, "it is tried again when one of them was served"
     check(tier, owed, running)
 
 
 def test_users_loads_and_pins_prevent_an_eviction() -> None:
     tier = DeviceTier(capacity(adapter_slots=3))
-    used, loaded, pinned = placed(tier, 1, users=1), placed(tier, 2), placed(tier, 3)
+    used, loaded, pinned = (
+        loaded_adapter(tier, 1, users=1),
+        loaded_adapter(tier, 2),
+        loaded_adapter(tier, 3),
+    )
     loaded.loading, pinned.pinned = True, True
     tier.refresh(loaded)
     tier.refresh(pinned)
@@ -108,7 +112,7 @@ def test_users_loads_and_pins_prevent_an_eviction() -> None:
 
 def test_no_more_adapters_are_evicted_than_needed() -> None:
     tier = DeviceTier(capacity(adapter_pages=6, adapter_slots=4))
-    first, second, third = (placed(tier, key, 2) for key in (1, 2, 3))
+    first, second, third = (loaded_adapter(tier, key, 2) for key in (1, 2, 3))
     assert tier.has_room(adapter(4, 4))
     assert tier.allocate(adapter(4, 4)) == [first, second]
     assert third.on_device
@@ -116,7 +120,7 @@ def test_no_more_adapters_are_evicted_than_needed() -> None:
 
 def test_a_reservation_closes_only_adapters_that_hold_its_room() -> None:
     tier = DeviceTier(capacity(adapter_slots=3))
-    residents = [placed(tier, key, users=1) for key in (1, 2, 3)]
+    residents = [loaded_adapter(tier, key, users=1) for key in (1, 2, 3)]
     claimant, other = adapter(4), adapter(5)
     tier.reserve(claimant)
     assert tier.reserved == 4
@@ -135,7 +139,7 @@ def test_a_reservation_closes_only_adapters_that_hold_its_room() -> None:
 
 def test_a_pin_yields_only_to_an_adapter_that_never_fits_beside_it() -> None:
     tier = DeviceTier(capacity(adapter_slots=2))
-    pinned, used = placed(tier, 1), placed(tier, 2, users=1)
+    pinned, used = loaded_adapter(tier, 1), loaded_adapter(tier, 2, users=1)
     pinned.pinned = True
     tier.refresh(pinned)
     tier.reserve(adapter(3))
@@ -154,7 +158,7 @@ def test_a_pin_yields_only_to_an_adapter_that_never_fits_beside_it() -> None:
 def test_a_pin_does_not_yield_while_others_wait_for_their_first_admission() -> None:
     """They will have had it soon; the pin's running requests would be interrupted for nothing."""
     tier = DeviceTier(capacity(adapter_slots=2))
-    pinned, owed = placed(tier, 1, users=1), placed(tier, 2, users=1)
+    pinned, owed = loaded_adapter(tier, 1, users=1), loaded_adapter(tier, 2, users=1)
     pinned.pinned = owed.first_admission_due = True
     claimant = adapter(3)
     tier.reserve(claimant)
@@ -168,7 +172,7 @@ def test_a_pin_does_not_yield_while_others_wait_for_their_first_admission() -> N
 
 def test_a_reservation_can_end_without_being_used() -> None:
     tier = DeviceTier(capacity(adapter_slots=1))
-    pinned = placed(tier, 1)
+    pinned = loaded_adapter(tier, 1)
     pinned.pinned = True
     tier.refresh(pinned)
     tier.reserve(adapter(2))

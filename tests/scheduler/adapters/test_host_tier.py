@@ -1,4 +1,4 @@
-"""The host tier: who is staged, who is dropped, and never beyond its bytes."""
+"""The host tier: what is staged and dropped, never beyond its bytes."""
 
 from configs.wire.adapters import AdapterKey, AdapterShape
 from scheduler.adapters.host_tier import HostTier
@@ -18,7 +18,7 @@ def staged(tier: HostTier, resident: Resident, num_bytes: int) -> None:
 
 
 def on_host(tier: HostTier, key: int, num_bytes: int) -> Resident:
-    """A staged adapter that nobody awaits any more."""
+    """A staged adapter that no request waits for any more."""
     resident = wanted(tier, key)
     assert tier.to_stage() == [key]
     staged(tier, resident, num_bytes)

@@ -1,4 +1,4 @@
-"""Loads that nobody feels: a running request has a token each turn, whatever is moved beside it."""
+"""Loads delay nothing: a running request gets a token at each tick, whatever is moved."""
 
 import pytest
 
@@ -54,7 +54,7 @@ def counts(stage: Stage) -> AdapterCounts:
 def test_loads_and_evictions_do_not_delay_running_requests(
     slots: int, host_bytes: int, copy: int, delay: int
 ) -> None:
-    """Two new requests every third turn push adapters through tiers that are far too small."""
+    """Two new requests every third tick push adapters through tiers that are far too small."""
     stage, running = begun(slots, host_bytes, delay, copy)
     for index in range(TICKS):
         if index % 3 == 0:
@@ -62,11 +62,11 @@ def test_loads_and_evictions_do_not_delay_running_requests(
                 key = OTHERS[(2 * index // 3 + offset) % len(OTHERS)]
                 stage.arrive(arrive(new=2, adapter=key))
         tick(stage, running)
-    told = counts(stage)
-    assert told.loads >= 16
-    assert told.device_evictions >= 8
+    found = counts(stage)
+    assert found.loads >= 16
+    assert found.device_evictions >= 8
     if host_bytes < 10 * len(OTHERS):
-        assert told.host_evictions >= 8
+        assert found.host_evictions >= 8
 
 
 def test_pins_and_unloads_do_not_delay_running_requests() -> None:
@@ -88,7 +88,7 @@ def test_pins_and_unloads_do_not_delay_running_requests() -> None:
 
 
 def test_a_disk_that_hangs_does_not_delay_running_requests() -> None:
-    """Nobody else does: requests over other adapters come, are served and end meanwhile."""
+    """Nor does it delay new ones: requests over other adapters come and end meanwhile."""
     stage, running = begun(slots=4, host_bytes=1000, delay=0, copy=0)
     hung, quick = OTHERS[:8], OTHERS[8:]
     stage.story.delays.update({key: 10_000 for key in hung})

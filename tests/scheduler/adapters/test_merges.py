@@ -1,4 +1,4 @@
-"""What a merge takes is charged to its parts: nobody gets round a cap by merging."""
+"""What a merge takes is charged to its parts: merging evades no cap."""
 
 import pytest
 
@@ -43,7 +43,7 @@ def test_a_merge_waits_for_the_limits_of_each_part() -> None:
     given.admitted(TWO, 30, 0.0)  # the bucket held 10
     assert given.is_over_limit(BOTH, 1.9)
     assert given.next_wake == 2.0
-    assert given.take_expired(2.0) == [TWO], "and with it whoever is charged to it"
+    assert given.take_expired(2.0) == [TWO], "and with it all that is charged to it"
     assert not given.is_over_limit(BOTH, 2.0)
 
 
@@ -51,7 +51,7 @@ def test_queues_that_share_a_cap_are_named_when_a_request_is_freed() -> None:
     given = shares(AdapterShare(max_concurrent=1))
     given.add_merge_request(ALONE, (ONE,))
     assert given.sharing_limits_with((ONE,)) == [ONE, BOTH, ALONE]
-    assert given.sharing_limits_with((TWO,)) == [TWO], "nobody waits for a cap that is not there"
+    assert given.sharing_limits_with((TWO,)) == [TWO], "without a cap there is nothing to wait for"
     given.add_merge_request(BOTH, (ONE, TWO))
     for key in (BOTH, ALONE):
         given.remove_merge_request(key)
@@ -72,7 +72,7 @@ def test_a_cap_holds_over_an_adapter_and_all_its_merges_together() -> None:
     capped: dict[int | None, AdapterShare] = {1: AdapterShare(max_concurrent=2)}
     merges = {3: (1, 2), 4: (1,)}
     stage = Stage(story(ranks=ROOMY, limits=LIMITS, shares=capped, merges=merges))
-    asked = [stage.arrive(arrive(new=6, adapter=key)) for key in (1, 3, 4) * 5]
+    merged = [stage.arrive(arrive(new=6, adapter=key)) for key in (1, 3, 4) * 5]
     free = [stage.arrive(arrive(new=6, adapter=2)) for _ in range(3)]
     most = 0
     while stage.scheduler.has_work:
@@ -81,11 +81,11 @@ def test_a_cap_holds_over_an_adapter_and_all_its_merges_together() -> None:
         assert stage.tick < 300
     stage.check_end()
     assert most == 2
-    assert max(waited(client) for client in free) < min(waited(client) for client in asked[-3:])
+    assert max(waited(client) for client in free) < min(waited(client) for client in merged[-3:])
 
 
 def waited(client: Client) -> int:
-    """Turns from arrival to the first token."""
+    """Ticks from arrival to the first token."""
     assert client.first_tick is not None
     return client.first_tick - client.arrived
 
@@ -101,7 +101,7 @@ def test_a_rate_holds_over_an_adapter_and_its_merges_and_counts_against_every_pa
     used = sum(len(client.received) + 3 for client in over if client.received)
     assert 0.8 * rate * ticks <= used <= rate * (ticks + 1) + LIMITS.max_running * length
     served = {client.arrival.adapter for client in over if client.ended is not None}
-    assert served == {2, 3, 4}, "all three have their turns"
+    assert served == {2, 3, 4}, "all three are served"
 
 
 def test_a_preempted_merge_is_charged_once() -> None:
@@ -137,7 +137,7 @@ def test_a_merge_of_two_capped_adapters_gets_both_though_neither_is_ever_idle(sl
     flood(stage, busy, 30)
     late = [stage.arrive(arrive(new=STEPS, adapter=key)) for key in (3, 4)]
     flood(stage, busy, 300)
-    # In the way are one turn of each other queue and, where there is one slot, their claims.
+    # Ahead are one admission of each other queue and, with one slot, their pending loads.
     assert max(map(waited, late)) <= 4 * (PATIENCE + STEPS + 6)
     assert all(sum(c.arrival.adapter == key for c in done(stage)) > 5 for key in (1, 2))
 
@@ -154,20 +154,20 @@ def test_new_merges_over_a_capped_adapter_do_not_overtake_waiting_queues() -> No
         merges={key: (1,) for key in range(10, 40)},
     )
     stage = Stage(tale)
-    asked = []
+    clients = []
     for key in range(10, 20):
-        asked.append(stage.arrive(arrive(new=STEPS, adapter=key)))
+        clients.append(stage.arrive(arrive(new=STEPS, adapter=key)))
         stage.go_round()
     plain = stage.arrive(arrive(new=STEPS, adapter=1))
     for key in range(20, 40):
-        asked.append(stage.arrive(arrive(new=STEPS, adapter=key)))
+        clients.append(stage.arrive(arrive(new=STEPS, adapter=key)))
         stage.go_round()
     stage.run(2000)
     stage.check_end()
-    begun = [client.first_tick or 0 for client in asked]
+    begun = [client.first_tick or 0 for client in clients]
     assert begun == sorted(begun)
     assert plain.first_tick is not None
-    assert plain.first_tick < begun[3], "who was not asked for yet has the first turn"
+    assert plain.first_tick < begun[3], "the one without requests so far is first"
 
 
 def test_a_merge_of_lower_priority_is_not_starved_by_its_parts() -> None:

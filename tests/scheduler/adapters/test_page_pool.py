@@ -1,4 +1,4 @@
-"""Slots and pages: each in one place."""
+"""Slots and pages: each held once or free."""
 
 import pytest
 

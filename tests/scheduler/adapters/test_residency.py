@@ -18,7 +18,7 @@ def staged(residency: Residency, key: AdapterKey, shape: AdapterShape = SMALL) -
 
 
 def used(residency: Residency, key: AdapterKey) -> StepBuilder:
-    """A request of a staged adapter is admitted, after a fill if it takes one."""
+    """A request of a staged adapter is admitted, after a load if it needs one."""
     step = StepBuilder(10)
     if residency.readiness(key) is AdapterReadiness.CAN_LOAD:
         residency.load(key, step)
@@ -71,7 +71,7 @@ def test_without_idle_room_an_adapter_is_blocked() -> None:
     residency.load(ONE, StepBuilder(10))
     staged(residency, TWO)
     residency.remove_waiting(ONE)
-    assert residency.readiness(TWO) is AdapterReadiness.MUST_WAIT, "the fill is still under way"
+    assert residency.readiness(TWO) is AdapterReadiness.MUST_WAIT, "the load is not finished"
     residency.loaded(ONE)
     assert residency.readiness(TWO) is AdapterReadiness.CAN_LOAD
     residency.add_waiting(ONE)

@@ -1,4 +1,4 @@
-"""When a request breaks the ranks it ends, and nobody else does."""
+"""When a request breaks the ranks it ends, and no other does."""
 
 from dataclasses import replace
 from math import ceil, log2
@@ -89,7 +89,7 @@ def test_a_poison_request_among_many_ends_after_a_logarithm_of_losses(
     assert f"{stage.num_losses} times in a row" in ended.ending.message
 
 
-@pytest.mark.parametrize("places", [(0, 15), (3, 4), (7, 8)])
+@pytest.mark.parametrize("rows", [(0, 15), (3, 4), (7, 8)])
 def test_two_poison_requests_end_and_the_others_do_not(rows: tuple[int, int]) -> None:
     arrivals = mates(14, adapters=3)
     for row in rows:
@@ -106,7 +106,7 @@ def test_two_poison_requests_end_and_the_others_do_not(rows: tuple[int, int]) ->
 def test_a_request_that_fails_only_beside_others_is_served_alone(
     count: int, breaks: Breaks
 ) -> None:
-    """It is nobody's fault, and there is an end to it."""
+    """No request alone is the cause, and it ends."""
     stage = stage_of(breaks, poison(new=150), *mates(count - 1, new=60))
     for tick in range(400):
         stage.go_round()
@@ -119,7 +119,7 @@ def test_a_request_that_fails_only_beside_others_is_served_alone(
 
 
 def test_one_or_two_losses_delay_requests_briefly() -> None:
-    """Ranks that die twice for their own reasons: suspects are tried, and all of them are well."""
+    """Ranks that die twice for their own reasons: requests are isolated, and all of them finish."""
     stage = stage_of(lambda rows, plan: False, *mates(16, adapters=4))
     for _ in range(5):
         stage.go_round()
@@ -143,12 +143,12 @@ def test_losses_with_progress_between_them_isolate_no_request() -> None:
     stage.check_end()
 
 
-@pytest.mark.parametrize("how", ["fill", "staging", "staged", "rows"])
+@pytest.mark.parametrize("how", ["load", "staging", "staged", "rows"])
 def test_an_adapter_that_breaks_the_ranks_ends_its_own_requests_only(how: str) -> None:
     damaged = AdapterKey(3)
 
     def breaks(rows: list[PlannedRow], plan: StepPlan) -> bool:
-        if how == "fill":
+        if how == "load":
             return any(load.key == damaged for load in plan.loads)
         return how == "rows" and any(each.occupant.adapter == damaged for each in rows)
 
@@ -167,7 +167,7 @@ def test_an_adapter_that_breaks_the_ranks_ends_its_own_requests_only(how: str) -
 
 
 def in_trial(*arrivals: Arrive, **changes: object) -> FragileStage:
-    """A stage that has just begun to try its suspects."""
+    """A stage that has just begun an isolation."""
     stage = stage_of(any_step, *arrivals, **changes)
     while not stage.scheduler._isolation.active:
         stage.go_round()
@@ -178,8 +178,8 @@ def in_trial(*arrivals: Arrive, **changes: object) -> FragileStage:
 def test_requests_may_arrive_and_leave_during_isolation() -> None:
     stage = in_trial(poison(), *mates(7, adapters=2))
     late = [stage.arrive(arrive(4, 9, 5, first=index)) for index in range(4)]
-    aside = stage.clients[7]
-    for client in (late[0], aside):
+    held_back = stage.clients[7]
+    for client in (late[0], held_back):
         client.cancelled = True
         stage.receive(stage.scheduler.cancel(client.id))
         stage.scheduler.check()
@@ -211,7 +211,7 @@ def test_a_debt_does_not_delay_isolated_requests() -> None:
     stage.scheduler._admission.rate_limits.charge(AdapterKey(1), 100, float(stage.tick))
     while not stage.failed:
         stage.go_round()
-        assert stage.tick < 600, "it waits for its debt to be paid, and so does everybody"
+        assert stage.tick < 600, "it waits for its debt to be paid, and so do all others"
     base = [client for client in stage.clients if client.arrival.adapter is None]
     while any(client.ended is None for client in base):
         stage.go_round()

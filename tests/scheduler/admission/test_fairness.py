@@ -1,4 +1,4 @@
-"""Nobody starves: bounds in steps, under loads that never end."""
+"""No adapter starves: bounds in steps, under load that never ends."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -31,13 +31,13 @@ def limits(max_running: int = 4, max_step_tokens: int = 32) -> Limits:
 
 
 def waited(stage: Stage, client: Client) -> int:
-    """Turns from arrival to the first token."""
+    """Ticks from arrival to the first token."""
     assert client.first_tick is not None
     return client.first_tick - client.arrived
 
 
 def flood(stage: Stage, arrivals: list[Arrive], ticks: int, depth: int = 6) -> None:
-    """Keep `depth` requests of each kind alive for so many turns."""
+    """Keep `depth` requests of each kind alive for so many ticks."""
     alive: list[list[Client]] = [[] for _ in arrivals]
     for _ in range(ticks):
         for arrival, clients in zip(arrivals, alive, strict=True):
@@ -48,7 +48,7 @@ def flood(stage: Stage, arrivals: list[Arrive], ticks: int, depth: int = 6) -> N
 
 
 def test_a_new_adapter_does_not_overtake_older_pending_loads() -> None:
-    """With a slot free now and then, everybody waits about as long as everybody else."""
+    """With a slot free now and then, all adapters wait about equally long."""
     steps, num_adapters = 10, 8
     stage = Stage(story(ranks=capacity(adapter_slots=2), limits=limits(max_running=8)))
     for index in range(60):
@@ -67,7 +67,7 @@ def test_an_adapter_gets_room_though_another_never_stops(steps_of_a_request: int
     flood(stage, [busy], 30)
     late = stage.arrive(arrive(adapter=2))
     flood(stage, [busy], 3 * (PATIENCE + steps_of_a_request))
-    # Its patience, what the other still runs, and a few turns to stage, fill and answer.
+    # Its patience, what the other still runs, and a few ticks to stage, load and reply.
     assert waited(stage, late) <= PATIENCE + steps_of_a_request + 6
 
 
@@ -103,7 +103,7 @@ def test_every_adapter_of_many_under_constant_load_is_served_again_and_again() -
 def test_more_pending_loads_than_a_step_looks_at_are_all_served(
     budget: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Claims that got room but lack tokens must not let younger ones reserve over them."""
+    """Pending loads that got room but lack tokens must not let younger ones reserve over them."""
     monkeypatch.setattr(ticks, "MAX_LOADS_SEEN", 2)
     steps, num_adapters = 5, 30
     tight = limits(max_running=8, max_step_tokens=budget)
@@ -125,7 +125,7 @@ def test_a_large_adapter_is_not_overtaken_for_ever_by_small_ones() -> None:
     flood(stage, small, 30, depth=2)
     client = stage.arrive(arrive(adapter=large))
     flood(stage, small, 400, depth=2)
-    # Seven turns, and one slice more: it needs several places, and then anybody may be closed.
+    # Seven ticks, and one slice more: it needs several slots, and then any adapter may be closed.
     assert waited(stage, client) <= 7 * (PATIENCE + 8 + 6) + PATIENCE + 4 * SHORTEST_SLICE
 
 
@@ -139,7 +139,7 @@ def test_the_base_model_is_not_starved_by_adapters_nor_they_by_it() -> None:
 
 
 def test_long_prompts_of_one_adapter_do_not_delay_short_ones_of_another() -> None:
-    """Turns are in tokens: between two of the short ones comes at most a quantum and a prompt."""
+    """Rounds are in tokens: between two of the short ones comes at most a quantum and a prompt."""
     stage = Stage(story(limits=limits(max_running=8, max_step_tokens=16)))
     flood(stage, [arrive(length=60, new=2, adapter=1)], 30, depth=20)
     late = stage.arrive(arrive(length=4, new=2, adapter=2))
@@ -178,7 +178,7 @@ def alive(stage: Stage, adapter: int | None) -> int:
 
 
 def test_a_flood_of_one_adapter_does_not_delay_the_others() -> None:
-    """Turns until the first token, with and without ten times as much from another."""
+    """Ticks until the first token, with and without ten times as much from another."""
 
     def slowest(depth: int) -> int:
         ranks = capacity(adapter_slots=3, num_blocks=200)
@@ -197,7 +197,7 @@ def test_a_flood_of_one_adapter_does_not_delay_the_others() -> None:
         return max(waited(stage, client) for client in others)
 
     alone, flooded = slowest(0), slowest(40)
-    # A place comes free when one of those that run ends: after 6 steps and those in flight.
+    # A slot is free when one of the running requests ends: after 6 steps and those in flight.
     assert flooded <= alone + 6 + 3
 
 
@@ -223,7 +223,7 @@ def test_an_adapter_runs_no_more_requests_than_its_cap() -> None:
         seen.append(alive(stage, 1))
         assert stage.tick < 200
     assert max(seen) == 2
-    # One place stays empty for a turn or two when a request ends: no more than that is lost.
+    # One slot stays empty for a tick or two when a request ends: no more than that is lost.
     assert stage.tick <= 12 // 2 * (6 + 4) + 6
 
 
@@ -244,7 +244,7 @@ def test_a_rate_holds_in_the_long_run_and_does_not_delay_others() -> None:
 
 
 def test_an_adapter_in_debt_takes_no_room_on_the_device() -> None:
-    """Others run on its slot meanwhile, and nobody is held up for its sake."""
+    """Others run on its slot meanwhile, and no request waits for its sake."""
     in_debt: dict[int | None, AdapterShare] = {1: AdapterShare(tokens_per_second=0.5)}
     stage = Stage(story(ranks=capacity(adapter_slots=1), limits=limits(), shares=in_debt))
     first = stage.arrive(arrive(new=30, adapter=1))
@@ -291,7 +291,7 @@ def test_a_higher_priority_is_first_and_a_lower_one_is_not_starved() -> None:
     flood(stage, [high], 20)
     late = stage.arrive(low)
     flood(stage, [high], 600)
-    # One place, so that an admission takes what a request runs, and two plans in flight.
+    # One slot, so that an admission takes what a request runs, and two plans in flight.
     bound = (PASSED_OVER + 3 * 2) * (steps + 2)
     assert waited(stage, late) <= bound
     first_turns = [c.first_tick for c in stage.clients if c.arrival.adapter == 1 and c.first_tick]
@@ -310,12 +310,12 @@ def test_a_step_costs_the_same_however_many_adapters_are_known() -> None:
         for _ in range(12):
             stage.go_round()
         count = 0
-        standing = Residency.readiness
+        readiness = Residency.readiness
 
         def counted(self: Residency, key: AdapterKey) -> AdapterReadiness:
             nonlocal count
             count += 1
-            return standing(self, key)
+            return readiness(self, key)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Residency, "readiness", counted)

@@ -18,7 +18,7 @@ ONE, TWO, THREE = AdapterKey(1), AdapterKey(2), AdapterKey(3)
 
 
 class Shares(RateLimits):
-    """Rate limits whose shares are what a function says."""
+    """Rate limits with the shares that a function returns."""
 
     def __init__(self, share_of: Callable[[QueueKey], AdapterShare]) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ def queued(queues: AdapterQueues, request: Request, serial: int) -> Request:
 def take(queues: AdapterQueues) -> Request | None:
     request = queues.next_request()
     if request is not None:
-        assert queues.next_request() is request, "asking twice changes the turn"
+        assert queues.next_request() is request, "a second call changes the order"
         queues.admit(request)
     queues.check()
     return request
@@ -249,7 +249,7 @@ def test_a_change_of_priority_moves_a_queue_that_waits() -> None:
         queued(queues, make_request(serial, adapter=serial % 2 + 1), serial)
     priorities[2] = 5
     queues.update_shares()
-    assert take(queues) is None, "nobody is in the round until resumed"
+    assert take(queues) is None, "no queue is in the round until resumed"
     for key in (ONE, TWO):
         queues.enter(key, QueueState.ADMITS)
     assert [each.adapter for _ in range(4) if (each := take(queues)) is not None] == [TWO] * 4

@@ -37,7 +37,7 @@ def test_so_many_run_and_no_more_until_one_is_freed() -> None:
     assert not given.is_over_limit(TWO, 0.0)
     given.freed(ONE)
     assert not given.is_over_limit(ONE, 0.0)
-    assert given.next_wake is None, "nobody waits for a time"
+    assert given.next_wake is None, "no debt is left"
     given.check({ONE: 1}, {})
     given.reset()
     given.check({}, {})

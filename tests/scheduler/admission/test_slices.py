@@ -1,4 +1,4 @@
-"""Slices: how long an adapter keeps its place on the device while others wait for one."""
+"""Slices: how long an adapter keeps its slot on the device while others wait for one."""
 
 from dataclasses import replace
 
@@ -32,7 +32,7 @@ def test_long_requests_make_room_for_another_adapter_and_resume(
 
 
 def test_a_request_is_not_preempted_before_its_slice_is_over() -> None:
-    """Two adapters on one slot take turns; each turn brings a slice to every request."""
+    """Two adapters alternate on one slot; each time every request gets a slice."""
     tight = replace(limits(max_running=2), slice_steps=10, patience_steps=0)
     stage = Stage(story(ranks=capacity(adapter_slots=1, num_blocks=200), limits=tight))
     for adapter in (1, 2):
@@ -41,11 +41,11 @@ def test_a_request_is_not_preempted_before_its_slice_is_over() -> None:
     assert stage.scheduler.snapshot().num_preemptions <= 2 * 100 // 10
 
 
-@pytest.mark.parametrize("claims", [1, 2, 4, 8])
+@pytest.mark.parametrize("pending", [1, 2, 4, 8])
 def test_slices_are_short_where_few_wait_for_many_and_where_many_wait_for_few(
     pending: int,
 ) -> None:
-    """A lone claim hardly waits, and many claims do not wait the longer the more they are."""
+    """A single pending load hardly waits, and the wait does not grow with the number of many."""
     residents, longest = 4, 100
     tight = replace(limits(max_running=8, max_step_tokens=64), slice_steps=longest)
     stage = Stage(story(ranks=capacity(adapter_slots=residents, num_blocks=300), limits=tight))
@@ -73,7 +73,7 @@ def test_a_request_that_ends_soon_is_not_preempted() -> None:
 
 
 def test_an_adapter_yields_after_its_slice_though_new_requests_arrive() -> None:
-    """A place is shared by time: requests that just joined make no slice begin anew."""
+    """A slot is shared by time: requests that just joined start no new slice."""
     tight = limits(max_running=40, max_step_tokens=200)
     stage = Stage(story(ranks=capacity(adapter_slots=3, num_blocks=900), limits=tight))
     late = None
@@ -85,7 +85,7 @@ def test_an_adapter_yields_after_its_slice_though_new_requests_arrive() -> None:
             late = stage.arrive(arrive(adapter=4))
         stage.go_round()
     assert late is not None
-    # Its patience, and what it takes to drain, to fill and to answer.
+    # Its patience, and what it takes to drain, to load and to reply.
     assert waited(stage, late) <= PATIENCE + 6
     stage.run(2000)
 

@@ -1,4 +1,4 @@
-"""Blocks: counted, kept, evicted in the right order, never in two places."""
+"""Blocks: counted, kept, evicted in the right order, never in two states."""
 
 import pytest
 from hypothesis import given
@@ -8,7 +8,7 @@ from scheduler.kv.block_pool import BlockPool
 
 
 def ignore(block: int) -> None:
-    """Nobody wants to know what is forgotten."""
+    """Ignore which block is forgotten."""
 
 
 def test_blocks_are_taken_and_given_back() -> None:
