@@ -86,6 +86,7 @@ def with_symmetric_memory(
 
 def peers(ranks: ProcessGroupRanks, store: Store, device: torch.device) -> list[tuple[str, int]]:
     """Send (host, device number) to the other ranks and return all ranks'."""
+    # The host's name, because device numbers mean GPUs of one host only.
     mine = json.dumps([socket.gethostname(), device.index])
     store.set(f"all_reduce/{ranks.rank}", mine)
     found = [json.loads(store.get(f"all_reduce/{rank}")) for rank in range(ranks.size)]
@@ -157,6 +158,7 @@ def measure(
         mine = [captured_us(sum_, x) for sum_ in methods.values()]
         slowest = ranks.maximum(mine, x.device)
         found.append((size, dict(zip(methods, slowest, strict=True))))
+    # The graphs are gone: their memory goes back to the device.
     torch.cuda.empty_cache()
     return found
 
@@ -173,6 +175,7 @@ def captured_us(sum_: Sum, x: Tensor) -> float:
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             for _ in range(REPEATS):
                 sum_(x)
+        # The first replay loads the graph: it is not measured.
         graph.replay()
         times = []
         for _ in range(ROUNDS):

@@ -26,6 +26,7 @@ class VocabParallelEmbedding(nn.Module):
         """Return this rank's row of each token, and which tokens are other ranks' (None: none)."""
         if self._group.size == 1:
             return input_ids, None
+        # A mask, not a selection: shapes stay the same, so a CUDA graph holds for any ids.
         foreign = (input_ids < self.cut.start) | (input_ids >= self.cut.stop)
         return (input_ids - self.cut.start).masked_fill(foreign, 0), foreign
 

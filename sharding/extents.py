@@ -102,6 +102,7 @@ def read_cut_into(
         out, extent, cut = out.view(1), Extent(extent.begin, extent.dtype, (1,)), (whole(1),)
     # NumPy has no bfloat16; integers of the same width hold the same bytes.
     words = out.view(_WORDS[extent.dtype.itemsize])
+    # Whole rows, so that each block goes to one contiguous part of `out`.
     blocks = list(_blocks(extent, cut[0]))
 
     def read(block: _Block) -> None:
@@ -117,6 +118,7 @@ def read_cut_into(
     else:
         for _ in _readers().map(read, blocks):
             pass
+    # After the last byte: a file that was written to in between may have given a mix.
     file.check_unchanged()
 
 

@@ -79,6 +79,7 @@ class ProcessGroupRanks:
         """Concatenate over ranks along the last dimension."""
         parts = x.new_empty(self.size, *x.shape)
         self._backend._allgather_base(parts.view(-1), x.contiguous().view(-1)).wait()
+        # Gathered along a new first dimension, which becomes part of the last one.
         return parts.movedim(0, -2).flatten(-2)
 
     def output_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:

@@ -90,6 +90,7 @@ class RowParallelLinear(nn.Module):
 
     def partial(self, x: Tensor) -> Tensor:
         """[tokens, local_in] to this rank's summand of [tokens, out]; the bias is in rank 0's."""
+        # Computed into the memory that the ranks sum, where there is any: no copy is needed.
         out = self.output_buffer(x)
         if out is None:
             return F.linear(x, self.weight, self.bias)

@@ -107,6 +107,7 @@ class Weights:
         """Return the checkpoint's name of a tensor; None if it has none, or makes all tensors."""
         names = self._names or frozenset()
         for wanted in (name, self._stand_ins.get(name, name)):
+            # The second without its first part, as checkpoints of headless models have it.
             for each in (wanted, wanted.partition(".")[2]):
                 if each in names:
                     return each

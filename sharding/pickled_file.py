@@ -120,6 +120,7 @@ class PickledFile:
         stored = _Stored(
             begin, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_contiguous()
         )
+        # Offsets come from the file and are not trusted: reads stay within its bytes.
         end = begin + stored.span * tensor.dtype.itemsize
         if begin < 0 or end > self.size or min(stored.strides, default=0) < 0:
             raise UnreadablePickle(f"{where} lies outside of the file: it is incomplete")

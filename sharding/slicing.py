@@ -78,7 +78,7 @@ def cut_heads(num_heads: int, num_kv_heads: int, head_dim: int, rank: int, ranks
             f"num_key_value_heads ({num_kv_heads}) can be neither cut nor replicated over "
             f"tensor_parallel = {ranks} ranks: one of the two must be a multiple of the other"
         )
-    share = max(1, num_kv_heads // ranks)
+    share = max(1, num_kv_heads // ranks)  # With fewer KV heads than ranks, neighbours share one.
     kv_first = rank * num_kv_heads // ranks
     return HeadCut(
         num_heads=last - first,

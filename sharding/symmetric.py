@@ -71,6 +71,7 @@ class DoubleBuffer:
         """Return the next buffer as a contiguous tensor, which must fit."""
         count = prod(shape)
         assert count * dtype.itemsize <= self.buffer_bytes
+        # No check that the buffer is free: its last sum was queued before, on the same stream.
         first = self._next * self.buffer_bytes // dtype.itemsize
         self._next = 1 - self._next
         return self._memory.view(dtype)[first : first + count].view(*shape)
@@ -133,6 +134,7 @@ class SymmetricRanks:
             # `output_buffer` gives no buffer for a summand of this size and type.
             assert not self._buffers.holds(x)
             return self._ranks.all_reduce(x)
+        # A summand that was not computed into a buffer costs one copy.
         if not self._buffers.holds(x):
             x = self._buffers.take(x.shape, x.dtype).copy_(x)
         return self._sums[method](x)

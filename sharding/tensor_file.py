@@ -135,6 +135,7 @@ class TensorFile:
 
     def _whole(self, dtype: torch.dtype) -> Tensor:
         """Return all tensor data as numbers of one type; a rest of fewer bytes is left out."""
+        # One copy of the bytes; the views by other types share it.
         if torch.uint8 not in self._data:
             size = self._file.size - self._begin
             extent = Extent(self._begin, torch.uint8, (size,))

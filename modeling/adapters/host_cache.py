@@ -26,8 +26,9 @@ from configs.wire.adapters import (
 )
 from modeling.adapters.merge import OpenAdapter, open_fetched
 from modeling.adapters.pinned_pool import PinnedPool
-from modeling.adapters.projection import BaseRows, Projection, Segments
+from modeling.adapters.projection import BaseRows, Projection
 from modeling.transfer import DeviceEvent, aligned
+from sharding.slicing import Segments
 from sources.files import fingerprint
 
 PAGE_ROWS = 8

@@ -20,8 +20,8 @@ from modeling.adapters.projection import (
     ModulePosition,
     Projection,
     ProjectionKind,
-    width,
 )
+from sharding.slicing import width
 from sharding.tensor_file import TensorFile
 
 PREFIX = "base_model.model."

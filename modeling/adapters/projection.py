@@ -7,16 +7,6 @@ from torch import Tensor
 
 from sharding.slicing import Segments, width
 
-__all__ = [
-    "WHOLE_KINDS",
-    "BaseRows",
-    "ModulePosition",
-    "Projection",
-    "ProjectionKind",
-    "Segments",
-    "width",
-]
-
 
 class ProjectionKind(Enum):
     """What an adapter changes.

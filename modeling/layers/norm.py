@@ -19,6 +19,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Norm of x + residual, and that sum: both [tokens, size]."""
+        # The kernel takes contiguous rows; norms of single heads have three dimensions.
         if self._fused is not None and x.dim() == 2 and x.is_contiguous():
             return self._fused.add_rms_norm(x, residual, self.weight, self.eps)
         if residual is not None:

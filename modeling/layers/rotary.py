@@ -48,6 +48,7 @@ def _llama3(plain: Tensor, rope: Rope) -> Tensor:
         rope.high_freq_factor,
     )
     wavelength = 2 * math.pi / plain
+    # In transformers' order of operations, for equal bits.
     kept = torch.where(wavelength > context / low, plain / rope.factor, plain)
     blend = (context / wavelength - low) / (high - low)
     blended = (1 - blend) * plain / rope.factor + blend * plain

@@ -157,6 +157,7 @@ def _rotate_and_store(
     new_low = (low * cos_low + high * sin_low).to(raw_low.dtype)
     new_high = (high * cos_high + low * sin_high).to(raw_low.dtype)
 
+    # Only q goes back to the product; k and v are read from the cache.
     tl.store(source, new_low, mask=is_query)
     tl.store(source + half, new_high, mask=is_query)
     if largest:
@@ -254,6 +255,7 @@ def add_rms_norm(
     total = x if residual is None else torch.empty_like(x)
     added = x if residual is None else residual
     dependent = has_dependent_launch(x.device)
+    # The key names all that Triton compiles the kernel for; see Launcher.
     _LAUNCH_ADD_RMS_NORM(
         (size, residual is None, x.dtype, x.device, aligned(x, added, weight)),
         (tokens,),
@@ -304,6 +306,7 @@ def rotate_and_store(
     tokens, all_heads, head_dim = qkv.shape
     half = head_dim // 2
     dependent = has_dependent_launch(qkv.device)
+    # `aligned` of all pointers is in the key: caches of other layers may begin elsewhere.
     pointers = (qkv, *angles, cache.keys, cache.values, slots, cache.clamped)
     shape = (all_heads, num_heads, half, qkv.dtype, angles[0].dtype, cache.keys.dtype)
     _LAUNCH_ROTATE_AND_STORE(

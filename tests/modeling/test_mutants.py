@@ -10,10 +10,10 @@ from modeling.adapters.bank import AdapterBank, DeviceAdapter, select_columns
 from modeling.adapters.linear import AdapterRowLinear
 from modeling.adapters.peft_config import LoraPlan
 from modeling.adapters.product import AdapterData
-from modeling.adapters.projection import Segments, width
 from modeling.runner.input_batch import InputBatch
 from modeling.sampling.sampler import SampledStep, sample_tokens
 from modeling.sampling.tensors import SamplingTensors
+from sharding.slicing import Segments, width
 from tests.modeling.parity import Setting, World, compare, expect_mismatch
 
 ONE = Setting("llama", "gqa", 1, ["r8"])

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from scheduler.admission import admission_queue as ticks
+from scheduler.admission import admission_queue
 from tests.scheduler.stage import play
 from tests.strategies import Story, stories
 
@@ -20,5 +20,5 @@ def test_every_story_ends_well(story: Story) -> None:
 @given(stories(num_adapters=8))
 def test_every_story_ends_well_with_more_pending_loads_than_a_step_looks_at(story: Story) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ticks, "MAX_LOADS_SEEN", 1)
+        patch.setattr(admission_queue, "MAX_LOADS_SEEN", 1)
         play(story)

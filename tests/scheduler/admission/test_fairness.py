@@ -9,7 +9,7 @@ from configs.runtime import AdapterShare
 from configs.wire.adapters import AdapterKey
 from scheduler.adapters.residency import AdapterReadiness, Residency
 from scheduler.adapters.resident import AdapterState
-from scheduler.admission import admission_queue as ticks
+from scheduler.admission import admission_queue
 from scheduler.admission.limits import Limits, Overloaded
 from scheduler.admission.queues import PASSED_OVER
 from scheduler.running import SHORTEST_SLICE
@@ -104,7 +104,7 @@ def test_more_pending_loads_than_a_step_looks_at_are_all_served(
     budget: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pending loads that got room but lack tokens must not let younger ones reserve over them."""
-    monkeypatch.setattr(ticks, "MAX_LOADS_SEEN", 2)
+    monkeypatch.setattr(admission_queue, "MAX_LOADS_SEEN", 2)
     steps, num_adapters = 5, 30
     tight = limits(max_running=8, max_step_tokens=budget)
     stage = Stage(story(ranks=capacity(adapter_slots=4), limits=tight))
@@ -322,4 +322,4 @@ def test_a_step_costs_the_same_however_many_adapters_are_known() -> None:
             stage.scheduler.schedule(float(stage.tick + 1))
         return count
 
-    assert looks(400) <= looks(40) <= 3 * ticks.MAX_LOADS_SEEN
+    assert looks(400) <= looks(40) <= 3 * admission_queue.MAX_LOADS_SEEN
