@@ -6,7 +6,7 @@ mask to about 20 ms of a core and one lexer to about 75 MB, for any constraint.
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -27,6 +27,9 @@ GRAMMAR_ROW_ITEMS = 500
 """Earley items of a grammar that one position of an answer may have."""
 
 _PLAIN_TOKEN = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+
+_UNWRITTEN = "\U0010ffff"
+"""A code point that is no character."""
 
 INSTALL = "llguidance is not installed (pip install llguidance)"
 
@@ -53,17 +56,18 @@ def tokenizer_of(folder: Path, vocab_size: int) -> "LLTokenizer":
     from llguidance import LLTokenizer
 
     ends = [id for id in end_ids(folder) if id < vocab_size]
-    return LLTokenizer(_description(folder), n_vocab=vocab_size, eos_token=ends or None)
+    described = _description(folder)
+    _rename_special_tokens(described, ends)
+    return LLTokenizer(json.dumps(described), n_vocab=vocab_size, eos_token=ends or None)
 
 
-def _description(folder: Path) -> str:
+def _description(folder: Path) -> dict[str, Any]:
     """tokenizer.json, with the tokens that only tokenizer_config.json adds to it."""
     path, config = folder / "tokenizer.json", folder / "tokenizer_config.json"
     if not path.is_file():
         raise ValueError("it has no tokenizer.json: save one with AutoTokenizer's save_pretrained")
-    text = path.read_text("utf-8")
     added = json.loads(config.read_text("utf-8")) if config.is_file() else {}
-    described = json.loads(text)
+    described = json.loads(path.read_text("utf-8"))
     tokens = described.get("added_tokens") or []
     known = {token["content"] for token in tokens}
     missing = [
@@ -73,7 +77,31 @@ def _description(folder: Path) -> str:
         )
         if token["content"] not in known
     ]
-    return json.dumps({**described, "added_tokens": [*tokens, *missing]}) if missing else text
+    return {**described, "added_tokens": [*tokens, *missing]}
+
+
+def _rename_special_tokens(described: dict[str, Any], ends: list[int]) -> None:
+    """Give special tokens, and those that end an answer, names that no constraint writes.
+
+    llguidance reads the text that a constraint forces with this tokenizer. It would read `</s>` in
+    a choice as the token, which ends or breaks the answer.
+    """
+    model = described["model"]
+    special = [one for one in described["added_tokens"] if one["special"] or one["id"] in ends]
+    names = {token["content"] for token in special}
+    for merge in model.get("merges") or ():
+        pair = merge.split(" ") if isinstance(merge, str) else merge
+        names -= {*pair, "".join(pair)}  # the merge would name nothing
+    renamed = {name: f"{_UNWRITTEN}{name}" for name in names}
+    for token in special:
+        token |= {"content": renamed.get(token["content"], token["content"]), "special": True}
+    vocab = model.get("vocab")
+    if isinstance(vocab, dict):
+        model["vocab"] = {renamed.get(piece, piece): id for piece, id in vocab.items()}
+    elif vocab:
+        model["vocab"] = [[renamed.get(piece, piece), *rest] for piece, *rest in vocab]
+    if model.get("unk_token") in renamed:
+        model["unk_token"] = renamed[model["unk_token"]]
 
 
 def matcher_of(tokenizer: "LLTokenizer", constraint: str) -> "LLMatcher":

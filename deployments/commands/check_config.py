@@ -1,22 +1,25 @@
 """`loray check-config`: finds the faults of a server's yaml without starting anything."""
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import typer
 import yaml
 
+from configs.adapters import AdaptersConfig
 from configs.architectures.base import ArchitectureError
 from configs.architectures.select import load_architecture
-from configs.base import faults
-from configs.engine import EngineConfig
+from configs.base import Config, faults
+from configs.model import ModelConfig
 from configs.runtime import RuntimeConfig, with_runtime
 from configs.serve import ServeConfig
 from configs.wire.adapters import AdapterError, AdapterSource, parse_reference
 from deployments.commands.failing import fail
 from sources.local import LocalSource
 from sources.model import ModelNotFound, fetch_model_config
+
+Part = TypeVar("Part", bound=Config)
 
 _OURS = "deployments.app:build"
 _DEPLOYMENTS = ("Driver", "Ingress")
@@ -54,6 +57,10 @@ def config_faults(config: Mapping[str, Any]) -> list[str]:
         found = faults(error)
     else:
         found = []
+    http = config.get("http_options")
+    port = http.get("port") if isinstance(http, dict) else None
+    if isinstance(port, int) and not 0 < port < 65536:
+        found.append(f"http_options.port: {port} is no port")
     # Serve ignores keys that it does not know.
     found += _unknown("", config, ServeDeploySchema.model_fields)
     for where, app in _applications(config):
@@ -69,20 +76,18 @@ def pin_faults(config: Mapping[str, Any]) -> list[str]:
     """Pinned adapters that are missing under the local roots; a server starts without them."""
     found = []
     for where, app in _applications(config):
-        try:
-            engine = ServeConfig.model_validate(app.get("args") or {}).engine
-        except ValueError:
-            continue
-        pins = _driver(app).get("pinned_adapters") or ()
-        for fault in _missing(engine, pins if isinstance(pins, list | tuple) else ()):
-            found.append(f"{where}: Driver.user_config.pinned_adapters: {fault}")
+        adapters = _part(app, AdaptersConfig, "adapters")
+        pins = _driver(app).get("pinned_adapters")
+        if adapters is not None and isinstance(pins, list | tuple):
+            for fault in _missing(adapters, pins):
+                found.append(f"{where}: Driver.user_config.pinned_adapters: {fault}")
     return found
 
 
-def model_fault(engine: EngineConfig) -> str | None:
+def model_fault(model: ModelConfig) -> str | None:
     """Why the base model cannot be served, by its config.json; None if it can."""
     try:
-        load_architecture(fetch_model_config(engine.model))
+        load_architecture(fetch_model_config(model))
     except (ModelNotFound, ArchitectureError, OSError, ValueError) as error:
         return f"engine.model.id: {error}"
     return None
@@ -101,12 +106,13 @@ def _applications(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str,
 
 
 def _app_faults(app: Mapping[str, Any]) -> Iterator[str]:
+    engine = None
     try:
         engine = ServeConfig.model_validate(app.get("args") or {}).engine
     except ValueError as error:
         yield from (f"args.{fault}" for fault in faults(error))
-        return
-    fault = model_fault(engine)
+    model = _part(app, ModelConfig, "model")
+    fault = None if model is None else model_fault(model)
     if fault is not None:
         yield f"args.{fault}"
     for one in _deployments(app):
@@ -115,9 +121,19 @@ def _app_faults(app: Mapping[str, Any]) -> Iterator[str]:
         elif one["name"] != "Driver" and one.get("user_config"):
             yield f"deployments.{one['name']}: user_config belongs to the Driver"
     try:
-        with_runtime(engine, RuntimeConfig.model_validate(_driver(app)))
+        runtime = RuntimeConfig.model_validate(_driver(app))
+        if engine is not None:
+            with_runtime(engine, runtime)
     except ValueError as error:
         yield from (f"Driver.user_config.{fault}" for fault in faults(error))
+
+
+def _part(app: Mapping[str, Any], kind: type[Part], name: str) -> Part | None:
+    """One part of the engine's settings, whatever the others are; None if it is not valid."""
+    try:
+        return kind.model_validate(app["args"]["engine"].get(name) or {})
+    except (KeyError, TypeError, AttributeError, ValueError):
+        return None
 
 
 def _deployments(app: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -134,8 +150,7 @@ def _driver(app: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def _missing(engine: EngineConfig, pins: "list[Any] | tuple[Any, ...]") -> Iterator[str]:
-    adapters = engine.adapters
+def _missing(adapters: AdaptersConfig, pins: Iterable[Any]) -> Iterator[str]:
     for text in pins:
         try:
             reference = parse_reference(str(text), adapters.default_source)

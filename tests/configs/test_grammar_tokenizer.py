@@ -3,7 +3,10 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers.models import Model
 
 from configs.grammars import matcher_of, tokenizer_of
 from tests.fakes import write_tokenizer
@@ -11,6 +14,29 @@ from tests.fakes import write_tokenizer
 pytest.importorskip("llguidance")
 
 EXTRA = "<|extra|>"
+SPECIAL = ("<unk>", "<s>", "</s>")
+END = SPECIAL.index("</s>")
+PIECES = [
+    *SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)),
+    *(chr(code) for code in range(33, 127)), "ab", "</",
+]  # fmt: skip
+IDS = {piece: id for id, piece in enumerate(PIECES)}
+MERGES = [("a", "b"), ("<", "/")]
+LEVELS = sorted(pre_tokenizers.ByteLevel.alphabet())
+MODELS: dict[str, tuple[Model, decoders.Decoder]] = {
+    "bytes": (
+        models.BPE({piece: id for id, piece in enumerate([*SPECIAL, *LEVELS, "ab", "</"])}, MERGES),
+        decoders.ByteLevel(),
+    ),
+    "fallback": (
+        models.BPE(IDS, MERGES, unk_token="<unk>", byte_fallback=True),
+        decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()]),
+    ),
+    "unigram": (
+        models.Unigram([(piece, -1.0) for piece in PIECES], unk_id=0, byte_fallback=True),
+        decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()]),
+    ),
+}
 
 
 def test_tokens_that_only_the_tokenizers_config_names(tmp_path: Path) -> None:
@@ -18,7 +44,7 @@ def test_tokens_that_only_the_tokenizers_config_names(tmp_path: Path) -> None:
     decoder = {str(first): {"content": EXTRA, "special": True}, "0": {"content": "<s>"}}
     config = tmp_path / "tokenizer_config.json"
     config.write_text(json.dumps({"added_tokens_decoder": decoder}))
-    matcher = matcher_of(tokenizer_of(tmp_path, 400), f"start: {EXTRA}")
+    matcher = matcher_of(tokenizer_of(tmp_path, 400), f"start: <[{first}]>")
     assert matcher.consume_token(first)
     assert matcher.is_accepting()
 
@@ -26,3 +52,30 @@ def test_tokens_that_only_the_tokenizers_config_names(tmp_path: Path) -> None:
 def test_a_folder_without_a_fast_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no tokenizer\.json: save one"):
         tokenizer_of(tmp_path, 400)
+
+
+@pytest.mark.parametrize("flag", [True, False], ids=["special", "not_marked"])
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("choice", ["</s>", "a<s>b", "<unk>", "ab</s>"])
+def test_special_tokens_in_a_constraint_are_text(
+    tmp_path: Path, kind: str, choice: str, flag: bool
+) -> None:
+    model, decoder = MODELS[kind]
+    tokenizer = Tokenizer(model)
+    tokenizer.decoder = decoder
+    # One that ends an answer is special, whatever its file says.
+    tokenizer.add_tokens([AddedToken(token, special=flag or token != "</s>") for token in SPECIAL])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": END}))
+    size = tokenizer.get_vocab_size()
+    matcher = matcher_of(tokenizer_of(tmp_path, size), f"start: {json.dumps(choice)}")
+    text = ""
+    for _ in choice:
+        mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+        [*_, token] = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
+        if token == END:
+            break
+        assert matcher.consume_token(int(token)), matcher.get_error()
+        text += tokenizer.id_to_token(int(token)) or ""
+    assert text == choice
+    assert matcher.is_accepting()

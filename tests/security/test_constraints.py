@@ -89,4 +89,6 @@ def test_a_tokenizer_that_cannot_guide_is_named(driver: FakeDriver) -> None:
         await narrow.close()
         return found
 
-    assert asyncio.run(ask()).fault.startswith("it cannot be held to this model's tokenizer: ")
+    assert asyncio.run(ask()).fault.startswith(
+        "this model's tokenizer does not support constraints: "
+    )

@@ -254,7 +254,8 @@ class AdapterControl:
     ) -> AdapterStatus:
         if adapter is None:
             target = alias or reference
-            is_local = target.source is AdapterSource.LOCAL and target.id in on_disk
+            folder = "@".join(filter(None, (target.id, target.revision)))
+            is_local = target.source is AdapterSource.LOCAL and folder in on_disk
             return AdapterStatus(reference, "disk" if is_local else "absent", alias)
         uses = self._usage.of(adapter.key)
         return AdapterStatus(

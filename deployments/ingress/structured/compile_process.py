@@ -24,6 +24,9 @@ MEMORY_BYTES = 128 << 20
 _WALK_TOKENS = 24
 """Tokens of the sample answers, drawn from the tokens that fit; each needs a mask."""
 
+_DEAD_END = "NoExtensionBias"
+"""What the matcher calls a place where no token fits."""
+
 
 class CompileTask(msgspec.Struct, frozen=True, array_like=True):
     """A constraint to check.
@@ -134,6 +137,9 @@ def _walk(tokenizer: "LLTokenizer", text: str) -> None:
         if len(continuing):
             matcher.try_consume_tokens([int(continuing[draw.randrange(len(continuing))])])
         if matcher.is_error():
-            raise ValueError(f"it takes too much to follow: {reason(matcher.get_error())}")
+            fault = reason(matcher.get_error())
+            if fault == _DEAD_END:
+                raise ValueError("no answer fits it")
+            raise ValueError(f"it takes too much to follow: {fault}")
         if matcher.is_stopped():
             matcher.reset()

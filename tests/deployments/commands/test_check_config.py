@@ -57,6 +57,9 @@ BAD: dict[str, tuple[Edit, list[str]]] = {
         ),
         ["args.engine.limits.max_running", "args.engine.limits.max_qeued"],
     ),
+    "a port that is none": (
+        lambda config: config["http_options"].update(port=80_000), ["http_options.port: 80000"]
+    ),
     "no such model": (model("/no/such/model"), ["args.engine.model.id", "/no/such/model"]),
     "a typo in user_config": (
         user({"pined_adapters": ["pirate"]}), ["Driver.user_config.pined_adapters"]
@@ -104,6 +107,22 @@ def test_a_fault_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name:
     assert done.exit_code == 1, done.output
     for text in texts:
         assert text in done.output
+
+
+def test_a_fault_of_args_hides_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    edits = ("two faults", "a deployment that is none", "no such model", "a port that is none")
+
+    def all_of_them(config: dict[str, Any]) -> None:
+        user({"pinned_adapters": ["nope"], "weights": 3})(config)
+        served(config)["deployments"].append({"name": "Driver"} | driver(config))
+        for name in edits:
+            BAD[name][0](config)
+
+    done = check(written(tmp_path, all_of_them))
+    wanted = ["Driver.user_config.weights", "pinned_adapters: adapter 'nope'"]
+    for word in (*wanted, *(word for name in edits for word in BAD[name][1])):
+        assert word in done.output, done.output
 
 
 @pytest.mark.parametrize("content", ["- a", "", "{", "a: *b"])

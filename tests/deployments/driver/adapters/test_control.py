@@ -326,6 +326,11 @@ def test_the_list_has_known_adapters_and_those_on_disk(root: Path) -> None:
         assert by_name["blue"].state == "disk"
         assert by_name["blue"].digest is None
         assert (await engine.adapters(ListAdapters(local("nobody")))).adapters == []
+        second = AdapterReference(AdapterSource.LOCAL, "blue", "v2")
+        assert (await engine.adapters(ListAdapters(second))).adapters == []
+        (root / "adapters/blue").rename(root / "adapters/blue@v2")
+        [versioned] = (await engine.adapters(ListAdapters(second))).adapters
+        assert versioned.state == "disk"
 
     play(root, story)
 

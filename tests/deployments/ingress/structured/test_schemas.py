@@ -58,6 +58,7 @@ def test_schemas_reach_the_driver(
         ({"type": "strange"}, "Invalid type: strange"),
         ({"$ref": "http://127.0.0.1/x"}, "Default retriever does not fetch resources"),
         ({"type": "string", "pattern": "(?=x)"}, "the schema is not supported"),
+        ({"$ref": "#"}, "the schema is not supported: no answer fits it"),
         ({"description": "x" * 70_000}, "longer than 65536 characters"),
     ],
 )
