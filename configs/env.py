@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+_FRONT_FILES = f"/tmp/haproxy-serve-{os.getuid()}"
+
 THROUGHPUT_ENVIRONMENT = {
     # HAProxy instead of Serve's Python proxy, and replicas that answer it directly: read when
     # Ray's processes start, so they must be set before that on every node.
@@ -18,6 +20,12 @@ THROUGHPUT_ENVIRONMENT = {
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
     # How long a client may be silent in the middle of its request; Serve allows an hour.
     "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "30",
+    # Serve's folder, /tmp/haproxy-serve, is its first user's; nobody else could start HAProxy.
+    "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{_FRONT_FILES}/haproxy.cfg",
+    "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{_FRONT_FILES}/admin.sock",
+    "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": f"{_FRONT_FILES}/metrics.sock",
+    "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": _FRONT_FILES,
+    "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": f"{_FRONT_FILES}/server-state",
     # Throughput mode keeps 1000 log lines in memory: a quiet replica would show none.
     "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1",
     # Ray would start an idle worker for each core; LoRay has only a few actors.

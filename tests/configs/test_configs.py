@@ -1,6 +1,7 @@
 """Configs: the files that ship are valid, unknown keys and contradictions are refused."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -117,5 +118,10 @@ def test_throughput_mode_keeps_what_the_user_has_set(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("RAY_SERVE_THROUGHPUT_OPTIMIZED", "0")
     export_throughput_mode()
     assert proxy_mode() == "haproxy"
+    # Two users of one machine share no file.
+    mine = f"/tmp/haproxy-serve-{os.getuid()}"
+    files = [value for value in os.environ.values() if value.startswith("/tmp/haproxy-serve")]
+    assert len(files) == 5
+    assert all(Path(mine) in (Path(file), Path(file).parent) for file in files)
     for name in THROUGHPUT_ENVIRONMENT:
         monkeypatch.delenv(name, raising=False)
