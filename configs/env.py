@@ -20,7 +20,7 @@ THROUGHPUT_ENVIRONMENT = {
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
     # How long a client may be silent in the middle of its request; Serve allows an hour.
     "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "30",
-    # Serve's folder, /tmp/haproxy-serve, is its first user's; nobody else could start HAProxy.
+    # Serve's own folder belongs to its first user: others could not start HAProxy.
     "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{_FRONT_FILES}/haproxy.cfg",
     "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{_FRONT_FILES}/admin.sock",
     "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": f"{_FRONT_FILES}/metrics.sock",

@@ -1,6 +1,7 @@
 """The demo's exact answers through HTTP, alone and together."""
 
 import asyncio
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -79,6 +80,15 @@ def test_ids_of_requests_come_back(client: httpx.Client) -> None:
         reply = client.request(method, path, json=body)
         made.add(reply.headers["x-request-id"])
     assert len(made) == len(ways)
+
+
+def test_a_quiet_replica_writes_its_log_lines_at_once(client: httpx.Client) -> None:
+    """Serve's throughput mode would keep the first thousand."""
+    id = uuid.uuid4().hex
+    body = {"inputs": QUESTION, "parameters": {"max_new_tokens": 1}}
+    client.post("/generate", json=body, headers={"x-request-id": id}).raise_for_status()
+    logs = Path("/tmp/ray/session_latest/logs/serve")
+    wait_for(lambda: any(id in log.read_text() for log in logs.glob("replica_loray_Ingress_*.log")))
 
 
 def test_bad_adapters_get_a_clear_4xx_in_both_dialects(client: httpx.Client) -> None:

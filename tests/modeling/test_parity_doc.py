@@ -1,3 +1,5 @@
+import ast
+import re
 from pathlib import Path
 
 from modeling.adapters.peft_config import HARMLESS_INITS
@@ -13,6 +15,7 @@ from tests.parity_page import (
 )
 
 PAGE = Path(__file__).parents[2] / "docs" / "parity.md"
+_ORACLES = ("transformers", "peft")
 
 
 def test_every_field_of_peft_is_decided() -> None:
@@ -28,6 +31,40 @@ def test_the_page_holds_the_table_of_peft_as_it_is() -> None:
 def test_the_page_lists_all_that_is_done_to_the_oracle() -> None:
     _, found = PAGE.read_text(encoding="utf-8").split("## The oracle\n")
     assert oracle_table() in found, "run `make parity`"
+
+
+def test_nothing_else_is_done_to_the_oracle() -> None:
+    """All that a test sets on objects of transformers or PEFT is in the page's table."""
+    found = set()
+    for path in Path(__file__).parents[1].rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        theirs = {
+            alias.asname or alias.name
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for alias in node.names
+            if (getattr(node, "module", None) or alias.name).split(".")[0] in _ORACLES
+        }
+        found |= {(path.name, name) for name in map(_set_on, ast.walk(tree)) if name in theirs}
+    # The second file's tests are about packages that are not installed, and compare no numbers.
+    assert found == {
+        ("test_parity_config.py", "PretrainedConfig"),
+        ("test_padded_loading.py", "AutoModelForCausalLM"),
+        ("test_padded_loading.py", "AutoConfig"),
+    }
+
+
+def _set_on(node: ast.AST) -> str:
+    """The name that begins what an assignment or a setattr changes; "" for other nodes."""
+    if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):
+        changed: ast.expr = node.targets[0].value
+    elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(
+        ("setattr", "patch.object")
+    ):
+        changed = node.args[0]
+    else:
+        return ""
+    return re.split(r"\W", ast.unparse(changed).strip("'"))[0]
 
 
 def test_the_page_tells_of_no_wrong_cell() -> None:

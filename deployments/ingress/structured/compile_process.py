@@ -25,7 +25,7 @@ _WALK_TOKENS = 24
 """Tokens of the sample answers, drawn from the tokens that fit; each needs a mask."""
 
 _DEAD_END = "NoExtensionBias"
-"""What the matcher calls a place where no token fits."""
+"""The matcher's error where no token fits."""
 
 
 class CompileTask(msgspec.Struct, frozen=True, array_like=True):
