@@ -83,9 +83,9 @@ class Replicas:
     """All of them; `asked` keeps the commands."""
 
     members: list[Replica] = field(default_factory=lambda: [Replica("a1"), Replica("b2")])
-    asked: list[AdapterCommand] = field(default_factory=list)
+    commands: list[AdapterCommand] = field(default_factory=list)
 
     def run(self, command: AdapterCommand) -> list[AdapterReport]:
         """One report from each."""
-        self.asked.append(command)
+        self.commands.append(command)
         return [replica.run(command) for replica in self.members]

@@ -23,11 +23,11 @@ from deployments.ingress.text.tokenizer import ModelTokenizer
 from tests.fakes import FakeDriver, engine_info, write_tokenizer
 
 PATIENCE = 300.0
-"""Seconds after which something hangs; a busy machine may stand still for a while."""
+"""Seconds after which something counts as hanging; a busy machine may pause."""
 
 
 class Clock:
-    """Time that passes when it is told to."""
+    """A clock that a test moves."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -43,7 +43,7 @@ class Server:
         self.tokenizer = write_tokenizer(folder)
         self.text = ModelTokenizer.load(str(folder))
         self._folder = folder
-        self.mailbox = RequestInboxes()
+        self.inboxes = RequestInboxes()
         self.driver = FakeDriver(engine_info(folder, self.tokenizer), self.tokenizer)
         self.clock = Clock()
         self._uvicorn = uvicorn.Server(
@@ -58,11 +58,11 @@ class Server:
     def fresh_app(self, settings: IngressSettings = IngressSettings()) -> FastAPI:  # noqa: B008
         """A new driver and a new application over it, behind the same port, at the same time."""
         self.driver = FakeDriver(engine_info(self._folder, self.tokenizer), self.tokenizer)
-        self.mailbox = RequestInboxes()
-        self.driver.deliver = self.mailbox.deliver
+        self.inboxes = RequestInboxes()
+        self.driver.deliver = self.inboxes.deliver
         app = build_app(
             self.driver,
-            self.mailbox,
+            self.inboxes,
             lambda: ReplyAddress("127.0.0.1", 1, "hush"),
             replace(settings, clock=self.clock, read_text=self._read),
         )
@@ -123,7 +123,7 @@ def _server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def server(_server: Server) -> Server:
-    """The server with a driver that nobody has used."""
+    """The server with a new driver."""
     _server.fresh_app()
     return _server
 
@@ -153,7 +153,7 @@ def send_by_hand(server: Server, path: str, body: object) -> socket.socket:
 
 
 def spoken(driver: FakeDriver, index: int = 0) -> str:
-    """What a sequence of the fake's last request comes to, decoded at once."""
+    """The answer to a sequence of the fake's last request, decoded at once."""
     request = driver.requests[-1]
     ids = driver.answer(request.sequences[index], request.adapter)
     text: str = driver.tokenizer.decode(ids, skip_special_tokens=True)

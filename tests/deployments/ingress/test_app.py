@@ -52,9 +52,9 @@ def test_the_address_may_be_bound_in_the_lifespan(driver: FakeDriver) -> None:
         bound.clear()
 
     async def story() -> None:
-        mailbox = RequestInboxes()
-        driver.deliver = mailbox.deliver
-        app = build_app(driver, mailbox, lambda: bound[-1], IngressSettings(), lifespan)
+        inboxes = RequestInboxes()
+        driver.deliver = inboxes.deliver
+        app = build_app(driver, inboxes, lambda: bound[-1], IngressSettings(), lifespan)
         async with app.router.lifespan_context(app), _client(app) as http:
             body = {"model": "tiny", "prompt": "a"}
             assert (await http.post("/v1/completions", json=body)).status_code == 200

@@ -1,4 +1,4 @@
-"""schemathesis: what fits the document, and what does not, is answered as the document says."""
+"""schemathesis: requests that fit the document, and others, have documented replies."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -71,12 +71,12 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.fixture(autouse=True)
 def _room(driver: FakeDriver) -> None:
-    """Tools in words take more tokens than the small engine has."""
+    """Tools as text need more tokens than the small engine has."""
     driver.info = msgspec.structs.replace(driver.info, max_total_tokens=4096, max_input_tokens=4000)
 
 
 def events(http: httpx.Client, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """The data of all events of a stream but its last word."""
+    """The data of all events of a stream, without the end mark."""
     reply = http.post(path, json={"model": "tiny", "stream": True, **body})
     assert reply.status_code == 200, reply.text
     lines = [line for line in reply.text.splitlines() if line.startswith("data: {")]
@@ -90,10 +90,10 @@ def as_typed(reply: dict[str, Any]) -> dict[str, Any]:
     """
     for choice in reply["choices"] if reply.get("object") == "text_completion" else ():
         choice["finish_reason"] = choice["finish_reason"] or "stop"
-        told = choice["logprobs"]
-        if told is not None and told["tokens"] and told["token_logprobs"][0] is None:
-            assert told["top_logprobs"][0] is None
-            told["token_logprobs"][0], told["top_logprobs"][0] = 0.0, {}
+        logprobs = choice["logprobs"]
+        if logprobs is not None and logprobs["tokens"] and logprobs["token_logprobs"][0] is None:
+            assert logprobs["top_logprobs"][0] is None
+            logprobs["token_logprobs"][0], logprobs["top_logprobs"][0] = 0.0, {}
     return reply
 
 
@@ -122,9 +122,9 @@ def test_a_response_that_fails_ends_with_the_clients_event(
     driver.fail_after = 3
     for kind in (ErrorKind.GENERATION, ErrorKind.OVERLOADED):
         driver.faults["bad"] = Failed(kind, "broken")
-        told = events(http, RESPONSES, {"model": "bad", "input": "a"})
-        assert told[-1]["type"] == "response.failed"
-        for event in told:
+        logprobs = events(http, RESPONSES, {"model": "bad", "input": "a"})
+        assert logprobs[-1]["type"] == "response.failed"
+        for event in logprobs:
             EVENTS[RESPONSES].validate_python(event)
 
 
@@ -137,7 +137,7 @@ def test_models_embeddings_and_errors(http: httpx.Client) -> None:
         reply = http.post("/v1/embeddings", json=body).json()
         if form == "float":
             CreateEmbeddingResponse.model_validate(reply)
-        else:  # The client itself turns them into numbers.
+        else:  # The client itself converts them to numbers.
             assert {*reply["data"][0]} == {*Embedding.model_fields}
     for path in (COMPLETIONS, CHAT, RESPONSES, "/v1/embeddings", "/v1/nowhere"):
         error = http.post(path, json={}).json()["error"]

@@ -155,5 +155,5 @@ def test_the_page_shows_it(server: Server, tmp_path: Path) -> None:
             "[...document.querySelectorAll('.opblock-summary-path')].map((one) => one.dataset.path)"
         )
         assert set(shown) == {route.partition(" ")[2] for route in operations()}
-        assert all(asked.startswith((server.url, "data:")) for asked in browser.asked)
+        assert all(asked.startswith((server.url, "data:")) for asked in browser.requested)
         assert browser.complaints == []

@@ -110,7 +110,7 @@ def test_a_key_opens_its_adapters_and_the_base_model(
     assert bool(guarded.driver.requests) == allowed
     if not allowed:
         assert reply.json()["error"]["code"] == "forbidden"
-        assert len(guarded.mailbox) == 0
+        assert len(guarded.inboxes) == 0
     assert http.post("/generate", json={"inputs": "a", "parameters": native},
                      headers=_bearer("all")).status_code == 200  # fmt: skip
 

@@ -14,25 +14,25 @@ from tests.deployments.ingress.conftest import PATIENCE, Clock, Server
 
 
 class Controller:
-    """Tells how many replicas there are, or breaks; asked from threads."""
+    """Returns the number of replicas, or fails; called from threads."""
 
     def __init__(self) -> None:
         self.replicas: int | None = 1
         self.times = 0
-        self.asked = threading.Condition()
+        self.called = threading.Condition()
 
     def __call__(self) -> int:
-        with self.asked:
+        with self.called:
             self.times += 1
-            self.asked.notify_all()
+            self.called.notify_all()
             if self.replicas is None:
-                raise ConnectionError("nobody is there")
+                raise ConnectionError("it is gone")
             return self.replicas
 
     def wait(self, times: int) -> None:
-        """Until it was asked so often."""
-        with self.asked:
-            assert self.asked.wait_for(lambda: self.times >= times, timeout=PATIENCE)
+        """Wait until it was called so often."""
+        with self.called:
+            assert self.called.wait_for(lambda: self.times >= times, timeout=PATIENCE)
 
 
 def test_the_number_is_updated() -> None:
@@ -43,9 +43,9 @@ def test_the_number_is_updated() -> None:
         peers = ReplicaCount(controller, seconds=0.001)
         async with peers.watched():
             for truth in (3, None, 0, 2):
-                with controller.asked:
+                with controller.called:
                     controller.replicas, so_far = truth, controller.times
-                # Whoever asks for the third time has kept what it was told the second time.
+                # At the third call the result of the second one is stored.
                 await asyncio.to_thread(controller.wait, so_far + 3)
                 seen.append(peers.count())
         return seen

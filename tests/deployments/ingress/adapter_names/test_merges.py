@@ -1,4 +1,4 @@
-"""`merged_adapters` on every route that generates or embeds: what the driver is asked."""
+"""`merged_adapters` on every route that generates or embeds."""
 
 from typing import Any
 

@@ -88,7 +88,7 @@ def test_names_are_read_as_in_requests(
     http: httpx.Client, replicas: Replicas, body: dict[str, str], reference: AdapterReference
 ) -> None:
     ok(http.post("/v1/adapters", json=body))
-    assert replicas.asked[-1] == LoadAdapter(reference)
+    assert replicas.commands[-1] == LoadAdapter(reference)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_invalid_names_are_refused(
     reply = http.post("/v1/adapters", json=body)
     assert reply.status_code == 400
     assert message in reply.json()["error"]["message"]
-    assert replicas.asked == []
+    assert replicas.commands == []
 
 
 def test_pin_unpin_and_unload(http: httpx.Client, replicas: Replicas) -> None:
@@ -118,7 +118,7 @@ def test_pin_unpin_and_unload(http: httpx.Client, replicas: Replicas) -> None:
     assert ok(http.delete("/v1/adapters/sub/pirate@v1"))["state"] == "disk"
     reference = AdapterReference(AdapterSource.LOCAL, "sub/pirate", "v1")
     commands = [PinAdapter(reference), UnpinAdapter(reference), UnloadAdapter(reference)]
-    assert replicas.asked[1:] == commands
+    assert replicas.commands[1:] == commands
 
 
 def test_unknown_adapters(http: httpx.Client, replicas: Replicas) -> None:
@@ -163,7 +163,7 @@ def test_the_target_of_a_name_may_be_a_reference_but_not_the_base_model(
 ) -> None:
     body = {"lora_name": "sql", "lora_path": "hub:org/sql@v3"}
     assert http.post("/v1/load_lora_adapter", json=body).is_success
-    [*_, command] = replicas.asked
+    [*_, command] = replicas.commands
     assert isinstance(command, NameAdapter)
     assert command.target == AdapterReference(AdapterSource.HUB, "org/sql", "v3")
     outside = {"lora_name": "passwords", "lora_path": "/etc"}
@@ -195,9 +195,9 @@ def test_only_the_admin_key_opens_these_routes(
     assert ask({}) == 401
     assert ask({"authorization": "Bearer wrong"}) == 401
     assert ask({"authorization": "Bearer user"}) == 403
-    assert server.driver.replicas.asked == []
+    assert server.driver.replicas.commands == []
     assert ask(ADMIN) in (200, 404)
-    assert server.driver.replicas.asked
+    assert server.driver.replicas.commands
 
 
 ROUTES: list[tuple[str, str, dict[str, object] | None]] = [
@@ -227,7 +227,7 @@ def test_without_keys_only_loopback_or_the_config_opens_them(
         if not is_open:
             for remedy in ("api.admin_key", "api.admin: open", "http_options.host"):
                 assert remedy in reply.json()["error"]["message"]
-    assert bool(server.driver.replicas.asked) == is_open
+    assert bool(server.driver.replicas.commands) == is_open
 
 
 def test_an_admin_key_closes_them_on_loopback_too(http: httpx.Client, server: Server) -> None:

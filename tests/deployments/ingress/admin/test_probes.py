@@ -90,7 +90,7 @@ def test_requests_of_clients_that_left_are_counted(
         assert driver.arrived.wait(PATIENCE)
         assert tokens == 0 or b"200 OK" in connection.recv(4096)
     assert driver.cancelled.wait(PATIENCE)
-    for _ in range(100):  # it is counted a few turns of the server's loop later
+    for _ in range(100):  # The server counts it a bit later.
         if found := values(http).get('lorax_request_failure{err="dropped"}'):
             break
     assert found == 1
@@ -108,9 +108,9 @@ def test_metrics_as_json(http: httpx.Client) -> None:
 def test_the_number_of_adapter_labels_is_limited() -> None:
     metrics = RequestMetrics()
     record = RequestRecord(1.0, 0.1, 0.1, 0.8, 0.1, 0.2, 3, 10, 8)
-    for place in range(MAX_ADAPTERS + 50):
-        metrics.succeeded(f'a{place}\n"', record)
-        metrics.failed("generation", f"never{place}")
+    for number in range(MAX_ADAPTERS + 50):
+        metrics.succeeded(f'a{number}\n"', record)
+        metrics.failed("generation", f"never{number}")
     text = metrics.text().decode()
     assert text.count("lorax_request_success{") == MAX_ADAPTERS + 1
     assert 'lorax_request_success{adapter="other"} 50.0' in text

@@ -75,7 +75,7 @@ def test_templates_are_cached_and_fetched_with_the_callers_token(
 
 
 def test_a_template_is_cached_for_its_caller_only(http: httpx.Client, driver: FakeDriver) -> None:
-    """Another token may not read a private adapter: the driver says so, each time."""
+    """Another token may not read a private adapter; the driver refuses it each time."""
     driver.templates["org/private"] = SHOUT
     assert chat(http, "org/private", api_token="hf_mine").status_code == 200
     driver.templates["org/private"] = Failed(ErrorKind.ADAPTER_NOT_FOUND, "not here")

@@ -1,4 +1,4 @@
-"""Queues before a process: fair, bounded, and nobody's when a client has left."""
+"""The queue of a rendering process: fair, bounded, and safe when clients leave."""
 
 import asyncio
 

@@ -19,7 +19,7 @@ from tests.deployments.ingress.conftest import Clock
 
 GOOD = "{{ messages[0].content }}"
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-# As many turns as the message has characters.
+# As many iterations as the message has characters.
 BY_LENGTH = (
     "{% for a in range(messages[0].content | length) %}{% for b in range(9999) %}{% endfor %}"
     "{% endfor %}done"
@@ -40,11 +40,11 @@ def play(story: Story, **limits: float) -> None:
     asyncio.run(whole())
 
 
-async def told(renderer: Renderer, text: str, content: str = "hello", name: str = "it") -> str:
-    """The prompt, or why there is none."""
-    asked = packed(Conversation([{"role": "user", "content": content}]))
+async def outcome(renderer: Renderer, text: str, content: str = "hello", name: str = "it") -> str:
+    """The prompt, or the error."""
+    conversation = packed(Conversation([{"role": "user", "content": content}]))
     try:
-        return await renderer.render(name, TemplateSource(text), asked)
+        return await renderer.render(name, TemplateSource(text), conversation)
     except RequestError as error:
         return f"{error.kind.value}: {error.message}"
 
@@ -76,14 +76,14 @@ def test_bad_templates_affect_no_others() -> None:
     }
 
     async def story(renderer: Renderer, clock: Clock) -> None:
-        assert await told(renderer, GOOD) == "hello"
+        assert await outcome(renderer, GOOD) == "hello"
         for text, words in bad.items():
-            answer = await told(renderer, text, name="adapter 'x'")
+            answer = await outcome(renderer, text, name="adapter 'x'")
             assert answer.startswith("validation: ")
             assert words in answer
             assert "adapter 'x'" in answer
             assert len(answer) < 1000
-            assert await told(renderer, GOOD) == "hello"
+            assert await outcome(renderer, GOOD) == "hello"
         # None of them has cost the process that renders.
         assert renderer._quick.worker.process is not None
         assert renderer._quick.worker.process.returncode is None
@@ -97,7 +97,7 @@ def test_an_endless_template_delays_no_others(monkeypatch: pytest.MonkeyPatch) -
     done: list[str] = []
 
     async def chat(renderer: Renderer, text: str) -> None:
-        done.append(await told(renderer, text))
+        done.append(await outcome(renderer, text))
 
     async def story(renderer: Renderer, clock: Clock) -> None:
         endless = [asyncio.ensure_future(chat(renderer, LOOPS)) for _ in range(12)]
@@ -117,16 +117,16 @@ def test_slow_conversations_are_refused_for_a_while(monkeypatch: pytest.MonkeyPa
 
     async def story(renderer: Renderer, clock: Clock) -> None:
         for _ in range(3):
-            assert "took over 0.5 s" in await told(renderer, BY_LENGTH, "x" * 90_000)
+            assert "took over 0.5 s" in await outcome(renderer, BY_LENGTH, "x" * 90_000)
         assert limits == [0.25, 0.5]
         # Shorter chats are served all the while, in the line of those that are slow.
-        assert await told(renderer, BY_LENGTH, "x") == "done"
+        assert await outcome(renderer, BY_LENGTH, "x") == "done"
         assert limits[2:] == [0.5]
         clock.now += 60
-        assert "took over 0.5 s" in await told(renderer, BY_LENGTH, "x" * 90_000)
+        assert "took over 0.5 s" in await outcome(renderer, BY_LENGTH, "x" * 90_000)
         assert limits[3:] == [0.5]
         clock.now += 600
-        assert await told(renderer, BY_LENGTH, "x") == "done"
+        assert await outcome(renderer, BY_LENGTH, "x") == "done"
         assert limits[4:] == [0.25]
 
     play(story, longest_s=0.5)
@@ -134,17 +134,17 @@ def test_slow_conversations_are_refused_for_a_while(monkeypatch: pytest.MonkeyPa
 
 def test_the_models_template_waits_for_no_other() -> None:
     async def story(renderer: Renderer, clock: Clock) -> None:
-        assert await told(renderer, GOOD) == "hello"
+        assert await outcome(renderer, GOOD) == "hello"
         assert renderer._quick.worker.process is not None
         renderer._quick.worker.process.send_signal(signal.SIGSTOP)
-        waiting = asyncio.ensure_future(told(renderer, GOOD))
-        asked = packed(Conversation([{"role": "user", "content": "mine"}]))
-        assert await renderer.render_own(TemplateSource(GOOD), asked) == "mine"
+        waiting = asyncio.ensure_future(outcome(renderer, GOOD))
+        conversation = packed(Conversation([{"role": "user", "content": "mine"}]))
+        assert await renderer.render_own(TemplateSource(GOOD), conversation) == "mine"
         assert not waiting.done()
         renderer._quick.worker.process.send_signal(signal.SIGCONT)
         assert await waiting == "hello"
         with pytest.raises(RequestError, match=r"of the model took over 0\.5 s"):
-            await renderer.render_own(TemplateSource(LOOPS), asked)
+            await renderer.render_own(TemplateSource(LOOPS), conversation)
 
     play(story, longest_s=0.5)
 
@@ -153,10 +153,10 @@ def test_a_paused_process_does_not_count_as_slow() -> None:
     """What is counted is computing: a process that was stopped has used none of its time."""
 
     async def story(renderer: Renderer, clock: Clock) -> None:
-        assert await told(renderer, GOOD) == "hello"
+        assert await outcome(renderer, GOOD) == "hello"
         assert renderer._quick.worker.process is not None
         renderer._quick.worker.process.send_signal(signal.SIGSTOP)
-        rendering = asyncio.ensure_future(told(renderer, GOOD))
+        rendering = asyncio.ensure_future(outcome(renderer, GOOD))
         await asyncio.sleep(0.3)
         renderer._quick.worker.process.send_signal(signal.SIGCONT)
         assert await rendering == "hello"
@@ -166,11 +166,11 @@ def test_a_paused_process_does_not_count_as_slow() -> None:
 
 def test_a_client_that_leaves_does_not_mix_up_the_next_answer() -> None:
     async def story(renderer: Renderer, clock: Clock) -> None:
-        first = asyncio.ensure_future(told(renderer, "{{ 'first' }}"))
+        first = asyncio.ensure_future(outcome(renderer, "{{ 'first' }}"))
         for _ in range(3):
             await asyncio.sleep(0)
         first.cancel()
-        assert await told(renderer, "{{ 'second' }}") == "second"
+        assert await outcome(renderer, "{{ 'second' }}") == "second"
 
     play(story)
 
@@ -178,7 +178,7 @@ def test_a_client_that_leaves_does_not_mix_up_the_next_answer() -> None:
 def test_a_process_that_cannot_start_is_a_503() -> None:
     async def story(renderer: Renderer, clock: Clock) -> None:
         renderer._quick = RenderLane(1.0, max_each=1, max_all=1, command=("/nowhere/python",))
-        assert (await told(renderer, GOOD)).startswith(ErrorKind.UNAVAILABLE.value)
+        assert (await outcome(renderer, GOOD)).startswith(ErrorKind.UNAVAILABLE.value)
 
     play(story)
 
@@ -186,10 +186,10 @@ def test_a_process_that_cannot_start_is_a_503() -> None:
 @pytest.mark.parametrize("value", [10**30, -(10**30), "\ud800", 1.5, [{"a": True}]])
 def test_unusual_values_reach_the_template_unchanged(value: Any) -> None:
     async def story(renderer: Renderer, clock: Clock) -> None:
-        asked = packed(Conversation([{"role": "user", "x": value}], {"sent": value}))
+        conversation = packed(Conversation([{"role": "user", "x": value}], {"sent": value}))
         source = TemplateSource(
             "{{ messages[0].x == sent }} {{ sent | tojson(ensure_ascii=True) }}"
         )
-        assert await renderer.render("it", source, asked) == f"True {json.dumps(value)}"
+        assert await renderer.render("it", source, conversation) == f"True {json.dumps(value)}"
 
     play(story)

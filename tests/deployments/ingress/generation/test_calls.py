@@ -42,8 +42,8 @@ DONE = Finished(FinishReason.LENGTH)
 class Scripted:
     """A driver that sends one frame, then waits for `finish` if it is to, then ends."""
 
-    def __init__(self, mailbox: RequestInboxes, framed: int, endings: list[Ending]) -> None:
-        self._mailbox = mailbox
+    def __init__(self, inboxes: RequestInboxes, framed: int, endings: list[Ending]) -> None:
+        self._inboxes = inboxes
         self._framed = framed
         self._endings = endings
         self.waits = False
@@ -53,7 +53,7 @@ class Scripted:
 
     async def generate(self, request: GenerateRequest, reply_to: ReplyAddress) -> Completion:
         runs = [TokenRun(request.id, i, 0, IDS[: self._framed]) for i in range(len(self._endings))]
-        self._mailbox.deliver(TokenFrame(runs))
+        self._inboxes.deliver(TokenFrame(runs))
         if self.waits:
             await self._finished.wait()
         return Completion([SequenceOutcome(list(IDS), ending) for ending in self._endings])
@@ -86,11 +86,11 @@ def _seen(
     stops: list[str],
     arrange: Callable[[Scripted], None] = lambda driver: None,
 ) -> tuple[list[Event], list[tuple[int, int]]]:
-    """All events of one call, and what the driver was told."""
+    """All events of one call, and the reported stop strings."""
 
     async def story() -> tuple[list[Event], list[tuple[int, int]]]:
-        mailbox = RequestInboxes()
-        driver = Scripted(mailbox, framed, endings)
+        inboxes = RequestInboxes()
+        driver = Scripted(inboxes, framed, endings)
         arrange(driver)
         sequence = SequenceRequest([1], Sampling(), Stopping(100))
         request = GenerateRequest("r", [sequence] * len(endings))
@@ -98,9 +98,9 @@ def _seen(
             DetokenizerState(TEXT.stream(), StopStrings(stops, keep=False), per_token=True)
             for _ in endings
         ]
-        async with EngineCall(driver, mailbox, ReplyAddress("h", 1, "s"), request) as call:
+        async with EngineCall(driver, inboxes, ReplyAddress("h", 1, "s"), request) as call:
             seen = [event async for batch in events(call, transcripts) for event in batch]
-        assert len(mailbox) == 0
+        assert len(inboxes) == 0
         return seen, driver.finishes
 
     return asyncio.run(story())
@@ -120,15 +120,15 @@ def test_frames_and_completion_make_one_text() -> None:
 
 def test_a_started_call_that_is_never_entered_is_cancelled() -> None:
     async def story() -> None:
-        mailbox = RequestInboxes()
-        driver = Scripted(mailbox, 0, [DONE])
+        inboxes = RequestInboxes()
+        driver = Scripted(inboxes, 0, [DONE])
         driver.waits = True
         request = GenerateRequest("r", [SequenceRequest([1], Sampling(), Stopping(100))])
-        call = EngineCall(driver, mailbox, ReplyAddress("h", 1, "s"), request)
+        call = EngineCall(driver, inboxes, ReplyAddress("h", 1, "s"), request)
         call.start()
         await asyncio.sleep(0)
         await call.close()
-        assert len(mailbox) == 0
+        assert len(inboxes) == 0
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(story())
@@ -199,14 +199,20 @@ def test_a_completion_that_does_not_fit_is_a_503(http: httpx.Client, server: Ser
 def test_many_requests_at_once_are_not_mixed_up(http: httpx.Client, server: Server) -> None:
     server.driver.link = Unreliable()
 
-    def ask(place: int) -> tuple[str, str]:
-        body = {"model": f"a{place % 3}", "prompt": f"p{place}", "temperature": 0, "stop": ["END"]}
+    def post_both(number: int) -> tuple[str, str]:
+        adapter, prompt = f"a{number % 3}", f"p{number}"
+        body = {
+            "model": adapter,
+            "prompt": prompt,
+            "temperature": 0,
+            "stop": ["END"],
+        }
         whole = http.post("/v1/completions", json={**body, "max_tokens": 60}).json()
-        parameters = {"adapter_id": f"a{place % 3}", "max_new_tokens": 60, "stop": ["END"]}
-        native = http.post("/generate", json={"inputs": f"p{place}", "parameters": parameters})
+        parameters = {"adapter_id": adapter, "max_new_tokens": 60, "stop": ["END"]}
+        native = http.post("/generate", json={"inputs": prompt, "parameters": parameters})
         return whole["choices"][0]["text"], native.json()["generated_text"]
 
     with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(ask, range(40)))
+        answers = list(pool.map(post_both, range(40)))
     assert all(native.removesuffix("END") == text for text, native in answers)
     assert len(set(answers)) > 5

@@ -69,10 +69,12 @@ def test_a_whole_reply_that_is_ended_is_a_503(server: Server) -> None:
     server.driver.hold_after = 0
     with ThreadPoolExecutor(1) as pool:
         body = {"model": "tiny", "prompt": "a"}
-        asked = pool.submit(httpx.post, f"{server.url}/v1/completions", json=body, timeout=PATIENCE)
+        future = pool.submit(
+            httpx.post, f"{server.url}/v1/completions", json=body, timeout=PATIENCE
+        )
         assert server.driver.arrived.wait(PATIENCE)
         drained(server, app, 0.0).result(PATIENCE)
-        reply = asked.result(PATIENCE)
+        reply = future.result(PATIENCE)
     assert reply.status_code == 503
     assert reply.headers["retry-after"] == "1"
 

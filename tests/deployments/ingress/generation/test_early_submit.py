@@ -16,7 +16,7 @@ from deployments.ingress.http.errors import RequestError
 from tests.deployments.driver.routing.stories import PATIENCE_S
 
 HERE = ReplyAddress("h", 1, "hush")
-ASKED, ANSWER = GenerateRequest("r", []), Completion([])
+REQUEST, COMPLETION = GenerateRequest("r", []), Completion([])
 
 
 class Receiver:
@@ -27,7 +27,7 @@ class Receiver:
         self.sent: list[str] = []
 
     def submit_early(self, replica: str, request: GenerateRequest) -> bool:
-        assert request is ASKED
+        assert request is REQUEST
         if replica in self.away:
             return False
         self.sent.append(f"{replica} begins")
@@ -54,11 +54,11 @@ class Response:
 class Handle:
     """A deployment's handle: Serve chooses these replicas one after the other, then answers so."""
 
-    def __init__(self, *chosen: str, answer: Completion | Exception = ANSWER) -> None:
-        self.chosen = chosen
+    def __init__(self, *selected: str, answer: Completion | Exception = COMPLETION) -> None:
+        self.selected = selected
         self.answer = answer
         self.free = asyncio.Event()
-        self.is_told = asyncio.Event()
+        self.replica_reported = asyncio.Event()
         self.free.set()
 
     @property
@@ -66,14 +66,14 @@ class Handle:
         return self
 
     def remote(self, request: GenerateRequest, reply_to: ReplyAddress) -> Response:
-        assert (request, reply_to) == (ASKED, HERE)
+        assert (request, reply_to) == (REQUEST, HERE)
         return Response(asyncio.create_task(self._serve()))
 
     async def _serve(self) -> Completion:
-        for replica in self.chosen:
+        for replica in self.selected:
             await asyncio.sleep(0)
             replica_selected(replica)
-        self.is_told.set()
+        self.replica_reported.set()
         await self.free.wait()
         if isinstance(self.answer, Exception):
             raise self.answer
@@ -85,12 +85,12 @@ def play(story: Callable[[], Awaitable[None]]) -> None:
 
 
 def driver_of(handle: Any, receiver: Any) -> HandleDriver:
-    ledger: Any = None
-    return HandleDriver(handle, receiver, ledger)
+    store: Any = None
+    return HandleDriver(handle, receiver, store)
 
 
 @pytest.mark.parametrize(
-    ("chosen", "sent"),
+    ("selected", "sent"),
     [
         ("", []),
         ("a", ["a begins"]),
@@ -101,10 +101,10 @@ def driver_of(handle: Any, receiver: Any) -> HandleDriver:
         ("xa", ["a begins"]),
     ],
 )
-def test_the_last_selected_replica_keeps_the_early_submit(chosen: str, sent: list[str]) -> None:
+def test_the_last_selected_replica_keeps_the_early_submit(selected: str, sent: list[str]) -> None:
     async def story() -> None:
         receiver = Receiver("x")
-        assert await driver_of(Handle(*chosen), receiver).generate(ASKED, HERE) is ANSWER
+        assert await driver_of(Handle(*selected), receiver).generate(REQUEST, HERE) is COMPLETION
         assert receiver.sent == sent
 
     play(story)
@@ -122,7 +122,7 @@ def test_a_failed_call_withdraws_its_early_submit(fault: Exception, seen: type[E
     async def story() -> None:
         receiver = Receiver()
         with pytest.raises(seen):
-            await driver_of(Handle("a", answer=fault), receiver).generate(ASKED, HERE)
+            await driver_of(Handle("a", answer=fault), receiver).generate(REQUEST, HERE)
         assert receiver.sent == ["a begins", "a ends"]
 
     play(story)
@@ -132,8 +132,8 @@ def test_a_client_that_leaves_withdraws_its_early_submit() -> None:
     async def story() -> None:
         receiver, handle = Receiver(), Handle("a")
         handle.free.clear()
-        call = asyncio.create_task(driver_of(handle, receiver).generate(ASKED, HERE))
-        await handle.is_told.wait()
+        call = asyncio.create_task(driver_of(handle, receiver).generate(REQUEST, HERE))
+        await handle.replica_reported.wait()
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
@@ -145,37 +145,37 @@ def test_a_client_that_leaves_withdraws_its_early_submit() -> None:
 def test_no_early_submit_from_another_event_loop_or_after_the_call() -> None:
     async def story() -> None:
         receiver = Receiver()
-        told: list[Callable[[str], None]] = []
+        reported: list[Callable[[str], None]] = []
 
         class Elsewhere(Handle):
             async def _serve(self) -> Completion:
-                async def chosen() -> None:
+                async def selected() -> None:
                     replica_selected("a")
 
                 loop = asyncio.new_event_loop()
-                await asyncio.to_thread(loop.run_until_complete, chosen())
+                await asyncio.to_thread(loop.run_until_complete, selected())
                 loop.close()
-                return ANSWER
+                return COMPLETION
 
         class Late(Handle):
             async def _serve(self) -> Completion:
-                chosen = _listener.get()
-                assert chosen is not None
-                told.append(chosen)
-                return ANSWER
+                selected = _listener.get()
+                assert selected is not None
+                reported.append(selected)
+                return COMPLETION
 
-        assert await driver_of(Elsewhere(), receiver).generate(ASKED, HERE) is ANSWER
-        assert await driver_of(Late(), receiver).generate(ASKED, HERE) is ANSWER
-        told[0]("a")
+        assert await driver_of(Elsewhere(), receiver).generate(REQUEST, HERE) is COMPLETION
+        assert await driver_of(Late(), receiver).generate(REQUEST, HERE) is COMPLETION
+        reported[0]("a")
         assert receiver.sent == []
 
     play(story)
 
 
 def test_selections_outside_of_a_call_are_not_reported() -> None:
-    told: list[str] = []
+    reported: list[str] = []
     replica_selected("nobody asked")
-    with replica_listener(told.append):
+    with replica_listener(reported.append):
         replica_selected("a")
         with replica_listener(lambda replica: None):
             replica_selected("b")
@@ -183,4 +183,4 @@ def test_selections_outside_of_a_call_are_not_reported() -> None:
         other.start()
         other.join()
     replica_selected("d")
-    assert told == ["a"]
+    assert reported == ["a"]

@@ -75,9 +75,9 @@ def test_any_frames_and_the_completion_give_each_token_once(
     async def story() -> tuple[list[int], list[float]]:
         inbox = RequestInbox(1)
         updates: list[SequenceUpdate] = []
-        for place, (start, length) in enumerate(cuts):
+        for cut_index, (start, length) in enumerate(cuts):
             inbox.deliver(_run_of(tokens[start : start + length], start))
-            if place < len(taken) and taken[place]:
+            if cut_index < len(taken) and taken[cut_index]:
                 updates += await _take_at_once(inbox)
         inbox.complete(_completion(tokens))
         updates += await inbox.take()
@@ -142,16 +142,16 @@ def test_a_failed_call_raises_for_the_reader() -> None:
 
 def test_unknown_requests_and_invalid_runs_are_ignored() -> None:
     async def story() -> None:
-        mailbox = RequestInboxes()
-        inbox = mailbox.open("r", 1)
-        mailbox.open("silent", 1, listen=False)
+        inboxes = RequestInboxes()
+        inbox = inboxes.open("r", 1)
+        inboxes.open("silent", 1, listen=False)
         stranger = TokenRun("gone", 0, 0, [1])
-        mailbox.deliver(TokenFrame([stranger, _run_of([9], 0, index=7), _run_of([1], 0)]))
+        inboxes.deliver(TokenFrame([stranger, _run_of([9], 0, index=7), _run_of([1], 0)]))
         [update] = await inbox.take()
         assert (update.index, update.tokens) == (0, [1])
-        assert len(mailbox) == 1
-        mailbox.close("r")
-        mailbox.close("r")
-        assert len(mailbox) == 0
+        assert len(inboxes) == 1
+        inboxes.close("r")
+        inboxes.close("r")
+        assert len(inboxes) == 0
 
     run(story())

@@ -1,4 +1,4 @@
-"""What clients are told about their prompts' own tokens, in each dialect."""
+"""Logprobs of prompts in replies, in each dialect."""
 
 from typing import Any
 
@@ -24,8 +24,8 @@ def values(ids: list[int]) -> list[float | None]:
     return [None, *(token_logprobs(id, 0).logprob for id in ids[1:])]
 
 
-def asked(driver: FakeDriver) -> list[int]:
-    """What each sequence of the last request asks about its prompt."""
+def requested_alternatives(driver: FakeDriver) -> list[int]:
+    """The requested alternatives of prompt tokens, for each sequence of the last request."""
     return [each.sampling.prompt_logprobs for each in driver.requests[-1].sequences]
 
 
@@ -35,21 +35,21 @@ def test_lorax_details_contain_the_prefill(
     body = {"inputs": PROMPTS[1], "parameters": {"decoder_input_details": True, "seed": 1}}
     details = http.post("/generate", json=body).json()["details"]
     ids = driver.requests[-1].sequences[0].prompt
-    assert asked(driver) == [0]
+    assert requested_alternatives(driver) == [0]
     assert [token["id"] for token in details["prefill"]] == ids
     assert [token["logprob"] for token in details["prefill"]] == values(ids)
     assert [token["text"] for token in details["prefill"]] == [text.token_text(id) for id in ids]
     assert details["tokens"], "it asks for details by itself"
-    told: Any = {"details": True}
-    reply = http.post("/generate", json={"inputs": "hello", "parameters": told}).json()
+    reported: Any = {"details": True}
+    reply = http.post("/generate", json={"inputs": "hello", "parameters": reported}).json()
     assert reply["details"]["prefill"] == []
-    assert asked(driver) == [-1]
+    assert requested_alternatives(driver) == [-1]
 
 
 def test_lorax_sequences_share_one_prefill(http: httpx.Client, driver: FakeDriver) -> None:
     given = {"decoder_input_details": True, "best_of": 2, "do_sample": True, "max_new_tokens": 5}
     reply = http.post("/generate", json={"inputs": "hello", "parameters": given}).json()
-    assert asked(driver) == [0, -1], "the prompt is read once"
+    assert requested_alternatives(driver) == [0, -1], "the prompt is read once"
     details = reply["details"]
     assert details["best_of_sequences"][0]["prefill"] == details["prefill"] != []
 
@@ -62,19 +62,19 @@ def test_echo_with_logprobs(
     known = [driver.tokenizer.encode(prompt).ids for prompt in PROMPTS]
     given: Any = known if as_ids else PROMPTS
     reply = post(http, COMPLETIONS, prompt=given, echo=True, logprobs=2, max_tokens=6, n=2, seed=4)
-    assert asked(driver) == [2, -1, 2, -1]
+    assert requested_alternatives(driver) == [2, -1, 2, -1]
     for index, choice in enumerate(reply["choices"]):
-        ids, told = known[index // 2], choice["logprobs"]
+        ids, reported = known[index // 2], choice["logprobs"]
         answer = driver.answer(driver.requests[-1].sequences[index], None)
         assert choice["text"] == PROMPTS[index // 2] + spoken(driver, index)
-        assert told["token_logprobs"][: len(ids)] == values(ids)
-        assert told["top_logprobs"][0] is None
-        assert all(len(top) == 2 for top in told["top_logprobs"][1:])
-        assert len(told["tokens"]) == len(told["text_offset"]) == len(ids) + len(answer)
-        offsets = told["text_offset"]
+        assert reported["token_logprobs"][: len(ids)] == values(ids)
+        assert reported["top_logprobs"][0] is None
+        assert all(len(top) == 2 for top in reported["top_logprobs"][1:])
+        assert len(reported["tokens"]) == len(reported["text_offset"]) == len(ids) + len(answer)
+        offsets = reported["text_offset"]
         assert offsets == sorted(offsets)
         assert offsets[len(ids)] == len(PROMPTS[index // 2])
-        for token, offset in zip(told["tokens"], offsets, strict=True):
+        for token, offset in zip(reported["tokens"], offsets, strict=True):
             if not token.startswith("bytes:") and token != "<s>":
                 assert choice["text"].startswith(token, offset), (token, offset)
 
@@ -83,7 +83,7 @@ def test_echo_alone_needs_no_prompt_logprobs(http: httpx.Client, driver: FakeDri
     reply = post(http, COMPLETIONS, prompt="hello", echo=True, max_tokens=0)
     assert reply["choices"][0]["text"] == "hello"
     assert reply["choices"][0]["logprobs"] is None
-    assert asked(driver) == [-1]
+    assert requested_alternatives(driver) == [-1]
 
 
 def test_scoring_without_generating(http: httpx.Client, driver: FakeDriver) -> None:
@@ -108,10 +108,10 @@ def test_max_tokens_0_needs_echo_or_prompt_logprobs(http: httpx.Client, driver: 
 def test_the_form_of_vllm(http: httpx.Client, driver: FakeDriver, text: ModelTokenizer) -> None:
     reply = post(http, COMPLETIONS, prompt=PROMPTS, prompt_logprobs=2, max_tokens=3)
     for choice, sequence in zip(reply["choices"], driver.requests[-1].sequences, strict=True):
-        first, *told = choice["prompt_logprobs"]
+        first, *reported = choice["prompt_logprobs"]
         assert first is None
         assert choice["logprobs"] is None
-        for id, entries in zip(sequence.prompt[1:], told, strict=True):
+        for id, entries in zip(sequence.prompt[1:], reported, strict=True):
             found = token_logprobs(id, 2)
             assert list(entries) == [str(top) for top in found.top_ids]
             own = entries[str(id)]
@@ -151,6 +151,6 @@ def test_openais_client_reads_an_echo(server: Server, driver: FakeDriver) -> Non
         reply = client.completions.create(
             model="tiny", prompt="hello", echo=True, logprobs=1, max_tokens=0
         )
-    told = reply.choices[0].logprobs
-    assert told is not None
-    assert told.token_logprobs == values(driver.requests[-1].sequences[0].prompt)
+    reported = reply.choices[0].logprobs
+    assert reported is not None
+    assert reported.token_logprobs == values(driver.requests[-1].sequences[0].prompt)

@@ -56,10 +56,10 @@ def test_a_cancelled_request_task_cancels_the_driver(tmp_path: Any) -> None:
     async def story() -> None:
         tokenizer = write_tokenizer(tmp_path)
         driver = FakeDriver(engine_info(tmp_path, tokenizer), tokenizer)
-        mailbox = RequestInboxes()
-        driver.deliver = mailbox.deliver
+        inboxes = RequestInboxes()
+        driver.deliver = inboxes.deliver
         driver.hold_after = 2
-        app = build_app(driver, mailbox, lambda: ReplyAddress("h", 1, "hush"), IngressSettings())
+        app = build_app(driver, inboxes, lambda: ReplyAddress("h", 1, "hush"), IngressSettings())
         sent: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         body = json.dumps({"model": "tiny", "prompt": "a", "stream": True}).encode()
         messages = [{"type": "http.request", "body": body, "more_body": False}]
@@ -75,7 +75,7 @@ def test_a_cancelled_request_task_cancels_the_driver(tmp_path: Any) -> None:
         with pytest.raises(asyncio.CancelledError):
             await request
         assert driver.cancelled.is_set()
-        assert len(mailbox) == 0
+        assert len(inboxes) == 0
 
     asyncio.run(story())
 
@@ -113,7 +113,7 @@ def test_work_ends_with_its_result_or_its_client() -> None:
 
 @pytest.mark.parametrize("breaks", [False, True])
 def test_waiting_leaves_the_work_alone(breaks: bool) -> None:
-    """It ends with the time or with the client; what becomes of the work is said elsewhere."""
+    """It ends after the time or when the client leaves, and does not cancel the work."""
 
     async def receive() -> Any:
         if breaks:
@@ -143,8 +143,8 @@ def test_a_client_that_leaves_at_once_leaves_no_task(tmp_path: Any) -> None:
         tokenizer = write_tokenizer(tmp_path)
         driver = FakeDriver(engine_info(tmp_path, tokenizer), tokenizer)
         driver.hold_after = 0
-        mailbox = RequestInboxes()
-        app = build_app(driver, mailbox, lambda: ReplyAddress("h", 1, "hush"), IngressSettings())
+        inboxes = RequestInboxes()
+        app = build_app(driver, inboxes, lambda: ReplyAddress("h", 1, "hush"), IngressSettings())
         body = json.dumps({"model": "tiny", "prompt": "a", "stream": True}).encode()
         messages: list[dict[str, Any]] = [
             {"type": "http.disconnect"},
@@ -158,7 +158,7 @@ def test_a_client_that_leaves_at_once_leaves_no_task(tmp_path: Any) -> None:
             pass
 
         await app(_completions(), receive, send)
-        assert len(mailbox) == 0
+        assert len(inboxes) == 0
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(story())

@@ -71,19 +71,19 @@ def _answer(server: Server, request: bytes, leaves: bool = False) -> list[int]:
         if leaves:
             with contextlib.suppress(OSError):  # the server may have hung up before
                 connection.shutdown(socket.SHUT_WR)
-        told = b""
+        received = b""
         try:
             while part := connection.recv(65536):
-                told += part
+                received += part
         except ConnectionResetError:
             pass
-    return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d{3})", told)]
+    return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d{3})", received)]
 
 
 def _lives(server: Server) -> bool:
     body = {"inputs": "hello", "parameters": {"max_new_tokens": 3}}
     reply = httpx.post(f"{server.url}/generate", json=body, timeout=PATIENCE)
-    return reply.status_code == 200 and len(server.mailbox) == 0
+    return reply.status_code == 200 and len(server.inboxes) == 0
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -111,11 +111,13 @@ def test_heads(server: Server, path: str) -> None:
     )  # fmt: skip
     def send(headers: list[tuple[bytes, bytes]], length: int, query: bytes, method: str) -> None:
         body = b'{"inputs": "a", "parameters": {"max_new_tokens": 2}}'
-        told = length if length >= 0 else len(body)
+        announced = length if length >= 0 else len(body)
         lines = [f"{method} {path}?".encode() + query + b" HTTP/1.1", b"connection: close"]
         lines += [name + b": " + value for name, value in headers]
-        lines += [b"content-length: %d" % told, b"", body]
-        unfinished = told > len(body) or any(name == b"transfer-encoding" for name, _ in headers)
+        lines += [b"content-length: %d" % announced, b"", body]
+        unfinished = announced > len(body) or any(
+            name == b"transfer-encoding" for name, _ in headers
+        )
         statuses = _answer(server, b"\r\n".join(lines), leaves=unfinished)
         assert all(status < 500 for status in statuses)
 

@@ -16,7 +16,7 @@ BYTES = [b"\xff", b"\x80abc", "é".encode(), b"\xc3", b"\x7f"]
 
 
 def answered(headers: list[tuple[bytes, bytes]], path: str = "/v1/models") -> list[Message]:
-    """What goes back; nothing where the request is let through."""
+    """The messages sent; none if the request is passed on."""
     sent: list[Message] = []
 
     async def send(message: Message) -> None:

@@ -58,7 +58,7 @@ def test_a_late_failure_is_an_event(http: httpx.Client, hasty: FakeDriver) -> No
 
 
 def _released(http: httpx.Client, driver: FakeDriver) -> str:
-    """A stream whose driver goes on only when the client has a comment."""
+    """A stream with a driver that continues only when the client has received a comment."""
     path, body = STREAMS[1]
     with http.stream("POST", path, json=body) as reply:
         assert reply.status_code == 200

@@ -1,4 +1,4 @@
-"""What clients are told of bodies that cannot be read: the field as they wrote it, and why."""
+"""Errors for malformed bodies: the field as the client wrote it, and why."""
 
 import json
 import socket
@@ -68,13 +68,13 @@ def test_bodies_that_are_not_json_objects(http: httpx.Client, body: bytes, words
     reply = http.post("/generate", content=body, headers={"content-type": "application/json"})
     assert reply.status_code == 422
     wanted = f"Input validation error: {words}"
-    if "trailing" in words:  # newer Pythons say more
+    if "trailing" in words:  # Newer versions of Python have a longer message.
         wanted = wanted.partition(": Illegal")[0]
     assert reply.json()["error"].startswith(wanted)
 
 
 def test_brackets_cannot_hide_in_another_encoding(http: httpx.Client) -> None:
-    """In UTF-16 some letters hold the byte of a quotation mark, which turns text inside out."""
+    """In UTF-16 some letters contain the byte of a quotation mark."""
     deep = '{"inputs": "\u0122", "x": ' + "[" * 5000 + "]" * 5000 + "}"
     headers = {"content-type": "application/json"}
     reply = http.post("/generate", content=deep.encode("utf-16-le"), headers=headers)
@@ -99,11 +99,11 @@ def test_a_body_that_does_not_come(server: Server) -> None:
     head = b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
     with socket.create_connection((address.hostname, address.port), timeout=PATIENCE) as connection:
         connection.sendall(head + b'content-length: 100\r\n\r\n{"inputs')
-        told = b""
+        received = b""
         while part := connection.recv(65536):
-            told += part
-    assert told.startswith(b"HTTP/1.1 408")
-    assert b"the body did not come within 0.2 s" in told
+            received += part
+    assert received.startswith(b"HTTP/1.1 408")
+    assert b"the body did not come within 0.2 s" in received
 
 
 @pytest.mark.parametrize("path", ["/", "/health", "/ping", "/info", "/metrics", "/v1/models"])

@@ -1,4 +1,4 @@
-"""A driver that does not answer is asked once, not by every probe in turn."""
+"""A driver that does not reply is called once, not by every probe."""
 
 import asyncio
 
@@ -22,16 +22,16 @@ from deployments.ingress.http.errors import RequestError
 
 
 class SilentDriver:
-    """Counts how often it was asked; every question breaks."""
+    """Counts its calls; every call fails."""
 
     def __init__(self) -> None:
-        self.num_asked = 0
+        self.num_descriptions = 0
 
     async def generate(self, request: GenerateRequest, reply_to: ReplyAddress) -> Completion:
-        raise AssertionError("nobody should come so far")
+        raise AssertionError("no call should come so far")
 
     async def finish(self, request_id: str, index: int, at: int) -> None:
-        raise AssertionError("nobody should come so far")
+        raise AssertionError("no call should come so far")
 
     async def adapters(self, command: AdapterCommand) -> list[AdapterReport]:
         raise NotImplementedError
@@ -46,7 +46,7 @@ class SilentDriver:
         raise NotImplementedError
 
     async def describe(self) -> EngineInfo:
-        self.num_asked += 1
+        self.num_descriptions += 1
         await asyncio.sleep(0)
         raise ConnectionError("gone")
 
@@ -65,4 +65,4 @@ def test_probes_share_one_failed_description() -> None:
         return await asyncio.gather(*(probe() for _ in range(20)))
 
     assert asyncio.run(all_at_once()) == [ErrorKind.UNAVAILABLE] * 20
-    assert driver.num_asked == 1
+    assert driver.num_descriptions == 1

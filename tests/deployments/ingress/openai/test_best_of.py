@@ -15,8 +15,8 @@ from tests.fakes import FakeDriver, deaf, token_logprobs
 
 
 def outcome(*logprobs: float) -> SequenceOutcome:
-    told = [TokenLogprobs(value, [], []) for value in logprobs]
-    return SequenceOutcome([1] * len(told), Finished(FinishReason.LENGTH), told)
+    reported = [TokenLogprobs(value, [], []) for value in logprobs]
+    return SequenceOutcome([1] * len(reported), Finished(FinishReason.LENGTH), reported)
 
 
 def mean(driver: FakeDriver, index: int) -> float:
@@ -67,8 +67,8 @@ def test_lorax_replies_with_the_best_and_the_others_in_details(
 
 
 def test_openai_has_the_best_of_each_prompt(http: httpx.Client, driver: FakeDriver) -> None:
-    asked = {"prompt": ["fox", "dog"], "n": 2, "best_of": 5, "seed": 8, "max_tokens": 10}
-    reply = post(http, COMPLETIONS, **asked)
+    fields = {"prompt": ["fox", "dog"], "n": 2, "best_of": 5, "seed": 8, "max_tokens": 10}
+    reply = post(http, COMPLETIONS, **fields)
     for prompt in range(2):
         own = range(5 * prompt, 5 * prompt + 5)
         ranked = sorted(own, key=lambda index: -mean(driver, index))
@@ -80,7 +80,7 @@ def test_openai_has_the_best_of_each_prompt(http: httpx.Client, driver: FakeDriv
     sequences = driver.requests[-1].sequences
     prompts = len(sequences[0].prompt) + len(sequences[5].prompt)
     assert reply["usage"]["prompt_tokens"] == prompts
-    echoed = post(http, COMPLETIONS, **asked, echo=True)["choices"]
+    echoed = post(http, COMPLETIONS, **fields, echo=True)["choices"]
     assert [choice["text"][:3] for choice in echoed] == ["fox", "fox", "dog", "dog"]
 
 

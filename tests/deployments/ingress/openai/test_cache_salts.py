@@ -40,11 +40,11 @@ def configure(server: Server) -> None:
 
 
 def salt(
-    server: Server, http: httpx.Client, path: str, who: str | None = None, **fields: Any
+    server: Server, http: httpx.Client, path: str, api_key: str | None = None, **fields: Any
 ) -> bytes:
     """The salt of the request that reaches the driver."""
     server.driver.requests.clear()
-    headers = {} if who is None else {"authorization": f"Bearer {who}"}
+    headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
     reply = http.post(path, json={**ROUTES[path], **fields}, headers=headers)
     assert reply.status_code == 200, reply.text
     [request] = server.driver.requests
@@ -60,10 +60,11 @@ def test_without_keys_all_share(server: Server, http: httpx.Client, path: str) -
 def test_each_key_has_its_own_cache_unless_it_is_in_a_group(
     server: Server, http: httpx.Client, path: str
 ) -> None:
-    """No name of a key or a group stands for another one."""
+    """No name of a key equals that of a group."""
     configure(server)
     found = {
-        who: salt(server, http, path, who) for who in ("a", "b", "c", "d", "team", "e", "root")
+        api_key: salt(server, http, path, api_key)
+        for api_key in ("a", "b", "c", "d", "team", "e", "root")
     }
     assert found["c"] == found["d"]
     assert len(set(found.values())) == len(found) - 1
@@ -105,7 +106,7 @@ def test_invalid_salts_are_refused(
 
 @pytest.mark.parametrize("path", ROUTES)
 def test_downloads_are_charged_to_the_key(server: Server, http: httpx.Client, path: str) -> None:
-    """Or to nobody's, where it has none."""
+    """Without a key it is charged to no one."""
     salt(server, http, path)
     assert [request.payer for request in server.driver.requests] == [""]
     configure(server)

@@ -16,7 +16,7 @@ from tests.deployments.ingress.conftest import Server
 from tests.deployments.ingress.openai.openai_http import CHAT, HELLO, post, refused
 from tests.fakes import BOS, EOS, FakeDriver, write_tokenizer
 
-TOLD = (
+WITH_TOOLS = (
     "{{ bos_token }}{% if tools is not none %}<tools>{{ tools | tojson }}</tools>{% endif %}"
     "{% if documents is none %}no documents{% else %}{{ documents | tojson(indent=1) }}{% endif %}"
     "{{ thinking_mode }}{{ reasoning_effort }}"
@@ -90,8 +90,8 @@ def save(folder: Path, template: object) -> None:
 def expected(folder: Path, body: dict[str, Any], **others: Any) -> list[int]:
     """The ids of transformers for the same chat."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    asked = {"add_generation_prompt": not body.get("continue_final_message"), **body, **others}
-    ids = tokenizer.apply_chat_template(asked.pop("messages"), return_dict=False, **asked)
+    arguments = {"add_generation_prompt": not body.get("continue_final_message"), **body, **others}
+    ids = tokenizer.apply_chat_template(arguments.pop("messages"), return_dict=False, **arguments)
     return list(ids)
 
 
@@ -100,13 +100,13 @@ def prompt_of(driver: FakeDriver) -> list[int]:
 
 
 CASES: list[tuple[object, dict[str, Any]]] = [
-    (TOLD, {"messages": HELLO}),
-    (TOLD, {"messages": ANSWERED}),
-    (TOLD, {"messages": ANSWERED, "tools": TOOLS, "documents": DOCUMENTS}),
-    (TOLD, {"messages": HELLO, "documents": []}),
-    (TOLD, {"messages": HELLO, "reasoning_effort": "low"}),
-    (TOLD, {"messages": HELLO, "add_generation_prompt": False}),
-    (TOLD, {"messages": [{"role": "user", "content": "a", "zeta": 1, "alpha": {"b": None}}]}),
+    (WITH_TOOLS, {"messages": HELLO}),
+    (WITH_TOOLS, {"messages": ANSWERED}),
+    (WITH_TOOLS, {"messages": ANSWERED, "tools": TOOLS, "documents": DOCUMENTS}),
+    (WITH_TOOLS, {"messages": HELLO, "documents": []}),
+    (WITH_TOOLS, {"messages": HELLO, "reasoning_effort": "low"}),
+    (WITH_TOOLS, {"messages": HELLO, "add_generation_prompt": False}),
+    (WITH_TOOLS, {"messages": [{"role": "user", "content": "a", "zeta": 1, "alpha": {"b": None}}]}),
     (PARTS, {"messages": [{"role": "system", "content": TWO}, {"role": "user", "content": TWO}]}),
     (PARTS, {"messages": [{"role": "user", "content": " plain "}]}),
     (ONLY_PARTS, {"messages": [{"role": "user", "content": TWO}]}),
@@ -120,13 +120,13 @@ CASES: list[tuple[object, dict[str, Any]]] = [
     (PARTS, {"messages": BEGUN, "continue_final_message": True}),
     (PARTS, {"messages": [*HELLO, {"role": "assistant", "content": TWO}],
              "continue_final_message": True}),
-    ([{"name": "default", "template": THINKS}, {"name": "tool_use", "template": TOLD}],
+    ([{"name": "default", "template": THINKS}, {"name": "tool_use", "template": WITH_TOOLS}],
      {"messages": HELLO, "tools": TOOLS}),
-    ([{"name": "default", "template": THINKS}, {"name": "tool_use", "template": TOLD}],
+    ([{"name": "default", "template": THINKS}, {"name": "tool_use", "template": WITH_TOOLS}],
      {"messages": HELLO}),
-    ([{"name": "default", "template": THINKS}, {"name": "rag", "template": TOLD}],
+    ([{"name": "default", "template": THINKS}, {"name": "rag", "template": WITH_TOOLS}],
      {"messages": HELLO, "documents": DOCUMENTS, "chat_template": "rag"}),
-    ({"default": THINKS, "tool_use": TOLD}, {"messages": HELLO, "tools": TOOLS}),
+    ({"default": THINKS, "tool_use": WITH_TOOLS}, {"messages": HELLO, "tools": TOOLS}),
 ]  # fmt: skip
 
 
@@ -153,7 +153,7 @@ def test_templates_in_files_come_first(
         (folder / "chat_template.jinja").write_text(THINKS, "utf-8")
     if form != "file":
         (folder / "additional_chat_templates").mkdir()
-        (folder / "additional_chat_templates" / "tool_use.jinja").write_text(TOLD, "utf-8")
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text(WITH_TOOLS, "utf-8")
         post(http, CHAT, messages=HELLO, tools=TOOLS, max_tokens=1)
         assert prompt_of(driver) == expected(folder, {"messages": HELLO, "tools": TOOLS})
     if form != "others alone":
@@ -170,9 +170,9 @@ def test_templates_in_files_come_first(
     [
         (PARTS, {"messages": HELLO, "documents": DOCUMENTS}, "documents"),
         (PARTS, {"messages": HELLO, "reasoning_effort": "low"}, "reasoning_effort"),
-        (TOLD, {"messages": HELLO, "reasoning_effort": "low",
+        (WITH_TOOLS, {"messages": HELLO, "reasoning_effort": "low",
                 "chat_template_kwargs": {"reasoning_effort": "high"}}, "reasoning_effort"),
-        (TOLD, {"messages": HELLO, "chat_template": "{{ messages }}"}, "chat_template"),
+        (WITH_TOOLS, {"messages": HELLO, "chat_template": "{{ messages }}"}, "chat_template"),
         (PARTS, {"messages": [{"role": "user", "content": None}], "continue_final_message": True},
          "continue_final_message"),
         (PARTS, {"messages": BEGUN, "continue_final_message": True, "add_generation_prompt": True},
@@ -196,7 +196,7 @@ def test_parameters_of_apply_chat_template_are_no_variables(
 ) -> None:
     taken = inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters
     assert {*taken, "messages"} - {"self", "kwargs"} == RESERVED
-    save(folder, TOLD)
+    save(folder, WITH_TOOLS)
     for name in sorted(RESERVED):
         error = refused(http, CHAT, 400, messages=HELLO, chat_template_kwargs={name: []})
         assert error["param"] == "chat_template_kwargs"
@@ -204,7 +204,7 @@ def test_parameters_of_apply_chat_template_are_no_variables(
 
 
 def test_variables_reach_the_template(http: httpx.Client, driver: FakeDriver, folder: Path) -> None:
-    save(folder, TOLD)
+    save(folder, WITH_TOOLS)
     body = {"messages": HELLO, "chat_template_kwargs": {"thinking_mode": [1], "bos_token": "~"}}
     post(http, CHAT, **body, max_tokens=1)
     want = expected(folder, {"messages": HELLO}, thinking_mode=[1], bos_token="~")

@@ -27,8 +27,8 @@ def client(server: Server) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def told(driver: FakeDriver, index: int = 0, length_1: bool = True) -> Any:
-    """What the fake's last request comes to."""
+def expected_vector(driver: FakeDriver, index: int = 0, length_1: bool = True) -> Any:
+    """The vector of the fake's last request."""
     request = driver.requests[-1]
     vector = np.frombuffer(embedding(request.sequences[index], request.adapter), "<f4")
     return vector / np.linalg.norm(vector) if length_1 else vector
@@ -48,15 +48,15 @@ def test_every_form_of_input(http: httpx.Client, driver: FakeDriver, kind: str) 
     given = {"text": texts[0], "texts": texts, "ids": known[0], "lists of ids": known}[kind]
     reply = post(http, input=given)
     several = kind in ("texts", "lists of ids")
-    asked = driver.requests[-1].sequences
-    assert [each.prompt for each in asked] == (known if several else known[:1])
-    assert all(each.stopping.max_new_tokens == 0 for each in asked)
+    requested = driver.requests[-1].sequences
+    assert [each.prompt for each in requested] == (known if several else known[:1])
+    assert all(each.stopping.max_new_tokens == 0 for each in requested)
     assert [(each["object"], each["index"]) for each in reply["data"]] == [
-        ("embedding", index) for index in range(len(asked))
+        ("embedding", index) for index in range(len(requested))
     ]
     for index, each in enumerate(reply["data"]):
-        np.testing.assert_allclose(each["embedding"], told(driver, index), rtol=1e-6)
-    num_tokens = sum(len(each.prompt) for each in asked)
+        np.testing.assert_allclose(each["embedding"], expected_vector(driver, index), rtol=1e-6)
+    num_tokens = sum(len(each.prompt) for each in requested)
     assert reply["usage"] == {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
     assert (reply["object"], reply["model"]) == ("list", "tiny")
 
@@ -67,13 +67,13 @@ def test_pooling_and_length_are_the_clients_or_the_servers(server: Server) -> No
         for own in (EmbeddingsConfig(), settings):
             server.fresh_app(IngressSettings(embeddings=own))
             (first,) = post(http, input="fox")["data"]
-            asked = server.driver.requests[-1].sequences[0].sampling
-            assert asked.pooling is own.pooling
-            expected = told(server.driver, 0, own.normalize)
+            requested = server.driver.requests[-1].sequences[0].sampling
+            assert requested.pooling is own.pooling
+            expected = expected_vector(server.driver, 0, own.normalize)
             np.testing.assert_allclose(first["embedding"], expected, rtol=1e-6)
         (first,) = post(http, input="fox", pooling="mean", normalize=True)["data"]
         assert server.driver.requests[-1].sequences[0].sampling.pooling is Pooling.MEAN
-        np.testing.assert_allclose(first["embedding"], told(server.driver), rtol=1e-6)
+        np.testing.assert_allclose(first["embedding"], expected_vector(server.driver), rtol=1e-6)
 
 
 def test_the_model_names_an_adapter(http: httpx.Client, driver: FakeDriver) -> None:
@@ -111,7 +111,7 @@ def test_an_adapter_in_loraxs_parameters_replaces_the_model(
 
 def test_base64_is_little_endian_float32(http: httpx.Client, driver: FakeDriver) -> None:
     (first,) = post(http, input="fox", encoding_format="base64", normalize=False)["data"]
-    assert base64.b64decode(first["embedding"]) == told(driver, 0, False).tobytes()
+    assert base64.b64decode(first["embedding"]) == expected_vector(driver, 0, False).tobytes()
 
 
 @pytest.mark.parametrize(
@@ -152,24 +152,24 @@ def test_a_model_without_hidden_states_is_refused(
 
 
 def test_openais_client(client: openai.OpenAI, driver: FakeDriver) -> None:
-    """It asks for base64 by itself and decodes it."""
+    """The client requests base64 and decodes it."""
     reply = client.embeddings.create(model="org/pirate", input=["fox", "dog"])
     for index, each in enumerate(reply.data):
-        np.testing.assert_allclose(each.embedding, told(driver, index), rtol=1e-6)
+        np.testing.assert_allclose(each.embedding, expected_vector(driver, index), rtol=1e-6)
     assert reply.usage.total_tokens == reply.usage.prompt_tokens > 0
     plain = client.embeddings.create(
         model="tiny", input=[5, 6], encoding_format="float", extra_body={"pooling": "last"}
     )
-    np.testing.assert_allclose(plain.data[0].embedding, told(driver), rtol=1e-6)
+    np.testing.assert_allclose(plain.data[0].embedding, expected_vector(driver), rtol=1e-6)
     assert driver.requests[-1].sequences[0].sampling.pooling is Pooling.LAST
 
 
 def test_loraxs_route_and_client(server: Server, http: httpx.Client, driver: FakeDriver) -> None:
     reply = Client(server.url).embed("the fox")
-    np.testing.assert_allclose(reply.embeddings, told(driver), rtol=1e-6)
+    np.testing.assert_allclose(reply.embeddings, expected_vector(driver), rtol=1e-6)
     given = {"adapter_id": "poet", "adapter_source": "local", "max_new_tokens": 5}
     answer = http.post("/embed", json={"inputs": "the fox", "parameters": given}).json()
-    np.testing.assert_allclose(answer["embeddings"], told(driver), rtol=1e-6)
+    np.testing.assert_allclose(answer["embeddings"], expected_vector(driver), rtol=1e-6)
     request = driver.requests[-1]
     assert request.adapter is not None
     assert request.adapter.id == "poet"

@@ -33,13 +33,13 @@ def test_prompts_come_in_four_forms(http: httpx.Client, driver: FakeDriver) -> N
 
 
 def test_prompts_times_choices(http: httpx.Client, driver: FakeDriver) -> None:
-    asked = {"prompt": ["fox", "dog"], "n": 2, "seed": 1, "max_tokens": 6}
-    texts = texts_of(stream(http, COMPLETIONS, **asked))
+    fields = {"prompt": ["fox", "dog"], "n": 2, "seed": 1, "max_tokens": 6}
+    texts = texts_of(stream(http, COMPLETIONS, **fields))
     assert texts == {index: spoken(driver, index) for index in range(4)}
     sequences = driver.requests[-1].sequences
     assert sequences[0].prompt == sequences[1].prompt != sequences[2].prompt
     assert sequences[0].sampling.seed == sequences[2].sampling.seed
-    usage = post(http, COMPLETIONS, **asked)["usage"]
+    usage = post(http, COMPLETIONS, **fields)["usage"]
     assert usage["prompt_tokens"] == len(sequences[0].prompt) + len(sequences[2].prompt)
 
 
@@ -106,8 +106,8 @@ def test_defaults_of_max_tokens(http: httpx.Client, driver: FakeDriver) -> None:
 
 @pytest.mark.parametrize("num_top", [0, 2])
 def test_completion_logprobs(http: httpx.Client, driver: FakeDriver, num_top: int) -> None:
-    asked = {"prompt": "hello", "max_tokens": 40, "temperature": 0, "logprobs": num_top}
-    choice = post(http, COMPLETIONS, **asked)["choices"][0]
+    fields = {"prompt": "hello", "max_tokens": 40, "temperature": 0, "logprobs": num_top}
+    choice = post(http, COMPLETIONS, **fields)["choices"][0]
     logprobs = choice["logprobs"]
     ids = driver.answer(driver.requests[-1].sequences[0], None)
     assert driver.requests[-1].sequences[0].sampling.logprobs == num_top
@@ -125,24 +125,24 @@ def test_completion_logprobs(http: httpx.Client, driver: FakeDriver, num_top: in
         )  # fmt: skip
     else:
         assert logprobs["top_logprobs"] is None
-    chunks = stream(http, COMPLETIONS, **asked)
+    chunks = stream(http, COMPLETIONS, **fields)
     streamed = [c["logprobs"] for chunk in chunks for c in chunk["choices"] if c["logprobs"]]
     for part in ("tokens", "token_logprobs", "text_offset"):
         assert [entry for chunk in streamed for entry in chunk[part]] == logprobs[part]
 
 
 def test_chat_logprobs(http: httpx.Client, driver: FakeDriver) -> None:
-    asked = {"messages": HELLO, "max_tokens": 40, "temperature": 0, "logprobs": True}
-    choice = post(http, CHAT, **asked, top_logprobs=2)["choices"][0]
+    fields = {"messages": HELLO, "max_tokens": 40, "temperature": 0, "logprobs": True}
+    choice = post(http, CHAT, **fields, top_logprobs=2)["choices"][0]
     content = choice["logprobs"]["content"]
     joined = b"".join(bytes(entry["bytes"]) for entry in content)
     assert joined.decode("utf-8", "replace") == choice["message"]["content"]
     assert all(len(entry["top_logprobs"]) == 2 for entry in content)
     assert content[0]["top_logprobs"][0]["logprob"] == content[0]["logprob"]
-    chunks = stream(http, CHAT, **asked, top_logprobs=2)
+    chunks = stream(http, CHAT, **fields, top_logprobs=2)
     logprobs = [c["logprobs"] for chunk in chunks for c in chunk["choices"] if c["logprobs"]]
     assert [entry for chunk in logprobs for entry in chunk["content"]] == content
-    assert post(http, CHAT, **asked)["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
+    assert post(http, CHAT, **fields)["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
 
 
 @pytest.mark.parametrize(

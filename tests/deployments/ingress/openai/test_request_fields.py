@@ -84,7 +84,7 @@ NAMES_OF_ADAPTERS = {"adapter_id", "lora_path"}
 
 
 def is_known(path: str, name: str) -> bool:
-    """Whether this route serves a field, refuses it or says that it changes nothing."""
+    """Whether this route serves a field, refuses it, or is known to ignore it."""
     also = {**BODIES[CHAT].model_fields, **REFUSED_RESPONSES} if path == RESPONSES else {}
     known = {*BODIES[path].model_fields, *REFUSED, *IGNORED, *NAMES_OF_ADAPTERS, *also}
     return name in known
@@ -103,48 +103,48 @@ def test_no_field_is_decided_twice() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "asked"),
+    ("path", "required"),
     [(COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": HELLO}), (RESPONSES, {"input": "a"})],
 )
 def test_refusals_name_the_field_and_neutral_values_pass(
-    http: httpx.Client, driver: FakeDriver, path: str, asked: dict[str, object]
+    http: httpx.Client, driver: FakeDriver, path: str, required: dict[str, object]
 ) -> None:
     own = {*BODIES[path].model_fields}
     own |= {*CompletionBody.model_fields} if path == COMPLETIONS else {*ChatBody.model_fields}
     rows = {name: row for name, row in REFUSED.items() if name not in own}
     others = {*REFUSED_RESPONSES} if path == RESPONSES else set()
     for name in rows:
-        error = refused(http, path, 400, **asked, **{name: "7"})
+        error = refused(http, path, 400, **required, **{name: "7"})
         assert (error["param"], error["code"]) == (name, "unsupported_parameter")
         assert f"`{name}` is not supported" in error["message"]
     assert driver.requests == []
-    for place in range(max(len(row.neutral) for row in rows.values())):
-        neutral = {name: row.neutral[place % len(row.neutral)] for name, row in rows.items()}
+    for index in range(max(len(row.neutral) for row in rows.values())):
+        neutral = {name: row.neutral[index % len(row.neutral)] for name, row in rows.items()}
         body = {name: value for name, value in neutral.items() if name not in others}
-        reply = http.post(path, json={"model": "tiny", **asked, **body})
+        reply = http.post(path, json={"model": "tiny", **required, **body})
         assert reply.status_code == 200, reply.text
     body = {name: "x" for name in IGNORED if name not in own}
-    assert http.post(path, json={"model": "tiny", **asked, **body}).status_code == 200
+    assert http.post(path, json={"model": "tiny", **required, **body}).status_code == 200
 
 
 def test_embeddings_have_refusals_of_their_own(http: httpx.Client, driver: FakeDriver) -> None:
-    path, asked = "/v1/embeddings", {"model": "tiny", "input": "a"}
+    path, required = "/v1/embeddings", {"model": "tiny", "input": "a"}
     assert {*REFUSED_EMBEDDINGS} & {*EmbeddingsBody.model_fields} == set()
     for name in REFUSED_EMBEDDINGS:
-        error = http.post(path, json={**asked, name: "7"}).json()["error"]
+        error = http.post(path, json={**required, name: "7"}).json()["error"]
         assert (error["param"], error["code"]) == (name, "unsupported_parameter")
     assert driver.requests == []
     neutral = {name: row.neutral[-1] for name, row in REFUSED_EMBEDDINGS.items()}
-    assert http.post(path, json={**asked, **neutral, "other": 1}).status_code == 200
+    assert http.post(path, json={**required, **neutral, "other": 1}).status_code == 200
 
 
 def test_fields_that_are_served(http: httpx.Client, driver: FakeDriver) -> None:
     driver.replies[None] = "one END two"
-    asked = {"prompt": "a", "stop": ["END"], "max_tokens": 30}
-    assert post(http, COMPLETIONS, **asked)["choices"][0]["text"] == "one "
-    kept = post(http, COMPLETIONS, **asked, include_stop_str_in_output=True)
+    required = {"prompt": "a", "stop": ["END"], "max_tokens": 30}
+    assert post(http, COMPLETIONS, **required)["choices"][0]["text"] == "one "
+    kept = post(http, COMPLETIONS, **required, include_stop_str_in_output=True)
     assert kept["choices"][0]["text"] == "one END"
-    both = {**asked, "include_stop_str_in_output": True, "stop_token_ids": [5]}
+    both = {**required, "include_stop_str_in_output": True, "stop_token_ids": [5]}
     assert refused(http, COMPLETIONS, 400, **both)["param"] == "include_stop_str_in_output"
     encode = driver.tokenizer.encode
     for given in (True, False):

@@ -26,7 +26,7 @@ FORMAT = {"type": "json_schema", "name": "x", "strict": True,
 
 @pytest.fixture(autouse=True)
 def _room_for_words(driver: FakeDriver) -> None:
-    """Tools in words take more tokens than the small engine has."""
+    """Tools as text need more tokens than the small engine has."""
     driver.info = msgspec.structs.replace(driver.info, max_total_tokens=2048, max_input_tokens=2000)
 
 
@@ -37,7 +37,7 @@ def client(server: Server) -> Iterator[openai.OpenAI]:
 
 
 def events_of(http: httpx.Client, **body: object) -> list[dict[str, Any]]:
-    """All events of a stream; each is named as its type and numbered in turn."""
+    """All events of a stream, checked to have their type as name and a rising number."""
     reply = http.post(PATH, json={"model": "tiny", "stream": True, **body})
     assert reply.status_code == 200, reply.text
     *blocks, nothing = reply.text.split("\n\n")
@@ -131,8 +131,8 @@ def test_text(http: httpx.Client, driver: FakeDriver) -> None:
 def test_calls(http: httpx.Client, driver: FakeDriver) -> None:
     driver.replies[None] = HERMES
     got = both(http, input="hello", tools=TOOLS)
-    said, called = got["output"]
-    assert said["content"][0]["text"] == "Let me see."
+    message, called = got["output"]
+    assert message["content"][0]["text"] == "Let me see."
     assert (called["type"], called["name"]) == ("function_call", "get_weather")
     assert json.loads(called["arguments"]) == {"town": "Paris"}
     assert called["call_id"] != called["id"]
@@ -147,16 +147,16 @@ def test_calls(http: httpx.Client, driver: FakeDriver) -> None:
 
 
 def test_a_conversation_goes_on(http: httpx.Client, driver: FakeDriver) -> None:
-    """What came out goes in again, and stands where it belongs."""
+    """The output of a response is the input of the next one, in the right order."""
     driver.replies[None] = HERMES
-    asked: list[dict[str, Any]] = [{"role": "user", "content": [
+    conversation: list[dict[str, Any]] = [{"role": "user", "content": [
         {"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]}]  # fmt: skip
-    first = post(http, PATH, input=asked, tools=TOOLS)
-    asked += first["output"]
-    asked += [{"type": "reasoning", "id": "rs_1", "summary": []}]
-    asked += [{"type": "function_call_output", "call_id": first["output"][1]["call_id"],
+    first = post(http, PATH, input=conversation, tools=TOOLS)
+    conversation += first["output"]
+    conversation += [{"type": "reasoning", "id": "rs_1", "summary": []}]
+    conversation += [{"type": "function_call_output", "call_id": first["output"][1]["call_id"],
                "output": "rain"}, {"role": "developer", "content": "hurry"}]  # fmt: skip
-    both(http, input=asked)
+    both(http, input=conversation)
     ids = driver.requests[-1].sequences[0].prompt
     assert driver.tokenizer.decode(ids, skip_special_tokens=False) == (
         "<s><|user|>a\nb</s>\n"

@@ -94,9 +94,9 @@ class TestBothRoutes:
         stop: str | list[str],
     ) -> None:
         """Across tokens, inside one, across the bytes of a character."""
-        asked = {**prompt, "max_tokens": 300, "temperature": 0, "stop": stop}
+        fields = {**prompt, "max_tokens": 300, "temperature": 0, "stop": stop}
         for _ in range(2):
-            chunks = stream(http, path, **asked)
+            chunks = stream(http, path, **fields)
             found = stop if isinstance(stop, str) else stop[1]
             [(index, at)] = driver.finishes
             driver.finishes.clear()
@@ -107,23 +107,23 @@ class TestBothRoutes:
             decode = driver.tokenizer.decode
             assert (index, found in decode(ids[:at])) == (0, True)
             assert found not in decode(ids[: at - 1])
-        whole = post(http, path, **asked)
+        whole = post(http, path, **fields)
         assert whole["usage"]["completion_tokens"] == at
         driver.link = deaf
-        assert post(http, path, **asked)["choices"] == whole["choices"]
+        assert post(http, path, **fields)["choices"] == whole["choices"]
 
     def test_choices_differ_by_seed_and_repeat_with_it(
         self, http: httpx.Client, driver: FakeDriver, path: str, prompt: dict[str, Any]
     ) -> None:
-        asked = {**prompt, "n": 3, "seed": 7, "max_tokens": 20}
-        texts = texts_of(stream(http, path, **asked))
+        fields = {**prompt, "n": 3, "seed": 7, "max_tokens": 20}
+        texts = texts_of(stream(http, path, **fields))
         assert sorted(texts) == [0, 1, 2]
-        assert texts == texts_of(stream(http, path, **asked))
+        assert texts == texts_of(stream(http, path, **fields))
         assert texts == {index: spoken(driver, index) for index in range(3)}
         seeds = [sequence.sampling.seed for sequence in driver.requests[-1].sequences]
         assert len(set(seeds)) == 3
         assert seeds[0] == 7
-        whole = post(http, path, **asked)
+        whole = post(http, path, **fields)
         assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2]
         assert whole["usage"]["completion_tokens"] == 60
         assert whole["usage"]["prompt_tokens"] == len(driver.requests[-1].sequences[0].prompt)
@@ -298,4 +298,4 @@ class TestBothRoutes:
         stream(http, path, **prompt)
         server.driver.faults["bad"] = Failed(ErrorKind.GENERATION, "x")
         refused(http, path, 500, **prompt, model="bad")
-        assert len(server.mailbox) == 0
+        assert len(server.inboxes) == 0

@@ -1,4 +1,4 @@
-"""Every field that shapes a sample, from either dialect to the driver's words."""
+"""Every sampling field, from both dialects to the driver's request."""
 
 from typing import Any
 
@@ -53,12 +53,12 @@ class TestOpenAI:
         self, http: httpx.Client, driver: FakeDriver, path: str, prompt: dict[str, Any]
     ) -> None:
         eos = token_id(driver.tokenizer, EOS)
-        asked = {**prompt, "stop_token_ids": [9, eos], "max_tokens": 4}
-        post(http, path, **asked)
+        fields = {**prompt, "stop_token_ids": [9, eos], "max_tokens": 4}
+        post(http, path, **fields)
         assert driver.requests[-1].sequences[0].stopping.stop_token_ids == (eos, 9)
         assert last(driver).masked_ids == ()
         for spelling in ("ignore_eos", "ignore_eos_token"):
-            post(http, path, **asked, **{spelling: True}, min_tokens=2)
+            post(http, path, **fields, **{spelling: True}, min_tokens=2)
             assert driver.requests[-1].sequences[0].stopping.stop_token_ids == (9, eos)
             assert last(driver).masked_ids == (9, eos)
         post(http, path, **prompt, ignore_eos_token=True, min_tokens=2)
@@ -93,15 +93,15 @@ def test_truncate_keeps_the_last_ids_before_lengths_are_checked(
 
 
 def test_alternatives(http: httpx.Client, driver: FakeDriver) -> None:
-    asked = {"return_k_alternatives": 3, "details": True, "max_new_tokens": 6}
-    tokens = generate(http, **asked)["details"]["tokens"]
+    fields = {"return_k_alternatives": 3, "details": True, "max_new_tokens": 6}
+    tokens = generate(http, **fields)["details"]["tokens"]
     assert last(driver).logprobs == 3
     for token in tokens:
         own, *others = token["alternative_tokens"]
         assert (own["id"], own["logprob"]) == (token["id"], token["logprob"])
         assert [other["id"] for other in others] == [token["id"] + 1, token["id"] + 2]
         assert all(set(other) == {"id", "text", "logprob"} for other in others)
-    body = {"inputs": "the fox", "parameters": asked}
+    body = {"inputs": "the fox", "parameters": fields}
     events = http.post("/generate_stream", json=body).text.split("\n\n")[:-1]
     assert all('"alternative_tokens":[{' in event for event in events)
     generate(http, return_k_alternatives=3)

@@ -20,12 +20,12 @@ _SECONDS = 300.0
 
 
 class Browser:
-    """One page of a browser that keeps what it asked the network and what it logged."""
+    """One page of a browser; records its requests and its log."""
 
     def __init__(self, socket: ClientConnection) -> None:
         self._socket = socket
         self._calls = 0
-        self.asked: list[str] = []
+        self.requested: list[str] = []
         self.complaints: list[str] = []
         for domain in ("Page", "Runtime", "Network", "Log"):
             self.call(f"{domain}.enable")
@@ -46,7 +46,7 @@ class Browser:
     def _note(self, event: dict[str, Any]) -> None:
         given = event.get("params", {})
         if event.get("method") == "Network.requestWillBeSent":
-            self.asked.append(given["request"]["url"])
+            self.requested.append(given["request"]["url"])
         elif event.get("method") == "Runtime.exceptionThrown":
             self.complaints.append(str(given["exceptionDetails"]))
         elif event.get("method") == "Log.entryAdded" and given["entry"]["level"] == "error":
@@ -119,7 +119,7 @@ def chromium(profile: Path) -> Iterator[Browser]:
 
 
 def _page_of(process: "subprocess.Popen[bytes]") -> str:
-    """The socket of the first page, once the browser has said where it listens."""
+    """The socket of the first page, when the browser has printed its port."""
     assert process.stderr is not None
     stop = threading.Timer(_SECONDS, process.kill)
     stop.start()
@@ -129,14 +129,14 @@ def _page_of(process: "subprocess.Popen[bytes]") -> str:
     else:
         raise AssertionError("chromium ended before it listened")
     stop.cancel()
-    # What it says later is nobody's, but a full pipe would stop it.
+    # Its later output is not needed, but a full pipe would stop it.
     threading.Thread(target=process.stderr.read, daemon=True).start()
     address = found[1].decode()
     looking = {"id": 1, "method": "Target.setDiscoverTargets", "params": {"discover": True}}
     page = None
     with connect(address, proxy=None) as socket:
         socket.send(json.dumps(looking))
-        while page is None:  # it tells of what is there, then of what comes
+        while page is None:  # It lists existing pages, then new ones.
             target = json.loads(socket.recv(_SECONDS)).get("params", {}).get("targetInfo", {})
             page = target["targetId"] if target.get("type") == "page" else None
     host = address.split("/devtools/")[0]

@@ -90,11 +90,11 @@ def test_base_and_three_adapters_answer(browser: Browser, server: Server) -> Non
     states = ["base model", "device", "host", "disk"]
     assert _texts(browser, ".state") == states
     assert browser.run("document.querySelector('#add').disabled")
-    # All four were asked at once, with the same words.
+    # All four requests were sent at once, with the same prompt.
     assert len({tuple(request.sequences[0].prompt) for request in driver.requests}) == 1
     assert len(driver.requests) == 4
     assert browser.complaints == []
-    assert all(url.startswith((server.url, "data:", "about:")) for url in browser.asked)
+    assert all(url.startswith((server.url, "data:", "about:")) for url in browser.requested)
 
 
 def test_the_keyboard_is_enough(browser: Browser, server: Server, driver: FakeDriver) -> None:

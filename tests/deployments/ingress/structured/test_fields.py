@@ -25,28 +25,28 @@ def last(driver: FakeDriver) -> Any:
 
 def fits(driver: FakeDriver, answer: str) -> bool:
     """Whether the newest request's constraint lets this answer through, whole."""
-    asked = last(driver)
-    schema, grammar = asked.json_schema, asked.grammar
+    requested = last(driver)
+    schema, grammar = requested.json_schema, requested.grammar
     if schema:
         grammar = llguidance.LLMatcher.grammar_from_json_schema(schema)
     tokenizer = llguidance.LLTokenizer(f"{driver.info.tokenizer}/tokenizer.json")
     matcher = llguidance.LLMatcher(tokenizer, grammar)
     assert not matcher.get_error()
     plain = answer.encode()
-    ids = [driver.tokenizer.token_to_id(_SPELLED[byte]) for byte in plain]
+    ids = [driver.tokenizer.token_to_id(_CHARACTERS[byte]) for byte in plain]
     return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
 
 
-def _spelling() -> dict[int, str]:
+def _byte_characters() -> dict[int, str]:
     """The byte-level vocabulary's character for each byte."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {
-        byte: chr(0x100 + place) for place, byte in enumerate(others)
+        byte: chr(0x100 + index) for index, byte in enumerate(others)
     }
 
 
-_SPELLED = _spelling()
+_CHARACTERS = _byte_characters()
 
 
 @pytest.mark.parametrize(
@@ -69,9 +69,9 @@ def test_forms_of_constraints(
     [(way, value)] = ways.items()
     for body in ({"structured_outputs": ways}, {f"guided_{way}": value}):
         post(http, COMPLETIONS, prompt="a", **body)
-        asked = last(driver)
-        post(http, CHAT, messages=HELLO, **body, seed=asked.seed)
-        assert last(driver) == asked
+        requested = last(driver)
+        post(http, CHAT, messages=HELLO, **body, seed=requested.seed)
+        assert last(driver) == requested
         assert all(fits(driver, answer) for answer in good)
         assert not any(fits(driver, answer) for answer in bad)
 
@@ -142,28 +142,28 @@ class Counting(Compiler):
 
 
 def test_results_are_cached_within_bounds(driver: FakeDriver) -> None:
-    many = [Constraint("x", grammar=f'start: "{place}"') for place in range(400)]
+    many = [Constraint("x", grammar=f'start: "{index}"') for index in range(400)]
 
     async def ask() -> int:
         compiler = Counting()
-        for asked in (many[0], *many, many[-1], many[0]):
+        for requested in (many[0], *many, many[-1], many[0]):
             for _ in range(2):
-                assert await compiler.compiled(asked, driver.info) is asked
+                assert await compiler.compiled(requested, driver.info) is requested
         return compiler.checked
 
     assert asyncio.run(ask()) == 401  # the first was forgotten in between
 
 
 def test_equal_concurrent_tasks_share_one_check(driver: FakeDriver) -> None:
-    asked = Constraint("x", grammar='start: "a"')
+    requested = Constraint("x", grammar='start: "a"')
 
     async def ask() -> int:
         compiler = Counting()
-        first = asyncio.create_task(compiler.compiled(asked, driver.info))
-        others = [asyncio.create_task(compiler.compiled(asked, driver.info)) for _ in range(9)]
+        first = asyncio.create_task(compiler.compiled(requested, driver.info))
+        others = [asyncio.create_task(compiler.compiled(requested, driver.info)) for _ in range(9)]
         await asyncio.sleep(0)
-        first.cancel()  # Who leaves takes nothing from the others.
-        assert await asyncio.gather(*others) == [asked] * 9
+        first.cancel()  # A client that leaves does not affect the others.
+        assert await asyncio.gather(*others) == [requested] * 9
         return compiler.checked
 
     assert asyncio.run(ask()) == 1

@@ -24,19 +24,19 @@ TOWN = {
     "additionalProperties": False,
 }
 AS_TOWN = {"response_format": {"type": "json_schema", "json_schema": {"name": "t", "schema": TOWN}}}
-HELD: dict[str, dict[str, Any]] = {
+FORMATS: dict[str, dict[str, Any]] = {
     "town": AS_TOWN,
     "drawn": {**AS_TOWN, "temperature": 1.0, "seed": 4},
     "words": {"guided_regex": "(Paris|Rome|[0-9]{2} ){30}"},
     "free": {},
 }
-ASKED = [(model, held) for model in ("loray-demo", "pirate", "french") for held in HELD]
+CASES = [(model, format) for model in ("loray-demo", "pirate", "french") for format in FORMATS]
 
 
-def body(model: str, held: str, stream: bool) -> dict[str, Any]:
+def body(model: str, format: str, stream: bool) -> dict[str, Any]:
     messages = [{"role": "user", "content": f"What is the capital of France? {model}"}]
-    asked = {"model": model, "messages": messages, "max_tokens": 48, "temperature": 0}
-    return {**asked, **HELD[held], "stream": stream}
+    shared = {"model": model, "messages": messages, "max_tokens": 48, "temperature": 0}
+    return {**shared, **FORMATS[format], "stream": stream}
 
 
 def text_of(reply: httpx.Response, stream: bool) -> str:
@@ -50,7 +50,7 @@ def text_of(reply: httpx.Response, stream: bool) -> str:
 async def together(url: str) -> list[str]:
     """Every second one is streamed; all run at once."""
     async with httpx.AsyncClient(base_url=url, timeout=300) as client:
-        bodies = [body(*each, stream=index % 2 == 0) for index, each in enumerate(ASKED)]
+        bodies = [body(*each, stream=index % 2 == 0) for index, each in enumerate(CASES)]
         calls = [client.post("/v1/chat/completions", json=each) for each in bodies]
         replies = await asyncio.gather(*calls)
     return [text_of(reply, index % 2 == 0) for index, reply in enumerate(replies)]
@@ -66,7 +66,7 @@ def engine_url(**changes: object) -> Any:
 def alone() -> Iterator[list[str]]:
     """One after the other, with room for all."""
     with engine_url() as url, httpx.Client(base_url=url, timeout=300) as client:
-        replies = [client.post("/v1/chat/completions", json=body(*e, False)) for e in ASKED]
+        replies = [client.post("/v1/chat/completions", json=body(*e, False)) for e in CASES]
         yield [text_of(reply, False) for reply in replies]
 
 
@@ -87,7 +87,7 @@ def test_answers_do_not_depend_on_the_batch(
         add(self, request, now)
 
     def await_all(self: Scheduler, now: float) -> StepPlan:
-        if len(come) < len(ASKED):
+        if len(come) < len(CASES):
             return StepPlan(self.epoch, 0, [], [], [], [])
         return schedule(self, now)
 
@@ -105,6 +105,6 @@ def test_answers_do_not_depend_on_the_batch(
 
 
 def test_answers_fit(alone: list[str]) -> None:
-    for (_, held), text in zip(ASKED, alone, strict=True):
-        if held in ("town", "drawn"):
+    for (_, format), text in zip(CASES, alone, strict=True):
+        if format in ("town", "drawn"):
             assert json.loads(text).keys() == {"town", "big"}, text

@@ -1,4 +1,4 @@
-"""What stands beside tokenizer.json counts as it does for AutoTokenizer."""
+"""The files beside tokenizer.json have the same effect as in AutoTokenizer."""
 
 import asyncio
 import io

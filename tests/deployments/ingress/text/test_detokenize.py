@@ -133,7 +133,7 @@ def _by_runs(tokenizer: Tokenizer, ids: list[int]) -> str:
 def test_any_tokens_in_any_frames_are_the_tokenizers_own_decoding(
     kind: str, data: st.DataObject, sizes: list[int]
 ) -> None:
-    """Also what no text comes to: bytes that are no characters, ids beyond the vocabulary."""
+    """Also ids that no text encodes to: invalid bytes, ids beyond the vocabulary."""
     tokenizer = _TOKENIZERS[kind]
     ids = data.draw(st.lists(st.integers(0, tokenizer.get_vocab_size() + 2), max_size=40))
     expected = _by_runs(tokenizer, ids)
@@ -175,20 +175,20 @@ def test_a_run_that_is_cut_keeps_its_finished_characters(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KIND_NAMES)
 def test_the_work_for_a_token_does_not_grow(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library is asked about three tokens at most, whatever came before."""
-    asked: list[int] = []
+    """The library decodes three tokens at most, however many came before."""
+    lengths: list[int] = []
 
     class Counting(IncrementalDecoder):
         def _decode(self, strings: list[str]) -> str:
-            asked.append(len(strings))
+            lengths.append(len(strings))
             return super()._decode(strings)
 
     monkeypatch.setattr("deployments.ingress.text.token_decoder.IncrementalDecoder", Counting)
     tokenizer = _TOKENIZERS[kind]
     ids = [id % tokenizer.get_vocab_size() for id in range(0, 3000, 7)]
     _streamed(ModelTokenizer(tokenizer), ids, [1] * len(ids))
-    assert max(asked, default=0) <= 3
-    assert len(asked) <= 6 * len(ids)
+    assert max(lengths, default=0) <= 3
+    assert len(lengths) <= 6 * len(ids)
 
 
 @settings(deadline=None, max_examples=300)

@@ -47,7 +47,7 @@ def test_withheld_text_is_returned_at_the_end() -> None:
 
 def test_a_stop_string_may_complete_with_the_end() -> None:
     broken = IDS[: len(TEXT.decode(IDS)) and next(
-        place for place, id in enumerate(IDS) if "\ufffd" in TEXT.token_text(id)
+        position for position, id in enumerate(IDS) if "\ufffd" in TEXT.token_text(id)
     ) + 1]  # fmt: skip
     transcript = _transcript(["\ufffd"])
     transcript.feed(broken)

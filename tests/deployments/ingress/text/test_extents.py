@@ -1,4 +1,4 @@
-"""No text that has few enough tokens is longer than the bound says."""
+"""No text with few enough tokens is longer than the bound."""
 
 import json
 

@@ -13,7 +13,7 @@ HUGE = "lorem ipsum " * 600_000
 MESSAGES = [{"role": "user", "content": HUGE}]
 TOOL = {"type": "function", "function": {"name": "f", "description": HUGE}}
 
-ASKED: list[tuple[str, dict[str, Any]]] = [
+REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("/generate", {"inputs": HUGE}),
     ("/generate_stream", {"inputs": HUGE}),
     ("/", {"inputs": HUGE}),
@@ -31,7 +31,7 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("path", "body"), ASKED)
+@pytest.mark.parametrize(("path", "body"), REQUESTS)
 def test_texts_that_cannot_fit_are_not_encoded(
     http: httpx.Client,
     driver: FakeDriver,

@@ -11,9 +11,9 @@ from tests.fakes import BOS, EOS, FakeDriver
 ANSWER = f"the fox{BOS}\nthe dog"
 
 
-def _completion(http: httpx.Client, path: str, **asked: object) -> tuple[str, str]:
+def _completion(http: httpx.Client, path: str, **fields: object) -> tuple[str, str]:
     """Text and reason, whole and streamed, which must be the same."""
-    body = {"model": "tiny", "max_tokens": 50, "temperature": 0, "ignore_eos": True, **asked}
+    body = {"model": "tiny", "max_tokens": 50, "temperature": 0, "ignore_eos": True, **fields}
     whole = http.post(path, json=body).json()["choices"][0]
     reply = http.post(path, json={**body, "stream": True})
     events = [json.loads(line[6:]) for line in reply.text.split("\n\n") if line[6:7] == "{"]
@@ -24,8 +24,8 @@ def _completion(http: httpx.Client, path: str, **asked: object) -> tuple[str, st
 
 
 def _text(choice: dict[str, Any]) -> str:
-    held = choice.get("message") or choice.get("delta") or choice
-    return str(held.get("content", held.get("text", "")) or "")
+    message = choice.get("message") or choice.get("delta") or choice
+    return str(message.get("content", message.get("text", "")) or "")
 
 
 def _generated(http: httpx.Client, stop: str) -> tuple[str, str]:
@@ -59,12 +59,12 @@ def test_openais_routes_remove_it(
 ) -> None:
     driver.replies[None] = ANSWER
     messages = [{"role": "user", "content": "hello"}]
-    for path, asked in (
+    for path, fields in (
         ("/v1/completions", {"prompt": "hello"}),
         ("/v1/completions", {"prompt": "hello", "logprobs": 1}),
         ("/v1/chat/completions", {"messages": messages}),
     ):
-        assert _completion(http, path, stop=stop, **asked) == (expected, "stop")
+        assert _completion(http, path, stop=stop, **fields) == (expected, "stop")
     assert driver.finishes or stop == EOS
 
 

@@ -40,8 +40,8 @@ def test_only_the_start_of_a_stop_string_is_withheld(text: str, stop: str) -> No
     matcher = StopStrings([stop], keep=False)
     shown = "".join(matcher.push(char) for char in text)
     if not matcher.matched:
-        held = text[len(shown) :]
-        assert stop.startswith(held)
+        withheld = text[len(shown) :]
+        assert stop.startswith(withheld)
         assert not any(
             stop.startswith(text[start:]) for start in range(len(text)) if start < len(shown)
         )
@@ -89,7 +89,7 @@ def _by_token(pieces: list[str], stops: list[str], keep: bool) -> tuple[str, boo
             full += char
             if piece != "<x>":
                 visible.append(len(full) - 1)
-            seen = "".join(full[place] for place in visible)
+            seen = "".join(full[index] for index in visible)
             starts = [
                 len(full) - len(stop) for stop in stops if "<" in stop and full.endswith(stop)
             ]
@@ -99,5 +99,5 @@ def _by_token(pieces: list[str], stops: list[str], keep: bool) -> tuple[str, boo
                 ]
             if starts:
                 end = len(full) if keep else min(starts)
-                return "".join(full[place] for place in visible if place < end), True
-    return "".join(full[place] for place in visible), False
+                return "".join(full[index] for index in visible if index < end), True
+    return "".join(full[index] for index in visible), False

@@ -32,9 +32,9 @@ def test_raw_prompts_get_the_tokenizers_own_special_tokens(tmp_path: Path) -> No
 
 
 def test_a_long_text_does_not_delay_others() -> None:
-    """A tokenizer that kept the interpreter to itself would leave them one turn or two.
+    """A tokenizer that kept the GIL would let the others run once or twice only.
 
-    The system may let either thread stand still for as long as it likes, but not each time.
+    The system may pause either thread for any time, but not in every attempt.
     """
     text = ModelTokenizer(byte_level_tokenizer())
     long = "🦊x" * 200_000

@@ -32,12 +32,12 @@ PROBES = [
     "word<think> more <mine>x <mine> y",
 ]
 
-# These need other files than a vocabulary, or boxes beside their words.
+# These need other files than a vocabulary, or bounding boxes.
 NOT_TEXT = {
     "LayoutLMv2Tokenizer", "LayoutLMv3Tokenizer", "LayoutXLMTokenizer", "MarkupLMTokenizer",
     "UdopTokenizer", "LukeTokenizer", "MLukeTokenizer", "CpmTokenizerFast",
 }  # fmt: skip
-# Pegasus reads its vocabulary's scores; RoFormer cuts words with a library that is not installed.
+# Pegasus reads its vocabulary's scores; RoFormer splits words with a library that is not installed.
 NOT_BUILT = {"PegasusTokenizer", "RoFormerTokenizer"}
 _BY_DEFAULT = [
     "[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]", "<pad>", "<mask>", "<unk>NOTUSED",

@@ -34,7 +34,7 @@ ANSWER = {"type": "object", "properties": {"done": {"type": "boolean"}}, "requir
 
 
 class Model:
-    """A tokenizer in which the format's words are special tokens, other tokens, or plain text."""
+    """A tokenizer in which the format's markers are special tokens, other tokens, or text."""
 
     def __init__(self, folder: Path, format: CallFormat, words: str) -> None:
         self.tokenizer = write_tokenizer(folder)
@@ -144,7 +144,7 @@ def test_nothing_is_constrained_without_need() -> None:
 def test_what_is_built_compiles(parser: ToolParser, tmp_path: Path) -> None:
     """Also with a hundred functions, within what a mask may cost."""
     schema = {"type": "object", "properties": {"a": {"enum": list(range(20))}}}
-    many = [Function(name=f"f{place}", parameters=schema, strict=True) for place in range(100)]
+    many = [Function(name=f"f{index}", parameters=schema, strict=True) for index in range(100)]
     model = Model(tmp_path, FORMATS[parser], "special")
     for changes in ({}, {"forced": True}, {"parallel": False}):
         for answer in ("", json.dumps(ANSWER)):

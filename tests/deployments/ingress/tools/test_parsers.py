@@ -26,27 +26,27 @@ Read = tuple[str, list[tuple[str, str]]]
 
 
 def read(format: CallFormat, text: str, width: int = 10**9, parallel: bool = True) -> Read:
-    """What is said and what is called, the text coming in pieces of so many characters."""
+    """The text and the calls of an answer that arrives in pieces of so many characters."""
     reader = CallReader(format, NAMES, parallel)
     parts = []
     for start in range(0, len(text), width):
         parts += reader.push(text[start : start + width])
     parts += reader.end()
-    said = "".join(part.text for part in parts if isinstance(part, TextDelta))
+    shown = "".join(part.text for part in parts if isinstance(part, TextDelta))
     calls = [(part.name, "") for part in parts if isinstance(part, CallStart)]
     for part in parts:
         if isinstance(part, ArgumentsDelta):
             name, arguments = calls[part.call]
             calls[part.call] = (name, arguments + part.text)
     assert reader.num_calls == len(calls)
-    return said, calls
+    return shown, calls
 
 
 TRICKY = '{"a": "}\\"</tool_call>[", "b": [{}, 1.5, null]}'
 
 
 @pytest.mark.parametrize(
-    ("format", "text", "said", "calls"),
+    ("format", "text", "shown", "calls"),
     [
         (HERMES, '<tool_call>\n{"name": "get", "arguments": {"a": 1}}\n</tool_call>', "",
          [("get", '{"a": 1}')]),
@@ -81,15 +81,15 @@ TRICKY = '{"a": "}\\"</tool_call>[", "b": [{}, 1.5, null]}'
         (MISTRAL, '[TOOL_CALLS] [{"name": "get", "arguments": {}}}, {"name": "get", "arguments": '
          '{}}]]', "", [("get", "{}"), ("get", "{}")]),
         (FORCED, '[{"name": "get", "arguments": {}}]]}', "", [("get", "{}")]),
-        # Arguments that are no object are the model's word all the same.
+        # Arguments that are not an object are passed on too.
         (HERMES, '<tool_call>{"name": "get", "arguments": null}</tool_call>', "",
          [("get", "null")]),
         (HERMES, '<tool_call>{"name": "get", "arguments": [1]}</tool_call>', "", [("get", "[1]")]),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("width", [1, 2, 7, 10**6])
-def test_calls(format: CallFormat, text: str, said: str, calls: object, width: int) -> None:
-    assert read(format, text, width) == (said, calls)
+def test_calls(format: CallFormat, text: str, shown: str, calls: object, width: int) -> None:
+    assert read(format, text, width) == (shown, calls)
 
 
 @pytest.mark.parametrize(
@@ -169,10 +169,10 @@ def test_pieces_never_matter(
     text = "".join(scraps)
     whole = read(format, text, parallel=parallel)
     assert read(format, text, width, parallel) == whole
-    said, calls = whole
+    shown, calls = whole
     assert all(name in NAMES for name, _ in calls)
     if not calls:
-        assert said == text
+        assert shown == text
 
 
 @given(arguments=st.dictionaries(st.text(), st.recursive(
@@ -187,14 +187,14 @@ def test_any_arguments_come_through(arguments: dict[str, object], width: int) ->
         (HERMES, f"<tool_call>\n{call}\n</tool_call>"), (MISTRAL, f"[TOOL_CALLS] [{call}]"),
         (LLAMA, call), (FORCED, f"[{call}]"),
     ):  # fmt: skip
-        said, calls = read(format, text, width)
-        assert said == ""
+        shown, calls = read(format, text, width)
+        assert shown == ""
         assert [(name, json.loads(text)) for name, text in calls] == [("get", arguments)]
 
 
 @pytest.mark.parametrize("arguments", ['"\\ud800"', '{"a": "\\ud800"}'])
 def test_half_surrogate_pairs_break_nothing(arguments: str) -> None:
     text = f'<tool_call>{{"arguments": {arguments}, "name": "get"}}</tool_call>'
-    said, [(name, called)] = read(HERMES, text)
-    assert (said, name) == ("", "get")
+    shown, [(name, called)] = read(HERMES, text)
+    assert (shown, name) == ("", "get")
     assert json.loads(called.encode()) == json.loads(arguments)

@@ -1,4 +1,4 @@
-"""Chats with tools: what the model is told, what it is held to, what the client gets back."""
+"""Chats with tools: the prompt, the constraint, and the reply."""
 
 import json
 from collections.abc import Iterator
@@ -47,7 +47,7 @@ NATIVE = (
 
 @pytest.fixture(autouse=True)
 def _room_for_words(driver: FakeDriver) -> None:
-    """Tools in words take more tokens than the small engine has."""
+    """Tools as text need more tokens than the small engine has."""
     driver.info = msgspec.structs.replace(driver.info, max_total_tokens=4096, max_input_tokens=4000)
 
 
@@ -82,7 +82,7 @@ def joined(chunks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def both(http: httpx.Client, **body: Any) -> dict[str, Any]:
-    """What a request comes to, the same whole and streamed."""
+    """The answer to a request, checked to be equal whole and streamed."""
     [choice] = post(http, CHAT, messages=HELLO, **body)["choices"]
     message = choice["message"]
     calls = [call["function"] for call in message.get("tool_calls", ())]
@@ -143,8 +143,8 @@ def test_choices_have_calls_of_their_own(http: httpx.Client, driver: FakeDriver)
         own = [c for chunk in chunks for c in chunk["choices"] if c["index"] == index]
         got = joined([{"choices": own}])
         assert got["calls"] == [call["function"] for call in whole["message"]["tool_calls"]]
-        told = [entry for c in own if c["logprobs"] for entry in c["logprobs"]["content"]]
-        assert told == whole["logprobs"]["content"]
+        entries = [entry for c in own if c["logprobs"] for entry in c["logprobs"]["content"]]
+        assert entries == whole["logprobs"]["content"]
 
 
 @pytest.mark.parametrize(
@@ -300,7 +300,7 @@ def test_templates_with_tools(
     assert '"function": {"name": "get_weather", "arguments": {"town": "Paris"}}' in prompt
     assert "<|tool|>get_weather: rain" in prompt
     assert "You can call functions" not in prompt
-    # Without tools these words are as silent as other special tokens.
+    # Without tools these markers have no text, like other special tokens.
     post(http, CHAT, messages=HELLO)
     assert native.requests[-1].sequences[0].sampling.grammar == ""
 
