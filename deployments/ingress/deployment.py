@@ -62,31 +62,26 @@ class HandleDriver:
     async def generate(self, request: GenerateRequest, reply_to: ReplyAddress) -> Completion:
         """Make one unary call; cancelling it cancels the driver's call."""
         with EarlySubmitter(self._receiver, request) as early:
-            return await self._generate(request, reply_to, early)
+            with replica_listener(early.replica_selected):
+                response = self._generating.remote(request, reply_to)
+            try:
+                completion: Completion = await response
+            except asyncio.CancelledError:
+                response.cancel()
+                raise
+            except BackPressureError as error:
+                raise RequestError(
+                    ErrorKind.OVERLOADED, "the server is busy: try again", retry_after_s=1.0
+                ) from error
+            except RayError as error:
+                logger.warning("request %s was lost: %s", request.id, type(error).__name__)
+                raise RequestError(ErrorKind.UNAVAILABLE, _LOST, retry_after_s=1.0) from error
+            return completion
 
     @cached_property
     def _generating(self) -> DeploymentHandle:
         """The handle of `generate`; cached, as Serve makes a new one at each access."""
         return self._handle.generate
-
-    async def _generate(
-        self, request: GenerateRequest, reply_to: ReplyAddress, early: EarlySubmitter
-    ) -> Completion:
-        with replica_listener(early.replica_selected):
-            response = self._generating.remote(request, reply_to)
-        try:
-            completion: Completion = await response
-        except asyncio.CancelledError:
-            response.cancel()
-            raise
-        except BackPressureError as error:
-            raise RequestError(
-                ErrorKind.OVERLOADED, "the server is busy: try again", retry_after_s=1.0
-            ) from error
-        except RayError as error:
-            logger.warning("request %s was lost: %s", request.id, type(error).__name__)
-            raise RequestError(ErrorKind.UNAVAILABLE, _LOST, retry_after_s=1.0) from error
-        return completion
 
     async def finish(self, request_id: str, index: int, at: int) -> None:
         """Report to the driver where a stop string ended a sequence."""

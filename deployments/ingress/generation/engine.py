@@ -28,7 +28,7 @@ from deployments.ingress.chat_templates.selection import ChatTemplates
 from deployments.ingress.generation.adapter_templates import AdapterTemplates
 from deployments.ingress.generation.calls import EngineCall
 from deployments.ingress.generation.frames import RequestInboxes
-from deployments.ingress.http.errors import SPELLINGS, RequestError
+from deployments.ingress.http.errors import ERROR_SHAPES, RequestError
 from deployments.ingress.structured.constraints import Compiler
 from deployments.ingress.text.detokenizer_state import DetokenizerState
 from deployments.ingress.text.stops import StopStrings
@@ -139,7 +139,7 @@ class EngineClient:
         """reply_to: called for each call of the driver, as the socket is bound later."""
         self.settings = settings
         self.metrics = RequestMetrics()
-        self.metrics.begin({row.metric for row in SPELLINGS.values()})
+        self.metrics.begin({row.metric for row in ERROR_SHAPES.values()})
         self.compiler = Compiler()
         self.templates = ChatTemplates(settings.clock)
         self.adapter_templates = AdapterTemplates(driver, settings.clock)

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from deployments.contract import Completion
 from deployments.ingress.adapter_names.references import listed_reference
 from deployments.ingress.generation.engine import EngineClient, GenerationJob
-from deployments.ingress.generation.reply_headers import RequestTimes, safe
-from deployments.ingress.http.errors import SPELLINGS, RequestError
+from deployments.ingress.generation.reply_headers import safe
+from deployments.ingress.http.errors import ERROR_SHAPES, RequestError
 from deployments.ingress.http.sse import ClientGone
 from deployments.observability.lorax_metrics import BASE, RequestRecord
 
@@ -28,24 +28,27 @@ class RequestObserver:
         source = engine.settings.default_source
         self._adapter = None if adapter is None else listed_reference(adapter, source)
 
-    def ended(self, completion: Completion, generated: int) -> RequestTimes:
-        """Count a success with `generated` tokens; returns its times."""
-        times = RequestTimes.of(self._job, completion, self._submitted)
-        sequences = self._job.request.sequences
+    def ended(self, completion: Completion, generated: int) -> RequestRecord:
+        """Count a success with `generated` tokens; returns its times and lengths."""
+        sequences, outcomes = self._job.request.sequences, completion.sequences
+        total = time.monotonic() - self._job.started
+        validation = self._submitted - self._job.started
+        queue = max(outcome.queue_seconds for outcome in outcomes)
+        inference = max(0.0, total - validation - queue)
         record = RequestRecord(
-            total=times.total,
-            validation=times.validation,
-            queue=times.queue,
-            inference=times.inference,
-            per_token=times.inference / max(1, generated),
-            first_token=times.first,
+            total=total,
+            validation=validation,
+            queue=queue,
+            inference=inference,
+            per_token=inference / max(1, generated),
+            first_token=validation + max(outcome.first_token_seconds for outcome in outcomes),
             input_length=sum(len(s.prompt) for s in sequences[:: self._job.choices]),
             max_new_tokens=max(s.stopping.max_new_tokens for s in sequences),
             generated_tokens=generated,
         )
         self._metrics.succeeded(self._adapter, record)
         _log_end(self._name, record)
-        return times
+        return record
 
     def failed(self, err: str) -> None:
         """Count a failure; err: its label in the metrics."""
@@ -81,7 +84,7 @@ def observe(engine: EngineClient, job: GenerationJob) -> Iterator[RequestObserve
         yield observer
     except RequestError as error:
         error.counted = True
-        observer.failed(SPELLINGS[error.kind].metric)
+        observer.failed(ERROR_SHAPES[error.kind].metric)
         raise
     except (ClientGone, asyncio.CancelledError, GeneratorExit):
         observer.failed("dropped")

@@ -71,8 +71,8 @@ async def whole(
         result = await unless_gone(request.receive, collect(engine, served, job))
         generated = sum(choice.num_tokens for choice in result.choices)
         quota.take_tokens(generated)
-        times = observer.ended(result.completion, generated)
-    headers = reply_headers(served.info, job, times, generated)
+        record = observer.ended(result.completion, generated)
+    headers = reply_headers(served.info, job, record)
     return json_response(body(result), headers=headers)
 
 

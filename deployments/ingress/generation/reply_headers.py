@@ -1,11 +1,10 @@
 """LoRAX's response headers; all times are whole milliseconds."""
 
-import time
-from typing import NamedTuple
 from urllib.parse import quote
 
-from deployments.contract import Completion, EngineInfo
+from deployments.contract import EngineInfo
 from deployments.ingress.generation.engine import GenerationJob
+from deployments.observability.lorax_metrics import RequestRecord
 
 _PRINTABLE = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) != "%")
 
@@ -28,51 +27,19 @@ def stream_headers(info: EngineInfo, job: GenerationJob) -> dict[str, str]:
     return headers
 
 
-class RequestTimes(NamedTuple):
-    """The times of a request in seconds.
-
-    total: from its arrival. validation: before the driver's call. queue: in the driver's queue.
-    first: until all sequences have their first token.
-    """
-
-    total: float
-    validation: float
-    queue: float
-    first: float
-
-    @property
-    def inference(self) -> float:
-        """The time after the queue."""
-        return max(0.0, self.total - self.validation - self.queue)
-
-    @classmethod
-    def of(cls, job: GenerationJob, completion: Completion, submitted: float) -> "RequestTimes":
-        """The times of a job that ends now; submitted: when the driver was called."""
-        validation = submitted - job.started
-        outcomes = completion.sequences
-        return cls(
-            total=time.monotonic() - job.started,
-            validation=validation,
-            queue=max(outcome.queue_seconds for outcome in outcomes),
-            first=validation + max(outcome.first_token_seconds for outcome in outcomes),
-        )
-
-
-def reply_headers(
-    info: EngineInfo, job: GenerationJob, times: RequestTimes, generated: int
-) -> dict[str, str]:
+def reply_headers(info: EngineInfo, job: GenerationJob, record: RequestRecord) -> dict[str, str]:
     """The headers of a whole reply: also counts and times."""
-    sequences = job.request.sequences
+    generated, sequences = record.generated_tokens, job.request.sequences
     prompt = sum(len(sequence.prompt) for sequence in sequences)
-    after_first = max(0.0, times.total - times.first)
+    after_first = max(0.0, record.total - record.first_token)
     seconds = {
-        "x-compute-time": times.total,
-        "x-total-time": times.total,
-        "x-validation-time": times.validation,
-        "x-queue-time": times.queue,
-        "x-inference-time": times.inference,
-        "x-time-per-token": times.inference / max(1, generated),
-        "x-time-to-first-token": times.first,
+        "x-compute-time": record.total,
+        "x-total-time": record.total,
+        "x-validation-time": record.validation,
+        "x-queue-time": record.queue,
+        "x-inference-time": record.inference,
+        "x-time-per-token": record.per_token,
+        "x-time-to-first-token": record.first_token,
         "x-time-per-output-token": after_first / max(1, generated - len(sequences)),
     }
     counts = {

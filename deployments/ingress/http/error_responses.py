@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from deployments.ingress.http.errors import (
-    SPELLINGS,
+    ERROR_SHAPES,
     LoraxError,
     OpenAIError,
     RequestError,
@@ -25,7 +25,7 @@ _GENERATING = frozenset({"/", "/generate", "/generate_stream", "/invocations",
 def error_response(request: Request, error: RequestError, status: int | None = None) -> Response:
     """The error's status, body and headers; it is counted once."""
     _count(request, error)
-    row = SPELLINGS[error.kind]
+    row = ERROR_SHAPES[error.kind]
     openai = speaks_openai(request)
     known = row.openai_status if openai else row.lorax_status
     body = openai_error(error) if openai else lorax_error(error)
@@ -59,4 +59,4 @@ def route_path(request: Request) -> str:
 def _count(request: Request, error: RequestError) -> None:
     """Count a request that was refused before its call of the driver."""
     if route_path(request) in _GENERATING and not error.counted:
-        request.app.state.metrics.refused(SPELLINGS[error.kind].metric)
+        request.app.state.metrics.refused(ERROR_SHAPES[error.kind].metric)

@@ -81,58 +81,42 @@ class ErrorShape:
     openai_status: int
     openai_type: str
     openai_code: str | None
-    lorax_status: int
-    lorax_type: str
-    lorax_text: str
     metric: str
+    lorax_status: int = 424
+    lorax_type: str = "generation"
+    lorax_text: str = "Request failed during generation: {}"
 
 
 _BAD = "invalid_request_error"
 _SERVER = "server_error"
-_FAILED = "Request failed during generation: {}"
+_RATE = "rate_limit_error"
 
-SPELLINGS: dict[ErrorKind, ErrorShape] = {
+ERROR_SHAPES: dict[ErrorKind, ErrorShape] = {
     ErrorKind.VALIDATION: ErrorShape(
-        400, _BAD, None, 422, "validation", "Input validation error: {}", "validation"
+        400, _BAD, None, "validation", 422, "validation", "Input validation error: {}"
     ),
-    ErrorKind.ADAPTER_NOT_FOUND: ErrorShape(
-        404, _BAD, "model_not_found", 424, "generation", _FAILED, "download_adapter"
-    ),
-    ErrorKind.ADAPTER_FORBIDDEN: ErrorShape(
-        403, _BAD, "adapter_forbidden", 424, "generation", _FAILED, "download_adapter"
-    ),
-    ErrorKind.ADAPTER_UNSUPPORTED: ErrorShape(
-        400, _BAD, "adapter_unsupported", 424, "generation", _FAILED, "load_adapter"
-    ),
-    ErrorKind.ADAPTER_TOO_LARGE: ErrorShape(
-        400, _BAD, "adapter_too_large", 424, "generation", _FAILED, "load_adapter"
-    ),
+    ErrorKind.ADAPTER_NOT_FOUND: ErrorShape(404, _BAD, "model_not_found", "download_adapter"),
+    ErrorKind.ADAPTER_FORBIDDEN: ErrorShape(403, _BAD, "adapter_forbidden", "download_adapter"),
+    ErrorKind.ADAPTER_UNSUPPORTED: ErrorShape(400, _BAD, "adapter_unsupported", "load_adapter"),
+    ErrorKind.ADAPTER_TOO_LARGE: ErrorShape(400, _BAD, "adapter_too_large", "load_adapter"),
     ErrorKind.ADAPTER_UNAVAILABLE: ErrorShape(
-        503, _SERVER, "adapter_unavailable", 424, "generation", _FAILED, "download_adapter"
+        503, _SERVER, "adapter_unavailable", "download_adapter"
     ),
     ErrorKind.UNAUTHORIZED: ErrorShape(
-        401, _BAD, "invalid_api_key", 401, "unauthorized", "{}", "validation"
+        401, _BAD, "invalid_api_key", "validation", 401, "unauthorized", "{}"
     ),
-    ErrorKind.FORBIDDEN: ErrorShape(403, _BAD, "forbidden", 403, "forbidden", "{}", "validation"),
+    ErrorKind.FORBIDDEN: ErrorShape(403, _BAD, "forbidden", "validation", 403, "forbidden", "{}"),
     # On the type "overloaded" LoRAX's client waits and tries again.
     ErrorKind.QUOTA: ErrorShape(
-        429, "rate_limit_error", "rate_limit_exceeded", 429, "overloaded", "{}", "overloaded"
+        429, _RATE, "rate_limit_exceeded", "overloaded", 429, "overloaded", "{}"
     ),
     ErrorKind.OVERLOADED: ErrorShape(
-        429,
-        "rate_limit_error",
-        "overloaded",
-        429,
-        "overloaded",
-        "Model is overloaded",
-        "overloaded",
+        429, _RATE, "overloaded", "overloaded", 429, "overloaded", "Model is overloaded"
     ),
     ErrorKind.UNAVAILABLE: ErrorShape(
-        503, _SERVER, "unavailable", 503, "unavailable", "Service unavailable: {}", "unavailable"
+        503, _SERVER, "unavailable", "unavailable", 503, "unavailable", "Service unavailable: {}"
     ),
-    ErrorKind.GENERATION: ErrorShape(
-        500, _SERVER, "generation", 424, "generation", _FAILED, "generation"
-    ),
+    ErrorKind.GENERATION: ErrorShape(500, _SERVER, "generation", "generation"),
 }
 
 _ADAPTER_KINDS = frozenset(kind for kind in ErrorKind if kind.value.startswith("adapter_"))
@@ -140,7 +124,7 @@ _ADAPTER_KINDS = frozenset(kind for kind in ErrorKind if kind.value.startswith("
 
 def openai_error(error: RequestError) -> OpenAIError:
     """The body of an error in OpenAI's dialect."""
-    row = SPELLINGS[error.kind]
+    row = ERROR_SHAPES[error.kind]
     param = error.param or ("model" if error.kind in _ADAPTER_KINDS else None)
     return {
         "error": {
@@ -154,7 +138,7 @@ def openai_error(error: RequestError) -> OpenAIError:
 
 def lorax_error(error: RequestError) -> LoraxError:
     """The body of an error in LoRAX's dialect, with the kind as a machine-readable `code`."""
-    row = SPELLINGS[error.kind]
+    row = ERROR_SHAPES[error.kind]
     return {
         "error": row.lorax_text.format(error.message),
         "error_type": row.lorax_type,

@@ -67,6 +67,9 @@ STREAMS: Mapping[str, Any] = {
 # Statuses of errors before any route, and those of requests with a body.
 _ANY = (401, 431)
 _BODY = (*_ANY, 400, 408, 413, 415, 429)
+_Schemas = Mapping[Any, dict[str, Any]]
+"""Schemas by their type."""
+
 _REFERENCE = "#/components/schemas/{name}"
 _DESCRIPTION = (
     "One base model and any number of LoRA adapters, by LoRAX's API and OpenAI's. A request names "
@@ -125,7 +128,7 @@ def _document(app: FastAPI) -> dict[str, Any]:
     return written
 
 
-def _fill(known: dict[str, Any], route: str, schemas: "_Schemas") -> None:
+def _fill(known: dict[str, Any], route: str, schemas: _Schemas) -> None:
     """Complete FastAPI's description of one route."""
     operation = operations()[route]
     body = known.get("requestBody")
@@ -152,7 +155,7 @@ def _fill(known: dict[str, Any], route: str, schemas: "_Schemas") -> None:
     known["responses"] = {"200": _success(route, operation, schemas), **failures}
 
 
-def _success(route: str, operation: Operation, schemas: "_Schemas") -> dict[str, Any]:
+def _success(route: str, operation: Operation, schemas: _Schemas) -> dict[str, Any]:
     content: dict[str, Any] = {}
     if route in REPLIES:
         content[JSON] = {"schema": schemas[REPLIES[route]]}
@@ -183,18 +186,8 @@ def _headers(status: int) -> dict[str, Any]:
     return {"headers": {"Retry-After": seconds}}
 
 
-class _Schemas:
-    """Schemas by their type."""
-
-    def __init__(self, types: list[Any], schemas: list[dict[str, Any]]) -> None:
-        self._pairs = list(zip(types, schemas, strict=True))
-
-    def __getitem__(self, type: Any) -> dict[str, Any]:
-        return next(schema for known, schema in self._pairs if known == type)
-
-
 def _schemas() -> tuple[_Schemas, dict[str, Any]]:
     """A schema for each type of a reply, and the components that they share."""
     types = [LoraxError, OpenAIError, *REPLIES.values(), *STREAMS.values()]
     schemas, components = msgspec.json.schema_components(types, ref_template=_REFERENCE)
-    return _Schemas(types, list(schemas)), components
+    return dict(zip(types, schemas, strict=True)), components

@@ -8,11 +8,12 @@ from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from msgspec.structs import replace
 from tokenizers import Encoding, Tokenizer
 
 from configs.wire.templates import TemplateSource, read_template
 from deployments.ingress.http.errors import RequestError, invalid
-from deployments.ingress.text.conversion import Converted, convert
+from deployments.ingress.text.conversion import convert
 from deployments.ingress.text.detokenize import TextStream
 from deployments.ingress.text.extents import Extents
 from deployments.ingress.text.galactica import ENDS, MarkedOffsets, cuts_sequences, mark
@@ -96,7 +97,8 @@ class ModelTokenizer:
         """
         root = Path(folder)
         converted = convert(root, trust_remote_code)
-        templates = _templates(root, converted)
+        # The tokenizer's own special tokens, not those in the files: classes have defaults.
+        templates = replace(read_template(root), special_tokens=converted.special_tokens)
         return cls(
             converted.tokenizer(),
             templates,
@@ -214,9 +216,3 @@ class ModelTokenizer:
             offsets = [(plain.offset(start), plain.offset(stop)) for start, stop in offsets]
         pairs = zip(encoding.ids, offsets, strict=True)
         return [Slice(id, text[start:stop], start, stop) for id, (start, stop) in pairs]
-
-
-def _templates(root: Path, converted: Converted) -> TemplateSource:
-    """The folder's chat templates, with the tokenizer's own special tokens."""
-    found = read_template(root)
-    return TemplateSource(found.text, converted.special_tokens, found.others)

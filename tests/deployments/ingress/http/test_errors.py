@@ -3,7 +3,7 @@ import pytest
 
 from deployments.contract import ErrorKind, Failed
 from deployments.ingress.http.errors import (
-    SPELLINGS,
+    ERROR_SHAPES,
     RequestError,
     invalid,
     lorax_error,
@@ -14,7 +14,7 @@ from deployments.ingress.http.errors import (
 
 @pytest.mark.parametrize("kind", list(ErrorKind))
 def test_every_kind_has_both_dialects(kind: ErrorKind) -> None:
-    row = SPELLINGS[kind]
+    row = ERROR_SHAPES[kind]
     assert 400 <= row.openai_status < 600
     assert 400 <= row.lorax_status < 600
     error = RequestError.of(Failed(kind, "why"))
