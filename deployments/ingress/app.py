@@ -107,6 +107,7 @@ def _guard(app: FastAPI, settings: IngressSettings) -> None:
         max_objects=config.max_json_objects,
         seconds=config.body_timeout_s,
     )
+    # The innermost is the body's limit: a refused request must not have its body read.
     keys = Keys(
         config,
         settings.default_source,

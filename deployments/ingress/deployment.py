@@ -67,6 +67,7 @@ class HandleDriver:
             try:
                 completion: Completion = await response
             except asyncio.CancelledError:
+                # Cancelling the await does not cancel the call; the driver would generate on.
                 response.cancel()
                 raise
             except BackPressureError as error:

@@ -51,6 +51,7 @@ class Bucket:
     def _fill(self) -> None:
         now = self._clock()
         gained = (now - self._filled) * self._rate / _MINUTE
+        # A capacity of at least 1: with many replicas the rate alone could never admit a request.
         self._level = min(max(1.0, self._rate), self._level + gained)
         self._filled = now
 

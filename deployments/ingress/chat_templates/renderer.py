@@ -65,6 +65,7 @@ class Renderer:
         task = _pack(Task(source, conversation))
         key = hashlib.blake2b(_pack(source), digest_size=16).digest()
         size = len(conversation)
+        # Again if the template became slow while the task waited, or was too late in this lane.
         while True:
             if self._refuses(key, size):
                 raise self._too_slow(name, size)

@@ -62,6 +62,7 @@ class EngineCall:
         self._inboxes = inboxes
         self._reply_to = reply_to
         self._request = request
+        # Opened before the call starts: the first frame may arrive before `_run` continues.
         self._inbox = inboxes.open(request.id, len(request.sequences), listen=frames)
         self._running: asyncio.Task[None] | None = None
         self._finishing: set[asyncio.Task[None]] = set()
@@ -83,6 +84,7 @@ class EngineCall:
 
     async def close(self) -> None:
         """Cancel the call if it runs, and receive no more frames."""
+        # First, so that no frame is stored for a request without a reader.
         self._inboxes.close(self._request.id)
         tasks = [*self._finishing, *([self._running] if self._running else [])]
         for task in tasks:
@@ -100,6 +102,7 @@ class EngineCall:
 
     def finish(self, index: int, at: int) -> None:
         """Report to the driver that a stop string ended a sequence after `at` tokens."""
+        # A task, as the reader must not wait for it. Stored: asyncio has only weak references.
         task = asyncio.create_task(self._finish(index, at))
         self._finishing.add(task)
         task.add_done_callback(self._finishing.discard)
@@ -120,6 +123,7 @@ class EngineCall:
         except RequestError as error:
             self._inbox.fail(error)
         except asyncio.CancelledError:
+            # Also if another party cancels the task: the reader must not wait forever.
             self._inbox.fail(RequestError(ErrorKind.UNAVAILABLE, "the engine cancelled the call"))
             raise
         except Exception as fault:
@@ -151,6 +155,7 @@ def _event(
     pieces = detokenizer.feed(update.tokens, update.logprobs)
     if detokenizer.stopped:
         if update.ending is None:
+            # The driver does not see text, so the sequence still runs there.
             call.finish(update.index, detokenizer.num_tokens)
         return Event(update.index, pieces, "", FinishReason.STOP_STRING)
     if update.ending is None:

@@ -151,6 +151,7 @@ class EngineClient:
         self._num_refreshes = 0
         self._served: ServedModel | None = None
         self._failure: RequestError | None = None
+        # Weak: a call ends with its request, which need not report that here.
         self._calls: WeakSet[EngineCall] = WeakSet()
         self._ended: Callable[[], RequestError] | None = None
         self._unreadable: str | None = None
@@ -184,13 +185,13 @@ class EngineClient:
         return await self._driver.adapters(command)
 
     async def _refresh(self) -> ServedModel:
-        so_far = self._num_refreshes
+        num_before = self._num_refreshes
         async with self._refreshing:
             age = self.settings.clock() - self._refreshed_at
             stale = self._failure is not None or age > _INFO_SECONDS
             # Callers that waited for the lock share the result of the one that had it, also if it
             # failed; else each of them would wait for a dead driver, one after another.
-            if stale and self._num_refreshes == so_far:
+            if stale and self._num_refreshes == num_before:
                 await self._request_info()
             if self._failure is not None:
                 raise self._failure

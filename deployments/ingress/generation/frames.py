@@ -55,6 +55,7 @@ class _Channel:
     def put(self, run: TokenRun) -> bool:
         """Add a run, or keep it until the gap before it is filled; whether there are new tokens."""
         if run.start > self.length:
+            # A driver drops frames when its socket is full. The gap may last to the completion.
             self.early[run.start] = run
             return False
         before = self.length
@@ -111,6 +112,7 @@ class RequestInbox:
         """Add what the frames did not bring: the call has returned."""
         for channel, outcome in zip(self._channels, completion.sequences, strict=True):
             channel.repair(outcome)
+        # From now on `deliver` ignores frames, which may still be on their way.
         self._completion = completion
         self._announce()
 
@@ -135,10 +137,12 @@ class RequestInbox:
         updates = [
             SequenceUpdate(i, *self._channels[i].take(), outcome.ending) for i, outcome in ended
         ]
+        # The next call returns [], which ends the reader's loop.
         self._channels = []
         return updates
 
     def _announce(self) -> None:
+        # The flag stays set if no reader waits, so that `take` cannot miss an update.
         self._updated = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)

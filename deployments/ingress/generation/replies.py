@@ -122,6 +122,7 @@ async def stream(
     job, quota = _admit(request, job)
     running = RunningCall(engine.call(job, streams=True), job.detokenizers(text), text)
     body = _within_call(engine, job, running, chunks, quota)
+    # Before `first` first runs, so the request is sent one round of the event loop earlier.
     running.call.start()
     first = asyncio.ensure_future(anext(body))
     keep_alive = engine.settings.keep_alive_seconds
@@ -149,6 +150,7 @@ async def _late(
         async for chunk in body:
             yield chunk
     finally:
+        # A generator cannot be closed while `first` runs in it.
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
         await body.aclose()
@@ -178,6 +180,7 @@ def _admit(request: Request, job: GenerationJob) -> tuple[GenerationJob, Quota]:
     """
     grant = grant_of(request)
     grant.quota.admit_tokens()
+    # All choices of a prompt share its computation, so it is charged once.
     prompts = job.request.sequences[:: job.choices]
     grant.quota.take_tokens(sum(len(sequence.prompt) for sequence in prompts))
     granted = msgspec.structs.replace(

@@ -37,6 +37,7 @@ async def unless_gone(receive: Receive, work: Awaitable[R]) -> R:
         await wait_unless_gone(receive, working)
         return await working
     finally:
+        # The request must not end before its work, which may be a call of the driver.
         if _cancelled(working):
             await asyncio.gather(working, return_exceptions=True)
 
@@ -124,6 +125,7 @@ class EventStream(Response):
             body = self._error_body(error)
             await self._send(send, body if isinstance(body, bytes) else data(body))
         finally:
+            # Before the last message: a comment after it would break the connection.
             heart.cancel()
             await asyncio.gather(heart, return_exceptions=True)
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -82,6 +82,7 @@ class ResponseWriter:
     def chunks(self, event: Event) -> bytes:
         """The events for new text of the sequence, or its end."""
         self._reason = event.reason or self._reason
+        # Each token's logprobs are sent once, with the first part; without parts, with empty text.
         logprobs = self._logprobs(event)
         for part in self._parts(event.text, event.reason is not None):
             self._write_part(part, logprobs)

@@ -85,7 +85,7 @@ class ToolChatWriter(ChatWriter):
         chunks = b""
         for delta in deltas:
             chunks += self._chunk(event.sequence, delta, logprobs)
-            logprobs = b"null"
+            logprobs = b"null"  # Each token's logprobs are sent once.
         if event.reason is not None:
             reason = b'"%s"' % self._reason(event.reason, reader.num_calls).encode()
             chunks += self._chunk(event.sequence, self._last_delta(), b"null", reason)

@@ -50,12 +50,14 @@ class FairQueue:
         if not self._queues:
             self._free += 1
             return
+        # The room goes to one that waits, not back to `_free`: else a new caller could overtake it.
         key, queue = next(iter(self._queues.items()))
         admitted = queue[0]
         self._remove(key, admitted)
         if key in self._queues:
             self._queues.move_to_end(key)
         if admitted.cancelled():
+            # Its `acquire` has not run yet since the cancellation, so pass the room on.
             self.release()
         else:
             admitted.set_result(None)

@@ -46,6 +46,7 @@ def run_in_fork(
     if child == 0:
         _work_and_exit(work, cpu_seconds, memory, writer)
     os.close(writer)
+    # Read before waiting: a child with more output than the pipe's buffer could not end.
     with open(reader, "rb") as pipe:
         output = pipe.read()
     _, status, used = os.wait4(child, 0)

@@ -38,6 +38,7 @@ class CompilePool:
             message = f"the compiler of schemas and grammars ended ({type(error).__name__})"
             raise RequestError(ErrorKind.UNAVAILABLE, message) from error
         else:
+            # Before `release`, so that the next task finds this process and starts no other.
             self._idle.append(worker)
         finally:
             self._queue.release()

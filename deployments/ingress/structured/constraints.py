@@ -101,6 +101,7 @@ class Compiler:
         running = self._results.pop(digest, None)
         if running is None or (running.done() and (running.cancelled() or running.exception())):
             running = asyncio.create_task(self.check(task, info))
+        # Popped and inserted again, so that the first entry is the least recently used one.
         self._results[digest] = running
         if len(self._results) > _MAX_CACHED:
             del self._results[next(iter(self._results))]

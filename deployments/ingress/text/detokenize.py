@@ -97,6 +97,7 @@ class _Characters:
         broken = ""
         if self._pending and not self._continues(raw[:1]):
             broken = self.broken()
+        # Only an unfinished character stays pending, so this never grows with the text.
         whole = self._pending + raw
         text, used = codecs.utf_8_decode(whole, self._errors, False)
         self._pending = whole[used:]
