@@ -31,17 +31,15 @@ class WorkerProcess:
 
     async def send(self, request: bytes) -> bytes:
         """Send a request; returns the reply, or raises OSError if the process ends or hangs."""
-        done = False
         try:
             async with asyncio.timeout(_HANGING_S):
-                reply = await self._exchange(request)
-            done = True
-            return reply
-        except asyncio.IncompleteReadError as error:
-            raise ConnectionError("it ended") from error
-        finally:
-            if not done:  # Also when cancelled: the next reader would get the rest of this reply.
-                await self.close()
+                return await self._exchange(request)
+        except BaseException as error:
+            # Also when cancelled: the next reader would get the rest of this reply.
+            await self.close()
+            if isinstance(error, asyncio.IncompleteReadError):
+                raise ConnectionError("it ended") from error
+            raise
 
     async def close(self) -> None:
         """End the process; the next request starts another."""

@@ -3,13 +3,13 @@
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import ParamSpec, TypeVar
+from typing import TypeVar, TypeVarTuple
 
 from deployments.contract import ErrorKind
 from deployments.ingress.http.errors import RequestError
 
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
+_Arguments = TypeVarTuple("_Arguments")
+_Result = TypeVar("_Result")
 
 
 class BoundedThreads:
@@ -22,10 +22,9 @@ class BoundedThreads:
         self._characters = 0
 
     async def run(
-        self, characters: int, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs
-    ) -> _T:
+        self, characters: int, work: Callable[[*_Arguments], _Result], *args: *_Arguments
+    ) -> _Result:
         """Run `work(*args)` in a thread; RequestError if too much text waits already."""
-        assert not kwargs, "threads take positional arguments"
         if self._characters and self._characters + characters > self._max_characters:
             message = "too much text waits to be tokenized: try again"
             raise RequestError(ErrorKind.OVERLOADED, message, retry_after_s=1.0)

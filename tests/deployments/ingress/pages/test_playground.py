@@ -104,7 +104,7 @@ def test_the_keyboard_is_enough(browser: Browser, server: Server, driver: FakeDr
     browser.run("document.querySelector('#add').focus()")
     browser.press("Enter")
     browser.type("local:new")
-    assert _texts(browser, ".state")[-1] == "loads when it is first asked for"
+    assert _texts(browser, ".state")[-1] == "loads at its first request"
     browser.press("Enter", modifiers=2)
     browser.wait_for(DONE)
     assert len(driver.requests) == 3
