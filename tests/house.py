@@ -1,10 +1,12 @@
-"""Measures of the source tree: ``python -m tests.house`` prints them.
+"""Measures of the source tree: ``python -m tests.house [FOLDER]`` prints them.
 
+FOLDER: another checkout, to compare with.
 A line of code is a line that is not blank, not a comment and not part of a docstring.
 """
 
 import ast
 import io
+import sys
 import tokenize
 from collections import defaultdict
 from collections.abc import Iterator
@@ -13,6 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("configs", "sharding", "sources", "scheduler", "modeling", "deployments")
+FOLDERS = ("scheduler", "modeling", "deployments.rank", "deployments.driver", "deployments.ingress")
 
 _SILENT = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.COMMENT}
 
@@ -32,14 +35,14 @@ class Module:
 
     @property
     def room(self) -> str:
-        """The package that the module lies in."""
+        """The package of the module."""
         return self.name.rpartition(".")[0]
 
 
-def modules(packages: tuple[str, ...] = PACKAGES) -> list[Module]:
-    """Read every module of these packages; empty ``__init__.py`` files are left out."""
-    paths = (path for package in packages for path in sorted((ROOT / package).rglob("*.py")))
-    return [_module(path) for path in paths if path.stat().st_size]
+def modules(root: Path = ROOT) -> list[Module]:
+    """Read every module of the packages; empty ``__init__.py`` files are left out."""
+    paths = (path for package in PACKAGES for path in sorted((root / package).rglob("*.py")))
+    return [_module(path, root) for path in paths if path.stat().st_size]
 
 
 def functions(module: Module) -> Iterator[Function]:
@@ -105,7 +108,26 @@ def rooms(edges: dict[str, set[str]]) -> dict[str, set[str]]:
     return arrows
 
 
-def _module(path: Path) -> Module:
+def folder_graph(edges: dict[str, set[str]], folder: str) -> tuple[int, int, int, int]:
+    """Import graph of the modules under a folder.
+
+    Returns its modules, the arrows between them, its rooms, and the arrows between the rooms.
+    """
+    prefix = f"{folder}."
+    inner = {
+        name: {other for other in others if other.startswith(prefix)}
+        for name, others in edges.items()
+        if name.startswith(prefix)
+    }
+    between = rooms(inner)
+    return len(inner), _arrows(inner), len(between), _arrows(between)
+
+
+def _arrows(edges: dict[str, set[str]]) -> int:
+    return sum(map(len, edges.values()))
+
+
+def _module(path: Path, root: Path) -> Module:
     text = path.read_text("utf-8")
     tree = ast.parse(text)
     docs = _docstring_lines(tree)
@@ -116,12 +138,12 @@ def _module(path: Path) -> Module:
             comments.add(token.start[0])
         elif token.type not in _SILENT and token.type != tokenize.ENDMARKER:
             code |= set(range(token.start[0], token.end[0] + 1))
-    name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    name = ".".join(path.relative_to(root).with_suffix("").parts)
     return Module(name, path, tree, text.count("\n"), len(code - docs), len(comments))
 
 
 def _docstring_lines(tree: ast.Module) -> set[int]:
-    """The lines of strings that stand alone: docstrings, and those behind a constant."""
+    """The lines of docstrings, and of strings after a constant."""
     lines: set[int] = set()
     for node in ast.walk(tree):
         if (
@@ -133,14 +155,14 @@ def _docstring_lines(tree: ast.Module) -> set[int]:
     return lines
 
 
-def report() -> str:
+def report(root: Path = ROOT) -> str:
     """All measures as text."""
-    found = modules()
+    found = modules(root)
     edges = imports(found)
     lengths = [length(function) for module in found for function in functions(module)]
     code = sum(module.code for module in found)
     comments = sum(module.comments for module in found)
-    arrows = {room: len(others) for room, others in rooms(edges).items()}
+    between = rooms(edges)
     lines = [
         f"modules                      {len(found)}",
         f"lines                        {sum(module.lines for module in found)}",
@@ -151,13 +173,17 @@ def report() -> str:
         f"functions over 50 lines      {sum(each > 50 for each in lengths)}",
         f"files over 400 lines         {sum(module.lines > 400 for module in found)}",
         f"import circles               {len(circles(edges))}",
-        f"rooms, arrows between them   {len(arrows)}, {sum(arrows.values())}",
+        f"rooms, arrows between them   {len(between)}, {_arrows(between)}",
     ]
     for package in PACKAGES:
         own = [module for module in found if module.name.split(".")[0] == package]
         lines.append(f"  {package:<14} {len(own):>4} modules {sum(m.code for m in own):>7} of code")
+    lines.append("folder                  modules  arrows   rooms  arrows between rooms")
+    for folder in FOLDERS:
+        counts = folder_graph(edges, folder)
+        lines.append(f"  {folder:<20}" + "".join(f"{count:>8}" for count in counts))
     return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    print(report())
+    print(report(Path(sys.argv[1]).resolve() if sys.argv[1:] else ROOT))
