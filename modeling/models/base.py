@@ -39,6 +39,7 @@ class PagedModel(Protocol):
 
     projections: the linear maps that adapters may change; OutputSlice names one by its index.
     attention_layers: one for each layer that has keys and values in the cache.
+    capturable: whether its steps can be CUDA graphs.
     unread: regular expressions of whole names that a checkpoint may hold and the model does
         not read.
     """
@@ -49,6 +50,7 @@ class PagedModel(Protocol):
     dtype: torch.dtype
     device: torch.device
     unread: tuple[str, ...]
+    capturable: bool
 
     @property
     def attention_layers(self) -> tuple[AttentionLayer, ...]:

@@ -54,6 +54,8 @@ class ModelOutline:
 class PagedBase(nn.Module):
     """A decoder's sizes, its head, the adapters of both ends, and the engine's interface."""
 
+    capturable = True
+
     def __init__(self, config: ModelArchitecture, weights: Weights, outline: ModelOutline) -> None:
         """Read the head, or share the embedding's memory."""
         super().__init__()

@@ -1,5 +1,6 @@
 """The start of a paged runner: load the weights, measure the memory, allocate, warm up, capture."""
 
+import logging
 from dataclasses import dataclass, replace
 
 import torch
@@ -32,6 +33,8 @@ from modeling.sampling.prompt_scores import PromptReader
 from modeling.transfer import StepClock
 from sharding.group import TensorParallel
 from sources.model import fetch_model
+
+logger = logging.getLogger("loray.modeling")
 
 NO_GRAPHS = StepGraphs(None, None)
 
@@ -144,6 +147,9 @@ class LoadedPaged(LoadedRunner):
     def _graph_sizes(self) -> GraphSizes:
         """What is captured; no decode steps where the attention cannot be captured."""
         config, backend = self.parts.config, self.parts.attention.backend
+        if not self.parts.weights.model.capturable:
+            logger.info("no steps are captured: this model in this type reads sizes on the host")
+            return GraphSizes()
         has_form = backend.graph_words(1, self.parts.size.max_blocks) is not None
         return graph_sizes_of(config.cuda_graphs, config.limits, has_form)
 

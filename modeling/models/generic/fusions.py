@@ -46,7 +46,8 @@ class FusedRMSNorm(nn.Module):
         """[..., size] to the same shape."""
         if self._fused is None:
             return F.rms_norm(x.float(), self.weight.shape, self.weight, self._eps).to(x.dtype)
-        rows = x.reshape(-1, x.shape[-1])
+        # The kernel counts on whole rows behind each other; columns of a merged product are not.
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
         return self._fused.add_rms_norm(rows, None, self.weight, self._eps)[0].view(x.shape)
 
 

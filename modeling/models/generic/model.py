@@ -58,6 +58,9 @@ class GenericForCausalLM(nn.Module):
         self.num_layers = architecture.num_layers
         self._step = CurrentStep()
         self.causal = _build(architecture, weights.dtype)
+        has_experts = any(parameter.dim() == 3 for parameter in self.causal.parameters())
+        # torch's product of groups reads their sizes on the host, but for half precision.
+        self.capturable = not has_experts or weights.dtype is not torch.float32
         prefix = self.causal.base_model_prefix
         self._add_ends(weights)
         plan = CutPlan(self.causal.config, prefix, weights.group)

@@ -105,8 +105,9 @@ def _one_product(heads: Heads) -> Tensor | None:
     if tuple(part.data_ptr() for part in (q, k, v)) != places:
         return None
     # The first stride of a single token means nothing, and may be anything.
-    first = slice(1 if len(q) == 1 else 0, None)
-    if any(part.stride()[first] != (wide, part.shape[2], 1)[first] for part in (q, k, v)):
+    if any(part.stride()[1:] != (part.shape[2], 1) for part in (q, k, v)):
+        return None
+    if len(q) > 1 and any(part.stride(0) != wide for part in (q, k, v)):
         return None
     return q.as_strided((len(q), wide), (wide, 1))
 
