@@ -1,6 +1,8 @@
 """What the ingress admits is what a rank pays: tried under limits, in a process of its own."""
 
 import asyncio
+import os
+import signal
 
 import httpx
 import pytest
@@ -54,6 +56,20 @@ def test_the_process_lives_on_after_what_it_had_to_end(pool: CompilePool) -> Non
     found, before, after = asyncio.run(ask())
     assert found == CompileResult(fault="it takes over 0.5 s to compile")
     assert before == after
+
+
+def test_a_process_that_was_killed_is_replaced(pool: CompilePool) -> None:
+    async def ask() -> None:
+        await pool.check(PLAIN)
+        [pid] = pool.pids
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(RequestError, match="the compiler") as raised:
+            await pool.check(PLAIN)
+        assert raised.value.kind is ErrorKind.UNAVAILABLE
+        assert await pool.check(PLAIN) == CompileResult(PLAIN.text)
+        await pool.close()
+
+    asyncio.run(ask())
 
 
 def test_more_than_may_wait_are_told_to_come_again(pool: CompilePool) -> None:
