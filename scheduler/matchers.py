@@ -64,6 +64,7 @@ class Matchers:
             self._shared[constraint] = shared
             self._assign(request, shared)
         matcher = self._known[request.matcher]
+        # Only requests that are next come here: matchers of others are not prepared early.
         matcher.awaited = not matcher.ready
         return matcher.ready
 

@@ -157,6 +157,7 @@ class Request:
     def add_prompt_report(self, report: PromptReport) -> None:
         """Keep what is new in a report; a prompt that is computed again is reported again."""
         if report.logprobs:
+            # Chunks come in order, but after a preemption from the beginning again.
             known = len(self.prompt_logprobs) + 1 - report.first
             assert known >= 0, f"{self.id}: logprobs before position {report.first} are missing"
             self.prompt_logprobs += report.logprobs[known:]

@@ -136,7 +136,7 @@ class RunningRequests:
 
     def release(self, request: Request) -> None:
         """Free what the request holds, or drain it first if a plan in flight names it."""
-        if request.serial in self.draining:
+        if request.serial in self.draining:  # Preempted before; it is freed with its last plan.
             return
         self.members.remove(request)
         if request.in_flight:
@@ -207,6 +207,7 @@ class RunningRequests:
             if room == 0 and not self._find_block(request):
                 self.stalled = True
                 return
+            # As far as there are blocks: a shorter row is better than a preemption.
             missing = self._blocks_for(length - room)
             blocks = self._pool.allocate(min(missing, self._pool.available))
             request.blocks += blocks

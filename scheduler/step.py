@@ -59,6 +59,7 @@ class StepBuilder:
     def add_join(self, request: Request, slot: int) -> None:
         """Send the request's tokens to its batch slot. slot: its adapter's, -1 without one."""
         assert request.pending == 0, f"{request.id} joins while a token of it is in flight"
+        # A copy: the request's list grows while the plan is in flight.
         tokens, sampling = list(request.tokens), request.sampling
         if sampling.about_prompt and not request.awaits_report:
             # It was preempted after its prompt was reported: the ranks need not report it again.

@@ -229,7 +229,7 @@ class HostAdapterCache:
         ranks = torch.zeros(len(self._projections), self._num_rank_pools, dtype=torch.int32)
         for position, rank in opened.ranks.items():
             ranks[position.projection, position.layer] = rank
-        # Read before memory is allocated: shapes come from the header, so a refusal costs nothing.
+        # Checked before memory is allocated: shapes come from the header, so refusing is cheap.
         num_pages = tuple(-(-int(row.max()) // PAGE_ROWS) for row in ranks)
         layout = self._layout(num_pages)
         shape = AdapterShape(num_pages, layout.num_chunks * self.pool.chunk_bytes)

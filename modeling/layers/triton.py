@@ -24,18 +24,15 @@ BEST_COLUMNS = 4096
 
 Pointer = Any
 
+# Arguments are grouped by what they describe.
+# fmt: off
+
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _add_rms_norm(
-    x: "Pointer",
-    residual: "Pointer",
-    weight: "Pointer",
-    normed: "Pointer",
-    total: "Pointer",
-    eps: float,
-    size: tl.constexpr,
-    width: tl.constexpr,
-    has_residual: tl.constexpr,
+    x: "Pointer", residual: "Pointer",
+    weight: "Pointer", normed: "Pointer", total: "Pointer",
+    eps: float, size: tl.constexpr, width: tl.constexpr, has_residual: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """normed = w * s / sqrt(mean(s^2) + eps), s = x + residual, of one row.
@@ -109,20 +106,11 @@ def _clamped(
 @triton.jit  # type: ignore[untyped-decorator]
 def _rotate_and_store(
     qkv: "Pointer",
-    cos: "Pointer",
-    sin: "Pointer",
-    keys: "Pointer",
-    values: "Pointer",
-    slots: "Pointer",
-    clamped: "Pointer",
-    key_factor: float,
-    value_factor: float,
-    num_heads: tl.constexpr,
-    num_kv_heads: tl.constexpr,
-    half: tl.constexpr,
-    width: tl.constexpr,
-    block: tl.constexpr,
-    largest: tl.constexpr,
+    cos: "Pointer", sin: "Pointer",
+    keys: "Pointer", values: "Pointer", slots: "Pointer", clamped: "Pointer",
+    key_factor: float, value_factor: float,
+    num_heads: tl.constexpr, num_kv_heads: tl.constexpr, half: tl.constexpr, width: tl.constexpr,
+    block: tl.constexpr, largest: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """A few heads of one token: q is overwritten with its rotation; k's, and v, go to the cache.
@@ -176,14 +164,9 @@ def _rotate_and_store(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _angles(
-    positions: "Pointer",
-    frequencies: "Pointer",
-    cos: "Pointer",
-    sin: "Pointer",
-    scale: float,
-    half: tl.constexpr,
-    width: tl.constexpr,
-    per_set: tl.constexpr,
+    positions: "Pointer", frequencies: "Pointer",
+    cos: "Pointer", sin: "Pointer",
+    scale: float, half: tl.constexpr, width: tl.constexpr, per_set: tl.constexpr,
 ) -> None:
     """One token's cosines and sines, as `angles`; width: the power of two that holds half.
 
@@ -241,6 +224,7 @@ def _best_of_parts(
     tl.store(best + row, tl.load(ids + row * parts + at).to(tl.int64))
 
 
+# fmt: on
 _LAUNCH_ADD_RMS_NORM = Launcher(_add_rms_norm)
 _LAUNCH_SILU_MUL = Launcher(_silu_mul)
 _LAUNCH_ROTATE_AND_STORE = Launcher(_rotate_and_store)

@@ -196,7 +196,7 @@ def adjust(logits: Tensor, changes: Adjustments) -> Tensor:
 def _allow(logits: Tensor, allowed: Allowed) -> None:
     """Mask the tokens that the rows' grammars do not allow; changes `logits`."""
     bits = torch.arange(8, dtype=torch.uint8, device=logits.device)
-    # By bytes, not words: the unpacked bits then take one byte a token instead of four.
+    # By bytes, not words: the unpacked bits then take one byte per token instead of four.
     barred = (((allowed.words.view(torch.uint8)[:, :, None] >> bits) & 1) == 0).flatten(1)
     # Columns that no token of the tokenizer has are never allowed.
     barred = pad(barred, (0, logits.shape[-1] - barred.shape[-1]), value=True)

@@ -137,7 +137,7 @@ class Grammars:
             self._matchers[slot].sampled.append((samples, index))
 
     def masks(self, slots: Sequence[int], device: torch.device) -> Tensor:
-        """Return which tokens these batch slots may sample next: int32 [n, words], a bit a token.
+        """Return the tokens that these batch slots may sample next as bits, int32 [n, words].
 
         Waits for their tokens of earlier steps, but not for work queued since. After an output's
         end, and after a fault that `take_faults` reports, only end tokens are allowed.

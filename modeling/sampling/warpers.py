@@ -131,5 +131,5 @@ def _within(ordered: Tensor, top_p: Tensor) -> Tensor:
 
 
 def _unless_off(values: list[float], off: float, device: torch.device) -> Tensor | None:
-    """Return one value a row; None where all are off."""
+    """Return one value for each row; None where all are off."""
     return None if all(value == off for value in values) else floats(values, device)

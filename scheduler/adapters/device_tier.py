@@ -65,6 +65,7 @@ class DeviceTier:
         assert resident.shape is not None
         assert not resident.on_device, resident
         evicted = []
+        # In the order of their last admissions, which is that of the dictionary.
         for victim in [r for r in self._loaded.values() if r.evictable]:
             if self._pages.fits(resident.shape.num_pages, 0, self._none):
                 break
@@ -102,6 +103,7 @@ class DeviceTier:
         """
         assert self.reserved is None, self.reserved
         assert resident.shape is not None
+        # A stable sort: pinned ones last, else by their last admissions.
         loaded = sorted(self._loaded.values(), key=lambda r: r.pinned)
         unpinned = [other for other in loaded if not other.pinned]
         others = loaded if self._to_close(resident, unpinned) is None else unpinned
@@ -121,6 +123,7 @@ class DeviceTier:
     def end_reservation(self) -> None:
         """Adapters that were closed and are still loaded admit again."""
         closed, self._closed, self.reserved = self._closed, set(), None
+        # Sorted, because a set's order may differ between runs and plans must not.
         for key in sorted(closed):
             if key in self._loaded:
                 self.refresh(self._loaded[key])

@@ -77,6 +77,7 @@ class HostTier:
         resident.host_copy = HostCopyState.HELD
         self._copies[resident.key] = resident
         self._copies_bytes += resident.shape.host_bytes
+        # An adapter that can never fit must not make all guesses too large.
         self.largest = max(self.largest, min(resident.shape.host_bytes, self.capacity_bytes))
 
     def failed(self, resident: Resident, partly: bool = False) -> None:

@@ -127,6 +127,7 @@ class Residency:
         resident = self._residents[key]
         resident.waiting -= 1
         assert resident.waiting >= 0, resident
+        # Without waiting requests nothing is due: other adapters may take its room.
         resident.first_admission_due = resident.first_admission_due and resident.waiting > 0
         if resident.waiting == 0 and key == self.device.reserved:
             self.device.end_reservation()
@@ -138,6 +139,7 @@ class Residency:
         assert resident.host_copy is HostCopyState.HELD, resident
         for victim in self.device.allocate(resident):
             self._evicted(victim)
+        # Idle since before now: its slice begins with the first request that it admits.
         resident.loading, resident.idle_since = True, -1
         resident.first_admission_due = resident.waiting > 0
         self.num_loading += 1
@@ -350,7 +352,7 @@ class Residency:
     def _evicted(self, resident: Resident) -> None:
         """The adapter was evicted; it may be staged and loaded again."""
         self._device_evictions += 1
-        if resident.pinned:
+        if resident.pinned:  # A reservation took its room; it is loaded again when there is some.
             self._unloaded_pins[resident.key] = resident
         self.host.enqueue(resident)
         if resident.forgettable:
@@ -359,6 +361,7 @@ class Residency:
     def _update(self, resident: Resident) -> None:
         """A count has fallen: unload what was to be unloaded, forget empty records."""
         self.device.refresh(resident)
+        # Bytes that are being copied cannot be dropped: `loaded` or `staged` comes here again.
         busy = resident.users or resident.waiting or _is_moving(resident)
         if resident.unloading and not busy:
             resident.unloading = False

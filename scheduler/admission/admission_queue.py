@@ -208,6 +208,7 @@ class AdmissionQueue:
     def admit(self, request: Request) -> int:
         """Take the next request out of its queue; returns its adapter slot, -1 for no adapter."""
         key = request.adapter
+        # A preempted request has paid for its prompt already.
         is_new = request.first_scheduled is None
         self.queues.admit(request)
         slot = -1

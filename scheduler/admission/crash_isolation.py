@@ -109,6 +109,7 @@ class CrashIsolation:
         cleared = [request for request in self._group.values() if _is_done(request)]
         for request in cleared:
             del self._group[request.serial]
+            # The group must run without it: a waiting one is held back, a running one preempted.
             if request.status is Status.WAITING:
                 self._hold_back(request)
         return [request for request in cleared if request.status is Status.RUNNING]

@@ -109,6 +109,7 @@ class _Round:
                     return request
                 queue.credit += quantum_tokens * queue.share.weight
                 self.ring.move_to_end(key)
+            # One round was not enough for any queue: the next ones are computed, not walked.
             self._skip(quantum_tokens)
 
     def _skip(self, quantum_tokens: int) -> None:

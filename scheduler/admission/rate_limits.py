@@ -174,7 +174,7 @@ class RateLimits:
         rate = share.tokens_per_second
         if rate is None or self.ignores_rates or (level := self._level(key, rate, now)) >= _DEBT:
             return False
-        # At most one entry a key in the heap.
+        # At most one entry for each key in the heap.
         if key not in self._in_debt:
             self._in_debt.add(key)
             self._num_debts += 1
@@ -193,7 +193,7 @@ class RateLimits:
             return
         level = self._level(key, rate, now) - num_tokens
         self._buckets[key] = _Bucket(level, now)
-        self._buckets.move_to_end(key)
+        self._buckets.move_to_end(key)  # By their last charges: the first is full first, mostly.
         self._forget_full(now)
 
     def freed(self, key: QueueKey) -> None:

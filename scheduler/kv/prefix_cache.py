@@ -44,6 +44,7 @@ class PrefixKey(NamedTuple):
 
 def extend_chain(request: Request, num_blocks: int, block_size: int) -> list[bytes]:
     """The digests of the request's first `num_blocks` full blocks; computes missing ones."""
+    # They depend on the tokens and the key alone, so a preempted request keeps them.
     digests = request.digests
     assert num_blocks * block_size <= len(request.tokens), (num_blocks, len(request.tokens))
     for index in range(len(digests), num_blocks):
