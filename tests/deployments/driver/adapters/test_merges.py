@@ -22,7 +22,7 @@ from deployments.contract import (
 from deployments.driver.adapters.directory import AdapterDirectory
 from deployments.driver.engine import DriverEngine
 from scheduler.events import AdapterUnloaded
-from tests.deployments.driver.adapters.test_directory import (
+from tests.deployments.driver.adapters.directory_stories import (
     patient_config,
     play,
     refusal,
