@@ -131,7 +131,7 @@ class RecoveryConfig(Config):
     """Time limits in seconds.
 
     step_timeout_s: a step; after it the ranks count as lost.
-    stage_timeout_s: the staging of an adapter.
+    stage_timeout_s: the staging of an adapter, and the preparation of a matcher.
     start_timeout_s: a start of the ranks.
     recovery_timeout_s: how long open requests wait for new ranks.
     """
