@@ -39,9 +39,9 @@ TIERS = {
 }
 # By the field of AdapterCounts: the metric's name and its help.
 COUNTS = {
-    "device_hits": ("device_hits", "Requests whose adapter was on the device at arrival."),
-    "host_hits": ("host_hits", "Requests whose adapter was in host memory at arrival."),
-    "misses": ("misses", "Requests whose adapter had to be staged from disk."),
+    "device_hits": ("device_hits", "Requests with an adapter on the device at arrival."),
+    "host_hits": ("host_hits", "Requests with an adapter in host memory at arrival."),
+    "misses": ("misses", "Requests with an adapter that had to be staged from disk."),
     "device_evictions": ("device_evictions", "Adapters evicted from the device to make room."),
     "host_evictions": ("host_evictions", "Adapters evicted from host memory to make room."),
     "staged": ("staged", "Adapters staged: read from disk into host memory."),
