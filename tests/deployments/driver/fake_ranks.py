@@ -86,22 +86,24 @@ class FakeFill:
     digest: str
 
     def wait(self) -> None:
-        self.runner.filling_gate.wait(HELD_SECONDS)
+        self.runner.load_gate.wait(HELD_SECONDS)
         self.runner.loaded[self.slot] = self.digest
 
 
 @dataclass
 class FakeRunner:
-    """Speaks `modeling.runner.base.Runner`; adapters are named by their digest.
+    """Implements `modeling.runner.base.Runner`; adapters are named by their digest.
 
-    gate: steps wait for it, so that a test can hold a step in flight; staging_gate: adapters
-    whose name holds "slow" wait for that; filling_gate: fills do. poison: a token whose row
-    breaks the step. full: how many adapters are deferred before one is kept.
+    gate: steps wait for it, so that a test can hold a step in flight.
+    staging_gate: adapters with "slow" in their names wait for it.
+    load_gate: loads wait for it.
+    poison: a token that breaks the step of its row.
+    full: how many adapters are deferred before one is kept.
     """
 
     gate: Gate
     staging_gate: threading.Event
-    filling_gate: threading.Event
+    load_gate: threading.Event
     poison: int
     tokens: dict[int, dict[int, int]] = field(default_factory=dict)
     slots: dict[int, int] = field(default_factory=dict)
@@ -184,8 +186,8 @@ class FakeGroup:
         )
         self.gate = Gate()
         self.staging_gate = threading.Event()
-        self.filling_gate = threading.Event()
-        self.filling_gate.set()
+        self.load_gate = threading.Event()
+        self.load_gate.set()
         self.starts = 0
         self.failing_starts = 0
         self.may_start = threading.Event()
@@ -209,7 +211,7 @@ class FakeGroup:
     def stop(self) -> None:
         self.gate.set()
         self.staging_gate.set()
-        self.filling_gate.set()
+        self.load_gate.set()
         with self._changing:  # another thread may be starting more
             threads, self._threads = self._threads, []
             if self._links is not None:
@@ -226,7 +228,7 @@ class FakeGroup:
         # Rank 0 alone answers steps: the others are not held.
         gates = [self.gate, *(Gate() for _ in pairs[1:])]
         self.runners = [
-            FakeRunner(gate, self.staging_gate, self.filling_gate, POISON) for gate in gates
+            FakeRunner(gate, self.staging_gate, self.load_gate, POISON) for gate in gates
         ]
         self._ends = [Channel(theirs) for _, theirs in pairs]
         for rank, (runner, end) in enumerate(zip(self.runners, self._ends, strict=True)):

@@ -116,14 +116,14 @@ def test_rows_use_an_adapter_only_when_every_rank_has_its_bytes(root: Path) -> N
     """Others are served while they load, and no step waits."""
 
     async def story(engine: DriverEngine, group: FakeGroup) -> None:
-        group.filling_gate.clear()
+        group.load_gate.clear()
         red = asyncio.create_task(engine.generate(request("red", [3], 9, "red"), NOWHERE))
         await until(engine, lambda snapshot: snapshot.adapters[AdapterState.LOADING] == 1)
         answer = await engine.generate(request("base", [3], 9), NOWHERE)
         assert tokens(answer) == [continuation("", [3], 9)]
         assert (await engine.snapshot()).adapters[AdapterState.LOADING] == 1
         assert not red.done()
-        group.filling_gate.set()
+        group.load_gate.set()
         assert tokens(await red) == [continuation(digest_of(engine, "red"), [3], 9)]
 
     assert play(root, story).starts == 1

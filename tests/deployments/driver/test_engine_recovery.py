@@ -119,7 +119,7 @@ def test_a_rebuild_that_takes_too_long_ends_requests_and_later_ones_are_served(
 
 def test_a_load_that_does_not_end_is_a_loss_of_the_ranks(root: Path, clock: Clock) -> None:
     async def story(engine: DriverEngine, group: FakeGroup) -> None:
-        group.filling_gate.clear()
+        group.load_gate.clear()
         red = asyncio.create_task(engine.generate(request("red", [3], 9, "red"), NOWHERE))
         filling = AdapterState.LOADING
         await until(engine, lambda s: s.adapters[filling] == 1 and not s.plans_in_flight)
