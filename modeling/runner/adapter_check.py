@@ -11,6 +11,7 @@ from types import MappingProxyType
 import torch
 
 from configs.adapters import AdaptersConfig
+from configs.architectures.generic import GenericArchitecture
 from configs.architectures.select import load_architecture, padded_reason
 from configs.engine import EngineConfig
 from configs.reading import DamagedFile
@@ -45,8 +46,9 @@ class AdapterVerdict:
 def adaptable(config: EngineConfig) -> tuple[Projection, ...]:
     """What adapters may change of the model, on one rank.
 
-    Weights are read only where they decide: for models in transformers' own code, and where
-    adapters may bring copies of embedding or head, which are compared with the base model's.
+    Weights are read only where they decide: for models of transformers' modules, which are run once
+    to see what they compute, and where adapters may bring copies of embedding or head, which are
+    compared with the base model's.
     """
     architecture = load_architecture(fetch_model_config(config.model))
     cpu = torch.device("cpu")
@@ -55,7 +57,7 @@ def adaptable(config: EngineConfig) -> tuple[Projection, ...]:
         from modeling.runner.padded_loading import load_causal_lm
 
         return load_causal_lm(config.model, cpu, False).model.projections
-    if config.adapters.vocabulary:
+    if config.adapters.vocabulary or isinstance(architecture, GenericArchitecture):
         fetch_model(config.model)
         return load_model(config, SingleRank(), cpu).model.projections
     weights = Weights(DummySource(META, torch.float32), SingleRank(), torch.float32, META)
