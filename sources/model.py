@@ -57,7 +57,8 @@ def _local_folder(config: ModelConfig) -> Path | None:
 
 
 def _not_found(config: ModelConfig, error: Exception) -> ModelNotFound:
+    reason = str(error).rstrip(".")
     return ModelNotFound(
         f"model {config.id!r} is not a folder with a config.json and could not be downloaded "
-        f"from the hub: {error}. Give a folder's path, or a hub id that this machine can reach"
+        f"from the hub: {reason}. Give a folder's path, or a hub id that this machine can reach"
     )

@@ -12,5 +12,5 @@ def test_the_demo_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_model_that_is_nowhere_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ModelNotFound, match="Give a folder's path, or a hub id"):
+    with pytest.raises(ModelNotFound, match=r"[^.]\. Give a folder's path, or a hub id"):
         fetch_model(ModelConfig(id="not a model at all"))
