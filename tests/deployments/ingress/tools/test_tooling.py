@@ -2,93 +2,29 @@
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
-import msgspec
 import openai
 import pytest
-from tokenizers import AddedToken, Tokenizer
 
-from configs.model import ToolParser
-from deployments.ingress.chat_templates.template import ChatTemplate
-from deployments.ingress.tools.parsers import FORMATS
-from deployments.ingress.tools.schema import Function, Toolbox
-from deployments.ingress.tools.tooling import tooling
 from tests.deployments.ingress.conftest import Server
 from tests.deployments.ingress.openai.openai_http import CHAT, HELLO, post, refused, stream
-from tests.fakes import FakeDriver, write_tokenizer
-
-llguidance = pytest.importorskip("llguidance")
-
-WEATHER = {
-    "name": "get_weather",
-    "description": "The weather of a town",
-    "parameters": {
-        "type": "object",
-        "properties": {"town": {"type": "string"}, "days": {"$ref": "#/$defs/Days"}},
-        "required": ["town"],
-        "$defs": {"Days": {"type": "integer", "maximum": 9}},
-    },
-}
-TIME = {"name": "get_time"}
-TOOLS = [{"type": "function", "function": WEATHER}, {"type": "function", "function": TIME}]
-CALL = {"name": "get_weather", "arguments": {"town": "Paris"}}
-HERMES = f"Let me see.\n<tool_call>\n{json.dumps(CALL)}\n</tool_call>"
-TWO = HERMES + '\n<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
-NATIVE = (
-    "{% if tools %}{{ tools | tojson }}{% endif %}{% for message in messages %}"
-    "<|{{ message.role }}|>{% if message.tool_calls %}{{ message.tool_calls | tojson }}{% endif %}"
-    "{% if message.name is defined %}{{ message.name }}: {% endif %}{{ message.content }}"
-    "{% endfor %}<|assistant|>{# WORD #}"
+from tests.deployments.ingress.tools.tool_chats import (
+    CALL,
+    HERMES,
+    TIME,
+    TOOLS,
+    TWO,
+    WEATHER,
+    allowed,
+    both,
+    joined,
+    prompt_of,
 )
+from tests.fakes import FakeDriver
 
-
-@pytest.fixture(autouse=True)
-def _room_for_words(driver: FakeDriver) -> None:
-    """Tools as text need more tokens than the small engine has."""
-    driver.info = msgspec.structs.replace(driver.info, max_total_tokens=4096, max_input_tokens=4000)
-
-
-def prompt_of(driver: FakeDriver) -> str:
-    ids = driver.requests[-1].sequences[0].prompt
-    return str(driver.tokenizer.decode(ids, skip_special_tokens=False))
-
-
-def allowed(driver: FakeDriver, answer: str) -> bool:
-    """Whether the newest request's grammar lets this answer through, whole."""
-    tokenizer = llguidance.LLTokenizer(f"{driver.info.tokenizer}/tokenizer.json")
-    matcher = llguidance.LLMatcher(tokenizer, driver.requests[-1].sequences[0].sampling.grammar)
-    ids = driver.tokenizer.encode(answer, add_special_tokens=False).ids
-    assert not matcher.get_error()
-    return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
-
-
-def joined(chunks: list[dict[str, Any]]) -> dict[str, Any]:
-    """The message that a stream's deltas come to, and its finish reason."""
-    content, reason = "", None
-    calls: list[dict[str, Any]] = []
-    for choice in (choice for chunk in chunks for choice in chunk["choices"]):
-        content += choice["delta"].get("content") or ""
-        for delta in choice["delta"].get("tool_calls", ()):
-            if "id" in delta:
-                assert delta["index"] == len(calls)
-                calls.append({**delta, "function": dict(delta["function"])})
-            else:
-                calls[delta["index"]]["function"]["arguments"] += delta["function"]["arguments"]
-        reason = choice["finish_reason"] or reason
-    return {"content": content, "calls": [call["function"] for call in calls], "reason": reason}
-
-
-def both(http: httpx.Client, **body: Any) -> dict[str, Any]:
-    """The answer to a request, checked to be equal whole and streamed."""
-    [choice] = post(http, CHAT, messages=HELLO, **body)["choices"]
-    message = choice["message"]
-    calls = [call["function"] for call in message.get("tool_calls", ())]
-    whole = {"content": message["content"] or "", "calls": calls, "reason": choice["finish_reason"]}
-    assert joined(stream(http, CHAT, messages=HELLO, **body)) == whole
-    return whole
+pytestmark = pytest.mark.usefixtures("room_for_tools")
 
 
 def test_calls_come_back(http: httpx.Client, driver: FakeDriver) -> None:
@@ -217,111 +153,6 @@ def test_legacy_functions(http: httpx.Client, driver: FakeDriver) -> None:
                {"role": "function", "name": "get_weather", "content": "rain"}]  # fmt: skip
     post(http, CHAT, messages=history)
     assert "<tool_response>\nrain\n</tool_response>" in prompt_of(driver)
-
-
-HISTORY: list[dict[str, Any]] = [
-    *HELLO,
-    {"role": "assistant", "content": None, "tool_calls": [
-        {"id": "call_1", "type": "function",
-         "function": {"name": "get_weather", "arguments": '{"town": "Paris"}'}}]},
-    {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "rain"}]},
-]  # fmt: skip
-
-
-def test_a_template_without_tools_gets_text(http: httpx.Client, driver: FakeDriver) -> None:
-    post(http, CHAT, messages=HISTORY, tools=TOOLS)
-    prompt = prompt_of(driver)
-    assert prompt.startswith("<s><|system|>You can call functions.")
-    assert f"{json.dumps(WEATHER)}\n{json.dumps(TIME)}\n</tools>" in prompt
-    assert f"<|assistant|><tool_call>\n{json.dumps(CALL)}\n</tool_call></s>" in prompt
-    assert "<|user|><tool_response>\nrain\n</tool_response></s>" in prompt
-    system = {"role": "system", "content": "Be brief."}
-    post(http, CHAT, messages=[system, *HISTORY], tools=TOOLS)
-    assert prompt_of(driver).startswith("<s><|system|>Be brief.\n\nYou can call functions.")
-
-
-@pytest.mark.parametrize(
-    ("written", "shown"),
-    [('{"town": "Par', '{"town": "Par'), ("nonsense", "nonsense"), ("[1]", [1]), ("null", None),
-     ("5", 5), ("", {}), ('"x"', "x"), ([1], [1]), ({"a": 1}, {"a": 1}), (None, None)],
-)  # fmt: skip
-def test_arguments_of_earlier_calls_are_values_or_text(
-    http: httpx.Client, driver: FakeDriver, written: object, shown: object
-) -> None:
-    """Clients send answers back as they came, those that were cut off among them."""
-    function = {"name": "get_weather", "arguments": written}
-    called = {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}
-    post(http, CHAT, messages=[*HELLO, called], tools=TOOLS)
-    assert json.dumps({**function, "arguments": shown}) in prompt_of(driver)
-
-
-@pytest.fixture
-def native(server: Server, tmp_path: Path, request: pytest.FixtureRequest) -> FakeDriver:
-    """The server over a model whose template knows tools; its special tokens are its markers."""
-    markers: list[str] = request.param
-    write_tokenizer(tmp_path, NATIVE.replace("WORD", markers[0]))
-    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    tokenizer.add_special_tokens([AddedToken(marker, special=True) for marker in markers])
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    driver = server.driver
-    driver.tokenizer = tokenizer
-    driver.info = msgspec.structs.replace(
-        driver.info, tokenizer=str(tmp_path), vocab_size=tokenizer.get_vocab_size()
-    )
-    return driver
-
-
-@pytest.mark.parametrize(
-    ("native", "reply", "id_length"),
-    [
-        (["[TOOL_CALLS]"], f"[TOOL_CALLS] [{json.dumps(CALL)}]", 9),
-        (["[TOOL_CALLS]", "[ARGS]"], '[TOOL_CALLS]get_weather[ARGS]{"town": "Paris"}', 9),
-        (["<tool_call>", "</tool_call>"], HERMES.removeprefix("Let me see.\n"), 29),
-        (["<|python_tag|>"],
-         '<|python_tag|>{"name": "get_weather", "parameters": {"town": "Paris"}}', 29),
-        (["<unknown>"], '{"name": "get_weather", "parameters": {"town": "Paris"}}', 29),
-    ],
-    indirect=["native"],
-)  # fmt: skip
-def test_templates_with_tools(
-    http: httpx.Client, native: FakeDriver, reply: str, id_length: int
-) -> None:
-    native.replies[None] = reply
-    got = both(http, tools=TOOLS)
-    assert (got["content"], got["reason"]) == ("", "tool_calls")
-    [call] = got["calls"]
-    assert (call["name"], json.loads(call["arguments"])) == ("get_weather", {"town": "Paris"})
-    [choice] = post(http, CHAT, messages=HISTORY, tools=TOOLS)["choices"]
-    assert len(choice["message"]["tool_calls"][0]["id"]) == id_length
-    prompt = prompt_of(native)
-    shown = json.loads(prompt[: prompt.index("<|user|>")])
-    assert shown[0] == {"type": "function", "function": WEATHER}
-    # Arguments are objects, and results are named by their calls.
-    assert '"function": {"name": "get_weather", "arguments": {"town": "Paris"}}' in prompt
-    assert "<|tool|>get_weather: rain" in prompt
-    assert "You can call functions" not in prompt
-    # Without tools these markers have no text, like other special tokens.
-    post(http, CHAT, messages=HELLO)
-    assert native.requests[-1].sequences[0].sampling.grammar == ""
-
-
-@pytest.mark.parametrize(
-    ("source", "parser", "expected"),
-    [
-        ("no such thing", ToolParser.MISTRAL, ToolParser.HERMES),
-        ("{{ tools }} <tool_call>", ToolParser.AUTO, ToolParser.HERMES),
-        ("{{ tools }} [TOOL_CALLS]", ToolParser.AUTO, ToolParser.MISTRAL),
-        ("{{ tools }}", ToolParser.AUTO, ToolParser.LLAMA3_JSON),
-        ("{{ tools }} <tool_call>", ToolParser.LLAMA3_JSON, ToolParser.LLAMA3_JSON),
-        ("{% set tools = 1 %}{{ tools }}", ToolParser.AUTO, ToolParser.HERMES),
-    ],
-)
-def test_which_format_is_used(source: str, parser: ToolParser, expected: ToolParser) -> None:
-    function = Function(name="f")
-    toolbox = Toolbox((function,), (function,), forced=False, parallel=True, legacy=False)
-    found = tooling(toolbox, ChatTemplate(source, {}), parser)
-    assert found is not None
-    assert found.format is FORMATS[expected]
 
 
 @pytest.mark.parametrize(
