@@ -90,7 +90,7 @@ def test_examples_fit_their_schemas(document: dict[str, Any]) -> None:
 def test_replies_to_the_examples_fit_too(
     http: httpx.Client, driver: FakeDriver, document: dict[str, Any]
 ) -> None:
-    asked = 0
+    num_examples = 0
     for method, path, operation in _operations(document):
         if operation["tags"] == ["Control"]:
             continue
@@ -105,8 +105,8 @@ def test_replies_to_the_examples_fit_too(
                 _check(document, response["content"][kind]["schema"], reply.json())
             elif kind == "text/event-stream":
                 _check_events(document, response["content"][kind]["itemSchema"], reply)
-            asked += reply.status_code == 200
-    assert asked > 15
+            num_examples += reply.status_code == 200
+    assert num_examples > 15
 
 
 def _examples(operation: dict[str, Any]) -> list[Any]:
@@ -155,5 +155,5 @@ def test_the_page_shows_it(server: Server, tmp_path: Path) -> None:
             "[...document.querySelectorAll('.opblock-summary-path')].map((one) => one.dataset.path)"
         )
         assert set(shown) == {route.partition(" ")[2] for route in operations()}
-        assert all(asked.startswith((server.url, "data:")) for asked in browser.requested)
+        assert all(url.startswith((server.url, "data:")) for url in browser.requested)
         assert browser.complaints == []

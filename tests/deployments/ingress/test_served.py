@@ -19,7 +19,7 @@ def http() -> Iterator[httpx.Client]:
 
 
 def test_every_example_of_the_document_is_answered(http: httpx.Client) -> None:
-    asked = 0
+    num_examples = 0
     for path, methods in http.get("/openapi.json").json()["paths"].items():
         body = methods.get("post", {}).get("requestBody")
         if body is None:
@@ -28,8 +28,8 @@ def test_every_example_of_the_document_is_answered(http: httpx.Client) -> None:
             reply = http.post(path, json=example["value"])
             assert reply.status_code == 200, (path, reply.text)
             assert '"error"' not in reply.text or path == "/v1/responses", reply.text
-            asked += 1
-    assert asked > 15
+            num_examples += 1
+    assert num_examples > 15
 
 
 def test_an_answer_of_the_document_is_the_demos_own(http: httpx.Client) -> None:

@@ -123,13 +123,13 @@ def test_pin_unpin_and_unload(http: httpx.Client, replicas: Replicas) -> None:
 
 def test_unknown_adapters(http: httpx.Client, replicas: Replicas) -> None:
     for reply in (
-        http.get("/v1/adapters/nobody"),
-        http.delete("/v1/adapters/nobody"),
-        http.patch("/v1/adapters/nobody", json={"pinned": True}),
-        http.post("/v1/unload_lora_adapter", json={"lora_name": "nobody"}),
+        http.get("/v1/adapters/unknown"),
+        http.delete("/v1/adapters/unknown"),
+        http.patch("/v1/adapters/unknown", json={"pinned": True}),
+        http.post("/v1/unload_lora_adapter", json={"lora_name": "unknown"}),
     ):
         assert reply.status_code == 404
-        assert "nobody" in reply.json()["error"]["message"]
+        assert "unknown" in reply.json()["error"]["message"]
 
 
 def test_a_failure_on_one_replica_is_reported_with_the_number(

@@ -24,7 +24,7 @@ def chat(http: httpx.Client, model: str, **others: object) -> httpx.Response:
 
 
 def prompt(driver: FakeDriver) -> str:
-    """The last request's prompt, special tokens spelled out."""
+    """The last request's prompt, special tokens included."""
     text: str = driver.tokenizer.decode(
         driver.requests[-1].sequences[0].prompt, skip_special_tokens=False
     )

@@ -57,7 +57,7 @@ def test_waiting_tasks_are_bounded_by_key_and_in_total() -> None:
     asyncio.run(story())
 
 
-def test_a_cancelled_task_passes_its_place_to_the_next() -> None:
+def test_a_cancelled_task_lets_the_next_one_run() -> None:
     async def story() -> None:
         queue = FairQueue(max_each=9, max_all=9)
         await queue.acquire(A)

@@ -174,7 +174,7 @@ def test_no_early_submit_from_another_event_loop_or_after_the_call() -> None:
 
 def test_selections_outside_of_a_call_are_not_reported() -> None:
     reported: list[str] = []
-    replica_selected("nobody asked")
+    replica_selected("unrequested")
     with replica_listener(reported.append):
         replica_selected("a")
         with replica_listener(lambda replica: None):

@@ -125,7 +125,7 @@ def test_the_form_of_vllm(http: httpx.Client, driver: FakeDriver, text: ModelTok
     assert [list(each) if each else None for each in chat["prompt_logprobs"]] == [
         None, *([str(id)] for id in ids[1:]),
     ]  # fmt: skip
-    assert chat["prompt_logprobs"][1][str(ids[1])]["rank"] is None, "no alternatives were asked for"
+    assert chat["prompt_logprobs"][1][str(ids[1])]["rank"] is None, "no alternatives were requested"
     assert "prompt_logprobs" not in post(http, CHAT, messages=HELLO, max_tokens=3)
 
 

@@ -64,7 +64,7 @@ def _released(http: httpx.Client, driver: FakeDriver) -> str:
         assert reply.status_code == 200
         parts = reply.iter_text()
         text = next(parts)
-        assert not text.replace(KEEP_ALIVE.decode(), ""), "it was held"
+        assert not text.replace(KEEP_ALIVE.decode(), ""), "it was withheld"
         driver.go_on()
         return text + "".join(parts)
 

@@ -115,5 +115,5 @@ def test_head_is_served_where_get_is(http: httpx.Client, path: str) -> None:
 
 def test_head_is_refused_where_get_is(server: Server, http: httpx.Client) -> None:
     server.fresh_app(IngressSettings(loopback=True))
-    for path in ("/generate", "/v1/completions", "/v1/adapters/nobody", "/nowhere"):
+    for path in ("/generate", "/v1/completions", "/v1/adapters/unknown", "/nowhere"):
         assert http.head(path).status_code in (404, 405)

@@ -39,9 +39,9 @@ ALTERNATING = (
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 SCOPES = (
-    "{% set ns = namespace(n=0) %}{% set said = 'outer' %}{% for m in messages %}"
-    "{% generation %}{% set said = 'inner' %}{% set ns.n = ns.n + 1 %}{{ m.content }}"
-    "{% endgeneration %}{{ said }}{{ ns.n }}{{ dict(a=1).a }}{% endfor %}"
+    "{% set ns = namespace(n=0) %}{% set scope = 'outer' %}{% for m in messages %}"
+    "{% generation %}{% set scope = 'inner' %}{% set ns.n = ns.n + 1 %}{{ m.content }}"
+    "{% endgeneration %}{{ scope }}{{ ns.n }}{{ dict(a=1).a }}{% endfor %}"
 )
 THINKS = (
     "{% for m in messages %}<|{{ m.role }}|>{% if m.reasoning_content %}<think>"

@@ -219,7 +219,7 @@ def test_models_are_listed(http: httpx.Client, driver: FakeDriver) -> None:
     ]  # fmt: skip
     assert http.get("/v1/models/org/pirate").json()["root"] == "org/pirate"
     assert http.get("/v1/models/org/tiny-base").json()["id"] == "tiny"
-    missing = http.get("/v1/models/nobody")
+    missing = http.get("/v1/models/unknown")
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
 
 

@@ -106,7 +106,7 @@ def _by_runs(tokenizer: Tokenizer, ids: list[int]) -> str:
     """The library's decoding, but of a run of byte tokens only what fits in no character is lost.
 
     The library gives up such a run whole: it is decoded here character by character instead, by
-    putting each byte that is lost apart from the others with a token that has no bytes.
+    separating each lost byte from the others by a token without bytes.
     """
     decoder = json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder else {}
     if not any(step["type"] == "ByteFallback" for step in decoder.get("decoders", ())):
