@@ -313,7 +313,7 @@ def oracle_greedy(model: Any, prompt: Sequence[int], num_tokens: int) -> list[in
 
 
 class _Forced(LogitsProcessor):
-    """Let `generate` go on with these tokens; the logits that it tells of stay the model's."""
+    """Let `generate` go on with these tokens; the logits that it reports stay the model's."""
 
     def __init__(self, start: int, tokens: Sequence[int]) -> None:
         self._start, self._tokens = start, tokens

@@ -104,7 +104,7 @@ class Kind:
     """A family: how to write a model of it, and its fields.
 
     counts: a value for each field that changes results. ropes: rope_parameters that do. idle,
-    refused: those of this family beside the general ones; its own word comes first. keys: what
+    refused: those of this family beside the general ones; its own entry comes first. keys: what
     config.json may say outside the class's fields, to what else must go.
     """
 

@@ -128,7 +128,7 @@ def deaf(frame: TokenFrame) -> list[TokenFrame]:
 
 
 class Unreliable:
-    """Loses, doubles and swaps frames by turns, never the first."""
+    """Loses, doubles and swaps frames in rotation, never the first."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -235,7 +235,7 @@ class FakeDriver:
             return [*tale, token_id(self.tokenizer, EOS)][:limit]
         seed = sequence.sampling.seed if sequence.sampling.temperature else 0
         start = zlib.crc32(repr((name, sequence.prompt, seed)).encode()) % len(tale)
-        return [tale[(start + place) % len(tale)] for place in range(limit)]
+        return [tale[(start + at) % len(tale)] for at in range(limit)]
 
     async def _generate(self, request: GenerateRequest) -> Completion:
         name = request.adapter.id if request.adapter else None
@@ -296,7 +296,7 @@ class FakeDriver:
 
 
 def prompt_logprobs(sequence: SequenceRequest) -> list[TokenLogprobs] | None:
-    """What the fake model thinks of a prompt, where it is asked."""
+    """The logprobs and embedding of a prompt in the fake model."""
     wanted = sequence.sampling.prompt_logprobs
     return None if wanted < 0 else [token_logprobs(id, wanted) for id in sequence.prompt[1:]]
 
@@ -306,14 +306,12 @@ def embedding(sequence: SequenceRequest, adapter: AdapterReference | None) -> by
     pooling = sequence.sampling.pooling
     if pooling is Pooling.NONE:
         return b""
-    told = (sequence.prompt, adapter.id if adapter else None, pooling.value)
-    seed = zlib.crc32(repr(told).encode())
+    seen = (sequence.prompt, adapter.id if adapter else None, pooling.value)
+    seed = zlib.crc32(repr(seen).encode())
     return np.random.default_rng(seed).standard_normal(8).astype("<f4").tobytes()
 
 
 def token_logprobs(token: int, num_top: int) -> TokenLogprobs:
     """What the fake model thinks of a token and of its neighbours in the vocabulary."""
-    top = [token + place for place in range(num_top)]
-    return TokenLogprobs(
-        -(token % 8) / 4, top, [-(token % 8) / 4 - place for place in range(num_top)]
-    )
+    top = [token + at for at in range(num_top)]
+    return TokenLogprobs(-(token % 8) / 4, top, [-(token % 8) / 4 - at for at in range(num_top)])

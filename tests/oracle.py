@@ -46,7 +46,7 @@ class Truth:
 
 
 @dataclass(frozen=True)
-class _Told:
+class _OracleRun:
     """A truth; by how much its logprobs are off in float32, and how far an adapter moved them."""
 
     truth: Truth
@@ -66,12 +66,12 @@ def _model(folder: Path, adapter: Path | None) -> Any:
 
 
 def _exact(model: Any) -> Any:
-    """Turn it to float64, unless its own code asks for float32."""
+    """Turn it to float64, unless its own code uses float32."""
     return model if getattr(model.config, "reorder_and_upcast_attn", False) else model.double()
 
 
 @lru_cache(maxsize=512)
-def _told(folder: Path, adapter: Path | None, prompt: tuple[int, ...]) -> _Told:
+def _run(folder: Path, adapter: Path | None, prompt: tuple[int, ...]) -> _OracleRun:
     model = _model(folder, adapter)
     tokens, logits = oracle_answer(model, prompt, NUM_TOKENS)
     found = Truth(tokens, logits)
@@ -79,9 +79,9 @@ def _told(folder: Path, adapter: Path | None, prompt: tuple[int, ...]) -> _Told:
     _exact(model)  # Its weights are those of before.
     drift = float((rounded.logprobs - found.logprobs).abs().max())
     if adapter is None:
-        return _Told(found, drift, inf)
+        return _OracleRun(found, drift, inf)
     _, base = oracle_answer(_model(folder, None), prompt, NUM_TOKENS, tokens)
-    return _Told(found, drift, float((base - found.logits).abs().amax(-1).min()))
+    return _OracleRun(found, drift, float((base - found.logits).abs().amax(-1).min()))
 
 
 def truth(folder: Path, adapter: Path | None, prompt: Sequence[int]) -> Truth:
@@ -90,11 +90,11 @@ def truth(folder: Path, adapter: Path | None, prompt: Sequence[int]) -> Truth:
     No token is won by less than MIN_MARGIN, and an adapter moves the base model's logits by
     MIN_SHIFT at least: else a test that ignores adapters would pass.
     """
-    told = _told(folder, adapter, tuple(prompt))
-    margin, shift = told.truth.margin, told.shift
+    run = _run(folder, adapter, tuple(prompt))
+    margin, shift = run.truth.margin, run.shift
     assert margin >= MIN_MARGIN, f"margin {margin}: choose another seed or prompt"
     assert shift >= MIN_SHIFT, f"the adapter moves the logits by {shift} only"
-    return told.truth
+    return run.truth
 
 
 def prompt_truth(folder: Path, adapter: Path | None, length: int) -> tuple[list[int], Truth]:
@@ -103,7 +103,7 @@ def prompt_truth(folder: Path, adapter: Path | None, length: int) -> tuple[list[
     for seed in range(16):
         generator = torch.Generator().manual_seed(seed)
         prompt: list[int] = torch.randint(3, vocab_size, (length,), generator=generator).tolist()
-        if _told(folder, adapter, tuple(prompt)).clear:
+        if _run(folder, adapter, tuple(prompt)).clear:
             return prompt, truth(folder, adapter, prompt)
     raise AssertionError("rounding has a say on all prompts: choose another seed or model")
 

@@ -94,16 +94,16 @@ ORACLE: Mapping[str, tuple[str, str]] = {
         "transformers has no dynamic rope of a fixed length; the longest sequence is checked "
         "against the dynamic rope itself",
     ),
-    "`PretrainedConfig.__getattribute__` notes what is asked for": (
+    "`PretrainedConfig.__getattribute__` records the keys that are read": (
         "`test_parity_config.py`",
-        "to find keys that nobody decided; it returns what it would, and no numbers are compared",
+        "to find keys without a decision; it returns the same value, and no numbers are compared",
     ),
     "half precision is `from_pretrained`'s `dtype`, or `.to` after PEFT has loaded": (
         "`tests/modeling/teacher.py`",
         "the bounds of half precision are transformers' own errors in it",
     ),
 }
-"""What tests do to transformers and PEFT before they are asked: where, and why."""
+"""What tests do to transformers and PEFT before they compute: where, and why."""
 
 ORACLE_READING = """\
 Nothing of transformers or PEFT is replaced. What is set, or added to them, is this:
@@ -166,20 +166,20 @@ class Outcome:
 
 
 def way(setting: Setting) -> str:
-    """How a setting compares, in words."""
-    words = ["alone" if len(setting.names) == 1 else "mixed"]
-    words.append("whole" if setting.chunk >= WHOLE else "in chunks")
+    """A description of how a setting compares."""
+    parts = ["alone" if len(setting.names) == 1 else "mixed"]
+    parts.append("whole" if setting.chunk >= WHOLE else "in chunks")
     if setting.rejoins_at is not None:
-        words.append("preempted")
+        parts.append("preempted")
     if setting.lengths:
-        words.append("scheduled")
+        parts.append("scheduled")
     if setting.lost_at is not None:
-        words.append("ranks rebuilt")
+        parts.append("ranks rebuilt")
     if setting.vocabulary:
-        words.append("vocabulary adapted")
+        parts.append("vocabulary adapted")
     if setting.copies:
-        words.append("or replaced")
-    return ", ".join(words)
+        parts.append("or replaced")
+    return ", ".join(parts)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -22,7 +22,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class ParityReport:
-    """The outcome of a run, told when all else has been said."""
+    """The outcome of a run, printed last."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
@@ -60,7 +60,7 @@ class ParityReport:
 
 
 def _drain(funcargs: dict[str, Any]) -> list[Comparison]:
-    """What a test's worlds have noted since they were last asked."""
+    """What a test's worlds have noted since the last call."""
     seen: list[Comparison] = []
     for world in funcargs.values():
         if isinstance(world, World | PaddedWorld):
@@ -71,14 +71,14 @@ def _drain(funcargs: dict[str, Any]) -> list[Comparison]:
 
 def _fault(item: pytest.Function, seen: Comparison, noticed: bool) -> Fault:
     """Name a fault by its test, less what every such name says."""
-    words = item.originalname.removeprefix("test_").replace("_", " ")
+    text = item.originalname.removeprefix("test_").replace("_", " ")
     for verb in ("is", "are"):
-        words = words.removesuffix(f" {verb} noticed")
+        text = text.removesuffix(f" {verb} noticed")
     choice = "" if not hasattr(item, "callspec") else item.callspec.id
     if choice and not choice.startswith("setting"):
-        words += f": {choice}"
+        text += f": {choice}"
     setting = seen.setting
     where = (
         f"{seen.architecture} {setting.variant}, {setting.ranks} rank{'s' * (setting.ranks > 1)}"
     )
-    return Fault(words, f"{where}, {' and '.join(setting.names)}", noticed)
+    return Fault(text, f"{where}, {' and '.join(setting.names)}", noticed)

@@ -4,7 +4,7 @@ import socket
 
 
 def free_port() -> int:
-    """A port that the system gives to nobody else as long as this process lives.
+    """A port that the system gives to no other process as long as this process lives.
 
     What holds it does not listen, so a server that sets SO_REUSEADDR, as all do, may bind it.
     """

@@ -41,11 +41,11 @@ def _run(
     join: Callable[[int], TensorParallel],
     fail: Callable[[], None] = lambda: None,
 ) -> list[T]:
-    """join: a rank's view of the group. fail: tells the others that one will not come any more."""
+    """join: a rank's view of the group. fail: ends the others' wait for a failed rank."""
     if size == 1:
         torch.set_num_threads(1)
         return [fn(SingleRank())]
-    # Kept until all ranks are done: who hangs up earlier breaks those that still connect to it.
+    # Kept until all ranks are done: a rank that closes it earlier breaks those that still connect.
     groups: list[TensorParallel] = []
     errors: list[BaseException] = []
 
@@ -96,7 +96,7 @@ class MemoryRank:
         total = first.clone()
         for other in others:
             total += other
-        self._table.barrier.wait()  # Before it everybody may still read x.
+        self._table.barrier.wait()  # Before it other ranks may still read x.
         return x.copy_(total)
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -113,6 +113,8 @@ class MemoryRank:
         self._table.brought[self.rank] = (kind, x)
         self._table.barrier.wait()
         brought = list(self._table.brought)
-        asked = [(each, part.shape, part.dtype) for each, part in brought]
-        assert asked == [asked[self.rank]] * self.size, f"ranks ask for different things: {asked}"
+        shapes = [(each, part.shape, part.dtype) for each, part in brought]
+        assert shapes == [shapes[self.rank]] * self.size, (
+            f"ranks ask for different things: {shapes}"
+        )
         return [part for _, part in brought]

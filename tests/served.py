@@ -70,8 +70,8 @@ def demo_config(**changes: object) -> EngineConfig:
 
 def demo_app(config: EngineConfig, settings: IngressSettings) -> FastAPI:
     """The application; its lifespan starts and ends the engine."""
-    mailbox = RequestInboxes()
-    receiver = FrameReceiver(mailbox.deliver)
+    inboxes = RequestInboxes()
+    receiver = FrameReceiver(inboxes.deliver)
     engine = DriverEngine(config, fetch_model(config.model), LocalRanks(config))
     bound: list[ReplyAddress] = []
 
@@ -83,7 +83,7 @@ def demo_app(config: EngineConfig, settings: IngressSettings) -> FastAPI:
         await engine.stop()
         await receiver.close()
 
-    return build_app(OneReplica(engine), mailbox, lambda: bound[-1], settings, lifespan)
+    return build_app(OneReplica(engine), inboxes, lambda: bound[-1], settings, lifespan)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ VOCABULARY = 11
 class Arrive:
     """A request comes; the ingress will match a stop string at `stop_at`, `late` ticks later.
 
-    scored, pooled: whether its prompt's logprobs are asked for, and whether it is an embedding's.
+    scored, pooled: whether its prompt's logprobs are requested, and whether it is an embedding's.
     constraint: what its answer is held to.
     """
 
@@ -77,7 +77,7 @@ class Want:
 
 @dataclass(frozen=True)
 class Reshare:
-    """An operator changes everybody's share; None is the base model's."""
+    """An operator changes all shares; None is the base model's."""
 
     shares: dict[AdapterKey | None, AdapterShare]
 
@@ -91,7 +91,7 @@ class Story:
 
     shapes: what each adapter takes. failing: adapters whose first staging fails. delays: ticks
     that staging takes, per adapter. copies: ticks that a fill takes beyond the first, likewise.
-    shares: what each may take at first. merges: adapters that are made of others. making: ticks
+    shares: the shares at first. merges: adapters that are made of others. making: ticks
     that a matcher takes. wear: after how many tokens one's lexer meets its limits.
     """
 
@@ -108,7 +108,7 @@ class Story:
     wear: int = 1000
 
     def all_shares(self) -> list[AdapterShare]:
-        """Every share that anybody has at any time."""
+        """Every share of any time."""
         later = [action.shares for action in self.actions if isinstance(action, Reshare)]
         return [share for shares in (self.shares, *later) for share in shares.values()]
 
@@ -154,7 +154,7 @@ def limits() -> st.SearchStrategy[Limits]:
 
 
 def shapes() -> st.SearchStrategy[AdapterShape]:
-    """Adapters of mixed ranks; some can never be placed."""
+    """Adapters of mixed ranks; some can never be loaded."""
     pages = st.integers(0, 3)
     return st.builds(AdapterShape, st.tuples(pages, pages), st.integers(5, 25))
 
@@ -177,7 +177,7 @@ def stoppings() -> st.SearchStrategy[Stopping]:
 
 
 def adapter_choices(count: int) -> st.SearchStrategy[st.SearchStrategy[AdapterKey | None]]:
-    """Who asks for what: base only, identical, distinct or uniform, Zipf, skewed."""
+    """Which adapters requests use: base only, identical, distinct or uniform, Zipf, skewed."""
     known = keys(count)
     zipf = [key for rank, key in enumerate(known, 1) for _ in range(12 // rank)]
     skewed: list[AdapterKey | None] = [*([known[0]] * 8), None, *known[1:]]
@@ -194,7 +194,7 @@ def adapter_choices(count: int) -> st.SearchStrategy[st.SearchStrategy[AdapterKe
 
 
 def adapter_shares(count: int) -> st.SearchStrategy[dict[AdapterKey | None, AdapterShare]]:
-    """Mostly equal shares; some with caps, rates of a few tokens a turn, other priorities."""
+    """Mostly equal shares; some with caps, rates of a few tokens a step, other priorities."""
     share = st.builds(
         AdapterShare,
         weight=st.sampled_from([1.0, 0.01, 3.0]),

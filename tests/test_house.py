@@ -1,4 +1,4 @@
-"""The shape of the source tree, and words that it does not use any more."""
+"""The shape of the source tree, and words that it does not use."""
 
 import ast
 import re

@@ -8,7 +8,7 @@ from configs.api import ApiConfig, KeyConfig, SecretConfig
 DIGEST = hashlib.sha256(b"k").hexdigest()
 
 
-def test_a_secret_has_one_place_and_is_no_plain_text() -> None:
+def test_a_secret_has_one_source_and_is_no_plain_text() -> None:
     assert SecretConfig(sha256=DIGEST.upper()).sha256 == DIGEST
     assert SecretConfig(env="LORAY_KEY").env == "LORAY_KEY"
     with pytest.raises(ValidationError, match="exactly one"):
@@ -20,13 +20,13 @@ def test_a_secret_has_one_place_and_is_no_plain_text() -> None:
             SecretConfig(sha256=plain)
 
 
-def test_names_tell_keys_apart() -> None:
+def test_names_of_keys_differ() -> None:
     key = KeyConfig(name="a", sha256=DIGEST)
     with pytest.raises(ValidationError, match="same name"):
         ApiConfig(keys=(key, key))
 
 
-def test_no_site_may_act_for_everybody() -> None:
+def test_no_site_may_act_for_all_others() -> None:
     assert ApiConfig().cors_allow_origin == ()
     ApiConfig(cors_allow_origin=("https://a.example",), cors_allow_credentials=True)
     with pytest.raises(ValidationError, match="name the origins"):

@@ -102,7 +102,7 @@ def test_a_reference_without_a_name_is_refused(text: str) -> None:
         parse_reference(text, AdapterSource.HUB)
 
 
-def test_who_joins_a_cluster_shows_its_token_unless_told_otherwise(
+def test_a_process_that_joins_a_cluster_sends_its_token_by_default(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)

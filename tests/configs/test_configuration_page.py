@@ -17,7 +17,7 @@ REQUIRED = "required"
 
 
 def _inner_model(kind: Any) -> tuple[str, type[BaseModel]] | None:
-    """The model in a field's type, and what stands in the page behind the name of the field."""
+    """The model in a field's type, and what the page writes after the name of the field."""
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         return "", kind
     for each in get_args(kind):
@@ -41,14 +41,14 @@ def _settings(model: type[BaseModel], prefix: str = "") -> dict[str, Any]:
 
 
 def _rows() -> list[tuple[str, Any]]:
-    """Key and default of each row; None where the default is told in words."""
+    """Key and default of each row; None where the default is a text."""
     rows: list[tuple[str, Any]] = []
     for line in PAGE.splitlines():
         if line.startswith("| `"):
             key, default = (cell.strip() for cell in line.strip("|").split(" | ")[:2])
             value = re.match(r"`(.+?)`", default)
-            told = REQUIRED if default == "**required**" else None
-            rows.append((key.strip("`"), json.loads(value[1]) if value else told))
+            other = REQUIRED if default == "**required**" else None
+            rows.append((key.strip("`"), json.loads(value[1]) if value else other))
     return rows
 
 

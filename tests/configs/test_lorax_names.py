@@ -52,8 +52,8 @@ def test_every_setting_that_the_page_names_exists() -> None:
 
 def test_every_flag_has_its_line() -> None:
     rows = [line.split("|")[1] for line in PAGE.splitlines() if line.startswith("| `--")]
-    told = {flag for row in rows for flag in re.findall(r"`--([\w-]+)`", row)}
-    assert told == set(FLAGS.split())
+    documented = {flag for row in rows for flag in re.findall(r"`--([\w-]+)`", row)}
+    assert documented == set(FLAGS.split())
 
 
 def test_the_pages_example_is_a_config() -> None:

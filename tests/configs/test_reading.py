@@ -25,7 +25,7 @@ def test_bytes_are_read_by_position(path: Path) -> None:
         file.check_unchanged()
 
 
-def test_nobody_waits_for_the_writer_of_a_pipe(tmp_path: Path) -> None:
+def test_a_pipe_without_a_writer_blocks_no_reader(tmp_path: Path) -> None:
     """Without O_NONBLOCK this test would never end."""
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", tmp_path, Path("/dev/zero")):

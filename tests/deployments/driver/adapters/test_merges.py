@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -53,12 +52,6 @@ def merge(*parts: AdapterReference, rule: MergeRule = HALVES) -> AdapterReferenc
 
 def local(*names: str, rule: MergeRule = HALVES) -> AdapterReference:
     return merge(*(AdapterReference(AdapterSource.LOCAL, name) for name in names), rule=rule)
-
-
-@pytest.fixture
-def hub() -> Iterator[HubServer]:
-    with HubServer() as server:
-        yield server
 
 
 def test_every_part_of_a_merge_needs_access(hub: HubServer, tmp_path: Path) -> None:
