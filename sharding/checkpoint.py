@@ -72,25 +72,35 @@ class Checkpoint:
     def __init__(self, folder: Path, name: str, opener: Callable[[Path], _File]) -> None:
         """Open the files, without tensor data yet; CheckpointError if one is damaged."""
         self.bytes_read = 0
-        self._file_of: dict[str, _File] = {}
+        self._tensors: dict[str, tuple[_File, str]] = {}
         for path in _files(folder, name):
             try:
                 file = opener(path)
             except (DamagedFile, UnreadablePickle, OSError) as error:
                 raise CheckpointError(f"{folder}: {error}") from error
-            self._file_of.update(dict.fromkeys(file.keys(), file))
+            self._tensors.update({key: (file, key) for key in file.keys()})  # noqa: SIM118
 
     def names(self) -> frozenset[str]:
         """Return all tensor names in all files."""
-        return frozenset(self._file_of)
+        return frozenset(self._tensors)
+
+    def keep_part(self, own_name: Callable[[str], str | None]) -> None:
+        """Keep the tensors of one part of the model, under their names there.
+
+        own_name: from a tensor's name to the part's; None for a tensor of another part.
+        """
+        named = ((own_name(name), entry) for name, entry in self._tensors.items())
+        self._tensors = {own: entry for own, entry in named if own is not None}
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the whole tensor's shape; CheckpointError when there is no such tensor."""
-        return self._file(name).shape(name)
+        file, key = self._tensor(name)
+        return file.shape(key)
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the type that the tensor is stored in; CheckpointError if it is no float type."""
-        stored = self._file(name).dtype(name)
+        file, key = self._tensor(name)
+        stored = file.dtype(key)
         if stored not in _DTYPES:
             raise CheckpointError(f"tensor {name!r} is stored as {stored}, which is not supported")
         return _DTYPES[stored]
@@ -111,8 +121,9 @@ class Checkpoint:
         if found != shape:
             raise CheckpointError(f"tensor {name!r} has shape {found}, the model needs {shape}")
         self.dtype(name)  # Refuses types that no model has, before any byte is read.
+        file, key = self._tensor(name)
         try:
-            piece = self._file(name).read(name, cut, device)
+            piece = file.read(key, cut, device)
         except OSError as error:
             raise CheckpointError(
                 f"tensor {name!r} cannot be read: {error}; load the model again when its files are "
@@ -121,10 +132,11 @@ class Checkpoint:
         self.bytes_read += piece.nbytes
         return piece
 
-    def _file(self, name: str) -> _File:
-        if name not in self._file_of:
+    def _tensor(self, name: str) -> tuple[_File, str]:
+        """Return the file that holds a tensor, and its name there."""
+        if name not in self._tensors:
             raise CheckpointError(f"the checkpoint has no tensor {name!r}")
-        return self._file_of[name]
+        return self._tensors[name]
 
 
 class SafetensorsCheckpoint(Checkpoint):

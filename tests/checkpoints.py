@@ -1,5 +1,6 @@
 """Tiny random models and LoRA adapters, written on the spot by transformers and PEFT themselves."""
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -225,7 +226,7 @@ class AdapterRecipe:
 
     r: int = 4
     alpha: float = 8.0
-    target_modules: Sequence[str] = LINEARS
+    target_modules: Sequence[str] | str = LINEARS
     use_rslora: bool = False
     layers_to_transform: list[int] | None = None
     seed: int = 1
@@ -240,7 +241,9 @@ def write_adapter(folder: Path, model_folder: Path, recipe: AdapterRecipe | None
     config = LoraConfig(
         r=recipe.r,
         lora_alpha=recipe.alpha,
-        target_modules=list(recipe.target_modules),
+        target_modules=recipe.target_modules
+        if isinstance(recipe.target_modules, str)
+        else list(recipe.target_modules),
         use_rslora=recipe.use_rslora,
         layers_to_transform=recipe.layers_to_transform,
         task_type="CAUSAL_LM",
@@ -261,7 +264,12 @@ def write_adapter(folder: Path, model_folder: Path, recipe: AdapterRecipe | None
 
 def load_oracle(folder: Path, dtype: DTypeName = "float32") -> Any:
     """The transformers model in `folder`, on CPU, in eval mode; no token ends its answers."""
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+    named = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"]
+    reads_images = named[0].endswith("ForConditionalGeneration")
+    auto: Any = transformers.AutoModelForCausalLM
+    if reads_images:
+        auto = transformers.AutoModelForImageTextToText
+    model: Any = auto.from_pretrained(
         folder,
         dtype=getattr(torch, dtype),
         attn_implementation="eager",

@@ -70,7 +70,7 @@ def write_generic(folder: Path, variant: str) -> Path:
         torch.manual_seed(SEEDS.get(variant, 0))
         model = auto.from_config(config, dtype=torch.float32)
         for name, parameter in model.named_parameters():
-            _randomise(name, parameter)
+            randomise(name, parameter)
         if config.tie_word_embeddings:
             model.tie_weights()
     model.save_pretrained(folder)
@@ -78,7 +78,7 @@ def write_generic(folder: Path, variant: str) -> Path:
 
 
 @torch.no_grad()
-def _randomise(name: str, parameter: torch.nn.Parameter) -> None:
+def randomise(name: str, parameter: torch.nn.Parameter) -> None:
     """Norms vary around what they were made with, everything else (biases too) is of std 0.2."""
     if "norm" in name and name.endswith("weight"):
         parameter.add_(torch.empty_like(parameter).uniform_(-0.3, 0.3))

@@ -99,7 +99,7 @@ def truth(folder: Path, adapter: Path | None, prompt: Sequence[int]) -> Truth:
 
 def prompt_truth(folder: Path, adapter: Path | None, length: int) -> tuple[list[int], Truth]:
     """The first of some seeded prompts on which rounding has no say, and what follows it."""
-    vocab_size = int(_model(folder, None).config.vocab_size)
+    vocab_size = int(_model(folder, None).config.get_text_config().vocab_size)
     for seed in range(16):
         generator = torch.Generator().manual_seed(seed)
         prompt: list[int] = torch.randint(3, vocab_size, (length,), generator=generator).tolist()

@@ -50,6 +50,7 @@ class ModelArchitecture(Config):
     architecture: the class name in config.json. max_position_embeddings: in tokens.
     checkpoint_dtype: the type the weights were saved in (None: not said).
     eos_token_ids: every token that ends a sequence by the model's own config.
+    is_text_stack: whether the checkpoint is of a larger model, whose decoder alone is served.
     """
 
     architecture: str
@@ -60,6 +61,7 @@ class ModelArchitecture(Config):
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     checkpoint_dtype: Literal["float32", "float16", "bfloat16"] | None = None
+    is_text_stack: bool = False
 
     @property
     def stretches(self) -> bool:

@@ -6,7 +6,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from configs.architectures import generic, padded
+from configs.architectures import generic, padded, text_stack
 from configs.architectures.base import ArchitectureError, ModelArchitecture
 from configs.architectures.rope import RotaryArchitecture
 from configs.model import Quantize
@@ -77,7 +77,17 @@ def parse_architecture(config: Mapping[str, Any]) -> ModelArchitecture:
     for name in names:
         if padded.is_causal(name):
             return generic.parse(name, config)
+        if name.endswith(text_stack.SUFFIX) and "text_config" in config:
+            return _text_stack(name, config)
     raise _unsupported(names)
+
+
+def _text_stack(name: str, config: Mapping[str, Any]) -> ModelArchitecture:
+    """Read the decoder of a larger model; ArchitectureError for one that is not paged."""
+    found = parse_architecture(text_stack.text_config(name, config))
+    if isinstance(found, padded.PaddedArchitecture):
+        raise ArchitectureError(f"{name} is served for text by its decoder alone: {found.reason}")
+    return found.model_copy(update={"is_text_stack": True})
 
 
 def padded_reason(architecture: ModelArchitecture, quantize: Quantize) -> str | None:

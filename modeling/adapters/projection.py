@@ -69,7 +69,7 @@ class Projection:
     kind: what an adapter changes.
     base: for embeddings and heads, this rank's rows of the base weight, one for each of its token
     ids. PEFT saves a copy, which must be equal. A tied embedding and head have the same tensor.
-    alias: another path by which adapters may name the module.
+    aliases: other path templates by which adapters may name the module.
     can_adapt_ends: whether a server can adapt embedding and head of its model at all.
 
     A whole matrix [token ids, hidden] is one page of its pool: each 8 of its rows count as a layer,
@@ -85,7 +85,7 @@ class Projection:
     num_layers: int
     kind: ProjectionKind = ProjectionKind.LINEAR
     base: Tensor | None = field(default=None, compare=False, repr=False)
-    alias: str | None = None
+    aliases: tuple[str, ...] = ()
     can_adapt_ends: bool = True
 
     @property
@@ -99,8 +99,7 @@ class Projection:
 
     def modules(self, layer: int) -> tuple[str, ...]:
         """Return the paths by which adapters may name the module of a layer."""
-        own = self.module.format(layer=layer)
-        return (own,) if self.alias is None else (own, self.alias)
+        return tuple(path.format(layer=layer) for path in (self.module, *self.aliases))
 
     @property
     def num_ranked(self) -> int:

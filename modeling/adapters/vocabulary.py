@@ -56,7 +56,7 @@ def vocabulary_projections(
     logits = Projection(
         name=names.head.rsplit(".", 1)[-1],
         module=names.head,
-        alias=names.head_alias,
+        aliases=() if names.head_alias is None else (names.head_alias,),
         in_features=hidden,
         out_features=vocab_size,
         inputs=whole(hidden),

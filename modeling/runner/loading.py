@@ -1,7 +1,7 @@
 """A model's share from its folder: architecture, type, weights, and what they took."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -10,6 +10,7 @@ from torch import nn
 
 from configs.architectures.base import ModelArchitecture
 from configs.architectures.select import load_architecture
+from configs.architectures.text_stack import decoder_name, outer_paths
 from configs.engine import CacheDType, Device, EngineConfig
 from configs.model import DType, LoadFormat
 from modeling.attention.kv_cache import FP8, CacheScales
@@ -72,12 +73,20 @@ def load_model(config: EngineConfig, group: TensorParallel, device: torch.device
         source = DummySource(device, dtype)
     else:
         source = open_checkpoint(folder, config.model.allow_pickle)
+        if architecture.is_text_stack:
+            source.keep_part(decoder_name)
         dtype = _dtype(config.model.dtype, architecture, stored_dtype(source, folder))
         if config.cache.dtype is CacheDType.FP8:
             scales = stored_scales(source, architecture.num_layers)
     model = build_model(architecture, Weights(source, group, dtype, device))
     if config.adapters.enabled and config.adapters.vocabulary:
         model.adapt_vocabulary(whole_ends=config.adapters.vocabulary_copies > 0)
+    if architecture.is_text_stack:
+        # Adapters may be of the larger model, in which the decoder's modules have other paths.
+        model.projections = tuple(
+            replace(each, aliases=(*each.aliases, *outer_paths(each.module)))
+            for each in model.projections
+        )
     # A tied head shares its tensor with the embedding; parameters() yields it once.
     resident = sum(p.nbytes for p in cast(nn.Module, model).parameters())
     seconds = time.monotonic() - started

@@ -46,6 +46,7 @@ from tests.checkpoints_others import (
     write_gpt_neox,
     write_opt,
 )
+from tests.checkpoints_stacks import STACK_ADAPTERS, write_stack
 from tests.modeling.scheduled import Ranks, generate_scheduled
 from tests.modeling.stepping import Answer, Asked, generate
 from tests.oracle import NUM_TOKENS, TOLERANCE, Truth, prompt_truth
@@ -158,6 +159,7 @@ FAMILIES: dict[str, Family] = {
     "vocabulary_relative": Family(write_relative, VOCABULARY_ADAPTERS),
     "generic": Family(write_generic, GENERIC_ADAPTERS),
     "mixture": Family(write_generic, MIXTURE_ADAPTERS),
+    "stack": Family(write_stack, STACK_ADAPTERS),
     "generic_ends": Family(write_generic, GENERIC_ENDS),
     "gpt2": Family(write_gpt2, GPT2_ADAPTERS),
     "opt": Family(write_opt, OPT_ADAPTERS),

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.checkpoints_generic import GENERIC, MIXTURES
+from tests.checkpoints_stacks import STACKS
 from tests.modeling.parity import BASE, Setting, World, compare
 
 EVERYONE = [BASE, "r8", "columns", "rows"]
@@ -34,3 +35,9 @@ def test_vocabulary(world: World, variant: str) -> None:
     """Adapters on embedding and head too."""
     names = [BASE, "everything"]
     compare(world, Setting("generic_ends", variant, 2, names, vocabulary=True))
+
+
+@pytest.mark.parametrize("variant", STACKS)
+def test_text_of_larger_models(world: World, variant: str) -> None:
+    """Decoders of models that read images, with adapters that were trained on the whole model."""
+    compare(world, Setting("stack", variant, 2, [BASE, "r8"]))

@@ -47,7 +47,7 @@ def ends(
         1,
         ProjectionKind.HEAD,
         base if tied else OTHER_ROWS[first:last],
-        alias="embed_out",
+        aliases=("embed_out",),
     )
     whole = [
         Projection(f"{end.name}.whole", end.module, HIDDEN, 0, every, (), 2, kind)
