@@ -12,7 +12,8 @@ from configs.architectures.text_stack import decoder_name, outer_paths
 
 TEXT: dict[str, Any] = {
     "model_type": "mistral", "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 128,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
 }  # fmt: skip
 MISTRAL3: dict[str, Any] = {
     "architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3",
