@@ -43,6 +43,7 @@ parity: $(READY)
 		tests/modeling/test_parity*.py tests/modeling/test_mutants*.py
 
 # Every causal class of the installed transformers beside transformers + PEFT: two minutes.
+# ARGS=--page writes docs/models.md.
 sweep: $(READY)
 	$(BIN)/python -m tests.modeling.models.sweep $(ARGS)
 

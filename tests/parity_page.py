@@ -192,7 +192,9 @@ def cells_table(cells: Mapping[Cell, bool]) -> str:
     """Rows are models and ways, columns numbers of ranks; entries are right/compared."""
     columns = sorted({cell.ranks for cell in cells})
     counts: dict[tuple[str, str, str], dict[int, list[bool]]] = {}
+    families = list(dict.fromkeys(cell.model[0] for cell in cells))
     first = list(dict.fromkeys(cell.model for cell in cells))
+    first.sort(key=lambda model: families.index(model[0]))
     for cell in sorted(cells, key=lambda cell: first.index(cell.model)):
         row = counts.setdefault((*cell.model, cell.way), {})
         row.setdefault(cell.ranks, []).append(cells[cell])

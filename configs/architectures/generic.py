@@ -7,7 +7,7 @@ types whose classes were compared with transformers' own results are listed here
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from configs.architectures import padded
+from configs.architectures import not_paged, padded
 from configs.architectures.base import ArchitectureError, ModelArchitecture
 
 PAGED_TYPES = frozenset(
@@ -60,12 +60,13 @@ def _obstacle(config: Mapping[str, Any]) -> str | None:
     """Return why a model cannot be paged; None for one that can."""
     kind = config.get("model_type")
     if kind not in PAGED_TYPES:
-        return f"model_type {kind} is not among those with a paged implementation"
+        unknown = f"model_type {kind} is not among those with a paged implementation"
+        return not_paged.REASONS.get(str(kind), unknown)
     if config.get("auto_map"):
         return "it may bring its own code"
-    unknown = {rope.get("rope_type", rope.get("type")) for rope in _ropes(config)} - _ROPE_TYPES
-    if unknown:
-        return f"rope_type {', '.join(sorted(map(str, unknown)))} is not served paged for {kind}"
+    ropes = {rope.get("rope_type", rope.get("type")) for rope in _ropes(config)} - _ROPE_TYPES
+    if ropes:
+        return f"rope_type {', '.join(sorted(map(str, ropes)))} is not served paged for {kind}"
     layers = set(config.get("layer_types") or ()) - _LAYER_KINDS
     if layers:
         return f"layer_types {', '.join(sorted(layers))} are not served paged"

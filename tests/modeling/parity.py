@@ -329,12 +329,12 @@ def compare(
     ends = {"vocabulary": setting.vocabulary, "vocabulary_copies": setting.copies}
     opened = config.adapters.model_copy(update=ends)
     config = config.model_copy(update={"adapters": opened})
-    answer = partial(_scheduled, setting) if setting.lengths else _answers
+    answer = partial(answers_scheduled, setting) if setting.lengths else answers_by_hand
     results = (run or world.run)(setting.ranks, partial(answer, config, adapters, requests))
     judge(seen, results, [truth for _, truth in told])
 
 
-def _answers(
+def answers_by_hand(
     config: EngineConfig, adapters: list[Path], requests: list[Asked], group: TensorParallel
 ) -> list[Answer]:
     runner = load_paged(config, group, torch.device("cpu")).allocate()
@@ -345,7 +345,7 @@ def _answers(
     return answers
 
 
-def _scheduled(
+def answers_scheduled(
     setting: Setting,
     config: EngineConfig,
     adapters: list[Path],

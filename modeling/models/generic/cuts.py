@@ -83,6 +83,10 @@ class CutPlan:
             return LinearCut(style, whole(inputs), both)
         return LinearCut(style, whole(inputs), whole(outputs))
 
+    def covers(self, path: str) -> bool:
+        """Whether a layer is the decoder's; those behind it compute some of a step's tokens."""
+        return path.startswith(self._prefix)
+
     def rows(self, path: str, size: int) -> Segments:
         """Return the part of a parameter's first dimension: its heads', where it has one a head."""
         name = path.removeprefix(self._prefix)

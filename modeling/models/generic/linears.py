@@ -52,7 +52,11 @@ class Positions:
 def replace_linears(
     causal: nn.Module, plan: CutPlan, weights: Weights, step: CurrentStep
 ) -> tuple[Projection, ...]:
-    """Replace every nn.Linear, reading its weights; returns what adapters may change."""
+    """Replace every nn.Linear of the decoder, reading its weights; returns what adapters change.
+
+    Layers between decoder and head stay: they compute only the tokens that get logits, and the
+    step's adapters are by all of its tokens.
+    """
     found = list(_linears(causal, plan))
     positions = _positions(found)
     for group in _merged(found):
@@ -77,7 +81,7 @@ def replace_linears(
 
 def _linears(causal: nn.Module, plan: CutPlan) -> Iterator[FoundLinear]:
     for path, module in causal.named_modules():
-        if type(module) is nn.Linear:
+        if type(module) is nn.Linear and plan.covers(path):
             yield FoundLinear(path, module, plan.of(path, module))
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from modeling.models.causal_lm_sharing import Sharing, sharing_of
-from tests.modeling.models.sweep import load
+from tests.modeling.models.sweep_truth import load
 from tests.modeling.models.tiny_causal import ORIGINAL, write_tiny
 
 LENGTHS = range(1, 3 * ORIGINAL)

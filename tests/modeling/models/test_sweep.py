@@ -1,10 +1,13 @@
 """The sweep's fast part: a kind for each way in which rows could come to depend on each other."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from modeling.models.base import AttentionLayer
 from modeling.models.causal_lm_sharing import Sharing
+from modeling.models.generic import step
 from tests.modeling.models.sweep import main, sweep
 
 
@@ -25,8 +28,22 @@ from tests.modeling.models.sweep import main, sweep
     ],
 )
 def test_no_answer_depends_on_its_mates(tmp_path: Path, kind: str, variant: str, why: str) -> None:
-    outcome = sweep(tmp_path, kind, variant)
-    assert outcome.word == "exact", (outcome.why, why)
+    outcome = sweep(tmp_path, kind, variant, padded=True)
+    assert (outcome.word, outcome.served) == ("exact", "padded"), (outcome.why, why)
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "deepseek_v3", "phi", "gpt2"])
+def test_what_is_paged_is_judged_so_on_one_rank_and_on_two(tmp_path: Path, kind: str) -> None:
+    outcome = sweep(tmp_path, kind)
+    assert (outcome.word, outcome.served) == ("exact", "paged"), outcome.why
+    assert [way.split()[0] for way in outcome.why.split(", ")] == ["1", "2", "scheduled"]
+
+
+def test_a_layer_behind_the_decoder_takes_no_adapters(tmp_path: Path) -> None:
+    """It computes only the tokens that get logits."""
+    outcome = sweep(tmp_path, "modernbert-decoder")
+    assert (outcome.word, outcome.served) == ("exact", "paged"), outcome.why
+    assert "dense" not in outcome.targets
 
 
 @pytest.mark.parametrize(
@@ -49,3 +66,15 @@ def test_the_sweep_sees_rows_that_depend_on_each_other(monkeypatch: pytest.Monke
     said: list[str] = []
     assert main(["olmo2", "--variant", "longrope"], said.append) == 1
     assert said[0].startswith("wrong")
+
+
+def test_the_sweep_sees_a_paged_layer_that_forgets_its_window(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def form(**fields: Any) -> AttentionLayer:
+        return AttentionLayer(**{**fields, "window": None})
+
+    monkeypatch.setattr(step, "AttentionLayer", form)
+    said: list[str] = []
+    assert main(["gemma2"], said.append) == 1
+    assert said[0].startswith("wrong     paged")

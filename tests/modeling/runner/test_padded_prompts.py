@@ -14,7 +14,7 @@ from modeling.models.causal_lm import CausalLM
 from modeling.models.causal_lm_prompts import WHOLE, CausalLMPrompts
 from tests.checkpoints import oracle_logits
 from tests.modeling.models.foreign_models import ForeignModel, foreign
-from tests.modeling.models.sweep import load
+from tests.modeling.models.sweep_truth import load
 from tests.modeling.models.tiny_causal import ORIGINAL, write_tiny
 from tests.modeling.padded import PaddedWorld, generate_padded, padded_runner
 from tests.modeling.prompts import Prompts, check_answers, prompt_of, questions
