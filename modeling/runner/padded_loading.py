@@ -223,7 +223,7 @@ def _read(
     names = [name for name in names if name not in biases]
     if names:
         raise CheckpointError(
-            f"{folder}: the model has no place for {len(names)} tensors of the checkpoint: "
+            f"{folder}: the model does not use {len(names)} tensors of the checkpoint: "
             f"{', '.join(names[:5])}"
         )
     if quantization is not None:
