@@ -265,7 +265,7 @@ def write_adapter(folder: Path, model_folder: Path, recipe: AdapterRecipe | None
 def load_oracle(folder: Path, dtype: DTypeName = "float32") -> Any:
     """The transformers model in `folder`, on CPU, in eval mode; no token ends its answers."""
     named = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"]
-    reads_images = named[0].endswith("ForConditionalGeneration")
+    reads_images = (named or [""])[0].endswith("ForConditionalGeneration")
     auto: Any = transformers.AutoModelForCausalLM
     if reads_images:
         auto = transformers.AutoModelForImageTextToText
