@@ -8,6 +8,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from configs.architectures.select import end_token_ids
+
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
@@ -55,7 +57,7 @@ def tokenizer_of(folder: Path, vocab_size: int) -> "LLTokenizer":
     """
     from llguidance import LLTokenizer
 
-    ends = [id for id in end_ids(folder) if id < vocab_size]
+    ends = [id for id in end_token_ids(folder) if id < vocab_size]
     described = _description(folder)
     _rename_special_tokens(described, ends)
     return LLTokenizer(json.dumps(described), n_vocab=vocab_size, eos_token=ends or None)
@@ -120,13 +122,3 @@ def reason(text: str) -> str:
     """A compiler's message as one line: its first line and the lines that begin with error:."""
     lines = text.strip().split("\n")
     return " ".join([lines[0], *(line.strip() for line in lines[1:] if line.startswith("error:"))])
-
-
-def end_ids(folder: Path) -> list[int]:
-    """The tokens that end an answer: generation_config.json's, else config.json's."""
-    for name in ("generation_config.json", "config.json"):
-        path = folder / name
-        found = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
-        if found is not None:
-            return found if isinstance(found, list) else [found]
-    return []

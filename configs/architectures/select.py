@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.architectures import generic, padded, text_stack
-from configs.architectures.base import ArchitectureError, ModelArchitecture
+from configs.architectures.base import ArchitectureError, ModelArchitecture, token_ids
 from configs.architectures.rope import RotaryArchitecture
 from configs.model import Quantize
 
@@ -88,6 +88,27 @@ def _text_stack(name: str, config: Mapping[str, Any]) -> ModelArchitecture:
     if isinstance(found, padded.PaddedArchitecture):
         raise ArchitectureError(f"{name} is served for text by its decoder alone: {found.reason}")
     return found.model_copy(update={"is_text_stack": True})
+
+
+def end_token_ids(folder: Path) -> tuple[int, ...]:
+    """Return the tokens that end an answer: generation_config.json's, else config.json's."""
+    for name in ("generation_config.json", "config.json"):
+        found = _of_decoder(folder / name, "eos_token_id")
+        if found is not None:
+            return token_ids(found)
+    return ()
+
+
+def vocab_size(folder: Path) -> int:
+    """Return how many token ids the model of a folder knows."""
+    return int(_of_decoder(folder / "config.json", "vocab_size"))
+
+
+def _of_decoder(path: Path, key: str) -> Any:
+    """Return what a file says of the model, or of its decoder; None for nothing."""
+    fields = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    own = fields.get(key)
+    return (fields.get("text_config") or {}).get(key) if own is None else own
 
 
 def padded_reason(architecture: ModelArchitecture, quantize: Quantize) -> str | None:

@@ -1,24 +1,11 @@
 """What an engine serves, from the model's folder and from its ranks' reports."""
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from configs.wire.plan import Capacity
 from deployments.rank.messages import LoadReport
-
-
-def stop_token_ids(folder: Path) -> tuple[int, ...]:
-    """End-of-sequence ids: generation_config.json's, else config.json's."""
-    for name in ("generation_config.json", "config.json"):
-        path = folder / name
-        found = read_json(path).get("eos_token_id") if path.is_file() else None
-        if found is not None:
-            return tuple(found) if isinstance(found, list) else (found,)
-    return ()
 
 
 def common(capacities: Sequence[Capacity]) -> Capacity:
@@ -46,9 +33,3 @@ def startup_info(reports: Sequence[LoadReport]) -> dict[str, str]:
         "adapter pages": adapters,
         "load": f"{max(report.load_seconds for report in reports):.1f} s",
     }
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file."""
-    content: dict[str, Any] = json.loads(path.read_text())
-    return content

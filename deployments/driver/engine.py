@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from configs.architectures.select import end_token_ids, vocab_size
 from configs.engine import EngineConfig
 from configs.runtime import RuntimeConfig, with_runtime
 from configs.wire.adapters import AdapterError, AdapterReference
@@ -29,7 +30,7 @@ from deployments.driver.adapters.directory import AdapterDirectory
 from deployments.driver.adapters.lifecycle import EngineAdapters
 from deployments.driver.adapters.rate_limits import NamedRateLimits
 from deployments.driver.adapters.report import AdapterReporter
-from deployments.driver.description import common, read_json, startup_info, stop_token_ids
+from deployments.driver.description import common, startup_info
 from deployments.driver.ingress_events import IngressDispatch
 from deployments.driver.loop import EngineLoop, LoopSettings, RankGroup
 from deployments.driver.loop_handle import LoopHandle
@@ -223,8 +224,8 @@ class DriverEngine:
             tokenizer=str(self._folder),
             dtype=report.dtype,
             device=report.device,
-            vocab_size=read_json(self._folder / "config.json")["vocab_size"],
-            stop_token_ids=stop_token_ids(self._folder),
+            vocab_size=vocab_size(self._folder),
+            stop_token_ids=end_token_ids(self._folder),
             max_total_tokens=longest,
             max_input_tokens=min(limits.max_input_tokens or longest - 1, longest - 1),
             max_batch_total_tokens=capacity.num_blocks * capacity.block_size,

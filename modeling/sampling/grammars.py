@@ -21,7 +21,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from configs.grammars import INSTALL, end_ids, matcher_of, reason, tokenizer_of
+from configs.architectures.select import end_token_ids
+from configs.grammars import INSTALL, matcher_of, reason, tokenizer_of
 from modeling.transfer import HostCopy
 
 if TYPE_CHECKING:
@@ -200,7 +201,7 @@ class Grammars:
     def _only_end_tokens(self) -> npt.NDArray[np.int32]:
         """Return a mask that allows only the tokens that end an output."""
         bits = np.zeros(-(-self._vocab_size // 32), dtype=np.uint32)
-        for end in end_ids(self._folder()):
+        for end in end_token_ids(self._folder()):
             if end < self._vocab_size:
                 bits[end // 32] |= np.uint32(1 << (end % 32))
         return bits.view(np.int32)

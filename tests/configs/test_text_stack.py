@@ -1,5 +1,7 @@
 """Decoders inside larger models: what their config.json says, and how their tensors are named."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,7 +9,7 @@ import pytest
 from configs.architectures.base import ArchitectureError
 from configs.architectures.generic import GenericArchitecture
 from configs.architectures.llama import Architecture
-from configs.architectures.select import parse_architecture
+from configs.architectures.select import end_token_ids, parse_architecture, vocab_size
 from configs.architectures.text_stack import decoder_name, outer_paths
 
 TEXT: dict[str, Any] = {
@@ -83,3 +85,13 @@ def test_paths_of_adapters() -> None:
         "language_model.model.layers.{layer}.mlp",
     )
     assert outer_paths("lm_head") == ("language_model.lm_head",)
+
+
+def test_the_sizes_of_a_folder_are_the_decoders(tmp_path: Path) -> None:
+    inner = {"text_config": {**TEXT, "eos_token_id": [5, 6]}}
+    (tmp_path / "config.json").write_text(json.dumps(inner))
+    assert (vocab_size(tmp_path), end_token_ids(tmp_path)) == (96, (5, 6))
+    (tmp_path / "config.json").write_text(json.dumps({**inner, "eos_token_id": 7}))
+    assert end_token_ids(tmp_path) == (7,)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 8}))
+    assert end_token_ids(tmp_path) == (8,)
