@@ -85,12 +85,14 @@ class PagedLayers:
     def _store(self, layer: int, heads: Heads) -> Tensor:
         """Rotate what is not rotated yet, put k and v into the cache, return q."""
         context, angles = self._context, heads.angles
-        if angles is not None and (qkv := _one_product(heads)) is not None:
+        # Angles may be in float32 (OLMo's, whose own code casts back): the kernel takes them so.
+        is_fused = angles is not None and (heads.q.is_cuda or angles[0].dtype == heads.q.dtype)
+        if is_fused and (qkv := _one_product(heads)) is not None:
             cut = HeadCut(heads.q.shape[1], heads.k.shape[1], (), ())
             return context.store(layer, qkv, cut, angles)
         q, k = heads.q, heads.k
         if angles is not None:
-            q, k = rotate(q, *angles), rotate(k, *angles)
+            q, k = (rotate(part, *angles).to(part.dtype) for part in (q, k))
         context.store_heads(layer, k, heads.v)
         return q.contiguous()
 
