@@ -90,14 +90,14 @@ class AdaptersConfig(Config):
     preload: references loaded before the server is ready.
     max_file_bytes: of one adapter's files.
     fetch_timeout_s: the longest that a request waits for a download; the download continues.
-    look_timeout_s: the longest that a request waits for the source's reply about an adapter whose
-    last known version is in memory.
+    look_timeout_s: the longest that a request waits for the source's reply about an adapter
+    that is in memory in its last known version.
     fetch: time limits, attempts and the disk cache.
     hub_endpoint: None is huggingface_hub's own (HF_ENDPOINT).
     s3: None: nothing is read from S3.
     share_hub_token: requests without a hub token use the server's.
     allow_pickle: read adapter_model.bin too (its tensors alone).
-    max_known: contents whose keys are kept, so that the same bytes find their prefix cache again.
+    max_known: contents that keep their keys, so that the same bytes find their prefix cache again.
     LoRAX's names are accepted too (`configs/lorax_names.py`).
     """
 

@@ -46,8 +46,8 @@ RETIRED = {
     ),
     "configs": (
         r"claims?|standings?|trials?|suspects?|payers?|seats?|seated|fills?|placed|parted|aside"
-        r"|who|whom|his|him|nobody|somebody|everybody|anybody|errands?|ledgers?"
-        r"|seams?|arenas?|head_?start|owes?|owed|mailbox|shells?"
+        r"|who|whom|whose|his|him|told|tells|asked|asks?|nobody|somebody|everybody|anybody"
+        r"|errands?|ledgers?|seams?|arenas?|head_?start|doors?|owes?|owed|mailbox|shells?"
     ),
     "sources": (
         r"claims?|standings?|trials?|suspects?|seats?|seated|fills?|places?|placed|parted|aside"
@@ -60,7 +60,10 @@ RETIRED = {
         r"|ledgers?|seams?|arenas?|head_?starts?|doors?|owes?|owed|mailbox|shells?"
     ),
     "modeling/adapters": PLAIN,
+    "modeling/attention": rf"{PLAIN}|tells?",
     "modeling/layers": PLAIN,
+    "modeling/models": rf"{PLAIN}|tells?",
+    "modeling/runner": rf"{PLAIN}|tells?",
     "modeling/sampling": PLAIN,
     "scheduler": rf"{PLAIN}|fills?",
     "sharding": PLAIN,

@@ -45,12 +45,12 @@ class Activation(StrEnum):
 
 
 class ModelArchitecture(Config):
-    """What the engine asks of any family's spec.
+    """What the engine needs of any family's spec.
 
     architecture: the class name in config.json. max_position_embeddings: in tokens.
     checkpoint_dtype: the type the weights were saved in (None: not said).
     eos_token_ids: every token that ends a sequence by the model's own config.
-    is_text_stack: whether the checkpoint is of a larger model, whose decoder alone is served.
+    is_text_stack: whether the checkpoint is of a larger model; its decoder alone is served.
     """
 
     architecture: str
@@ -75,7 +75,7 @@ class ModelArchitecture(Config):
 
     @property
     def longer_advice(self) -> str:
-        """What to do about a server whose sequences shall be longer, for a refusal."""
+        """What to do where sequences shall be longer; a part of the error text."""
         return "lower it"
 
     @property
@@ -84,7 +84,7 @@ class ModelArchitecture(Config):
         return None
 
     def with_rope_length(self, length: int | None) -> Self:
-        """The same model whose dynamic rope is fixed to that length; ValueError without such."""
+        """The same model with dynamic rope fixed to that length; ValueError without one."""
         if length is not None:
             raise ValueError(
                 f"model.dynamic_rope_length ({length}) is for models with rope_type dynamic that "
@@ -128,10 +128,10 @@ def refuse_quantised(config: Mapping[str, Any]) -> None:
 
 
 def _scales_alone(quantization: Mapping[str, Any]) -> bool:
-    """Whether all it tells of is scales of an fp8 cache, one for keys and one for values.
+    """Whether it has nothing but scales of an fp8 cache, one for keys and one for values.
 
     compressed-tensors writes it so. The weights are as they were; the scales are read where such
-    a cache is asked for.
+    a cache is configured.
     """
     cache = {"symmetric": True, "dynamic": False, **(quantization.get("kv_cache_scheme") or {})}
     wanted = {"num_bits": 8, "type": "float", "strategy": "tensor"}
@@ -154,7 +154,7 @@ _ANYWHERE: dict[str, tuple[Any, ...]] = {
     "kv_sharing_modes": (None,),
     "transformers_weights": (None,),
 }
-"""Keys that transformers looks for in the config of any model, and what asks for nothing."""
+"""Keys that transformers reads in any model's config, and the values that change nothing."""
 
 
 def refuse_unserved(name: str, config: Mapping[str, Any], length: int | None) -> None:

@@ -1,7 +1,7 @@
-"""Decoders of transformers that are paged by its own modules, read for what a server asks.
+"""Decoders of transformers that are paged by its own modules, read for what a server needs.
 
 transformers builds the modules; attention, cache, linear layers and both ends are ours. So only
-types whose classes were compared with transformers' own results are listed here.
+types that were compared with transformers' own results are listed here.
 """
 
 from collections.abc import Iterator, Mapping

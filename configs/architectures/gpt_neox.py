@@ -22,12 +22,12 @@ from configs.architectures.rope import Rope, RopeType, RotaryArchitecture, read_
 
 
 class GPTNeoXArchitecture(RotaryArchitecture):
-    """A decoder whose heads are rotated in part and whose residual may be parallel.
+    """A decoder that rotates a part of each head; its residual may be parallel.
 
     rope.fraction: of a head's width that is rotated (rotary_pct). parallel_residual: attention
     and feed-forward read the same stream (use_parallel_residual). attention_bias: of
     query_key_value and dense; the feed-forward always has biases.
-    use_cache: what the padded door does unless it is told.
+    use_cache: the default of the padded interface's argument.
     """
 
     hidden_size: PositiveInt

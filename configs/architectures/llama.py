@@ -126,7 +126,7 @@ FAMILY: dict[str, Member] = {
     "LlamaForCausalLM": Member(honours=frozenset({"attention_bias", "mlp_bias"})),
     "MistralForCausalLM": Member(
         {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072},
-        # AutoConfig makes a Ministral of a Mistral whose config.json has layer_types.
+        # AutoConfig makes a Ministral of a Mistral with layer_types in its config.json.
         honours=frozenset({"sliding_window", "layer_types"}),
     ),
     "Qwen2ForCausalLM": Member(

@@ -27,7 +27,7 @@ class OPTArchitecture(ModelArchitecture):
     projections in and out. bias: of all linear layers (enable_bias). norm_first: whether a
     sublayer's input is normed (do_layer_norm_before) or the sum behind it. affine_norms: whether
     norms have weights. last_norm: whether there is one behind the last layer.
-    use_cache: what the padded door does unless it is told.
+    use_cache: the default of the padded interface's argument.
     """
 
     hidden_size: PositiveInt

@@ -1,4 +1,4 @@
-"""Any causal language model that has no paged implementation here, read for what a server asks.
+"""Any causal language model that has no paged implementation here, read for what a server needs.
 
 transformers itself knows the rest; this file only finds the few numbers under their many names.
 """
@@ -37,7 +37,7 @@ class PaddedArchitecture(ModelArchitecture):
 
     @property
     def stretches(self) -> bool:
-        """A model without position embeddings (ALiBi) takes what it is asked to."""
+        """A model without position embeddings (ALiBi) takes any length."""
         return not self.limited
 
 

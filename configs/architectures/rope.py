@@ -79,13 +79,13 @@ class RotaryArchitecture(ModelArchitecture):
 
     @property
     def longer_advice(self) -> str:
-        """What to do about a server whose sequences shall be longer, for a refusal."""
+        """What to do where sequences shall be longer; a part of the error text."""
         if self.rope.type is not RopeType.DYNAMIC:
             return super().longer_advice
         return (
-            "lower it, or set model.dynamic_rope_length to the one length whose frequencies all "
-            "sequences shall have (with rope_type dynamic they change with every token beyond "
-            "the model's own length, but for keys that were computed before)"
+            "lower it, or set model.dynamic_rope_length to the one length that gives all "
+            "sequences their frequencies (with rope_type dynamic they change with every token "
+            "beyond the model's own length, but for keys that were computed before)"
         )
 
     @property
@@ -96,7 +96,7 @@ class RotaryArchitecture(ModelArchitecture):
         return RopeSets(self.rope.original_max_position_embeddings, self.rope_recompute)
 
     def with_rope_length(self, length: int | None) -> Self:
-        """The same model whose dynamic rope is fixed to that length."""
+        """The same model with dynamic rope fixed to that length."""
         if self.rope.type is not RopeType.DYNAMIC:
             return super().with_rope_length(length)
         rope = self.rope.model_copy(update={"fixed_length": length})

@@ -1,4 +1,4 @@
-"""The one place that knows which file reads which architecture's config.json."""
+"""Which file reads which architecture's config.json."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ FAMILIES: dict[str, str] = {
     "SolarForCausalLM": "configs.architectures.llama",
     "OPTForCausalLM": "configs.architectures.opt",
 }
-"""Architecture to the module whose `parse(name, config)` makes its frozen spec."""
+"""Architecture to the module with the `parse(name, config)` that makes its frozen spec."""
 
 MODEL_TYPES: dict[str, str] = {
     "GPT2LMHeadModel": "gpt2",
@@ -131,8 +131,8 @@ def _read(folder: Path) -> dict[str, Any]:
 def _keeps_keys(folder: Path, config: Mapping[str, Any]) -> bool:
     """Whether the model's own `generate` keeps keys from token to token, or reads all anew."""
     path = folder / "generation_config.json"
-    told = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else config
-    return told.get("use_cache") is not False
+    settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else config
+    return settings.get("use_cache") is not False
 
 
 def _names(config: Mapping[str, Any]) -> list[str]:

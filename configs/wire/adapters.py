@@ -64,7 +64,7 @@ def allows(patterns: Sequence[str] | None, source: str, id: str) -> bool:
 
 
 class FetchedAdapter(msgspec.Struct, frozen=True):
-    """An adapter whose files are in `folder` on this node.
+    """An adapter with its files in `folder` on this node.
 
     name: for messages.
     digest: of the content of its files; of a merge, that of the recipe.
@@ -85,7 +85,7 @@ class FetchedAdapter(msgspec.Struct, frozen=True):
 
     @property
     def members(self) -> tuple["FetchedAdapter", ...]:
-        """Every adapter whose files are read: itself, or the parts of the merge."""
+        """Every adapter that has its files read: itself, or the parts of the merge."""
         return self.parts or (self,)
 
 

@@ -107,10 +107,10 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
 
     logprobs: None when no row needs them, else one entry (or None) for each token.
     compute_seconds: from the step's start to its tokens on the host.
-    reports: of rows whose requests need a report about their prompts; None without any.
+    reports: of rows with requests that need a report about their prompts; None without any.
     idle_seconds: how long the device was idle before the step; None where it cannot be measured.
     captured: whether the step replayed a CUDA graph.
-    faults: (row, reason) for rows whose answers cannot follow their constraints any further; their
+    faults: (row, reason) for rows that cannot follow their constraints any further; their
     tokens have no meaning.
     """
 

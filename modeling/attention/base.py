@@ -89,7 +89,7 @@ class GraphAttention(ABC):
 
     @abstractmethod
     def plan(self, buffer: int) -> None:
-        """Plan what `write` saw last. buffer: 0 or 1, whose last plan has been executed."""
+        """Plan what `write` saw last. buffer: 0 or 1; its last plan has been executed."""
 
 
 class AttentionBackend(ABC):

@@ -1,4 +1,4 @@
-"""Tells people when an fp8 cache met values that its scales cannot hold."""
+"""Warns when an fp8 cache met values that its scales cannot hold."""
 
 import logging
 from collections.abc import Sequence
@@ -34,10 +34,10 @@ class ClampWatch:
         if not self._marks or self._steps % STEPS_A_LOOK:
             return
         if self._copy is not None:
-            self._tell(self._copy.wait()[0])
+            self._warn(self._copy.wait()[0])
         self._copy = HostCopy([torch.stack(self._marks)])
 
-    def _tell(self, marks: Tensor) -> None:
+    def _warn(self, marks: Tensor) -> None:
         """marks: int32 [layers, 2]."""
         new = {(layer, part) for layer, part in marks.nonzero().tolist()} - self._reported
         if not new:

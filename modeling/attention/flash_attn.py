@@ -1,4 +1,4 @@
-"""Paged attention by flash-attn 2.x, whose pages hold a multiple of 256 tokens.
+"""Paged attention by flash-attn 2.x; its pages hold a multiple of 256 tokens.
 
 Leading rows of one token go to `flash_attn_with_kvcache`, which splits long rows over the
 device, all others to `flash_attn_varlen_func`; both align causality to the end.

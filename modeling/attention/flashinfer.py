@@ -261,7 +261,7 @@ class GraphDecode(GraphAttention):
         self.step = FlashInferStep(backend, ones, ones, plans, rows)
 
     def write(self, words: Words, key_lengths: Words, tables: Words) -> int:
-        """Row starts, last pages' lengths, page list, each at an aligned place."""
+        """Row starts, last pages' lengths, page list, each at an aligned offset."""
         pages = RowPages.of(key_lengths, self._backend.spec.page_size)
         last_at, indices_at = _last_at(self._rows), _indices_at(self._rows)
         words[: self._rows + 1] = pages.indptr

@@ -3,9 +3,9 @@
     w[b, h, i, j] = softmax_j( scale * q[b, h, i] . k[b, h, j] ), over the j that i may see
     o[b, h, i] = sum_j head_mask[h] * w[b, h, i, j] v[b, h, j]
 
-i: one of this forward's n tokens, at place p + i after p cached ones; j: a place. i sees j where
-j <= p + i and mask[b, j]. A token that sees nothing (left padding) sees all alike, as in
-transformers, so that even what is never read is equal.
+i: one of this forward's n tokens, at position p + i after p cached ones; j: a position. i sees j
+where j <= p + i and mask[b, j]. A token that sees nothing (left padding) sees all alike, as
+in transformers, so that even what is never read is equal.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from torch import Tensor
 from sharding.group import TensorParallel
 
 Pairs = Sequence[Sequence[Tensor]]
-"""One (keys, values) a layer, [batch, local heads, places, head_dim] each."""
+"""One (keys, values) a layer, [batch, local heads, positions, head_dim] each."""
 
 
 class KeyValueCache(Protocol):
@@ -30,7 +30,7 @@ class KeyValueCache(Protocol):
         ...
 
     def get_seq_length(self) -> int:
-        """Places that are filled."""
+        """Positions with a key and a value."""
         ...
 
 
@@ -68,7 +68,7 @@ class GrowingCache:
 class PaddedAttention:
     """A `AttentionCall` of batch * n tokens, row after row.
 
-    weights: one [batch, all heads, n, places] a layer, where they are kept; else None.
+    weights: one [batch, all heads, n, positions] a layer, where they are kept; else None.
     """
 
     def __init__(
@@ -80,13 +80,13 @@ class PaddedAttention:
         head_mask: Tensor | None = None,
         keep_weights: bool = False,
     ) -> None:
-        """mask: [batch, places], nonzero where a token is. head_mask: [layers, local heads]."""
-        self._batch, places = mask.shape
-        num_queries = places - cache.length
+        """mask: [batch, positions], nonzero where a token is. head_mask: [layers, local heads]."""
+        self._batch, length = mask.shape
+        num_queries = length - cache.length
         device = mask.device
-        causal = torch.ones(num_queries, places, dtype=torch.bool, device=device)
+        causal = torch.ones(num_queries, length, dtype=torch.bool, device=device)
         seen = causal.tril(cache.length) & mask.bool()[:, None, None]
-        self._hidden = ~seen  # [batch, 1, n, places]
+        self._hidden = ~seen  # [batch, 1, n, positions]
         self._cache = cache
         self._scale = scale
         self._group = group
@@ -97,15 +97,15 @@ class PaddedAttention:
         """[tokens, local heads, head_dim] to the same shape."""
         query, key, value = (self._rows(part) for part in (q, k, v))
         key, value = self._cache.grow(layer, key, value)
-        places = self._hidden.shape[-1]  # a `Cache` of fixed size returns its empty places too
-        scores = query @ key[:, :, :places].transpose(2, 3) * self._scale
+        length = self._hidden.shape[-1]  # a `Cache` of fixed size returns empty positions too
+        scores = query @ key[:, :, :length].transpose(2, 3) * self._scale
         scores = scores.masked_fill(self._hidden, torch.finfo(scores.dtype).min)
         weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)
         if self._head_mask is not None:
             weights = weights * self._head_mask[layer].to(q.dtype).view(1, -1, 1, 1)
         if self.weights is not None:
             self.weights.append(self._gathered(weights))
-        out = weights @ value[:, :, :places]
+        out = weights @ value[:, :, :length]
         return out.transpose(1, 2).flatten(0, 1)
 
     def _rows(self, x: Tensor) -> Tensor:

@@ -30,9 +30,9 @@ two, so that padding at most doubles the work."""
 class DecodeGroup:
     """Rows of one token that are computed together.
 
-    tokens: int64 [n], their places in the packed step (None: all of it, in order).
+    tokens: int64 [n], their indices in the packed step (None: all of it, in order).
     slots: int64 [n * padded], their keys. bias: [n, 1, 1, padded], 0 or -inf (None: no padding).
-    positions: int64 [n, 1], each one's last key, where dense.py asks for it.
+    positions: int64 [n, 1], each one's last key, where dense.py needs it.
     """
 
     tokens: Tensor | None
@@ -130,7 +130,7 @@ class SdpaAttention(AttentionBackend):
         window: int | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Compute each group and each long row into its place."""
+        """Compute each group and each long row into its rows of the output."""
         assert isinstance(step, SdpaStep), type(step)
         plan = step.plans[window]
         rule = None

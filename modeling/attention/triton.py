@@ -40,7 +40,7 @@ NO_WINDOW = 2**30
 class DecodeRows:
     """The rows of one token of a step.
 
-    tokens, offsets, lengths: int32 [n], each one's place in q, where its pages' numbers start in
+    tokens, offsets, lengths: int32 [n], each one's index in q, where its pages' numbers start in
     the tables, its keys. longest: no row has more keys.
     """
 
@@ -204,13 +204,13 @@ class TritonAttention(AttentionBackend):
         """Compute the splits, then combine them; the second launch finds little to do at times."""
         spec, form = self.spec, self.decode_form
         count, seen = len(rows.lengths), min(rows.longest, layer.window)
-        places = min(form.max_splits, -(-seen // form.min_split))
-        splits = (count, spec.num_heads, places)
+        max_count = min(form.max_splits, -(-seen // form.min_split))
+        splits = (count, spec.num_heads, max_count)
         device = layer.q.device
         partials = torch.empty(*splits, spec.head_dim, dtype=torch.float32, device=device)
         sums = torch.empty(*splits, 2, dtype=torch.float32, device=device)
         tiles = spec.num_kv_heads * -(-self._cache["GROUP"] // form.heads)
-        programs = max(1, min(places, form.programs // (tiles * count)))
+        programs = max(1, min(max_count, form.programs // (tiles * count)))
         pointers: tuple[Tensor, ...]
         pointers = (layer.q, *layer.parts, layer.out, partials, sums, layer.sinks, self._slopes)
         words = (rows.tokens, rows.offsets, rows.lengths, layer.tables)
@@ -225,7 +225,7 @@ class TritonAttention(AttentionBackend):
         self._launch_decode(
             (stride, layer.has_sinks, layer.sinks.dtype, aligned(*pointers)),
             (tiles, count, programs),
-            (*pointers, *words, layer.window, places, *layer.factors),
+            (*pointers, *words, layer.window, max_count, *layer.factors),
             {**self._cache, **sizes, "Q_STRIDE": stride, "BLOCK_G": form.heads},
             self._options(form.warps, form.stages),
         )
@@ -233,7 +233,7 @@ class TritonAttention(AttentionBackend):
         self._launch_combine(
             (layer.has_sinks, layer.sinks.dtype, aligned(*pointers)),
             (spec.num_heads, count),
-            (*pointers, rows.tokens, rows.lengths, layer.window, places, layer.factors[2]),
+            (*pointers, rows.tokens, rows.lengths, layer.window, max_count, layer.factors[2]),
             {**sizes, "HEADS": spec.num_heads, "CHUNK": min(COMBINED, form.max_splits)},
             self._options(4, 1),
         )

@@ -1,4 +1,4 @@
-"""Rows of one token in Triton: keys are cut into splits, whose results a second kernel combines.
+"""Rows of one token in Triton: keys are cut into splits; a second kernel combines their results.
 
 The query heads that share a KV head are one tile, so keys and values are read once. A row's
 splits follow from its own length alone: which programs compute them, and how many rows are beside
@@ -28,7 +28,7 @@ def _splits(
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["tokens", "offsets", "lengths", "tables", "window", "places"]
+    do_not_specialize=["tokens", "offsets", "lengths", "tables", "window", "max_count"]
 )
 def decode_kernel(
     q: "Any",
@@ -44,7 +44,7 @@ def decode_kernel(
     lengths: "Any",
     tables: "Any",
     window: "Any",
-    places: "Any",
+    max_count: "Any",
     scale: "Any",
     cap: "Any",
     factor: "Any",
@@ -65,10 +65,11 @@ def decode_kernel(
 ) -> None:
     """Program (block of heads, decode row, p): splits p, p + programs, ... of the row.
 
-    tokens, offsets, lengths: int32 [decode rows]: a row's place in q and out, where its pages'
+    tokens, offsets, lengths: int32 [decode rows]: a row's index in q and out, where its pages'
     numbers start in `tables`, its keys.
-    partials: float32 [decode rows, heads, places, HEAD_DIM]; sums: [.., places, 2], each split's
-    largest score and sum of weights. window: keys that are seen at most. factor: of the output.
+    partials: float32 [decode rows, heads, max_count, HEAD_DIM], max_count: splits of a row at
+    most; sums: [.., max_count, 2], each split's largest score and sum of weights. window: keys
+    that are seen at most. factor: of the output.
     """
     if PDL:
         gdc_launch_dependents()
@@ -139,14 +140,14 @@ def decode_kernel(
             at = out + (token * heads + head)[:, None] * HEAD_DIM + d[None, :]
             tl.store(at, acc.to(out.dtype.element_ty), mask=mask)
         else:
-            place = (own.to(tl.int64) * heads + head) * places + split
-            tl.store(partials + place[:, None] * HEAD_DIM + d[None, :], acc, mask=mask)
-            tl.store(sums + place * 2, top, mask=g < GROUP)
-            tl.store(sums + place * 2 + 1, total, mask=g < GROUP)
+            index = (own.to(tl.int64) * heads + head) * max_count + split
+            tl.store(partials + index[:, None] * HEAD_DIM + d[None, :], acc, mask=mask)
+            tl.store(sums + index * 2, top, mask=g < GROUP)
+            tl.store(sums + index * 2 + 1, total, mask=g < GROUP)
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["tokens", "lengths", "window", "places"]
+    do_not_specialize=["tokens", "lengths", "window", "max_count"]
 )
 def combine_kernel(
     out: "Any",
@@ -156,7 +157,7 @@ def combine_kernel(
     tokens: "Any",
     lengths: "Any",
     window: "Any",
-    places: "Any",
+    max_count: "Any",
     factor: "Any",
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -181,7 +182,7 @@ def combine_kernel(
     if PDL:
         gdc_wait()
     if count > 1:
-        first = (own.to(tl.int64) * HEADS + head) * places
+        first = (own.to(tl.int64) * HEADS + head) * max_count
         split = tl.arange(0, MAX_SPLITS)
         own_sums = sums + (first + split) * 2
         tops = tl.load(own_sums, mask=split < count, other=NEVER)

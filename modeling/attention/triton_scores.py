@@ -27,8 +27,8 @@ def pages_of(
 ) -> "Any":
     """Pages of the positions start .. start + BLOCK_N - 1 of a row; 0 from `stop` on.
 
-    Found a block ahead: a load that waits for another's result in the same turn of a loop would
-    leave fewer loads on their way.
+    Found a block ahead: a load that waits for another's result in the same iteration of a loop
+    would leave fewer loads on their way.
     """
     at = start + tl.arange(0, BLOCK_N)
     return tl.load(table + at // PAGE, mask=at < stop, other=0)

@@ -146,7 +146,7 @@ class CausalLM:
     def generate_token(
         self, batch: CausalLMBatch, adapter_data: RowAdapters | None = None
     ) -> tuple[SampledStep, CausalLMBatch]:
-        """Choose every row's next token and give the batch that goes on from there."""
+        """Sample every row's next token; returns the batch that continues with them too."""
         logits = self.next_logits(batch, adapter_data)
         params = [request.sampling for request in batch.requests]
         if any(each.adjusted for each in params):

@@ -73,7 +73,7 @@ class ModuleCalls:
     """What probe forwards show of a model's linear modules."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Look at every nn.Linear and Conv1D whose path holds exactly one number."""
+        """Look at every nn.Linear and Conv1D with exactly one number in its path."""
         found = (_linear_module(path, module) for path, module in model.named_modules())
         self.linears = [linear for linear in found if linear is not None]
         self._seen: dict[str, list[ModuleCall]] = defaultdict(list)
@@ -178,12 +178,12 @@ def hook_positions(
             groups.update({linear.path: [linear] for linear in members})
     names = shortest_names(list(groups))
     projections = tuple(_projection(names[key], key, group) for key, group in groups.items())
-    placed = [
+    positions = [
         HookPosition(linear, index, layer)
         for index, group in enumerate(groups.values())
         for layer, linear in enumerate(group)
     ]
-    return projections, placed
+    return projections, positions
 
 
 def _projection(name: str, module: str, group: Sequence[LinearModule]) -> Projection:
@@ -244,14 +244,14 @@ class Reach:
 
 
 class AdapterHooks:
-    """Adds a forward's deltas to what the placed modules return."""
+    """Adds a forward's deltas to what the hooked modules return."""
 
-    def __init__(self, placed: Sequence[HookPosition], device: torch.device) -> None:
+    def __init__(self, positions: Sequence[HookPosition], device: torch.device) -> None:
         """Hook the modules; `device` is where adapters lie."""
         self._over: Callable[[int], AdapterData] | None = None
         self._reach = Reach(0, 0, 0)
         self._device = device
-        for each in placed:
+        for each in positions:
             each.linear.module.register_forward_hook(self._hook(each))
 
     @contextmanager
@@ -278,11 +278,11 @@ class AdapterHooks:
             )
         return self._over(length)
 
-    def _hook(self, placed: HookPosition) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Any]:
-        layer, targets = placed.layer, (OutputSlice(placed.projection, 0),)
+    def _hook(self, at: HookPosition) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Any]:
+        layer, targets = at.layer, (OutputSlice(at.projection, 0),)
 
         def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
-            data = self._data(placed.linear, output.shape[:-1].numel())
+            data = self._data(at.linear, output.shape[:-1].numel())
             if data is None:
                 return None
             # A model that is spread over several GPUs has inputs and layers on others.

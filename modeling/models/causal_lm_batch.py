@@ -30,7 +30,7 @@ ROOM = 64
 
 @dataclass
 class CausalLMBatch:
-    """n rows whose longest has max_input_length tokens, the next input included.
+    """n rows; the longest has max_input_length tokens, the next input included.
 
     requests: one a row, in order; their tokens are those that the batch began with.
     input_ids, position_ids: int64 [n, max_input_length] before the first forward, then [n, 1].
@@ -80,7 +80,7 @@ class CausalLMBatch:
 
     @property
     def batch_slots(self) -> list[int]:
-        """The rows' places, by which `filter` names them."""
+        """The rows' batch slots, by which `filter` names them."""
         return [request.batch_slot for request in self.requests]
 
     @property
@@ -131,13 +131,13 @@ class CausalLMBatch:
         parts = [replace(self, past_key_values=twin(self.past_key_values)) for _ in groups]
         return [part.filter(kept) for part, kept in zip(parts, groups.values(), strict=True)]
 
-    def filter(self, places: Sequence[int]) -> "CausalLMBatch":
-        """Keep the rows at `places`, in that order; columns that only others needed go too.
+    def filter(self, batch_slots: Sequence[int]) -> "CausalLMBatch":
+        """Keep the rows of `batch_slots`, in that order; columns that only others needed go too.
 
         The batch itself must not be used any more.
         """
         index = {slot: row for row, slot in enumerate(self.batch_slots)}
-        kept = [index[slot] for slot in places]
+        kept = [index[slot] for slot in batch_slots]
         lengths = [self.input_lengths[row] for row in kept]
         rows = to_device(np.array(kept, dtype=np.int64), self.input_ids.device)
         first = self.max_input_length - max(lengths)

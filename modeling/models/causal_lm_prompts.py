@@ -26,7 +26,7 @@ WHOLE = 2**31
 
 
 class CausalLMPrompts:
-    """Prompts of one model; slice_length: tokens whose logits are held at once."""
+    """Prompts of one model; slice_length: logits of so many tokens are in memory at once."""
 
     def __init__(self, model: CausalLM, vocab_size: int) -> None:
         """Try whether the model can go on with several tokens at once."""
@@ -34,17 +34,17 @@ class CausalLMPrompts:
         self.slice_length = max(1, SLICE_BYTES // (4 * vocab_size)) if self._goes_on() else WHOLE
 
     def score(
-        self, asking: Sequence[tuple[int, RequestJoin]], adapters: Adapters
+        self, requests: Sequence[tuple[int, RequestJoin]], adapters: Adapters
     ) -> PromptScoresOnDevice:
         """Read the whole prompt of each (row's index in the batch, its request)."""
         rows = [
             PromptRow(index, join.batch_slot, 0, 0, 0, join.prompt_length, join.prompt_length,
                       join.sampling)
-            for index, join in asking
+            for index, join in requests
         ]  # fmt: skip
         num_top = max(row.sampling.prompt_logprobs for row in rows)
         scores, embeddings = [], []
-        for row, (_, join) in zip(rows, asking, strict=True):
+        for row, (_, join) in zip(rows, requests, strict=True):
             ids = torch.tensor(join.tokens[: join.prompt_length], device=self._model.device)
             if row.num_scored:
                 scores.append(self._score(ids, num_top, join.adapter_slot, adapters))

@@ -1,6 +1,6 @@
-"""Which rows of a padded model may lie in one forward, so that no answer depends on its mates.
+"""Which rows of a padded model may share a forward, so that no answer depends on the other rows.
 
-Padding hides from a row what its mates are, but for what transformers' code looks up once for a
+Padding hides the other rows from a row, but for what transformers' code looks up once for a
 whole forward: how many columns there are, and the largest position among them. What does so was
 found by `tests/modeling/models/sweep.py`, which runs every causal class beside transformers.
 """
@@ -40,7 +40,7 @@ class Sharing:
         return sum(border < length for border in self.borders)
 
     def begins_anew(self, length: int) -> bool:
-        """Whether the cache of a row whose newest token is its `length`th is of no use."""
+        """Whether a row of `length` tokens, the newest included, cannot use its cache."""
         return self.recomputes and length - 1 in self.borders
 
     def cuts(self, prompt_length: int, length: int) -> list[int]:
@@ -52,7 +52,7 @@ class Sharing:
 
 
 def sharing_of(model: PreTrainedModel) -> Sharing:
-    """Read a model's config for what makes its rows depend on their mates."""
+    """Read a model's config for what makes its rows depend on each other."""
     config = model.config.get_text_config(decoder=True)
     borders = tuple(sorted({border for border in _borders(config) if border is not None}))
     recomputes = any(_recomputes(model, border) for border in borders)
@@ -85,7 +85,7 @@ def _borders(config: PreTrainedConfig) -> Iterator[int | None]:
 
 
 def _recomputes(model: PreTrainedModel, border: int) -> bool:
-    """Ask the family's `generate` whether it drops a cache of `border` tokens for the next one."""
+    """Whether the family's `generate` drops a cache of `border` tokens for the next one."""
     settings = model.generation_config
     if settings is not None and settings.use_cache is False:
         return True  # It computes each token's whole sequence.

@@ -44,7 +44,7 @@ class PagedContext:
     slots: int64 [tokens], page * page_size + offset where each token's k and v go.
     attention: the rows' lengths and plan, from the attention backend's `prepare`.
     adapter_data: the adapters of the step's tokens, None for the base model alone.
-    stored: int64 [n], the tokens whose k and v are stored (None: all); the others' are in the
+    stored: int64 [n], the tokens that store their k and v (None: all); the others' are in the
         cache already.
     """
 
@@ -67,8 +67,8 @@ class PagedContext:
         if self.stored is None:
             self.caches[layer].store(keys, values, self.slots)
         else:
-            chosen = self.stored
-            self.caches[layer].store(keys[chosen], values[chosen], self.slots[chosen])
+            stored = self.stored
+            self.caches[layer].store(keys[stored], values[stored], self.slots[stored])
 
     def query(
         self, layer: int, q: Tensor, window: int | None = None, sinks: Tensor | None = None

@@ -315,5 +315,5 @@ class GPTNeoXForCausalLM(PagedAndPaddedBase):
         return super().decode(embeds, position_ids, context, trace)
 
     def positions(self, mask: Tensor, past_length: int) -> Tensor:
-        """Places, padding counted in, as in transformers: [1, n]."""
+        """Positions, padding counted in, as in transformers: [1, n]."""
         return torch.arange(past_length, mask.shape[1], device=mask.device)[None]

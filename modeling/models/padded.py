@@ -40,8 +40,8 @@ class PaddedCall:
     """The arguments of one forward, named as in transformers; None is its default.
 
     input_ids: int64 [batch, n], or inputs_embeds [batch, n, width] instead.
-    attention_mask: [batch, places], places counting the cached ones. position_ids, labels:
-    int64 [batch, n]. head_mask: [heads] or [layers, heads], of all ranks.
+    attention_mask: [batch, cached + n positions]. position_ids, labels: int64 [batch, n].
+    head_mask: [heads] or [layers, heads], of all ranks.
     """
 
     input_ids: Tensor | None = None
@@ -148,13 +148,13 @@ def _embeds(model: PaddedModel, call: PaddedCall) -> Tensor:
 
 
 def _mask(given: Tensor | None, shape: tuple[int, int], device: torch.device) -> Tensor:
-    """int64 [batch, places]: 1 for a token, 0 for padding."""
+    """int64 [batch, positions]: 1 for a token, 0 for padding."""
     if given is None:
         return torch.ones(shape, dtype=torch.int64, device=device)
     if tuple(given.shape) != shape:
         raise ValueError(
             f"attention_mask has shape {tuple(given.shape)}, it must be {shape}: [batch, cached "
-            "and new places]"
+            "and new positions]"
         )
     return given.to(torch.int64)
 

@@ -1,4 +1,4 @@
-"""What a rank's worker asks of its model runner, paged or padded."""
+"""The interface of a rank's model runner, paged or padded."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -16,7 +16,7 @@ class PendingCopy(Protocol):
 
 
 class Runner(Protocol):
-    """A model whose cache is allocated.
+    """A model with its cache allocated.
 
     `step`, `load_adapter` and `drop` belong to one thread, in the order of the plans; `stage` and
     `prepare` may run beside them on other threads.
@@ -47,7 +47,7 @@ class Runner(Protocol):
         ...
 
     def prepare(self, number: int, constraint: str, gone: Sequence[int]) -> str:
-        """Make a constraint's matcher, and free those whose numbers are in `gone`.
+        """Make a constraint's matcher, and free those with numbers in `gone`.
 
         Returns "", or what is wrong with the constraint. Joins name the matcher by its number.
         """

@@ -32,8 +32,8 @@ def measured_scales(
     """Compute random tokens of the base model, and see how large keys and values get.
 
     longest: sequence in tokens. All ranks call it together and return the same. Scales are powers
-    of two, so that what is stored keeps all its bits in any type. ValueError for a model whose
-    keys or values are not finite.
+    of two, so that what is stored keeps all its bits in any type. ValueError where the
+    model's keys or values are not finite.
     """
     length = min(LENGTH, longest)
     cache = _computed(model, _tokens(architecture, length))

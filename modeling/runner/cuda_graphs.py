@@ -162,7 +162,7 @@ class GraphRecorder:
                 compute()
         here.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        # Other threads may call CUDA meanwhile: only this one is held to a capture's rules.
+        # Other threads may call CUDA meanwhile: a capture's rules bind only this one.
         with torch.cuda.graph(
             graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
         ):
@@ -216,9 +216,9 @@ class DecodeGraphs:
         """Queue all that the step's graph reads, on the current stream."""
         # The device bytes exist once: the stream's order puts this copy behind the last replay.
         # The host bytes exist twice: the last step's copy may not have read its own yet.
-        turn, host = self._staging.begin()
+        buffer, host = self._staging.begin()
         self._staging.send(step.fill(host, layout))
-        step.attention.plan(turn)
+        step.attention.plan(buffer)
         self._staging.sent()
         if with_adapters and self._parts.adapters is not None:
             padding = [-1] * (step.size - layout.num_rows)

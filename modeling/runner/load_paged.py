@@ -80,7 +80,7 @@ def load_paged(config: EngineConfig, group: TensorParallel, device: torch.device
 
 @dataclass(frozen=True)
 class LoadedPaged(LoadedRunner):
-    """A paged model on its device with its adapter pools, whose cache is not allocated yet."""
+    """A paged model on its device with its adapter pools; its cache is not allocated yet."""
 
     parts: PagedParts
 
@@ -93,7 +93,7 @@ class LoadedPaged(LoadedRunner):
         if parts.device.type == "cpu":
             return cpu_blocks(parts.size, block_bytes)
         with on_device(parts.device):
-            # Free memory is read last: the two trials have freed what they took by then.
+            # Free memory is read last: the two measurements have freed what they took by then.
             taken = self._step_peak() + self._graph_bytes()
             return cuda_blocks(config, device_memory(parts.device), taken, block_bytes)
 
@@ -121,7 +121,7 @@ class LoadedPaged(LoadedRunner):
     def _buffers(self, num_blocks: int) -> StepBuffers:
         """Allocate the cache and the batch slots; a CUDA cache has one dummy block more."""
         parts = self.parts
-        # Padding rows of captured steps write into the dummy block, whose number is num_blocks.
+        # Padding rows of captured steps write into the dummy block, number num_blocks.
         dummies = 1 if parts.device.type == "cuda" else 0
         cache = allocate(parts.cache_spec, num_blocks + dummies, parts.device)
         return StepBuffers(

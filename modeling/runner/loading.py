@@ -52,10 +52,10 @@ class LoadedModel(LoadedWeights):
 
 
 def pick_device(wanted: Device) -> torch.device:
-    """Return what AUTO means here; ValueError when CUDA is asked for and there is none."""
+    """Return what AUTO means here; ValueError when CUDA is requested and there is none."""
     has_cuda = torch.cuda.is_available()
     if wanted is Device.CUDA and not has_cuda:
-        raise ValueError("device: cuda is asked for, but this machine has none; use cpu or auto")
+        raise ValueError("device: cuda is requested, but this machine has none; use cpu or auto")
     if wanted is Device.CPU or not has_cuda:
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
@@ -96,7 +96,7 @@ def load_model(config: EngineConfig, group: TensorParallel, device: torch.device
 
 
 def total_tokens(config: EngineConfig, architecture: ModelArchitecture) -> int:
-    """Return the longest sequence; ValueError when the model was not made for the one asked."""
+    """Return the longest sequence; ValueError when the model is made for shorter ones."""
     longest = architecture.max_total_tokens
     wanted = config.limits.max_total_tokens
     if wanted is not None and wanted > longest and not architecture.stretches:

@@ -31,7 +31,7 @@ class DeviceMemory:
 
 
 def device_memory(device: torch.device) -> DeviceMemory:
-    """Ask the CUDA driver, after giving back what torch caches."""
+    """Query the CUDA driver, after freeing what torch caches."""
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     return DeviceMemory(total=total, free=free)

@@ -24,7 +24,7 @@ def step_output(
     scores: what rows report about their prompts; None if none does.
     start: when the step began on the device.
     captured: whether it was a replay.
-    faults: rows whose matchers could not go on.
+    faults: rows where the matcher failed.
     """
     tensors = [sampled.tokens]
     if sampled.logprobs is not None:

@@ -114,19 +114,19 @@ class PaddedRunner(BaseRunner):
         self._running.keep(self._running.batch_slots - {join.batch_slot for join in joins})
 
     def _score_prompts(self, rows: Sequence[StepRow]) -> PromptScoresOnDevice | None:
-        """Read the prompts whose ends the rows reach, where their requests ask about them."""
-        asking = [
+        """Read the prompts that the rows complete, where their requests want a report on them."""
+        requests = [
             (index, request)
             for index, row in enumerate(rows)
             for request in [self._requests[row.batch_slot]]
             if request.sampling.about_prompt and row.start < request.prompt_length <= _end(row)
         ]
-        return self._prompts.score(asking, self._adapters.of_slot) if asking else None
+        return self._prompts.score(requests, self._adapters.of_slot) if requests else None
 
     def _step(
         self, rows: Sequence[StepRow], scores: PromptScoresOnDevice | None, slots: Sequence[int]
     ) -> StepOutput:
-        """Compute the sampling rows. slots: of all rows, whose matchers' faults are reported."""
+        """Compute the sampling rows. slots: of all rows; faults of their matchers are reported."""
         ends = [_end(row) for row in rows]
         continuing = self._running.continuing(
             [(row.batch_slot, end) for row, end in zip(rows, ends, strict=True) if row.length == 1]

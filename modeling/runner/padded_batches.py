@@ -1,7 +1,7 @@
 """The padded batches of the rows that run: one for each group of rows that may share a forward.
 
 A batch lives from step to step. Rows that a step leaves out leave it, new ones are prefilled
-whole beside it and joined; a row whose length brings it into another group moves there.
+whole beside it and joined; a row that grows into another group moves there.
 """
 
 import itertools
@@ -59,7 +59,7 @@ class PaddedBatches:
         ]
 
     def continuing(self, wanted: Sequence[tuple[int, int]]) -> set[int]:
-        """Return the batch slots whose step can be computed from the cache that they have.
+        """Return the batch slots that can compute their step from the cache that they have.
 
         wanted: (batch slot, its length with the step's token).
         """

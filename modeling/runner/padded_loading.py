@@ -42,7 +42,7 @@ BUFFERS = re.compile(r".*\.(attn|attention|self_attn)\.(bias|masked_bias)|.*\.in
 """Masks and frequencies that old checkpoints hold beside the weights."""
 
 PADDABLE_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
-"""The kinds of `layer_types` whose state is one key and value for each position."""
+"""The kinds of `layer_types` that keep one key and value for each position."""
 
 UNPADDABLE_LAYERS = {
     "indexed_attention": "keep an index of the positions beside their keys and values",
@@ -107,7 +107,7 @@ def _candidates(config: PretrainedConfig, folder: Path) -> Iterator[int]:
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError, KeyError, TypeError, ImportError):
-        # A folder without a tokenizer, or with one whose package is not installed, serves ids.
+        # A folder without a tokenizer, or without the package that its tokenizer needs, serves ids.
         return
     if tokenizer.eos_token_id is not None:
         yield tokenizer.eos_token_id
@@ -129,12 +129,12 @@ def _check_quantize(config: ModelConfig) -> None:
                 f"{what} needs the package {package}, or a newer one: "
                 "pip install -U bitsandbytes accelerate"
             )
-    # It would tell of its cast to float16 at every product of every step.
+    # It would log its cast to float16 at every product of every step.
     logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
 
 
 def _check_state(config: PretrainedConfig) -> None:
-    """Refuse models whose layers keep anything but keys and values."""
+    """Refuse models with layers that keep anything but keys and values."""
     kinds = set(getattr(config.get_text_config(decoder=True), "layer_types", None) or ())
     for kind in sorted(kinds - PADDABLE_LAYERS):
         what = UNPADDABLE_LAYERS.get(kind, "keep a recurrent state, which padding would enter")
@@ -145,7 +145,7 @@ def _check_state(config: PretrainedConfig) -> None:
 
 
 def _check_decoder(model: PreTrainedModel) -> None:
-    """Refuse a model whose tokens see those after them: a trial may be too short to tell."""
+    """Refuse a model that lets tokens see later ones: a probe may be too short to show it."""
     for module in model.modules():
         if getattr(module, "is_decoder", None) is False:
             raise ArchitectureError(
@@ -162,7 +162,7 @@ def _limited(
     limit, why = architecture.max_position_embeddings, ""
     if any("dynamic" in (rope.get("rope_type") or "") for rope in rope_kinds(text)):
         limit = text.max_position_embeddings
-        why = "beyond it dynamic rotary frequencies depend on what was computed before, for anybody"
+        why = "beyond it dynamic rotary frequencies depend on what was computed before, for any row"
     window = _forgotten_window(text, model)
     if window is not None and window < limit:
         limit = window
@@ -237,12 +237,12 @@ def _check_quantised(model: PreTrainedModel, quantize: Quantize) -> None:
     if not any(type(each).__module__.startswith("bitsandbytes.") for each in model.modules()):
         raise ValueError(
             f"model.quantize: {quantize.value}: transformers finds nothing to quantise in "
-            f"{type(model).__name__}, whose linear layers are its own: set it to none"
+            f"{type(model).__name__}, which has linear layers of its own: set it to none"
         )
 
 
 def quantization_config(quantize: Quantize, dtype: torch.dtype) -> BitsAndBytesConfig | None:
-    """Return what transformers is told; None for weights as they are."""
+    """Return transformers' settings; None for weights as they are."""
     options: dict[Quantize, dict[str, Any]] = {
         Quantize.BITSANDBYTES: {"load_in_8bit": True},
         Quantize.BITSANDBYTES_NF4: {
@@ -288,10 +288,10 @@ def _dtype(config: ModelConfig, model_config: PretrainedConfig, folder: Path) ->
 
 def _not_built(config: ModelConfig, folder: Path, error: Exception) -> ArchitectureError:
     """Say why transformers cannot build a model, and what to do where we know."""
-    told = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    if told.get("auto_map") and not config.trust_remote_code:
+    settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if settings.get("auto_map") and not config.trust_remote_code:
         return ArchitectureError(
-            f"{folder.name} brings its own code ({', '.join(sorted(told['auto_map']))}), which is "
-            "not run unless model.trust_remote_code is true: set it if you trust that code"
+            f"{folder.name} brings its own code ({', '.join(sorted(settings['auto_map']))}), which "
+            "is not run unless model.trust_remote_code is true: set it if you trust that code"
         )
     return ArchitectureError(f"transformers cannot build {folder.name}: {error}")

@@ -94,7 +94,7 @@ class GraphPiece:
 
 
 class SplitPoint(AttentionBackend):
-    """Takes the place of attention while a step is recorded: each call ends a piece."""
+    """Replaces attention while a step is recorded: each call ends a piece."""
 
     name = "split"
 

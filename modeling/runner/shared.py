@@ -121,7 +121,7 @@ class BaseRunner(ABC):
         self._bank.drop(key)
 
     def prepare(self, number: int, constraint: str, gone: Sequence[int]) -> str:
-        """Make a constraint's matcher, and free those whose numbers are in `gone`.
+        """Make a constraint's matcher, and free those with numbers in `gone`.
 
         Returns "", or what is wrong with the constraint.
         """
@@ -133,7 +133,7 @@ class BaseRunner(ABC):
 
 
 class LoadedRunner(ABC):
-    """A model on its device with its adapter pools, whose cache is not allocated yet."""
+    """A model on its device with its adapter pools; its cache is not allocated yet."""
 
     @abstractmethod
     def measure(self) -> int:

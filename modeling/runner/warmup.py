@@ -11,7 +11,7 @@ WIDEST = Sampling(
     temperature=1.0, top_p=0.9, typical_p=0.9, logprobs=0, repetition_penalty=1.1, watermark=True,
     prompt_logprobs=0,
 )  # fmt: skip
-"""Parameters whose rows take the most memory."""
+"""Parameters that need the most memory."""
 
 TOKENS = (64, 512)
 """Tokens of warm-up steps beside the most: kernels differ for few, some and many tokens."""

@@ -138,7 +138,7 @@ def _read(folder: Path, prompts: list[list[int]], group: TensorParallel) -> list
 @pytest.mark.parametrize(
     ("variant", "said"),
     [
-        ("dynamic", "lower it, or set model.dynamic_rope_length to the one length whose"),
+        ("dynamic", "lower it, or set model.dynamic_rope_length to the one length that"),
         ("longrope", "lower it$"),
     ],
 )

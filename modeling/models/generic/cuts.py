@@ -33,7 +33,7 @@ _OWN_PLAN = {
     "layers.*.mlp.up_proj": Style.COLUMN,
     "layers.*.mlp.down_proj": Style.ROW,
 }
-"""The plan of types whose configs bring none: their attention may count its heads itself."""
+"""The plan of types without one in their configs: their attention may count its heads itself."""
 
 _PAIRS = {"layers.*.mlp.gate_up_proj": Style.PAIR, "layers.*.mlp.down_proj": Style.ROW}
 
@@ -62,9 +62,9 @@ class CutPlan:
         plan: dict[str, str] = config.base_model_tp_plan or {}
         self._styles = _styles(plan)
         self._experts = {
-            name: word
-            for name, word in plan.items()
-            if ".experts." in name and word in ("packed_colwise", "rowwise")
+            name: style
+            for name, style in plan.items()
+            if ".experts." in name and style in ("packed_colwise", "rowwise")
         }
 
     def of(self, path: str, module: nn.Linear) -> LinearCut:
@@ -105,11 +105,11 @@ class CutPlan:
         None where each rank has the experts whole.
         """
         pattern = _NUMBER.sub("*", path.removeprefix(self._prefix))
-        word = self._experts.get(pattern)
-        if word is None or self._group.size == 1:
+        style = self._experts.get(pattern)
+        if style is None or self._group.size == 1:
             return None
         _, rows, columns = shape
-        if word == "rowwise":
+        if style == "rowwise":
             return whole(rows), self._width(columns, pattern)
         half = rows // 2
         ((first, last),) = self._width(half, pattern)
@@ -139,5 +139,5 @@ class CutPlan:
 def _styles(plan: Mapping[str, str] | None) -> dict[str, Style]:
     if not plan:
         return _OWN_PLAN
-    styles = {name: _STYLES[word] for name, word in plan.items() if word in _STYLES}
+    styles = {name: _STYLES[style] for name, style in plan.items() if style in _STYLES}
     return {**styles, **_PAIRS} if "layers.*.mlp.gate_up_proj" in plan else styles

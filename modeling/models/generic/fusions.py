@@ -57,7 +57,7 @@ class FusedGatedMLP(nn.Module):
     def __init__(
         self, gate_up: nn.Module, down: GenericLinear, step: CurrentStep, activation: Activation
     ) -> None:
-        """gate_up: an AdapterColumnLinear whose output is gate's columns, then up's."""
+        """gate_up: an AdapterColumnLinear; its output is gate's columns, then up's."""
         super().__init__()
         self.gate_up = gate_up
         self.down = down
@@ -159,7 +159,7 @@ def _activation(act: Any) -> Activation | None:
 
 
 class _Stub:
-    """Stands for a feed-forward, and has nothing but its linear layers and its activation."""
+    """Replaces a feed-forward; it has only the linear layers and the activation."""
 
     def __init__(self, module: nn.Module, gate: Tensor, up: Tensor, down: Tensor) -> None:
         names = dict(module.named_children())

@@ -71,7 +71,7 @@ class GenericForCausalLM(nn.Module):
         self.causal.requires_grad_(False).train(False)
         fuse(self.causal, self._step)
         self._decoder = cast(nn.Module, getattr(self.causal, prefix))
-        # Not among the submodules, whose parameters would be found twice.
+        # Not among the submodules: its parameters would be found twice.
         self._tail = (_tail(self.causal, prefix),)
         for module in self.causal.modules():
             if hasattr(module, "layer_idx"):
@@ -170,7 +170,7 @@ class GenericForCausalLM(nn.Module):
 
 
 class _Given(nn.Module):
-    """Stands for a decoder whose output is there already."""
+    """Replaces a decoder where its output is computed already."""
 
     def forward(self, inputs_embeds: Tensor, **_options: Any) -> MoeModelOutputWithPast:
         """Return what came in."""

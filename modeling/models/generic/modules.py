@@ -1,4 +1,4 @@
-"""What takes the place of transformers' linear layers, embedding and head in its own modules."""
+"""Replacements of transformers' linear layers, embedding and head in its own modules."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ class GenericLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """This rank's part of the base weight; some modules ask for its type."""
+        """This rank's part of the base weight; some modules read its type."""
         return self.linear.base.weight
 
     def forward(self, x: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ class SourceNames:
         return self._stacked.get(target)
 
     def plain(self) -> dict[str, str]:
-        """Parameters whose tensor has another name in the checkpoint: theirs to the file's."""
+        """The model's name to the checkpoint's, for parameters where the two differ."""
         return {target: name for target, name in self._plain.items() if target != name}
 
     def _add(self, name: str) -> None:

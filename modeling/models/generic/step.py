@@ -77,7 +77,7 @@ class PagedLayers:
 
     def attend(self, layer: int, heads: Heads, form: AttentionLayer) -> Tensor:
         """Store k and v, then attend over the rows' whole cache."""
-        # What a forward asks for is fixed for its layer: a probe at the start saw it.
+        # The form of a layer's attention is fixed: a probe at the start saw it.
         assert form == self._forms[layer], (layer, form, self._forms[layer])
         q = self._store(layer, heads)
         return self._context.query(layer, q, form.window, heads.sinks)
@@ -85,7 +85,7 @@ class PagedLayers:
     def _store(self, layer: int, heads: Heads) -> Tensor:
         """Rotate what is not rotated yet, put k and v into the cache, return q."""
         context, angles = self._context, heads.angles
-        # Angles may be in float32 (OLMo's, whose own code casts back): the kernel takes them so.
+        # Angles may be in float32 (OLMo's: its own code casts back): the kernel takes them so.
         is_fused = angles is not None and (heads.q.is_cuda or angles[0].dtype == heads.q.dtype)
         if is_fused and (qkv := _one_product(heads)) is not None:
             cut = HeadCut(heads.q.shape[1], heads.k.shape[1], (), ())
@@ -103,8 +103,8 @@ def _one_product(heads: Heads) -> Tensor | None:
     sizes = [part.shape[1] * part.shape[2] for part in (q, k, v)]
     wide = sum(sizes)
     at, size = q.data_ptr(), q.element_size()
-    places = (at, at + sizes[0] * size, at + (sizes[0] + sizes[1]) * size)
-    if tuple(part.data_ptr() for part in (q, k, v)) != places:
+    expected = (at, at + sizes[0] * size, at + (sizes[0] + sizes[1]) * size)
+    if tuple(part.data_ptr() for part in (q, k, v)) != expected:
         return None
     # The first stride of a single token means nothing, and may be anything.
     if any(part.stride()[1:] != (part.shape[2], 1) for part in (q, k, v)):
@@ -164,7 +164,7 @@ class CurrentStep:
     def defer_rotation(
         self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *_options: Any, **_more: Any
     ) -> tuple[Tensor, Tensor]:
-        """Take the place of `apply_rotary_pos_emb`: return q and k as they are, for `attend`."""
+        """Replace `apply_rotary_pos_emb`: return q and k as they are, for `attend`."""
         if self._rotation is not None:
             raise RotationLostError("a layer rotates twice before it attends")
         self._rotation = _Rotation(q, k, self._layer_angles(cos, sin))
