@@ -259,6 +259,7 @@ def _dummy(
     config: ModelConfig, model_config: PretrainedConfig, device: torch.device, dtype: torch.dtype
 ) -> PreTrainedModel:
     """Seeded random weights of the model's shape."""
+    logger.info("making random weights, which takes minutes for a large model")
     auto: Any = AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
