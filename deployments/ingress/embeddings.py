@@ -32,9 +32,9 @@ from deployments.ingress.lorax.schema import (
     check_lengths,
     input_limit,
 )
-from deployments.ingress.openai.jobs import checked_ids
-from deployments.ingress.openai.request_fields import REFUSED_EMBEDDINGS, refuse_others
-from deployments.ingress.openai.schema import PromptInput, prompts_of
+from deployments.ingress.requests.jobs import checked_ids
+from deployments.ingress.requests.request_fields import REFUSED_EMBEDDINGS, refuse_others
+from deployments.ingress.requests.schema import PromptInput, prompts_of
 from deployments.ingress.text.tokenizer import Limit, ModelTokenizer
 
 Vector = tuple[float, ...]

@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 
 from configs.wire.sampling import FinishReason
-from deployments.contract import Completion, SequenceRequest
 from deployments.ingress.generation.calls import Event
 from deployments.ingress.generation.prompt_replies import Prompt, echoed, prompt_logprobs_by_id
 from deployments.ingress.generation.replies import Choice
@@ -20,8 +19,8 @@ from deployments.ingress.openai.reply_types import (
     CompletionChoice,
     CompletionReply,
     Reason,
-    UsageReply,
 )
+from deployments.ingress.requests.usage import UsageReply
 from deployments.ingress.text.detokenizer_state import TextPiece
 from deployments.ingress.text.logprobs import (
     ChatLogprobs,
@@ -239,17 +238,3 @@ class ChatWriter(ReplyWriter):
         if self._envelope.num_logprobs < 0:
             return None
         return chat_logprobs(pieces, self._envelope.tokenizer)
-
-
-def usage_of(
-    sequences: Sequence[SequenceRequest], choices: int, generated: int, completion: Completion
-) -> UsageReply:
-    """Token counts; a prompt counts once, however many choices it has."""
-    prompt = sum(len(sequence.prompt) for sequence in sequences[::choices])
-    cached = sum(outcome.cached_tokens for outcome in completion.sequences[::choices])
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": generated,
-        "total_tokens": prompt + generated,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }

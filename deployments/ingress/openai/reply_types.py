@@ -2,24 +2,10 @@
 
 from typing import Any, Literal, NotRequired, TypedDict
 
+from deployments.ingress.requests.usage import CachedTokens, UsageReply
 from deployments.ingress.text.logprobs import ChatLogprobs, CompletionLogprobs
 
 Reason = Literal["stop", "length", "tool_calls", "function_call"]
-
-
-class CachedTokens(TypedDict):
-    """Prompt tokens from the prefix cache."""
-
-    cached_tokens: int
-
-
-class UsageReply(TypedDict):
-    """Token counts; a prompt counts once, however many choices it has."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: CachedTokens
 
 
 class CompletionChoice(TypedDict):

@@ -5,11 +5,11 @@ from starlette.responses import Response
 
 from deployments.ingress.generation.engine import EngineClient, ServedModel
 from deployments.ingress.http.errors import RequestError, invalid
-from deployments.ingress.openai.answers import answer
-from deployments.ingress.openai.chat import ChatJob, chat
-from deployments.ingress.openai.jobs import Caller, check
 from deployments.ingress.openai.responses_replies import ResponseWriter
 from deployments.ingress.openai.responses_schema import ResponsesBody, echoed, renamed
+from deployments.ingress.requests.answers import answer
+from deployments.ingress.requests.chat import ChatJob, chat
+from deployments.ingress.requests.jobs import Caller, check
 
 
 def routes(engine: EngineClient) -> APIRouter:

@@ -12,8 +12,9 @@ from deployments.contract import ErrorKind
 from deployments.ingress.generation.calls import Event
 from deployments.ingress.generation.replies import Choice
 from deployments.ingress.http.errors import RequestError
-from deployments.ingress.openai.reply_types import ResponseUsage, UsageReply
+from deployments.ingress.openai.reply_types import ResponseUsage
 from deployments.ingress.openai.tool_replies import call_id
+from deployments.ingress.requests.usage import UsageReply
 from deployments.ingress.text.logprobs import chat_logprobs
 from deployments.ingress.text.tokenizer import ModelTokenizer
 from deployments.ingress.tools.parsers import ArgumentsDelta, CallStart, Part, TextDelta

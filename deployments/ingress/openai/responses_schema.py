@@ -17,12 +17,12 @@ from pydantic import (
 from deployments.ingress.http.errors import RequestError, invalid
 from deployments.ingress.http.malformed import validation_message
 from deployments.ingress.http.unicode import Unicode, is_encodable
-from deployments.ingress.openai.request_fields import (
+from deployments.ingress.requests.request_fields import (
     NO_SUCH,
     REFUSED_RESPONSES,
     refuse_others,
 )
-from deployments.ingress.openai.schema import ChatBody
+from deployments.ingress.requests.schema import ChatBody
 
 _LOGPROBS = "message.output_text.logprobs"
 # The values of `include` that are accepted. There is no reasoning to encrypt.

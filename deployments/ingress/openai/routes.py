@@ -13,9 +13,15 @@ from deployments.ingress.generation.engine import EngineClient, ServedModel
 from deployments.ingress.generation.prompt_replies import Prompt
 from deployments.ingress.http.errors import RequestError
 from deployments.ingress.http.responses import json_response
-from deployments.ingress.openai.answers import answer
-from deployments.ingress.openai.chat import chat
-from deployments.ingress.openai.jobs import (
+from deployments.ingress.openai.replies import (
+    CompletionWriter,
+    Envelope,
+)
+from deployments.ingress.openai.reply_types import ModelReply, ModelsReply
+from deployments.ingress.openai.tool_replies import chat_writer
+from deployments.ingress.requests.answers import answer
+from deployments.ingress.requests.chat import chat
+from deployments.ingress.requests.jobs import (
     Body,
     Caller,
     adapter_of,
@@ -24,12 +30,7 @@ from deployments.ingress.openai.jobs import (
     job_of,
     prompt_limit,
 )
-from deployments.ingress.openai.replies import (
-    CompletionWriter,
-    Envelope,
-)
-from deployments.ingress.openai.reply_types import ModelReply, ModelsReply
-from deployments.ingress.openai.schema import ChatBody, CompletionBody
+from deployments.ingress.requests.schema import ChatBody, CompletionBody
 
 
 def routes(engine: EngineClient) -> APIRouter:
@@ -56,7 +57,7 @@ def routes(engine: EngineClient) -> APIRouter:
         check(body, engine.settings)
         served = await engine.served()
         chat_job = await chat(body, engine, served, caller)
-        writer = chat_job.writer(_envelope("chatcmpl", body, served))
+        writer = chat_writer(_envelope("chatcmpl", body, served), chat_job.tooling)
         return await answer(request, engine, chat_job.job, writer, bool(body.stream), body.choices)
 
     @router.get("/models")

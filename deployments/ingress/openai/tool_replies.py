@@ -132,3 +132,8 @@ class ToolChatWriter(ChatWriter):
         if not num_calls:
             return "stop"
         return "function_call" if self._legacy else "tool_calls"
+
+
+def chat_writer(envelope: Envelope, tooling: ToolFormat | None) -> ChatWriter:
+    """The writer of a chat's reply."""
+    return ChatWriter(envelope) if tooling is None else ToolChatWriter(envelope, tooling)

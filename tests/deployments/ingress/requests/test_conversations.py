@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from deployments.ingress.openai.conversations import RESERVED
+from deployments.ingress.requests.conversations import RESERVED
 from tests.deployments.ingress.conftest import Server
 from tests.deployments.ingress.openai.openai_http import CHAT, HELLO, post, refused
 from tests.fakes import BOS, EOS, FakeDriver, write_tokenizer

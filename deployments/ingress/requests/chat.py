@@ -10,11 +10,9 @@ from deployments.ingress.chat_templates.selection import Template
 from deployments.ingress.generation.engine import EngineClient, GenerationJob, ServedModel
 from deployments.ingress.generation.prompt_replies import Prompt
 from deployments.ingress.http.errors import invalid
-from deployments.ingress.openai.conversations import conversation
-from deployments.ingress.openai.jobs import Caller, adapter_of, job_of, prompt_limit
-from deployments.ingress.openai.replies import ChatWriter, Envelope
-from deployments.ingress.openai.schema import ChatBody
-from deployments.ingress.openai.tool_replies import ToolChatWriter
+from deployments.ingress.requests.conversations import conversation
+from deployments.ingress.requests.jobs import Caller, adapter_of, job_of, prompt_limit
+from deployments.ingress.requests.schema import ChatBody
 from deployments.ingress.structured.constraints import Constraint
 from deployments.ingress.tools.grammars import calls_constraint
 from deployments.ingress.tools.tooling import ToolFormat, tooling
@@ -25,12 +23,6 @@ class ChatJob(NamedTuple):
 
     job: GenerationJob
     tooling: ToolFormat | None
-
-    def writer(self, envelope: Envelope) -> ChatWriter:
-        """The writer of its chat.completion objects."""
-        if self.tooling is None:
-            return ChatWriter(envelope)
-        return ToolChatWriter(envelope, self.tooling)
 
 
 async def chat(

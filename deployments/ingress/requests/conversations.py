@@ -5,7 +5,7 @@ from typing import Any
 
 from deployments.ingress.chat_templates.template import Conversation, TemplateText
 from deployments.ingress.http.errors import invalid
-from deployments.ingress.openai.schema import ChatBody
+from deployments.ingress.requests.schema import ChatBody
 from deployments.ingress.tools.tooling import ToolFormat, with_tools
 
 # Parameters of transformers' apply_chat_template, which are not variables of a template.

@@ -21,7 +21,7 @@ from deployments.ingress.generation.engine import (
 )
 from deployments.ingress.generation.prompt_replies import Prompt, with_prompt_logprobs
 from deployments.ingress.http.errors import RequestError, invalid
-from deployments.ingress.openai.schema import ChatBody, CompletionBody
+from deployments.ingress.requests.schema import ChatBody, CompletionBody
 from deployments.ingress.structured.constraints import Constraint, check_endings
 from deployments.ingress.text.tokenizer import Limit
 

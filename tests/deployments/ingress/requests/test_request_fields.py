@@ -8,14 +8,14 @@ from openai.types.responses import response_create_params
 from pydantic import BaseModel
 
 from deployments.ingress.embeddings import EmbeddingsBody
-from deployments.ingress.openai.request_fields import (
+from deployments.ingress.openai.responses_schema import ResponsesBody
+from deployments.ingress.requests.request_fields import (
     IGNORED,
     REFUSED,
     REFUSED_EMBEDDINGS,
     REFUSED_RESPONSES,
 )
-from deployments.ingress.openai.responses_schema import ResponsesBody
-from deployments.ingress.openai.schema import ChatBody, CompletionBody
+from deployments.ingress.requests.schema import ChatBody, CompletionBody
 from tests.deployments.ingress.openai.openai_http import CHAT, COMPLETIONS, HELLO, post, refused
 from tests.fakes import FakeDriver
 

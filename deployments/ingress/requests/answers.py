@@ -1,22 +1,43 @@
-"""Runs a job of OpenAI's routes and writes the reply, whole or as a stream."""
+"""Runs a job and writes the reply of its dialect, whole or as a stream."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
+from typing import Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from deployments.ingress.generation.calls import Event
 from deployments.ingress.generation.choices import best_first
 from deployments.ingress.generation.engine import EngineClient, GenerationJob
 from deployments.ingress.generation.replies import Choice, FinishedCall, RunningCall, stream, whole
-from deployments.ingress.openai.replies import ReplyWriter, usage_of
-from deployments.ingress.openai.responses_replies import ResponseWriter
+from deployments.ingress.http.errors import RequestError
+from deployments.ingress.requests.usage import UsageReply, usage_of
+
+
+class AnswerWriter(Protocol):
+    """Writes one reply of a dialect: `body` a whole one, the others a stream."""
+
+    def opening(self, num_choices: int) -> bytes:
+        """The events before any token."""
+
+    def chunks(self, event: Event) -> bytes:
+        """The events for new text of a sequence, or for its end."""
+
+    def closing(self, usage: UsageReply) -> bytes:
+        """The events after all sequences have ended."""
+
+    def failed(self, error: RequestError) -> object:
+        """The last event of a stream that fails: its data, or all of its bytes."""
+
+    def body(self, choices: Sequence[Choice], usage: UsageReply) -> object:
+        """A whole reply."""
 
 
 async def answer(
     request: Request,
     engine: EngineClient,
     job: GenerationJob,
-    writer: ReplyWriter | ResponseWriter,
+    writer: AnswerWriter,
     streams: bool,
     num_shown: int = 1,
 ) -> Response:

@@ -8,7 +8,7 @@ from configs.wire.sampling import LARGEST_TOP_K, MAX_LOGIT_BIAS, Sampling, Stopp
 from deployments.ingress.adapter_names.merges import MergedAdapters
 from deployments.ingress.http.errors import invalid
 from deployments.ingress.http.unicode import Unicode, is_encodable
-from deployments.ingress.openai.request_fields import refuse_others
+from deployments.ingress.requests.request_fields import refuse_others
 from deployments.ingress.structured.constraints import Constraint
 from deployments.ingress.structured.fields import Constrainable
 from deployments.ingress.tools.schema import AsWritten, CalledFunction, ToolCall, ToolFields
