@@ -1,23 +1,29 @@
-# LoRay: `make serve` and `make test` set up what they need by themselves.
+# LoRay: `make serve` and `make test` set up what they need by themselves; serving needs less.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-READY := $(VENV)/.ready
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off
+SERVES := $(VENV)/.ready
+READY := $(VENV)/.ready-dev
 
-.PHONY: setup serve test test-gpu check fmt parity sweep bench soak clean
+.PHONY: setup serve test test-gpu check fmt parity sweep bench soak lock image-steps clean
 
 setup: $(READY)
 
-$(READY): pyproject.toml
-	@echo "==> setting up $(VENV) (a few minutes at the first time)"
+$(SERVES): pyproject.toml
+	@echo "==> setting up $(VENV) (about a minute at the first time)"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || (echo "LoRay needs Python 3.11 or newer: make PYTHON=python3.11 ..." && exit 1)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off "torch>=2.11,<2.14"
-	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -e ".[dev]"
-	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off --no-deps "lorax-client==0.6.3"
+	$(PIP) -e .
+	@touch $(SERVES)
+
+$(READY): $(SERVES)
+	@echo "==> adding what tests and checks need"
+	$(PIP) -e ".[dev]"
+	$(PIP) --no-deps "lorax-client==0.6.3"
 	@touch $(READY)
 
-serve: $(READY)
+serve: $(SERVES)
 	@$(BIN)/loray serve serve_config.yaml
 
 test: $(READY)
@@ -56,6 +62,17 @@ bench: $(READY)
 # 10,000 requests over 500 adapters, a third cancelled: a few minutes on a CPU.
 soak: $(READY)
 	$(BIN)/python -m benchmarks.soak $(ARGS)
+
+# deploy/constraints.txt anew: the versions in the images.
+lock: $(READY)
+	$(PIP) --quiet --dry-run --ignore-installed --report $(VENV)/report.json ".[gpu,padded,s3,otlp]"
+	$(BIN)/python -m tests.deploy.lock $(VENV)/report.json
+
+# The steps of deploy/Containerfile for CPUs, in a new Debian: some minutes, as root, with debootstrap.
+# IMAGE_ROOT: a folder that is not there. BINDS: folders that pip's own settings name.
+IMAGE_ROOT ?= /tmp/loray-image
+image-steps: $(READY)
+	$(BIN)/python -m tests.deploy.containerfile $(IMAGE_ROOT) $(BINDS)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from configs.env import client_setting
+from configs.version import VERSION
 
 app = typer.Typer(
     help="One base model and thousands of LoRA adapters, served on Ray.",
@@ -40,6 +41,22 @@ Names = Annotated[list[str], typer.Argument(metavar="NAME...", help="[source:]id
 Adapter = Annotated[str, typer.Option(help="Name of the adapter; default: the base model")]
 MaxTokens = Annotated[int | None, typer.Option(help="Most tokens of an answer")]
 Temperature = Annotated[float | None, typer.Option(help="0 is greedy")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(VERSION)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", is_eager=True, callback=_print_version, help="Print it and end"),
+    ] = False,
+) -> None:
+    """The options before a command; its text is the app's."""
 
 
 @app.command()

@@ -16,6 +16,7 @@ from configs.runtime import RuntimeConfig, with_runtime
 from configs.serve import ServeConfig
 from configs.wire.adapters import AdapterError, AdapterSource, parse_reference
 from deployments.commands.failing import fail
+from sources.base import PACKAGE_ROOT
 from sources.local import LocalSource
 from sources.model import ModelNotFound, fetch_model_config
 
@@ -27,13 +28,19 @@ _DEPLOYMENTS = ("Driver", "Ingress")
 
 def check_config(path: Path) -> None:
     """Print every fault of the file; typer.Exit 1 if there is one."""
-    config = read_config(path)
+    config = read_config(find_config(path))
     found = [*config_faults(config), *pin_faults(config)]
     for fault in found:
         typer.echo(f"  - {fault}")
     if found:
         fail(f"{path} would be refused")
     typer.echo(f"{path}: no faults")
+
+
+def find_config(given: Path) -> Path:
+    """The file here, or else beside the installed package: `serve_config.yaml` is the demo's."""
+    beside = (PACKAGE_ROOT / given, PACKAGE_ROOT / "configs" / "demo" / given)
+    return next((path for path in (given, *beside) if path.is_file()), given)
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from weakref import WeakSet
 from configs.api import ApiConfig
 from configs.embeddings import EmbeddingsConfig
 from configs.model import ToolParser
+from configs.version import VERSION
 from configs.wire.adapters import AdapterSource
 from deployments.contract import (
     AdapterCommand,
@@ -73,7 +74,7 @@ class IngressSettings:
     api: ApiConfig = field(default_factory=ApiConfig)
     keep_alive_seconds: float = 15.0
     tool_parser: ToolParser = ToolParser.AUTO
-    version: str = "0.1.0"
+    version: str = VERSION
     replicas: Replicas = alone
     clock: Clock = time.monotonic
     loopback: bool = False
