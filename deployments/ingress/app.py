@@ -1,4 +1,4 @@
-"""The HTTP application: both dialects over one driver. It does not use Ray."""
+"""The HTTP application: all dialects over one driver. It does not use Ray."""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
@@ -16,6 +16,7 @@ from deployments.ingress.access.gate import KeyGate
 from deployments.ingress.access.keys import Keys
 from deployments.ingress.admin import adapters as control
 from deployments.ingress.admin import probes
+from deployments.ingress.anthropic import routes as anthropic
 from deployments.ingress.generation.draining import DrainGate, ReplicaDrain
 from deployments.ingress.generation.engine import EngineClient, IngressSettings
 from deployments.ingress.generation.frames import RequestInboxes
@@ -66,6 +67,7 @@ def build_app(
     # Serve and FastAPI compare a request with one route after another, so the busiest are first.
     app.include_router(openai.routes(engine))
     app.include_router(lorax.routes(engine))
+    app.include_router(anthropic.routes(engine))
     app.include_router(probes.routes(engine, page))
     app.include_router(control.routes(engine))
     app.include_router(responses.routes(engine))

@@ -4,7 +4,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from deployments.contract import ErrorKind
-from deployments.ingress.access.keys import Grant, Keys, bearer
+from deployments.ingress.access.keys import Grant, Keys, api_key
 from deployments.ingress.http.error_responses import error_response, route_path
 from deployments.ingress.http.errors import RequestError
 from deployments.ingress.pages.reference import OPEN_PATHS
@@ -39,12 +39,12 @@ class KeyGate:
         await self._app({**scope, "state": state}, receive, send)
 
     def _admit(self, request: Request) -> Grant:
-        grant = self._keys.grant(bearer(request))
+        grant = self._keys.grant(api_key(request))
         reads = request.method in ("GET", "HEAD")
         if grant is None:
             if reads and route_path(request) in _OPEN:
                 return Grant(patterns=())
-            message = "no valid API key: send one as `Authorization: Bearer …`"
+            message = "no valid API key: send one as `Authorization: Bearer …` or `x-api-key`"
             raise RequestError(ErrorKind.UNAUTHORIZED, message)
         if not reads:
             grant.quota.count_request()

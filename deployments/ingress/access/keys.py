@@ -128,10 +128,17 @@ def is_loopback(host: str | None) -> bool:
 def bearer(request: HTTPConnection) -> str | None:
     """The token of `Authorization: Bearer …`; None without one or with a placeholder."""
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
-    token = token.strip()
-    if scheme.lower() != "bearer" or token.lower() in _PLACEHOLDERS:
-        return None
-    return token
+    return _secret(token) if scheme.lower() == "bearer" else None
+
+
+def api_key(request: HTTPConnection) -> str | None:
+    """The caller's API key: a bearer token, or Anthropic's `x-api-key`."""
+    return bearer(request) or _secret(request.headers.get("x-api-key", ""))
+
+
+def _secret(sent: str) -> str | None:
+    """A secret from a header; None for a placeholder."""
+    return None if sent.strip().lower() in _PLACEHOLDERS else sent.strip()
 
 
 def hub_token(request: HTTPConnection) -> str | None:

@@ -29,12 +29,14 @@ class Event(NamedTuple):
 
     rest: text after the last piece; "" before the end.
     reason: why the sequence ended; None before the end.
+    stop: the stop string that ended it.
     """
 
     sequence: int
     pieces: list[TextPiece]
     rest: str
     reason: FinishReason | None
+    stop: str | None = None
 
     @property
     def text(self) -> str:
@@ -157,14 +159,13 @@ def _event(
         if update.ending is None:
             # The driver does not see text, so the sequence still runs there.
             call.finish(update.index, detokenizer.num_tokens)
-        return Event(update.index, pieces, "", FinishReason.STOP_STRING)
+        return Event(update.index, pieces, "", FinishReason.STOP_STRING, detokenizer.stop)
     if update.ending is None:
         return Event(update.index, pieces, "", None) if pieces else None
     reason = _reason(update.ending)
     rest = detokenizer.end()
-    return Event(
-        update.index, pieces, rest, FinishReason.STOP_STRING if detokenizer.stopped else reason
-    )
+    reason = FinishReason.STOP_STRING if detokenizer.stopped else reason
+    return Event(update.index, pieces, rest, reason, detokenizer.stop)
 
 
 def _reason(ending: Ending) -> FinishReason:

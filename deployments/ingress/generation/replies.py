@@ -26,7 +26,11 @@ from deployments.ingress.text.tokenizer import ModelTokenizer
 
 
 class Choice(NamedTuple):
-    """One finished sequence; prompt_logprobs: of the prompt, which its choices share."""
+    """One finished sequence.
+
+    prompt_logprobs: of the prompt, which its choices share.
+    stop: the stop string that ended it.
+    """
 
     text: str
     pieces: list[TextPiece]
@@ -34,6 +38,7 @@ class Choice(NamedTuple):
     reason: FinishReason
     prompt: Sequence[int] = ()
     prompt_logprobs: list[TokenLogprobs] | None = None
+    stop: str | None = None
 
 
 class RunningCall(NamedTuple):
@@ -103,7 +108,7 @@ def _choice(parts: list[Event], num_tokens: int) -> Choice:
     assert reason is not None, "a sequence without an end"
     text = "".join([event.text for event in parts])
     pieces = [piece for event in parts for piece in event.pieces]
-    return Choice(text, pieces, num_tokens, reason)
+    return Choice(text, pieces, num_tokens, reason, stop=parts[-1].stop)
 
 
 async def stream(

@@ -7,9 +7,9 @@ from starlette.responses import Response
 
 from deployments.ingress.http.errors import (
     ERROR_SHAPES,
-    LoraxError,
-    OpenAIError,
     RequestError,
+    anthropic_error,
+    anthropic_status,
     invalid,
     lorax_error,
     openai_error,
@@ -19,35 +19,51 @@ from deployments.ingress.http.responses import json_response
 
 _GENERATING = frozenset({"/", "/generate", "/generate_stream", "/invocations",
                          "/v1/completions", "/v1/chat/completions",
-                         "/v1/responses", "/embed", "/v1/embeddings"})  # fmt: skip
+                         "/v1/responses", "/v1/messages", "/embed", "/v1/embeddings"})  # fmt: skip
 
 
 def error_response(request: Request, error: RequestError, status: int | None = None) -> Response:
     """The error's status, body and headers; it is counted once."""
     _count(request, error)
-    row = ERROR_SHAPES[error.kind]
-    openai = speaks_openai(request)
-    known = row.openai_status if openai else row.lorax_status
-    body = openai_error(error) if openai else lorax_error(error)
+    known, body = _written(request, error, status)
     headers = retry_headers(error)
     if known == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return json_response(body, status or known, headers)
 
 
+def _written(request: Request, error: RequestError, status: int | None) -> tuple[int, object]:
+    """The error's own status, and its body, which may name another `status`."""
+    if speaks_anthropic(request):
+        known = anthropic_status(error.kind)
+        return known, anthropic_error(status or known, error.message, error.code)
+    row = ERROR_SHAPES[error.kind]
+    if speaks_openai(request):
+        return row.openai_status, openai_error(error)
+    return row.lorax_status, lorax_error(error)
+
+
 def status_response(
     request: Request, status: int, message: str, headers: Mapping[str, str] | None = None
 ) -> Response:
     """The response to an error of HTTP itself: no such route, wrong method, too long."""
-    body: OpenAIError | LoraxError = {"error": message, "error_type": "invalid_request"}
-    if speaks_openai(request):
+    body: object = {"error": message, "error_type": "invalid_request"}
+    if speaks_anthropic(request):
+        body = anthropic_error(status, message)
+    elif speaks_openai(request):
         body = openai_error(invalid(message))
     return json_response(body, status, dict(headers or {}))
 
 
+def speaks_anthropic(request: Request) -> bool:
+    """Whether the path is one of Anthropic's."""
+    path = route_path(request)
+    return path == "/v1/messages" or path.startswith("/v1/messages/")
+
+
 def speaks_openai(request: Request) -> bool:
-    """Whether the path is one of OpenAI's."""
-    return route_path(request).startswith("/v1/")
+    """Whether the path is one of OpenAI's; so are those that both have."""
+    return route_path(request).startswith("/v1/") and not speaks_anthropic(request)
 
 
 def route_path(request: Request) -> str:

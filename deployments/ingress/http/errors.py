@@ -1,8 +1,8 @@
-"""Errors of requests, and one table with their status and body in both HTTP dialects."""
+"""Errors of requests, and one table with their status and body in all HTTP dialects."""
 
 import math
 from dataclasses import dataclass
-from typing import NotRequired, TypedDict
+from typing import Literal, NotRequired, TypedDict
 
 from deployments.contract import ErrorKind, Failed
 
@@ -20,6 +20,21 @@ class OpenAIError(TypedDict):
     """An error of OpenAI's routes."""
 
     error: OpenAIErrorBody
+
+
+class AnthropicErrorBody(TypedDict):
+    """What went wrong; details: a code for programs, as `error_code`."""
+
+    type: str
+    message: str
+    details: NotRequired[dict[str, str]]
+
+
+class AnthropicError(TypedDict):
+    """An error of Anthropic's routes."""
+
+    type: Literal["error"]
+    error: AnthropicErrorBody
 
 
 class LoraxError(TypedDict):
@@ -134,6 +149,35 @@ def openai_error(error: RequestError) -> OpenAIError:
             "code": error.code or row.openai_code,
         }
     }
+
+
+OVERLOADED_STATUS = 529
+"""Anthropic's status of an overload, which has no name in HTTP."""
+
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    OVERLOADED_STATUS: "overloaded_error",
+}
+
+
+def anthropic_status(kind: ErrorKind) -> int:
+    """The status of an error in Anthropic's dialect: OpenAI's, but for overloads."""
+    if kind is ErrorKind.OVERLOADED:
+        return OVERLOADED_STATUS
+    return ERROR_SHAPES[kind].openai_status
+
+
+def anthropic_error(status: int, message: str, code: str | None = None) -> AnthropicError:
+    """The body of an error in Anthropic's dialect."""
+    other = "api_error" if status >= 500 else "invalid_request_error"
+    body: AnthropicErrorBody = {"type": _ANTHROPIC_TYPES.get(status, other), "message": message}
+    if code is not None:
+        body["details"] = {"error_code": code}
+    return {"type": "error", "error": body}
 
 
 def lorax_error(error: RequestError) -> LoraxError:

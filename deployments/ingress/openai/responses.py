@@ -6,10 +6,11 @@ from starlette.responses import Response
 from deployments.ingress.generation.engine import EngineClient, ServedModel
 from deployments.ingress.http.errors import RequestError, invalid
 from deployments.ingress.openai.responses_replies import ResponseWriter
-from deployments.ingress.openai.responses_schema import ResponsesBody, echoed, renamed
+from deployments.ingress.openai.responses_schema import NAMES, ResponsesBody, echoed
 from deployments.ingress.requests.answers import answer
 from deployments.ingress.requests.chat import ChatJob, chat
 from deployments.ingress.requests.jobs import Caller, check
+from deployments.ingress.requests.renaming import renamed
 
 
 def routes(engine: EngineClient) -> APIRouter:
@@ -23,7 +24,7 @@ def routes(engine: EngineClient) -> APIRouter:
             served = await engine.served()
             chat_job = await _chat_job(body, engine, served, caller)
         except RequestError as error:
-            raise renamed(error) from error
+            raise renamed(error, NAMES) from error
         tokenizer = served.tokenizer if body.wants_logprobs else None
         writer = ResponseWriter(body.model, echoed(body), chat_job.tooling, tokenizer)
         return await answer(request, engine, chat_job.job, writer, bool(body.stream))

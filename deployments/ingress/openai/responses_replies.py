@@ -13,7 +13,6 @@ from deployments.ingress.generation.calls import Event
 from deployments.ingress.generation.replies import Choice
 from deployments.ingress.http.errors import RequestError
 from deployments.ingress.openai.reply_types import ResponseUsage
-from deployments.ingress.openai.tool_replies import call_id
 from deployments.ingress.requests.usage import UsageReply
 from deployments.ingress.text.logprobs import chat_logprobs
 from deployments.ingress.text.tokenizer import ModelTokenizer
@@ -144,7 +143,7 @@ class ResponseWriter:
         if isinstance(part, CallStart):
             assert self._tooling is not None, "a call without tools"
             self._close_item("completed")
-            self._open_item(_call(part.name, call_id(self._tooling)))
+            self._open_item(_call(part.name, self._tooling.call_id()))
             return
         if self._item is None or self._item["type"] != "message":
             self._close_item("completed")

@@ -14,9 +14,9 @@ from pydantic import (
     field_validator,
 )
 
-from deployments.ingress.http.errors import RequestError, invalid
-from deployments.ingress.http.malformed import validation_message
+from deployments.ingress.http.errors import invalid
 from deployments.ingress.http.unicode import Unicode, is_encodable
+from deployments.ingress.requests.renaming import malformed_chat
 from deployments.ingress.requests.request_fields import (
     NO_SUCH,
     REFUSED_RESPONSES,
@@ -29,8 +29,7 @@ _LOGPROBS = "message.output_text.logprobs"
 _INCLUDED = frozenset({_LOGPROBS, "reasoning.encrypted_content"})
 _TEXT_PARTS = frozenset({"input_text", "output_text", "text"})
 
-# This route's names of a chat's fields.
-_NAMES = {
+NAMES = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
     "max_completion_tokens": "max_output_tokens",
@@ -38,6 +37,7 @@ _NAMES = {
     "reasoning_effort": "reasoning.effort",
     "logprobs": "include",
 }
+"""This route's names of a chat's fields."""
 
 
 class InputPart(BaseModel):
@@ -132,7 +132,7 @@ class ResponsesBody(BaseModel):
         try:
             return ChatBody.model_validate(chat)
         except ValidationError as fault:
-            raise _as_request_error(fault, chat) from fault
+            raise malformed_chat(fault, chat, NAMES) from fault
 
     def _chat(self) -> dict[str, Any]:
         chat: dict[str, Any] = {
@@ -174,17 +174,6 @@ class ResponsesBody(BaseModel):
         if given is None or given.get("type") != "json_schema":
             return given
         return {"type": "json_schema", "json_schema": given}
-
-
-def renamed(error: RequestError) -> RequestError:
-    """An error with this route's name of the chat's field."""
-    name = _NAMES.get(error.param or "")
-    if name is None:
-        return error
-    message = error.message.replace(f"`{error.param}`", f"`{name}`")
-    return RequestError(
-        error.kind, message, param=name, code=error.code, retry_after_s=error.retry_after_s
-    )
 
 
 def _add(messages: list[dict[str, Any]], item: InputItem) -> None:
@@ -235,15 +224,6 @@ def _chat_choice(choice: str | Mapping[str, Any] | None) -> str | dict[str, Any]
         return {"type": "allowed_tools",
                 "allowed_tools": {"mode": choice.get("mode", "auto"), "tools": tools}}  # fmt: skip
     return dict(choice)
-
-
-def _as_request_error(fault: ValidationError, chat: Mapping[str, Any]) -> RequestError:
-    """The error about a field of the chat, with this route's name of it."""
-    error = validation_message(fault.errors(), chat)
-    assert error.param, "a chat is an object"
-    head, *rest = error.param.split(".")
-    name = ".".join([_NAMES.get(head, head), *rest])
-    return invalid(error.message.replace(f"`{error.param}`", f"`{name}`"), name)
 
 
 def echoed(body: ResponsesBody) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """Chat replies with tool calls."""
 
-import secrets
-import string
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -16,7 +14,6 @@ from deployments.ingress.tools.parsers import CallReader, CallStart, Part, TextD
 from deployments.ingress.tools.tooling import ToolFormat
 
 _encode = msgspec.json.Encoder().encode
-_SHORT = string.ascii_letters + string.digits
 
 
 @dataclass
@@ -50,13 +47,6 @@ def read_whole(reader: CallReader, text: str) -> Answer:
     answer = Answer()
     answer.add(reader.push(text) + reader.end())
     return answer
-
-
-def call_id(tooling: ToolFormat) -> str:
-    """A new id for a call."""
-    if tooling.short_ids:
-        return "".join(secrets.choice(_SHORT) for _ in range(9))
-    return f"call_{secrets.token_hex(12)}"
 
 
 class ToolChatWriter(ChatWriter):
@@ -104,7 +94,7 @@ class ToolChatWriter(ChatWriter):
             message["function_call"] = functions[0]
         elif functions:
             message["tool_calls"] = [
-                {"id": call_id(self._tooling), "type": "function", "function": function}
+                {"id": self._tooling.call_id(), "type": "function", "function": function}
                 for function in functions
             ]
         written["finish_reason"] = self._reason(choice.reason, len(functions))
@@ -117,7 +107,7 @@ class ToolChatWriter(ChatWriter):
         if isinstance(part, CallStart):
             call: dict[str, object] = {"name": part.name, "arguments": ""}
             if not self._legacy:
-                call = {"index": part.call, "id": call_id(self._tooling), "type": "function",
+                call = {"index": part.call, "id": self._tooling.call_id(), "type": "function",
                         "function": call}  # fmt: skip
         else:
             call = {"arguments": part.text}

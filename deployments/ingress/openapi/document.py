@@ -15,8 +15,14 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from deployments.ingress.admin.adapters import AdapterReply, AdaptersReply
+from deployments.ingress.anthropic.reply_types import MessageEvent, MessageReply, TokenCount
 from deployments.ingress.embeddings import EmbeddingsReply, EmbedReply
-from deployments.ingress.http.errors import LoraxError, OpenAIError
+from deployments.ingress.http.errors import (
+    OVERLOADED_STATUS,
+    AnthropicError,
+    LoraxError,
+    OpenAIError,
+)
 from deployments.ingress.lorax.replies import GenerateReply, StreamEvent
 from deployments.ingress.lorax.routes import InfoReply, TextSlice
 from deployments.ingress.openai.reply_types import (
@@ -43,6 +49,8 @@ REPLIES: Mapping[str, Any] = {
     "post /v1/completions": CompletionReply,
     "post /v1/chat/completions": ChatReply,
     "post /v1/responses": ResponseReply,
+    "post /v1/messages": MessageReply,
+    "post /v1/messages/count_tokens": TokenCount,
     "post /v1/embeddings": EmbeddingsReply,
     "get /v1/models": ModelsReply,
     "get /v1/models/{id}": ModelReply,
@@ -61,6 +69,7 @@ STREAMS: Mapping[str, Any] = {
     "post /v1/completions": CompletionReply,
     "post /v1/chat/completions": ChatChunk,
     "post /v1/responses": ResponseEvent,
+    "post /v1/messages": MessageEvent,
 }
 """The types of one event's data, by the routes that can stream."""
 
@@ -72,10 +81,10 @@ _Schemas = Mapping[Any, dict[str, Any]]
 
 _REFERENCE = "#/components/schemas/{name}"
 _DESCRIPTION = (
-    "One base model and any number of LoRA adapters, by LoRAX's API and OpenAI's. A request names "
-    "an adapter as `[source:]id[@revision]`. Where the server asks for API keys, send one as "
-    "`Authorization: Bearer …`; a token for private adapters of the hub then goes into `api_token` "
-    "or the header `x-hub-token`."
+    "One base model and any number of LoRA adapters, by the APIs of LoRAX, OpenAI and Anthropic. A "
+    "request names an adapter as `[source:]id[@revision]`. Where the server asks for API keys, "
+    "send one as `Authorization: Bearer …` or `x-api-key`; a token for private adapters of the hub "
+    "then goes into `api_token` or the header `x-hub-token`."
 )
 
 
@@ -143,16 +152,27 @@ def _fill(known: dict[str, Any], route: str, schemas: _Schemas) -> None:
             f"example{index}": {"summary": summary, "value": value}
             for index, (summary, value) in enumerate(operation.request.items())
         }
-    error = schemas[OpenAIError if " /v1/" in route else LoraxError]
+    error = schemas[_error_of(route)]
     failures = {
         str(status): {
-            "description": HTTPStatus(status).phrase,
+            "description": _phrase(status),
             "content": {JSON: {"schema": error}},
             **_headers(status),
         }
         for status in operation.statuses(has_body=body is not None)
     }
     known["responses"] = {"200": _success(route, operation, schemas), **failures}
+
+
+def _phrase(status: int) -> str:
+    return "Overloaded" if status == OVERLOADED_STATUS else HTTPStatus(status).phrase
+
+
+def _error_of(route: str) -> type[Any]:
+    """The type of a route's errors."""
+    if " /v1/messages" in route:
+        return AnthropicError
+    return OpenAIError if " /v1/" in route else LoraxError
 
 
 def _success(route: str, operation: Operation, schemas: _Schemas) -> dict[str, Any]:
@@ -188,6 +208,6 @@ def _headers(status: int) -> dict[str, Any]:
 
 def _schemas() -> tuple[_Schemas, dict[str, Any]]:
     """A schema for each type of a reply, and the components that they share."""
-    types = [LoraxError, OpenAIError, *REPLIES.values(), *STREAMS.values()]
+    types = [LoraxError, OpenAIError, AnthropicError, *REPLIES.values(), *STREAMS.values()]
     schemas, components = msgspec.json.schema_components(types, ref_template=_REFERENCE)
     return dict(zip(types, schemas, strict=True)), components

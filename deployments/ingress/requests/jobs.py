@@ -182,6 +182,8 @@ def _stopping(body: Body, num_prompt: int, info: EngineInfo) -> Stopping:
     requested = _requested_tokens(body)
     default = left if isinstance(body, ChatBody) else min(_DEFAULT_MAX_TOKENS, left)
     limit = max(1, default) if requested is None else requested
+    if body.fills_context and left > 0:
+        limit = min(limit, left)
     if limit > left:
         raise invalid(
             f"This model's maximum context length is {info.max_total_tokens} tokens. However, "

@@ -75,6 +75,11 @@ class _Body(Constrainable):
         return self.choices
 
     @property
+    def fills_context(self) -> bool:
+        """Whether an answer that may not be as long as requested ends with the context."""
+        return False
+
+    @property
     def stops(self) -> list[str]:
         """The stop strings."""
         return [self.stop] if isinstance(self.stop, str) else self.stop or []

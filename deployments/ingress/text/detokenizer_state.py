@@ -48,6 +48,11 @@ class DetokenizerState:
         """Whether a stop string has ended the text; later tokens are discarded."""
         return self._stops.matched
 
+    @property
+    def stop(self) -> str | None:
+        """The stop string that ended the text."""
+        return self._stops.found
+
     def feed(
         self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] | None = None
     ) -> list[TextPiece]:

@@ -12,6 +12,8 @@ class StopStrings:
 
     Special tokens are not visible in the text. A stop string that contains one of `special` (their
     contents) is searched in the text with those contents; all others in the visible text.
+
+    found: the stop string that ended the text; None before.
     """
 
     def __init__(self, stops: Sequence[str], keep: bool, special: Iterable[str] = ()) -> None:
@@ -24,7 +26,12 @@ class StopStrings:
         self._pending = ""
         # One byte for each pending character: 1 where it belongs to a special token.
         self._hidden = b""
-        self.matched = False
+        self.found: str | None = None
+
+    @property
+    def matched(self) -> bool:
+        """Whether a stop string has ended the text."""
+        return self.found is not None
 
     def push(self, text: str, hidden: bool = False) -> str:
         """Add text and return what the client may see now; after a match that is nothing.
@@ -40,8 +47,8 @@ class StopStrings:
         self._hidden += (b"\1" if hidden else b"\0") * len(text)
         match = self._first_match()
         if match is not None:
-            self.matched = True
-            return self._visible(returned, match[1] if self._keep else match[0])
+            start, end, self.found = match
+            return self._visible(returned, end if self._keep else start)
         # Only the end that may begin a stop string stays; the rest is never searched again.
         cut = len(self._pending) - self._num_undecided()
         released = self._visible(returned, len(self._pending) if self._keep else cut)
@@ -67,13 +74,15 @@ class StopStrings:
             return range(len(self._pending))
         return [index for index, is_hidden in enumerate(self._hidden) if not is_hidden]
 
-    def _first_match(self) -> tuple[int, int] | None:
-        """Start and end in the pending text of the match that completes first."""
-        found = [(self._pending.find(stop), len(stop)) for stop in self._with_special]
-        spans = [(start, start + length) for start, length in found if start >= 0]
+    def _first_match(self) -> tuple[int, int, str] | None:
+        """Start and end in the pending text of the match that completes first, and its string."""
+        found = [(self._pending.find(stop), stop) for stop in self._with_special]
+        spans = [(start, start + len(stop), stop) for start, stop in found if start >= 0]
         visible, indices = self._visible(0, len(self._pending)), self._visible_indices()
-        found = [(visible.find(stop), len(stop)) for stop in self._plain]
-        spans += [(indices[at], indices[at + length - 1] + 1) for at, length in found if at >= 0]
+        found = [(visible.find(stop), stop) for stop in self._plain]
+        spans += [
+            (indices[at], indices[at + len(stop) - 1] + 1, stop) for at, stop in found if at >= 0
+        ]
         return min(spans, key=lambda span: (span[1], span[0]), default=None)
 
     def _num_undecided(self) -> int:

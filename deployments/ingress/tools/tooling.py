@@ -1,6 +1,8 @@
 """Tools in chats: their description in the prompt, and the format of calls in the answer."""
 
 import json
+import secrets
+import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -30,6 +32,8 @@ _TRACES = (
     ("<tool_call>", ToolParser.HERMES),
 )
 
+_SHORT = string.ascii_letters + string.digits
+
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -45,10 +49,12 @@ class ToolFormat:
         names = [function.name for function in self.toolbox.callable]
         return CallReader(self.format, names, self.toolbox.parallel)
 
-    @property
-    def short_ids(self) -> bool:
-        """Whether ids of calls have nine letters and digits, which Mistral's templates require."""
-        return self.format is FORMATS[ToolParser.MISTRAL]
+    def call_id(self, prefix: str = "call_") -> str:
+        """A new id for a call."""
+        # Mistral's templates require nine letters and digits.
+        if self.format is FORMATS[ToolParser.MISTRAL]:
+            return "".join(secrets.choice(_SHORT) for _ in range(9))
+        return f"{prefix}{secrets.token_hex(12)}"
 
 
 def tooling(

@@ -65,6 +65,7 @@ def test_every_operation_is_complete(document: dict[str, Any]) -> None:
             if status >= "400":
                 reference = response["content"]["application/json"]["schema"]["$ref"]
                 wanted = "OpenAIError" if path.startswith("/v1/") else "LoraxError"
+                wanted = "AnthropicError" if path.startswith("/v1/messages") else wanted
                 assert reference == f"#/components/schemas/{wanted}", name
         if "requestBody" in operation:
             assert operation["requestBody"]["content"]["application/json"]["examples"], name
