@@ -14,7 +14,7 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
+from torch.distributed import TCPStore
 from torch.multiprocessing.spawn import spawn
 
 from configs.engine import AllReduce

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import Store
+from torch.distributed import Store
 
 from configs.engine import AllReduce
 from sharding.group import ProcessGroupRanks, TensorParallel

@@ -5,7 +5,7 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch.distributed import Store
 
 from configs.engine import AllReduce
 from sharding.all_reduce import with_symmetric_memory

@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllreduceOptions, HashStore, ReduceOp, Store
+from torch.distributed import AllreduceOptions, HashStore, ReduceOp, Store
 
 
 class TensorParallel(Protocol):

@@ -7,7 +7,7 @@ import time
 from datetime import timedelta
 
 import torch
-from torch._C._distributed_c10d import Store, TCPStore
+from torch.distributed import Store, TCPStore
 
 from configs.engine import EngineConfig
 from configs.wire.plan import Capacity

@@ -7,13 +7,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from ray.serve._private.common import (
-    DeploymentHandleSource,
-    DeploymentID,
-    ReplicaID,
-    RequestMetadata,
-)
-from ray.serve.request_router import PendingRequest
+from ray.serve._private.common import DeploymentHandleSource, DeploymentID, RequestMetadata
+from ray.serve.request_router import PendingRequest, ReplicaID
 
 from configs.wire.adapters import AdapterReference, AdapterSource
 from deployments.contract import GenerateRequest
