@@ -44,6 +44,24 @@ class ToolParser(StrEnum):
     MISTRAL = "mistral"
 
 
+class ReasoningParser(StrEnum):
+    """How the model marks its reasoning; AUTO finds it in the chat template, NONE splits nothing.
+
+    THINK: <think>, as Qwen3, DeepSeek, GLM, Kimi and Hermes write. HARMONY: gpt-oss's channels.
+    MISTRAL: [THINK]. GEMMA, SEED, COMMAND, GRANITE: of the models of that name.
+    """
+
+    AUTO = "auto"
+    NONE = "none"
+    THINK = "think"
+    HARMONY = "harmony"
+    MISTRAL = "mistral"
+    GEMMA = "gemma"
+    SEED = "seed"
+    COMMAND = "command"
+    GRANITE = "granite"
+
+
 class ModelConfig(Config):
     """The base model.
 
@@ -59,6 +77,7 @@ class ModelConfig(Config):
     dynamic_rope_length: with dynamic rope, every sequence is computed as transformers computes one
     of this length; None: of the model's own length, and longer sequences are refused.
     tool_parser: how tool calls are found in answers.
+    reasoning_parser: how the reasoning of answers is found, and kept out of their text.
     """
 
     id: str
@@ -73,6 +92,7 @@ class ModelConfig(Config):
     quantize: Quantize = Quantize.NONE
     dynamic_rope_length: PositiveInt | None = None
     tool_parser: ToolParser = ToolParser.AUTO
+    reasoning_parser: ReasoningParser = ReasoningParser.AUTO
 
     @property
     def served_name(self) -> str:

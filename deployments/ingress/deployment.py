@@ -166,6 +166,7 @@ class IngressDeployment:
             max_best_of=limits.max_best_of,
             embeddings=self._config.embeddings,
             tool_parser=self._config.engine.model.tool_parser,
+            reasoning_parser=self._config.engine.model.reasoning_parser,
             api=self._config.api,
             replicas=peers.count,
             loopback=_front_is_loopback(),

@@ -12,9 +12,10 @@ from deployments.ingress.anthropic.reply_types import MessageReply, MessageUsage
 from deployments.ingress.generation.calls import Event
 from deployments.ingress.generation.replies import Choice
 from deployments.ingress.http.errors import RequestError, anthropic_error, anthropic_status
+from deployments.ingress.reasoning.answers import AnswerFormat
+from deployments.ingress.reasoning.splitter import AnswerPart, ReasoningDelta
 from deployments.ingress.requests.usage import UsageReply
-from deployments.ingress.tools.parsers import ArgumentsDelta, CallStart, Part, TextDelta
-from deployments.ingress.tools.tooling import ToolFormat
+from deployments.ingress.tools.parsers import ArgumentsDelta, CallStart
 
 _encode = msgspec.json.Encoder().encode
 
@@ -23,7 +24,7 @@ class MessageWriter:
     """Writes one message: its growing list of blocks, and an event for each change."""
 
     def __init__(
-        self, model: str, num_prompt: int, tooling: ToolFormat | None, cut_to_context: bool
+        self, model: str, num_prompt: int, answers: AnswerFormat, cut_to_context: bool
     ) -> None:
         """num_prompt: tokens. cut_to_context: the answer may be as long as the context only."""
         self._message: MessageReply = {
@@ -36,8 +37,8 @@ class MessageWriter:
             "stop_sequence": None,
             "usage": _usage(num_prompt, 0, 0),
         }
-        self._tooling = tooling
-        self._reader = tooling.reader() if tooling is not None else None
+        self._answers = answers
+        self._reader = answers.reader()
         self._cut_to_context = cut_to_context
         self._reason = FinishReason.LENGTH
         self._block: dict[str, Any] | None = None
@@ -52,7 +53,8 @@ class MessageWriter:
 
     def chunks(self, event: Event) -> bytes:
         """The events for new text of the sequence, or its end."""
-        for part in self._parts(event.text, event.reason is not None):
+        parts = self._reader.push(event.pieces, event.rest)
+        for part in parts + (self._reader.end() if event.reason is not None else []):
             self._write_part(part)
         if event.reason is not None:
             self._reason, self._message["stop_sequence"] = event.reason, event.stop
@@ -79,7 +81,8 @@ class MessageWriter:
     def body(self, choices: Sequence[Choice], usage: UsageReply) -> MessageReply:
         """The whole message."""
         [choice] = choices
-        self.chunks(Event(0, [], choice.text, choice.reason, choice.stop))
+        rest = choice.text.removeprefix("".join([piece.text for piece in choice.pieces]))
+        self.chunks(Event(0, choice.pieces, rest, choice.reason, choice.stop))
         self.closing(usage)
         return self._message
 
@@ -88,21 +91,31 @@ class MessageWriter:
         body = anthropic_error(anthropic_status(error.kind), error.message, error.code)
         return b"event: error\ndata: " + _encode(body) + b"\n\n"
 
-    def _parts(self, text: str, last: bool) -> list[Part]:
-        if self._reader is None:
-            return [TextDelta(text)] if text else []
-        return self._reader.push(text) + (self._reader.end() if last else [])
-
-    def _write_part(self, part: Part) -> None:
+    def _write_part(self, part: AnswerPart) -> None:
         if isinstance(part, ArgumentsDelta):
             self._arguments += part.text
             self._add_delta({"type": "input_json_delta", "partial_json": part.text})
         elif isinstance(part, CallStart):
             self._blanks = ""
-            call = {"type": "tool_use", "id": self._call_id(), "name": part.name, "input": {}}
+            call = {
+                "type": "tool_use",
+                "id": self._answers.call_id("toolu_"),
+                "name": part.name,
+                "input": {},
+            }
             self._open_block(call)
+        elif isinstance(part, ReasoningDelta):
+            self._add_thinking(part.text)
         else:
             self._add_text(part.text)
+
+    def _add_thinking(self, text: str) -> None:
+        if self._block is None or self._block["type"] != "thinking":
+            # Clients need a signature to send the block back; nothing checks it here.
+            self._open_block({"type": "thinking", "thinking": "", "signature": ""})
+        assert self._block is not None, "thinking without a block"
+        self._block["thinking"] += text
+        self._add_delta({"type": "thinking_delta", "thinking": text})
 
     def _add_text(self, text: str) -> None:
         if self._block is None or self._block["type"] != "text":
@@ -144,10 +157,6 @@ class MessageWriter:
             return "stop_sequence"
         calls = any(block["type"] == "tool_use" for block in self._message["content"])
         return "tool_use" if calls else "end_turn"
-
-    def _call_id(self) -> str:
-        assert self._tooling is not None, "a call without tools"
-        return self._tooling.call_id("toolu_")
 
     def _add_delta(self, delta: dict[str, Any]) -> None:
         index = len(self._message["content"]) - 1

@@ -1,5 +1,7 @@
 """Anthropic's routes: /v1/messages and /v1/messages/count_tokens."""
 
+from dataclasses import replace
+
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
@@ -24,8 +26,9 @@ def routes(engine: EngineClient) -> APIRouter:
     async def messages(request: Request, body: MessagesBody) -> Response:
         chat_job = await _chat_job(request, body, engine)
         [sequence] = chat_job.job.request.sequences
+        answers = replace(chat_job.answers, shows_reasoning=body.shows_thinking)
         cut = sequence.stopping.max_new_tokens < body.max_tokens
-        writer = MessageWriter(body.model, len(sequence.prompt), chat_job.tooling, cut)
+        writer = MessageWriter(body.model, len(sequence.prompt), answers, cut)
         return await answer(request, engine, chat_job.job, writer, bool(body.stream))
 
     @router.post("/count_tokens")

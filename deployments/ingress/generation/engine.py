@@ -11,7 +11,7 @@ from weakref import WeakSet
 
 from configs.api import ApiConfig
 from configs.embeddings import EmbeddingsConfig
-from configs.model import ToolParser
+from configs.model import ReasoningParser, ToolParser
 from configs.version import VERSION
 from configs.wire.adapters import AdapterSource
 from deployments.contract import (
@@ -54,7 +54,7 @@ class IngressSettings:
     max_choices: OpenAI's `n` and `best_of`.
     max_sequences: prompts times choices of one request.
     max_logprobs: alternatives of each token.
-    embeddings, api, tool_parser: of the configuration.
+    embeddings, api, tool_parser, reasoning_parser: of the configuration.
     keep_alive_seconds: how long a stream may be silent.
     version: of this server.
     replicas: returns the number of ingress replicas.
@@ -74,6 +74,7 @@ class IngressSettings:
     api: ApiConfig = field(default_factory=ApiConfig)
     keep_alive_seconds: float = 15.0
     tool_parser: ToolParser = ToolParser.AUTO
+    reasoning_parser: ReasoningParser = ReasoningParser.AUTO
     version: str = VERSION
     replicas: Replicas = alone
     clock: Clock = time.monotonic

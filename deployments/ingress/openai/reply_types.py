@@ -51,6 +51,8 @@ class ChatMessageReply(TypedDict):
     role: Literal["assistant"]
     content: str | None
     refusal: None
+    reasoning_content: NotRequired[str]
+    reasoning: NotRequired[str]
     tool_calls: NotRequired[list[ToolCallReply]]
     function_call: NotRequired[ToolFunction]
 
@@ -61,6 +63,8 @@ class ChatDelta(TypedDict):
     role: NotRequired[Literal["assistant"]]
     content: NotRequired[str | None]
     refusal: NotRequired[None]
+    reasoning_content: NotRequired[str]
+    reasoning: NotRequired[str]
     tool_calls: NotRequired[list[ToolCallReply]]
     function_call: NotRequired[ToolFunction]
 

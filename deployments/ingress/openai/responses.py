@@ -26,7 +26,7 @@ def routes(engine: EngineClient) -> APIRouter:
         except RequestError as error:
             raise renamed(error, NAMES) from error
         tokenizer = served.tokenizer if body.wants_logprobs else None
-        writer = ResponseWriter(body.model, echoed(body), chat_job.tooling, tokenizer)
+        writer = ResponseWriter(body.model, echoed(body), chat_job.answers, tokenizer)
         return await answer(request, engine, chat_job.job, writer, bool(body.stream))
 
     return router
@@ -39,6 +39,6 @@ async def _chat_job(
     as_chat = body.as_chat()
     check(as_chat, engine.settings)
     chat_job = await chat(as_chat, engine, served, caller)
-    if chat_job.tooling is not None and body.wants_logprobs:
+    if chat_job.answers.tooling is not None and body.wants_logprobs:
         raise invalid("logprobs cannot be combined with tools that may be called", "include")
     return chat_job

@@ -13,24 +13,26 @@ from deployments.ingress.generation.calls import Event
 from deployments.ingress.generation.replies import Choice
 from deployments.ingress.http.errors import RequestError
 from deployments.ingress.openai.reply_types import ResponseUsage
+from deployments.ingress.reasoning.answers import AnswerFormat
+from deployments.ingress.reasoning.splitter import AnswerPart
 from deployments.ingress.requests.usage import UsageReply
+from deployments.ingress.text.detokenizer_state import TextPiece
 from deployments.ingress.text.logprobs import chat_logprobs
 from deployments.ingress.text.tokenizer import ModelTokenizer
-from deployments.ingress.tools.parsers import ArgumentsDelta, CallStart, Part, TextDelta
-from deployments.ingress.tools.tooling import ToolFormat
+from deployments.ingress.tools.parsers import ArgumentsDelta, CallStart, TextDelta
 
 _encode = msgspec.json.Encoder().encode
 _BUSY = frozenset({ErrorKind.OVERLOADED})
 
 
-def response_usage(usage: UsageReply) -> ResponseUsage:
+def response_usage(usage: UsageReply, reasoning_tokens: int) -> ResponseUsage:
     """Token counts with this API's names."""
     return {
         "input_tokens": usage["prompt_tokens"],
         # Tokens that a client pays to keep in a cache, which this server does not offer.
         "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
         "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
         "total_tokens": usage["total_tokens"],
     }
 
@@ -42,7 +44,7 @@ class ResponseWriter:
         self,
         model: str,
         echoed: Mapping[str, Any],
-        tooling: ToolFormat | None,
+        answers: AnswerFormat,
         tokenizer: ModelTokenizer | None,
     ) -> None:
         """echoed: fields of the request that the response repeats.
@@ -65,8 +67,8 @@ class ResponseWriter:
             "usage": None,
             **echoed,
         }
-        self._tooling = tooling
-        self._reader = tooling.reader() if tooling is not None else None
+        self._answers = answers
+        self._reader = answers.reader()
         self._tokenizer = tokenizer
         self._sequence_number = 0
         self._reason = FinishReason.LENGTH
@@ -82,13 +84,13 @@ class ResponseWriter:
     def chunks(self, event: Event) -> bytes:
         """The events for new text of the sequence, or its end."""
         self._reason = event.reason or self._reason
-        # Each token's logprobs are sent once, with the first part; without parts, with empty text.
-        logprobs = self._logprobs(event)
-        for part in self._parts(event.text, event.reason is not None):
-            self._write_part(part, logprobs)
-            logprobs = []
-        if logprobs:
-            self._write_part(TextDelta(""), logprobs)
+        if self._tokenizer is None:
+            self._write_parts(self._reader.push(event.pieces), [])
+        else:
+            for piece in event.pieces:
+                self._write_token(piece, self._tokenizer)
+        rest = self._reader.push((), event.rest)
+        self._write_parts(rest + (self._reader.end() if event.reason is not None else []), [])
         return self._take_events()
 
     def closing(self, usage: UsageReply) -> bytes:
@@ -99,20 +101,16 @@ class ResponseWriter:
         status = "incomplete" if cut_off else "completed"
         self._close_item(status)
         details = {"reason": "max_output_tokens"} if cut_off else None
-        self._response |= {
-            "status": status, "incomplete_details": details, "usage": response_usage(usage),
-        }  # fmt: skip
+        counts = response_usage(usage, self._reader.reasoning_tokens)
+        self._response |= {"status": status, "incomplete_details": details, "usage": counts}
         self._add_event(f"response.{status}", response=self._response)
         return self._take_events()
 
     def body(self, choices: Sequence[Choice], usage: UsageReply) -> dict[str, Any]:
         """The whole response."""
         [choice] = choices
-        if choice.pieces and self._tokenizer is not None:
-            rest = choice.text.removeprefix("".join(piece.text for piece in choice.pieces))
-            self.chunks(Event(0, choice.pieces, rest, choice.reason))
-        else:
-            self.chunks(Event(0, [], choice.text, choice.reason))
+        rest = choice.text.removeprefix("".join(piece.text for piece in choice.pieces))
+        self.chunks(Event(0, choice.pieces, rest, choice.reason))
         self.closing(usage)
         return self._response
 
@@ -125,29 +123,33 @@ class ResponseWriter:
         self._add_event("response.failed", response=self._response)
         return self._take_events()
 
-    def _parts(self, text: str, last: bool) -> list[Part]:
-        if self._reader is None:
-            return [TextDelta(text)] if text else []
-        return self._reader.push(text) + (self._reader.end() if last else [])
+    def _write_token(self, piece: TextPiece, tokenizer: ModelTokenizer) -> None:
+        """Write a token and its logprobs; reasoning has none."""
+        num_before = self._reader.reasoning_tokens
+        parts = self._reader.push([piece])
+        found: list[Any] = [*chat_logprobs([piece], tokenizer)["content"]]
+        self._write_parts(parts, found if self._reader.reasoning_tokens == num_before else [])
 
-    def _logprobs(self, event: Event) -> list[Any]:
-        if self._tokenizer is None:
-            return []
-        found: Any = chat_logprobs(event.pieces, self._tokenizer)["content"]
-        return list(found)
+    def _write_parts(self, parts: Sequence[AnswerPart], logprobs: list[Any]) -> None:
+        # Each token's logprobs are sent once, with the first part; without parts, with empty text.
+        for part in parts:
+            self._write_part(part, logprobs)
+            logprobs = []
+        if logprobs:
+            self._write_part(TextDelta(""), logprobs)
 
-    def _write_part(self, part: Part, logprobs: list[Any]) -> None:
+    def _write_part(self, part: AnswerPart, logprobs: list[Any]) -> None:
         if isinstance(part, ArgumentsDelta):
             self._write_arguments(part.text)
             return
         if isinstance(part, CallStart):
-            assert self._tooling is not None, "a call without tools"
             self._close_item("completed")
-            self._open_item(_call(part.name, self._tooling.call_id()))
+            self._open_item(_call(part.name, self._answers.call_id()))
             return
-        if self._item is None or self._item["type"] != "message":
+        kind, item = ("message", _message) if isinstance(part, TextDelta) else _REASONING
+        if self._item is None or self._item["type"] != kind:
             self._close_item("completed")
-            self._open_item(_message())
+            self._open_item(item())
         self._write_text(part.text, logprobs)
 
     def _open_item(self, item: dict[str, Any]) -> None:
@@ -155,14 +157,17 @@ class ResponseWriter:
         self._item = item
         self._response["output"].append(item)
         self._add_item_event("response.output_item.added", item={**item, "content": []}
-                           if item["type"] == "message" else item)  # fmt: skip
-        if item["type"] == "message":
+                           if "content" in item else item)  # fmt: skip
+        if "content" in item:
             self._add_part_event("response.content_part.added", part=item["content"][0])
 
     def _write_text(self, text: str, logprobs: list[Any]) -> None:
-        assert self._item is not None, "text without a message"
+        assert self._item is not None, "text without an item"
         part = self._item["content"][0]
         part["text"] += text
+        if part["type"] == "reasoning_text":  # It has no logprobs.
+            self._add_part_event("response.reasoning_text.delta", delta=text)
+            return
         part["logprobs"] += logprobs
         self._add_part_event("response.output_text.delta", delta=text, logprobs=logprobs)
 
@@ -177,11 +182,10 @@ class ResponseWriter:
         if item is None:
             return
         item["status"] = status
-        if item["type"] == "message":
+        if "content" in item:
             part = item["content"][0]
-            self._add_part_event(
-                "response.output_text.done", text=part["text"], logprobs=part["logprobs"]
-            )
+            own = {name: part[name] for name in ("text", "logprobs") if name in part}
+            self._add_part_event(f"response.{part['type']}.done", **own)
             self._add_part_event("response.content_part.done", part=part)
         else:
             arguments = item["arguments"]
@@ -213,6 +217,15 @@ def _message() -> dict[str, Any]:
     part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
     return {"id": f"msg_{secrets.token_hex(24)}", "type": "message", "role": "assistant",
             "status": "in_progress", "content": [part]}  # fmt: skip
+
+
+def _reasoning() -> dict[str, Any]:
+    part = {"type": "reasoning_text", "text": ""}
+    return {"id": f"rs_{secrets.token_hex(24)}", "type": "reasoning", "summary": [],
+            "status": "in_progress", "encrypted_content": None, "content": [part]}  # fmt: skip
+
+
+_REASONING = ("reasoning", _reasoning)
 
 
 def _call(name: str, call: str) -> dict[str, Any]:

@@ -73,7 +73,7 @@ class TextConfig(BaseModel):
 
 
 class Reasoning(BaseModel):
-    """How much the model reasons; reasoning is part of the text, so it has no summary."""
+    """How much the model reasons. The reply has the reasoning itself, and no summary of it."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -164,6 +164,8 @@ class ResponsesBody(BaseModel):
             return [*messages, {"role": "user", "content": self.input}]
         for item in self.input:
             _add(messages, item)
+        # Reasoning that led to nothing is not shown to the model.
+        messages = [message for message in messages if not _is_reasoning(message)]
         if not messages:
             raise invalid("`input` cannot be empty", "input")
         return messages
@@ -182,7 +184,10 @@ def _add(messages: list[dict[str, Any]], item: InputItem) -> None:
     if kind == "message":
         if item.role is None:
             raise invalid("a message needs a `role`", "input")
-        messages.append({"role": item.role, "content": _content(item.content)})
+        message = {"role": item.role, "content": _content(item.content)}
+        if item.role == "assistant" and messages and _is_reasoning(messages[-1]):
+            message = {**messages.pop(), **message}
+        messages.append(message)
     elif kind == "function_call":
         function = {"name": item.name or "", "arguments": item.arguments or ""}
         call = {"id": item.call_id, "type": "function", "function": function}
@@ -192,8 +197,18 @@ def _add(messages: list[dict[str, Any]], item: InputItem) -> None:
     elif kind == "function_call_output":
         output = {"role": "tool", "tool_call_id": item.call_id, "content": _content(item.output)}
         messages.append(output)
-    elif kind != "reasoning":  # Earlier reasoning is not shown to the model.
+    elif kind == "reasoning":
+        # The message or the call that follows joins it; templates decide whether to show it.
+        parts = item.content if isinstance(item.content, list) else ()
+        reasoning = "".join([part.text or "" for part in parts])
+        messages.append({"role": "assistant", "reasoning_content": reasoning})
+    else:
         raise invalid(f"input of type `{kind}` is not supported", "input", NO_SUCH)
+
+
+def _is_reasoning(message: Mapping[str, Any]) -> bool:
+    """Whether the message has reasoning and nothing else."""
+    return message.keys() == {"role", "reasoning_content"}
 
 
 def _content(content: str | Iterable[InputPart] | None) -> str | list[dict[str, Any]] | None:

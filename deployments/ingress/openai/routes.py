@@ -57,7 +57,7 @@ def routes(engine: EngineClient) -> APIRouter:
         check(body, engine.settings)
         served = await engine.served()
         chat_job = await chat(body, engine, served, caller)
-        writer = chat_writer(_envelope("chatcmpl", body, served), chat_job.tooling)
+        writer = chat_writer(_envelope("chatcmpl", body, served), chat_job.answers)
         return await answer(request, engine, chat_job.job, writer, bool(body.stream), body.choices)
 
     @router.get("/models")

@@ -1,7 +1,6 @@
-"""Chat replies with tool calls."""
+"""Chat replies with reasoning and tool calls."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
 import msgspec
 
@@ -9,64 +8,41 @@ from configs.wire.sampling import FinishReason
 from deployments.ingress.generation.calls import Event
 from deployments.ingress.generation.replies import Choice
 from deployments.ingress.openai.replies import ChatWriter, Envelope
-from deployments.ingress.openai.reply_types import ChatChoice, Reason, ToolFunction
-from deployments.ingress.tools.parsers import CallReader, CallStart, Part, TextDelta
-from deployments.ingress.tools.tooling import ToolFormat
+from deployments.ingress.openai.reply_types import (
+    ChatChoice,
+    ChatReply,
+    Reason,
+    ToolFunction,
+)
+from deployments.ingress.reasoning.answers import AnswerFormat, AnswerReader, read_whole
+from deployments.ingress.reasoning.splitter import AnswerPart, ReasoningDelta
+from deployments.ingress.requests.usage import UsageReply
+from deployments.ingress.tools.parsers import CallStart, TextDelta
 
 _encode = msgspec.json.Encoder().encode
 
 
-@dataclass
-class ReadCall:
-    """A call in an answer; arguments: JSON text."""
+class PartsChatWriter(ChatWriter):
+    """Writes chat.completion objects with reasoning and calls split from the text.
 
-    name: str
-    arguments: str = ""
+    Calls are tool_calls, or function_call for `functions`.
+    """
 
-
-@dataclass
-class Answer:
-    """The text and the calls of an answer."""
-
-    text: str = ""
-    calls: list[ReadCall] = field(default_factory=list)
-
-    def add(self, parts: Iterable[Part]) -> None:
-        """Add parts of a reader."""
-        for part in parts:
-            if isinstance(part, TextDelta):
-                self.text += part.text
-            elif isinstance(part, CallStart):
-                self.calls.append(ReadCall(part.name))
-            else:
-                self.calls[-1].arguments += part.text
-
-
-def read_whole(reader: CallReader, text: str) -> Answer:
-    """Read a whole answer."""
-    answer = Answer()
-    answer.add(reader.push(text) + reader.end())
-    return answer
-
-
-class ToolChatWriter(ChatWriter):
-    """Writes chat.completion objects with tool_calls, or function_call for `functions`."""
-
-    def __init__(self, envelope: Envelope, tooling: ToolFormat) -> None:
+    def __init__(self, envelope: Envelope, answers: AnswerFormat) -> None:
         super().__init__(envelope)
-        self._tooling = tooling
-        self._legacy = tooling.toolbox.legacy
-        self._readers: dict[int, CallReader] = {}
+        self._answers = answers
+        self._legacy = answers.tooling is not None and answers.tooling.toolbox.legacy
+        self._readers: dict[int, AnswerReader] = {}
 
     def first_chunk(self, index: int) -> bytes:
         """The role; starts a reader for the choice."""
-        self._readers[index] = self._tooling.reader()
+        self._readers[index] = self._answers.reader()
         return super().first_chunk(index)
 
     def chunks(self, event: Event) -> bytes:
         """The chunks of one event; the first of them has the logprobs."""
         reader = self._readers[event.sequence]
-        parts = reader.push(event.text)
+        parts = reader.push(event.pieces, event.rest)
         if event.reason is not None:
             parts += reader.end()
         with_logprobs = bool(event.pieces) and self._envelope.num_logprobs >= 0
@@ -81,12 +57,31 @@ class ToolChatWriter(ChatWriter):
             chunks += self._chunk(event.sequence, self._last_delta(), b"null", reason)
         return chunks
 
+    def closing(self, usage: UsageReply) -> bytes:
+        """The end of a stream; the usage counts the reasoning."""
+        return super().closing(self._counted(usage))
+
+    def body(self, choices: Sequence[Choice], usage: UsageReply) -> ChatReply:
+        """A whole reply; the usage counts the reasoning."""
+        written = super().body(choices, usage)
+        return {**written, "usage": self._counted(usage)}
+
+    def _counted(self, usage: UsageReply) -> UsageReply:
+        if self._answers.reasoning is None:
+            return usage
+        tokens = sum(reader.reasoning_tokens for reader in self._readers.values())
+        return {**usage, "completion_tokens_details": {"reasoning_tokens": tokens}}
+
     def _choice(self, index: int, choice: Choice) -> ChatChoice:
-        """A choice, with the calls separated from its text."""
+        """A choice, with the reasoning and the calls split from its text."""
         written = super()._choice(index, choice)
-        answer = read_whole(self._tooling.reader(), choice.text)
+        reader = self._readers[index] = self._answers.reader()
+        answer = read_whole(reader, choice.text, choice.pieces)
         message = written["message"]
-        message["content"] = answer.text if answer.text or not answer.calls else None
+        split = answer.calls or answer.reasoning
+        message["content"] = answer.text if answer.text or not split else None
+        if answer.reasoning:
+            message["reasoning_content"] = message["reasoning"] = answer.reasoning
         functions: list[ToolFunction] = [
             {"name": call.name, "arguments": call.arguments} for call in answer.calls
         ]
@@ -94,20 +89,23 @@ class ToolChatWriter(ChatWriter):
             message["function_call"] = functions[0]
         elif functions:
             message["tool_calls"] = [
-                {"id": self._tooling.call_id(), "type": "function", "function": function}
+                {"id": self._answers.call_id(), "type": "function", "function": function}
                 for function in functions
             ]
         written["finish_reason"] = self._reason(choice.reason, len(functions))
         return written
 
-    def _part(self, part: Part) -> bytes:
+    def _part(self, part: AnswerPart) -> bytes:
         """The delta of a part."""
         if isinstance(part, TextDelta):
             return self._delta(part.text)
+        if isinstance(part, ReasoningDelta):
+            delta = {"reasoning_content": part.text, "reasoning": part.text}
+            return b'"delta":' + _encode(delta)
         if isinstance(part, CallStart):
             call: dict[str, object] = {"name": part.name, "arguments": ""}
             if not self._legacy:
-                call = {"index": part.call, "id": self._tooling.call_id(), "type": "function",
+                call = {"index": part.call, "id": self._answers.call_id(), "type": "function",
                         "function": call}  # fmt: skip
         else:
             call = {"arguments": part.text}
@@ -124,6 +122,6 @@ class ToolChatWriter(ChatWriter):
         return "function_call" if self._legacy else "tool_calls"
 
 
-def chat_writer(envelope: Envelope, tooling: ToolFormat | None) -> ChatWriter:
+def chat_writer(envelope: Envelope, answers: AnswerFormat) -> ChatWriter:
     """The writer of a chat's reply."""
-    return ChatWriter(envelope) if tooling is None else ToolChatWriter(envelope, tooling)
+    return ChatWriter(envelope) if answers.plain else PartsChatWriter(envelope, answers)

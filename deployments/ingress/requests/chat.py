@@ -1,4 +1,4 @@
-"""Makes a job from a chat request: its template, tools and constraint."""
+"""Makes a job from a chat request: its template, tools, reasoning and constraint."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -6,10 +6,13 @@ from typing import NamedTuple
 
 from configs.wire.adapters import AdapterReference
 from configs.wire.templates import TemplateSource
+from deployments.ingress.chat_templates.message_forms import text_of
 from deployments.ingress.chat_templates.selection import Template
 from deployments.ingress.generation.engine import EngineClient, GenerationJob, ServedModel
 from deployments.ingress.generation.prompt_replies import Prompt
 from deployments.ingress.http.errors import invalid
+from deployments.ingress.reasoning.answers import AnswerFormat
+from deployments.ingress.reasoning.formats import ReasoningFormat, Start, reasoning_format
 from deployments.ingress.requests.conversations import conversation
 from deployments.ingress.requests.jobs import Caller, adapter_of, job_of, prompt_limit
 from deployments.ingress.requests.schema import ChatBody
@@ -19,10 +22,10 @@ from deployments.ingress.tools.tooling import ToolFormat, tooling
 
 
 class ChatJob(NamedTuple):
-    """A chat's job; tooling: None if no function may be called."""
+    """A chat's job; answers: what its answers consist of."""
 
     job: GenerationJob
-    tooling: ToolFormat | None
+    answers: AnswerFormat
 
 
 async def chat(
@@ -33,9 +36,8 @@ async def chat(
     adapter = adapter_of(body, served.info, engine.settings.default_source)
     template = await _template(body, engine, served, caller, adapter)
     tool_format = tooling(toolbox, template, engine.settings.tool_parser)
-    marker_ids = (
-        served.tokenizer.added(tool_format.format.markers) if tool_format is not None else {}
-    )
+    markers = tool_format.format.markers if tool_format is not None else frozenset()
+    marker_ids = served.tokenizer.added(markers)
     constraint = await engine.compiler.compiled(
         await _constraint(body, tool_format, marker_ids), served.info
     )
@@ -44,9 +46,26 @@ async def chat(
     limit = prompt_limit(served.info, "messages")
     ids = await served.tokenizer.encode(rendered, bool(body.add_special_tokens), limit)
     job = job_of(body, [Prompt(rendered, ids)], adapter, served.info, caller, constraint)
-    if tool_format is not None:
-        job = replace(job, visible_special_tokens=frozenset(marker_ids.values()))
-    return ChatJob(job, tool_format)
+    reasoning = None
+    if not constraint and body.separate_reasoning is not False:
+        reasoning = reasoning_format(engine.settings.reasoning_parser, template)
+    if reasoning is not None:
+        marker_ids |= served.tokenizer.added(reasoning.markers)
+        # Tokens of the reasoning are counted one by one.
+        job = replace(job, per_token=True)
+    job = replace(job, visible_special_tokens=frozenset(marker_ids.values()))
+    start = _start(body, reasoning, rendered) if reasoning is not None else Start.EITHER
+    shown = body.include_reasoning is not False
+    return ChatJob(job, AnswerFormat(tool_format, reasoning, start, shown))
+
+
+def _start(body: ChatBody, reasoning: ReasoningFormat, prompt: str) -> Start:
+    """Where the answer begins: in its reasoning, or after it."""
+    if not body.continue_final_message:
+        return reasoning.start(prompt)
+    if isinstance(body.continue_final_message, str) and body.continue_final_message != "content":
+        return Start.REASONING
+    return reasoning.start_within(text_of(body.messages[-1].rendered().get("content") or ""))
 
 
 async def _template(

@@ -17,6 +17,8 @@ RESERVED = frozenset({
 })  # fmt: skip
 # Fields of a request that are variables of the template.
 _TEMPLATE_FIELDS = ("documents", "reasoning_effort")
+# Variables by which templates switch reasoning on and off.
+_SWITCHES = ("enable_thinking", "thinking")
 
 
 def conversation(
@@ -34,8 +36,11 @@ def _variables(
     for name in sorted(RESERVED & variables.keys()):
         message = f"`chat_template_kwargs` cannot set `{name}`: it is no variable of the template"
         raise invalid(message, "chat_template_kwargs")
+    _switch_reasoning(body, variables, template)
     for name in _TEMPLATE_FIELDS:
         value = getattr(body, name)
+        if name == "reasoning_effort" and _switch(template) and not template.reads(name):
+            continue
         if value is None or (not value and not template.reads(name)):
             continue
         if not template.reads(name):
@@ -49,6 +54,20 @@ def _variables(
         message = "`continue_final_message` cannot be combined with `add_generation_prompt`"
         raise invalid(message, "continue_final_message")
     return {**variables, "add_generation_prompt": starts, "tools": tools}
+
+
+def _switch(template: TemplateText) -> str | None:
+    """The template's variable that switches reasoning on and off; None without one."""
+    return next((name for name in _SWITCHES if template.reads(name)), None)
+
+
+def _switch_reasoning(body: ChatBody, variables: dict[str, Any], template: TemplateText) -> None:
+    """Switch reasoning by `reasoning_effort`, unless the template grades it or it is set."""
+    switch, effort = _switch(template), body.reasoning_effort
+    if switch is None or effort is None:
+        return
+    if effort == "none" or not template.reads("reasoning_effort"):
+        variables.setdefault(switch, effort != "none")
 
 
 def _continues(body: ChatBody) -> str:

@@ -101,7 +101,7 @@ REFUSED = refused_fields((
     (_NONE, "use `logprobs`", "return_k_alternatives"),
     (_OFF, "use `continue_final_message`, and write the message before the answer", "echo"),
     (_EMPTY, "use `reasoning_effort` or `chat_template_kwargs`", "reasoning"),
-    (_ON, "answers are not split into reasoning and text", "include_reasoning"),
+    (_ON, "it belongs to /v1/chat/completions", "include_reasoning separate_reasoning"),
     (_NONE, "set it in `chat_template_kwargs`", "thinking enable_thinking"),
     (_UNSET, "it belongs to /v1/responses",
      "access_programs background background_options context_management conversation include "
@@ -164,8 +164,8 @@ IGNORED = frozenset({
     # They change when or where tokens are computed, never which tokens.
     "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "stream_interval",
     "ngram_corpus_id", "routed_dp_rank", "disagg_prefill_dp_rank", "data_parallel_rank",
-    # Answers are not split into reasoning and text.
-    "separate_reasoning", "stream_reasoning",
+    # Reasoning is streamed as it comes; together the pieces are the same.
+    "stream_reasoning",
     # They matter on other routes only.
     "return_mm_kwargs", "parallel_tool_calls",
 })  # fmt: skip

@@ -217,7 +217,12 @@ class Message(AsWritten):
 
 
 class ChatBody(_Body, ToolFields):
-    """POST /v1/chat/completions; chat_template_kwargs: variables of the template."""
+    """POST /v1/chat/completions.
+
+    chat_template_kwargs: variables of the template.
+    include_reasoning: false leaves the reasoning out of the reply.
+    separate_reasoning: false leaves it in the text, with the model's own marks.
+    """
 
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: PositiveInt | None = None
@@ -225,6 +230,8 @@ class ChatBody(_Body, ToolFields):
     top_logprobs: NonNegativeInt | None = None
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: Unicode | None = None
+    include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None
     chat_template: Unicode | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None

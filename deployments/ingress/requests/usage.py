@@ -1,7 +1,7 @@
 """Token counts of a reply, in OpenAI's form; other dialects rename them."""
 
 from collections.abc import Sequence
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 from deployments.contract import Completion, SequenceRequest
 
@@ -12,6 +12,12 @@ class CachedTokens(TypedDict):
     cached_tokens: int
 
 
+class CompletionTokens(TypedDict):
+    """Tokens of the answers' reasoning, among the completion tokens."""
+
+    reasoning_tokens: int
+
+
 class UsageReply(TypedDict):
     """Token counts; a prompt counts once, however many choices it has."""
 
@@ -19,6 +25,7 @@ class UsageReply(TypedDict):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
+    completion_tokens_details: NotRequired[CompletionTokens]
 
 
 def usage_of(

@@ -11,7 +11,7 @@ from tokenizers import AddedToken
 
 from configs.grammars import matcher_of
 from configs.model import ToolParser
-from deployments.ingress.openai.tool_replies import read_whole
+from deployments.ingress.reasoning.answers import AnswerReader, read_whole
 from deployments.ingress.structured.compile_process import CompileResult, check
 from deployments.ingress.structured.schemas import schema_text
 from deployments.ingress.text.tokenizer import ModelTokenizer
@@ -91,7 +91,7 @@ def test_strict_functions_in_the_models_own_format(
     for calls in ([("f", F)], [("g", G)], [("f", F), ("g", G)]):
         for text in written(parser, *calls):
             assert model.allows(grammar, text), text
-            read = read_whole(CallReader(format, ("f", "g"), True), text)
+            read = read_whole(AnswerReader(None, CallReader(format, ("f", "g"), True)), text)
             assert [(call.name, call.arguments) for call in read.calls] == calls
             assert read.text == ""
     for calls in ([("f", F_BAD)], [("h", G)], [("f", F), ("f", "{}")]):

@@ -1,0 +1,74 @@
+"""How models mark their reasoning, and how the marks of one model are found."""
+
+from enum import Enum
+from typing import NamedTuple
+
+from configs.model import ReasoningParser
+from deployments.ingress.chat_templates.template import TemplateText
+
+
+class Start(Enum):
+    """Where an answer begins: in its reasoning, in its text, or where its first words say."""
+
+    REASONING = "reasoning"
+    TEXT = "text"
+    EITHER = "either"
+
+
+class ReasoningFormat(NamedTuple):
+    """The marks around the reasoning of an answer.
+
+    channels: the answer is a sequence of messages in channels, each with a header.
+    """
+
+    begin: str
+    end: str
+    channels: bool = False
+
+    @property
+    def markers(self) -> frozenset[str]:
+        """All marks; the reader needs their text also if they are special tokens."""
+        return _CHANNEL_MARKERS if self.channels else frozenset((self.begin, self.end))
+
+    def start(self, prompt: str) -> Start:
+        """Where an answer to this prompt begins; many templates write a mark at its end."""
+        written = prompt.rstrip()
+        if written.endswith(self.begin):
+            return Start.REASONING
+        return Start.TEXT if written.endswith(self.end) else Start.EITHER
+
+    def start_within(self, message: str) -> Start:
+        """Where the continuation of an unfinished message begins."""
+        return (
+            Start.REASONING if message.rfind(self.begin) > message.rfind(self.end) else Start.TEXT
+        )
+
+
+_CHANNEL_MARKERS = frozenset((
+    "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>",
+))  # fmt: skip
+
+FORMATS = {
+    ReasoningParser.HARMONY: ReasoningFormat(
+        "<|channel|>analysis<|message|>", "<|channel|>final<|message|>", channels=True
+    ),
+    ReasoningParser.MISTRAL: ReasoningFormat("[THINK]", "[/THINK]"),
+    ReasoningParser.GEMMA: ReasoningFormat("<|channel>thought", "<channel|>"),
+    ReasoningParser.SEED: ReasoningFormat("<seed:think>", "</seed:think>"),
+    ReasoningParser.COMMAND: ReasoningFormat("<|START_THINKING|>", "<|END_THINKING|>"),
+    ReasoningParser.GRANITE: ReasoningFormat(
+        "Here is my thought process:", "Here is my response:"
+    ),
+    ReasoningParser.THINK: ReasoningFormat("<think>", "</think>"),
+}  # fmt: skip
+"""In the order in which `auto` looks for their marks in a chat template."""
+
+
+def reasoning_format(
+    parser: ReasoningParser, template: TemplateText | None
+) -> ReasoningFormat | None:
+    """The marks of this model; None if its answers are not split."""
+    if parser is not ReasoningParser.AUTO:
+        return FORMATS.get(parser)
+    source = template.source if template is not None else ""
+    return next((one for one in FORMATS.values() if one.begin in source or one.end in source), None)

@@ -1,0 +1,212 @@
+"""Reasoning in chats and responses: split from the text, counted, switched, sent back."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import openai
+import pytest
+from tokenizers import AddedToken, Tokenizer
+
+from configs.model import ReasoningParser
+from deployments.ingress.generation.engine import IngressSettings
+from tests.deployments.ingress.conftest import Server
+from tests.deployments.ingress.openai.openai_http import CHAT, HELLO, post, stream
+from tests.fakes import FakeDriver, write_tokenizer
+
+TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>"
+    "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}"
+    "{{ message.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>"
+    "{% if enable_thinking is defined and not enable_thinking %}<think></think>"
+    "{% elif opens %}<think>{% endif %}{% endif %}"
+)
+GRADED = "<think>{{ reasoning_effort }}" + TEMPLATE
+REPLY = "<think>\nA capital.\n</think>\n\nParis."
+TALK = {"content": "Paris.", "reasoning": "A capital."}
+
+
+def serve(server: Server, folder: Path, template: str) -> FakeDriver:
+    """The server over a model with this template, whose end of reasoning is a special token."""
+    write_tokenizer(folder, template)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens([AddedToken("</think>", special=True)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    driver = server.driver
+    driver.tokenizer = tokenizer
+    driver.info = msgspec.structs.replace(
+        driver.info, tokenizer=str(folder), vocab_size=tokenizer.get_vocab_size()
+    )
+    driver.replies[None] = REPLY
+    return driver
+
+
+@pytest.fixture
+def thinking(server: Server, tmp_path: Path) -> FakeDriver:
+    return serve(server, tmp_path, TEMPLATE)
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="EMPTY", max_retries=0) as client:
+        yield client
+
+
+def both(http: httpx.Client, **body: Any) -> dict[str, Any]:
+    """The answer to a chat, checked to be equal whole and streamed, and its reasoning tokens."""
+    body = {"messages": HELLO, **body}
+    reply = post(http, CHAT, **body)
+    [choice] = reply["choices"]
+    message = choice["message"]
+    whole = {"content": message["content"] or "",
+             "reasoning": message.get("reasoning_content", "")}  # fmt: skip
+    assert message.get("reasoning", "") == whole["reasoning"]
+    usage = {"stream_options": {"include_usage": True}}
+    *chunks, last = stream(http, CHAT, **body, **usage)
+    deltas = [one["delta"] for chunk in chunks for one in chunk["choices"]]
+    assert whole == {
+        "content": "".join(delta.get("content") or "" for delta in deltas),
+        "reasoning": "".join(delta.get("reasoning_content") or "" for delta in deltas),
+    }
+    assert last["usage"] == reply["usage"]
+    details = reply["usage"].get("completion_tokens_details")
+    return {**whole, "tokens": details and details["reasoning_tokens"]}
+
+
+def prompt_of(driver: FakeDriver) -> str:
+    ids = driver.requests[-1].sequences[0].prompt
+    return str(driver.tokenizer.decode(ids, skip_special_tokens=False))
+
+
+def test_reasoning_is_split_from_the_text_and_counted(
+    http: httpx.Client, thinking: FakeDriver
+) -> None:
+    marked = thinking.tokenizer.encode(REPLY.removesuffix("\n\nParis."), add_special_tokens=False)
+    assert both(http) == {**TALK, "tokens": len(marked.ids)}
+    # Also where the prompt has the mark already, and where the answer is cut off.
+    thinking.replies[None] = REPLY.removeprefix("<think>")
+    opened = {"chat_template_kwargs": {"opens": True}}
+    assert both(http, **opened) == {**TALK, "tokens": len(marked.ids) - 1}
+    got = both(http, **opened, max_tokens=5)
+    assert (got["content"], got["tokens"]) == ("", 5)
+    assert got["reasoning"]
+    assert "A capital.".startswith(got["reasoning"])
+    [choice] = post(http, CHAT, messages=HELLO, **opened, max_tokens=5)["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == (None, "length")
+    thinking.replies[None] = "Paris."
+    assert both(http) == {"content": "Paris.", "reasoning": "", "tokens": 0}
+
+
+def test_the_split_is_switched_off(
+    http: httpx.Client, server: Server, thinking: FakeDriver
+) -> None:
+    got = both(http, separate_reasoning=False)
+    # The end mark is a special token, so it has no text where nothing reads it.
+    raw = REPLY.replace("</think>", "")
+    assert got == {"content": raw, "reasoning": "", "tokens": None}
+    hidden = both(http, include_reasoning=False)
+    assert (hidden["content"], hidden["reasoning"]) == ("Paris.", "")
+    assert hidden["tokens"] > 5
+    info, tokenizer = thinking.info, thinking.tokenizer
+    server.fresh_app(IngressSettings(reasoning_parser=ReasoningParser.NONE))
+    server.driver.info, server.driver.tokenizer = info, tokenizer
+    server.driver.replies[None] = REPLY
+    assert both(http)["content"] == raw
+
+
+def test_effort_switches_reasoning(http: httpx.Client, thinking: FakeDriver) -> None:
+    thinking.replies[None] = "Paris."
+    assert both(http, reasoning_effort="none")["tokens"] == 0
+    assert prompt_of(thinking).endswith("<think></think>")
+    # After a closed mark there is none, whatever the text says.
+    thinking.replies[None] = REPLY
+    assert both(http, reasoning_effort="none")["reasoning"] == ""
+    for effort in ("low", "high"):
+        post(http, CHAT, messages=HELLO, reasoning_effort=effort)
+        assert prompt_of(thinking).endswith("<|assistant|>")
+    post(http, CHAT, messages=HELLO, reasoning_effort="none",
+         chat_template_kwargs={"enable_thinking": True})  # fmt: skip
+    assert prompt_of(thinking).endswith("<|assistant|>")
+
+
+def test_effort_is_a_variable_of_templates_that_grade_it(
+    http: httpx.Client, server: Server, tmp_path: Path
+) -> None:
+    driver = serve(server, tmp_path, GRADED)
+    post(http, CHAT, messages=HELLO, reasoning_effort="high")
+    assert prompt_of(driver).startswith("<think>high")
+    post(http, CHAT, messages=HELLO, reasoning_effort="none")
+    assert prompt_of(driver).endswith("<think></think>")
+
+
+def test_continued_reasoning_and_text(http: httpx.Client, thinking: FakeDriver) -> None:
+    thinking.replies[None] = " so</think>Paris."
+    talk = [*HELLO, {"role": "assistant", "reasoning_content": "Well", "content": ""}]
+    got = both(http, messages=talk, continue_final_message="reasoning_content")
+    assert (got["reasoning"], got["content"]) == ("so", "Paris.")
+    talk = [*HELLO, {"role": "assistant", "content": "<think>Well"}]
+    got = both(http, messages=talk, continue_final_message=True)
+    assert (got["reasoning"], got["content"]) == ("so", "Paris.")
+    thinking.replies[None] = "is."
+    talk = [*HELLO, {"role": "assistant", "content": "Par"}]
+    assert both(http, messages=talk, continue_final_message=True)["content"] == "is."
+
+
+def test_openais_client_has_items_and_sends_them_back(
+    client: openai.OpenAI, thinking: FakeDriver
+) -> None:
+    reply = client.responses.create(model="tiny", input="hello")
+    assert [item.type for item in reply.output] == ["reasoning", "message"]
+    thought = reply.output[0]
+    assert thought.type == "reasoning"
+    assert thought.content is not None
+    assert [part.text for part in thought.content] == ["A capital."]
+    assert reply.output_text == "Paris."
+    assert reply.usage is not None
+    assert reply.usage.output_tokens_details.reasoning_tokens > 5
+    with client.responses.stream(model="tiny", input="hello") as events:
+        kinds = {event.type: event for event in events}
+        final = events.get_final_response()
+    assert [item.type for item in final.output] == ["reasoning", "message"]
+    done = kinds["response.reasoning_text.done"]
+    assert done.type == "response.reasoning_text.done"
+    assert done.text == "A capital."
+    talk: Any = [{"role": "user", "content": "hello"}, *reply.output,
+                 {"role": "user", "content": "Sure?"}]  # fmt: skip
+    client.responses.create(model="tiny", input=talk)
+    assert "<think>A capital.</think>Paris.<|user|>Sure?" in prompt_of(thinking)
+    # Reasoning alone, of an answer that was cut off, is left out.
+    client.responses.create(model="tiny", input=[*talk[:2], talk[-1]])
+    assert "A capital." not in prompt_of(thinking)
+
+
+def test_logprobs_belong_to_the_text_of_responses(
+    client: openai.OpenAI, thinking: FakeDriver
+) -> None:
+    reply = client.responses.create(
+        model="tiny", input="hello", include=["message.output_text.logprobs"], top_logprobs=1
+    )
+    message = reply.output[1]
+    assert message.type == "message"
+    part = message.content[0]
+    assert part.type == "output_text"
+    assert "".join(one.token for one in part.logprobs or ()).strip() == "Paris.</s>"
+
+
+def test_anthropics_messages_have_blocks_of_thinking(
+    http: httpx.Client, thinking: FakeDriver
+) -> None:
+    body = {"messages": HELLO, "max_tokens": 100}
+    thought = {"type": "thinking", "thinking": "A capital.", "signature": ""}
+    text = {"type": "text", "text": "Paris."}
+    assert post(http, "/v1/messages", **body)["content"] == [thought, text]
+    omitted = {"thinking": {"type": "adaptive", "display": "omitted"}}
+    assert post(http, "/v1/messages", **body, **omitted)["content"] == [text]
+    reply = http.post("/v1/messages", json={"model": "tiny", **body, "stream": True})
+    data = [block.split("data: ")[1] for block in reply.text.strip().split("\n\n")]
+    deltas = [event["delta"] for event in map(json.loads, data) if "delta" in event]
+    shown = "".join(delta.get("thinking", "") for delta in deltas)
+    assert (shown, "".join(delta.get("text", "") for delta in deltas)) == ("A capital.", "Paris.")
