@@ -41,10 +41,13 @@ class Request:
     tokens: all known ids, prompt first.
     computed: positions of applied steps. scheduled: positions that plans name.
     pending: tokens that plans in flight will sample. in_flight: plans in flight with its row.
-    batch_slot, blocks: what it holds on the ranks; -1 and empty while it waits.
+    batch_slot, tables: what it holds on the ranks; -1 and empty while it waits. tables: its blocks,
+    for each KV group in the order of their positions; -1 where they were freed.
+    freed: how many leading blocks of each table were freed before its end.
+    covered: positions that its tables hold.
     digests: names of its full blocks in the prefix cache, as far as they were computed.
     rope_set: that of position 0 (configs/rope_sets.py).
-    registered: leading blocks that the prefix cache knows.
+    registered: leading blocks, of the smallest size, that were computed and accounted for.
     cached_tokens: prompt tokens that came from the prefix cache.
     prompt_logprobs, embedding: what the ranks reported about its prompt so far.
     losses: losses of the ranks, in a row, in which it was involved.
@@ -75,7 +78,9 @@ class Request:
     pending: int = field(default=0, init=False)
     in_flight: int = field(default=0, init=False)
     batch_slot: int = field(default=-1, init=False)
-    blocks: list[int] = field(default_factory=list, init=False)
+    tables: list[list[int]] = field(default_factory=list, init=False)
+    freed: list[int] = field(default_factory=list, init=False)
+    covered: int = field(default=0, init=False)
     digests: list[bytes] = field(default_factory=list, init=False)
     rope_set: int = field(default=SHORT, init=False)
     registered: int = field(default=0, init=False)
@@ -191,8 +196,8 @@ class Request:
         """Start anew with the known tokens, which the next RequestJoin sends to the ranks."""
         self.status = Status.WAITING
         self.computed = self.scheduled = self.pending = self.in_flight = self.registered = 0
-        self.batch_slot = -1
-        self.blocks = []
+        self.covered, self.batch_slot = 0, -1
+        self.tables, self.freed = [], []
         self.discards_samples = False
 
     def count_loss(self, alone: bool) -> None:
@@ -219,9 +224,11 @@ class Request:
         )
 
     def check(self, block_size: int) -> None:
-        """Assert the order of the lengths and that blocks cover what is scheduled."""
+        """Assert the order of the lengths and that blocks cover what is scheduled.
+
+        block_size: the smallest of all KV groups.
+        """
         lengths = (self.id, self.computed, self.scheduled, self.total)
         assert 0 <= self.computed <= self.scheduled <= self.total <= self.max_total, lengths
         assert self.registered * block_size <= max(self.computed, self.scheduled), lengths
-        assert (len(self.blocks) - 1) * block_size < max(self.scheduled, 1), lengths
-        assert len(self.blocks) * block_size >= self.scheduled, lengths
+        assert self.covered >= self.scheduled, lengths

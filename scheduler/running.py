@@ -8,7 +8,8 @@ them was applied, so the request that needs the block may have to pause until th
 from configs.rope_sets import SHORT
 from configs.wire.adapters import AdapterKey
 from configs.wire.plan import Capacity
-from scheduler.kv.prefix_cache import PrefixCache
+from scheduler.kv.prefix_cache import CachedPrefix
+from scheduler.kv.tables import KvTables
 from scheduler.request import Request, Status
 from scheduler.step import StepBuilder
 
@@ -25,7 +26,10 @@ class RunningRequests:
     reserved_blocks: blocks that known tokens of admitted requests will still take.
     """
 
-    def __init__(self, capacity: Capacity, num_batch_slots: int, prefix_caching: bool) -> None:
+    def __init__(
+        self, capacity: Capacity, num_batch_slots: int, prefix_caching: bool, ahead: int = 0
+    ) -> None:
+        """ahead: positions that plans in flight and the next one name at most."""
         self.num_batch_slots = num_batch_slots
         self.num_blocks = capacity.num_blocks
         self.block_size = capacity.block_size
@@ -38,8 +42,9 @@ class RunningRequests:
         self._free_batch_slots = list(range(num_batch_slots - 1, -1, -1))
         self._chunked = capacity.chunked
         self._rope = capacity.rope_sets
-        self.prefix = PrefixCache(capacity.num_blocks, capacity.block_size, prefix_caching)
-        self._pool = self.prefix.pool
+        self._kv = KvTables(capacity, prefix_caching and capacity.prefix_caching, ahead)
+        self.prefix = self._kv.prefix
+        self._pool = self._kv.pool
 
     @property
     def num_held(self) -> int:
@@ -82,7 +87,7 @@ class RunningRequests:
                 ahead = request.total - request.scheduled
                 if step.budget > 0:
                     self._extend(request, min(ahead, step.budget), step)
-                self.reserved_blocks += self._blocks_for(request.total) - len(request.blocks)
+                self.reserved_blocks += self._kv.to_grow(request)
 
     def in_budget(self, request: Request, step: StepBuilder) -> bool:
         """Whether a step has tokens left for a new request.
@@ -94,8 +99,8 @@ class RunningRequests:
             return step.budget > 0
         return len(request.tokens) <= step.budget
 
-    def fits(self, request: Request) -> list[int] | None:
-        """The cached blocks that a new request would start with; None if it must wait.
+    def fits(self, request: Request) -> CachedPrefix | None:
+        """The cached prefix that a new request would start with; None if it must wait.
 
         All its known tokens must fit beside `reserved_blocks` and some room to grow, or it would be
         preempted soon. Alone it always fits: its length was checked when it was added.
@@ -104,30 +109,29 @@ class RunningRequests:
         if self._rope is not None:
             request.take_rope_set(self._rope.first(len(request.prompt), len(request.tokens)))
         cached = self.prefix.match(request)
-        idle = sum(1 for block in cached if self._pool.is_idle(block))
-        needed = self._blocks_for(len(request.tokens)) - len(cached)
+        needed = self._kv.to_join(request, cached)
         # Beside them, a block to grow for every two running requests.
-        room = self._pool.available - idle - self.reserved_blocks - len(self.members) // 2
-        return cached if needed <= room else None
+        room = self._pool.available - self.reserved_blocks - len(self.members) // 2
+        # A single one grows as far as it frees blocks that it needs no more.
+        return cached if needed <= room or not self.num_held else None
 
-    def join(self, request: Request, cached: list[int], slot: int, step: StepBuilder) -> None:
+    def join(self, request: Request, cached: CachedPrefix, slot: int, step: StepBuilder) -> None:
         """Give a waiting request a batch slot and its first row, behind its cached blocks."""
         assert request.status is Status.WAITING, request.id
         # Held before blocks are allocated, which could evict idle ones.
-        self._pool.share(cached)
+        self._kv.take(request, cached)
         request.status = Status.RUNNING
         request.batch_slot = self._free_batch_slots.pop()
-        request.registered = len(cached)
-        request.computed = request.scheduled = len(cached) * self.block_size
         length = len(request.tokens) - request.scheduled
         if self._chunked:
             length = min(length, step.budget)
         length, rope_set = self._one_rope_set(request, length)
-        end = request.scheduled + length
-        request.blocks = cached + self._pool.allocate(self._blocks_for(end) - len(cached))
-        self.reserved_blocks += self._blocks_for(len(request.tokens)) - len(request.blocks)
+        end = self._kv.reach(request, request.scheduled + length)
+        self._kv.extend(request, end)
+        self.reserved_blocks += self._kv.to_grow(request)
         step.add_join(request, slot)
-        step.add_row(request, length, list(request.blocks), rope_set)
+        blocks = [block for table in request.tables for block in table]
+        step.add_row(request, end - request.scheduled, blocks, rope_set)
         # A preempted request comes back at its age: the youngest is the last one.
         index = len(self.members)
         while index > 0 and self.members[index - 1].serial > request.serial:
@@ -176,12 +180,12 @@ class RunningRequests:
         """Positions below `end` were computed: full blocks of them can be found from now on."""
         request.computed = end
         if end >= (request.registered + 1) * self.block_size:
-            self.prefix.register(request)
+            self._kv.computed(request)
 
     def check(self) -> None:
         """Assert that no block or batch slot is lost or held twice, and lengths are in order."""
         held = [*self.members, *self.draining.values()]
-        self._pool.check(request.blocks for request in held)
+        self._pool.check(table for request in held for table in self._kv.held(request))
         self.prefix.check()
         taken = [request.batch_slot for request in held]
         slots = sorted([*self._free_batch_slots, *taken])
@@ -195,23 +199,21 @@ class RunningRequests:
             if request.status is not Status.ENDED:
                 request.check(self.block_size)
 
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
-
     def _extend(self, request: Request, length: int, step: StepBuilder) -> None:
         """Add a row of up to `length` positions, as far as there are blocks for them."""
         length, rope_set = self._one_rope_set(request, length)
-        room = len(request.blocks) * self.block_size - request.scheduled
         blocks: list[int] = []
+        room = request.covered - request.scheduled
         if length > room:
-            if room == 0 and not self._find_block(request):
+            if room == 0 and not self._find_blocks(request):
                 self.stalled = True
                 return
             # As far as there are blocks: a shorter row is better than a preemption.
-            missing = self._blocks_for(length - room)
-            blocks = self._pool.allocate(min(missing, self._pool.available))
-            request.blocks += blocks
-            length = min(length, room + len(blocks) * self.block_size)
+            end = request.scheduled + length
+            if length > 1:
+                end = self._kv.reach(request, end)
+                length = end - request.scheduled
+            blocks = self._kv.extend(request, end)
         step.add_row(request, length, blocks, rope_set)
 
     def _one_rope_set(self, request: Request, length: int) -> tuple[int, int]:
@@ -230,9 +232,12 @@ class RunningRequests:
             if rope.outgrown(request.rope_set, request.scheduled) and not request.exhausted:
                 self.preempt(request)
 
-    def _find_block(self, request: Request) -> bool:
-        """Make sure that one block is available, preempting younger requests if need be."""
-        while self._pool.available == 0:
+    def _find_blocks(self, request: Request) -> bool:
+        """Make sure that one more token has room, preempting younger requests if need be."""
+        if self._pool.available >= len(self._kv.groups):
+            return True  # A token takes no more than a block of each group.
+        needed = self._kv.lacking(request, request.scheduled + 1)
+        while self._pool.available < needed:
             if self.draining:
                 return False  # What they hold is freed within two steps.
             victim = self.members[-1]
@@ -243,7 +248,7 @@ class RunningRequests:
         return True
 
     def _free(self, request: Request) -> None:
-        self._pool.release(request.blocks)
+        self._kv.free(request)
         self._free_batch_slots.append(request.batch_slot)
-        request.blocks, request.batch_slot = [], -1
+        request.batch_slot = -1
         self._freed.append(request)

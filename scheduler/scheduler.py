@@ -286,8 +286,8 @@ class Scheduler:
         self._residency.reset(capacity)
 
     def _new_running(self) -> RunningRequests:
-        caching = self._limits.prefix_caching and self._capacity.prefix_caching
-        return RunningRequests(self._capacity, self._num_batch_slots, caching)
+        caching, ahead = self._limits.prefix_caching, self._limits.tokens_ahead
+        return RunningRequests(self._capacity, self._num_batch_slots, caching, ahead)
 
     def _prepare_isolation(self) -> None:
         """During isolation: preempt cleared requests; if none runs, start the next group."""
@@ -327,7 +327,7 @@ class Scheduler:
                 return  # It stays next, so that it gets the blocks that are freed.
             slot = self._admission.admit(request)
             if request.first_scheduled is None:
-                request.set_first_scheduled(now, len(cached) * self._capacity.block_size)
+                request.set_first_scheduled(now, cached.tokens)
                 self._counters.num_prompt_tokens += len(request.prompt)
                 self._counters.num_cached_tokens += request.cached_tokens
             self._running.join(request, cached, slot, step)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
 
+from configs.kv_groups import KvGroup
 from configs.rope_sets import RopeSets
 from configs.runtime import AdapterShare
 from configs.wire.adapters import AdapterKey, AdapterShape
@@ -132,8 +133,28 @@ def capacities(draw: st.DrawFn) -> Capacity:
         rope_sets=st.none() | st.builds(RopeSets, st.integers(1, 20), st.booleans()),
         host_bytes=st.sampled_from([30, 60, 1000]),
         max_total_tokens=st.just(40),
+        kv_groups=st.one_of(st.just(()), kv_groups(block_size)),
     )
     return draw(capacity)
+
+
+@st.composite
+def kv_groups(draw: st.DrawFn, block_size: int) -> tuple[KvGroup, ...]:
+    """Up to three groups; a block of some holds more tokens than the smallest."""
+    larger = draw(st.sampled_from([1, 2, 3]))
+    sizes = st.sampled_from([block_size, block_size * larger])
+    window = st.integers(1, 9)
+    group = st.one_of(
+        st.builds(KvGroup, sizes),
+        st.builds(KvGroup, sizes, window=window),
+        st.builds(KvGroup, sizes, chunk=window.map(lambda blocks: blocks * block_size * larger)),
+    )
+    first = st.one_of(
+        st.builds(KvGroup, st.just(block_size)),
+        st.builds(KvGroup, st.just(block_size), window=window),
+    )
+    others = draw(st.lists(group, max_size=2))
+    return (draw(first), *others)
 
 
 def limits() -> st.SearchStrategy[Limits]:

@@ -8,6 +8,7 @@ plan of step n + 1 can name it by position before its value is known on the host
 
 import msgspec
 
+from configs.kv_groups import KvGroup
 from configs.rope_sets import RopeSets
 from configs.wire.adapters import AdapterKey
 from configs.wire.sampling import Sampling
@@ -34,7 +35,8 @@ class RequestJoin(msgspec.Struct, frozen=True, array_like=True):
 class StepRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One request's part of a step: compute positions start .. start + length - 1.
 
-    blocks: block indices to append to the batch slot's block table before computing.
+    blocks: block indices to append to the batch slot's block tables before computing: for each KV
+    group as many as it lacks for the row's end; -1 for a block that the row does not need.
     samples: whether the logits of the last position give the token at start + length.
     rope_set: the table of rotary frequencies for these positions; see configs/rope_sets.py.
     """
@@ -128,7 +130,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
 class Capacity(msgspec.Struct, frozen=True):
     """The ranks' memory, measured at start; the group's is the minimum over its ranks.
 
-    num_blocks, block_size: of the KV cache; block_size in tokens.
+    num_blocks, block_size: of the KV cache; block_size in tokens, the smallest of all groups.
     projections: names of the linear maps that adapters may change; lists with an entry for each
     projection have this order.
     adapter_pages: pages in each projection's pool.
@@ -139,6 +141,7 @@ class Capacity(msgspec.Struct, frozen=True):
     prefix_caching: whether requests can share blocks.
     pool_pages: pages of each projection's pool where they differ; empty: adapter_pages each.
     rope_sets: set where rotary frequencies depend on a sequence's length; else None.
+    kv_groups: all groups' blocks; empty: one group that needs its blocks to the end.
     """
 
     num_blocks: int
@@ -152,6 +155,16 @@ class Capacity(msgspec.Struct, frozen=True):
     prefix_caching: bool = True
     pool_pages: tuple[int, ...] = ()
     rope_sets: RopeSets | None = None
+    kv_groups: tuple[KvGroup, ...] = ()
+
+    @property
+    def groups(self) -> tuple[KvGroup, ...]:
+        """The KV groups, one at least."""
+        return self.kv_groups or (KvGroup(self.block_size),)
+
+    def least_blocks(self, tokens: int) -> int:
+        """The blocks without which a sequence of so many tokens cannot be computed."""
+        return sum(group.most_held(tokens) for group in self.groups)
 
     @property
     def pages(self) -> tuple[int, ...]:

@@ -1,5 +1,6 @@
 """Limits, and the refusals that follow from them."""
 
+from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -61,6 +62,11 @@ class Limits:
         if self.max_queued < 0 or self.patience_steps < 0:
             raise ValueError(f"max_queued and patience_steps must not be negative: {self}")
 
+    @property
+    def tokens_ahead(self) -> int:
+        """The most tokens that plans in flight name."""
+        return self.steps_ahead * self.max_step_tokens
+
     @classmethod
     def from_config(cls, config: EngineConfig, steps_ahead: int = 2) -> "Limits":
         """The limits of one engine; steps_ahead is 1 for models that cannot run ahead."""
@@ -96,8 +102,9 @@ def refuse_oversized(request: Request, capacity: Capacity) -> None:
     """Raise InvalidRequest for a request that the cache could not hold even if it were alone."""
     prompt, new = len(request.prompt), request.stopping.max_new_tokens
     # No step computes keys and values for the last token.
-    held = capacity.num_blocks * capacity.block_size
-    if prompt + max(new, 1) - 1 > held:
+    tokens = prompt + max(new, 1) - 1
+    if capacity.least_blocks(tokens) > capacity.num_blocks:
+        held = bisect_right(range(tokens), capacity.num_blocks, key=capacity.least_blocks) - 1
         raise InvalidRequest(
             f"{prompt} prompt tokens and max_new_tokens {new} do not fit into the cache, "
             f"which holds {held} tokens; shorten one of them"

@@ -2,7 +2,8 @@
 
 The name of a full block is blake2b over the name of the block before it and its own token ids.
 The chain starts at a `PrefixKey`, which says what else shapes keys and values, and which callers
-may share them. So equal names mean equal content.
+may share them. So equal names mean equal content. Several KV groups have one chain, of blocks of
+the smallest size; a larger block has the name of the last small one in it.
 """
 
 import struct
@@ -10,17 +11,32 @@ from array import array
 from hashlib import blake2b
 from typing import NamedTuple
 
+from configs.kv_groups import KvGroup
 from configs.wire.adapters import AdapterKey
 from scheduler.kv.block_pool import BlockPool
 from scheduler.request import Request
 
 DIGEST_BYTES = 16
 
+FREED = -1
+"""In a table: a block that is not held, for no later position needs it."""
+
+
+class CachedPrefix(NamedTuple):
+    """What a request need not compute: so many tokens, in blocks of each KV group."""
+
+    tokens: int
+    tables: list[list[int]]
+
+    def held(self, group: int) -> list[int]:
+        """The blocks of a group that later positions need."""
+        return [block for block in self.tables[group] if block != FREED]
+
 
 class PrefixKey(NamedTuple):
     """What must be equal for two requests to share blocks, beside the tokens.
 
-    Nothing else decides it: a new kind of KV cache group would be one more field.
+    Nothing else decides it: what differs by KV group is found by group.
     salt: the caller's (`GenerateRequest.cache_salt`).
     rope_set: that of position 0, which decides those of later positions (configs/rope_sets.py).
     adapter: its key, one for each content digest; None is the base model.
@@ -57,11 +73,17 @@ def extend_chain(request: Request, num_blocks: int, block_size: int) -> list[byt
 class PrefixCache:
     """Digest → block for computed full blocks, over a pool that evicts the idle ones."""
 
-    def __init__(self, num_blocks: int, block_size: int, enabled: bool) -> None:
+    def __init__(self, num_blocks: int, groups: tuple[KvGroup, ...], enabled: bool) -> None:
         """If not enabled, nothing is found and nothing is kept."""
         self.enabled = enabled
-        self.block_size = block_size
+        self.block_size = min(group.block_size for group in groups)
         self.pool = BlockPool(num_blocks, self._forget)
+        self._groups = groups
+        self._strides = [group.block_size // self.block_size for group in groups]
+        # A prefix ends where a block of every group does.
+        self._step = max(self._strides)
+        # Behind a digest: equal ones of several groups name several blocks.
+        self._marks = [bytes([index]) if index else b"" for index in range(len(groups))]
         self._block_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
 
@@ -69,43 +91,96 @@ class PrefixCache:
         """How many blocks can be found."""
         return len(self._block_of)
 
-    def match(self, request: Request) -> list[int]:
-        """The blocks that hold the request's first tokens; at least one token is left to compute.
+    def match(self, request: Request) -> CachedPrefix:
+        """The longest known prefix of the request; at least one token is left to compute.
 
-        A request that still awaits a report about its prompt computes all of it: nothing is found.
+        Of a group that forgets, only the blocks are needed that the next position sees. A request
+        that still awaits a report about its prompt computes all of it: nothing is found.
         """
-        if not self.enabled or request.awaits_report:
-            return []
         # The last token is computed in any case: its logits give the next one.
         limit = (len(request.tokens) - 1) // self.block_size
-        found = []
-        for digest in extend_chain(request, limit, self.block_size)[:limit]:
-            block = self._block_of.get(digest)
-            if block is None:
-                break
-            found.append(block)
-        return found
+        if not self.enabled or request.awaits_report:
+            limit = 0
+        digests = extend_chain(request, limit, self.block_size)
+        end = limit - limit % self._step
+        tables = []
+        for index, group in enumerate(self._groups):
+            found = self._known(index, digests, end)
+            if not group.forgets:
+                end = min(end, len(found) * self._strides[index])
+                end -= end % self._step
+            tables.append(found)
+        end = self._common_end(tables, end)
+        return CachedPrefix(end * self.block_size, self._cut(tables, end))
 
     def register(self, request: Request) -> None:
         """Make the request's full blocks findable up to `computed`: those that were applied."""
-        full = request.computed // self.block_size
-        if not self.enabled or full <= request.registered:
+        full, before = request.computed // self.block_size, request.registered
+        if full <= before:
+            return
+        request.registered = full
+        if not self.enabled:
             return
         digests = extend_chain(request, full, self.block_size)
-        for index in range(request.registered, full):
-            digest, block = digests[index], request.blocks[index]
-            # Two requests may compute the same tokens at once: the first block stays the one found.
-            if digest not in self._block_of:
-                self._block_of[digest] = block
-                self._digest_of[block] = digest
-                self.pool.keep(block)
-        request.registered = full
+        for index, stride in enumerate(self._strides):
+            mark, table = self._marks[index], request.tables[index]
+            for at in range(before // stride, full // stride):
+                self._register(digests[(at + 1) * stride - 1] + mark, table[at])
 
     def check(self) -> None:
         """Assert that both directions of the map agree."""
         assert len(self._block_of) == len(self._digest_of)
         for digest, block in self._block_of.items():
             assert self._digest_of[block] == digest, block
+
+    def _known(self, index: int, digests: list[bytes], end: int) -> list[int]:
+        """A group's blocks below `end`; of one that forgets, FREED where they are not known."""
+        stride, mark, find = self._strides[index], self._marks[index], self._block_of.get
+        forgets = self._groups[index].forgets
+        found = []
+        for at in range(stride - 1, end, stride):
+            block = find(digests[at] + mark, FREED)
+            if block == FREED and not forgets:
+                break
+            found.append(block)
+        return found
+
+    def _common_end(self, tables: list[list[int]], end: int) -> int:
+        """The last end up to `end` at which every group that forgets has what it needs."""
+        while True:
+            before = end
+            for index, group in enumerate(self._groups):
+                if group.forgets:
+                    end = self._own_end(group, self._strides[index], tables[index], end)
+            if end == before:
+                return end
+
+    def _own_end(self, group: KvGroup, stride: int, table: list[int], end: int) -> int:
+        """The same for one group."""
+        while end:
+            first = group.first_block(end * self.block_size)
+            needed = range(end // stride - 1, first - 1, -1)
+            missing = next((at for at in needed if table[at] == FREED), None)
+            if missing is None:
+                break
+            # Every later end up to here needs that block too.
+            end = missing * stride - missing * stride % self._step
+        return end
+
+    def _cut(self, tables: list[list[int]], end: int) -> list[list[int]]:
+        """The tables up to `end`, without what is not needed there."""
+        cut = []
+        for group, stride, table in zip(self._groups, self._strides, tables, strict=True):
+            first = group.first_block(end * self.block_size)
+            cut.append([FREED] * first + table[first : end // stride])
+        return cut
+
+    def _register(self, digest: bytes, block: int) -> None:
+        # Two requests may compute the same tokens at once: the first block stays the one found.
+        if block != FREED and digest not in self._block_of:
+            self._block_of[digest] = block
+            self._digest_of[block] = digest
+            self.pool.keep(block)
 
     def _forget(self, block: int) -> None:
         del self._block_of[self._digest_of.pop(block)]

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
+from configs.kv_groups import KvGroup
 from configs.rope_sets import RopeSets
 from configs.wire.adapters import AdapterKey, AdapterShape
 from configs.wire.plan import (
@@ -115,7 +116,11 @@ class Occupant:
     sets: RopeSets | None
     known: int
     matcher: int = -1
-    blocks: list[int] = field(default_factory=list)
+    tables: list[list[int]] = field(default_factory=list)
+
+    def cell(self, index: int, group: KvGroup, position: int) -> tuple[int, int]:
+        """The block and offset of a position in a KV group."""
+        return self.tables[index][position // group.block_size], position % group.block_size
 
     def rope_set(self, position: int) -> int:
         """The set that this position must take."""
@@ -128,6 +133,15 @@ class Occupant:
             state = link(state, token, self.rope_set(position))
             states.append(state)
         return states
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What one position of a block holds: the state there, by which step, of which KV group."""
+
+    state: int
+    step: int
+    group: int
 
 
 @dataclass(frozen=True)
@@ -147,7 +161,7 @@ class FakeRanks:
         self.num_places = num_places
         self.epoch = epoch
         self.occupants: dict[int, Occupant] = {}
-        self.cache: dict[tuple[int, int], tuple[int, int]] = {}  # (block, offset): (state, step)
+        self.cache: dict[tuple[int, int], Cell] = {}  # by block and offset
         self.host: dict[AdapterKey, AdapterShape] = {}
         self.slots: dict[int, tuple[AdapterKey, list[list[int]]]] = {}
         self.slot_of_page: dict[tuple[int, int], int] = {}  # (projection, page): slot
@@ -196,7 +210,7 @@ class FakeRanks:
         self.in_flight.append(
             Named(
                 batch_slots=frozenset(row.batch_slot for row in plan.rows),
-                blocks=frozenset(block for occupant in occupants for block in occupant.blocks),
+                blocks=frozenset(block for row in plan.rows for block in self._used(row)),
                 slots=frozenset(occupant.slot for occupant in occupants) - {-1},
             )
         )
@@ -257,6 +271,7 @@ class FakeRanks:
             self.capacity.rope_sets,
             len(join.tokens),
             join.matcher,
+            [[] for _ in self.capacity.groups],
         )
         if join.matcher >= 0:
             assert join.matcher in self.matchers, "a row would wait for its matcher"
@@ -266,37 +281,49 @@ class FakeRanks:
         assert 0 < join.prompt_length <= len(join.tokens)
 
     def _append_blocks(self, rows: list[StepRow]) -> None:
-        size = self.capacity.block_size
         fresh: set[int] = set()
         for row in rows:
-            occupant = self.occupants[row.batch_slot]
-            for block in row.blocks:
-                assert 0 <= block < self.capacity.num_blocks
-                if (len(occupant.blocks) + 1) * size > row.start:
-                    assert block not in fresh, f"block {block} is given to two requests"
-                    fresh.add(block)
-                occupant.blocks.append(block)
+            occupant, left = self.occupants[row.batch_slot], list(row.blocks)
+            for group, table in zip(self.capacity.groups, occupant.tables, strict=True):
+                while len(table) < group.blocks(row.start + row.length):
+                    block = left.pop(0)
+                    if (len(table) + 1) * group.block_size > row.start:
+                        assert block not in fresh, f"block {block} is given to two requests"
+                        fresh.add(block)
+                    table.append(block)
+            assert not left, "more blocks than the row needs"
         for named in self.in_flight:
             assert fresh.isdisjoint(named.blocks), "a block is given away under a plan in flight"
-        held = [block for row in rows for block in set(self.occupants[row.batch_slot].blocks)]
+        held = [block for row in rows for block in self._used(row)]
         assert all(held.count(block) == 1 for block in fresh), "a fresh block is shared"
+
+    def _used(self, row: StepRow) -> list[int]:
+        """The blocks that a row reads or writes."""
+        groups = zip(self.capacity.groups, self.occupants[row.batch_slot].tables, strict=True)
+        found = [
+            block for group, table in groups for block in table[group.first_block(row.start) :]
+        ]
+        assert all(0 <= block < self.capacity.num_blocks for block in found), "a block is missing"
+        return found
 
     def _verify(self, row: StepRow) -> None:
         """Everything that attention over this row would read is there."""
-        occupant, size = self.occupants[row.batch_slot], self.capacity.block_size
+        occupant, used = self.occupants[row.batch_slot], self._used(row)
         assert row.length > 0
         wanted = {occupant.rope_set(row.start + i) for i in range(row.length)}
         assert wanted == {row.rope_set}, f"rope set {row.rope_set} instead of {wanted}"
         assert row.start + row.length <= len(occupant.tokens), "a token is not known"
-        assert len(occupant.blocks) * size >= row.start + row.length, "blocks are missing"
-        assert len(set(occupant.blocks)) == len(occupant.blocks), "a block twice in one table"
-        hits = len(row.blocks) * size if len(row.blocks) == len(occupant.blocks) else 0
-        for position, state in enumerate(occupant.states(row.start)):
-            cell = (occupant.blocks[position // size], position % size)
-            found, step = self.cache.get(cell, (None, 0))
-            assert found == state, f"position {position} is not cached for this request"
-            if position < hits:
-                assert step <= self.last_applied, "cached before it was computed"
+        assert len(set(used)) == len(used), "a block twice in a request's tables"
+        joined = len(row.blocks) == sum(len(table) for table in occupant.tables)
+        states = occupant.states(row.start)
+        for number, group in enumerate(self.capacity.groups):
+            for position in range(group.first_seen(row.start), row.start):
+                cell = self.cache.get(occupant.cell(number, group, position))
+                assert cell is not None, f"position {position} is not cached"
+                found = (cell.state, cell.group)
+                assert found == (states[position], number), f"position {position} is another's"
+                if joined:
+                    assert cell.step <= self.last_applied, "cached before it was computed"
         if occupant.slot >= 0:
             key, pages = self.slots[occupant.slot]
             assert key == occupant.adapter, "another adapter is in the slot"
@@ -338,15 +365,15 @@ class FakeRanks:
         self, plan: StepPlan, faults: dict[int, str]
     ) -> tuple[list[int], list[TokenLogprobs | None] | None]:
         """Write keys and values, sample, and keep the sampled tokens."""
-        size = self.capacity.block_size
         tokens: list[int] = []
         logprobs: list[TokenLogprobs | None] = []
         for index, row in enumerate(plan.rows):
             occupant, end = self.occupants[row.batch_slot], row.start + row.length
             states = occupant.states(end)
-            for position in range(row.start, end):
-                cell = (occupant.blocks[position // size], position % size)
-                self.cache[cell] = (states[position], plan.step)
+            for number, group in enumerate(self.capacity.groups):
+                for position in range(row.start, end):
+                    cell = Cell(states[position], plan.step, number)
+                    self.cache[occupant.cell(number, group, position)] = cell
             if row.samples:
                 assert len(occupant.tokens) == end, "sampling would overwrite a token"
                 tokens.append(VOCABULARY if index in faults else next_token(states[-1]))

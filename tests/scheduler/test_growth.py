@@ -1,5 +1,6 @@
 """What a step costs does not grow with the adapters that are known: counted in lines of Python."""
 
+import gc
 import sys
 from types import FrameType
 from typing import Any
@@ -74,11 +75,15 @@ def lines(scheduler: Scheduler) -> int:
         return trace
 
     before = sys.gettrace()
+    # Callbacks of a collection would be counted too.
+    gc.collect()
+    gc.disable()
     sys.settrace(trace)
     try:
         step(scheduler)
     finally:
         sys.settrace(before)
+        gc.enable()
     return count
 
 

@@ -1,6 +1,7 @@
 """The stories must notice the mistakes that schedulers of this kind make."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, find, settings
@@ -13,6 +14,8 @@ from scheduler.adapters.host_tier import HostTier
 from scheduler.adapters.residency import Residency
 from scheduler.adapters.resident import Resident
 from scheduler.kv import prefix_cache as prefix
+from scheduler.kv.prefix_cache import CachedPrefix
+from scheduler.kv.tables import KvTables
 from scheduler.request import Request
 from scheduler.running import RunningRequests
 from scheduler.scheduler import Scheduler
@@ -56,7 +59,7 @@ def register_before_computed(patch: Patch) -> None:
     join = RunningRequests.join
 
     def join_and_register(
-        self: RunningRequests, request: Request, cached: list[int], slot: int, step: StepBuilder
+        self: RunningRequests, request: Request, cached: CachedPrefix, slot: int, step: StepBuilder
     ) -> None:
         join(self, request, cached, slot, step)
         request.computed = request.scheduled
@@ -117,6 +120,47 @@ def drop_while_loading(patch: Patch) -> None:
     patch.setattr(HostTier, "discard", discard_anyway)
 
 
+def free_a_block_early(patch: Patch) -> None:
+    """A group gives the block back that its window has just begun to leave."""
+    computed = KvTables.computed
+
+    def too_far(self: KvTables, request: Request) -> None:
+        real = request.computed
+        request.computed += max(group.block_size for group in self.groups)
+        computed(self, request)
+        request.computed = real
+
+    patch.setattr(KvTables, "computed", too_far)
+    # What is found too early is another mistake.
+    patch.setattr(prefix.PrefixCache, "register", lambda self, request: None)
+
+
+def forget_the_group(patch: Patch) -> None:
+    """A block of one KV group is found for another one."""
+    init = prefix.PrefixCache.__init__
+
+    def unmarked(self: prefix.PrefixCache, *arguments: Any, **options: Any) -> None:
+        init(self, *arguments, **options)
+        self._marks = [b""] * len(self._marks)
+
+    patch.setattr(prefix.PrefixCache, "__init__", unmarked)
+
+
+def find_without_the_window(patch: Patch) -> None:
+    """A prefix is found as far as one group knows it."""
+    patch.setattr(prefix.PrefixCache, "_common_end", lambda self, tables, end: end)
+
+
+def mix_tables_up(patch: Patch) -> None:
+    """The groups' new blocks are sent in the wrong order."""
+    extend = KvTables.extend
+
+    def reversed_blocks(self: KvTables, request: Request, end: int) -> list[int]:
+        return extend(self, request, end)[::-1]
+
+    patch.setattr(KvTables, "extend", reversed_blocks)
+
+
 MUTANTS: list[Callable[[Patch], None]] = [
     free_before_apply,
     register_before_computed,
@@ -126,6 +170,10 @@ MUTANTS: list[Callable[[Patch], None]] = [
     reuse_adapter_pages,
     use_before_loaded,
     drop_while_loading,
+    free_a_block_early,
+    forget_the_group,
+    find_without_the_window,
+    mix_tables_up,
 ]
 
 

@@ -64,7 +64,7 @@ def test_rewinding_keeps_the_tokens_and_nothing_else() -> None:
     request = make_request(0, [1, 2], max_new_tokens=9)
     request.accept(4)
     request.computed, request.scheduled, request.pending, request.batch_slot = 2, 3, 1, 7
-    request.blocks, request.registered = [3], 1
+    request.tables, request.registered = [[3]], 1
     request.rewind()
     assert request.tokens == [1, 2, 4]
     assert (request.computed, request.scheduled, request.pending, request.batch_slot) == (
@@ -73,7 +73,7 @@ def test_rewinding_keeps_the_tokens_and_nothing_else() -> None:
         0,
         -1,
     )
-    assert (request.blocks, request.registered, request.status) == ([], 0, Status.WAITING)
+    assert (request.tables, request.registered, request.status) == ([], 0, Status.WAITING)
 
 
 def test_lengths_out_of_order_are_noticed() -> None:
@@ -85,5 +85,5 @@ def test_lengths_out_of_order_are_noticed() -> None:
     request.scheduled = 2
     with pytest.raises(AssertionError):
         request.check(4)
-    request.blocks = [0]
+    request.tables, request.covered = [[0]], 4
     request.check(4)
