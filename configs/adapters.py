@@ -14,6 +14,7 @@ from pydantic import (
 
 from configs.base import Config
 from configs.lorax_names import ADAPTERS, IDLE_ADAPTERS, ours
+from configs.s3 import S3ServiceConfig
 from configs.wire.adapters import AdapterSource
 
 
@@ -49,18 +50,14 @@ class FetchConfig(Config):
     download_bytes_per_hour: PositiveInt = 64 * 2**30
 
 
-class S3Config(Config):
-    """Adapters in S3 buckets; credentials come by boto3's usual chain.
+class S3Config(S3ServiceConfig):
+    """Adapters in S3 buckets.
 
     roots: "bucket" or "bucket/prefix"; nothing outside them is ever read. An id that begins with
     a root is looked up as it is, any other under the first root.
-    endpoint_url: of another service with S3's interface; None is AWS.
-    region: None: as boto3 finds it.
     """
 
     roots: tuple[str, ...]
-    endpoint_url: str | None = None
-    region: str | None = None
 
     @field_validator("roots")
     @classmethod

@@ -2,9 +2,10 @@
 
 from enum import StrEnum
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, model_validator
 
 from configs.base import Config
+from configs.s3 import S3ServiceConfig
 
 
 class DType(StrEnum):
@@ -65,8 +66,8 @@ class ReasoningParser(StrEnum):
 class ModelConfig(Config):
     """The base model.
 
-    id: a folder, or a hub id. `configs/...` paths are looked up beside the installed package
-    too, so the demo is found from any working directory.
+    id: a folder, a hub id, or "s3://bucket/prefix". `configs/...` paths are looked up beside the
+    installed package too, so the demo is found from any working directory.
     revision: branch, tag or commit of a hub id; None: the hub's `main`.
     dtype: the type of weights and activations.
     allow_pickle: read the tensors of pytorch_model.bin where there are no safetensors; nothing
@@ -78,6 +79,8 @@ class ModelConfig(Config):
     of this length; None: of the model's own length, and longer sequences are refused.
     tool_parser: how tool calls are found in answers.
     reasoning_parser: how the reasoning of answers is found, and kept out of their text.
+    s3: the service of an S3 address.
+    cache_dir: the folder of downloads from S3; nothing in it is deleted.
     """
 
     id: str
@@ -93,6 +96,17 @@ class ModelConfig(Config):
     dynamic_rope_length: PositiveInt | None = None
     tool_parser: ToolParser = ToolParser.AUTO
     reasoning_parser: ReasoningParser = ReasoningParser.AUTO
+    s3: S3ServiceConfig = S3ServiceConfig()
+    cache_dir: str = "~/.cache/loray/models"
+
+    @model_validator(mode="after")
+    def _revisions_are_the_hubs(self) -> "ModelConfig":
+        if self.revision is not None and self.id.startswith("s3://"):
+            raise ValueError(
+                f"model.revision ({self.revision}) is for hub ids: a prefix of a bucket is a "
+                "version; name another prefix"
+            )
+        return self
 
     @property
     def served_name(self) -> str:

@@ -1,4 +1,4 @@
-"""Find the base model's files in a folder on this node, or fetch them from the hub."""
+"""Find the base model's files in a folder on this node, or fetch them from the hub or from S3."""
 
 from pathlib import Path
 
@@ -7,15 +7,19 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
 from configs.model import ModelConfig
 from sources.base import PACKAGE_ROOT, HTTPError
+from sources.s3_model import SCHEME, S3Model
 
 _MODEL_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.tiktoken",
                 "merges.txt", "vocab.txt"]  # fmt: skip
 _PICKLED_FILES = ["pytorch_model*.bin"]
 _CODE_FILES = ["*.py"]
+_CONFIG = "config.json"
+
+_FAULTS = (HTTPError, HFValidationError, LocalEntryNotFoundError, OSError, ImportError)
 
 
 class ModelNotFound(ValueError):
-    """The base model's id is neither a folder nor a repository that the hub serves."""
+    """The base model's id is no folder, and its source does not serve it."""
 
 
 def fetch_model(config: ModelConfig) -> Path:
@@ -23,16 +27,14 @@ def fetch_model(config: ModelConfig) -> Path:
     folder = _local_folder(config)
     if folder is not None:
         return folder
-    patterns = [
-        *_MODEL_FILES,
-        *(_PICKLED_FILES if config.allow_pickle else []),
-        *(_CODE_FILES if config.trust_remote_code else []),
-    ]
+    patterns = _patterns(config)
     try:
+        if _is_in_s3(config):
+            return S3Model(config, patterns).fetch(patterns)
         found = snapshot_download(
             config.id, revision=config.revision, allow_patterns=patterns, etag_timeout=10
         )
-    except (HTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+    except _FAULTS as error:
         raise _not_found(config, error) from error
     return Path(found)
 
@@ -43,21 +45,38 @@ def fetch_model_config(config: ModelConfig) -> Path:
     if folder is not None:
         return folder
     try:
-        found = hf_hub_download(config.id, "config.json", revision=config.revision, etag_timeout=10)
-    except (HTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        if _is_in_s3(config):
+            return S3Model(config, _patterns(config)).fetch([_CONFIG])
+        found = hf_hub_download(config.id, _CONFIG, revision=config.revision, etag_timeout=10)
+    except _FAULTS as error:
         raise _not_found(config, error) from error
     return Path(found).parent
 
 
+def _patterns(config: ModelConfig) -> list[str]:
+    """Return the patterns of the names of the model's files."""
+    return [
+        *_MODEL_FILES,
+        *(_PICKLED_FILES if config.allow_pickle else []),
+        *(_CODE_FILES if config.trust_remote_code else []),
+    ]
+
+
+def _is_in_s3(config: ModelConfig) -> bool:
+    return config.id.startswith(SCHEME)
+
+
 def _local_folder(config: ModelConfig) -> Path | None:
     for folder in (Path(config.id), PACKAGE_ROOT / config.id):
-        if (folder / "config.json").is_file():
+        if (folder / _CONFIG).is_file():
             return folder.resolve()
     return None
 
 
 def _not_found(config: ModelConfig, error: Exception) -> ModelNotFound:
     reason = str(error).rstrip(".")
+    if _is_in_s3(config):
+        return ModelNotFound(f"model {config.id!r} could not be read from s3: {reason}")
     return ModelNotFound(
         f"model {config.id!r} is not a folder with a config.json and could not be downloaded "
         f"from the hub: {reason}. Give a folder's path, or a hub id that this machine can reach"

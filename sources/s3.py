@@ -1,6 +1,5 @@
 """Adapters in S3 buckets, under configured roots only, with the server's own credentials."""
 
-import importlib
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import Any, NoReturn
@@ -16,6 +15,7 @@ from sources.base import (
     is_adapter_file,
     refuse,
 )
+from sources.s3_client import connect, error_code
 
 _PIECE_BYTES = 1 << 16
 _MISSING = frozenset({"NoSuchBucket", "NoSuchKey", "404"})
@@ -23,7 +23,6 @@ _CHANGED = frozenset({"PreconditionFailed", "412"})
 _FORBIDDEN = frozenset(
     {"AccessDenied", "403", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken"}
 )
-_UNANSWERED = ("NoCredentialsError", "PartialCredentialsError", "NoRegionError")
 
 
 class S3Source:
@@ -31,28 +30,16 @@ class S3Source:
 
     def __init__(self, config: S3Config, fetch: FetchConfig, allow_pickle: bool) -> None:
         """Make the client; ImportError names the package to install if boto3 is missing."""
-        try:
-            boto3 = importlib.import_module("boto3")
-            botocore = importlib.import_module("botocore.config")
-            self._errors = importlib.import_module("botocore.exceptions")
-        except ImportError as error:
-            raise ImportError(
-                "adapters.s3 is configured, but boto3 is not installed: pip install loray[s3]"
-            ) from error
         self._roots = config.roots
         self._allow_pickle = allow_pickle
-        self._client = boto3.session.Session().client(
-            "s3",
-            endpoint_url=config.endpoint_url,
-            region_name=config.region,
-            config=botocore.Config(
-                connect_timeout=fetch.connect_timeout_s,
-                read_timeout=fetch.read_timeout_s,
-                retries={"total_max_attempts": fetch.attempts, "mode": "standard"},
-                # Services other than AWS seldom have a host name for each bucket.
-                s3={"addressing_style": "path" if config.endpoint_url else "auto"},
-            ),
+        self._service = connect(
+            config,
+            "adapters.s3",
+            fetch.connect_timeout_s,
+            fetch.read_timeout_s,
+            fetch.attempts,
         )
+        self._client, self._errors = self._service.api, self._service.errors
 
     def resolve(self, reference: AdapterReference, token: Token) -> FoundAdapter:
         """Return the files directly under the id's prefix; a file's tag is its ETag."""
@@ -61,7 +48,7 @@ class S3Source:
             listed = self._client.list_objects_v2(Bucket=bucket, Prefix=prefix, Delimiter="/")
         except self._errors.ClientError as error:
             if self.is_transient(error):
-                raise Unreachable(f"s3 answered {_code(error)}") from error
+                raise Unreachable(f"s3 answered {error_code(error)}") from error
             self._refuse(error, reference.id)
         except self._errors.BotoCoreError as error:
             self._refuse_unanswered(error, reference.id)
@@ -100,12 +87,7 @@ class S3Source:
 
     def is_transient(self, error: Exception) -> bool:
         """Return whether it is a transient status, or a broken connection."""
-        if isinstance(error, self._errors.ClientError):
-            status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-            return status >= 500 or status in (408, 429)
-        if type(error).__name__ in _UNANSWERED:
-            return False
-        return isinstance(error, self._errors.BotoCoreError)
+        return self._service.is_transient(error)
 
     def _location(self, reference: AdapterReference) -> tuple[str, str]:
         """Return bucket and prefix (with a final "/") of an id; refuses paths outside the roots."""
@@ -126,7 +108,7 @@ class S3Source:
         return bucket, f"{prefix}/" if prefix else ""
 
     def _refuse(self, error: Any, name: str) -> NoReturn:
-        code = _code(error)
+        code = error_code(error)
         if code in _MISSING:
             refuse(AdapterRefusal.NOT_FOUND, f"adapter {name!r} was not found in s3", error)
         if code in _FORBIDDEN:
@@ -153,7 +135,3 @@ class S3Source:
             "configuration",
             error,
         )
-
-
-def _code(error: Any) -> str:
-    return str(error.response.get("Error", {}).get("Code", "no answer"))

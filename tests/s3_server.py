@@ -73,6 +73,14 @@ class FaultyS3:
 class _Handler(BaseHTTPRequestHandler):
     s3: FaultyS3
 
+    def do_HEAD(self) -> None:
+        wanted = {"authorization": self.headers["authorization"]}
+        answer = httpx.head(f"{self.s3.target}{self.path}", headers=wanted, timeout=_PATIENCE_S)
+        self.send_response(answer.status_code)
+        for name, value in answer.headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+
     def do_GET(self) -> None:
         self.s3.ranges.append(self.headers["Range"])
         if self.s3.faults:
