@@ -10,8 +10,10 @@ route /adapters/metrics has the adapter metrics that a driver under Ray gives to
 """
 
 import argparse
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -40,6 +42,7 @@ from deployments.ingress.generation.frames import RequestInboxes
 from deployments.rank.local import LocalRanks
 
 HOST = "127.0.0.1"
+_POLL_S = 0.02
 
 
 class LocalDriver:
@@ -133,7 +136,13 @@ def build(config: EngineConfig) -> FastAPI:
         await receiver.close()
         await engine.stop()
 
-    settings = IngressSettings(default_source=config.adapters.default_source)
+    adapters = config.adapters
+    settings = IngressSettings(
+        default_source=adapters.default_source,
+        loopback=True,
+        push=adapters.push,
+        max_file_bytes=adapters.max_file_bytes,
+    )
     app = build_app(LocalDriver(engine), inboxes, lambda: bound[-1], settings, lifespan)
     sums = AdapterSums(engine)
 
@@ -142,6 +151,25 @@ def build(config: EngineConfig) -> FastAPI:
         return Response(await sums.text(), media_type="text/plain")
 
     return app
+
+
+@contextmanager
+def served(config: EngineConfig) -> Iterator[str]:
+    """Serve in a thread; yields the URL when the engine is started."""
+    settings = uvicorn.Config(build(config), host=HOST, port=0, log_level="warning", ws="none")
+    server = uvicorn.Server(settings)
+    thread = threading.Thread(target=server.run, name="server", daemon=True)
+    thread.start()
+    try:
+        while not server.started:
+            if not thread.is_alive():
+                raise RuntimeError("the server did not start: its log says why")
+            time.sleep(_POLL_S)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield f"http://{HOST}:{port}"
+    finally:
+        server.should_exit = True
+        thread.join()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -89,6 +89,18 @@ SHAPES: dict[str, dict[str, Any]] = {
         "no_rope_layers": [1] * 32,
         "pad_token_id": 0,
     },
+    "llama-200m": {
+        **_LLAMA3,
+        "vocab_size": 2048,
+        "hidden_size": 1024,
+        "intermediate_size": 2816,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "bos_token_id": 2046,
+        "eos_token_id": 2047,
+    },
     "tiny": {
         **_LLAMA3,
         "vocab_size": 2048,

@@ -69,6 +69,17 @@ class S3Config(S3ServiceConfig):
         return plain
 
 
+class PushConfig(Config):
+    """Adapters that trainers push over HTTP or in shared memory; their files are on no disk.
+
+    folder: in a file system in memory, for all processes of a node; LoRay makes it.
+    max_bytes: of a node's pushed adapters together, versions that still run included.
+    """
+
+    folder: str = "/dev/shm/loray"
+    max_bytes: PositiveInt = 4 * 2**30
+
+
 class AdaptersConfig(Config):
     """LoRA adapters: their sources and their memory.
 
@@ -92,6 +103,7 @@ class AdaptersConfig(Config):
     fetch: time limits, attempts and the disk cache.
     hub_endpoint: None is huggingface_hub's own (HF_ENDPOINT).
     s3: None: nothing is read from S3.
+    push: where pushed adapters are kept, and how many bytes.
     share_hub_token: requests without a hub token use the server's.
     allow_pickle: read adapter_model.bin too (its tensors alone).
     max_known: contents that keep their keys, so that the same bytes find their prefix cache again.
@@ -116,6 +128,7 @@ class AdaptersConfig(Config):
     fetch: FetchConfig = FetchConfig()
     hub_endpoint: str | None = None
     s3: S3Config | None = None
+    push: PushConfig = PushConfig()
     share_hub_token: bool = False
     allow_pickle: bool = False
     max_known: PositiveInt = 100_000

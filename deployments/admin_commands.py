@@ -21,12 +21,13 @@ from deployments.contract import (
     LoadAdapter,
     NameAdapter,
     PinAdapter,
+    PushAdapter,
     UnloadAdapter,
     UnnameAdapter,
     UnpinAdapter,
 )
 
-SavedCommand = NameAdapter | PinAdapter
+SavedCommand = NameAdapter | PinAdapter | PushAdapter
 """What is saved. Fields may be added with defaults: entries of older versions must load."""
 
 Run = Callable[[AdapterCommand], Awaitable[AdapterReport]]
@@ -75,6 +76,9 @@ def save(store: AdminStore, command: AdapterCommand, reports: Sequence[AdapterRe
         case NameAdapter(name, target):
             lasting = NameAdapter(name, resolved or target)
             store.put(_key("name", name), msgspec.msgpack.encode(lasting))
+        case PushAdapter(name):
+            push = replace(command, content=None, replace=True)
+            store.put(_key("name", name), msgspec.msgpack.encode(push))
         case PinAdapter(reference) | LoadAdapter(reference, pin=True):
             pin = PinAdapter(resolved or reference)
             store.put(_key("pin", pin.reference), msgspec.msgpack.encode(pin))
@@ -112,6 +116,8 @@ class AdminCommands:
                 moves = key in self._applied
                 await self._execute(key, replace(command, replace=moves, stage=False))
                 self._applied[key] = command
+            elif isinstance(command, PushAdapter) and await self._execute(key, command):
+                self._applied[key] = command
         if pins:
             wanted = [key for key, command in new.items() if isinstance(command, PinAdapter)]
             done = await asyncio.gather(*(self._execute(key, new[key]) for key in wanted))
@@ -132,10 +138,14 @@ class AdminCommands:
 def _inverse(command: SavedCommand) -> AdapterCommand:
     if isinstance(command, NameAdapter):
         return UnnameAdapter(command.name, command.target)
+    if isinstance(command, PushAdapter):
+        return UnnameAdapter(command.name, command.target)
     return UnpinAdapter(command.reference)
 
 
 def _shown(command: SavedCommand) -> str:
+    if isinstance(command, PushAdapter):
+        return f"push {command.name.id}"
     if isinstance(command, NameAdapter):
         return f"name {command.name.id}"
     return f"pin {command.reference.id}"

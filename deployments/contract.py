@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from configs.wire.adapters import AdapterReference
+from configs.wire.adapters import AdapterReference, AdapterSource
 from configs.wire.plan import TokenLogprobs
 from configs.wire.sampling import FinishReason, Sampling, Stopping
 
@@ -226,6 +226,37 @@ class NameAdapter(_Command, frozen=True, tag="name"):
     stage: bool = True
 
 
+class PushedContent(msgspec.Struct, frozen=True):
+    """The files of a pushed adapter, for nodes that do not have them."""
+
+    config: bytes
+    weights: bytes
+
+    def __repr__(self) -> str:
+        """Without the bytes."""
+        return f"PushedContent({len(self.config)} + {len(self.weights)} bytes)"
+
+
+class PushAdapter(_Command, frozen=True, tag="push"):
+    """Serve pushed files under a name, once all ranks have staged them.
+
+    digest: of the files, which are in the node's memory or in `content`.
+    pushed_at: nanoseconds since the epoch; a replica ignores pushes older than the one it serves.
+    replace: the name may be in use.
+    """
+
+    name: AdapterReference
+    digest: str
+    pushed_at: int
+    replace: bool = False
+    content: PushedContent | None = None
+
+    @property
+    def target(self) -> AdapterReference:
+        """The adapter that the name stands for."""
+        return AdapterReference(AdapterSource.PUSHED, self.name.id)
+
+
 class UnnameAdapter(_Command, frozen=True, tag="unname"):
     """Remove a name; with a target, only if the name stands for it."""
 
@@ -240,6 +271,7 @@ AdapterCommand = (
     | PinAdapter
     | UnpinAdapter
     | NameAdapter
+    | PushAdapter
     | UnnameAdapter
 )
 """What an operator can have every driver replica do."""
@@ -281,8 +313,12 @@ class AdapterStatus(msgspec.Struct, frozen=True):
 
 
 class AdapterReport(msgspec.Struct, frozen=True):
-    """A command's result on one driver replica: the adapters of the command, or the failure."""
+    """A command's result on one driver replica: the adapters of the command, or the failure.
+
+    lacks_files: the node does not have the files of a push; send it again with `content`.
+    """
 
     replica: str
     adapters: list[AdapterStatus] = []
     failure: Failed | None = None
+    lacks_files: bool = False

@@ -25,6 +25,7 @@ from sources.download import Download
 from sources.files import check_headers, content_digest, fingerprint
 from sources.hub import HubSource
 from sources.local import LocalSource, origin_of
+from sources.pushed import PushedFiles, PushedSource, is_pushed
 from sources.retry import RetryPolicy
 from sources.s3 import S3Source
 
@@ -48,6 +49,7 @@ class AdapterSources:
         if config.s3 is not None:
             s3 = S3Source(config.s3, config.fetch, config.allow_pickle)
             self._remote[AdapterSource.S3] = s3
+        self.pushed = PushedSource(PushedFiles(config.push, config.max_file_bytes))
         self._budget = DownloadBudget(config.fetch.download_bytes_per_hour)
         self.cache = DiskCache(Path(config.fetch.cache_dir).expanduser(), config.fetch.cache_bytes)
 
@@ -60,6 +62,8 @@ class AdapterSources:
         try:
             if reference.source is AdapterSource.LOCAL:
                 return self._local.resolve(reference)
+            if reference.source is AdapterSource.PUSHED:
+                return self.pushed.resolve(reference)
             found = self._source(reference).resolve(reference, token)
             if found.folder is None:
                 check_files(found, self._config.max_file_bytes)
@@ -84,13 +88,16 @@ class AdapterSources:
                 here = replace(here, origin=origin_of(here.folder, here.fingerprint))
             return here
         try:
-            folder = self.cache.hold(found.origin) or self._download(found, token, payer)
+            if found.reference.source is AdapterSource.PUSHED:
+                folder = self.pushed.fetch(found)
+            else:
+                folder = self.cache.hold(found.origin) or self._download(found, token, payer)
         except OSError as error:
             _refuse_unreadable(name, error)
         try:
             return replace(self._inspected(folder, found), held=found.origin)
         except AdapterError:
-            self.cache.release(found.origin)
+            self._release(found.origin)
             raise
 
     def digest(self, folder: AdapterFolder, name: str) -> str:
@@ -106,7 +113,7 @@ class AdapterSources:
     def release(self, folder: AdapterFolder) -> None:
         """End the use of these files, so that the cache may evict them."""
         if folder.held is not None:
-            self.cache.release(folder.held)
+            self._release(folder.held)
 
     def close(self) -> None:
         """Stop running downloads; later ones resume their partial files."""
@@ -119,6 +126,12 @@ class AdapterSources:
     def known_local(self) -> list[str]:
         """Return the ids of the adapters directly under the local roots, for listings."""
         return self._local.listing()
+
+    def _release(self, origin: str) -> None:
+        if is_pushed(origin):
+            self.pushed.release(origin)
+        else:
+            self.cache.release(origin)
 
     def _source(self, reference: AdapterReference) -> RemoteSource:
         source = self._remote.get(reference.source)

@@ -61,6 +61,7 @@ class FoundAdapter:
     root: the folder that links in `folder` must not lead out of.
     open_to_all: whether every caller may read the adapter.
     lasting: whether the result may be used again without another call of the source.
+    digest: of the content, where it is known without reading the files.
     """
 
     reference: AdapterReference
@@ -70,6 +71,7 @@ class FoundAdapter:
     root: Path | None = None
     open_to_all: bool = True
     lasting: bool = True
+    digest: str | None = None
 
     @property
     def size(self) -> int:

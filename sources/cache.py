@@ -18,7 +18,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,9 +40,11 @@ class _Held:
 class DiskCache:
     """Folders by name, with at most `max_bytes` together; threads and processes may share it."""
 
-    def __init__(self, folder: Path, max_bytes: int) -> None:
+    def __init__(self, folder: Path, max_bytes: int, setting: str = "fetch.cache_bytes") -> None:
+        """setting: the name of max_bytes in messages."""
         self._folder = folder
         self._max_bytes = max_bytes
+        self._setting = setting
         self._lock = threading.Lock()
         self._held: dict[str, _Held] = {}
         self._reserved: dict[str, int] = {}
@@ -95,6 +97,23 @@ class DiskCache:
         """Delete the files of a failed write."""
         self._remove(self._folder / "partial" / _name(origin))
 
+    def remove(self, origin: str) -> None:
+        """Delete an entry unless it is in use."""
+        name = _name(origin)
+        with self._lock:
+            if name not in self._held:
+                self._remove(self._folder / "entries" / name)
+
+    def clear(self) -> None:
+        """Delete all that is not in use, and the cache's own folder if nothing is left."""
+        parts = [self._folder / name for name in ("entries", "partial", "trash")]
+        for path in (path for part in parts for path in _folders(part)):
+            self._remove(path)
+        with suppress(OSError):  # Something is in use.
+            for part in (part for part in parts if part.exists()):
+                part.rmdir()
+            self._folder.rmdir()
+
     def check(self) -> None:
         """Assert that the size is within its limit and nothing is left over; call it when idle."""
         assert not self._reserved, self._reserved
@@ -143,7 +162,7 @@ class DiskCache:
         """Evict until the entry fits the limit and the disk."""
         with self._lock:
             if num_bytes > self._max_bytes:
-                raise CacheFull(f"the cache has {self._max_bytes} bytes (fetch.cache_bytes)")
+                raise CacheFull(f"the cache has {self._max_bytes} bytes ({self._setting})")
             self._reserved[name] = num_bytes
             for victim in self._stale():
                 self._remove(victim)

@@ -14,6 +14,7 @@ from deployments.contract import (
     LoadAdapter,
     NameAdapter,
     PinAdapter,
+    PushAdapter,
     UnloadAdapter,
     UnnameAdapter,
     UnpinAdapter,
@@ -22,11 +23,12 @@ from deployments.contract import (
 
 @dataclass
 class Replica:
-    """One driver: what it knows, and what keeps it from loading anything."""
+    """One driver: what it knows, and what keeps it from loading anything; far: on another node."""
 
     name: str
     known: dict[AdapterReference, AdapterStatus] = field(default_factory=dict)
     broken: Failed | None = None
+    far: bool = False
 
     def run(self, command: AdapterCommand) -> AdapterReport:
         """Do it, or say why not."""
@@ -34,6 +36,8 @@ class Replica:
             return self._load(command)
         if isinstance(command, NameAdapter):
             return self._call(command)
+        if isinstance(command, PushAdapter):
+            return self._push(command)
         reference = command.name if isinstance(command, UnnameAdapter) else command.reference
         if reference is None:
             return AdapterReport(self.name, list(self.known.values()))
@@ -72,6 +76,18 @@ class Replica:
                 return self._fail(ErrorKind.ADAPTER_NOT_FOUND, "not under the roots")
             target = AdapterReference(AdapterSource.LOCAL, target.removeprefix("/roots/"))
         status = self.known[command.name] = AdapterStatus(command.name, "host", target)
+        return AdapterReport(self.name, [status])
+
+    def _push(self, command: PushAdapter) -> AdapterReport:
+        if self.broken is not None:
+            return AdapterReport(self.name, failure=self.broken)
+        if self.far and command.content is None:
+            failed = Failed(ErrorKind.ADAPTER_UNAVAILABLE, "no files")
+            return AdapterReport(self.name, failure=failed, lacks_files=True)
+        if command.name in self.known and not command.replace:
+            return self._fail(ErrorKind.VALIDATION, f"{command.name.id!r} is taken")
+        status = AdapterStatus(command.name, "host", command.target, command.digest)
+        self.known[command.name] = status
         return AdapterReport(self.name, [status])
 
     def _fail(self, kind: ErrorKind, message: str) -> AdapterReport:

@@ -19,6 +19,7 @@ class AdapterSource(StrEnum):
     HUB = "hub"
     LOCAL = "local"
     S3 = "s3"
+    PUSHED = "pushed"
 
 
 class AdapterReference(msgspec.Struct, frozen=True):
@@ -41,7 +42,7 @@ class AdapterReference(msgspec.Struct, frozen=True):
 
 
 def parse_reference(text: str, default_source: AdapterSource) -> AdapterReference:
-    """Read "[hub:|local:|s3:]id[@revision]", e.g. "local:pirate" or "acme/sql@v2".
+    """Read "[hub:|local:|s3:|pushed:]id[@revision]", e.g. "local:pirate" or "acme/sql@v2".
 
     An unknown prefix is part of the id; s3://bucket/prefix is an id of source s3. Raises
     ValueError for an empty id.

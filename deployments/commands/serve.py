@@ -20,6 +20,7 @@ import typer
 import yaml
 from rich.console import Console
 
+from configs.adapters import PushConfig
 from configs.env import export_throughput_mode, front_ports, proxy_mode
 from deployments.commands.check_config import config_faults, read_config
 from deployments.commands.cluster import (
@@ -31,6 +32,7 @@ from deployments.commands.cluster import (
 )
 from deployments.commands.failing import fail
 from deployments.ports import Port, conflicts
+from sources.pushed import PushedFiles
 
 _POLL_SECONDS = 0.5
 _READY_SECONDS = 900.0
@@ -87,11 +89,20 @@ def serve_file(path: Path, title: str, dashboard: bool, drain_seconds: float) ->
             names = [app.get("name", "default") for app in config["applications"]]
         asyncio.run(_leave(serve, names, drain_seconds, leaving.hurried))
         ray.shutdown()
+        _free_pushes(config)
     except ClusterLost as lost:
         typer.echo(f"loray: the Ray cluster of this command has ended: {lost}. {_LOGS}", err=True)
         end_without(ray)
     if not leaving.requested.is_set():
         raise typer.Exit(1)
+
+
+def _free_pushes(config: Mapping[str, Any]) -> None:
+    """Free the memory of pushed adapters; no process of this cluster holds them any more."""
+    for app in config["applications"]:
+        adapters = app.get("args", {}).get("engine", {}).get("adapters") or {}
+        push = PushConfig.model_validate(adapters.get("push") or {})
+        PushedFiles(push, push.max_bytes).clear()
 
 
 def _deploy(config: Path, address: str) -> None:

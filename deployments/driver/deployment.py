@@ -8,6 +8,8 @@ from typing import Any
 
 import msgspec
 from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import DeploymentUnavailableError
 from ray.util import get_current_placement_group
 
 from configs.engine import EngineConfig
@@ -23,6 +25,8 @@ from deployments.contract import (
     EngineInfo,
     Failed,
     GenerateRequest,
+    PushAdapter,
+    PushedContent,
     ReplyAddress,
 )
 from deployments.driver.engine import DriverEngine
@@ -65,7 +69,7 @@ class DriverDeployment:
         for title, selected in (await self._engine.describe()).startup_info.items():
             logger.info("%s: %s", title, selected)
         store = RayAdminStore(context.app_name)
-        commands = AdminCommands(store, self._engine.adapters)
+        commands = AdminCommands(store, self._execute_saved)
         await commands.follow(pins=False)
         settings_store = RayAdminStore(context.app_name, "settings")
         self._settings = OperatorSettings(self._engine.reconfigure, settings_store)
@@ -136,6 +140,20 @@ class DriverDeployment:
         replica = serve.get_replica_context().replica_id.unique_id
         return msgspec.structs.replace(await self._running.adapters(command), replica=replica)
 
+    async def pushed_content(self, digest: str) -> PushedContent | None:
+        """The files of a pushed version, for another node; None if this node lacks them."""
+        return await self._running.pushed_content(digest)
+
+    async def _execute_saved(self, command: AdapterCommand) -> AdapterReport:
+        """Execute a saved command; a push whose files this node lacks is fetched from another."""
+        report = await self._running.adapters(command)
+        if isinstance(command, PushAdapter) and report.lacks_files:
+            content = await _from_another_node(command.digest)
+            if content is not None:
+                whole = msgspec.structs.replace(command, content=content)
+                report = await self._running.adapters(whole)
+        return report
+
     async def steps(self) -> Sequence[StepRecord]:
         """The last steps, for benchmarks and tests."""
         return self._running.steps.last()
@@ -179,6 +197,18 @@ class DriverDeployment:
     def _running(self) -> DriverEngine:
         assert self._engine is not None, "Serve calls nothing before __init__ is done"
         return self._engine
+
+
+async def _from_another_node(digest: str) -> PushedContent | None:
+    """Pushed files from the first replica that has them; None if no other replica does."""
+    context = serve.get_replica_context()
+    peers = serve.get_deployment_handle(context.deployment, context.app_name)
+    try:
+        response = peers.broadcast("pushed_content", digest)
+        replies = await response.results_async(return_exceptions=True)
+    except (RayError, DeploymentUnavailableError):
+        return None
+    return next((reply for reply in replies if isinstance(reply, PushedContent)), None)
 
 
 async def _follow(commands: AdminCommands, settings: OperatorSettings) -> None:

@@ -22,14 +22,17 @@ from deployments.contract import (
     ErrorKind,
     Failed,
     GenerateRequest,
+    PushedContent,
     ReplyAddress,
 )
 from deployments.driver.adapters.aliases import Aliases
 from deployments.driver.adapters.control import AdapterControl
 from deployments.driver.adapters.directory import AdapterDirectory
 from deployments.driver.adapters.lifecycle import EngineAdapters
+from deployments.driver.adapters.pushes import PushedVersions
 from deployments.driver.adapters.rate_limits import NamedRateLimits
 from deployments.driver.adapters.report import AdapterReporter
+from deployments.driver.adapters.staging import AdapterStaging
 from deployments.driver.description import common, startup_info
 from deployments.driver.ingress_events import IngressDispatch
 from deployments.driver.loop import EngineLoop, LoopSettings, RankGroup
@@ -73,14 +76,16 @@ class DriverEngine:
         sender = FrameSender()
         self._streams = Streams(sender)
         self._runner = RequestRunner(handle, self._streams, self.usage)
-        self._directory = AdapterDirectory(AdapterSources(config.adapters), config.adapters)
+        sources = AdapterSources(config.adapters)
+        self._directory = AdapterDirectory(sources, config.adapters)
         self._aliases = Aliases()
         self._adapters = EngineAdapters(config.adapters, self._directory, handle, self._runner)
         self._rate_limits = NamedRateLimits(config.adapters.default_source, handle)
         self._reporter = AdapterReporter(self._aliases, self._adapters)
-        load_timeout_s = 2 * config.recovery.stage_timeout_s
+        self._staging = AdapterStaging(handle, 2 * config.recovery.stage_timeout_s)
+        self._pushes = PushedVersions(sources.pushed, self._adapters, self._staging, handle)
         self._control = AdapterControl(
-            self._aliases, self._adapters, self.usage, handle, load_timeout_s
+            self._aliases, self._adapters, self.usage, handle, self._staging, self._pushes
         )
         requests = RequestHandler(
             handle,
@@ -182,6 +187,10 @@ class DriverEngine:
             return AdapterReport("", failure=unavailable(self.failure))
         return await self._control.run(command)
 
+    async def pushed_content(self, digest: str) -> PushedContent | None:
+        """The files of a pushed version, for another node; None if this node lacks them."""
+        return await self._pushes.content(digest)
+
     async def chat_template(
         self,
         adapter: AdapterReference,
@@ -239,7 +248,7 @@ class DriverEngine:
     def _on_events(self, events: Sequence[Event]) -> None:
         for event in events:
             if isinstance(event, AdapterArrived):
-                self._control.stage_finished(event)
+                self._staging.finished(event)
             else:
                 self._streams.take(event)
         self._streams.flush()

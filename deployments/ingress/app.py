@@ -15,7 +15,7 @@ from deployments.ingress import embeddings
 from deployments.ingress.access.gate import KeyGate
 from deployments.ingress.access.keys import Keys
 from deployments.ingress.admin import adapters as control
-from deployments.ingress.admin import probes
+from deployments.ingress.admin import probes, pushes
 from deployments.ingress.anthropic import routes as anthropic
 from deployments.ingress.generation.draining import DrainGate, ReplicaDrain
 from deployments.ingress.generation.engine import EngineClient, IngressSettings
@@ -70,6 +70,7 @@ def build_app(
     app.include_router(anthropic.routes(engine))
     app.include_router(probes.routes(engine, page))
     app.include_router(control.routes(engine))
+    app.include_router(pushes.routes(engine))
     app.include_router(responses.routes(engine))
     app.include_router(embeddings.routes(engine))
     app.include_router(playground.routes(page))
@@ -108,6 +109,7 @@ def _guard(app: FastAPI, settings: IngressSettings) -> None:
         max_depth=config.max_json_depth,
         max_objects=config.max_json_objects,
         seconds=config.body_timeout_s,
+        streamed=frozenset({pushes.PATH}),
     )
     # The innermost is the body's limit: a refused request must not have its body read.
     keys = Keys(

@@ -168,6 +168,8 @@ class IngressDeployment:
             tool_parser=self._config.engine.model.tool_parser,
             reasoning_parser=self._config.engine.model.reasoning_parser,
             api=self._config.api,
+            push=self._config.engine.adapters.push,
+            max_file_bytes=self._config.engine.adapters.max_file_bytes,
             replicas=peers.count,
             loopback=_front_is_loopback(),
             read_text=partial(ModelTokenizer.load, trust_remote_code=trusts),

@@ -110,6 +110,33 @@ def test_a_hot_adapter_reaches_both_replicas(two: Served, answers: Answers) -> N
     assert holders(two, "french") == replicas(two)
 
 
+def test_a_pushed_adapter_is_served_by_both(two: Served, answers: Answers) -> None:
+    folder = Path("configs/demo/adapters")
+    for version in ("pirate", "french"):
+        fields = {
+            "lora_name": "policy",
+            "load_inplace": "true",
+            "adapter_config": (folder / version / "adapter_config.json").read_text(),
+        }
+        weights = (folder / version / "adapter_model.safetensors").read_bytes()
+        pushed = httpx.post(
+            f"{two.url}/v1/push_lora_adapter",
+            data=fields,
+            files={"adapter_model": ("adapter_model.safetensors", weights)},
+            timeout=PATIENCE_SECONDS,
+        )
+        assert pushed.status_code == 200, pushed.text
+        row = pushed.json()
+        assert {each["state"] for each in row["replicas"].values()} <= {"host", "device"}
+        assert set(row["replicas"]) == replicas(two)
+        reply = ask(two, [("policy", QUESTION)] * 24, at_once=12)
+        assert reply == [answers[version][QUESTION]["raw"]] * 24
+    gone = httpx.post(
+        f"{two.url}/v1/unload_lora_adapter", json={"lora_name": "policy"}, timeout=PATIENCE_SECONDS
+    )
+    assert gone.status_code == 200, gone.text
+
+
 def test_a_replica_dies_and_its_adapters_move_without_another_failure(
     two: Served, answers: Answers
 ) -> None:

@@ -1,6 +1,5 @@
 """Admin commands about one driver's adapters; on the replica's event loop."""
 
-import asyncio
 import contextlib
 import json
 from collections.abc import Iterable, Sequence
@@ -28,16 +27,19 @@ from deployments.contract import (
     LoadAdapter,
     NameAdapter,
     PinAdapter,
+    PushAdapter,
     UnloadAdapter,
     UnnameAdapter,
     UnpinAdapter,
 )
 from deployments.driver.adapters.aliases import Aliases
 from deployments.driver.adapters.lifecycle import EngineAdapters
+from deployments.driver.adapters.pushes import LacksFiles, PushedVersions
+from deployments.driver.adapters.staging import AdapterStaging
 from deployments.driver.loop_handle import LoopHandle
 from deployments.driver.usage import AdapterUsage
 from scheduler.adapters.resident import AdapterState
-from scheduler.events import AdapterArrived, AdapterUnloaded, AdapterWanted
+from scheduler.events import AdapterUnloaded
 from scheduler.scheduler import Scheduler
 from scheduler.snapshot import AdapterView
 from sources.base import CONFIG_NAME, MAX_CONFIG_BYTES
@@ -68,7 +70,8 @@ class AdapterControl:
         adapters: EngineAdapters,
         usage: AdapterUsage,
         handle: LoopHandle,
-        load_timeout_s: float,
+        staging: AdapterStaging,
+        pushes: PushedVersions,
     ) -> None:
         self._aliases = aliases
         self._adapters = adapters
@@ -76,20 +79,14 @@ class AdapterControl:
         self._pins = adapters.pins
         self._usage = usage
         self._handle = handle
-        self._load_timeout_s = load_timeout_s
-        self._loading: dict[AdapterKey, list[asyncio.Future[AdapterArrived]]] = {}
+        self._staging = staging
+        self._pushes = pushes
         self._ranks: dict[str, int | None] = {}
 
     def configure(self, names: dict[str, str]) -> None:
         """Replace the aliases of the config; ValueError for a name that cannot be parsed."""
         read = self._adapters.read
         self._aliases.configured = {read(name): read(target) for name, target in names.items()}
-
-    def stage_finished(self, event: AdapterArrived) -> None:
-        """End the load commands that wait for an adapter: it is staged, or staging failed."""
-        for future in self._loading.pop(event.key, ()):
-            if not future.done():
-                future.set_result(event)
 
     async def run(self, command: AdapterCommand) -> AdapterReport:
         """Execute a command; a failure is in the report."""
@@ -98,6 +95,9 @@ class AdapterControl:
             return AdapterReport("", await self._statuses(reference))
         except AdapterError as error:
             failure = Failed(ErrorKind(error.refusal.value), error.message)
+        except LacksFiles:
+            failure = Failed(ErrorKind.ADAPTER_UNAVAILABLE, "the pushed files are gone: push again")
+            return AdapterReport("", failure=failure, lacks_files=True)
         except _CommandRefused as error:
             failure = Failed(ErrorKind.VALIDATION, str(error))
         return AdapterReport("", failure=failure)
@@ -109,6 +109,8 @@ class AdapterControl:
                 return reference
             case NameAdapter():
                 return await self._name(command)
+            case PushAdapter():
+                return await self._push(command)
             case UnnameAdapter(name, expected):
                 return self._unname(name, expected)
         target = self._aliases.resolve(command.reference)
@@ -130,25 +132,9 @@ class AdapterControl:
         """Fetch the adapter and have it staged; AdapterError if that fails."""
         key = await self._adapters.resolve(reference, api_token or True)
         try:
-            arrived = await self._stage(key)
+            await self._staging.stage(key)
         finally:
             self._adapters.release(key)
-        if arrived.failure is not None:
-            raise AdapterError(arrived.failure.refusal, arrived.failure.message)
-
-    async def _stage(self, key: AdapterKey) -> AdapterArrived:
-        future: asyncio.Future[AdapterArrived] = asyncio.get_running_loop().create_future()
-        self._loading.setdefault(key, []).append(future)
-        self._handle.post(lambda scheduler, now: scheduler.handle_adapter_event(AdapterWanted(key)))
-        try:
-            async with asyncio.timeout(self._load_timeout_s):
-                return await future
-        except TimeoutError as error:
-            raise AdapterError(
-                AdapterRefusal.UNAVAILABLE,
-                f"the adapter is not staged after {self._load_timeout_s:g} s: the host tier is "
-                "full of pinned adapters, or the disk is slow; staging continues",
-            ) from error
 
     def _unload(self, reference: AdapterReference) -> None:
         """Have the adapter's bytes dropped when its present requests have ended."""
@@ -167,22 +153,39 @@ class AdapterControl:
     async def _name(self, command: NameAdapter) -> AdapterReference:
         """Give an adapter an alias, once it is staged."""
         name, target = command.name, command.target
-        if name in self._aliases.configured:
-            raise _CommandRefused(
-                f"{name.id!r} is named by the server's user_config: change it there"
-            )
+        self._check_configured(name)
         if isinstance(target, str):
             target = await self._reference_of_folder(target)
         before = None if command.replace else self._aliases.given.get(name)
         if before is not None and (command.stage or before != target):
-            raise _CommandRefused(
-                f"the lora adapter {name.id!r} has already been loaded: set `load_inplace` to "
-                "true to give the name to another, or unload it first"
-            )
+            raise _taken(name)
         if command.stage:
             await self._load(target)
-        self._aliases.given[name] = target
+        self._give(name, target)
         return name
+
+    async def _push(self, command: PushAdapter) -> AdapterReference:
+        """Serve pushed files under a name."""
+        name = command.name
+        self._check_configured(name)
+        if name in self._aliases.given and not command.replace:
+            raise _taken(name)
+        await self._pushes.push(command)
+        self._give(name, command.target)
+        return name
+
+    def _check_configured(self, name: AdapterReference) -> None:
+        if name in self._aliases.configured:
+            raise _CommandRefused(
+                f"{name.id!r} is named by the server's user_config: change it there"
+            )
+
+    def _give(self, name: AdapterReference, target: AdapterReference) -> None:
+        """Give a name to an adapter; a pushed one that had it is forgotten."""
+        before = self._aliases.given.get(name)
+        self._aliases.given[name] = target
+        if before is not None and before != target:
+            self._pushes.forget(before)
 
     async def _reference_of_folder(self, folder: str) -> AdapterReference:
         reference = await self._directory.lookups.local_reference(folder)
@@ -205,8 +208,11 @@ class AdapterControl:
         del self._aliases.given[name]
         others = {*self._aliases.given.values(), *self._aliases.configured.values()}
         key = self._adapters.serving(target)
-        if key is not None and target not in others and not self._pins.is_pinned(key):
+        if target in others:
+            return name
+        if key is not None and not self._pins.is_pinned(key):
             self._unload(target)
+        self._pushes.forget(target)
         return name
 
     def _known(self, reference: AdapterReference) -> AdapterKey:
@@ -286,6 +292,13 @@ class AdapterControl:
                 self._ranks[digest] = await self._directory.lookups.read_local(
                     ("rank", digest), read
                 )
+
+
+def _taken(name: AdapterReference) -> _CommandRefused:
+    return _CommandRefused(
+        f"the lora adapter {name.id!r} has already been loaded: set `load_inplace` to "
+        "true to give the name to another, or unload it first"
+    )
 
 
 def _rank(adapter: FetchedAdapter) -> int | None:

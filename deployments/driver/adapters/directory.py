@@ -115,6 +115,23 @@ class AdapterDirectory:
         self.hold(key)
         return key
 
+    async def bring(self, found: FoundAdapter) -> AdapterKey:
+        """The key of content that was found already, held by the caller."""
+        work = partial(self._fetch_and_hold, found, True, None)
+        key = await self.lookups.fetch_once(found, work, None, None)
+        self.hold(key)
+        return key
+
+    def serve(self, reference: AdapterReference, key: AdapterKey) -> None:
+        """Have a name stand for a key that is held."""
+        self._name(reference, key)
+
+    def forget_name(self, reference: AdapterReference) -> None:
+        """Forget a name; its content stays while it is held."""
+        key = self._references.pop(reference, None)
+        if key is not None:
+            self._known[key].names.discard(reference)
+
     def hold(self, key: AdapterKey) -> bool:
         """Add a holder; False if the key, or a part of it, was forgotten."""
         known = self._known.get(key)

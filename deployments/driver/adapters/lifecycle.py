@@ -12,6 +12,7 @@ from configs.wire.adapters import (
     AdapterKey,
     AdapterReference,
     AdapterRefusal,
+    AdapterSource,
     parse_reference,
 )
 from configs.wire.templates import TemplateSource, read_template
@@ -58,6 +59,10 @@ class EngineAdapters:
         token: the caller's, False for none, True for the server's own. payer: the group of API
         keys that a download is charged to, None for the operator's downloads, which are free.
         """
+        if reference.source is AdapterSource.PUSHED:
+            served = self._versions.current(reference)
+            if served is not None and self.directory.hold(served):
+                return served  # Its next version replaces it, and nothing else does.
         token = token or self._config.share_hub_token
         is_served = self._versions.current(reference) is not None
         try:
@@ -140,6 +145,16 @@ class EngineAdapters:
         """
         if not self.pins.is_commanded(reference):
             self.pins.add(reference, await self.resolve(reference, token))
+
+    def replace(self, reference: AdapterReference, key: AdapterKey) -> None:
+        """Have a version serve a name for all requests from now on. The caller holds the key."""
+        self.directory.serve(reference, key)
+        self._versions.replace(reference, key)
+
+    def forget(self, reference: AdapterReference) -> None:
+        """Forget a name."""
+        self._versions.forget(reference)
+        self.directory.forget_name(reference)
 
     def serving(self, reference: AdapterReference) -> AdapterKey | None:
         """The version that serves a name now; None if it is not known."""

@@ -33,6 +33,9 @@ _READING_PATIENCE_S = 30.0
 _NO_VERSION = frozenset({AdapterRefusal.NOT_FOUND, AdapterRefusal.FORBIDDEN, AdapterRefusal.DENIED})
 """Refusals of a name; other refusals concern the files that were found."""
 
+_ON_THIS_NODE = frozenset({AdapterSource.LOCAL, AdapterSource.PUSHED})
+"""Sources whose replies cost nothing, and are not cached."""
+
 T = TypeVar("T")
 
 logger = logging.getLogger("loray.driver.adapters")
@@ -127,10 +130,12 @@ class Lookups:
         digest: the known one of the same files, which are then not hashed again.
         """
 
+        known = digest or found.digest
+
         def read() -> tuple[AdapterFolder, str]:
             folder = self.sources.fetch(found, token, payer)
             try:
-                return folder, digest or self.sources.digest(folder, found.reference.id)
+                return folder, known or self.sources.digest(folder, found.reference.id)
             except AdapterError:
                 self.sources.release(folder)
                 raise
@@ -141,7 +146,7 @@ class Lookups:
     def refused(self, reference: AdapterReference, token: Token, error: AdapterError) -> None:
         """Cache a remote source's refusal, unless it is the server's own of this caller."""
         is_callers_own = error.refusal in (AdapterRefusal.DENIED, AdapterRefusal.QUOTA)
-        if reference.source is not AdapterSource.LOCAL and not is_callers_own:
+        if reference.source not in _ON_THIS_NODE and not is_callers_own:
             self._access_cache.refuse(reference, self.caller(token), error)
 
     async def local_names(self) -> list[str]:

@@ -95,6 +95,18 @@ class Versions:
         ending = completion.sequences[0].ending
         return ending.message if isinstance(ending, Failed) else None
 
+    def replace(self, reference: AdapterReference, key: AdapterKey) -> None:
+        """Serve a version from now on, which the ranks have in memory."""
+        old = self._current.get(reference)
+        if old is None:
+            self._serve(reference, key)
+        elif old != key:
+            self._replace(reference, old, key)
+
+    def forget(self, reference: AdapterReference) -> None:
+        """Forget which version serves a name."""
+        self._current.pop(reference, None)
+
     async def settle(self) -> None:
         """Wait until no name is changing its version."""
         await asyncio.gather(*(change.task for change in self._changes.values()))

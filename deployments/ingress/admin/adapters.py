@@ -143,7 +143,7 @@ class UnnameBody(BaseModel):
     lora_name: Name
 
 
-class _AllReplicas:
+class AllReplicas:
     """Runs commands on all replicas and merges their reports."""
 
     def __init__(self, engine: EngineClient) -> None:
@@ -152,7 +152,10 @@ class _AllReplicas:
 
     async def run(self, command: AdapterCommand) -> list[AdapterReply]:
         """The adapters that the command is about; raises the first failure."""
-        reports = await self.engine.adapters(command)
+        return self.rows(await self.engine.adapters(command))
+
+    def rows(self, reports: Sequence[AdapterReport]) -> list[AdapterReply]:
+        """The adapters of these reports; raises the first failure."""
         _raise_failure(reports)
         return _rows(reports, self.source)
 
@@ -169,13 +172,13 @@ class _AllReplicas:
 def routes(engine: EngineClient) -> APIRouter:
     """All admin routes for the adapters of this engine."""
     router = APIRouter(prefix="/v1")
-    replicas = _AllReplicas(engine)
+    replicas = AllReplicas(engine)
     _add_adapters(router, replicas)
     _add_names(router, replicas)
     return router
 
 
-def _add_adapters(router: APIRouter, replicas: _AllReplicas) -> None:
+def _add_adapters(router: APIRouter, replicas: AllReplicas) -> None:
     """Add the routes at /adapters."""
 
     @router.get("/adapters")
@@ -207,7 +210,7 @@ def _add_adapters(router: APIRouter, replicas: _AllReplicas) -> None:
         return await replicas.run_for(name, UnloadAdapter)
 
 
-def _add_names(router: APIRouter, replicas: _AllReplicas) -> None:
+def _add_names(router: APIRouter, replicas: AllReplicas) -> None:
     """Add vLLM's routes."""
 
     @router.post("/load_lora_adapter")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 from weakref import WeakSet
 
+from configs.adapters import PushConfig
 from configs.api import ApiConfig
 from configs.embeddings import EmbeddingsConfig
 from configs.model import ReasoningParser, ToolParser
@@ -54,7 +55,7 @@ class IngressSettings:
     max_choices: OpenAI's `n` and `best_of`.
     max_sequences: prompts times choices of one request.
     max_logprobs: alternatives of each token.
-    embeddings, api, tool_parser, reasoning_parser: of the configuration.
+    embeddings, api, tool_parser, reasoning_parser, push, max_file_bytes: of the configuration.
     keep_alive_seconds: how long a stream may be silent.
     version: of this server.
     replicas: returns the number of ingress replicas.
@@ -72,6 +73,8 @@ class IngressSettings:
     max_logprobs: int = 20
     embeddings: EmbeddingsConfig = field(default_factory=EmbeddingsConfig)
     api: ApiConfig = field(default_factory=ApiConfig)
+    push: PushConfig = field(default_factory=PushConfig)
+    max_file_bytes: int = 8 * 2**30
     keep_alive_seconds: float = 15.0
     tool_parser: ToolParser = ToolParser.AUTO
     reasoning_parser: ReasoningParser = ReasoningParser.AUTO

@@ -72,17 +72,25 @@ class BodyLimit:
     """
 
     def __init__(
-        self, app: ASGIApp, max_bytes: int, max_depth: int, max_objects: int, seconds: float
+        self,
+        app: ASGIApp,
+        max_bytes: int,
+        max_depth: int,
+        max_objects: int,
+        seconds: float,
+        streamed: frozenset[str] = frozenset(),
     ) -> None:
+        """streamed: paths of routes that read and limit their bodies themselves."""
         self._app = app
         self._max_bytes = max_bytes
         self._max_depth = max_depth
         self._max_objects = max_objects
         self._seconds = seconds
+        self._streamed = streamed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the body on in one piece, or refuse it."""
-        if scope["type"] != "http" or scope["method"] in _WITHOUT_BODY:
+        if scope["type"] != "http" or scope["method"] in _WITHOUT_BODY or self._is_streamed(scope):
             await self._app(scope, receive, send)
             return
         request = Request(scope)
@@ -101,6 +109,10 @@ class BodyLimit:
             await self._app(scope, _replaying(body, receive), send)
         else:
             await refusal(scope, receive, send)
+
+    def _is_streamed(self, scope: Scope) -> bool:
+        path: str = scope["path"]
+        return path.removeprefix(scope.get("root_path", "")) in self._streamed
 
     async def _read(self, receive: Receive) -> bytes | None:
         """The body, or a bit more than max_bytes of it; None if the client has left."""

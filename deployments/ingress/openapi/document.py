@@ -56,6 +56,7 @@ REPLIES: Mapping[str, Any] = {
     "get /v1/models/{id}": ModelReply,
     "get /v1/adapters": AdaptersReply,
     "post /v1/adapters": AdapterReply,
+    "post /v1/push_lora_adapter": AdapterReply,
     "get /v1/adapters/{name}": AdapterReply,
     "patch /v1/adapters/{name}": AdapterReply,
     "delete /v1/adapters/{name}": AdapterReply,

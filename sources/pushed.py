@@ -1,0 +1,250 @@
+"""Adapters that trainers push: files in memory, shared by all processes of a node.
+
+An ingress replica writes them; driver replicas and ranks of the node read them. Their digest is
+computed while they arrive, so it is not that of the same files from another source.
+"""
+
+import hashlib
+import os
+import stat
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
+
+from configs.adapters import PushConfig
+from configs.reading import RegularFile
+from configs.wire.adapters import AdapterError, AdapterReference, AdapterRefusal, AdapterSource
+from sources.base import CONFIG_NAME, FoundAdapter, check_size, check_texts, refuse
+from sources.cache import CacheFull, DiskCache
+
+SHARED_MEMORY = Path("/dev/shm")
+"""The folder of POSIX shared memory: multiprocessing.shared_memory and shm_open make files here."""
+
+_WEIGHTS_NAME = "adapter_model.safetensors"
+_DIGEST_BYTES = 20
+_PIECE_BYTES = 4 << 20
+_PREFIX = "pushed:"
+
+
+def origin_of(digest: str) -> str:
+    """The origin of pushed content."""
+    return f"{_PREFIX}{digest}"
+
+
+def is_pushed(origin: str) -> bool:
+    """Whether an origin is that of pushed content."""
+    return origin.startswith(_PREFIX)
+
+
+class IncomingWeights:
+    """A weights file that is being written; it has no name, so it ends with its process."""
+
+    def __init__(self, folder: Path, name: str, max_bytes: int) -> None:
+        """name: the adapter's, for messages. max_bytes: of the file."""
+        self._descriptor = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        self._digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+        # Hashing takes as long as copying: side by side they take half of the time.
+        self._hashing = ThreadPoolExecutor(1, thread_name_prefix="push-digest")
+        self._name = name
+        self._max_bytes = max_bytes
+        self.size = 0
+
+    def write(self, piece: bytes | bytearray | memoryview) -> None:
+        """Append bytes; AdapterError beyond the limit or the memory of the node."""
+        self.size += len(piece)
+        check_size(self.size, self._name, self._max_bytes)
+        hashed = self._hashing.submit(self._digest.update, piece)
+        rest = memoryview(piece)
+        try:
+            while rest:
+                rest = rest[os.write(self._descriptor, rest) :]
+        except OSError as error:
+            _refuse_full(self._name, self.size, error)
+        finally:
+            hashed.result()
+
+    def digest(self, config: bytes) -> str:
+        """The digest of the adapter with this adapter_config.json."""
+        digest = hashlib.blake2b(self._digest.digest(), digest_size=_DIGEST_BYTES)
+        digest.update(config)
+        return digest.hexdigest()
+
+    def link(self, path: Path) -> None:
+        """Give the file a name."""
+        # Only with a folder's descriptor does Python have the system follow the link.
+        source = f"/proc/self/fd/{self._descriptor}"
+        os.link(source, path, src_dir_fd=self._descriptor, follow_symlinks=True)
+
+    def close(self) -> None:
+        """Free the memory, unless the file has a name."""
+        self._hashing.shutdown()
+        os.close(self._descriptor)
+
+
+class PushedFiles:
+    """The pushed adapters on this node, by digest; any process and thread may use it."""
+
+    def __init__(self, config: PushConfig, max_file_bytes: int) -> None:
+        """max_file_bytes: of one adapter."""
+        self._folder = Path(config.folder)
+        self._max_bytes = min(max_file_bytes, config.max_bytes)
+        self._cache = DiskCache(self._folder, config.max_bytes, "adapters.push.max_bytes")
+
+    @contextmanager
+    def incoming(self, name: str) -> Iterator[IncomingWeights]:
+        """A weights file to write; it is freed at the end unless `store` kept it."""
+        self._make_folder(name)
+        try:
+            weights = IncomingWeights(self._folder, name, self._max_bytes)
+        except OSError as error:
+            _refuse_full(name, 0, error)
+        try:
+            yield weights
+        finally:
+            weights.close()
+
+    def store(self, name: str, config: bytes, weights: IncomingWeights) -> str:
+        """Keep an adapter that has arrived; returns its digest, held until `release`."""
+        check_texts([(CONFIG_NAME, len(config))], name)
+        digest, size = weights.digest(config), weights.size + len(config)
+
+        def write(folder: Path) -> None:
+            for old in folder.iterdir():  # An attempt that a process left.
+                old.unlink()
+            (folder / CONFIG_NAME).write_bytes(config)
+            weights.link(folder / _WEIGHTS_NAME)
+
+        try:
+            self._cache.store(origin_of(digest), size, write)
+        except (CacheFull, OSError) as error:
+            _refuse_full(name, size, error)
+        return digest
+
+    def store_content(self, name: str, config: bytes, weights: bytes) -> str:
+        """Keep an adapter that another node sent; returns its digest, held until `release`."""
+        with self.incoming(name) as file:
+            file.write(weights)
+            return self.store(name, config, file)
+
+    def hold(self, digest: str) -> Path | None:
+        """The folder of an adapter, kept until `release`; None if this node does not have it."""
+        return self._cache.hold(origin_of(digest))
+
+    def release(self, digest: str, *, forget: bool = False) -> None:
+        """End one use; forget: delete the files if this was the last use on this node."""
+        self._cache.release(origin_of(digest))
+        if forget:
+            self._cache.remove(origin_of(digest))
+
+    def content(self, digest: str) -> tuple[bytes, bytes] | None:
+        """adapter_config.json and the weights, for another node; None if they are not here."""
+        folder = self.hold(digest)
+        if folder is None:
+            return None
+        try:
+            return (folder / CONFIG_NAME).read_bytes(), (folder / _WEIGHTS_NAME).read_bytes()
+        finally:
+            self.release(digest)
+
+    def clear(self) -> None:
+        """Delete what no process holds: the server has ended."""
+        self._cache.clear()
+
+    def _make_folder(self, name: str) -> None:
+        """Make the folder. One that another user made could replace what it holds."""
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            found = self._folder.lstat()
+        except OSError as error:
+            _refuse_full(name, 0, error)
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+            refuse(
+                AdapterRefusal.UNAVAILABLE,
+                f"adapter {name!r} cannot be kept: {self._folder} belongs to another user: give "
+                "this server a folder of its own (adapters.push.folder)",
+            )
+
+
+class PushedSource:
+    """The pushed adapters that a driver replica serves, by name; any thread may call."""
+
+    def __init__(self, files: PushedFiles) -> None:
+        self.files = files
+        self._digests: dict[str, str] = {}
+        self._lock = threading.Lock()
+
+    def resolve(self, reference: AdapterReference) -> FoundAdapter:
+        """The content of a name; AdapterError for one that was not pushed, or with a revision."""
+        digest = self._digests.get(reference.id)
+        if digest is None or reference.revision is not None:
+            hint = "" if digest is None else "; pushed adapters have no revisions"
+            refuse(
+                AdapterRefusal.NOT_FOUND,
+                f"adapter {reference.id!r} was not pushed to this server{hint}",
+            )
+        return found(reference.id, digest)
+
+    def serve(self, name: str, digest: str | None) -> None:
+        """Set the content of a name; None forgets it."""
+        with self._lock:
+            if digest is None:
+                self._digests.pop(name, None)
+            else:
+                self._digests[name] = digest
+
+    def fetch(self, found: FoundAdapter) -> Path:
+        """The folder of pushed content, held; AdapterError if this node does not have it."""
+        assert found.digest is not None
+        folder = self.files.hold(found.digest)
+        if folder is None:
+            refuse(
+                AdapterRefusal.UNAVAILABLE,
+                f"adapter {found.reference.id!r}: its pushed files are gone: push it again",
+            )
+        return folder
+
+    def release(self, origin: str) -> None:
+        """End one use; content that no name serves any more is deleted."""
+        digest = origin.removeprefix(_PREFIX)
+        with self._lock:
+            served = digest in self._digests.values()
+        self.files.release(digest, forget=not served)
+
+
+def found(name: str, digest: str) -> FoundAdapter:
+    """Pushed content under its name."""
+    reference = AdapterReference(AdapterSource.PUSHED, name)
+    return FoundAdapter(reference, origin_of(digest), lasting=False, digest=digest)
+
+
+def read_shared_memory(segment: str, size: int | None, into: IncomingWeights, name: str) -> None:
+    """Copy a segment of POSIX shared memory on this node; AdapterError if that fails.
+
+    size: bytes to copy, None for the whole segment, which may be padded to whole pages.
+    """
+    if "/" in segment or segment in ("", ".", ".."):
+        message = f"`shared_memory` must be a segment's plain name, not {segment!r}"
+        raise AdapterError(AdapterRefusal.UNSUPPORTED, message)
+    buffer = memoryview(bytearray(_PIECE_BYTES))
+    try:
+        with RegularFile(SHARED_MEMORY / segment, SHARED_MEMORY) as file:
+            end = file.size if size is None else size
+            for first in range(0, end, _PIECE_BYTES):
+                piece = buffer[: min(_PIECE_BYTES, end - first)]
+                file.read_into(piece, first)
+                into.write(piece)
+    except OSError as error:
+        message = f"adapter {name!r}: shared memory {segment!r} cannot be read: {error}"
+        refuse(AdapterRefusal.UNAVAILABLE, message, error)
+
+
+def _refuse_full(name: str, num_bytes: int, error: Exception) -> NoReturn:
+    refuse(
+        AdapterRefusal.UNAVAILABLE,
+        f"adapter {name!r} with {num_bytes} bytes could not be kept in memory: {error}; wait until "
+        "requests over old versions have ended, or give pushes more room (adapters.push)",
+        error,
+    )
