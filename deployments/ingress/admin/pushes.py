@@ -91,7 +91,7 @@ class _Pushes:
             raise RequestError(ErrorKind(error.refusal.value), error.message) from error
 
     async def _receive(self, request: Request) -> PushAdapter:
-        """The command for the drivers; its files are held in this node's memory."""
+        """The command for the drivers; its files stay in this memory until `release`."""
         try:
             with self._files.incoming("pushed") as weights:
                 async with asyncio.timeout(self._seconds):
