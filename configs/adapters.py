@@ -80,6 +80,18 @@ class PushConfig(Config):
     max_bytes: PositiveInt = 4 * 2**30
 
 
+class CatalogueConfig(Config):
+    """Adapters that appear, change and leave while the server runs.
+
+    location: a folder with a folder for each adapter; "s3://bucket/prefix" under a root of
+    adapters.s3, with the same; or a YAML file that lists adapters.
+    interval_s: seconds between two looks.
+    """
+
+    location: str = Field(min_length=1)
+    interval_s: PositiveFloat = 2.0
+
+
 class AdaptersConfig(Config):
     """LoRA adapters: their sources and their memory.
 
@@ -103,6 +115,7 @@ class AdaptersConfig(Config):
     fetch: time limits, attempts and the disk cache.
     hub_endpoint: None is huggingface_hub's own (HF_ENDPOINT).
     s3: None: nothing is read from S3.
+    catalogue: None: there is none.
     push: where pushed adapters are kept, and how many bytes.
     share_hub_token: requests without a hub token use the server's.
     allow_pickle: read adapter_model.bin too (its tensors alone).
@@ -128,6 +141,7 @@ class AdaptersConfig(Config):
     fetch: FetchConfig = FetchConfig()
     hub_endpoint: str | None = None
     s3: S3Config | None = None
+    catalogue: CatalogueConfig | None = None
     push: PushConfig = PushConfig()
     share_hub_token: bool = False
     allow_pickle: bool = False
@@ -137,6 +151,17 @@ class AdaptersConfig(Config):
     @classmethod
     def _with_our_names(cls, given: Any) -> Any:
         return ours(given, ADAPTERS, IDLE_ADAPTERS)
+
+    @model_validator(mode="after")
+    def _buckets_need_s3(self) -> "AdaptersConfig":
+        at = self.catalogue.location if self.catalogue is not None else ""
+        if at.startswith("s3://"):
+            roots = () if self.s3 is None else self.s3.roots
+            if not any(f"{at.rstrip('/')}/".startswith(f"s3://{root}/") for root in roots):
+                raise ValueError(
+                    f"adapters.catalogue.location ({at}) must lie under one of adapters.s3.roots"
+                )
+        return self
 
     @model_validator(mode="after")
     def _copies_need_vocabulary(self) -> "AdaptersConfig":

@@ -21,6 +21,7 @@ from sources.base import (
 )
 from sources.budget import DownloadBudget
 from sources.cache import CacheFull, DiskCache
+from sources.catalogue import CatalogueListing, read_catalogue
 from sources.download import Download
 from sources.files import check_headers, content_digest, fingerprint
 from sources.hub import HubSource
@@ -42,12 +43,13 @@ class AdapterSources:
     def __init__(self, config: AdaptersConfig) -> None:
         """Check the config; no source is called yet."""
         self._config = config
-        self._local = LocalSource(config.local_roots, config.max_file_bytes)
+        self._local = LocalSource(_roots(config), config.max_file_bytes)
         self._retry = RetryPolicy(config.fetch.attempts, config.fetch.backoff_s)
         hub = HubSource(config.hub_endpoint, config.fetch, config.allow_pickle, self._retry)
         self._remote: dict[AdapterSource, RemoteSource] = {AdapterSource.HUB: hub}
+        self._s3: S3Source | None = None
         if config.s3 is not None:
-            s3 = S3Source(config.s3, config.fetch, config.allow_pickle)
+            s3 = self._s3 = S3Source(config.s3, config.fetch, config.allow_pickle)
             self._remote[AdapterSource.S3] = s3
         self.pushed = PushedSource(PushedFiles(config.push, config.max_file_bytes))
         self._budget = DownloadBudget(config.fetch.download_bytes_per_hour)
@@ -122,6 +124,19 @@ class AdapterSources:
     def local_reference(self, folder: str) -> AdapterReference | None:
         """Return the reference of a folder under the local roots; None for any other path."""
         return self._local.reference_of(folder)
+
+    def catalogue(self) -> CatalogueListing:
+        """Return what the catalogue offers now; the config has one.
+
+        Raises OSError, ValueError, AdapterError or Unreachable.
+        """
+        assert self._config.catalogue is not None
+        location = self._config.catalogue.location
+        return read_catalogue(location, self._s3, self._local_name)
+
+    def _local_name(self, folder: Path) -> str:
+        found = self._local.reference_of(str(folder))
+        return f"local:{found.id if found else folder.name}"
 
     def known_local(self) -> list[str]:
         """Return the ids of the adapters directly under the local roots, for listings."""
@@ -222,6 +237,15 @@ class AdapterSources:
             return AdapterFolder(folder, files, found.origin, root=root)
         except OSError as error:
             _refuse_unreadable(found.reference.id, error)
+
+
+def _roots(config: AdaptersConfig) -> tuple[str, ...]:
+    """Return the local roots, with the folder of the catalogue."""
+    catalogue = config.catalogue
+    is_folder = catalogue is not None and Path(catalogue.location).is_dir()
+    return (
+        (*config.local_roots, catalogue.location) if catalogue and is_folder else config.local_roots
+    )
 
 
 def _convert(folder: Path, into: Path, name: str, root: Path | None) -> None:

@@ -5,7 +5,7 @@ from contextlib import closing, contextmanager
 from typing import Any, NoReturn
 
 from configs.adapters import FetchConfig, S3Config
-from configs.wire.adapters import AdapterReference, AdapterRefusal
+from configs.wire.adapters import AdapterError, AdapterReference, AdapterRefusal, AdapterSource
 from sources.base import (
     FileBody,
     FoundAdapter,
@@ -44,14 +44,8 @@ class S3Source:
     def resolve(self, reference: AdapterReference, token: Token) -> FoundAdapter:
         """Return the files directly under the id's prefix; a file's tag is its ETag."""
         bucket, prefix = self._location(reference)
-        try:
+        with self._answering(reference.id):
             listed = self._client.list_objects_v2(Bucket=bucket, Prefix=prefix, Delimiter="/")
-        except self._errors.ClientError as error:
-            if self.is_transient(error):
-                raise Unreachable(f"s3 answered {error_code(error)}") from error
-            self._refuse(error, reference.id)
-        except self._errors.BotoCoreError as error:
-            self._refuse_unanswered(error, reference.id)
         files = tuple(
             RemoteFile(name, entry["Size"], entry["ETag"])
             for entry in listed.get("Contents", ())
@@ -65,6 +59,47 @@ class S3Source:
         tags = ",".join(f"{file.name}={file.tag}" for file in files)
         endpoint = self._client.meta.endpoint_url
         return FoundAdapter(reference, f"s3:{endpoint}/{bucket}/{prefix}:{tags}", files)
+
+    def tags(self, prefix: str) -> dict[str, dict[str, str]]:
+        """Return the ETags of the adapter files in each folder under a prefix."""
+        bucket, path = self._location(AdapterReference(AdapterSource.S3, prefix))
+        found: dict[str, dict[str, str]] = {}
+        pages = self._client.get_paginator("list_objects_v2")
+        with self._answering(prefix):
+            for page in pages.paginate(Bucket=bucket, Prefix=path):
+                for entry in page.get("Contents", ()):
+                    folder, _, name = entry["Key"].removeprefix(path).partition("/")
+                    if is_adapter_file(name, self._allow_pickle):
+                        found.setdefault(folder, {})[name] = entry["ETag"]
+        return found
+
+    def text(self, prefix: str, name: str, max_bytes: int) -> str | None:
+        """Return a small UTF-8 file under a prefix; None if there is none."""
+        bucket, path = self._location(AdapterReference(AdapterSource.S3, prefix))
+        try:
+            with self._answering(prefix):
+                response = self._client.get_object(Bucket=bucket, Key=path + name)
+                with closing(response["Body"]) as body:
+                    data: bytes = body.read(max_bytes + 1)
+        except AdapterError as error:
+            if error.refusal is AdapterRefusal.NOT_FOUND:
+                return None
+            raise
+        if len(data) > max_bytes:
+            raise ValueError(f"{prefix}/{name} has more than {max_bytes} bytes")
+        return data.decode("utf-8")
+
+    @contextmanager
+    def _answering(self, name: str) -> Iterator[None]:
+        """Turn boto3's errors into AdapterError and Unreachable."""
+        try:
+            yield
+        except self._errors.ClientError as error:
+            if self.is_transient(error):
+                raise Unreachable(f"s3 answered {error_code(error)}") from error
+            self._refuse(error, name)
+        except self._errors.BotoCoreError as error:
+            self._refuse_unanswered(error, name)
 
     @contextmanager
     def open(

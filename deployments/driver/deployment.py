@@ -74,7 +74,10 @@ class DriverDeployment:
         settings_store = RayAdminStore(context.app_name, "settings")
         self._settings = OperatorSettings(self._engine.reconfigure, settings_store)
         follow = _follow(commands, self._settings)
-        self._tasks = [asyncio.create_task(each) for each in (self._report(), follow)]
+        self._tasks = [
+            asyncio.create_task(each)
+            for each in (self._report(), follow, self._engine.watch_catalogue())
+        ]
 
     def _group(self, engine: EngineConfig, folder: Path) -> RankGroup:
         """The ranks in this replica's placement group."""

@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from configs.architectures.select import end_token_ids, vocab_size
+from configs.catalogue import merged
 from configs.engine import EngineConfig
 from configs.runtime import RuntimeConfig, with_runtime
 from configs.wire.adapters import AdapterError, AdapterReference
 from configs.wire.templates import TemplateSource
 from deployments.contract import (
     AdapterCommand,
+    AdapterInfo,
     AdapterReport,
     Completion,
     EngineInfo,
@@ -26,6 +28,7 @@ from deployments.contract import (
     ReplyAddress,
 )
 from deployments.driver.adapters.aliases import Aliases
+from deployments.driver.adapters.catalogue import CatalogueWatcher
 from deployments.driver.adapters.control import AdapterControl
 from deployments.driver.adapters.directory import AdapterDirectory
 from deployments.driver.adapters.lifecycle import EngineAdapters
@@ -87,6 +90,8 @@ class DriverEngine:
         self._control = AdapterControl(
             self._aliases, self._adapters, self.usage, handle, self._staging, self._pushes
         )
+        self._runtime = self._catalogue = RuntimeConfig()
+        self._watcher = self._watcher_of(sources)
         requests = RequestHandler(
             handle,
             self._runner,
@@ -99,6 +104,12 @@ class DriverEngine:
         self.early_submits = EarlySubmits(requests, self._streams, handle)
         events = IngressDispatch(self._runner, self.early_submits, self._streams)
         self._connections = IngressConnections(sender, events, replica)
+
+    def _watcher_of(self, sources: AdapterSources) -> CatalogueWatcher | None:
+        if self._config.adapters.catalogue is None:
+            return None
+        adapters, execute = self._adapters, self._control.run
+        return CatalogueWatcher(sources.catalogue, adapters, self._take_catalogue, execute)
 
     async def start(self) -> None:
         """Start the ranks and the loop, then load the preloaded adapters."""
@@ -116,6 +127,8 @@ class DriverEngine:
             loaded=self.usage.stage_timed,
         )
         self._handle.start(EngineLoop(scheduler, self._group, started, settings))
+        if self._watcher is not None:
+            await self._watcher.look()
         await self._adapters.preload()
 
     async def stop(self) -> None:
@@ -163,6 +176,20 @@ class DriverEngine:
 
         Raises ValueError, or AdapterError for a pin that cannot be fetched.
         """
+        await self._apply(runtime, self._catalogue)
+        self._runtime = runtime
+
+    async def watch_catalogue(self) -> None:
+        """Follow the catalogue until it is cancelled; returns at once without one."""
+        if self._watcher is not None and self._config.adapters.catalogue is not None:
+            await self._watcher.watch(self._config.adapters.catalogue.interval_s)
+
+    async def _take_catalogue(self, catalogue: RuntimeConfig) -> None:
+        await self._apply(self._runtime, catalogue)
+        self._catalogue = catalogue
+
+    async def _apply(self, operator: RuntimeConfig, catalogue: RuntimeConfig) -> None:
+        runtime = merged(operator, catalogue)
         config = with_runtime(self._config, runtime)
         limits = Limits.from_config(config)
         await self._adapters.pin_only([self._adapters.read(t) for t in runtime.pinned_adapters])
@@ -241,9 +268,16 @@ class DriverEngine:
             max_running=limits.max_running,
             max_queued=limits.max_queued,
             startup_info=startup_info(self.ranks),
-            adapters=await self._directory.listing(),
+            adapters=await self._listing(),
             healthy=self.healthy,
         )
+
+    async def _listing(self) -> list[AdapterInfo]:
+        """Every adapter by its own name, then the names that were given to others."""
+        listed = await self._directory.listing()
+        taken = {row.id for row in listed}
+        given = sorted((name.id, name.source.value) for name in self._aliases.all)
+        return listed + [AdapterInfo(id, src, "name") for id, src in given if id not in taken]
 
     def _on_events(self, events: Sequence[Event]) -> None:
         for event in events:

@@ -13,6 +13,7 @@ from configs.adapters import S3Config
 from configs.wire.adapters import AdapterError, AdapterReference, AdapterRefusal, AdapterSource
 from sources.adapters import AdapterSources
 from sources.base import Unreachable
+from sources.catalogue import CatalogueListing
 from tests.s3_server import FaultyS3, s3_server
 from tests.sources.adapter_files import (
     adapter_files,
@@ -69,6 +70,28 @@ def test_ids_are_found_under_the_roots_by_each_spelling(
     assert len(folders) == 1
     assert read(folders.pop()) == adapter_files()
     assert not left_over(tmp_path)
+
+
+def test_a_prefix_is_a_catalogue(bucket: Any, endpoint: str, tmp_path: Path) -> None:
+    location = f"s3://{bucket.name}/team"
+    found = store(tmp_path, endpoint, location, catalogue={"location": location})
+    assert found.catalogue() == CatalogueListing()
+    put(bucket, "team/sql", adapter_files())
+    put(bucket, "team/notes", {"README.md": b"no adapter"})
+    put(bucket, "other/poet", adapter_files())
+    pins = b"adapters:\n  sql: {pinned: true}\n  gone: {pinned: true}\n  far: {adapter: hub:a/b}\n"
+    put(bucket, "team", {"catalogue.yaml": pins})
+    first = found.catalogue()
+    assert {name: (each.adapter, each.pinned) for name, each in first.entries.items()} == {
+        "sql": (f"{location}/sql", True),
+        "far": ("hub:a/b", False),
+    }
+    put(bucket, "team/sql", {"adapter_config.json": b'{"r": 4}'})
+    second = found.catalogue()
+    assert second.versions.keys() == first.versions.keys() == {"sql"}
+    assert second.versions != first.versions
+    with pytest.raises(ValueError, match="must lie under"):
+        store(tmp_path, endpoint, location, catalogue={"location": f"s3://{bucket.name}/other"})
 
 
 @pytest.mark.parametrize("name", ["sql/../../other", "..", "sql//x", "missing", "", "./sql"])

@@ -97,6 +97,12 @@ class AccessCache:
         self._refused[reference, caller] = _Refused(error.refusal, error.message, good_until)
         _bound(self._refused)
 
+    def forget(self, reference: AdapterReference) -> None:
+        """Forget every reply about an adapter: its source has changed it."""
+        for replies in (self._accesses, self._refused):
+            for key in [key for key in replies if key[0] == reference]:
+                replies.pop(key)
+
     def _access(self, reference: AdapterReference, caller: Caller) -> _Access | None:
         own = self._accesses.get((reference, caller))
         return own or self._accesses.get((reference, _ALL_CALLERS))

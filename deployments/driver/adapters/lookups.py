@@ -149,6 +149,10 @@ class Lookups:
         if reference.source not in _ON_THIS_NODE and not is_callers_own:
             self._access_cache.refuse(reference, self.caller(token), error)
 
+    def forget(self, reference: AdapterReference) -> None:
+        """Ask the source again at the next request: it has changed the adapter."""
+        self._access_cache.forget(reference)
+
     async def local_names(self) -> list[str]:
         """Ids of the adapters directly under the local roots; the last list if that takes long."""
         with contextlib.suppress(AdapterError, OSError):
