@@ -14,7 +14,8 @@ from modeling.attention.kv_cache import LayerCache
 class FusedOps:
     """What the kernels compute; arguments are contiguous.
 
-    add_rms_norm: (x, residual or None, weight, eps) to (norm of the sum, the sum), as RMSNorm.
+    add_rms_norm: (x, residual or None, weight, eps) to (norm of the sum, the sum), as RMSNorm; a
+    last argument (weight, eps) is a norm of x before the sum.
     silu_mul: gate and up side by side [tokens, 2 * n] to silu(gate) * up [tokens, n].
     gelu_tanh_mul: the same with the tanh form of GELU.
     rotate_and_store: (qkv [tokens, heads, head_dim], number of query heads, (cos, sin), cache,
@@ -24,7 +25,7 @@ class FusedOps:
     best: logits [rows, vocab] to int64 [rows], each row's argmax, the lowest id of equals.
     """
 
-    add_rms_norm: Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]]
+    add_rms_norm: Callable[..., tuple[Tensor, Tensor]]
     silu_mul: Callable[[Tensor], Tensor]
     gelu_tanh_mul: Callable[[Tensor], Tensor]
     rotate_and_store: Callable[[Tensor, int, tuple[Tensor, Tensor], LayerCache, Tensor], Tensor]

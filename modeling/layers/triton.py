@@ -30,14 +30,15 @@ Pointer = Any
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _add_rms_norm(
-    x: "Pointer", residual: "Pointer",
+    x: "Pointer", residual: "Pointer", inner: "Pointer",
     weight: "Pointer", normed: "Pointer", total: "Pointer",
-    eps: float, size: tl.constexpr, width: tl.constexpr, has_residual: tl.constexpr,
+    eps: float, inner_eps: float, size: tl.constexpr, width: tl.constexpr,
+    has_residual: tl.constexpr, has_inner: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """normed = w * s / sqrt(mean(s^2) + eps), s = x + residual, of one row.
 
-    width: the power of two that holds size.
+    width: the power of two that holds size. has_inner: s = norm(x) + residual, with inner as w.
     """
     if PDL:
         gdc_launch_dependents()
@@ -46,9 +47,15 @@ def _add_rms_norm(
     inside = columns < size
     # No kernel writes weights: they are loaded while the kernel before still runs.
     factors = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    if has_inner:
+        inner_factors = tl.load(inner + columns, mask=inside, other=0.0).to(tl.float32)
     if PDL:
         gdc_wait()
     values = tl.load(x + start + columns, mask=inside, other=0.0)
+    if has_inner:
+        wide = values.to(tl.float32)
+        scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / size + inner_eps)
+        values = (wide * scale * inner_factors).to(values.dtype)
     if has_residual:
         before = tl.load(residual + start + columns, mask=inside, other=0.0)
         # The next layer reads the sum in the model's type, so the norm is that of the rounded sum.
@@ -231,23 +238,41 @@ _LAUNCH_ROTATE_AND_STORE = Launcher(_rotate_and_store)
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    inner: tuple[Tensor, float] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """y = w * s / sqrt(mean(s^2) + eps), s = x + residual; returns (y, s), both [tokens, size]."""
+    """y = w * s / sqrt(mean(s^2) + eps), s = x + residual; returns (y, s), both [tokens, size].
+
+    inner: the weight and eps of a norm of x before the sum, rounded to its type as always.
+    """
     tokens, size = x.shape
+    inner_weight, inner_eps = inner or (weight, 0.0)
     normed = torch.empty_like(x)
     total = x if residual is None else torch.empty_like(x)
     added = x if residual is None else residual
     dependent = has_dependent_launch(x.device)
     # The key names all that Triton compiles the kernel for; see Launcher.
     _LAUNCH_ADD_RMS_NORM(
-        (size, residual is None, x.dtype, x.device, aligned(x, added, weight)),
+        (
+            size,
+            residual is None,
+            inner is None,
+            x.dtype,
+            inner_weight.dtype,
+            weight.dtype,
+            x.device,
+            aligned(x, added, inner_weight, weight),
+        ),
         (tokens,),
-        (x, added, weight, normed, total, eps),
+        (x, added, inner_weight, weight, normed, total, eps, inner_eps),
         {
             "size": size,
             "width": triton.next_power_of_2(size),
             "has_residual": residual is not None,
+            "has_inner": inner is not None,
             "PDL": dependent,
         },
         {"num_warps": 8 if size > 1024 else 4, **launch_options(dependent)},

@@ -13,6 +13,7 @@ from modeling.models.generic import fusions, linears, model, names, reading, ste
 from modeling.models.generic.cuts import CutPlan, LinearCut, Style
 from modeling.models.generic.model import GenericForCausalLM
 from modeling.models.generic.modules import GenericHead, GenericLinear, MergedColumns
+from modeling.models.generic.norms import FusedRMSNorm
 from modeling.models.generic.step import CurrentStep, Heads, PagedLayers
 from sharding.embedding import ParallelHead
 from sharding.group import TensorParallel
@@ -98,13 +99,36 @@ def test_queries_and_keys_not_rotated(world: World, monkeypatch: pytest.MonkeyPa
 def test_norm_by_w_instead_of_one_more(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     real = fusions._norm
 
-    def norm(module: nn.Module) -> fusions.FusedRMSNorm | None:
+    def norm(module: nn.Module) -> FusedRMSNorm | None:
         found = real(module)
         if found is not None:
             found.weight.data = found.weight.data - 1.0
         return found
 
     monkeypatch.setattr(fusions, "_norm", norm)
+    expect_mismatch(world, GEMMA2)
+
+
+def test_sum_without_the_norm_before_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = FusedRMSNorm.after_sum
+
+    def after_sum(
+        self: FusedRMSNorm, x: Tensor, residual: Tensor, inner: FusedRMSNorm | None
+    ) -> tuple[Tensor, Tensor]:
+        return real(self, x, residual, None)
+
+    monkeypatch.setattr(FusedRMSNorm, "after_sum", after_sum)
+    expect_mismatch(world, GEMMA2)
+
+
+def test_norm_of_another_layer_taken(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    first: list[Tensor] = []
+
+    def keep_ahead(self: FusedRMSNorm, x: Tensor, normed: Tensor) -> None:
+        first.append(normed)
+        self._ahead = (x, first[0] if first[0].shape == normed.shape else normed)
+
+    monkeypatch.setattr(FusedRMSNorm, "keep_ahead", keep_ahead)
     expect_mismatch(world, GEMMA2)
 
 

@@ -18,7 +18,9 @@ from configs.architectures.base import Activation
 from modeling.layers.activation import ACTIVATIONS
 from modeling.layers.fused import fused_ops
 from modeling.layers.rotary import rotate
+from modeling.models.generic.layer_sums import fuse_sums
 from modeling.models.generic.modules import GenericLinear, MergedColumns, MergedPart
+from modeling.models.generic.norms import FusedRMSNorm
 from modeling.models.generic.step import CurrentStep, signed
 
 logger = logging.getLogger("loray.modeling")
@@ -31,24 +33,6 @@ TOLERANCE = 1e-5
 
 _WIDTH = 8
 """Of the probes' vectors and heads."""
-
-
-class FusedRMSNorm(nn.Module):
-    """y = w * x / sqrt(mean(x^2) + eps) over the last dimension, w in float32."""
-
-    def __init__(self, weight: Tensor, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self._eps = eps
-        self._fused = fused_ops(weight.device)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., size] to the same shape."""
-        if self._fused is None:
-            return F.rms_norm(x.float(), self.weight.shape, self.weight, self._eps).to(x.dtype)
-        # The kernel counts on whole rows behind each other; columns of a merged product are not.
-        rows = x.reshape(-1, x.shape[-1]).contiguous()
-        return self._fused.add_rms_norm(rows, None, self.weight, self._eps)[0].view(x.shape)
 
 
 class FusedGatedMLP(nn.Module):
@@ -85,7 +69,9 @@ class FusedGatedMLP(nn.Module):
 def undo_rotations(causal: nn.Module) -> None:
     """Let transformers rotate q and k in all layers again."""
     for module in causal.modules():
-        module.__dict__.pop("forward", None)
+        own = module.__dict__.get("forward")
+        if ROTATION in getattr(own, "__globals__", {}):
+            del module.__dict__["forward"]
 
 
 def fuse(causal: nn.Module, step: CurrentStep) -> None:
@@ -103,7 +89,8 @@ def fuse(causal: nn.Module, step: CurrentStep) -> None:
             done[type(fused).__name__] += 1
         elif _defer_rotation(module, step):
             done["rotation with the cache's store"] += 1
-    text = ", ".join(f"{name} ({count} layers)" for name, count in sorted(done.items()))
+    done["sum with its norms"] = fuse_sums(causal)
+    text = ", ".join(f"{name} ({count})" for name, count in sorted(done.items()) if count)
     logger.info("fused in %s: %s", type(causal).__name__, text or "nothing")
 
 
