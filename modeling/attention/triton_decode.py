@@ -90,9 +90,11 @@ def decode_kernel(
     slope = tl.zeros([BLOCK_G], dtype=tl.float32)
     if ALIBI:
         slope = tl.load(slopes + head, mask=g < GROUP, other=0.0) * LOG2_E
+    position = tl.zeros([BLOCK_G], dtype=tl.int32) + length - 1
+    begin = first + tl.program_id(2) * width
+    pages = pages_of(table, begin, tl.minimum(begin + width, length), BLOCK_N, PAGE)
     if PDL:
         gdc_wait()
-    position = tl.zeros([BLOCK_G], dtype=tl.int32) + length - 1
     for split in range(tl.program_id(2), count, tl.num_programs(2)):
         at = q + token * Q_STRIDE + head[:, None] * HEAD_DIM + d[None, :]
         queries = tl.load(at, mask=mask, other=0.0)
@@ -101,7 +103,6 @@ def decode_kernel(
         total = tl.zeros([BLOCK_G], dtype=tl.float32)
         start = first + split * width
         stop = tl.minimum(start + width, length)
-        pages = pages_of(table, start, stop, BLOCK_N, PAGE)
         for block in range(start, stop, BLOCK_N):
             following = pages_of(table, block + BLOCK_N, stop, BLOCK_N, PAGE)
             acc, top, total = attend_block(
@@ -144,6 +145,8 @@ def decode_kernel(
             tl.store(partials + index[:, None] * HEAD_DIM + d[None, :], acc, mask=mask)
             tl.store(sums + index * 2, top, mask=g < GROUP)
             tl.store(sums + index * 2 + 1, total, mask=g < GROUP)
+        begin = start + tl.num_programs(2) * width
+        pages = pages_of(table, begin, tl.minimum(begin + width, length), BLOCK_N, PAGE)
 
 
 @triton.jit(  # type: ignore[untyped-decorator]

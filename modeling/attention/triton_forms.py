@@ -63,7 +63,7 @@ def decode_form(spec: AttentionSpec, shared: int) -> DecodeForm:
         keys=keys,
         warps=4,
         stages=3 if shared >= SMALL_SHARED else 2,
-        min_split=256,
+        min_split=192,
         max_splits=min(128, max(8, _power(256 // tiles))),
     )
 

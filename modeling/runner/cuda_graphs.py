@@ -26,11 +26,6 @@ from modeling.transfer import TransferBuffer, aligned
 SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
 """Rows of captured steps; a step takes the next larger one."""
 
-ROWS_OF_ADAPTERS_GRAPH = 8
-"""Up to so many rows of the base model alone take the graph with adapters: its products of few rows
-read the weights faster than the library's (Llama 3 8B and Gemma 2 9B on an H200: 3 to 6 % a step
-less, adapters that are none included)."""
-
 WARM_UPS = 2
 """Runs before a capture: the first one loads kernels and makes the libraries' workspaces."""
 
@@ -193,7 +188,9 @@ class DecodeGraphs:
             self._steps[size] = step
             for with_adapters in kinds:
                 self._copy_inputs(step, StepLayout.empty(), with_adapters)
-                adapters = parts.adapters.batch(size) if parts.adapters and with_adapters else None
+                # Without tiles there are the base products of few rows alone.
+                tiles = None if with_adapters else 0
+                adapters = parts.adapters.batch(size, tiles) if parts.adapters else None
                 compute = partial(self._compute, step, adapters)
                 self._replays[size, with_adapters] = record(compute)
 
@@ -201,10 +198,7 @@ class DecodeGraphs:
         """Replay a step; None when no graph serves it."""
         rows = layout.num_rows
         size = size_for(self.sizes, rows)
-        has_adapters = self._parts.adapters is not None
-        with_adapters = max(layout.adapter_slots) >= 0 or (
-            has_adapters and rows <= ROWS_OF_ADAPTERS_GRAPH
-        )
+        with_adapters = max(layout.adapter_slots) >= 0
         if size is None or not layout.decodes or (size, with_adapters) not in self._replays:
             return None
         step = self._steps[size]

@@ -147,7 +147,7 @@ class TritonBatch:
     def __init__(self, plan: TritonPlan, num_tokens: int, num_tiles: int) -> None:
         """num_tiles: how many records of the plan are read."""
         self._plan = plan
-        self._product = product_form(num_tokens) if num_tiles else None
+        self._product = product_form(num_tokens)
         self._started: tuple[LaunchGroup, int] | None = None
         self._num_tokens = num_tokens
         self._num_tiles = num_tiles
@@ -178,7 +178,7 @@ class TritonBatch:
     def product(
         self, y: Tensor, x: Tensor, weight: Tensor, layer: int, targets: tuple[OutputSlice, ...]
     ) -> None:
-        """y = x W^T, and the shrink of the next `add`, in one launch.
+        """y = x W^T, and the shrink of the next `add` if there are tiles, in one launch.
 
         x: [tokens, in], weight: [out, in], y: [tokens, out].
         """
@@ -205,7 +205,7 @@ class TritonBatch:
             **self._constants, **self._launch,
         )
         # fmt: on
-        self._started = group, num_splits
+        self._started = (group, num_splits) if self._num_tiles else None
 
     def add(self, y: Tensor, x: Tensor, layer: int, targets: tuple[OutputSlice, ...]) -> None:
         """Add the deltas of `targets` at `layer` to y [tokens, out]; x: [tokens, in].
@@ -310,7 +310,7 @@ def _split(inputs: int, columns: int, splits: int) -> tuple[int, int]:
 
 def _fits(x: Tensor, weight: Tensor) -> bool:
     """Return whether the product's kernel takes these: half precision, aligned, contiguous rows."""
-    whole = weight.is_contiguous() and weight.shape[1] % AHEAD == 0 and x.stride(0) % 8 == 0
+    whole = weight.is_contiguous() and weight.shape[1] % 256 == 0 and x.stride(0) % 8 == 0
     return x.dtype != torch.float32 and whole
 
 

@@ -118,7 +118,7 @@ def _product(
     x_rows = x + m.to(tl.int64) * x_stride
     # No kernel writes weights, so their first lines are fetched while the kernel before still runs.
     if PDL:
-        ahead = tl.minimum(start + tl.arange(0, AHEAD // 64) * 64, INPUTS - 64)
+        ahead = tl.minimum(start + tl.arange(0, AHEAD // 64) * 64, stop - 64)
         first = weight + tl.minimum(n, num_outputs - 1).to(tl.int64) * INPUTS
         _prefetch(first[:, None] + ahead[None, :])
         gdc_wait()

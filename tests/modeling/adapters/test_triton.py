@@ -190,6 +190,28 @@ def test_steps_of_many_rows_and_float32_leave_the_base_product_to_torch(
 
 @pytest.mark.gpu
 @on_gpu
+@pytest.mark.parametrize("num_tokens", [1, 5, 64])
+def test_steps_without_tiles_have_the_base_product_alone(
+    banks: dict[torch.dtype, AdapterBank], num_tokens: int
+) -> None:
+    bank = make_bank(banks, torch.bfloat16)
+    for case in PRODUCT_CASES:
+        x = torch.randn(num_tokens, case.inputs, device="cuda").to(torch.bfloat16)
+        weight = torch.randn(case.outputs, case.inputs, device="cuda").to(torch.bfloat16)
+        plan = make_plan(bank, num_tokens)
+        plan.update([3] * num_tokens, [1] * num_tokens)
+        data = plan.batch(num_tokens, 0)
+        if not data.has_product(x, weight, case.targets):
+            continue
+        y = torch.empty(num_tokens, case.outputs, dtype=x.dtype, device="cuda")
+        data.product(y, x, weight, 1, case.targets)
+        data.add(y, x, 1, case.targets)
+        expected = x.double() @ weight.double().T
+        assert float((y.double() - expected).norm() / expected.norm()) < 1e-2
+
+
+@pytest.mark.gpu
+@on_gpu
 def test_one_adapter_may_have_thousands_of_tokens(
     banks: dict[torch.dtype, AdapterBank],
 ) -> None:
