@@ -122,11 +122,12 @@ def test_sum_without_the_norm_before_it(world: World, monkeypatch: pytest.Monkey
 
 
 def test_norm_of_another_layer_taken(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    first: list[Tensor] = []
+    last: list[Tensor] = []
 
     def keep_ahead(self: FusedRMSNorm, x: Tensor, normed: Tensor) -> None:
-        first.append(normed)
-        self._ahead = (x, first[0] if first[0].shape == normed.shape else normed)
+        before = last[-1] if last and last[-1].shape == normed.shape else normed
+        last.append(normed)
+        self._ahead = (x, before)
 
     monkeypatch.setattr(FusedRMSNorm, "keep_ahead", keep_ahead)
     expect_mismatch(world, GEMMA2)
