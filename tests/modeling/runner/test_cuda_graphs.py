@@ -14,7 +14,7 @@ from configs.wire.plan import RequestJoin, StepRow
 from configs.wire.sampling import Sampling
 from modeling.adapters.bank import AdapterBank
 from modeling.adapters.kernels.reference import reference_batch
-from modeling.adapters.product import OutputSlice
+from modeling.adapters.product import AdapterData, OutputSlice
 from modeling.attention.base import AttentionSpec, AttentionStep, GraphAttention, Words
 from modeling.attention.kv_cache import LayerCache, allocate
 from modeling.attention.sdpa import SdpaAttention
@@ -131,8 +131,8 @@ class LateAdapters:
         self.rows = (slots, lengths)
         return 0
 
-    def batch(self, num_tokens: int, num_tiles: int | None = None) -> "LateAdapters":
-        return self
+    def batch(self, num_tokens: int, num_tiles: int | None = None) -> AdapterData:
+        return BaseAlone(self.bank) if num_tiles == 0 else self
 
     def has_product(self, x: Tensor, weight: Tensor, targets: tuple[OutputSlice, ...]) -> bool:
         return False
@@ -145,6 +145,13 @@ class LateAdapters:
     def add(self, y: Tensor, x: Tensor, layer: int, targets: tuple[OutputSlice, ...]) -> None:
         assert sum(self.rows[1]) == len(x)
         reference_batch(self.bank, *self.rows).add(y, x, layer, targets)
+
+
+class BaseAlone(LateAdapters):
+    """A step's data without any tiles."""
+
+    def add(self, y: Tensor, x: Tensor, layer: int, targets: tuple[OutputSlice, ...]) -> None:
+        pass
 
 
 def make_parts() -> GraphParts:
