@@ -58,12 +58,10 @@ class OfflineCase:
 class OfflineDriver:
     """Keeps the length and the blocks of each batch slot, as a scheduler does."""
 
-    def __init__(self, runner: ModelRunner, block_size: int, vocab_size: int) -> None:
+    def __init__(self, runner: ModelRunner, vocab_size: int) -> None:
         self._runner = runner
-        self._block_size = block_size
         self._vocab_size = vocab_size
         self._lengths: dict[int, int] = {}
-        self._held: dict[int, int] = {}
         self._free: list[int] = []
         self._random = random.Random(0)
         self._prepared = False
@@ -71,7 +69,6 @@ class OfflineDriver:
     def reset(self, num_blocks: int) -> None:
         """Free all blocks, in a random order."""
         self._lengths.clear()
-        self._held.clear()
         self._free = list(range(num_blocks))
         self._random.shuffle(self._free)
 
@@ -84,7 +81,7 @@ class OfflineDriver:
             self._prepared = True
         found = []
         for slot in slots:
-            self._lengths[slot] = self._held[slot] = 0
+            self._lengths[slot] = 0
             tokens = [self._random.randrange(self._vocab_size) for _ in range(length)]
             adapter = slot % case.adapters if case.adapters else -1
             own, matcher = (fitting, 0) if slot < case.held else (sampling, -1)
@@ -110,8 +107,8 @@ class OfflineDriver:
     def _row(self, slot: int, length: int) -> StepRow:
         start = self._lengths[slot]
         self._lengths[slot] = start + length
-        lacking = -(-(start + length) // self._block_size) - self._held[slot]
-        self._held[slot] += lacking
+        groups = self._runner.report.kv_groups
+        lacking = sum(each.blocks(start + length) - each.blocks(start) for each in groups)
         return StepRow(slot, start, length, [self._free.pop() for _ in range(lacking)], True)
 
 
@@ -130,7 +127,7 @@ class Benchmark:
         self.load_seconds = time.perf_counter() - started
         self._device = device
         vocab_size = SHAPES[options.shape]["vocab_size"]
-        self._driver = OfflineDriver(self._runner, self._config.cache.block_size, vocab_size)
+        self._driver = OfflineDriver(self._runner, vocab_size)
         if max(options.adapters) > 0:
             write_adapter(folder / "adapter", options.shape, RANK, seed=0)
             self._load(folder / "adapter", max(options.adapters))

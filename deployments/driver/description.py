@@ -20,6 +20,15 @@ def common(capacities: Sequence[Capacity]) -> Capacity:
     )
 
 
+def _tokens(capacity: Capacity) -> str:
+    """Tokens of a block in each KV group, and how many of the last ones a group keeps."""
+    groups = []
+    for group in capacity.groups:
+        kept = group.window or group.chunk
+        groups.append(f"{group.block_size}" + (f" (last {kept})" if kept else ""))
+    return " or ".join(groups)
+
+
 def startup_info(reports: Sequence[LoadReport]) -> dict[str, str]:
     """What start-up selected, as text."""
     first, pages = reports[0], common([report.capacity for report in reports])
@@ -29,7 +38,7 @@ def startup_info(reports: Sequence[LoadReport]) -> dict[str, str]:
         "attention": first.attention,
         "adapter kernel": first.adapter_kernel,
         "all-reduce": first.all_reduce,
-        "pages": f"{pages.num_blocks} of {pages.block_size} tokens",
+        "pages": f"{pages.num_blocks} of {_tokens(pages)} tokens",
         "adapter pages": adapters,
         "load": f"{max(report.load_seconds for report in reports):.1f} s",
     }

@@ -12,6 +12,7 @@ from pathlib import Path
 from configs.architectures.select import end_token_ids, vocab_size
 from configs.catalogue import merged
 from configs.engine import EngineConfig
+from configs.kv_groups import held_tokens
 from configs.runtime import RuntimeConfig, with_runtime
 from configs.wire.adapters import AdapterError, AdapterReference
 from configs.wire.templates import TemplateSource
@@ -264,7 +265,7 @@ class DriverEngine:
             stop_token_ids=end_token_ids(self._folder),
             max_total_tokens=longest,
             max_input_tokens=min(limits.max_input_tokens or longest - 1, longest - 1),
-            max_batch_total_tokens=capacity.num_blocks * capacity.block_size,
+            max_batch_total_tokens=held_tokens(capacity.groups, capacity.num_blocks),
             max_running=limits.max_running,
             max_queued=limits.max_queued,
             startup_info=startup_info(self.ranks),

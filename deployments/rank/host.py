@@ -67,12 +67,9 @@ class RankHost:
         # With an ordinal, this process sees GPUs of other ranks, too, and must not use them.
         spread = self._cuda_ordinal is None
         self._loaded = load_runner(self._config, self._group, device, spread)
-        return min(self._loaded.measure(), self._most_blocks())
-
-    def _most_blocks(self) -> int:
-        """How many cache blocks the limits allow."""
         tokens = self._config.limits.max_batch_total_tokens
-        return sys.maxsize if tokens is None else max(1, tokens // self._config.cache.block_size)
+        allowed = sys.maxsize if tokens is None else self._loaded.blocks_of(tokens)
+        return min(self._loaded.measure(), allowed)
 
     def allocate(self, num_blocks: int) -> LoadReport:
         """Allocate num_blocks of cache (the group's minimum) and report what this rank holds."""
@@ -137,4 +134,5 @@ def capacity_of(report: RunnerReport) -> Capacity:
         chunked=report.paged,
         prefix_caching=report.paged,
         rope_sets=report.rope_sets,
+        kv_groups=report.kv_groups,
     )

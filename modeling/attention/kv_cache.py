@@ -52,9 +52,12 @@ class LayerCache:
 
     quantised: whether they are e4m3. scales: of a quantised cache, else ones. clamped: int32 [2],
     not 0 once a key, or a value, was beyond what its scale can hold and the nearest was stored.
+    group: the KV group that has the tables of these pages.
     """
 
-    def __init__(self, keys: Tensor, values: Tensor, scales: CacheScales = UNSCALED) -> None:
+    def __init__(
+        self, keys: Tensor, values: Tensor, scales: CacheScales = UNSCALED, group: int = 0
+    ) -> None:
         """Wrap the two tensors, which must be contiguous and of one shape."""
         assert keys.shape == values.shape, (keys.shape, values.shape)
         self.keys = keys
@@ -62,6 +65,7 @@ class LayerCache:
         self.quantised = keys.dtype == FP8
         assert self.quantised or scales == UNSCALED, (keys.dtype, scales)
         self.scales = scales
+        self.group = group
         self.clamped = torch.zeros(2, dtype=torch.int32, device=keys.device)
         # Slots address tokens, whatever the page size.
         self.flat_keys = keys.view(-1, *keys.shape[2:])

@@ -1,7 +1,7 @@
 """The interface between a paged model and its runner."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -9,8 +9,6 @@ from torch import Tensor
 
 from modeling.adapters.product import AdapterData
 from modeling.adapters.projection import BaseRows, Projection
-from modeling.attention.base import AttentionSpec
-from modeling.attention.kv_cache import CacheSpec
 from modeling.models.context import PagedContext
 
 
@@ -19,6 +17,8 @@ class AttentionLayer:
     """One layer's attention on one rank; see `AttentionSpec` for what the fields do to scores.
 
     window: how many of the last tokens a token sees, itself included; None: all.
+    chunk: tokens see only those of their own chunk of so many; None: no chunks.
+    source: the layer that stores the keys and values this one reads; None: it has its own.
     """
 
     num_heads: int
@@ -28,17 +28,15 @@ class AttentionLayer:
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
-
-    def shares_backend_with(self, other: "AttentionLayer") -> bool:
-        """Return whether one backend serves both: they differ in their windows alone."""
-        return replace(self, window=other.window) == other
+    chunk: int | None = None
+    source: int | None = None
 
 
 class PagedModel(Protocol):
     """One rank's share of a decoder over a paged cache; the engine computes it by `paged`.
 
     projections: the linear maps that adapters may change; OutputSlice names one by its index.
-    attention_layers: one for each layer that has keys and values in the cache.
+    attention_layers: one for each layer that attends.
     capturable: whether its steps can be CUDA graphs.
     unread: regular expressions of whole names that a checkpoint may hold and the model does
         not read.
@@ -92,34 +90,3 @@ class PagedModel(Protocol):
         whole_ends: adapters may bring a whole embedding or head too.
         """
         ...
-
-
-def attention_spec(model: PagedModel, page_size: int) -> AttentionSpec:
-    """What an attention backend must serve for this model."""
-    layers = model.attention_layers
-    first = layers[0]
-    assert all(layer.shares_backend_with(first) for layer in layers), layers
-    return AttentionSpec(
-        num_heads=first.num_heads,
-        num_kv_heads=first.num_kv_heads,
-        head_dim=first.head_dim,
-        scale=first.scale,
-        page_size=page_size,
-        dtype=model.dtype,
-        device=model.device,
-        windows=tuple(dict.fromkeys(layer.window for layer in layers)),
-        softcap=first.softcap,
-        sinks=first.sinks,
-    )
-
-
-def cache_spec(model: PagedModel, page_size: int, dtype: torch.dtype | None = None) -> CacheSpec:
-    """What this model's pages are; dtype None: the model's own."""
-    first = model.attention_layers[0]
-    return CacheSpec(
-        num_layers=model.num_layers,
-        page_size=page_size,
-        num_kv_heads=first.num_kv_heads,
-        head_dim=first.head_dim,
-        dtype=dtype or model.dtype,
-    )

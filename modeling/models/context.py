@@ -32,27 +32,37 @@ class StepContext(Protocol):
 
 
 @dataclass(frozen=True)
-class PagedContext:
-    """One step of the engine: rows packed one after the other, keys and values in pages.
+class GroupStep:
+    """What the layers of one KV group read in a step.
 
-    Layers name themselves by index alone, so only the methods here know that all layers share
-    one set of tables and slots. Adapters are found by token and not by row.
-
-    caches: one a layer.
     cu_seqlens: int32 [rows + 1], where each row's tokens start.
     block_tables: int32 [rows, max_blocks].
     slots: int64 [tokens], page * page_size + offset where each token's k and v go.
     attention: the rows' lengths and plan, from the attention backend's `prepare`.
+    """
+
+    cu_seqlens: Tensor
+    block_tables: Tensor
+    slots: Tensor
+    attention: AttentionStep
+
+
+@dataclass(frozen=True)
+class PagedContext:
+    """One step of the engine: rows packed one after the other, keys and values in pages.
+
+    Layers name themselves by index alone, so only the methods here know which of them share one
+    set of tables and slots. Adapters are found by token and not by row.
+
+    caches: one a layer; each knows its KV group.
+    groups: the KV groups.
     adapter_data: the adapters of the step's tokens, None for the base model alone.
     stored: int64 [n], the tokens that store their k and v (None: all); the others' are in the
         cache already.
     """
 
     caches: list[LayerCache]
-    cu_seqlens: Tensor
-    block_tables: Tensor
-    slots: Tensor
-    attention: AttentionStep
+    groups: tuple[GroupStep, ...]
     adapter_data: AdapterData | None = None
     stored: Tensor | None = None
 
@@ -60,15 +70,18 @@ class PagedContext:
         self, layer: int, qkv: Tensor, heads: HeadCut, angles: Angles | None = None
     ) -> Tensor:
         """Rotate q and k, put k and v into the layer's pages, return q; see `attend`."""
-        return rotate_and_store(qkv, heads, angles, self.caches[layer], self.slots, self.stored)
+        cache = self.caches[layer]
+        slots = self.groups[cache.group].slots
+        return rotate_and_store(qkv, heads, angles, cache, slots, self.stored)
 
     def store_heads(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Put keys and values [tokens, kv_heads, head_dim] into the layer's pages as they are."""
-        if self.stored is None:
-            self.caches[layer].store(keys, values, self.slots)
+        cache, stored = self.caches[layer], self.stored
+        slots = self.groups[cache.group].slots
+        if stored is None:
+            cache.store(keys, values, slots)
         else:
-            stored = self.stored
-            self.caches[layer].store(keys[stored], values[stored], self.slots[stored])
+            cache.store(keys[stored], values[stored], slots[stored])
 
     def query(
         self, layer: int, q: Tensor, window: int | None = None, sinks: Tensor | None = None
@@ -78,9 +91,11 @@ class PagedContext:
         window: how many of the last tokens this layer sees; None: all. sinks: see
         `AttentionSpec`.
         """
-        step = self.attention
+        cache = self.caches[layer]
+        group = self.groups[cache.group]
+        step = group.attention
         return step.backend.forward(
-            q, self.caches[layer], self.cu_seqlens, self.block_tables, step, window, sinks
+            q, cache, group.cu_seqlens, group.block_tables, step, window, sinks
         )
 
     def attend(

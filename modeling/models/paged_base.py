@@ -21,7 +21,7 @@ from modeling.adapters.vocabulary import (
 from modeling.attention.base import AttentionStep
 from modeling.attention.kv_cache import LayerCache
 from modeling.models.base import AttentionLayer
-from modeling.models.context import PagedContext, StepContext
+from modeling.models.context import GroupStep, PagedContext, StepContext
 from sharding.embedding import ParallelHead, VocabParallelEmbedding
 from sharding.loader import Weights
 from sharding.slicing import HeadCut
@@ -155,15 +155,8 @@ class FlashBase(PagedBase):
         """
         if cross_attention_states is not None:
             raise ValueError("cross_attention_states: this model has no cross-attention layers")
-        context = PagedContext(
-            kv_cache,
-            cu_seqlen_prefill,
-            block_tables,
-            slots,
-            seqlen,
-            adapter_data,
-            prefill_cache_indices,
-        )
+        group = GroupStep(cu_seqlen_prefill, block_tables, slots, seqlen)
+        context = PagedContext(kv_cache, (group,), adapter_data, prefill_cache_indices)
         return self.paged(input_ids, position_ids, context, lm_head_indices, skip_lm_head)
 
 

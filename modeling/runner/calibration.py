@@ -5,10 +5,16 @@ import math
 import torch
 
 from configs.architectures.base import ModelArchitecture
+from configs.wire.plan import RequestJoin, StepRow
+from configs.wire.sampling import Sampling
 from modeling.attention.kv_cache import FP8_MAX, CacheScales, LayerCache, allocate
+from modeling.attention.kv_layout import KvLayout
 from modeling.attention.sdpa import SdpaAttention
-from modeling.models.base import PagedModel, attention_spec, cache_spec
-from modeling.models.context import PagedContext
+from modeling.models.base import PagedModel
+from modeling.models.kv_groups import attention_specs, kv_layout
+from modeling.runner.block_tables import BatchSize
+from modeling.runner.forward import PagedForward, prepare
+from modeling.runner.input_batch import InputBatch
 from sharding.group import TensorParallel
 
 ROWS, LENGTH = 4, 256
@@ -61,27 +67,31 @@ def _tokens(architecture: ModelArchitecture, length: int) -> torch.Tensor:
 def _computed(model: PagedModel, tokens: torch.Tensor) -> list[LayerCache]:
     """The layers' caches, in the model's own type, after a prefill of the rows."""
     rows, length = tokens.shape
-    pages = -(-length // _PAGE_SIZE)
-    device = model.device
-    cache = allocate(cache_spec(model, _PAGE_SIZE), rows * pages, device)
-    tables = torch.arange(rows * pages, dtype=torch.int32, device=device).view(rows, pages)
-    positions = torch.arange(length, device=device).repeat(rows, 1)
-    first = torch.arange(rows, device=device).unsqueeze(1) * (pages * _PAGE_SIZE)
-    backend = SdpaAttention(attention_spec(model, _PAGE_SIZE))
-    step = backend.prepare([length] * rows, [length] * rows, tables)
-    model.paged(
-        tokens.flatten().to(device),
-        positions.flatten(),
-        PagedContext(
-            cache,
-            torch.arange(rows + 1, dtype=torch.int32, device=device) * length,
-            tables,
-            (first + positions).flatten(),
-            step,
-        ),
-        skip_lm_head=True,
-    )
+    layout = kv_layout(model, _PAGE_SIZE)
+    size = BatchSize(rows, length, _PAGE_SIZE, tuple(group.kv for group in layout.groups))
+    count = size.blocks(length)
+    cache = _apart(layout, rows * count, model.device)
+    batch = InputBatch(size, model.device)
+    known = enumerate(tokens.tolist())
+    batch.join([RequestJoin(row, own, length, -1, Sampling()) for row, own in known])
+    blocks = [list(range(row * count, (row + 1) * count)) for row in range(rows)]
+    step = [StepRow(row, 0, length, own, False) for row, own in enumerate(blocks)]
+    inputs = batch.inputs(batch.layout(step))
+    backends = [SdpaAttention(spec) for spec in attention_specs(model, layout)]
+    PagedForward(model, cache).hidden(inputs, prepare(backends, inputs), None)
     return cache
+
+
+def _apart(layout: KvLayout, num_blocks: int, device: torch.device) -> list[LayerCache]:
+    """Memory of its own for each layer: in shared pages the largest would be any layer's."""
+    made: dict[int, LayerCache] = {}
+    for index, group in enumerate(layout.groups):
+        for layer, cache in zip(
+            group.layers, allocate(group.spec, num_blocks, device), strict=True
+        ):
+            cache.group = index
+            made[layer] = cache
+    return [made[source] for source in layout.sources]
 
 
 def _scale(largest: float) -> float:

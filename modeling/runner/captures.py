@@ -74,7 +74,7 @@ def capture(
     if sizes.decode:
         decode = DecodeGraphs(parts, sizes.decode, device, GraphRecorder(device))
     if sizes.mixed:
-        slot = parts.dummy_block * parts.state.size.block_size
-        piecewise = PiecewiseParts(hidden, parts.backend, slot, parts.adapters)
+        slots = [tables.dummy_slot(parts.dummy_block) for tables in parts.state.tables]
+        piecewise = PiecewiseParts(hidden, parts.backends, slots, parts.adapters)
         mixed = PiecewiseGraphs(piecewise, sizes.mixed, device, PieceRecorder(device))
     return StepGraphs(decode, mixed)

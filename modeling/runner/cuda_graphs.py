@@ -18,9 +18,11 @@ from torch import Tensor
 
 from modeling.adapters.kernels.select import AdapterStepPlan
 from modeling.adapters.product import AdapterData
-from modeling.attention.base import AttentionBackend, AttentionStep
+from modeling.attention.base import AttentionBackend, GraphAttention
 from modeling.layers.fused import fused_ops
-from modeling.runner.input_batch import InputBatch, StepLayout, StepTensors
+from modeling.runner.block_tables import BlockTables, GroupLayout
+from modeling.runner.forward import StepPlans
+from modeling.runner.input_batch import GroupTensors, InputBatch, StepLayout, StepTensors
 from modeling.transfer import TransferBuffer, aligned
 
 SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
@@ -31,7 +33,10 @@ WARM_UPS = 2
 
 INT64_BYTES, INT32_BYTES = 8, 4
 
-Forward = Callable[[StepTensors, AttentionStep, AdapterData | None], Tensor]
+COLUMNS = 3
+"""Of a step: where its ids are, positions, targets. The slots of each KV group follow."""
+
+Forward = Callable[[StepTensors, StepPlans, AdapterData | None], Tensor]
 """From a step's tensors, planned attention and adapters to logits [sampling rows, vocab]."""
 
 
@@ -55,6 +60,7 @@ class GraphParts:
     """What captured steps are made of.
 
     forward: from a step's tensors to logits [sampling rows, vocab].
+    backends: the attention of each KV group.
     state: the batch slots that steps read and write.
     dummy_block: a cache block that no request owns.
     vocab_size, dtype: of the logits.
@@ -62,7 +68,7 @@ class GraphParts:
     """
 
     forward: Forward
-    backend: AttentionBackend
+    backends: Sequence[AttentionBackend]
     state: InputBatch
     dummy_block: int
     vocab_size: int
@@ -84,6 +90,33 @@ class GraphOutput:
     targets: Tensor
 
 
+@dataclass(frozen=True)
+class PaddedGroup:
+    """One KV group's part of a step of one size.
+
+    tables: of the group. slots: int64 [size], a view of the static buffer. words_at, words_end:
+    where the attention's words are in the static buffer, in bytes.
+    """
+
+    tables: BlockTables
+    slots: Tensor
+    attention: GraphAttention
+    words_at: int
+    words_end: int
+
+    def fill(self, host: npt.NDArray[np.uint8], layout: GroupLayout, dummy_block: int) -> int:
+        """Write the attention's words, padded; returns where those that count end."""
+        rows, size = len(layout.key_lengths), len(self.slots)
+        key_lengths = np.ones(size, dtype=np.int32)
+        key_lengths[:rows] = layout.key_lengths
+        width = max(1, layout.tables.shape[1])
+        dummy_page = dummy_block * self.tables.stride
+        tables = np.full((size, width), dummy_page, dtype=np.int32)
+        tables[:rows, : layout.tables.shape[1]] = layout.tables
+        words = host[self.words_at : self.words_end].view(np.int32)
+        return self.words_at + self.attention.write(words, key_lengths, tables) * INT32_BYTES
+
+
 class PaddedStep:
     """One size's part of the static buffer: how a layout is written there, and the views of it."""
 
@@ -91,16 +124,14 @@ class PaddedStep:
         """static: uint8 on the device, at least `step_bytes` of them."""
         self.size = size
         self._dummy_block = parts.dummy_block
-        block_size = parts.state.size.block_size
-        # The padding rows' values in the columns: ids_at, positions, slots, targets.
+        tables = parts.state.tables
+        # The padding rows' values in the columns: ids_at, positions, targets, each group's slots.
         dummy = parts.state.dummy_token
-        self._padding = (dummy, 0, parts.dummy_block * block_size, dummy)
-        self._words = _words(parts, size)
-        self._words_at = 4 * aligned(size * INT64_BYTES)
+        own = [each.dummy_slot(parts.dummy_block) for each in tables]
+        self._padding = (dummy, 0, dummy, *own)
         columns = [static[a:b].view(torch.int64) for a, b in self._columns()]
-        self.ids_at, self.positions, self.slots, self.targets = columns
-        words = static[self._words_at : self._words_at + self._words * INT32_BYTES]
-        self.attention = parts.backend.graph_form(size, words.view(torch.int32))
+        self.ids_at, self.positions, self.targets, *slots = columns
+        self.groups = _padded_groups(parts, size, static, slots)
         device = static.device
         self.cu_seqlens = torch.arange(size + 1, dtype=torch.int32, device=device)
         self.last_tokens = torch.arange(size, device=device)
@@ -109,35 +140,67 @@ class PaddedStep:
     def fill(self, host: npt.NDArray[np.uint8], layout: StepLayout) -> int:
         """Write a decode step, padded; returns how many bytes must reach the device."""
         rows = layout.num_rows
-        values = (layout.ids_at, layout.positions, layout.slots, layout.targets)
+        slots = (group.slots for group in layout.groups)
+        values = (layout.ids_at, layout.positions, layout.targets, *slots)
         for (start, stop), own, padding in zip(self._columns(), values, self._padding, strict=True):
             column = host[start:stop].view(np.int64)
             column[:rows] = own
             column[rows:] = padding
-        key_lengths = np.ones(self.size, dtype=np.int32)
-        key_lengths[:rows] = layout.key_lengths
-        width = max(1, layout.tables.shape[1])
-        tables = np.full((self.size, width), self._dummy_block, dtype=np.int32)
-        tables[:rows, : layout.tables.shape[1]] = layout.tables
-        end = self._words_at + self._words * INT32_BYTES
-        used = self.attention.write(host[self._words_at : end].view(np.int32), key_lengths, tables)
-        return self._words_at + used * INT32_BYTES
+        filled = zip(self.groups, layout.groups, strict=True)
+        return max(group.fill(host, own, self._dummy_block) for group, own in filled)
+
+    def tensors(self, tokens: Tensor) -> StepTensors:
+        """What a model reads. tokens: the token buffer."""
+        return StepTensors(
+            input_ids=tokens[self.ids_at],
+            positions=self.positions,
+            groups=tuple(
+                GroupTensors(group.slots, self.cu_seqlens, self.block_tables)
+                for group in self.groups
+            ),
+            last_tokens=self.last_tokens,
+        )
+
+    def plans(self) -> StepPlans:
+        """What a model's attention reads."""
+        return tuple(group.attention.step for group in self.groups)
 
     def _columns(self) -> list[tuple[int, int]]:
-        """The four int64 columns' bounds, in bytes."""
+        """The int64 columns' bounds, in bytes."""
         stride = aligned(self.size * INT64_BYTES)
-        return [(i * stride, i * stride + self.size * INT64_BYTES) for i in range(4)]
+        starts = (index * stride for index in range(len(self._padding)))
+        return [(start, start + self.size * INT64_BYTES) for start in starts]
+
+
+def _padded_groups(
+    parts: GraphParts, size: int, static: Tensor, slots: Sequence[Tensor]
+) -> tuple[PaddedGroup, ...]:
+    """The groups' words behind the columns; the first group's last, for they may be the most."""
+    made = []
+    at = (COLUMNS + len(slots)) * aligned(size * INT64_BYTES)
+    sized = zip(parts.backends, parts.state.tables, slots, _words(parts, size), strict=True)
+    for backend, tables, own, words in reversed(list(sized)):
+        end = at + words * INT32_BYTES
+        attention = backend.graph_form(size, static[at:end].view(torch.int32))
+        made.append(PaddedGroup(tables, own, attention, at, end))
+        at += aligned(words * INT32_BYTES)
+    return tuple(reversed(made))
 
 
 def step_bytes(parts: GraphParts, size: int) -> int:
     """Bytes of static buffer that steps of one size take."""
-    return 4 * aligned(size * INT64_BYTES) + aligned(_words(parts, size) * INT32_BYTES)
+    words = [aligned(count * INT32_BYTES) for count in _words(parts, size)]
+    return (COLUMNS + len(words)) * aligned(size * INT64_BYTES) + sum(words)
 
 
-def _words(parts: GraphParts, size: int) -> int:
-    words = parts.backend.graph_words(size, parts.state.size.max_blocks)
-    assert words is not None, parts.backend.name
-    return words
+def _words(parts: GraphParts, size: int) -> list[int]:
+    """How many words each group's attention reads."""
+    found = []
+    for backend, tables in zip(parts.backends, parts.state.tables, strict=True):
+        words = backend.graph_words(size, tables.max_pages)
+        assert words is not None, backend.name
+        found.append(words)
+    return found
 
 
 class GraphRecorder:
@@ -187,7 +250,7 @@ class DecodeGraphs:
             step = PaddedStep(parts, size, self._staging.device_bytes)
             self._steps[size] = step
             for with_adapters in kinds:
-                self._copy_inputs(step, StepLayout.empty(), with_adapters)
+                self._copy_inputs(step, StepLayout.empty(len(parts.backends)), with_adapters)
                 # Without tiles there are the base products of few rows alone.
                 tiles = None if with_adapters else 0
                 adapters = parts.adapters.batch(size, tiles) if parts.adapters else None
@@ -212,7 +275,8 @@ class DecodeGraphs:
         # The host bytes exist twice: the last step's copy may not have read its own yet.
         buffer, host = self._staging.begin()
         self._staging.send(step.fill(host, layout))
-        step.attention.plan(buffer)
+        for group in step.groups:
+            group.attention.plan(buffer)
         self._staging.sent()
         if with_adapters and self._parts.adapters is not None:
             padding = [-1] * (step.size - layout.num_rows)
@@ -221,15 +285,7 @@ class DecodeGraphs:
     def _compute(self, step: PaddedStep, adapters: AdapterData | None) -> None:
         """Compute what a graph captures: from the token buffer back to the token buffer."""
         state = self._parts.state
-        tensors = StepTensors(
-            input_ids=state.tokens[step.ids_at],
-            positions=step.positions,
-            slots=step.slots,
-            cu_seqlens=step.cu_seqlens,
-            block_tables=step.block_tables,
-            last_tokens=step.last_tokens,
-        )
-        logits = self._parts.forward(tensors, step.attention.step, adapters)
+        logits = self._parts.forward(step.tensors(state.tokens), step.plans(), adapters)
         tokens = self._fused.best(logits) if self._fused else logits.argmax(dim=-1)
         self._logits[: step.size].copy_(logits)
         self._tokens[: step.size].copy_(tokens)

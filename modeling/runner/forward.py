@@ -1,15 +1,25 @@
 """A paged model over one cache: from a step's tensors to logits or hidden states."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from modeling.adapters.product import AdapterData
-from modeling.attention.base import AttentionStep
+from modeling.attention.base import AttentionBackend, AttentionStep
 from modeling.attention.kv_cache import LayerCache
 from modeling.models.base import PagedModel
-from modeling.models.context import PagedContext
-from modeling.runner.input_batch import StepTensors
+from modeling.models.context import GroupStep, PagedContext
+from modeling.runner.input_batch import StepInputs, StepTensors
+
+StepPlans = Sequence[AttentionStep]
+"""A step's attention: the plan of each KV group's backend."""
+
+
+def prepare(backends: Sequence[AttentionBackend], inputs: StepInputs) -> StepPlans:
+    """Plan a step; backends: of each KV group."""
+    groups = zip(backends, inputs.group_lengths, inputs.groups, strict=True)
+    return tuple(backend.prepare(*lengths, own.block_tables) for backend, lengths, own in groups)
 
 
 @dataclass(frozen=True)
@@ -20,13 +30,13 @@ class PagedForward:
     cache: list[LayerCache]
 
     def logits(
-        self, tensors: StepTensors, attention: AttentionStep, adapters: AdapterData | None
+        self, tensors: StepTensors, attention: StepPlans, adapters: AdapterData | None
     ) -> Tensor:
         """Return the logits [sampling rows, vocab]."""
         return self._run(tensors, attention, adapters, tensors.last_tokens)
 
     def hidden(
-        self, tensors: StepTensors, attention: AttentionStep, adapters: AdapterData | None
+        self, tensors: StepTensors, attention: StepPlans, adapters: AdapterData | None
     ) -> Tensor:
         """Return all tokens' hidden states [tokens, ...], without the head."""
         return self._run(tensors, attention, adapters, None)
@@ -34,18 +44,15 @@ class PagedForward:
     def _run(
         self,
         tensors: StepTensors,
-        attention: AttentionStep,
+        attention: StepPlans,
         adapters: AdapterData | None,
         head_tokens: Tensor | None,
     ) -> Tensor:
-        context = PagedContext(
-            self.cache,
-            tensors.cu_seqlens,
-            tensors.block_tables,
-            tensors.slots,
-            attention,
-            adapters,
+        groups = tuple(
+            GroupStep(group.cu_seqlens, group.block_tables, group.slots, step)
+            for group, step in zip(tensors.groups, attention, strict=True)
         )
+        context = PagedContext(self.cache, groups, adapters)
         output, _ = self.model.paged(
             tensors.input_ids,
             tensors.positions,

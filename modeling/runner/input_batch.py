@@ -9,33 +9,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from configs.architectures.rope import POSITIONS_PER_SET
 from configs.wire.plan import RequestJoin, StepRow
 from configs.wire.sampling import Sampling
+from modeling.runner.block_tables import BatchSize, BlockTables, GroupLayout, Ints, StepRows
 from modeling.sampling.grammars import Grammars
 from modeling.sampling.history import TokenHistory
 from modeling.sampling.prompt_scores import PromptRow
 from modeling.transfer import pack_to_device, to_device
-
-Ints = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class BatchSize:
-    """How many batch slots there are, and how long a sequence may get in tokens."""
-
-    max_running: int
-    max_total_tokens: int
-    block_size: int
-
-    @property
-    def max_blocks(self) -> int:
-        """Blocks of the longest sequence."""
-        return -(-self.max_total_tokens // self.block_size)
 
 
 @dataclass(frozen=True)
@@ -47,10 +31,8 @@ class StepLayout:
 
     ids_at: [T], the inputs' indices in the flat token buffer.
     positions: [T], with each row's rope set (p + set * POSITIONS_PER_SET).
-    slots: [T], the tokens' cache slots: block * block_size + offset.
     bounds: [n + 1], where rows start.
-    tables: int32 [n, most blocks used].
-    key_lengths: [n], after this step.
+    groups: the same for each KV group's attention.
     last_tokens: [s], the sampling rows' last tokens among the T.
     targets: [s], the samples' indices in the flat token buffer.
     sampling: the s samples' parameters.
@@ -62,10 +44,8 @@ class StepLayout:
 
     ids_at: Ints
     positions: Ints
-    slots: Ints
     bounds: Ints
-    tables: npt.NDArray[np.int32]
-    key_lengths: Ints
+    groups: tuple[GroupLayout, ...]
     last_tokens: Ints
     targets: Ints
     sampling: list[Sampling]
@@ -77,7 +57,7 @@ class StepLayout:
     @property
     def num_rows(self) -> int:
         """How many requests take part."""
-        return len(self.key_lengths)
+        return len(self.adapter_slots)
 
     @property
     def decodes(self) -> bool:
@@ -85,35 +65,45 @@ class StepLayout:
         return len(self.positions) == self.num_rows == len(self.targets)
 
     @classmethod
-    def empty(cls) -> "StepLayout":
+    def empty(cls, num_groups: int = 1) -> "StepLayout":
         """A step without rows: a captured step over it consists of padding rows alone."""
         none = np.zeros(0, dtype=np.int64)
-        tables = np.zeros((0, 0), dtype=np.int32)
-        return cls(none, none, none, none, tables, none, none, none, [], [], [])
+        groups = (GroupLayout.empty(),) * num_groups
+        return cls(none, none, none, groups, none, none, [], [], [])
+
+
+@dataclass(frozen=True)
+class GroupTensors:
+    """What the layers of one KV group read; see GroupLayout. cu_seqlens: its bounds, int32."""
+
+    slots: Tensor
+    cu_seqlens: Tensor
+    block_tables: Tensor
 
 
 @dataclass(frozen=True)
 class StepTensors:
     """What a model reads, on the device; see StepLayout.
 
-    input_ids: [T], the tokens themselves. cu_seqlens: int32 [n + 1]. block_tables: int32.
+    input_ids: [T], the tokens themselves.
     """
 
     input_ids: Tensor
     positions: Tensor
-    slots: Tensor
-    cu_seqlens: Tensor
-    block_tables: Tensor
+    groups: tuple[GroupTensors, ...]
     last_tokens: Tensor
 
 
 @dataclass(frozen=True)
 class StepInputs(StepTensors):
-    """One step's tensors, and what of the layout the host still needs."""
+    """One step's tensors, and what of the layout the host still needs.
+
+    group_lengths: the query lengths and the key lengths of each KV group's rows.
+    """
 
     targets: Tensor
     query_lengths: list[int]
-    key_lengths: list[int]
+    group_lengths: tuple[tuple[list[int], list[int]], ...]
     sampling: list[Sampling]
     sample_positions: list[int]
     adapter_slots: list[int]
@@ -133,8 +123,8 @@ class InputBatch:
         # One token more than all slots: padding rows of captured steps write their samples there.
         self.dummy_token = size.max_running * self._width
         self.tokens = torch.zeros(self.dummy_token + 1, dtype=torch.int64, device=device)
-        self._blocks = np.zeros((size.max_running, size.max_blocks), dtype=np.int32)
-        self._num_blocks = np.zeros(size.max_running, dtype=np.int64)
+        strides = size.strides or (1,) * len(size.groups)
+        self.tables = tuple(map(BlockTables, size.groups, strides, [size] * len(strides)))
         self._adapter_slots = np.full(size.max_running, -1, dtype=np.int64)
         self._sampling = [Sampling()] * size.max_running
         self._adjusted = np.zeros(size.max_running, dtype=np.bool_)
@@ -150,7 +140,8 @@ class InputBatch:
             first = join.batch_slot * self._width
             tokens = to_device(np.array(join.tokens, dtype=np.int64), self._device)
             self.tokens[first : first + count].copy_(tokens, non_blocking=True)
-            self._num_blocks[join.batch_slot] = 0
+            for tables in self.tables:
+                tables.clear(join.batch_slot)
             self._adapter_slots[join.batch_slot] = join.adapter_slot
             self._sampling[join.batch_slot] = join.sampling
             self._adjusted[join.batch_slot] = join.sampling.adjusted
@@ -187,15 +178,12 @@ class InputBatch:
         row_of = np.repeat(np.arange(len(rows)), lengths)
         positions = np.arange(bounds[-1]) + (starts - bounds[:-1])[row_of]
         slot_of = batch_slots[row_of]
-        block_size = self.size.block_size
-        blocks = self._blocks[slot_of, positions // block_size].astype(np.int64)
+        step = StepRows(batch_slots, starts, ends, bounds, slot_of, positions)
         return StepLayout(
             ids_at=slot_of * self._width + positions,
             positions=positions + (rope_sets * POSITIONS_PER_SET)[row_of],
-            slots=blocks * block_size + positions % block_size,
             bounds=bounds,
-            tables=self._blocks[batch_slots, : -(-int(ends.max()) // block_size)],
-            key_lengths=ends,
+            groups=tuple(tables.layout(step) for tables in self.tables),
             last_tokens=bounds[1:][now_at[sampled]] - 1,
             targets=targets,
             sampling=sampling,
@@ -211,28 +199,28 @@ class InputBatch:
 
     def inputs(self, layout: StepLayout) -> StepInputs:
         """Send a step to the device, in one transfer."""
-        ids_at, positions, slots, last_tokens, targets, cu_seqlens, tables = pack_to_device(
-            [
-                layout.ids_at,
-                layout.positions,
-                layout.slots,
-                layout.last_tokens,
-                layout.targets,
-                layout.bounds.astype(np.int32),
-                layout.tables,
-            ],
+        groups = [
+            part
+            for group in layout.groups
+            for part in (group.slots, group.bounds.astype(np.int32), group.tables)
+        ]
+        ids_at, positions, last_tokens, targets, *parts = pack_to_device(
+            [layout.ids_at, layout.positions, layout.last_tokens, layout.targets, *groups],
             self._device,
         )
         return StepInputs(
             input_ids=self.tokens[ids_at],
             positions=positions,
-            slots=slots,
-            cu_seqlens=cu_seqlens,
-            block_tables=tables,
+            groups=tuple(
+                GroupTensors(*parts[first : first + 3]) for first in range(0, len(parts), 3)
+            ),
             last_tokens=last_tokens,
             targets=targets,
             query_lengths=np.diff(layout.bounds).tolist(),
-            key_lengths=layout.key_lengths.tolist(),
+            group_lengths=tuple(
+                (np.diff(group.bounds).tolist(), group.key_lengths.tolist())
+                for group in layout.groups
+            ),
             sampling=layout.sampling,
             sample_positions=layout.sample_positions,
             adapter_slots=layout.adapter_slots,
@@ -273,17 +261,16 @@ class InputBatch:
 
     def _append_blocks(self, rows: Sequence[StepRow]) -> None:
         for row in rows:
+            first, end = 0, row.start + row.length
             if row.blocks:
-                first = self._num_blocks[row.batch_slot]
-                last = first + len(row.blocks)
-                assert last <= self.size.max_blocks, (row, first, self.size)
-                self._blocks[row.batch_slot, first:last] = row.blocks
-                self._num_blocks[row.batch_slot] = last
+                for tables in self.tables:
+                    last = first + tables.lacking(row.batch_slot, end)
+                    tables.append(row.batch_slot, row.blocks[first:last])
+                    first = last
+            assert first == len(row.blocks), f"not the blocks that a row needs: {row}"
 
     def _check(self, batch_slots: Ints, starts: Ints, ends: Ints) -> None:
         """Assert that every row computes something, within its table and the longest sequence."""
         assert ((starts >= 0) & (starts < ends)).all(), (starts, ends)
         assert (ends <= self.size.max_total_tokens).all(), (batch_slots, ends, self.size)
-        room = self._num_blocks[batch_slots] * self.size.block_size
-        assert (ends <= room).all(), f"rows beyond their block tables: {batch_slots[ends > room]}"
         assert np.bincount(batch_slots).max() == 1, f"a batch slot twice in a step: {batch_slots}"

@@ -11,7 +11,7 @@ from configs.wire.sampling import Sampling
 from modeling.adapters.bank import AdapterBank, page_bytes
 from modeling.adapters.kernels.select import select_kernel
 from modeling.models.causal_lm_prompts import CausalLMPrompts
-from modeling.runner.input_batch import BatchSize
+from modeling.runner.block_tables import BatchSize
 from modeling.runner.loading import total_tokens
 from modeling.runner.memory import (
     adapter_pages,

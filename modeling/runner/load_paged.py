@@ -9,12 +9,13 @@ from configs.engine import EngineConfig
 from modeling.adapters.bank import AdapterBank, copy_bytes, page_bytes
 from modeling.adapters.kernels.select import select_kernel
 from modeling.attention.clamping import ClampWatch
-from modeling.attention.kv_cache import allocate
+from modeling.attention.kv_layout import allocate_blocks
+from modeling.runner.block_tables import BatchSize
 from modeling.runner.cache import choose_cache
 from modeling.runner.captures import GraphSizes, StepGraphs, capture, graph_sizes_of
 from modeling.runner.cuda_graphs import GraphParts
 from modeling.runner.forward import PagedForward
-from modeling.runner.input_batch import BatchSize, InputBatch
+from modeling.runner.input_batch import InputBatch
 from modeling.runner.loading import load_model, total_tokens
 from modeling.runner.memory import (
     adapter_pages,
@@ -50,7 +51,7 @@ def load_paged(config: EngineConfig, group: TensorParallel, device: torch.device
         weights = load_model(config, group, device)
         model = weights.model
         grammars = Grammars(lambda: fetch_model(config.model), model.vocab_size)
-        cache_spec, attention = choose_cache(config, weights, group)
+        cache, attention = choose_cache(config, weights, group)
         longest = total_tokens(config, weights.architecture)
         # Read behind the weights, so that the pools get their fraction of what is left.
         memory = device_memory(device) if device.type == "cuda" else None
@@ -69,9 +70,15 @@ def load_paged(config: EngineConfig, group: TensorParallel, device: torch.device
             weights=weights,
             kernel=kernel,
             bank=bank,
-            size=BatchSize(config.limits.max_running, longest, config.cache.block_size),
+            size=BatchSize(
+                config.limits.max_running,
+                longest,
+                min(group.kv.block_size for group in cache.groups),
+                kv_groups=tuple(group.kv for group in cache.groups),
+                strides=tuple(group.stride for group in cache.groups),
+            ),
             grammars=grammars,
-            cache_spec=cache_spec,
+            cache=cache,
             attention=attention,
             adapter_plan=plan,
         )
@@ -87,7 +94,7 @@ class LoadedPaged(LoadedRunner):
     def measure(self) -> int:
         """Return how many cache blocks fit; all ranks call it together."""
         parts = self.parts
-        config, block_bytes = parts.config, parts.cache_spec.bytes_per_page
+        config, block_bytes = parts.config, parts.cache.bytes_per_block
         if config.cache.num_blocks is not None:
             return config.cache.num_blocks
         if parts.device.type == "cpu":
@@ -123,7 +130,7 @@ class LoadedPaged(LoadedRunner):
         parts = self.parts
         # Padding rows of captured steps write into the dummy block, number num_blocks.
         dummies = 1 if parts.device.type == "cuda" else 0
-        cache = allocate(parts.cache_spec, num_blocks + dummies, parts.device)
+        cache = allocate_blocks(parts.cache, num_blocks + dummies, parts.device)
         return StepBuffers(
             forward=PagedForward(parts.weights.model, cache),
             input_batch=InputBatch(parts.size, parts.device, parts.grammars),
@@ -146,11 +153,14 @@ class LoadedPaged(LoadedRunner):
 
     def _graph_sizes(self) -> GraphSizes:
         """What is captured; no decode steps where the attention cannot be captured."""
-        config, backend = self.parts.config, self.parts.attention.backend
+        config, groups = self.parts.config, self.parts.size.groups
         if not self.parts.weights.model.capturable:
             logger.info("no steps are captured: this model in this type reads sizes on the host")
             return GraphSizes()
-        has_form = backend.graph_words(1, self.parts.size.max_blocks) is not None
+        has_form = all(
+            backend.graph_words(1, group.blocks(1)) is not None
+            for backend, group in zip(self.parts.backends, groups, strict=True)
+        )
         return graph_sizes_of(config.cuda_graphs, config.limits, has_form)
 
     def _graph_bytes(self) -> int:
@@ -172,7 +182,7 @@ class LoadedPaged(LoadedRunner):
         model = self.parts.weights.model
         parts = GraphParts(
             forward=buffers.forward.logits,
-            backend=self.parts.attention.backend,
+            backends=self.parts.backends,
             state=buffers.input_batch,
             dummy_block=dummy_block,
             vocab_size=model.vocab_size,
@@ -190,14 +200,17 @@ class LoadedPaged(LoadedRunner):
 
     def _report(self, num_blocks: int, graphs: StepGraphs) -> RunnerReport:
         parts, attention = self.parts, self.parts.attention
+        names = dict.fromkeys(choice.backend.name for choice in attention)
+        reasons = dict.fromkeys(choice.reason for choice in attention)
         report = parts.report(
-            num_blocks, parts.cache_spec.bytes_per_page, attention.backend.name, attention.reason
+            num_blocks, parts.cache.bytes_per_block, " + ".join(names), "; ".join(reasons)
         )
         return replace(
             report,
             paged=True,
             pool_pages=parts.bank.pool_pages,
             rope_sets=parts.weights.architecture.rope_sets,
+            kv_groups=parts.size.kv_groups,
             captured_rows=() if graphs.decode is None else graphs.decode.sizes,
             captured_tokens=() if graphs.mixed is None else graphs.mixed.sizes,
         )

@@ -7,7 +7,7 @@ import torch
 from configs.adapters import AdaptersConfig
 from configs.engine import EngineConfig
 from modeling.adapters.bank import PAGE_ROWS, BankSize
-from modeling.runner.input_batch import BatchSize
+from modeling.runner.block_tables import BatchSize
 
 DEFAULT_RANK = 16
 """The LoRA rank that a CPU's pools are sized for: the commonest one of published adapters."""

@@ -10,14 +10,15 @@ from torch import Tensor
 from modeling.adapters.kernels.select import AdapterStepPlan
 from modeling.adapters.product import AdapterData
 from modeling.adapters.vocabulary import VocabularyAdapters, adapts_vocabulary
-from modeling.attention.base import AttentionStep
+from modeling.attention.base import AttentionBackend
 from modeling.attention.clamping import ClampWatch
-from modeling.attention.kv_cache import CacheSpec
-from modeling.attention.select import AttentionChoice
+from modeling.attention.kv_layout import KvLayout
 from modeling.batch import ForwardBatch, StepOutput
+from modeling.runner.block_tables import Ints
+from modeling.runner.cache import Choices
 from modeling.runner.captures import StepGraphs
-from modeling.runner.forward import PagedForward
-from modeling.runner.input_batch import InputBatch, Ints, StepInputs, StepLayout
+from modeling.runner.forward import PagedForward, StepPlans, prepare
+from modeling.runner.input_batch import InputBatch, StepInputs, StepLayout
 from modeling.runner.loading import LoadedModel
 from modeling.runner.outputs import step_output
 from modeling.runner.report import RunnerReport
@@ -32,15 +33,20 @@ from modeling.transfer import StepClock
 class PagedParts(RunnerParts):
     """What a paged runner is made of once its weights are loaded.
 
-    cache_spec: what one cache block holds.
-    attention: the backend that reads the cache.
+    cache: what one cache block holds.
+    attention: the backends that read the cache.
     adapter_plan: the captured steps' adapters; None where the kernel cannot be captured.
     """
 
     weights: LoadedModel
-    cache_spec: CacheSpec
-    attention: AttentionChoice
+    cache: KvLayout
+    attention: Choices
     adapter_plan: AdapterStepPlan | None
+
+    @property
+    def backends(self) -> tuple[AttentionBackend, ...]:
+        """The attention of each KV group."""
+        return tuple(choice.backend for choice in self.attention)
 
 
 @dataclass(frozen=True)
@@ -76,7 +82,7 @@ class ModelRunner(BaseRunner):
     ) -> None:
         super().__init__(parts, report)
         self._parts = parts
-        self._backend = parts.attention.backend
+        self._backends = parts.backends
         self._adapter_plan = parts.adapter_plan
         self._forward = buffers.forward
         self._input_batch = buffers.input_batch
@@ -133,9 +139,7 @@ class ModelRunner(BaseRunner):
         The head reads single tokens, or whole prompts in slices.
         """
         inputs = self._input_batch.inputs(layout)
-        attention = self._backend.prepare(
-            inputs.query_lengths, inputs.key_lengths, inputs.block_tables
-        )
+        attention = prepare(self._backends, inputs)
         hidden, layers = self._replay_piecewise(inputs, attention), None
         if hidden is None:
             layers = self._adapters(inputs)
@@ -152,7 +156,7 @@ class ModelRunner(BaseRunner):
         logits = head(hidden[inputs.last_tokens], layout.last_tokens)
         return self._sample(layout, inputs, logits), scores
 
-    def _replay_piecewise(self, inputs: StepInputs, attention: AttentionStep) -> Tensor | None:
+    def _replay_piecewise(self, inputs: StepInputs, attention: StepPlans) -> Tensor | None:
         """Return the hidden states of a step in graph pieces; None when none serve this step."""
         if self._piecewise_graphs is None or adapts_vocabulary(self._bank, inputs.adapter_slots):
             return None

@@ -8,7 +8,7 @@ Padding tokens write into the dummy block, which no request owns, and their resu
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,7 +19,8 @@ from modeling.adapters.kernels.select import AdapterStepPlan
 from modeling.attention.base import AttentionBackend, AttentionSpec, AttentionStep
 from modeling.attention.kv_cache import LayerCache
 from modeling.runner.cuda_graphs import Forward, size_for
-from modeling.runner.input_batch import StepInputs, StepTensors
+from modeling.runner.forward import StepPlans
+from modeling.runner.input_batch import GroupTensors, StepInputs, StepTensors
 
 TOKENS = (
     64, 128, 192, 256, 320, 384, 512, 576, 640, 768, 896, 1024, 1152, 1280, 1536, 1792, 2048,
@@ -65,14 +66,14 @@ class PiecewiseParts:
     """What captured mixed steps are made of.
 
     forward: from a step's tensors to hidden states [tokens, ...].
-    backend: of the attention.
-    dummy_slot: a cache slot of a block that no request owns.
+    backends: the attention of each KV group.
+    dummy_slots: for each group a cache slot of a block that no request owns.
     adapters: None where steps with adapters are not captured.
     """
 
     forward: Forward
-    backend: AttentionBackend
-    dummy_slot: int
+    backends: Sequence[AttentionBackend]
+    dummy_slots: Sequence[int]
     adapters: AdapterStepPlan | None
 
 
@@ -103,6 +104,12 @@ class SplitPoint(AttentionBackend):
         super().__init__(spec)
         self._attended = attended
         self._on_attention: OnAttention | None = None
+
+    @classmethod
+    def of(cls, spec: AttentionSpec, tokens: int) -> "SplitPoint":
+        """One for steps of up to `tokens` tokens."""
+        shape = (tokens, spec.num_heads, spec.head_dim)
+        return cls(spec, torch.zeros(shape, dtype=spec.dtype, device=spec.device))
 
     @classmethod
     def lacks(cls, spec: AttentionSpec) -> str | None:
@@ -150,14 +157,12 @@ class PiecewiseGraphs:
         """Record every size, the largest first, so that the others fit into its memory."""
         self.sizes = tuple(sorted(sizes))
         largest = self.sizes[-1]
-        spec = parts.backend.spec
         self._parts = parts
         self._recorder = recorder
-        shape = (largest, spec.num_heads, spec.head_dim)
-        self._split_point = SplitPoint(spec, torch.zeros(shape, dtype=spec.dtype, device=device))
+        self._split_points = [SplitPoint.of(each.spec, largest) for each in parts.backends]
         self._ids = torch.zeros(largest, dtype=torch.int64, device=device)
         self._positions = torch.zeros(largest, dtype=torch.int64, device=device)
-        self._slots = torch.full_like(self._ids, parts.dummy_slot)
+        self._slots = [torch.full_like(self._ids, slot) for slot in parts.dummy_slots]
         self._empty = torch.zeros(1, 0, dtype=torch.int32, device=device)
         self._hidden = torch.empty(0, device=device)
         self._pieces: dict[tuple[int, bool], list[GraphPiece]] = {}
@@ -166,7 +171,7 @@ class PiecewiseGraphs:
             for with_adapters in kinds:
                 self._pieces[size, with_adapters] = self._record(size, with_adapters)
 
-    def run(self, inputs: StepInputs, attention: AttentionStep) -> Tensor | None:
+    def run(self, inputs: StepInputs, attention: StepPlans) -> Tensor | None:
         """Hidden states [tokens, ...] of a step, until the next one; None when no size holds it."""
         tokens = len(inputs.input_ids)
         size = size_for(self.sizes, tokens)
@@ -186,10 +191,13 @@ class PiecewiseGraphs:
         tokens = len(inputs.input_ids)
         self._ids[:tokens].copy_(inputs.input_ids)
         self._positions[:tokens].copy_(inputs.positions)
-        self._slots[:tokens].copy_(inputs.slots)
         if tokens < size:
             self._positions[tokens:size].zero_()
-            self._slots[tokens:size].fill_(self._parts.dummy_slot)
+        dummies = self._parts.dummy_slots
+        for slots, group, dummy in zip(self._slots, inputs.groups, dummies, strict=True):
+            slots[:tokens].copy_(group.slots)
+            if tokens < size:
+                slots[tokens:size].fill_(dummy)
 
     def _update(self, slots: Sequence[int], lengths: Sequence[int], size: int) -> None:
         """Describe the step's adapters; the padding tokens are one row of the base model."""
@@ -200,17 +208,19 @@ class PiecewiseGraphs:
         self._parts.adapters.update(slots, lengths)
 
     def _attend(
-        self, piece: GraphPiece, inputs: StepInputs, attention: AttentionStep, tokens: int
+        self, piece: GraphPiece, inputs: StepInputs, attention: StepPlans, tokens: int
     ) -> None:
         """Launch the attention behind a piece."""
         if piece.q is None or piece.out is None or piece.cache is None:
             return
-        output = self._parts.backend.forward(
+        number = piece.cache.group
+        group = inputs.groups[number]
+        output = self._parts.backends[number].forward(
             piece.q[:tokens],
             piece.cache,
-            inputs.cu_seqlens,
-            inputs.block_tables,
-            attention,
+            group.cu_seqlens,
+            group.block_tables,
+            attention[number],
             piece.window,
             piece.sinks,
         )
@@ -218,7 +228,8 @@ class PiecewiseGraphs:
 
     def _record(self, size: int, with_adapters: bool) -> list[GraphPiece]:
         """Run the step once to load its kernels, then once more to record it."""
-        self._slots[:size].fill_(self._parts.dummy_slot)
+        for slots, dummy in zip(self._slots, self._parts.dummy_slots, strict=True):
+            slots[:size].fill_(dummy)
         adapters = None
         if with_adapters and self._parts.adapters is not None:
             self._update([], [], size)
@@ -226,12 +237,13 @@ class PiecewiseGraphs:
         tensors = StepTensors(
             input_ids=self._ids[:size],
             positions=self._positions[:size],
-            slots=self._slots[:size],
-            cu_seqlens=self._empty,
-            block_tables=self._empty,
+            groups=tuple(
+                GroupTensors(slots[:size], self._empty, self._empty) for slots in self._slots
+            ),
             last_tokens=self._ids[:0],
         )
-        step = self._split_point.prepare((size,), (size,), self._empty)
+        points = self._split_points
+        step = tuple(point.prepare((size,), (size,), self._empty) for point in points)
         pieces: list[GraphPiece] = []
 
         def split(
@@ -245,7 +257,9 @@ class PiecewiseGraphs:
         with self._recorder.recording():
             self._make_room(self._parts.forward(tensors, step, adapters))
             self._recorder.begin()
-            with self._split_point.splitting(split):
+            with ExitStack() as stack:
+                for point in points:
+                    stack.enter_context(point.splitting(split))
                 hidden = self._parts.forward(tensors, step, adapters)
             self._hidden[:size].copy_(hidden)
             pieces.append(GraphPiece(self._recorder.end()))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from configs.engine import EngineConfig
+from configs.kv_groups import blocks_of
 from configs.wire.adapters import (
     AdapterError,
     AdapterKey,
@@ -24,7 +25,7 @@ from modeling.adapters.bank import AdapterBank
 from modeling.adapters.device_copies import CopyEvent
 from modeling.adapters.kernels.select import KernelChoice
 from modeling.batch import ForwardBatch, StepOutput
-from modeling.runner.input_batch import BatchSize
+from modeling.runner.block_tables import BatchSize
 from modeling.runner.loading import LoadedWeights
 from modeling.runner.report import RunnerReport
 from modeling.sampling.grammars import Grammars
@@ -135,12 +136,18 @@ class BaseRunner(ABC):
 class LoadedRunner(ABC):
     """A model on its device with its adapter pools; its cache is not allocated yet."""
 
+    parts: RunnerParts
+
     @abstractmethod
     def measure(self) -> int:
         """Return how many cache blocks fit; all ranks call it together.
 
         On CUDA it runs the largest step once to see its peak.
         """
+
+    def blocks_of(self, tokens: int) -> int:
+        """Return how many cache blocks hold so many tokens; one at least."""
+        return max(1, blocks_of(self.parts.size.groups, tokens))
 
     @abstractmethod
     def allocate(self, num_blocks: int | None = None) -> BaseRunner:

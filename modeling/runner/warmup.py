@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from configs.wire.plan import RequestJoin, StepRow
 from configs.wire.sampling import ALL_PARAMETERS, Sampling
 from modeling.batch import ForwardBatch
-from modeling.runner.input_batch import BatchSize
+from modeling.runner.block_tables import BatchSize
 
 WIDEST = Sampling(
     temperature=1.0, top_p=0.9, typical_p=0.9, logprobs=0, repetition_penalty=1.1, watermark=True,
@@ -20,7 +20,7 @@ TOKENS = (64, 512)
 def widest_step(size: BatchSize, max_step_tokens: int) -> ForwardBatch:
     """Every batch slot computes its share of the tokens and samples one, in blocks of its own."""
     length = min(max_step_tokens // size.max_running, size.max_total_tokens)
-    count = -(-length // size.block_size)
+    count = size.blocks(length)
     slots = range(size.max_running)
     blocks = [list(range(slot * count, (slot + 1) * count)) for slot in slots]
     return _prefill(blocks, length, -1, WIDEST)
@@ -37,12 +37,12 @@ def warmup_batches(
         longest = size.max_total_tokens - 1
         num_rows = min(max(2, -(-tokens // longest)), size.max_running, tokens)
         length = min(tokens // num_rows, longest)
-        blocks = [[dummy_block] * (-(-length // size.block_size))] * num_rows
+        blocks = [[dummy_block] * size.blocks(length)] * num_rows
         for slot in slots:
             first = _prefill(blocks, length, slot, ALL_PARAMETERS)
             yield first
-            crosses = length % size.block_size == 0
-            decode = StepRow(0, length, 1, [dummy_block] if crosses else [], True)
+            more = [dummy_block] * (size.blocks(length + 1) - size.blocks(length))
+            decode = StepRow(0, length, 1, more, True)
             yield ForwardBatch(first.joins[1:], [decode, *first.rows[1:]])
 
 

@@ -4,6 +4,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from configs.kv_groups import KvGroup
 from configs.wire.plan import PromptReport, RequestJoin, StepRow, TokenLogprobs
 from configs.wire.sampling import Sampling
 from modeling.batch import ForwardBatch, SampledTokens, StepOutput
@@ -39,22 +40,34 @@ class Answer:
 class BlockPile:
     """Blocks in a shuffled order, so that no table is a run of neighbours."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, groups: tuple[KvGroup, ...] = ()) -> None:
         self._free = list(range(num_blocks))
         random.Random(num_blocks).shuffle(self._free)
-        self._block_size = block_size
-        self._held: dict[int, list[int]] = {}
+        self._groups = groups or (KvGroup(block_size),)
+        self._tables: dict[int, list[list[int]]] = {}
+        self._gone: dict[int, list[int]] = {}
 
-    def reach(self, place: int, end: int) -> list[int]:
-        """The blocks that a place lacks to hold positions 0 .. end - 1."""
-        lacking = -(-end // self._block_size) - len(self._held.get(place, []))
-        taken = [self._free.pop() for _ in range(lacking)]
-        self._held.setdefault(place, []).extend(taken)
+    def reach(self, place: int, end: int, start: int = 0) -> list[int]:
+        """The blocks that a place lacks to hold positions 0 .. end - 1, group by group.
+
+        start: of the next row, which gives back what it does not need, to be given out next.
+        """
+        tables = self._tables.setdefault(place, [[] for _ in self._groups])
+        gone = self._gone.setdefault(place, [0] * len(self._groups))
+        taken: list[int] = []
+        for index, (group, table) in enumerate(zip(self._groups, tables, strict=True)):
+            first = min(group.first_block(start), len(table))
+            self._free += table[gone[index] : first]
+            gone[index] = max(gone[index], first)
+            new = [self._free.pop() for _ in range(group.blocks(end) - len(table))]
+            table += new
+            taken += new
         return taken
 
     def release(self, place: int) -> None:
         """Take a place's blocks back, to be given out last."""
-        self._free[:0] = self._held.pop(place)
+        pairs = zip(self._tables.pop(place), self._gone.pop(place), strict=True)
+        self._free[:0] = [block for table, first in pairs for block in table[first:]]
 
 
 @dataclass
@@ -85,7 +98,7 @@ class _Run:
             batch.joins.append(RequestJoin(self.place, tokens, length, *how))
         length = min(asked.chunk, known - start) if start < known else 1
         self.computed = end = start + length
-        blocks = pile.reach(self.place, end)
+        blocks = pile.reach(self.place, end, start)
         samples = end >= known and asked.num_tokens > 0
         batch.rows.append(StepRow(self.place, start, length, blocks, samples))
 
@@ -106,7 +119,7 @@ def generate(
     runner: ModelRunner, requests: Sequence[Asked], num_blocks: int, block_size: int
 ) -> list[Answer]:
     """Run all requests together, one step ahead: step n + 1 goes out before n is waited for."""
-    pile = BlockPile(num_blocks, block_size)
+    pile = BlockPile(num_blocks, block_size, runner.report.kv_groups)
     answers = [Answer() for _ in requests]
     prepared = {"": -1}
     for constraint in {asked.sampling.constraint: None for asked in requests}:

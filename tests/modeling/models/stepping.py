@@ -16,8 +16,9 @@ from configs.rope_sets import SHORT
 from modeling.adapters.product import AdapterData
 from modeling.attention.kv_cache import allocate
 from modeling.attention.select import select_attention
-from modeling.models.base import PagedModel, attention_spec, cache_spec
-from modeling.models.context import PagedContext
+from modeling.models.base import PagedModel
+from modeling.models.context import GroupStep, PagedContext
+from modeling.models.kv_groups import attention_specs, kv_layout
 from modeling.models.paged_base import FlashBase
 from modeling.models.select import build_model
 from sharding.checkpoint import SafetensorsCheckpoint
@@ -49,8 +50,10 @@ class Stepper:
     tables: dict[int, list[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.cache = allocate(cache_spec(self.model, self.page_size), self.num_pages, CPU)
-        spec = attention_spec(self.model, self.page_size)
+        layout = kv_layout(self.model, self.page_size)
+        (group,) = layout.groups
+        self.cache = allocate(group.spec, self.num_pages, CPU)
+        (spec,) = attention_specs(self.model, layout)
         self.backend = select_attention(AttentionKind.AUTO, spec).backend
         order = torch.randperm(self.num_pages, generator=torch.Generator().manual_seed(7))
         self.free = order.tolist()
@@ -81,15 +84,9 @@ class Stepper:
         queries = [len(tokens) for _, tokens in rows]
         tables = self._block_tables(sequences)
         step = self.backend.prepare(queries, [self.lengths[s] for s in sequences], tables)
-        context = PagedContext(
-            self.cache,
-            torch.tensor([0, *accumulate(queries)], dtype=torch.int32),
-            tables,
-            torch.tensor(slots),
-            step,
-            adapter_data,
-            stored,
-        )
+        starts = torch.tensor([0, *accumulate(queries)], dtype=torch.int32)
+        group = GroupStep(starts, tables, torch.tensor(slots), step)
+        context = PagedContext(self.cache, (group,), adapter_data, stored)
         out, speculative = self.compute(
             torch.tensor([token for _, tokens in rows for token in tokens]),
             torch.tensor(positions) + self.rope_set * POSITIONS_PER_SET,
@@ -127,15 +124,16 @@ class FlashStepper(Stepper):
     ) -> tuple[Tensor, Tensor | None]:
         """Compute one step by `forward`."""
         assert isinstance(self.model, FlashBase)
+        (group,) = context.groups
         return self.model.forward(
             input_ids,
             position_ids,
-            context.cu_seqlens,
+            group.cu_seqlens,
             context.caches,
-            context.block_tables,
-            context.slots,
-            context.attention,
-            context.attention.max_key_length,
+            group.block_tables,
+            group.slots,
+            group.attention,
+            group.attention.max_key_length,
             context.adapter_data,
             context.stored,
             **options,

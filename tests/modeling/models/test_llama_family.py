@@ -10,7 +10,7 @@ from torch import Tensor
 
 from configs.architectures.llama import Architecture
 from configs.architectures.select import load_architecture
-from modeling.models.base import attention_spec
+from modeling.models.kv_groups import attention_specs, kv_layout
 from modeling.models.llama import FlashLlamaForCausalLM
 from modeling.models.llama_projections import llama_projections
 from modeling.models.select import build_model
@@ -104,7 +104,8 @@ def test_what_the_attention_backend_is_told(tmp_path: Path) -> None:
     def spec(name: str) -> Any:
         model = load(write_relative(tmp_path / name, name), SingleRank())
         assert isinstance(model, FlashLlamaForCausalLM)
-        return attention_spec(model, 16)
+        (found,) = attention_specs(model, kv_layout(model, 16))
+        return found
 
     assert spec("mistral").windows == (WINDOW,)
     assert spec("mistral_full").windows == (None,)

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from configs.architectures.base import ArchitectureError, ModelArchitecture
 from configs.architectures.llama import Architecture
 from configs.architectures.select import FAMILIES, MODEL_TYPES, load_architecture
-from modeling.models.base import PagedModel, attention_spec, cache_spec
+from modeling.models.base import PagedModel
+from modeling.models.kv_groups import attention_specs, kv_layout
 from modeling.models.llama import FlashLlamaForCausalLM
 from modeling.models.select import MODELS, build_model
 from sharding.checkpoint import CheckpointError, DummySource, SafetensorsCheckpoint, TensorSource
@@ -150,10 +151,10 @@ def test_dummy_weights_need_no_files(tmp_path: Path) -> None:
 
 def test_what_the_runner_asks_of_a_model(tmp_path: Path) -> None:
     model, _ = build(write_llama(tmp_path, "wide_heads"), 1, 2)
-    spec = attention_spec(model, 128)
+    (spec,) = attention_specs(model, kv_layout(model, 128))
     assert (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.page_size) == (2, 1, 16, 128)
     assert spec.scale == 0.25
     assert spec.dtype == torch.float32
-    pages = cache_spec(model, 128, torch.bfloat16)
-    assert pages.bytes_per_page == 2 * 2 * 128 * 1 * 16 * 2
-    assert cache_spec(model, 16).dtype == torch.float32
+    layout = kv_layout(model, 128, dtype=torch.bfloat16)
+    assert layout.bytes_per_block == 2 * 2 * 128 * 1 * 16 * 2
+    assert kv_layout(model, 16).groups[0].spec.dtype == torch.float32

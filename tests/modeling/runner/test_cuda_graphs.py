@@ -16,9 +16,11 @@ from modeling.adapters.bank import AdapterBank
 from modeling.adapters.kernels.reference import reference_batch
 from modeling.adapters.product import AdapterData, OutputSlice
 from modeling.attention.base import AttentionSpec, AttentionStep, GraphAttention, Words
-from modeling.attention.kv_cache import LayerCache, allocate
+from modeling.attention.kv_cache import LayerCache
+from modeling.attention.kv_layout import allocate_blocks
 from modeling.attention.sdpa import SdpaAttention
 from modeling.batch import ForwardBatch
+from modeling.runner.block_tables import BatchSize
 from modeling.runner.cuda_graphs import (
     SIZES,
     DecodeGraphs,
@@ -28,7 +30,7 @@ from modeling.runner.cuda_graphs import (
     size_for,
     step_bytes,
 )
-from modeling.runner.input_batch import BatchSize, InputBatch, StepLayout
+from modeling.runner.input_batch import InputBatch, StepLayout
 from modeling.runner.load_paged import load_paged
 from modeling.runner.paged import ModelRunner
 from sharding.group import SingleRank
@@ -161,7 +163,7 @@ def make_parts() -> GraphParts:
     def forward(*_: Any) -> Tensor:
         raise AssertionError
 
-    return GraphParts(forward, backend, state, 77, 96, torch.float32, None)
+    return GraphParts(forward, [backend], state, 77, 96, torch.float32, None)
 
 
 def fill(step: PaddedStep, static: Tensor, layout: StepLayout) -> int:
@@ -182,21 +184,22 @@ def test_rows_beyond_the_step_use_what_nobody_owns() -> None:
     step = PaddedStep(parts, 4, static)
     used = fill(step, static, layout)
     width = 41
+    attention = step.groups[0].attention
     assert step.ids_at.tolist() == [3 * width + 16, width + 7, 4 * width, 4 * width]
     assert step.positions.tolist() == [16, 7, 0, 0]
-    assert step.slots.tolist() == [48, 39, 77 * 8, 77 * 8]
+    assert step.groups[0].slots.tolist() == [48, 39, 77 * 8, 77 * 8]
     assert step.targets.tolist() == [3 * width + 17, width + 8, 4 * width, 4 * width]
-    assert isinstance(step.attention, PlainWords)
-    assert step.attention.words[:4].tolist() == [17, 8, 1, 1]
-    tables = step.attention.words[4:].view(4, -1)
+    assert isinstance(attention, PlainWords)
+    assert attention.words[:4].tolist() == [17, 8, 1, 1]
+    tables = attention.words[4:].view(4, -1)
     assert tables[:, :3].tolist() == [[2, 5, 6], [4, 0, 0], [77] * 3, [77] * 3]
     assert used <= len(static)
     assert step.cu_seqlens.tolist() == [0, 1, 2, 3, 4]
     # A later step with fewer rows leaves nothing of this one behind.
     fill(step, static, StepLayout.empty())
     assert step.ids_at.tolist() == step.targets.tolist() == [4 * width] * 4
-    assert step.slots.tolist() == [77 * 8] * 4
-    assert step.attention.words[:4].tolist() == [1] * 4
+    assert step.groups[0].slots.tolist() == [77 * 8] * 4
+    assert attention.words[:4].tolist() == [1] * 4
     assert tables[:, 0].tolist() == [77] * 4
 
 
@@ -227,13 +230,12 @@ def requests(slots: Sequence[int], **fields: Any) -> list[Asked]:
 
 def capture_on_cpu(runner: ModelRunner) -> DecodeGraphs:
     """Let a CPU runner replay its decode steps, each replay being the computation itself."""
-    spec = runner._backend.spec
-    page = len(runner._forward.cache[0].keys)
-    runner._forward.cache[:] = allocate(runner._parts.cache_spec, page + 1, CPU)
+    page = runner.report.num_blocks
+    runner._forward.cache[:] = allocate_blocks(runner._parts.cache, page + 1, CPU)
     model = runner._forward.model
     parts = GraphParts(
         forward=runner._forward.logits,
-        backend=CapturedSdpa(spec),
+        backends=[CapturedSdpa(backend.spec) for backend in runner._backends],
         state=runner._input_batch,
         dummy_block=page,
         vocab_size=model.vocab_size,

@@ -209,7 +209,7 @@ def test_the_checkpoints_scales_are_taken(models: Models, tmp_path: Path) -> Non
     folder = with_scales(models.model("llama"), tmp_path / "model", 0.02)
     runner = models.runner("llama", folder=folder)
     taken = float(torch.tensor(0.02))
-    assert runner._parts.cache_spec.scales == (CacheScales(taken, taken),) * 2
+    assert runner._parts.cache.groups[0].spec.scales == (CacheScales(taken, taken),) * 2
     assert runner.report.attention_reason.endswith("fp8 cache, scales from the checkpoint")
     truth = oracle_logprobs(models.model("llama"), None)
     found = errors(forced_logprobs(runner, VOCAB_SIZE, -1, True), truth)

@@ -15,6 +15,7 @@ from modeling.batch import ForwardBatch
 from modeling.runner.cuda_graphs import (
     DecodeGraphs,
 )
+from modeling.runner.forward import prepare
 from modeling.runner.load_paged import load_paged
 from modeling.runner.loading import pick_device
 from modeling.runner.paged import ModelRunner
@@ -135,8 +136,7 @@ def test_logits_of_a_replay_are_those_of_launches(wide: Any) -> None:
             assert output is not None
             found = output.logits.float().clone()
             inputs = runner._input_batch.inputs(layout)
-            backend = runner._backend
-            step = backend.prepare(inputs.query_lengths, inputs.key_lengths, inputs.block_tables)
+            step = prepare(runner._backends, inputs)
             expected = runner._forward.logits(inputs, step, None).float()
         error = (found - expected).norm() / expected.norm()
         assert error < 5e-2, (count, float(error))

@@ -7,7 +7,8 @@ from configs.architectures.rope import POSITIONS_PER_SET
 from configs.rope_sets import LONG, SHORT
 from configs.wire.plan import RequestJoin, StepRow
 from configs.wire.sampling import Sampling
-from modeling.runner.input_batch import BatchSize, InputBatch, StepInputs, StepLayout
+from modeling.runner.block_tables import BatchSize
+from modeling.runner.input_batch import InputBatch, StepInputs, StepLayout
 
 SIZE = BatchSize(max_running=4, max_total_tokens=40, block_size=8)
 
@@ -35,11 +36,11 @@ def test_a_step_is_built_from_its_rows() -> None:
     inputs = step(state, [StepRow(2, 0, 10, [7, 1], False), StepRow(0, 0, 5, [4], True)])
     assert inputs.input_ids.tolist() == [*range(300, 310), *range(100, 105)]
     assert inputs.positions.tolist() == [*range(10), *range(5)]
-    assert inputs.slots.tolist() == [*range(56, 64), 8, 9, *range(32, 37)]
-    assert inputs.cu_seqlens.tolist() == [0, 10, 15]
-    assert inputs.block_tables.tolist() == [[7, 1], [4, 0]]
+    assert inputs.groups[0].slots.tolist() == [*range(56, 64), 8, 9, *range(32, 37)]
+    assert inputs.groups[0].cu_seqlens.tolist() == [0, 10, 15]
+    assert inputs.groups[0].block_tables.tolist() == [[7, 1], [4, 0]]
     assert inputs.query_lengths == [10, 5]
-    assert inputs.key_lengths == [10, 5]
+    assert inputs.group_lengths[0][1] == [10, 5]
     assert inputs.last_tokens.tolist() == [14]
     assert inputs.sample_positions == [5]
     assert inputs.adapter_slots == [3, -1]
@@ -47,11 +48,11 @@ def test_a_step_is_built_from_its_rows() -> None:
     state.write(inputs.targets, torch.tensor([77]))
     inputs = step(state, [StepRow(0, 5, 1, [], True), StepRow(2, 10, 1, [], True)])
     assert inputs.input_ids.tolist() == [77, 310]
-    assert inputs.slots.tolist() == [37, 10]
-    assert inputs.key_lengths == [6, 11]
+    assert inputs.groups[0].slots.tolist() == [37, 10]
+    assert inputs.group_lengths[0][1] == [6, 11]
     assert inputs.last_tokens.tolist() == [0, 1]
     assert inputs.sampling == [Sampling(), warm]
-    assert inputs.block_tables.dtype == inputs.cu_seqlens.dtype == torch.int32
+    assert inputs.groups[0].block_tables.dtype == inputs.groups[0].cu_seqlens.dtype == torch.int32
 
 
 def test_positions_bear_the_rope_set_of_their_row_and_slots_do_not() -> None:
@@ -64,8 +65,8 @@ def test_positions_bear_the_rope_set_of_their_row_and_slots_do_not() -> None:
     inputs = step(state, rows)
     far = POSITIONS_PER_SET
     assert inputs.positions.tolist() == [far, *range(far, far + 5), 0, 1]
-    assert inputs.slots.tolist() == [16, *range(5), 8, 9]
-    assert inputs.key_lengths == [1, 5, 2]
+    assert inputs.groups[0].slots.tolist() == [16, *range(5), 8, 9]
+    assert inputs.group_lengths[0][1] == [1, 5, 2]
 
 
 def test_rows_of_one_token_come_first_and_samples_keep_the_plans_order() -> None:
@@ -82,10 +83,10 @@ def test_rows_of_one_token_come_first_and_samples_keep_the_plans_order() -> None
     assert not layout.decodes
     inputs = state.inputs(layout)
     assert inputs.query_lengths == [1, 1, 8, 5]
-    assert inputs.key_lengths == [4, 3, 8, 5]
+    assert inputs.group_lengths[0][1] == [4, 3, 8, 5]
     assert inputs.input_ids.tolist() == [203, 402, *range(300, 308), *range(100, 105)]
-    assert inputs.slots.tolist() == [11, 26, *range(16, 24), *range(5)]
-    assert inputs.block_tables.tolist() == [[1], [3], [2], [0]]
+    assert inputs.groups[0].slots.tolist() == [11, 26, *range(16, 24), *range(5)]
+    assert inputs.groups[0].block_tables.tolist() == [[1], [3], [2], [0]]
     assert inputs.adapter_slots == [5, -1, -1, -1]
     # The samples of places 2, 1 and 3, as the plan names them.
     assert inputs.last_tokens.tolist() == [9, 0, 1]
@@ -109,16 +110,16 @@ def test_blocks_come_as_they_are_needed() -> None:
     state = make_state(join(1, 8))
     step(state, [StepRow(1, 0, 8, [3], True)])
     inputs = step(state, [StepRow(1, 8, 1, [0], True)])
-    assert inputs.slots.tolist() == [0]
-    assert inputs.block_tables.tolist() == [[3, 0]]
+    assert inputs.groups[0].slots.tolist() == [0]
+    assert inputs.groups[0].block_tables.tolist() == [[3, 0]]
 
 
 def test_a_cached_prefix_starts_in_the_middle() -> None:
     state = make_state(join(1, 20))
     inputs = step(state, [StepRow(1, 16, 4, [3, 5, 6], True)])
     assert inputs.input_ids.tolist() == [216, 217, 218, 219]
-    assert inputs.slots.tolist() == [48, 49, 50, 51]
-    assert inputs.key_lengths == [20]
+    assert inputs.groups[0].slots.tolist() == [48, 49, 50, 51]
+    assert inputs.group_lengths[0][1] == [20]
 
 
 def test_who_joins_anew_starts_with_an_empty_table() -> None:
@@ -126,7 +127,7 @@ def test_who_joins_anew_starts_with_an_empty_table() -> None:
     step(state, [StepRow(1, 0, 8, [3], True)])
     state.join([join(1, 3)])
     inputs = step(state, [StepRow(1, 0, 3, [6], True)])
-    assert inputs.slots.tolist() == [48, 49, 50]
+    assert inputs.groups[0].slots.tolist() == [48, 49, 50]
     assert inputs.adapter_slots == [-1]
 
 

@@ -3,7 +3,7 @@ import pytest
 from configs.adapters import AdaptersConfig
 from configs.engine import EngineConfig
 from configs.model import ModelConfig
-from modeling.runner.input_batch import BatchSize
+from modeling.runner.block_tables import BatchSize
 from modeling.runner.memory import (
     CPU_CACHE_BYTES,
     CPU_POOL_BYTES,

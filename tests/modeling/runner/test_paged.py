@@ -8,6 +8,7 @@ import torch
 
 from configs.adapters import AdaptersConfig
 from configs.engine import CacheConfig, CacheDType, Device, LimitsConfig
+from configs.kv_groups import KvGroup
 from configs.model import DType, LoadFormat, ModelConfig
 from configs.wire.adapters import AdapterError, AdapterKey, FetchedAdapter
 from configs.wire.plan import RequestJoin, StepRow
@@ -88,7 +89,7 @@ def test_a_preempted_request_goes_on_as_if_nothing_was(world: World) -> None:
     tokens = [*PROMPTS[1], *whole[:5]]
     sampling = asked(1).sampling
     join = RequestJoin(6, tokens, len(PROMPTS[1]), asked(1).slot, sampling)
-    found = runner.step(ForwardBatch([join], [StepRow(6, 0, len(tokens), [50, 51], True)])).wait()
+    found = runner.step(ForwardBatch([join], [StepRow(6, 0, len(tokens), [50], True)])).wait()
     assert found.tokens == [whole[5]]
 
 
@@ -141,7 +142,7 @@ def test_a_slot_is_given_to_another_adapter(world: World) -> None:
 def test_rows_beyond_their_blocks_are_stopped(world: World) -> None:
     runner = make_runner(world)
     join = RequestJoin(0, PROMPTS[2], 19, -1, Sampling())
-    with pytest.raises(AssertionError, match="beyond their block tables"):
+    with pytest.raises(AssertionError, match="not the blocks that a row needs"):
         runner.step(ForwardBatch([join], [StepRow(0, 0, 19, [0], True)]))
 
 
@@ -178,6 +179,7 @@ def test_the_report_counts_what_was_taken(world: World) -> None:
         weight_bytes_resident=report.weight_bytes_read,
         kv_bytes=9 * 16 * kv_bytes_per_token,
         adapter_pool_bytes=10 * 8 * 4 * rows,
+        kv_groups=(KvGroup(16),),
         load_seconds=report.load_seconds,
         paged=True,
         pool_pages=(10,) * 7,

@@ -19,7 +19,7 @@ from configs.engine import CacheConfig
 from configs.wire.sampling import Sampling
 from modeling.adapters.bank import AdapterBank
 from modeling.adapters.product import OutputSlice
-from modeling.attention.kv_cache import allocate
+from modeling.attention.kv_layout import allocate_blocks
 from modeling.runner.load_paged import load_paged
 from modeling.runner.paged import ModelRunner
 from modeling.runner.piecewise import TOKENS, PiecewiseGraphs, PiecewiseParts, piecewise_sizes
@@ -119,12 +119,12 @@ class GatheredAdapters:
 
 def record_on_cpu(runner: ModelRunner, sizes: Sequence[int]) -> PiecewiseGraphs:
     """Let a CPU runner replay its mixed steps from tapes."""
-    page = len(runner._forward.cache[0].keys)
-    runner._forward.cache[:] = allocate(runner._parts.cache_spec, page + 1, CPU)
+    page = runner.report.num_blocks
+    runner._forward.cache[:] = allocate_blocks(runner._parts.cache, page + 1, CPU)
     parts = PiecewiseParts(
         forward=runner._forward.hidden,
-        backend=runner._backend,
-        dummy_slot=page * BLOCK_SIZE,
+        backends=runner._backends,
+        dummy_slots=[tables.dummy_slot(page) for tables in runner._input_batch.tables],
         adapters=GatheredAdapters(runner._bank, max(sizes)),
     )
     with torch.inference_mode():

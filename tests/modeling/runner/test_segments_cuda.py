@@ -9,6 +9,7 @@ import torch
 from configs.engine import CudaGraphs
 from configs.wire.plan import RequestJoin, StepRow
 from configs.wire.sampling import Sampling
+from modeling.runner.forward import prepare
 from modeling.runner.paged import ModelRunner
 from modeling.runner.piecewise import PiecewiseGraphs
 from tests.checkpoints import write_adapter, write_llama
@@ -60,11 +61,10 @@ def hidden_states(runner: ModelRunner, lengths: list[int], slots: list[int]) -> 
         for place, (length, first) in enumerate(zip(lengths, starts, strict=True))
     ]
     inputs = runner._input_batch.inputs(runner._input_batch.layout(rows))
-    backend = runner._backend
     found = []
     with torch.inference_mode():
         for replayed in (True, False):
-            step = backend.prepare(inputs.query_lengths, inputs.key_lengths, inputs.block_tables)
+            step = prepare(runner._backends, inputs)
             if replayed:
                 hidden = segments.run(inputs, step)
             else:

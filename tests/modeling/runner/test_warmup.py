@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from modeling.runner.input_batch import BatchSize, InputBatch
+from modeling.runner.block_tables import BatchSize
+from modeling.runner.input_batch import InputBatch
 from modeling.runner.warmup import warmup_batches, widest_step
 
 SIZES = [(BatchSize(16, 256, 16), 256), (BatchSize(1, 40, 8), 64), (BatchSize(2, 2, 1), 2)]
@@ -18,7 +19,7 @@ def test_rehearsals_are_steps(size: BatchSize, most: int) -> None:
         state.join(batch.joins)
         layout = state.layout(batch.rows)
         assert len(layout.positions) <= most
-        assert set(layout.slots // size.block_size) == {7}
+        assert set(layout.groups[0].slots // size.block_size) == {7}
         assert len(layout.targets) == layout.num_rows
         tokens.add(len(layout.positions))
     assert max(tokens) > min(most, size.max_running * (size.max_total_tokens - 1)) / 2
