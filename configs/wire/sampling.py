@@ -10,6 +10,13 @@ MAX_LOGIT_BIAS = 300
 """Biased tokens of one sequence: OpenAI's limit."""
 
 
+MAX_ALLOWED_IDS = 1024
+"""Tokens to which one sequence may be limited."""
+
+MAX_BAD_TOKENS = 2048
+"""Tokens of all sequences that one sequence must not contain."""
+
+
 class FinishReason(StrEnum):
     """Why a sequence ended by itself; the values are LoRAX's."""
 
@@ -32,11 +39,17 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     First the logits are adjusted:
     logit_bias: pairs (token id, value to add).
     masked_ids: tokens that are excluded from the first masked_tokens generated tokens.
+    allowed_ids: no others are sampled; () for all.
+    bad_words: sequences of tokens; the last one of each is excluded after its others.
     repetition_penalty: over the sequence's own prompt and output; 1 is off.
     frequency_penalty, presence_penalty: over its output; 0 is off.
     watermark: whether the output is watermarked.
     json_schema, grammar: the schema, or the grammar in llguidance's Lark, that the answer must
     fit; "" for none, and at most one of them.
+    free_until: tokens after which the schema or grammar begins; () for the first token. Until then
+    only the tokens that end an answer are excluded.
+    free_from: the answer is free only if this is its first token, which the schema or grammar need
+    not allow; -1: in any case.
     Then, unless temperature is 0 (greedy):
     temperature, top_k, top_p, min_p, typical_p: 0 (top_k, min_p) and 1 (top_p, typical_p) are off.
     seed: the noise depends on (seed, position, vocabulary id) alone, so other requests of the
@@ -66,6 +79,10 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     grammar: str = ""
     prompt_logprobs: int = -1
     pooling: Pooling = Pooling.NONE
+    allowed_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    free_until: tuple[int, ...] = ()
+    free_from: int = -1
 
     def __post_init__(self) -> None:
         """Refuse values outside their domain; the messages name the field."""
@@ -76,6 +93,13 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             count = len(self.logit_bias)
             raise ValueError(f"logit_bias has {count} tokens; at most {MAX_LOGIT_BIAS} are allowed")
+        if len(self.allowed_ids) > MAX_ALLOWED_IDS:
+            count = len(self.allowed_ids)
+            raise ValueError(
+                f"allowed_ids has {count} tokens; at most {MAX_ALLOWED_IDS} are allowed"
+            )
+        if not all(self.bad_words) or sum(map(len, self.bad_words)) > MAX_BAD_TOKENS:
+            raise ValueError(f"bad_words must be of 1 to {MAX_BAD_TOKENS} tokens together")
         if self.json_schema and self.grammar:
             raise ValueError("json_schema and grammar exclude each other")
         if not all(id >= 0 and isfinite(bias) for id, bias in self.logit_bias):
@@ -100,7 +124,7 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     def adjusted(self) -> bool:
         """Whether the logits may change before a token is selected."""
         own = self.logit_bias or self.masked_ids or self.watermark or self.constraint
-        return bool(own) or self.penalised
+        return bool(own or self.allowed_ids or self.bad_words) or self.penalised
 
     @property
     def filtered(self) -> bool:
@@ -132,6 +156,7 @@ _DOMAINS: Mapping[str, _Domain] = {
 ALL_PARAMETERS = Sampling(
     temperature=1.0, top_k=5, top_p=0.9, logprobs=1, min_p=0.01, typical_p=0.9,
     repetition_penalty=1.1, frequency_penalty=0.1, watermark=True, logit_bias=((0, 1.0),),
+    allowed_ids=(1, 2, 3, 4, 5, 6, 7), bad_words=((1, 2),),
 )  # fmt: skip
 """Parameters that take every path of the sampler: ranks warm up with them."""
 

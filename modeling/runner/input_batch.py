@@ -149,7 +149,7 @@ class InputBatch:
             self._prompt_lengths[join.batch_slot] = join.prompt_length
             if self._grammars is not None:
                 answer = join.tokens[join.prompt_length :]
-                self._grammars.join(join.batch_slot, join.matcher, answer)
+                self._grammars.join(join.batch_slot, join.matcher, answer, join.sampling)
 
     def layout(self, rows: Sequence[StepRow]) -> StepLayout:
         """Append the rows' blocks to their tables and lay the step out."""

@@ -110,7 +110,7 @@ class PaddedRunner(BaseRunner):
             self._tokens[join.batch_slot, :count].copy_(tokens, non_blocking=True)
             self._requests[join.batch_slot] = join
             answer = join.tokens[join.prompt_length :]
-            self._grammars.join(join.batch_slot, join.matcher, answer)
+            self._grammars.join(join.batch_slot, join.matcher, answer, join.sampling)
         self._running.keep(self._running.batch_slots - {join.batch_slot for join in joins})
 
     def _score_prompts(self, rows: Sequence[StepRow]) -> PromptScoresOnDevice | None:

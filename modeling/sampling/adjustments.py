@@ -1,4 +1,4 @@
-"""Change logits before temperature: biases, penalties, watermark and grammar masks.
+"""Change logits before temperature: biases, penalties, watermark, bad words and masks.
 
 `adjustments` gathers a step's changes as tensors, `adjust` applies them.
 """
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from configs.wire.sampling import Sampling
+from modeling.sampling.bad_words import BadWords, bad_words, exclude
 from modeling.sampling.history import TokenHistory
 from modeling.sampling.watermark import GREEN_BONUS, green
 from modeling.transfer import floats, ints, to_device
@@ -65,7 +66,10 @@ class Watermarks:
 
 @dataclass(frozen=True)
 class Allowed:
-    """The rows with a grammar: int64 indices [g], and a bit for each token, int32 [g, words]."""
+    """Rows with a mask: int64 indices [g], and a bit for each token, int32 [g, words].
+
+    Tokens beyond the bits are not allowed.
+    """
 
     rows: Tensor
     words: Tensor
@@ -73,12 +77,17 @@ class Allowed:
 
 @dataclass(frozen=True)
 class Adjustments:
-    """All changes of a step's logits; at least one is not None."""
+    """All changes of a step's logits; at least one is not None.
+
+    allowed: masks of grammars. listed: masks of allowed_ids.
+    """
 
     biases: Biases | None
     penalties: Penalties | None
     watermarks: Watermarks | None
     allowed: Allowed | None = None
+    listed: Allowed | None = None
+    bad_words: BadWords | None = None
 
 
 def adjustments(
@@ -95,10 +104,11 @@ def adjustments(
     biases = _biases(params, adjusted, generated, device)
     penalties = _penalties(params, positions, history, device)
     watermarks = _watermarks(params, history, device)
+    listed = _listed(params, device)
+    excluded = bad_words(params, positions, history, device)
     allowed = _allowed(params, history, device)
-    if biases is None and penalties is None and watermarks is None and allowed is None:
-        return None
-    return Adjustments(biases, penalties, watermarks, allowed)
+    found = Adjustments(biases, penalties, watermarks, allowed, listed, excluded)
+    return found if any(value is not None for value in vars(found).values()) else None
 
 
 def _biases(
@@ -163,6 +173,18 @@ def _watermarks(
     return Watermarks(ints(rows, device), history.buffer[newest])
 
 
+def _listed(params: Sequence[Sampling], device: torch.device) -> Allowed | None:
+    rows = [row for row, p in enumerate(params) if p.allowed_ids]
+    if not rows:
+        return None
+    longest = max(max(params[row].allowed_ids) for row in rows)
+    words = np.zeros((len(rows), longest // 32 + 1), dtype=np.uint32)
+    for index, row in enumerate(rows):
+        ids = np.array(params[row].allowed_ids)
+        np.bitwise_or.at(words[index], ids // 32, np.uint32(1) << (ids % 32).astype(np.uint32))
+    return Allowed(ints(rows, device), to_device(words.view(np.int32), device))
+
+
 def _allowed(
     params: Sequence[Sampling], history: TokenHistory, device: torch.device
 ) -> Allowed | None:
@@ -177,7 +199,8 @@ def _allowed(
 def adjust(logits: Tensor, changes: Adjustments) -> Tensor:
     """Apply the rows' changes: logits [n, vocab] to float32 [n, vocab], a copy.
 
-    The order is biases and masks, repetition, frequency and presence, watermark, grammar.
+    The order is biases and masks, repetition, frequency and presence, watermark, bad words, allowed
+    ids, grammar.
     """
     result = logits.to(torch.float32, copy=True)
     if changes.biases is not None:
@@ -188,13 +211,16 @@ def adjust(logits: Tensor, changes: Adjustments) -> Tensor:
     marked = changes.watermarks
     if marked is not None:
         result[marked.rows] += GREEN_BONUS * green(marked.previous, logits.shape[-1])
-    if changes.allowed is not None:
-        _allow(result, changes.allowed)
+    if changes.bad_words is not None:
+        exclude(result, changes.bad_words)
+    for allowed in (changes.listed, changes.allowed):
+        if allowed is not None:
+            _allow(result, allowed)
     return result
 
 
 def _allow(logits: Tensor, allowed: Allowed) -> None:
-    """Mask the tokens that the rows' grammars do not allow; changes `logits`."""
+    """Mask the tokens that the rows' masks do not allow; changes `logits`."""
     bits = torch.arange(8, dtype=torch.uint8, device=logits.device)
     # By bytes, not words: the unpacked bits then take one byte per token instead of four.
     barred = (((allowed.words.view(torch.uint8)[:, :, None] >> bits) & 1) == 0).flatten(1)

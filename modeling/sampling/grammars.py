@@ -1,5 +1,7 @@
 """Structured output: llguidance computes which tokens a JSON schema or a grammar allows next.
 
+An answer may have a free part before it must fit: reasoning. Its end is watched here.
+
 A matcher must know every token of an output before it allows the next. The step's forward pass does
 not need the masks, so they are computed after its launch, while the device computes: they wait only
 for the end of the step before, as the next plan does anyway. Matchers are prepared beside the
@@ -23,6 +25,7 @@ from torch import Tensor
 
 from configs.architectures.select import end_token_ids
 from configs.grammars import INSTALL, matcher_of, reason, tokenizer_of
+from configs.wire.sampling import Sampling
 from modeling.transfer import HostCopy
 
 if TYPE_CHECKING:
@@ -46,6 +49,31 @@ class _Samples:
         return values
 
 
+class _FreeText:
+    """The part of an answer before its constraint begins: a model's reasoning.
+
+    begin: the answer has such a part only if this is its first token; -1: in any case.
+    end: the tokens that end it.
+    """
+
+    def __init__(self, begin: int, end: tuple[int, ...]) -> None:
+        self.begin = begin
+        self._end = end
+        self._newest: list[int] = []
+
+    def rest(self, tokens: list[int]) -> list[int] | None:
+        """Add tokens; returns those after this part, None while it lasts."""
+        if self.begin >= 0 and tokens:
+            if tokens[0] != self.begin:
+                return tokens
+            self.begin = -1
+        for index, token in enumerate(tokens):
+            self._newest = [*self._newest, token][-len(self._end) :]
+            if tuple(self._newest) == self._end:
+                return tokens[index + 1 :]
+        return None
+
+
 @dataclass
 class _SlotMatcher:
     """One batch slot's matcher, and the tokens that it has not consumed yet.
@@ -54,12 +82,14 @@ class _SlotMatcher:
     matcher: None if it was not prepared.
     known: tokens of the request when it joined.
     sampled: tokens of steps since, each an index into what the step sampled.
+    free: the part of the answer before the constraint; None once it has begun.
     """
 
     number: int
     matcher: "LLMatcher | None"
     known: list[int]
     sampled: list[tuple[_Samples, int]] = field(default_factory=list)
+    free: _FreeText | None = None
 
     def pending(self) -> list[int]:
         """Take the tokens that the matcher has not consumed; waits for copies from the device."""
@@ -110,16 +140,20 @@ class Grammars:
         self._prepared[number] = matcher
         return ""
 
-    def join(self, slot: int, number: int, known: Sequence[int] = ()) -> None:
+    def join(
+        self, slot: int, number: int, known: Sequence[int] = (), sampling: Sampling | None = None
+    ) -> None:
         """Start a batch slot's output after its `known` tokens, with the prepared matcher `number`.
 
-        Number -1: only remove the slot's matcher.
+        Number -1: only remove the slot's matcher. sampling: has the answer's free part.
         """
         self._matchers.pop(slot, None)
         if number >= 0:
             prepared = self._prepared.get(number)
             own = prepared.deep_copy() if prepared is not None else None
             self._matchers[slot] = _SlotMatcher(number, own, list(known))
+            if sampling is not None and sampling.free_until:
+                self._matchers[slot].free = _FreeText(sampling.free_from, sampling.free_until)
 
     def take_faults(self, slots: Sequence[int]) -> list[tuple[int, str]] | None:
         """Take (index in `slots`, reason) of matchers that failed since the last call."""
@@ -148,17 +182,24 @@ class Grammars:
         words = torch.empty(shape, dtype=torch.int32, pin_memory=device.type == "cuda")
         host: npt.NDArray[np.int32] = words.numpy()
         following = []
+        free = []
         for row, slot in enumerate(slots):
             matcher = self._accepted(slot)
             if matcher is not None:
                 following.append((matcher, row))
+            elif slot not in self._faults:
+                free.append(row)
         self._compute(following, [self._matchers[slots[row]].number for _, row in following], host)
         for matcher, row in following:
             if matcher.is_error():
                 self._faults[slots[row]] = _too_much(matcher)
+        for row in free:
+            host[row] = ~self._only_end_tokens
         for row, slot in enumerate(slots):
             if slot in self._faults:
-                host[row] = self._only_end_tokens()
+                host[row] = self._only_end_tokens
+            else:
+                self._allow_begin(slot, host[row])
         return words.to(device, non_blocking=True)
 
     def _compute(
@@ -184,13 +225,23 @@ class Grammars:
                 fill_next_token_bitmask_par(executor, group, host)
 
     def _accepted(self, slot: int) -> "LLMatcher | None":
-        """Return a batch slot's matcher after all its tokens; None, with a fault, if it failed."""
+        """Return a batch slot's matcher after all its tokens.
+
+        None while its answer is free, and, with a fault, if it failed.
+        """
         state = self._matchers.get(slot)
         if state is None or state.matcher is None:
             self._faults[slot] = "the constraint was not prepared"
             return None
         # A step that was planned ahead may sample tokens beyond an output's end; they are dropped.
         tokens = state.pending()
+        if state.free is not None:
+            rest = state.free.rest(tokens)
+            if rest is None and state.free.begin < 0:
+                return None
+            if rest is not None:
+                state.free = None
+            tokens = rest or []
         if tokens and not state.matcher.is_stopped():
             state.matcher.consume_tokens(tokens)
         if state.matcher.is_error():
@@ -198,8 +249,16 @@ class Grammars:
             return None
         return state.matcher
 
+    def _allow_begin(self, slot: int, words: npt.NDArray[np.int32]) -> None:
+        """Allow the token that begins a free part, while it may begin; changes `words`."""
+        state = self._matchers[slot]
+        if state.free is not None and state.free.begin >= 0:
+            bits = words.view(np.uint32)
+            bits[state.free.begin // 32] |= np.uint32(1 << (state.free.begin % 32))
+
+    @cached_property
     def _only_end_tokens(self) -> npt.NDArray[np.int32]:
-        """Return a mask that allows only the tokens that end an output."""
+        """A mask that allows only the tokens that end an output."""
         bits = np.zeros(-(-self._vocab_size // 32), dtype=np.uint32)
         for end in end_token_ids(self._folder()):
             if end < self._vocab_size:

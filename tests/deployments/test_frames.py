@@ -208,6 +208,7 @@ def test_an_early_submit_reaches_the_named_replica() -> None:
     sampling = Sampling(
         temperature=1, top_k=7, top_p=0.5, seed=(1 << 64) - 1, logprobs=3, watermark=True,
         logit_bias=((3, -1.5), (4, 2.0)), masked_ids=(1, 2), masked_tokens=4, json_schema="{}",
+        allowed_ids=(5,), bad_words=((6, 7), (8,)), free_until=(9,), free_from=1,
     )  # fmt: skip
     full = SequenceRequest([0, 70_000, 3], sampling, Stopping(9, (2, 7), 1))
 

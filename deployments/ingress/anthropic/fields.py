@@ -23,7 +23,7 @@ REFUSED = refused_fields((
     (_EMPTY, "use `tools`", "functions function_call"),
     (_EMPTY, "end the messages with the assistant's", "continue_final_message"),
     (_NONE, "end the messages with the user's", "add_generation_prompt"),
-    (_OFF, _ELSEWHERE, "logprobs echo"),
+    (_OFF, _ELSEWHERE, "logprobs echo return_token_ids"),
     ((None, 0), _ELSEWHERE, "top_logprobs"),
     (_NONE, _ELSEWHERE, "prompt_logprobs"),
     (_EMPTY, "the last event has the usage", "stream_options"),

@@ -102,6 +102,8 @@ class GenerationJob:
     characters: of the prompts, for the reply's headers.
     choices: sequences of each prompt; with best_of, more than the reply has.
     visible_special_tokens: ids of special tokens whose text is part of the answer.
+    visible_stop_ids: tokens that end the answer and have a text nevertheless.
+    detokenize: false: the answer has no text.
     cache_salt: of the request, "" without one.
     started: when it arrived, in seconds of a monotonic clock.
     """
@@ -113,6 +115,8 @@ class GenerationJob:
     characters: int
     choices: int = 1
     visible_special_tokens: frozenset[int] = frozenset()
+    visible_stop_ids: frozenset[int] = frozenset()
+    detokenize: bool = True
     cache_salt: str = ""
     started: float = field(default_factory=time.monotonic)
 
@@ -121,10 +125,10 @@ class GenerationJob:
         return [self._detokenizer(text, sequence) for sequence in self.request.sequences]
 
     def _detokenizer(self, text: ModelTokenizer, sequence: SequenceRequest) -> DetokenizerState:
-        silent = frozenset(sequence.stopping.stop_token_ids)
+        silent = frozenset(sequence.stopping.stop_token_ids) - self.visible_stop_ids
         hidden = text.hidden(self.stops, silent, self.visible_special_tokens)
         return DetokenizerState(
-            text.stream(silent, self.visible_special_tokens),
+            text.stream(silent, self.visible_special_tokens, mute=not self.detokenize),
             StopStrings(self.stops, self.keep_stops, hidden.values()),
             per_token=self.per_token or bool(self.stops),
             hidden=hidden,

@@ -46,6 +46,7 @@ class Envelope:
     num_logprobs: as `Sampling.logprobs`.
     includes_usage: the stream ends with a chunk of usage.
     num_prompt_logprobs: alternatives of each prompt token in vLLM's shape; -1: none.
+    prompts: the tokens of each choice's prompt, if the reply has all tokens' ids; None if not.
     created: in seconds since the epoch.
     """
 
@@ -55,6 +56,7 @@ class Envelope:
     num_logprobs: int
     includes_usage: bool = False
     num_prompt_logprobs: int = -1
+    prompts: Sequence[Sequence[int]] | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
 
@@ -76,11 +78,11 @@ class ReplyWriter:
         """The chunks of one event."""
         text = event.text
         chunks = b""
-        if text or (event.pieces and self._envelope.num_logprobs >= 0):
-            chunks = self._chunk(event.sequence, self._delta(text), self._logprobs(event.pieces))
+        if text or (event.pieces and self._lists_tokens):
+            chunks = self._chunk(event.sequence, self._delta(text), event.pieces)
         if event.reason is not None:
             reason = b'"%s"' % _REASONS[event.reason].encode()
-            chunks += self._chunk(event.sequence, self._last_delta(), b"null", reason)
+            chunks += self._chunk(event.sequence, self._last_delta(), (), reason)
         return chunks
 
     def opening(self, num_choices: int) -> bytes:
@@ -129,15 +131,26 @@ class ReplyWriter:
             "model": shared.model,
         }  # fmt: skip
 
-    def _chunk(
-        self, index: int, delta: bytes, logprobs: bytes = b"null", reason: bytes = b"null"
-    ) -> bytes:
-        parts = (self._before % index, delta, b',"logprobs":', logprobs, b',"finish_reason":',
-                 reason, self._after)  # fmt: skip
-        return b"".join(parts)
+    @property
+    def _lists_tokens(self) -> bool:
+        """Whether chunks have logprobs or ids of their tokens."""
+        return self._envelope.num_logprobs >= 0 or self._envelope.prompts is not None
 
-    def _logprobs(self, pieces: Sequence[TextPiece]) -> bytes:
-        return _encode(self._token_logprobs(pieces))
+    def _chunk(
+        self,
+        index: int,
+        delta: bytes,
+        pieces: Sequence[TextPiece] = (),
+        reason: bytes = b"null",
+        others: bytes = b"",
+    ) -> bytes:
+        """One chunk; pieces: its tokens, for their logprobs and ids; others: more fields."""
+        logprobs = _encode(self._token_logprobs(pieces)) if pieces else b"null"
+        if pieces and self._envelope.prompts is not None:
+            others += b',"token_ids":' + _encode([piece.token for piece in pieces])
+        parts = (self._before % index, delta, b',"logprobs":', logprobs, b',"finish_reason":',
+                 reason, others, self._after)  # fmt: skip
+        return b"".join(parts)
 
 
 class CompletionWriter(ReplyWriter):
@@ -150,8 +163,13 @@ class CompletionWriter(ReplyWriter):
         self._echo = echo
 
     def first_chunk(self, index: int) -> bytes:
-        """The prompt, if it is to be repeated."""
-        return self._chunk(index, self._delta(self._echo[index].text)) if self._echo else b""
+        """The prompt, if its text is to be repeated or its tokens are requested."""
+        prompts = self._envelope.prompts
+        if not self._echo and prompts is None:
+            return b""
+        ids = b',"prompt_token_ids":' + _encode(prompts[index]) if prompts is not None else b""
+        text = self._echo[index].text if self._echo else ""
+        return self._chunk(index, self._delta(text), others=ids)
 
     def body(self, choices: Sequence[Choice], usage: UsageReply) -> CompletionReply:
         """A whole reply; each choice has its own prompt's logprobs."""
@@ -175,6 +193,9 @@ class CompletionWriter(ReplyWriter):
         prompt_logprobs = self._prompt_logprobs(choice)
         if prompt_logprobs is not None:
             written["prompt_logprobs"] = prompt_logprobs
+        if self._envelope.prompts is not None:
+            written["prompt_token_ids"] = list(choice.prompt)
+            written["token_ids"] = [piece.token for piece in choice.pieces]
         return written
 
     def _pieces(self, index: int, choice: Choice) -> list[TextPiece]:
@@ -214,19 +235,28 @@ class ChatWriter(ReplyWriter):
         prompt_logprobs = self._prompt_logprobs(choices[0])
         if prompt_logprobs is not None:
             reply["prompt_logprobs"] = prompt_logprobs
+        if shared.prompts is not None:
+            reply["prompt_token_ids"] = list(choices[0].prompt)
         return reply
 
     def first_chunk(self, index: int) -> bytes:
-        """The role."""
-        return self._chunk(index, b'"delta":{"role":"assistant","content":"","refusal":null}')
+        """The role; the first choice's chunk has the prompt's tokens, if they are requested."""
+        chunk = self._chunk(index, b'"delta":{"role":"assistant","content":"","refusal":null}')
+        prompts = self._envelope.prompts
+        if index or prompts is None:
+            return chunk
+        return chunk.replace(b"{", b'{"prompt_token_ids":' + _encode(prompts[0]) + b",", 1)
 
     def _choice(self, index: int, choice: Choice) -> ChatChoice:
-        return {
+        written: ChatChoice = {
             "index": index,
             "message": {"role": "assistant", "content": choice.text, "refusal": None},
             "logprobs": self._token_logprobs(choice.pieces),
             "finish_reason": _REASONS[choice.reason],
         }
+        if self._envelope.prompts is not None:
+            written["token_ids"] = [piece.token for piece in choice.pieces]
+        return written
 
     def _delta(self, text: str) -> bytes:
         return b'"delta":{"content":' + _encode(text) + b"}"

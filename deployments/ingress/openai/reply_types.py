@@ -16,6 +16,8 @@ class CompletionChoice(TypedDict):
     logprobs: CompletionLogprobs | None
     finish_reason: Reason | None
     prompt_logprobs: NotRequired[list[dict[str, Any] | None]]
+    prompt_token_ids: NotRequired[list[int]]
+    token_ids: NotRequired[list[int]]
 
 
 class CompletionReply(TypedDict):
@@ -76,6 +78,7 @@ class ChatChoice(TypedDict):
     message: ChatMessageReply
     logprobs: ChatLogprobs | None
     finish_reason: Reason
+    token_ids: NotRequired[list[int]]
 
 
 class ChatReply(TypedDict):
@@ -88,6 +91,7 @@ class ChatReply(TypedDict):
     choices: list[ChatChoice]
     usage: UsageReply
     prompt_logprobs: NotRequired[list[dict[str, Any] | None]]
+    prompt_token_ids: NotRequired[list[int]]
 
 
 class ChatChunkChoice(TypedDict):
@@ -97,6 +101,7 @@ class ChatChunkChoice(TypedDict):
     delta: ChatDelta
     logprobs: ChatLogprobs | None
     finish_reason: Reason | None
+    token_ids: NotRequired[list[int]]
 
 
 class ChatChunk(TypedDict):
@@ -108,6 +113,7 @@ class ChatChunk(TypedDict):
     model: str
     choices: list[ChatChunkChoice]
     usage: NotRequired[UsageReply | None]
+    prompt_token_ids: NotRequired[list[int]]
 
 
 class ResponseError(TypedDict):

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from deployments.contract import EngineInfo, ErrorKind
 from deployments.ingress.access.keys import visible
 from deployments.ingress.adapter_names.references import listed_name
-from deployments.ingress.generation.engine import EngineClient, ServedModel
+from deployments.ingress.generation.engine import EngineClient, GenerationJob, ServedModel
 from deployments.ingress.generation.prompt_replies import Prompt
 from deployments.ingress.http.errors import RequestError
 from deployments.ingress.http.responses import json_response
@@ -30,7 +30,9 @@ from deployments.ingress.requests.jobs import (
     job_of,
     prompt_limit,
 )
+from deployments.ingress.requests.restrictions import restricted
 from deployments.ingress.requests.schema import ChatBody, CompletionBody
+from deployments.ingress.requests.truncation import cut, encoded
 
 
 def routes(engine: EngineClient) -> APIRouter:
@@ -47,8 +49,9 @@ def routes(engine: EngineClient) -> APIRouter:
         constraint = await engine.compiler.compiled(await body.constraint(), served.info)
         adapter = adapter_of(body, served.info, engine.settings.default_source)
         job = job_of(body, prompts, adapter, served.info, caller, constraint)
+        job = await restricted(job, body, served)
         echo = [prompt for prompt in prompts for _ in range(body.choices)]
-        writer = CompletionWriter(_envelope("cmpl", body, served), echo if body.echo else ())
+        writer = CompletionWriter(_envelope("cmpl", body, served, job), echo if body.echo else ())
         return await answer(request, engine, job, writer, bool(body.stream), body.choices)
 
     @router.post("/chat/completions")
@@ -57,7 +60,7 @@ def routes(engine: EngineClient) -> APIRouter:
         check(body, engine.settings)
         served = await engine.served()
         chat_job = await chat(body, engine, served, caller)
-        writer = chat_writer(_envelope("chatcmpl", body, served), chat_job.answers)
+        writer = chat_writer(_envelope("chatcmpl", body, served, chat_job.job), chat_job.answers)
         return await answer(request, engine, chat_job.job, writer, bool(body.stream), body.choices)
 
     @router.get("/models")
@@ -82,7 +85,7 @@ async def _prompts(body: CompletionBody, served: ServedModel) -> list[Prompt]:
     """Each prompt as text (for echo) and as ids; checks all lengths before it encodes any."""
     limit = prompt_limit(served.info, "prompt")
     for given in body.prompt:
-        if isinstance(given, str):
+        if isinstance(given, str) and body.truncate_prompt_tokens is None:
             served.tokenizer.check_length(given, limit)
     return [
         await _text_prompt(given, body, served)
@@ -95,7 +98,7 @@ async def _prompts(body: CompletionBody, served: ServedModel) -> list[Prompt]:
 async def _text_prompt(given: str, body: CompletionBody, served: ServedModel) -> Prompt:
     info, tokenizer = served
     specials = body.add_special_tokens is not False
-    ids = await tokenizer.encode(given, specials, prompt_limit(info, "prompt"))
+    ids = await encoded(given, body, served, specials, "prompt")
     # A prompt that is too long is refused later, with the length of the answer in the message.
     if not body.echo or body.logprobs is None or len(ids) > info.max_total_tokens:
         return Prompt(given, ids)
@@ -105,10 +108,10 @@ async def _text_prompt(given: str, body: CompletionBody, served: ServedModel) ->
 def _ids_prompt(given: list[int], body: CompletionBody, served: ServedModel) -> Prompt:
     info, tokenizer = served
     shown = body.echo and len(checked_ids(given, info)) <= info.max_total_tokens
-    return Prompt(tokenizer.decode(given) if shown else "", given)
+    return Prompt(tokenizer.decode(given) if shown else "", cut(given, body, info))
 
 
-def _envelope(prefix: str, body: Body, served: ServedModel) -> Envelope:
+def _envelope(prefix: str, body: Body, served: ServedModel, job: GenerationJob) -> Envelope:
     return Envelope(
         id=f"{prefix}-{uuid.uuid4().hex}",
         model=body.model,
@@ -116,7 +119,13 @@ def _envelope(prefix: str, body: Body, served: ServedModel) -> Envelope:
         num_logprobs=body.num_logprobs,
         num_prompt_logprobs=-1 if body.prompt_logprobs is None else body.prompt_logprobs,
         includes_usage=body.includes_usage,
+        prompts=_prompt_ids(job) if body.return_token_ids else None,
     )
+
+
+def _prompt_ids(job: GenerationJob) -> list[list[int]]:
+    """The tokens of each choice's prompt."""
+    return [list(sequence.prompt) for sequence in job.request.sequences]
 
 
 def _models(info: EngineInfo, engine: EngineClient, created: int) -> list[ModelReply]:

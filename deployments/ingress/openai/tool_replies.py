@@ -17,6 +17,7 @@ from deployments.ingress.openai.reply_types import (
 from deployments.ingress.reasoning.answers import AnswerFormat, AnswerReader, read_whole
 from deployments.ingress.reasoning.splitter import AnswerPart, ReasoningDelta
 from deployments.ingress.requests.usage import UsageReply
+from deployments.ingress.text.detokenizer_state import TextPiece
 from deployments.ingress.tools.parsers import CallStart, TextDelta
 
 _encode = msgspec.json.Encoder().encode
@@ -40,21 +41,19 @@ class PartsChatWriter(ChatWriter):
         return super().first_chunk(index)
 
     def chunks(self, event: Event) -> bytes:
-        """The chunks of one event; the first of them has the logprobs."""
+        """The chunks of one event; the first of them has the tokens' logprobs and ids."""
         reader = self._readers[event.sequence]
         parts = reader.push(event.pieces, event.rest)
         if event.reason is not None:
             parts += reader.end()
-        with_logprobs = bool(event.pieces) and self._envelope.num_logprobs >= 0
-        deltas = [self._part(part) for part in parts] or ([b'"delta":{}'] if with_logprobs else [])
-        logprobs = self._logprobs(event.pieces) if with_logprobs else b"null"
+        pieces: Sequence[TextPiece] = event.pieces if self._lists_tokens else ()
         chunks = b""
-        for delta in deltas:
-            chunks += self._chunk(event.sequence, delta, logprobs)
-            logprobs = b"null"  # Each token's logprobs are sent once.
+        for delta in [self._part(part) for part in parts] or ([b'"delta":{}'] if pieces else []):
+            chunks += self._chunk(event.sequence, delta, pieces)
+            pieces = ()  # Each token is listed once.
         if event.reason is not None:
             reason = b'"%s"' % self._reason(event.reason, reader.num_calls).encode()
-            chunks += self._chunk(event.sequence, self._last_delta(), b"null", reason)
+            chunks += self._chunk(event.sequence, self._last_delta(), (), reason)
         return chunks
 
     def closing(self, usage: UsageReply) -> bytes:

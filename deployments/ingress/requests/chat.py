@@ -14,8 +14,10 @@ from deployments.ingress.http.errors import invalid
 from deployments.ingress.reasoning.answers import AnswerFormat
 from deployments.ingress.reasoning.formats import ReasoningFormat, Start, reasoning_format
 from deployments.ingress.requests.conversations import conversation
-from deployments.ingress.requests.jobs import Caller, adapter_of, job_of, prompt_limit
+from deployments.ingress.requests.jobs import Caller, adapter_of, job_of
+from deployments.ingress.requests.restrictions import restricted
 from deployments.ingress.requests.schema import ChatBody
+from deployments.ingress.requests.truncation import encoded
 from deployments.ingress.structured.constraints import Constraint
 from deployments.ingress.tools.grammars import calls_constraint
 from deployments.ingress.tools.tooling import ToolFormat, tooling
@@ -43,17 +45,19 @@ async def chat(
     )
     rendered = await template.render(conversation(body, tool_format, template))
     # Special tokens only on request: the template writes those that it needs.
-    limit = prompt_limit(served.info, "messages")
-    ids = await served.tokenizer.encode(rendered, bool(body.add_special_tokens), limit)
+    ids = await encoded(rendered, body, served, bool(body.add_special_tokens), "messages")
     job = job_of(body, [Prompt(rendered, ids)], adapter, served.info, caller, constraint)
+    job = await restricted(job, body, served)
     reasoning = None
-    if not constraint and body.separate_reasoning is not False:
+    splits = body.separate_reasoning is not False and job.detokenize
+    if splits and not constraint:
         reasoning = reasoning_format(engine.settings.reasoning_parser, template)
     if reasoning is not None:
         marker_ids |= served.tokenizer.added(reasoning.markers)
         # Tokens of the reasoning are counted one by one.
         job = replace(job, per_token=True)
-    job = replace(job, visible_special_tokens=frozenset(marker_ids.values()))
+    visible = job.visible_special_tokens | frozenset(marker_ids.values())
+    job = replace(job, visible_special_tokens=visible)
     start = _start(body, reasoning, rendered) if reasoning is not None else Start.EITHER
     shown = body.include_reasoning is not False
     return ChatJob(job, AnswerFormat(tool_format, reasoning, start, shown))

@@ -60,9 +60,7 @@ def check(body: Body, settings: IngressSettings) -> None:
     if not all(0 < len(stop) <= settings.max_stop_length for stop in stops):
         message = f"`stop` strings must have 1 to {settings.max_stop_length} characters"
         raise invalid(message, "stop")
-    if body.include_stop_str_in_output and body.stop_token_ids:
-        message = "`include_stop_str_in_output` cannot be combined with `stop_token_ids`"
-        raise invalid(message, "include_stop_str_in_output")
+    _check_text(body)
     _check_choices(body, settings)
     _check_logprobs(body, settings)
     if body.stream_options is not None and not body.stream:
@@ -70,6 +68,22 @@ def check(body: Body, settings: IngressSettings) -> None:
     _check_prompt_logprobs(body, settings)
     if isinstance(body, CompletionBody):
         _check_prompts(body, settings)
+
+
+def _check_text(body: Body) -> None:
+    """Refuse fields about the text that contradict each other."""
+    if body.truncation_side is not None and body.truncate_prompt_tokens is None:
+        raise invalid("`truncation_side` needs `truncate_prompt_tokens`", "truncation_side")
+    if body.truncate_prompt_tokens == 0:
+        raise invalid("`truncate_prompt_tokens` must be -1 or at least 1", "truncate_prompt_tokens")
+    if isinstance(body, CompletionBody) and body.echo and body.truncate_prompt_tokens is not None:
+        raise invalid("`echo` cannot be combined with `truncate_prompt_tokens`", "echo")
+    if body.detokenize is not False:
+        return
+    with_tools = isinstance(body, ChatBody) and body.toolbox is not None
+    if body.stops or with_tools:
+        found = "`stop`" if body.stops else "`tools`: they are found in the text"
+        raise invalid(f"`detokenize: false` cannot be combined with {found}", "detokenize")
 
 
 def _check_choices(body: Body, settings: IngressSettings) -> None:
@@ -156,18 +170,21 @@ def job_of(
         for i in range(0, len(sequences), body.candidates):
             sequences[i] = with_prompt_logprobs(sequences[i], body.num_prompt_logprobs)
     for name, ids in (("logit_bias", body.logit_bias), ("stop_token_ids", body.stop_token_ids)):
-        _check_known(name, ids or (), info)
+        check_known(name, ids or (), info)
     request = GenerateRequest(
         id=f"req-{uuid.uuid4().hex}",
         sequences=sequences,
         adapter=adapter,
         api_token=body.api_token or caller.token,
     )
+    shown = (body.stop_token_ids or ()) if body.include_stop_str_in_output else ()
     return GenerationJob(
         request=request,
         stops=body.stops,
         keep_stops=bool(body.include_stop_str_in_output),
-        per_token=body.num_logprobs >= 0,
+        visible_stop_ids=frozenset(shown),
+        detokenize=body.detokenize is not False,
+        per_token=body.num_logprobs >= 0 or bool(body.return_token_ids),
         characters=sum(len(prompt.text) for prompt in prompts),
         choices=body.candidates,
         cache_salt=body.cache_salt or "",
@@ -179,7 +196,7 @@ def _stopping(body: Body, num_prompt: int, info: EngineInfo) -> Stopping:
     """When the sequence ends; refuses what exceeds the model's context."""
     param = "messages" if isinstance(body, ChatBody) else "prompt"
     left = info.max_total_tokens - num_prompt
-    requested = _requested_tokens(body)
+    requested = requested_tokens(body)
     default = left if isinstance(body, ChatBody) else min(_DEFAULT_MAX_TOKENS, left)
     limit = max(1, default) if requested is None else requested
     if body.fills_context and left > 0:
@@ -207,7 +224,8 @@ def _ignores_end(body: Body) -> bool:
     return bool(body.ignore_eos or body.ignore_eos_token)
 
 
-def _requested_tokens(body: Body) -> int | None:
+def requested_tokens(body: Body) -> int | None:
+    """The most tokens of an answer that the client wants; None for no limit of its own."""
     newer = body.max_completion_tokens if isinstance(body, ChatBody) else None
     return body.max_tokens if newer is None else newer
 
@@ -236,7 +254,7 @@ def checked_ids(ids: list[int], info: EngineInfo, param: str = "prompt") -> list
     return ids
 
 
-def _check_known(name: str, ids: Iterable[int], info: EngineInfo) -> None:
+def check_known(name: str, ids: Iterable[int], info: EngineInfo) -> None:
     """Refuse token ids that the model does not have."""
     unknown = next((id for id in ids if id >= info.vocab_size), None)
     if unknown is not None:

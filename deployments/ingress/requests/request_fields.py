@@ -61,11 +61,12 @@ REFUSED = refused_fields((
      "xtc_probability dry_multiplier routed_experts_start_len routed_experts_prompt_start"),
     (_ONE, "", "encoder_repetition_penalty tfs guidance_scale"),
     (_EMPTY_LIST, "",
-     "samplers bad_words bad_words_ids allowed_token_ids logits_processors logprob_token_ids"),
+     "samplers logits_processors logprob_token_ids"),
+    (_EMPTY_LIST, "use `bad_words`", "bad_words_ids"),
     (_EMPTY, "",
      "custom_params vllm_xargs nvext session_params kv_transfer_params ec_transfer_params"),
     (_EMPTY_TEXT, "", "suffix"),
-    (_ON, "", "skip_special_tokens spaces_between_special_tokens"),
+    (_ON, "", "spaces_between_special_tokens"),
     (_OFF, "use `include_stop_str_in_output`", "no_stop_trim"),
     (_ON, "use `temperature` 0 for the likeliest tokens", "do_sample"),
     ((None, False, 0, 1), "there is no beam search",
@@ -81,7 +82,7 @@ REFUSED = refused_fields((
     (_EMPTY, "use `response_format` or `structured_outputs`",
      "json_schema regex ebnf grammar format structural_tag"),
     ((None, "medium"), "ask for it in the messages", "verbosity"),
-    (_NONE, "send a shorter prompt", "truncate_prompt_tokens truncation_side truncate"),
+    (_NONE, "use `truncate_prompt_tokens`", "truncate"),
     ((None, "disabled", False), "send a shorter prompt", "truncation"),
     (_NONE, "send `prompt` or `messages`", "input inputs"),
     (_NONE, "send `prompt` to /v1/completions", "input_ids"),
@@ -110,8 +111,9 @@ REFUSED = refused_fields((
     (_OFF, "it belongs to the native routes", "apply_chat_template"),
     (_OFF, "use `echo`", "return_full_text"),
     (_OFF, "use `prompt_logprobs`", "decoder_input_details"),
+    (_OFF, "use `return_token_ids`", "return_prompt_token_ids"),
     (_OFF, "it is not part of a reply",
-     "return_token_ids return_prompt_token_ids return_tokens_as_token_ids return_token_offsets "
+     "return_tokens_as_token_ids return_token_offsets "
      "return_prompt_text return_hidden_states return_routed_experts return_cached_tokens_details "
      "return_meta_info"),
     (_NONE, "nothing is moderated here", "moderation"),
@@ -154,7 +156,8 @@ REFUSED_RESPONSES = refused_fields((
     (_OFF, "put `message.output_text.logprobs` into `include`", "logprobs"),
     (_EMPTY_LIST, "there are no such programs", "access_programs"),
     (_NONE, "only text is served", "image"),
-    (_OFF, "they are not part of a response", "enable_response_messages"),
+    (_OFF, "they are not part of a response", "enable_response_messages return_token_ids"),
+    (_NONE, "they are not part of a response", "prompt_logprobs"),
 ))  # fmt: skip
 
 IGNORED = frozenset({

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, field_validator
 
-from configs.wire.sampling import LARGEST_TOP_K, MAX_LOGIT_BIAS, Sampling, Stopping
+from configs.wire.sampling import LARGEST_TOP_K, MAX_ALLOWED_IDS, MAX_LOGIT_BIAS, Sampling, Stopping
 from deployments.ingress.adapter_names.merges import MergedAdapters
 from deployments.ingress.http.errors import invalid
 from deployments.ingress.http.unicode import Unicode, is_encodable
@@ -17,6 +17,8 @@ from deployments.ingress.tools.schema import AsWritten, CalledFunction, ToolCall
 _NAMES_OF_ADAPTERS = ("adapter_id", "lora_path")
 
 _MAX_STOP_IDS = 256
+_MAX_BAD_WORDS = 64
+_BadWord = Annotated[Unicode, Field(min_length=1, max_length=256)]
 _Bias = Annotated[float, Field(ge=-100, le=100)]
 
 # The types of `prompt`, for /openapi.json.
@@ -56,6 +58,13 @@ class _Body(Constrainable):
     ignore_eos: bool | None = None
     ignore_eos_token: bool | None = None
     include_stop_str_in_output: bool | None = None
+    bad_words: list[_BadWord] | None = Field(None, max_length=_MAX_BAD_WORDS)
+    allowed_token_ids: list[NonNegativeInt] | None = Field(None, max_length=MAX_ALLOWED_IDS)
+    truncate_prompt_tokens: int | None = Field(None, ge=-1)
+    truncation_side: Literal["left", "right"] | None = None
+    skip_special_tokens: bool | None = None
+    detokenize: bool | None = None
+    return_token_ids: bool | None = None
     min_tokens: NonNegativeInt | None = None
     add_special_tokens: bool | None = None
     prompt_logprobs: NonNegativeInt | None = None

@@ -29,6 +29,8 @@ _LONG_CHARACTERS = 100_000
 _MAX_WAITING = 8 * 2**20
 """Characters that may wait for a pool of threads: about ten seconds of work."""
 
+_ALL_IDS = 2**31
+
 _START_PER_TOKEN = 8
 """The start of a long text that is encoded first: so many characters for each allowed token."""
 
@@ -123,6 +125,23 @@ class ModelTokenizer:
             await self._check_start(text, limit)
         return await threads.run(len(text), self._encode, text, add_special_tokens)
 
+    @property
+    def num_special_tokens(self) -> int:
+        """How many special tokens the tokenizer itself adds to a text."""
+        return int(self._tokenizer.num_special_tokens_to_add(False))
+
+    async def encode_cut(
+        self, text: str, add_special_tokens: bool, num_tokens: int, side: str
+    ) -> list[int]:
+        """At most num_tokens ids of a text, cut on this side ("left" or "right").
+
+        The special tokens that the tokenizer adds stay, as in transformers' truncation.
+        """
+        threads = self._threads_for(text)
+        return await threads.run(
+            len(text), self._encode_cut, text, add_special_tokens, num_tokens, side
+        )
+
     def check_length(self, text: str, limit: Limit) -> None:
         """Refuse a text that is too long for so few tokens, without encoding it."""
         if len(text) > self._extents.most_characters(limit.tokens):
@@ -138,12 +157,18 @@ class ModelTokenizer:
         return stream.push(ids) + stream.flush()
 
     def stream(
-        self, silent: frozenset[int] = frozenset(), visible: frozenset[int] = frozenset()
+        self,
+        silent: frozenset[int] = frozenset(),
+        visible: frozenset[int] = frozenset(),
+        mute: bool = False,
     ) -> TextStream:
         """An incremental decoder for one sequence.
 
         silent: ids without text. visible: special tokens whose text is part of the answer.
+        mute: no token has text.
         """
+        if mute:
+            return TextStream(self._decoder, range(_ALL_IDS))
         return TextStream(self._decoder, silent | (self._hidden_ids - visible), self._cleans_up)
 
     def hidden(
@@ -193,6 +218,14 @@ class ModelTokenizer:
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return self._encoding(self._tokenizer.encode_batch_fast, text, add_special_tokens).ids
+
+    def _encode_cut(
+        self, text: str, add_special_tokens: bool, num_tokens: int, side: str
+    ) -> list[int]:
+        added = self.num_special_tokens if add_special_tokens else 0
+        encoding = self._encoding(self._tokenizer.encode_batch_fast, text, False)
+        encoding.truncate(num_tokens - added, direction=side)
+        return self._tokenizer.post_process(encoding, None, add_special_tokens).ids
 
     def _encoding(
         self, encode: Callable[..., list[Encoding]], text: str, add_special_tokens: bool

@@ -155,17 +155,20 @@ def test_each_row_gets_the_logprobs_it_asked_for(runner: PaddedRunner) -> None:
 def test_penalties_count_each_requests_own_tokens(runner: PaddedRunner) -> None:
     """A greedy row that may not repeat itself, whoever is beside it and whatever was before."""
     once = Sampling(presence_penalty=2.0, frequency_penalty=2.0, repetition_penalty=5.0)
-    bias = Sampling(logit_bias=((7, 100.0),))
+    bias = Sampling(logit_bias=((7, 100.0), (9, 90.0)), bad_words=((7, 7),))
+    listed = Sampling(logit_bias=((7, 100.0), (9, 90.0)), allowed_ids=(9, 5))
     requests = [
         Asked(PROMPTS[0], 20, sampling=once),
         Asked(PROMPTS[1], 3, sampling=bias, joins_at=2),
         Asked(PROMPTS[0], 20, joins_at=4),
+        Asked(PROMPTS[1], 3, sampling=listed, joins_at=2),
     ]
-    penalised, biased, free = run(runner, requests)
+    penalised, biased, free, only = run(runner, requests)
     assert [penalised] == run(runner, requests[:1])
     assert len(set(penalised)) > len(set(free))
-    assert biased == [7, 7, 7]
-    assert free == run(runner, requests[2:])[0]
+    assert biased == [7, 9, 7]
+    assert only == [9, 9, 9]
+    assert free == run(runner, requests[2:3])[0]
 
 
 def test_a_slot_is_given_to_another_adapter(padded: PaddedWorld, runner: PaddedRunner) -> None:

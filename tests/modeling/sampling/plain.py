@@ -39,6 +39,12 @@ def plain_adjusted(logits: list[float], row: PlainRow) -> list[float]:
     if params.watermark:
         raised = green(torch.tensor([row.tokens[-1]]), len(logits))[0].tolist()
         result = [x + GREEN_BONUS * up for x, up in zip(result, raised, strict=True)]
+    for word in params.bad_words:
+        *before, last = word
+        if row.tokens[len(row.tokens) - len(before) :] == before:
+            result[last] = -math.inf
+    if params.allowed_ids:
+        result = [x if id in params.allowed_ids else -math.inf for id, x in enumerate(result)]
     return result
 
 

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers.generation.logits_process import NoBadWordsLogitsProcessor
 
 from configs.wire.sampling import Sampling
 from modeling.sampling import adjustments as building
@@ -36,6 +37,10 @@ sampling_params = st.builds(
     ),
     masked_ids=st.sampled_from([(), (3,), (0, 7)]),
     masked_tokens=st.integers(0, 6),
+    allowed_ids=st.sampled_from([(), (), (1, 2, 5, 9, 23)]),
+    bad_words=st.lists(
+        st.lists(st.integers(0, 5), min_size=1, max_size=3).map(tuple), max_size=3
+    ).map(tuple),
 )
 plain_rows = st.builds(PlainRow, sampling_params, tokens.filter(bool), tokens)
 
@@ -86,6 +91,16 @@ def test_other_rows_never_matter(rows: list[PlainRow], seed: int) -> None:
         one = logits[index : index + 1]
         assert torch.equal(adjusted(one, [row])[0], together[index])
         assert sampled(one, [row]).tokens.tolist() == picked[index : index + 1]
+
+
+def test_bad_words_are_those_of_transformers() -> None:
+    words = [[3], [1, 4], [1, 1, 5], [2, 6], [7, 1]]
+    for tokens in ([1], [1, 1], [2], [2, 1], [9]):
+        row = PlainRow(Sampling(bad_words=tuple(map(tuple, words))), tokens, [])
+        scores = torch.zeros(1, VOCAB)
+        theirs = NoBadWordsLogitsProcessor(words, eos_token_id=torch.tensor([0]))
+        expected = theirs(torch.tensor([tokens]), scores)
+        assert torch.equal(adjusted(scores, [row]), expected)
 
 
 def test_greedy_rows_choose_from_adjusted_logits() -> None:

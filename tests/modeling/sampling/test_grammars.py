@@ -5,6 +5,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -52,14 +53,20 @@ class Ranks:
         self.lengths = [3] * len(params)
         self.prepared = {"": -1}
         for slot, sampling in enumerate(params):
-            self.join(slot, sampling.constraint)
+            self.join(slot, sampling.constraint, sampling=sampling)
 
-    def join(self, slot: int, constraint: str, known: Sequence[int] = ()) -> None:
+    def join(
+        self,
+        slot: int,
+        constraint: str,
+        known: Sequence[int] = (),
+        sampling: Sampling | None = None,
+    ) -> None:
         """As a scheduler has it: one matcher for all requests with the same constraint."""
         if constraint not in self.prepared:
             self.prepared[constraint] = len(self.prepared)
             assert self.grammars.prepare(self.prepared[constraint], constraint) == ""
-        self.grammars.join(slot, self.prepared[constraint], known)
+        self.grammars.join(slot, self.prepared[constraint], known, sampling)
 
     def step(self, seed: int) -> list[int]:
         slots = np.arange(len(self.params))
@@ -106,6 +113,44 @@ def test_answers_fit_their_schemas(tmp_path: Path) -> None:
     assert {row[2] for row in steps[100:]} == {ranks.eos}
     alone = Ranks(tmp_path, [Sampling()])
     assert [alone.step(seed)[0] for seed in range(150)] == [row[3] for row in steps]
+
+
+def test_an_answer_is_free_until_its_reasoning_ends(tmp_path: Path) -> None:
+    schema = '{"enum": ["fox"]}'
+    tokenizer = byte_level_tokenizer()
+    begin, eos = token_id(tokenizer, "<think>"), token_id(tokenizer, EOS)
+    end = tuple(tokenizer.encode("x!", add_special_tokens=False).ids)
+    quote = tokenizer.encode('"fox"', add_special_tokens=False).ids
+    assert len(end) == 2
+    free = Sampling(json_schema=schema, free_until=end)
+    ranks = Ranks(tmp_path, [free, msgspec.structs.replace(free, free_from=begin)])
+    grammar = Ranks(tmp_path, [Sampling(json_schema=schema)]).grammars
+
+    def allowed() -> list[list[int]]:
+        words = ranks.grammars.masks([0, 1], CPU).numpy().view(np.uint8)
+        return [np.flatnonzero(row).tolist() for row in np.unpackbits(words, 1, None, "little")]
+
+    [first] = np.unpackbits(grammar.masks([0], CPU).numpy().view(np.uint8), 1, None, "little")
+    fits = np.flatnonzero(first).tolist()
+    anything, either = allowed()
+    assert eos not in anything
+    assert len(anything) >= ranks.vocab_size - 1
+    assert either == sorted([*fits, begin])
+    # Ends of reasoning that are cut by steps, and one that only looks like it.
+    for pair in [(begin, begin), (end[0], end[0]), (end[0], end[0]), (end[1], quote[0])]:
+        assert allowed()[0] == anything
+        ranks.grammars.advance([0, 1], torch.tensor(pair))
+    constrained, other = allowed()
+    assert constrained == fits
+    assert other == anything
+    # A request that joins again after a preemption knows its tokens.
+    known = [begin, *end, quote[0]]
+    ranks.join(1, schema, known, ranks.params[1])
+    assert allowed()[1] != anything
+    # Without the token that begins it, there is no free part.
+    ranks.join(1, schema, quote[:1], ranks.params[1])
+    assert allowed()[1] not in (anything, either)
+    assert ranks.grammars.take_faults([0, 1]) is None
 
 
 def test_a_preempted_request_continues(tmp_path: Path) -> None:
