@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar o
 SERVES := $(VENV)/.ready
 READY := $(VENV)/.ready-dev
 
-.PHONY: setup serve test test-gpu check fmt parity sweep bench soak lock image-steps clean
+.PHONY: setup serve test test-gpu check fmt parity sweep families bench soak lock image-steps clean
 
 setup: $(READY)
 
@@ -52,6 +52,10 @@ parity: $(READY)
 # ARGS=--page writes docs/models.md.
 sweep: $(READY)
 	$(BIN)/python -m tests.modeling.models.sweep $(ARGS)
+
+# Five families made of transformers' modules, two adapters each, over HTTP: two minutes.
+families: $(READY)
+	LORAY_TEST_SYSTEMS=families $(BIN)/python -m pytest tests/end_to_end/test_five_systems.py
 
 # BENCH=table (all of docs/performance.md's figures) or one of serving|offline|kernels|all_reduce|scheduler|ingress|cpu|
 # workload|loading|staging|churn|fairness|structured|local; ARGS=...: see --help.

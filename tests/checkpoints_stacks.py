@@ -82,8 +82,8 @@ def write_stack(folder: Path, kind: str) -> Path:
     return folder
 
 
-_LANGUAGE = rf".*language_model.*\.({'|'.join((*COLUMNS, *ROWS))})"
+LANGUAGE = rf".*language_model.*\.({'|'.join((*COLUMNS, *ROWS))})"
 
 STACK_ADAPTERS = {
-    "r8": AdapterRecipe(r=8, alpha=16.0, target_modules=_LANGUAGE, seed=12, std=0.05),
+    "r8": AdapterRecipe(r=8, alpha=16.0, target_modules=LANGUAGE, seed=12, std=0.05),
 }
