@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from configs.model import ReasoningParser
 from deployments.ingress.chat_templates.template import TemplateText
+from deployments.ingress.text.tokenizer import ModelTokenizer
 
 
 class Start(Enum):
@@ -42,6 +43,33 @@ class ReasoningFormat(NamedTuple):
         return (
             Start.REASONING if message.rfind(self.begin) > message.rfind(self.end) else Start.TEXT
         )
+
+
+class FreePart(NamedTuple):
+    """The part of an answer before its constraint, as `Sampling.free_from` and `free_until`."""
+
+    begin: int = -1
+    end: tuple[int, ...] = ()
+
+
+async def free_part(
+    format: ReasoningFormat, start: Start, tokenizer: ModelTokenizer
+) -> FreePart | None:
+    """The reasoning as tokens; None if this model's marks are no tokens of their own."""
+    if start is Start.TEXT:
+        return FreePart()
+    ids = tokenizer.added(format.markers)
+    if format.channels:
+        if not format.markers <= ids.keys():
+            return None
+        final = await tokenizer.encode("final", add_special_tokens=False)
+        # Whatever comes before the message to the user: reasoning, or nothing.
+        return FreePart(end=(ids["<|channel|>"], *final, ids["<|message|>"]))
+    if format.end not in ids:
+        return None
+    if start is Start.REASONING:
+        return FreePart(end=(ids[format.end],))
+    return FreePart(ids[format.begin], (ids[format.end],)) if format.begin in ids else None
 
 
 _CHANNEL_MARKERS = frozenset((

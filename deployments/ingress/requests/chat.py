@@ -4,15 +4,24 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
+import msgspec
+
 from configs.wire.adapters import AdapterReference
 from configs.wire.templates import TemplateSource
+from deployments.contract import SequenceRequest
 from deployments.ingress.chat_templates.message_forms import text_of
 from deployments.ingress.chat_templates.selection import Template
 from deployments.ingress.generation.engine import EngineClient, GenerationJob, ServedModel
 from deployments.ingress.generation.prompt_replies import Prompt
 from deployments.ingress.http.errors import invalid
 from deployments.ingress.reasoning.answers import AnswerFormat
-from deployments.ingress.reasoning.formats import ReasoningFormat, Start, reasoning_format
+from deployments.ingress.reasoning.formats import (
+    FreePart,
+    ReasoningFormat,
+    Start,
+    free_part,
+    reasoning_format,
+)
 from deployments.ingress.requests.conversations import conversation
 from deployments.ingress.requests.jobs import Caller, adapter_of, job_of
 from deployments.ingress.requests.restrictions import restricted
@@ -48,19 +57,48 @@ async def chat(
     ids = await encoded(rendered, body, served, bool(body.add_special_tokens), "messages")
     job = job_of(body, [Prompt(rendered, ids)], adapter, served.info, caller, constraint)
     job = await restricted(job, body, served)
-    reasoning = None
-    splits = body.separate_reasoning is not False and job.detokenize
-    if splits and not constraint:
-        reasoning = reasoning_format(engine.settings.reasoning_parser, template)
-    if reasoning is not None:
-        marker_ids |= served.tokenizer.added(reasoning.markers)
-        # Tokens of the reasoning are counted one by one.
-        job = replace(job, per_token=True)
+    answers = AnswerFormat(tool_format, shows_reasoning=body.include_reasoning is not False)
+    chat_job = ChatJob(_showing(job, marker_ids), answers)
+    reasoning = reasoning_format(engine.settings.reasoning_parser, template)
+    if reasoning is None or body.separate_reasoning is False or not job.detokenize:
+        return chat_job
+    if (
+        reasoning.channels
+        and constraint
+        and tool_format is not None
+        and not tool_format.toolbox.forced
+    ):
+        message = f"`{constraint.param}`: calls that may be made cannot be constrained here"
+        raise invalid(f"{message}; set `tool_choice` to required or none", constraint.param)
+    return await _split(chat_job, reasoning, _start(body, reasoning, rendered), served)
+
+
+async def _split(
+    chat_job: ChatJob, reasoning: ReasoningFormat, start: Start, served: ServedModel
+) -> ChatJob:
+    """The chat's job with its answers' reasoning split off; a constraint begins after it."""
+    job, answers = chat_job
+    if any(sequence.sampling.constraint for sequence in job.request.sequences):
+        free = await free_part(reasoning, start, served.tokenizer)
+        if free is None:
+            return chat_job  # The constraint begins at once, so there is no reasoning.
+        sequences = [_freed(sequence, free) for sequence in job.request.sequences]
+        job = replace(job, request=msgspec.structs.replace(job.request, sequences=sequences))
+    # Tokens of the reasoning are counted one by one.
+    job = replace(_showing(job, served.tokenizer.added(reasoning.markers)), per_token=True)
+    return ChatJob(job, replace(answers, reasoning=reasoning, start=start))
+
+
+def _freed(sequence: SequenceRequest, free: FreePart) -> SequenceRequest:
+    """The sequence with a free part before its constraint."""
+    sampling = msgspec.structs.replace(sequence.sampling, free_from=free.begin, free_until=free.end)
+    return msgspec.structs.replace(sequence, sampling=sampling)
+
+
+def _showing(job: GenerationJob, marker_ids: Mapping[str, int]) -> GenerationJob:
+    """The job with these special tokens in its text, as a reader needs them."""
     visible = job.visible_special_tokens | frozenset(marker_ids.values())
-    job = replace(job, visible_special_tokens=visible)
-    start = _start(body, reasoning, rendered) if reasoning is not None else Start.EITHER
-    shown = body.include_reasoning is not False
-    return ChatJob(job, AnswerFormat(tool_format, reasoning, start, shown))
+    return replace(job, visible_special_tokens=visible)
 
 
 def _start(body: ChatBody, reasoning: ReasoningFormat, prompt: str) -> Start:

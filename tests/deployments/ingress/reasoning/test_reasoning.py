@@ -1,7 +1,7 @@
 """Reasoning in chats and responses: split from the text, counted, switched, sent back."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,10 @@ from tokenizers import AddedToken, Tokenizer
 
 from configs.model import ReasoningParser
 from deployments.ingress.generation.engine import IngressSettings
+from deployments.ingress.reasoning.formats import FORMATS
 from tests.deployments.ingress.conftest import Server
-from tests.deployments.ingress.openai.openai_http import CHAT, HELLO, post, stream
-from tests.fakes import FakeDriver, write_tokenizer
+from tests.deployments.ingress.openai.openai_http import CHAT, HELLO, post, refused, stream
+from tests.fakes import FakeDriver, token_id, write_tokenizer
 
 TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>"
@@ -29,11 +30,13 @@ REPLY = "<think>\nA capital.\n</think>\n\nParis."
 TALK = {"content": "Paris.", "reasoning": "A capital."}
 
 
-def serve(server: Server, folder: Path, template: str) -> FakeDriver:
-    """The server over a model with this template, whose end of reasoning is a special token."""
+def serve(
+    server: Server, folder: Path, template: str, marks: Sequence[str] = ("</think>",)
+) -> FakeDriver:
+    """The server over a model with this template; its marks are special tokens."""
     write_tokenizer(folder, template)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.add_special_tokens([AddedToken("</think>", special=True)])
+    tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in marks])
     tokenizer.save(str(folder / "tokenizer.json"))
     driver = server.driver
     driver.tokenizer = tokenizer
@@ -140,6 +143,51 @@ def test_effort_is_a_variable_of_templates_that_grade_it(
     assert prompt_of(driver).startswith("<think>high")
     post(http, CHAT, messages=HELLO, reasoning_effort="none")
     assert prompt_of(driver).endswith("<think></think>")
+
+
+def test_constraints_begin_after_the_reasoning(http: httpx.Client, thinking: FakeDriver) -> None:
+    thinking.replies[None] = '<think>\nA capital.\n</think>{"a": 1}'
+    json_mode = {"response_format": {"type": "json_object"}}
+    begin, end = (token_id(thinking.tokenizer, mark) for mark in ("<think>", "</think>"))
+
+    def free() -> tuple[int, tuple[int, ...]]:
+        sampling = thinking.requests[-1].sequences[0].sampling
+        assert sampling.constraint
+        return sampling.free_from, sampling.free_until
+
+    got = both(http, **json_mode)
+    assert (got["reasoning"], got["content"]) == ("A capital.", '{"a": 1}')
+    assert free() == (begin, (end,))
+    post(http, CHAT, messages=HELLO, **json_mode, chat_template_kwargs={"opens": True})
+    assert free() == (-1, (end,))
+    for extra in ({"reasoning_effort": "none"}, {"separate_reasoning": False}):
+        post(http, CHAT, messages=HELLO, **json_mode, **extra)
+        assert free() == (-1, ())
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    thinking.replies[None] = '<think>Hm.</think>[{"name": "f", "arguments": {}}]'
+    forced = {"messages": HELLO, "tools": tools, "tool_choice": "required"}
+    [choice] = post(http, CHAT, **forced)["choices"]
+    assert choice["message"]["reasoning_content"] == "Hm."
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "f", "arguments": "{}"}
+    assert free() == (begin, (end,))
+
+
+def test_channels_are_read_and_constrained(
+    http: httpx.Client, server: Server, tmp_path: Path
+) -> None:
+    marks = [*FORMATS[ReasoningParser.HARMONY].markers]
+    template = "{{ messages[0].content }}<|start|>assistant{# <|channel|>analysis<|message|> #}"
+    driver = serve(server, tmp_path, template, marks)
+    driver.replies[None] = (
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>{}"
+    )
+    got = both(http, response_format={"type": "json_object"})
+    assert (got["reasoning"], got["content"]) == ("Hm.", "{}")
+    sampling = driver.requests[-1].sequences[0].sampling
+    final = driver.tokenizer.encode("<|channel|>final<|message|>", add_special_tokens=False).ids
+    assert (sampling.free_from, list(sampling.free_until)) == (-1, final)
+    tools = [{"type": "function", "function": {"name": "f", "strict": True}}]
+    assert refused(http, CHAT, 400, messages=HELLO, tools=tools)["param"] == "tool_choice"
 
 
 def test_continued_reasoning_and_text(http: httpx.Client, thinking: FakeDriver) -> None:
