@@ -30,6 +30,7 @@ from deployments.contract import (
     AdapterReport,
     Completion,
     EngineInfo,
+    EngineLoad,
     Failed,
     GenerateRequest,
     ReplyAddress,
@@ -73,6 +74,10 @@ class LocalDriver:
     ) -> TemplateSource | Failed:
         """An adapter's own chat template."""
         return await self._engine.chat_template(adapter, api_token, allowed, payer)
+
+    async def loads(self) -> list[EngineLoad]:
+        """The one replica's load."""
+        return [await self._engine.load()]
 
     async def describe(self) -> EngineInfo:
         """What is served."""

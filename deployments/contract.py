@@ -169,6 +169,47 @@ class EngineInfo(msgspec.Struct, frozen=True):
     healthy: bool
 
 
+AdapterTier = Literal["absent", "disk", "host", "device"]
+"""Where a replica has an adapter, slowest first."""
+
+
+class AdapterDemand(msgspec.Struct, frozen=True):
+    """One adapter of a replica, by a name that clients use.
+
+    running, waiting: its requests now.
+    """
+
+    name: str
+    tier: AdapterTier
+    running: int
+    waiting: int
+
+
+class EngineLoad(msgspec.Struct, frozen=True):
+    """What one driver replica has to do now, for gateways.
+
+    model: the base model's name for clients.
+    queued: requests that wait. running: requests that hold a batch slot.
+    free_blocks: KV blocks that no request holds. block_size: tokens of a block.
+    device_slots: adapters that fit on the device at once.
+    prompt_tokens, cached_tokens, generated_tokens, preemptions: since the start.
+    adapters: those that clients requested last.
+    """
+
+    model: str
+    queued: int
+    running: int
+    num_blocks: int
+    free_blocks: int
+    block_size: int
+    device_slots: int
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    preemptions: int
+    adapters: list[AdapterDemand]
+
+
 class _Command(msgspec.Struct, frozen=True, tag_field="action"):
     """A command for every driver replica; the fields' names and the tags are in saved commands."""
 
@@ -275,9 +316,6 @@ AdapterCommand = (
     | UnnameAdapter
 )
 """What an operator can have every driver replica do."""
-
-AdapterTier = Literal["absent", "disk", "host", "device"]
-"""Where a replica has an adapter, slowest first."""
 
 
 class AdapterStatus(msgspec.Struct, frozen=True):

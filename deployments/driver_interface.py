@@ -9,6 +9,7 @@ from deployments.contract import (
     AdapterReport,
     Completion,
     EngineInfo,
+    EngineLoad,
     Failed,
     GenerateRequest,
     ReplyAddress,
@@ -41,6 +42,10 @@ class Driver(Protocol):
 
         allowed, payer: as in `GenerateRequest`.
         """
+        ...
+
+    async def loads(self) -> list[EngineLoad]:
+        """What every driver replica has to do now."""
         ...
 
     async def describe(self) -> EngineInfo:

@@ -25,6 +25,7 @@ from deployments.contract import (
     AdapterReport,
     Completion,
     EngineInfo,
+    EngineLoad,
     ErrorKind,
     Failed,
     Finished,
@@ -172,6 +173,8 @@ class FakeDriver:
         self.requests: list[GenerateRequest] = []
         self.finishes: list[tuple[int, int]] = []
         self.descriptions = 0
+        self.engine_loads: list[EngineLoad] = []
+        self.num_looks = 0
         self.replicas = Replicas()
         self.arrived = threading.Event()
         self.cancelled = threading.Event()
@@ -219,6 +222,12 @@ class FakeDriver:
         self.template_tokens.append(api_token)
         self.template_payers.append(payer)
         return self.templates.get(adapter.id, TemplateSource())
+
+    async def loads(self) -> list[EngineLoad]:
+        self.num_looks += 1
+        if self.broken is not None:
+            raise self.broken
+        return self.engine_loads
 
     async def describe(self) -> EngineInfo:
         self.descriptions += 1

@@ -17,6 +17,7 @@ from deployments.contract import (
     AdapterReport,
     Completion,
     EngineInfo,
+    EngineLoad,
     Failed,
     GenerateRequest,
     ReplyAddress,
@@ -52,6 +53,9 @@ class OneReplica:
         payer: str = "",
     ) -> TemplateSource | Failed:
         return await self._engine.chat_template(adapter, api_token, allowed, payer)
+
+    async def loads(self) -> list[EngineLoad]:
+        return [await self._engine.load()]
 
     async def describe(self) -> EngineInfo:
         return await self._engine.describe()

@@ -23,6 +23,7 @@ from deployments.contract import (
     AdapterReport,
     Completion,
     EngineInfo,
+    EngineLoad,
     Failed,
     GenerateRequest,
     PushAdapter,
@@ -137,6 +138,10 @@ class DriverDeployment:
         fault = f"not applied, the settings before it stay: {self._settings.refused}"
         selected = {**info.startup_info, "user_config": fault}
         return msgspec.structs.replace(info, startup_info=selected)
+
+    async def load(self) -> EngineLoad:
+        """What this replica has to do now."""
+        return await self._running.load()
 
     async def adapters(self, command: AdapterCommand) -> AdapterReport:
         """Execute an admin command about adapters on this replica."""

@@ -1,11 +1,15 @@
 """What an engine serves, from the model's folder and from its ranks' reports."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from configs.engine import EngineConfig
 from configs.wire.plan import Capacity
+from deployments.contract import AdapterDemand, AdapterTier, EngineLoad
 from deployments.rank.messages import LoadReport
+from scheduler.adapters.resident import AdapterState
+from scheduler.snapshot import AdapterView, Snapshot
 
 
 def common(capacities: Sequence[Capacity]) -> Capacity:
@@ -27,6 +31,38 @@ def _tokens(capacity: Capacity) -> str:
         kept = group.window or group.chunk
         groups.append(f"{group.block_size}" + (f" (last {kept})" if kept else ""))
     return " or ".join(groups)
+
+
+TIERS: dict[AdapterState, AdapterTier] = {
+    AdapterState.DISK: "disk",
+    AdapterState.STAGING: "disk",
+    AdapterState.HOST: "host",
+    AdapterState.LOADING: "host",
+    AdapterState.DEVICE: "device",
+}
+
+
+def engine_load(
+    config: EngineConfig, snapshot: Snapshot, adapters: Mapping[str, AdapterView]
+) -> EngineLoad:
+    """A replica's work; adapters: by clients' names."""
+    return EngineLoad(
+        model=config.model.served_name,
+        queued=snapshot.queued,
+        running=snapshot.running,
+        num_blocks=snapshot.num_blocks,
+        free_blocks=snapshot.free_blocks,
+        block_size=config.cache.block_size,
+        device_slots=snapshot.tiers.device_slots,
+        prompt_tokens=snapshot.num_prompt_tokens,
+        cached_tokens=snapshot.num_cached_tokens,
+        generated_tokens=snapshot.num_generated_tokens,
+        preemptions=snapshot.num_preemptions,
+        adapters=[
+            AdapterDemand(name, TIERS[view.state], view.running, view.waiting)
+            for name, view in adapters.items()
+        ],
+    )
 
 
 def startup_info(reports: Sequence[LoadReport]) -> dict[str, str]:

@@ -22,6 +22,7 @@ from deployments.contract import (
     AdapterReport,
     Completion,
     EngineInfo,
+    EngineLoad,
     ErrorKind,
     Failed,
     GenerateRequest,
@@ -37,7 +38,7 @@ from deployments.driver.adapters.pushes import PushedVersions
 from deployments.driver.adapters.rate_limits import NamedRateLimits
 from deployments.driver.adapters.report import AdapterReporter
 from deployments.driver.adapters.staging import AdapterStaging
-from deployments.driver.description import common, startup_info
+from deployments.driver.description import common, engine_load, startup_info
 from deployments.driver.ingress_events import IngressDispatch
 from deployments.driver.loop import EngineLoop, LoopSettings, RankGroup
 from deployments.driver.loop_handle import LoopHandle
@@ -249,6 +250,17 @@ class DriverEngine:
         ready = self.healthy and self.failure is None
         pinned = self._adapters.pins.names
         return self._reporter.report(views, pinned, load, ready, time.monotonic())
+
+    async def load(self) -> EngineLoad:
+        """What this replica has to do now; LoopFailed once the loop failed."""
+        snapshot, views = await self.snapshot(), await self.adapter_views()
+        named = self._reporter.named(views, self._adapters.pins.names)
+        labels = {name: self.usage.label(name) for name in named}
+        adapters = {
+            label if name.revision is None else f"{label}@{name.revision}": named[name]
+            for name, label in labels.items()
+        }
+        return engine_load(self._config, snapshot, adapters)
 
     async def describe(self) -> EngineInfo:
         """What is served, for validation and /info."""

@@ -24,6 +24,7 @@ from deployments.contract import (
     AdapterReport,
     Completion,
     EngineInfo,
+    EngineLoad,
     ErrorKind,
     Failed,
     GenerateRequest,
@@ -122,6 +123,12 @@ class HandleDriver:
         except (RayError, BackPressureError, DeploymentUnavailableError) as error:
             raise RequestError(ErrorKind.UNAVAILABLE, _LOST, retry_after_s=1.0) from error
         return reply
+
+    async def loads(self) -> list[EngineLoad]:
+        """What every replica has to do now; none of replicas that do not answer."""
+        response = self._handle.broadcast("load")
+        replies = await response.results_async(return_exceptions=True)
+        return [reply for reply in replies if isinstance(reply, EngineLoad)]
 
     async def describe(self) -> EngineInfo:
         """Fetch the description from any replica."""

@@ -114,6 +114,10 @@ class RequestMetrics:
             line for family in self._registry.collect() for line in _lines(family)
         ).encode()
 
+    def families(self) -> Iterable[Metric]:
+        """Everything as the library's own types."""
+        return self._registry.collect()
+
     def json(self) -> dict[str, object]:
         """Everything as LoRAX writes it for clients that accept JSON."""
         return {

@@ -20,7 +20,6 @@ from deployments.contract import (
     AdapterCommand,
     AdapterReport,
     AdapterStatus,
-    AdapterTier,
     ErrorKind,
     Failed,
     ListAdapters,
@@ -36,21 +35,14 @@ from deployments.driver.adapters.aliases import Aliases
 from deployments.driver.adapters.lifecycle import EngineAdapters
 from deployments.driver.adapters.pushes import LacksFiles, PushedVersions
 from deployments.driver.adapters.staging import AdapterStaging
+from deployments.driver.description import TIERS
 from deployments.driver.loop_handle import LoopHandle
 from deployments.driver.usage import AdapterUsage
-from scheduler.adapters.resident import AdapterState
 from scheduler.events import AdapterUnloaded
 from scheduler.scheduler import Scheduler
 from scheduler.snapshot import AdapterView
 from sources.base import CONFIG_NAME, MAX_CONFIG_BYTES
 
-_TIERS: dict[AdapterState, AdapterTier] = {
-    AdapterState.DISK: "disk",
-    AdapterState.STAGING: "disk",
-    AdapterState.HOST: "host",
-    AdapterState.LOADING: "host",
-    AdapterState.DEVICE: "device",
-}
 _MAX_RANKS = 10_000
 
 
@@ -266,7 +258,7 @@ class AdapterControl:
         uses = self._usage.of(adapter.key)
         return AdapterStatus(
             reference=reference,
-            state="disk" if view is None else _TIERS[view.state],
+            state="disk" if view is None else TIERS[view.state],
             target=alias,
             digest=adapter.digest,
             rank=self._ranks.get(adapter.digest),

@@ -51,17 +51,29 @@ class AdapterReporter:
         now: float,
     ) -> ReplicaReport:
         """The report at `now`, in seconds of a clock that never goes back."""
+        states = {view.key: view.state for view in views if not view.draining}
+        held = {
+            digest: tier
+            for name, digest in self._names(pinned).items()
+            if (tier := self._tier(name, states)) is not HoldingTier.NOWHERE
+        }
+        return ReplicaReport(held, load, ready, beat=int(now / _BEAT_SECONDS))
+
+    def named(
+        self, views: Sequence[AdapterView], pinned: Iterable[AdapterReference]
+    ) -> dict[AdapterReference, AdapterView]:
+        """The adapters of the report that are in memory or waited for, by clients' names."""
+        by_key = {view.key: view for view in views}
+        keys = {name: self._adapters.serving(self._aliases.resolve(name)) for name in
+                self._names(pinned) if not name.parts}  # fmt: skip
+        return {name: by_key[key] for name, key in keys.items() if key in by_key}
+
+    def _names(self, pinned: Iterable[AdapterReference]) -> dict[AdapterReference, AdapterHash]:
         names = {reference: adapter_hash(reference) for reference in pinned}
         names |= {
             name: self._requested[name] for name in reversed(self._requested) if name not in names
         }
-        states = {view.key: view.state for view in views if not view.draining}
-        held = {
-            digest: tier
-            for name, digest in islice(names.items(), MAX_NAMES)
-            if (tier := self._tier(name, states)) is not HoldingTier.NOWHERE
-        }
-        return ReplicaReport(held, load, ready, beat=int(now / _BEAT_SECONDS))
+        return dict(islice(names.items(), MAX_NAMES))
 
     def _tier(self, name: AdapterReference, states: dict[AdapterKey, AdapterState]) -> HoldingTier:
         target = self._aliases.resolve(name)

@@ -13,6 +13,7 @@ from deployments.ingress.generation.replies import collect
 from deployments.ingress.http.errors import RequestError
 from deployments.ingress.http.responses import json_response
 from deployments.ingress.pages.playground import Page, accepts_html
+from deployments.observability import vllm_metrics
 from deployments.observability.lorax_metrics import CONTENT_TYPE
 
 _PROMPT = "Hello"
@@ -50,7 +51,9 @@ def routes(engine: EngineClient, page: Page) -> APIRouter:
         require(request)
         if "application/json" in request.headers.get("accept", ""):
             return json_response(engine.metrics.json())
-        return Response(engine.metrics.text(), media_type=CONTENT_TYPE)
+        loads, requests = await engine.loads.now(), engine.metrics
+        text = requests.text() + vllm_metrics.text(loads, requests.families())
+        return Response(text, media_type=CONTENT_TYPE)
 
     return router
 

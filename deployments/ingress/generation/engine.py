@@ -30,6 +30,7 @@ from deployments.ingress.chat_templates.selection import ChatTemplates
 from deployments.ingress.generation.adapter_templates import AdapterTemplates
 from deployments.ingress.generation.calls import EngineCall
 from deployments.ingress.generation.frames import RequestInboxes
+from deployments.ingress.generation.loads import EngineLoads
 from deployments.ingress.http.errors import ERROR_SHAPES, RequestError
 from deployments.ingress.structured.constraints import Compiler
 from deployments.ingress.text.detokenizer_state import DetokenizerState
@@ -152,6 +153,7 @@ class EngineClient:
         self.compiler = Compiler()
         self.templates = ChatTemplates(settings.clock)
         self.adapter_templates = AdapterTemplates(driver, settings.clock)
+        self.loads = EngineLoads(driver, settings.clock)
         self._driver = driver
         self._inboxes = inboxes
         self._reply_to = reply_to

@@ -5,7 +5,7 @@ import re
 import httpx
 import pytest
 
-from deployments.contract import ErrorKind, Failed
+from deployments.contract import EngineLoad, ErrorKind, Failed
 from deployments.observability.lorax_metrics import MAX_ADAPTERS, RequestMetrics, RequestRecord
 from tests.deployments.ingress.conftest import PATIENCE, Server, send_by_hand
 from tests.deployments.ingress.openai.openai_http import COMPLETIONS
@@ -94,6 +94,20 @@ def test_requests_of_clients_that_left_are_counted(
         if found := values(http).get('lorax_request_failure{err="dropped"}'):
             break
     assert found == 1
+
+
+def test_gateways_find_vllms_names(http: httpx.Client, driver: FakeDriver) -> None:
+    driver.engine_loads = [EngineLoad("tiny", 7, 1, 1, 1, 1, 1, 1, 1, 1, 1, [])]
+    found = http.get("/metrics").text
+    assert 'vllm:num_requests_waiting{model_name="tiny"} 7.0' in found
+    assert "lorax_request_count" in found
+
+
+def test_metrics_need_no_driver(http: httpx.Client, driver: FakeDriver) -> None:
+    driver.broken = ConnectionError("gone")
+    found = http.get("/metrics").text
+    assert "lorax_request_count" in found
+    assert "vllm:" not in found
 
 
 def test_metrics_as_json(http: httpx.Client) -> None:

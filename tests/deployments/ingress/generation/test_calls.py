@@ -15,6 +15,7 @@ from deployments.contract import (
     Completion,
     Ending,
     EngineInfo,
+    EngineLoad,
     ErrorKind,
     Failed,
     Finished,
@@ -74,6 +75,9 @@ class Scripted:
         allowed: tuple[str, ...] | None = None,
         payer: str = "",
     ) -> TemplateSource | Failed:
+        raise NotImplementedError
+
+    async def loads(self) -> list[EngineLoad]:
         raise NotImplementedError
 
     async def describe(self) -> EngineInfo:

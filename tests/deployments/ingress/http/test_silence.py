@@ -11,6 +11,7 @@ from deployments.contract import (
     AdapterReport,
     Completion,
     EngineInfo,
+    EngineLoad,
     ErrorKind,
     Failed,
     GenerateRequest,
@@ -43,6 +44,9 @@ class SilentDriver:
         allowed: tuple[str, ...] | None = None,
         payer: str = "",
     ) -> TemplateSource | Failed:
+        raise NotImplementedError
+
+    async def loads(self) -> list[EngineLoad]:
         raise NotImplementedError
 
     async def describe(self) -> EngineInfo:
