@@ -6,7 +6,8 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar o
 SERVES := $(VENV)/.ready
 READY := $(VENV)/.ready-dev
 
-.PHONY: setup serve test test-gpu check fmt parity sweep families bench soak lock image-steps clean
+.PHONY: setup serve test test-gpu check fmt parity sweep families bench soak test-gateways lock \
+	image-steps clean
 
 setup: $(READY)
 
@@ -67,6 +68,16 @@ bench: $(READY)
 soak: $(READY)
 	$(BIN)/python -m benchmarks.soak $(ARGS)
 
+# LiteLLM before LoRay, in an environment of its own: it pins older versions of LoRay's packages.
+GATEWAYS := .venv-gateways
+$(GATEWAYS)/.ready: Makefile
+	$(PYTHON) -m venv $(GATEWAYS)
+	$(GATEWAYS)/bin/python -m pip install --disable-pip-version-check --progress-bar off "litellm[proxy]==1.106.2"
+	@touch $@
+
+test-gateways: $(READY) $(GATEWAYS)/.ready
+	$(BIN)/python -m pytest tests/deployments/test_litellm.py
+
 # deploy/constraints.txt anew: the versions in the images.
 lock: $(READY)
 	$(PIP) --quiet --dry-run --ignore-installed --report $(VENV)/report.json ".[gpu,padded,s3,otlp]"
@@ -79,4 +90,4 @@ image-steps: $(READY)
 	$(BIN)/python -m tests.deploy.containerfile $(IMAGE_ROOT) $(BINDS)
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(GATEWAYS) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -51,7 +51,16 @@ def read_config(path: Path) -> dict[str, Any]:
         fail(f"{path} cannot be read as a Serve config: {error}", status=2)
     if not isinstance(config, dict):
         fail(f"{path} is no Serve config: it holds no settings", status=2)
-    return config
+    return _inner_config(config) if config.get("kind") == "RayService" else config
+
+
+def _inner_config(service: Mapping[str, Any]) -> dict[str, Any]:
+    """The Serve config in a manifest of KubeRay's; typer.Exit 2 if there is none."""
+    try:
+        config = yaml.safe_load(service["spec"]["serveConfigV2"])
+    except (KeyError, TypeError, AttributeError, yaml.YAMLError) as error:
+        fail(f"spec.serveConfigV2 of the RayService cannot be read: {error}", status=2)
+    return config if isinstance(config, dict) else {}
 
 
 def config_faults(config: Mapping[str, Any]) -> list[str]:
@@ -70,11 +79,13 @@ def config_faults(config: Mapping[str, Any]) -> list[str]:
         found.append(f"http_options.port: {port} is no port")
     # Serve ignores keys that it does not know.
     found += _unknown("", config, ServeDeploySchema.model_fields)
+    found += _unknown_inside("", config)
     for where, app in _applications(config):
         found += _unknown(f"{where}.", app, ServeApplicationSchema.model_fields)
         for one in _deployments(app):
             inner = f"{where}.deployments.{one.get('name')}."
             found += _unknown(inner, one, DeploymentSchema.model_fields)
+            found += _unknown_inside(inner, one)
         found += [f"{where}: {fault}" for fault in _app_faults(app)]
     return found
 
@@ -102,6 +113,22 @@ def model_fault(model: ModelConfig) -> str | None:
 
 def _unknown(where: str, given: Mapping[str, Any], known: Container[str]) -> list[str]:
     return [f"{where}{key}: Serve knows no such key" for key in given if key not in known]
+
+
+def _unknown_inside(where: str, given: Mapping[str, Any]) -> Iterator[str]:
+    """The unknown keys in Serve's settings that are mappings."""
+    from ray.serve.config import AutoscalingConfig
+    from ray.serve.schema import HTTPOptionsSchema, LoggingConfig, RayActorOptionsSchema
+
+    schemas = {
+        "autoscaling_config": AutoscalingConfig,
+        "http_options": HTTPOptionsSchema,
+        "logging_config": LoggingConfig,
+        "ray_actor_options": RayActorOptionsSchema,
+    }
+    for name, schema in schemas.items():
+        if isinstance(part := given.get(name), dict):
+            yield from _unknown(f"{where}{name}.", part, schema.model_fields)
 
 
 def _applications(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
