@@ -1,8 +1,9 @@
 """The settings of the Serve application: `args` in serve_config.yaml."""
 
 from enum import StrEnum
+from typing import Annotated
 
-from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from configs.api import ApiConfig
 from configs.base import Config
@@ -16,6 +17,14 @@ class RankPlacement(StrEnum):
 
     STRICT_PACK = "STRICT_PACK"
     PACK = "PACK"
+
+
+_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+_ROUTES = frozenset({
+    "v1", "generate", "generate_stream", "invocations", "tokenize", "embed", "info", "health",
+    "ping", "startup", "metrics", "playground", "docs", "redoc", "openapi.json",
+    "static-offline-docs",
+})  # fmt: skip
 
 
 class ServeConfig(Config):
@@ -37,3 +46,41 @@ class ServeConfig(Config):
     ingress_cpus: NonNegativeFloat = 1.0
     request_timeout_s: PositiveFloat = 600.0
     max_ongoing_requests: PositiveInt = 2048
+
+
+class BasesConfig(Config):
+    """Several base models behind one address: each has drivers of its own, all share the ingress.
+
+    models: the settings of each base by its name, which clients send as `model`. The first serves
+    requests that name none. Its deployment is Driver-NAME.
+    observability, ingress_cpus, request_timeout_s, max_ongoing_requests: of the shared ingress;
+    those of an entry are for its drivers.
+    """
+
+    models: dict[Annotated[str, Field(pattern=_NAME)], ServeConfig] = Field(min_length=1)
+    observability: ObservabilityConfig = ObservabilityConfig()
+    ingress_cpus: NonNegativeFloat = 1.0
+    request_timeout_s: PositiveFloat = 600.0
+    max_ongoing_requests: PositiveInt = 2048
+
+    @model_validator(mode="after")
+    def _names_are_free(self) -> "BasesConfig":
+        for name in self.models:
+            if name in _ROUTES:
+                raise ValueError(f"models: `{name}` is the name of a route: choose another")
+        names = [each.engine.model.name for each in self.models.values() if each.engine.model.name]
+        if len(set(names)) < len(names):
+            raise ValueError("models: two bases have the same engine.model.name")
+        return self
+
+    def named(self) -> dict[str, ServeConfig]:
+        """Each base's settings, with its name as that of its model."""
+        return {
+            name: each.model_copy(update={"engine": _with_name(each.engine, name)})
+            for name, each in self.models.items()
+        }
+
+
+def _with_name(engine: EngineConfig, name: str) -> EngineConfig:
+    given = engine.model.name or name
+    return engine.model_copy(update={"model": engine.model.model_copy(update={"name": given})})

@@ -46,6 +46,11 @@ class RayAdminStore:
         return {key[start:].decode(): value for key, value in found.items()}
 
 
+def store_name(application: str, base: str) -> str:
+    """The store of one of several base models of an application; "" where there is only one."""
+    return f"{application}/{base}" if base else application
+
+
 @contextmanager
 def _faults() -> Iterator[None]:
     try:

@@ -1,8 +1,10 @@
 """build(config): what serve_config.yaml imports."""
 
+from typing import Any
+
 import ray
 from ray import serve
-from ray.serve import Application
+from ray.serve import Application, Deployment
 from ray.serve.config import RequestRouterConfig
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -10,11 +12,11 @@ from configs.architectures.select import load_architecture, padded_reason
 from configs.engine import Device, EngineConfig
 from configs.model import ModelConfig
 from configs.observability import LogFormat, ObservabilityConfig
-from configs.serve import ServeConfig
+from configs.serve import BasesConfig, ServeConfig
 from deployments.driver.deployment import DriverDeployment
 from deployments.driver.routing.policy import REPORT_SECONDS, STALE_SECONDS
 from deployments.driver.routing.router import AdapterRouter
-from deployments.ingress.deployment import IngressDeployment
+from deployments.ingress.deployment import BasesIngressDeployment, IngressDeployment
 from deployments.ingress.http.header_bytes import CALLBACK
 from sources.model import ModelNotFound, fetch_model_config
 
@@ -27,26 +29,50 @@ def build(config: ServeConfig) -> Application:
     Serve ends any running replica.
     """
     _require_model(config.engine.model)
-    shared = {
-        "max_ongoing_requests": config.max_ongoing_requests,
-        "graceful_shutdown_timeout_s": config.request_timeout_s,
-        "graceful_shutdown_wait_loop_s": 0.5,
-        **_logging(config.observability),
+    driver = _driver(config, "Driver").bind(config)
+    return _ingress(IngressDeployment, config).bind(config, driver)
+
+
+def build_bases(config: BasesConfig) -> Application:
+    """One application of several base models: a Driver-NAME deployment for each, one Ingress.
+
+    Raises as `build` does.
+    """
+    bases = config.named()
+    for base in bases.values():
+        _require_model(base.engine.model)
+    drivers = {
+        name: _driver(base, f"Driver-{name}").bind(base, name) for name, base in bases.items()
     }
-    driver = serve.deployment(DriverDeployment, name="Driver").options(
+    return _ingress(BasesIngressDeployment, config).bind(config, drivers)
+
+
+def _driver(config: ServeConfig, name: str) -> Deployment:
+    return serve.deployment(DriverDeployment, name=name).options(
         ray_actor_options={"num_cpus": config.driver_cpus},
         placement_group_bundles=bundles(config),
         placement_group_strategy=config.placement.value,
         max_constructor_retry_count=2,
         request_router_config=routing(),
-        **shared,
+        **_shared(config),
     )
-    ingress = serve.deployment(IngressDeployment, name="Ingress").options(
+
+
+def _ingress(kind: type[Any], config: ServeConfig | BasesConfig) -> Deployment:
+    return serve.deployment(kind, name="Ingress").options(
         # Serve reads the variable as a process begins.
         ray_actor_options={"num_cpus": config.ingress_cpus, "runtime_env": {"env_vars": CALLBACK}},
-        **shared,
+        **_shared(config),
     )
-    return ingress.bind(config, driver.bind(config))
+
+
+def _shared(config: ServeConfig | BasesConfig) -> dict[str, Any]:
+    return {
+        "max_ongoing_requests": config.max_ongoing_requests,
+        "graceful_shutdown_timeout_s": config.request_timeout_s,
+        "graceful_shutdown_wait_loop_s": 0.5,
+        **_logging(config.observability),
+    }
 
 
 def routing() -> RequestRouterConfig:

@@ -1,6 +1,7 @@
 """`loray check-config`: finds the faults of a server's yaml without starting anything."""
 
 from collections.abc import Container, Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,7 +14,7 @@ from configs.architectures.select import load_architecture
 from configs.base import Config, faults
 from configs.model import ModelConfig
 from configs.runtime import RuntimeConfig, with_runtime
-from configs.serve import ServeConfig
+from configs.serve import BasesConfig, ServeConfig
 from configs.wire.adapters import AdapterError, AdapterSource, parse_reference
 from deployments.commands.failing import fail
 from sources.base import PACKAGE_ROOT
@@ -22,8 +23,7 @@ from sources.model import ModelNotFound, fetch_model_config
 
 Part = TypeVar("Part", bound=Config)
 
-_OURS = "deployments.app:build"
-_DEPLOYMENTS = ("Driver", "Ingress")
+_ONE, _SEVERAL = "deployments.app:build", "deployments.app:build_bases"
 
 
 def check_config(path: Path) -> None:
@@ -94,11 +94,12 @@ def pin_faults(config: Mapping[str, Any]) -> list[str]:
     """Pinned adapters that are missing under the local roots; a server starts without them."""
     found = []
     for where, app in _applications(config):
-        adapters = _part(app, AdaptersConfig, "adapters")
-        pins = _driver(app).get("pinned_adapters")
-        if adapters is not None and isinstance(pins, list | tuple):
-            for fault in _missing(adapters, pins):
-                found.append(f"{where}: Driver.user_config.pinned_adapters: {fault}")
+        for driver, arguments in _bases(app).items():
+            adapters = _part(arguments, AdaptersConfig, "adapters")
+            pins = _user_config(app, driver).get("pinned_adapters")
+            if adapters is not None and isinstance(pins, list | tuple):
+                for fault in _missing(adapters, pins):
+                    found.append(f"{where}: {driver}.user_config.pinned_adapters: {fault}")
     return found
 
 
@@ -135,37 +136,60 @@ def _applications(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str,
     """LoRay's own applications, each with its path in the yaml."""
     apps = config.get("applications")
     for number, app in enumerate(apps if isinstance(apps, list) else ()):
-        if isinstance(app, dict) and app.get("import_path") == _OURS:
+        if isinstance(app, dict) and app.get("import_path") in (_ONE, _SEVERAL):
             yield f"applications.{app.get('name', number)}", app
 
 
 def _app_faults(app: Mapping[str, Any]) -> Iterator[str]:
-    engine = None
+    kind = BasesConfig if app["import_path"] == _SEVERAL else ServeConfig
     try:
-        engine = ServeConfig.model_validate(app.get("args") or {}).engine
+        kind.model_validate(app.get("args") or {})
     except ValueError as error:
         yield from (f"args.{fault}" for fault in faults(error))
-    model = _part(app, ModelConfig, "model")
-    fault = None if model is None else model_fault(model)
-    if fault is not None:
-        yield f"args.{fault}"
+    bases = _bases(app)
+    for arguments in bases.values():
+        model = _part(arguments, ModelConfig, "model")
+        fault = None if model is None else model_fault(model)
+        if fault is not None:
+            yield f"args.{fault}"
+    known = [*bases, "Ingress"]
     for one in _deployments(app):
-        if one.get("name") not in _DEPLOYMENTS:
-            yield f"deployments: there is no {one.get('name')!r}, only {' and '.join(_DEPLOYMENTS)}"
-        elif one["name"] != "Driver" and one.get("user_config"):
+        if one.get("name") not in known:
+            yield f"deployments: there is no {one.get('name')!r}, only {' and '.join(known)}"
+        elif one["name"] == "Ingress" and one.get("user_config"):
             yield f"deployments.{one['name']}: user_config belongs to the Driver"
+    for driver, arguments in bases.items():
+        yield from _user_faults(driver, _user_config(app, driver), arguments)
+
+
+def _user_faults(driver: str, given: Mapping[str, Any], arguments: Any) -> Iterator[str]:
+    """Faults of a driver's user_config, by itself or for this engine."""
     try:
-        runtime = RuntimeConfig.model_validate(_driver(app))
-        if engine is not None:
-            with_runtime(engine, runtime)
+        runtime = RuntimeConfig.model_validate(given)
     except ValueError as error:
-        yield from (f"Driver.user_config.{fault}" for fault in faults(error))
+        yield from (f"{driver}.user_config.{fault}" for fault in faults(error))
+        return
+    with suppress(ValueError):  # The engine's own faults are in the list already.
+        engine = ServeConfig.model_validate(arguments).engine
+        try:
+            with_runtime(engine, runtime)
+        except ValueError as error:
+            yield from (f"{driver}.user_config.{fault}" for fault in faults(error))
 
 
-def _part(app: Mapping[str, Any], kind: type[Part], name: str) -> Part | None:
+def _bases(app: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of each base model, by the name of its deployment."""
+    arguments = app.get("args") or {}
+    if app["import_path"] == _ONE:
+        return {"Driver": arguments}
+    models = arguments.get("models") if isinstance(arguments, dict) else None
+    return {f"Driver-{name}": each for name, each in (models or {}).items()}
+
+
+def _part(arguments: Any, kind: type[Part], name: str) -> Part | None:
     """One part of the engine's settings, whatever the others are; None if it is not valid."""
     try:
-        return kind.model_validate(app["args"]["engine"].get(name) or {})
+        return kind.model_validate(arguments["engine"].get(name) or {})
     except (KeyError, TypeError, AttributeError, ValueError):
         return None
 
@@ -175,10 +199,10 @@ def _deployments(app: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [one for one in given if isinstance(one, dict)] if isinstance(given, list) else []
 
 
-def _driver(app: Mapping[str, Any]) -> dict[str, Any]:
-    """The Driver's user_config; Serve's schema checks its type."""
+def _user_config(app: Mapping[str, Any], driver: str) -> dict[str, Any]:
+    """A driver's user_config; Serve's schema checks its type."""
     for one in _deployments(app):
-        if one.get("name") == "Driver" and isinstance(one.get("user_config"), dict):
+        if one.get("name") == driver and isinstance(one.get("user_config"), dict):
             found: dict[str, Any] = one["user_config"]
             return found
     return {}

@@ -100,9 +100,11 @@ def serve_file(path: Path, title: str, dashboard: bool, drain_seconds: float) ->
 def _free_pushes(config: Mapping[str, Any]) -> None:
     """Free the memory of pushed adapters; no process of this cluster holds them any more."""
     for app in config["applications"]:
-        adapters = app.get("args", {}).get("engine", {}).get("adapters") or {}
-        push = PushConfig.model_validate(adapters.get("push") or {})
-        PushedFiles(push, push.max_bytes).clear()
+        arguments = app.get("args", {})
+        for base in arguments.get("models", {"": arguments}).values():
+            adapters = base.get("engine", {}).get("adapters") or {}
+            push = PushConfig.model_validate(adapters.get("push") or {})
+            PushedFiles(push, push.max_bytes).clear()
 
 
 def _deploy(config: Path, address: str) -> None:

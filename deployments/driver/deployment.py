@@ -17,7 +17,7 @@ from configs.serve import ServeConfig
 from configs.wire.adapters import AdapterReference
 from configs.wire.templates import TemplateSource
 from deployments.admin_commands import AdminCommands
-from deployments.admin_store import RayAdminStore
+from deployments.admin_store import RayAdminStore, store_name
 from deployments.contract import (
     AdapterCommand,
     AdapterReport,
@@ -57,8 +57,11 @@ class DriverDeployment:
     _views: Sequence[AdapterView] = ()
     _num_open = 0
 
-    async def __init__(self, config: ServeConfig) -> None:  # type: ignore[misc]
-        """Start the ranks, load the preloaded adapters, and apply persisted names."""
+    async def __init__(self, config: ServeConfig, base: str = "") -> None:  # type: ignore[misc]
+        """Start the ranks, load the preloaded adapters, and apply persisted names.
+
+        base: its name, if it is one of several of the application.
+        """
         self._log_format = config.observability.log_format
         hand_logs_to_serve()
         folder = fetch_model(config.engine.model)
@@ -69,10 +72,11 @@ class DriverDeployment:
         await self._engine.start()
         for title, selected in (await self._engine.describe()).startup_info.items():
             logger.info("%s: %s", title, selected)
-        store = RayAdminStore(context.app_name)
+        application = store_name(context.app_name, base)
+        store = RayAdminStore(application)
         commands = AdminCommands(store, self._execute_saved)
         await commands.follow(pins=False)
-        settings_store = RayAdminStore(context.app_name, "settings")
+        settings_store = RayAdminStore(application, "settings")
         self._settings = OperatorSettings(self._engine.reconfigure, settings_store)
         follow = _follow(commands, self._settings)
         self._tasks = [

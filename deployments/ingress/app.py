@@ -30,6 +30,7 @@ from deployments.ingress.openai import responses
 from deployments.ingress.openai import routes as openai
 from deployments.ingress.openapi.document import documented
 from deployments.ingress.pages import playground, reference
+from deployments.observability.lorax_metrics import RequestMetrics
 
 # For access logs only: the client has left.
 _CLIENT_CLOSED_REQUEST = 499
@@ -45,14 +46,16 @@ def build_app(
     reply_to: Callable[[], ReplyAddress],
     settings: IngressSettings,
     lifespan: Lifespan | None = None,
+    metrics: RequestMetrics | None = None,
 ) -> FastAPI:
     """An ASGI application over `driver`.
 
     inboxes: gets token frames by `deliver`, on the application's event loop.
     reply_to: returns the address for frames; called with each call of the driver.
     lifespan: entered before the first request, e.g. to bind that address.
+    metrics: of requests, shared with other applications; None: of its own.
     """
-    engine = EngineClient(driver, inboxes, reply_to, settings)
+    engine = EngineClient(driver, inboxes, reply_to, settings, metrics)
     app = FastAPI(
         title="LoRay",
         version=settings.version,
@@ -60,6 +63,7 @@ def build_app(
         docs_url=None,
         redoc_url=None,
     )
+    app.state.engine = engine
     app.state.metrics = engine.metrics
     app.state.drain = ReplicaDrain(engine)
     app.state.renderer = engine.templates.renderer
@@ -119,6 +123,7 @@ def _guard(app: FastAPI, settings: IngressSettings) -> None:
         settings.replicas,
         loopback=settings.loopback,
     )
+    app.state.keys = keys
     app.add_middleware(KeyGate, keys=keys)
     app.add_middleware(
         HeaderLimit, max_bytes=config.max_header_bytes, max_headers=config.max_headers

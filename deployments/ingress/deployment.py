@@ -14,11 +14,11 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from configs.env import proxy_mode
-from configs.serve import ServeConfig
+from configs.serve import BasesConfig, ServeConfig
 from configs.wire.adapters import AdapterReference
 from configs.wire.templates import TemplateSource
 from deployments.admin_commands import AdminStore, AdminStoreError, save
-from deployments.admin_store import RayAdminStore
+from deployments.admin_store import RayAdminStore, store_name
 from deployments.contract import (
     AdapterCommand,
     AdapterReport,
@@ -34,13 +34,15 @@ from deployments.early_submit import replica_listener
 from deployments.frames import FrameReceiver
 from deployments.ingress.access.keys import is_loopback
 from deployments.ingress.access.peers import ReplicaCount
-from deployments.ingress.app import build_app
+from deployments.ingress.app import Lifespan, build_app
+from deployments.ingress.bases import build_front
 from deployments.ingress.generation.early_submit import EarlySubmitter
 from deployments.ingress.generation.engine import IngressSettings
 from deployments.ingress.generation.frames import RequestInboxes
 from deployments.ingress.http.errors import RequestError
 from deployments.ingress.text.tokenizer import ModelTokenizer
 from deployments.observability.logs import hand_logs_to_serve
+from deployments.observability.lorax_metrics import RequestMetrics
 
 _NO_DRIVER = "no driver is reachable now: try again"
 _LOST = "the engine that ran this request is gone: send it again"
@@ -152,6 +154,67 @@ def _front_is_loopback() -> bool:
     return is_loopback(serve.context._get_global_client().http_config.host)
 
 
+class _Front:
+    """What the applications of one replica share: a socket for frames, and the peers' number."""
+
+    def __init__(self, *, watches: bool) -> None:
+        """watches: whether any key has a quota, of which each replica grants a part."""
+        self.inboxes = RequestInboxes()
+        self._receiver = FrameReceiver(self.inboxes.deliver)
+        self._bound: list[ReplyAddress] = []
+        self._peers = ReplicaCount(_running_replicas)
+        self._watches = watches
+
+    @asynccontextmanager
+    async def lifespan(self, _: FastAPI) -> AsyncIterator[None]:
+        """Bind the socket."""
+        self._bound.append(await self._receiver.start(ray.util.get_node_ip_address()))
+        async with self._peers.watched() if self._watches else nullcontext():
+            yield
+        await self._receiver.close()
+
+    def app(
+        self,
+        config: ServeConfig,
+        driver: DeploymentHandle,
+        application: str,
+        lifespan: Lifespan | None = None,
+        metrics: RequestMetrics | None = None,
+    ) -> FastAPI:
+        """The API of one base model; application: the name of its saved commands."""
+        store = RayAdminStore(application)
+        # Serve's default, cloudpickle, checks each object of a call for code of the caller's own
+        # script. Calls of the driver have only classes of the contract, which both sides import.
+        handle = driver.options(request_serialization="pickle")
+        return build_app(
+            HandleDriver(handle, self._receiver, store),
+            self.inboxes,
+            lambda: self._bound[-1],
+            _settings(config, self._peers),
+            lifespan,
+            metrics,
+        )
+
+
+def _settings(config: ServeConfig, peers: ReplicaCount) -> IngressSettings:
+    engine = config.engine
+    trusts = engine.model.trust_remote_code
+    return IngressSettings(
+        default_source=engine.adapters.default_source,
+        max_stop_sequences=engine.limits.max_stop_sequences,
+        max_best_of=engine.limits.max_best_of,
+        embeddings=config.embeddings,
+        tool_parser=engine.model.tool_parser,
+        reasoning_parser=engine.model.reasoning_parser,
+        api=config.api,
+        push=engine.adapters.push,
+        max_file_bytes=engine.adapters.max_file_bytes,
+        replicas=peers.count,
+        loopback=_front_is_loopback(),
+        read_text=partial(ModelTokenizer.load, trust_remote_code=trusts),
+    )
+
+
 @serve.ingress(None)
 class IngressDeployment:
     """The Serve deployment; any number of replicas."""
@@ -164,42 +227,39 @@ class IngressDeployment:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Build the API; its lifespan binds the address for frames."""
-        limits = self._config.engine.limits
-        trusts = self._config.engine.model.trust_remote_code
-        peers = ReplicaCount(_running_replicas)
-        settings = IngressSettings(
-            default_source=self._config.engine.adapters.default_source,
-            max_stop_sequences=limits.max_stop_sequences,
-            max_best_of=limits.max_best_of,
-            embeddings=self._config.embeddings,
-            tool_parser=self._config.engine.model.tool_parser,
-            reasoning_parser=self._config.engine.model.reasoning_parser,
-            api=self._config.api,
-            push=self._config.engine.adapters.push,
-            max_file_bytes=self._config.engine.adapters.max_file_bytes,
-            replicas=peers.count,
-            loopback=_front_is_loopback(),
-            read_text=partial(ModelTokenizer.load, trust_remote_code=trusts),
-        )
-        inboxes = RequestInboxes()
-        receiver = FrameReceiver(inboxes.deliver)
-        bound: list[ReplyAddress] = []
-
-        @asynccontextmanager
-        async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-            bound.append(await receiver.start(ray.util.get_node_ip_address()))
-            async with peers.watched() if self._config.api.has_quotas else nullcontext():
-                yield
-            await receiver.close()
-
-        store = RayAdminStore(serve.get_replica_context().app_name)
-        # Serve's default, cloudpickle, checks each object of a call for code of the caller's own
-        # script. Calls of the driver have only classes of the contract, which both sides import.
-        handle = self._driver.options(request_serialization="pickle")
-        driver = HandleDriver(handle, receiver, store)
-        self._app = build_app(driver, inboxes, lambda: bound[-1], settings, lifespan)
+        front = _Front(watches=self._config.api.has_quotas)
+        application = serve.get_replica_context().app_name
+        self._app = front.app(self._config, self._driver, application, front.lifespan)
         return self._app
 
     async def drain(self, seconds: float) -> None:
         """Refuse new requests, and end the running ones within so many seconds."""
         await self._app.state.drain.run(seconds)
+
+
+@serve.ingress(None)
+class BasesIngressDeployment:
+    """The Serve deployment in front of several base models; any number of replicas."""
+
+    def __init__(self, config: BasesConfig, drivers: dict[str, DeploymentHandle]) -> None:
+        """drivers: by the names of the bases."""
+        hand_logs_to_serve()
+        logger.info("http front: %s", proxy_mode())
+        self._bases = config.named()
+        self._drivers = drivers
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        """Build the API of each base, and the one that chooses among them."""
+        front = _Front(watches=any(each.api.has_quotas for each in self._bases.values()))
+        metrics, application = RequestMetrics(), serve.get_replica_context().app_name
+        self._apps = {
+            name: front.app(
+                base, self._drivers[name], store_name(application, name), metrics=metrics
+            )
+            for name, base in self._bases.items()
+        }
+        return build_front(self._apps, front.lifespan)
+
+    async def drain(self, seconds: float) -> None:
+        """Refuse new requests, and end the running ones within so many seconds."""
+        await asyncio.gather(*(app.state.drain.run(seconds) for app in self._apps.values()))

@@ -145,10 +145,11 @@ class EngineClient:
         inboxes: RequestInboxes,
         reply_to: Callable[[], ReplyAddress],
         settings: IngressSettings,
+        metrics: RequestMetrics | None = None,
     ) -> None:
         """reply_to: called for each call of the driver, as the socket is bound later."""
         self.settings = settings
-        self.metrics = RequestMetrics()
+        self.metrics = metrics or RequestMetrics()
         self.metrics.begin({row.metric for row in ERROR_SHAPES.values()})
         self.compiler = Compiler()
         self.templates = ChatTemplates(settings.clock)
@@ -166,6 +167,11 @@ class EngineClient:
         self._calls: WeakSet[EngineCall] = WeakSet()
         self._ended: Callable[[], RequestError] | None = None
         self._unreadable: str | None = None
+
+    @property
+    def latest(self) -> EngineInfo | None:
+        """The last known description, however old; None before the first."""
+        return None if self._served is None else self._served.info
 
     async def served(self) -> ServedModel:
         """The last known description, however old, and the tokenizer."""

@@ -106,7 +106,7 @@ class BodyLimit:
             return
         refusal = self._refusal(request, body)
         if refusal is None:
-            await self._app(scope, _replaying(body, receive), send)
+            await self._app(scope, replaying(body, receive), send)
         else:
             await refusal(scope, receive, send)
 
@@ -149,7 +149,7 @@ class BodyLimit:
         return None
 
 
-def _replaying(body: bytes, receive: Receive) -> Receive:
+def replaying(body: bytes, receive: Receive) -> Receive:
     """A `receive` that returns the body first, then later messages."""
     sent = False
 

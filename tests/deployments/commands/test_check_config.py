@@ -1,6 +1,7 @@
 """`loray check-config` finds what would be refused, and nothing else."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,30 @@ def model(name: Any) -> Edit:
     return lambda config: served(config)["args"]["engine"]["model"].update(id=name)
 
 
+def several(config: dict[str, Any]) -> None:
+    """Two bases of the demo, instead of one."""
+    found = served(config)
+    models = {name: deepcopy(found["args"]) for name in ("small", "large")}
+    for name, args in models.items():
+        args["engine"]["model"]["name"] = name
+    found["import_path"] = "deployments.app:build_bases"
+    found["args"] = {"models": models, "ingress_cpus": 0.5}
+    found["deployments"] = [
+        {"name": "Ingress"},
+        {"name": "Driver-large", "user_config": {"pinned_adapters": ["pirate"]}},
+    ]
+
+
+def typo_of_several(config: dict[str, Any]) -> None:
+    several(config)
+    found = served(config)
+    found["args"]["models"]["v1"] = found["args"]["models"].pop("small")
+    found["deployments"][1]["user_config"] = {"pined": []}
+    found["deployments"].append({"name": "Driver"})
+
+
 GOOD: dict[str, Edit] = {
+    "several bases": several,
     "as it is": lambda config: None,
     "settings of the driver": user(
         {"pinned_adapters": ["pirate"], "names": {"x": "local:shout"}, "max_step_tokens": 256,
@@ -48,6 +72,10 @@ GOOD: dict[str, Edit] = {
 }  # fmt: skip
 
 BAD: dict[str, tuple[Edit, list[str]]] = {
+    "faults of several bases": (
+        typo_of_several,
+        ["`v1` is the name of a route", "Driver-large.user_config.pined", "there is no 'Driver'"],
+    ),
     "an unknown key of args": (
         lambda config: served(config)["args"].update(engin={}), ["loray: args.engin: "]
     ),
