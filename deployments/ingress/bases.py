@@ -202,7 +202,7 @@ class BaseDispatch:
         return json_response({"object": "list", "data": list(rows.values())})
 
     async def _health(self, scope: Scope) -> Response:
-        """Healthy while any base is: /NAME/health tells of one."""
+        """Healthy while any base is: /NAME/health is about one."""
         replies = await asyncio.gather(*(_reply_of(app, scope) for app in self._apps.values()))
         status, body = min(replies)
         return Response(body, status, media_type="application/json" if body else "text/plain")
