@@ -19,6 +19,6 @@ class EmbeddingsConfig(Config):
     @field_validator("pooling")
     @classmethod
     def _is_a_pooling(cls, pooling: Pooling) -> Pooling:
-        if pooling is Pooling.NONE:
+        if pooling not in (Pooling.MEAN, Pooling.LAST):
             raise ValueError("must be mean or last")
         return pooling

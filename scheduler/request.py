@@ -139,8 +139,14 @@ class Request:
         return PROOF_TOKENS << 2 * max(self.isolation_rounds - 1, 0)
 
     @property
+    def needs_whole_prompt(self) -> bool:
+        """Whether the ranks must compute every position of its prompt for their report."""
+        scores_tokens = self.sampling.prompt_logprobs >= 0
+        return self.awaits_report and (scores_tokens or self.sampling.pooling.reads_all)
+
+    @property
     def awaits_report(self) -> bool:
-        """Whether the ranks must still report about its prompt, and so must compute all of it."""
+        """Whether the ranks must still report about its prompt."""
         sampling = self.sampling
         if not sampling.about_prompt:
             return False

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any, Literal, Self
 
-from pydantic import PositiveInt
+from pydantic import NonNegativeInt, PositiveInt
 
 from configs.base import Config
 from configs.rope_sets import RopeSets
@@ -51,6 +51,8 @@ class ModelArchitecture(Config):
     checkpoint_dtype: the type the weights were saved in (None: not said).
     eos_token_ids: every token that ends a sequence by the model's own config.
     is_text_stack: whether the checkpoint is of a larger model; its decoder alone is served.
+    num_labels: of its classification head, which stands in place of the vocabulary's; 0: it has
+    none.
     """
 
     architecture: str
@@ -62,6 +64,7 @@ class ModelArchitecture(Config):
     eos_token_ids: tuple[int, ...] = ()
     checkpoint_dtype: Literal["float32", "float16", "bfloat16"] | None = None
     is_text_stack: bool = False
+    num_labels: NonNegativeInt = 0
 
     @property
     def stretches(self) -> bool:

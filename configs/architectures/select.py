@@ -6,7 +6,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from configs.architectures import generic, padded, text_stack
+from configs.architectures import classifiers, generic, padded, text_stack
 from configs.architectures.base import ArchitectureError, ModelArchitecture, token_ids
 from configs.architectures.rope import RotaryArchitecture
 from configs.model import Quantize
@@ -77,6 +77,8 @@ def parse_architecture(config: Mapping[str, Any]) -> ModelArchitecture:
     for name in names:
         if padded.is_causal(name):
             return generic.parse(name, config)
+        if classifiers.is_classifier(name):
+            return _classifier(name, config)
         if name.endswith(text_stack.SUFFIX) and "text_config" in config:
             return _text_stack(name, config)
     raise _unsupported(names)
@@ -88,6 +90,18 @@ def _text_stack(name: str, config: Mapping[str, Any]) -> ModelArchitecture:
     if isinstance(found, padded.PaddedArchitecture):
         raise ArchitectureError(f"{name} is served for text by its decoder alone: {found.reason}")
     return found.model_copy(update={"is_text_stack": True})
+
+
+def _classifier(name: str, config: Mapping[str, Any]) -> ModelArchitecture:
+    """Read a sequence classifier; its decoder is the causal model's."""
+    if name in classifiers.OWN_HEADS:
+        raise ArchitectureError(
+            f"{name}: its classification head is more than one linear map, which is not served"
+        )
+    found = parse_architecture(classifiers.causal_config(name, config))
+    if isinstance(found, padded.PaddedArchitecture):
+        raise ArchitectureError(f"{name} is served paged or not at all: {found.reason}")
+    return found.model_copy(update={"num_labels": len(classifiers.labels_of(config))})
 
 
 def end_token_ids(folder: Path) -> tuple[int, ...]:

@@ -95,7 +95,8 @@ class PromptReport(msgspec.Struct, frozen=True, array_like=True):
     row: the row's index in the plan.
     first: the position of the first of `logprobs`; position 0 has no logprobs.
     logprobs: of the prompt's own tokens.
-    embedding: float32, little-endian, in the report with the prompt's last position; else empty.
+    embedding: or scores, float32, little-endian, in the report with the prompt's last position;
+    else empty.
     """
 
     row: int

@@ -26,11 +26,24 @@ class FinishReason(StrEnum):
 
 
 class Pooling(StrEnum):
-    """How a prompt's final hidden states make its embedding: their mean, or the last one."""
+    """What a prompt's final hidden states are made into.
+
+    MEAN, LAST, CLS, MAX: an embedding, of their mean, the last one, the first one, or the largest
+    value of each column.
+    SCORE: the logits of a classification head, which reads one of them.
+    """
 
     NONE = "none"
     MEAN = "mean"
     LAST = "last"
+    CLS = "cls"
+    MAX = "max"
+    SCORE = "score"
+
+    @property
+    def reads_all(self) -> bool:
+        """Whether it needs the states of all positions, not the last one's alone."""
+        return self in (Pooling.MEAN, Pooling.CLS, Pooling.MAX)
 
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
@@ -58,7 +71,7 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     logprobs: how many most likely alternatives to report with each token, -1 for no logprobs;
     they are those of the model's own distribution, without adjustments and temperature.
     prompt_logprobs: the same for the prompt's tokens from the second on.
-    pooling: return an embedding of the prompt; such a sequence generates nothing.
+    pooling: return an embedding or scores of the prompt; such a sequence generates nothing.
     """
 
     temperature: float = 0.0
@@ -107,7 +120,7 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def about_prompt(self) -> bool:
-        """Whether the request needs prompt logprobs or an embedding."""
+        """Whether the request needs prompt logprobs, an embedding or scores."""
         return self.prompt_logprobs >= 0 or self.pooling is not Pooling.NONE
 
     @property

@@ -19,7 +19,7 @@ from modeling.adapters.host_cache import (
     page_bytes,
     select_columns,
 )
-from modeling.adapters.projection import BaseRows, Projection
+from modeling.adapters.projection import BaseRows, Projection, ProjectionKind
 
 __all__ = [
     "PAGE_ROWS",
@@ -264,8 +264,9 @@ class AdapterBank:
                 page.a.copy_to(pool.a[index].flatten(0, 1))
                 page.bt.copy_to(pool.bt[index].flatten(0, 1))
         rows = self._host_table[slot].zero_()
-        for row, part in zip(rows, table, strict=True):
-            row[: len(part)] = torch.tensor(part, dtype=torch.int32)
+        for projection, row, part in zip(self.projections, rows, table, strict=True):
+            if projection.kind is not ProjectionKind.SCORE:  # No kernel reads its pages.
+                row[: len(part)] = torch.tensor(part, dtype=torch.int32)
         self._host_ranks[slot] = staged.ranks
         self.page_table[slot].copy_(rows, non_blocking=True)
         self.ranks[slot].copy_(self._host_ranks[slot], non_blocking=True)

@@ -302,7 +302,10 @@ class HostAdapterCache:
                 own[index].a.write_layers(stack.layers, a[:, rows])
                 own[index].bt.write_layers(stack.layers, bt[:, rows])
         for matrix in adapter.read_matrices():
-            pages[matrix.position.projection][0].a.write(0, matrix.rows)
+            index = matrix.position.projection
+            parts = torch.split(matrix.rows, self._projections[index].num_layers * PAGE_ROWS)
+            for page, part in zip(pages[index], parts, strict=True):
+                page.a.write(0, part)
 
 
 @dataclass(frozen=True)

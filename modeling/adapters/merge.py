@@ -34,7 +34,8 @@ from configs.wire.adapters import AdapterError, FetchedAdapter
 from configs.wire.merging import MergeRule, MergeStrategy, SignMethod
 from modeling.adapters.faults import refuse
 from modeling.adapters.peft import LoraModule, LoraStack, PeftAdapter, open_adapter, reading
-from modeling.adapters.peft_ends import Matrix, check_finite
+from modeling.adapters.peft_ends import Matrix
+from modeling.adapters.peft_tensors import check_finite
 from modeling.adapters.projection import BaseRows, ModulePosition, Projection
 
 
@@ -177,6 +178,11 @@ def _open(
 
 
 def _check_factors_alone(adapter: PeftAdapter) -> None:
+    if adapter.score is not None:
+        refuse(
+            "it brings a classification head, and heads cannot be merged: use it alone, or merge "
+            "it in PEFT and serve the result"
+        )
     if adapter.ends.matrices:
         refuse(
             f"it holds whole matrices ({', '.join(adapter.ends.matrices)}), which cannot be "

@@ -21,11 +21,16 @@ from modeling.adapters.peft_ends import (
     WEIGHT_SUFFIX,
     EndTensors,
     Matrix,
-    check_finite,
     check_tying,
-    check_type,
     find_ends,
     is_tied,
+)
+from modeling.adapters.peft_score import ScoreTensor, find_score, without_score
+from modeling.adapters.peft_tensors import (
+    check_file_rank,
+    check_finite,
+    check_shape,
+    check_type,
 )
 from modeling.adapters.projection import (
     WHOLE_KINDS,
@@ -95,6 +100,7 @@ class PeftAdapter:
     modules: the adapted modules' positions by path.
     projections: the model's.
     ends: tensors of embedding and head besides factors.
+    score: its classification head; None without one.
     """
 
     file: TensorFile
@@ -102,11 +108,22 @@ class PeftAdapter:
     modules: dict[str, ModulePosition]
     projections: tuple[Projection, ...]
     ends: EndTensors = field(default_factory=EndTensors)
+    score: ScoreTensor | None = None
+
+    @property
+    def other_names(self) -> set[str]:
+        """Return the names of all tensors that are no factors."""
+        return self.ends.names | (set() if self.score is None else {self.score.key})
 
     @property
     def ranks(self) -> dict[ModulePosition, int]:
-        """Return each adapted position's true rank; a whole matrix, which has none, counts as 1."""
+        """Return each adapted position's true rank.
+
+        A whole matrix, which has none, counts as 1; a classification head's is its labels' number.
+        """
         whole = dict.fromkeys(self.ends.matrices.values(), 1)
+        if self.score is not None:
+            whole[self.score.position] = self.score.num_labels
         return whole | {at: self.plan.rank_of(name) for name, at in self.modules.items()}
 
     def read(self) -> Iterator[LoraModule]:
@@ -160,6 +177,8 @@ class PeftAdapter:
     def read_matrices(self) -> Iterator[Matrix]:
         """Yield this rank's rows of whole embeddings and heads; refuses values not finite."""
         with reading():
+            if self.score is not None:
+                yield self.score.read(self.file)
             yield from self.ends.read(self.file, self.projections)
 
 
@@ -219,12 +238,15 @@ def _check_file(
     known = {
         module: ModulePosition(index, layer)
         for index, projection in enumerate(projections)
-        if not projection.kind.whole
+        if projection.kind.has_factors
         for layer in range(projection.num_layers)
         for module in projection.modules(layer)
     }
     adapter = PeftAdapter(file, plan, known, tuple(projections))
     faults, keys = Faults(), file.keys()
+    with faults.gather():
+        adapter = replace(adapter, score=find_score(file, plan, projections))
+    plan = without_score(plan, keys)
     with faults.gather():
         adapter = replace(adapter, ends=find_ends(keys, plan, projections, base))
     adapter = replace(adapter, modules=_match(keys, adapter, faults))
@@ -253,8 +275,8 @@ def _check_tensors(adapter: PeftAdapter, faults: Faults) -> None:
         key = _key(projection, module, side)
         with faults.gather():
             check_type(key, file.dtype(key))
-            _check_shape(key, file.shape(key), side == "A", projection)
-            _check_file_rank(key, file.shape(key)[side == "B"], adapter.plan.rank_of(module))
+            check_shape(key, file.shape(key), side == "A", projection)
+            check_file_rank(key, file.shape(key)[side == "B"], adapter.plan.rank_of(module))
 
 
 def _key(projection: Projection, module: str, side: str) -> str:
@@ -277,7 +299,7 @@ def _match(keys: Iterable[str], adapter: PeftAdapter, faults: Faults) -> dict[st
         if key in factors:
             module, side = factors[key]
             found.setdefault(module, set()).add(side)
-        elif key not in adapter.ends.names:
+        elif key not in adapter.other_names:
             unknown.append(key)
     # Faults that were found before concern embedding or head: their tensors are refused once.
     unknown = [key for key in unknown if not (faults and _names_end(key))]
@@ -289,7 +311,7 @@ def _match(keys: Iterable[str], adapter: PeftAdapter, faults: Faults) -> dict[st
             missing = _key(projections[known[module].projection], module, side)
             with faults.gather():
                 refuse(f"{missing} is missing beside its partner: the file is incomplete")
-    if not found and not adapter.ends.matrices and not faults:
+    if not found and not adapter.ends.matrices and adapter.score is None and not faults:
         refuse(f"{WEIGHTS_NAME} holds no LoRA tensor: it adapts nothing")
     # In the model's order, so that staging writes the pools in memory order.
     whole = {module for module, sides in found.items() if len(sides) == 2}
@@ -303,7 +325,7 @@ def _names_end(key: str) -> bool:
 def _refuse_tensor(key: str, adapter: PeftAdapter) -> NoReturn:
     known = adapter.modules
     if _names_end(key):
-        has_ends = any(p.kind is not ProjectionKind.LINEAR for p in adapter.projections)
+        has_ends = any(p.kind.of_vocabulary for p in adapter.projections)
         can_adapt = all(p.can_adapt_ends for p in adapter.projections)
         advice = "retrain it as LoRA factors alone" if has_ends else SETTING_ADVICE
         refuse(
@@ -313,31 +335,9 @@ def _refuse_tensor(key: str, adapter: PeftAdapter) -> NoReturn:
     names = sorted({module.rsplit(".", 1)[-1] for module in known})
     refuse(
         f"tensor {key} belongs to no adaptable module of this model (those are {', '.join(names)} "
-        f"at {len(known)} paths, named {PREFIX}<module>.lora_A.weight): is the adapter for "
-        "another base model?"
+        f"at {len(set(known.values()))} paths, named {PREFIX}<module>.lora_A.weight): is the "
+        "adapter for another base model?"
     )
-
-
-def _check_shape(key: str, shape: tuple[int, ...], is_a: bool, projection: Projection) -> None:
-    """Compare a factor, A [r, in] or B [out, r], with the model's sizes."""
-    if len(shape) != 2:
-        refuse(f"{key} has shape {list(shape)}, not a matrix: it is no plain LoRA factor")
-    found = shape[1] if is_a else shape[0]
-    size = projection.in_features if is_a else projection.out_features
-    if found != size:
-        refuse(
-            f"adapter for another base model: {key} has {found} {'inputs' if is_a else 'outputs'}, "
-            f"this model's {projection.name} has {size}"
-        )
-
-
-def _check_file_rank(key: str, found: int, rank: int) -> None:
-    """Compare a factor's rank with the config's."""
-    if found != rank:
-        refuse(
-            f"{key} has rank {found}, but adapter_config.json (r, rank_pattern) says {rank}: "
-            "the two files do not belong together"
-        )
 
 
 def _check_ranks(adapter: PeftAdapter, max_rank: int) -> None:

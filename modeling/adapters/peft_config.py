@@ -21,11 +21,10 @@ from sources.base import CONFIG_NAME, MAX_CONFIG_BYTES
 SERVED = frozenset(
     {"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"}
     | {"init_lora_weights", "ensure_weight_tying", "modules_to_save"}
-    | {"target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"}
+    | {"target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "task_type"}
 )
 
 IGNORED: Mapping[str, str] = {
-    "task_type": "which head was trained; a head of its own kind is refused by modules_to_save",
     "auto_mapping": "how PEFT finds the base class",
     "peft_version": "informational",
     "base_model_name_or_path": "informational; shapes are compared instead",
@@ -81,6 +80,7 @@ class LoraPlan:
     modules_to_save: ends of the paths of modules that the file holds whole.
     targets: which modules are adapted.
     random: whether PEFT initialises factors that the file lacks with random values.
+    task: PEFT's task_type; None for one that is not known.
     """
 
     rank: int
@@ -92,6 +92,7 @@ class LoraPlan:
     modules_to_save: tuple[str, ...]
     targets: Targets
     random: bool
+    task: str | None
     _ranks: dict[str, int] = field(default_factory=dict, compare=False)
 
     def rank_of(self, module: str) -> int:
@@ -195,7 +196,8 @@ def _plan(fields: Mapping[str, object], faults: Faults) -> LoraPlan:
         with faults.gather():
             parts[name] = read()
     random = not fields.get("init_lora_weights", True)
-    return LoraPlan(**parts, random=random)
+    task = fields.get("task_type")
+    return LoraPlan(**parts, random=random, task=task if isinstance(task, str) else None)
 
 
 def _check_init(value: object) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from modeling.adapters.faults import refuse
 from modeling.adapters.peft_config import LoraPlan
+from modeling.adapters.peft_tensors import check_finite, check_type
 from modeling.adapters.projection import (
     WHOLE_KINDS,
     BaseRows,
@@ -38,8 +39,6 @@ INSIDE_ONLY_ADVICE = (
 
 TIED_BY_PEFT = frozenset({"embed_tokens", "lm_head"})
 """Names by which PEFT notices that an adapted end is tied (peft/utils/other.py)."""
-
-FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 
 @dataclass(frozen=True)
@@ -147,8 +146,8 @@ def _refuse_saved(plan: LoraPlan, entry: str, has_ends: bool, can_adapt: bool) -
     field = f"modules_to_save={list(plan.modules_to_save)!r} is not served here: "
     if has_ends:
         refuse(
-            f"{field}{entry!r} is neither the embedding nor the head; retrain without it, or "
-            "merge it into the base model"
+            f"{field}{entry!r} is neither the embedding nor the head, nor a decoder's "
+            "classification head (score); retrain without it, or merge it into the base model"
         )
     if not can_adapt:
         refuse(field + INSIDE_ONLY_ADVICE)
@@ -268,20 +267,3 @@ def _own_rows(end: Projection) -> slice:
     ((first, last),) = cut or ((0, 0),)
     assert width(cut) == last - first
     return slice(first, last)
-
-
-def check_type(key: str, dtype: str) -> None:
-    """Refuse tensors of whole numbers."""
-    if dtype not in FLOATS:
-        refuse(f"{key} has type {dtype}: save the adapter in float32, float16 or bfloat16")
-
-
-def check_finite(key: str, tensor: Tensor) -> None:
-    """Refuse NaN and infinity."""
-    # The sum is not finite if any element is not, and takes a fraction of the time. The reverse
-    # does not hold, as finite values may overflow it: only then are all elements looked at.
-    if not bool(torch.isfinite(tensor.sum()) or torch.isfinite(tensor).all()):
-        refuse(
-            f"{key} holds values that are not finite (NaN or infinity): the training diverged; "
-            "save a good checkpoint"
-        )

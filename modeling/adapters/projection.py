@@ -13,6 +13,7 @@ class ProjectionKind(Enum):
 
     LINEAR, EMBEDDING, HEAD: adds factors to a linear map, the embedding or the head.
     WHOLE_EMBEDDING, WHOLE_HEAD: replaces the base weight by a whole matrix.
+    SCORE: brings a classification head, a matrix with a row for each label.
     """
 
     LINEAR = "linear"
@@ -20,11 +21,22 @@ class ProjectionKind(Enum):
     HEAD = "head"
     WHOLE_EMBEDDING = "whole embedding"
     WHOLE_HEAD = "whole head"
+    SCORE = "score"
 
     @property
     def whole(self) -> bool:
         """Return whether it is a whole matrix instead of factors."""
         return self in (ProjectionKind.WHOLE_EMBEDDING, ProjectionKind.WHOLE_HEAD)
+
+    @property
+    def has_factors(self) -> bool:
+        """Return whether it adds factors, A and B."""
+        return not self.whole and self is not ProjectionKind.SCORE
+
+    @property
+    def of_vocabulary(self) -> bool:
+        """Return whether it changes the embedding or the head of the vocabulary."""
+        return self not in (ProjectionKind.LINEAR, ProjectionKind.SCORE)
 
 
 WHOLE_KINDS = {
@@ -73,7 +85,8 @@ class Projection:
     can_adapt_ends: whether a server can adapt embedding and head of its model at all.
 
     A whole matrix [token ids, hidden] is one page of its pool: each 8 of its rows count as a layer,
-    and `inputs` is the hidden size.
+    and `inputs` is the hidden size. A classification head [labels, hidden] takes a page for each 8
+    labels; its rank is the number of labels.
     """
 
     name: str

@@ -150,7 +150,7 @@ class VocabularyAdapters:
 
 def adapts_vocabulary(bank: AdapterBank, slots: Sequence[int]) -> bool:
     """Whether some adapter of a step (-1: base) changes the embedding or the head."""
-    ends = [i for i, p in enumerate(bank.projections) if p.kind is not ProjectionKind.LINEAR]
+    ends = [i for i, p in enumerate(bank.projections) if p.kind.of_vocabulary]
     return any(bank.adapts(slot, end) for end in ends for slot in set(slots) - {-1})
 
 

@@ -38,6 +38,8 @@ class PagedModel(Protocol):
     projections: the linear maps that adapters may change; OutputSlice names one by its index.
     attention_layers: one for each layer that attends.
     capturable: whether its steps can be CUDA graphs.
+    width: of what the head reads.
+    score: its classification head [labels, width]; None where it has none.
     unread: regular expressions of whole names that a checkpoint may hold and the model does
         not read.
     """
@@ -49,6 +51,8 @@ class PagedModel(Protocol):
     device: torch.device
     unread: tuple[str, ...]
     capturable: bool
+    width: int
+    score: Tensor | None
 
     @property
     def attention_layers(self) -> tuple[AttentionLayer, ...]:

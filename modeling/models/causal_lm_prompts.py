@@ -15,7 +15,14 @@ from configs.wire.sampling import Pooling
 from modeling.models.causal_lm import PROBE, CausalLM
 from modeling.models.causal_lm_adapters import RowAdapters
 from modeling.models.causal_lm_cache import Past
-from modeling.sampling.prompt_scores import SLICE_BYTES, PromptRow, PromptScoresOnDevice, joined
+from modeling.sampling.prompt_scores import (
+    SLICE_BYTES,
+    Heads,
+    PromptRow,
+    PromptScoresOnDevice,
+    joined,
+    no_heads,
+)
 from modeling.sampling.sampler import LogprobTensors, logprobs_of
 
 Adapters = Callable[[int], RowAdapters | None]
@@ -34,28 +41,30 @@ class CausalLMPrompts:
         self.slice_length = max(1, SLICE_BYTES // (4 * vocab_size)) if self._goes_on() else WHOLE
 
     def score(
-        self, requests: Sequence[tuple[int, RequestJoin]], adapters: Adapters
+        self,
+        requests: Sequence[tuple[int, RequestJoin]],
+        adapters: Adapters,
+        heads: Heads = no_heads,
     ) -> PromptScoresOnDevice:
         """Read the whole prompt of each (row's index in the batch, its request)."""
         rows = [
             PromptRow(index, join.batch_slot, 0, 0, 0, join.prompt_length, join.prompt_length,
-                      join.sampling)
+                      join.sampling, join.adapter_slot)
             for index, join in requests
         ]  # fmt: skip
         num_top = max(row.sampling.prompt_logprobs for row in rows)
-        scores, embeddings = [], []
+        scores: list[LogprobTensors] = []
+        vectors: dict[int, Tensor] = {}
         for row, (_, join) in zip(rows, requests, strict=True):
             ids = torch.tensor(join.tokens[: join.prompt_length], device=self._model.device)
             if row.num_scored:
                 scores.append(self._score(ids, num_top, join.adapter_slot, adapters))
             if row.pools:
                 states = self._model.hidden_states(ids, adapters(join.adapter_slot))
-                embeddings += [] if states is None else [_pooled(states, row.sampling.pooling)]
-        return PromptScoresOnDevice(
-            rows,
-            joined(scores) if scores else None,
-            torch.stack(embeddings) if embeddings else None,
-        )
+                vector = None if states is None else _vector(states, row, heads)
+                if vector is not None:
+                    vectors[row.row] = vector
+        return PromptScoresOnDevice(rows, joined(scores) if scores else None, vectors)
 
     def _score(self, ids: Tensor, num_top: int, slot: int, adapters: Adapters) -> LogprobTensors:
         """What the model thinks of ids[1:]; int64 [n], n at least 2."""
@@ -114,5 +123,10 @@ class _Reader:
         return logits[0, int(padded) :]
 
 
-def _pooled(states: Tensor, pooling: Pooling) -> Tensor:
-    return states[-1].float() if pooling is Pooling.LAST else states.float().mean(dim=0)
+def _vector(states: Tensor, row: PromptRow, heads: Heads) -> Tensor | None:
+    """Return the embedding or the scores of a prompt's states; None without a head for them."""
+    if row.sampling.pooling is Pooling.SCORE:
+        logits = heads(states[-1:], row.adapter_slot)
+        return None if logits is None else logits[0]
+    last = row.sampling.pooling is Pooling.LAST
+    return states[-1].float() if last else states.float().mean(dim=0)

@@ -51,10 +51,18 @@ class ModelOutline:
     windows: tuple[int | None, ...] = ()
 
 
+def read_score(config: ModelArchitecture, weights: Weights, width: int) -> nn.Parameter | None:
+    """Read the classification head [labels, width], whole on every rank; None without one."""
+    if not config.num_labels:
+        return None
+    return weights.parameter("score.weight", (config.num_labels, width))
+
+
 class PagedBase(nn.Module):
     """A decoder's sizes, its head, the adapters of both ends, and the engine's interface."""
 
     capturable = True
+    score: Tensor | None
 
     def __init__(self, config: ModelArchitecture, weights: Weights, outline: ModelOutline) -> None:
         """Read the head, or share the embedding's memory."""
@@ -70,9 +78,10 @@ class PagedBase(nn.Module):
         self.attention_scale = outline.attention_scale
         self.dtype: torch.dtype = weights.dtype
         self.device: torch.device = weights.device
-        width = outline.embedding.weight.shape[1]
+        self.width: int = outline.embedding.weight.shape[1]
+        self.score = read_score(config, weights, self.width)
         tied = outline.embedding if config.tie_word_embeddings else None
-        self.lm_head = ParallelHead(outline.head, config.vocab_size, width, weights, tied)
+        self.lm_head = ParallelHead(outline.head, config.vocab_size, self.width, weights, tied)
         self._ends = outline.ends
 
     @property

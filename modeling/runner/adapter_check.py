@@ -19,7 +19,7 @@ from configs.wire.adapters import AdapterError
 from modeling.adapters.peft import FACTOR, WEIGHTS_NAME, open_adapter
 from modeling.adapters.projection import BaseRows, Projection
 from modeling.models.select import build_model
-from modeling.runner.loading import load_model
+from modeling.runner.loading import load_model, with_other_models
 from sharding.checkpoint import DummySource
 from sharding.group import SingleRank
 from sharding.loader import Weights
@@ -61,7 +61,7 @@ def adaptable(config: EngineConfig) -> tuple[Projection, ...]:
         fetch_model(config.model)
         return load_model(config, SingleRank(), cpu).model.projections
     weights = Weights(DummySource(META, torch.float32), SingleRank(), torch.float32, META)
-    return build_model(architecture, weights).projections
+    return with_other_models(build_model(architecture, weights), architecture)
 
 
 def base_tensors(config: EngineConfig, folder: Path) -> Mapping[str, BaseRows]:

@@ -256,6 +256,7 @@ class InputBatch:
             end=row.start + row.length,
             prompt_length=int(self._prompt_lengths[row.batch_slot]),
             sampling=self._sampling[row.batch_slot],
+            adapter_slot=int(self._adapter_slots[row.batch_slot]),
         )
         return found if found.num_scored or found.pools else None
 

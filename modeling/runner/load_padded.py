@@ -10,6 +10,9 @@ from configs.wire.plan import RequestJoin
 from configs.wire.sampling import Sampling
 from modeling.adapters.bank import AdapterBank, page_bytes
 from modeling.adapters.kernels.select import select_kernel
+from modeling.adapters.peft_score import score_projection
+from modeling.adapters.projection import Projection
+from modeling.adapters.score import ScoreHeads
 from modeling.models.causal_lm_prompts import CausalLMPrompts
 from modeling.runner.block_tables import BatchSize
 from modeling.runner.loading import total_tokens
@@ -48,14 +51,16 @@ def load_padded(
         grammars = Grammars(lambda: fetch_model(config.model), vocab_size)
         prompts = CausalLMPrompts(model, vocab_size)
         longest = total_tokens(config, weights.architecture)
+        projections: tuple[Projection, ...] = ()
         pages = 0
         if model.projections:
+            projections = (*model.projections, score_projection(embedding.shape[1], False))
             memory = device_memory(model.device) if model.device.type == "cuda" else None
-            width = page_bytes(model.projections, model.dtype)
+            width = page_bytes(projections, model.dtype)
             pages = adapter_pages(config.adapters, width, memory)
         size = bank_size(config.adapters, pages)
         base = model.base_tensors()
-        bank = AdapterBank(model.projections, size, model.dtype, model.device, base)
+        bank = AdapterBank(projections, size, model.dtype, model.device, base)
     return LoadedPadded(
         PaddedParts(
             config=config,
@@ -158,4 +163,5 @@ class LoadedPadded(LoadedRunner):
     def _try_prompt(self, length: int) -> None:
         """Score a prompt, its logits in slices."""
         join = RequestJoin(0, [0] * length, length, -1, Sampling(prompt_logprobs=0))
-        self.parts.prompts.score([(0, join)], self.parts.adapters.of_slot)
+        heads = ScoreHeads(self.parts.bank, None).logits
+        self.parts.prompts.score([(0, join)], self.parts.adapters.of_slot, heads)

@@ -8,6 +8,7 @@ import torch
 from configs.engine import EngineConfig
 from modeling.adapters.bank import AdapterBank, copy_bytes, page_bytes
 from modeling.adapters.kernels.select import select_kernel
+from modeling.adapters.score import ScoreHeads
 from modeling.attention.clamping import ClampWatch
 from modeling.attention.kv_layout import allocate_blocks
 from modeling.runner.block_tables import BatchSize
@@ -134,7 +135,11 @@ class LoadedPaged(LoadedRunner):
         return StepBuffers(
             forward=PagedForward(parts.weights.model, cache),
             input_batch=InputBatch(parts.size, parts.device, parts.grammars),
-            prompts=PromptReader(parts.weights.model.vocab_size, parts.device),
+            prompts=PromptReader(
+                parts.weights.model.vocab_size,
+                parts.device,
+                ScoreHeads(parts.bank, parts.weights.model.score).logits,
+            ),
             clamp_watch=ClampWatch(cache),
             clock=StepClock(parts.device),
         )

@@ -13,6 +13,8 @@ from configs.architectures.select import load_architecture
 from configs.architectures.text_stack import decoder_name, outer_paths
 from configs.engine import CacheDType, Device, EngineConfig
 from configs.model import DType, LoadFormat
+from modeling.adapters.peft_score import score_projection
+from modeling.adapters.projection import Projection, ProjectionKind
 from modeling.attention.kv_cache import FP8, CacheScales
 from modeling.attention.scales import stored_scales
 from modeling.models.base import PagedModel
@@ -81,18 +83,31 @@ def load_model(config: EngineConfig, group: TensorParallel, device: torch.device
     model = build_model(architecture, Weights(source, group, dtype, device))
     if config.adapters.enabled and config.adapters.vocabulary:
         model.adapt_vocabulary(whole_ends=config.adapters.vocabulary_copies > 0)
-    if architecture.is_text_stack:
-        # Adapters may be of the larger model, in which the decoder's modules have other paths.
-        model.projections = tuple(
-            replace(each, aliases=(*each.aliases, *outer_paths(each.module)))
-            for each in model.projections
-        )
+    if config.adapters.enabled:
+        model.projections = with_other_models(model, architecture)
     # A tied head shares its tensor with the embedding; parameters() yields it once.
     resident = sum(p.nbytes for p in cast(nn.Module, model).parameters())
     seconds = time.monotonic() - started
     return LoadedModel(
         model.dtype, source.bytes_read, resident, seconds, model, architecture, scales
     )
+
+
+def with_other_models(model: PagedModel, architecture: ModelArchitecture) -> tuple[Projection, ...]:
+    """Return a model's projections with what adapters of other models over its decoder have.
+
+    Those that classify bring a head; those of a model without any head (FEATURE_EXTRACTION) name
+    its modules without the decoder's own name, those of a larger model with more.
+    """
+    named = []
+    for each in model.projections:
+        others: tuple[str, ...] = ()
+        if architecture.is_text_stack:
+            others += outer_paths(each.module)
+        if each.kind is ProjectionKind.LINEAR:
+            others += (each.module.partition(".")[2],)
+        named.append(replace(each, aliases=(*each.aliases, *others)))
+    return (*named, score_projection(model.width))
 
 
 def total_tokens(config: EngineConfig, architecture: ModelArchitecture) -> int:

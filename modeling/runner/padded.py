@@ -17,6 +17,7 @@ from torch import Tensor
 from configs.wire.plan import RequestJoin, StepRow
 from modeling.adapters.bank import AdapterBank
 from modeling.adapters.kernels.select import KernelChoice
+from modeling.adapters.score import ScoreHeads
 from modeling.batch import ForwardBatch, StepOutput
 from modeling.models.causal_lm import CausalLMBatch
 from modeling.models.causal_lm_adapters import RowAdapters
@@ -78,6 +79,7 @@ class PaddedRunner(BaseRunner):
         self._adapters = parts.adapters
         self._tokens = tokens
         self._requests: dict[int, RequestJoin] = {}
+        self._heads = ScoreHeads(parts.bank, None).logits
         self._running = PaddedBatches(self._model, parts.adapters.of_batch)
 
     @torch.inference_mode()
@@ -121,7 +123,9 @@ class PaddedRunner(BaseRunner):
             for request in [self._requests[row.batch_slot]]
             if request.sampling.about_prompt and row.start < request.prompt_length <= _end(row)
         ]
-        return self._prompts.score(requests, self._adapters.of_slot) if requests else None
+        return (
+            self._prompts.score(requests, self._adapters.of_slot, self._heads) if requests else None
+        )
 
     def _step(
         self, rows: Sequence[StepRow], scores: PromptScoresOnDevice | None, slots: Sequence[int]

@@ -1,10 +1,11 @@
-"""Prompt logprobs and embeddings, computed from a step's hidden states.
+"""Prompt logprobs, embeddings and scores, computed from a step's hidden states.
 
 Logits of whole chunks are never held: a vocabulary of 128,256 over 2,048 positions is a gigabyte
 in float32. The head reads the hidden states in slices, and only those of rows that need them.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,16 +27,26 @@ Head = Callable[[Tensor, Ints], Tensor]
 """From hidden states [n, width] of the step's n tokens at these indices to logits [n, vocab]."""
 
 
+Heads = Callable[[Tensor, int], Tensor | None]
+"""From states [n, width] and an adapter slot (-1: base) to the float32 logits [n, labels] of that
+slot's classification head; None where it has none."""
+
+
+def no_heads(states: Tensor, slot: int) -> Tensor | None:
+    """Return None: no slot has a classification head."""
+    return None
+
+
 @dataclass(frozen=True)
 class PromptRow:
-    """A row of a request for prompt logprobs or an embedding.
+    """A row of a request for prompt logprobs, an embedding or scores.
 
     row: its index in the batch.
     batch_slot: of its request.
     at: the index of its first token among the step's.
     known_at: the index of the request's first token in the flat token buffer.
     start, end: the positions that it computes.
-    prompt_length, sampling: of its request.
+    prompt_length, sampling, adapter_slot: of its request; -1 for the base model.
     """
 
     row: int
@@ -46,6 +57,7 @@ class PromptRow:
     end: int
     prompt_length: int
     sampling: Sampling
+    adapter_slot: int = -1
 
     @property
     def num_scored(self) -> int:
@@ -56,45 +68,47 @@ class PromptRow:
 
     @property
     def pools(self) -> bool:
-        """Return whether its hidden states are part of an embedding."""
+        """Return whether its hidden states are part of an embedding, or are scored."""
         return self.sampling.pooling is not Pooling.NONE and self.start < self.prompt_length
 
     @property
     def completes(self) -> bool:
-        """Return whether this row completes its embedding."""
+        """Return whether this row completes its embedding or its scores."""
         return self.pools and self.end >= self.prompt_length
 
 
 @dataclass(frozen=True)
 class PromptScoresOnDevice:
-    """A step's prompt logprobs and embeddings, on the device.
+    """A step's prompt logprobs, embeddings and scores, on the device.
 
     rows: as in `read`.
     logprobs: of all scored positions, row after row; None without any.
-    embeddings: float32 [completed rows, width]; None without any.
+    vectors: the embedding or the scores, float32, of each row that completes them; a row of a
+    model that cannot has none.
     """
 
     rows: Sequence[PromptRow]
     logprobs: LogprobTensors | None
-    embeddings: Tensor | None
+    vectors: Mapping[int, Tensor]
 
     @property
     def tensors(self) -> list[Tensor]:
         """Return all tensors that the host needs."""
         found = self.logprobs
         scores = [] if found is None else [found.logprob, found.top_ids, found.top_logprobs]
-        return scores if self.embeddings is None else [*scores, self.embeddings]
+        # One tensor: a step's results are copied one by one.
+        return [*scores, torch.cat(list(self.vectors.values()))] if self.vectors else scores
 
     def reports(self, copied: Sequence[Tensor]) -> list[PromptReport]:
         """Return the rows' reports, from `tensors` on the host."""
         logprobs: Iterator[TokenLogprobs] = iter(())
-        embeddings: Iterator[Tensor] = iter(())
         if self.logprobs is not None:
             own, ids, top = (tensor.tolist() for tensor in copied[:3])
             logprobs = map(TokenLogprobs, own, ids, top)
-        pooled = self.embeddings is not None
-        if pooled:
-            embeddings = iter(copied[-1])
+        found: dict[int, Tensor] = {}
+        if self.vectors:
+            sizes = [len(vector) for vector in self.vectors.values()]
+            found = dict(zip(self.vectors, torch.split(copied[-1], sizes), strict=True))
         return [
             PromptReport(
                 row=row.row,
@@ -103,7 +117,7 @@ class PromptScoresOnDevice:
                     _cut(next(logprobs), row.sampling.prompt_logprobs)
                     for _ in range(row.num_scored)
                 ],
-                embedding=_bytes(next(embeddings)) if pooled and row.completes else b"",
+                embedding=_bytes(found[row.row]) if row.row in found else b"",
             )
             for row in self.rows
         ]
@@ -112,7 +126,8 @@ class PromptScoresOnDevice:
 class PromptReader:
     """Reads prompts for one rank; keeps the sums of those that are computed in several rows."""
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, vocab_size: int, device: torch.device, heads: Heads) -> None:
+        self._heads = heads
         self._slice = max(1, SLICE_BYTES // (4 * vocab_size))
         self._device = device
         self._sums: dict[int, Tensor] = {}
@@ -127,9 +142,23 @@ class PromptReader:
         """
         scored = [row for row in rows if row.num_scored]
         logprobs = self._score(scored, hidden, known, head) if scored else None
-        pooled = [self._pool(row, hidden) for row in rows if row.pools]
-        complete = [embedding for embedding in pooled if embedding is not None]
-        return PromptScoresOnDevice(rows, logprobs, torch.stack(complete) if complete else None)
+        pooled = {row.row: self._pool(row, hidden) for row in rows if row.pools}
+        vectors = {row: vector for row, vector in pooled.items() if vector is not None}
+        return PromptScoresOnDevice(rows, logprobs, vectors | self._classify(rows, hidden))
+
+    def _classify(self, rows: Sequence[PromptRow], hidden: Tensor) -> dict[int, Tensor]:
+        """Return the scores of the rows that complete theirs, by row; one product for each head."""
+        by_slot: dict[int, list[PromptRow]] = defaultdict(list)
+        for row in rows:
+            if row.sampling.pooling is Pooling.SCORE and row.completes:
+                by_slot[row.adapter_slot].append(row)
+        vectors: dict[int, Tensor] = {}
+        for slot, own in by_slot.items():
+            last = np.array([row.at + row.end - row.start - 1 for row in own], dtype=np.int64)
+            logits = self._heads(hidden[to_device(last, self._device)], slot)
+            if logits is not None:
+                vectors |= {row.row: vector for row, vector in zip(own, logits, strict=True)}
+        return vectors
 
     def _score(
         self, rows: Sequence[PromptRow], hidden: Tensor, known: Tensor, head: Head
@@ -148,6 +177,8 @@ class PromptReader:
 
     def _pool(self, row: PromptRow, hidden: Tensor) -> Tensor | None:
         """Add a row's hidden states; returns the embedding if it is complete."""
+        if row.sampling.pooling is Pooling.SCORE:
+            return None
         states = hidden[row.at : row.at + row.end - row.start]
         if row.sampling.pooling is Pooling.LAST:
             return states[-1].float() if row.completes else None

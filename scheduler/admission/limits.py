@@ -94,7 +94,9 @@ def refuse_impossible(request: Request, limits: Limits, capacity: Capacity) -> N
             f"but at most {longest} are served; shorten one of them"
         )
     if new and request.sampling.pooling is not Pooling.NONE:
-        raise InvalidRequest("an embedding is made of a prompt alone; set max_new_tokens to 0")
+        raise InvalidRequest(
+            "an embedding or a score is made of a prompt alone; set max_new_tokens to 0"
+        )
     refuse_oversized(request, capacity)
 
 

@@ -94,12 +94,12 @@ class PrefixCache:
     def match(self, request: Request) -> CachedPrefix:
         """The longest known prefix of the request; at least one token is left to compute.
 
-        Of a group that forgets, only the blocks are needed that the next position sees. A request
-        that still awaits a report about its prompt computes all of it: nothing is found.
+        Of a group that forgets, only the blocks are needed that the next position sees. Nothing is
+        found for a request with a report that needs its whole prompt.
         """
         # The last token is computed in any case: its logits give the next one.
         limit = (len(request.tokens) - 1) // self.block_size
-        if not self.enabled or request.awaits_report:
+        if not self.enabled or request.needs_whole_prompt:
             limit = 0
         digests = extend_chain(request, limit, self.block_size)
         end = limit - limit % self._step

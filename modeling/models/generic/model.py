@@ -35,6 +35,7 @@ from modeling.models.generic.step import (
     PagedLayers,
     RotationLostError,
 )
+from modeling.models.paged_base import read_score
 from sharding.embedding import ParallelHead, VocabParallelEmbedding
 from sharding.loader import Weights
 
@@ -62,7 +63,8 @@ class GenericForCausalLM(nn.Module):
         # torch's product of groups reads their sizes on the host, but for half precision.
         self.capturable = not has_experts or weights.dtype is not torch.float32
         prefix = self.causal.base_model_prefix
-        self._add_ends(weights)
+        self._add_ends(weights, has_bias=not architecture.num_labels)
+        self.score: Tensor | None = read_score(architecture, weights, self.width)
         plan = CutPlan(self.causal.config, prefix, weights.group)
         self.projections: tuple[Projection, ...] = replace_linears(
             self.causal, plan, weights, self._step
@@ -122,8 +124,8 @@ class GenericForCausalLM(nn.Module):
         ends = vocabulary_projections(self._ends, self._embedding.base, self._head.base)
         return {f"{path}.weight": end.base_rows for end in ends for path in end.modules(0)}
 
-    def _add_ends(self, weights: Weights) -> None:
-        """Replace embedding and head."""
+    def _add_ends(self, weights: Weights, has_bias: bool) -> None:
+        """Replace embedding and head. has_bias: whether a head with a bias finds it."""
         causal: Any = self.causal
         embed, head = causal.get_input_embeddings(), causal.get_output_embeddings()
         paths = {module: path for path, module in causal.named_modules()}
@@ -132,14 +134,15 @@ class GenericForCausalLM(nn.Module):
         tied = causal.config.get_text_config(decoder=True).tie_word_embeddings
         if tied:
             weights.stand_in(f"{names.embedding}.weight", f"{names.head}.weight")
-        vocab_size, width = embed.weight.shape
+        vocab_size, self.width = embed.weight.shape
+        width = self.width
         base = VocabParallelEmbedding(names.embedding, vocab_size, width, weights)
         scale = embedding_scale(embed)
         scale = None if scale is None else scale.to(self.device)
         self._embedding = GenericEmbedding(base, self._step, scale)
         whole_head = ParallelHead(names.head, vocab_size, width, weights, base if tied else None)
         bias = None
-        if head.bias is not None:
+        if head.bias is not None and has_bias:
             bias = weights.parameter(f"{names.head}.bias", (vocab_size,))
         self._head = GenericHead(whole_head, self._step, bias)
         causal.set_submodule(names.embedding, self._embedding)
