@@ -13,6 +13,7 @@ import msgspec
 from configs.wire.adapters import AdapterReference, AdapterSource
 from configs.wire.plan import TokenLogprobs
 from configs.wire.sampling import FinishReason, Sampling, Stopping
+from configs.wire.tasks import ModelTask
 
 
 class ErrorKind(StrEnum):
@@ -92,7 +93,7 @@ class SequenceOutcome(msgspec.Struct, frozen=True):
     cached_tokens: prompt tokens that came from the prefix cache.
     queue_seconds, first_token_seconds: since the request arrived.
     prompt_logprobs: of the prompt's tokens from the second on, if requested.
-    embedding: of the prompt, float32 little-endian, if requested.
+    embedding: or scores, of the prompt, float32 little-endian, if requested.
     """
 
     tokens: list[int]
@@ -149,6 +150,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     tokenizer: the folder that holds the tokenizer and the chat template.
     startup_info: what start-up selected (device, attention backend, pages), as `chosen` in /info.
     healthy: False while the ranks are being rebuilt.
+    task: what the base model is for.
     """
 
     model_id: str
@@ -167,6 +169,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     startup_info: dict[str, str]
     adapters: list[AdapterInfo]
     healthy: bool
+    task: ModelTask = ModelTask()
 
 
 AdapterTier = Literal["absent", "disk", "host", "device"]

@@ -62,7 +62,7 @@ def adapted_classifier(base: Path, adapter: Path | None) -> Any:
     """transformers' model with PEFT's adapter, as the adapter's own head wants it."""
     if adapter is None:
         return _classifier(base)
-    with safe_open(adapter / "adapter_model.safetensors", "pt") as file:  # type: ignore[no-untyped-call]
+    with safe_open(adapter / "adapter_model.safetensors", "pt") as file:
         own = [key for key in file.keys() if ".score." in key or ".classifier." in key]  # noqa: SIM118
         rows = {file.get_slice(key).get_shape()[0] for key in own if "lora" not in key}
     settings = {"num_labels": min(rows), "ignore_mismatched_sizes": True} if rows else {}

@@ -311,13 +311,14 @@ def prompt_logprobs(sequence: SequenceRequest) -> list[TokenLogprobs] | None:
 
 
 def embedding(sequence: SequenceRequest, adapter: AdapterReference | None) -> bytes:
-    """Eight numbers that depend on the prompt, the adapter and the pooling."""
+    """Eight numbers that depend on the prompt, the adapter and the pooling; one from `judge`."""
     pooling = sequence.sampling.pooling
     if pooling is Pooling.NONE:
         return b""
     seen = (sequence.prompt, adapter.id if adapter else None, pooling.value)
     seed = zlib.crc32(repr(seen).encode())
-    return np.random.default_rng(seed).standard_normal(8).astype("<f4").tobytes()
+    size = 1 if seen[1] == "judge" else 8
+    return np.random.default_rng(seed).standard_normal(size).astype("<f4").tobytes()
 
 
 def token_logprobs(token: int, num_top: int) -> TokenLogprobs:

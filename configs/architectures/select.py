@@ -10,6 +10,7 @@ from configs.architectures import classifiers, generic, padded, text_stack
 from configs.architectures.base import ArchitectureError, ModelArchitecture, token_ids
 from configs.architectures.rope import RotaryArchitecture
 from configs.model import Quantize
+from configs.wire.tasks import ModelTask, Task
 
 FAMILIES: dict[str, str] = {
     "GPT2LMHeadModel": "configs.architectures.gpt2",
@@ -111,6 +112,19 @@ def end_token_ids(folder: Path) -> tuple[int, ...]:
         if found is not None:
             return token_ids(found)
     return ()
+
+
+def model_task(folder: Path) -> ModelTask:
+    """Return what the model of a folder is for."""
+    config = _read(folder)
+    if not any(classifiers.is_classifier(name) for name in _names(config)):
+        return ModelTask(pad_token_id=classifiers.pad_token(config))
+    return ModelTask(
+        Task.CLASSIFY,
+        classifiers.labels_of(config),
+        config.get("problem_type"),
+        pad_token_id=classifiers.pad_token(config),
+    )
 
 
 def vocab_size(folder: Path) -> int:

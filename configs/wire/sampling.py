@@ -72,6 +72,7 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     they are those of the model's own distribution, without adjustments and temperature.
     prompt_logprobs: the same for the prompt's tokens from the second on.
     pooling: return an embedding or scores of the prompt; such a sequence generates nothing.
+    second_at: where the second of two texts begins, for models with token types; 0: there is one.
     """
 
     temperature: float = 0.0
@@ -96,6 +97,7 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     bad_words: tuple[tuple[int, ...], ...] = ()
     free_until: tuple[int, ...] = ()
     free_from: int = -1
+    second_at: int = 0
 
     def __post_init__(self) -> None:
         """Refuse values outside their domain; the messages name the field."""

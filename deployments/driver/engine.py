@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from configs.architectures.select import end_token_ids, vocab_size
+from configs.architectures.select import end_token_ids, model_task, vocab_size
 from configs.catalogue import merged
 from configs.engine import EngineConfig
 from configs.kv_groups import held_tokens
@@ -38,6 +38,7 @@ from deployments.driver.adapters.pushes import PushedVersions
 from deployments.driver.adapters.rate_limits import NamedRateLimits
 from deployments.driver.adapters.report import AdapterReporter
 from deployments.driver.adapters.staging import AdapterStaging
+from deployments.driver.adapters.tasks import AdapterTasks
 from deployments.driver.description import common, engine_load, startup_info
 from deployments.driver.ingress_events import IngressDispatch
 from deployments.driver.loop import EngineLoop, LoopSettings, RankGroup
@@ -102,6 +103,7 @@ class DriverEngine:
             self._rate_limits,
             self._reporter,
             self.usage,
+            AdapterTasks(folder, self._directory),
         )
         self.early_submits = EarlySubmits(requests, self._streams, handle)
         events = IngressDispatch(self._runner, self.early_submits, self._streams)
@@ -264,6 +266,7 @@ class DriverEngine:
 
     async def describe(self) -> EngineInfo:
         """What is served, for validation and /info."""
+        task = model_task(self._folder)
         report, capacity = self.ranks[0], common([report.capacity for report in self.ranks])
         limits, longest = self._limits, capacity.max_total_tokens
         return EngineInfo(
@@ -280,9 +283,10 @@ class DriverEngine:
             max_batch_total_tokens=held_tokens(capacity.groups, capacity.num_blocks),
             max_running=limits.max_running,
             max_queued=limits.max_queued,
-            startup_info=startup_info(self.ranks),
+            startup_info={"task": task.task.value, **startup_info(self.ranks)},
             adapters=await self._listing(),
             healthy=self.healthy,
+            task=task,
         )
 
     async def _listing(self) -> list[AdapterInfo]:

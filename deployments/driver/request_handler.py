@@ -10,6 +10,7 @@ from deployments.driver.adapters.aliases import Aliases
 from deployments.driver.adapters.lifecycle import EngineAdapters
 from deployments.driver.adapters.rate_limits import NamedRateLimits
 from deployments.driver.adapters.report import AdapterReporter
+from deployments.driver.adapters.tasks import AdapterTasks
 from deployments.driver.loop_handle import LoopFailed, LoopHandle
 from deployments.driver.request_runner import RequestRunner
 from deployments.driver.streaming.streams import refusal, unavailable, unreadable
@@ -29,7 +30,9 @@ class RequestHandler:
         rate_limits: NamedRateLimits,
         reporter: AdapterReporter,
         usage: AdapterUsage,
+        tasks: AdapterTasks,
     ) -> None:
+        self._tasks = tasks
         self._handle = handle
         self._runner = runner
         self._aliases = aliases
@@ -44,6 +47,9 @@ class RequestHandler:
         if self._handle.failure is not None:
             return refusal(request, unavailable(self._handle.failure))
         if request.adapter is None:
+            fault = self._tasks.base_fault(request)
+            if fault is not None:
+                return refusal(request, Failed(ErrorKind.VALIDATION, fault))
             return await self._runner.run(request, None, (), arrived, reply_to)
         try:
             target = self._aliases.resolve(request.adapter, request.allowed)
@@ -72,6 +78,9 @@ class RequestHandler:
             self._rate_limits.adapter_seen(reference, key, parts)
             self._reporter.requested(request.adapter)
             try:
+                fault = await self._tasks.fault(request, key)
+                if fault is not None:
+                    return refusal(request, Failed(ErrorKind.VALIDATION, fault))
                 completion = await self._runner.run(resolved, key, parts, arrived, reply_to)
             finally:
                 self._adapters.release(key)

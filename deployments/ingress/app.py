@@ -30,6 +30,7 @@ from deployments.ingress.openai import responses
 from deployments.ingress.openai import routes as openai
 from deployments.ingress.openapi.document import documented
 from deployments.ingress.pages import playground, reference
+from deployments.ingress.scores import routes as scores
 from deployments.observability.lorax_metrics import RequestMetrics
 
 # For access logs only: the client has left.
@@ -77,6 +78,7 @@ def build_app(
     app.include_router(pushes.routes(engine))
     app.include_router(responses.routes(engine))
     app.include_router(embeddings.routes(engine))
+    app.include_router(scores.routes(engine))
     app.include_router(playground.routes(page))
     app.include_router(reference.routes(app))
     app.openapi = documented(app)  # type: ignore[method-assign]

@@ -4,24 +4,21 @@ import base64
 import math
 import struct
 import time
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypedDict
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 from starlette.responses import Response
 
 from configs.embeddings import EmbeddingsConfig
-from configs.wire.adapters import AdapterReference, AdapterSource
-from configs.wire.sampling import Pooling, Sampling, Stopping
-from deployments.contract import Completion, EngineInfo, GenerateRequest, SequenceRequest
+from configs.wire.sampling import Pooling
+from deployments.contract import Completion, EngineInfo
 from deployments.ingress.access.keys import hub_token
-from deployments.ingress.adapter_names.merges import MergedAdapters, check_merge, requested_adapter
-from deployments.ingress.generation.engine import EngineClient, GenerationJob, IngressSettings
+from deployments.ingress.generation.engine import EngineClient
 from deployments.ingress.generation.replies import FinishedCall, whole
-from deployments.ingress.http.errors import RequestError, invalid
+from deployments.ingress.http.errors import invalid
 from deployments.ingress.http.unicode import Unicode
 from deployments.ingress.lorax.jobs import adapter_of
 from deployments.ingress.lorax.schema import (
@@ -32,10 +29,17 @@ from deployments.ingress.lorax.schema import (
     check_lengths,
     input_limit,
 )
-from deployments.ingress.requests.jobs import checked_ids
-from deployments.ingress.requests.request_fields import REFUSED_EMBEDDINGS, refuse_others
+from deployments.ingress.prompts import (
+    Prompt,
+    PromptBody,
+    PromptRequest,
+    characters_of,
+    check_body,
+    encoded,
+    prompt_request,
+)
+from deployments.ingress.requests.request_fields import REFUSED_EMBEDDINGS
 from deployments.ingress.requests.schema import PromptInput, prompts_of
-from deployments.ingress.text.tokenizer import Limit, ModelTokenizer
 
 Vector = tuple[float, ...]
 
@@ -70,23 +74,15 @@ class EmbedReply(TypedDict):
     embeddings: Vector
 
 
-class EmbeddingsBody(BaseModel):
+class EmbeddingsBody(PromptBody):
     """POST /v1/embeddings, with this server's `pooling` and `normalize` and LoRAX's parameters."""
-
-    model_config = ConfigDict(frozen=True, extra="allow")
 
     model: Unicode = Field(max_length=1024)
     input: list[str | list[int]]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
-    user: Unicode | None = None
-    pooling: Literal["mean", "last"] | None = None
+    pooling: Literal["mean", "last", "cls", "max"] | None = None
     normalize: bool | None = None
-    adapter_source: Unicode | None = None
-    merged_adapters: MergedAdapters | None = None
-    api_token: Unicode | None = None
-    cache_salt: Unicode | None = Field(None, min_length=1)
-    parameters: GenerateParameters | None = None
 
     @field_validator("input", mode="plain", json_schema_input_type=PromptInput)
     @classmethod
@@ -95,15 +91,30 @@ class EmbeddingsBody(BaseModel):
 
 
 @dataclass(frozen=True)
-class _Parsed:
-    """A checked request of either route."""
+class Embedder:
+    """How prompts become embeddings. normalize: scale each to the length 1."""
 
-    inputs: Sequence[list[int]]
-    characters: int
-    adapter: AdapterReference | None
-    api_token: str | None
-    started: float
-    cache_salt: str = ""
+    pooling: Pooling
+    normalize: bool
+
+    @classmethod
+    def of(cls, info: EngineInfo, defaults: EmbeddingsConfig) -> "Embedder":
+        """As the model says, or else the server's settings."""
+        own = info.task
+        if own.pooling is Pooling.NONE:
+            return cls(defaults.pooling, defaults.normalize)
+        return cls(own.pooling, own.normalize)
+
+    def vectors(self, completion: Completion) -> list[Vector]:
+        """The embeddings, in order; refuses a model whose code returns no hidden states."""
+        vectors: list[Vector] = []
+        for outcome in completion.sequences:
+            if not outcome.embedding:
+                raise invalid("this model cannot embed: its code returns no hidden states", "model")
+            vector = numbers(outcome.embedding)
+            length = math.hypot(*vector) if self.normalize else 1.0
+            vectors.append(tuple(value / length for value in vector) if length else vector)
+        return vectors
 
 
 def routes(engine: EngineClient) -> APIRouter:
@@ -113,63 +124,36 @@ def routes(engine: EngineClient) -> APIRouter:
 
     @router.post("/v1/embeddings")
     async def embeddings(request: Request, body: EmbeddingsBody) -> Response:
-        parsed = await _parsed_openai(request, body, engine)
-        config = EmbeddingsConfig(
-            pooling=Pooling(body.pooling or defaults.pooling),
-            normalize=defaults.normalize if body.normalize is None else body.normalize,
+        _check(body)
+        prompts = encoded(body.input, engine)
+        asked = await prompt_request(request, body, engine, prompts, characters_of(body.input))
+        own = Embedder.of((await engine.served()).info, defaults)
+        embedder = Embedder(
+            pooling=Pooling(body.pooling or own.pooling),
+            normalize=own.normalize if body.normalize is None else body.normalize,
         )
 
         def complete(result: FinishedCall) -> object:
-            vectors = _vectors(result.completion, config)
-            return _reply(body, vectors, sum(len(ids) for ids in parsed.inputs))
+            return _reply(body, embedder.vectors(result.completion), asked.num_tokens)
 
-        return await whole(request, engine, _job(parsed, config), complete)
+        return await whole(request, engine, asked.job(embedder.pooling, "emb"), complete)
 
     @router.post("/embed")
     async def embed(request: Request, body: GenerateRequestBody) -> Response:
-        parsed = await _parsed_lorax(request, body, engine)
+        asked = await lorax_request(request, body, engine)
+        embedder = Embedder.of((await engine.served()).info, defaults)
 
         def complete(result: FinishedCall) -> EmbedReply:
-            return {"embeddings": _vectors(result.completion, defaults)[0]}
+            return {"embeddings": embedder.vectors(result.completion)[0]}
 
-        return await whole(request, engine, _job(parsed, defaults), complete)
+        return await whole(request, engine, asked.job(embedder.pooling, "emb"), complete)
 
     return router
 
 
-async def _parsed_openai(request: Request, body: EmbeddingsBody, engine: EngineClient) -> _Parsed:
-    started = time.monotonic()
-    _check(body, engine.settings)
-    info, text = await engine.served()
-    limit = _limit(info)
-    for given in body.input:
-        if isinstance(given, str):
-            text.check_length(given, limit)
-    token = body.parameters.api_token if body.parameters is not None else None
-    return _Parsed(
-        inputs=[_checked(await _ids(given, text, limit), info) for given in body.input],
-        characters=sum(len(given) for given in body.input if isinstance(given, str)),
-        adapter=_adapter_of(body, info, engine.settings.default_source),
-        api_token=body.api_token or token or hub_token(request),
-        started=started,
-        cache_salt=body.cache_salt or "",
-    )
-
-
-def _adapter_of(
-    body: EmbeddingsBody, info: EngineInfo, default_source: AdapterSource
-) -> AdapterReference | None:
-    """The adapter that LoRAX's parameters name; if they name none, the one of `model`."""
-    given = body.parameters
-    if given is not None and (given.adapter_id or given.merged_adapters is not None):
-        return adapter_of(given, info, default_source)
-    merged = body.merged_adapters
-    return requested_adapter(body.model, body.adapter_source, merged, info, default_source)
-
-
-async def _parsed_lorax(
+async def lorax_request(
     request: Request, body: GenerateRequestBody, engine: EngineClient
-) -> _Parsed:
+) -> PromptRequest:
     """Parse as for /generate; parameters of sampling have no effect."""
     started, given = time.monotonic(), body.given
     check_adapters(given)
@@ -179,8 +163,8 @@ async def _parsed_lorax(
     ids = await text.encode(body.inputs, limit=limit) if body.inputs else []
     check_known(ids, info)
     check_lengths(len(ids), 0, info)
-    return _Parsed(
-        inputs=[ids],
+    return PromptRequest(
+        inputs=[Prompt(ids)],
         characters=len(body.inputs),
         adapter=adapter,
         api_token=given.api_token or hub_token(request),
@@ -188,73 +172,17 @@ async def _parsed_lorax(
     )
 
 
-def _check(body: EmbeddingsBody, settings: IngressSettings) -> None:
+def _check(body: EmbeddingsBody) -> None:
     """Refuse what can be refused before the inputs are encoded."""
-    refuse_others(body.model_extra, REFUSED_EMBEDDINGS)
-    if body.parameters is not None:
-        check_adapters(body.parameters)
-    check_merge(body.merged_adapters)
+    check_body(body, REFUSED_EMBEDDINGS)
     if body.dimensions is not None:
         message = "`dimensions` is not supported: embeddings are as wide as the model's states"
         raise invalid(message, "dimensions", "unsupported_parameter")
-    if not body.input or not all(body.input):
-        raise invalid("`input` cannot be empty", "input")
-    if len(body.input) > settings.max_sequences:
-        message = (
-            f"`input` has {len(body.input)} entries; at most {settings.max_sequences} are served"
-        )
-        raise invalid(message, "input")
 
 
-def _limit(info: EngineInfo) -> Limit:
-    def refusal(size: str) -> RequestError:
-        message = f"`input` has {size}; at most {info.max_input_tokens} tokens are allowed"
-        return invalid(message, "input", "context_length_exceeded")
-
-    return Limit(info.max_input_tokens, refusal)
-
-
-async def _ids(given: str | list[int], text: ModelTokenizer, limit: Limit) -> list[int]:
-    return await text.encode(given, limit=limit) if isinstance(given, str) else given
-
-
-def _checked(ids: list[int], info: EngineInfo) -> list[int]:
-    """The ids of one input; refuses none, unknown ones, and too many."""
-    if len(ids) > info.max_input_tokens:
-        raise _limit(info).refusal(f"{len(ids)} tokens")
-    return checked_ids(ids, info, "input")
-
-
-def _job(parsed: _Parsed, config: EmbeddingsConfig) -> GenerationJob:
-    """The job: sequences that generate no token."""
-    sampling, stopping = Sampling(pooling=config.pooling), Stopping(0)
-    request = GenerateRequest(
-        id=f"emb-{uuid.uuid4().hex}",
-        sequences=[SequenceRequest(ids, sampling, stopping) for ids in parsed.inputs],
-        adapter=parsed.adapter,
-        api_token=parsed.api_token,
-    )
-    return GenerationJob(
-        request=request,
-        stops=(),
-        keep_stops=False,
-        per_token=False,
-        characters=parsed.characters,
-        cache_salt=parsed.cache_salt,
-        started=parsed.started,
-    )
-
-
-def _vectors(completion: Completion, config: EmbeddingsConfig) -> list[Vector]:
-    """The embeddings, in order; refuses a model whose code returns no hidden states."""
-    vectors: list[Vector] = []
-    for outcome in completion.sequences:
-        if not outcome.embedding:
-            raise invalid("this model cannot embed: its code returns no hidden states", "model")
-        vector = struct.unpack(f"<{len(outcome.embedding) // 4}f", outcome.embedding)
-        length = math.hypot(*vector) if config.normalize else 1.0
-        vectors.append(tuple(value / length for value in vector) if length else vector)
-    return vectors
+def numbers(data: bytes) -> Vector:
+    """The numbers of little-endian float32."""
+    return struct.unpack(f"<{len(data) // 4}f", data)
 
 
 def _reply(body: EmbeddingsBody, vectors: Sequence[Vector], num_tokens: int) -> EmbeddingsReply:

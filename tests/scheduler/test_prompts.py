@@ -67,9 +67,25 @@ def test_a_request_without_reports_and_new_tokens_ends() -> None:
     assert (ended.tokens, ended.prompt_logprobs, ended.embedding) == ([], None, b"")
 
 
+@pytest.mark.parametrize("pooling", [Pooling.LAST, Pooling.SCORE])
+def test_what_reads_the_last_token_alone_reads_the_prefix_cache(pooling: Pooling) -> None:
+    scheduler = Scheduler(Limits(), capacity())
+    starts = []
+    for index in range(2):
+        scheduler.add(scored(index, 9, sampling=Sampling(pooling=pooling)), 0.0)
+        plan = scheduler.schedule(0.0)
+        starts += [row.start for row in plan.rows]
+        assert plan.joins[0].sampling.pooling is pooling
+        report = PromptReport(0, embedding=b"1234")
+        (ended,) = scheduler.apply(plan, StepResult(plan.epoch, plan.step, [], reports=[report]), 0)
+        assert isinstance(ended, Ended)
+        assert ended.embedding == b"1234"
+    assert starts == [0, 8], "whole blocks, and never the last token"
+
+
 def test_the_prefix_cache_is_written_but_not_read() -> None:
     scheduler = Scheduler(Limits(), capacity())
-    for index, sampling in enumerate([Sampling(), SCORED, Sampling(pooling=Pooling.LAST)]):
+    for index, sampling in enumerate([Sampling(), SCORED, Sampling(pooling=Pooling.MEAN)]):
         scheduler.add(scored(index, 9, sampling=sampling), 0.0)
         plan = scheduler.schedule(0.0)
         assert [row.start for row in plan.rows] == [0]

@@ -19,7 +19,9 @@ from deployments.ingress.http.responses import json_response
 
 _GENERATING = frozenset({"/", "/generate", "/generate_stream", "/invocations",
                          "/v1/completions", "/v1/chat/completions",
-                         "/v1/responses", "/v1/messages", "/embed", "/v1/embeddings"})  # fmt: skip
+                         "/v1/responses", "/v1/messages", "/embed", "/v1/embeddings",
+                         "/classify", "/classify_batch", "/v1/classify", "/pooling",
+                         "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"})  # fmt: skip
 
 
 def error_response(request: Request, error: RequestError, status: int | None = None) -> Response:

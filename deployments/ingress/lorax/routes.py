@@ -7,11 +7,12 @@ from typing import TypedDict
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from configs.wire.tasks import Task
 from deployments.contract import AdapterInfo, EngineInfo
 from deployments.ingress.access.keys import visible
 from deployments.ingress.generation.engine import EngineClient
 from deployments.ingress.generation.replies import FinishedCall, stream, whole
-from deployments.ingress.http.errors import invalid, lorax_error
+from deployments.ingress.http.errors import lorax_error
 from deployments.ingress.http.responses import json_response
 from deployments.ingress.lorax.jobs import job_of
 from deployments.ingress.lorax.replies import LoraxWriter
@@ -22,6 +23,12 @@ from deployments.ingress.lorax.schema import (
     check_characters,
 )
 from deployments.ingress.text.tokenizer import Slice
+
+_PIPELINES = {
+    Task.GENERATE: "text-generation",
+    Task.CLASSIFY: "text-classification",
+    Task.EMBED: "feature-extraction",
+}
 
 
 class TextSlice(TypedDict):
@@ -81,11 +88,6 @@ def routes(engine: EngineClient) -> APIRouter:
     async def info(request: Request) -> Response:
         return json_response(_info(visible(request, await engine.info()), engine))
 
-    @router.post("/classify")
-    @router.post("/classify_batch")
-    async def classify() -> Response:
-        raise invalid("Text generation models don't support classification")
-
     return router
 
 
@@ -121,7 +123,7 @@ def _info(info: EngineInfo, engine: EngineClient) -> InfoReply:
         "model_sha": info.model_revision,
         "model_dtype": info.dtype,
         "model_device_type": info.device,
-        "model_pipeline_tag": "text-generation",
+        "model_pipeline_tag": _PIPELINES[info.task.task],
         "max_concurrent_requests": info.max_running + info.max_queued,
         "max_best_of": settings.max_best_of,
         "max_stop_sequences": settings.max_stop_sequences,

@@ -34,6 +34,13 @@ from deployments.ingress.openai.reply_types import (
     ResponseEvent,
     ResponseReply,
 )
+from deployments.ingress.scores.replies import (
+    ClassifyReply,
+    Entity,
+    PoolingReply,
+    RerankReply,
+    ScoreReply,
+)
 
 JSON = "application/json"
 EVENTS = "text/event-stream"
@@ -44,6 +51,15 @@ REPLIES: Mapping[str, Any] = {
     "post /generate": GenerateReply,
     "post /tokenize": list[TextSlice],
     "post /embed": EmbedReply,
+    "post /classify": list[Entity] | ClassifyReply,
+    "post /classify_batch": list[list[Entity]],
+    "post /v1/classify": ClassifyReply,
+    "post /pooling": PoolingReply,
+    "post /score": ScoreReply,
+    "post /v1/score": ScoreReply,
+    "post /rerank": RerankReply,
+    "post /v1/rerank": RerankReply,
+    "post /v2/rerank": RerankReply,
     "get /info": InfoReply,
     "get /metrics": dict[str, Any],
     "post /v1/completions": CompletionReply,

@@ -140,6 +140,21 @@ REFUSED_EMBEDDINGS = refused_fields((
     (_ZERO, "priorities are the operator's", "priority"),
     (_EMPTY, "write its fields beside `model`", "extra_body"),
 ))  # fmt: skip
+REFUSED_SCORES = refused_fields((
+    (_NONE, "send shorter texts", "truncate_prompt_tokens truncation_side max_tokens_per_doc"),
+    (_NONE, "send shorter texts", "max_chunks_per_doc"),
+    ((None, False, "NONE"), "send shorter texts", "truncate"),
+    (_ON, "send texts as the tokenizer joins them", "add_special_tokens"),
+    (_EMPTY_LIST, "send texts", "messages"),
+    (_EMPTY, "", "chat_template_kwargs rank_fields"),
+    (_NONE, "write what the model expects into the texts", "chat_template instruction"),
+    ((None, "float32"), "", "embed_dtype"),
+    ((None, "native", "little"), "", "endianness"),
+    ((None, False), "", "return_embeddings"),
+    (_NO_MEDIA, "only text is served", "mm_processor_kwargs"),
+    (_ZERO, "priorities are the operator's", "priority"),
+    (_EMPTY, "write its fields beside `model`", "extra_body"),
+))  # fmt: skip
 _STATELESS = "responses are not stored: send the whole conversation in `input`"
 REFUSED_RESPONSES = refused_fields((
     (_NONE, _STATELESS, "previous_response_id conversation previous_response"),

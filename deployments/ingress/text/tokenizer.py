@@ -142,6 +142,17 @@ class ModelTokenizer:
             len(text), self._encode_cut, text, add_special_tokens, num_tokens, side
         )
 
+    async def encode_pair(self, text: str, second: str) -> tuple[list[int], int]:
+        """Token ids of two texts, joined as the tokenizer joins them, and where the second begins.
+
+        The latter is 0 for tokenizers without token types.
+        """
+        length = len(text) + len(second)
+        if length <= _SHORT_CHARACTERS:
+            return self._encode_pair(text, second)
+        threads = self._long_thread if length > _LONG_CHARACTERS else self._threads
+        return await threads.run(length, self._encode_pair, text, second)
+
     def check_length(self, text: str, limit: Limit) -> None:
         """Refuse a text that is too long for so few tokens, without encoding it."""
         if len(text) > self._extents.most_characters(limit.tokens):
@@ -226,6 +237,18 @@ class ModelTokenizer:
         encoding = self._encoding(self._tokenizer.encode_batch_fast, text, False)
         encoding.truncate(num_tokens - added, direction=side)
         return self._tokenizer.post_process(encoding, None, add_special_tokens).ids
+
+    def _encode_pair(self, text: str, second: str) -> tuple[list[int], int]:
+        if self._markers:
+            raise invalid("this model's tokenizer does not join two texts")
+
+        def encode(texts: Sequence[str], add_special_tokens: bool) -> list[Encoding]:
+            pairs = [(text, second) for text in texts]
+            return self._tokenizer.encode_batch(pairs, add_special_tokens=add_special_tokens)
+
+        encoding = self._encoding(encode, text, True)
+        types = encoding.type_ids
+        return encoding.ids, types.index(1) if 1 in types else 0
 
     def _encoding(
         self, encode: Callable[..., list[Encoding]], text: str, add_special_tokens: bool

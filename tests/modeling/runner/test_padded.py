@@ -225,8 +225,17 @@ def test_the_report_counts_what_was_taken(padded: PaddedWorld) -> None:
     assert loaded.measure() == 3 * 4, "every batch slot at full length"
     report = loaded.allocate(9).report
     widths = [(32, 32)] * 4 + [(32, 48), (48, 32)]
-    assert report.projections == ("k_proj", "v_proj", "q_proj", "out_proj", "fc_in", "fc_out")
-    assert report.adapter_pool_bytes == NUM_PAGES * 8 * 4 * 2 * sum(a + b for a, b in widths)
+    assert report.projections == (
+        "k_proj",
+        "v_proj",
+        "q_proj",
+        "out_proj",
+        "fc_in",
+        "fc_out",
+        "score",
+    )
+    rows = 2 * sum(a + b for a, b in widths) + 32
+    assert report.adapter_pool_bytes == NUM_PAGES * 8 * 4 * rows
     assert not report.paged
     assert report.kv_bytes == 9 * BLOCK_SIZE * 2 * 2 * 32 * 4
     assert (report.num_blocks, report.max_total_tokens) == (9, 50)

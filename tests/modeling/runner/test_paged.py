@@ -158,13 +158,22 @@ def test_the_report_counts_what_was_taken(world: World) -> None:
     report = loaded.allocate(9).report
     kv_bytes_per_token = 2 * 2 * 2 * 8 * 4
     widths = [(32, 32), (32, 16), (32, 16), (32, 32), (32, 48), (32, 48), (48, 32)]
-    rows = 2 * sum(inputs + outputs for inputs, outputs in widths)
+    rows = 2 * sum(inputs + outputs for inputs, outputs in widths) + 32
     chunk = 2**12
     assert 4 * 2**30 - chunk < report.host_bytes <= 4 * 2**30, "whole chunks of the arena"
     assert report == RunnerReport(
         num_blocks=9,
         block_size=16,
-        projections=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+        projections=(
+            "q_proj",
+            "k_proj",
+            "v_proj",
+            "o_proj",
+            "gate_proj",
+            "up_proj",
+            "down_proj",
+            "score",
+        ),
         adapter_pages=10,
         adapter_slots=5,
         host_bytes=report.host_bytes,
@@ -197,7 +206,7 @@ def test_two_ranks_share_the_bytes(world: World) -> None:
     norms = 5 * 32 * 4
     assert sum(r.weight_bytes_resident for r in two) == one.weight_bytes_resident + norms
     assert [r.kv_bytes for r in two] == [one.kv_bytes // 2] * 2
-    assert all(r.adapter_pool_bytes < 0.75 * one.adapter_pool_bytes for r in two)
+    assert all(r.adapter_pool_bytes < 0.8 * one.adapter_pool_bytes for r in two)
 
 
 @pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16])

@@ -38,20 +38,6 @@ def test_sagemakers_aliases(http: httpx.Client) -> None:
     assert http.get("/ping").status_code == 200
 
 
-@pytest.mark.parametrize(
-    ("path", "words"),
-    [
-        ("/classify", "Text generation models don't support classification"),
-        ("/classify_batch", "Text generation models don't support classification"),
-    ],
-)
-def test_other_kinds_of_models(http: httpx.Client, path: str, words: str) -> None:
-    reply = http.post(path, json={"inputs": "hello"})
-    assert reply.status_code == 422
-    assert reply.json()["error"] == f"Input validation error: {words}"
-    assert reply.json()["error_type"] == "validation"
-
-
 def test_requests_are_counted_by_adapter_and_error(http: httpx.Client, driver: FakeDriver) -> None:
     driver.faults["bad"] = Failed(ErrorKind.ADAPTER_NOT_FOUND, "no such adapter")
     driver.faults["late"] = Failed(ErrorKind.GENERATION, "gone")
