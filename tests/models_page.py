@@ -40,7 +40,9 @@ What is paged has chunked prefill, the prefix cache and tensor parallelism; what
 rank and none of these ([the README](../README.md#models)). LoRA targets are the ends of the
 modules' names, of linear layers inside the decoder; paged models can also adapt embedding and
 head ([`adapters.vocabulary`](configuration.md)). Another config.json of a type on this page can
-be refused, or padded, for a setting of its own: the start says which.
+be refused, or padded, for a setting of its own: the start says which. Of paged types the
+`...ForSequenceClassification` is served too, where transformers has one
+([classification](compatibility.md#classification-scores-reranking)).
 """
 
 READING = {

@@ -27,8 +27,9 @@ SERVED_NOTES: Mapping[str, str] = {
     "layers_pattern": "as PEFT matches it; plain names",
     "rank_pattern": "as PEFT matches it; 4,096 keys at most",
     "alpha_pattern": "as PEFT matches it; 4,096 keys at most",
-    "modules_to_save": "embedding and head, where `adapters.vocabulary_copies` is above 0; "
-    "others are refused",
+    "task_type": "`SEQ_CLS` adapters bring a classification head; others change nothing",
+    "modules_to_save": "a decoder's classification head; embedding and head, where "
+    "`adapters.vocabulary_copies` is above 0; others are refused",
 }
 """What else there is to say of fields that are served."""
 

@@ -10,7 +10,7 @@ from configs.architectures import classifiers, generic, padded, text_stack
 from configs.architectures.base import ArchitectureError, ModelArchitecture, token_ids
 from configs.architectures.rope import RotaryArchitecture
 from configs.model import Quantize
-from configs.wire.tasks import ModelTask, Task
+from configs.wire.tasks import ModelTask, TaskKind
 
 FAMILIES: dict[str, str] = {
     "GPT2LMHeadModel": "configs.architectures.gpt2",
@@ -120,7 +120,7 @@ def model_task(folder: Path) -> ModelTask:
     if not any(classifiers.is_classifier(name) for name in _names(config)):
         return ModelTask(pad_token_id=classifiers.pad_token(config))
     return ModelTask(
-        Task.CLASSIFY,
+        TaskKind.CLASSIFY,
         classifiers.labels_of(config),
         config.get("problem_type"),
         pad_token_id=classifiers.pad_token(config),

@@ -7,7 +7,7 @@ import msgspec
 from configs.wire.sampling import Pooling
 
 
-class Task(StrEnum):
+class TaskKind(StrEnum):
     """What a model's own head is made for; the values are vLLM's."""
 
     GENERATE = "generate"
@@ -34,7 +34,7 @@ class ModelTask(msgspec.Struct, frozen=True):
     pooling, normalize: how an embedding model makes its embeddings; Pooling.NONE: it does not say.
     """
 
-    task: Task = Task.GENERATE
+    task: TaskKind = TaskKind.GENERATE
     labels: tuple[str, ...] = ()
     problem_type: str | None = None
     pair_activation: ScoreActivation | None = None

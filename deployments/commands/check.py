@@ -52,7 +52,9 @@ def _config(model: str, settings: dict[str, object]) -> EngineConfig:
 
 def _print_verdict(folder: Path, verdict: AdapterVerdict) -> None:
     if not verdict.reasons:
-        typer.echo(f"{folder}: served exactly ({verdict.num_modules} modules, rank {verdict.rank})")
+        head = f", classifies by {verdict.num_labels} labels" if verdict.num_labels else ""
+        shape = f"{verdict.num_modules} modules, rank {verdict.rank}{head}"
+        typer.echo(f"{folder}: served exactly ({shape})")
         return
     typer.echo(f"{folder}: refused")
     for reason in verdict.reasons:

@@ -30,7 +30,7 @@ from deployments.ingress.lorax.schema import (
     input_limit,
 )
 from deployments.ingress.prompts import (
-    Prompt,
+    EncodedPrompt,
     PromptBody,
     PromptRequest,
     characters_of,
@@ -81,7 +81,7 @@ class EmbeddingsBody(PromptBody):
     input: list[str | list[int]]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
-    pooling: Literal["mean", "last", "cls", "max"] | None = None
+    pooling: Literal["mean", "last"] | None = None
     normalize: bool | None = None
 
     @field_validator("input", mode="plain", json_schema_input_type=PromptInput)
@@ -126,7 +126,7 @@ def routes(engine: EngineClient) -> APIRouter:
     async def embeddings(request: Request, body: EmbeddingsBody) -> Response:
         _check(body)
         prompts = encoded(body.input, engine)
-        asked = await prompt_request(request, body, engine, prompts, characters_of(body.input))
+        parsed = await prompt_request(request, body, engine, prompts, characters_of(body.input))
         own = Embedder.of((await engine.served()).info, defaults)
         embedder = Embedder(
             pooling=Pooling(body.pooling or own.pooling),
@@ -134,19 +134,19 @@ def routes(engine: EngineClient) -> APIRouter:
         )
 
         def complete(result: FinishedCall) -> object:
-            return _reply(body, embedder.vectors(result.completion), asked.num_tokens)
+            return _reply(body, embedder.vectors(result.completion), parsed.num_tokens)
 
-        return await whole(request, engine, asked.job(embedder.pooling, "emb"), complete)
+        return await whole(request, engine, parsed.job(embedder.pooling, "emb"), complete)
 
     @router.post("/embed")
     async def embed(request: Request, body: GenerateRequestBody) -> Response:
-        asked = await lorax_request(request, body, engine)
+        parsed = await lorax_request(request, body, engine)
         embedder = Embedder.of((await engine.served()).info, defaults)
 
         def complete(result: FinishedCall) -> EmbedReply:
             return {"embeddings": embedder.vectors(result.completion)[0]}
 
-        return await whole(request, engine, asked.job(embedder.pooling, "emb"), complete)
+        return await whole(request, engine, parsed.job(embedder.pooling, "emb"), complete)
 
     return router
 
@@ -164,7 +164,7 @@ async def lorax_request(
     check_known(ids, info)
     check_lengths(len(ids), 0, info)
     return PromptRequest(
-        inputs=[Prompt(ids)],
+        inputs=[EncodedPrompt(ids)],
         characters=len(body.inputs),
         adapter=adapter,
         api_token=given.api_token or hub_token(request),

@@ -39,7 +39,7 @@ class PromptBody(BaseModel):
     parameters: GenerateParameters | None = None
 
 
-class Prompt(NamedTuple):
+class EncodedPrompt(NamedTuple):
     """One prompt; second_at: where the second of two texts begins, 0 if it is one text."""
 
     ids: list[int]
@@ -50,7 +50,7 @@ class Prompt(NamedTuple):
 class PromptRequest:
     """A checked request: its prompts, and what they are computed with."""
 
-    inputs: Sequence[Prompt]
+    inputs: Sequence[EncodedPrompt]
     characters: int
     adapter: AdapterReference | None
     api_token: str | None
@@ -123,7 +123,7 @@ async def encoded(
     engine: EngineClient,
     param: str = "input",
     count: int | None = None,
-) -> list[Prompt]:
+) -> list[EncodedPrompt]:
     """The prompts of inputs; refuses empty ones, unknown ids, and too many of either.
 
     count: of what the client sent, where it is not the inputs' own.
@@ -136,12 +136,12 @@ async def encoded(
     for given in inputs:
         if isinstance(given, str):
             text.check_length(given, limit)
-    return [Prompt(checked(await _ids(given, text, limit), info, param)) for given in inputs]
+    return [EncodedPrompt(checked(await _ids(given, text, limit), info, param)) for given in inputs]
 
 
 async def encoded_pairs(
     pairs: Sequence[tuple[str, str]], engine: EngineClient, param: str
-) -> list[Prompt]:
+) -> list[EncodedPrompt]:
     """The prompts of pairs of texts, as the tokenizer joins them; refuses as `encoded` does."""
     check_count(len(pairs), engine.settings, param)
     info, text = await engine.served()
@@ -151,7 +151,7 @@ async def encoded_pairs(
             raise invalid(f"`{param}` cannot be empty", param)
         for each in pair:
             text.check_length(each, limit)
-    prompts = [Prompt(*await text.encode_pair(*pair)) for pair in pairs]
+    prompts = [EncodedPrompt(*await text.encode_pair(*pair)) for pair in pairs]
     for prompt in prompts:
         checked(prompt.ids, info, param)
     return prompts
@@ -172,7 +172,7 @@ async def prompt_request(
     request: Request,
     body: PromptBody,
     engine: EngineClient,
-    inputs: Awaitable[Sequence[Prompt]],
+    inputs: Awaitable[Sequence[EncodedPrompt]],
     characters: int,
 ) -> PromptRequest:
     """A request with the prompts that `inputs` encodes, over what the body names."""

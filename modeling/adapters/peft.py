@@ -25,7 +25,7 @@ from modeling.adapters.peft_ends import (
     find_ends,
     is_tied,
 )
-from modeling.adapters.peft_score import ScoreTensor, find_score, without_score
+from modeling.adapters.peft_score import SCORE_KEY, ScoreTensor, find_score, without_score
 from modeling.adapters.peft_tensors import (
     check_file_rank,
     check_finite,
@@ -301,8 +301,8 @@ def _match(keys: Iterable[str], adapter: PeftAdapter, faults: Faults) -> dict[st
             found.setdefault(module, set()).add(side)
         elif key not in adapter.other_names:
             unknown.append(key)
-    # Faults that were found before concern embedding or head: their tensors are refused once.
-    unknown = [key for key in unknown if not (faults and _names_end(key))]
+    # Faults that were found before concern embedding or heads: their tensors are refused once.
+    unknown = [k for k in unknown if not (faults and (_names_end(k) or k == SCORE_KEY))]
     for key in sorted(unknown)[:MAX_UNKNOWN]:
         with faults.gather():
             _refuse_tensor(key, adapter)

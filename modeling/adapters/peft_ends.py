@@ -152,7 +152,8 @@ def _refuse_saved(plan: LoraPlan, entry: str, has_ends: bool, can_adapt: bool) -
     if not can_adapt:
         refuse(field + INSIDE_ONLY_ADVICE)
     refuse(
-        f"{field}only a whole embedding or head can be, where the server is started with "
+        f"{field}but for a decoder's classification head (score), only a whole embedding or head "
+        "can be, where the server is started with "
         "adapters.vocabulary true and adapters.vocabulary_copies above 0"
     )
 

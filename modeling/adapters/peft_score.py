@@ -16,6 +16,7 @@ from sharding.slicing import whole
 from sharding.tensor_file import TensorFile
 
 SCORE = "score"
+SCORE_KEY = f"{PREFIX}{SCORE}{WEIGHT_SUFFIX}"
 CLASSIFIES = "SEQ_CLS"
 """PEFT's task_type of adapters that classify sequences."""
 HEADS = frozenset({SCORE, "classifier"})
@@ -59,7 +60,7 @@ def find_score(
     index = next((i for i, p in enumerate(projections) if p.kind is ProjectionKind.SCORE), None)
     if index is None or not any(SCORE.endswith(entry) for entry in plan.modules_to_save):
         return None
-    key = PREFIX + SCORE + WEIGHT_SUFFIX
+    key = SCORE_KEY
     if key not in file.keys():  # noqa: SIM118
         refuse(f"modules_to_save requires {key}, which the file lacks: save the adapter again")
     check_type(key, file.dtype(key))

@@ -36,11 +36,13 @@ class AdapterVerdict:
     reasons: why it would be refused; empty if it is served.
     num_modules: how many modules it adapts.
     rank: the largest of its matrices.
+    num_labels: of the classification head that it brings; 0: it brings none.
     """
 
     reasons: tuple[str, ...]
     num_modules: int = 0
     rank: int = 0
+    num_labels: int = 0
 
 
 def adaptable(config: EngineConfig) -> tuple[Projection, ...]:
@@ -90,11 +92,17 @@ def judge(
     """Read all of the files; `progress` is called with (modules read, all modules)."""
     try:
         adapter = open_adapter(folder, projections, config.max_rank, base)
-        ranks = list(adapter.ranks.values())
+        head = adapter.score
+        ranks = [
+            rank
+            for position, rank in adapter.ranks.items()
+            if head is None or position != head.position
+        ]
         for done, _ in enumerate(adapter.read(), start=1):
             progress(done, len(ranks))
         for _ in adapter.read_matrices():
             pass
     except AdapterError as error:
         return AdapterVerdict(error.reasons)
-    return AdapterVerdict((), len(ranks), max(ranks, default=0))
+    labels = 0 if head is None else head.num_labels
+    return AdapterVerdict((), len(ranks), max(ranks, default=0), labels)

@@ -7,10 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from configs.architectures.classifiers import up_to_score
 from configs.engine import EngineConfig
 from configs.wire.sampling import Pooling, Sampling
+from modeling.runner.adapter_check import AdapterVerdict, adaptable, judge
 from modeling.runner.load_paged import load_paged
 from sharding.group import TensorParallel
 from tests.checkpoints_scores import (
@@ -129,3 +131,31 @@ def test_the_token_that_is_read(world: World, tmp_path: Path, ids: list[int]) ->
     [[answer]] = run_in_memory(1, partial(answers_of, engine_config(model), [], asked))
     expected = scores(oracle, ids)
     torch.testing.assert_close(vector_of(answer), expected, atol=TOLERANCE, rtol=0)
+
+
+def test_they_are_judged_without_a_server(world: World, tmp_path: Path) -> None:
+    model = world.model("llama", "gqa")
+    folder = write_score_adapter(tmp_path / "it", model, 11)
+    config = engine_config(model)
+
+    def judged() -> AdapterVerdict:
+        return judge(folder, adaptable(config), config.adapters, lambda *_: None)
+
+    assert (judged().reasons, judged().rank, judged().num_labels) == ((), 4, 11)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    head = tensors.pop("base_model.model.score.weight")
+    for wrong in (head[:, :-1], head[0], head.fill_(float("nan")), None):
+        own = {} if wrong is None else {"base_model.model.score.weight": wrong.contiguous()}
+        save_file({**tensors, **own}, folder / "adapter_model.safetensors")
+        assert len(judged().reasons) == 1, judged().reasons
+        assert "score.weight" in judged().reasons[0]
+
+
+def test_a_head_of_another_kind_is_refused(world: World, tmp_path: Path) -> None:
+    model = world.model("llama", "gqa")
+    folder = write_score_adapter(tmp_path / "it", model, 2)
+    file = folder / "adapter_model.safetensors"
+    save_file({**load_file(file), "base_model.model.classifier.weight": torch.ones(2, 32)}, file)
+    config = engine_config(model)
+    found = judge(folder, adaptable(config), config.adapters, lambda *_: None).reasons
+    assert "modules_to_save=['classifier'] is not served here" in found[0]

@@ -12,7 +12,7 @@ from configs.architectures.select import model_task
 from configs.reading import read_text
 from configs.wire.adapters import AdapterError, AdapterKey
 from configs.wire.sampling import Pooling
-from configs.wire.tasks import Task
+from configs.wire.tasks import TaskKind
 from deployments.contract import GenerateRequest
 from deployments.driver.adapters.directory import AdapterDirectory
 from sources.base import CONFIG_NAME, MAX_CONFIG_BYTES
@@ -25,14 +25,14 @@ _NO_HEAD = (
 )
 # The first sentences are LoRAX's.
 _NOT_CLASSIFIED = {
-    Task.GENERATE: f"Text generation models don't support classification: {_NO_HEAD}",
-    Task.EMBED: f"Embedding models don't support classification: {_NO_HEAD}",
+    TaskKind.GENERATE: f"Text generation models don't support classification: {_NO_HEAD}",
+    TaskKind.EMBED: f"Embedding models don't support classification: {_NO_HEAD}",
 }
 _NOT_GENERATED = {
-    Task.CLASSIFY: "Classify models don't support text generation: send the text to /classify, "
-    "/v1/score or /v1/rerank",
-    Task.EMBED: "Embedding models don't support text generation: send the text to /v1/embeddings, "
-    "/v1/score or /v1/rerank",
+    TaskKind.CLASSIFY: "Classify models don't support text generation: "
+    "send the text to /classify, /v1/score or /v1/rerank",
+    TaskKind.EMBED: "Embedding models don't support text generation: "
+    "send the text to /v1/embeddings, /v1/score or /v1/rerank",
 }
 
 
@@ -46,7 +46,7 @@ class AdapterTasks:
         self._known: dict[AdapterKey, bool] = {}
 
     @cached_property
-    def _base(self) -> Task:
+    def _base(self) -> TaskKind:
         return model_task(self._folder).task
 
     def base_fault(self, request: GenerateRequest) -> str | None:

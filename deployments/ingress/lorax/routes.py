@@ -7,7 +7,7 @@ from typing import TypedDict
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from configs.wire.tasks import Task
+from configs.wire.tasks import TaskKind
 from deployments.contract import AdapterInfo, EngineInfo
 from deployments.ingress.access.keys import visible
 from deployments.ingress.generation.engine import EngineClient
@@ -25,9 +25,9 @@ from deployments.ingress.lorax.schema import (
 from deployments.ingress.text.tokenizer import Slice
 
 _PIPELINES = {
-    Task.GENERATE: "text-generation",
-    Task.CLASSIFY: "text-classification",
-    Task.EMBED: "feature-extraction",
+    TaskKind.GENERATE: "text-generation",
+    TaskKind.CLASSIFY: "text-classification",
+    TaskKind.EMBED: "feature-extraction",
 }
 
 

@@ -10,14 +10,14 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from configs.wire.sampling import Pooling
-from configs.wire.tasks import ModelTask, Task
+from configs.wire.tasks import ModelTask, TaskKind
 from deployments.contract import Completion
 from deployments.ingress.embeddings import Embedder, Vector
 from deployments.ingress.generation.engine import EngineClient
 from deployments.ingress.generation.replies import FinishedCall, whole
 from deployments.ingress.http.errors import invalid
 from deployments.ingress.prompts import (
-    Prompt,
+    EncodedPrompt,
     PromptBody,
     PromptRequest,
     characters_of,
@@ -99,7 +99,7 @@ class _Scorer:
 
     async def classify(self, request: Request, body: ClassifyBody) -> Response:
         """The classes of each input, in vLLM's form."""
-        asked, task = await self._asked(
+        parsed, task = await self._parsed(
             request, body, encoded(body.input, self._engine), body.input
         )
 
@@ -111,10 +111,10 @@ class _Scorer:
                 "created": now(),
                 "model": body.model,
                 "data": classifications(scores, task),
-                "usage": usage_of(asked.num_tokens),
+                "usage": usage_of(parsed.num_tokens),
             }
 
-        return await self._whole(request, asked, Pooling.SCORE, complete)
+        return await self._whole(request, parsed, Pooling.SCORE, complete)
 
     async def entities(
         self, request: Request, body: ClassifyBatchBody, is_single: bool
@@ -122,24 +122,24 @@ class _Scorer:
         """The classes of each text, in LoRAX's form; is_single: the reply is the only text's."""
         named = PromptBody.model_validate({"parameters": body.parameters})
         prompts = encoded(body.inputs, self._engine, "inputs")
-        asked, task = await self._asked(request, named, prompts, body.inputs)
+        parsed, task = await self._parsed(request, named, prompts, body.inputs)
 
         def complete(result: FinishedCall) -> object:
             scores = label_scores(result.completion, task, activates=True)
             found = [entities(*own, task) for own in zip(body.inputs, scores, strict=True)]
             return found[0] if is_single else found
 
-        return await self._whole(request, asked, Pooling.SCORE, complete)
+        return await self._whole(request, parsed, Pooling.SCORE, complete)
 
     async def pool(self, request: Request, body: PoolingBody) -> Response:
         """The embedding or the label scores of each input."""
-        asked, task = await self._asked(
+        parsed, task = await self._parsed(
             request, body, encoded(body.input, self._engine), body.input
         )
         embedder = Embedder.of((await self._engine.served()).info, self._engine.settings.embeddings)
         if body.normalize is not None:
             embedder = Embedder(embedder.pooling, body.normalize)
-        embeds = body.task == "embed" or (body.task is None and task.task is not Task.CLASSIFY)
+        embeds = body.task == "embed" or (body.task is None and task.task is not TaskKind.CLASSIFY)
 
         def vectors(completion: Completion) -> list[Vector]:
             if embeds:
@@ -156,11 +156,11 @@ class _Scorer:
                     {"index": index, "object": "pooling", "data": vector}
                     for index, vector in enumerate(vectors(result.completion))
                 ],
-                "usage": usage_of(asked.num_tokens),
+                "usage": usage_of(parsed.num_tokens),
             }
 
         pooling = embedder.pooling if embeds else Pooling.SCORE
-        return await self._whole(request, asked, pooling, complete)
+        return await self._whole(request, parsed, pooling, complete)
 
     async def score(self, request: Request, body: ScoreBody) -> Response:
         """The score of each pair."""
@@ -216,17 +216,17 @@ class _Scorer:
     ) -> Response:
         """Score pairs: by a classification head, or by the cosine of their embeddings."""
         task = (await self._engine.served()).info.task
-        if task.task is Task.EMBED:
+        if task.task is TaskKind.EMBED:
             return await self._cosines(request, body, pairs, param, reply)
         texts = [text for pair in pairs for text in pair]
         prompts = encoded_pairs(pairs, self._engine, param)
-        asked, task = await self._asked(request, body, prompts, texts)
+        parsed, task = await self._parsed(request, body, prompts, texts)
 
         def complete(result: FinishedCall) -> object:
             scores = pair_scores(result.completion, task, body.activates)
-            return reply(scores, asked.num_tokens)
+            return reply(scores, parsed.num_tokens)
 
-        return await self._whole(request, asked, Pooling.SCORE, complete)
+        return await self._whole(request, parsed, Pooling.SCORE, complete)
 
     async def _cosines(
         self,
@@ -239,7 +239,7 @@ class _Scorer:
         """Score pairs by the cosine of their embeddings; equal texts are computed once."""
         index_of = {text: index for index, text in enumerate(dict.fromkeys(chain(*pairs)))}
         prompts = encoded(list(index_of), self._engine, param, count=len(pairs))
-        asked, task = await self._asked(request, body, prompts, list(index_of))
+        parsed, task = await self._parsed(request, body, prompts, list(index_of))
         embedder = Embedder(task.pooling, normalize=True)
 
         def complete(result: FinishedCall) -> object:
@@ -249,31 +249,33 @@ class _Scorer:
                 math.fsum(a * b for a, b in zip(vectors[i], vectors[j], strict=True))
                 for i, j in pairs_at
             ]
-            return reply(scores, asked.num_tokens)
+            return reply(scores, parsed.num_tokens)
 
-        return await self._whole(request, asked, task.pooling, complete)
+        return await self._whole(request, parsed, task.pooling, complete)
 
-    async def _asked(
+    async def _parsed(
         self,
         request: Request,
         body: PromptBody,
-        prompts: Coroutine[Any, Any, Sequence[Prompt]],
+        prompts: Coroutine[Any, Any, Sequence[EncodedPrompt]],
         texts: Sequence[str | list[int]],
     ) -> tuple[PromptRequest, ModelTask]:
         """The request, and what its base model is for. prompts: of these texts."""
         with closing(prompts):  # A refusal before it is awaited must not leave it open.
             check_body(body, REFUSED_SCORES)
-            asked = await prompt_request(request, body, self._engine, prompts, characters_of(texts))
-        return asked, (await self._engine.served()).info.task
+            parsed = await prompt_request(
+                request, body, self._engine, prompts, characters_of(texts)
+            )
+        return parsed, (await self._engine.served()).info.task
 
     async def _whole(
         self,
         request: Request,
-        asked: PromptRequest,
+        parsed: PromptRequest,
         pooling: Pooling,
         complete: Callable[[FinishedCall], object],
     ) -> Response:
         """Run the request to its end."""
         pad = (await self._engine.served()).info.task.pad_token_id
-        job = asked.job(pooling, "pool", pad)
+        job = parsed.job(pooling, "pool", pad)
         return await whole(request, self._engine, job, complete)

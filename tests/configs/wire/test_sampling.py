@@ -4,7 +4,7 @@ from configs.wire.sampling import ALL_PARAMETERS, Sampling
 
 SAME_PATH = {
     "seed", "presence_penalty", "masked_ids", "masked_tokens", "json_schema", "grammar",
-    "prompt_logprobs", "pooling", "free_until", "free_from",
+    "prompt_logprobs", "pooling", "second_at", "free_until", "free_from",
 }  # fmt: skip
 """Fields that add no operation to the sampler's, or that a warm-up cannot have."""
 

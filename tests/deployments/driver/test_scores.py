@@ -12,7 +12,7 @@ import torch
 from configs.engine import EngineConfig
 from configs.wire.adapters import AdapterReference, AdapterSource
 from configs.wire.sampling import Pooling, Sampling, Stopping
-from configs.wire.tasks import Task
+from configs.wire.tasks import TaskKind
 from deployments.contract import (
     Completion,
     ErrorKind,
@@ -91,13 +91,13 @@ def test_scores_beside_generation(tmp_path: Path, ranks: int) -> None:
         again = [request(f"again{i}", prompts[0], "head1") for i in range(2)]
         found = [await engine.generate(each, NOWHERE) for each in again]
         assert found[1].sequences[0].cached_tokens == 8, "all whole blocks but the last token"
-        for asked, answer in zip([*requests, *again], [*answers, *found], strict=True):
-            check(asked, answer)
+        for sent, answer in zip([*requests, *again], [*answers, *found], strict=True):
+            check(sent, answer)
 
-    def check(asked: GenerateRequest, answer: Completion) -> None:
-        (outcome,), (sequence,) = answer.sequences, asked.sequences
+    def check(sent: GenerateRequest, answer: Completion) -> None:
+        (outcome,), (sequence,) = answer.sequences, sent.sequences
         assert isinstance(outcome.ending, Finished), outcome.ending
-        adapter = None if asked.adapter is None else asked.adapter.id
+        adapter = None if sent.adapter is None else sent.adapter.id
         if sequence.stopping.max_new_tokens:
             folder = None if adapter is None else own
             assert outcome.tokens == truth(model, folder, sequence.prompt).tokens[:14]
@@ -111,8 +111,8 @@ def test_scores_beside_generation(tmp_path: Path, ranks: int) -> None:
     served(model, story, ranks)
 
 
-async def fault(engine: DriverEngine, asked: GenerateRequest) -> str:
-    (outcome,) = (await engine.generate(asked, NOWHERE)).sequences
+async def fault(engine: DriverEngine, sent: GenerateRequest) -> str:
+    (outcome,) = (await engine.generate(sent, NOWHERE)).sequences
     if isinstance(outcome.ending, Finished):
         return ""
     assert isinstance(outcome.ending, Failed)
@@ -127,7 +127,7 @@ def test_a_model_that_generates_says_what_classifies(tmp_path: Path) -> None:
     prompt = prompt_of(9, VOCAB)
 
     async def story(engine: DriverEngine) -> None:
-        assert (await engine.describe()).task.task is Task.GENERATE
+        assert (await engine.describe()).task.task is TaskKind.GENERATE
         for adapter in (None, "own"):
             message = await fault(engine, request("a", prompt, adapter))
             assert "Text generation models don't support classification: name an" in message
@@ -145,7 +145,7 @@ def test_a_model_that_classifies_does_not_generate(tmp_path: Path) -> None:
 
     async def story(engine: DriverEngine) -> None:
         info = await engine.describe()
-        assert (info.task.task, info.task.labels) == (Task.CLASSIFY, ("a", "b", "c"))
+        assert (info.task.task, info.task.labels) == (TaskKind.CLASSIFY, ("a", "b", "c"))
         assert info.startup_info["task"] == "classify"
         assert "Classify models don't" in await fault(engine, request("a", prompt, None, 4))
         assert await fault(engine, request("b", prompt, None)) == ""

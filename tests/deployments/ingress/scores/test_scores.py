@@ -10,7 +10,7 @@ from lorax import Client
 from msgspec.structs import replace
 
 from configs.wire.sampling import Pooling
-from configs.wire.tasks import ModelTask, ScoreActivation, Task
+from configs.wire.tasks import ModelTask, ScoreActivation, TaskKind
 from deployments.contract import ErrorKind, Failed
 from tests.deployments.ingress.conftest import Server
 from tests.fakes import FakeDriver, embedding
@@ -59,7 +59,7 @@ def test_vllms_form(http: httpx.Client, driver: FakeDriver, path: str) -> None:
 
 def test_loraxs_form_and_client(server: Server, http: httpx.Client, driver: FakeDriver) -> None:
     labels = tuple("abcdefgh")
-    driver.info = replace(driver.info, task=ModelTask(Task.CLASSIFY, labels))
+    driver.info = replace(driver.info, task=ModelTask(TaskKind.CLASSIFY, labels))
     client = Client(server.url)
     found = client.classify("the fox").entities or []
     probs = softmax(logits(driver)[0])
@@ -105,7 +105,7 @@ def test_the_best_documents(http: httpx.Client, driver: FakeDriver, path: str) -
 
 
 def test_an_embedding_model_scores_by_the_cosine(http: httpx.Client, driver: FakeDriver) -> None:
-    driver.info = replace(driver.info, task=ModelTask(Task.EMBED, pooling=Pooling.CLS))
+    driver.info = replace(driver.info, task=ModelTask(TaskKind.EMBED, pooling=Pooling.CLS))
     reply = post(http, "/v1/rerank", model="", query="the", documents=["fox", "dog", "the"])
     sequences = driver.requests[-1].sequences
     assert [len(sequences), sequences[0].sampling.pooling] == [3, Pooling.CLS]
