@@ -6,6 +6,7 @@ import struct
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, TypedDict
 
 from fastapi import APIRouter, Request
@@ -125,7 +126,7 @@ def routes(engine: EngineClient) -> APIRouter:
     @router.post("/v1/embeddings")
     async def embeddings(request: Request, body: EmbeddingsBody) -> Response:
         _check(body)
-        prompts = encoded(body.input, engine)
+        prompts = partial(encoded, body.input, engine)
         parsed = await prompt_request(request, body, engine, prompts, characters_of(body.input))
         own = Embedder.of((await engine.served()).info, defaults)
         embedder = Embedder(

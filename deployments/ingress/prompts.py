@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -172,7 +172,7 @@ async def prompt_request(
     request: Request,
     body: PromptBody,
     engine: EngineClient,
-    inputs: Awaitable[Sequence[EncodedPrompt]],
+    inputs: Callable[[], Awaitable[Sequence[EncodedPrompt]]],
     characters: int,
 ) -> PromptRequest:
     """A request with the prompts that `inputs` encodes, over what the body names."""
@@ -186,7 +186,7 @@ async def prompt_request(
         adapter = requested_adapter(body.model, *named, info, source)
     token = given.api_token if given is not None else None
     return PromptRequest(
-        inputs=await inputs,
+        inputs=await inputs(),
         characters=characters,
         adapter=adapter,
         api_token=body.api_token or token or hub_token(request),

@@ -1,10 +1,9 @@
 """Routes of classification and scores: LoRAX's /classify, vLLM's and Jina's others."""
 
 import math
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import closing
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from itertools import chain
-from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -100,7 +99,7 @@ class _Scorer:
     async def classify(self, request: Request, body: ClassifyBody) -> Response:
         """The classes of each input, in vLLM's form."""
         parsed, task = await self._parsed(
-            request, body, encoded(body.input, self._engine), body.input
+            request, body, partial(encoded, body.input, self._engine), body.input
         )
 
         def complete(result: FinishedCall) -> ClassifyReply:
@@ -121,7 +120,7 @@ class _Scorer:
     ) -> Response:
         """The classes of each text, in LoRAX's form; is_single: the reply is the only text's."""
         named = PromptBody.model_validate({"parameters": body.parameters})
-        prompts = encoded(body.inputs, self._engine, "inputs")
+        prompts = partial(encoded, body.inputs, self._engine, "inputs")
         parsed, task = await self._parsed(request, named, prompts, body.inputs)
 
         def complete(result: FinishedCall) -> object:
@@ -134,7 +133,7 @@ class _Scorer:
     async def pool(self, request: Request, body: PoolingBody) -> Response:
         """The embedding or the label scores of each input."""
         parsed, task = await self._parsed(
-            request, body, encoded(body.input, self._engine), body.input
+            request, body, partial(encoded, body.input, self._engine), body.input
         )
         embedder = Embedder.of((await self._engine.served()).info, self._engine.settings.embeddings)
         if body.normalize is not None:
@@ -219,7 +218,7 @@ class _Scorer:
         if task.task is TaskKind.EMBED:
             return await self._cosines(request, body, pairs, param, reply)
         texts = [text for pair in pairs for text in pair]
-        prompts = encoded_pairs(pairs, self._engine, param)
+        prompts = partial(encoded_pairs, pairs, self._engine, param)
         parsed, task = await self._parsed(request, body, prompts, texts)
 
         def complete(result: FinishedCall) -> object:
@@ -238,7 +237,7 @@ class _Scorer:
     ) -> Response:
         """Score pairs by the cosine of their embeddings; equal texts are computed once."""
         index_of = {text: index for index, text in enumerate(dict.fromkeys(chain(*pairs)))}
-        prompts = encoded(list(index_of), self._engine, param, count=len(pairs))
+        prompts = partial(encoded, list(index_of), self._engine, param, count=len(pairs))
         parsed, task = await self._parsed(request, body, prompts, list(index_of))
         embedder = Embedder(task.pooling, normalize=True)
 
@@ -257,15 +256,12 @@ class _Scorer:
         self,
         request: Request,
         body: PromptBody,
-        prompts: Coroutine[Any, Any, Sequence[EncodedPrompt]],
+        prompts: Callable[[], Awaitable[Sequence[EncodedPrompt]]],
         texts: Sequence[str | list[int]],
     ) -> tuple[PromptRequest, ModelTask]:
         """The request, and what its base model is for. prompts: of these texts."""
-        with closing(prompts):  # A refusal before it is awaited must not leave it open.
-            check_body(body, REFUSED_SCORES)
-            parsed = await prompt_request(
-                request, body, self._engine, prompts, characters_of(texts)
-            )
+        check_body(body, REFUSED_SCORES)
+        parsed = await prompt_request(request, body, self._engine, prompts, characters_of(texts))
         return parsed, (await self._engine.served()).info.task
 
     async def _whole(
