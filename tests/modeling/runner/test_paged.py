@@ -191,7 +191,7 @@ def test_the_report_counts_what_was_taken(world: World) -> None:
         kv_groups=(KvGroup(16),),
         load_seconds=report.load_seconds,
         paged=True,
-        pool_pages=(10,) * 7,
+        pool_pages=(10,) * 8,
     )
 
 
