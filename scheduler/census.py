@@ -34,5 +34,6 @@ def census(
         adapters=adapters,
         tiers=residency.tiers(),
         adapter_counts=residency.counts(),
+        oldest_arrival=min((request.arrival for request in isolation), default=None),
         **counts,
     )

@@ -82,6 +82,7 @@ class Snapshot:
     free_blocks: blocks that no request holds. cached_blocks: those that the prefix cache can find.
     adapters: how many are in each state.
     step_tokens: positions computed by the last plan. num_…: since start.
+    oldest_arrival: of the requests that wait, in seconds of the caller's clock; None: none waits.
     """
 
     queued: int
@@ -101,3 +102,4 @@ class Snapshot:
     num_prompt_tokens: int
     num_cached_tokens: int
     num_generated_tokens: int
+    oldest_arrival: float | None = None

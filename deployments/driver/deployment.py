@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from configs.wire.adapters import AdapterReference
 from configs.wire.templates import TemplateSource
 from deployments.admin_commands import AdminCommands
 from deployments.admin_store import RayAdminStore, store_name
+from deployments.autoscaling import Stats, scaling_stats
 from deployments.contract import (
     AdapterCommand,
     AdapterReport,
@@ -56,6 +58,7 @@ class DriverDeployment:
     _tasks: Sequence[asyncio.Task[None]] = ()
     _views: Sequence[AdapterView] = ()
     _num_open = 0
+    _stats: Stats | None = None
 
     async def __init__(self, config: ServeConfig, base: str = "") -> None:  # type: ignore[misc]
         """Start the ranks, load the preloaded adapters, and apply persisted names.
@@ -99,6 +102,8 @@ class DriverDeployment:
             metrics.settings_refused(self._settings.refused is not None)
             snapshot, views = await self._running.snapshot(), await self._running.adapter_views()
             self._views = views
+            most = self._running.max_running
+            self._stats = scaling_stats(snapshot, views, most, time.monotonic())
             adapters.requests(self._running.usage.drain_requests())
             adapters.loads(self._running.usage.drain_loads())
             adapters.tiers(snapshot.tiers, snapshot.adapter_counts)
@@ -189,6 +194,10 @@ class DriverDeployment:
     async def record_routing_stats(self) -> dict[str, Any]:
         """Serve collects this report for the routers; never waits for the engine loop."""
         return self._running.report(self._views, self._num_open).packed()
+
+    async def record_autoscaling_stats(self) -> Stats:
+        """Serve collects this report for the autoscaling policy; never waits for the loop."""
+        return dict(self._stats or {})
 
     async def check_health(self) -> None:
         """Raise if this replica cannot serve any more: then Serve replaces it.

@@ -161,6 +161,11 @@ class DriverEngine:
         return self._handle.loop.reports
 
     @property
+    def max_running(self) -> int:
+        """Batch slots."""
+        return self._limits.max_running
+
+    @property
     def num_rebuilds(self) -> int:
         """How often lost ranks were replaced."""
         return self._handle.loop.num_rebuilds if self._handle.started else 0

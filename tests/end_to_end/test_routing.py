@@ -33,7 +33,8 @@ def two(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
     path: Path = tmp_path_factory.mktemp("routing") / "config.yaml"
     with restored(served, path) as config:
         options = driver_options(config)
-        options["autoscaling_config"] = {"min_replicas": 2, "max_replicas": 2}
+        policy = {"policy_function": "deployments.autoscaling:LoadPolicy"}
+        options["autoscaling_config"] = {"min_replicas": 2, "max_replicas": 2, "policy": policy}
         deploy(served, config, path)
         wait_for(lambda: len(replicas(served)) == 2)
         yield served
