@@ -71,6 +71,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     payer: the name of the API key that downloads are charged to; "" for callers without one.
     cache_salt: only requests with equal salts share the prefix cache. A hash of the caller's group
     of API keys and of the request's own salt; b"" without both.
+    background: served only where no other request wants to be.
     """
 
     id: str
@@ -80,6 +81,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     allowed: tuple[str, ...] | None = None
     payer: str = ""
     cache_salt: bytes = b""
+    background: bool = False
 
     def __repr__(self) -> str:
         """Without the token and the salt: requests may be shown in errors and logs."""

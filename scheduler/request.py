@@ -16,6 +16,9 @@ from scheduler.events import Ended, Ending, RequestId
 PROOF_TOKENS = 8
 """New tokens after which the losses of the ranks are not counted against a request any more."""
 
+FIRST_BACKGROUND = 2**62
+"""The least serial of background requests: each counts as younger than every other request."""
+
 
 class Status(Enum):
     """Where a request is.
@@ -37,7 +40,8 @@ class Request:
     arrival: seconds on the caller's clock, as are first_scheduled and first_token.
     parts: the adapters that its adapter is a merge of, each once; () for others.
     cache_salt: what separates its prefix cache keys from those of other callers.
-    serial: its number in the order of arrival.
+    background: it is served only where no other request wants to be.
+    serial: its number in the order of arrival; a background request's follow all others.
     tokens: all known ids, prompt first.
     computed: positions of applied steps. scheduled: positions that plans name.
     pending: tokens that plans in flight will sample. in_flight: plans in flight with its row.
@@ -68,6 +72,7 @@ class Request:
     arrival: float = 0.0
     parts: tuple[AdapterKey, ...] = ()
     cache_salt: bytes = b""
+    background: bool = False
 
     status: Status = field(default=Status.WAITING, init=False)
     serial: int = field(default=-1, init=False)

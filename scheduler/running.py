@@ -148,6 +148,19 @@ class RunningRequests:
         else:
             self._free(request)
 
+    @property
+    def has_background(self) -> bool:
+        """Whether a background request runs: then it is the youngest."""
+        return bool(self.members) and self.members[-1].background
+
+    def make_room(self, request: Request, num_waiting: int) -> None:
+        """Preempt as many background requests as others wait, unless the next one is one too."""
+        leaving = sum(each.background for each in self.draining.values())
+        for _ in range(0 if request.background else num_waiting - leaving):
+            if not self.has_background:
+                return
+            self.preempt(self.members[-1])
+
     def preempt_adapter(self, key: AdapterKey) -> None:
         """Preempt the requests of an adapter after its slice.
 

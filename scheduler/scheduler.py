@@ -47,7 +47,7 @@ from scheduler.events import (
     RequestId,
 )
 from scheduler.matchers import Matchers, PrepareMatcher
-from scheduler.request import Request, Status
+from scheduler.request import FIRST_BACKGROUND, Request, Status
 from scheduler.running import RunningRequests
 from scheduler.snapshot import AdapterView, Counters, Snapshot
 from scheduler.step import StepBuilder
@@ -91,7 +91,7 @@ class Scheduler:
         if self._isolation.is_full(request.adapter, self._limits.max_queued + idle):
             retry_after_s = self._drain_rate.retry_after_s(len(self._isolation))
             raise Overloaded(len(self._isolation), retry_after_s)
-        request.serial = next(self._serials)
+        request.serial = next(self._serials) + request.background * FIRST_BACKGROUND
         self._requests[request.id] = request
         self._admission.register(request)
         self._isolation.enqueue(request)
@@ -312,25 +312,25 @@ class Scheduler:
 
     def _join_waiting(self, step: StepBuilder, now: float) -> None:
         """Admit waiting requests in their order while there are tokens, batch slots and blocks."""
-        max_running = min(self._limits.max_running, self._num_batch_slots)
-        while step.budget > 0 and self._running.num_held < max_running:
+        running, most = self._running, min(self._limits.max_running, self._num_batch_slots)
+        while step.budget > 0 and (running.num_held < most or running.has_background):
             request = self._admission.next()
             if request is None:
                 return
             if not self._matchers.is_ready(request):
                 self._admission.hold_for_matcher(request)
                 continue
-            if not self._running.in_budget(request, step):
+            if not running.in_budget(request, step):
                 return
-            cached = self._running.fits(request)
-            if cached is None:
-                return  # It stays next, so that it gets the blocks that are freed.
+            cached = running.fits(request) if running.num_held < most else None
+            if cached is None:  # It stays next, so that it gets what is freed.
+                running.make_room(request, self._admission.queues.num_online)
+                return self._requeue_freed()
             slot = self._admission.admit(request)
             if request.first_scheduled is None:
                 request.set_first_scheduled(now, cached.tokens)
-                self._counters.num_prompt_tokens += len(request.prompt)
-                self._counters.num_cached_tokens += request.cached_tokens
-            self._running.join(request, cached, slot, step)
+                self._counters.admitted(len(request.prompt), request.cached_tokens)
+            running.join(request, cached, slot, step)
 
     def _accept_token(
         self,

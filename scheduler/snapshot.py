@@ -71,6 +71,11 @@ class Counters:
     num_cached_tokens: int = 0
     num_generated_tokens: int = 0
 
+    def admitted(self, num_prompt: int, num_cached: int) -> None:
+        """Count the tokens of a request's prompt, and those from the prefix cache."""
+        self.num_prompt_tokens += num_prompt
+        self.num_cached_tokens += num_cached
+
 
 @dataclass(frozen=True)
 class Snapshot:

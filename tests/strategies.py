@@ -22,6 +22,7 @@ class Arrive:
 
     scored, pooled: whether its prompt's logprobs are requested, and whether it is an embedding's.
     constraint: what its answer is held to.
+    background: it is served only where no other request wants to be.
     """
 
     prompt: tuple[int, ...]
@@ -33,6 +34,7 @@ class Arrive:
     scored: bool = False
     pooled: bool = False
     constraint: str = ""
+    background: bool = False
 
 
 @dataclass(frozen=True)
@@ -249,6 +251,7 @@ def stories(draw: st.DrawFn, num_adapters: int = 5, max_actions: int = 30) -> St
         late=st.integers(0, 2),
         scored=st.booleans(),
         constraint=st.sampled_from(["", "", "a", "b", "c"]),
+        background=st.sampled_from([False, False, True]),
     )
     embed = st.builds(
         Arrive, prompt=prompts(), stopping=st.just(Stopping(0)), adapter=adapters,

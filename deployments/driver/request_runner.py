@@ -38,7 +38,7 @@ class RequestRunner:
         key: the adapter's, held by the caller; None for the base model. parts: of a merge.
         arrived: seconds of the monotonic clock. reply_to: None sends no frames.
         """
-        own = key, arrived, tuple(dict.fromkeys(parts)), request.cache_salt
+        own = key, arrived, tuple(dict.fromkeys(parts)), request.cache_salt, request.background
         sequences = [
             Request((request.id, i), s.prompt, s.sampling, s.stopping, *own)
             for i, s in enumerate(request.sequences)

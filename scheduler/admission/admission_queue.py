@@ -179,7 +179,8 @@ class AdmissionQueue:
         pending = self._pending_loads()
         patience, length = self._limits.patience_steps, self.slice_steps
         waited = self._waited(pending[0]) if pending else -1
-        if waited >= patience:
+        # Only for others: background requests use the adapters and the room that there is.
+        if waited >= patience and self.queues.has_online(pending[0]):
             # An adapter that needs the pages of several others might never find that all of them
             # have had their slice at once: after twice the patience and a slice, any makes room.
             may_wait = waited < 2 * patience + length

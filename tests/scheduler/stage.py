@@ -148,6 +148,7 @@ class Stage:
             adapter=arrival.adapter,
             arrival=float(self.tick),
             parts=self.story.merges.get(arrival.adapter, ()) if arrival.adapter else (),
+            background=arrival.background,
         )
         try:
             self.scheduler.add(request, float(self.tick))
