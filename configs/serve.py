@@ -7,6 +7,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_
 
 from configs.api import ApiConfig
 from configs.base import Config
+from configs.batches import BatchesConfig
 from configs.embeddings import EmbeddingsConfig
 from configs.engine import EngineConfig
 from configs.observability import ObservabilityConfig
@@ -39,6 +40,7 @@ class ServeConfig(Config):
     engine: EngineConfig
     api: ApiConfig = ApiConfig()
     embeddings: EmbeddingsConfig = EmbeddingsConfig()
+    batches: BatchesConfig = BatchesConfig()
     observability: ObservabilityConfig = ObservabilityConfig()
     placement: RankPlacement = RankPlacement.STRICT_PACK
     driver_cpus: NonNegativeFloat = 1.0
@@ -68,6 +70,8 @@ class BasesConfig(Config):
         for name in self.models:
             if name in _ROUTES:
                 raise ValueError(f"models: `{name}` is the name of a route: choose another")
+            if self.models[name].batches.storage is not None:
+                raise ValueError(f"models.{name}.batches: one base model alone can have batches")
         names = [each.engine.model.name for each in self.models.values() if each.engine.model.name]
         if len(set(names)) < len(names):
             raise ValueError("models: two bases have the same engine.model.name")

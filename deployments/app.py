@@ -13,6 +13,7 @@ from configs.engine import Device, EngineConfig
 from configs.model import ModelConfig
 from configs.observability import LogFormat, ObservabilityConfig
 from configs.serve import BasesConfig, ServeConfig
+from deployments.batch_runner.deployment import BatchesDeployment
 from deployments.driver.deployment import DriverDeployment
 from deployments.driver.routing.policy import REPORT_SECONDS, STALE_SECONDS
 from deployments.driver.routing.router import AdapterRouter
@@ -30,7 +31,13 @@ def build(config: ServeConfig) -> Application:
     """
     _require_model(config.engine.model)
     driver = _driver(config, "Driver").bind(config)
-    return _ingress(IngressDeployment, config).bind(config, driver)
+    ingress = _ingress(IngressDeployment, config)
+    if config.batches.storage is None:
+        return ingress.bind(config, driver)
+    batches = serve.deployment(BatchesDeployment, name="Batches").options(
+        ray_actor_options={"num_cpus": config.ingress_cpus}, **_shared(config)
+    )
+    return ingress.bind(config, driver, batches.bind(config, driver))
 
 
 def build_bases(config: BasesConfig) -> Application:

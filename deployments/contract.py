@@ -25,6 +25,7 @@ class ErrorKind(StrEnum):
     ADAPTER_UNSUPPORTED = "adapter_unsupported"
     ADAPTER_TOO_LARGE = "adapter_too_large"
     ADAPTER_UNAVAILABLE = "adapter_unavailable"
+    NOT_FOUND = "not_found"
     UNAUTHORIZED = "unauthorized"
     FORBIDDEN = "forbidden"
     QUOTA = "quota"

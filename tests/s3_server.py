@@ -24,9 +24,11 @@ def s3_server() -> Iterator[str]:
         url = next(m.group(0) for line in lines if (m := re.search(r"http://[\d.:]+", line)))
         drain = threading.Thread(target=process.stderr.read, daemon=True)
         drain.start()
-        yield url
-        process.terminate()
-        drain.join()
+        try:
+            yield url
+        finally:
+            process.terminate()
+            drain.join()
 
 
 class FaultyS3:

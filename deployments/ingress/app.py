@@ -17,6 +17,7 @@ from deployments.ingress.access.keys import Keys
 from deployments.ingress.admin import adapters as control
 from deployments.ingress.admin import probes, pushes
 from deployments.ingress.anthropic import routes as anthropic
+from deployments.ingress.batches.store import BatchStore
 from deployments.ingress.generation.draining import DrainGate, ReplicaDrain
 from deployments.ingress.generation.engine import EngineClient, IngressSettings
 from deployments.ingress.generation.frames import RequestInboxes
@@ -26,7 +27,7 @@ from deployments.ingress.http.errors import RequestError
 from deployments.ingress.http.malformed import not_json, validation_message
 from deployments.ingress.http.sse import ClientGone
 from deployments.ingress.lorax import routes as lorax
-from deployments.ingress.openai import responses
+from deployments.ingress.openai import batches, files, responses
 from deployments.ingress.openai import routes as openai
 from deployments.ingress.openapi.document import documented
 from deployments.ingress.pages import playground, reference
@@ -48,6 +49,7 @@ def build_app(
     settings: IngressSettings,
     lifespan: Lifespan | None = None,
     metrics: RequestMetrics | None = None,
+    wake: Callable[[], None] = lambda: None,
 ) -> FastAPI:
     """An ASGI application over `driver`.
 
@@ -55,6 +57,7 @@ def build_app(
     reply_to: returns the address for frames; called with each call of the driver.
     lifespan: entered before the first request, e.g. to bind that address.
     metrics: of requests, shared with other applications; None: of its own.
+    wake: called when the runner of batches is to look at them.
     """
     engine = EngineClient(driver, inboxes, reply_to, settings, metrics)
     app = FastAPI(
@@ -79,6 +82,10 @@ def build_app(
     app.include_router(responses.routes(engine))
     app.include_router(embeddings.routes(engine))
     app.include_router(scores.routes(engine))
+    store = BatchStore(settings.batches)
+    app.state.batches = store
+    app.include_router(files.routes(store))
+    app.include_router(batches.routes(store, wake))
     app.include_router(playground.routes(page))
     app.include_router(reference.routes(app))
     app.openapi = documented(app)  # type: ignore[method-assign]
@@ -115,7 +122,7 @@ def _guard(app: FastAPI, settings: IngressSettings) -> None:
         max_depth=config.max_json_depth,
         max_objects=config.max_json_objects,
         seconds=config.body_timeout_s,
-        streamed=frozenset({pushes.PATH}),
+        streamed=frozenset({pushes.PATH, files.PATH}),
     )
     # The innermost is the body's limit: a refused request must not have its body read.
     keys = Keys(

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext
 from functools import cached_property, partial
 
@@ -154,7 +154,7 @@ def _front_is_loopback() -> bool:
     return is_loopback(serve.context._get_global_client().http_config.host)
 
 
-class _Front:
+class IngressFront:
     """What the applications of one replica share: a socket for frames, and the peers' number."""
 
     def __init__(self, *, watches: bool) -> None:
@@ -180,8 +180,12 @@ class _Front:
         application: str,
         lifespan: Lifespan | None = None,
         metrics: RequestMetrics | None = None,
+        wake: Callable[[], None] = lambda: None,
     ) -> FastAPI:
-        """The API of one base model; application: the name of its saved commands."""
+        """The API of one base model; application: the name of its saved commands.
+
+        wake: called when the runner of batches is to look at them.
+        """
         store = RayAdminStore(application)
         # Serve's default, cloudpickle, checks each object of a call for code of the caller's own
         # script. Calls of the driver have only classes of the contract, which both sides import.
@@ -193,6 +197,7 @@ class _Front:
             _settings(config, self._peers),
             lifespan,
             metrics,
+            wake,
         )
 
 
@@ -207,6 +212,7 @@ def _settings(config: ServeConfig, peers: ReplicaCount) -> IngressSettings:
         tool_parser=engine.model.tool_parser,
         reasoning_parser=engine.model.reasoning_parser,
         api=config.api,
+        batches=config.batches,
         push=engine.adapters.push,
         max_file_bytes=engine.adapters.max_file_bytes,
         replicas=peers.count,
@@ -219,18 +225,32 @@ def _settings(config: ServeConfig, peers: ReplicaCount) -> IngressSettings:
 class IngressDeployment:
     """The Serve deployment; any number of replicas."""
 
-    def __init__(self, config: ServeConfig, driver: DeploymentHandle) -> None:
+    def __init__(
+        self,
+        config: ServeConfig,
+        driver: DeploymentHandle,
+        batches: DeploymentHandle | None = None,
+    ) -> None:
+        """batches: the runner of batches; None if there are none."""
         hand_logs_to_serve()
         logger.info("http front: %s", proxy_mode())
         self._config = config
         self._driver = driver
+        self._batches = batches
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Build the API; its lifespan binds the address for frames."""
-        front = _Front(watches=self._config.api.has_quotas)
+        front = IngressFront(watches=self._config.api.has_quotas)
         application = serve.get_replica_context().app_name
-        self._app = front.app(self._config, self._driver, application, front.lifespan)
+        self._app = front.app(
+            self._config, self._driver, application, front.lifespan, wake=self._wake
+        )
         return self._app
+
+    def _wake(self) -> None:
+        """Have the runner look at the batches; it also looks from time to time."""
+        if self._batches is not None:
+            self._batches.wake.remote()
 
     async def drain(self, seconds: float) -> None:
         """Refuse new requests, and end the running ones within so many seconds."""
@@ -250,7 +270,7 @@ class BasesIngressDeployment:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Build the API of each base, and the one that chooses among them."""
-        front = _Front(watches=any(each.api.has_quotas for each in self._bases.values()))
+        front = IngressFront(watches=any(each.api.has_quotas for each in self._bases.values()))
         metrics, application = RequestMetrics(), serve.get_replica_context().app_name
         self._apps = {
             name: front.app(

@@ -2,7 +2,7 @@
 
 import hashlib
 import hmac
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from ipaddress import ip_address
 
 import msgspec
@@ -37,6 +37,7 @@ class Grant:
     patterns: of the adapters ("source:id") that it may use; None: all. The driver compares them
         with the adapter itself, after it has resolved names.
     quota: its requests and tokens a minute.
+    background: its requests are served only where no other wants to be.
     """
 
     name: str = ""
@@ -45,6 +46,7 @@ class Grant:
     cache_group: str = ""
     patterns: tuple[str, ...] | None = None
     quota: Quota = field(default_factory=lambda: Quota(None, None))
+    background: bool = False
 
     def cache_salt(self, own: str) -> bytes:
         """The prefix cache's salt of a request of this caller; own: the request's `cache_salt`."""
@@ -94,6 +96,13 @@ class Keys:
             # If two keys have the same secret, the admin's is last and permits more.
             return matches[-1]
         return None if self._required else Grant(admin=self._open)
+
+    def of_batch(self, name: str) -> Grant | None:
+        """The permissions of a batch of the key with this name; None if there is no such key."""
+        named = [grant for _, grant in self._grants if grant.name == name]
+        if not name and not self._required:
+            named = [Grant()]
+        return replace(named[-1], background=True) if named else None
 
 
 def _digest(config: SecretConfig) -> bytes:

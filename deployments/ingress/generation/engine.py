@@ -11,6 +11,7 @@ from weakref import WeakSet
 
 from configs.adapters import PushConfig
 from configs.api import ApiConfig
+from configs.batches import BatchesConfig
 from configs.embeddings import EmbeddingsConfig
 from configs.model import ReasoningParser, ToolParser
 from configs.version import VERSION
@@ -56,7 +57,8 @@ class IngressSettings:
     max_choices: OpenAI's `n` and `best_of`.
     max_sequences: prompts times choices of one request.
     max_logprobs: alternatives of each token.
-    embeddings, api, tool_parser, reasoning_parser, push, max_file_bytes: of the configuration.
+    embeddings, api, batches, tool_parser, reasoning_parser, push, max_file_bytes: of the
+    configuration.
     keep_alive_seconds: how long a stream may be silent.
     version: of this server.
     replicas: returns the number of ingress replicas.
@@ -76,6 +78,7 @@ class IngressSettings:
     api: ApiConfig = field(default_factory=ApiConfig)
     push: PushConfig = field(default_factory=PushConfig)
     max_file_bytes: int = 8 * 2**30
+    batches: BatchesConfig = field(default_factory=BatchesConfig)
     keep_alive_seconds: float = 15.0
     tool_parser: ToolParser = ToolParser.AUTO
     reasoning_parser: ReasoningParser = ReasoningParser.AUTO

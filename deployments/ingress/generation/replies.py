@@ -193,5 +193,6 @@ def _admit(request: Request, job: GenerationJob) -> tuple[GenerationJob, Quota]:
         allowed=grant.patterns,
         payer=grant.name,
         cache_salt=grant.cache_salt(job.cache_salt),
+        background=grant.background,
     )
     return replace(job, request=granted), grant.quota

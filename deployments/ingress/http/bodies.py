@@ -4,6 +4,7 @@ import asyncio
 from itertools import accumulate, compress, islice
 from operator import xor
 
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -147,6 +148,28 @@ class BodyLimit:
             )
             return error_response(request, invalid(message))
         return None
+
+
+def bounded(receive: Receive, max_bytes: int, seconds: float) -> Receive:
+    """A `receive` of a streamed body; HTTPException if it is too long, or takes too long.
+
+    Made when the body begins.
+    """
+    total, deadline = 0, asyncio.get_running_loop().time() + seconds
+
+    async def read() -> Message:
+        nonlocal total
+        try:
+            async with asyncio.timeout_at(deadline):
+                message = await receive()
+        except TimeoutError as error:
+            raise HTTPException(408, f"the body did not come within {seconds:g} s") from error
+        total += len(message.get("body", b""))
+        if total > max_bytes:
+            raise HTTPException(413, f"the body is longer than {max_bytes} bytes")
+        return message
+
+    return read
 
 
 def replaying(body: bytes, receive: Receive) -> Receive:

@@ -117,6 +117,7 @@ ERROR_SHAPES: dict[ErrorKind, ErrorShape] = {
     ErrorKind.ADAPTER_UNAVAILABLE: ErrorShape(
         503, _SERVER, "adapter_unavailable", "download_adapter"
     ),
+    ErrorKind.NOT_FOUND: ErrorShape(404, _BAD, "not_found", "validation", 404, "not_found", "{}"),
     ErrorKind.UNAUTHORIZED: ErrorShape(
         401, _BAD, "invalid_api_key", "validation", 401, "unauthorized", "{}"
     ),

@@ -102,6 +102,11 @@ class Server:
         self._thread.join(PATIENCE)
 
     @property
+    def app(self) -> FastAPI:
+        """The application that is served now."""
+        return self._app
+
+    @property
     def renderer(self) -> Renderer:
         """What renders the application's chat templates."""
         renderer: Renderer = self._app.state.renderer

@@ -1,0 +1,266 @@
+"""One batch from its input to its output, in steps that an end of the process may interrupt."""
+
+import asyncio
+import io
+import logging
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing
+from tempfile import TemporaryFile
+from typing import IO
+
+from deployments.batch_runner.requests import LineReply, SendRequest, UnknownKey
+from deployments.ingress.batches.lines import (
+    BatchLine,
+    raw_lines,
+    read_line,
+    result_line,
+    unanswered_line,
+)
+from deployments.ingress.batches.records import (
+    ENDED,
+    BatchErrors,
+    BatchStatus,
+    LineFault,
+    OpenBatch,
+)
+from deployments.ingress.batches.store import BatchStore, parts_of
+from deployments.ingress.http.errors import RequestError
+
+_MAX_FAULTS = 100
+_LINES_AT_ONCE = 256
+_PART_LINES = 256
+_PART_SECONDS = 2.0
+# Replies that say that the server is busy or away, not that the request is wrong.
+_RETRIED = frozenset({429, 503, 529})
+_LONGEST_WAIT = 60.0
+
+logger = logging.getLogger("loray.batches")
+
+
+class BatchWork:
+    """Runs one batch to its end.
+
+    Finished lines are kept in parts: files of lines "NUMBER OK RESULT". A part is written every few
+    seconds, so that an interrupted batch computes few lines again.
+    """
+
+    def __init__(
+        self, store: BatchStore, entry: OpenBatch, slots: asyncio.Semaphore, max_line_bytes: int
+    ) -> None:
+        """slots: shared by the requests of all batches."""
+        self._store = store
+        self._entry = entry
+        self._slots = slots
+        self._max_line_bytes = max_line_bytes
+        self._done: set[int] = set()
+        self._finished: list[bytes] = []
+        self._ends_as: BatchStatus = "completed"
+
+    async def run(self, sender: Callable[[], SendRequest]) -> None:
+        """Check the input, send what is not done yet, and write the output."""
+        entry = self._entry
+        self._record = await asyncio.to_thread(self._store.batch, entry.owner, entry.id)
+        if self._record.status not in ENDED:
+            try:
+                send = sender()
+                await asyncio.to_thread(self._check)
+            except UnknownKey:
+                self._fail([LineFault("unknown_key", "this API key is not configured any more")])
+            except RequestError as error:
+                self._fail([LineFault("invalid_input_file", error.message)])
+            if self._record.status != "failed":
+                await self._send_lines(send)
+                await asyncio.to_thread(self._write_output)
+            await asyncio.to_thread(self._store.save_batch, entry.owner, self._record)
+            logger.info("batch %s: %s", entry.id, self._record.status)
+        await asyncio.to_thread(self._store.close, entry)
+
+    def _check(self) -> None:
+        """Check every line, or if that was done before, read which lines have a result."""
+        record = self._record
+        if record.in_progress_at is None:
+            total, faults = self._faults()
+            if faults:
+                self._fail(faults)
+                return
+            record.request_counts.total = total
+            record.in_progress_at = self._store.now
+        record.status = "in_progress"
+        counts = record.request_counts
+        counts.completed = counts.failed = 0
+        for number, succeeded, _ in self._results():
+            self._count(number, succeeded)
+        self._store.save_batch(self._entry.owner, record)
+
+    def _faults(self) -> tuple[int, list[LineFault]]:
+        """The number of lines, and the first faults."""
+        seen: set[str] = set()
+        faults: list[LineFault] = []
+        total = 0
+        for total, line in enumerate(self._lines(), 1):
+            if total > self._store.config.max_lines:
+                message = f"a batch has at most {self._store.config.max_lines} lines"
+                return total, [LineFault("too_many_lines", message)]
+            if isinstance(line, BatchLine) and line.custom_id in seen:
+                line = LineFault("duplicate_custom_id", "`custom_id` was used before",
+                                 line.number, "custom_id")  # fmt: skip
+            if isinstance(line, LineFault):
+                faults.append(line)
+                if len(faults) >= _MAX_FAULTS:
+                    break
+            else:
+                seen.add(line.custom_id)
+        return total, faults if total else [LineFault("empty_file", "the file has no lines")]
+
+    def _fail(self, faults: list[LineFault]) -> None:
+        record = self._record
+        record.status, record.failed_at = "failed", self._store.now
+        record.errors = BatchErrors(faults)
+
+    def _lines(self) -> Iterator[BatchLine | LineFault]:
+        record, most = self._record, self._max_line_bytes
+        with self._store.content(self._entry.owner, record.input_file_id) as stream:
+            for number, raw in raw_lines(stream, most):
+                yield read_line(number, raw, record.endpoint, most)
+
+    async def _send_lines(self, send: SendRequest) -> None:
+        """Send all lines without a result, until the batch is cancelled or expired."""
+        running: set[asyncio.Task[None]] = set()
+        feeding = asyncio.create_task(self._feed(send, running))
+        watching = asyncio.create_task(self._watch())
+        try:
+            first, _ = await asyncio.wait({feeding, watching}, return_when=asyncio.FIRST_COMPLETED)
+            for task in first:
+                task.result()
+        finally:
+            for task in (feeding, watching, *running):
+                task.cancel()
+            await asyncio.gather(feeding, watching, *running, return_exceptions=True)
+        await self._save_part()
+
+    async def _feed(self, send: SendRequest, running: set[asyncio.Task[None]]) -> None:
+        """Send the lines, as many at once as there are slots; returns when all have a result."""
+        async with aclosing(self._pending()) as pending:
+            async for line in pending:
+                await self._slots.acquire()
+                task = asyncio.create_task(self._send(send, line))
+                running.add(task)
+                task.add_done_callback(lambda _: self._slots.release())
+                for done in [each for each in running if each.done()]:
+                    running.remove(done)
+                    done.result()
+        await asyncio.gather(*running)
+
+    async def _pending(self) -> AsyncGenerator[BatchLine, None]:
+        """The lines without a result; read in a thread, some at a time."""
+        lines = self._lines()
+
+        def some() -> list[BatchLine]:
+            found = []
+            for line in lines:
+                if isinstance(line, BatchLine) and line.number not in self._done:
+                    found.append(line)
+                    if len(found) >= _LINES_AT_ONCE:
+                        break
+            return found
+
+        while found := await asyncio.to_thread(some):
+            for line in found:
+                yield line
+
+    async def _send(self, send: SendRequest, line: BatchLine) -> None:
+        """Send one line until the server is not too busy for it."""
+        wait = 1.0
+        while (reply := await send(self._record.endpoint, line.body)).status in _RETRIED:
+            await asyncio.sleep(min(reply.retry_after_s or wait, _LONGEST_WAIT))
+            wait = min(2 * wait, _LONGEST_WAIT)
+        self._keep(line, reply)
+
+    def _keep(self, line: BatchLine, reply: LineReply) -> None:
+        """Keep a result until the next part is written."""
+        succeeded = reply.status == 200
+        body = reply.body
+        if succeeded and not body.startswith(b"{"):
+            succeeded, body = False, b'{"error":{"message":"batches cannot stream"}}'
+        status = 200 if succeeded else reply.status if reply.status != 200 else 400
+        result = result_line(line.custom_id, status, body)
+        self._finished.append(b"%d %d " % (line.number, succeeded) + result)
+        self._count(line.number, succeeded)
+
+    def _count(self, number: int, succeeded: bool) -> None:
+        if number not in self._done:
+            self._done.add(number)
+            counts = self._record.request_counts
+            counts.completed += succeeded
+            counts.failed += not succeeded
+
+    async def _watch(self) -> None:
+        """Write parts from time to time; ends when the batch is cancelled or expired."""
+        while True:
+            await asyncio.sleep(_PART_SECONDS)
+            await self._save_part()
+            entry = self._entry
+            since = await asyncio.to_thread(self._store.cancelling_since, entry.owner, entry.id)
+            if since is not None:
+                self._record.cancelling_at, self._ends_as = since, "cancelled"
+                return
+            if self._store.now >= self._record.expires_at:
+                self._ends_as = "expired"
+                return
+
+    async def _save_part(self) -> None:
+        """Write the results since the last part."""
+        finished, self._finished = self._finished, []
+        if finished:
+            await asyncio.to_thread(self._write_part, b"".join(finished))
+
+    def _write_part(self, finished: bytes) -> None:
+        name = f"{time.time_ns():020d}-{secrets.token_hex(4)}"
+        self._store.storage.write(f"{parts_of(self._entry)}/{name}", finished)
+        self._store.save_batch(self._entry.owner, self._record)
+
+    def _results(self) -> Iterator[tuple[int, bool, bytes]]:
+        """Number, success and result of each finished line, once."""
+        seen: set[int] = set()
+        folder, storage = parts_of(self._entry), self._store.storage
+        for part in storage.objects(folder):
+            for raw in io.BytesIO(storage.read(f"{folder}/{part.name}") or b""):
+                number, succeeded, result = raw.split(b" ", 2)
+                if int(number) not in seen:
+                    seen.add(int(number))
+                    yield int(number), succeeded == b"1", result
+
+    def _write_output(self) -> None:
+        """Write the results, and those of requests that failed or were not sent, as two files."""
+        record = self._record
+        record.status, record.finalizing_at = "finalizing", self._store.now
+        self._store.save_batch(self._entry.owner, record)
+        with TemporaryFile() as output, TemporaryFile() as errors:
+            for _, succeeded, result in self._results():
+                (output if succeeded else errors).write(result)
+            if self._ends_as != "completed":
+                self._write_unsent(errors)
+            record.output_file_id = self._add_file(output, "output")
+            record.error_file_id = self._add_file(errors, "error")
+        record.status = self._ends_as
+        setattr(record, f"{self._ends_as}_at", self._store.now)
+
+    def _write_unsent(self, errors: IO[bytes]) -> None:
+        message = f"the batch {self._ends_as} before this request was done"
+        if self._ends_as == "cancelled":
+            message = "the batch was cancelled before this request was done"
+        for line in self._lines():
+            if isinstance(line, BatchLine) and line.number not in self._done:
+                errors.write(unanswered_line(line.custom_id, f"batch_{self._ends_as}", message))
+
+    def _add_file(self, content: IO[bytes], kind: str) -> str | None:
+        """Keep a file of results; None if it is empty."""
+        if not content.tell():
+            return None
+        content.seek(0)
+        entry = self._entry
+        name = f"{entry.id}_{kind}.jsonl"
+        kept = self._store.add_file(entry.owner, content, name, entry.output_keep_s, output=True)
+        return kept.id

@@ -1,0 +1,98 @@
+"""OpenAI's /v1/batches. A runner of its own computes them; these routes keep records."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Query, Request
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.responses import Response
+
+from deployments.ingress.access.keys import grant_of
+from deployments.ingress.batches.lines import ENDPOINTS
+from deployments.ingress.batches.records import BatchRecord
+from deployments.ingress.batches.store import BatchStore, owner_of
+from deployments.ingress.http.errors import invalid
+from deployments.ingress.http.responses import json_response
+from deployments.ingress.http.unicode import Unicode
+from deployments.ingress.openai.files import checked_keep
+from deployments.ingress.openai.pages import page
+
+_WINDOW_SECONDS = 86_400
+_Key = Annotated[Unicode, Field(max_length=64)]
+_Value = Annotated[Unicode, Field(max_length=512)]
+
+
+class OutputExpiresAfter(BaseModel):
+    """For how long a batch's output is kept."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    anchor: Unicode
+    seconds: int
+
+
+class BatchBody(BaseModel):
+    """POST /v1/batches."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    input_file_id: Unicode
+    endpoint: Unicode
+    completion_window: Literal["24h"]
+    metadata: dict[_Key, _Value] | None = Field(None, max_length=16)
+    output_expires_after: OutputExpiresAfter | None = None
+
+
+def routes(store: BatchStore, wake: Callable[[], None]) -> APIRouter:
+    """The routes over this store; wake: called when the runner is to look at the batches."""
+    router = APIRouter(prefix="/v1/batches")
+
+    @router.post("")
+    async def create(request: Request, body: BatchBody) -> Response:
+        key = grant_of(request).name
+        record = await asyncio.to_thread(_create, store, key, body)
+        wake()
+        return json_response(record)
+
+    @router.get("")
+    async def batches(
+        request: Request, after: str | None = None, limit: int = Query(20, ge=1, le=100)
+    ) -> Response:
+        owner = owner_of(grant_of(request).name)
+        return json_response(
+            page(await asyncio.to_thread(store.batches, owner, after, limit), limit)
+        )
+
+    @router.get("/{id}")
+    async def batch(request: Request, id: str) -> Response:
+        owner = owner_of(grant_of(request).name)
+        return json_response(await asyncio.to_thread(store.batch, owner, id))
+
+    @router.post("/{id}/cancel")
+    async def cancel(request: Request, id: str) -> Response:
+        record = await asyncio.to_thread(store.cancel, owner_of(grant_of(request).name), id)
+        wake()
+        return json_response(record)
+
+    return router
+
+
+def _create(store: BatchStore, key: str, body: BatchBody) -> BatchRecord:
+    if body.endpoint not in ENDPOINTS:
+        known = ", ".join(sorted(ENDPOINTS))
+        raise invalid(f"`endpoint` must be one of {known}", "endpoint")
+    owner, after = owner_of(key), body.output_expires_after
+    store.file(owner, body.input_file_id)
+    now = store.now
+    record = BatchRecord(
+        id=store.new_batch_id(),
+        endpoint=body.endpoint,
+        input_file_id=body.input_file_id,
+        created_at=now,
+        expires_at=now + _WINDOW_SECONDS,
+        metadata=body.metadata,
+    )
+    keep_s = None if after is None else checked_keep(after.anchor, after.seconds)
+    store.add_batch(owner, key, record, keep_s)
+    return record
