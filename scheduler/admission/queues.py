@@ -5,8 +5,8 @@ earns its quantum (quantum_tokens times its weight), and the round goes on. Each
 round of its own, and the highest one is served; a lower one that has seen PASSED_OVER requests of
 higher ones admitted is served once. docs/design/fairness.md gives the bounds.
 
-A queue whose first request is a background one has a round below all others, which is never due:
-background requests take what the others leave.
+If a queue's first request is a background one, the queue is in a round below all others, which is
+never due: background requests take what the others leave.
 
 A queue is in one QueueState. The round sees only those that admit; those that wait for room
 on the device are pending loads, ordered by when they began to wait (each priority counts as a

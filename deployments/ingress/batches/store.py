@@ -139,7 +139,7 @@ class BatchStore:
         return self.batch(owner, id)
 
     def cancelling_since(self, owner: str, id: str) -> int | None:
-        """When its owner asked to end it, in seconds since the epoch."""
+        """When its owner wished to end it, in seconds since the epoch."""
         since = self.storage.read(_cancel(owner, id))
         return None if since is None else int(since)
 

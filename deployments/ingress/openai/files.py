@@ -15,7 +15,7 @@ from deployments.ingress.batches.store import BatchStore, owner_of
 from deployments.ingress.http.bodies import bounded
 from deployments.ingress.http.errors import invalid
 from deployments.ingress.http.responses import json_response
-from deployments.ingress.openai.pages import page
+from deployments.ingress.openai.pages import DeletedFile, page
 
 PATH = "/v1/files"
 _MAX_FIELD_BYTES = 4096
@@ -90,7 +90,8 @@ def routes(store: BatchStore) -> APIRouter:
     @router.delete("/{id}")
     async def delete(request: Request, id: str) -> Response:
         await asyncio.to_thread(store.delete_file, owner_of(grant_of(request).name), id)
-        return json_response({"id": id, "object": "file", "deleted": True})
+        gone: DeletedFile = {"id": id, "object": "file", "deleted": True}
+        return json_response(gone)
 
     async def _record(request: Request, id: str) -> FileRecord:
         return await asyncio.to_thread(store.file, owner_of(grant_of(request).name), id)

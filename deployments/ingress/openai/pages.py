@@ -1,11 +1,39 @@
 """Pages of listings in OpenAI's form."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar
 
 from deployments.ingress.batches.records import BatchRecord, FileRecord
 
 R = TypeVar("R", FileRecord, BatchRecord)
+
+
+class FilesReply(TypedDict):
+    """A page of the caller's files."""
+
+    object: Literal["list"]
+    data: list[FileRecord]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class BatchesReply(TypedDict):
+    """A page of the caller's batches."""
+
+    object: Literal["list"]
+    data: list[BatchRecord]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class DeletedFile(TypedDict):
+    """A file that is gone."""
+
+    id: str
+    object: Literal["file"]
+    deleted: bool
 
 
 def page(

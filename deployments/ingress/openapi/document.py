@@ -16,6 +16,7 @@ from fastapi.openapi.utils import get_openapi
 
 from deployments.ingress.admin.adapters import AdapterReply, AdaptersReply
 from deployments.ingress.anthropic.reply_types import MessageEvent, MessageReply, TokenCount
+from deployments.ingress.batches.records import BatchRecord, FileRecord
 from deployments.ingress.embeddings import EmbeddingsReply, EmbedReply
 from deployments.ingress.http.errors import (
     OVERLOADED_STATUS,
@@ -25,6 +26,7 @@ from deployments.ingress.http.errors import (
 )
 from deployments.ingress.lorax.replies import GenerateReply, StreamEvent
 from deployments.ingress.lorax.routes import InfoReply, TextSlice
+from deployments.ingress.openai.pages import BatchesReply, DeletedFile, FilesReply
 from deployments.ingress.openai.reply_types import (
     ChatChunk,
     ChatReply,
@@ -65,6 +67,14 @@ REPLIES: Mapping[str, Any] = {
     "post /v1/completions": CompletionReply,
     "post /v1/chat/completions": ChatReply,
     "post /v1/responses": ResponseReply,
+    "post /v1/files": FileRecord,
+    "get /v1/files": FilesReply,
+    "get /v1/files/{id}": FileRecord,
+    "delete /v1/files/{id}": DeletedFile,
+    "post /v1/batches": BatchRecord,
+    "get /v1/batches": BatchesReply,
+    "get /v1/batches/{id}": BatchRecord,
+    "post /v1/batches/{id}/cancel": BatchRecord,
     "post /v1/messages": MessageReply,
     "post /v1/messages/count_tokens": TokenCount,
     "post /v1/embeddings": EmbeddingsReply,
