@@ -6,6 +6,7 @@ import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,7 +15,7 @@ import pytest
 from configs.api import ApiConfig
 from configs.batches import BatchesConfig
 from deployments.batch_runner import runner, work
-from deployments.batch_runner.requests import sender
+from deployments.batch_runner.requests import LineReply, SendRequest, sender
 from deployments.batch_runner.runner import BatchRunner
 from deployments.contract import ReplyAddress
 from deployments.ingress.app import build_app
@@ -78,14 +79,18 @@ class World:
         return found
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[BatchRunner]:
-        """A new server process over the storage; it ends like a killed one."""
+    async def running(self, replies: int | None = None) -> AsyncIterator[BatchRunner]:
+        """A new server process over the storage; it ends like a killed one.
+
+        replies: how many requests it answers before it hangs; None: all.
+        """
         inboxes, address = RequestInboxes(), ReplyAddress("127.0.0.1", 1, "hush")
         self.driver.deliver = inboxes.deliver
         settings = IngressSettings(api=self.api, batches=self.config)
         app = build_app(self.driver, inboxes, lambda: address, settings)
         async with app.router.lifespan_context(app):
-            made = BatchRunner(self.store, partial(sender, app), self.api.max_body_bytes)
+            sends = partial(_answering, partial(sender, app), replies)
+            made = BatchRunner(self.store, sends, self.api.max_body_bytes)
             task = asyncio.create_task(made.run())
             try:
                 yield made
@@ -99,6 +104,18 @@ class World:
                 assert record.status not in ("failed", "cancelled", "expired"), record
                 await asyncio.sleep(0.01)
         return record
+
+
+def _answering(make: Callable[[str], SendRequest], replies: int | None, key: str) -> SendRequest:
+    """Sends so many requests; the others get no reply."""
+    send, sent = make(key), count()
+
+    async def sends(path: str, body: bytes) -> LineReply:
+        if replies is not None and next(sent) >= replies:
+            await asyncio.Event().wait()
+        return await send(path, body)
+
+    return sends
 
 
 async def when(condition: Callable[[], object]) -> None:
