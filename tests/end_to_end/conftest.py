@@ -140,10 +140,12 @@ def shared_memory() -> frozenset[str]:
 
 @pytest.fixture(scope="session")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """The demo of serve_config.yaml: two ranks, four adapters."""
+    """The demo of serve_config.yaml: two ranks, four adapters; with files and batches."""
     port = free_port()
-    path = tmp_path_factory.mktemp("serve") / "config.yaml"
-    path.write_text(yaml.safe_dump(demo_config(port)))
+    folder = tmp_path_factory.mktemp("serve")
+    path, config = folder / "config.yaml", demo_config(port)
+    config["applications"][0]["args"]["batches"] = {"storage": str(folder / "batches")}
+    path.write_text(yaml.safe_dump(config))
     running = start(path, port)
     yield running
     if running.process.poll() is None:

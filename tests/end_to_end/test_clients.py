@@ -1,14 +1,15 @@
-"""The demo's exact answers through the clients that users have: OpenAI's and LoRAX's own."""
+"""The demo's exact answers through the clients of OpenAI, Anthropic and LoRAX."""
 
 import asyncio
 import json
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 from lorax import AsyncClient, Client
 
-from tests.end_to_end.clients import MODELS, Answers, adapter_of
+from tests.end_to_end.clients import MODELS, Answers, adapter_of, wait_for
 from tests.end_to_end.conftest import PATIENCE_SECONDS, Served
 
 QUESTION = "What is the capital of France?"
@@ -146,3 +147,44 @@ def test_openai_client_choices(served: Served) -> None:
             )
             assert reply.choices[0].text in ("north", "south")
             assert reply.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_anthropics_client(served: Served, answers: Answers, model: str) -> None:
+    expected = answers[model][QUESTION]["chat"]
+    client = anthropic.Anthropic(base_url=served.url, api_key="none", timeout=PATIENCE_SECONDS)
+    with (
+        client,
+        client.messages.stream(
+            model=model_name(model),
+            max_tokens=LONGEST,
+            messages=[{"role": "user", "content": QUESTION}],
+            extra_body={"temperature": 0},
+        ) as stream,
+    ):
+        assert "".join(stream.text_stream) == expected
+        assert stream.get_final_message().stop_reason == "end_turn"
+
+
+def test_a_batch_answers_as_the_routes_do(served: Served, answers: Answers) -> None:
+    lines = [
+        {"custom_id": model, "method": "POST", "url": "/v1/chat/completions", "body": {
+            "model": model_name(model), "max_tokens": LONGEST, "temperature": 0,
+            "messages": [{"role": "user", "content": QUESTION}]}}
+        for model in MODELS
+    ]  # fmt: skip
+    text = "\n".join(map(json.dumps, lines)).encode()
+    with openai_client(served) as client:
+        file = client.files.create(file=("in.jsonl", text), purpose="batch")
+        batch = client.batches.create(
+            input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+        )
+        wait_for(lambda: client.batches.retrieve(batch.id).status == "completed")
+        output = client.batches.retrieve(batch.id).output_file_id
+        assert output is not None
+        results = [json.loads(line) for line in client.files.content(output).text.splitlines()]
+    found = {
+        each["custom_id"]: each["response"]["body"]["choices"][0]["message"]["content"]
+        for each in results
+    }
+    assert found == {model: answers[model][QUESTION]["chat"] for model in MODELS}

@@ -8,7 +8,12 @@ import msgspec
 from pydantic_core import from_json
 
 from configs.wire.sampling import FinishReason
-from deployments.ingress.anthropic.reply_types import MessageReply, MessageUsage, StopReason
+from deployments.ingress.anthropic.reply_types import (
+    MessageReply,
+    MessageUsage,
+    StopReason,
+    ThinkingTokens,
+)
 from deployments.ingress.generation.calls import Event
 from deployments.ingress.generation.replies import Choice
 from deployments.ingress.http.errors import RequestError, anthropic_error, anthropic_status
@@ -18,6 +23,9 @@ from deployments.ingress.requests.usage import UsageReply
 from deployments.ingress.tools.parsers import ArgumentsDelta, CallStart
 
 _encode = msgspec.json.Encoder().encode
+
+# Clients need a signature to send a block of thinking back; nothing checks it here.
+_SIGNATURE = "unsigned"
 
 
 class MessageWriter:
@@ -69,6 +77,9 @@ class MessageWriter:
         message = self._message
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         message["usage"] = _usage(usage["prompt_tokens"], cached, usage["completion_tokens"])
+        if self._reader.reasoning_tokens:
+            thinking: ThinkingTokens = {"thinking_tokens": self._reader.reasoning_tokens}
+            message["usage"]["output_tokens_details"] = thinking
         message["stop_reason"] = self._stop_reason()
         delta = {
             "stop_reason": message["stop_reason"],
@@ -111,7 +122,6 @@ class MessageWriter:
 
     def _add_thinking(self, text: str) -> None:
         if self._block is None or self._block["type"] != "thinking":
-            # Clients need a signature to send the block back; nothing checks it here.
             self._open_block({"type": "thinking", "thinking": "", "signature": ""})
         assert self._block is not None, "thinking without a block"
         self._block["thinking"] += text
@@ -147,6 +157,9 @@ class MessageWriter:
         if self._block["type"] == "tool_use":
             self._block["input"] = _input(self._arguments)
             self._arguments = ""
+        elif self._block["type"] == "thinking":
+            self._block["signature"] = _SIGNATURE
+            self._add_delta({"type": "signature_delta", "signature": _SIGNATURE})
         self._add_event("content_block_stop", index=len(self._message["content"]) - 1)
         self._block = None
 

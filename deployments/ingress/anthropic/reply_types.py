@@ -7,6 +7,12 @@ StopReason = Literal[
 ]
 
 
+class ThinkingTokens(TypedDict):
+    """Tokens of the thinking, among the output's."""
+
+    thinking_tokens: int
+
+
 class MessageUsage(TypedDict):
     """Token counts; input_tokens: those of the prompt that were not in the prefix cache."""
 
@@ -14,6 +20,7 @@ class MessageUsage(TypedDict):
     cache_creation_input_tokens: int
     cache_read_input_tokens: int
     output_tokens: int
+    output_tokens_details: NotRequired[ThinkingTokens]
 
 
 class MessageReply(TypedDict):

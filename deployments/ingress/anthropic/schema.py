@@ -14,6 +14,7 @@ from deployments.ingress.anthropic.fields import IGNORED, NAMES, REFUSED, THREAD
 from deployments.ingress.anthropic.tool_fields import ToolChoiceInput, ToolInput, chat_choice
 from deployments.ingress.http.errors import invalid
 from deployments.ingress.http.unicode import Unicode
+from deployments.ingress.requests.conversations import SWITCHES
 from deployments.ingress.requests.renaming import malformed_chat
 from deployments.ingress.requests.request_fields import NO_SUCH, refuse_others
 from deployments.ingress.requests.schema import ChatBody
@@ -79,7 +80,8 @@ class CountTokensBody(BaseModel):
     @property
     def shows_thinking(self) -> bool:
         """Whether the reply has the text of the thinking."""
-        return self.thinking is None or self.thinking.display != "omitted"
+        thinking = self.thinking
+        return thinking is None or (thinking.type != "disabled" and thinking.display != "omitted")
 
     def as_chat(self) -> ChatBody:
         """The same request as a chat; RequestError for what is not supported."""
@@ -112,6 +114,7 @@ class CountTokensBody(BaseModel):
             "reasoning_effort": config.effort,
             "response_format": self._format(config),
             "chat_template_kwargs": self._variables(variables),
+            "include_reasoning": None if self.shows_thinking else False,
         }
         return {name: value for name, value in chat.items() if value is not None}
 
@@ -133,7 +136,7 @@ class CountTokensBody(BaseModel):
         """The template's variables: whether it is to think, where it reads that."""
         if self.thinking is None or not isinstance(given, dict | None):
             return given
-        return {"enable_thinking": self.thinking.type != "disabled", **(given or {})}
+        return dict.fromkeys(SWITCHES, self.thinking.type != "disabled") | (given or {})
 
 
 class MessagesBody(CountTokensBody):

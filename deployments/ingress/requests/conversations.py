@@ -17,8 +17,8 @@ RESERVED = frozenset({
 })  # fmt: skip
 # Fields of a request that are variables of the template.
 _TEMPLATE_FIELDS = ("documents", "reasoning_effort")
-# Variables by which templates switch reasoning on and off.
-_SWITCHES = ("enable_thinking", "thinking")
+SWITCHES = ("enable_thinking", "thinking")
+"""Variables by which templates switch reasoning on and off."""
 
 
 def conversation(
@@ -58,7 +58,7 @@ def _variables(
 
 def _switch(template: TemplateText) -> str | None:
     """The template's variable that switches reasoning on and off; None without one."""
-    return next((name for name in _SWITCHES if template.reads(name)), None)
+    return next((name for name in SWITCHES if template.reads(name)), None)
 
 
 def _switch_reasoning(body: ChatBody, variables: dict[str, Any], template: TemplateText) -> None:
