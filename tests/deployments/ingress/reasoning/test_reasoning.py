@@ -248,7 +248,7 @@ def test_anthropics_messages_have_blocks_of_thinking(
     http: httpx.Client, thinking: FakeDriver
 ) -> None:
     body = {"messages": HELLO, "max_tokens": 100}
-    thought = {"type": "thinking", "thinking": "A capital.", "signature": ""}
+    thought = {"type": "thinking", "thinking": "A capital.", "signature": "unsigned"}
     text = {"type": "text", "text": "Paris."}
     assert post(http, "/v1/messages", **body)["content"] == [thought, text]
     omitted = {"thinking": {"type": "adaptive", "display": "omitted"}}
