@@ -102,6 +102,40 @@ def serve(
 
 
 @app.command()
+def batch(
+    source: Annotated[
+        Path, typer.Argument(metavar="IN.jsonl", help="Requests, as for /v1/batches")
+    ],
+    target: Annotated[Path, typer.Argument(metavar="OUT.jsonl", help="Where the results go")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL|CONFIG.yaml", help="a folder, a hub id, or a config")
+    ] = "serve_config.yaml",
+    adapters: Annotated[
+        list[Path] | None, typer.Option(help="Folder whose adapters are served (repeatable)")
+    ] = None,
+    replicas: Annotated[int, typer.Option(min=1, help="Engines that share the lines")] = 1,
+    tp: Annotated[int | None, typer.Option(help="GPUs, or CPU processes, of one replica")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: what is here")] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Any other setting (repeatable)"),
+    ] = None,
+    address: Annotated[str | None, typer.Option(help="A Ray cluster; default: one here")] = None,
+) -> None:
+    """Answer a file of requests without a server; run it again to go on."""
+    from deployments.commands import batch as command
+
+    options = {
+        "adapters": adapters and tuple(adapters),
+        "tensor_parallel": tp,
+        "device": device,
+        "settings": set_ and tuple(set_),
+    }
+    given = {name: value for name, value in options.items() if value is not None}
+    command.run(source, target, model, given, replicas, address)
+
+
+@app.command()
 def generate(
     prompt: str,
     adapter: Adapter = "",

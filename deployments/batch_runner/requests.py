@@ -1,5 +1,6 @@
 """Sends a batch's requests to an application in this process, under their key's permissions."""
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
@@ -22,6 +23,11 @@ class LineReply(NamedTuple):
 
 SendRequest = Callable[[str, bytes], Awaitable[LineReply]]
 """Sends one body to one path."""
+
+
+# Replies that say that the server is busy or away, not that the request is wrong.
+_RETRIED = frozenset({429, 503, 529})
+_LONGEST_WAIT = 60.0
 
 
 class UnknownKey(Exception):
@@ -47,3 +53,12 @@ def sender(app: FastAPI, key: str) -> SendRequest:
         return LineReply(reply.status_code, reply.content, None if wait is None else float(wait))
 
     return send
+
+
+async def send_until_done(send: SendRequest, path: str, body: bytes) -> LineReply:
+    """Send one request until the server is not too busy for it."""
+    wait = 1.0
+    while (reply := await send(path, body)).status in _RETRIED:
+        await asyncio.sleep(min(reply.retry_after_s or wait, _LONGEST_WAIT))
+        wait = min(2 * wait, _LONGEST_WAIT)
+    return reply

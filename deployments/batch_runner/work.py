@@ -10,12 +10,12 @@ from contextlib import aclosing
 from tempfile import TemporaryFile
 from typing import IO
 
-from deployments.batch_runner.requests import LineReply, SendRequest, UnknownKey
+from deployments.batch_runner.requests import SendRequest, UnknownKey, send_until_done
 from deployments.ingress.batches.lines import (
     BatchLine,
     raw_lines,
     read_line,
-    result_line,
+    result_of,
     unanswered_line,
 )
 from deployments.ingress.batches.records import (
@@ -32,9 +32,6 @@ _MAX_FAULTS = 100
 _LINES_AT_ONCE = 256
 _PART_LINES = 256
 _PART_SECONDS = 2.0
-# Replies that say that the server is busy or away, not that the request is wrong.
-_RETRIED = frozenset({429, 503, 529})
-_LONGEST_WAIT = 60.0
 
 logger = logging.getLogger("loray.batches")
 
@@ -123,7 +120,7 @@ class BatchWork:
         record, most = self._record, self._max_line_bytes
         with self._store.content(self._entry.owner, record.input_file_id) as stream:
             for number, raw in raw_lines(stream, most):
-                yield read_line(number, raw, record.endpoint, most)
+                yield read_line(number, raw, most, record.endpoint)
 
     async def _send_lines(self, send: SendRequest) -> None:
         """Send all lines without a result, until the batch is cancelled or expired."""
@@ -171,21 +168,9 @@ class BatchWork:
                 yield line
 
     async def _send(self, send: SendRequest, line: BatchLine) -> None:
-        """Send one line until the server is not too busy for it."""
-        wait = 1.0
-        while (reply := await send(self._record.endpoint, line.body)).status in _RETRIED:
-            await asyncio.sleep(min(reply.retry_after_s or wait, _LONGEST_WAIT))
-            wait = min(2 * wait, _LONGEST_WAIT)
-        self._keep(line, reply)
-
-    def _keep(self, line: BatchLine, reply: LineReply) -> None:
-        """Keep a result until the next part is written."""
-        succeeded = reply.status == 200
-        body = reply.body
-        if succeeded and not body.startswith(b"{"):
-            succeeded, body = False, b'{"error":{"message":"batches cannot stream"}}'
-        status = 200 if succeeded else reply.status if reply.status != 200 else 400
-        result = result_line(line.custom_id, status, body)
+        """Send one line, and keep its result until the next part is written."""
+        reply = await send_until_done(send, line.url, line.body)
+        succeeded, result = result_of(line, reply.status, reply.body)
         self._finished.append(b"%d %d " % (line.number, succeeded) + result)
         self._count(line.number, succeeded)
 

@@ -22,6 +22,7 @@ class BatchLine(NamedTuple):
 
     number: int
     custom_id: str
+    url: str
     body: bytes
 
 
@@ -58,8 +59,10 @@ def raw_lines(stream: IO[bytes], max_bytes: int) -> Iterator[tuple[int, bytes]]:
         yield number, rest
 
 
-def read_line(number: int, line: bytes, endpoint: str, max_bytes: int) -> BatchLine | LineFault:
-    """The request of a line, or what is wrong with it."""
+def read_line(
+    number: int, line: bytes, max_bytes: int, endpoint: str | None = None
+) -> BatchLine | LineFault:
+    """The request of a line, or what is wrong with it; endpoint: the batch's, None for any."""
     if len(line) > max_bytes:
         return LineFault("line_too_long", f"a line has at most {max_bytes} bytes", number)
     try:
@@ -71,20 +74,22 @@ def read_line(number: int, line: bytes, endpoint: str, max_bytes: int) -> BatchL
         return LineFault("invalid_custom_id", message, number, "custom_id")
     if written.method != "POST":
         return LineFault("invalid_method", "`method` must be POST", number, "method")
-    if written.url != endpoint:
-        message = f"`url` must be the batch's endpoint, {endpoint}"
+    if written.url not in (ENDPOINTS if endpoint is None else (endpoint,)):
+        message = f"`url` must be {endpoint or 'one of ' + ', '.join(sorted(ENDPOINTS))}"
         return LineFault("mismatched_endpoint", message, number, "url")
     body = bytes(written.body)
     if not body.lstrip().startswith(b"{"):
         return LineFault("invalid_body", "`body` must be an object", number, "body")
-    return BatchLine(number, written.custom_id, body)
+    return BatchLine(number, written.custom_id, written.url, body)
 
 
-def result_line(custom_id: str, status: int, body: bytes) -> bytes:
-    """A finished request's line of the output."""
+def result_of(line: BatchLine, status: int, body: bytes) -> tuple[bool, bytes]:
+    """Whether a request succeeded, and its line of the output."""
+    if status == 200 and not body.startswith(b"{"):
+        status, body = 400, b'{"error":{"message":"batches cannot stream"}}'
     response = {"status_code": status, "request_id": f"req_{secrets.token_hex(12)}",
                 "body": msgspec.Raw(body)}  # fmt: skip
-    return _line(custom_id, response, None)
+    return status == 200, _line(line.custom_id, response, None)
 
 
 def unanswered_line(custom_id: str, code: str, message: str) -> bytes:
