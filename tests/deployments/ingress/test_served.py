@@ -18,11 +18,15 @@ def http() -> Iterator[httpx.Client]:
         yield client
 
 
+# The examples of these routes name files that a client would have sent or shared before.
+_WITH_FILES = frozenset({"/v1/files", "/v1/batches", "/v1/push_lora_adapter"})
+
+
 def test_every_example_of_the_document_is_answered(http: httpx.Client) -> None:
     num_examples = 0
     for path, methods in http.get("/openapi.json").json()["paths"].items():
         body = methods.get("post", {}).get("requestBody")
-        if body is None:
+        if body is None or path in _WITH_FILES:
             continue
         for example in body["content"]["application/json"]["examples"].values():
             reply = http.post(path, json=example["value"])
