@@ -53,6 +53,7 @@ class BatchWork:
         self._max_line_bytes = max_line_bytes
         self._done: set[int] = set()
         self._finished: list[bytes] = []
+        self._writes: list[asyncio.Task[None]] = []
         self._ends_as: BatchStatus = "completed"
 
     async def run(self, sender: Callable[[], SendRequest]) -> None:
@@ -199,7 +200,11 @@ class BatchWork:
         """Write the results since the last part."""
         finished, self._finished = self._finished, []
         if finished:
-            await asyncio.to_thread(self._write_part, b"".join(finished))
+            writing = asyncio.to_thread(self._write_part, b"".join(finished))
+            self._writes.append(asyncio.create_task(writing))
+        # A thread goes on when the task that waits for it is cancelled, so others wait for it too.
+        await asyncio.shield(asyncio.gather(*self._writes))
+        self._writes.clear()
 
     def _write_part(self, finished: bytes) -> None:
         name = f"{time.time_ns():020d}-{secrets.token_hex(4)}"

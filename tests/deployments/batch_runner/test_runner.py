@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import boto3
 import pytest
 
 from configs.api import ApiConfig, KeyConfig
+from deployments.batch_runner import work
 from deployments.contract import ErrorKind, Failed
 from deployments.ingress.batches.lines import raw_lines
 from deployments.ingress.batches.store import owner_of
@@ -229,3 +231,23 @@ def test_lines_are_cut_at_the_same_borders_however_they_are_read() -> None:
     assert [raw for _, raw in found][:2] == [b"one", b"two\r"]
     assert len(found[2][1]) > 10
     assert found[3][1] == b"three"
+
+
+def test_no_result_is_lost_while_its_part_is_still_written(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = work.BatchWork._write_part
+
+    def slowly(self: work.BatchWork, finished: bytes) -> None:
+        time.sleep(0.2)
+        write(self, finished)
+
+    monkeypatch.setattr(work.BatchWork, "_write_part", slowly)
+
+    async def story() -> None:
+        id = world.batch([line(str(number)) for number in range(12)])
+        async with world.running():
+            record = await world.until(id, "completed")
+        assert len(world.results(record.output_file_id)) == 12
+
+    run(story())
