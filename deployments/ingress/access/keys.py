@@ -102,7 +102,8 @@ class Keys:
         named = [grant for _, grant in self._grants if grant.name == name]
         if not name and not self._required:
             named = [Grant()]
-        return replace(named[-1], background=True) if named else None
+        # If a key has the admin's name, the key is first and permits less.
+        return replace(named[0], background=True) if named else None
 
 
 def _digest(config: SecretConfig) -> bytes:
