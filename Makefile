@@ -80,7 +80,7 @@ test-gateways: $(READY) $(GATEWAYS)/.ready
 
 # deploy/constraints.txt anew: the versions in the images.
 lock: $(READY)
-	$(PIP) --quiet --dry-run --ignore-installed --report $(VENV)/report.json ".[gpu,padded,s3,otlp]"
+	$(PIP) --quiet --dry-run --ignore-installed --report $(VENV)/report.json ".[gpu,padded,s3,batches,otlp]"
 	$(BIN)/python -m tests.deploy.lock $(VENV)/report.json
 
 # The steps of deploy/Containerfile for CPUs, in a new Debian: some minutes, as root, with debootstrap.

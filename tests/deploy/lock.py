@@ -1,6 +1,6 @@
 """Writes deploy/constraints.txt: the versions that pip would install today.
 
-pip install --dry-run --ignore-installed --report REPORT ".[gpu,padded,s3,otlp]"
+pip install --dry-run --ignore-installed --report REPORT ".[gpu,padded,s3,batches,otlp]"
 python -m tests.deploy.lock REPORT
 """
 
