@@ -207,10 +207,10 @@ class BatchStore:
 
     def _find(self, owner: str, kind: str, id: str, type: type[R]) -> R | None:
         for _ in range(_READS):
-            content = self.storage.read(_record(owner, kind, id))
             try:
+                content = self.storage.read(_record(owner, kind, id))
                 return None if content is None else msgspec.json.decode(content, type=type)
-            except msgspec.DecodeError:
+            except (msgspec.DecodeError, OSError):
                 # Arrow takes an object's size first: one that was replaced meanwhile is cut.
                 continue
         raise RequestError(ErrorKind.UNAVAILABLE, f"`{id}` cannot be read now", retry_after_s=1.0)
