@@ -71,7 +71,7 @@ class CacheDType(StrEnum):
 class CacheConfig(Config):
     """The paged KV cache.
 
-    block_size: tokens of a block.
+    block_size: tokens of a block, of the smallest where a model has several KV groups.
     num_blocks: None: as many as fit in the memory that is left at start (the minimum over ranks).
     device_memory_fraction: the part of the device's memory that weights, cache and all else use.
     """

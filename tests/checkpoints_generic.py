@@ -36,9 +36,38 @@ GENERIC: dict[str, dict[str, Any]] = {
     "gemma": {},
     "gemma2": {"layer_types": MIXED, "sliding_window": WINDOW, "attn_logit_softcapping": 5.0},
     "gemma3_text": {"layer_types": MIXED, "sliding_window": WINDOW},
+    "gemma4_text": {
+        "layer_types": MIXED,
+        "sliding_window": WINDOW,
+        "global_head_dim": 32,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCAB_SIZE,
+        "final_logit_softcapping": 5.0,
+        "use_double_wide_mlp": True,
+    },
+    "gemma4_equal": {
+        "model_type": "gemma4_text",
+        "layer_types": MIXED,
+        "sliding_window": WINDOW,
+        "global_head_dim": 64,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+    },
     "glm": {},
     "glm4": {},
     "helium": {"head_dim": 8},
+    "llama4_text": {
+        "layer_types": ["chunked_attention", "full_attention"] * 2,
+        "attention_chunk_size": 16,
+        "no_rope_layers": [1, 0] * 2,
+        "attn_temperature_tuning": True,
+        "floor_scale": 4,
+        "moe_layers": [1, 2],
+        "num_local_experts": 4,
+        "intermediate_size_mlp": 64,
+    },
     "ministral": {"layer_types": MIXED, "sliding_window": WINDOW},
     "ministral3": {},
     "nemotron": {"head_dim": 8},
@@ -86,7 +115,10 @@ def randomise(name: str, parameter: torch.nn.Parameter) -> None:
         parameter.normal_(std=0.2)
 
 
-COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "gate_up_proj", "fc1", "c_fc")
+COLUMNS = (
+    "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "gate_up_proj", "fc1", "c_fc",
+    "per_layer_input_gate", "per_layer_projection", "per_layer_model_projection",
+)  # fmt: skip
 ROWS = ("o_proj", "dense", "down_proj", "fc2", "c_proj")
 """Linear layers by all of the families' names; a family has some of them."""
 

@@ -31,6 +31,32 @@ STACKS: dict[str, dict[str, Any]] = {
         "text_config": {**_TEXT, "layer_types": MIXED[:2], "sliding_window": WINDOW},
         "vision_config": _VISION,
     },
+    "gemma4": {
+        "text_config": {
+            **_TEXT,
+            "layer_types": MIXED[:2],
+            "sliding_window": WINDOW,
+            "global_head_dim": 32,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 96,
+            "final_logit_softcapping": 5.0,
+        },
+        "vision_config": _VISION,
+        "audio_config": None,
+    },
+    "llama4": {
+        "text_config": {
+            **_TEXT,
+            "layer_types": ["chunked_attention", "full_attention"],
+            "attention_chunk_size": 16,
+            "no_rope_layers": [1, 0],
+            "moe_layers": [1],
+            "num_local_experts": 4,
+            "intermediate_size_mlp": 64,
+            "floor_scale": 4,
+        },
+        "vision_config": _VISION,
+    },
     "mistral3": {
         "text_config": {**_TEXT, "model_type": "mistral"},
         "vision_config": {**_VISION, "model_type": "pixtral"},

@@ -49,7 +49,7 @@ READING = {
     OWN: "Compared on one rank and on two.",
     GENERIC: "Compared on one rank and on two. Attention, cache, linear layers and both ends of\n"
     "the model are ours, all else is computed by transformers' modules. With another `rope_type`\n"
-    "than default, linear, llama3 and yarn they are padded.",
+    "than default, linear, llama3, proportional and yarn they are padded.",
     TEXT: "Their decoder alone is served, paged, as the parity page compares it. Their classes\n"
     "are\n"
     + "\n".join(f"`{name}`," for name in sorted(WRAPPERS)).rstrip(",")

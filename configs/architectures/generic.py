@@ -15,21 +15,22 @@ PAGED_TYPES = frozenset(
         "afmoe", "apertus", "arcee", "aria_text", "axk1", "beam", "cohere", "cohere2",
         "cohere2_moe", "cwm", "dbrx", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5",
         "ernie4_5_moe", "exaone4", "exaone_moe", "flex_olmo", "flint", "gemma", "gemma2",
-        "gemma3_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_oss", "granite_swa",
-        "granitemoe", "granitemoe_swa", "granitemoeshared", "helium", "hunyuan_v1_dense",
-        "hunyuan_v1_moe", "hyperclovax", "jais2", "jetmoe", "kolibri1", "lfm2_moe", "mellum",
-        "minicpm3", "minimax_m2", "minimax_m3_vl_text", "ministral", "ministral3", "mixtral",
-        "modernbert-decoder", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmoe",
-        "persimmon", "phi", "phimoe", "qwen2_moe", "qwen3_moe", "seed_oss", "smollm3", "solar_open",
-        "stablelm", "starcoder2", "vaultgemma",
+        "gemma3_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text", "glm", "glm4",
+        "glm4_moe", "glm4_moe_lite", "gpt_oss", "granite_swa", "granitemoe", "granitemoe_swa",
+        "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hyperclovax", "jais2",
+        "jetmoe", "kolibri1", "lfm2_moe", "llama4_text", "mellum", "minicpm3", "minimax_m2",
+        "minimax_m3_vl_text", "ministral", "ministral3", "mixtral", "modernbert-decoder",
+        "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "persimmon", "phi", "phimoe",
+        "qwen2_moe", "qwen3_moe", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2",
+        "vaultgemma",
     )
 )  # fmt: skip
 """The `model_type`s of config.json that are served so."""
 
-_ROPE_TYPES = frozenset({None, "default", "linear", "llama3", "yarn"})
+_ROPE_TYPES = frozenset({None, "default", "linear", "llama3", "proportional", "yarn"})
 """Rotary frequencies that are one table for all rows."""
 
-_LAYER_KINDS = frozenset({"full_attention", "sliding_attention"})
+_LAYER_KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 
 
 class GenericArchitecture(ModelArchitecture):
@@ -70,7 +71,8 @@ def _obstacle(config: Mapping[str, Any]) -> str | None:
     layers = set(config.get("layer_types") or ()) - _LAYER_KINDS
     if layers:
         return f"layer_types {', '.join(sorted(layers))} are not served paged"
-    if config.get("use_bidirectional_attention"):
+    # Between tokens of images alone ("vision") is none of a text's.
+    if config.get("use_bidirectional_attention") not in (None, False, "vision"):
         raise ArchitectureError(
             "use_bidirectional_attention: tokens that see later ones cannot be generated one by one"
         )

@@ -29,12 +29,7 @@ REASONS: dict[str, str] = {
     **dict.fromkeys(("bloom", "mpt"), "it has ALiBi in place of rotary or learned positions"),
     "bitnet": "its norms look at the whole width of layers that ranks share",
     "doge": "its mask depends on the values",
-    "gemma3n_text": "its activations look at the whole width of layers that ranks share",
-    "gemma4_text": "its rotary frequencies and widths of heads are other ones in some layers",
-    "gemma4_unified_text": "its rotary frequencies and widths of heads are other ones in some "
-    "layers",
     "hrm_text": "its decoder's layers run several times for each token",
-    "llama4_text": "its attention is in chunks, and scaled by position",
     "mimo_v2_flash": "its layers have different numbers of heads",
     "moshi": "its embedding has a row more than its head",
     "youtu": "transformers sets the padding token's row of its embedding to zero when it reads it",

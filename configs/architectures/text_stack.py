@@ -14,7 +14,9 @@ SUFFIX = "ForConditionalGeneration"
 WRAPPERS = frozenset(
     {
         "Gemma3ForConditionalGeneration",
+        "Gemma4ForConditionalGeneration",
         "InternVLForConditionalGeneration",
+        "Llama4ForConditionalGeneration",
         "LlavaForConditionalGeneration",
         "LlavaNextForConditionalGeneration",
         "LlavaOnevisionForConditionalGeneration",
@@ -29,7 +31,9 @@ WRAPPERS = frozenset(
 
 _DECODERS = {
     "gemma3_text": "Gemma3ForCausalLM",
+    "gemma4_text": "Gemma4ForCausalLM",
     "llama": "LlamaForCausalLM",
+    "llama4_text": "Llama4ForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen2_5_vl_text": "Qwen2ForCausalLM",
@@ -41,6 +45,9 @@ _DECODERS = {
 
 _TYPES = {"qwen2_5_vl_text": "qwen2", "qwen2_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 """Decoders that differ in their positions of images alone: what they are for text."""
+
+_CAPPED = frozenset({"gemma4_text"})
+"""Decoders that are capped by their larger models too."""
 
 _SHARED = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "dtype")
 
@@ -59,8 +66,8 @@ def text_config(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
             f"{name}: its decoder's model_type {kind} is not served inside of a larger model; "
             f"known: {', '.join(sorted(_DECODERS))}"
         )
-    if text.get("final_logit_softcapping") is not None:
-        # The larger models' classes have a head of their own, which does not know it.
+    if text.get("final_logit_softcapping") is not None and kind not in _CAPPED:
+        # Most larger models' classes have a head of their own, which does not know it.
         raise ArchitectureError(f"{name}: final_logit_softcapping is not served inside of it")
     shared = {key: config[key] for key in _SHARED if config.get(key) is not None}
     return {

@@ -13,7 +13,13 @@ from scheduler.snapshot import AdapterView, Snapshot
 
 
 def common(capacities: Sequence[Capacity]) -> Capacity:
-    """What every rank can hold."""
+    """What every rank can hold; ValueError for ranks that cut their cache in different ways."""
+    if len({capacity.kv_groups for capacity in capacities}) > 1:
+        cut = "; ".join(_tokens(capacity) for capacity in capacities)
+        raise ValueError(
+            f"the ranks have blocks of different tokens ({cut}): this number of ranks shares the "
+            "KV heads unevenly; set tensor_parallel to one that divides them"
+        )
     return msgspec.structs.replace(
         capacities[0],
         num_blocks=min(c.num_blocks for c in capacities),

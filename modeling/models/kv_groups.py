@@ -4,6 +4,7 @@ A block has the same bytes in every group, so that any group may take any block.
 fits follows from the tokens of a block: groups of few or narrow layers have more of them.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -46,13 +47,15 @@ def kv_layout(
     longest: int | None = None,
     dtype: torch.dtype | None = None,
 ) -> KvLayout:
-    """The KV groups of a model; ValueError where its chunks are not made of whole blocks.
+    """The KV groups of a model.
 
-    page_size: tokens of the smallest block. longest: sequence in tokens; None: no block is freed
+    page_size: tokens of the smallest block; fewer where the model's chunks are not made of whole
+    blocks. longest: sequence in tokens; None: no block is freed
     behind a window. dtype: of the cache; None: the model's own.
     """
     layers = model.attention_layers
     groups = _groups(layers, longest)
+    page_size = math.gcd(page_size, *(group.form.chunk or 0 for group in groups))
     fit = _fit(groups, page_size)
     made = []
     for group, times, stride in zip(groups, fit.times, fit.strides, strict=True):
@@ -122,12 +125,6 @@ def _fit(groups: Sequence[_Group], page_size: int) -> _Fit:
         for most in range(1, MOST_TIMES + 1)
         if (fit := _try(groups, pages * widest.width, most, page_size))
     ]
-    if not options:
-        chunks = sorted({group.form.chunk for group in groups if group.form.chunk})
-        raise ValueError(
-            f"cache.block_size ({page_size}) does not divide the attention's chunks of "
-            f"{', '.join(map(str, chunks))} tokens: set one that does"
-        )
     return min(options, key=lambda fit: (fit.wasted, max(fit.times)))
 
 

@@ -192,7 +192,8 @@ class Setting:
     whole ones. rejoins_at: after how many tokens
     the first request is preempted, each other one token later; None for never. lengths: of the
     prompts, in tokens, under the real scheduler, its prefix cache and all; (): hand-made batches of
-    other lengths. lost_at: after how many turns of that the ranks are lost and rebuilt.
+    other lengths. lost_at: after how many turns of that the ranks are lost and rebuilt. blocks: of
+    the cache; None: more than are needed.
     """
 
     family: str
@@ -205,6 +206,7 @@ class Setting:
     copies: int = 0
     lengths: Sequence[int] = ()
     lost_at: int | None = None
+    blocks: int | None = None
 
 
 @dataclass
@@ -329,6 +331,9 @@ def compare(
     ends = {"vocabulary": setting.vocabulary, "vocabulary_copies": setting.copies}
     opened = config.adapters.model_copy(update=ends)
     config = config.model_copy(update={"adapters": opened})
+    if setting.blocks is not None:
+        cache = config.cache.model_copy(update={"num_blocks": setting.blocks})
+        config = config.model_copy(update={"cache": cache})
     answer = partial(answers_scheduled, setting) if setting.lengths else answers_by_hand
     results = (run or world.run)(setting.ranks, partial(answer, config, adapters, requests))
     judge(seen, results, [truth for _, truth in told])

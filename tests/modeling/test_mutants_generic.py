@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from torch import Tensor, nn
 
@@ -14,7 +15,9 @@ from modeling.models.generic.cuts import CutPlan, LinearCut, Style
 from modeling.models.generic.model import GenericForCausalLM
 from modeling.models.generic.modules import GenericHead, GenericLinear, MergedColumns
 from modeling.models.generic.norms import FusedRMSNorm
-from modeling.models.generic.step import CurrentStep, Heads, PagedLayers
+from modeling.models.generic.step import CurrentStep, Heads, PagedLayers, PositionsAsLength
+from modeling.runner.block_tables import BlockTables, GroupLayout, Ints, StepRows
+from modeling.runner.input_batch import InputBatch
 from sharding.embedding import ParallelHead
 from sharding.group import TensorParallel
 from sharding.slicing import Segments
@@ -30,7 +33,13 @@ MIXTRAL = Setting("mixture", "mixtral", 1, [BASE])
 MIXTRAL_CUT = Setting("mixture", "mixtral", 2, [BASE])
 GLM4_CUT = Setting("generic", "glm4", 2, [BASE])
 
-SOUND = [GEMMA2, GEMMA2_CUT, MINISTRAL, PHI, COHERE, GPT_OSS, MIXTRAL, MIXTRAL_CUT, GLM4_CUT]
+GEMMA4 = Setting("generic", "gemma4_text", 1, [BASE, "r8"])
+GEMMA4_CUT = Setting("generic", "gemma4_equal", 2, [BASE, "r8"])
+LLAMA4 = Setting("generic", "llama4_text", 1, [BASE])
+LLAMA4_CUT = Setting("generic", "llama4_text", 2, [BASE])
+
+SOUND = [GEMMA4, GEMMA4_CUT, LLAMA4, LLAMA4_CUT]
+SOUND += [GEMMA2, GEMMA2_CUT, MINISTRAL, PHI, COHERE, GPT_OSS, MIXTRAL, MIXTRAL_CUT, GLM4_CUT]
 
 
 @pytest.mark.parametrize("setting", SOUND, ids=lambda s: f"{s.variant}-{s.ranks}")
@@ -283,3 +292,78 @@ def test_all_tokens_rotated_as_the_first(world: World, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(CurrentStep, "_layer_angles", first)
     expect_mismatch(world, MINISTRAL)
+
+
+@pytest.mark.parametrize("by", [-1, 1])
+def test_a_group_that_begins_a_block_off(
+    world: World, monkeypatch: pytest.MonkeyPatch, by: int
+) -> None:
+    """Rows of a sliding group begin a block too late, or lengths count one that is not there."""
+    real = BlockTables._from
+
+    def begins(self: BlockTables, slots: Ints, bounds: Ints, rows: StepRows) -> GroupLayout:
+        found = real(self, slots, bounds, rows)
+        can = found.key_lengths > self.group.block_size
+        tables = np.where(can[:, None], np.roll(found.tables, by, axis=1), found.tables)
+        return replace(found, tables=tables)
+
+    monkeypatch.setattr(BlockTables, "_from", begins)
+    expect_mismatch(world, GEMMA2)
+
+
+def test_a_table_of_the_wrong_group(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = InputBatch.layout
+
+    def layout(self: InputBatch, rows: Any) -> Any:
+        found = real(self, rows)
+        first, second = found.groups
+        width = second.tables.shape[1]
+        tables = np.resize(first.tables, (len(first.tables), width))
+        return replace(found, groups=(first, replace(second, tables=tables)))
+
+    monkeypatch.setattr(InputBatch, "layout", layout)
+    expect_mismatch(world, GEMMA2)
+
+
+def test_chunks_forgotten(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model, "_chunks", lambda config: {})
+    expect_mismatch(world, LLAMA4)
+
+
+def test_positions_counted_from_the_steps_first_token(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lengths(self: PositionsAsLength, _layer: int = 0) -> int:
+        return 0
+
+    monkeypatch.setattr(PositionsAsLength, "get_seq_length", lengths)
+    expect_mismatch(world, LLAMA4)
+
+
+def test_transposed_experts_cut_like_others(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = CutPlan._pair
+
+    def as_one(self: CutPlan, size: int, pattern: str) -> Segments:
+        halves = real(self, size, pattern)
+        if "experts" not in pattern:
+            return halves
+        first, last = halves[0]
+        return ((2 * first, 2 * last),)
+
+    monkeypatch.setattr(CutPlan, "_pair", as_one)
+    expect_mismatch(world, LLAMA4_CUT)
+
+
+def test_keys_that_layers_share_read_from_the_wrong_layer(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = step.LayerForms.layers
+
+    def layers(self: step.LayerForms, num_layers: int) -> tuple[AttentionLayer, ...]:
+        found = list(real(self, num_layers))
+        # The third layer stores keys of its own, which the model has not computed for it.
+        return (*found[:2], replace(found[2], source=None), *found[3:])
+
+    monkeypatch.setattr(step.LayerForms, "layers", layers)
+    monkeypatch.setattr(PagedLayers, "_store", lambda self, layer, heads: heads.q.contiguous())
+    expect_mismatch(world, GEMMA4)

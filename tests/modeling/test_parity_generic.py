@@ -30,6 +30,14 @@ def test_scheduled(world: World, variant: str) -> None:
     compare(world, Setting(family, variant, 1, [BASE, BASE, "r8"], lengths=lengths, lost_at=9))
 
 
+@pytest.mark.parametrize("variant", ["gemma3_text", "ministral", "gemma4_text", "llama4_text"])
+def test_blocks_behind_windows_serve_other_tokens(world: World, variant: str) -> None:
+    """Four requests of up to 94 tokens, in memory that holds one of them whole."""
+    lengths = (70, 61, 53, 70)
+    names = [BASE, "r8", BASE, BASE]
+    compare(world, Setting("generic", variant, 1, names, lengths=lengths, blocks=12))
+
+
 @pytest.mark.parametrize("variant", ["gemma2_untied", "cohere_untied", "glm4"])
 def test_vocabulary(world: World, variant: str) -> None:
     """Adapters on embedding and head too."""

@@ -5,6 +5,7 @@ are longer than the windows, and prompts come in chunks that are shorter.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from configs.architectures.llama import Architecture, Blend
 from configs.architectures.select import load_architecture
@@ -24,7 +26,7 @@ from modeling.runner.load_paged import load_paged
 from sharding.checkpoint import CheckpointError
 from sharding.group import TensorParallel
 from sharding.slicing import Segments
-from tests.checkpoints import load_oracle, oracle_greedy, write_relative
+from tests.checkpoints import WINDOW, load_oracle, oracle_greedy, write_relative
 from tests.modeling.parity import (
     BASE,
     BLOCK_SIZE,
@@ -111,10 +113,13 @@ def test_a_window_on_the_other_layer_is_noticed(
 ) -> None:
     prepare = SdpaAttention.prepare
 
-    def swapped(self: SdpaAttention, *lengths: Any) -> SdpaStep:
-        step = prepare(self, *lengths)
-        first, second = step.plans
-        return replace(step, plans={first: step.plans[second], second: step.plans[first]})
+    def swapped(
+        self: SdpaAttention, queries: Sequence[int], keys: Sequence[int], tables: Tensor
+    ) -> SdpaStep:
+        step = prepare(self, queries, keys, tables)
+        (window,) = step.plans
+        seen = WINDOW if window is None else max(keys)
+        return replace(step, plans={window: self._plan(tuple(queries), tuple(keys), tables, seen)})
 
     monkeypatch.setattr(SdpaAttention, "prepare", swapped)
     expect_mismatch(world, Setting("relative", "qwen2_window", 1, [BASE]))

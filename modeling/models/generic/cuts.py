@@ -37,6 +37,9 @@ _OWN_PLAN = {
 
 _PAIRS = {"layers.*.mlp.gate_up_proj": Style.PAIR, "layers.*.mlp.down_proj": Style.ROW}
 
+_EXPERTS = frozenset({"packed_colwise", "rowwise", "packed_rowwise", "colwise"})
+"""Of the experts' matrices; the last two are of matrices that are stored transposed."""
+
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _KEYS = frozenset({"k_proj", "v_proj"})
 
@@ -58,13 +61,14 @@ class CutPlan:
         self._group = group
         self._prefix = f"{prefix}."
         self._heads: int = config.num_attention_heads
-        self._kv_heads: int = getattr(config, "num_key_value_heads", None) or self._heads
+        self._kv_heads = _kv_heads(config)
         plan: dict[str, str] = config.base_model_tp_plan or {}
         self._styles = _styles(plan)
+        if getattr(config, "activation_sparsity_pattern", None):
+            # Their activations' mean and spread are those of the whole width.
+            self._styles = {path: own for path, own in self._styles.items() if ".mlp." not in path}
         self._experts = {
-            name: style
-            for name, style in plan.items()
-            if ".experts." in name and style in ("packed_colwise", "rowwise")
+            name: style for name, style in plan.items() if ".experts." in name and style in _EXPERTS
         }
 
     def of(self, path: str, module: nn.Linear) -> LinearCut:
@@ -73,14 +77,11 @@ class CutPlan:
         pattern = _NUMBER.sub("*", path.removeprefix(self._prefix))
         style = self._styles.get(pattern, Style.WHOLE) if self._group.size > 1 else Style.WHOLE
         if style is Style.COLUMN:
-            return LinearCut(style, whole(inputs), self._columns(pattern, outputs))
+            return LinearCut(style, whole(inputs), self._columns(path, outputs))
         if style is Style.ROW:
-            return LinearCut(style, self._rows(pattern, inputs), whole(outputs))
+            return LinearCut(style, self._rows(path, inputs), whole(outputs))
         if style is Style.PAIR:
-            half = outputs // 2
-            ((first, last),) = self._width(half, pattern)
-            both = ((first, last), (half + first, half + last))
-            return LinearCut(style, whole(inputs), both)
+            return LinearCut(style, whole(inputs), self._pair(outputs, pattern))
         return LinearCut(style, whole(inputs), whole(outputs))
 
     def covers(self, path: str) -> bool:
@@ -93,9 +94,9 @@ class CutPlan:
         styles = self._styles.get(_NUMBER.sub("*", re.sub(r"attn\..*", "attn.q_proj", name)))
         if self._group.size == 1 or styles is not Style.COLUMN:
             return whole(size)
-        for part, heads in (("k_", self._kv_heads), ("", self._heads)):
+        for part, heads in (("k_", self._kv_heads_of(path)), ("", self._heads)):
             if f"attn.{part}" in name and size == heads:
-                cut = self._head_cut(1)
+                cut = self._head_cut(path, 1)
                 return cut.keys if part else cut.queries
         return whole(size)
 
@@ -111,29 +112,49 @@ class CutPlan:
         _, rows, columns = shape
         if style == "rowwise":
             return whole(rows), self._width(columns, pattern)
-        half = rows // 2
-        ((first, last),) = self._width(half, pattern)
-        return ((first, last), (half + first, half + last)), whole(columns)
+        if style == "colwise":
+            return self._width(rows, pattern), whole(columns)
+        if style == "packed_rowwise":
+            return whole(rows), self._pair(columns, pattern)
+        return self._pair(rows, pattern), whole(columns)
 
-    def _columns(self, pattern: str, size: int) -> Segments:
-        if "attn" not in pattern:
-            return self._width(size, pattern)
-        is_key = pattern.rsplit(".", 1)[-1] in _KEYS
-        heads = self._kv_heads if is_key else self._heads
-        cut = self._head_cut(size // heads)
+    def _columns(self, path: str, size: int) -> Segments:
+        if "attn" not in path:
+            return self._width(size, path)
+        is_key = path.rsplit(".", 1)[-1] in _KEYS
+        heads = self._kv_heads_of(path) if is_key else self._heads
+        cut = self._head_cut(path, size // heads)
         return cut.keys if is_key else cut.queries
 
-    def _rows(self, pattern: str, size: int) -> Segments:
-        if "attn" not in pattern:
-            return self._width(size, pattern)
-        return self._head_cut(size // self._heads).queries
+    def _rows(self, path: str, size: int) -> Segments:
+        if "attn" not in path:
+            return self._width(size, path)
+        return self._head_cut(path, size // self._heads).queries
 
-    def _head_cut(self, head_dim: int) -> HeadCut:
-        group = self._group
-        return cut_heads(self._heads, self._kv_heads, head_dim, group.rank, group.size)
+    def _kv_heads_of(self, path: str) -> int:
+        """The KV heads of the layer that a module is in."""
+        found = _NUMBER.search(path)
+        return self._kv_heads[int(found[0]) if found else 0]
+
+    def _head_cut(self, path: str, head_dim: int) -> HeadCut:
+        group, kv_heads = self._group, self._kv_heads_of(path)
+        return cut_heads(self._heads, kv_heads, head_dim, group.rank, group.size)
+
+    def _pair(self, size: int, pattern: str) -> Segments:
+        """The same part of both halves."""
+        half = size // 2
+        ((first, last),) = self._width(half, pattern)
+        return (first, last), (half + first, half + last)
 
     def _width(self, size: int, pattern: str) -> Segments:
         return cut_width(size, self._group.rank, self._group.size, pattern)
+
+
+def _kv_heads(config: Any) -> list[int]:
+    """The KV heads of each layer."""
+    layers = [config.per_layer_config[layer] for layer in range(config.num_hidden_layers)]
+    found = (getattr(layer, "num_key_value_heads", None) for layer in layers)
+    return [heads or config.num_attention_heads for heads in found]
 
 
 def _styles(plan: Mapping[str, str] | None) -> dict[str, Style]:

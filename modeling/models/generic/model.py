@@ -8,6 +8,7 @@ weights are cut while they are read.
 import copy
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -30,9 +31,11 @@ from modeling.models.generic.modules import GenericEmbedding, GenericHead, embed
 from modeling.models.generic.reading import read_rest
 from modeling.models.generic.step import (
     ATTENTION,
+    MASKS,
     CurrentStep,
     LayerForms,
     PagedLayers,
+    PositionsAsLength,
     RotationLostError,
 )
 from modeling.models.paged_base import read_score
@@ -59,10 +62,13 @@ class GenericForCausalLM(nn.Module):
         self.num_layers = architecture.num_layers
         self._step = CurrentStep()
         self.causal = _build(architecture, weights.dtype)
+        self.unread = (*self.unread, *_unread(self.causal))
+        # Llama 4 scales queries by positions that it counts itself.
+        self._counts_positions = bool(getattr(self.causal.config, "attn_temperature_tuning", False))
         has_experts = any(parameter.dim() == 3 for parameter in self.causal.parameters())
         # torch's product of groups reads their sizes on the host, but for half precision.
         self.capturable = not has_experts or weights.dtype is not torch.float32
-        prefix = self.causal.base_model_prefix
+        prefix = _prefix(self.causal)
         self._add_ends(weights, has_bias=not architecture.num_labels)
         self.score: Tensor | None = read_score(architecture, weights, self.width)
         plan = CutPlan(self.causal.config, prefix, weights.group)
@@ -150,16 +156,17 @@ class GenericForCausalLM(nn.Module):
 
     def _decode(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         """int64 [tokens] each to [tokens, hidden]."""
-        out = self._decoder(
-            input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False
-        )
+        options: dict[str, Any] = {"use_cache": False}
+        if self._counts_positions:
+            options |= {"past_key_values": PositionsAsLength(position_ids), "attention_mask": MASKS}
+        out = self._decoder(input_ids=input_ids[None], position_ids=position_ids[None], **options)
         hidden: Tensor = out.last_hidden_state[0]
         return hidden
 
     @torch.inference_mode()
     def _learn_layers(self) -> tuple[AttentionLayer, ...]:
         """Compute a few tokens to see what each layer's attention is; all ranks do it together."""
-        forms = LayerForms()
+        forms = LayerForms(_chunks(self.causal.config))
         ids = torch.tensor(PROBE, device=self.device) % self.vocab_size
         positions = torch.arange(len(PROBE), device=self.device)
         try:
@@ -172,13 +179,41 @@ class GenericForCausalLM(nn.Module):
         return forms.layers(self.num_layers)
 
 
+@dataclass
+class _Output(MoeModelOutputWithPast):
+    """What any causal class reads of its decoder's output."""
+
+    shared_kv_states: Any = None
+
+
 class _Given(nn.Module):
     """Replaces a decoder where its output is computed already."""
 
     def forward(self, inputs_embeds: Tensor, **_options: Any) -> MoeModelOutputWithPast:
         """Return what came in."""
         # transformers types it for float tensors of one kind.
-        return MoeModelOutputWithPast(last_hidden_state=cast(Any, inputs_embeds))
+        return _Output(last_hidden_state=cast(Any, inputs_embeds))
+
+
+def _prefix(causal: PreTrainedModel) -> str:
+    """Where the decoder is; a class may name the place that it has inside of a larger model."""
+    named: str = causal.base_model_prefix
+    return named if hasattr(causal, named) else "model"
+
+
+def _chunks(config: Any) -> dict[int, int]:
+    """The layers that attend in chunks of so many tokens."""
+    kinds = getattr(config, "layer_types", None) or ()
+    chunked = [layer for layer, kind in enumerate(kinds) if kind == "chunked_attention"]
+    return {layer: config.attention_chunk_size for layer in chunked}
+
+
+def _unread(causal: PreTrainedModel) -> tuple[str, ...]:
+    """Tensors that transformers leaves unread in any module, as expressions of whole names."""
+    found: list[str] = []
+    for module in causal.modules():
+        found += getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()
+    return tuple(f".*(?:{pattern}).*" for pattern in dict.fromkeys(found))
 
 
 class _LargeOnMeta(TorchFunctionMode):

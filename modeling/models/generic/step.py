@@ -4,7 +4,7 @@ transformers hands no argument of ours down to its layers, at least not in all f
 modules of one model share one `CurrentStep`, which is set around each forward.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -51,14 +51,22 @@ class LayerAttention(Protocol):
 class LayerForms:
     """Learns what each layer's attention is, from one forward over any tokens."""
 
-    def __init__(self) -> None:
+    def __init__(self, chunks: Mapping[int, int]) -> None:
+        """chunks: of layers that attend in chunks, which transformers says in the mask alone."""
+        self._chunks = chunks
         self._forms: dict[int, AttentionLayer] = {}
+        self._keys: list[Tensor] = []
+        self._owners: dict[int, int] = {}
 
     def attend(self, layer: int, heads: Heads, form: AttentionLayer) -> Tensor:
         """Keep the form; the result is of the right shape and means nothing."""
         if layer in self._forms:
             raise ValueError(f"layer {layer} attends twice")
-        self._forms[layer] = form
+        # Keys are kept, so that no other layer's get their address.
+        self._keys.append(heads.k)
+        owner = self._owners.setdefault(heads.k.data_ptr(), layer)
+        source = None if owner == layer else owner
+        self._forms[layer] = replace(form, chunk=self._chunks.get(layer), source=source)
         return torch.zeros_like(heads.q)
 
     def layers(self, num_layers: int) -> tuple[AttentionLayer, ...]:
@@ -78,8 +86,14 @@ class PagedLayers:
     def attend(self, layer: int, heads: Heads, form: AttentionLayer) -> Tensor:
         """Store k and v, then attend over the rows' whole cache."""
         # The form of a layer's attention is fixed: a probe at the start saw it.
-        assert form == self._forms[layer], (layer, form, self._forms[layer])
-        q = self._store(layer, heads)
+        known = self._forms[layer]
+        assert form == replace(known, chunk=None, source=None), (layer, form, known)
+        if known.source is None:
+            q = self._store(layer, heads)
+        else:
+            # Its keys and values are those that another layer has stored.
+            q = heads.q if heads.angles is None else rotate(heads.q, *heads.angles)
+            q = q.to(heads.q.dtype).contiguous()
         return self._context.query(layer, q, form.window, heads.sinks)
 
     def _store(self, layer: int, heads: Heads) -> Tensor:
@@ -178,6 +192,30 @@ class CurrentStep:
             known = (cos, (cos[0].unsqueeze(1).contiguous(), signed(sin[0]).unsqueeze(1)))
             self._angles[id(cos)] = known
         return known[1]
+
+
+MASKS = {"full_attention": None, "chunked_attention": None}
+"""In place of masks: attention reads none, and making them would ask a cache for its sizes."""
+
+
+class PositionsAsLength:
+    """A cache for layers that count their tokens' positions on from its length.
+
+    The length is a tensor that makes any token's place in the step its position.
+    """
+
+    def __init__(self, position_ids: Tensor) -> None:
+        """position_ids: int64 [tokens]."""
+        places = torch.arange(len(position_ids), device=position_ids.device)
+        self._lengths = position_ids - places
+
+    def get_seq_length(self, _layer: int = 0) -> Tensor:
+        """int64 [tokens]."""
+        return self._lengths
+
+    def update(self, keys: Tensor, values: Tensor, _layer: int) -> tuple[Tensor, Tensor]:
+        """Return what came in: attention stores it."""
+        return keys, values
 
 
 def signed(sin: Tensor) -> Tensor:

@@ -268,6 +268,22 @@ def test_replays_are_steps(world: World, slots: tuple[int, ...], sampling: Sampl
         assert found[8].logprobs[0] is not None
 
 
+@pytest.mark.parametrize("kind", ["gemma4_text", "gemma4_equal", "llama4_text"])
+def test_replays_of_several_groups_are_steps(world: World, kind: str) -> None:
+    """Windows, chunks, two head sizes and shared keys, from one static buffer."""
+    cache = CacheConfig(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+    config = engine_config(world.model("generic", kind), cache=cache)
+    runner = load_paged(config, SingleRank(), CPU).allocate()
+    folder = world.adapter("generic", kind, "r8")
+    place_all(runner, [folder] if folder else [])
+    asked = requests((-1, 0))
+    expected = generate(runner, asked, NUM_BLOCKS, BLOCK_SIZE)
+    runner._decode_graphs = capture_on_cpu(runner)
+    found = generate(runner, asked, NUM_BLOCKS, BLOCK_SIZE)
+    assert runner.num_captured > 10
+    assert [answer.tokens for answer in found] == [answer.tokens for answer in expected]
+
+
 def test_a_step_tells_whether_it_was_a_replay(world: World) -> None:
     runner = load_paged(engine_config(world.model("llama", "gqa")), SingleRank(), CPU).allocate()
     runner._decode_graphs = capture_on_cpu(runner)

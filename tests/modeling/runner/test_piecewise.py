@@ -161,6 +161,8 @@ def test_sizes_hold_every_step_and_waste_little() -> None:
         ("gpt2", "by_layer"),
         ("opt", "post_norm"),
         ("gpt_neox", "parallel"),
+        ("generic", "gemma4_text"),
+        ("generic", "llama4_text"),
     ],
 )
 def test_replays_are_steps(
