@@ -1,4 +1,4 @@
-"""Decoder layers whose sums are computed together with the norms around them.
+"""Computes the sums of decoder layers together with the norms around them.
 
 A layer's own forward is followed once, its modules replaced by stubs that write down their calls.
 If it consists of calls and sums alone, the same calls are made from then on, with each sum, the
@@ -275,7 +275,7 @@ def _operands(operation: Operation) -> list[int]:
 
 
 def fuse_sums(causal: nn.Module) -> int:
-    """Plan all layers whose forward can be followed; return how many sums go with a norm."""
+    """Plan every layer if its forward can be followed; return how many sums go with a norm."""
     count = 0
     for parent in causal.modules():
         for layers in parent.children():

@@ -196,7 +196,7 @@ class _Given(nn.Module):
 
 
 def _prefix(causal: PreTrainedModel) -> str:
-    """Where the decoder is; a class may name the place that it has inside of a larger model."""
+    """Where the decoder is; a class may name its path inside of a larger model."""
     named: str = causal.base_model_prefix
     return named if hasattr(causal, named) else "model"
 

@@ -195,19 +195,19 @@ class CurrentStep:
 
 
 MASKS = {"full_attention": None, "chunked_attention": None}
-"""In place of masks: attention reads none, and making them would ask a cache for its sizes."""
+"""Reindices masks: attention reads none, and making them would need the sizes of a cache."""
 
 
 class PositionsAsLength:
     """A cache for layers that count their tokens' positions on from its length.
 
-    The length is a tensor that makes any token's place in the step its position.
+    The length is a tensor that makes any token's index in the step its position.
     """
 
     def __init__(self, position_ids: Tensor) -> None:
         """position_ids: int64 [tokens]."""
-        places = torch.arange(len(position_ids), device=position_ids.device)
-        self._lengths = position_ids - places
+        indices = torch.arange(len(position_ids), device=position_ids.device)
+        self._lengths = position_ids - indices
 
     def get_seq_length(self, _layer: int = 0) -> Tensor:
         """int64 [tokens]."""
