@@ -115,12 +115,16 @@ def _unmarked() -> Iterator[tuple[str, str]]:
 
 def _is_unmarked(name: str) -> bool:
     try:
-        found = _resolved(name)
+        found, above = _resolved(name), _resolved(name.rpartition(".")[0])
     except (AttributeError, ImportError):
         return False  # not Ray's, or a part of a longer name
     is_code = inspect.isclass(found) or inspect.isroutine(found)
+    return is_code and not _is_marked(found) and not (inspect.isclass(above) and _is_marked(above))
+
+
+def _is_marked(found: Any) -> bool:
     marked = (AnnotationType.PUBLIC_API, AnnotationType.DEVELOPER_API)
-    return is_code and getattr(found, "_annotated_type", None) not in marked
+    return getattr(found, "_annotated_type", None) in marked
 
 
 def _resolved(name: str) -> Any:

@@ -16,8 +16,10 @@ from tests.scheduler.small import capacity
 IDLE = {"queue_seconds": 0.0, "kv_use": 0.0, "batch_use": 0.0, "adapter_use": 0.0}
 
 
-def context(replicas: int, ongoing: float = 0.0, **reports: float) -> AutoscalingContext:
-    """Serve's own context, in which every replica has reported the same."""
+def context(
+    replicas: int, ongoing: float = 0.0, silent: bool = False, **reports: float
+) -> AutoscalingContext:
+    """Serve's own context, in which every replica has reported the same, or none anything."""
     metrics: Any = {
         name: dict.fromkeys(range(replicas), value) for name, value in {**IDLE, **reports}.items()
     }
@@ -31,7 +33,7 @@ def context(replicas: int, ongoing: float = 0.0, **reports: float) -> Autoscalin
         target_num_replicas=replicas,
         running_replicas=[],
         total_num_requests=ongoing,
-        aggregated_metrics=lambda: metrics,
+        aggregated_metrics=None if silent else lambda: metrics,
         capacity_adjusted_min_replicas=0,
         capacity_adjusted_max_replicas=9,
         policy_state={},
@@ -63,9 +65,7 @@ def test_the_largest_signal_decides(replicas: int, reports: dict[str, float], wa
 
 
 def test_replicas_that_have_not_reported_ask_for_nothing() -> None:
-    silent = context(3)
-    silent._aggregated_metrics_value = None
-    assert LoadPolicy()(silent) == (1.0, {})
+    assert LoadPolicy()(context(3, silent=True)) == (1.0, {})
 
 
 def test_serve_makes_the_policy_of_the_yaml() -> None:

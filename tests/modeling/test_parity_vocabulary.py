@@ -131,22 +131,22 @@ def test_a_whole_embedding_is_refused_by_an_open_server_too(model: Path) -> None
 def test_whole_matrices_are_told_to_the_scheduler(model: Path) -> None:
     runner = runner_for(model, OPEN.model_copy(update={"vocabulary_copies": 3}))
     report = runner.report
-    assert report.projections[-2:] == ("embed_tokens.whole", "lm_head.whole")
-    assert report.pool_pages == (*[40] * 9, 3, 3)
+    assert report.projections[-3:] == ("embed_tokens.whole", "lm_head.whole", "score")
+    assert report.pool_pages == (*[40] * 9, 3, 3, 40)
     recipe = AdapterRecipe(target_modules=["q_proj"], extra={"modules_to_save": ["lm_head"]})
     folder = write_adapter(model.parent / "whole", model, recipe)
     shape = runner.stage(FetchedAdapter(AdapterKey(2), "b", str(folder), "b"))
-    assert shape.num_pages == (1, *[0] * 9, 1)
+    assert shape.num_pages == (1, *[0] * 9, 1, 0)
     assert shape.host_bytes >= 96 * 32 * 4
 
 
 def test_pools_are_told_to_the_scheduler(model: Path) -> None:
     config = engine_config(model, adapters=OPEN)
     report = load_paged(config, SingleRank(), torch.device("cpu")).allocate().report
-    assert report.projections[-2:] == ("embed_tokens", "lm_head")
+    assert report.projections[-3:] == ("embed_tokens", "lm_head", "score")
     runner = runner_for(model)
     shape = runner.stage(FetchedAdapter(AdapterKey(1), "a", str(written(model, r=12)), "a"))
-    assert shape.num_pages == (2, 0, 0, 0, 0, 0, 0, 2, 2)
+    assert shape.num_pages == (2, 0, 0, 0, 0, 0, 0, 2, 2, 0)
 
 
 def test_a_trained_copy_of_the_base_weight_is_refused(model: Path) -> None:

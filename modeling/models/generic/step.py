@@ -195,7 +195,7 @@ class CurrentStep:
 
 
 MASKS = {"full_attention": None, "chunked_attention": None}
-"""Reindices masks: attention reads none, and making them would need the sizes of a cache."""
+"""Replaces masks: attention reads none, and making them would need the sizes of a cache."""
 
 
 class PositionsAsLength:
