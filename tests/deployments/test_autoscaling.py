@@ -17,7 +17,7 @@ IDLE = {"queue_seconds": 0.0, "kv_use": 0.0, "batch_use": 0.0, "adapter_use": 0.
 
 
 def context(
-    replicas: int, ongoing: float = 0.0, silent: bool = False, **reports: float
+    replicas: int, ongoing: float = 0.0, silent: bool = False, **reports: Any
 ) -> AutoscalingContext:
     """Serve's own context, in which every replica has reported the same, or none anything."""
     metrics: Any = {
