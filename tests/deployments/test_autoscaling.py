@@ -60,7 +60,7 @@ def context(
 )
 def test_the_largest_signal_decides(replicas: int, reports: dict[str, float], wanted: int) -> None:
     policy = LoadPolicy(queue_seconds=1.0, ongoing_requests=10.0)
-    found, state = policy(context(replicas, reports.pop("ongoing", 0.0), **reports))
+    found, state = policy(context(replicas, reports.pop("ongoing", 0.0), False, **reports))
     assert (found, state) == (wanted, {})
 
 
