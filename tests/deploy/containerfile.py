@@ -6,6 +6,7 @@ FOLDER gets a minimal Debian by debootstrap, then the CPU target's steps by chro
 BIND: folders of this machine that the steps may read, such as those of pip's settings.
 """
 
+import json
 import os
 import re
 import shlex
@@ -74,6 +75,7 @@ def run(root: Path, binds: list[Path]) -> None:
         for path in [*binds, Path("/proc"), Path("/dev")]:
             _mount(path, root / path.relative_to("/"), mounts)
         _run_steps(root, given)
+        _try_it(root)
 
 
 def _run_steps(root: Path, given: Mapping[str, str]) -> None:
@@ -88,12 +90,18 @@ def _run_steps(root: Path, given: Mapping[str, str]) -> None:
         elif word == "COPY":
             _copy(root / folder[1:], *rest.split())
         elif word == "RUN":
-            in_root(root, f"cd {folder} && {rest}", env)
+            command = ["chroot", str(root), "/bin/sh", "-c", f"cd {folder} && {rest}"]
+            subprocess.run(command, env=env, check=True)
 
 
-def in_root(root: Path, command: str, env: Mapping[str, str]) -> None:
-    """Run a shell command in the root."""
-    subprocess.run(["chroot", str(root), "/bin/sh", "-c", command], env=dict(env), check=True)
+def _try_it(root: Path) -> None:
+    """Find the demo by the image's command, as its user and in its folder."""
+    last = {word: rest for word, rest in steps("cpu")}
+    [program], command = json.loads(last["ENTRYPOINT"]), json.loads(last["CMD"])
+    for arguments in (["--version"], ["check-config", command[1]], [*command, "--print-config"]):
+        words = shlex.join(["cd", last["WORKDIR"]]) + " && " + shlex.join([program, *arguments])
+        chroot = ["chroot", f"--userspec={last['USER']}", str(root), "/bin/sh", "-c", words]
+        subprocess.run(chroot, env={"HOME": last["WORKDIR"], **environment("cpu")}, check=True)
 
 
 def _copy(folder: Path, *names: str) -> None:

@@ -5,9 +5,12 @@ import json
 from typing import Any
 
 import anthropic
+import httpx
 import openai
 import pytest
 from lorax import AsyncClient, Client
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from tests.end_to_end.clients import MODELS, Answers, adapter_of, wait_for
 from tests.end_to_end.conftest import PATIENCE_SECONDS, Served
@@ -188,3 +191,22 @@ def test_a_batch_answers_as_the_routes_do(served: Served, answers: Answers) -> N
         for each in results
     }
     assert found == {model: answers[model][QUESTION]["chat"] for model in MODELS}
+
+
+def test_gateways_read_load_and_adapters(served: Served) -> None:
+    """Through the front, an ingress and the driver's handle, by vLLM's names."""
+
+    def found() -> dict[str, Sample]:
+        text = httpx.get(f"{served.url}/metrics", timeout=PATIENCE_SECONDS).text
+        families = text_string_to_metric_families(text)
+        return {family.name: family.samples[0] for family in families if family.samples}
+
+    def is_there() -> bool:
+        labels = found()["vllm:lora_requests_info"].labels
+        return "pirate" in labels["running_lora_adapters"].split(",")
+
+    body = {"inputs": QUESTION, "parameters": {"adapter_id": "pirate"}}
+    httpx.post(f"{served.url}/generate", json=body, timeout=PATIENCE_SECONDS)
+    wait_for(is_there)  # a look at the drivers is used again for a moment
+    assert found()["vllm:num_requests_waiting"].value == 0
+    assert found()["vllm:cache_config_info"].labels["num_gpu_blocks"] == "2048"
