@@ -21,6 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "deploy/Containerfile"
 
+_PATH = "/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _PASSED_ON = re.compile(r"(PIP_\w+|\w+_proxy)", re.IGNORECASE)
 
 
@@ -79,7 +80,7 @@ def run(root: Path, binds: list[Path]) -> None:
 
 
 def _run_steps(root: Path, given: Mapping[str, str]) -> None:
-    env, folder = {"PATH": "/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", **given}, "/"
+    env, folder = {"PATH": _PATH, **given}, "/"
     for word, rest in steps("cpu"):
         print(f"==> {word} {rest[:100]}", flush=True)
         if word == "ENV":
@@ -101,7 +102,9 @@ def _try_it(root: Path) -> None:
     for arguments in (["--version"], ["check-config", command[1]], [*command, "--print-config"]):
         words = shlex.join(["cd", last["WORKDIR"]]) + " && " + shlex.join([program, *arguments])
         chroot = ["chroot", f"--userspec={last['USER']}", str(root), "/bin/sh", "-c", words]
-        subprocess.run(chroot, env={"HOME": last["WORKDIR"], **environment("cpu")}, check=True)
+        subprocess.run(
+            chroot, env={"PATH": _PATH, "HOME": last["WORKDIR"], **environment("cpu")}, check=True
+        )
 
 
 def _copy(folder: Path, *names: str) -> None:
