@@ -43,6 +43,18 @@ class ToolParser(StrEnum):
     HERMES = "hermes"
     LLAMA3_JSON = "llama3_json"
     MISTRAL = "mistral"
+    GRANITE = "granite"
+    QWEN3_CODER = "qwen3_coder"
+    SEED = "seed"
+    MINIMAX = "minimax"
+    GLM = "glm"
+    DEEPSEEK = "deepseek"
+    DEEPSEEK_V32 = "deepseek_v32"
+    KIMI = "kimi"
+    GEMMA = "gemma"
+    FUNCTION_GEMMA = "function_gemma"
+    PYTHONIC = "pythonic"
+    HARMONY = "harmony"
 
 
 class ReasoningParser(StrEnum):

@@ -39,16 +39,20 @@ class AnswerFormat:
     def reader(self) -> "AnswerReader":
         """A reader for one answer."""
         calls = self.tooling.reader() if self.tooling is not None else None
+        channels = self.tooling is not None and self.tooling.format.channels
+        if channels or (self.reasoning is not None and self.reasoning.channels):
+            return self._channel_reader(None if channels else calls)
+        splitter = Splitter(self.reasoning, self.start) if self.reasoning is not None else None
+        return AnswerReader(splitter, calls, self.shows_reasoning)
+
+    def _channel_reader(self, calls: CallReader | None) -> "AnswerReader":
+        """A reader of channels; calls: reads those in the text, if they are not messages."""
+        toolbox = self.tooling.toolbox if self.tooling is not None and calls is None else None
+        names = [function.name for function in toolbox.callable] if toolbox is not None else []
+        reader = HarmonyReader(names, toolbox is None or toolbox.parallel, self.start)
         if self.reasoning is None:
-            return AnswerReader(None, calls, self.shows_reasoning)
-        if not self.reasoning.channels:
-            return AnswerReader(Splitter(self.reasoning, self.start), calls, self.shows_reasoning)
-        toolbox = self.tooling.toolbox if self.tooling is not None else None
-        if toolbox is None or toolbox.forced:
-            return AnswerReader(HarmonyReader((), True, self.start), calls, self.shows_reasoning)
-        names = [function.name for function in toolbox.callable]
-        reader = HarmonyReader(names, toolbox.parallel, self.start)
-        return AnswerReader(reader, None, self.shows_reasoning)
+            reader.join_reasoning()
+        return AnswerReader(reader, calls, self.shows_reasoning)
 
 
 class AnswerReader:

@@ -37,6 +37,10 @@ class HarmonyReader:
         self._parts: list[AnswerPart] = []
         self.num_calls = 0
 
+    def join_reasoning(self) -> None:
+        """Let the reasoning be text like any other; before any text."""
+        self._add_reasoning = self._add_text  # type: ignore[method-assign]
+
     @property
     def reasoning(self) -> bool:
         """Whether the answer is in its reasoning."""

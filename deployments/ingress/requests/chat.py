@@ -46,11 +46,12 @@ async def chat(
     toolbox = body.toolbox
     adapter = adapter_of(body, served.info, engine.settings.default_source)
     template = await _template(body, engine, served, caller, adapter)
-    tool_format = tooling(toolbox, template, engine.settings.tool_parser)
+    wanted = await body.constraint()
+    tool_format = tooling(toolbox, template, engine.settings.tool_parser, bool(wanted))
     markers = tool_format.format.markers if tool_format is not None else frozenset()
     marker_ids = served.tokenizer.added(markers)
     constraint = await engine.compiler.compiled(
-        await _constraint(body, tool_format, marker_ids), served.info
+        _constraint(wanted, tool_format, marker_ids), served.info
     )
     rendered = await template.render(conversation(body, tool_format, template))
     # Special tokens only on request: the template writes those that it needs.
@@ -62,14 +63,6 @@ async def chat(
     reasoning = reasoning_format(engine.settings.reasoning_parser, template)
     if reasoning is None or body.separate_reasoning is False or not job.detokenize:
         return chat_job
-    if (
-        reasoning.channels
-        and constraint
-        and tool_format is not None
-        and not tool_format.toolbox.forced
-    ):
-        message = f"`{constraint.param}`: calls that may be made cannot be constrained here"
-        raise invalid(f"{message}; set `tool_choice` to required or none", constraint.param)
     return await _split(chat_job, reasoning, _start(body, reasoning, rendered), served)
 
 
@@ -127,11 +120,10 @@ async def _template(
     return engine.templates.select(model, own, name, with_tools, body.chat_template)
 
 
-async def _constraint(
-    body: ChatBody, tool_format: ToolFormat | None, marker_ids: Mapping[str, int]
+def _constraint(
+    constraint: Constraint, tool_format: ToolFormat | None, marker_ids: Mapping[str, int]
 ) -> Constraint:
     """What the answer must fit: a format, calls of tools, or one of both."""
-    constraint = await body.constraint()
     if tool_format is None:
         return constraint
     toolbox = tool_format.toolbox

@@ -8,7 +8,7 @@ from deployments.ingress.http.errors import invalid
 from deployments.ingress.structured.constraints import UNCONSTRAINED, Constraint
 from deployments.ingress.structured.fields import lark_string
 from deployments.ingress.structured.schemas import ANY_OBJECT, schema_text
-from deployments.ingress.tools.parsers import CallFormat
+from deployments.ingress.tools.formats import CallFormat
 from deployments.ingress.tools.schema import Function, Toolbox
 
 # Else a model could write calls forever.

@@ -6,49 +6,23 @@ call of a known function is returned as text.
 
 import json
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
-from configs.model import ToolParser
 from deployments.ingress.http.unicode import is_encodable
 from deployments.ingress.text.stops import begun_length
+from deployments.ingress.tools.arguments import (
+    ArgumentsReader,
+    JsonArguments,
+    Span,
+    arguments_reader,
+    keywords,
+)
+from deployments.ingress.tools.formats import ArgumentStyle, CallFormat
+from deployments.ingress.tools.values import json_text
 
-
-@dataclass(frozen=True)
-class CallFormat:
-    """How a model writes calls: objects with `name` and `arguments` (or `parameters`).
-
-    begins: the markers before calls.
-    end: the marker after them, "" for none.
-    at_start: an answer that begins with { or [ is a call, also without a marker.
-    named: a call may be a name and its arguments, without an object around them.
-    others: other markers in a call.
-    key: the field of the arguments in a grammar.
-    """
-
-    begins: tuple[str, ...] = ()
-    end: str = ""
-    at_start: bool = False
-    named: bool = False
-    others: tuple[str, ...] = ()
-    key: str = "arguments"
-
-    @property
-    def markers(self) -> frozenset[str]:
-        """All markers; the reader needs their text also if they are special tokens."""
-        return frozenset([*self.begins, self.end, *self.others]) - {""}
-
-
-FORMATS = {
-    ToolParser.HERMES: CallFormat(("<tool_call>",), "</tool_call>"),
-    ToolParser.LLAMA3_JSON: CallFormat(("<|python_tag|>",), at_start=True, key="parameters"),
-    ToolParser.MISTRAL: CallFormat(
-        ("[TOOL_CALLS]",), named=True, others=("[ARGS]", "[CALL_ID]")
-    ),
-}  # fmt: skip
-FORCED = CallFormat(at_start=True)
-"""The format of required calls, which a grammar enforces: one list of objects."""
+_NONE: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
 
 
 class TextDelta(NamedTuple):
@@ -73,50 +47,25 @@ class ArgumentsDelta(NamedTuple):
 
 Part = TextDelta | CallStart | ArgumentsDelta
 
-# Outside of strings JSON has no "<": there the model went on without closing its brackets.
-_MARKS = re.compile(r'["\\{}\[\]<]')
-_DEPTH = {"{": 1, "[": 1, "}": -1, "]": -1}
+# The longest text before the arguments of a call that is no object.
+_MAX_HEAD = 1024
+# The longest call in Python, which is read when it is complete.
+_MAX_PYTHON = 64 * 1024
 
-
-class _Span:
-    """Finds where a JSON object or list ends."""
-
-    def __init__(self, depth: int = 0) -> None:
-        """depth: number of brackets that are open already."""
-        self._depth = depth
-        self._quoted = False
-        self._escaped = -1
-        self._seen = 0
-
-    def feed(self, text: str) -> int:
-        """The index at which the value ends in this text; -1 if it does not."""
-        for mark in _MARKS.finditer(text):
-            at = self._seen + mark.start()
-            if self._closes(mark[0], at):
-                return mark.start() if mark[0] == "<" else mark.end()
-        self._seen += len(text)
-        return -1
-
-    def _closes(self, mark: str, at: int) -> bool:
-        if self._quoted:
-            if at == self._escaped:
-                return False
-            if mark == "\\":
-                self._escaped = at + 1
-            self._quoted = mark != '"'
-            return False
-        self._quoted = mark == '"'
-        self._depth += _DEPTH.get(mark, 0)
-        return mark == "<" or (mark in "}]" and self._depth <= 0)
+Schemas = Mapping[str, Mapping[str, Any]]
+"""The properties of each function's parameters, by its name."""
 
 
 class CallReader:
     """Reads one answer; `push` its text as it comes, then `end`."""
 
-    def __init__(self, format: CallFormat, names: Sequence[str], parallel: bool) -> None:
+    def __init__(
+        self, format: CallFormat, names: Sequence[str], parallel: bool, schemas: Schemas = _NONE
+    ) -> None:
         """names: of the functions. parallel: an answer may have several calls."""
         self._format = format
         self._names = frozenset(names)
+        self._schemas = schemas
         self._parallel = parallel
         any_name = "|".join(map(re.escape, sorted(names)))
         # Possessive quantifiers: with many blanks, backtracking would take quadratic time.
@@ -124,17 +73,17 @@ class CallReader:
             r'\s*+\{\s*+(?:"type"\s*+:\s*+"function"\s*+,\s*+)?"name"\s*+:\s*+"(' + any_name +
             r')"\s*+,\s*+"(?:arguments|parameters)"\s*+:\s*+(?=\{)'
         )  # fmt: skip
-        self._named_head = re.compile(
-            r"\s*+(" + any_name + r")\s*+(?:\[CALL_ID\]\w++)?\s*+(?:\[ARGS\])?\s*+(?=\{)"
-        )
+        self._named_head = re.compile(r"\s*+" + format.head.replace("NAME", f"({any_name})"))
         self._state: Callable[[], bool] = self._start if format.at_start else self._text
         self._buffer = ""  # Text that is not parsed yet.
         self._opener = ""  # Text that led to the current call; it is text if that is no call.
-        self._span = _Span()
+        self._span = Span()
+        self._reader: ArgumentsReader = JsonArguments()
         self._scanned = 0
         self._listed = False
         self._closes = False
         self._trims = False
+        self._called, self._head_end = "", 0  # Of a Python call.
         self._parts: list[Part] = []
         self.num_calls = 0
 
@@ -198,7 +147,7 @@ class CallReader:
             self._buffer = begun[1:]
         elif begun[0] == "{":
             self._enter(self._item)
-        elif self._format.named and not self._listed:
+        elif self._format.named and self._listed is (self._format.style is ArgumentStyle.PYTHON):
             self._enter(self._name)
         else:
             self._reject_call()
@@ -207,7 +156,7 @@ class CallReader:
     def _item(self) -> bool:
         """State: an object; if its fields are in the usual order, its arguments are streamed."""
         if head := self._head.match(self._buffer):
-            self._begin(head[1], head.end(), closing=True)
+            self._begin(head[1], head.end(), JsonArguments(), closing=True)
             return True
         end = self._span.feed(self._buffer[self._scanned :])
         if end < 0:
@@ -225,22 +174,46 @@ class CallReader:
 
     def _name(self) -> bool:
         """State: a name, then its arguments."""
-        if head := self._named_head.match(self._buffer):
-            self._begin(head[1], head.end(), closing=False)
-            return True
-        if "{" not in self._buffer:
+        at = self._buffer.find(self._format.stop, 0, _MAX_HEAD)
+        if at < 0 and len(self._buffer) < _MAX_HEAD:
             return False
-        self._reject_call()
+        head = self._named_head.match(self._buffer) if at >= 0 else None
+        if head is None:
+            self._reject_call()
+        elif self._format.style is ArgumentStyle.PYTHON:
+            self._scanned, self._head_end = head.end(), head.end()
+            self._called = head[1]
+            self._state, self._span = self._python, Span(1, python=True)
+        else:
+            reader = arguments_reader(self._format, self._schemas.get(head[1], {}))
+            self._begin(head[1], head.end(), reader, closing=False)
+        return True
+
+    def _python(self) -> bool:
+        """State: the keywords of a Python call, up to its bracket."""
+        end = self._span.feed(self._buffer[self._scanned :])
+        if end < 0:
+            self._scanned = len(self._buffer)
+            if self._scanned > _MAX_PYTHON:
+                self._reject_call()
+            return self._scanned > _MAX_PYTHON
+        end += self._scanned
+        found = keywords(self._buffer[self._head_end : end]) if end <= _MAX_PYTHON else None
+        if found is None:
+            self._reject_call()
+            return True
+        self._call(self._called, found)
+        self._buffer = self._buffer[end:]
+        self._enter(self._between)
         return True
 
     def _arguments(self) -> bool:
-        end = self._span.feed(self._buffer)
-        cut = len(self._buffer) if end < 0 else end
-        self._parts.append(ArgumentsDelta(self.num_calls - 1, self._buffer[:cut]))
-        self._buffer = self._buffer[cut:]
-        if end >= 0:
+        shown, self._buffer, ended = self._reader.feed(self._buffer)
+        if shown:
+            self._parts.append(ArgumentsDelta(self.num_calls - 1, shown))
+        if ended:
             self._enter(self._closing if self._closes else self._between)
-        return end >= 0
+        return ended
 
     def _closing(self) -> bool:
         """State: after its arguments an object ends, has more fields, or lacks its bracket."""
@@ -266,7 +239,10 @@ class CallReader:
         if not begun:
             return False
         end = self._format.end
-        if self._listed and begun[0] == "]":
+        tail = next((each for each in self._format.tails if begun.startswith(each)), "")
+        if tail:
+            self._buffer = begun[len(tail) :]
+        elif self._listed and begun[0] == "]":
             self._listed = False
             self._buffer = begun[1:]
         elif begun[0] in "}]":
@@ -276,7 +252,7 @@ class CallReader:
             self._enter(self._block)
         elif not self._listed and begun[0] == "{":
             self._enter(self._block)
-        elif end and end.startswith(begun) and begun != end:
+        elif any(each.startswith(begun) and begun != each for each in (end, *self._format.tails)):
             return False
         else:
             self._buffer = begun.removeprefix(end)
@@ -292,12 +268,13 @@ class CallReader:
         self._state = state
         self._scanned = 0
         # In `_fields` the object around the arguments is open.
-        self._span = _Span(1 if state == self._fields else 0)
+        self._span = Span(1 if state == self._fields else 0)
         if state == self._text:
             self._listed = False
 
-    def _begin(self, name: str, cut: int, closing: bool) -> None:
+    def _begin(self, name: str, cut: int, reader: ArgumentsReader, closing: bool) -> None:
         self._closes = closing
+        self._reader = reader
         self._buffer = self._buffer[cut:]
         self._call(name)
         self._enter(self._arguments)
@@ -341,6 +318,4 @@ def _call(text: str, names: frozenset[str]) -> tuple[str, str] | None:
         return None
     if isinstance(arguments, str) and is_encodable(arguments):
         return found["name"], arguments
-    written = json.dumps(arguments, ensure_ascii=False)
-    # Half of a surrogate pair can only be written with JSON's escapes.
-    return found["name"], written if is_encodable(written) else json.dumps(arguments)
+    return found["name"], json_text(arguments)

@@ -11,8 +11,10 @@ from typing import Any
 from configs.model import ToolParser
 from deployments.ingress.chat_templates.message_forms import text_of
 from deployments.ingress.chat_templates.template import TemplateText
-from deployments.ingress.tools.parsers import FORCED, FORMATS, CallFormat, CallReader
-from deployments.ingress.tools.schema import Toolbox
+from deployments.ingress.http.errors import invalid
+from deployments.ingress.tools.formats import FORCED, FORMATS, TRACES, CallFormat
+from deployments.ingress.tools.parsers import CallReader
+from deployments.ingress.tools.schema import Function, Toolbox
 
 _INTRODUCTION = """You can call functions. These are the functions, as JSON:
 <tools>
@@ -25,12 +27,6 @@ _CALL_BLOCKS = """To call a function, write a block like this, one for each call
 </tool_call>"""
 _CALL_LIST = """Answer with a JSON list of calls and nothing else:
 [{"name": "<the function's name>", "arguments": {<its arguments>}}]"""
-
-# Texts in chat templates that show the format of calls; the more specific first.
-_TRACES = (
-    ("[TOOL_CALLS]", ToolParser.MISTRAL),
-    ("<tool_call>", ToolParser.HERMES),
-)
 
 _SHORT = string.ascii_letters + string.digits
 
@@ -46,8 +42,9 @@ class ToolFormat:
 
     def reader(self) -> CallReader:
         """A reader for one answer."""
-        names = [function.name for function in self.toolbox.callable]
-        return CallReader(self.format, names, self.toolbox.parallel)
+        functions = self.toolbox.callable
+        schemas = {function.name: _properties(function) for function in functions}
+        return CallReader(self.format, [*schemas], self.toolbox.parallel, schemas)
 
     def call_id(self, prefix: str = "call_") -> str:
         """A new id for a call."""
@@ -57,15 +54,35 @@ class ToolFormat:
         return f"{prefix}{secrets.token_hex(12)}"
 
 
+def _properties(function: Function) -> Mapping[str, Any]:
+    found = (function.parameters or {}).get("properties")
+    return found if isinstance(found, dict) else {}
+
+
 def tooling(
-    toolbox: Toolbox | None, template: TemplateText | None, parser: ToolParser
+    toolbox: Toolbox | None,
+    template: TemplateText | None,
+    parser: ToolParser,
+    constrained: bool = False,
 ) -> ToolFormat | None:
-    """The format of this model's calls for these tools; None without tools."""
+    """The format of this model's calls for these tools; None without tools.
+
+    constrained: the answer must be an object where it is no call.
+    """
     if toolbox is None:
         return None
     if toolbox.forced:
         return ToolFormat(toolbox, FORCED)
-    return ToolFormat(toolbox, FORMATS[_parser(template, parser)])
+    format = FORMATS[_parser(template, parser)]
+    strict = any(function.strict for function in toolbox.callable)
+    if format.constrained or not (strict or constrained):
+        return ToolFormat(toolbox, format)
+    hermes = FORMATS[ToolParser.HERMES]
+    if format.begins == hermes.begins:  # The mask makes the model go on with an object.
+        return ToolFormat(toolbox, hermes)
+    kind = "strict functions" if strict else "a format of the answer"
+    message = f"{kind} beside calls that may be made cannot be served in this model's format"
+    raise invalid(f"{message}: set `tool_choice` to required or none", toolbox.param)
 
 
 def _parser(template: TemplateText | None, parser: ToolParser) -> ToolParser:
@@ -73,7 +90,7 @@ def _parser(template: TemplateText | None, parser: ToolParser) -> ToolParser:
         return ToolParser.HERMES  # The format in `_instructions`.
     if parser is not ToolParser.AUTO:
         return parser
-    found = (format for trace, format in _TRACES if trace in template.source)
+    found = (format for trace, format in TRACES if trace in template.source)
     return next(found, ToolParser.LLAMA3_JSON)
 
 

@@ -176,7 +176,9 @@ def test_channels_are_read_and_constrained(
     http: httpx.Client, server: Server, tmp_path: Path
 ) -> None:
     marks = [*FORMATS[ReasoningParser.HARMONY].markers]
-    template = "{{ messages[0].content }}<|start|>assistant{# <|channel|>analysis<|message|> #}"
+    template = (
+        "{{ tools }}{{ messages[0].content }}<|start|>assistant{# <|channel|>analysis<|message|> #}"
+    )
     driver = serve(server, tmp_path, template, marks)
     driver.replies[None] = (
         "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>{}"

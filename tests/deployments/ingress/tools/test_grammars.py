@@ -15,8 +15,9 @@ from deployments.ingress.reasoning.answers import AnswerReader, read_whole
 from deployments.ingress.structured.compile_process import CompileResult, check
 from deployments.ingress.structured.schemas import schema_text
 from deployments.ingress.text.tokenizer import ModelTokenizer
+from deployments.ingress.tools.formats import FORCED, FORMATS, CallFormat
 from deployments.ingress.tools.grammars import calls_constraint
-from deployments.ingress.tools.parsers import FORCED, FORMATS, CallFormat, CallReader
+from deployments.ingress.tools.parsers import CallReader
 from deployments.ingress.tools.schema import Function, Toolbox
 from tests.fakes import EOS, token_id, write_tokenizer
 
@@ -28,6 +29,7 @@ FUNCTIONS = (
         "$defs": {"A": {"type": "integer"}}}),
     Function(name="g"),
 )  # fmt: skip
+CONSTRAINED = [parser for parser, format in FORMATS.items() if format.constrained]
 F, F_BAD, G = '{"a": 1}', '{"a": "x"}', '{"b": [2]}'
 ANSWER = {"type": "object", "properties": {"done": {"type": "boolean"}}, "required": ["done"],
           "additionalProperties": False}  # fmt: skip
@@ -79,7 +81,7 @@ def written(parser: ToolParser, *calls: tuple[str, str]) -> list[str]:
 
 
 @pytest.mark.parametrize("words", ["special", "added", "plain"])
-@pytest.mark.parametrize("parser", FORMATS)
+@pytest.mark.parametrize("parser", CONSTRAINED)
 def test_strict_functions_in_the_models_own_format(
     tmp_path: Path, parser: ToolParser, words: str
 ) -> None:
@@ -99,7 +101,7 @@ def test_strict_functions_in_the_models_own_format(
 
 
 @pytest.mark.parametrize("words", ["special", "plain"])
-@pytest.mark.parametrize("parser", FORMATS)
+@pytest.mark.parametrize("parser", CONSTRAINED)
 def test_calls_or_an_answer_that_fits(tmp_path: Path, parser: ToolParser, words: str) -> None:
     format = FORMATS[parser]
     model = Model(tmp_path, format, words)
@@ -140,7 +142,7 @@ def test_nothing_is_constrained_without_need() -> None:
     assert not calls_constraint(loose, FORMATS[ToolParser.HERMES], {})
 
 
-@pytest.mark.parametrize("parser", FORMATS)
+@pytest.mark.parametrize("parser", CONSTRAINED)
 def test_what_is_built_compiles(parser: ToolParser, tmp_path: Path) -> None:
     """Also with a hundred functions, within what a mask may cost."""
     schema = {"type": "object", "properties": {"a": {"enum": list(range(20))}}}

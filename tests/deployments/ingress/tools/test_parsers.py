@@ -1,21 +1,25 @@
+# ruff: noqa: RUF001 (the bars of DeepSeek)
 """Calls in a model's text: each format, what is no call, and text that comes in pieces."""
 
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS
+from transformers.utils.chat_parsing import parse_response
+from transformers.utils.chat_parsing.response_parser import _coerce, _schema_types
 
 from configs.model import ToolParser
+from deployments.ingress.tools.formats import FORCED, FORMATS, ArgumentStyle, CallFormat
 from deployments.ingress.tools.parsers import (
-    FORCED,
-    FORMATS,
     ArgumentsDelta,
-    CallFormat,
     CallReader,
     CallStart,
     TextDelta,
 )
+from deployments.ingress.tools.values import value_of
 
 HERMES = FORMATS[ToolParser.HERMES]
 LLAMA = FORMATS[ToolParser.LLAMA3_JSON]
@@ -27,7 +31,7 @@ Read = tuple[str, list[tuple[str, str]]]
 
 def read(format: CallFormat, text: str, width: int = 10**9, parallel: bool = True) -> Read:
     """The text and the calls of an answer that arrives in pieces of so many characters."""
-    reader = CallReader(format, NAMES, parallel)
+    reader = CallReader(format, NAMES, parallel, SCHEMAS)
     parts = []
     for start in range(0, len(text), width):
         parts += reader.push(text[start : start + width])
@@ -40,6 +44,118 @@ def read(format: CallFormat, text: str, width: int = 10**9, parallel: bool = Tru
             calls[part.call] = (name, arguments + part.text)
     assert reader.num_calls == len(calls)
     return shown, calls
+
+
+SPACED = '{"town": "Paris", "days": 3}'
+SCHEMAS = {"get": {"town": {"type": "string"}, "days": {"type": "integer"},
+                   "all": {"anyOf": [{"type": "boolean"}, {"type": "array"}]}}}  # fmt: skip
+WRITTEN = {
+    ToolParser.GRANITE: f'<|tool_call|>[{{"name": "get", "arguments": {SPACED}}}]',
+    ToolParser.QWEN3_CODER: "<tool_call>\n<function=get>\n<parameter=town>\nParis\n</parameter>\n"
+    "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>",
+    ToolParser.SEED: "<seed:tool_call>\n<function=get>\n<parameter=town>Paris</parameter>\n"
+    "<parameter=days>3</parameter>\n</function>\n</seed:tool_call>",
+    ToolParser.MINIMAX: '<minimax:tool_call>\n<invoke name="get">\n<parameter name="town">Paris'
+    '</parameter>\n<parameter name="days">3</parameter>\n</invoke>\n</minimax:tool_call>',
+    ToolParser.DEEPSEEK_V32: '<｜DSML｜function_calls>\n<｜DSML｜invoke name="get">\n'
+    '<｜DSML｜parameter name="town" string="true">Paris</｜DSML｜parameter>\n'
+    '<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+    "</｜DSML｜function_calls>",
+    ToolParser.GLM: "<tool_call>get\n<arg_key>town</arg_key>\n<arg_value>Paris</arg_value>\n"
+    "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>",
+    ToolParser.DEEPSEEK: "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get\n"
+    f"```json\n{SPACED}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    ToolParser.KIMI: "<|tool_calls_section_begin|><|tool_call_begin|>functions.get:0"
+    f"<|tool_call_argument_begin|>{SPACED}<|tool_call_end|><|tool_calls_section_end|>",
+    ToolParser.GEMMA: '<|tool_call>call:get{town:<|"|>Paris<|"|>,days:3}<tool_call|>',
+    ToolParser.FUNCTION_GEMMA: "<start_function_call>call:get{town:<escape>Paris<escape>,days:3}"
+    "<end_function_call>",
+    ToolParser.PYTHONIC: "<|python_start|>[get(town='Paris', days=3)]<|python_end|>",
+}
+"""One call as models of each format write it."""
+NEXT = {
+    ToolParser.DEEPSEEK: ("<｜tool▁calls▁end｜>", "\n<｜tool▁call▁begin｜>get<｜tool▁sep｜>{}"
+                          "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"),
+    ToolParser.KIMI: ("<|tool_calls_section_end|>", "<|tool_call_begin|>functions.get:1"
+                      "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>"),
+    ToolParser.PYTHONIC: ("]<|python_end|>", ", get()]"),
+    ToolParser.GRANITE: ("]", ', {"name": "get", "arguments": {}}]'),
+}  # fmt: skip
+"""What a second call without arguments replaces, and how it is written; else it is a block more."""
+
+
+@pytest.mark.parametrize("width", [1, 3, 7, 10**6])
+@pytest.mark.parametrize("parser", WRITTEN)
+def test_calls_of_each_format(parser: ToolParser, width: int) -> None:
+    format, text = FORMATS[parser], WRITTEN[parser]
+    # Text that is passed on keeps its blanks.
+    town = SPACED.replace(" ", "") if format.style is ArgumentStyle.ESCAPED else SPACED
+    assert read(format, f"Well.\n{text}", width) == ("Well.", [("get", town)]) or format.at_start
+    assert read(format, text, width) == ("", [("get", town)])
+    end, more = NEXT.get(parser, ("", ""))
+    one = text.replace("Paris", "").replace("town", "TOWN")
+    two = text.removesuffix(end) + more if more else f"{text}\n{one}"
+    shown, calls = read(format, two, width)
+    assert (shown, [name for name, _ in calls]) == ("", ["get", "get"])
+    assert read(format, two, width, parallel=False) == ("", [("get", town)])
+    # A function that is not known is no call.
+    assert read(format, text.replace("get", "put"), width) == (text.replace("get", "put"), [])
+    # An answer that is cut off has the arguments so far.
+    shown, calls = read(format, text[: text.index("aris")], width)
+    if format.style is ArgumentStyle.PYTHON:
+        assert (shown, calls) == (text[: text.index("aris")], [])
+    else:
+        assert (shown, len(calls)) == ("", 1)
+        assert town.startswith(calls[0][1])
+
+
+@pytest.mark.parametrize("parser", [ToolParser.QWEN3_CODER, ToolParser.GEMMA])
+@pytest.mark.parametrize("town", ["Paris", "a < b", '"quoted"', "12", "true"])
+def test_as_transformers_parses_it(parser: ToolParser, town: str) -> None:
+    template = next(
+        each for kinds, each in _RESPONSE_TEMPLATE_FALLBACKS.items()
+        if ("gemma4" if parser is ToolParser.GEMMA else "qwen3_5") in kinds
+    )  # fmt: skip
+    text = WRITTEN[parser].replace("Paris", town)
+    properties = SCHEMAS["get"]
+    tools: list[Any] = [{"type": "function", "function": {"name": "get", "parameters": {
+        "type": "object", "properties": properties}}}]  # fmt: skip
+    theirs = parse_response(text, template, prefix="", tools=tools)["tool_calls"][0]["function"]
+    [(name, arguments)] = read(FORMATS[parser], text)[1]
+    assert (name, json.loads(arguments)) == (theirs["name"], theirs["arguments"])
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [{"type": "integer"}, {"type": "number"}, {"type": "boolean"}, {"type": ["null", "string"]},
+     {"type": "array"}, {"anyOf": [{"type": "object"}, {"type": "boolean"}]}, {"type": "string"},
+     {"type": "integer", "nullable": True}, {}, None],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    "raw", ["3", "3.0", "3.5", "1e3", "true", "False", "null", "[1]", '{"a": 1}', "x", "", "nan"]
+)
+def test_values_are_those_of_transformers(schema: object, raw: str) -> None:
+    expected = _coerce(raw, _schema_types(schema))
+    found = value_of(raw, schema)
+    assert (type(found), found) == (type(expected), expected)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[get(1)]", "[get(town=f())]", "[get(**a)]", "[get(town='Paris]", "[get(town=1j)]", "[1]",
+     f"[get(town={'(' * 300})]", f"[get(town={'-' * 20_000}1)]", "[get(town='a' 'b'"],
+)  # fmt: skip
+def test_what_is_no_python_call_stays_text(text: str) -> None:
+    for width in (1, 10**6) if len(text) < 1000 else (1000,):
+        assert read(FORMATS[ToolParser.PYTHONIC], text, width) == (text, [])
+
+
+@pytest.mark.parametrize("parser", WRITTEN)
+def test_endless_values_take_linear_time(parser: ToolParser) -> None:
+    for junk in ("\n" * 20_000, "<" * 20_000, "<parameter=" * 2_000):
+        text = WRITTEN[parser].replace("Paris", junk)
+        [(_, arguments)] = read(FORMATS[parser], text, 1)[1] or [("", "{}")]
+        assert len(arguments) < 3 * len(text)
 
 
 TRICKY = '{"a": "}\\"</tool_call>[", "b": [{}, 1.5, null]}'
@@ -150,7 +266,9 @@ def test_endless_blanks_take_linear_time(head: str) -> None:
 
 
 _SCRAPS = st.sampled_from(
-    ["<tool_call>", "</tool_call>", "<tool", "[TOOL_CALLS]", "[", "]", "{", "}", '"', "\\", ",",
+    [mark for one in FORMATS.values() for mark in one.markers]
+    + ["<function=get>", "<parameter=a>", "call:get", "get(", "a=1", ")", "'", "```json", "a:"]
+    + ["<tool_call>", "</tool_call>", "<tool", "[TOOL_CALLS]", "[", "]", "{", "}", '"', "\\", ",",
      ";", " ", "\n", "name", '{"name": "get", "arguments": ', '{"name": "get", "parameters": {',
      "get", "get_weather", '{"a": "}"}', "<|python_tag|>", "[ARGS]", "x", "é"]
 )  # fmt: skip

@@ -11,7 +11,8 @@ from tokenizers import AddedToken, Tokenizer
 
 from configs.model import ToolParser
 from deployments.ingress.chat_templates.template import ChatTemplate
-from deployments.ingress.tools.parsers import FORMATS
+from deployments.ingress.http.errors import RequestError
+from deployments.ingress.tools.formats import FORMATS, TRACES
 from deployments.ingress.tools.schema import Function, Toolbox
 from deployments.ingress.tools.tooling import tooling
 from tests.deployments.ingress.conftest import Server
@@ -123,6 +124,7 @@ def test_templates_with_tools(
         ("{{ tools }} <tool_call>", ToolParser.AUTO, ToolParser.HERMES),
         ("{{ tools }} [TOOL_CALLS]", ToolParser.AUTO, ToolParser.MISTRAL),
         ("{{ tools }}", ToolParser.AUTO, ToolParser.LLAMA3_JSON),
+        *((f"{{{{ tools }}}} {trace}", ToolParser.AUTO, parser) for trace, parser in TRACES),
         ("{{ tools }} <tool_call>", ToolParser.LLAMA3_JSON, ToolParser.LLAMA3_JSON),
         ("{% set tools = 1 %}{{ tools }}", ToolParser.AUTO, ToolParser.HERMES),
     ],
@@ -133,3 +135,15 @@ def test_which_format_is_used(source: str, parser: ToolParser, expected: ToolPar
     found = tooling(toolbox, ChatTemplate(source, {}), parser)
     assert found is not None
     assert found.format is FORMATS[expected]
+
+
+def test_strict_calls_in_a_format_without_a_grammar() -> None:
+    """The mask makes a model go on with an object after the same marker; else it is refused."""
+    function = Function(name="f", strict=True)
+    toolbox = Toolbox((function,), (function,), forced=False, parallel=True, legacy=False)
+    found = tooling(toolbox, ChatTemplate("{{ tools }} <arg_key>", {}), ToolParser.AUTO)
+    assert found is not None
+    assert found.format is FORMATS[ToolParser.HERMES]
+    for trace in ("<|tool_calls_section_begin|>", "<|channel|>", "<|tool_call>"):
+        with pytest.raises(RequestError, match="set `tool_choice` to required or none"):
+            tooling(toolbox, ChatTemplate("{{ tools }} " + trace, {}), ToolParser.AUTO)

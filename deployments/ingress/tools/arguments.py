@@ -1,0 +1,225 @@
+"""Readers of a call's arguments as they come: each style as JSON text.
+
+Text that was read is not read again, so a reader takes time linear in it.
+"""
+
+import ast
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from deployments.ingress.text.stops import begun_length
+from deployments.ingress.tools.formats import ArgumentStyle, CallFormat, Tags
+from deployments.ingress.tools.values import json_text, value_of
+
+# Outside of strings JSON has no "<": there the model went on without closing its brackets.
+_MARKS = re.compile(r'["\\{}\[\]<]')
+_PYTHON_MARKS = re.compile(r"""["'\\(){}\[\]]""")
+_DEPTH = {"{": 1, "[": 1, "(": 1, "}": -1, "]": -1, ")": -1}
+# The longest opening of an argument; longer ones are none.
+_MAX_OPENING = 1024
+_LITERALS = {"true": True, "false": False, "null": None}
+
+
+class ArgumentsReader(Protocol):
+    """Reads the arguments of one call."""
+
+    def feed(self, text: str) -> tuple[str, str, bool]:
+        """Read more; returns JSON text, what was not read yet, and whether the arguments ended."""
+
+
+class Span:
+    """Finds where a JSON object or list ends, or a Python call."""
+
+    def __init__(self, depth: int = 0, python: bool = False) -> None:
+        """depth: number of brackets that are open already."""
+        self._depth = depth
+        self._marks = _PYTHON_MARKS if python else _MARKS
+        self._quotes = "\"'" if python else '"'
+        self._quote = ""
+        self._escaped = -1
+        self._seen = 0
+
+    def feed(self, text: str) -> int:
+        """The index at which the value ends in this text; -1 if it does not."""
+        for mark in self._marks.finditer(text):
+            at = self._seen + mark.start()
+            if self._closes(mark[0], at):
+                return mark.start() if mark[0] == "<" else mark.end()
+        self._seen += len(text)
+        return -1
+
+    def _closes(self, mark: str, at: int) -> bool:
+        if self._quote:
+            if at == self._escaped:
+                return False
+            if mark == "\\":
+                self._escaped = at + 1
+            if mark == self._quote:
+                self._quote = ""
+            return False
+        if mark in self._quotes:
+            self._quote = mark
+        self._depth += _DEPTH.get(mark, 0)
+        return mark == "<" or (mark in "}])" and self._depth <= 0)
+
+
+class JsonArguments:
+    """An object, which is passed on as it is written."""
+
+    def __init__(self) -> None:
+        self._span = Span()
+
+    def feed(self, text: str) -> tuple[str, str, bool]:
+        """Pass the text on up to the object's end."""
+        end = self._span.feed(text)
+        return (text, "", False) if end < 0 else (text[:end], text[end:], True)
+
+
+class TaggedArguments:
+    """Each argument between tags; its value is read by the function's schema."""
+
+    def __init__(self, tags: Tags, properties: Mapping[str, Any]) -> None:
+        self._tags = tags
+        self._opening = re.compile(tags.opening)
+        self._properties = properties
+        self._name: str | None = None
+        self._value: list[str] = []
+        self._before = "{"  # What precedes the next argument.
+
+    def feed(self, text: str) -> tuple[str, str, bool]:
+        """Read tags; returns the arguments that are complete."""
+        shown = ""
+        while True:
+            if self._name is None:
+                text, more, ended = self._between(text)
+                if not more:
+                    return shown + self._end() * ended, text, ended
+            tag, at = self._tags.close, text.find(self._tags.close)
+            if at < 0:
+                cut = len(text) - begun_length(text, tag)
+                self._value.append(text[:cut])
+                return shown, text[cut:], False
+            self._value.append(text[:at])
+            shown += self._argument()
+            text = text[at + len(tag) :]
+
+    def _between(self, text: str) -> tuple[str, bool, bool]:
+        """Before an argument: the rest, whether an argument begins, whether the call ends."""
+        begin, end = self._tags.begin, self._tags.end
+        found, at = self._opening.search(text), text.find(end)
+        if found is not None and (at < 0 or found.start() < at):
+            self._name = found[1]
+            return text[found.end() :], True, False
+        if at >= 0:
+            return text[at + len(end) :], False, True
+        last = text.rfind(begin)
+        if last >= 0 and len(text) - last < _MAX_OPENING:
+            return text[last:], False, False
+        undecided = max(begun_length(text, mark) for mark in (begin, end))
+        return text[len(text) - undecided :], False, False
+
+    def _argument(self) -> str:
+        """The complete argument as JSON."""
+        name, raw = self._name or "", "".join(self._value)
+        if self._tags.trims:
+            raw = raw.removeprefix("\n").removesuffix("\n")
+        self._name, self._value = None, []
+        before, self._before = self._before, ", "
+        value = json_text(value_of(raw, self._properties.get(name)))
+        return f"{before}{json_text(name)}: {value}"
+
+    def _end(self) -> str:
+        return "{}" if self._before == "{" else "}"
+
+
+class EscapedArguments:
+    """An object with bare names, and strings between marks."""
+
+    def __init__(self, quote: str) -> None:
+        self._quote = quote
+        # A word, a bracket, a mark, or blanks.
+        self._token = re.compile(rf"{re.escape(quote)}|[{{}}\[\],:]|\s+|(?:(?!{re.escape(quote)})"
+                                 r"[^{}\[\],:\s])+")  # fmt: skip
+        self._string: list[str] | None = None
+        self._depth = 0
+
+    def feed(self, text: str) -> tuple[str, str, bool]:
+        """Read tokens; returns those that are complete."""
+        shown = ""
+        while text:
+            if self._string is not None:
+                at = text.find(self._quote)
+                cut = at if at >= 0 else len(text) - begun_length(text, self._quote)
+                self._string.append(text[:cut])
+                if at < 0:
+                    return shown, text[cut:], False
+                shown += json_text("".join(self._string))
+                text, self._string = text[at + len(self._quote) :], None
+                continue
+            found = self._token.match(text)
+            if found is None or (found.end() == len(text) and not self._complete(found[0])):
+                return shown, text, False
+            text = text[found.end() :]
+            shown += self._written(found[0], text)
+            if self._depth == 0:
+                return shown, text, True
+        return shown, text, False
+
+    def _complete(self, token: str) -> bool:
+        """Whether no text that follows could be part of this token."""
+        return token in "{}[],:" or token == self._quote
+
+    def _written(self, token: str, after: str) -> str:
+        if token == self._quote:
+            self._string = []
+            return ""
+        self._depth += _DEPTH.get(token, 0)
+        if token in "{}[]:," or token.isspace():
+            return token
+        if after.startswith(":"):
+            return json_text(token.strip('"'))
+        try:
+            return json_text(json.loads(token))
+        except ValueError:
+            return json_text(token)
+
+
+def arguments_reader(format: CallFormat, properties: Mapping[str, Any]) -> ArgumentsReader:
+    """The reader of a named call's arguments; properties: their schemas by name."""
+    if format.style is ArgumentStyle.TAGGED:
+        return TaggedArguments(format.tags, properties)
+    return (
+        EscapedArguments(format.quote) if format.style is ArgumentStyle.ESCAPED else JsonArguments()
+    )
+
+
+def keywords(text: str) -> str | None:
+    """The keywords of a Python call, `a=1, b=[None])`, as JSON text; None if they are none."""
+    try:
+        call = ast.parse(f"f({text}", mode="eval").body
+        if not isinstance(call, ast.Call) or call.args:
+            return None
+        values = {one.arg: _literal(one.value) for one in call.keywords}
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    return None if None in values else json_text(values)
+
+
+def _literal(node: ast.expr) -> Any:
+    """The value of a literal, with JSON's names of the constants too."""
+    if isinstance(node, ast.Name) and node.id in _LITERALS:
+        return _LITERALS[node.id]
+    if isinstance(node, ast.List | ast.Tuple):
+        return [_literal(each) for each in node.elts]
+    if isinstance(node, ast.Dict):
+        return {
+            str(ast.literal_eval(key)): _literal(value)
+            for key, value in zip(node.keys, node.values, strict=True)
+            if key is not None
+        }
+    found = ast.literal_eval(node)
+    if found is None or isinstance(found, str | bool | int | float):
+        return found
+    raise ValueError(f"{type(found).__name__} is no value of JSON")
