@@ -40,6 +40,7 @@ class Request:
     arrival: seconds on the caller's clock, as are first_scheduled and first_token.
     parts: the adapters that its adapter is a merge of, each once; () for others.
     cache_salt: what separates its prefix cache keys from those of other callers.
+    active_from: the first position that its adapter changes (`configs.wire.adapters.active_from`).
     background: it is served only where no other request wants to be.
     serial: its number in the order of arrival; a background request's follow all others.
     tokens: all known ids, prompt first.
@@ -73,6 +74,7 @@ class Request:
     parts: tuple[AdapterKey, ...] = ()
     cache_salt: bytes = b""
     background: bool = False
+    active_from: int = 0
 
     status: Status = field(default=Status.WAITING, init=False)
     serial: int = field(default=-1, init=False)

@@ -67,7 +67,13 @@ class StepBuilder:
             sampling = msgspec.structs.replace(sampling, **off)
         prompt_length = len(request.prompt)
         join = RequestJoin(
-            request.batch_slot, tokens, prompt_length, slot, sampling, request.matcher
+            request.batch_slot,
+            tokens,
+            prompt_length,
+            slot,
+            sampling,
+            request.matcher,
+            request.active_from,
         )
         self.joins.append(join)
 

@@ -23,6 +23,8 @@ SERVED_NOTES: Mapping[str, str] = {
     "ensure_weight_tying": "both ends must be in the file, and say the same",
     "target_modules": "the file may adapt no module that this and the next leave out; not guessed",
     "exclude_modules": "as PEFT matches it",
+    "alora_invocation_tokens": "from the prompt's last invocation on, the base model before; 256 "
+    "tokens at most; not in merges, with embedding or head, or over padded models",
     "layers_to_transform": "as PEFT matches it",
     "layers_pattern": "as PEFT matches it; plain names",
     "rank_pattern": "as PEFT matches it; 4,096 keys at most",

@@ -64,6 +64,24 @@ def allows(patterns: Sequence[str] | None, source: str, id: str) -> bool:
     return patterns is None or any(fnmatchcase(f"{source}:{id}", one) for one in patterns)
 
 
+NEVER_ACTIVE = 2**62
+"""A position that no request reaches."""
+
+
+def active_from(prompt: Sequence[int], invocation: Sequence[int]) -> int:
+    """The first position that an activated adapter changes: its last invocation in the prompt.
+
+    0 for an adapter without an invocation; NEVER_ACTIVE if the prompt does not invoke it.
+    """
+    if not invocation:
+        return 0
+    tokens, length = list(invocation), len(invocation)
+    for at in range(len(prompt) - length, -1, -1):
+        if prompt[at] == tokens[0] and list(prompt[at : at + length]) == tokens:
+            return at
+    return NEVER_ACTIVE
+
+
 class FetchedAdapter(msgspec.Struct, frozen=True):
     """An adapter with its files in `folder` on this node.
 
@@ -73,6 +91,7 @@ class FetchedAdapter(msgspec.Struct, frozen=True):
     a reader compares it, so that other bytes are never served under this key. () is not compared.
     parts, rule: of a merge, which has no folder of its own.
     root: the folder, links resolved, that its files must be in; "" is not compared.
+    invocation: the tokens from which on an activated adapter (aLoRA) is used; () for others.
     """
 
     key: AdapterKey
@@ -83,6 +102,7 @@ class FetchedAdapter(msgspec.Struct, frozen=True):
     parts: tuple["FetchedAdapter", ...] = ()
     rule: MergeRule | None = None
     root: str = ""
+    invocation: tuple[int, ...] = ()
 
     @property
     def members(self) -> tuple["FetchedAdapter", ...]:

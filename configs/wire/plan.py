@@ -22,6 +22,7 @@ class RequestJoin(msgspec.Struct, frozen=True, array_like=True):
     prompt_length: how many of `tokens` are the prompt's.
     adapter_slot: the adapter's device slot; -1 for the base model.
     matcher: the number of the matcher that all ranks compiled for its constraint; -1 without one.
+    active_from: the first position that the adapter changes; those before are the base model's.
     """
 
     batch_slot: int
@@ -30,6 +31,7 @@ class RequestJoin(msgspec.Struct, frozen=True, array_like=True):
     adapter_slot: int
     sampling: Sampling
     matcher: int = -1
+    active_from: int = 0
 
 
 class StepRow(msgspec.Struct, frozen=True, array_like=True, gc=False):

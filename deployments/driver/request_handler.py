@@ -50,7 +50,7 @@ class RequestHandler:
             fault = self._tasks.base_fault(request)
             if fault is not None:
                 return refusal(request, Failed(ErrorKind.VALIDATION, fault))
-            return await self._runner.run(request, None, (), arrived, reply_to)
+            return await self._runner.run(request, None, (), (), arrived, reply_to)
         try:
             target = self._aliases.resolve(request.adapter, request.allowed)
             return await self._run_adapted(request, target, arrived, reply_to)
@@ -75,13 +75,16 @@ class RequestHandler:
             self._usage.stage_timed(LoadStage.FETCH, time.monotonic() - began)
             self._usage.used(reference, key)
             parts = self._adapters.directory.parts(key)
+            invocation = self._adapters.directory.fetched(key).invocation
             self._rate_limits.adapter_seen(reference, key, parts)
             self._reporter.requested(request.adapter)
             try:
                 fault = await self._tasks.fault(request, key)
                 if fault is not None:
                     return refusal(request, Failed(ErrorKind.VALIDATION, fault))
-                completion = await self._runner.run(resolved, key, parts, arrived, reply_to)
+                completion = await self._runner.run(
+                    resolved, key, parts, invocation, arrived, reply_to
+                )
             finally:
                 self._adapters.release(key)
             # Files may vanish after `resolve`; another version may be servable.

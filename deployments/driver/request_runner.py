@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from configs.wire.adapters import AdapterKey
+from configs.wire.adapters import AdapterKey, active_from
 from configs.wire.sampling import FinishReason
 from deployments.contract import Completion, ErrorKind, Failed, GenerateRequest, ReplyAddress
 from deployments.driver.loop_handle import LoopHandle
@@ -30,17 +30,26 @@ class RequestRunner:
         request: GenerateRequest,
         key: AdapterKey | None,
         parts: Sequence[AdapterKey],
+        invocation: Sequence[int],
         arrived: float,
         reply_to: ReplyAddress | None,
     ) -> Completion:
         """Run all sequences to their end; cancelling this call ends them within two steps.
 
         key: the adapter's, held by the caller; None for the base model. parts: of a merge.
+        invocation: the tokens that activate the adapter; () for one that is active always.
         arrived: seconds of the monotonic clock. reply_to: None sends no frames.
         """
         own = key, arrived, tuple(dict.fromkeys(parts)), request.cache_salt, request.background
         sequences = [
-            Request((request.id, i), s.prompt, s.sampling, s.stopping, *own)
+            Request(
+                (request.id, i),
+                s.prompt,
+                s.sampling,
+                s.stopping,
+                *own,
+                active_from=active_from(s.prompt, invocation),
+            )
             for i, s in enumerate(request.sequences)
         ]
         try:

@@ -183,6 +183,8 @@ def _check_factors_alone(adapter: PeftAdapter) -> None:
             "it brings a classification head, and heads cannot be merged: use it alone, or merge "
             "it in PEFT and serve the result"
         )
+    if adapter.plan.invocation:
+        refuse("it is an activated adapter (aLoRA), which PEFT does not merge: use it alone")
     if adapter.ends.matrices:
         refuse(
             f"it holds whole matrices ({', '.join(adapter.ends.matrices)}), which cannot be "

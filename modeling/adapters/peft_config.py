@@ -20,7 +20,7 @@ from sources.base import CONFIG_NAME, MAX_CONFIG_BYTES
 
 SERVED = frozenset(
     {"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"}
-    | {"init_lora_weights", "ensure_weight_tying", "modules_to_save"}
+    | {"init_lora_weights", "ensure_weight_tying", "modules_to_save", "alora_invocation_tokens"}
     | {"target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "task_type"}
 )
 
@@ -47,7 +47,6 @@ REFUSED: Mapping[str, str] = {
     "lora_bias": "retrain with lora_bias=false",
     "use_dora": "retrain without DoRA, or merge the adapter into the base model",
     "trainable_token_indices": "merge the trained tokens into the base model",
-    "alora_invocation_tokens": "activated LoRA is not served; retrain as plain LoRA",
     "target_parameters": "adapt modules (target_modules) instead of bare parameters",
     "layer_replication": "save the replicated model as a base model of its own",
     "megatron_config": "save the adapter without Megatron layers",
@@ -61,6 +60,9 @@ REFUSED: Mapping[str, str] = {
 HARMLESS_INITS = frozenset({"gaussian", "eva", "orthogonal", "mica"})
 """Kinds of init_lora_weights that leave the base weights as they were (peft/tuners/lora/layer.py);
 the others subtract from them, so that A and B alone do not give the trained model."""
+
+MAX_INVOCATION = 256
+"""Most tokens of an activated adapter's invocation; published ones have a dozen."""
 
 MAX_PATTERNS = 4096
 """Most keys of a rank_pattern or alpha_pattern: enough for every module of a very large model."""
@@ -79,6 +81,8 @@ class LoraPlan:
     ensure_weight_tying: an adapted embedding and head were trained as one weight.
     modules_to_save: ends of the paths of modules that the file holds whole.
     targets: which modules are adapted.
+    invocation: the tokens from whose last occurrence in a prompt on an activated adapter (aLoRA,
+    arXiv:2504.12397) changes the model; () for adapters that always do.
     random: whether PEFT initialises factors that the file lacks with random values.
     task: PEFT's task_type; None for one that is not known.
     """
@@ -91,6 +95,7 @@ class LoraPlan:
     ensure_weight_tying: bool
     modules_to_save: tuple[str, ...]
     targets: Targets
+    invocation: tuple[int, ...]
     random: bool
     task: str | None
     _ranks: dict[str, int] = field(default_factory=dict, compare=False)
@@ -190,6 +195,7 @@ def _plan(fields: Mapping[str, object], faults: Faults) -> LoraPlan:
         ),
         "modules_to_save": lambda: _names("modules_to_save", fields.get("modules_to_save")),
         "targets": lambda: _targets(fields, effort),
+        "invocation": lambda: read_invocation(fields.get("alora_invocation_tokens")),
     }
     for name, read in readers.items():
         parts[name] = None
@@ -198,6 +204,18 @@ def _plan(fields: Mapping[str, object], faults: Faults) -> LoraPlan:
     random = not fields.get("init_lora_weights", True)
     task = fields.get("task_type")
     return LoraPlan(**parts, random=random, task=task if isinstance(task, str) else None)
+
+
+def read_invocation(value: object) -> tuple[int, ...]:
+    """The tokens of alora_invocation_tokens; () where the field is off. Refuses all else."""
+    if value is None or value == []:
+        return ()
+    name = "alora_invocation_tokens"
+    if not isinstance(value, list) or not all(type(each) is int for each in value):
+        refuse(f"{name}={_short(value)} must be a list of token ids")
+    if len(value) > MAX_INVOCATION:
+        refuse(f"{name} has {len(value)} tokens, over the {MAX_INVOCATION} that it may have")
+    return tuple(value)
 
 
 def _check_init(value: object) -> None:

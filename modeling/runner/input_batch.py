@@ -37,7 +37,8 @@ class StepLayout:
     targets: [s], the samples' indices in the flat token buffer.
     sampling: the s samples' parameters.
     sample_positions: the s samples' positions in their sequences.
-    adapter_slots: n, -1 for the base model.
+    adapter_slots, adapter_lengths: of runs of tokens in their order, -1 for the base model; one run
+    for each row, two where an activated adapter begins within it.
     prompt_lengths: [s]; None where no sample looks at the tokens before it.
     prompt_rows: the rows that report on their prompts.
     """
@@ -51,13 +52,14 @@ class StepLayout:
     sampling: list[Sampling]
     sample_positions: list[int]
     adapter_slots: list[int]
+    adapter_lengths: list[int]
     prompt_lengths: Ints | None = None
     prompt_rows: Sequence[PromptRow] = ()
 
     @property
     def num_rows(self) -> int:
         """How many requests take part."""
-        return len(self.adapter_slots)
+        return max(0, len(self.bounds) - 1)
 
     @property
     def decodes(self) -> bool:
@@ -69,7 +71,7 @@ class StepLayout:
         """A step without rows: a captured step over it consists of padding rows alone."""
         none = np.zeros(0, dtype=np.int64)
         groups = (GroupLayout.empty(),) * num_groups
-        return cls(none, none, none, groups, none, none, [], [], [])
+        return cls(none, none, none, groups, none, none, [], [], [], [])
 
 
 @dataclass(frozen=True)
@@ -102,11 +104,11 @@ class StepInputs(StepTensors):
     """
 
     targets: Tensor
-    query_lengths: list[int]
     group_lengths: tuple[tuple[list[int], list[int]], ...]
     sampling: list[Sampling]
     sample_positions: list[int]
     adapter_slots: list[int]
+    adapter_lengths: list[int]
 
 
 class InputBatch:
@@ -126,6 +128,7 @@ class InputBatch:
         strides = size.strides or (1,) * len(size.groups)
         self.tables = tuple(map(BlockTables, size.groups, strides, [size] * len(strides)))
         self._adapter_slots = np.full(size.max_running, -1, dtype=np.int64)
+        self._active_from = np.zeros(size.max_running, dtype=np.int64)
         self._sampling = [Sampling()] * size.max_running
         self._adjusted = np.zeros(size.max_running, dtype=np.bool_)
         self._about_prompt = np.zeros(size.max_running, dtype=np.bool_)
@@ -143,6 +146,7 @@ class InputBatch:
             for tables in self.tables:
                 tables.clear(join.batch_slot)
             self._adapter_slots[join.batch_slot] = join.adapter_slot
+            self._active_from[join.batch_slot] = join.active_from
             self._sampling[join.batch_slot] = join.sampling
             self._adjusted[join.batch_slot] = join.sampling.adjusted
             self._about_prompt[join.batch_slot] = join.sampling.about_prompt
@@ -179,6 +183,7 @@ class InputBatch:
         positions = np.arange(bounds[-1]) + (starts - bounds[:-1])[row_of]
         slot_of = batch_slots[row_of]
         step = StepRows(batch_slots, starts, ends, bounds, slot_of, positions)
+        adapter_slots, adapter_lengths = self._adapter_runs(batch_slots, starts, ends)
         return StepLayout(
             ids_at=slot_of * self._width + positions,
             positions=positions + (rope_sets * POSITIONS_PER_SET)[row_of],
@@ -188,7 +193,8 @@ class InputBatch:
             targets=targets,
             sampling=sampling,
             sample_positions=sample_positions,
-            adapter_slots=self._adapter_slots[batch_slots].tolist(),
+            adapter_slots=adapter_slots,
+            adapter_lengths=adapter_lengths,
             prompt_lengths=prompt_lengths,
             prompt_rows=[
                 found
@@ -216,7 +222,6 @@ class InputBatch:
             ),
             last_tokens=last_tokens,
             targets=targets,
-            query_lengths=np.diff(layout.bounds).tolist(),
             group_lengths=tuple(
                 (np.diff(group.bounds).tolist(), group.key_lengths.tolist())
                 for group in layout.groups
@@ -224,7 +229,21 @@ class InputBatch:
             sampling=layout.sampling,
             sample_positions=layout.sample_positions,
             adapter_slots=layout.adapter_slots,
+            adapter_lengths=layout.adapter_lengths,
         )
+
+    def _adapter_runs(
+        self, batch_slots: Ints, starts: Ints, ends: Ints
+    ) -> tuple[list[int], list[int]]:
+        """The rows' adapters and lengths; a row in which one becomes active is two runs."""
+        slots, lengths = self._adapter_slots[batch_slots], ends - starts
+        before = np.clip(self._active_from[batch_slots] - starts, 0, lengths)
+        if not before.any():
+            return slots.tolist(), lengths.tolist()
+        runs = np.stack((np.full_like(slots, -1), slots), axis=1).ravel()
+        counts = np.stack((before, lengths - before), axis=1).ravel()
+        used = counts > 0
+        return runs[used].tolist(), counts[used].tolist()
 
     def history(self, layout: StepLayout) -> TokenHistory | None:
         """Where the samples' own tokens are; None where no sample looks at them."""

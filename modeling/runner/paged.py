@@ -183,7 +183,7 @@ class ModelRunner(BaseRunner):
 
     def _adapters(self, inputs: StepInputs) -> AdapterData | None:
         """Return the step's adapters, None where all rows are the base model's."""
-        slots, lengths = inputs.adapter_slots, inputs.query_lengths
+        slots, lengths = inputs.adapter_slots, inputs.adapter_lengths
         if max(slots) < 0:
             return None
         if self._adapter_plan is None:
@@ -196,5 +196,5 @@ class ModelRunner(BaseRunner):
         """Join what the step's adapters change of embedding and head, where some do."""
         if adapters is None or not adapts_vocabulary(self._bank, layout.adapter_slots):
             return adapters
-        slots = np.repeat(np.array(layout.adapter_slots), np.diff(layout.bounds))
+        slots = np.repeat(np.array(layout.adapter_slots), layout.adapter_lengths)
         return VocabularyAdapters(adapters, self._bank, slots, slots[layout.last_tokens])

@@ -180,7 +180,7 @@ class PiecewiseGraphs:
             return None
         self._copy_inputs(inputs, size)
         if with_adapters:
-            self._update(inputs.adapter_slots, inputs.query_lengths, size)
+            self._update(inputs.adapter_slots, inputs.adapter_lengths, size)
         for piece in self._pieces[size, with_adapters]:
             piece.replay()
             self._attend(piece, inputs, attention, tokens)

@@ -2,8 +2,10 @@
 
 The name of a full block is blake2b over the name of the block before it and its own token ids.
 The chain starts at a `PrefixKey`, which says what else shapes keys and values, and which callers
-may share them. So equal names mean equal content. Several KV groups have one chain, of blocks of
-the smallest size; a larger block has the name of the last small one in it.
+may share them. Blocks before an activated adapter's first position are the base model's, in its
+chain; from there on the adapter and that position are in the names. So equal names mean equal
+content. Several KV groups have one chain, of blocks of the smallest size; a larger block has the
+name of the last small one in it.
 """
 
 import struct
@@ -39,7 +41,7 @@ class PrefixKey(NamedTuple):
     Nothing else decides it: what differs by KV group is found by group.
     salt: the caller's (`GenerateRequest.cache_salt`).
     rope_set: that of position 0, which decides those of later positions (configs/rope_sets.py).
-    adapter: its key, one for each content digest; None is the base model.
+    adapter: that of position 0: its key, one for each content digest; None is the base model.
     """
 
     salt: bytes
@@ -49,7 +51,8 @@ class PrefixKey(NamedTuple):
     @classmethod
     def of(cls, request: Request) -> "PrefixKey":
         """The key of a request's blocks."""
-        return cls(request.cache_salt, request.rope_set, request.adapter)
+        adapter = None if request.active_from > 0 else request.adapter
+        return cls(request.cache_salt, request.rope_set, adapter)
 
     @property
     def root(self) -> bytes:
@@ -65,6 +68,8 @@ def extend_chain(request: Request, num_blocks: int, block_size: int) -> list[byt
     assert num_blocks * block_size <= len(request.tokens), (num_blocks, len(request.tokens))
     for index in range(len(digests), num_blocks):
         parent = digests[-1] if digests else PrefixKey.of(request).root
+        if request.active_from and index == request.active_from // block_size:
+            parent += struct.pack("<qq", request.adapter or 0, request.active_from)
         ids = array("q", request.tokens[index * block_size : (index + 1) * block_size])
         digests.append(blake2b(parent + ids.tobytes(), digest_size=DIGEST_BYTES).digest())
     return digests

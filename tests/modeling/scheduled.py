@@ -55,7 +55,7 @@ class Ranks:
         request = Request(
             ("r", index), list(asked.prompt), asked.sampling, Stopping(asked.num_tokens), adapter
         )
-        request.cache_salt = salt
+        request.cache_salt, request.active_from = salt, asked.active_from
         self.answers[request.id] = Answer()
         self.scheduler.add(request, 0.0)
 

@@ -16,7 +16,7 @@ class Asked:
     """One request: `chunk` tokens of its prompt a step, joining at step `joins_at`.
 
     rejoins_at: after how many tokens of its answer it is preempted: it gives its blocks back and
-    joins once more, with all its tokens; None for never.
+    joins once more, with all its tokens; None for never. active_from: as in `RequestJoin`.
     """
 
     prompt: Sequence[int]
@@ -26,6 +26,7 @@ class Asked:
     chunk: int = 10**6
     joins_at: int = 0
     rejoins_at: int | None = None
+    active_from: int = 0
 
 
 @dataclass
@@ -94,7 +95,7 @@ class _Run:
         asked, start, known = self.asked, self.computed, len(self.known)
         if start == 0:
             tokens, length = list(self.known), len(asked.prompt)
-            how = (asked.slot, asked.sampling, self.matcher)
+            how = (asked.slot, asked.sampling, self.matcher, asked.active_from)
             batch.joins.append(RequestJoin(self.place, tokens, length, *how))
         length = min(asked.chunk, known - start) if start < known else 1
         self.computed = end = start + length

@@ -84,7 +84,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "init_lora_weights='olora'": {"init_lora_weights": "olora"},
     "modules_to_save=.*norm": {"modules_to_save": ["norm"]},
     "modules_to_save=.*lm_head": {"modules_to_save": ["lm_head"]},
-    "alora_invocation_tokens": {"alora_invocation_tokens": [1, 2]},
     "kasa_config": {"kasa_config": lora.KasaConfig()},
     "monteclora_config": {"monteclora_config": lora.MontecloraConfig()},
     "use_bdlora": {
@@ -102,6 +101,7 @@ UNTRIED = {
     "peft_version": "PEFT sets it",
     "r": "every adapter has one",
     "megatron_config": "needs Megatron",
+    "alora_invocation_tokens": "tests/modeling/test_parity_activated.py",
     "arrow_config": "PEFT refuses it without adapters to route to",
 }
 

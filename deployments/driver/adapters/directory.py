@@ -23,7 +23,7 @@ from configs.wire.adapters import (
 )
 from configs.wire.merging import MergeRule
 from deployments.contract import AdapterInfo
-from deployments.driver.adapters.lookups import Lookups, Overdue
+from deployments.driver.adapters.lookups import Lookups, Overdue, ReadAdapter
 from deployments.driver.adapters.single_flight import call_after_callers
 from sources.adapters import AdapterSources
 from sources.base import AdapterFolder, FoundAdapter, Token
@@ -267,8 +267,7 @@ class AdapterDirectory:
             self._mark_idle(key, self._known[key])
             return key
         hashed = self._known[key].adapter.digest if key is not None else None
-        folder, digest = await self.lookups.read(found, token, hashed, payer)
-        return self._register(found, folder, digest)
+        return self._register(found, await self.lookups.read(found, token, hashed, payer))
 
     def _is_on_disk(self, found: FoundAdapter, known: _Known) -> bool:
         """Whether the files of the last read are those that were found, and are still kept."""
@@ -276,16 +275,17 @@ class AdapterDirectory:
         folder = found.folder if held is None else held.folder
         return folder is not None and str(folder) == known.adapter.folder
 
-    def _register(self, found: FoundAdapter, folder: AdapterFolder, digest: str) -> AdapterKey:
-        key = self._key_of(digest)
+    def _register(self, found: FoundAdapter, read: ReadAdapter) -> AdapterKey:
+        key, folder = self._key_of(read.digest), read.folder
         # Names may share content: the folder to read is the one that was verified last.
         adapter = FetchedAdapter(
             key,
             found.reference.id,
             str(folder.folder),
-            digest,
+            read.digest,
             folder.fingerprint,
             root=str(folder.root or ""),
+            invocation=read.invocation,
         )
         known = self._known.setdefault(key, _Known(adapter))
         known.adapter = adapter

@@ -8,6 +8,7 @@ respond) does not prevent the next one from starting.
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Container, Hashable
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -20,6 +21,7 @@ from configs.wire.adapters import (
     AdapterSource,
 )
 from deployments.driver.adapters.access_cache import AccessCache, Caller
+from deployments.driver.adapters.invocation import invocation_of
 from deployments.driver.adapters.single_flight import BlockingCalls, Late, SingleFlight
 from sources.adapters import AdapterSources
 from sources.base import AdapterFolder, FoundAdapter, Token, Unreachable
@@ -50,6 +52,15 @@ class Overdue(AdapterError):
     def __init__(self, refusal: AdapterRefusal, message: str, goes_on: bool) -> None:
         super().__init__(refusal, message)
         self.goes_on = goes_on
+
+
+@dataclass(frozen=True)
+class ReadAdapter:
+    """An adapter's files on this node, the digest of their content, and FetchedAdapter's tokens."""
+
+    folder: AdapterFolder
+    digest: str
+    invocation: tuple[int, ...]
 
 
 class Lookups:
@@ -124,18 +135,19 @@ class Lookups:
 
     async def read(
         self, found: FoundAdapter, token: Token, digest: str | None, payer: str | None
-    ) -> tuple[AdapterFolder, str]:
-        """The files on this node and their digest.
+    ) -> ReadAdapter:
+        """The files on this node, and what is known of them.
 
         digest: the known one of the same files, which are then not hashed again.
         """
 
         known = digest or found.digest
 
-        def read() -> tuple[AdapterFolder, str]:
+        def read() -> ReadAdapter:
             folder = self.sources.fetch(found, token, payer)
             try:
-                return folder, known or self.sources.digest(folder, found.reference.id)
+                digest = known or self.sources.digest(folder, found.reference.id)
+                return ReadAdapter(folder, digest, invocation_of(folder.folder))
             except AdapterError:
                 self.sources.release(folder)
                 raise

@@ -91,7 +91,8 @@ class Versions:
         one_token = SequenceRequest([0], Sampling(), Stopping(1))
         request = GenerateRequest(f"test-{uuid.uuid4().hex}", [one_token], reference)
         parts = self._directory.parts(key)
-        completion = await self._runner.run(request, key, parts, time.monotonic(), None)
+        # Active from the first token on, whatever invokes it: the test is of its weights.
+        completion = await self._runner.run(request, key, parts, (), time.monotonic(), None)
         ending = completion.sequences[0].ending
         return ending.message if isinstance(ending, Failed) else None
 

@@ -94,12 +94,19 @@ def test_inits_that_change_the_base_are_refused(init: object) -> None:
     assert "init_lora_weights" in error.message
 
 
+@pytest.mark.parametrize("value", [[1.0], [True], ["a"], "12", 5, [1] * 257])
+def test_an_invocation_is_a_list_of_tokens(value: object) -> None:
+    assert "alora_invocation_tokens" in refusal(alora_invocation_tokens=value).message
+    plan = parse_config({**PLAIN, "alora_invocation_tokens": [5, 5]})
+    assert plan.invocation == (5, 5)
+    assert parse_config(PLAIN).invocation == ()
+
+
 SET: dict[str, object] = {
     "bias": "lora_only",
     "lora_bias": True,
     "use_dora": True,
     "trainable_token_indices": [5],
-    "alora_invocation_tokens": [1, 2],
     "target_parameters": ["experts.up"],
     "layer_replication": [[0, 4], [2, 6]],
     "megatron_config": {"a": 1},

@@ -39,7 +39,7 @@ def test_a_step_is_built_from_its_rows() -> None:
     assert inputs.groups[0].slots.tolist() == [*range(56, 64), 8, 9, *range(32, 37)]
     assert inputs.groups[0].cu_seqlens.tolist() == [0, 10, 15]
     assert inputs.groups[0].block_tables.tolist() == [[7, 1], [4, 0]]
-    assert inputs.query_lengths == [10, 5]
+    assert inputs.adapter_lengths == [10, 5]
     assert inputs.group_lengths[0][1] == [10, 5]
     assert inputs.last_tokens.tolist() == [14]
     assert inputs.sample_positions == [5]
@@ -82,7 +82,7 @@ def test_rows_of_one_token_come_first_and_samples_keep_the_plans_order() -> None
     layout = state.layout(rows)
     assert not layout.decodes
     inputs = state.inputs(layout)
-    assert inputs.query_lengths == [1, 1, 8, 5]
+    assert inputs.adapter_lengths == [1, 1, 8, 5]
     assert inputs.group_lengths[0][1] == [4, 3, 8, 5]
     assert inputs.input_ids.tolist() == [203, 402, *range(300, 308), *range(100, 105)]
     assert inputs.groups[0].slots.tolist() == [11, 26, *range(16, 24), *range(5)]

@@ -189,11 +189,18 @@ def test_long_answers_outgrow_the_masks_room(runner: PaddedRunner) -> None:
 
 
 def test_adapters_that_cannot_be_served_are_refused(
-    padded: PaddedWorld, runner: PaddedRunner
+    padded: PaddedWorld, runner: PaddedRunner, tmp_path: Path
 ) -> None:
     bloom = padded.adapter("bloom", "r4")
     with pytest.raises(AdapterError, match="no adaptable module of this model"):
         runner.stage(FetchedAdapter(AdapterKey(7), "r4", str(bloom), "r4"))
+    own = padded.adapter("gptj", "r4")
+    activated = shutil.copytree(own, tmp_path / "activated")
+    fields = json.loads((own / "adapter_config.json").read_text())
+    fields["alora_invocation_tokens"] = [1, 2]
+    (activated / "adapter_config.json").write_text(json.dumps(fields))
+    with pytest.raises(AdapterError, match="activated LoRA is not served over this model"):
+        runner.stage(FetchedAdapter(AdapterKey(7), "activated", str(activated), "activated"))
     off = padded_runner(padded.model("gptj"), adapters=AdaptersConfig(enabled=False))
     with pytest.raises(AdapterError, match=r"adapters\.enabled"):
         off.stage(FetchedAdapter(AdapterKey(7), "r4", str(bloom), "r4"))

@@ -1,0 +1,35 @@
+"""What the driver reads of an activated adapter."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from deployments.driver.adapters.invocation import invocation_of
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ([5, 6, 5], (5, 6, 5)),
+        (None, ()),
+        ([], ()),
+        ([1.5], ()),
+        (["a"], ()),
+        ([True], ()),
+        ("56", ()),
+        ({"a": 1}, ()),
+        ([1] * 257, ()),
+    ],
+)
+def test_the_tokens_or_nothing(tmp_path: Path, value: object, expected: tuple[int, ...]) -> None:
+    fields = {"peft_type": "LORA", "alora_invocation_tokens": value}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(fields))
+    assert invocation_of(tmp_path) == expected
+
+
+@pytest.mark.parametrize("text", ["[]", "{", "3", "[" * 100_000])
+def test_a_config_that_is_none(tmp_path: Path, text: str) -> None:
+    assert invocation_of(tmp_path) == ()
+    (tmp_path / "adapter_config.json").write_text(text)
+    assert invocation_of(tmp_path) == ()
