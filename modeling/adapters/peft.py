@@ -13,6 +13,7 @@ from torch import Tensor
 
 from configs.reading import DamagedFile
 from configs.wire.adapters import AdapterRefusal
+from modeling.adapters.activation import check_activation
 from modeling.adapters.faults import Faults, refuse
 from modeling.adapters.peft_config import LoraPlan, check_config
 from modeling.adapters.peft_ends import (
@@ -261,8 +262,11 @@ def _check_file(
         _check_once(adapter)
     with faults.gather():
         _check_targets(adapter, known)
-    with faults.gather():
-        _check_activation(adapter)
+    if adapter.plan.invocation:
+        kinds = {adapter.projections[at.projection].kind for at in adapter.modules.values()}
+        is_more = bool(adapter.ends.matrices) or adapter.score is not None
+        with faults.gather():
+            check_activation(adapter.projections, kinds, is_more)
     faults.check()
     return adapter
 
@@ -373,23 +377,6 @@ def _check_targets(adapter: PeftAdapter, known: Mapping[str, ModulePosition]) ->
         )
     if plan.random:
         _check_whole(adapter, known)
-
-
-def _check_activation(adapter: PeftAdapter) -> None:
-    """Refuse an activated adapter where it is not served, and for modules that PEFT refuses."""
-    if not adapter.plan.invocation:
-        return
-    if not all(projection.can_adapt_ends for projection in adapter.projections):
-        refuse(
-            "alora_invocation_tokens: activated LoRA is not served over this model, which runs in "
-            "transformers' own code; retrain it as plain LoRA"
-        )
-    kinds = {adapter.projections[at.projection].kind for at in adapter.modules.values()}
-    if kinds - {ProjectionKind.LINEAR} or adapter.ends.matrices:
-        refuse(
-            "alora_invocation_tokens: an activated adapter changes linear modules inside the "
-            "layers alone, as in PEFT; retrain it without embedding and head"
-        )
 
 
 def _check_whole(adapter: PeftAdapter, known: Mapping[str, ModulePosition]) -> None:

@@ -81,8 +81,8 @@ class LoraPlan:
     ensure_weight_tying: an adapted embedding and head were trained as one weight.
     modules_to_save: ends of the paths of modules that the file holds whole.
     targets: which modules are adapted.
-    invocation: the tokens from whose last occurrence in a prompt on an activated adapter (aLoRA,
-    arXiv:2504.12397) changes the model; () for adapters that always do.
+    invocation: the tokens that activate an adapter (aLoRA, arXiv:2504.12397): it changes the model
+    from their last occurrence in a prompt on; () for adapters that always do.
     random: whether PEFT initialises factors that the file lacks with random values.
     task: PEFT's task_type; None for one that is not known.
     """

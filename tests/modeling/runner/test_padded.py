@@ -1,5 +1,7 @@
 """What the padded runner promises beside the right numbers: any plan, lifetimes, refusals."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
