@@ -262,11 +262,9 @@ def _check_file(
         _check_once(adapter)
     with faults.gather():
         _check_targets(adapter, known)
-    if adapter.plan.invocation:
-        kinds = {adapter.projections[at.projection].kind for at in adapter.modules.values()}
-        is_more = bool(adapter.ends.matrices) or adapter.score is not None
-        with faults.gather():
-            check_activation(adapter.projections, kinds, is_more)
+    with faults.gather():
+        has_whole = bool(adapter.ends.matrices) or adapter.score is not None
+        check_activation(plan, adapter.projections, adapter.modules.values(), has_whole)
     faults.check()
     return adapter
 
