@@ -5,7 +5,8 @@ import uuid
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from configs.wire.sampling import Sampling, Stopping
+from configs.wire.sampling import Pooling, Sampling, Stopping
+from configs.wire.tasks import TaskKind
 from deployments.contract import GenerateRequest, SequenceRequest
 from deployments.ingress.access.keys import require
 from deployments.ingress.generation.engine import EngineClient, GenerationJob
@@ -17,6 +18,11 @@ from deployments.observability import vllm_metrics
 from deployments.observability.lorax_metrics import CONTENT_TYPE
 
 _PROMPT = "Hello"
+_POOLINGS = {
+    TaskKind.GENERATE: Pooling.NONE,
+    TaskKind.CLASSIFY: Pooling.SCORE,
+    TaskKind.EMBED: Pooling.MEAN,
+}
 
 
 def routes(engine: EngineClient, page: Page) -> APIRouter:
@@ -66,10 +72,15 @@ async def _healthy(engine: EngineClient) -> bool:
 
 
 async def _generate(engine: EngineClient) -> None:
-    """Generate a greedy token with the base model, through the queue of all requests."""
+    """Generate a greedy token with the base model, through the queue of all requests.
+
+    One that does not generate does what it is for.
+    """
     served = await engine.served()
     ids = await served.tokenizer.encode(_PROMPT)
-    sequence = SequenceRequest(ids, Sampling(), Stopping(1))
+    pooling = _POOLINGS[served.info.task.task]
+    stopping = Stopping(int(pooling is Pooling.NONE))
+    sequence = SequenceRequest(ids, Sampling(pooling=pooling), stopping)
     request = GenerateRequest(f"startup-{uuid.uuid4().hex}", [sequence])
     job = GenerationJob(request, [], keep_stops=True, per_token=False, characters=len(_PROMPT))
     await collect(engine, served, job)

@@ -4,7 +4,10 @@ import re
 
 import httpx
 import pytest
+from msgspec.structs import replace
 
+from configs.wire.sampling import Pooling
+from configs.wire.tasks import ModelTask, TaskKind
 from deployments.contract import EngineLoad, ErrorKind, Failed
 from deployments.observability.lorax_metrics import MAX_ADAPTERS, RequestMetrics, RequestRecord
 from tests.deployments.ingress.conftest import PATIENCE, Server, send_by_hand
@@ -30,6 +33,18 @@ def test_startup_generates_a_token(http: httpx.Client, driver: FakeDriver) -> No
     reply = http.get("/startup")
     assert reply.status_code == 500
     assert reply.json() == {"error": "the ranks are gone", "error_type": "failed healthcheck"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "pooling"), [(TaskKind.CLASSIFY, Pooling.SCORE), (TaskKind.EMBED, Pooling.MEAN)]
+)
+def test_startup_does_what_the_model_is_for(
+    http: httpx.Client, driver: FakeDriver, kind: TaskKind, pooling: Pooling
+) -> None:
+    driver.info = replace(driver.info, task=ModelTask(kind))
+    assert http.get("/startup").status_code == 200
+    [sequence] = driver.requests[-1].sequences
+    assert (sequence.stopping.max_new_tokens, sequence.sampling.pooling) == (0, pooling)
 
 
 def test_sagemakers_aliases(http: httpx.Client) -> None:
