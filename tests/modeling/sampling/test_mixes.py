@@ -4,6 +4,7 @@ The oracle is transformers with PEFT, the sampler's definition in float64, and t
 (seed, position, vocabulary id). Where it finds two tokens closer than 1e-3 either is right.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -76,10 +77,10 @@ def acceptable(logits: list[float], row: PlainRow) -> set[int]:
     )
     noise = exponential_noise(torch.from_numpy(keys), len(logits))[0].double().log().tolist()
     right: set[int] = set()
-    for shift in (0.0, -1e-4, 1e-4):
+    for shift, high_first in itertools.product((0.0, -1e-4, 1e-4), (False, True)):
         # What lies at the edge of what is kept may fall on either side of it.
         wanted = _shifted(params, shift)
-        kept = plain_kept(adjusted, wanted)
+        kept = plain_kept(adjusted, wanted, high_first)
         right |= _best({id: adjusted[id] / params.temperature - noise[id] for id in kept})
     return right
 
