@@ -21,7 +21,7 @@ from tests.end_to_end.conftest import (
     kill,
     start,
 )
-from tests.end_to_end.processes import processes
+from tests.end_to_end.processes import processes, ranks, stopped_processes
 
 pytestmark = pytest.mark.ray
 
@@ -33,10 +33,25 @@ def own(tmp_path: Path) -> Iterator[Served]:
     """A server that a test may end."""
     port = free_port()
     path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(demo_config(port)))
+    config = demo_config(port)
+    # Ranks that a test stops do not count as lost.
+    recovery = config["applications"][0]["args"]["engine"]["recovery"]
+    recovery["step_timeout_s"] = PATIENCE_SECONDS
+    path.write_text(yaml.safe_dump(config))
     served = start(path, port, "--drain-seconds", str(PATIENCE_SECONDS))
     yield served
     kill(served.process.pid)
+
+
+def until_health(own: Served, status: int) -> None:
+    """Ask for the server's health until this is its status."""
+    pause = Event()
+    while True:
+        with suppress(httpx.TransportError):
+            found = httpx.get(f"{own.url}/health", timeout=PATIENCE_SECONDS)
+            if found.status_code == status:
+                return
+        pause.wait(POLL_SECONDS)
 
 
 def gone(family: list[psutil.Process]) -> None:
@@ -46,20 +61,19 @@ def gone(family: list[psutil.Process]) -> None:
 
 def test_sigterm_lets_streams_end_and_refuses_new_requests(own: Served) -> None:
     family = psutil.Process(own.process.pid).children(recursive=True)
-    events, statuses = [], set()
     with httpx.stream(
         "POST", f"{own.url}/v1/completions", json=LONG, timeout=PATIENCE_SECONDS
     ) as reply:
-        for line in reply.iter_lines():
-            if line.startswith("data:"):
-                events.append(line.removeprefix("data:").strip())
-            if len(events) == 5:
-                own.process.send_signal(signal.SIGTERM)
-            if len(events) > 5 and 503 not in statuses:
-                statuses.add(httpx.get(f"{own.url}/health", timeout=PATIENCE_SECONDS).status_code)
-    assert events[-1] == "[DONE]"
-    assert json.loads(events[-2])["choices"][0]["finish_reason"] == "length"
-    assert 503 in statuses
+        events = (line.removeprefix("data: ") for line in reply.iter_lines() if line)
+        next(events)
+        # The stream cannot end before the server drains, however late that begins.
+        with stopped_processes(ranks(own)):
+            # Once: a second SIGTERM would end the streams.
+            own.process.send_signal(signal.SIGTERM)
+            until_health(own, 503)
+        rest = list(events)
+    assert rest[-1] == "[DONE]"
+    assert json.loads(rest[-2])["choices"][0]["finish_reason"] == "length"
     assert own.process.wait(PATIENCE_SECONDS) == 0
     output = "\n".join(own.output)
     assert "SIGTERM received" not in output, "a native stack"
@@ -70,12 +84,7 @@ def test_the_front_comes_back_and_a_cluster_that_ends_ends_the_command(own: Serv
     family = psutil.Process(own.process.pid).children(recursive=True)
     [front] = processes(own, "haproxy -db")
     front.kill()
-    pause = Event()
-    while True:
-        with suppress(httpx.TransportError):
-            if httpx.get(f"{own.url}/health", timeout=PATIENCE_SECONDS).status_code == 200:
-                break
-        pause.wait(POLL_SECONDS)
+    until_health(own, 200)
     [agent] = processes(own, "ray::DashboardAgent")
     agent.kill()
     assert own.process.wait(PATIENCE_SECONDS) == 1

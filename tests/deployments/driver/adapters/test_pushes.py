@@ -127,8 +127,11 @@ def test_new_requests_use_the_pushed_version_and_running_ones_end_on_theirs(root
 def test_ranks_that_start_later_read_the_pushed_files_again(root: Path) -> None:
     async def story(engine: DriverEngine, group: FakeGroup, trainer: Trainer) -> None:
         digest = await trainer.push(engine, "1")
+        # Else the new ranks may serve before this thread looks.
+        group.may_start.clear()
         group.kill(1)
         await until_lost(engine)
+        group.may_start.set()
         await healthy(engine)
         assert await answer(engine) == continuation(digest, [1], 5)
 

@@ -119,7 +119,10 @@ async def until_running(engine: DriverEngine, count: int = 1) -> None:
 
 
 async def until_lost(engine: DriverEngine) -> None:
-    """Ask until the loop knows that its ranks are gone, and waits for new ones."""
+    """Ask until the loop knows that its ranks are gone, and waits for new ones.
+
+    The caller keeps those from starting (`FakeGroup.may_start`): else they may be back unseen.
+    """
     while engine.healthy:
         await engine.snapshot()
     await engine.snapshot()
