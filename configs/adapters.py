@@ -72,11 +72,12 @@ class S3Config(S3ServiceConfig):
 class PushConfig(Config):
     """Adapters that trainers push over HTTP or in shared memory; their files are on no disk.
 
-    folder: in a file system in memory, for all processes of a node; LoRay makes it.
+    folder: in a file system in memory, for all processes of a node and one user; LoRay makes it.
+    "{uid}" in it stands for the number of the user that serves.
     max_bytes: of a node's pushed adapters together, versions that still run included.
     """
 
-    folder: str = "/dev/shm/loray"
+    folder: str = "/dev/shm/loray-{uid}"
     max_bytes: PositiveInt = 4 * 2**30
 
 

@@ -89,7 +89,8 @@ class PushedFiles:
 
     def __init__(self, config: PushConfig, max_file_bytes: int) -> None:
         """max_file_bytes: of one adapter."""
-        self._folder = Path(config.folder)
+        # Each process reads its own: the user may have another number on another node.
+        self._folder = Path(config.folder.replace("{uid}", str(os.getuid())))
         self._max_bytes = min(max_file_bytes, config.max_bytes)
         self._cache = DiskCache(self._folder, config.max_bytes, "adapters.push.max_bytes")
 
@@ -131,7 +132,7 @@ class PushedFiles:
 
     def hold(self, digest: str) -> Path | None:
         """The folder of an adapter, kept until `release`; None if this node does not have it."""
-        return self._cache.hold(origin_of(digest))
+        return self._cache.hold(origin_of(digest)) if self._is_own() else None
 
     def release(self, digest: str, *, forget: bool = False) -> None:
         """End one use; forget: delete the files if this was the last use on this node."""
@@ -151,21 +152,29 @@ class PushedFiles:
 
     def clear(self) -> None:
         """Delete what no process holds: the server has ended."""
-        self._cache.clear()
+        if self._is_own():
+            self._cache.clear()
 
     def _make_folder(self, name: str) -> None:
         """Make the folder. One that another user made could replace what it holds."""
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            found = self._folder.lstat()
         except OSError as error:
             _refuse_full(name, 0, error)
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        if not self._is_own():
             refuse(
                 AdapterRefusal.UNAVAILABLE,
                 f"adapter {name!r} cannot be kept: {self._folder} belongs to another user: give "
                 "this server a folder of its own (adapters.push.folder)",
             )
+
+    def _is_own(self) -> bool:
+        """Whether the folder exists and is this user's; another user's may not even be readable."""
+        try:
+            found = self._folder.lstat()
+        except OSError:
+            return False
+        return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
 
 
 class PushedSource:
