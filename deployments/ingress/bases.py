@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from deployments.contract import EngineInfo, ErrorKind
 from deployments.ingress.access.keys import Keys, api_key
 from deployments.ingress.adapter_names.references import listed_name
+from deployments.ingress.admin.probes import MEASURED
 from deployments.ingress.app import Lifespan
 from deployments.ingress.generation.engine import EngineClient, IngressSettings
 from deployments.ingress.http.bodies import BodyLimit, replaying
@@ -53,7 +54,7 @@ def build_front(apps: Mapping[str, FastAPI], lifespan: Lifespan | None = None) -
 
     front = FastAPI(lifespan=whole, docs_url=None, redoc_url=None, openapi_url=None)
     # One set of metrics counts the requests of all bases.
-    front.state.metrics = first.state.metrics
+    front.state.metrics = first.state.metrics.total
     front.add_middleware(BaseDispatch, apps=apps)
     return front
 
@@ -105,7 +106,9 @@ class BaseDispatch:
         self._app = app
         self._apps = apps
         self._first = next(iter(apps))
-        self._directory = BaseDirectory({name: each.state.engine for name, each in apps.items()})
+        engines = {name: each.state.engine for name, each in apps.items()}
+        self._directory = BaseDirectory(engines)
+        self._measured = {MEASURED: tuple(engines.values())}
         self._keys: list[Keys] = [each.state.keys for each in apps.values()]
         limits = [_settings(each).api for each in apps.values()]
         self._reading = BodyLimit(
@@ -156,7 +159,7 @@ class BaseDispatch:
         elif self._has_model(scope, path):
             await self._reading(scope, receive, send)
         else:
-            await self._apps[self._first](scope, receive, send)
+            await self._apps[self._first]({**scope, **self._measured}, receive, send)
 
     def _has_model(self, scope: Scope, path: str) -> bool:
         """Whether a body should be read for its model: only of callers with a key of some base."""

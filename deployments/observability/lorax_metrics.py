@@ -58,10 +58,11 @@ class RequestRecord:
 
 
 class RequestMetrics:
-    """The metrics of one application."""
+    """The metrics of the requests of one base model, or of all that are served together."""
 
-    def __init__(self) -> None:
-        """Make a registry with every metric in it."""
+    def __init__(self, total: "RequestMetrics | None" = None) -> None:
+        """Make a registry with every metric in it; total: counts these requests too."""
+        self._total = total
         registry = self._registry = CollectorRegistry()
         self._count = Counter(
             "lorax_request_count", "Requests that ended.", ["adapter"], registry=registry
@@ -84,6 +85,8 @@ class RequestMetrics:
 
         A scraper takes a counter that appears at 1 for one that never rose.
         """
+        if self._total is not None:
+            self._total.begin(failures)
         self._count.labels(BASE)
         self._success.labels(BASE)
         for err in failures:
@@ -91,6 +94,8 @@ class RequestMetrics:
 
     def succeeded(self, adapter: str | None, record: RequestRecord) -> None:
         """Count a request that succeeded. adapter: None for the base model."""
+        if self._total is not None:
+            self._total.succeeded(adapter, record)
         if adapter is not None and len(self._adapters) < MAX_ADAPTERS:
             self._adapters.add(adapter)
         self._count.labels(self._label(adapter)).inc()
@@ -100,13 +105,22 @@ class RequestMetrics:
 
     def failed(self, err: str, adapter: str | None) -> None:
         """Count a request that failed; a name that never succeeded gets no label."""
+        if self._total is not None:
+            self._total.failed(err, adapter)
         self._count.labels(self._label(adapter)).inc()
         self._failure.labels(err).inc()
 
     def refused(self, err: str) -> None:
         """Count a request that was refused before its adapter was looked up."""
+        if self._total is not None:
+            self._total.refused(err)
         self._count.labels("").inc()
         self._failure.labels(err).inc()
+
+    @property
+    def total(self) -> "RequestMetrics":
+        """The metrics of all bases."""
+        return self._total or self
 
     def text(self) -> bytes:
         """Everything in Prometheus' text format."""

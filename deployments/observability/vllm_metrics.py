@@ -1,15 +1,17 @@
 """LoRay's metrics by vLLM's names, as gateways read them.
 
 The model server protocol of the Gateway API inference extension, llm-d and AIBrix look for these
-names. Gauges and totals are of all driver replicas together, histograms of this ingress replica.
+names. Gauges and totals are of all driver replicas together, histograms of this ingress replica;
+each base model that is served has samples of its own.
 """
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from prometheus_client import generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from deployments.contract import AdapterDemand, EngineLoad
 
@@ -45,14 +47,18 @@ HISTOGRAMS = {
 }
 
 
-def text(loads: Sequence[EngineLoad], requests: Iterable[Metric]) -> bytes:
-    """Everything in Prometheus' text format; nothing without loads.
+BaseMetrics = tuple[Sequence[EngineLoad], Iterable[Metric]]
+"""The loads of a base's driver replicas, and this replica's metrics of it by LoRAX's names."""
 
-    loads: of the driver replicas. requests: this replica's metrics by LoRAX's names.
-    """
-    if not loads:
+
+def text(bases: Sequence[BaseMetrics]) -> bytes:
+    """Everything in Prometheus' text format; nothing of bases without loads."""
+    known = [(loads, requests) for loads, requests in bases if loads]
+    if not known:
         return b""
-    return generate_latest(_Families([*_of_engine(loads), *_of_requests(loads[0].model, requests)]))
+    loads = [loads for loads, _ in known]
+    every = [*_of_engines(loads), *_of_adapters(loads), *_of_requests(known)]
+    return generate_latest(_Families(every))
 
 
 class _Families(Collector):
@@ -63,11 +69,27 @@ class _Families(Collector):
         return self._families
 
 
-def _of_engine(loads: Sequence[EngineLoad]) -> Iterator[Metric]:
-    model = loads[0].model
+def _of_engines(bases: Sequence[Sequence[EngineLoad]]) -> Iterator[Metric]:
+    values = {loads[0].model: _values(loads) for loads in bases}
+    for names, kind in ((GAUGES, GaugeMetricFamily), (COUNTERS, CounterMetricFamily)):
+        for name, meaning in names.items():
+            family = kind(name, meaning, labels=["model_name"])
+            for model, found in values.items():
+                family.add_metric([model], found[name])
+            yield family
+    labels = ["model_name", "block_size", "num_gpu_blocks"]
+    cache = GaugeMetricFamily("vllm:cache_config_info", "The KV cache.", labels=labels)
+    for loads in bases:
+        num_blocks = sum(load.num_blocks for load in loads)
+        cache.add_metric([loads[0].model, str(loads[0].block_size), str(num_blocks)], 1.0)
+    yield cache
+
+
+def _values(loads: Sequence[EngineLoad]) -> dict[str, float]:
+    """Gauges and totals of one base."""
     num_blocks = sum(load.num_blocks for load in loads)
     held = num_blocks - sum(load.free_blocks for load in loads)
-    values = {
+    return {
         "vllm:num_requests_running": sum(load.running for load in loads),
         "vllm:num_requests_waiting": sum(load.queued for load in loads),
         "vllm:kv_cache_usage_perc": held / num_blocks if num_blocks else 0.0,
@@ -77,40 +99,30 @@ def _of_engine(loads: Sequence[EngineLoad]) -> Iterator[Metric]:
         "vllm:prefix_cache_queries": sum(load.prompt_tokens for load in loads),
         "vllm:prefix_cache_hits": sum(load.cached_tokens for load in loads),
     }
-    for names, kind in ((GAUGES, GaugeMetricFamily), (COUNTERS, CounterMetricFamily)):
-        for name, meaning in names.items():
-            family = kind(name, meaning, labels=["model_name"])
-            family.add_metric([model], values[name])
-            yield family
-    labels = {"model_name": model, "block_size": str(loads[0].block_size),
-              "num_gpu_blocks": str(num_blocks)}  # fmt: skip
-    yield _info("vllm:cache_config_info", "The KV cache.", labels, 1.0)
-    yield from _of_adapters(loads)
 
 
-def _of_adapters(loads: Sequence[EngineLoad]) -> Iterator[Metric]:
-    adapters = [adapter for load in loads for adapter in load.adapters]
+def _of_adapters(bases: Sequence[Sequence[EngineLoad]]) -> Iterator[Metric]:
+    every = [load for loads in bases for load in loads]
+    adapters = [adapter for load in every for adapter in load.adapters]
     waiting = sorted((a for a in adapters if a.waiting), key=lambda a: -a.waiting)
     labels = {
-        "max_lora": str(sum(load.device_slots for load in loads)),
+        "max_lora": str(sum(load.device_slots for load in every)),
         "running_lora_adapters": _joined(a for a in adapters if a.tier == "device"),
         "waiting_lora_adapters": _joined(waiting),
     }
-    # Readers take the series with the largest value: it is the time.
-    yield _info("vllm:lora_requests_info", "Adapters on the device, and those that requests wait "
-                "for.", labels, time.time())  # fmt: skip
+    # One series for all bases: readers take the one with the largest value, which is the time.
+    meaning = "Adapters on the device, and those that requests wait for."
+    info = GaugeMetricFamily("vllm:lora_requests_info", meaning, labels=list(labels))
+    info.add_metric(list(labels.values()), time.time())
+    yield info
     resident = GaugeMetricFamily(
-        RESIDENCY, "Driver replicas that hold the adapter there.", labels=["adapter", "tier"]
+        RESIDENCY,
+        "Driver replicas that hold the adapter there.",
+        labels=["adapter", "tier", "model_name"],
     )
-    for (name, tier), count in _counted(adapters).items():
-        resident.add_metric([name, tier], count)
+    for where, count in _counted(every).items():
+        resident.add_metric(where, count)
     yield resident
-
-
-def _info(name: str, meaning: str, labels: Mapping[str, str], value: float) -> Metric:
-    family = GaugeMetricFamily(name, meaning, labels=list(labels))
-    family.add_metric(list(labels.values()), value)
-    return family
 
 
 def _joined(adapters: Iterable[AdapterDemand]) -> str:
@@ -119,26 +131,35 @@ def _joined(adapters: Iterable[AdapterDemand]) -> str:
     return ",".join(list(names)[:MAX_NAMES])
 
 
-def _counted(adapters: Iterable[AdapterDemand]) -> dict[tuple[str, str], int]:
-    counts: dict[tuple[str, str], int] = {}
-    for adapter in adapters:
-        where = adapter.name, adapter.tier
-        if where in counts or len(counts) < MAX_NAMES:
-            counts[where] = counts.get(where, 0) + 1
+def _counted(loads: Sequence[EngineLoad]) -> dict[tuple[str, str, str], int]:
+    """Replicas by adapter, tier and model."""
+    counts: dict[tuple[str, str, str], int] = {}
+    for load in loads:
+        for adapter in load.adapters:
+            where = adapter.name, adapter.tier, load.model
+            if where in counts or len(counts) < MAX_NAMES:
+                counts[where] = counts.get(where, 0) + 1
     return counts
 
 
-def _of_requests(model: str, requests: Iterable[Metric]) -> Iterator[Metric]:
+def _of_requests(bases: Sequence[BaseMetrics]) -> Iterator[Metric]:
     """The histograms of requests under vLLM's names."""
-    for family in requests:
-        for name in HISTOGRAMS.get(family.name, ()):
-            alias = Metric(name, family.documentation, family.type)
-            alias.samples = [
-                sample._replace(
-                    name=name + sample.name.removeprefix(family.name),
-                    labels={"model_name": model, **sample.labels},
-                )
-                for sample in family.samples
-                if not sample.name.endswith("_created")
-            ]
-            yield alias
+    aliases: dict[str, Metric] = {}
+    for loads, requests in bases:
+        for family in requests:
+            for name in HISTOGRAMS.get(family.name, ()):
+                new = Metric(name, family.documentation, family.type)
+                aliases.setdefault(name, new).samples += _renamed(family, name, loads[0].model)
+    yield from aliases.values()
+
+
+def _renamed(family: Metric, name: str, model: str) -> list[Sample]:
+    """The samples of a family under another name and with the label of a model."""
+    return [
+        sample._replace(
+            name=name + sample.name.removeprefix(family.name),
+            labels={"model_name": model, **sample.labels},
+        )
+        for sample in family.samples
+        if not sample.name.endswith("_created")
+    ]

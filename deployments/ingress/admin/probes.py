@@ -1,5 +1,6 @@
 """Routes for monitoring: health, start-up and metrics."""
 
+import asyncio
 import uuid
 
 from fastapi import APIRouter, Request
@@ -16,6 +17,9 @@ from deployments.ingress.http.responses import json_response
 from deployments.ingress.pages.playground import Page, accepts_html
 from deployments.observability import vllm_metrics
 from deployments.observability.lorax_metrics import CONTENT_TYPE
+
+MEASURED = "loray.measured"
+"""The key of a request's scope with the engines of all bases that /metrics is about."""
 
 _PROMPT = "Hello"
 _POOLINGS = {
@@ -56,9 +60,11 @@ def routes(engine: EngineClient, page: Page) -> APIRouter:
     async def metrics(request: Request) -> Response:
         require(request)
         if "application/json" in request.headers.get("accept", ""):
-            return json_response(engine.metrics.json())
-        loads, requests = await engine.loads.now(), engine.metrics
-        text = requests.text() + vllm_metrics.text(loads, requests.families())
+            return json_response(engine.metrics.total.json())
+        engines = request.scope.get(MEASURED, (engine,))
+        loads = await asyncio.gather(*(each.loads.now() for each in engines))
+        bases = zip(loads, (each.metrics.families() for each in engines), strict=True)
+        text = engine.metrics.total.text() + vllm_metrics.text(list(bases))
         return Response(text, media_type=CONTENT_TYPE)
 
     return router

@@ -150,9 +150,12 @@ class EngineClient:
         settings: IngressSettings,
         metrics: RequestMetrics | None = None,
     ) -> None:
-        """reply_to: called for each call of the driver, as the socket is bound later."""
+        """reply_to: called for each call of the driver, as the socket is bound later.
+
+        metrics: of all bases.
+        """
         self.settings = settings
-        self.metrics = metrics or RequestMetrics()
+        self.metrics = RequestMetrics(metrics)
         self.metrics.begin({row.metric for row in ERROR_SHAPES.values()})
         self.compiler = Compiler()
         self.templates = ChatTemplates(settings.clock)

@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 from configs.api import ApiConfig
 from configs.serve import BasesConfig
 from configs.wire.adapters import AdapterReference, AdapterSource
-from deployments.contract import AdapterInfo, ReplyAddress
+from deployments.contract import AdapterInfo, EngineLoad, ReplyAddress
 from deployments.ingress.app import build_app
 from deployments.ingress.bases import HEADER, build_front
 from deployments.ingress.generation.engine import IngressSettings
@@ -40,6 +40,7 @@ class Bases:
                 model_id=f"org/{name}", model_name=name, adapters=listed,
             )  # fmt: skip
             driver = self.drivers[name] = FakeDriver(info, tokenizer)
+            driver.engine_loads = [EngineLoad(name, 0, 0, 8, 8, 16, 4, 0, 0, 0, 0, [])]
             inboxes = RequestInboxes()
             driver.deliver = inboxes.deliver
             settings = IngressSettings(
@@ -150,6 +151,11 @@ def test_health_and_metrics_are_of_all_bases(bases: Bases, http: TestClient) -> 
         http.post("/v1/completions", json={"model": model, "prompt": "x", "max_tokens": 1})
     text = http.get("/metrics").text
     assert "lorax_request_skipped_tokens_count 2.0" in text
+    for each in ("small", "large"):
+        assert f'vllm:e2e_request_latency_seconds_count{{model_name="{each}"}} 1.0' in text
+        own = http.get(f"/{each}/metrics").text
+        assert f'vllm:num_requests_running{{model_name="{each}"}}' in own
+        assert own.count("\nvllm:num_requests_running{") == 1
 
 
 @pytest.mark.parametrize("body", [b"{", b"[]", b'{"model": 5}', b'{"model": null}', b"\xff"])

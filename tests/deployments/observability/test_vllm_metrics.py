@@ -26,7 +26,7 @@ IDLE = EngineLoad(
 
 
 def read(loads: list[EngineLoad], requests: Iterable[Metric] = ()) -> dict[str, Metric]:
-    families = text_string_to_metric_families(text(loads, requests).decode())
+    families = text_string_to_metric_families(text([(loads, requests)]).decode())
     return {family.name: family for family in families}
 
 
@@ -34,6 +34,11 @@ def value(families: dict[str, Metric], name: str) -> float:
     sample = families[name].samples[0]
     assert sample.labels["model_name"] == "tiny"
     return sample.value
+
+
+def residency(family: Metric) -> dict[tuple[str, str, str], float]:
+    labels = ("adapter", "tier", "model_name")
+    return {tuple(s.labels[each] for each in labels): s.value for s in family.samples}  # type: ignore[misc]
 
 
 def test_gauges_and_totals_are_of_all_replicas() -> None:
@@ -59,10 +64,10 @@ def test_adapters_are_listed_by_where_they_are() -> None:
         "waiting_lora_adapters": "warm,cold",
     }
     assert read([BUSY])["vllm:lora_requests_info"].samples[0].value >= adapters.value > 1.7e9
-    resident = {tuple(s.labels.values()): s.value for s in found[RESIDENCY].samples}
+    resident = residency(found[RESIDENCY])
     assert resident == {
-        ("red", "device"): 2, ("team/blue@v2", "device"): 1, ("cold", "disk"): 1,
-        ("warm", "host"): 1, ("a,b", "device"): 1,
+        ("red", "device", "tiny"): 2, ("team/blue@v2", "device", "tiny"): 1,
+        ("cold", "disk", "tiny"): 1, ("warm", "host", "tiny"): 1, ("a,b", "device", "tiny"): 1,
     }  # fmt: skip
 
 
@@ -95,4 +100,33 @@ def test_histograms_of_requests_have_both_names() -> None:
             assert ours == theirs
             assert len(found[name].samples) == len(by_lorax[lorax].samples)
     assert value(found, "vllm:time_to_first_token_seconds") == 0.0  # the lowest bucket
-    assert text([], metrics.families()) == b""
+    assert text([([], metrics.families())]) == b""
+
+
+def test_each_base_has_samples_of_its_own() -> None:
+    total = RequestMetrics()
+    small, large = RequestMetrics(total), RequestMetrics(total)
+    record = RequestRecord(1.0, 0.1, 0.2, 0.8, 0.1, 0.3, 3, 10, 8)
+    small.succeeded(None, record)
+    for _ in range(2):
+        large.succeeded("red", record)
+    other = replace(IDLE, model="large", running=5)
+    bases = [([BUSY, IDLE], small.families()), ([], []), ([other], large.families())]
+    lines = text(bases).decode()
+    found = {family.name: family for family in text_string_to_metric_families(lines)}
+
+    def values(name: str, suffix: str = "") -> dict[str, float]:
+        samples = [s for s in found[name].samples if s.name == name + suffix]
+        return {s.labels["model_name"]: s.value for s in samples}
+
+    assert values("vllm:num_requests_running") == {"tiny": 9, "large": 5}
+    assert values("vllm:prompt_tokens", "_total") == {"tiny": 100, "large": 30}
+    assert values("vllm:cache_config_info") == {"tiny": 1, "large": 1}
+    assert values("vllm:e2e_request_latency_seconds", "_count") == {"tiny": 1, "large": 2}
+    assert "lorax_request_duration_count 3.0" in total.text().decode()
+    resident = residency(found[RESIDENCY])
+    assert (resident["red", "device", "tiny"], resident["red", "device", "large"]) == (2, 1)
+    # Readers of this name take one series: it is of all bases.
+    [adapters] = found["vllm:lora_requests_info"].samples
+    assert adapters.labels["max_lora"] == "12"
+    assert lines.count("# TYPE vllm:num_requests_running") == 1
