@@ -73,8 +73,8 @@ class BaseDirectory:
             return base, rest
         found = self._known(model)
         if found is None:
-            # A name may be new: look again, but do not wait long for a base that is down.
-            fresh = (asyncio.wait_for(e.info(), _REFRESH_SECONDS) for e in self._engines.values())
+            # A name may be new: look again.
+            fresh = (_look(engine) for engine in self._engines.values())
             await asyncio.gather(*fresh, return_exceptions=True)
             found = self._known(model)
         return None if found is None else (found, model)
@@ -209,6 +209,12 @@ class BaseDispatch:
         replies = await asyncio.gather(*(_reply_of(app, scope) for app in self._apps.values()))
         status, body = min(replies)
         return Response(body, status, media_type="application/json" if body else "text/plain")
+
+
+async def _look(engine: EngineClient) -> None:
+    """Ask a base for its description, but not long where an older one is known: it may be down."""
+    async with asyncio.timeout(None if engine.latest is None else _REFRESH_SECONDS):
+        await engine.info()
 
 
 async def _reply_of(app: ASGIApp, scope: Scope) -> tuple[int, bytes]:
