@@ -85,6 +85,10 @@ class TensorFile:
         """Return all tensors' names, in the header's order."""
         return self._entries.keys()
 
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Give tensors other names; names: of every tensor, all different."""
+        self._entries = {names[key]: entry for key, entry in self._entries.items()}
+
     def shape(self, key: str) -> tuple[int, ...]:
         """Return a tensor's shape."""
         return tuple(self._entries[key].shape)

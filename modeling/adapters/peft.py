@@ -26,6 +26,7 @@ from modeling.adapters.peft_ends import (
     find_ends,
     is_tied,
 )
+from modeling.adapters.peft_names import WEIGHTS_NAME, open_tensors
 from modeling.adapters.peft_score import SCORE_KEY, ScoreTensor, find_score, without_score
 from modeling.adapters.peft_tensors import (
     check_file_rank,
@@ -42,7 +43,6 @@ from modeling.adapters.projection import (
 )
 from sharding.tensor_file import TensorFile
 
-WEIGHTS_NAME = "adapter_model.safetensors"
 FACTOR = ".lora_"
 """Part of the names of all tensors that are not the base model's."""
 SUFFIXES = {"A": ".lora_A.weight", "B": ".lora_B.weight"}
@@ -209,23 +209,12 @@ def open_adapter(
     faults = Faults()
     plan, adapter = check_config(folder, faults, within), None
     with faults.gather(), reading():
-        file = TensorFile(_weights(folder), within)
+        file = open_tensors(folder, within)
         if plan is not None:
             adapter = _check_file(file, plan, projections, base, max_rank)
     faults.check()
     assert adapter is not None
     return adapter
-
-
-def _weights(folder: Path) -> Path:
-    path = folder / WEIGHTS_NAME
-    if not path.is_file():
-        other = " (only a .bin)" if any(folder.glob("*.bin")) else ""
-        refuse(
-            f"no {WEIGHTS_NAME} among the adapter's files{other}: save it with "
-            "save_pretrained(..., safe_serialization=True)"
-        )
-    return path
 
 
 def _check_file(

@@ -1,7 +1,9 @@
 """Read adapter_config.json: every field of PEFT's LoraConfig is served, ignored or refused.
 
-An adapter is served exactly or not at all. A field that these tables lack is refused unless its
-value switches it off (null, false, empty).
+An adapter is served exactly or not at all. A field that these tables lack is no field of any
+release of PEFT that is known here. PEFT ignores such fields, and so does this reader, except where
+a newer PEFT wrote the file: there it is refused unless its value switches it off (null, false,
+empty).
 """
 
 import json
@@ -15,6 +17,7 @@ from configs.reading import read_text
 from configs.wire.adapters import AdapterRefusal
 from modeling.adapters.faults import Faults, refuse
 from modeling.adapters.patterns import MatchBudget, PatternError
+from modeling.adapters.peft_kinds import init_advice, is_peft_newer, tuner_advice
 from modeling.adapters.targets import PatternTable, Targets, read_targets
 from sources.base import CONFIG_NAME, MAX_CONFIG_BYTES
 
@@ -40,6 +43,10 @@ IGNORED: Mapping[str, str] = {
     "velora_config": "changes the backward pass only; its tensors in the file are not read",
     "qalora_group_size": "read only when use_qalora is set",
     "runtime_config": "never saved",
+    "merge_weights": "of PEFT before 0.4: how the weights lay in memory while it ran",
+    "lora_dtype": "of ms-swift: the type that was trained; the file has its own",
+    "lorap_lr_ratio": "of ms-swift: training only",
+    "lorap_emb_lr": "of ms-swift: training only",
 }
 
 REFUSED: Mapping[str, str] = {
@@ -54,8 +61,19 @@ REFUSED: Mapping[str, str] = {
     "use_bdlora": "convert the adapter to plain LoRA",
     "monteclora_config": "convert the adapter to plain LoRA",
     "arrow_config": "a router over adapters is not served; name one adapter per request",
-    "kasa_config": "convert the adapter to plain LoRA",
+    "kasa_config": "it changes the base weights, and PEFT has no conversion; retrain it",
+    "enable_lora": "of PEFT before 0.3: a part of a fused module alone; retrain with a newer PEFT",
+    "use_merged_linear": "of ms-swift: a part of a fused module alone; retrain it without",
+    "use_qa_lora": "of ms-swift: its inputs are averaged in groups; retrain it without",
+    "model_key_mapping": "of ms-swift: save it by the modules' own names",
 }
+
+DECIDED = SERVED | set(IGNORED) | set(REFUSED)
+
+NEWER_ADVICE = (
+    "the field is unknown here, and a newer PEFT wrote the file; update the server, or save the "
+    "adapter as plain LoRA"
+)
 
 HARMLESS_INITS = frozenset({"gaussian", "eva", "orthogonal", "mica"})
 """Kinds of init_lora_weights that leave the base weights as they were (peft/tuners/lora/layer.py);
@@ -85,6 +103,7 @@ class LoraPlan:
     from their last occurrence in a prompt on; () for adapters that always do.
     random: whether PEFT initialises factors that the file lacks with random values.
     task: PEFT's task_type; None for one that is not known.
+    unread: fields that no release of PEFT reads.
     """
 
     rank: int
@@ -98,6 +117,7 @@ class LoraPlan:
     invocation: tuple[int, ...]
     random: bool
     task: str | None
+    unread: tuple[str, ...] = ()
     _ranks: dict[str, int] = field(default_factory=dict, compare=False)
 
     def rank_of(self, module: str) -> int:
@@ -161,15 +181,14 @@ def check_fields(fields: Mapping[str, object], faults: Faults) -> LoraPlan | Non
     """Return the plan of the served fields, even if others are wrong; None if one of them is."""
     if fields.get("peft_type") != "LORA":
         with faults.gather():
-            refuse(
-                f"peft_type {fields.get('peft_type')!r} is not served, only 'LORA': "
-                "convert the adapter with peft's save_as_lora"
-            )
+            kind = fields.get("peft_type")
+            refuse(f"peft_type {_short(kind)} is not served, only 'LORA'; {tuner_advice(kind)}")
         return None
     with faults.gather():
         _check_init(fields.get("init_lora_weights", True))
+    is_newer = is_peft_newer(fields.get("peft_version"))
     for name, value in fields.items():
-        if name not in SERVED and name not in IGNORED:
+        if name in REFUSED or (is_newer and name not in DECIDED):
             with faults.gather():
                 _check_unserved(name, value)
     # Faults of served fields alone make the plan unusable; others leave it to further checks.
@@ -203,7 +222,9 @@ def _plan(fields: Mapping[str, object], faults: Faults) -> LoraPlan:
             parts[name] = read()
     random = not fields.get("init_lora_weights", True)
     task = fields.get("task_type")
-    return LoraPlan(**parts, random=random, task=task if isinstance(task, str) else None)
+    unread = tuple(name for name in fields if name not in DECIDED)
+    known = task if isinstance(task, str) else None
+    return LoraPlan(**parts, random=random, task=known, unread=unread)
 
 
 def read_invocation(value: object) -> tuple[int, ...]:
@@ -223,18 +244,14 @@ def _check_init(value: object) -> None:
     if isinstance(value, bool) or value is None:
         return
     if not isinstance(value, str) or value.lower() not in HARMLESS_INITS:
-        refuse(
-            f"init_lora_weights={value!r} is not served: it changes the base weights, which "
-            "A and B alone do not carry; save it converted to plain LoRA (PEFT's "
-            "path_initial_model_for_weight_conversion)"
-        )
+        refuse(f"init_lora_weights={_short(value)} is not served: {init_advice(value)}")
 
 
 def _check_unserved(name: str, value: object) -> None:
     """Refuse a field that is set and not served."""
     if _is_inert(value) or (name == "bias" and value == "none"):
         return
-    advice = REFUSED.get(name, "the field is unknown here; save the adapter as plain LoRA")
+    advice = REFUSED.get(name, NEWER_ADVICE)
     refuse(f"{name}={_short(value)} is not served: {advice}")
 
 

@@ -16,7 +16,8 @@ from configs.architectures.select import load_architecture, padded_reason
 from configs.engine import EngineConfig
 from configs.reading import DamagedFile
 from configs.wire.adapters import AdapterError
-from modeling.adapters.peft import FACTOR, WEIGHTS_NAME, open_adapter
+from modeling.adapters.peft import FACTOR, open_adapter
+from modeling.adapters.peft_names import WEIGHTS_NAME
 from modeling.adapters.projection import BaseRows, Projection
 from modeling.models.select import build_model
 from modeling.runner.loading import load_model, with_other_models

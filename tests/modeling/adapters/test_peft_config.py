@@ -1,12 +1,18 @@
 import dataclasses
+import importlib
+import inspect
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import peft
 import pytest
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
+from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import get_pattern_key
+from torch import nn
 
 from configs.wire.adapters import AdapterError, AdapterRefusal
 from modeling.adapters.faults import MAX_REASON_CHARS, MAX_REASONS
@@ -17,6 +23,7 @@ from modeling.adapters.peft_config import (
     REFUSED,
     SERVED,
 )
+from modeling.adapters.peft_kinds import PROMPTS, is_peft_newer
 from tests.modeling.adapters.lora_files import parse_config, read_config
 
 PLAIN: dict[str, Any] = {
@@ -90,8 +97,8 @@ def test_inits_that_keep_the_base_are_served(init: object) -> None:
 )
 def test_inits_that_change_the_base_are_refused(init: object) -> None:
     error = refusal(init_lora_weights=init)
-    assert repr(init) in error.message
-    assert "init_lora_weights" in error.message
+    assert error.message.startswith(f"init_lora_weights={init!r} is not served")
+    assert ("path_initial_model" in error.message) == (init != "loftq")
 
 
 @pytest.mark.parametrize("value", [[1.0], [True], ["a"], "12", 5, [1] * 257])
@@ -115,6 +122,10 @@ SET: dict[str, object] = {
     "monteclora_config": {"a": 1},
     "arrow_config": {"top_k": 3},
     "kasa_config": {"beta": 1e-4},
+    "enable_lora": [True, False],
+    "use_merged_linear": True,
+    "use_qa_lora": True,
+    "model_key_mapping": {"a": "b"},
 }
 
 
@@ -131,19 +142,78 @@ def test_a_field_that_is_off_is_no_refusal(name: str, value: object) -> None:
     parse_config({**PLAIN, name: value})
 
 
+NEWER = ["99.0.0", "0.21.3.dev0@abc", "1.0", "tomorrow", 5]
+
+
 @pytest.mark.parametrize("value", [0, 1, "x", True, [0], 0.0])
-def test_an_unknown_field_that_is_set_is_refused(value: object) -> None:
-    assert "use_something_new" in refusal(use_something_new=value).message
+@pytest.mark.parametrize("version", NEWER)
+def test_a_newer_release_s_field_that_is_set_is_refused(value: object, version: object) -> None:
+    error = refusal(use_something_new=value, peft_version=version)
+    assert "use_something_new" in error.message
+    assert "newer PEFT" in error.message
 
 
 @pytest.mark.parametrize("value", [None, False, [], {}, "", {"a": None, "b": []}, [None]])
-def test_an_unknown_field_that_is_off_is_no_refusal(value: object) -> None:
-    parse_config({**PLAIN, "use_something_new": value})
+def test_a_newer_release_s_field_that_is_off_is_no_refusal(value: object) -> None:
+    parse_config({**PLAIN, "use_something_new": value, "peft_version": NEWER[0]})
 
 
-@pytest.mark.parametrize("peft_type", ["LOHA", "ADALORA", None, "lora", "IA3"])
-def test_other_methods_are_refused(peft_type: object) -> None:
-    assert repr(peft_type) in refusal(peft_type=peft_type).message
+@pytest.mark.parametrize("version", [{}, {"peft_version": "0.18.0"}, {"peft_version": "0.21.2"}])
+def test_a_field_of_no_release_is_ignored_as_peft_ignores_it(
+    version: dict[str, Any], tmp_path: Path
+) -> None:
+    fields = {**PLAIN, **version, "trained_by": "someone", "epochs": 3}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(fields))
+    assert set(read_config(tmp_path).unread) == {"trained_by", "epochs"}
+    with pytest.warns(UserWarning, match=r"\['epochs', 'trained_by'\].*are ignored"):
+        peft.PeftConfig.from_pretrained(str(tmp_path))
+
+
+def test_the_installed_release_is_one_that_is_decided() -> None:
+    # A newer one may bring fields: decide them, then raise PEFT_KNOWN.
+    assert not is_peft_newer(peft.__version__)
+
+
+def test_tuners_are_refused_with_what_peft_converts() -> None:
+    # A stand-in for a layer over nn.Linear, which is all that these methods ask for.
+    layer = SimpleNamespace(get_base_layer=lambda: nn.Linear(1, 1))
+    for peft_type, tuner in PEFT_TYPE_TO_TUNER_MAPPING.items():
+        name = peft_type.value
+        if name in ("LORA", "TRAINABLE_TOKENS"):
+            continue
+        message = refusal(peft_type=name).message
+        assert message.startswith(f"peft_type {name!r} is not served")
+        assert ("save_as_lora" in message) == _converts(tuner, layer), name
+        is_prompt = name in PROMPTS
+        config = PEFT_TYPE_TO_CONFIG_MAPPING[peft_type]
+        assert is_prompt == (issubclass(config, peft.PromptLearningConfig) or name in ODD), name
+
+
+ODD = ("ADAPTION_PROMPT",)
+"""Tuners that bring tokens, whose config PEFT derives from another class."""
+
+
+def _converts(tuner: Any, layer: SimpleNamespace) -> bool:
+    """Whether some linear layer of a tuner says that PEFT converts it."""
+    folder = inspect.getmodule(tuner).__name__.rsplit(".", 1)[0]  # type: ignore[union-attr]
+    try:
+        module = importlib.import_module(f"{folder}.layer")
+    except ModuleNotFoundError:
+        return False
+    kinds: list[Any] = [
+        each
+        for each in vars(module).values()
+        if inspect.isclass(each)
+        and issubclass(each, BaseTunerLayer)
+        and each.__module__ == module.__name__
+        and "Linear" in each.__name__
+    ]
+    return any(kind.supports_lora_conversion(layer) for kind in kinds)
+
+
+@pytest.mark.parametrize("peft_type", [None, "lora", "TOMORROW", 5, ["x" * 99]])
+def test_what_is_no_kind_of_peft_is_refused(peft_type: object) -> None:
+    assert repr(peft_type)[:70] in refusal(peft_type=peft_type).message
 
 
 @pytest.mark.parametrize(
@@ -217,11 +287,14 @@ def test_a_file_larger_than_any_is_not_parsed(tmp_path: Path) -> None:
 
 
 def test_all_that_is_wrong_is_named_at_once() -> None:
-    error = refusal(use_dora=True, bias="all", r=0, lora_alpha="x", novelty=[1])
+    error = refusal(
+        use_dora=True, bias="all", r=0, lora_alpha="x", novelty=[1], peft_version="99.0"
+    )
     assert len(error.reasons) == 5
     for word in ("use_dora", "bias", "r=0", "lora_alpha", "novelty"):
         assert word in error.message
-    error = refusal(**{f"novelty_{'x' * i}": "y" * 999 for i in range(99)})
+    novelties = {f"novelty_{'x' * i}": "y" * 999 for i in range(99)}
+    error = refusal(**novelties, peft_version="99.0")
     assert len(error.reasons) == MAX_REASONS + 1
     assert len(error.message) < (MAX_REASONS + 1) * (MAX_REASON_CHARS + 10)
 

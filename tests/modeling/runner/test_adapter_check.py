@@ -39,11 +39,15 @@ def test_a_good_adapter_is_served_and_read_to_its_end(tmp_path: Path) -> None:
 
 def test_every_field_that_is_not_served_is_named_at_once(tmp_path: Path) -> None:
     folder = write_lora(
-        tmp_path / "many", factors(UP, [4, 4, 4]), use_dora=True, bias="all", novelty=3
+        tmp_path / "many",
+        factors(UP, [4, 4, 4]),
+        use_dora=True,
+        bias="all",
+        layer_replication=[[0, 2]],
     )
     found = verdict(folder)
     assert len(found.reasons) == 3
-    for word in ("use_dora", "bias", "novelty"):
+    for word in ("use_dora", "bias", "layer_replication"):
         assert any(word in reason for reason in found.reasons)
 
 
