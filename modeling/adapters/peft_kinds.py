@@ -12,7 +12,7 @@ CONVERTIBLE = frozenset(
     {"C3A", "DELORA", "FOURIERFT", "GRALORA", "LOHA", "LOKR", "MISS", "PSOFT", "RANDLORA"}
     | {"TINYLORA", "UNILORA", "VBLORA", "VERA", "WAVEFT"}
 )
-"""Tuners whose linear layers PEFT converts to LoRA (peft/tuners/lora/conversion.py)."""
+"""Tuners with linear layers that PEFT converts to LoRA (peft/tuners/lora/conversion.py)."""
 
 PROMPTS = frozenset(
     {"ADAPTION_PROMPT", "CARTRIDGE", "CPT", "MULTITASK_PROMPT_TUNING", "PREFIX_TUNING"}

@@ -118,7 +118,7 @@ def _without_adapter(name: str) -> tuple[str, str | None]:
 
 
 def format_of(keys: Iterable[str]) -> str | None:
-    """Return whose names these are, and what converts them; None for PEFT's."""
+    """Return which format has these names, and what converts it; None for PEFT's."""
     for key in islice(keys, MOST_READ):
         for pattern, meaning in _TOOLS:
             if pattern.search(key):
