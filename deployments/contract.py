@@ -56,11 +56,17 @@ Ending = Finished | Failed | Cancelled
 
 
 class SequenceRequest(msgspec.Struct, frozen=True):
-    """One prompt, as token ids, and how to continue it."""
+    """One prompt, as token ids, and how to continue it.
+
+    generated: the first tokens of its answer, which a driver that is gone has generated.
+    logprobs: theirs, if requested.
+    """
 
     prompt: list[int]
     sampling: Sampling
     stopping: Stopping
+    generated: list[int] = []
+    logprobs: list[TokenLogprobs] = []
 
 
 class GenerateRequest(msgspec.Struct, frozen=True):
@@ -73,6 +79,8 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     cache_salt: only requests with equal salts share the prefix cache. A hash of the caller's group
     of API keys and of the request's own salt; b"" without both.
     background: served only where no other request wants to be.
+    resubmissions: drivers that were lost with this request; each time it gets another id.
+    origin: of the generated tokens that it brings (`TokenRun`); "" without any.
     """
 
     id: str
@@ -83,6 +91,8 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     payer: str = ""
     cache_salt: bytes = b""
     background: bool = False
+    resubmissions: int = 0
+    origin: str = ""
 
     def __repr__(self) -> str:
         """Without the token and the salt: requests may be shown in errors and logs."""
@@ -116,13 +126,17 @@ class Completion(msgspec.Struct, frozen=True):
 
 
 class TokenRun(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens start .. start + len - 1 that sequence `index` of a request generated (0-based)."""
+    """Tokens start .. start + len - 1 that sequence `index` of a request generated (0-based).
+
+    origin: names the model and the adapter's content, in the run with start 0 alone.
+    """
 
     request_id: str
     index: int
     start: int
     tokens: list[int]
     logprobs: list[TokenLogprobs] | None = None
+    origin: str = ""
 
 
 class TokenFrame(msgspec.Struct, frozen=True, array_like=True):

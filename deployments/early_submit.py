@@ -73,7 +73,7 @@ def _least_bytes(request: GenerateRequest) -> int:
     total = 0
     for sequence in request.sequences:
         sampling = sequence.sampling
-        long = (sequence.prompt, sampling.json_schema, sampling.grammar, sampling.logit_bias,
-                sampling.allowed_ids, *sampling.bad_words)  # fmt: skip
+        long = (sequence.prompt, sequence.generated, sampling.json_schema, sampling.grammar,
+                sampling.logit_bias, sampling.allowed_ids, *sampling.bad_words)  # fmt: skip
         total += sum(map(len, long))
     return total

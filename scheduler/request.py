@@ -4,6 +4,7 @@ Prefill, a chunk of it and decode are one mechanism: a row computes positions
 scheduled .. scheduled + length - 1, and samples when it reaches the end of all tokens.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -42,8 +43,10 @@ class Request:
     cache_salt: what separates its prefix cache keys from those of other callers.
     active_from: the first position that its adapter changes (`configs.wire.adapters.active_from`).
     background: it is served only where no other request wants to be.
+    resumed: another driver had admitted it and is gone: it is never refused for too many others.
+    given: the first tokens of its answer, which that driver generated; given_logprobs: theirs.
     serial: its number in the order of arrival; a background request's follow all others.
-    tokens: all known ids, prompt first.
+    tokens: all known ids, prompt first, then those that were given.
     computed: positions of applied steps. scheduled: positions that plans name.
     pending: tokens that plans in flight will sample. in_flight: plans in flight with its row.
     batch_slot, tables: what it holds on the ranks; -1 and empty while it waits. tables: its blocks,
@@ -75,6 +78,9 @@ class Request:
     cache_salt: bytes = b""
     background: bool = False
     active_from: int = 0
+    resumed: bool = False
+    given: Sequence[int] = ()
+    given_logprobs: Sequence[TokenLogprobs] = ()
 
     status: Status = field(default=Status.WAITING, init=False)
     serial: int = field(default=-1, init=False)
@@ -106,13 +112,23 @@ class Request:
     embedding: bytes = field(default=b"", init=False)
 
     def __post_init__(self) -> None:
-        """Start with the prompt as the known tokens."""
-        self.tokens = list(self.prompt)
+        """Start with the prompt, and with what was generated before, as the known tokens."""
+        given = self.given
+        if given and self.sampling.about_prompt and self._end_at(len(given), given[-1]) is not None:
+            given = given[:-1]  # The prompt's report is only made with a token.
+        self.tokens = [*self.prompt, *given]
+        self.logprobs = list(self.given_logprobs[: len(given)])
 
     @property
     def charged_adapters(self) -> tuple[AdapterKey | None, ...]:
         """The adapters with limits that it counts against: the parts of a merge, else its own."""
         return self.parts or (self.adapter,)
+
+    @property
+    def given_end(self) -> FinishReason | None:
+        """Why its answer was complete when it was given; None: it goes on."""
+        count = self.num_generated
+        return self._end_at(count, self.tokens[-1]) if count else None
 
     @property
     def num_generated(self) -> int:
@@ -187,8 +203,11 @@ class Request:
         # Progress since the last loss speaks against it as the cause (crash_isolation.py).
         if self.losses and len(self.tokens) - self.lost_with >= self.tokens_to_clear:
             self.losses = self.losses_alone = 0
+        return self._end_at(len(self.tokens) - len(self.prompt), token)
+
+    def _end_at(self, count: int, token: int) -> FinishReason | None:
+        """Why an answer ends whose `count`-th token is this one; None if it does not."""
         stopping = self.stopping
-        count = len(self.tokens) - len(self.prompt)
         if token in stopping.stop_token_ids and count >= stopping.min_new_tokens:
             return FinishReason.STOP_TOKEN
         return FinishReason.LENGTH if count >= stopping.max_new_tokens else None

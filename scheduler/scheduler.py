@@ -87,8 +87,8 @@ class Scheduler:
         if request.id in self._requests:
             raise InvalidRequest(f"a request with the id {request.id} is already being served")
         refuse_impossible(request, self._limits, self._capacity)
-        idle = max(self._limits.max_running - self._running.num_held, 0)
-        if self._isolation.is_full(request.adapter, self._limits.max_queued + idle):
+        limit = self._limits.max_queued + max(self._limits.max_running - self._running.num_held, 0)
+        if not request.resumed and self._isolation.is_full(request.adapter, limit):
             retry_after_s = self._drain_rate.retry_after_s(len(self._isolation))
             raise Overloaded(len(self._isolation), retry_after_s)
         request.serial = next(self._serials) + request.background * FIRST_BACKGROUND

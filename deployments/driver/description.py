@@ -1,15 +1,24 @@
 """What an engine serves, from the model's folder and from its ranks' reports."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import msgspec
 
 from configs.engine import EngineConfig
+from configs.model import ModelConfig
 from configs.wire.plan import Capacity
 from deployments.contract import AdapterDemand, AdapterTier, EngineLoad
 from deployments.rank.messages import LoadReport
 from scheduler.adapters.resident import AdapterState
 from scheduler.snapshot import AdapterView, Snapshot
+
+
+def model_name(config: ModelConfig, folder: Path) -> str:
+    """A short name of the base model, equal on all nodes; folder: of its snapshot."""
+    named = config.model_dump_json() + folder.name
+    return hashlib.blake2b(named.encode(), digest_size=8).hexdigest()
 
 
 def common(capacities: Sequence[Capacity]) -> Capacity:

@@ -39,7 +39,7 @@ from deployments.driver.adapters.rate_limits import NamedRateLimits
 from deployments.driver.adapters.report import AdapterReporter
 from deployments.driver.adapters.staging import AdapterStaging
 from deployments.driver.adapters.tasks import AdapterTasks
-from deployments.driver.description import common, engine_load, startup_info
+from deployments.driver.description import common, engine_load, model_name, startup_info
 from deployments.driver.ingress_events import IngressDispatch
 from deployments.driver.loop import EngineLoop, LoopSettings, RankGroup
 from deployments.driver.loop_handle import LoopHandle
@@ -104,6 +104,7 @@ class DriverEngine:
             self._reporter,
             self.usage,
             AdapterTasks(folder, self._directory),
+            model_name(config.model, folder),
         )
         self.early_submits = EarlySubmits(requests, self._streams, handle)
         events = IngressDispatch(self._runner, self.early_submits, self._streams)

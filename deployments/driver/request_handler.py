@@ -17,6 +17,11 @@ from deployments.driver.streaming.streams import refusal, unavailable, unreadabl
 from deployments.driver.usage import AdapterUsage
 from deployments.observability.adapter_records import LoadStage
 
+_CHANGED = (
+    "the engine that ran this request is gone, and the model or the adapter has changed since: "
+    "send it again"
+)
+
 
 class RequestHandler:
     """Resolves the adapter of each request and runs it; lives on the replica's event loop."""
@@ -31,7 +36,10 @@ class RequestHandler:
         reporter: AdapterReporter,
         usage: AdapterUsage,
         tasks: AdapterTasks,
+        model: str,
     ) -> None:
+        """model: names the base model's content, for the origin of tokens."""
+        self._model = model
         self._tasks = tasks
         self._handle = handle
         self._runner = runner
@@ -50,7 +58,9 @@ class RequestHandler:
             fault = self._tasks.base_fault(request)
             if fault is not None:
                 return refusal(request, Failed(ErrorKind.VALIDATION, fault))
-            return await self._runner.run(request, None, (), (), arrived, reply_to)
+            if (failure := _moved(request, self._model)) is not None:
+                return refusal(request, failure)
+            return await self._runner.run(request, None, (), (), arrived, reply_to, self._model)
         try:
             target = self._aliases.resolve(request.adapter, request.allowed)
             return await self._run_adapted(request, target, arrived, reply_to)
@@ -75,18 +85,28 @@ class RequestHandler:
             self._usage.stage_timed(LoadStage.FETCH, time.monotonic() - began)
             self._usage.used(reference, key)
             parts = self._adapters.directory.parts(key)
-            invocation = self._adapters.directory.fetched(key).invocation
+            fetched = self._adapters.directory.fetched(key)
+            origin = f"{self._model}/{fetched.digest}"
             self._rate_limits.adapter_seen(reference, key, parts)
             self._reporter.requested(request.adapter)
             try:
                 fault = await self._tasks.fault(request, key)
                 if fault is not None:
                     return refusal(request, Failed(ErrorKind.VALIDATION, fault))
+                if (failure := _moved(request, origin)) is not None:
+                    return refusal(request, failure)
                 completion = await self._runner.run(
-                    resolved, key, parts, invocation, arrived, reply_to
+                    resolved, key, parts, fetched.invocation, arrived, reply_to, origin
                 )
             finally:
                 self._adapters.release(key)
             # Files may vanish after `resolve`; another version may be servable.
             if not unreadable(completion) or not self._adapters.give_up(reference, key):
                 return completion
+
+
+def _moved(request: GenerateRequest, origin: str) -> Failed | None:
+    """The failure of a request whose tokens another model or version generated; None for others."""
+    if not request.origin or request.origin == origin:
+        return None
+    return unavailable(_CHANGED)

@@ -33,12 +33,14 @@ class RequestRunner:
         invocation: Sequence[int],
         arrived: float,
         reply_to: ReplyAddress | None,
+        origin: str = "",
     ) -> Completion:
         """Run all sequences to their end; cancelling this call ends them within two steps.
 
         key: the adapter's, held by the caller; None for the base model. parts: of a merge.
         invocation: the tokens that activate the adapter; () for one that is active always.
-        arrived: seconds of the monotonic clock. reply_to: None sends no frames.
+        arrived: seconds of the monotonic clock. reply_to: None sends no frames. origin: as in
+        `TokenRun`.
         """
         own = key, arrived, tuple(dict.fromkeys(parts)), request.cache_salt, request.background
         sequences = [
@@ -49,6 +51,9 @@ class RequestRunner:
                 s.stopping,
                 *own,
                 active_from=active_from(s.prompt, invocation),
+                resumed=request.resubmissions > 0,
+                given=s.generated,
+                given_logprobs=s.logprobs,
             )
             for i, s in enumerate(request.sequences)
         ]
@@ -57,7 +62,7 @@ class RequestRunner:
         except (OverflowError, UnicodeEncodeError) as error:
             # A plan that cannot be encoded would end the loop, and every other request with it.
             return refusal(request, Failed(ErrorKind.VALIDATION, f"not a token request: {error}"))
-        completion = self._streams.open(request, reply_to)
+        completion = self._streams.open(request, reply_to, origin)
         if self._handle.failure is not None:  # The loop may have failed since the caller looked.
             self._streams.fail_all(unavailable(self._handle.failure))
         try:
@@ -77,15 +82,20 @@ class RequestRunner:
         self, scheduler: Scheduler, sequences: Sequence[Request], now: float
     ) -> Sequence[Event]:
         """Add all sequences of one HTTP request, or none; runs on the engine loop's thread."""
+        ended: list[Event] = []
         try:
             for sequence in sequences:
-                scheduler.add(sequence, now)
+                # Of several sequences some may have ended on the driver that was lost.
+                if (reason := sequence.given_end) is not None:
+                    ended.append(sequence.ended(reason))
+                else:
+                    scheduler.add(sequence, now)
         except Overloaded as error:
             failure = Failed(ErrorKind.OVERLOADED, str(error), error.retry_after_s)
         except InvalidRequest as error:
             failure = Failed(ErrorKind.VALIDATION, str(error))
         else:
-            return []
+            return ended
         request_id = sequences[0].id[0]
         # Streams belong to the event loop, and this is the engine loop's thread.
         self._handle.call_soon(self._streams.fail, request_id, failure)

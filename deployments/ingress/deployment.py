@@ -9,7 +9,7 @@ from functools import cached_property, partial
 import ray
 from fastapi import FastAPI
 from ray import serve
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
@@ -39,13 +39,13 @@ from deployments.ingress.bases import build_front
 from deployments.ingress.generation.early_submit import EarlySubmitter
 from deployments.ingress.generation.engine import IngressSettings
 from deployments.ingress.generation.frames import RequestInboxes
-from deployments.ingress.http.errors import RequestError
+from deployments.ingress.http.errors import EngineLost, RequestError
 from deployments.ingress.text.tokenizer import ModelTokenizer
 from deployments.observability.logs import hand_logs_to_serve
 from deployments.observability.lorax_metrics import RequestMetrics
 
 _NO_DRIVER = "no driver is reachable now: try again"
-_LOST = "the engine that ran this request is gone: send it again"
+_FAILED = "the engine failed to run this request: send it again"
 _NOT_SAVED = "all replicas have done it, but those that start later will not know: send it again"
 
 logger = logging.getLogger("loray.ingress")
@@ -77,9 +77,12 @@ class HandleDriver:
                 raise RequestError(
                     ErrorKind.OVERLOADED, "the server is busy: try again", retry_after_s=1.0
                 ) from error
-            except RayError as error:
+            except RayActorError as error:
                 logger.warning("request %s was lost: %s", request.id, type(error).__name__)
-                raise RequestError(ErrorKind.UNAVAILABLE, _LOST, retry_after_s=1.0) from error
+                raise EngineLost from error
+            except RayError as error:
+                logger.exception("request %s failed", request.id)
+                raise RequestError(ErrorKind.UNAVAILABLE, _FAILED, retry_after_s=1.0) from error
             return completion
 
     @cached_property
@@ -122,8 +125,10 @@ class HandleDriver:
             reply: TemplateSource | Failed = await self._handle.chat_template.remote(
                 adapter, api_token, allowed, payer
             )
+        except RayActorError as error:
+            raise EngineLost from error
         except (RayError, BackPressureError, DeploymentUnavailableError) as error:
-            raise RequestError(ErrorKind.UNAVAILABLE, _LOST, retry_after_s=1.0) from error
+            raise RequestError(ErrorKind.UNAVAILABLE, _FAILED, retry_after_s=1.0) from error
         return reply
 
     async def loads(self) -> list[EngineLoad]:

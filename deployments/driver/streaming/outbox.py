@@ -8,6 +8,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Protocol
 
+import msgspec
+
 from deployments.contract import ReplyAddress, TokenFrame, TokenRun
 
 _FRAME_TOKENS = 16384
@@ -92,8 +94,8 @@ class Outbox:
             if before is None:
                 # A copy: the run's lists belong to its event.
                 logprobs = None if run.logprobs is None else list(run.logprobs)
-                run = TokenRun(run.request_id, run.index, run.start, list(run.tokens), logprobs)
-                kept[run.request_id, run.index] = run
+                copy = msgspec.structs.replace(run, tokens=list(run.tokens), logprobs=logprobs)
+                kept[run.request_id, run.index] = copy
                 continue
             assert run.start == before.start + len(before.tokens), (run.start, before.start)
             before.tokens.extend(run.tokens)
@@ -126,6 +128,7 @@ def _cut(run: TokenRun, length: int) -> tuple[TokenRun, TokenRun]:
             run.start + part.start,
             run.tokens[part],
             None if scores is None else scores[part],
+            "" if part.start else run.origin,
         )
         for part in (slice(0, length), slice(length, len(run.tokens)))
     ]

@@ -31,8 +31,9 @@ class _Stream:
     was failed or abandoned here.
     """
 
-    def __init__(self, num_sequences: int, reply_to: ReplyAddress | None) -> None:
+    def __init__(self, num_sequences: int, reply_to: ReplyAddress | None, origin: str) -> None:
         self.reply_to = reply_to
+        self.origin = origin
         self.outcomes: list[SequenceOutcome | None] = [None] * num_sequences
         self.scheduled = set(range(num_sequences))
         self.completion: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
@@ -69,14 +70,14 @@ class Streams:
         return self._outbox.num_delayed
 
     def open(
-        self, request: GenerateRequest, reply_to: ReplyAddress | None
+        self, request: GenerateRequest, reply_to: ReplyAddress | None, origin: str = ""
     ) -> "asyncio.Future[Completion]":
         """Add a request; the future completes when its last sequence has ended.
 
-        reply_to: where its frames go; None sends none.
+        reply_to: where its frames go; None sends none. origin: as in `TokenRun`.
         """
         assert request.id not in self._streams, f"request {request.id} is open already"
-        stream = self._streams[request.id] = _Stream(len(request.sequences), reply_to)
+        stream = self._streams[request.id] = _Stream(len(request.sequences), reply_to, origin)
         return stream.completion
 
     def close(self, request_id: str) -> list[int]:
@@ -99,7 +100,8 @@ class Streams:
             if stream.outcomes[index] is None:
                 stream.end(index, _outcome(event))
         elif stream.reply_to is not None and stream.outcomes[index] is None:
-            run = TokenRun(request_id, index, event.start, event.tokens, event.logprobs)
+            origin = "" if event.start else stream.origin
+            run = TokenRun(request_id, index, event.start, event.tokens, event.logprobs, origin)
             if request_id in self._held_back:
                 self._held_back[request_id].append(run)
             else:

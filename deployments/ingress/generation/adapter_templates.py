@@ -1,12 +1,14 @@
 """Adapters' own chat templates, from the driver, cached for a few seconds."""
 
 from collections import OrderedDict
+from functools import partial
 
 from configs.wire.adapters import AdapterReference
 from configs.wire.templates import TemplateSource
 from deployments.contract import Failed
 from deployments.driver_interface import Driver
 from deployments.ingress.access.quotas import Clock
+from deployments.ingress.generation.resubmissions import persistent
 from deployments.ingress.http.errors import RequestError
 
 _VALID_SECONDS = 5.0
@@ -39,7 +41,8 @@ class AdapterTemplates:
         cached = self._cache.get(key)
         if cached is not None and now - cached[0] < _VALID_SECONDS:
             return cached[1]
-        reply = await self._driver.chat_template(reference, api_token, allowed, payer)
+        fetch = partial(self._driver.chat_template, reference, api_token, allowed, payer)
+        reply = await persistent(fetch)
         if isinstance(reply, Failed):
             raise RequestError.of(reply)
         self._cache[key] = (now, reply)

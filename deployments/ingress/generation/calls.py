@@ -17,7 +17,8 @@ from deployments.contract import (
 )
 from deployments.driver_interface import Driver
 from deployments.ingress.generation.frames import RequestInboxes, SequenceUpdate
-from deployments.ingress.http.errors import RequestError
+from deployments.ingress.generation.resubmissions import MOST_RESUBMISSIONS, resubmission
+from deployments.ingress.http.errors import EngineLost, RequestError
 from deployments.ingress.text.detokenizer_state import DetokenizerState, TextPiece
 from deployments.observability.tracing import INGRESS, request_span
 
@@ -47,6 +48,8 @@ class Event(NamedTuple):
 class EngineCall:
     """A running `Driver.generate` and the tokens that it has produced so far.
 
+    If its driver is lost, another one goes on after the tokens that are here.
+
     An async context manager. Leaving it cancels a call that still runs: so a client's disconnect
     reaches the driver. completion: the result; None before the call returns.
     """
@@ -64,6 +67,8 @@ class EngineCall:
         self._inboxes = inboxes
         self._reply_to = reply_to
         self._request = request
+        self._name = request.id
+        self._stops: dict[int, int] = {}
         # Opened before the call starts: the first frame may arrive before `_run` continues.
         self._inbox = inboxes.open(request.id, len(request.sequences), listen=frames)
         self._running: asyncio.Task[None] | None = None
@@ -104,6 +109,7 @@ class EngineCall:
 
     def finish(self, index: int, at: int) -> None:
         """Report to the driver that a stop string ended a sequence after `at` tokens."""
+        self._stops[index] = at
         # A task, as the reader must not wait for it. Stored: asyncio has only weak references.
         task = asyncio.create_task(self._finish(index, at))
         self._finishing.add(task)
@@ -119,8 +125,7 @@ class EngineCall:
     async def _run(self) -> None:
         try:
             with request_span(INGRESS, self._request) as span:
-                completion = await self._driver.generate(self._request, self._reply_to)
-                self.completion = span.ended(completion)
+                self.completion = span.ended(await self._generate())
             self._inbox.complete(self.completion)
         except RequestError as error:
             self._inbox.fail(error)
@@ -133,6 +138,24 @@ class EngineCall:
             logger.exception("generate failed for %s", self._request.id)
             message = f"the engine did not answer ({type(fault).__name__})"
             self._inbox.fail(RequestError(ErrorKind.UNAVAILABLE, message))
+
+    async def _generate(self) -> Completion:
+        """The driver's completion, of another driver where the first one was lost."""
+        while True:
+            try:
+                return await self._driver.generate(self._request, self._reply_to)
+            except EngineLost:
+                if self._request.resubmissions == MOST_RESUBMISSIONS:
+                    raise
+                self._resubmit()
+
+    def _resubmit(self) -> None:
+        self._inbox.restart()
+        request = resubmission(self._request, self._name, self._inbox, self._stops)
+        self._inboxes.rename(self._request.id, request.id)
+        num_tokens = sum(len(sequence.generated) for sequence in request.sequences)
+        logger.warning("request %s goes on after %d tokens", request.id, num_tokens)
+        self._request = request
 
 
 async def events(

@@ -1,8 +1,8 @@
 """Delivers token frames to their requests.
 
 All of it runs on the ingress replica's event loop: the socket server must call
-`RequestInboxes.deliver` there. A request's tokens are stored once, so memory is bounded by its
-completion.
+`RequestInboxes.deliver` there. A request's tokens are stored once, and kept to its end: another
+driver gets them if its own is lost. So memory is bounded by its completion.
 """
 
 import asyncio
@@ -39,31 +39,31 @@ class SequenceUpdate:
 
 
 class _Channel:
-    """Tokens of one sequence that are not taken yet, in order, each once.
+    """Tokens of one sequence so far, in order, each once.
 
-    length: tokens so far, taken ones too. early: runs after a gap, by their start.
+    num_taken: how many of them the reader has. early: runs after a gap, by their start.
     """
 
-    __slots__ = ("early", "length", "logprobs", "tokens")
+    __slots__ = ("early", "logprobs", "num_taken", "tokens")
 
     def __init__(self) -> None:
-        self.length = 0
+        self.num_taken = 0
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprobs] | None = None
         self.early: dict[int, TokenRun] = {}
 
     def put(self, run: TokenRun) -> bool:
         """Add a run, or keep it until the gap before it is filled; whether there are new tokens."""
-        if run.start > self.length:
+        if run.start > len(self.tokens):
             # A driver drops frames when its socket is full. The gap may last to the completion.
             self.early[run.start] = run
             return False
-        before = self.length
+        before = len(self.tokens)
         self._append(run.start, run.tokens, run.logprobs)
-        while self.early and (start := min(self.early)) <= self.length:
+        while self.early and (start := min(self.early)) <= len(self.tokens):
             following = self.early.pop(start)
             self._append(start, following.tokens, following.logprobs)
-        return self.length > before
+        return len(self.tokens) > before
 
     def repair(self, outcome: SequenceOutcome) -> None:
         """Append the tokens that no frame brought."""
@@ -71,18 +71,16 @@ class _Channel:
         self.early.clear()
 
     def take(self) -> tuple[list[int], list[TokenLogprobs] | None]:
-        """Return and clear the waiting tokens."""
-        taken = self.tokens, self.logprobs
-        self.tokens, self.logprobs = [], None
-        return taken
+        """The tokens since the last call."""
+        first, self.num_taken = self.num_taken, len(self.tokens)
+        return self.tokens[first:], None if self.logprobs is None else self.logprobs[first:]
 
     def _append(self, start: int, tokens: list[int], logprobs: list[TokenLogprobs] | None) -> None:
         """Append the new part of a run; a driver may send a run twice."""
-        num_known = self.length - start
+        num_known = len(self.tokens) - start
         new = tokens[num_known:] if num_known else tokens
         if not new:
             return
-        self.length += len(new)
         self.tokens.extend(new)
         if logprobs is not None:
             self.logprobs = self.logprobs or []
@@ -90,7 +88,10 @@ class _Channel:
 
 
 class RequestInbox:
-    """The new tokens of one request: from frames, at last from its completion."""
+    """The new tokens of one request: from frames, at last from its completion.
+
+    origin: of its tokens (`TokenRun`); "" before the first.
+    """
 
     def __init__(self, num_sequences: int) -> None:
         self._channels = [_Channel() for _ in range(num_sequences)]
@@ -99,14 +100,26 @@ class RequestInbox:
         self._waiter: asyncio.Future[None] | None = None
         self._completion: Completion | None = None
         self._failure: BaseException | None = None
+        self.origin = ""
 
     def deliver(self, run: TokenRun) -> None:
         """Add a run from a frame; ignores invalid ones, for the completion has all tokens."""
         if not 0 <= run.index < len(self._channels) or self._completion is not None:
             return
+        self.origin = run.origin or self.origin
         if self._channels[run.index].put(run):
             self._updated_indices[run.index] = None
             self._announce()
+
+    def received(self, index: int) -> tuple[list[int], list[TokenLogprobs] | None]:
+        """All tokens of one sequence so far, and their logprobs if they are requested."""
+        channel = self._channels[index]
+        return list(channel.tokens), channel.logprobs
+
+    def restart(self) -> None:
+        """The driver was lost: another one continues after what `received` returns."""
+        for channel in self._channels:
+            channel.early.clear()
 
     def complete(self, completion: Completion) -> None:
         """Add what the frames did not bring: the call has returned."""
@@ -160,6 +173,12 @@ class RequestInboxes:
         if listen:
             self._inboxes[request_id] = inbox
         return inbox
+
+    def rename(self, request_id: str, new_id: str) -> None:
+        """Deliver the frames of another id to this request's inbox."""
+        inbox = self._inboxes.pop(request_id, None)
+        if inbox is not None:
+            self._inboxes[new_id] = inbox
 
     def close(self, request_id: str) -> None:
         """Deliver no more frames to this request."""

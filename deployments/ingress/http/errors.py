@@ -79,6 +79,14 @@ class RequestError(Exception):
         return cls(failed.kind, failed.message, retry_after_s=failed.retry_after_s)
 
 
+class EngineLost(RequestError):
+    """The driver replica that ran a call has died: the call may be made again."""
+
+    def __init__(self) -> None:
+        message = "the engine that ran this request is gone: send it again"
+        super().__init__(ErrorKind.UNAVAILABLE, message, retry_after_s=1.0)
+
+
 def invalid(message: str, param: str | None = None, code: str | None = None) -> RequestError:
     """The error for bad input."""
     return RequestError(ErrorKind.VALIDATION, message, param=param, code=code)

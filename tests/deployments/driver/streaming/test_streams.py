@@ -135,7 +135,7 @@ def test_a_stream_continues_as_soon_as_a_full_socket_is_read() -> None:
                 num_frames += 1
                 if num_frames > 1:  # the first is the greeting
                     inboxes.deliver(msgspec.msgpack.decode(frame, type=TokenFrame))
-                if inbox._channels[0].length == parts * length:
+                if len(inbox._channels[0].tokens) == parts * length:
                     complete.set()
             await checked.wait()
             writer.close()
