@@ -36,6 +36,7 @@ from deployments.contract import (
     TokenFrame,
     TokenRun,
 )
+from deployments.ingress.http.errors import EngineLost
 from tests.fakes_adapters import Replicas
 
 TALE = "The naïve fox 🦊 jumps over 東京 tower, über-lazy dogs watch; café END! 👩‍🚀 flies. "
@@ -49,6 +50,7 @@ TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
+ORIGIN = "tiny"
 _PATIENCE_S = 600.0
 
 
@@ -155,6 +157,7 @@ class FakeDriver:
     faults: adapters that fail, after `fail_after` tokens. hold_after: tokens after which
     nothing comes any more until `go_on` or until the call is cancelled. link: what becomes of
     frames. broken: an exception that generate raises.
+    deaths: how many tokens the next calls generate before their driver is lost.
     """
 
     def __init__(self, info: EngineInfo, tokenizer: Tokenizer) -> None:
@@ -170,6 +173,7 @@ class FakeDriver:
         self.hold_after: int | None = None
         self.link: Callable[[TokenFrame], list[TokenFrame]] = reliable
         self.broken: Exception | None = None
+        self.deaths: list[int] = []
         self.requests: list[GenerateRequest] = []
         self.finishes: list[tuple[int, int]] = []
         self.descriptions = 0
@@ -251,7 +255,12 @@ class FakeDriver:
         fault = self.faults.get(name)
         answers = [self.answer(sequence, request.adapter) for sequence in request.sequences]
         longest = max(len(answer) for answer in answers) if fault is None else self.fail_after
-        for step in range(longest):
+        death = self.deaths.pop(0) if self.deaths else None
+        first = min(len(sequence.generated) for sequence in request.sequences)
+        check_continued(request, answers)
+        for step in range(first, longest):
+            if death is not None and step >= first + death:
+                raise EngineLost
             await self._hold(step)
             self._push(request, answers, step)
             await asyncio.sleep(0)
@@ -268,9 +277,12 @@ class FakeDriver:
     def _push(self, request: GenerateRequest, answers: list[list[int]], step: int) -> None:
         runs = []
         for index, answer in enumerate(answers):
+            if step < len(request.sequences[index].generated):
+                continue
             if step < len(answer) and step < self._kept.get((request.id, index), step + 1):
                 logprobs = self._logprobs(request.sequences[index], [answer[step]])
-                runs.append(TokenRun(request.id, index, step, [answer[step]], logprobs))
+                origin = "" if step else ORIGIN
+                runs.append(TokenRun(request.id, index, step, [answer[step]], logprobs, origin))
         for frame in self.link(TokenFrame(runs)):
             self.deliver(frame)
 
@@ -302,6 +314,18 @@ class FakeDriver:
     def _logprobs(self, sequence: SequenceRequest, tokens: list[int]) -> list[TokenLogprobs] | None:
         wanted = sequence.sampling.logprobs
         return None if wanted < 0 else [token_logprobs(token, wanted) for token in tokens]
+
+
+def check_continued(request: GenerateRequest, answers: list[list[int]]) -> None:
+    """What a request brings is the beginning of its answers, and whose it is."""
+    for sequence, answer in zip(request.sequences, answers, strict=True):
+        given, scored = sequence.generated, sequence.sampling.logprobs
+        assert given == answer[: len(given)]
+        scores = [token_logprobs(token, scored) for token in given] if scored >= 0 else []
+        assert sequence.logprobs == scores
+        assert request.resubmissions or not given
+    some = any(sequence.generated for sequence in request.sequences)
+    assert request.origin == (ORIGIN if some else "")
 
 
 def prompt_logprobs(sequence: SequenceRequest) -> list[TokenLogprobs] | None:

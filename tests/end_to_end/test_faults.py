@@ -112,13 +112,13 @@ def test_a_rank_dies_or_hangs_and_every_stream_goes_on(
     wait_for(lambda: is_healthy(served))
 
 
-def test_a_driver_dies_and_its_streams_end_with_an_error(served: Served, answers: Answers) -> None:
+def test_a_driver_dies_and_every_stream_goes_on(served: Served, answers: Answers) -> None:
+    """With another driver, after the tokens that the clients have."""
     ranks = present_ranks(served)
     [driver] = drivers(served)
     reply, expected, _ = struck(served, answers, driver.kill, held=ranks)
-    for said, right in zip(reply, expected, strict=True):
-        assert said == right or "send it again" in str(said), said
-    assert any(isinstance(said, StreamError) for said in reply)
+    assert reply == expected
+    assert drivers(served) != [driver], "the driver was not killed"
     assert are_gone(ranks), "ranks outlived their driver"
     wait_for(lambda: is_healthy(served))
     reply, expected, _ = struck(served, answers, lambda: None)

@@ -138,7 +138,7 @@ def test_a_pushed_adapter_is_served_by_both(two: Served, answers: Answers) -> No
     assert gone.status_code == 200, gone.text
 
 
-def test_a_replica_dies_and_its_adapters_move_without_another_failure(
+def test_a_replica_dies_and_its_adapters_and_requests_move_without_a_failure(
     two: Served, answers: Answers
 ) -> None:
     [dying] = holders(two, "pirate")
@@ -147,9 +147,7 @@ def test_a_replica_dies_and_its_adapters_move_without_another_failure(
     long = longest_questions(answers, 1)[0]
     requests = [(ADAPTERS[i % len(ADAPTERS)], long) for i in range(24)]
     reply = ask(two, requests, at_once=24, open_at=[dying], strike=victim.kill)
-    assert any(isinstance(said, StreamError) for said in reply)
-    for said, (model, question) in zip(reply, requests, strict=True):
-        assert said == answers[model][question]["raw"] or "send it again" in str(said), said
+    assert reply == [answers[model][question]["raw"] for model, question in requests]
     requests = [(MODELS[i % len(MODELS)], QUESTION) for i in range(30)]
     reply = ask(two, requests, at_once=6)
     assert reply == [answers[model][question]["raw"] for model, question in requests]
