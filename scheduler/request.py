@@ -206,7 +206,7 @@ class Request:
         return self._end_at(len(self.tokens) - len(self.prompt), token)
 
     def _end_at(self, count: int, token: int) -> FinishReason | None:
-        """Why an answer ends whose `count`-th token is this one; None if it does not."""
+        """Why an answer ends with this `count`-th token; None if it does not."""
         stopping = self.stopping
         if token in stopping.stop_token_ids and count >= stopping.min_new_tokens:
             return FinishReason.STOP_TOKEN

@@ -317,7 +317,7 @@ class FakeDriver:
 
 
 def check_continued(request: GenerateRequest, answers: list[list[int]]) -> None:
-    """What a request brings is the beginning of its answers, and whose it is."""
+    """What a request brings is the beginning of its answers, with its origin."""
     for sequence, answer in zip(request.sequences, answers, strict=True):
         given, scored = sequence.generated, sequence.sampling.logprobs
         assert given == answer[: len(given)]

@@ -69,6 +69,11 @@ class TableServer:
         """All of its output."""
         return self.log.read_text(encoding="utf-8", errors="replace")
 
+    @property
+    def pid(self) -> int:
+        """The server's process."""
+        return self._process.pid
+
     def stop(self) -> dict[str, int]:
         """End it as Ctrl-C does; returns what it left: processes, and MiB of GPU memory."""
         family = descendants(self._process.pid)

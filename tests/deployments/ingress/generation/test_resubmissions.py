@@ -48,7 +48,7 @@ CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def said(http: httpx.Client, path: str, body: object) -> object:
+def reply_of(http: httpx.Client, path: str, body: object) -> object:
     """What the client gets: of a stream the text, scores and ends of each choice."""
     reply = http.post(path, json=body)
     assert reply.status_code == 200, reply.text
@@ -80,10 +80,10 @@ def joined(events: list[dict[str, Any]], index: int) -> tuple[str, list[object],
 @pytest.mark.parametrize("name", CASES)
 def test_the_answer_is_the_undisturbed_one(http: httpx.Client, server: Server, name: str) -> None:
     path, body = CASES[name]
-    expected = said(http, path, body)
+    expected = reply_of(http, path, body)
     for deaths in ([0], [1], [9, 0, 5], [38]):
         server.driver.deaths, server.driver.requests = list(deaths), []
-        assert said(http, path, body) == expected
+        assert reply_of(http, path, body) == expected
         ids = [request.id for request in server.driver.requests]
         assert len(set(ids)) == 1 + len(deaths) - len(server.driver.deaths) > 1
         assert len(server.inboxes) == 0
@@ -153,7 +153,7 @@ def test_frames_of_a_lost_driver_come_too_late() -> None:
     asyncio.run(story())
 
 
-def test_an_adapters_template_is_asked_for_again(http: httpx.Client, server: Server) -> None:
+def test_an_adapters_template_is_read_again(http: httpx.Client, server: Server) -> None:
     lost = [EngineLost(), EngineLost()]
 
     class Losing(FakeDriver):
