@@ -55,7 +55,7 @@ class Request:
     covered: positions that its tables hold.
     digests: names of its full blocks in the prefix cache, as far as they were computed.
     rope_set: that of position 0 (configs/rope_sets.py).
-    registered: leading blocks, of the smallest size, that were computed and accounted for.
+    registered: leading blocks, of the smallest size, that can be found in the prefix cache.
     cached_tokens: prompt tokens that came from the prefix cache.
     prompt_logprobs, embedding: what the ranks reported about its prompt so far.
     losses: losses of the ranks, in a row, in which it was involved.

@@ -132,6 +132,7 @@ class RunningRequests:
         step.add_join(request, slot)
         blocks = [block for table in request.tables for block in table]
         step.add_row(request, end - request.scheduled, blocks, rope_set)
+        self.prefix.register(request)
         # A preempted request comes back at its age: the youngest is the last one.
         index = len(self.members)
         while index > 0 and self.members[index - 1].serial > request.serial:
@@ -190,9 +191,10 @@ class RunningRequests:
         return freed
 
     def mark_computed(self, request: Request, end: int) -> None:
-        """Positions below `end` were computed: full blocks of them can be found from now on."""
+        """Positions below `end` were computed: blocks that no later one needs are freed."""
+        is_full = end // self.block_size > request.computed // self.block_size
         request.computed = end
-        if end >= (request.registered + 1) * self.block_size:
+        if is_full:
             self._kv.computed(request)
 
     def check(self) -> None:
@@ -228,6 +230,8 @@ class RunningRequests:
                 length = end - request.scheduled
             blocks = self._kv.extend(request, end)
         step.add_row(request, length, blocks, rope_set)
+        if length > 1:  # A generated token's block is registered when that token is known.
+            self.prefix.register(request)
 
     def _one_rope_set(self, request: Request, length: int) -> tuple[int, int]:
         """How many of the next `length` positions use one rope set, and which."""

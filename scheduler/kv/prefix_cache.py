@@ -1,4 +1,4 @@
-"""PrefixCache: which computed blocks hold which tokens, so that they are not computed again.
+"""PrefixCache: which blocks hold which tokens, so that they are not computed again.
 
 The name of a full block is blake2b over the name of the block before it and its own token ids.
 The chain starts at a `PrefixKey`, which says what else shapes keys and values, and which callers
@@ -76,7 +76,7 @@ def extend_chain(request: Request, num_blocks: int, block_size: int) -> list[byt
 
 
 class PrefixCache:
-    """Digest → block for computed full blocks, over a pool that evicts the idle ones."""
+    """Digest → block for full blocks, over a pool that evicts the idle ones."""
 
     def __init__(self, num_blocks: int, groups: tuple[KvGroup, ...], enabled: bool) -> None:
         """If not enabled, nothing is found and nothing is kept."""
@@ -119,8 +119,13 @@ class PrefixCache:
         return CachedPrefix(end * self.block_size, self._cut(tables, end))
 
     def register(self, request: Request) -> None:
-        """Make the request's full blocks findable up to `computed`: those that were applied."""
-        full, before = request.computed // self.block_size, request.registered
+        """Make the request's full blocks of known tokens findable, up to `scheduled`.
+
+        A row that finds them is in the same step or a later one, and a layer stores all keys and
+        values of a step before it reads any.
+        """
+        full = min(request.scheduled, len(request.tokens)) // self.block_size
+        before = request.registered
         if full <= before:
             return
         request.registered = full

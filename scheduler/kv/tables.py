@@ -63,7 +63,7 @@ class KvTables:
         request.registered = cached.tokens // self._unit
 
     def computed(self, request: Request) -> None:
-        """Its computed blocks can be found now; those that it needs no more are freed."""
+        """Its full blocks can be found now; those that it needs no more are freed."""
         self.prefix.register(request)
         for index in self._forgetting:
             table, freed = request.tables[index], request.freed[index]

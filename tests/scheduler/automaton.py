@@ -2,7 +2,7 @@
 
 They execute plans literally and look at everything that a real rank would trust: that the
 positions below a row were computed, in these very blocks, from these tokens, with this adapter,
-by a step whose result the scheduler has seen; that nothing is reused while a plan in flight
+by this step or one before it; that nothing is reused while a plan in flight
 names it. The next token is a hash of the adapter, of all tokens before it and of the rope set of
 each, so that any mix-up shows as other tokens than the request gives alone.
 """
@@ -172,7 +172,6 @@ class FakeRanks:
         self.wear = 1000
         self.in_flight: deque[Named] = deque()
         self.last_step = 0
-        self.last_applied = 0
 
     def stage(self, key: AdapterKey, shape: AdapterShape) -> bool:
         """Keep an adapter if there is room for its bytes, and more than that there never is."""
@@ -202,6 +201,9 @@ class FakeRanks:
         for join in plan.joins:
             self._join(join)
         self._append_blocks(plan.rows)
+        # As in a layer: all keys and values of the step are stored before any are read.
+        for row in plan.rows:
+            self._store(row, plan.step)
         for row in plan.rows:
             self._verify(row)
         faults = self._follow(plan)
@@ -220,7 +222,6 @@ class FakeRanks:
 
     def applied(self, plan: StepPlan) -> None:
         self.in_flight.popleft()
-        self.last_applied = plan.step
 
     def _load(self, load: AdapterLoad) -> None:
         assert load.key in self.host, f"adapter {load.key} is not staged"
@@ -294,8 +295,6 @@ class FakeRanks:
             assert not left, "more blocks than the row needs"
         for named in self.in_flight:
             assert fresh.isdisjoint(named.blocks), "a block is given away under a plan in flight"
-        held = [block for row in rows for block in self._used(row)]
-        assert all(held.count(block) == 1 for block in fresh), "a fresh block is shared"
 
     def _used(self, row: StepRow) -> list[int]:
         """The blocks that a row reads or writes."""
@@ -314,7 +313,6 @@ class FakeRanks:
         assert wanted == {row.rope_set}, f"rope set {row.rope_set} instead of {wanted}"
         assert row.start + row.length <= len(occupant.tokens), "a token is not known"
         assert len(set(used)) == len(used), "a block twice in a request's tables"
-        joined = len(row.blocks) == sum(len(table) for table in occupant.tables)
         states = occupant.states(row.start)
         for number, group in enumerate(self.capacity.groups):
             for position in range(group.first_seen(row.start), row.start):
@@ -322,8 +320,6 @@ class FakeRanks:
                 assert cell is not None, f"position {position} is not cached"
                 found = (cell.state, cell.group)
                 assert found == (states[position], number), f"position {position} is another's"
-                if joined:
-                    assert cell.step <= self.last_applied, "cached before it was computed"
         if occupant.slot >= 0:
             key, pages = self.slots[occupant.slot]
             assert key == occupant.adapter, "another adapter is in the slot"
@@ -331,6 +327,18 @@ class FakeRanks:
                 assert all(self.slot_of_page[index, page] == occupant.slot for page in each), (
                     "page taken"
                 )
+
+    def _store(self, row: StepRow, step: int) -> None:
+        """Write keys and values; a position of a block is written once in a step."""
+        occupant, end = self.occupants[row.batch_slot], row.start + row.length
+        assert end <= len(occupant.tokens), "a token is not known"
+        states = occupant.states(end)
+        for number, group in enumerate(self.capacity.groups):
+            for position in range(row.start, end):
+                at = occupant.cell(number, group, position)
+                old = self.cache.get(at)
+                assert old is None or old.step < step, "written twice in a step"
+                self.cache[at] = Cell(states[position], step, number)
 
     def _tells(self, row: StepRow) -> bool:
         occupant = self.occupants[row.batch_slot]
@@ -364,16 +372,12 @@ class FakeRanks:
     def _compute(
         self, plan: StepPlan, faults: dict[int, str]
     ) -> tuple[list[int], list[TokenLogprobs | None] | None]:
-        """Write keys and values, sample, and keep the sampled tokens."""
+        """Sample, and keep the sampled tokens."""
         tokens: list[int] = []
         logprobs: list[TokenLogprobs | None] = []
         for index, row in enumerate(plan.rows):
             occupant, end = self.occupants[row.batch_slot], row.start + row.length
             states = occupant.states(end)
-            for number, group in enumerate(self.capacity.groups):
-                for position in range(row.start, end):
-                    cell = Cell(states[position], plan.step, number)
-                    self.cache[occupant.cell(number, group, position)] = cell
             if row.samples:
                 assert len(occupant.tokens) == end, "sampling would overwrite a token"
                 tokens.append(VOCABULARY if index in faults else next_token(states[-1]))

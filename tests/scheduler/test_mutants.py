@@ -14,7 +14,6 @@ from scheduler.adapters.host_tier import HostTier
 from scheduler.adapters.residency import Residency
 from scheduler.adapters.resident import Resident
 from scheduler.kv import prefix_cache as prefix
-from scheduler.kv.prefix_cache import CachedPrefix
 from scheduler.kv.tables import KvTables
 from scheduler.request import Request
 from scheduler.running import RunningRequests
@@ -54,18 +53,17 @@ def free_before_apply(patch: Patch) -> None:
     patch.setattr(RunningRequests, "release", leave)
 
 
-def register_before_computed(patch: Patch) -> None:
-    """The prefix cache learns of blocks when they are scheduled."""
-    join = RunningRequests.join
+def find_the_next_block(patch: Patch) -> None:
+    """A name finds the block behind the one that it names."""
+    register = prefix.PrefixCache.register
 
-    def join_and_register(
-        self: RunningRequests, request: Request, cached: CachedPrefix, slot: int, step: StepBuilder
-    ) -> None:
-        join(self, request, cached, slot, step)
-        request.computed = request.scheduled
-        self.prefix.register(request)
+    def shifted(self: prefix.PrefixCache, request: Request) -> None:
+        tables = request.tables
+        request.tables = [[*table[1:], *table[:1]] for table in tables]
+        register(self, request)
+        request.tables = tables
 
-    patch.setattr(RunningRequests, "join", join_and_register)
+    patch.setattr(prefix.PrefixCache, "register", shifted)
 
 
 def forget_the_salt(patch: Patch) -> None:
@@ -163,7 +161,7 @@ def mix_tables_up(patch: Patch) -> None:
 
 MUTANTS: list[Callable[[Patch], None]] = [
     free_before_apply,
-    register_before_computed,
+    find_the_next_block,
     forget_the_salt,
     forget_the_rope_set,
     let_rows_cross_the_border,

@@ -191,6 +191,21 @@ def test_a_prefix_is_computed_once_and_the_saving_is_reported() -> None:
     assert scheduler.snapshot().num_cached_tokens == 8
 
 
+def test_a_prefix_of_requests_that_arrive_together_is_computed_once() -> None:
+    scheduler = Scheduler(Limits(max_step_tokens=16, steps_ahead=2), capacity())
+    for index in range(4):
+        scheduler.add(make_request(index, [*range(18), 90 + index], 2), 0.0)
+    plans = [scheduler.schedule(0.0) for _ in range(2)]
+    assert lengths(plans[0]) == [(0, 16, False)]
+    # The first one's step is in flight still, and the others' rest is in one step with its own.
+    assert lengths(plans[1]) == [(16, 3, True)] * 4
+    assert {tuple(row.blocks[:4]) for row in plans[1].rows[1:]} == {tuple(plans[0].rows[0].blocks)}
+    for plan in plans:
+        scheduler.apply(plan, answer(plan), 0.0)
+    scheduler.check()
+    assert scheduler.snapshot().num_cached_tokens == 3 * 16
+
+
 def test_waiting_for_an_adapter_delays_no_other_request() -> None:
     scheduler = Scheduler(Limits(), capacity())
     scheduler.add(make_request(0, adapter=1), 0.0)

@@ -79,16 +79,16 @@ def test_a_block_names_the_rope_set_that_wrote_it() -> None:
     assert found(cache, request) == first.tables[0]
 
 
-def test_only_computed_blocks_are_registered() -> None:
+def test_only_blocks_of_known_tokens_that_are_scheduled_are_registered() -> None:
     cache = PrefixCache(8, ONE, enabled=True)
-    request = make_request(0, list(range(12)))
+    request = make_request(0, list(range(11)))
     request.tables = [cache.pool.allocate(3)]
-    request.scheduled, request.computed = 12, 7
+    request.scheduled = 7
     cache.register(request)
-    assert found(cache, make_request(1, list(range(12)))) == request.tables[0][:1]
-    request.computed = 8
+    assert found(cache, make_request(1, list(range(13)))) == request.tables[0][:1]
+    request.scheduled, request.pending = 12, 1  # The last one is sampled, and not yet known.
     cache.register(request)
-    assert found(cache, make_request(1, list(range(12)))) == request.tables[0][:2]
+    assert found(cache, make_request(1, list(range(13)))) == request.tables[0][:2]
     assert request.registered == 2
 
 

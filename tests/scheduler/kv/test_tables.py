@@ -121,7 +121,7 @@ def test_a_hit_ends_where_a_group_has_lost_its_window() -> None:
     cache = PrefixCache(40, (FULL, SLIDING), enabled=True)
     first = make_request(0, list(range(32)))
     first.tables = [cache.pool.allocate(8), cache.pool.allocate(8)]
-    first.computed = 32
+    first.scheduled = first.computed = 32
     cache.register(first)
     longer = make_request(1, list(range(40)))
     assert cache.match(longer).tokens == 32
@@ -135,7 +135,7 @@ def test_a_hit_ends_where_a_block_of_every_group_does() -> None:
     cache = PrefixCache(40, (KvGroup(12), SLIDING), enabled=True)
     first = make_request(0, list(range(40)))
     first.tables = [cache.pool.allocate(4), cache.pool.allocate(10)]
-    first.computed = 40
+    first.scheduled = first.computed = 40
     cache.register(first)
     assert [cache.match(make_request(1, list(range(n)))).tokens for n in (12, 13, 24, 36, 37)] == [
         0, 12, 12, 24, 36,
