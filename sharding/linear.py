@@ -23,7 +23,7 @@ class ColumnParallelLinear(nn.Module):
     """y = x W^T + b, cut along the output: each rank computes its own columns, nothing is sent.
 
     Several parts that share x are one product; their outputs are side by side in y.
-    offsets: each part's first column in y.
+    sizes, offsets: each part's columns in y, and the first of them.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class ColumnParallelLinear(nn.Module):
         stored_transposed: the checkpoint's matrices are [in, out] (GPT-2's Conv1D).
         """
         super().__init__()
-        sizes = [width(part.rows) for part in parts]
+        self.sizes = sizes = [width(part.rows) for part in parts]
         self.offsets = tuple(sum(sizes[:i]) for i in range(len(sizes)))
         self.weight = nn.Parameter(weights.empty(sum(sizes), in_features), requires_grad=False)
         self.bias = nn.Parameter(weights.empty(sum(sizes)), requires_grad=False) if bias else None

@@ -92,6 +92,7 @@ class FetchedAdapter(msgspec.Struct, frozen=True):
     parts, rule: of a merge, which has no folder of its own.
     root: the folder, links resolved, that its files must be in; "" is not compared.
     invocation: the tokens from which on an activated adapter (aLoRA) is used; () for others.
+    row_sums: what the ranks found by `AdapterNeedsSums`, added; b"" before they were asked.
     """
 
     key: AdapterKey
@@ -103,6 +104,7 @@ class FetchedAdapter(msgspec.Struct, frozen=True):
     rule: MergeRule | None = None
     root: str = ""
     invocation: tuple[int, ...] = ()
+    row_sums: bytes = b""
 
     @property
     def members(self) -> tuple["FetchedAdapter", ...]:
@@ -158,3 +160,14 @@ class AdapterDeferred(Exception):
     def __init__(self, shape: AdapterShape) -> None:
         super().__init__(f"no room for {shape.host_bytes} bytes in the host tier now")
         self.shape = shape
+
+
+class AdapterNeedsSums(Exception):
+    """A DoRA adapter needs row norms of weights of which each rank has some columns.
+
+    part: this rank's squared sums, float32. Stage the adapter again with the sum over all ranks.
+    """
+
+    def __init__(self, part: bytes) -> None:
+        super().__init__("its row norms must be summed over the ranks")
+        self.part = part

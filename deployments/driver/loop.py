@@ -18,7 +18,7 @@ from configs.engine import RecoveryConfig
 from configs.wire.adapters import AdapterKey, AdapterRefusal, FetchedAdapter
 from configs.wire.plan import StepPlan, StepResult
 from deployments.driver.description import common
-from deployments.driver.rank_replies import Pending, collect, oldest, staging_event
+from deployments.driver.rank_replies import Pending, RowSums, collect, oldest, staging_event
 from deployments.observability.adapter_records import LoadStage
 from deployments.rank.messages import (
     Loaded,
@@ -106,6 +106,7 @@ class EngineLoop:
         self._loading: dict[AdapterKey, Pending[Loaded]] = {}
         self._preparing: dict[int, Pending[Prepared]] = {}
         self._num_attempts = 0
+        self._row_sums = RowSums()
         self._stopping = False
         self._starter: threading.Thread | None = None
         self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
@@ -200,14 +201,17 @@ class EngineLoop:
 
     def _request_staging(self, links: RankLinks) -> None:
         for key in self._scheduler.to_stage():
-            try:
-                adapter = self._settings.fetched(key)
-            except KeyError:  # It waited so long that its files were released.
-                self._fail_staging(key, "the adapter was forgotten: request it again", False)
-                continue
-            self._num_attempts += 1
-            self._staging[key] = Pending(time.monotonic(), self._num_attempts)
-            links.send(Stage(adapter, self._num_attempts))
+            self._stage(links, key)
+
+    def _stage(self, links: RankLinks, key: AdapterKey) -> None:
+        try:
+            adapter = self._row_sums.given_to(self._settings.fetched(key))
+        except KeyError:  # It waited so long that its files were released.
+            self._fail_staging(key, "the adapter was forgotten: request it again", False)
+            return
+        self._num_attempts += 1
+        self._staging[key] = Pending(time.monotonic(), self._num_attempts)
+        links.send(Stage(adapter, self._num_attempts))
 
     def _request_matchers(self, links: RankLinks) -> None:
         for matcher in self._scheduler.matchers_to_prepare():
@@ -290,6 +294,10 @@ class EngineLoop:
         if staging is None or staging.attempt != report.attempt:
             return  # It took too long and was given up.
         if collect(self._staging, report.key, report, self._num_ranks) is not None:
+            if self._row_sums.add(staging.replies):
+                assert self._links is not None
+                self._stage(self._links, report.key)
+                return
             self._settings.loaded(LoadStage.STAGE, time.monotonic() - staging.since)
             self._emit(self._scheduler.handle_adapter_event(staging_event(staging.replies)))
 

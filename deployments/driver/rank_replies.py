@@ -1,13 +1,26 @@
 """Commands that count only once every rank has replied, and the replies so far."""
 
 import math
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from configs.wire.adapters import AdapterShape
-from deployments.rank.messages import StageAnswer, Staged, StageFailed
+import numpy as np
+from msgspec.structs import replace
+
+from configs.wire.adapters import AdapterKey, AdapterRefusal, AdapterShape, FetchedAdapter
+from deployments.rank.messages import (
+    StageAnswer,
+    Staged,
+    StageDeferred,
+    StageFailed,
+    StageNeedsSums,
+)
 from scheduler.events import AdapterFailed, AdapterStaged
+
+MAX_SUMS_BYTES = 2**26
+"""Of the sums that are kept; an adapter of a model of 8B parameters has 1 MiB."""
 
 K = TypeVar("K")
 R = TypeVar("R")
@@ -43,6 +56,31 @@ def staging_event(answers: Sequence[StageAnswer]) -> AdapterStaged | AdapterFail
     for answer in answers:
         if isinstance(answer, StageFailed):
             return AdapterFailed(answer.key, answer.refusal, answer.message, partly=kept > 0)
-    shapes = [answer.shape for answer in answers if not isinstance(answer, StageFailed)]
+        if isinstance(answer, StageNeedsSums):
+            message = "some ranks had its row norms and some had not: try again"
+            return AdapterFailed(answer.key, AdapterRefusal.UNAVAILABLE, message, partly=kept > 0)
+    shapes = [answer.shape for answer in answers if isinstance(answer, Staged | StageDeferred)]
     shape = AdapterShape(shapes[0].num_pages, max(shape.host_bytes for shape in shapes))
     return AdapterStaged(answers[0].key, shape, kept=kept == len(answers))
+
+
+class RowSums:
+    """What ranks' parts of DoRA adapters' row norms add up to, kept for the next staging."""
+
+    def __init__(self) -> None:
+        self._sums: OrderedDict[AdapterKey, bytes] = OrderedDict()
+
+    def given_to(self, adapter: FetchedAdapter) -> FetchedAdapter:
+        """Return the adapter with its sums, if they are known."""
+        return replace(adapter, row_sums=self._sums.get(adapter.key, b""))
+
+    def add(self, answers: Sequence[StageAnswer]) -> bool:
+        """Add the parts, if every rank gave one; the adapter is then to be staged again."""
+        parts = [answer.part for answer in answers if isinstance(answer, StageNeedsSums)]
+        if len(parts) < len(answers):
+            return False
+        summed = np.sum([np.frombuffer(part, np.float32) for part in parts], 0, np.float64)
+        self._sums[answers[0].key] = summed.astype(np.float32).tobytes()
+        while len(self._sums) > 1 and sum(map(len, self._sums.values())) > MAX_SUMS_BYTES:
+            self._sums.popitem(last=False)
+        return True

@@ -66,6 +66,15 @@ class StageDeferred(msgspec.Struct, frozen=True, tag="deferred"):
     attempt: int = 0
 
 
+class StageNeedsSums(msgspec.Struct, frozen=True, tag="needs_sums"):
+    """This rank stages a DoRA adapter once it has the sum of all ranks' parts."""
+
+    rank: int
+    key: AdapterKey
+    part: bytes
+    attempt: int = 0
+
+
 class Loaded(msgspec.Struct, frozen=True, tag="placed"):
     """This rank has loaded the adapter: its bytes are on the device."""
 
@@ -99,7 +108,7 @@ class RankBroken(msgspec.Struct, frozen=True, tag="broken"):
 
 
 Command = RunStep | Stage | Prepare | Stop
-StageAnswer = Staged | StageDeferred | StageFailed
+StageAnswer = Staged | StageDeferred | StageFailed | StageNeedsSums
 Report = StepDone | StageAnswer | Loaded | Prepared | RankBroken
 
 

@@ -23,6 +23,7 @@ from configs.wire.adapters import (
     AdapterDeferred,
     AdapterError,
     AdapterKey,
+    AdapterNeedsSums,
     AdapterRefusal,
     FetchedAdapter,
 )
@@ -40,6 +41,7 @@ from deployments.rank.messages import (
     Staged,
     StageDeferred,
     StageFailed,
+    StageNeedsSums,
     StepDone,
 )
 from deployments.rank.staging_order import StageOrder, StagingTicket
@@ -179,6 +181,8 @@ class Worker:
             return Staged(rank, key, self._runner.stage(adapter), attempt)
         except AdapterDeferred as deferred:
             return StageDeferred(rank, key, deferred.shape, attempt)
+        except AdapterNeedsSums as needs:
+            return StageNeedsSums(rank, key, needs.part, attempt)
         except AdapterError as error:
             return StageFailed(rank, key, error.refusal, error.message, attempt)
         except Exception as error:

@@ -17,9 +17,14 @@ from modeling.adapters.host_cache import (
     StagedAdapter,
     copy_bytes,
     page_bytes,
+)
+from modeling.adapters.projection import (
+    BaseRows,
+    ModulePosition,
+    Projection,
+    ProjectionKind,
     select_columns,
 )
-from modeling.adapters.projection import BaseRows, Projection, ProjectionKind
 
 __all__ = [
     "PAGE_ROWS",
@@ -82,11 +87,15 @@ class Factors:
 class DeviceAdapter:
     """An adapter on the device: its pages in the pools, and its true ranks."""
 
-    def __init__(self, pools: tuple[Pool, ...], pages: list[list[int]], ranks: Tensor) -> None:
-        """pages: for each projection, its page indices. ranks: as in StagedAdapter."""
+    def __init__(
+        self, pools: tuple[Pool, ...], pages: list[list[int]], staged: StagedAdapter
+    ) -> None:
+        """pages: for each projection, its page indices."""
         self._pools = pools
         self._pages = pages
-        self._ranks: list[list[int]] = ranks.tolist()
+        self._ranks: list[list[int]] = staged.ranks.tolist()
+        self._scale_rows = staged.scale_rows
+        self.scales_outputs = max(staged.scale_rows, default=-1) >= 0
         self._views: dict[tuple[int, int], Factors] = {}
 
     def rank(self, projection: int, layer: int) -> int:
@@ -110,6 +119,17 @@ class DeviceAdapter:
         if len(pages) == 1:  # Copies are not kept: they would double the pool's memory.
             self._views[projection, layer] = factors
         return factors
+
+    def scale_row(self, projection: int) -> int:
+        """Return the row of Bt's pool, its first three dimensions as one, with layer 0's scales.
+
+        Layer l's are 8 l rows behind. -1 where outputs are not scaled.
+        """
+        page, row = divmod(self._scale_rows[projection], PAGE_ROWS)
+        if page < 0:
+            return -1
+        layers = self._pools[projection].bt.shape[1]
+        return self._pages[projection][page] * layers * PAGE_ROWS + row
 
     def matrix(self, projection: int) -> Tensor:
         """Return a whole embedding or head, [rows of the pool, hidden]: a view of its page."""
@@ -145,8 +165,9 @@ class AdapterBank:
         dtype: torch.dtype,
         device: torch.device,
         base: Mapping[str, BaseRows] = MappingProxyType({}),
+        weights: Mapping[ModulePosition, Tensor] = MappingProxyType({}),
     ) -> None:
-        """Allocate the pools; `dtype` is the model's. base: as in `open_adapter`."""
+        """Allocate the pools; `dtype` is the model's. base, weights: as in `HostAdapterCache`."""
         self.projections = tuple(projections)
         self.size = size
         self.pools = tuple(
@@ -169,7 +190,7 @@ class AdapterBank:
         self._slot_of_page: list[dict[int, int]] = [{} for _ in self.projections]
         self._device_copies = DeviceCopies(device)
         copies = HostCacheSize(self.pool_pages, size.max_rank, size.host_bytes if size.slots else 0)
-        self._host_cache = HostAdapterCache(self.projections, copies, dtype, on_cuda, base)
+        self._host_cache = HostAdapterCache(self.projections, copies, dtype, on_cuda, base, weights)
 
     @property
     def pool_pages(self) -> tuple[int, ...]:
@@ -195,7 +216,7 @@ class AdapterBank:
         """Read, check and cut an adapter, and keep it in host memory until `drop`.
 
         Raises AdapterError when it cannot be served exactly or can never fit, AdapterDeferred
-        when there is no room for it now.
+        when there is no room for it now, AdapterNeedsSums when ranks must add norms first.
         """
         return self._host_cache.stage(adapter)
 
@@ -214,7 +235,7 @@ class AdapterBank:
             self._copy_of_slot[slot].wait()
         with self._device_copies.copy(slot, self._assign(slot, table)) as copied:
             self._copy(staged, slot, table)
-        self._loaded[slot] = DeviceAdapter(self.pools, table, staged.ranks)
+        self._loaded[slot] = DeviceAdapter(self.pools, table, staged)
         self._copy_of_slot[slot] = self._last_copy[key] = copied
         return copied
 
@@ -238,6 +259,10 @@ class AdapterBank:
         """Return whether a slot's adapter, if any, changes a projection's first layer."""
         adapter = self._loaded[slot]
         return adapter is not None and adapter.rank(projection, 0) > 0
+
+    def scales_outputs(self, slots: Sequence[int]) -> bool:
+        """Return whether some adapter of these slots (-1: base) scales outputs (DoRA)."""
+        return any(self.loaded(slot).scales_outputs for slot in set(slots) - {-1})
 
     def check(self) -> None:
         """Assert that all pages are in their pools and that host memory holds the staged adapters.
@@ -266,7 +291,9 @@ class AdapterBank:
         rows = self._host_table[slot].zero_()
         for projection, row, part in zip(self.projections, rows, table, strict=True):
             if projection.kind is not ProjectionKind.SCORE:  # No kernel reads its pages.
-                row[: len(part)] = torch.tensor(part, dtype=torch.int32)
+                # A page of scales alone may lie behind those of the largest rank.
+                named = part[: len(row)]
+                row[: len(named)] = torch.tensor(named, dtype=torch.int32)
         self._host_ranks[slot] = staged.ranks
         self.page_table[slot].copy_(rows, non_blocking=True)
         self.ranks[slot].copy_(self._host_ranks[slot], non_blocking=True)

@@ -24,11 +24,18 @@ from configs.wire.adapters import (
     AdapterShape,
     FetchedAdapter,
 )
+from modeling.adapters.chunk_layout import ChunkLayout, RowRange, lay_out
 from modeling.adapters.merge import OpenAdapter, open_fetched
 from modeling.adapters.pinned_pool import PinnedPool
-from modeling.adapters.projection import BaseRows, Projection
+from modeling.adapters.projection import (
+    BaseRows,
+    ModulePosition,
+    Projection,
+    ProjectionKind,
+    select_columns,
+)
+from modeling.adapters.row_norms import RowNorms, SummedRows
 from modeling.transfer import DeviceEvent, aligned
-from sharding.slicing import Segments
 from sources.files import fingerprint
 
 PAGE_ROWS = 8
@@ -75,6 +82,11 @@ class HostMatrix:
             for layer, own in zip(layers, rows, strict=True):
                 self.write(layer * PAGE_ROWS, own)
 
+    def write_row(self, row: int, layers: Sequence[int], values: Tensor) -> None:
+        """Write one row of several layers, [layers, width]; row: its index in a layer's rows."""
+        for layer, own in zip(layers, values, strict=True):
+            self.write(layer * PAGE_ROWS + row, own[None])
+
     def copy_to(self, page: Tensor) -> None:
         """Queue a copy of all rows to a page of a pool, [rows, width], on the current stream."""
         for first, part in zip(self.firsts, self.ranges, strict=True):
@@ -97,12 +109,15 @@ class StagedAdapter:
     ranks: the true ones, int32 [projections, layers]; 0 where a layer is not adapted.
     chunks: of the pinned pool.
     shape: pages and bytes, as the driver counts them.
+    scale_rows: for each projection, which row of Bt holds its outputs' scales less 1, behind all
+    LoRA rank rows; -1 where outputs are not scaled.
     """
 
     pages: tuple[tuple[HostPage, ...], ...]
     ranks: Tensor
     chunks: list[int]
     shape: AdapterShape
+    scale_rows: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -129,9 +144,14 @@ class HostAdapterCache:
         dtype: torch.dtype,
         pinned: bool,
         base: Mapping[str, BaseRows] = MappingProxyType({}),
+        weights: Mapping[ModulePosition, Tensor] = MappingProxyType({}),
     ) -> None:
-        """Allocate the pool; pinned: for copies to a CUDA device. base: as in `open_adapter`."""
+        """Allocate the pool.
+
+        pinned: for copies to a CUDA device. base: as in `open_adapter`. weights: as in `RowNorms`.
+        """
         self._base = base
+        self._norms = RowNorms(projections, weights)
         self._projections = tuple(projections)
         self._size = size
         self._dtype = dtype
@@ -158,7 +178,7 @@ class HostAdapterCache:
         """Read, check and cut an adapter, and keep it until `drop`.
 
         Raises AdapterError when it cannot be served exactly or can never fit, AdapterDeferred
-        when the pool has no room for it now.
+        when the pool has no room for it now, AdapterNeedsSums when ranks must add norms first.
         """
         read = object()
         with self._lock:
@@ -229,11 +249,15 @@ class HostAdapterCache:
         ranks = torch.zeros(len(self._projections), self._num_rank_pools, dtype=torch.int32)
         for position, rank in opened.ranks.items():
             ranks[position.projection, position.layer] = rank
+        scale_rows = self._scale_rows(opened, ranks)
         # Checked before memory is allocated: shapes come from the header, so refusing is cheap.
-        num_pages = tuple(-(-int(row.max()) // PAGE_ROWS) for row in ranks)
+        rows = zip(ranks.amax(1).tolist(), scale_rows, strict=True)
+        num_pages = tuple(-(-max(most, scale_row + 1) // PAGE_ROWS) for most, scale_row in rows)
         layout = self._layout(num_pages)
         shape = AdapterShape(num_pages, layout.num_chunks * self.pool.chunk_bytes)
         self._check_fits(shape)
+        if opened.is_scaled and not adapter.row_sums:
+            self._norms.check_sums(opened.stacks())
         chunks = self.pool.allocate(layout.num_chunks)
         if chunks is None:
             raise AdapterDeferred(shape)
@@ -241,13 +265,21 @@ class HostAdapterCache:
             # What no module writes is 0: other layers, rows beyond a true rank, padding.
             self.pool.zero(chunks)
             pages = self._pages(layout, num_pages, chunks)
-            self._write(opened, pages)
+            self._write(opened, pages, scale_rows, SummedRows(adapter.row_sums))
             # After the last read, so that no later write can have been missed.
             _check_unchanged(adapter)
         except BaseException:
             self.pool.free(chunks)
             raise
-        return StagedAdapter(pages, ranks, chunks, shape)
+        return StagedAdapter(pages, ranks, chunks, shape, scale_rows)
+
+    def _scale_rows(self, opened: OpenAdapter, ranks: Tensor) -> tuple[int, ...]:
+        """Return StagedAdapter.scale_rows: the row behind the largest rank of any layer."""
+        linear = [p.kind is ProjectionKind.LINEAR and opened.is_scaled for p in self._projections]
+        most = ranks.amax(1).tolist()
+        return tuple(
+            rank if rank and scaled else -1 for rank, scaled in zip(most, linear, strict=True)
+        )
 
     def _check_fits(self, shape: AdapterShape) -> None:
         """Refuse an adapter that would not fit into empty pools."""
@@ -266,7 +298,7 @@ class HostAdapterCache:
                 f"{self.capacity_bytes}: raise adapters.host_bytes",
             )
 
-    def _layout(self, num_pages: Sequence[int]) -> "ChunkLayout":
+    def _layout(self, num_pages: Sequence[int]) -> ChunkLayout:
         matrices = []
         for projection, count in zip(self._projections, num_pages, strict=True):
             rows = projection.num_layers * PAGE_ROWS
@@ -275,7 +307,7 @@ class HostAdapterCache:
         return lay_out(matrices, self.pool.chunk_bytes // self._dtype.itemsize)
 
     def _pages(
-        self, layout: "ChunkLayout", num_pages: Sequence[int], chunks: Sequence[int]
+        self, layout: ChunkLayout, num_pages: Sequence[int], chunks: Sequence[int]
     ) -> tuple[tuple[HostPage, ...], ...]:
         matrices = (self._matrix(ranges, chunks) for ranges in layout.matrices)
         return tuple(
@@ -283,7 +315,7 @@ class HostAdapterCache:
             for count in num_pages
         )
 
-    def _matrix(self, ranges: Sequence["RowRange"], chunks: Sequence[int]) -> HostMatrix:
+    def _matrix(self, ranges: Sequence[RowRange], chunks: Sequence[int]) -> HostMatrix:
         size = self._dtype.itemsize
         views = tuple(
             self.pool.rows(chunks[part.chunk], part.offset * size, part.shape, self._dtype)
@@ -291,12 +323,26 @@ class HostAdapterCache:
         )
         return HostMatrix(views, (0, *accumulate(len(view) for view in views))[: len(views)])
 
-    def _write(self, adapter: OpenAdapter, pages: tuple[tuple[HostPage, ...], ...]) -> None:
+    def _write(
+        self,
+        adapter: OpenAdapter,
+        pages: tuple[tuple[HostPage, ...], ...],
+        scale_rows: tuple[int, ...],
+        sums: SummedRows,
+    ) -> None:
         """Read an adapter's modules into zeroed pages, cut to this rank."""
         for stack in adapter.stacks():
             projection, own = self._projections[stack.projection], pages[stack.projection]
             a = select_columns(stack.a, projection.inputs).to(self._dtype)
-            bt = select_columns(stack.b.transpose(1, 2), projection.outputs).to(self._dtype)
+            bt = select_columns(stack.b.transpose(1, 2), projection.outputs)
+            if stack.magnitudes is not None:
+                scales = self._norms.scales(stack, sums)
+                # y = c (W x) + c (B A x): B takes the scale here, W x when it is computed.
+                bt = bt * scales.unsqueeze(1)
+                first, row = divmod(scale_rows[stack.projection], PAGE_ROWS)
+                # Less 1, as it is near 1: half precision keeps more of it so.
+                own[first].bt.write_row(row, stack.layers, scales - 1)
+            bt = bt.to(self._dtype)
             for index in range(-(-a.shape[1] // PAGE_ROWS)):
                 rows = slice(index * PAGE_ROWS, (index + 1) * PAGE_ROWS)
                 own[index].a.write_layers(stack.layers, a[:, rows])
@@ -306,47 +352,6 @@ class HostAdapterCache:
             parts = torch.split(matrix.rows, self._projections[index].num_layers * PAGE_ROWS)
             for page, part in zip(pages[index], parts, strict=True):
                 page.a.write(0, part)
-
-
-@dataclass(frozen=True)
-class RowRange:
-    """Rows of a matrix in one chunk.
-
-    chunk: index among the adapter's chunks.
-    offset: elements from the chunk's start.
-    shape: (rows, width).
-    """
-
-    chunk: int
-    offset: int
-    shape: tuple[int, int]
-
-
-@dataclass(frozen=True)
-class ChunkLayout:
-    """The row ranges of an adapter's matrices, and how many chunks they select_columns."""
-
-    matrices: tuple[tuple[RowRange, ...], ...]
-    num_chunks: int
-
-
-def lay_out(matrices: Sequence[tuple[int, int]], chunk: int) -> ChunkLayout:
-    """Lay out matrices of (rows, width) in chunks of `chunk` elements; no row crosses a chunk."""
-    laid = []
-    index, offset = 0, 0
-    for rows, width in matrices:
-        assert width <= chunk, (width, chunk)
-        ranges = []
-        while rows and width:
-            count = min(rows, (chunk - offset) // width)
-            if count:
-                ranges.append(RowRange(index, offset, (count, width)))
-            rows -= count
-            offset += count * width
-            if rows:
-                index, offset = index + 1, 0
-        laid.append(tuple(ranges))
-    return ChunkLayout(tuple(laid), index + 1 if offset else index)
 
 
 def chunk_size(projections: Sequence[Projection], dtype: torch.dtype) -> int:
@@ -364,14 +369,6 @@ def _check_unchanged(adapter: FetchedAdapter) -> None:
                 AdapterRefusal.UNAVAILABLE,
                 f"adapter {member.name!r} changed while it was read: try again",
             )
-
-
-def select_columns(rows: Tensor, segments: Segments) -> Tensor:
-    """Return the columns of `segments`, in their order: [..., whole] to [..., local]."""
-    if len(segments) == 1:
-        ((start, stop),) = segments
-        return rows[..., start:stop]
-    return torch.cat([rows[..., start:stop] for start, stop in segments], dim=-1)
 
 
 def page_bytes(projections: Sequence[Projection], dtype: torch.dtype) -> int:

@@ -1,8 +1,12 @@
 """Linear layers with adapters: the base product, plus the deltas of the step's adapters."""
 
+from collections.abc import Iterator
+
+import torch
 from torch import Tensor, nn
 
 from modeling.adapters.product import AdapterData, OutputSlice
+from modeling.adapters.projection import ModulePosition
 from sharding.linear import ColumnParallelLinear, RowParallelLinear
 
 
@@ -33,8 +37,14 @@ class AdapterColumnLinear(nn.Module):
             adapter_data.product(y, x, weight, self._layer, self._targets)
         else:
             y = self.base(x)
-        adapter_data.add(y, x, self._layer, self._targets)
+        adapter_data.add(y, x, self._layer, self._targets, self.base.bias)
         return y
+
+    def weights(self) -> Iterator[tuple[ModulePosition, Tensor]]:
+        """Yield this rank's rows of each adapted weight."""
+        parts = torch.split(self.base.weight, self.base.sizes)
+        for target, weight in zip(self._targets, parts, strict=True):
+            yield ModulePosition(target.projection, self._layer), weight
 
 
 class AdapterRowLinear(nn.Module):
@@ -62,9 +72,21 @@ class AdapterRowLinear(nn.Module):
             adapter_data.product(y, x, weight, self._layer, self._targets)
         else:
             y = self.base.partial(x)
-        adapter_data.add(y, x, self._layer, self._targets)
+        adapter_data.add(y, x, self._layer, self._targets, self.base.bias)
         return y
+
+    def weights(self) -> Iterator[tuple[ModulePosition, Tensor]]:
+        """Yield this rank's columns of the adapted weight."""
+        yield ModulePosition(self._targets[0].projection, self._layer), self.base.weight
 
     def forward(self, x: Tensor, adapter_data: AdapterData | None) -> Tensor:
         """[tokens, local_in] to [tokens, out], the same on every rank."""
         return self.base.reduce(self.partial(x, adapter_data))
+
+
+def adapted_weights(model: nn.Module) -> dict[ModulePosition, Tensor]:
+    """Return this rank's part of every weight that adapters may change, by its position."""
+    linears = (
+        each for each in model.modules() if isinstance(each, AdapterColumnLinear | AdapterRowLinear)
+    )
+    return {position: weight for linear in linears for position, weight in linear.weights()}

@@ -33,10 +33,11 @@ from torch.nn.functional import pad
 from configs.wire.adapters import AdapterError, FetchedAdapter
 from configs.wire.merging import MergeRule, MergeStrategy, SignMethod
 from modeling.adapters.faults import refuse
-from modeling.adapters.peft import LoraModule, LoraStack, PeftAdapter, open_adapter, reading
+from modeling.adapters.peft import PeftAdapter, open_adapter, reading
 from modeling.adapters.peft_ends import Matrix
 from modeling.adapters.peft_tensors import check_finite
 from modeling.adapters.projection import BaseRows, ModulePosition, Projection
+from modeling.adapters.stacks import LoraModule, LoraStack
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ class MergedAdapter:
     parts: tuple[_Part, ...]
     rule: MergeRule
     digest: str
+    is_scaled = False
 
     @property
     def ranks(self) -> dict[ModulePosition, int]:
@@ -185,6 +187,8 @@ def _check_factors_alone(adapter: PeftAdapter) -> None:
         )
     if adapter.plan.invocation:
         refuse("it is an activated adapter (aLoRA), which PEFT does not merge: use it alone")
+    if adapter.plan.use_dora:
+        refuse("use_dora=True: magnitudes of DoRA cannot be merged, PEFT drops them: use it alone")
     if adapter.ends.matrices:
         refuse(
             f"it holds whole matrices ({', '.join(adapter.ends.matrices)}), which cannot be "

@@ -14,6 +14,7 @@ from torch import Tensor
 from configs.reading import DamagedFile
 from configs.wire.adapters import AdapterRefusal
 from modeling.adapters.activation import check_activation
+from modeling.adapters.dora import check_magnitudes, magnitude_key, read_magnitudes
 from modeling.adapters.faults import Faults, refuse
 from modeling.adapters.peft_config import LoraPlan, check_config
 from modeling.adapters.peft_ends import (
@@ -41,6 +42,7 @@ from modeling.adapters.projection import (
     Projection,
     ProjectionKind,
 )
+from modeling.adapters.stacks import LoraModule, LoraStack
 from sharding.tensor_file import TensorFile
 
 FACTOR = ".lora_"
@@ -66,33 +68,6 @@ ENDS = frozenset({"embed_tokens", "lm_head", "embed_in", "embed_out", "wte"})
 
 
 @dataclass(frozen=True)
-class LoraModule:
-    """One module's factors in float32: a [r, in], b [out, r] with the scaling folded in."""
-
-    position: ModulePosition
-    a: Tensor
-    b: Tensor
-
-
-@dataclass(frozen=True)
-class LoraStack:
-    """Factors of one rank in several layers of a projection, ascending, with the scaling in B.
-
-    a: [layers, r, in], float32 or the file's own narrower type. b: [layers, out, r] in float32.
-    """
-
-    projection: int
-    layers: tuple[int, ...]
-    a: Tensor
-    b: Tensor
-
-    def modules(self) -> Iterator[LoraModule]:
-        """Yield the modules one by one."""
-        for layer, a, b in zip(self.layers, self.a, self.b, strict=True):
-            yield LoraModule(ModulePosition(self.projection, layer), a.float(), b)
-
-
-@dataclass(frozen=True)
 class PeftAdapter:
     """An adapter that passed all checks.
 
@@ -115,6 +90,11 @@ class PeftAdapter:
     def other_names(self) -> set[str]:
         """Return the names of all tensors that are no factors."""
         return self.ends.names | (set() if self.score is None else {self.score.key})
+
+    @property
+    def is_scaled(self) -> bool:
+        """Return whether it scales outputs (DoRA)."""
+        return self.plan.use_dora
 
     @property
     def ranks(self) -> dict[ModulePosition, int]:
@@ -163,7 +143,9 @@ class PeftAdapter:
                 for key, factor in zip(keys, factors, strict=True):
                     check_finite(key, factor)
         layers = tuple(self.modules[name].layer for name in names)
-        return LoraStack(index, layers, a, b)
+        with reading():
+            magnitudes = read_magnitudes(self.file, names) if self.plan.use_dora else None
+        return LoraStack(index, layers, a, b, magnitudes)
 
     def factors(self, module: str) -> tuple[Tensor, Tensor]:
         """Return A [r, in] and B [out, r] of a module in float32; refuses values not finite."""
@@ -270,6 +252,9 @@ def _check_tensors(adapter: PeftAdapter, faults: Faults) -> None:
             check_type(key, file.dtype(key))
             check_shape(key, file.shape(key), side == "A", projection)
             check_file_rank(key, file.shape(key)[side == "B"], adapter.plan.rank_of(module))
+    if adapter.plan.use_dora:
+        with faults.gather():
+            check_magnitudes(file, adapter.plan, adapter.modules, adapter.projections)
 
 
 def _key(projection: Projection, module: str, side: str) -> str:
@@ -286,6 +271,8 @@ def _match(keys: Iterable[str], adapter: PeftAdapter, faults: Faults) -> dict[st
         projection = projections[position.projection]
         factors |= {_key(projection, module, side): (module, side) for side in "AB"}
     idle = {PREFIX + module + suffix for module in known for suffix in IDLE_SUFFIXES}
+    if adapter.plan.use_dora:
+        idle |= {magnitude_key(module) for module in known}
     found: dict[str, set[str]] = {module: set() for module in adapter.ends.copied}
     unknown = []
     for key in set(keys) - idle:

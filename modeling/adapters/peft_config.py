@@ -24,6 +24,7 @@ from sources.base import CONFIG_NAME, MAX_CONFIG_BYTES
 SERVED = frozenset(
     {"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"}
     | {"init_lora_weights", "ensure_weight_tying", "modules_to_save", "alora_invocation_tokens"}
+    | {"use_dora"}
     | {"target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "task_type"}
 )
 
@@ -52,7 +53,6 @@ IGNORED: Mapping[str, str] = {
 REFUSED: Mapping[str, str] = {
     "bias": 'retrain with bias="none", or merge the biases into the base model',
     "lora_bias": "retrain with lora_bias=false",
-    "use_dora": "retrain without DoRA, or merge the adapter into the base model",
     "trainable_token_indices": "merge the trained tokens into the base model",
     "target_parameters": "adapt modules (target_modules) instead of bare parameters",
     "layer_replication": "save the replicated model as a base model of its own",
@@ -101,6 +101,7 @@ class LoraPlan:
     targets: which modules are adapted.
     invocation: the tokens that activate an adapter (aLoRA, arXiv:2504.12397): it changes the model
     from their last occurrence in a prompt on; () for adapters that always do.
+    use_dora: whether a magnitude scales each output row (DoRA, arXiv:2402.09353).
     random: whether PEFT initialises factors that the file lacks with random values.
     task: PEFT's task_type; None for one that is not known.
     unread: fields that no release of PEFT reads.
@@ -115,6 +116,7 @@ class LoraPlan:
     modules_to_save: tuple[str, ...]
     targets: Targets
     invocation: tuple[int, ...]
+    use_dora: bool
     random: bool
     task: str | None
     unread: tuple[str, ...] = ()
@@ -214,6 +216,7 @@ def _plan(fields: Mapping[str, object], faults: Faults) -> LoraPlan:
         ),
         "modules_to_save": lambda: _names("modules_to_save", fields.get("modules_to_save")),
         "targets": lambda: _targets(fields, effort),
+        "use_dora": lambda: _flag("use_dora", fields.get("use_dora")),
         "invocation": lambda: read_invocation(fields.get("alora_invocation_tokens")),
     }
     for name, read in readers.items():

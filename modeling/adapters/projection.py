@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
+import torch
 from torch import Tensor
 
 from sharding.slicing import Segments, width
@@ -120,6 +121,11 @@ class Projection:
         return 1 if self.kind.whole else self.num_layers
 
     @property
+    def cuts_inputs(self) -> bool:
+        """Return whether this rank keeps some columns of A alone (row-parallel)."""
+        return self.local_inputs < self.in_features
+
+    @property
     def local_inputs(self) -> int:
         """Return the width of this rank's slice of A."""
         return width(self.inputs)
@@ -128,3 +134,11 @@ class Projection:
     def local_outputs(self) -> int:
         """Return the width of this rank's slice of B."""
         return width(self.outputs)
+
+
+def select_columns(rows: Tensor, segments: Segments) -> Tensor:
+    """Return the columns of `segments`, in their order: [..., whole] to [..., local]."""
+    if len(segments) == 1:
+        ((start, stop),) = segments
+        return rows[..., start:stop]
+    return torch.cat([rows[..., start:stop] for start, stop in segments], dim=-1)

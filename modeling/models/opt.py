@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 from configs.architectures.opt import OPTArchitecture
 from modeling.adapters.linear import AdapterColumnLinear, AdapterRowLinear
-from modeling.adapters.product import OutputSlice
 from modeling.adapters.projection import Projection
 from modeling.adapters.vocabulary import EndNames
 from modeling.layers.mlp import PlainMLP
@@ -187,14 +186,12 @@ class OPTDecoder(nn.Module):
         )
         projected = width != hidden
         # Small, and needed whole on every rank: cutting them would cost an exchange each.
-        self.project_in = (
-            weights.parameter(f"{prefix}.project_in.weight", (hidden, width)) if projected else None
-        )
-        self.project_out = (
-            weights.parameter(f"{prefix}.project_out.weight", (width, hidden))
-            if projected
-            else None
-        )
+        self.project_in = self.project_out = None
+        if projected:
+            name, sizes = f"{prefix}.project_in", (width, hidden)
+            self.project_in = _projection(name, sizes, weights, OPTProjection.PROJECT_IN)
+            name, sizes = f"{prefix}.project_out", (hidden, width)
+            self.project_out = _projection(name, sizes, weights, OPTProjection.PROJECT_OUT)
         self.layers = nn.ModuleList(
             OPTDecoderLayer(layer_id, f"{prefix}.layers.{layer_id}", config, weights)
             for layer_id in range(config.num_layers)
@@ -214,7 +211,8 @@ class OPTDecoder(nn.Module):
 
         trace: gets what enters each layer.
         """
-        embeds = _project(embeds, self.project_in, context, OPTProjection.PROJECT_IN)
+        if self.project_in is not None:
+            embeds = self.project_in(embeds, context.adapter_data)
         hidden = embeds + self.embed_positions(position_ids)
         for layer in self.layers:
             if trace is not None:
@@ -222,17 +220,19 @@ class OPTDecoder(nn.Module):
             hidden = layer(hidden, context)
         if self.final_layer_norm is not None:
             hidden = self.final_layer_norm(hidden)
-        return _project(hidden, self.project_out, context, OPTProjection.PROJECT_OUT)
+        if self.project_out is not None:
+            hidden = self.project_out(hidden, context.adapter_data)
+        out: Tensor = hidden
+        return out
 
 
-def _project(x: Tensor, weight: Tensor | None, context: StepContext, projection: int) -> Tensor:
-    """Between the widths of embeddings and layers, the same on every rank; None: they are equal."""
-    if weight is None:
-        return x
-    y = F.linear(x, weight)
-    if context.adapter_data is not None:
-        context.adapter_data.add(y, x, 0, (OutputSlice(projection, 0),))
-    return y
+def _projection(
+    name: str, sizes: tuple[int, int], weights: Weights, projection: int
+) -> AdapterColumnLinear:
+    """Between the widths of embeddings and layers, whole on every rank; sizes: (in, out)."""
+    part = ColumnPart(name, sizes[1], whole(sizes[1]))
+    base = ColumnParallelLinear(sizes[0], (part,), False, weights)
+    return AdapterColumnLinear(base, 0, (projection,))
 
 
 class OPTModel(nn.Module):

@@ -2,12 +2,15 @@
 
 import logging
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
+from torch import nn
 
 from configs.engine import EngineConfig
 from modeling.adapters.bank import AdapterBank, copy_bytes, page_bytes
 from modeling.adapters.kernels.select import select_kernel
+from modeling.adapters.linear import adapted_weights
 from modeling.adapters.score import ScoreHeads
 from modeling.attention.clamping import ClampWatch
 from modeling.attention.kv_layout import allocate_blocks
@@ -60,7 +63,14 @@ def load_paged(config: EngineConfig, group: TensorParallel, device: torch.device
         whole = copy_bytes(model.projections, model.dtype)
         copies = vocabulary_copies(config.adapters, whole, memory)
         size = bank_size(config.adapters, pages, copies)
-        bank = AdapterBank(model.projections, size, model.dtype, device, model.base_tensors())
+        bank = AdapterBank(
+            model.projections,
+            size,
+            model.dtype,
+            device,
+            model.base_tensors(),
+            adapted_weights(cast(nn.Module, model)),
+        )
         plan = None
         if kernel.plan is not None and pages:
             plan = kernel.plan(bank, config.limits.max_step_tokens)

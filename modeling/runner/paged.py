@@ -1,5 +1,6 @@
 """ModelRunner: one rank of a paged model. Plans' numbers in, tensors inside, sampled tokens out."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from modeling.adapters.kernels.select import AdapterStepPlan
 from modeling.adapters.product import AdapterData
+from modeling.adapters.scaled import ScaledAdapters
 from modeling.adapters.vocabulary import VocabularyAdapters, adapts_vocabulary
 from modeling.attention.base import AttentionBackend
 from modeling.attention.clamping import ClampWatch
@@ -119,7 +121,7 @@ class ModelRunner(BaseRunner):
 
     def _replay(self, layout: StepLayout) -> SampledStep | None:
         """Run a captured decode step; None when none serves this step."""
-        if self._decode_graphs is None or adapts_vocabulary(self._bank, layout.adapter_slots):
+        if self._decode_graphs is None or self._is_eager(layout.adapter_slots):
             return None
         output = self._decode_graphs.run(layout)
         if output is None:
@@ -158,7 +160,7 @@ class ModelRunner(BaseRunner):
 
     def _replay_piecewise(self, inputs: StepInputs, attention: StepPlans) -> Tensor | None:
         """Return the hidden states of a step in graph pieces; None when none serve this step."""
-        if self._piecewise_graphs is None or adapts_vocabulary(self._bank, inputs.adapter_slots):
+        if self._piecewise_graphs is None or self._is_eager(inputs.adapter_slots):
             return None
         hidden = self._piecewise_graphs.run(inputs, attention)
         self.num_captured += hidden is not None
@@ -187,8 +189,17 @@ class ModelRunner(BaseRunner):
         if max(slots) < 0:
             return None
         if self._adapter_plan is None:
-            return self._kernel.batch(self._bank, slots, lengths)
-        return self._adapter_plan.batch(sum(lengths), self._adapter_plan.update(slots, lengths))
+            found = self._kernel.batch(self._bank, slots, lengths)
+        else:
+            tiles = self._adapter_plan.update(slots, lengths)
+            found = self._adapter_plan.batch(sum(lengths), tiles)
+        if self._bank.scales_outputs(slots):
+            return ScaledAdapters(found, self._bank, slots, lengths)
+        return found
+
+    def _is_eager(self, slots: Sequence[int]) -> bool:
+        """Return whether an adapter of a step does what captured steps do not compute."""
+        return adapts_vocabulary(self._bank, slots) or self._bank.scales_outputs(slots)
 
     def _with_vocabulary(
         self, adapters: AdapterData | None, layout: StepLayout

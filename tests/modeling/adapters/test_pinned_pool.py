@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modeling.adapters.host_cache import ChunkLayout, chunk_size, lay_out
+from modeling.adapters.chunk_layout import ChunkLayout, lay_out
+from modeling.adapters.host_cache import chunk_size
 from modeling.adapters.pinned_pool import PinnedPool
 from tests.modeling.adapters.lora_files import DOWN, UP
 

@@ -144,7 +144,14 @@ class LateAdapters:
     ) -> None:
         raise AssertionError
 
-    def add(self, y: Tensor, x: Tensor, layer: int, targets: tuple[OutputSlice, ...]) -> None:
+    def add(
+        self,
+        y: Tensor,
+        x: Tensor,
+        layer: int,
+        targets: tuple[OutputSlice, ...],
+        bias: Tensor | None = None,
+    ) -> None:
         assert sum(self.rows[1]) == len(x)
         reference_batch(self.bank, *self.rows).add(y, x, layer, targets)
 
@@ -152,7 +159,14 @@ class LateAdapters:
 class BaseAlone(LateAdapters):
     """A step's data without any tiles."""
 
-    def add(self, y: Tensor, x: Tensor, layer: int, targets: tuple[OutputSlice, ...]) -> None:
+    def add(
+        self,
+        y: Tensor,
+        x: Tensor,
+        layer: int,
+        targets: tuple[OutputSlice, ...],
+        bias: Tensor | None = None,
+    ) -> None:
         pass
 
 

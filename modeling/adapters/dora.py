@@ -1,0 +1,64 @@
+"""DoRA (arXiv:2402.09353) in a PEFT file: one magnitude for each output row of a module."""
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from modeling.adapters.faults import refuse
+from modeling.adapters.peft_config import LoraPlan
+from modeling.adapters.peft_ends import PREFIX
+from modeling.adapters.peft_tensors import check_finite, check_type
+from modeling.adapters.projection import ModulePosition, Projection, ProjectionKind
+from sharding.tensor_file import TensorFile
+
+
+def magnitude_key(module: str) -> str:
+    """Return the name of a module's magnitudes."""
+    return f"{PREFIX}{module}.lora_magnitude_vector"
+
+
+def check_magnitudes(
+    file: TensorFile,
+    plan: LoraPlan,
+    modules: Mapping[str, ModulePosition],
+    projections: Sequence[Projection],
+) -> None:
+    """Refuse DoRA where it is not served, and magnitudes that are missing or of another shape.
+
+    modules: those that have factors.
+    """
+    if not all(projection.can_adapt_ends for projection in projections):
+        refuse(
+            "use_dora=True is not served over this model, which runs in transformers' own code: "
+            "retrain without DoRA, or merge the adapter into the base model"
+        )
+    if plan.invocation:
+        refuse("use_dora=True beside alora_invocation_tokens: PEFT has no such adapters")
+    for module, position in modules.items():
+        projection = projections[position.projection]
+        if projection.kind is not ProjectionKind.LINEAR:
+            refuse(
+                f"use_dora=True at {module}: DoRA is served for linear modules inside the layers; "
+                "retrain without embedding and head"
+            )
+        _check(file, magnitude_key(module), projection)
+
+
+def _check(file: TensorFile, key: str, projection: Projection) -> None:
+    if key not in file.keys():  # noqa: SIM118 - not a dictionary
+        refuse(f"use_dora=True, but the file holds no {key}: save the adapter again")
+    check_type(key, file.dtype(key))
+    if file.shape(key) != (projection.out_features,):
+        refuse(
+            f"{key} has shape {list(file.shape(key))}, this model's {projection.name} has "
+            f"{projection.out_features} outputs: the adapter is for another base model"
+        )
+
+
+def read_magnitudes(file: TensorFile, modules: Sequence[str]) -> Tensor:
+    """Read modules' magnitudes, float32 [modules, out]; refuses values that are not finite."""
+    keys = [magnitude_key(module) for module in modules]
+    found = file.stack(keys).float()
+    for key, magnitudes in zip(keys, found, strict=True):
+        check_finite(key, magnitudes)
+    return found

@@ -1,0 +1,37 @@
+"""Factors of adapted modules, as files and merges give them to staging."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from modeling.adapters.projection import ModulePosition
+
+
+@dataclass(frozen=True)
+class LoraModule:
+    """One module's factors in float32: a [r, in], b [out, r] with the scaling folded in."""
+
+    position: ModulePosition
+    a: Tensor
+    b: Tensor
+
+
+@dataclass(frozen=True)
+class LoraStack:
+    """Factors of one rank in several layers of a projection, ascending, with the scaling in B.
+
+    a: [layers, r, in], float32 or the file's own narrower type. b: [layers, out, r] in float32.
+    magnitudes: of DoRA, [layers, out] in float32; None for plain LoRA.
+    """
+
+    projection: int
+    layers: tuple[int, ...]
+    a: Tensor
+    b: Tensor
+    magnitudes: Tensor | None = None
+
+    def modules(self) -> Iterator[LoraModule]:
+        """Yield the modules one by one."""
+        for layer, a, b in zip(self.layers, self.a, self.b, strict=True):
+            yield LoraModule(ModulePosition(self.projection, layer), a.float(), b)
