@@ -253,7 +253,10 @@ def write_adapter(folder: Path, model_folder: Path, recipe: AdapterRecipe | None
     generator = torch.Generator().manual_seed(recipe.seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "lora_" in name:
+            if "magnitude" in name:
+                # Those of a fresh adapter are the base weight's norms, and near them all stay.
+                parameter.mul_(1 + 0.3 * torch.randn(parameter.shape, generator=generator))
+            elif "lora_" in name:
                 std = recipe.std if "_B" in name else 0.3
                 parameter.normal_(std=std, generator=generator)
             elif "modules_to_save" in name:

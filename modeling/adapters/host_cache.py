@@ -335,18 +335,20 @@ class HostAdapterCache:
             projection, own = self._projections[stack.projection], pages[stack.projection]
             a = select_columns(stack.a, projection.inputs).to(self._dtype)
             bt = select_columns(stack.b.transpose(1, 2), projection.outputs)
+            scales = None
             if stack.magnitudes is not None:
                 scales = self._norms.scales(stack, sums)
                 # y = c (W x) + c (B A x): B takes the scale here, W x when it is computed.
                 bt = bt * scales.unsqueeze(1)
-                first, row = divmod(scale_rows[stack.projection], PAGE_ROWS)
-                # Less 1, as it is near 1: half precision keeps more of it so.
-                own[first].bt.write_row(row, stack.layers, scales - 1)
             bt = bt.to(self._dtype)
             for index in range(-(-a.shape[1] // PAGE_ROWS)):
                 rows = slice(index * PAGE_ROWS, (index + 1) * PAGE_ROWS)
                 own[index].a.write_layers(stack.layers, a[:, rows])
                 own[index].bt.write_layers(stack.layers, bt[:, rows])
+            if scales is not None:
+                first, row = divmod(scale_rows[stack.projection], PAGE_ROWS)
+                # Less 1, as it is near 1: half precision keeps more of it so.
+                own[first].bt.write_row(row, stack.layers, scales - 1)
         for matrix in adapter.read_matrices():
             index = matrix.position.projection
             parts = torch.split(matrix.rows, self._projections[index].num_layers * PAGE_ROWS)

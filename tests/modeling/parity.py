@@ -48,6 +48,7 @@ from tests.checkpoints_others import (
 )
 from tests.checkpoints_stacks import STACK_ADAPTERS, write_stack
 from tests.modeling.scheduled import Ranks, generate_scheduled
+from tests.modeling.staging import stage
 from tests.modeling.stepping import Answer, Asked, generate
 from tests.oracle import NUM_TOKENS, TOLERANCE, Truth, prompt_truth
 from tests.ranks import run_in_memory
@@ -141,6 +142,23 @@ def _copies(targets: tuple[str, ...]) -> dict[str, AdapterRecipe]:
     return dict(zip(COPIES, (plain, replace(plain, save_embeddings=True)), strict=True))
 
 
+OPT_DORA = replace(
+    OPT_ADAPTERS["r4"],
+    target_modules=(*OPT_ADAPTERS["r4"].target_modules, "project_in", "project_out"),
+)
+
+
+def _dora(recipe: AdapterRecipe) -> dict[str, AdapterRecipe]:
+    """A plain adapter and two of DoRA; one leaves modules out, its scales lie on a further page."""
+    dora = {**recipe.extra, "use_dora": True}
+    targets = tuple(recipe.target_modules)
+    return {
+        "plain": replace(recipe, seed=61),
+        "dora": replace(recipe, seed=62, extra=dora),
+        "some": replace(recipe, r=8, seed=63, target_modules=targets[1::2], extra=dora),
+    }
+
+
 @dataclass(frozen=True)
 class Family:
     """One kind of model: how to write a tiny one of a variant, and an adapter for it."""
@@ -171,6 +189,12 @@ FAMILIES: dict[str, Family] = {
     "llama_copies": Family(write_llama, _copies(LINEARS)),
     "gpt2_copies": Family(write_gpt2, _copies(("c_attn", "c_fc"))),
     "opt_copies": Family(write_opt, _copies(("q_proj", "fc1"))),
+    "llama_dora": Family(write_llama, _dora(AdapterRecipe(use_rslora=True))),
+    "fused_dora": Family(write_relative, _dora(FUSED_ADAPTERS["r8"])),
+    "gpt2_dora": Family(write_gpt2, _dora(GPT2_ADAPTERS["r4"])),
+    "opt_dora": Family(write_opt, _dora(OPT_DORA)),
+    "gpt_neox_dora": Family(write_gpt_neox, _dora(GPT_NEOX_ADAPTERS["r4"])),
+    "generic_dora": Family(write_generic, _dora(GENERIC_ADAPTERS["r8"])),
     "gpt_neox_copies": Family(write_gpt_neox, _copies(("query_key_value", "dense_h_to_4h"))),
 }
 """Another model is another row; its adapters name its own modules."""
@@ -289,14 +313,17 @@ def poison(runner: ModelRunner) -> None:
         torch.cuda.synchronize()
 
 
-def place_all(runner: ModelRunner, folders: Sequence[Path]) -> None:
+def place_all(
+    runner: ModelRunner, folders: Sequence[Path], group: TensorParallel | None = None
+) -> None:
     """Stage the adapters and place each at its index, on pages that interleave."""
     pages = [list(range(count)) for count in runner._bank.pool_pages]
     for free in pages:
         random.Random(1).shuffle(free)
     for slot, folder in enumerate(folders):
         key = AdapterKey(slot + 1)
-        shape = runner.stage(FetchedAdapter(key, folder.name, str(folder), folder.name))
+        fetched = FetchedAdapter(key, folder.name, str(folder), folder.name)
+        shape = stage(runner, fetched, group)
         pools = [(pages[key_], count) for key_, count in enumerate(shape.num_pages)]
         runner.load_adapter(key, slot, [[free.pop() for _ in range(n)] for free, n in pools])
 
@@ -344,7 +371,7 @@ def answers_by_hand(
 ) -> list[Answer]:
     runner = load_paged(config, group, torch.device("cpu")).allocate()
     poison(runner)
-    place_all(runner, adapters)
+    place_all(runner, adapters, group)
     answers = generate(runner, requests, NUM_BLOCKS, BLOCK_SIZE)
     runner.check()
     return answers
@@ -361,7 +388,7 @@ def answers_scheduled(
         return load_paged(config, group, torch.device("cpu")).allocate()
 
     chunk = min(setting.chunk, config.limits.max_step_tokens // 2)
-    return generate_scheduled(Ranks(start, adapters, chunk), requests, setting.lost_at)
+    return generate_scheduled(Ranks(start, adapters, chunk, group), requests, setting.lost_at)
 
 
 def judge(seen: Comparison, results: Sequence[Sequence[Answer]], truths: Sequence[Truth]) -> None:

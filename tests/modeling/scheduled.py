@@ -19,6 +19,8 @@ from scheduler.admission.limits import Limits
 from scheduler.events import AdapterLoaded, AdapterStaged, Ended, NewTokens
 from scheduler.request import Request
 from scheduler.scheduler import Scheduler
+from sharding.group import TensorParallel
+from tests.modeling.staging import stage
 from tests.modeling.stepping import Answer, Asked
 
 MAX_RUNNING = 16
@@ -34,13 +36,18 @@ class Ranks:
     """One rank's runner and its scheduler.
 
     start: makes a runner, for every group anew. folders: of adapters, by the slots that requests
-    name. chunk: tokens of prompts in a step, beside those of answers.
+    name. chunk: tokens of prompts in a step, beside those of answers. group: the ranks'.
     """
 
     def __init__(
-        self, start: Callable[[], ModelRunner], folders: Sequence[Path] = (), chunk: int = WHOLE
+        self,
+        start: Callable[[], ModelRunner],
+        folders: Sequence[Path] = (),
+        chunk: int = WHOLE,
+        group: TensorParallel | None = None,
     ) -> None:
         self._start = start
+        self._group = group
         self._folders = folders
         self.runner = start()
         limits = Limits(chunk + MAX_RUNNING, chunk, MAX_RUNNING)
@@ -91,7 +98,8 @@ class Ranks:
         for key in self.scheduler.to_stage():
             folder = self._folders[int(key) - 1]
             fetched = FetchedAdapter(key, folder.name, str(folder), folder.name)
-            self.scheduler.handle_adapter_event(AdapterStaged(key, self.runner.stage(fetched)))
+            shape = stage(self.runner, fetched, self._group)
+            self.scheduler.handle_adapter_event(AdapterStaged(key, shape))
 
     def _launch(self, plan: StepPlan) -> None:
         for fill in plan.loads:

@@ -64,13 +64,14 @@ SERVED: dict[str, dict[str, Any]] = {
     },
     "how it ran": {"runtime_config": lora.LoraRuntimeConfig(ephemeral_gpu_offload=True)},
     "a group size alone": {"qalora_group_size": 4, "megatron_core": "x", "revision": "main"},
+    "dora": {"use_dora": True, "rank_pattern": {"q_proj": 8}},
+    "dora of one layer": {"use_dora": True, "layers_to_transform": 1},
     "no ends to tie": {"ensure_weight_tying": True, "modules_to_save": []},
     "another backward pass": {"velora_config": lora.VeloraConfig(num_groups=4, init_type="random")},
 }
 """Changes of a plain config whose results are PEFT's."""
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "use_dora": {"use_dora": True},
     "bias='all'": {"bias": "all"},
     "bias='lora_only'": {"bias": "lora_only"},
     "lora_bias": {"lora_bias": True},
@@ -129,7 +130,9 @@ def save(folder: Path, model: Path, config: Any) -> Path:
         generator = torch.Generator().manual_seed(7)
         with torch.no_grad():
             for name, parameter in adapted.named_parameters():
-                if "lora_" in name:
+                if "magnitude" in name:
+                    parameter.mul_(1 + 0.3 * torch.randn(parameter.shape, generator=generator))
+                elif "lora_" in name:
                     std = 0.2 if "lora_B" in name else 0.3
                     parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
         adapted.save_pretrained(str(folder))

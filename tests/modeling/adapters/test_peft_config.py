@@ -112,7 +112,6 @@ def test_an_invocation_is_a_list_of_tokens(value: object) -> None:
 SET: dict[str, object] = {
     "bias": "lora_only",
     "lora_bias": True,
-    "use_dora": True,
     "trainable_token_indices": [5],
     "target_parameters": ["experts.up"],
     "layer_replication": [[0, 4], [2, 6]],
@@ -288,10 +287,10 @@ def test_a_file_larger_than_any_is_not_parsed(tmp_path: Path) -> None:
 
 def test_all_that_is_wrong_is_named_at_once() -> None:
     error = refusal(
-        use_dora=True, bias="all", r=0, lora_alpha="x", novelty=[1], peft_version="99.0"
+        use_qalora=True, bias="all", r=0, lora_alpha="x", novelty=[1], peft_version="99.0"
     )
     assert len(error.reasons) == 5
-    for word in ("use_dora", "bias", "r=0", "lora_alpha", "novelty"):
+    for word in ("use_qalora", "bias", "r=0", "lora_alpha", "novelty"):
         assert word in error.message
     novelties = {f"novelty_{'x' * i}": "y" * 999 for i in range(99)}
     error = refusal(**novelties, peft_version="99.0")

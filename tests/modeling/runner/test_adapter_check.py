@@ -53,9 +53,9 @@ def test_every_field_that_is_not_served_is_named_at_once(tmp_path: Path) -> None
 
 def test_tensors_are_judged_although_the_config_is_refused(tmp_path: Path) -> None:
     stranger = {"base_model.model.other.lora_A.weight": torch.ones(4, 6)}
-    folder = write_lora(tmp_path / "both", factors(UP, [4, 4, 4]) | stranger, use_dora=True)
+    folder = write_lora(tmp_path / "both", factors(UP, [4, 4, 4]) | stranger, use_qalora=True)
     config, tensors = verdict(folder).reasons
-    assert "use_dora" in config
+    assert "use_qalora" in config
     assert "base_model.model.other" in tensors
 
 

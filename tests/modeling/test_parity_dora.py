@@ -1,0 +1,97 @@
+"""DoRA (arXiv:2402.09353): PEFT's answers, in one batch with plain adapters and the base model."""
+
+import pytest
+from torch import Tensor
+
+from modeling.adapters.product import OutputSlice
+from modeling.adapters.projection import ModulePosition, Projection
+from modeling.adapters.row_norms import RowNorms
+from modeling.adapters.scaled import ScaledAdapters
+from modeling.adapters.stacks import LoraStack
+from tests.modeling.parity import BASE, WHOLE, Setting, World, compare, expect_mismatch
+
+FIRST = {"llama_dora": "gqa", "gpt2_dora": "plain", "generic_dora": "qwen3"}
+"""The families that are tried in every way, and a variant of each."""
+
+OTHERS = [
+    ("llama_dora", "biases"),
+    ("fused_dora", "phi3"),
+    ("opt_dora", "projected"),
+    ("gpt_neox_dora", "parallel"),
+]
+
+MIXED = ["dora", BASE, "plain", "some"]
+ALONE = Setting("llama_dora", "gqa", 1, ["dora"])
+TWO_RANKS = Setting("llama_dora", "gqa", 2, ["dora"])
+BIASED = Setting("gpt2_dora", "plain", 2, ["dora"])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize(("family", "variant"), FIRST.items())
+def test_together(world: World, family: str, variant: str, ranks: int) -> None:
+    """Prompts in chunks beside rows that decode; each request is preempted once."""
+    compare(world, Setting(family, variant, ranks, MIXED, rejoins_at=3))
+
+
+@pytest.mark.parametrize(("family", "variant"), FIRST.items())
+def test_alone(world: World, family: str, variant: str) -> None:
+    compare(world, Setting(family, variant, 1, ["dora"], chunk=WHOLE))
+
+
+@pytest.mark.parametrize(("family", "variant"), OTHERS)
+def test_other_families(world: World, family: str, variant: str) -> None:
+    compare(world, Setting(family, variant, 2, MIXED))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_under_the_scheduler(world: World, ranks: int) -> None:
+    """With prefix hits, and after a loss of the ranks."""
+    names = ["dora", "plain", "dora", BASE, "some"]
+    lengths = [35, 35, 35, 35, 20]
+    compare(world, Setting("llama_dora", "gqa", ranks, names, lengths=lengths, lost_at=14))
+
+
+def test_magnitudes_left_out(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ScaledAdapters, "_scales", lambda self, projection: None)
+    expect_mismatch(world, ALONE)
+
+
+def test_norms_of_the_base_weights(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if A and B did not lengthen or turn a row: the cross term is left out."""
+    part = RowNorms._part
+
+    def squares(self: RowNorms, stack: LoraStack, index: int) -> Tensor:
+        part(self, stack, index)
+        at = ModulePosition(stack.projection, stack.layers[index])
+        return self._squares[at].clone()
+
+    monkeypatch.setattr(RowNorms, "_part", squares)
+    expect_mismatch(world, ALONE)
+
+
+def test_norms_of_own_columns(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank takes its part of a row's norm for the whole."""
+    monkeypatch.setattr(Projection, "cuts_inputs", False)
+    expect_mismatch(world, TWO_RANKS)
+
+
+def test_bias_scaled(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    add = ScaledAdapters.add
+
+    def whole(
+        self: ScaledAdapters,
+        y: Tensor,
+        x: Tensor,
+        layer: int,
+        targets: tuple[OutputSlice, ...],
+        bias: Tensor | None = None,
+    ) -> None:
+        add(self, y, x, layer, targets)
+
+    monkeypatch.setattr(ScaledAdapters, "add", whole)
+    expect_mismatch(world, BIASED)
+
+
+@pytest.mark.parametrize("setting", [ALONE, TWO_RANKS, BIASED])
+def test_without_a_fault_nothing_differs(world: World, setting: Setting) -> None:
+    compare(world, setting)
