@@ -92,7 +92,7 @@ class FetchedAdapter(msgspec.Struct, frozen=True):
     parts, rule: of a merge, which has no folder of its own.
     root: the folder, links resolved, that its files must be in; "" is not compared.
     invocation: the tokens from which on an activated adapter (aLoRA) is used; () for others.
-    row_sums: what the ranks found by `AdapterNeedsSums`, added; b"" before they were asked.
+    row_sums: what the ranks found by `AdapterNeedsSums`, added; b"" before they were.
     """
 
     key: AdapterKey

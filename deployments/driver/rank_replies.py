@@ -56,9 +56,10 @@ def staging_event(answers: Sequence[StageAnswer]) -> AdapterStaged | AdapterFail
     for answer in answers:
         if isinstance(answer, StageFailed):
             return AdapterFailed(answer.key, answer.refusal, answer.message, partly=kept > 0)
-        if isinstance(answer, StageNeedsSums):
-            message = "some ranks had its row norms and some had not: try again"
-            return AdapterFailed(answer.key, AdapterRefusal.UNAVAILABLE, message, partly=kept > 0)
+    if any(isinstance(answer, StageNeedsSums) for answer in answers):
+        message = "some ranks had its row norms and some had not: try again"
+        key, refusal = answers[0].key, AdapterRefusal.UNAVAILABLE
+        return AdapterFailed(key, refusal, message, partly=kept > 0)
     shapes = [answer.shape for answer in answers if isinstance(answer, Staged | StageDeferred)]
     shape = AdapterShape(shapes[0].num_pages, max(shape.host_bytes for shape in shapes))
     return AdapterStaged(answers[0].key, shape, kept=kept == len(answers))

@@ -38,7 +38,7 @@ class SummedRows:
 
 
 class RowNorms:
-    """This rank's weights, and what adapters' norms need of them; any thread may ask."""
+    """This rank's weights, and what adapters' norms need of them; for any thread."""
 
     def __init__(
         self, projections: Sequence[Projection], weights: Mapping[ModulePosition, Tensor]

@@ -22,17 +22,17 @@ def test_dora_answers_as_peft_and_is_staged_again(tmp_path: Path) -> None:
         extra = {} if name == "plain" else {"use_dora": True}
         folders[name] = write_adapter(tmp_path / name, model, AdapterRecipe(seed=seed, extra=extra))
     names = [*folders] * 2
-    told = [prompt_truth(model, folders[name], 6 + i) for i, name in enumerate(names)]
+    truths = [prompt_truth(model, folders[name], 6 + i) for i, name in enumerate(names)]
     sent = [
         GenerateRequest(
             f"r{i}",
             [SequenceRequest(prompt, Sampling(), Stopping(NUM_TOKENS))],
             None if name is None else AdapterReference(AdapterSource.LOCAL, name),
         )
-        for i, (name, (prompt, _)) in enumerate(zip(names, told, strict=True))
+        for i, (name, (prompt, _)) in enumerate(zip(names, truths, strict=True))
     ]
     opened = config(tmp_path, max_device_adapters=1, device_pages=2)
     torch.set_num_threads(1)
     answers = asyncio.run(asyncio.wait_for(ask(opened, tmp_path, sent), PATIENCE_S))
-    for answer, (_, truth) in zip(answers, told, strict=True):
+    for answer, (_, truth) in zip(answers, truths, strict=True):
         assert answer.sequences[0].tokens == truth.tokens[:NUM_TOKENS], answer
