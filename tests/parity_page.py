@@ -25,8 +25,8 @@ SERVED_NOTES: Mapping[str, str] = {
     "exclude_modules": "as PEFT matches it",
     "alora_invocation_tokens": "from the prompt's last invocation on, the base model before; 256 "
     "tokens at most; not in merges, with embedding or head, or over padded models",
-    "use_dora": "on linear modules inside the layers; not in merges, with embedding or head, or over "
-    "padded models",
+    "use_dora": "on linear modules inside the layers; not in merges, with embedding or head, or "
+    "over padded models",
     "layers_to_transform": "as PEFT matches it",
     "layers_pattern": "as PEFT matches it; plain names",
     "rank_pattern": "as PEFT matches it; 4,096 keys at most",
