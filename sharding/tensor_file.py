@@ -85,6 +85,11 @@ class TensorFile:
         """Return all tensors' names, in the header's order."""
         return self._entries.keys()
 
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of all tensors."""
+        return self._file.size - self._begin
+
     def rename(self, names: Mapping[str, str]) -> None:
         """Give tensors other names; names: of every tensor, all different."""
         self._entries = {names[key]: entry for key, entry in self._entries.items()}

@@ -23,7 +23,7 @@ from sources.budget import DownloadBudget
 from sources.cache import CacheFull, DiskCache
 from sources.catalogue import CatalogueListing, read_catalogue
 from sources.download import Download
-from sources.files import check_headers, content_digest, fingerprint
+from sources.files import check_headers, content_digest, fingerprint, is_mlx
 from sources.hub import HubSource
 from sources.local import LocalSource, origin_of
 from sources.pushed import PushedFiles, PushedSource, is_pushed
@@ -81,7 +81,7 @@ class AdapterSources:
         which are free. The caller calls `release` when the files are no longer read.
         """
         name = found.reference.id
-        if found.folder is not None and self._is_pickled(found.folder):
+        if found.folder is not None and self._is_foreign(found.folder):
             return self._converted(found, found.folder)
         if found.folder is not None:
             here = self._inspected(found.folder, found)
@@ -200,16 +200,18 @@ class AdapterSources:
 
     def _write(self, download: Download, folder: Path) -> None:
         download.into(folder)
-        if self._is_pickled(folder):
+        if self._is_foreign(folder):
             _convert(folder, folder, download.found.reference.id, None)
 
-    def _is_pickled(self, folder: Path) -> bool:
-        """Return whether the weights are only a pickle, and pickles are allowed."""
+    def _is_foreign(self, folder: Path) -> bool:
+        """Return whether the weights are to be converted: MLX's, or a pickle that is allowed."""
+        if is_mlx(folder):
+            return True
         names = (folder / "adapter_model.bin", folder / "adapter_model.safetensors")
         return self._config.allow_pickle and [p.is_file() for p in names] == [True, False]
 
     def _converted(self, found: FoundAdapter, folder: Path) -> AdapterFolder:
-        """Convert the pickle in a folder that must not be changed; the result is a cache entry."""
+        """Convert the weights in a folder that must not be changed; the result is a cache entry."""
         name = found.reference.id
         try:
             files = fingerprint(folder)
@@ -249,8 +251,11 @@ def _roots(config: AdaptersConfig) -> tuple[str, ...]:
 
 
 def _convert(folder: Path, into: Path, name: str, root: Path | None) -> None:
-    # Imported late: a driver that reads no pickles needs no torch.
-    from sources.pickled import convert
+    # Imported late: a driver that converts nothing needs no torch.
+    if is_mlx(folder):
+        from sources.mlx import convert
+    else:
+        from sources.pickled import convert
 
     convert(folder, into, name, root)
 

@@ -15,6 +15,8 @@ from configs.wire.templates import OTHERS_FOLDER
 PACKAGE_ROOT = Path(__file__).resolve().parents[1]
 CONFIG_NAME = "adapter_config.json"
 TEMPLATE_NAMES = ("chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json")
+MLX_NAME = "adapters.safetensors"
+"""The weights of adapters that mlx_lm trained; they are converted (`mlx.py`)."""
 MAX_TEXT_BYTES = 16 << 20
 MAX_CONFIG_BYTES = 1 << 20
 """Limits of files that are parsed whole; parsing needs many times their bytes."""
@@ -137,7 +139,7 @@ def is_adapter_file(name: str, allow_pickle: bool = False) -> bool:
     folder, _, plain = name.rpartition("/")
     if folder:
         return folder == OTHERS_FOLDER and plain.endswith(".jinja")
-    if name == CONFIG_NAME or name in TEMPLATE_NAMES or fnmatchcase(name, _WEIGHTS):
+    if name in (CONFIG_NAME, MLX_NAME, *TEMPLATE_NAMES) or fnmatchcase(name, _WEIGHTS):
         return True
     return allow_pickle and fnmatchcase(name, _PICKLED)
 
@@ -147,8 +149,12 @@ def check_files(found: FoundAdapter, max_bytes: int) -> None:
     shown = f"adapter {found.reference.id!r}"
     names = {file.name for file in found.files}
     if CONFIG_NAME not in names:
-        refuse(AdapterRefusal.NOT_FOUND, f"{shown} has no {CONFIG_NAME}: not an adapter")
-    if not any(fnmatchcase(name, _WEIGHTS) or fnmatchcase(name, _PICKLED) for name in names):
+        refuse(
+            AdapterRefusal.NOT_FOUND,
+            f"{shown} has no {CONFIG_NAME}: not an adapter as PEFT or MLX saves it",
+        )
+    weights = (_WEIGHTS, _PICKLED, MLX_NAME)
+    if not any(fnmatchcase(name, pattern) for name in names for pattern in weights):
         refuse(
             AdapterRefusal.UNSUPPORTED,
             f"{shown} has no {_WEIGHTS}: save it with save_pretrained(..., "

@@ -9,6 +9,7 @@ from configs.wire.adapters import AdapterRefusal
 from configs.wire.templates import OTHERS_FOLDER
 from sources.base import (
     CONFIG_NAME,
+    MLX_NAME,
     TEMPLATE_NAMES,
     AdapterFolder,
     Fingerprint,
@@ -22,7 +23,10 @@ def fingerprint(folder: Path) -> Fingerprint:
     """Stat an adapter's files; OSError when one is missing or not a regular file."""
     templates = [path for name in TEMPLATE_NAMES if (path := folder / name).is_file()]
     templates += sorted(folder.glob(f"{OTHERS_FOLDER}/*.jinja"))
-    paths = [folder / CONFIG_NAME, *sorted(folder.glob("adapter_model*")), *templates]
+    weights = sorted(folder.glob("adapter_model*"))
+    if not weights and is_mlx(folder):
+        weights = [folder / MLX_NAME]
+    paths = [folder / CONFIG_NAME, *weights, *templates]
     stats = [(path, path.stat()) for path in paths]
     for path, found in stats:
         if not stat.S_ISREG(found.st_mode):
@@ -31,6 +35,11 @@ def fingerprint(folder: Path) -> Fingerprint:
         (path.relative_to(folder).as_posix(), found.st_size, found.st_mtime_ns)
         for path, found in stats
     )
+
+
+def is_mlx(folder: Path) -> bool:
+    """Return whether the weights are those of mlx_lm alone."""
+    return (folder / MLX_NAME).is_file() and not any(folder.glob("adapter_model*.safetensors"))
 
 
 def content_digest(folder: AdapterFolder) -> str:

@@ -22,6 +22,7 @@ from configs.wire.adapters import AdapterReference, AdapterRefusal
 from configs.wire.templates import OTHERS_FOLDER
 from sources.base import (
     CONFIG_NAME,
+    MLX_NAME,
     TEMPLATE_NAMES,
     FileBody,
     FoundAdapter,
@@ -140,7 +141,13 @@ class HubSource:
                 snapshot_download(
                     reference.id,
                     revision=reference.revision,
-                    allow_patterns=[CONFIG_NAME, "adapter_model*", *TEMPLATE_NAMES, _OTHERS],
+                    allow_patterns=[
+                        CONFIG_NAME,
+                        "adapter_model*",
+                        MLX_NAME,
+                        *TEMPLATE_NAMES,
+                        _OTHERS,
+                    ],
                     local_files_only=True,
                 )
             )
