@@ -11,10 +11,20 @@ from rich.progress import Progress
 from configs.architectures.base import ArchitectureError
 from configs.engine import EngineConfig
 from configs.serve import ServeConfig
+from configs.wire.adapters import AdapterError
 from deployments.commands.failing import fail
-from modeling.runner.adapter_check import AdapterVerdict, adaptable, base_tensors, judge
+from modeling.runner.adapter_check import (
+    AdapterCost,
+    AdapterVerdict,
+    adaptable,
+    as_peft,
+    base_tensors,
+    judge,
+)
 from sharding.checkpoint import CheckpointError
 from sources.model import ModelNotFound
+
+_MOST_CHARS = 400
 
 
 def check(folder: Path, model: str, settings: dict[str, object]) -> None:
@@ -22,6 +32,14 @@ def check(folder: Path, model: str, settings: dict[str, object]) -> None:
     if not folder.is_dir():
         fail(f"{folder} is not a folder: name one that holds an adapter's files", status=2)
     config = _config(model, settings)
+    try:
+        with as_peft(folder) as files:
+            _print_verdict(folder, _verdict(files, config))
+    except AdapterError as error:
+        _print_verdict(folder, AdapterVerdict(error.reasons))
+
+
+def _verdict(folder: Path, config: EngineConfig) -> AdapterVerdict:
     console = Console(stderr=True)
     try:
         with console.status(f"reading {config.model.id}", spinner="line"):
@@ -34,8 +52,7 @@ def check(folder: Path, model: str, settings: dict[str, object]) -> None:
         def read(done: int, total: int) -> None:
             progress.update(task, completed=done, total=total)
 
-        verdict = judge(folder, projections, config.adapters, read, base)
-    _print_verdict(folder, verdict)
+        return judge(folder, projections, config.adapters, read, base)
 
 
 def _config(model: str, settings: dict[str, object]) -> EngineConfig:
@@ -51,12 +68,23 @@ def _config(model: str, settings: dict[str, object]) -> EngineConfig:
 
 
 def _print_verdict(folder: Path, verdict: AdapterVerdict) -> None:
-    if not verdict.reasons:
+    kind = f"{verdict.kind}, " if verdict.kind else ""
+    if verdict.cost is not None:
         head = f", classifies by {verdict.num_labels} labels" if verdict.num_labels else ""
-        shape = f"{verdict.num_modules} modules, rank {verdict.rank}{head}"
+        shape = f"{kind}{verdict.num_modules} modules, rank {verdict.rank}{head}"
         typer.echo(f"{folder}: served exactly ({shape})")
+        _print_cost(verdict.cost)
+        if verdict.unread:
+            typer.echo(f"  not read, as by PEFT: {', '.join(verdict.unread)[:_MOST_CHARS]}")
         return
-    typer.echo(f"{folder}: refused")
+    typer.echo(f"{folder}: refused{f' ({verdict.kind})' if verdict.kind else ''}")
     for reason in verdict.reasons:
         typer.echo(f"  - {reason}")
     raise typer.Exit(1)
+
+
+def _print_cost(cost: AdapterCost) -> None:
+    typer.echo(
+        f"  on one rank: {cost.pages} pages, {cost.page_bytes / 2**20:.1f} MiB in 16 bits; "
+        f"a token: {cost.share:.1%} of the multiplications of the base's adaptable modules"
+    )

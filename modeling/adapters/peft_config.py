@@ -17,7 +17,7 @@ from configs.reading import read_text
 from configs.wire.adapters import AdapterRefusal
 from modeling.adapters.faults import Faults, refuse
 from modeling.adapters.patterns import MatchBudget, PatternError
-from modeling.adapters.peft_kinds import init_advice, is_peft_newer, tuner_advice
+from modeling.adapters.peft_kinds import files_advice, init_advice, is_peft_newer, tuner_advice
 from modeling.adapters.targets import PatternTable, Targets, read_targets
 from sources.base import CONFIG_NAME, MAX_CONFIG_BYTES
 
@@ -160,14 +160,15 @@ def check_config(folder: Path, faults: Faults, within: Path | None = None) -> Lo
     within: the folder that links must not lead out of.
     """
     with faults.gather():
-        return check_fields(_fields(folder, within), faults)
+        return check_fields(read_fields(folder, within), faults)
     return None
 
 
-def _fields(folder: Path, within: Path | None) -> dict[str, object]:
+def read_fields(folder: Path, within: Path | None = None) -> dict[str, object]:
+    """Return the fields of a folder's adapter_config.json; refuses a file that is no object."""
     path = folder / CONFIG_NAME
     if not path.is_file():
-        refuse(f"no {CONFIG_NAME} among the adapter's files: it was not saved by PEFT")
+        refuse(f"no {CONFIG_NAME} among the adapter's files: {files_advice(folder)}")
     try:
         fields = json.loads(read_text(path, MAX_CONFIG_BYTES, within))
     except OSError as error:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 
 PEFT_KNOWN = (0, 21, 2)
 """The newest release of PEFT of which every field of LoraConfig is decided here."""
@@ -39,6 +40,13 @@ MERGE = (
 NO_WEIGHTS = "it changes no weights, so nothing converts or merges it: retrain it as LoRA"
 NO_MERGE = "it has no weights of its own to merge: serve its parts, one adapter for each request"
 
+MEGATRON_ADVICE = (
+    "export it with nemo.collections.llm.peft.export_lora, or Megatron-Bridge's "
+    "AutoBridge.export_adapter_ckpt"
+)
+MOST_SHOWN = 200
+"""Most characters of an adapter's kind."""
+
 RESIDUALS: Mapping[str, str] = {
     "pissa": "a part of the base weights, by their singular values",
     "olora": "a part of the base weights, by their QR decomposition",
@@ -54,6 +62,27 @@ CONVERTED_BY_PEFT = (
     "init_lora_weights to true"
 )
 LOFTQ_ADVICE = "serve the quantised base as the model and set init_lora_weights to true"
+
+
+def kind_name(fields: Mapping[str, object]) -> str:
+    """Return what an adapter_config.json says that the adapter is, for people."""
+    if fields.get("peft_type") != "LORA":
+        return f"{fields.get('peft_type')}"[:MOST_SHOWN]
+    name = "rsLoRA" if fields.get("use_rslora") is True else "LoRA"
+    if fields.get("use_dora") is True:
+        name = "DoRA" if name == "LoRA" else "DoRA, scaled as rsLoRA"
+    tokens = fields.get("alora_invocation_tokens")
+    if tokens:
+        name = f"aLoRA, activated from the tokens {tokens} on"
+    init = fields.get("init_lora_weights")
+    return f"{name}, begun as {init}"[:MOST_SHOWN] if isinstance(init, str) else name[:MOST_SHOWN]
+
+
+def files_advice(folder: Path) -> str:
+    """Return what a folder without an adapter_config.json is, and what to do."""
+    if any(folder.glob("*.nemo")) or (folder / "weights").is_dir():
+        return f"it is a checkpoint of NeMo's or Megatron's; {MEGATRON_ADVICE}"
+    return "it was not saved by PEFT; save it with PEFT's save_pretrained"
 
 
 def tuner_advice(peft_type: object) -> str:

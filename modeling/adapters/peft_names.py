@@ -12,6 +12,7 @@ from pathlib import Path
 
 from modeling.adapters.faults import refuse
 from modeling.adapters.peft_ends import PREFIX
+from modeling.adapters.peft_kinds import MEGATRON_ADVICE
 from sharding.tensor_file import TensorFile
 
 WEIGHTS_NAME = "adapter_model.safetensors"
@@ -46,8 +47,7 @@ _TOOLS = (
     ),
     (
         re.compile(r"\.(?:linear_in|linear_out)\.weight$|\.adapter_layer\."),
-        "Megatron's names, as NeMo writes them: export it with nemo.collections.llm.peft."
-        "export_lora, or Megatron-Bridge's AutoBridge.export_adapter_ckpt",
+        f"Megatron's names, as NeMo writes them: {MEGATRON_ADVICE}",
     ),
     (
         re.compile(r"^lora_(?:unet|te\d?)_|\.lora_(?:down|up)\.weight$"),

@@ -3,9 +3,11 @@
 It runs the reader that serves adapters (`peft.py`), so that both always agree.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import MappingProxyType
 
 import torch
@@ -16,18 +18,39 @@ from configs.architectures.select import load_architecture, padded_reason
 from configs.engine import EngineConfig
 from configs.reading import DamagedFile
 from configs.wire.adapters import AdapterError
+from modeling.adapters.host_cache import PAGE_ROWS
 from modeling.adapters.peft import FACTOR, open_adapter
+from modeling.adapters.peft_config import read_fields
+from modeling.adapters.peft_kinds import kind_name
 from modeling.adapters.peft_names import WEIGHTS_NAME
-from modeling.adapters.projection import BaseRows, Projection
+from modeling.adapters.projection import BaseRows, ModulePosition, Projection, ProjectionKind
 from modeling.models.select import build_model
 from modeling.runner.loading import load_model, with_other_models
 from sharding.checkpoint import DummySource
 from sharding.group import SingleRank
 from sharding.loader import Weights
 from sharding.tensor_file import TensorFile
+from sources.files import is_mlx
+from sources.mlx import convert
 from sources.model import fetch_model, fetch_model_config
 
 META = torch.device("meta")
+_ITEM_BYTES = 2
+
+
+@dataclass(frozen=True)
+class AdapterCost:
+    """What a served adapter costs on one rank.
+
+    pages: in the pools of all projections together.
+    page_bytes: of those pages, in a type of 16 bits.
+    share: its multiplications for a token, by those of the base in all modules that adapters may
+    change.
+    """
+
+    pages: int
+    page_bytes: int
+    share: float
 
 
 @dataclass(frozen=True)
@@ -38,12 +61,18 @@ class AdapterVerdict:
     num_modules: how many modules it adapts.
     rank: the largest of its matrices.
     num_labels: of the classification head that it brings; 0: it brings none.
+    kind: what its config says that it is; "" where that cannot be read.
+    unread: fields of its config that no release of PEFT reads.
+    cost: None for an adapter that is refused.
     """
 
     reasons: tuple[str, ...]
     num_modules: int = 0
     rank: int = 0
     num_labels: int = 0
+    kind: str = field(default="", compare=False)
+    unread: tuple[str, ...] = field(default=(), compare=False)
+    cost: AdapterCost | None = field(default=None, compare=False)
 
 
 def adaptable(config: EngineConfig) -> tuple[Projection, ...]:
@@ -104,6 +133,49 @@ def judge(
         for _ in adapter.read_matrices():
             pass
     except AdapterError as error:
-        return AdapterVerdict(error.reasons)
-    labels = 0 if head is None else head.num_labels
-    return AdapterVerdict((), len(ranks), max(ranks, default=0), labels)
+        return AdapterVerdict(error.reasons, kind=_kind(folder))
+    return AdapterVerdict(
+        (),
+        num_modules=len(ranks),
+        rank=max(ranks, default=0),
+        num_labels=0 if head is None else head.num_labels,
+        kind=_kind(folder),
+        unread=adapter.plan.unread,
+        cost=_cost(adapter.ranks, projections),
+    )
+
+
+@contextmanager
+def as_peft(folder: Path) -> Iterator[Path]:
+    """Yield a folder with the adapter as PEFT saves it: a copy of one that the server converts.
+
+    Raises AdapterError for one that cannot be converted.
+    """
+    if not is_mlx(folder):
+        yield folder
+        return
+    with TemporaryDirectory() as made:
+        convert(folder, Path(made), folder.name)
+        yield Path(made)
+
+
+def _kind(folder: Path) -> str:
+    try:
+        return kind_name(read_fields(folder))
+    except AdapterError:
+        return ""
+
+
+def _cost(ranks: Mapping[ModulePosition, int], projections: Sequence[Projection]) -> AdapterCost:
+    pages = page_bytes = products = 0
+    for index, projection in enumerate(projections):
+        own = [rank for at, rank in ranks.items() if at.projection == index]
+        count = -(-max(own, default=0) // PAGE_ROWS)
+        width = projection.local_inputs + projection.local_outputs
+        pages += count
+        page_bytes += count * PAGE_ROWS * projection.num_layers * width * _ITEM_BYTES
+        if projection.kind.has_factors:
+            products += sum(own) * width
+    linear = [p for p in projections if p.kind is ProjectionKind.LINEAR]
+    base = sum(p.num_layers * p.local_inputs * p.local_outputs for p in linear)
+    return AdapterCost(pages, page_bytes, products / base if base else 0.0)

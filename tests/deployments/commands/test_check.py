@@ -1,0 +1,105 @@
+"""What `loray check-adapter` prints for folders of several kinds."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from peft import IA3Config, LoHaConfig, LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from deployments.commands.check import check
+from tests.checkpoints import write_llama
+
+MLX = Path(__file__).parents[2] / "sources" / "mlx_lora"
+TARGETS = ["q_proj", "down_proj"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_llama(tmp_path_factory.mktemp("model"))
+
+
+def printed(
+    folder: Path, model: Path, capsys: pytest.CaptureFixture[str], served: bool = True
+) -> str:
+    if served:
+        check(folder, str(model), {})
+    else:
+        with pytest.raises(typer.Exit) as ended:
+            check(folder, str(model), {})
+        assert ended.value.exit_code == 1
+    return capsys.readouterr().out
+
+
+def save(folder: Path, model: Path, config: Any) -> Path:
+    """An adapter as PEFT saves it."""
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(model), config)
+    adapted.save_pretrained(str(folder))
+    return folder
+
+
+def test_what_is_served_has_its_kind_and_its_cost(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = LoraConfig(r=12, target_modules=TARGETS, use_rslora=True)
+    folder = save(tmp_path / "rs", model, config)
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text("utf-8")), "epochs": 3}))
+    said = printed(folder, model, capsys)
+    assert "served exactly (rsLoRA, 4 modules, rank 12)" in said
+    # Two pages of 8 rank rows in each of two projections, [2 layers, 8, in + out] in 16 bits.
+    num_bytes = 2 * 2 * 8 * 2 * ((32 + 32) + (48 + 32))
+    assert f"4 pages, {num_bytes / 2**20:.1f} MiB" in said
+    assert "not read, as by PEFT: epochs" in said
+    tokens = LoraConfig(
+        r=4, target_modules=TARGETS, alora_invocation_tokens=[5, 6], task_type="CAUSAL_LM"
+    )
+    said = printed(save(tmp_path / "alora", model, tokens), model, capsys)
+    assert "aLoRA, activated from the tokens [5, 6] on, 4 modules" in said
+
+
+def test_an_adapter_of_mlx_is_judged_as_the_server_converts_it(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(MLX, tmp_path / "mlx")
+    said = printed(tmp_path / "mlx", model, capsys)
+    assert re.search(r"mlx: served exactly \(LoRA, 3 modules, rank 4\)", said)
+    config = tmp_path / "mlx" / "adapter_config.json"
+    config.write_text("{}")
+    assert "must name the rank" in printed(tmp_path / "mlx", model, capsys, served=False)
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "advice"),
+    [
+        (IA3Config(target_modules=TARGETS, feedforward_modules=[]), "IA3", "merge_and_unload"),
+        (LoHaConfig(r=2, target_modules=TARGETS), "LOHA", "peft.save_as_lora"),
+        (
+            LoraConfig(r=4, target_modules=TARGETS, init_lora_weights="pissa"),
+            "LoRA, begun as pissa",
+            "path_initial_model_for_weight_conversion",
+        ),
+    ],
+)
+def test_what_is_refused_has_its_kind_and_what_to_do(
+    config: Any,
+    kind: str,
+    advice: str,
+    model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    said = printed(save(tmp_path / "other", model, config), model, capsys, served=False)
+    assert f"refused ({kind})" in said
+    assert advice in said
+
+
+def test_a_checkpoint_of_nemo_is_known(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "lora.nemo").write_bytes(b"")
+    assert "export_lora" in printed(tmp_path, model, capsys, served=False)
