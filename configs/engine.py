@@ -94,7 +94,8 @@ class LimitsConfig(Config):
     max_queued: requests that may wait; beyond it clients get 429, except for adapters with less
     than an equal part of the queue.
     max_total_tokens: prompt plus generated tokens of one request; None: the model's own length.
-    max_input_tokens: tokens of one prompt; None: one less than max_total_tokens.
+    max_input_tokens: tokens of one prompt; None: one less than max_total_tokens, or as
+    many where the model generates nothing.
     max_batch_total_tokens: an upper bound of the cache in tokens; None: what memory allows.
     max_stop_sequences: stop strings of one request.
     max_best_of: LoRAX's `best_of`: sequences of one request, of which the best is returned.

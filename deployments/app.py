@@ -8,6 +8,7 @@ from ray.serve import Application, Deployment
 from ray.serve.config import RequestRouterConfig
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from configs.architectures import encoders
 from configs.architectures.select import load_architecture, padded_reason
 from configs.engine import Device, EngineConfig
 from configs.model import ModelConfig
@@ -101,16 +102,17 @@ def _logging(config: ObservabilityConfig) -> dict[str, dict[str, str]]:
 def bundles(config: ServeConfig) -> list[dict[str, float]]:
     """A replica's placement group: the driver's bundle first, then one a rank.
 
-    A padded model has one rank with all GPUs; ValueError for several ranks of it on CPUs.
+    A padded model has one rank with all GPUs; ValueError for several ranks of it on CPUs,
+    and of an encoder.
     """
     engine, on_gpu = config.engine, _on_gpu(config.engine)
     rank: dict[str, float] = {"CPU": config.rank_cpus}
     padded = _why_padded(engine) if engine.tensor_parallel > 1 else None
     if padded is not None:
-        if not on_gpu:
+        if not on_gpu or padded == encoders.REASON:
             raise ValueError(
-                f"engine.tensor_parallel ({engine.tensor_parallel}) must be 1 for this model on a "
-                f"CPU: {padded}, so it runs whole in one rank"
+                f"engine.tensor_parallel ({engine.tensor_parallel}) must be 1 for this model"
+                f"{'' if on_gpu else ' on a CPU'}: {padded}, so it runs whole in one rank"
             )
         return [{"CPU": config.driver_cpus}, rank | {"GPU": engine.tensor_parallel}]
     if on_gpu:

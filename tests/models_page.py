@@ -42,7 +42,8 @@ modules' names, of linear layers inside the decoder; paged models can also adapt
 head ([`adapters.vocabulary`](configuration.md)). Another config.json of a type on this page can
 be refused, or padded, for a setting of its own: the start says which. Of paged types the
 `...ForSequenceClassification` is served too, where transformers has one
-([classification](compatibility.md#classification-scores-reranking)).
+([classification](compatibility.md#classification-scores-reranking)). Encoders embed and classify,
+and have [a list of their own](compatibility.md#encoders).
 """
 
 READING = {

@@ -6,10 +6,18 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from configs.architectures import classifiers, generic, padded, text_stack
+from configs.architectures import (
+    classifiers,
+    encoders,
+    generic,
+    padded,
+    sentence_transformers,
+    text_stack,
+)
 from configs.architectures.base import ArchitectureError, ModelArchitecture, token_ids
 from configs.architectures.rope import RotaryArchitecture
 from configs.model import Quantize
+from configs.wire.sampling import Pooling
 from configs.wire.tasks import ModelTask, TaskKind
 
 FAMILIES: dict[str, str] = {
@@ -45,6 +53,12 @@ def load_architecture(folder: Path) -> ModelArchitecture:
     """Read `folder`/config.json; ArchitectureError says what is missing or not supported."""
     config = _read(folder)
     found = parse_architecture(config)
+    if isinstance(found, encoders.EncoderArchitecture):
+        # A start refuses what requests would be refused for.
+        model_task(folder)
+        longest = found.max_position_embeddings
+        own = sentence_transformers.longest_input(folder) or longest
+        return found.model_copy(update={"max_position_embeddings": min(own, longest)})
     if isinstance(found, RotaryArchitecture) and not _keeps_keys(folder, config):
         return found.model_copy(update={"rope_recompute": True})
     return found
@@ -76,6 +90,8 @@ def parse_architecture(config: Mapping[str, Any]) -> ModelArchitecture:
             parsed: ModelArchitecture = import_module(FAMILIES[name]).parse(name, config)
             return parsed
     for name in names:
+        if encoders.is_encoder(name, config):
+            return encoders.parse(name, config)
         if padded.is_causal(name):
             return generic.parse(name, config)
         if classifiers.is_classifier(name):
@@ -117,13 +133,20 @@ def end_token_ids(folder: Path) -> tuple[int, ...]:
 def model_task(folder: Path) -> ModelTask:
     """Return what the model of a folder is for."""
     config = _read(folder)
-    if not any(classifiers.is_classifier(name) for name in _names(config)):
-        return ModelTask(pad_token_id=classifiers.pad_token(config))
+    names = _names(config)
+    is_encoder = any(encoders.is_encoder(name, config) for name in names)
+    pad = None if is_encoder else classifiers.pad_token(config)
+    if not any(classifiers.is_classifier(name) for name in names):
+        pooling, normalize = sentence_transformers.pooling_of(folder)
+        embeds = is_encoder or pooling is not Pooling.NONE
+        kind = TaskKind.EMBED if embeds else TaskKind.GENERATE
+        return ModelTask(kind, pad_token_id=pad, pooling=pooling, normalize=normalize)
     return ModelTask(
         TaskKind.CLASSIFY,
         classifiers.labels_of(config),
         config.get("problem_type"),
-        pad_token_id=classifiers.pad_token(config),
+        pair_activation=sentence_transformers.pair_activation(folder, config),
+        pad_token_id=pad,
     )
 
 

@@ -15,6 +15,7 @@ from configs.engine import EngineConfig
 from configs.kv_groups import held_tokens
 from configs.runtime import RuntimeConfig, with_runtime
 from configs.wire.adapters import AdapterError, AdapterReference
+from configs.wire.tasks import TaskKind
 from configs.wire.templates import TemplateSource
 from deployments.contract import (
     AdapterCommand,
@@ -275,6 +276,8 @@ class DriverEngine:
         task = model_task(self._folder)
         report, capacity = self.ranks[0], common([report.capacity for report in self.ranks])
         limits, longest = self._limits, capacity.max_total_tokens
+        # A prompt leaves room for one token, where tokens are generated.
+        room = longest - int(task.task is TaskKind.GENERATE)
         return EngineInfo(
             model_id=self._config.model.id,
             model_name=self._config.model.served_name,
@@ -285,7 +288,7 @@ class DriverEngine:
             vocab_size=vocab_size(self._folder),
             stop_token_ids=end_token_ids(self._folder),
             max_total_tokens=longest,
-            max_input_tokens=min(limits.max_input_tokens or longest - 1, longest - 1),
+            max_input_tokens=min(limits.max_input_tokens or room, room),
             max_batch_total_tokens=held_tokens(capacity.groups, capacity.num_blocks),
             max_running=limits.max_running,
             max_queued=limits.max_queued,

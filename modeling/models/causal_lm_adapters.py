@@ -42,11 +42,13 @@ class ModuleCall:
 
 @dataclass(frozen=True)
 class ProbeSize:
-    """What a probe computed: a prefill of [rows, length], and one more token in each row."""
+    """What a probe computed: a forward of [rows, length], and if it `decodes`, one more token in
+    each row."""
 
     rows: int
     length: int
     dtype: torch.dtype
+    decodes: bool = True
 
 
 @dataclass(frozen=True)
@@ -94,12 +96,12 @@ class ModuleCalls:
     def adaptable(self, probe: ProbeSize) -> list[LinearModule]:
         """Return the modules that saw all tokens that they should, once in each forward.
 
-        The forwards watched were the probe's prefill and its decode, in this order.
+        The forwards watched were the probe's prefill and its decode, if any, in this order.
         """
         kept = [
             replace(linear, reads_cache=reads_cache)
             for linear in self.linears
-            for reads_cache in (False, True)
+            for reads_cache in ((False, True) if probe.decodes else (False,))
             if _as_expected(self._seen[linear.path], probe, reads_cache)
         ]
         left_out = sorted({s.template for s in self.linears} - {s.template for s in kept})
@@ -121,8 +123,9 @@ class ModuleCalls:
 
 
 def _as_expected(calls: Sequence[ModuleCall], probe: ProbeSize, reads_cache: bool) -> bool:
-    """Whether a module was called once in the prefill and once in the decode, with all tokens."""
-    lengths = (probe.length, probe.length + 1 if reads_cache else 1)
+    """Whether a module was called once in each forward of the probe, with all tokens."""
+    decode = (probe.length + 1 if reads_cache else 1,) if probe.decodes else ()
+    lengths = (probe.length, *decode)
     return len(calls) == len(lengths) and all(
         (call.input_dtype, call.output_dtype) == (probe.dtype, probe.dtype)
         and _in_order(call.leading, probe.rows, length)

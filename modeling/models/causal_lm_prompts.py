@@ -22,6 +22,8 @@ from modeling.sampling.prompt_scores import (
     PromptScoresOnDevice,
     joined,
     no_heads,
+    pooled,
+    whole_row,
 )
 from modeling.sampling.sampler import LogprobTensors, logprobs_of
 
@@ -47,11 +49,7 @@ class CausalLMPrompts:
         heads: Heads = no_heads,
     ) -> PromptScoresOnDevice:
         """Read the whole prompt of each (row's index in the batch, its request)."""
-        rows = [
-            PromptRow(index, join.batch_slot, 0, 0, 0, join.prompt_length, join.prompt_length,
-                      join.sampling, join.adapter_slot)
-            for index, join in requests
-        ]  # fmt: skip
+        rows = [whole_row(index, join) for index, join in requests]
         num_top = max(row.sampling.prompt_logprobs for row in rows)
         scores: list[LogprobTensors] = []
         vectors: dict[int, Tensor] = {}
@@ -128,5 +126,4 @@ def _vector(states: Tensor, row: PromptRow, heads: Heads) -> Tensor | None:
     if row.sampling.pooling is Pooling.SCORE:
         logits = heads(states[-1:], row.adapter_slot)
         return None if logits is None else logits[0]
-    last = row.sampling.pooling is Pooling.LAST
-    return states[-1].float() if last else states.float().mean(dim=0)
+    return pooled(states, row.sampling.pooling)

@@ -9,10 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import torch
 
 from configs.adapters import AdaptersConfig
+from configs.architectures.base import ModelArchitecture
+from configs.architectures.encoders import EncoderArchitecture
 from configs.architectures.generic import GenericArchitecture
 from configs.architectures.select import load_architecture, padded_reason
 from configs.engine import EngineConfig
@@ -34,7 +37,12 @@ from sources.files import is_mlx
 from sources.mlx import convert
 from sources.model import fetch_model, fetch_model_config
 
+if TYPE_CHECKING:
+    from modeling.models.causal_lm import CausalLM
+    from modeling.models.encoder import Encoder
+
 META = torch.device("meta")
+CPU = torch.device("cpu")
 _ITEM_BYTES = 2
 
 
@@ -83,15 +91,11 @@ def adaptable(config: EngineConfig) -> tuple[Projection, ...]:
     compared with the base model's.
     """
     architecture = load_architecture(fetch_model_config(config.model))
-    cpu = torch.device("cpu")
     if padded_reason(architecture, config.model.quantize) is not None:
-        # Here, not above: paged models do without transformers.
-        from modeling.runner.padded_loading import load_causal_lm
-
-        return load_causal_lm(config.model, cpu, False).model.projections
+        return _padded(config, architecture).projections
     if config.adapters.vocabulary or isinstance(architecture, GenericArchitecture):
         fetch_model(config.model)
-        return load_model(config, SingleRank(), cpu).model.projections
+        return load_model(config, SingleRank(), CPU).model.projections
     weights = Weights(DummySource(META, torch.float32), SingleRank(), torch.float32, META)
     return with_other_models(build_model(architecture, weights), architecture)
 
@@ -104,12 +108,21 @@ def base_tensors(config: EngineConfig, folder: Path) -> Mapping[str, BaseRows]:
                 return {}
     except (DamagedFile, OSError):
         return {}
-    architecture, cpu = load_architecture(fetch_model(config.model)), torch.device("cpu")
+    architecture = load_architecture(fetch_model(config.model))
     if padded_reason(architecture, config.model.quantize) is not None:
-        from modeling.runner.padded_loading import load_causal_lm
+        return _padded(config, architecture).base_tensors()
+    return load_model(config, SingleRank(), CPU).model.base_tensors()
 
-        return load_causal_lm(config.model, cpu, False).model.base_tensors()
-    return load_model(config, SingleRank(), cpu).model.base_tensors()
+
+def _padded(config: EngineConfig, architecture: ModelArchitecture) -> "CausalLM | Encoder":
+    """Load a model that runs in transformers' own code."""
+    # Here, not above: paged models do without transformers.
+    from modeling.runner.encoder_loading import load_encoder_weights
+    from modeling.runner.padded_loading import load_causal_lm
+
+    if isinstance(architecture, EncoderArchitecture):
+        return load_encoder_weights(config.model, CPU).model
+    return load_causal_lm(config.model, CPU, False).model
 
 
 def judge(

@@ -13,7 +13,9 @@ from modeling.adapters.kernels.select import select_kernel
 from modeling.adapters.peft_score import score_projection
 from modeling.adapters.projection import Projection
 from modeling.adapters.score import ScoreHeads
+from modeling.models.causal_lm import CausalLM
 from modeling.models.causal_lm_prompts import CausalLMPrompts
+from modeling.models.encoder import Encoder
 from modeling.runner.block_tables import BatchSize
 from modeling.runner.loading import total_tokens
 from modeling.runner.memory import (
@@ -51,16 +53,10 @@ def load_padded(
         grammars = Grammars(lambda: fetch_model(config.model), vocab_size)
         prompts = CausalLMPrompts(model, vocab_size)
         longest = total_tokens(config, weights.architecture)
-        projections: tuple[Projection, ...] = ()
-        pages = 0
-        if model.projections:
-            projections = (*model.projections, score_projection(embedding.shape[1], False))
-            memory = device_memory(model.device) if model.device.type == "cuda" else None
-            width = page_bytes(projections, model.dtype)
-            pages = adapter_pages(config.adapters, width, memory)
-        size = bank_size(config.adapters, pages)
-        base = model.base_tensors()
-        bank = AdapterBank(projections, size, model.dtype, model.device, base)
+        projections = model.projections
+        if projections:
+            projections = (*projections, score_projection(embedding.shape[1], False))
+        bank = padded_bank(config, projections, model)
     return LoadedPadded(
         PaddedParts(
             config=config,
@@ -75,6 +71,19 @@ def load_padded(
             adapters=PaddedAdapters(kernel, bank),
         )
     )
+
+
+def padded_bank(
+    config: EngineConfig, projections: tuple[Projection, ...], model: CausalLM | Encoder
+) -> AdapterBank:
+    """Make the adapter pools of a model that runs whole, over these projections; perhaps none."""
+    pages = 0
+    if projections:
+        memory = device_memory(model.device) if model.device.type == "cuda" else None
+        width = page_bytes(projections, model.dtype)
+        pages = adapter_pages(config.adapters, width, memory)
+    size = bank_size(config.adapters, pages)
+    return AdapterBank(projections, size, model.dtype, model.device, model.base_tensors())
 
 
 def _check_config(config: EngineConfig, group: TensorParallel) -> None:

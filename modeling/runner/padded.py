@@ -43,13 +43,14 @@ class PaddedAdapters:
 
     def of_batch(self, batch: CausalLMBatch) -> RowAdapters | None:
         """Return the adapters of a batch's rows."""
-        return self._of([request.adapter_slot for request in batch.requests])
+        return self.of_slots([request.adapter_slot for request in batch.requests])
 
     def of_slot(self, slot: int) -> RowAdapters | None:
         """Return the adapter of one sequence by itself."""
-        return self._of([slot])
+        return self.of_slots([slot])
 
-    def _of(self, slots: Sequence[int]) -> RowAdapters | None:
+    def of_slots(self, slots: Sequence[int]) -> RowAdapters | None:
+        """Return the adapters of rows with these adapter slots."""
         if max(slots) < 0:
             return None
         return lambda length: self.kernel.batch(self.bank, slots, [length] * len(slots))

@@ -71,9 +71,9 @@ def load_causal_lm(config: ModelConfig, device: torch.device, spread: bool) -> L
     architecture = load_padded(folder).with_rope_length(config.dynamic_rope_length)
     if config.quantize is not Quantize.NONE:
         _check_quantize(config)
-    model_config = _model_config(config, folder)
+    model_config = read_model_config(config, folder)
     _check_state(model_config)
-    dtype = _dtype(config, model_config, folder)
+    dtype = weights_dtype(config, model_config, folder)
     if config.load_format is LoadFormat.DUMMY:
         model = _dummy(config, model_config, device, dtype)
         bytes_read = 0
@@ -182,7 +182,8 @@ def _forgotten_window(config: PretrainedConfig, model: PreTrainedModel) -> int |
     return min(windows) if windows and not makes_masks else None
 
 
-def _model_config(config: ModelConfig, folder: Path) -> PretrainedConfig:
+def read_model_config(config: ModelConfig, folder: Path) -> PretrainedConfig:
+    """Read a folder's config.json; ArchitectureError says why transformers cannot."""
     try:
         found: PretrainedConfig = AutoConfig.from_pretrained(
             folder, trust_remote_code=config.trust_remote_code
@@ -275,7 +276,7 @@ def _dummy(
     return moved
 
 
-def _dtype(config: ModelConfig, model_config: PretrainedConfig, folder: Path) -> torch.dtype:
+def weights_dtype(config: ModelConfig, model_config: PretrainedConfig, folder: Path) -> torch.dtype:
     """Return what AUTO means: the config's type, else that of the tensors, as for paged models."""
     if config.dtype is not DType.AUTO:
         return torch_dtype(config.dtype.value)

@@ -4,6 +4,7 @@ import logging
 
 import torch
 
+from configs.architectures.encoders import EncoderArchitecture
 from configs.architectures.select import load_architecture, padded_reason
 from configs.engine import EngineConfig
 from modeling.runner.load_paged import load_paged
@@ -27,6 +28,10 @@ def load_runner(
         return load_paged(config, group, device)
     logger.info("%s runs in transformers' padded code: %s", architecture.architecture, why)
     # Here, not above: paged models start without transformers.
+    if isinstance(architecture, EncoderArchitecture):
+        from modeling.runner.load_encoder import load_encoder
+
+        return load_encoder(config, group, device)
     from modeling.runner.load_padded import load_padded
 
     return load_padded(config, group, device, spread)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from configs.wire.plan import PromptReport, TokenLogprobs
+from configs.wire.plan import PromptReport, RequestJoin, TokenLogprobs
 from configs.wire.sampling import Pooling, Sampling
 from modeling.sampling.sampler import LogprobTensors, logprobs_of
 from modeling.transfer import to_device
@@ -77,6 +77,14 @@ class PromptRow:
         return self.pools and self.end >= self.prompt_length
 
 
+def whole_row(index: int, join: RequestJoin) -> PromptRow:
+    """Return the row, of this index in the batch, that computes a request's whole prompt."""
+    length = join.prompt_length
+    return PromptRow(
+        index, join.batch_slot, 0, 0, 0, length, length, join.sampling, join.adapter_slot
+    )
+
+
 @dataclass(frozen=True)
 class PromptScoresOnDevice:
     """A step's prompt logprobs, embeddings and scores, on the device.
@@ -124,13 +132,13 @@ class PromptScoresOnDevice:
 
 
 class PromptReader:
-    """Reads prompts for one rank; keeps the sums of those that are computed in several rows."""
+    """Reads prompts for one rank; keeps the parts of those that are computed in several rows."""
 
     def __init__(self, vocab_size: int, device: torch.device, heads: Heads) -> None:
         self._heads = heads
         self._slice = max(1, SLICE_BYTES // (4 * vocab_size))
         self._device = device
-        self._sums: dict[int, Tensor] = {}
+        self._parts: dict[int, Tensor] = {}
 
     def read(
         self, rows: Sequence[PromptRow], hidden: Tensor, known: Tensor, head: Head
@@ -177,22 +185,47 @@ class PromptReader:
 
     def _pool(self, row: PromptRow, hidden: Tensor) -> Tensor | None:
         """Add a row's hidden states; returns the embedding if it is complete."""
-        if row.sampling.pooling is Pooling.SCORE:
+        pooling = row.sampling.pooling
+        if pooling is Pooling.SCORE:
             return None
         states = hidden[row.at : row.at + row.end - row.start]
-        if row.sampling.pooling is Pooling.LAST:
+        if pooling is Pooling.LAST:
             return states[-1].float() if row.completes else None
-        # In float32: chunks of any size then give nearly the same mean.
-        total = states.float().sum(dim=0)
-        # The slot may still have the sum of a request that ended before its embedding was complete.
-        before = self._sums.pop(row.batch_slot, None)
+        part = _part(states, pooling)
+        # The slot may still have the part of a request that ended before its embedding was
+        # complete.
+        before = self._parts.pop(row.batch_slot, None)
         if row.start > 0:
-            assert before is not None, f"slot {row.batch_slot} has no sum up to {row.start}"
-            total += before
+            assert before is not None, f"slot {row.batch_slot} has no part up to {row.start}"
+            part = _JOINS[pooling](before, part)
         if row.completes:
-            return total / row.prompt_length
-        self._sums[row.batch_slot] = total
+            return part / row.prompt_length if pooling is Pooling.MEAN else part
+        self._parts[row.batch_slot] = part
         return None
+
+
+_JOINS: dict[Pooling, Callable[[Tensor, Tensor], Tensor]] = {
+    Pooling.MEAN: torch.add,
+    Pooling.MAX: torch.maximum,
+    Pooling.CLS: lambda first, _: first,
+}
+"""What a prompt's chunks make of the part of those before and their own."""
+
+
+def _part(states: Tensor, pooling: Pooling) -> Tensor:
+    """What a chunk's states [n, width] add: float32 [width], of the mean the sum."""
+    if pooling is Pooling.CLS:
+        return states[0].float()
+    # In float32: chunks of any size then give nearly the same mean.
+    return states.float().sum(dim=0) if pooling is Pooling.MEAN else states.amax(dim=0).float()
+
+
+def pooled(states: Tensor, pooling: Pooling) -> Tensor:
+    """Return the embedding, float32 [width], of a whole prompt's states [n, width]."""
+    if pooling is Pooling.LAST:
+        return states[-1].float()
+    part = _part(states, pooling)
+    return part / len(states) if pooling is Pooling.MEAN else part
 
 
 def joined(parts: Sequence[LogprobTensors]) -> LogprobTensors:

@@ -58,6 +58,15 @@ def test_a_padded_model_is_one_rank_with_all_the_gpus(tmp_path: Path) -> None:
     assert bundles(ServeConfig.model_validate(args)) == [driver, rank]
 
 
+def test_several_ranks_of_an_encoder_are_refused(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 96, "num_hidden_layers": 2, "max_position_embeddings": 64}
+    config = {"architectures": ["BertModel"], "model_type": "bert", **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    engine = {"model": {"id": str(tmp_path)}, "tensor_parallel": 2, "device": "cuda"}
+    with pytest.raises(ValueError, match="must be 1 for this model: it is an encoder"):
+        bundles(ServeConfig.model_validate({"engine": engine}))
+
+
 def test_a_quantised_model_is_one_rank_too(tmp_path: Path) -> None:
     write_llama(tmp_path)
     model = {"id": str(tmp_path), "quantize": "bitsandbytes"}

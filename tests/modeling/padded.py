@@ -63,7 +63,7 @@ def padded_config(model: Path) -> EngineConfig:
         model=ModelConfig(id=str(model)),
         device=Device.CPU,
         cache=CacheConfig(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE),
-        limits=LimitsConfig(max_running=8, max_step_tokens=256),
+        limits=LimitsConfig(max_running=10, max_step_tokens=256),
         adapters=AdaptersConfig(
             device_pages=NUM_PAGES, max_device_adapters=10, max_rank=64, host_bytes=2**26
         ),

@@ -1,6 +1,6 @@
 """What a runner tells about prompts, against transformers and PEFT."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +14,11 @@ from tests.oracle import MIN_SHIFT, TOLERANCE, final_states, prompt_logits, trut
 NUM_TOP = 3
 NUM_TOKENS = 5
 
+_OTHERS: list[tuple[Pooling, Callable[[Tensor], Tensor]]] = [
+    (Pooling.MAX, lambda states: states.amax(0)),
+    (Pooling.CLS, lambda states: states[0]),
+]
+
 Prompts = Sequence[tuple[Path | None, list[int]]]
 """(adapter, prompt) of each client."""
 
@@ -26,7 +31,7 @@ def prompt_of(length: int, vocab_size: int) -> list[int]:
 
 
 def questions(told: Prompts, chunk: int, rejoins_at: int | None = None) -> list[Asked]:
-    """Four requests for each prompt: scored and generating, scored alone, and both poolings.
+    """Five requests for each prompt: scored and generating, scored alone, and three embeddings.
 
     Every other scored one asks for alternatives; rejoins_at: as in Asked, for the generating ones.
     """
@@ -40,6 +45,7 @@ def questions(told: Prompts, chunk: int, rejoins_at: int | None = None) -> list[
             Asked(prompt, 0, slot, scored, chunk, 1 + i),
             Asked(prompt, 0, slot, Sampling(pooling=Pooling.MEAN), chunk + i, i),
             Asked(prompt, 0, slot, Sampling(pooling=Pooling.LAST), chunk + 1, 2 * i),
+            Asked(prompt, 0, slot, Sampling(pooling=_OTHERS[i % 2][0]), chunk, i),
         ]
     return asked
 
@@ -53,14 +59,15 @@ def check_answers(
 ) -> None:
     """Compare all that was told with the oracle, and the generated tokens too."""
     for i, (folder, prompt) in enumerate(told):
-        own = answers[4 * i : 4 * i + 4]
+        own = answers[5 * i : 5 * i + 5]
         logprobs = prompt_logits(model, folder, prompt).double().log_softmax(-1)
         states = final_states(model, folder, prompt)
-        for answer, question in zip(own[:2], asked[4 * i :], strict=False):
+        for answer, question in zip(own[:2], asked[5 * i :], strict=False):
             num_top = question.sampling.prompt_logprobs
             _check_scores(answer, prompt, logprobs, num_top, tolerance)
         _check_embedding(own[2], states.mean(0), tolerance)
         _check_embedding(own[3], states[-1], tolerance)
+        _check_embedding(own[4], _OTHERS[i % 2][1](states), tolerance)
         assert own[0].tokens == truth(model, folder, prompt).tokens[:NUM_TOKENS]
         assert all(not each.tokens for each in own[1:])
         if folder is not None:

@@ -238,8 +238,9 @@ class _Scorer:
         """Score pairs by the cosine of their embeddings; equal texts are computed once."""
         index_of = {text: index for index, text in enumerate(dict.fromkeys(chain(*pairs)))}
         prompts = partial(encoded, list(index_of), self._engine, param, count=len(pairs))
-        parsed, task = await self._parsed(request, body, prompts, list(index_of))
-        embedder = Embedder(task.pooling, normalize=True)
+        parsed, _ = await self._parsed(request, body, prompts, list(index_of))
+        own = Embedder.of((await self._engine.served()).info, self._engine.settings.embeddings)
+        embedder = Embedder(own.pooling, normalize=True)
 
         def complete(result: FinishedCall) -> object:
             vectors = embedder.vectors(result.completion)
@@ -250,7 +251,7 @@ class _Scorer:
             ]
             return reply(scores, parsed.num_tokens)
 
-        return await self._whole(request, parsed, task.pooling, complete)
+        return await self._whole(request, parsed, embedder.pooling, complete)
 
     async def _parsed(
         self,

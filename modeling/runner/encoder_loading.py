@@ -1,0 +1,107 @@
+"""An encoder from its folder, and proof that every weight was there."""
+
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModel,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+)
+
+from configs.architectures.encoders import EncoderArchitecture
+from configs.architectures.select import load_architecture
+from configs.model import LoadFormat, ModelConfig, Quantize
+from modeling.models.encoder import Encoder
+from modeling.runner.loading import LoadedWeights
+from modeling.runner.padded_loading import read_model_config, weights_dtype
+from sharding.checkpoint import CheckpointError
+from sources.model import fetch_model
+
+_POOLER = re.compile(r"(\w+\.)?pooler\..*")
+"""What is computed of the first token behind all layers; embeddings are made before it."""
+
+_OTHER_HEADS = re.compile(
+    r"(cls|lm_head|lm_predictions|predictions|head|decoder|classifier|sop_classifier|vocab_\w+"
+    r"|generator_\w+|discriminator_predictions)\..*|(\w+\.)?pooler\..*|.*\.position_ids"
+)
+"""Heads of training that an encoder without one has no use for, and old versions' buffers."""
+
+
+@dataclass(frozen=True)
+class LoadedEncoderWeights(LoadedWeights):
+    """An encoder, whole."""
+
+    model: Encoder
+    architecture: EncoderArchitecture
+
+
+def load_encoder_weights(config: ModelConfig, device: torch.device) -> LoadedEncoderWeights:
+    """Read the encoder that `config` names.
+
+    ArchitectureError and ValueError say what is not served, CheckpointError which weights are
+    missing.
+    """
+    started = time.monotonic()
+    folder = fetch_model(config)
+    architecture = load_architecture(folder).with_rope_length(config.dynamic_rope_length)
+    assert isinstance(architecture, EncoderArchitecture), architecture.architecture
+    if config.quantize is not Quantize.NONE:
+        raise ValueError(
+            f"model.quantize: {config.quantize.value}: encoders are not quantised: set it to none"
+        )
+    if config.load_format is LoadFormat.DUMMY:
+        raise ValueError("model.load_format: dummy: an encoder is read from its checkpoint")
+    model = _read(config, folder, architecture)
+    model.requires_grad_(False).train(False)
+    # torch types it for plain modules only.
+    move: Any = model.to
+    encoder = Encoder(move(device), _takes_types(folder), device)
+    return LoadedEncoderWeights(
+        dtype=encoder.dtype,
+        bytes_read=sum(path.stat().st_size for path in folder.glob("*.safetensors")),
+        bytes_resident=sum(parameter.nbytes for parameter in model.parameters()),
+        seconds=time.monotonic() - started,
+        model=encoder,
+        architecture=architecture,
+    )
+
+
+def _read(config: ModelConfig, folder: Path, architecture: EncoderArchitecture) -> PreTrainedModel:
+    """Read the checkpoint; transformers would fill in random weights for missing ones."""
+    classifies = architecture.num_labels > 0
+    auto: Any = AutoModelForSequenceClassification if classifies else AutoModel
+    model, info = auto.from_pretrained(
+        folder,
+        dtype=weights_dtype(config, read_model_config(config, folder), folder),
+        use_safetensors=None if config.allow_pickle else True,
+        output_loading_info=True,
+    )
+    missing = sorted(
+        name for name in info["missing_keys"] if classifies or not _POOLER.fullmatch(name)
+    )
+    if missing:
+        raise CheckpointError(f"{folder}: the checkpoint lacks {', '.join(missing[:5])}")
+    unused = sorted(name for name in info["unexpected_keys"] if not _OTHER_HEADS.fullmatch(name))
+    if unused:
+        raise CheckpointError(
+            f"{folder}: the model does not use {len(unused)} tensors of the checkpoint: "
+            f"{', '.join(unused[:5])}"
+        )
+    loaded: PreTrainedModel = model
+    return loaded
+
+
+def _takes_types(folder: Path) -> bool:
+    """Whether the folder's tokenizer gives the model token types."""
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, KeyError, TypeError, ImportError):
+        # A folder without a tokenizer serves ids.
+        return False
+    return "token_type_ids" in tokenizer.model_input_names
