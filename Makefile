@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar o
 SERVES := $(VENV)/.ready
 READY := $(VENV)/.ready-dev
 
-.PHONY: setup serve test test-gpu check fmt parity sweep families bench soak test-gateways lock \
+.PHONY: setup serve test test-gpu check fmt parity sweep families bench soak kills test-gateways lock \
 	image-steps clean
 
 setup: $(READY)
@@ -59,7 +59,7 @@ families: $(READY)
 	LORAY_TEST_SYSTEMS=families $(BIN)/python -m pytest tests/end_to_end/test_five_systems.py
 
 # BENCH=table (all of docs/performance.md's figures) or one of serving|offline|kernels|all_reduce|scheduler|ingress|cpu|
-# workload|loading|staging|churn|fairness|structured|local; ARGS=...: see --help.
+# workload|loading|staging|churn|fairness|structured|local|recovery; ARGS=...: see --help.
 BENCH ?= serving
 bench: $(READY)
 	$(BIN)/python -m benchmarks.$(BENCH) $(ARGS)
@@ -67,6 +67,11 @@ bench: $(READY)
 # 10,000 requests over 500 adapters, a third cancelled: a few minutes on a CPU.
 soak: $(READY)
 	$(BIN)/python -m benchmarks.soak $(ARGS)
+
+# Random kills each 15 to 21 s under load on two replicas, every answer right: MINUTES=60.
+MINUTES ?= 60
+kills: $(READY)
+	$(BIN)/python -m benchmarks.recovery soak --minutes $(MINUTES) $(ARGS)
 
 # LiteLLM before LoRay, in an environment of its own: it pins older versions of LoRay's packages.
 GATEWAYS := .venv-gateways

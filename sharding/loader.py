@@ -2,38 +2,19 @@
 
 import logging
 import re
-import time
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Iterable, Set
 
 import torch
 from torch import Tensor, nn
 
 from sharding.checkpoint import CheckpointError, TensorSource
 from sharding.group import TensorParallel
+from sharding.progress import Progress
 from sharding.slicing import Segments, whole
 
 logger = logging.getLogger("loray.sharding.loader")
 
-SECONDS_A_LINE = 5.0
-"""Between two lines of the log while weights are read."""
-
-
-class LoadProgress:
-    """Logs how much is loaded, once in a while, so that a large model is not silent for minutes."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._started = self._logged = clock()
-        self._bytes = 0
-
-    def add(self, num_bytes: int) -> None:
-        """Count a tensor that was read."""
-        self._bytes += num_bytes
-        now = self._clock()
-        if now - self._logged >= SECONDS_A_LINE:
-            self._logged = now
-            seconds = now - self._started
-            logger.info("%.1f GB of weights loaded in %.0f s", self._bytes / 1e9, seconds)
+GIGA = 1e9
 
 
 class Weights:
@@ -56,7 +37,8 @@ class Weights:
         self._names = source.names()
         self._used: set[str] = set()
         self._stand_ins: dict[str, str] = {}
-        self._progress = LoadProgress()
+        self._bytes = 0
+        self._progress = Progress("weights", None if self._names is None else len(self._names))
 
     def stand_in(self, name: str, other: str) -> None:
         """Read tensor `other` where the checkpoint has no tensor `name`."""
@@ -85,7 +67,8 @@ class Weights:
         found = self._find(name) or name
         self._used.add(found)
         piece = self._source.read(found, shape, cut, self.device)
-        self._progress.add(piece.nbytes)
+        self._bytes += piece.nbytes
+        self._progress.add(f"{self._bytes / GIGA:.1f} GB")
         return piece.to(self.device, dtype or self.dtype)
 
     def names(self) -> frozenset[str]:

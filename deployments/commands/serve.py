@@ -31,6 +31,7 @@ from deployments.commands.cluster import (
     require_alive,
 )
 from deployments.commands.failing import fail
+from deployments.commands.start_lines import StartLines
 from deployments.ports import Port, conflicts
 from sources.pushed import PushedFiles
 
@@ -82,7 +83,8 @@ def serve_file(path: Path, title: str, dashboard: bool, drain_seconds: float) ->
         _log(f"deploying {title}")
         _deploy(path, address)
         names = []
-        if _wait_until_running(serve, leaving.requested, servers):
+        lines = StartLines(Path(context.address_info["session_dir"]) / "logs")
+        if _wait_until_running(serve, leaving.requested, servers, lines):
             _announce(config, page, address, leaving.requested)
             while not leaving.requested.wait(_POLL_SECONDS):
                 require_alive(servers)
@@ -161,14 +163,18 @@ def _require_ports(http: Mapping[str, Any]) -> None:
         fail("\n  ".join(taken))
 
 
-def _wait_until_running(serve: Any, leaving: Event, servers: Mapping[int, str]) -> bool:
-    """Print each change of status; False if an app failed or the user ended the command."""
+def _wait_until_running(
+    serve: Any, leaving: Event, servers: Mapping[int, str], lines: StartLines
+) -> bool:
+    """Print each change of status, and lines; False if an app failed or the user ends it."""
     printed: dict[str, str] = {}
     deadline = time.monotonic() + _READY_SECONDS
     # A spinner while weights are read; rich shows it on terminals only.
     with Console(stderr=True).status("starting", spinner="line"):
         while not leaving.wait(_POLL_SECONDS) and time.monotonic() < deadline:
             require_alive(servers)
+            for line in lines.new():
+                _log(line)
             apps = serve.status().applications
             for title, app in apps.items():
                 _print_change(title, app, printed)

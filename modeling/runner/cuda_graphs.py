@@ -24,6 +24,7 @@ from modeling.runner.block_tables import BlockTables, GroupLayout
 from modeling.runner.forward import StepPlans
 from modeling.runner.input_batch import GroupTensors, InputBatch, StepLayout, StepTensors
 from modeling.transfer import TransferBuffer, aligned
+from sharding.progress import counted
 
 SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
 """Rows of captured steps; a step takes the next larger one."""
@@ -246,7 +247,7 @@ class DecodeGraphs:
         self._steps: dict[int, PaddedStep] = {}
         self._replays: dict[tuple[int, bool], Callable[[], None]] = {}
         kinds = (False,) if parts.adapters is None else (False, True)
-        for size in reversed(self.sizes):
+        for size in counted("sizes of decode steps recorded", self.sizes[::-1]):
             step = PaddedStep(parts, size, self._staging.device_bytes)
             self._steps[size] = step
             for with_adapters in kinds:

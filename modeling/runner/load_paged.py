@@ -37,6 +37,7 @@ from modeling.sampling.grammars import Grammars
 from modeling.sampling.prompt_scores import PromptReader
 from modeling.transfer import StepClock
 from sharding.group import TensorParallel
+from sharding.progress import counted
 from sources.model import fetch_model
 
 logger = logging.getLogger("loray.modeling")
@@ -210,7 +211,8 @@ class LoadedPaged(LoadedRunner):
         """Run steps for every kernel, all of them in the dummy block."""
         slots = [-1] if self.parts.adapter_plan is None else [-1, 0]
         most = self.parts.config.limits.max_step_tokens
-        for batch in warmup_batches(self.parts.size, most, dummy_block, slots):
+        batches = list(warmup_batches(self.parts.size, most, dummy_block, slots))
+        for batch in counted("warm-up steps, with what they compile", batches):
             runner.step(batch).wait()
 
     def _report(self, num_blocks: int, graphs: StepGraphs) -> RunnerReport:

@@ -21,6 +21,7 @@ from modeling.attention.kv_cache import LayerCache
 from modeling.runner.cuda_graphs import Forward, size_for
 from modeling.runner.forward import StepPlans
 from modeling.runner.input_batch import GroupTensors, StepInputs, StepTensors
+from sharding.progress import counted
 
 TOKENS = (
     64, 128, 192, 256, 320, 384, 512, 576, 640, 768, 896, 1024, 1152, 1280, 1536, 1792, 2048,
@@ -167,7 +168,7 @@ class PiecewiseGraphs:
         self._hidden = torch.empty(0, device=device)
         self._pieces: dict[tuple[int, bool], list[GraphPiece]] = {}
         kinds = (False,) if parts.adapters is None else (False, True)
-        for size in reversed(self.sizes):
+        for size in counted("sizes of mixed steps recorded", self.sizes[::-1]):
             for with_adapters in kinds:
                 self._pieces[size, with_adapters] = self._record(size, with_adapters)
 

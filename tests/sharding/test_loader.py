@@ -1,6 +1,5 @@
 """Weights: types, slices, and the proof that the whole checkpoint was used."""
 
-import logging
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,7 @@ from safetensors.torch import save_file
 
 from sharding.checkpoint import CheckpointError, DummySource, SafetensorsCheckpoint
 from sharding.group import SingleRank
-from sharding.loader import LoadProgress, Weights
+from sharding.loader import Weights
 
 CPU = torch.device("cpu")
 
@@ -59,15 +58,3 @@ def test_a_dummy_source_has_no_unused_tensors() -> None:
     loaded = Weights(source, SingleRank(), torch.float16, CPU)
     assert loaded.read("a.weight", (4, 2), rows=()).shape == (0, 2)
     loaded.finish()
-
-
-def test_progress_is_logged_every_few_seconds(caplog: pytest.LogCaptureFixture) -> None:
-    times = iter([0.0, 1.0, 5.0, 6.0, 10.5])
-    progress = LoadProgress(lambda: next(times))
-    with caplog.at_level(logging.INFO):
-        for _ in range(4):
-            progress.add(2 * 10**9)
-    assert caplog.messages == [
-        "4.0 GB of weights loaded in 5 s",
-        "8.0 GB of weights loaded in 10 s",
-    ]

@@ -1,0 +1,129 @@
+"""What is measured: kills, stops, starts, scaling, cold adapters."""
+
+import asyncio
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+import aiohttp
+import httpx
+
+from benchmarks.recovery.load import Load, Question, back_after, rounded, summary
+from benchmarks.recovery.server import RecoveryServer, until
+from benchmarks.serving import percentile
+
+BEFORE_S, AFTER_S = 5.0, 5.0
+BACK_S = 300.0
+KILLED = ("rank", "driver", "ingress", "front")
+
+Row = dict[str, Any]
+
+
+async def struck(
+    server: RecoveryServer, questions: Sequence[Question], rate: float, blow: Callable[[], None]
+) -> Row:
+    """Load, a blow, and load until requests sent after it are answered again."""
+    load, ended = Load(server.url, questions, rate, tries=600), asyncio.Event()
+    running = asyncio.create_task(load.run(ended))
+    await asyncio.sleep(BEFORE_S)
+    blow()
+    at = time.monotonic()
+    with suppress(TimeoutError):
+        async with asyncio.timeout(BACK_S):
+            await load.answered_after(at)
+    await asyncio.sleep(AFTER_S)
+    ended.set()
+    await running
+    return {"rate": rate, "back_s": back_after(load.stories, at), **summary(load.stories)}
+
+
+def kill(server: RecoveryServer, questions: Sequence[Question], rate: float) -> Iterator[Row]:
+    """kill -9 of one process of each kind, and SIGSTOP of a rank."""
+    for kind, sign in [*((kind, signal.SIGKILL) for kind in KILLED), ("rank", signal.SIGSTOP)]:
+        victim = random.Random(5).choice(server.processes(kind))
+        row = asyncio.run(struck(server, questions, rate, lambda: victim.send_signal(sign)))  # noqa: B023
+        yield {"case": "kill", "what": kind, "signal": sign.name, **row}
+        until(lambda: is_healthy(server))
+
+
+def start(server: RecoveryServer) -> Iterator[Row]:
+    """A start of the whole server to its announcement, and an end; the files are in the cache."""
+    ready = server.start()
+    yield {"case": "start", "seconds": ready.seconds}
+    yield {"case": "stop", "seconds": rounded(server.stop())}
+
+
+def scale(server: RecoveryServer, questions: Sequence[Question]) -> Iterator[Row]:
+    """From a changed config to a second replica, and from none to the first answer."""
+    began = time.monotonic()
+    server.scale(2)
+    until(lambda: replicas(server) == 2)
+    yield {"case": "scale", "what": "1 to 2", "seconds": rounded(time.monotonic() - began)}
+    server.scale(1, least=0)
+    until(lambda: not server.processes("driver"))
+    began = time.monotonic()
+    assert answer(server, questions[0]) == questions[0].answer
+    yield {"case": "scale", "what": "0 to 1", "seconds": rounded(time.monotonic() - began)}
+    server.scale(1)
+    until(lambda: is_healthy(server))
+
+
+def cold(server: RecoveryServer, questions: Sequence[Question], rounds: int = 5) -> Iterator[Row]:
+    """First tokens of all adapters at once, dropped from memory before; files are in the cache."""
+    own = {q.adapter: q for q in questions if q.adapter is not None}
+    if not own:
+        return
+    firsts: list[float] = []
+    for _ in range(rounds):
+        for name in own:
+            httpx.delete(f"{server.url}/v1/adapters/{name}", timeout=60).raise_for_status()
+        firsts += asyncio.run(first_tokens(server.url, list(own.values())))
+    yield {
+        "case": "cold",
+        "adapters": len(own),
+        "rounds": rounds,
+        "first_token_p50_s": rounded(percentile(firsts, 0.5)),
+        "first_token_p99_s": rounded(percentile(firsts, 0.99)),
+    }
+
+
+async def first_tokens(url: str, questions: Sequence[Question]) -> list[float]:
+    """Seconds to the first event of one stream for each question, all at once."""
+
+    async def one(session: aiohttp.ClientSession, question: Question) -> float:
+        began, first = time.monotonic(), None
+        body = {"inputs": question.prompt, "parameters": {"adapter_id": question.adapter}}
+        async with session.post(f"{url}/generate_stream", json=body) as reply:
+            async for line in reply.content:
+                if first is None and line.startswith(b"data:"):
+                    first = time.monotonic() - began
+        assert first is not None, "a stream without an event"
+        return first
+
+    async with aiohttp.ClientSession() as session:
+        return await asyncio.gather(*(one(session, question) for question in questions))
+
+
+def answer(server: RecoveryServer, question: Question) -> str:
+    """The whole answer to a question."""
+    body = {"inputs": question.prompt, "parameters": {"adapter_id": question.adapter}}
+    reply = httpx.post(f"{server.url}/generate", json=body, timeout=600)
+    text: str = reply.raise_for_status().json()["generated_text"]
+    return text
+
+
+def is_healthy(server: RecoveryServer) -> bool:
+    """Whether /health is 200."""
+    try:
+        return httpx.get(f"{server.url}/health", timeout=30).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def replicas(server: RecoveryServer) -> int:
+    """How many driver replicas report their adapters."""
+    rows = httpx.get(f"{server.url}/v1/adapters", timeout=60).raise_for_status().json()["data"]
+    return len({name for row in rows for name in row["replicas"]})
