@@ -85,8 +85,8 @@ def cold(server: RecoveryServer, questions: Sequence[Question], rounds: int = 5)
         "case": "cold",
         "adapters": len(own),
         "rounds": rounds,
-        "first_token_p50_s": rounded(percentile(firsts, 0.5)),
-        "first_token_p99_s": rounded(percentile(firsts, 0.99)),
+        "first_token_p50_ms": percentile(firsts, 0.5),
+        "first_token_p99_ms": percentile(firsts, 0.99),
     }
 
 

@@ -130,8 +130,8 @@ def summary(stories: Sequence[Story]) -> dict[str, Any]:
         "wrong": outcomes["wrong"],
         "lost": outcomes["lost"],
         "sent_again_by_client": len(again),
-        "first_token_p50_s": rounded(percentile(firsts, 0.5)),
-        "first_token_p99_s": rounded(percentile(firsts, 0.99)),
+        "first_token_p50_ms": percentile(firsts, 0.5),
+        "first_token_p99_ms": percentile(firsts, 0.99),
         "longest_pause_s": rounded(max((story.pause for story in stories), default=None)),
         "faults": dict(faults.most_common(5)),
     }
