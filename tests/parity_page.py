@@ -117,7 +117,9 @@ Nothing of transformers or PEFT is replaced. What is set, or added to them, is t
 PEFT_READING = """\
 Every field of `peft.LoraConfig` is decided in
 [peft_config.py](../modeling/adapters/peft_config.py): an adapter is served exactly or not at all.
-A field that the table lacks is refused when it is set.
+A field that the table lacks is ignored, as PEFT ignores it, unless a newer PEFT wrote the file:
+then it is refused when it is set. [adapters.md](adapters.md) has the kinds of adapters, other
+tuners, and fields of other tools.
 """
 
 
