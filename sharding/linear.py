@@ -85,6 +85,7 @@ class RowParallelLinear(nn.Module):
         )
         self.weight = nn.Parameter(matrix, requires_grad=False)
         # Added on rank 0 alone, or the sum over ranks would have it several times.
+        self.has_bias = bias
         whole_bias = weights.parameter(f"{name}.bias", shape[:1]) if bias else None
         self.bias = whole_bias if weights.group.rank == 0 else None
 

@@ -256,6 +256,8 @@ def write_adapter(folder: Path, model_folder: Path, recipe: AdapterRecipe | None
             if "magnitude" in name:
                 # Those of a fresh adapter are the base weight's norms, and near them all stay.
                 parameter.mul_(1 + 0.3 * torch.randn(parameter.shape, generator=generator))
+            elif name.endswith("base_layer.bias") and parameter.requires_grad:
+                parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
             elif "lora_" in name:
                 std = recipe.std if "_B" in name else 0.3
                 parameter.normal_(std=std, generator=generator)

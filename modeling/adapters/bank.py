@@ -18,7 +18,9 @@ from modeling.adapters.host_cache import (
     copy_bytes,
     page_bytes,
 )
+from modeling.adapters.output_rows import OutputRows
 from modeling.adapters.projection import (
+    BaseLinear,
     BaseRows,
     ModulePosition,
     Projection,
@@ -94,8 +96,8 @@ class DeviceAdapter:
         self._pools = pools
         self._pages = pages
         self._ranks: list[list[int]] = staged.ranks.tolist()
-        self._scale_rows = staged.scale_rows
-        self.scales_outputs = max(staged.scale_rows, default=-1) >= 0
+        self._output_rows = staged.output_rows
+        self.changes_outputs = any(rows.changes_outputs for rows in staged.output_rows)
         self._views: dict[tuple[int, int], Factors] = {}
 
     def rank(self, projection: int, layer: int) -> int:
@@ -120,16 +122,15 @@ class DeviceAdapter:
             self._views[projection, layer] = factors
         return factors
 
-    def scale_row(self, projection: int) -> int:
-        """Return the row of Bt's pool, its first three dimensions as one, with layer 0's scales.
+    def output_rows(self, projection: int) -> OutputRows:
+        """Return the rows of layer 0 in Bt's pool, its first three dimensions as one.
 
-        Layer l's are 8 l rows behind. -1 where outputs are not scaled.
+        Layer l's are 8 l rows behind.
         """
-        page, row = divmod(self._scale_rows[projection], PAGE_ROWS)
-        if page < 0:
-            return -1
-        layers = self._pools[projection].bt.shape[1]
-        return self._pages[projection][page] * layers * PAGE_ROWS + row
+        layers, pages = self._pools[projection].bt.shape[1], self._pages[projection]
+        own = (divmod(row, PAGE_ROWS) for row in self._output_rows[projection])
+        found = (-1 if page < 0 else pages[page] * layers * PAGE_ROWS + row for page, row in own)
+        return OutputRows(*found)
 
     def matrix(self, projection: int) -> Tensor:
         """Return a whole embedding or head, [rows of the pool, hidden]: a view of its page."""
@@ -165,9 +166,9 @@ class AdapterBank:
         dtype: torch.dtype,
         device: torch.device,
         base: Mapping[str, BaseRows] = MappingProxyType({}),
-        weights: Mapping[ModulePosition, Tensor] = MappingProxyType({}),
+        bases: Mapping[ModulePosition, BaseLinear] = MappingProxyType({}),
     ) -> None:
-        """Allocate the pools; `dtype` is the model's. base, weights: as in `HostAdapterCache`."""
+        """Allocate the pools; `dtype` is the model's. base, bases: as in `HostAdapterCache`."""
         self.projections = tuple(projections)
         self.size = size
         self.pools = tuple(
@@ -185,12 +186,14 @@ class AdapterBank:
         self._host_table = torch.zeros(self.page_table.shape, dtype=torch.int32, pin_memory=on_cuda)
         self._host_ranks = torch.zeros(self.ranks.shape, dtype=torch.int32, pin_memory=on_cuda)
         self._loaded: list[DeviceAdapter | None] = [None] * size.slots
+        # Slots of adapters that scale outputs or add to them (DoRA, biases).
+        self._changing: frozenset[int] = frozenset()
         self._copy_of_slot: dict[int, CopyEvent] = {}
         self._last_copy: dict[AdapterKey, CopyEvent] = {}
         self._slot_of_page: list[dict[int, int]] = [{} for _ in self.projections]
         self._device_copies = DeviceCopies(device)
         copies = HostCacheSize(self.pool_pages, size.max_rank, size.host_bytes if size.slots else 0)
-        self._host_cache = HostAdapterCache(self.projections, copies, dtype, on_cuda, base, weights)
+        self._host_cache = HostAdapterCache(self.projections, copies, dtype, on_cuda, base, bases)
 
     @property
     def pool_pages(self) -> tuple[int, ...]:
@@ -235,7 +238,8 @@ class AdapterBank:
             self._copy_of_slot[slot].wait()
         with self._device_copies.copy(slot, self._assign(slot, table)) as copied:
             self._copy(staged, slot, table)
-        self._loaded[slot] = DeviceAdapter(self.pools, table, staged)
+        self._loaded[slot] = adapter = DeviceAdapter(self.pools, table, staged)
+        self._changing = (self._changing - {slot}) | ({slot} if adapter.changes_outputs else set())
         self._copy_of_slot[slot] = self._last_copy[key] = copied
         return copied
 
@@ -260,9 +264,9 @@ class AdapterBank:
         adapter = self._loaded[slot]
         return adapter is not None and adapter.rank(projection, 0) > 0
 
-    def scales_outputs(self, slots: Sequence[int]) -> bool:
-        """Return whether some adapter of these slots (-1: base) scales outputs (DoRA)."""
-        return any(self.loaded(slot).scales_outputs for slot in set(slots) - {-1})
+    def changes_outputs(self, slots: Sequence[int]) -> bool:
+        """Return whether some adapter of these slots (-1: base) scales outputs or adds a bias."""
+        return not self._changing.isdisjoint(slots)
 
     def check(self) -> None:
         """Assert that all pages are in their pools and that host memory holds the staged adapters.

@@ -26,8 +26,10 @@ from configs.wire.adapters import (
 )
 from modeling.adapters.chunk_layout import ChunkLayout, RowRange, lay_out
 from modeling.adapters.merge import OpenAdapter, open_fetched
+from modeling.adapters.output_rows import OutputRows, added_bias, output_rows
 from modeling.adapters.pinned_pool import PinnedPool
 from modeling.adapters.projection import (
+    BaseLinear,
     BaseRows,
     ModulePosition,
     Projection,
@@ -82,11 +84,6 @@ class HostMatrix:
             for layer, own in zip(layers, rows, strict=True):
                 self.write(layer * PAGE_ROWS, own)
 
-    def write_row(self, row: int, layers: Sequence[int], values: Tensor) -> None:
-        """Write one row of several layers, [layers, width]; row: its index in a layer's rows."""
-        for layer, own in zip(layers, values, strict=True):
-            self.write(layer * PAGE_ROWS + row, own[None])
-
     def copy_to(self, page: Tensor) -> None:
         """Queue a copy of all rows to a page of a pool, [rows, width], on the current stream."""
         for first, part in zip(self.firsts, self.ranges, strict=True):
@@ -109,15 +106,14 @@ class StagedAdapter:
     ranks: the true ones, int32 [projections, layers]; 0 where a layer is not adapted.
     chunks: of the pinned pool.
     shape: pages and bytes, as the driver counts them.
-    scale_rows: for each projection, which row of Bt holds its outputs' scales less 1, behind all
-    LoRA rank rows; -1 where outputs are not scaled.
+    output_rows: for each projection, rows of Bt behind all LoRA rank rows.
     """
 
     pages: tuple[tuple[HostPage, ...], ...]
     ranks: Tensor
     chunks: list[int]
     shape: AdapterShape
-    scale_rows: tuple[int, ...]
+    output_rows: tuple[OutputRows, ...]
 
 
 @dataclass(frozen=True)
@@ -144,14 +140,15 @@ class HostAdapterCache:
         dtype: torch.dtype,
         pinned: bool,
         base: Mapping[str, BaseRows] = MappingProxyType({}),
-        weights: Mapping[ModulePosition, Tensor] = MappingProxyType({}),
+        bases: Mapping[ModulePosition, BaseLinear] = MappingProxyType({}),
     ) -> None:
         """Allocate the pool.
 
-        pinned: for copies to a CUDA device. base: as in `open_adapter`. weights: as in `RowNorms`.
+        pinned: for copies to a CUDA device. base: as in `open_adapter`. bases: as in `RowNorms`.
         """
         self._base = base
-        self._norms = RowNorms(projections, weights)
+        self._bases = bases
+        self._norms = RowNorms(projections, bases)
         self._projections = tuple(projections)
         self._size = size
         self._dtype = dtype
@@ -249,10 +246,14 @@ class HostAdapterCache:
         ranks = torch.zeros(len(self._projections), self._num_rank_pools, dtype=torch.int32)
         for position, rank in opened.ranks.items():
             ranks[position.projection, position.layer] = rank
-        scale_rows = self._scale_rows(opened, ranks)
+        most: list[int] = ranks.amax(1).tolist()
+        linear = [p.kind is ProjectionKind.LINEAR for p in self._projections]
+        adapted = [rank if own else 0 for rank, own in zip(most, linear, strict=True)]
+        rows = output_rows(adapted, opened.is_scaled, opened.is_biased)
         # Checked before memory is allocated: shapes come from the header, so refusing is cheap.
-        rows = zip(ranks.amax(1).tolist(), scale_rows, strict=True)
-        num_pages = tuple(-(-max(most, scale_row + 1) // PAGE_ROWS) for most, scale_row in rows)
+        num_pages = tuple(
+            -(-max(rank, max(own) + 1) // PAGE_ROWS) for rank, own in zip(most, rows, strict=True)
+        )
         layout = self._layout(num_pages)
         shape = AdapterShape(num_pages, layout.num_chunks * self.pool.chunk_bytes)
         self._check_fits(shape)
@@ -265,21 +266,13 @@ class HostAdapterCache:
             # What no module writes is 0: other layers, rows beyond a true rank, padding.
             self.pool.zero(chunks)
             pages = self._pages(layout, num_pages, chunks)
-            self._write(opened, pages, scale_rows, SummedRows(adapter.row_sums))
+            self._write(opened, pages, rows, SummedRows(adapter.row_sums))
             # After the last read, so that no later write can have been missed.
             _check_unchanged(adapter)
         except BaseException:
             self.pool.free(chunks)
             raise
-        return StagedAdapter(pages, ranks, chunks, shape, scale_rows)
-
-    def _scale_rows(self, opened: OpenAdapter, ranks: Tensor) -> tuple[int, ...]:
-        """Return StagedAdapter.scale_rows: the row behind the largest rank of any layer."""
-        linear = [p.kind is ProjectionKind.LINEAR and opened.is_scaled for p in self._projections]
-        most = ranks.amax(1).tolist()
-        return tuple(
-            rank if rank and scaled else -1 for rank, scaled in zip(most, linear, strict=True)
-        )
+        return StagedAdapter(pages, ranks, chunks, shape, rows)
 
     def _check_fits(self, shape: AdapterShape) -> None:
         """Refuse an adapter that would not fit into empty pools."""
@@ -327,7 +320,7 @@ class HostAdapterCache:
         self,
         adapter: OpenAdapter,
         pages: tuple[tuple[HostPage, ...], ...],
-        scale_rows: tuple[int, ...],
+        output_rows: Sequence[OutputRows],
         sums: SummedRows,
     ) -> None:
         """Read an adapter's modules into zeroed pages, cut to this rank."""
@@ -335,6 +328,7 @@ class HostAdapterCache:
             projection, own = self._projections[stack.projection], pages[stack.projection]
             a = select_columns(stack.a, projection.inputs).to(self._dtype)
             bt = select_columns(stack.b.transpose(1, 2), projection.outputs)
+            behind = output_rows[stack.projection]
             scales = None
             if stack.magnitudes is not None:
                 scales = self._norms.scales(stack, sums)
@@ -346,9 +340,11 @@ class HostAdapterCache:
                 own[index].a.write_layers(stack.layers, a[:, rows])
                 own[index].bt.write_layers(stack.layers, bt[:, rows])
             if scales is not None:
-                first, row = divmod(scale_rows[stack.projection], PAGE_ROWS)
                 # Less 1, as it is near 1: half precision keeps more of it so.
-                own[first].bt.write_row(row, stack.layers, scales - 1)
+                _write_row(own, behind.scale, stack.layers, scales - 1)
+            if behind.bias >= 0:
+                added = added_bias(stack, projection, self._bases)
+                _write_row(own, behind.bias, stack.layers, added)
         for matrix in adapter.read_matrices():
             index = matrix.position.projection
             parts = torch.split(matrix.rows, self._projections[index].num_layers * PAGE_ROWS)
@@ -361,6 +357,13 @@ def chunk_size(projections: Sequence[Projection], dtype: torch.dtype) -> int:
     widest = max((max(p.local_inputs, p.local_outputs) for p in projections), default=0)
     part = min(MAX_CHUNK_BYTES, page_bytes(projections, dtype) // CHUNKS_OF_PAGE)
     return max(aligned(max(part, widest * dtype.itemsize)), aligned(1))
+
+
+def _write_row(pages: Sequence[HostPage], row: int, layers: Sequence[int], values: Tensor) -> None:
+    """Write one row of Bt in several layers, [layers, width]; row: counted through the pages."""
+    page, within = divmod(row, PAGE_ROWS)
+    for layer, own in zip(layers, values, strict=True):
+        pages[page].bt.write(layer * PAGE_ROWS + within, own[None])
 
 
 def _check_unchanged(adapter: FetchedAdapter) -> None:

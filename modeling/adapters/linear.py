@@ -2,11 +2,10 @@
 
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor, nn
 
 from modeling.adapters.product import AdapterData, OutputSlice
-from modeling.adapters.projection import ModulePosition
+from modeling.adapters.projection import BaseLinear, ModulePosition
 from sharding.linear import ColumnParallelLinear, RowParallelLinear
 
 
@@ -40,11 +39,17 @@ class AdapterColumnLinear(nn.Module):
         adapter_data.add(y, x, self._layer, self._targets, self.base.bias)
         return y
 
-    def weights(self) -> Iterator[tuple[ModulePosition, Tensor]]:
-        """Yield this rank's rows of each adapted weight."""
-        parts = torch.split(self.base.weight, self.base.sizes)
-        for target, weight in zip(self._targets, parts, strict=True):
-            yield ModulePosition(target.projection, self._layer), weight
+    @property
+    def has_bias(self) -> bool:
+        """Return whether the base model's maps have biases."""
+        return self.base.bias is not None
+
+    def bases(self) -> Iterator[tuple[ModulePosition, BaseLinear]]:
+        """Yield this rank's rows of each map."""
+        for target, size in zip(self._targets, self.base.sizes, strict=True):
+            own, bias = slice(target.offset, target.offset + size), self.base.bias
+            base = BaseLinear(self.base.weight[own], None if bias is None else bias[own])
+            yield ModulePosition(target.projection, self._layer), base
 
 
 class AdapterRowLinear(nn.Module):
@@ -75,18 +80,33 @@ class AdapterRowLinear(nn.Module):
         adapter_data.add(y, x, self._layer, self._targets, self.base.bias)
         return y
 
-    def weights(self) -> Iterator[tuple[ModulePosition, Tensor]]:
-        """Yield this rank's columns of the adapted weight."""
-        yield ModulePosition(self._targets[0].projection, self._layer), self.base.weight
+    @property
+    def has_bias(self) -> bool:
+        """Return whether the base model's map has a bias, on whichever rank."""
+        return self.base.has_bias
+
+    def bases(self) -> Iterator[tuple[ModulePosition, BaseLinear]]:
+        """Yield this rank's columns of the map."""
+        position = ModulePosition(self._targets[0].projection, self._layer)
+        yield position, BaseLinear(self.base.weight, self.base.bias)
 
     def forward(self, x: Tensor, adapter_data: AdapterData | None) -> Tensor:
         """[tokens, local_in] to [tokens, out], the same on every rank."""
         return self.base.reduce(self.partial(x, adapter_data))
 
 
-def adapted_weights(model: nn.Module) -> dict[ModulePosition, Tensor]:
-    """Return this rank's part of every weight that adapters may change, by its position."""
-    linears = (
-        each for each in model.modules() if isinstance(each, AdapterColumnLinear | AdapterRowLinear)
-    )
-    return {position: weight for linear in linears for position, weight in linear.weights()}
+def adapted_linears(model: nn.Module) -> list[AdapterColumnLinear | AdapterRowLinear]:
+    """Return a model's layers that adapters may change."""
+    kinds = AdapterColumnLinear | AdapterRowLinear
+    return [each for each in model.modules() if isinstance(each, kinds)]
+
+
+def base_linears(model: nn.Module) -> dict[ModulePosition, BaseLinear]:
+    """Return this rank's part of every linear map that adapters may change, by its position."""
+    return {at: base for linear in adapted_linears(model) for at, base in linear.bases()}
+
+
+def biased_projections(model: nn.Module) -> frozenset[int]:
+    """Return the projections whose maps have biases in the base model."""
+    biased = (linear for linear in adapted_linears(model) if linear.has_bias)
+    return frozenset(at.projection for linear in biased for at, _ in linear.bases())

@@ -83,6 +83,7 @@ class MergedAdapter:
     rule: MergeRule
     digest: str
     is_scaled = False
+    is_biased = False
 
     @property
     def ranks(self) -> dict[ModulePosition, int]:
@@ -189,6 +190,8 @@ def _check_factors_alone(adapter: PeftAdapter) -> None:
         refuse("it is an activated adapter (aLoRA), which PEFT does not merge: use it alone")
     if adapter.plan.use_dora:
         refuse("use_dora=True: magnitudes of DoRA cannot be merged, PEFT drops them: use it alone")
+    if adapter.is_biased:
+        refuse("it holds biases (bias or lora_bias), which PEFT does not merge: use it alone")
     if adapter.ends.matrices:
         refuse(
             f"it holds whole matrices ({', '.join(adapter.ends.matrices)}), which cannot be "

@@ -14,6 +14,7 @@ from torch import Tensor
 from configs.reading import DamagedFile
 from configs.wire.adapters import AdapterRefusal
 from modeling.adapters.activation import check_activation
+from modeling.adapters.biases import BiasTensors, find_biases
 from modeling.adapters.dora import check_magnitudes, magnitude_key, read_magnitudes
 from modeling.adapters.faults import Faults, refuse
 from modeling.adapters.peft_config import LoraPlan, check_config
@@ -77,6 +78,7 @@ class PeftAdapter:
     projections: the model's.
     ends: tensors of embedding and head besides factors.
     score: its classification head; None without one.
+    biases: those in the file.
     """
 
     file: TensorFile
@@ -85,16 +87,23 @@ class PeftAdapter:
     projections: tuple[Projection, ...]
     ends: EndTensors = field(default_factory=EndTensors)
     score: ScoreTensor | None = None
+    biases: BiasTensors = field(default_factory=BiasTensors)
 
     @property
     def other_names(self) -> set[str]:
         """Return the names of all tensors that are no factors."""
-        return self.ends.names | (set() if self.score is None else {self.score.key})
+        score = set() if self.score is None else {self.score.key}
+        return self.ends.names | self.biases.names | score
 
     @property
     def is_scaled(self) -> bool:
         """Return whether it scales outputs (DoRA)."""
         return self.plan.use_dora
+
+    @property
+    def is_biased(self) -> bool:
+        """Return whether it adds to outputs whatever the inputs are."""
+        return bool(self.biases.names)
 
     @property
     def ranks(self) -> dict[ModulePosition, int]:
@@ -134,9 +143,9 @@ class PeftAdapter:
             a, b = self.file.stack(keys_a), self.file.stack(keys_b)
         if a.dtype is torch.float64:
             a = a.float()
-        scales = torch.tensor([self.plan.scaling_of(name) for name in names]).view(-1, 1, 1)
+        scales = [self.plan.scaling_of(name) for name in names]
         # The scaling is folded in here, in float32, before B is rounded to the pools' type.
-        b = b.float() * scales
+        b = b.float() * torch.tensor(scales).view(-1, 1, 1)
         for keys, factors in ((keys_a, a), (keys_b, b)):
             # One sum for the whole stack; only if it is not finite, a look at each tensor.
             if not torch.isfinite(factors.sum(dtype=torch.float32)):
@@ -145,7 +154,8 @@ class PeftAdapter:
         layers = tuple(self.modules[name].layer for name in names)
         with reading():
             magnitudes = read_magnitudes(self.file, names) if self.plan.use_dora else None
-        return LoraStack(index, layers, a, b, magnitudes)
+            biases, base_biases = self.biases.read(self.file, names, scales)
+        return LoraStack(index, layers, a, b, magnitudes, biases, base_biases)
 
     def factors(self, module: str) -> tuple[Tensor, Tensor]:
         """Return A [r, in] and B [out, r] of a module in float32; refuses values not finite."""
@@ -214,7 +224,8 @@ def _check_file(
         for layer in range(projection.num_layers)
         for module in projection.modules(layer)
     }
-    adapter = PeftAdapter(file, plan, known, tuple(projections))
+    found = find_biases(file.keys(), plan, known)
+    adapter = PeftAdapter(file, plan, known, tuple(projections), biases=found)
     faults, keys = Faults(), file.keys()
     with faults.gather():
         adapter = replace(adapter, score=find_score(file, plan, projections))
@@ -235,6 +246,7 @@ def _check_file(
         _check_targets(adapter, known)
     with faults.gather():
         has_whole = bool(adapter.ends.matrices) or adapter.score is not None
+        adapter.biases.check(file, plan, adapter.modules, known, projections)
         check_activation(plan, adapter.projections, adapter.modules.values(), has_whole)
     faults.check()
     return adapter
@@ -311,6 +323,11 @@ def _refuse_tensor(key: str, adapter: PeftAdapter) -> NoReturn:
         refuse(
             f"tensor {key} adapts the vocabulary (embeddings or head), which is not served here: "
             + (advice if can_adapt else INSIDE_ONLY_ADVICE)
+        )
+    if adapter.plan.bias != "none" and key.endswith(".bias"):
+        refuse(
+            f"bias={adapter.plan.bias!r}: {key} is the bias of no adaptable linear module; retrain "
+            'with bias="lora_only", or merge the adapter into the base model'
         )
     names = sorted({module.rsplit(".", 1)[-1] for module in known})
     refuse(

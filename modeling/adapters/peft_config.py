@@ -24,7 +24,7 @@ from sources.base import CONFIG_NAME, MAX_CONFIG_BYTES
 SERVED = frozenset(
     {"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"}
     | {"init_lora_weights", "ensure_weight_tying", "modules_to_save", "alora_invocation_tokens"}
-    | {"use_dora"}
+    | {"use_dora", "bias", "lora_bias"}
     | {"target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "task_type"}
 )
 
@@ -51,8 +51,6 @@ IGNORED: Mapping[str, str] = {
 }
 
 REFUSED: Mapping[str, str] = {
-    "bias": 'retrain with bias="none", or merge the biases into the base model',
-    "lora_bias": "retrain with lora_bias=false",
     "trainable_token_indices": "merge the trained tokens into the base model",
     "target_parameters": "adapt modules (target_modules) instead of bare parameters",
     "layer_replication": "save the replicated model as a base model of its own",
@@ -102,6 +100,8 @@ class LoraPlan:
     invocation: the tokens that activate an adapter (aLoRA, arXiv:2504.12397): it changes the model
     from their last occurrence in a prompt on; () for adapters that always do.
     use_dora: whether a magnitude scales each output row (DoRA, arXiv:2402.09353).
+    bias: which biases of the base model the file holds: none, lora_only or all.
+    lora_bias: whether B has a bias.
     random: whether PEFT initialises factors that the file lacks with random values.
     task: PEFT's task_type; None for one that is not known.
     unread: fields that no release of PEFT reads.
@@ -117,6 +117,8 @@ class LoraPlan:
     targets: Targets
     invocation: tuple[int, ...]
     use_dora: bool
+    bias: str
+    lora_bias: bool
     random: bool
     task: str | None
     unread: tuple[str, ...] = ()
@@ -217,6 +219,8 @@ def _plan(fields: Mapping[str, object], faults: Faults) -> LoraPlan:
         ),
         "modules_to_save": lambda: _names("modules_to_save", fields.get("modules_to_save")),
         "targets": lambda: _targets(fields, effort),
+        "bias": lambda: _bias(fields.get("bias")),
+        "lora_bias": lambda: _flag("lora_bias", fields.get("lora_bias")),
         "use_dora": lambda: _flag("use_dora", fields.get("use_dora")),
         "invocation": lambda: read_invocation(fields.get("alora_invocation_tokens")),
     }
@@ -253,7 +257,7 @@ def _check_init(value: object) -> None:
 
 def _check_unserved(name: str, value: object) -> None:
     """Refuse a field that is set and not served."""
-    if _is_inert(value) or (name == "bias" and value == "none"):
+    if _is_inert(value):
         return
     advice = REFUSED.get(name, NEWER_ADVICE)
     refuse(f"{name}={_short(value)} is not served: {advice}")
@@ -289,6 +293,14 @@ def _flag(name: str, value: object) -> bool:
     if value is None or isinstance(value, bool):
         return bool(value)
     refuse(f"{name}={_short(value)} must be true or false")
+
+
+def _bias(value: object) -> str:
+    if _is_inert(value):
+        return "none"
+    if value not in ("none", "lora_only", "all"):
+        refuse(f"bias={_short(value)} must be none, lora_only or all")
+    return str(value)
 
 
 def _names(name: str, value: object) -> tuple[str, ...]:

@@ -4,7 +4,7 @@
 
 t: token; r: rank row of t's adapter, r < rank(t); row(t, r): the pool row that the adapter's
 page table names. Tokens of the base model (slot -1) are left untouched. The scaling is already
-in B. DoRA scales y, without its bias, before anything is added (`scaled.py`). x: [tokens, in];
+in B. DoRA scales y, without its bias, before anything is added (`outputs.py`). x: [tokens, in];
 A pool: [pages, layers, 8, in]; Bt pool: [pages, layers, 8, out].
 Several projections that share the input x add into column ranges of one y.
 """

@@ -70,6 +70,18 @@ class BaseRows:
 
 
 @dataclass(frozen=True)
+class BaseLinear:
+    """This rank's part of one linear map that adapters may change.
+
+    weight: [local out, local in].
+    bias: [local out]; None without one, and where another rank adds it.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True)
 class Projection:
     """One adaptable linear map, named as PEFT names it.
 
@@ -84,6 +96,7 @@ class Projection:
     ids. PEFT saves a copy, which must be equal. A tied embedding and head have the same tensor.
     aliases: other path templates by which adapters may name the module.
     can_adapt_ends: whether a server can adapt embedding and head of its model at all.
+    has_bias: whether the base model's map has a bias.
 
     A whole matrix [token ids, hidden] is one page of its pool: each 8 of its rows count as a layer,
     and `inputs` is the hidden size. A classification head [labels, hidden] takes a page for each 8
@@ -101,6 +114,7 @@ class Projection:
     base: Tensor | None = field(default=None, compare=False, repr=False)
     aliases: tuple[str, ...] = ()
     can_adapt_ends: bool = True
+    has_bias: bool = False
 
     @property
     def base_rows(self) -> BaseRows:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from configs.wire.adapters import AdapterNeedsSums
 from modeling.adapters.faults import refuse
-from modeling.adapters.projection import ModulePosition, Projection, select_columns
+from modeling.adapters.projection import BaseLinear, ModulePosition, Projection, select_columns
 from modeling.adapters.stacks import LoraStack
 
 BLOCK_NUMBERS = 2**22
@@ -41,11 +41,11 @@ class RowNorms:
     """This rank's weights, and what adapters' norms need of them; for any thread."""
 
     def __init__(
-        self, projections: Sequence[Projection], weights: Mapping[ModulePosition, Tensor]
+        self, projections: Sequence[Projection], bases: Mapping[ModulePosition, BaseLinear]
     ) -> None:
-        """weights: this rank's part of each adapted weight, [local out, local in]."""
+        """bases: this rank's part of each linear map that adapters may change."""
         self._projections = tuple(projections)
-        self._weights = weights
+        self._bases = bases
         self._squares: dict[ModulePosition, Tensor] = {}
 
     def scales(self, stack: LoraStack, sums: SummedRows) -> Tensor:
@@ -71,6 +71,8 @@ class RowNorms:
 
     def check_sums(self, stacks: Iterator[LoraStack]) -> None:
         """Raise AdapterNeedsSums where ranks must add first; stacks: all of an adapter's."""
+        if not any(projection.cuts_inputs for projection in self._projections):
+            return
         parts = [
             self._part(stack, index)
             for stack in stacks
@@ -84,7 +86,7 @@ class RowNorms:
         """||W||^2 + 2 (W A^T) . B over this rank's columns, of one module: float32 [local out]."""
         projection = self._projections[stack.projection]
         position = ModulePosition(stack.projection, stack.layers[index])
-        weight = self._weights[position]
+        weight = self._bases[position].weight
         a = select_columns(stack.a[index].float(), projection.inputs)
         b = select_columns(stack.b[index].t(), projection.outputs)
         with _beside_steps(weight.device):

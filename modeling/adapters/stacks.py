@@ -1,7 +1,8 @@
 """Factors of adapted modules, as files and merges give them to staging."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from torch import Tensor
 
@@ -23,6 +24,8 @@ class LoraStack:
 
     a: [layers, r, in], float32 or the file's own narrower type. b: [layers, out, r] in float32.
     magnitudes: of DoRA, [layers, out] in float32; None for plain LoRA.
+    biases: what is added to the outputs, [layers, out] in float32; None for nothing.
+    base_biases: what replaces the base model's bias, [out] in float32, by the index in `layers`.
     """
 
     projection: int
@@ -30,6 +33,8 @@ class LoraStack:
     a: Tensor
     b: Tensor
     magnitudes: Tensor | None = None
+    biases: Tensor | None = None
+    base_biases: Mapping[int, Tensor] = MappingProxyType({})
 
     def modules(self) -> Iterator[LoraModule]:
         """Yield the modules one by one."""

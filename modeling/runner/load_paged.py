@@ -10,7 +10,7 @@ from torch import nn
 from configs.engine import EngineConfig
 from modeling.adapters.bank import AdapterBank, copy_bytes, page_bytes
 from modeling.adapters.kernels.select import select_kernel
-from modeling.adapters.linear import adapted_weights
+from modeling.adapters.linear import base_linears
 from modeling.adapters.score import ScoreHeads
 from modeling.attention.clamping import ClampWatch
 from modeling.attention.kv_layout import allocate_blocks
@@ -70,7 +70,7 @@ def load_paged(config: EngineConfig, group: TensorParallel, device: torch.device
             model.dtype,
             device,
             model.base_tensors(),
-            adapted_weights(cast(nn.Module, model)),
+            base_linears(cast(nn.Module, model)),
         )
         plan = None
         if kernel.plan is not None and pages:

@@ -13,6 +13,7 @@ from configs.architectures.select import load_architecture
 from configs.architectures.text_stack import decoder_name, outer_paths
 from configs.engine import CacheDType, Device, EngineConfig
 from configs.model import DType, LoadFormat
+from modeling.adapters.linear import biased_projections
 from modeling.adapters.peft_score import score_projection
 from modeling.adapters.projection import Projection, ProjectionKind
 from modeling.attention.kv_cache import FP8, CacheScales
@@ -99,14 +100,15 @@ def with_other_models(model: PagedModel, architecture: ModelArchitecture) -> tup
     Those that classify bring a head; those of a model without any head (FEATURE_EXTRACTION) name
     its modules without the decoder's own name, those of a larger model with more.
     """
-    named = []
-    for each in model.projections:
+    named, biased = [], biased_projections(cast(nn.Module, model))
+    for index, each in enumerate(model.projections):
         others: tuple[str, ...] = ()
         if architecture.is_text_stack:
             others += outer_paths(each.module)
         if each.kind is ProjectionKind.LINEAR:
             others += (each.module.partition(".")[2],)
-        named.append(replace(each, aliases=(*each.aliases, *others)))
+        aliases = (*each.aliases, *others)
+        named.append(replace(each, aliases=aliases, has_bias=index in biased))
     return (*named, score_projection(model.width))
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from modeling.adapters.kernels.select import AdapterStepPlan
+from modeling.adapters.outputs import OutputAdapters
 from modeling.adapters.product import AdapterData
-from modeling.adapters.scaled import ScaledAdapters
 from modeling.adapters.vocabulary import VocabularyAdapters, adapts_vocabulary
 from modeling.attention.base import AttentionBackend
 from modeling.attention.clamping import ClampWatch
@@ -193,13 +193,13 @@ class ModelRunner(BaseRunner):
         else:
             tiles = self._adapter_plan.update(slots, lengths)
             found = self._adapter_plan.batch(sum(lengths), tiles)
-        if self._bank.scales_outputs(slots):
-            return ScaledAdapters(found, self._bank, slots, lengths)
+        if self._bank.changes_outputs(slots):
+            return OutputAdapters(found, self._bank, slots, lengths)
         return found
 
     def _is_eager(self, slots: Sequence[int]) -> bool:
         """Return whether an adapter of a step does what captured steps do not compute."""
-        return adapts_vocabulary(self._bank, slots) or self._bank.scales_outputs(slots)
+        return adapts_vocabulary(self._bank, slots) or self._bank.changes_outputs(slots)
 
     def _with_vocabulary(
         self, adapters: AdapterData | None, layout: StepLayout

@@ -149,13 +149,19 @@ OPT_DORA = replace(
 
 
 def _dora(recipe: AdapterRecipe) -> dict[str, AdapterRecipe]:
-    """A plain adapter and two of DoRA; one leaves modules out, its scales lie on a further page."""
+    """Adapters of DoRA and with biases, and a plain one.
+
+    some: leaves modules out, and its scales lie on a page of their own. biased: B has a bias.
+    trained: the base model's biases were trained too.
+    """
     dora = {**recipe.extra, "use_dora": True}
     targets = tuple(recipe.target_modules)
     return {
         "plain": replace(recipe, seed=61),
         "dora": replace(recipe, seed=62, extra=dora),
         "some": replace(recipe, r=8, seed=63, target_modules=targets[1::2], extra=dora),
+        "biased": replace(recipe, seed=64, extra={**recipe.extra, "lora_bias": True}),
+        "trained": replace(recipe, seed=65, extra={**dora, "bias": "lora_only"}),
     }
 
 

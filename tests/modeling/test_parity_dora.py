@@ -1,12 +1,16 @@
-"""DoRA (arXiv:2402.09353): PEFT's answers, in one batch with plain adapters and the base model."""
+"""DoRA (arXiv:2402.09353) and biases: PEFT's answers, beside plain adapters and the base model."""
+
+from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 from torch import Tensor
 
+from modeling.adapters import host_cache, output_rows
+from modeling.adapters.outputs import OutputAdapters
 from modeling.adapters.product import OutputSlice
-from modeling.adapters.projection import ModulePosition, Projection
+from modeling.adapters.projection import BaseLinear, ModulePosition, Projection
 from modeling.adapters.row_norms import RowNorms
-from modeling.adapters.scaled import ScaledAdapters
 from modeling.adapters.stacks import LoraStack
 from tests.modeling.parity import BASE, WHOLE, Setting, World, compare, expect_mismatch
 
@@ -20,10 +24,13 @@ OTHERS = [
     ("gpt_neox_dora", "parallel"),
 ]
 
-MIXED = ["dora", BASE, "plain", "some"]
+MIXED = ["dora", BASE, "plain", "some", "biased", "trained"]
 ALONE = Setting("llama_dora", "gqa", 1, ["dora"])
 TWO_RANKS = Setting("llama_dora", "gqa", 2, ["dora"])
 BIASED = Setting("gpt2_dora", "plain", 2, ["dora"])
+ADDED = Setting("llama_dora", "gqa", 2, ["biased"])
+
+pytestmark = pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed")
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -52,7 +59,7 @@ def test_under_the_scheduler(world: World, ranks: int) -> None:
 
 
 def test_magnitudes_left_out(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ScaledAdapters, "_scales", lambda self, projection: None)
+    monkeypatch.setattr(OutputAdapters, "_rows", lambda self, projection: [None, None])
     expect_mismatch(world, ALONE)
 
 
@@ -76,10 +83,10 @@ def test_norms_of_own_columns(world: World, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_bias_scaled(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    add = ScaledAdapters.add
+    add = OutputAdapters.add
 
     def whole(
-        self: ScaledAdapters,
+        self: OutputAdapters,
         y: Tensor,
         x: Tensor,
         layer: int,
@@ -88,10 +95,23 @@ def test_bias_scaled(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     ) -> None:
         add(self, y, x, layer, targets)
 
-    monkeypatch.setattr(ScaledAdapters, "add", whole)
+    monkeypatch.setattr(OutputAdapters, "add", whole)
     expect_mismatch(world, BIASED)
 
 
-@pytest.mark.parametrize("setting", [ALONE, TWO_RANKS, BIASED])
+def test_bias_on_every_rank(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bias of a row-parallel module is added by each rank that has some of its columns."""
+
+    def every(
+        stack: LoraStack, projection: Projection, bases: Mapping[ModulePosition, BaseLinear]
+    ) -> Tensor:
+        whole = replace(projection, in_features=projection.local_inputs)
+        return output_rows.added_bias(stack, whole, bases)
+
+    monkeypatch.setattr(host_cache, "added_bias", every)
+    expect_mismatch(world, ADDED)
+
+
+@pytest.mark.parametrize("setting", [ADDED, ALONE, TWO_RANKS, BIASED])
 def test_without_a_fault_nothing_differs(world: World, setting: Setting) -> None:
     compare(world, setting)

@@ -66,15 +66,14 @@ SERVED: dict[str, dict[str, Any]] = {
     "a group size alone": {"qalora_group_size": 4, "megatron_core": "x", "revision": "main"},
     "dora": {"use_dora": True, "rank_pattern": {"q_proj": 8}},
     "dora of one layer": {"use_dora": True, "layers_to_transform": 1},
+    "no biases to train": {"bias": "all"},
+    "a bias of B": {"lora_bias": True},
     "no ends to tie": {"ensure_weight_tying": True, "modules_to_save": []},
     "another backward pass": {"velora_config": lora.VeloraConfig(num_groups=4, init_type="random")},
 }
 """Changes of a plain config whose results are PEFT's."""
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "bias='all'": {"bias": "all"},
-    "bias='lora_only'": {"bias": "lora_only"},
-    "lora_bias": {"lora_bias": True},
     "trainable_token_indices": {"trainable_token_indices": [1, 2]},
     "trainable_token_indices=.*embed": {"trainable_token_indices": {"embed_tokens": [1, 2]}},
     "target_parameters": {"target_modules": [], "target_parameters": ["mlp.up_proj.weight"]},

@@ -21,7 +21,7 @@ from configs.wire.adapters import (
 from modeling.adapters import row_norms
 from modeling.adapters.bank import PAGE_ROWS, AdapterBank, BankSize
 from modeling.adapters.peft import open_adapter
-from modeling.adapters.projection import ModulePosition, Projection, ProjectionKind
+from modeling.adapters.projection import BaseLinear, ModulePosition, Projection, ProjectionKind
 from tests.modeling.adapters.lora_files import DOWN, UP, factors, write_lora
 
 PREFIX = "base_model.model.model.layers.1."
@@ -46,9 +46,12 @@ def tensors(rank: int = 4) -> Tensors:
 
 def bank(down: Projection = DOWN) -> AdapterBank:
     (columns,) = (torch.cat([torch.arange(*cut) for cut in down.inputs]),)
-    weights = {ModulePosition(0, 1): weight(UP), ModulePosition(1, 1): weight(DOWN)[:, columns]}
+    bases = {
+        ModulePosition(0, 1): BaseLinear(weight(UP)),
+        ModulePosition(1, 1): BaseLinear(weight(DOWN)[:, columns]),
+    }
     size = BankSize(pages=12, slots=4, max_rank=8, host_bytes=2**20)
-    return AdapterBank((UP, down), size, torch.float32, torch.device("cpu"), {}, weights)
+    return AdapterBank((UP, down), size, torch.float32, torch.device("cpu"), {}, bases)
 
 
 def check(loaded: AdapterBank, saved: Tensors, index: int, projection: Projection) -> None:
@@ -60,7 +63,7 @@ def check(loaded: AdapterBank, saved: Tensors, index: int, projection: Projectio
     adapter = loaded.loaded(0)
     torch.testing.assert_close(adapter.factors(index, 1).bt.t(), 2 * b * scales[:, None])
     rows = loaded.pools[index].bt.flatten(0, 2)
-    row = adapter.scale_row(index)
+    row = adapter.output_rows(index).scale
     torch.testing.assert_close(rows[row + PAGE_ROWS], scales - 1)
     assert not rows[row].any(), "layer 0 is not adapted"
 
@@ -85,8 +88,8 @@ def test_norms_are_those_of_the_adapted_weights(
     load(own, shape)
     check(own, saved, 0, UP)
     check(own, saved, 1, DOWN)
-    assert own.scales_outputs([-1, 0])
-    assert not own.scales_outputs([-1])
+    assert own.changes_outputs([-1, 0])
+    assert not own.changes_outputs([-1])
 
 
 def test_ranks_add_their_columns(tmp_path: Path) -> None:
@@ -164,9 +167,9 @@ def test_where_it_is_not_served(tmp_path: Path, changes: dict[str, Any], words: 
 def test_a_row_without_a_norm(tmp_path: Path) -> None:
     saved = tensors()
     own = bank()
-    weights = dict(own._host_cache._norms._weights)
-    weights[ModulePosition(0, 1)] = torch.zeros(10, 6)
-    own._host_cache._norms._weights = weights
+    bases = dict(own._host_cache._norms._bases)
+    bases[ModulePosition(0, 1)] = BaseLinear(torch.zeros(10, 6))
+    own._host_cache._norms._bases = bases
     saved[f"{PREFIX}up.lora_B.weight"].zero_()
     folder = write_lora(tmp_path, saved, use_dora=True)
     with pytest.raises(AdapterError, match="a row of the adapted up is zero"):

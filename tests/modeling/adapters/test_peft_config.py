@@ -110,8 +110,6 @@ def test_an_invocation_is_a_list_of_tokens(value: object) -> None:
 
 
 SET: dict[str, object] = {
-    "bias": "lora_only",
-    "lora_bias": True,
     "trainable_token_indices": [5],
     "target_parameters": ["experts.up"],
     "layer_replication": [[0, 4], [2, 6]],
