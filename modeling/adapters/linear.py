@@ -107,6 +107,6 @@ def base_linears(model: nn.Module) -> dict[ModulePosition, BaseLinear]:
 
 
 def biased_projections(model: nn.Module) -> frozenset[int]:
-    """Return the projections whose maps have biases in the base model."""
+    """Return the projections that have biases in the base model."""
     biased = (linear for linear in adapted_linears(model) if linear.has_bias)
     return frozenset(at.projection for linear in biased for at, _ in linear.bases())

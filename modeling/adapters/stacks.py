@@ -1,8 +1,7 @@
 """Factors of adapted modules, as files and merges give them to staging."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -34,7 +33,7 @@ class LoraStack:
     b: Tensor
     magnitudes: Tensor | None = None
     biases: Tensor | None = None
-    base_biases: Mapping[int, Tensor] = MappingProxyType({})
+    base_biases: Mapping[int, Tensor] = field(default_factory=dict)
 
     def modules(self) -> Iterator[LoraModule]:
         """Yield the modules one by one."""

@@ -139,13 +139,13 @@ def test_an_adapter_is_checked_against_a_model() -> None:
 def test_every_reason_against_an_adapter_is_printed(tmp_path: Path) -> None:
     shutil.copytree("configs/demo/adapters/pirate", tmp_path / "pirate")
     config = tmp_path / "pirate" / "adapter_config.json"
-    fields = json.loads(config.read_text()) | {"use_dora": True, "bias": "all"}
+    fields = json.loads(config.read_text()) | {"use_dora": True, "use_qalora": True}
     config.write_text(json.dumps(fields))
     reply = loray("check-adapter", str(tmp_path / "pirate"), "--model", "configs/demo/model")
     assert reply.exit_code == 1
     assert [line[:4] for line in reply.stdout.splitlines()[1:]] == ["  - ", "  - "]
     assert "use_dora" in reply.stdout
-    assert "bias" in reply.stdout
+    assert "use_qalora" in reply.stdout
 
 
 @pytest.mark.parametrize("model", ["nowhere.yaml", "no/such/model/at/all"])

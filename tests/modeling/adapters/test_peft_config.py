@@ -285,7 +285,7 @@ def test_a_file_larger_than_any_is_not_parsed(tmp_path: Path) -> None:
 
 def test_all_that_is_wrong_is_named_at_once() -> None:
     error = refusal(
-        use_qalora=True, bias="all", r=0, lora_alpha="x", novelty=[1], peft_version="99.0"
+        use_qalora=True, bias="some", r=0, lora_alpha="x", novelty=[1], peft_version="99.0"
     )
     assert len(error.reasons) == 5
     for word in ("use_qalora", "bias", "r=0", "lora_alpha", "novelty"):

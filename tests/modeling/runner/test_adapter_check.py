@@ -42,12 +42,12 @@ def test_every_field_that_is_not_served_is_named_at_once(tmp_path: Path) -> None
         tmp_path / "many",
         factors(UP, [4, 4, 4]),
         use_dora=True,
-        bias="all",
+        megatron_config={"a": 1},
         layer_replication=[[0, 2]],
     )
     found = verdict(folder)
     assert len(found.reasons) == 3
-    for word in ("use_dora", "bias", "layer_replication"):
+    for word in ("use_dora", "megatron_config", "layer_replication"):
         assert any(word in reason for reason in found.reasons)
 
 
