@@ -20,6 +20,7 @@ from deployments.ingress.chat_templates.renderer import Renderer
 from deployments.ingress.generation.engine import IngressSettings
 from deployments.ingress.generation.frames import RequestInboxes
 from deployments.ingress.text.tokenizer import ModelTokenizer
+from tests.deployments.ingress.pages.browser import CHROMIUM, Browser, chromium
 from tests.fakes import FakeDriver, engine_info, write_tokenizer
 
 PATIENCE = 300.0
@@ -142,6 +143,22 @@ def driver(server: Server) -> FakeDriver:
 def http(server: Server) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
         yield client
+
+
+@pytest.fixture(scope="package")
+def _browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    if CHROMIUM is None:
+        pytest.skip("there is no chromium here")
+    with chromium(tmp_path_factory.mktemp("profile")) as one:
+        yield one
+
+
+@pytest.fixture
+def browser(_browser: Browser) -> Browser:
+    """The one browser of these tests, which takes seconds to start; its records are empty."""
+    _browser.requested.clear()
+    _browser.complaints.clear()
+    return _browser
 
 
 def send_by_hand(server: Server, path: str, body: object) -> socket.socket:

@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,7 +12,7 @@ from jsonschema import Draft202012Validator
 
 from deployments.ingress.openapi.document import REPLIES, STREAMS, operations
 from tests.deployments.ingress.conftest import Server
-from tests.deployments.ingress.pages.browser import CHROMIUM, chromium
+from tests.deployments.ingress.pages.browser import Browser
 from tests.fakes import FakeDriver
 
 
@@ -148,15 +147,12 @@ def test_loraxs_path_of_the_document(http: httpx.Client, document: dict[str, Any
     assert http.get("/api-doc/openapi.json").json() == document
 
 
-def test_the_page_shows_it(server: Server, tmp_path: Path) -> None:
-    if CHROMIUM is None:
-        pytest.skip("there is no chromium here")
-    with chromium(tmp_path) as browser:
-        browser.open(f"{server.url}/docs")
-        browser.wait_for("document.querySelectorAll('.opblock').length > 0")
-        shown = browser.run(
-            "[...document.querySelectorAll('.opblock-summary-path')].map((one) => one.dataset.path)"
-        )
-        assert set(shown) == {route.partition(" ")[2] for route in operations()}
-        assert all(url.startswith((server.url, "data:")) for url in browser.requested)
-        assert browser.complaints == []
+def test_the_page_shows_it(server: Server, browser: Browser) -> None:
+    browser.open(f"{server.url}/docs")
+    browser.wait_for("document.querySelectorAll('.opblock').length > 0")
+    shown = browser.run(
+        "[...document.querySelectorAll('.opblock-summary-path')].map((one) => one.dataset.path)"
+    )
+    assert set(shown) == {route.partition(" ")[2] for route in operations()}
+    assert all(url.startswith((server.url, "data:", "about:")) for url in browser.requested)
+    assert browser.complaints == []

@@ -1,18 +1,27 @@
 """The document's examples against the real engine: the demo on one rank, over HTTP."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
 
 from configs.wire.adapters import AdapterSource
 from deployments.ingress.generation.engine import IngressSettings
+from tests.checkpoints_scores import write_score_adapter
 from tests.served import demo_app, demo_config, served
 
 
 @pytest.fixture(scope="module")
-def http() -> Iterator[httpx.Client]:
-    config = demo_config(limits={"max_batch_total_tokens": 4096, "max_total_tokens": 512})
+def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    limits = {"max_batch_total_tokens": 4096, "max_total_tokens": 512}
+    adapters = demo_config().adapters.model_dump()
+    # The document's examples name classifiers, which the demo does not bring.
+    folder = tmp_path_factory.mktemp("classifiers")
+    write_score_adapter(folder / "mood", Path("configs/demo/model"), num_labels=2)
+    write_score_adapter(folder / "judge", Path("configs/demo/model"), num_labels=1)
+    roots = [*adapters["local_roots"], str(folder)]
+    config = demo_config(limits=limits, adapters={**adapters, "local_roots": roots})
     app = demo_app(config, IngressSettings(default_source=AdapterSource.LOCAL, loopback=True))
     with served(app) as url, httpx.Client(base_url=url, timeout=300) as client:
         yield client

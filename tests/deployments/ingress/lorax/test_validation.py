@@ -54,7 +54,7 @@ from tests.fakes import FakeDriver
         ({"response_format": {"type": "json_schema"}},
          "`response_format` of type json_schema needs a schema"),
         ({"adapter_id": "a", "adapter_source": "pbase"},
-         "`adapter_source` must be one of hub, local, s3. Given: pbase"),
+         "`adapter_source` must be one of hub, local, s3, pushed. Given: pbase"),
     ],
 )  # fmt: skip
 def test_bad_input_has_the_messages_of_lorax(

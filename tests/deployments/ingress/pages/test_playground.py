@@ -2,7 +2,6 @@
 
 import hashlib
 import re
-from collections.abc import Iterator
 
 import httpx
 import pytest
@@ -12,7 +11,7 @@ from configs.wire.adapters import AdapterReference, AdapterSource
 from deployments.contract import AdapterInfo, AdapterStatus, ErrorKind, Failed
 from deployments.ingress.generation.engine import IngressSettings
 from tests.deployments.ingress.conftest import PATIENCE, Server
-from tests.deployments.ingress.pages.browser import CHROMIUM, Browser, chromium
+from tests.deployments.ingress.pages.browser import Browser
 from tests.fakes import FakeDriver
 
 ACCEPT = {"accept": "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"}
@@ -25,14 +24,6 @@ ADAPTERS = [
     AdapterInfo("org/pirate", "hub", "known"), AdapterInfo("poet", "local", "host"),
     AdapterInfo("sql", "local", "disk"), AdapterInfo("more", "local", "disk"),
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    if CHROMIUM is None:
-        pytest.skip("there is no chromium here")
-    with chromium(tmp_path_factory.mktemp("profile")) as one:
-        yield one
 
 
 def _texts(browser: Browser, selector: str) -> list[str]:
