@@ -156,11 +156,14 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 
 async def _malformed(request: Request, error: Exception) -> Response:
-    """The reply to a body that is not JSON, or does not fit its schema."""
+    """The reply to a body that is not JSON, or to one or a query that does not fit its schema."""
     assert isinstance(error, RequestValidationError)
     if isinstance(error.body, bytes):
         return status_response(request, 415, _NO_JSON_TYPE)
-    faults = [{**fault, "loc": fault["loc"][1:]} for fault in error.errors()]
+    found = error.errors()
+    faults = [{**fault, "loc": fault["loc"][1:]} for fault in found]
+    if found[0]["loc"][0] == "query":
+        return error_response(request, validation_message(faults, dict(request.query_params)))
     if faults[0]["type"] == "json_invalid":
         return error_response(request, not_json(faults[0]))
     return error_response(request, validation_message(faults, error.body))

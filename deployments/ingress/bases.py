@@ -28,6 +28,7 @@ from deployments.ingress.http.bodies import BodyLimit, replaying
 from deployments.ingress.http.error_responses import error_response, route_path
 from deployments.ingress.http.errors import RequestError
 from deployments.ingress.http.responses import json_response
+from deployments.ingress.openai.pages import models_page
 
 HEADER = "x-loray-model"
 _MODELS, _HEALTH = "/v1/models", frozenset({"/health", "/ping"})
@@ -201,8 +202,8 @@ class BaseDispatch:
         for base, reply in listed:
             for row in reply["data"]:
                 name = row["id"] if row["id"] not in rows else f"{base}/{row['id']}"
-                rows[name] = {**row, "id": name}
-        return json_response({"object": "list", "data": list(rows.values())})
+                rows[name] = {**row, "id": name, "display_name": name}
+        return json_response(models_page(list(rows.values())))
 
     async def _health(self, scope: Scope) -> Response:
         """Healthy while any base is: /NAME/health is about one."""

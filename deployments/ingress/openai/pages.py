@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypedDict, TypeVar
 
 from deployments.ingress.batches.records import BatchRecord, FileRecord
+from deployments.ingress.openai.reply_types import ModelReply, ModelsReply
 
 R = TypeVar("R", FileRecord, BatchRecord)
 
@@ -47,4 +48,15 @@ def page(
         "first_id": shown[0].id if shown else None,
         "last_id": shown[-1].id if shown else None,
         "has_more": len(found) > limit,
+    }
+
+
+def models_page(models: list[ModelReply]) -> ModelsReply:
+    """All models in one page; the base model is always among them."""
+    return {
+        "object": "list",
+        "data": models,
+        "first_id": models[0]["id"],
+        "last_id": models[-1]["id"],
+        "has_more": False,
     }

@@ -162,7 +162,10 @@ class ResponseEvent(TypedDict):
 
 
 class ModelReply(TypedDict):
-    """The base model or an adapter, whose parent is the base model."""
+    """The base model or an adapter, whose parent is the base model; OpenAI's and Anthropic's form.
+
+    created, created_at: when the server started, as a number and as RFC 3339 has it.
+    """
 
     id: str
     object: Literal["model"]
@@ -170,6 +173,10 @@ class ModelReply(TypedDict):
     owned_by: str
     root: str
     parent: str | None
+    type: Literal["model"]
+    display_name: str
+    created_at: str
+    lifecycle: Literal["active"]
     max_model_len: NotRequired[int]
 
 
@@ -178,3 +185,6 @@ class ModelsReply(TypedDict):
 
     object: Literal["list"]
     data: list[ModelReply]
+    first_id: str
+    last_id: str
+    has_more: Literal[False]

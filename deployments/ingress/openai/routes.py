@@ -2,6 +2,7 @@
 
 import time
 import uuid
+from datetime import UTC, datetime
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -13,11 +14,12 @@ from deployments.ingress.generation.engine import EngineClient, GenerationJob, S
 from deployments.ingress.generation.prompt_replies import Prompt
 from deployments.ingress.http.errors import RequestError
 from deployments.ingress.http.responses import json_response
+from deployments.ingress.openai.pages import models_page
 from deployments.ingress.openai.replies import (
     CompletionWriter,
     Envelope,
 )
-from deployments.ingress.openai.reply_types import ModelReply, ModelsReply
+from deployments.ingress.openai.reply_types import ModelReply
 from deployments.ingress.openai.tool_replies import chat_writer
 from deployments.ingress.requests.answers import answer
 from deployments.ingress.requests.chat import chat
@@ -66,8 +68,7 @@ def routes(engine: EngineClient) -> APIRouter:
     @router.get("/models")
     async def models(request: Request) -> Response:
         info = visible(request, await engine.info())
-        reply: ModelsReply = {"object": "list", "data": _models(info, engine, created)}
-        return json_response(reply)
+        return json_response(models_page(_models(info, engine, created)))
 
     @router.get("/models/{id:path}")
     async def model(request: Request, id: str) -> Response:
@@ -147,4 +148,8 @@ def _model(id: str, created: int, root: str, parent: str | None) -> ModelReply:
         "owned_by": "loray",
         "root": root,
         "parent": parent,
+        "type": "model",
+        "display_name": id,
+        "created_at": datetime.fromtimestamp(created, UTC).isoformat(),
+        "lifecycle": "active",
     }

@@ -108,7 +108,9 @@ class TaggedArguments:
     def _between(self, text: str) -> tuple[str, bool, bool]:
         """Before an argument: the rest, whether an argument begins, whether the call ends."""
         begin, end = self._tags.begin, self._tags.end
-        found, at = self._opening.search(text), text.find(end)
+        # An opening ends with ">"; without one, each new piece would be searched for nothing.
+        found = self._opening.search(text) if ">" in text else None
+        at = text.find(end)
         if found is not None and (at < 0 or found.start() < at):
             self._name = found[1]
             return text[found.end() :], True, False
@@ -139,37 +141,42 @@ class EscapedArguments:
 
     def __init__(self, quote: str) -> None:
         self._quote = quote
-        # A word, a bracket, a mark, or blanks.
-        self._token = re.compile(rf"{re.escape(quote)}|[{{}}\[\],:]|\s+|(?:(?!{re.escape(quote)})"
-                                 r"[^{}\[\],:\s])+")  # fmt: skip
+        self._word_end = re.compile(rf"[{{}}\[\],:\s]|{re.escape(quote)}")
         self._string: list[str] | None = None
+        self._scanned = 0  # Of a word whose end has not come yet.
         self._depth = 0
 
     def feed(self, text: str) -> tuple[str, str, bool]:
         """Read tokens; returns those that are complete."""
-        shown = ""
-        while text:
+        shown: list[str] = []
+        ended = False
+        while text and not ended:
             if self._string is not None:
                 at = text.find(self._quote)
                 cut = at if at >= 0 else len(text) - begun_length(text, self._quote)
                 self._string.append(text[:cut])
                 if at < 0:
-                    return shown, text[cut:], False
-                shown += json_text("".join(self._string))
+                    return "".join(shown), text[cut:], False
+                shown.append(json_text("".join(self._string)))
                 text, self._string = text[at + len(self._quote) :], None
                 continue
-            found = self._token.match(text)
-            if found is None or (found.end() == len(text) and not self._complete(found[0])):
-                return shown, text, False
-            text = text[found.end() :]
-            shown += self._written(found[0], text)
-            if self._depth == 0:
-                return shown, text, True
-        return shown, text, False
+            length = self._token_length(text)
+            if length == 0:
+                break
+            token, text = text[:length], text[length:]
+            shown.append(self._written(token, text))
+            ended = self._depth == 0
+        return "".join(shown), text, ended
 
-    def _complete(self, token: str) -> bool:
-        """Whether no text that follows could be part of this token."""
-        return token in "{}[],:" or token == self._quote
+    def _token_length(self, text: str) -> int:
+        """The length of the first token: a mark, a bracket, a blank or a word; 0: not known yet."""
+        if text.startswith(self._quote):
+            return len(self._quote)
+        if text[0] in "{}[],:" or text[0].isspace():
+            return 1
+        found = self._word_end.search(text, max(0, self._scanned - len(self._quote)))
+        self._scanned = 0 if found is not None else len(text)
+        return found.start() if found is not None else 0
 
     def _written(self, token: str, after: str) -> str:
         if token == self._quote:
@@ -182,7 +189,7 @@ class EscapedArguments:
             return json_text(token.strip('"'))
         try:
             return json_text(json.loads(token))
-        except ValueError:
+        except (ValueError, RecursionError):
             return json_text(token)
 
 

@@ -47,7 +47,7 @@ class ArgumentsDelta(NamedTuple):
 
 Part = TextDelta | CallStart | ArgumentsDelta
 
-# The longest text before the arguments of a call that is no object.
+# The longest text before the arguments of a call; a longer object is read when it is complete.
 _MAX_HEAD = 1024
 # The longest call in Python, which is read when it is complete.
 _MAX_PYTHON = 64 * 1024
@@ -155,7 +155,7 @@ class CallReader:
 
     def _item(self) -> bool:
         """State: an object; if its fields are in the usual order, its arguments are streamed."""
-        if head := self._head.match(self._buffer):
+        if head := self._head.match(self._buffer, 0, _MAX_HEAD):
             self._begin(head[1], head.end(), JsonArguments(), closing=True)
             return True
         end = self._span.feed(self._buffer[self._scanned :])

@@ -6,6 +6,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from anthropic.types import ModelInfo
 from openai.types import (
     Completion,
     CompletionUsage,
@@ -129,8 +130,11 @@ def test_a_response_that_fails_ends_with_the_clients_event(
 
 
 def test_models_embeddings_and_errors(http: httpx.Client) -> None:
-    for model in http.get("/v1/models").json()["data"]:
+    listing = http.get("/v1/models").json()
+    assert (listing["first_id"], listing["last_id"]) == ("tiny", listing["data"][-1]["id"])
+    for model in listing["data"]:
         Model.model_validate(model)
+        ModelInfo.model_validate(model)
         Model.model_validate(http.get(f"/v1/models/{model['id']}").json())
     for form in ("float", "base64"):
         body = {"model": "tiny", "input": ["a", "b"], "encoding_format": form}

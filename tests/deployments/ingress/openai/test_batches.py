@@ -73,6 +73,8 @@ def test_files_are_kept_listed_read_and_deleted(client: openai.OpenAI) -> None:
     other = client.files.create(file=("other.jsonl", b"{}"), purpose="batch")
     assert [each.id for each in client.files.list()] == [other.id, made.id]
     assert [each.id for each in client.files.list(limit=1, order="asc")] == [made.id, other.id]
+    with pytest.raises(openai.BadRequestError, match="`limit`: Input should be greater"):
+        client.files.list(limit=0)
     assert client.files.retrieve(made.id) == made
     assert client.files.content(made.id).read() == LINES
     assert client.files.delete(made.id).deleted

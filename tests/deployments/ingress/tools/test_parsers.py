@@ -158,6 +158,13 @@ def test_endless_values_take_linear_time(parser: ToolParser) -> None:
         assert len(arguments) < 3 * len(text)
 
 
+@pytest.mark.parametrize("junk", ["(", "a ", '"', " "])
+def test_endless_words_of_gemma_take_linear_time(junk: str) -> None:
+    text = "<|tool_call>call:get{town:" + junk * 20_000 + "}<tool_call|>"
+    whole = read(FORMATS[ToolParser.GEMMA], text)
+    assert read(FORMATS[ToolParser.GEMMA], text, 1) == whole
+
+
 TRICKY = '{"a": "}\\"</tool_call>[", "b": [{}, 1.5, null]}'
 
 
