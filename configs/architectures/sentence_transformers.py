@@ -48,8 +48,11 @@ def pooling_of(folder: Path) -> tuple[Pooling, bool]:
             f"default_prompt_name ({prompt}) of {_SETTINGS} is not put before texts: remove it, "
             "and let clients send the prompt with their texts"
         )
-    path = modules[kinds.index("Pooling")]["path"]
-    return _pooling(_read(folder / path / "config.json") or {}), "Normalize" in kinds
+    path = f"{modules[kinds.index('Pooling')]['path']}/config.json"
+    config = _read(folder / path)
+    if config is None:
+        raise ArchitectureError(f"the folder lacks {path}, which modules.json names: copy it too")
+    return _pooling(config), "Normalize" in kinds
 
 
 def _kinds(modules: Any) -> list[str]:

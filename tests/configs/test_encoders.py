@@ -88,10 +88,14 @@ def test_poolings(tmp_path: Path, pooling: dict[str, Any], expected: Pooling) ->
     ("files", "words"),
     [
         ({"modules": modules("Transformer", "Pooling", "Dense")}, "Transformer, Pooling, Dense"),
+        ({}, "lacks 1_Pooling/config.json, which modules.json names"),
         ({"1_Pooling__config": {"pooling_mode": "weightedmean"}}, "weightedmean is not served"),
         ({"1_Pooling__config": {"pooling_mode": ["cls", "max"]}}, "cls, max is not served"),
         ({"config_sentence_transformers": {"default_prompt_name": "query"}}, "prompt_name.*remove"),
-        ({"sentence_bert_config": {"do_lower_case": True}}, "do_lower_case"),
+        (
+            {"sentence_bert_config": {"do_lower_case": True}, "1_Pooling__config": {}},
+            "do_lower_case",
+        ),
     ],
 )
 def test_what_would_change_embeddings_is_refused(
