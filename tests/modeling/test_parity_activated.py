@@ -59,6 +59,10 @@ CASES: Sequence[Case] = [
 def recipes(family: str) -> dict[str, AdapterRecipe]:
     plain = replace(next(iter(FAMILIES[family].adapters.values())), seed=51, std=0.2)
     extra = {**plain.extra, "alora_invocation_tokens": INVOCATION}
+    if family == "gpt2":
+        # A bias of an activated adapter is added from the invocation on too, beside DoRA.
+        extra["lora_bias"] = True
+        plain = replace(plain, extra={**plain.extra, "use_dora": True})
     return {"plain": plain, "activated": replace(plain, seed=52, extra=extra)}
 
 
