@@ -33,7 +33,6 @@ from modeling.adapters.projection import (
     BaseRows,
     ModulePosition,
     Projection,
-    ProjectionKind,
     select_columns,
 )
 from modeling.adapters.row_norms import RowNorms, SummedRows
@@ -247,12 +246,10 @@ class HostAdapterCache:
         for position, rank in opened.ranks.items():
             ranks[position.projection, position.layer] = rank
         most: list[int] = ranks.amax(1).tolist()
-        linear = [p.kind is ProjectionKind.LINEAR for p in self._projections]
-        adapted = [rank if own else 0 for rank, own in zip(most, linear, strict=True)]
-        rows = output_rows(adapted, opened.is_scaled, opened.is_biased)
+        rows = output_rows(self._projections, most, opened.is_scaled, opened.is_biased)
         # Checked before memory is allocated: shapes come from the header, so refusing is cheap.
         num_pages = tuple(
-            -(-max(rank, max(own) + 1) // PAGE_ROWS) for rank, own in zip(most, rows, strict=True)
+            -(-own.behind(rank) // PAGE_ROWS) for rank, own in zip(most, rows, strict=True)
         )
         layout = self._layout(num_pages)
         shape = AdapterShape(num_pages, layout.num_chunks * self.pool.chunk_bytes)

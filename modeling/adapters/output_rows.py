@@ -6,7 +6,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from modeling.adapters.projection import BaseLinear, ModulePosition, Projection, select_columns
+from modeling.adapters.projection import (
+    BaseLinear,
+    ModulePosition,
+    Projection,
+    ProjectionKind,
+    select_columns,
+)
 from modeling.adapters.stacks import LoraStack
 
 
@@ -25,14 +31,20 @@ class OutputRows(NamedTuple):
         """Return whether there is a row."""
         return max(self) >= 0
 
+    def behind(self, rank: int) -> int:
+        """Return how many rows there are with those of the largest rank."""
+        return max(rank, max(self) + 1)
 
-def output_rows(most: Sequence[int], scaled: bool, biased: bool) -> tuple[OutputRows, ...]:
-    """Return the rows behind each projection's largest rank; a rank of 0 stands for no factors."""
+
+def output_rows(
+    projections: Sequence[Projection], most: Sequence[int], scaled: bool, biased: bool
+) -> tuple[OutputRows, ...]:
+    """Return the rows of each projection; most: its largest rank, 0 without factors."""
     return tuple(
         OutputRows(rank if scaled else -1, rank + scaled if biased else -1)
-        if rank
+        if rank and projection.kind is ProjectionKind.LINEAR
         else OutputRows()
-        for rank in most
+        for projection, rank in zip(projections, most, strict=True)
     )
 
 

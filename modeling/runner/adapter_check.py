@@ -22,11 +22,12 @@ from configs.engine import EngineConfig
 from configs.reading import DamagedFile
 from configs.wire.adapters import AdapterError
 from modeling.adapters.host_cache import PAGE_ROWS
-from modeling.adapters.peft import FACTOR, open_adapter
+from modeling.adapters.output_rows import output_rows
+from modeling.adapters.peft import FACTOR, PeftAdapter, open_adapter
 from modeling.adapters.peft_config import read_fields
 from modeling.adapters.peft_kinds import kind_name
 from modeling.adapters.peft_names import WEIGHTS_NAME
-from modeling.adapters.projection import BaseRows, ModulePosition, Projection, ProjectionKind
+from modeling.adapters.projection import BaseRows, Projection, ProjectionKind
 from modeling.models.select import build_model
 from modeling.runner.loading import load_model, with_other_models
 from sharding.checkpoint import DummySource
@@ -154,7 +155,7 @@ def judge(
         num_labels=0 if head is None else head.num_labels,
         kind=_kind(folder),
         unread=adapter.plan.unread,
-        cost=_cost(adapter.ranks, projections),
+        cost=_cost(adapter, projections),
     )
 
 
@@ -179,11 +180,14 @@ def _kind(folder: Path) -> str:
         return ""
 
 
-def _cost(ranks: Mapping[ModulePosition, int], projections: Sequence[Projection]) -> AdapterCost:
+def _cost(adapter: PeftAdapter, projections: Sequence[Projection]) -> AdapterCost:
     pages = page_bytes = products = 0
-    for index, projection in enumerate(projections):
-        own = [rank for at, rank in ranks.items() if at.projection == index]
-        count = -(-max(own, default=0) // PAGE_ROWS)
+    ranks: list[list[int]] = [[0] for _ in projections]
+    for at, rank in adapter.ranks.items():
+        ranks[at.projection].append(rank)
+    rows = output_rows(projections, [*map(max, ranks)], adapter.is_scaled, adapter.is_biased)
+    for projection, own, behind in zip(projections, ranks, rows, strict=True):
+        count = -(-behind.behind(max(own)) // PAGE_ROWS)
         width = projection.local_inputs + projection.local_outputs
         pages += count
         page_bytes += count * PAGE_ROWS * projection.num_layers * width * _ITEM_BYTES

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from configs.adapters import AdaptersConfig
 from configs.wire.adapters import (
     AdapterError,
     AdapterKey,
@@ -22,6 +23,7 @@ from modeling.adapters import row_norms
 from modeling.adapters.bank import PAGE_ROWS, AdapterBank, BankSize
 from modeling.adapters.peft import open_adapter
 from modeling.adapters.projection import BaseLinear, ModulePosition, Projection, ProjectionKind
+from modeling.runner.adapter_check import judge
 from tests.modeling.adapters.lora_files import DOWN, UP, factors, write_lora
 
 PREFIX = "base_model.model.model.layers.1."
@@ -85,6 +87,9 @@ def test_norms_are_those_of_the_adapted_weights(
     own = bank()
     shape = own.stage(FetchedAdapter(AdapterKey(1), "dora", str(folder), "d"))
     assert shape.num_pages == ((1, 1) if rank == 4 else (2, 2))
+    verdict = judge(folder, (UP, DOWN), AdaptersConfig(max_rank=8), lambda done, total: None)
+    assert verdict.cost is not None
+    assert verdict.cost.pages == sum(shape.num_pages)
     load(own, shape)
     check(own, saved, 0, UP)
     check(own, saved, 1, DOWN)
