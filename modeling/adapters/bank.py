@@ -207,7 +207,7 @@ class AdapterBank:
 
     @property
     def host_bytes(self) -> int:
-        """Return the bytes of the pinned pool that staged adapters select_columns."""
+        """Return the bytes of the pinned pool that staged adapters take."""
         return self._host_cache.num_bytes
 
     @property

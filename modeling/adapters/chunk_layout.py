@@ -20,7 +20,7 @@ class RowRange:
 
 @dataclass(frozen=True)
 class ChunkLayout:
-    """The row ranges of an adapter's matrices, and how many chunks they select_columns."""
+    """The row ranges of an adapter's matrices, and how many chunks they take."""
 
     matrices: tuple[tuple[RowRange, ...], ...]
     num_chunks: int
