@@ -21,7 +21,7 @@ TITLES = {
     "rank": "RankActor",
     "driver": "ServeReplica:loray:Driver",
     "ingress": "ServeReplica:loray:Ingress",
-    "front": "ProxyActor",
+    "front": "haproxy -db",
 }
 START_S = 900.0
 POLL_S = 0.1

@@ -28,6 +28,7 @@ from tests.deployments.driver.routing.stories import (
     tokens,
     until,
     until_running,
+    until_true,
 )
 
 
@@ -158,6 +159,36 @@ def test_requests_of_a_lost_ingress_are_cancelled_at_the_ranks(root: Path) -> No
         group.gate.set()
         left = await until(engine, lambda s: not (s.running or s.draining or s.queued))
         assert left.num_generated_tokens < 20, "it ran on without a client"
+
+    play(root, story)
+
+
+def test_a_lost_ingress_is_not_noticed_by_the_requests_of_another(root: Path) -> None:
+    """Over real sockets; the two requests share steps."""
+
+    async def story(engine: DriverEngine, group: FakeGroup) -> None:
+        heard: list[int] = []
+        lost = FrameReceiver(lambda frame: None)
+        other = FrameReceiver(
+            lambda frame: heard.extend(t for run in frame.runs for t in run.tokens)
+        )
+        group.gate.clear()
+        tasks = [
+            asyncio.create_task(engine.generate(request(f"r{i}", [5 + i], 60), address))
+            for i, address in enumerate(
+                [await lost.start("127.0.0.1"), await other.start("127.0.0.1")]
+            )
+        ]
+        group.gate.let(20)
+        await until_true(lambda: bool(heard))
+        await lost.close()
+        assert isinstance((await tasks[0]).sequences[0].ending, Cancelled)
+        group.gate.set()
+        expected = continuation("", [6], 60)
+        assert tokens(await tasks[1]) == [expected]
+        await until_true(lambda: len(heard) == 60)
+        assert heard == expected
+        await other.close()
 
     play(root, story)
 
