@@ -8,7 +8,7 @@ from configs.serve import ServeConfig
 from configs.wire.plan import Capacity
 from deployments.contract import Completion, GenerateRequest, ReplyAddress
 from deployments.driver.deployment import DriverDeployment
-from deployments.driver.loop import RankGroup
+from deployments.driver.rank_start import RankGroup
 
 
 class TimedDriver(DriverDeployment):

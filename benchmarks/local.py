@@ -26,7 +26,6 @@ from configs.model import LoadFormat, ModelConfig
 from configs.wire.adapters import AdapterReference, AdapterSource
 from configs.wire.templates import TemplateSource
 from deployments.contract import (
-    AdapterCommand,
     AdapterReport,
     Completion,
     EngineInfo,
@@ -36,6 +35,7 @@ from deployments.contract import (
     ReplyAddress,
 )
 from deployments.driver.engine import DriverEngine
+from deployments.engine_commands import EngineCommand
 from deployments.frames import FrameReceiver
 from deployments.ingress.app import build_app
 from deployments.ingress.generation.engine import IngressSettings
@@ -61,7 +61,7 @@ class LocalDriver:
         """A stop string was matched."""
         await self._engine.finish(request_id, index, at)
 
-    async def adapters(self, command: AdapterCommand) -> list[AdapterReport]:
+    async def adapters(self, command: EngineCommand) -> list[AdapterReport]:
         """The one replica's report."""
         return [await self._engine.adapters(command)]
 

@@ -59,6 +59,9 @@ class TimedRanks:
         if self._process is not None:
             self._process.wait(timeout=10.0)
 
+    def await_ends(self) -> None:
+        """Return at once: `stop` has waited."""
+
 
 def answer(channel: Channel, step_seconds: float, tokens: range) -> None:
     """Take plans until the driver hangs up; a step begins when the one before has ended."""

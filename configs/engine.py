@@ -143,6 +143,22 @@ class RecoveryConfig(Config):
     recovery_timeout_s: PositiveFloat = 120.0
 
 
+class SleepingRequests(StrEnum):
+    """What becomes of new requests while the ranks sleep: 503, or they wait."""
+
+    REFUSE = "refuse"
+    WAIT = "wait"
+
+
+class SleepConfig(Config):
+    """Sleep, for trainers that share the device.
+
+    requests: those that come while the ranks sleep.
+    """
+
+    requests: SleepingRequests = SleepingRequests.REFUSE
+
+
 class EngineConfig(Config):
     """The settings of one driver and its ranks."""
 
@@ -157,6 +173,7 @@ class EngineConfig(Config):
     limits: LimitsConfig = LimitsConfig()
     adapters: AdaptersConfig = AdaptersConfig()
     recovery: RecoveryConfig = RecoveryConfig()
+    sleep: SleepConfig = SleepConfig()
 
     @model_validator(mode="after")
     def _budget_holds_a_decode_step(self) -> "EngineConfig":

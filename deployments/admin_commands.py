@@ -15,7 +15,6 @@ from msgspec.structs import replace
 
 from configs.wire.adapters import AdapterReference
 from deployments.contract import (
-    AdapterCommand,
     AdapterReport,
     ErrorKind,
     LoadAdapter,
@@ -26,12 +25,15 @@ from deployments.contract import (
     UnnameAdapter,
     UnpinAdapter,
 )
+from deployments.engine_commands import EngineCommand, SleepEngine, WakeEngine
 
-SavedCommand = NameAdapter | PinAdapter | PushAdapter
+SavedCommand = NameAdapter | PinAdapter | PushAdapter | SleepEngine
 """What is saved. Fields may be added with defaults: entries of older versions must load."""
 
-Run = Callable[[AdapterCommand], Awaitable[AdapterReport]]
+Run = Callable[[EngineCommand], Awaitable[AdapterReport]]
 """Executes a command on this replica."""
+
+_SLEEP = "sleep"
 
 logger = logging.getLogger("loray.admin_commands")
 
@@ -56,7 +58,7 @@ class AdminStore(Protocol):
         ...
 
 
-def save(store: AdminStore, command: AdapterCommand, reports: Sequence[AdapterReport]) -> None:
+def save(store: AdminStore, command: EngineCommand, reports: Sequence[AdapterReport]) -> None:
     """Save the lasting part of an executed command; AdminStoreError if that fails.
 
     A name or a pin that a replica refused is not saved. A removed one is deleted even if some
@@ -71,8 +73,12 @@ def save(store: AdminStore, command: AdapterCommand, reports: Sequence[AdapterRe
             store.remove(_key("name", name))
         case UnpinAdapter(reference) | UnloadAdapter(reference):
             store.remove(_key("pin", resolved or reference))
+        case WakeEngine():
+            store.remove(_SLEEP)
         case _ if failures:
             return
+        case SleepEngine():
+            store.put(_SLEEP, msgspec.msgpack.encode(command))
         case NameAdapter(name, target):
             lasting = NameAdapter(name, resolved or target)
             store.put(_key("name", name), msgspec.msgpack.encode(lasting))
@@ -116,7 +122,7 @@ class AdminCommands:
                 moves = key in self._applied
                 await self._execute(key, replace(command, replace=moves, stage=False))
                 self._applied[key] = command
-            elif isinstance(command, PushAdapter) and await self._execute(key, command):
+            elif not isinstance(command, PinAdapter) and await self._execute(key, command):
                 self._applied[key] = command
         if pins:
             wanted = [key for key, command in new.items() if isinstance(command, PinAdapter)]
@@ -135,11 +141,13 @@ class AdminCommands:
         return False
 
 
-def _inverse(command: SavedCommand) -> AdapterCommand:
+def _inverse(command: SavedCommand) -> EngineCommand:
     if isinstance(command, NameAdapter):
         return UnnameAdapter(command.name, command.target)
     if isinstance(command, PushAdapter):
         return UnnameAdapter(command.name, command.target)
+    if isinstance(command, SleepEngine):
+        return WakeEngine(command.sent_at)
     return UnpinAdapter(command.reference)
 
 
@@ -148,6 +156,8 @@ def _shown(command: SavedCommand) -> str:
         return f"push {command.name.id}"
     if isinstance(command, NameAdapter):
         return f"name {command.name.id}"
+    if isinstance(command, SleepEngine):
+        return "sleep"
     return f"pin {command.reference.id}"
 
 

@@ -168,6 +168,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     startup_info: what start-up selected (device, attention backend, pages), as `chosen` in /info.
     healthy: False while the ranks are being rebuilt.
     task: what the base model is for.
+    asleep: no rank runs, because an operator wants it so.
     """
 
     model_id: str
@@ -187,6 +188,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     adapters: list[AdapterInfo]
     healthy: bool
     task: ModelTask = ModelTask()
+    asleep: bool = False
 
 
 AdapterTier = Literal["absent", "disk", "host", "device"]
@@ -214,6 +216,7 @@ class EngineLoad(msgspec.Struct, frozen=True):
     device_slots: adapters that fit on the device at once.
     prompt_tokens, cached_tokens, generated_tokens, preemptions: since the start.
     adapters: those that clients requested last.
+    asleep: its ranks have ended until they are woken.
     """
 
     model: str
@@ -228,6 +231,7 @@ class EngineLoad(msgspec.Struct, frozen=True):
     generated_tokens: int
     preemptions: int
     adapters: list[AdapterDemand]
+    asleep: bool = False
 
 
 class _Command(msgspec.Struct, frozen=True, tag_field="action"):
@@ -335,7 +339,7 @@ AdapterCommand = (
     | PushAdapter
     | UnnameAdapter
 )
-"""What an operator can have every driver replica do."""
+"""What an operator can have every driver replica do with adapters."""
 
 
 class AdapterStatus(msgspec.Struct, frozen=True):

@@ -5,7 +5,6 @@ from typing import Protocol
 from configs.wire.adapters import AdapterReference
 from configs.wire.templates import TemplateSource
 from deployments.contract import (
-    AdapterCommand,
     AdapterReport,
     Completion,
     EngineInfo,
@@ -14,6 +13,7 @@ from deployments.contract import (
     GenerateRequest,
     ReplyAddress,
 )
+from deployments.engine_commands import EngineCommand
 
 
 class Driver(Protocol):
@@ -27,7 +27,7 @@ class Driver(Protocol):
         """A stop string was matched: keep `at` tokens of this sequence and end it."""
         ...
 
-    async def adapters(self, command: AdapterCommand) -> list[AdapterReport]:
+    async def adapters(self, command: EngineCommand) -> list[AdapterReport]:
         """Have every driver replica execute a command; one report from each."""
         ...
 

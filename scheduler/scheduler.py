@@ -212,18 +212,18 @@ class Scheduler:
         self._prepare_isolation()
         return self._residency.host.to_stage()
 
-    def group_lost(self) -> list[RequestEvent]:
+    def group_lost(self, wanted: bool = False) -> list[RequestEvent]:
         """The ranks are gone: running requests wait again with their tokens, for the next epoch.
 
         No adapter is staged; plans in flight and replies to earlier keys of `to_stage` are void.
-        After losses in a row requests are isolated (admission/crash_isolation.py); some may end.
+        After losses in a row, none of them `wanted`, requests are isolated; some may end.
         """
         self.epoch += 1
         self._flights.clear()
         ran, moved = self._running.unfinished, self._residency.moving
         self._replace_group(self._capacity)
         self._admission.reset()
-        failures = self._isolation.ranks_lost(ran, moved)
+        failures = self._isolation.ranks_lost(ran, moved, wanted)
         self._matchers.ranks_lost()
         return [self._end(request, failure) for request, failure in failures.items()]
 

@@ -20,7 +20,6 @@ from configs.wire.plan import TokenLogprobs
 from configs.wire.sampling import FinishReason, Pooling
 from configs.wire.templates import TemplateSource
 from deployments.contract import (
-    AdapterCommand,
     AdapterInfo,
     AdapterReport,
     Completion,
@@ -36,6 +35,7 @@ from deployments.contract import (
     TokenFrame,
     TokenRun,
 )
+from deployments.engine_commands import EngineCommand
 from deployments.ingress.http.errors import EngineLost
 from tests.fakes_adapters import Replicas
 
@@ -213,7 +213,7 @@ class FakeDriver:
         self.finishes.append((index, at))
         self._kept[request_id, index] = at
 
-    async def adapters(self, command: AdapterCommand) -> list[AdapterReport]:
+    async def adapters(self, command: EngineCommand) -> list[AdapterReport]:
         return self.replicas.run(command)
 
     async def chat_template(

@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 
 from configs.wire.adapters import AdapterReference, AdapterSource
 from deployments.contract import (
-    AdapterCommand,
     AdapterReport,
     AdapterStatus,
     AdapterTier,
@@ -19,6 +18,7 @@ from deployments.contract import (
     UnnameAdapter,
     UnpinAdapter,
 )
+from deployments.engine_commands import EngineCommand, SleepEngine, WakeEngine
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Replica:
     broken: Failed | None = None
     far: bool = False
 
-    def run(self, command: AdapterCommand) -> AdapterReport:
+    def run(self, command: EngineCommand) -> AdapterReport:
         """Do it, or say why not."""
         if isinstance(command, LoadAdapter):
             return self._load(command)
@@ -38,6 +38,8 @@ class Replica:
             return self._call(command)
         if isinstance(command, PushAdapter):
             return self._push(command)
+        if isinstance(command, SleepEngine | WakeEngine):
+            return AdapterReport(self.name, failure=self.broken)
         reference = command.name if isinstance(command, UnnameAdapter) else command.reference
         if reference is None:
             return AdapterReport(self.name, list(self.known.values()))
@@ -99,9 +101,9 @@ class Replicas:
     """All of them; `asked` keeps the commands."""
 
     members: list[Replica] = field(default_factory=lambda: [Replica("a1"), Replica("b2")])
-    commands: list[AdapterCommand] = field(default_factory=list)
+    commands: list[EngineCommand] = field(default_factory=list)
 
-    def run(self, command: AdapterCommand) -> list[AdapterReport]:
+    def run(self, command: EngineCommand) -> list[AdapterReport]:
         """One report from each."""
         self.commands.append(command)
         return [replica.run(command) for replica in self.members]

@@ -21,7 +21,6 @@ from deployments.admin_commands import AdminCommands
 from deployments.admin_store import RayAdminStore, store_name
 from deployments.autoscaling import Stats, scaling_stats
 from deployments.contract import (
-    AdapterCommand,
     AdapterReport,
     Completion,
     EngineInfo,
@@ -33,9 +32,10 @@ from deployments.contract import (
     ReplyAddress,
 )
 from deployments.driver.engine import DriverEngine
-from deployments.driver.loop import RankGroup
+from deployments.driver.rank_start import RankGroup
 from deployments.driver.settings import OperatorSettings
 from deployments.driver.usage import LoadSum
+from deployments.engine_commands import EngineCommand
 from deployments.observability.adapter_metrics import AdapterMetrics
 from deployments.observability.logs import hand_logs_to_serve
 from deployments.observability.metrics import EngineMetrics
@@ -98,7 +98,7 @@ class DriverDeployment:
         adapters.begin()
         while True:
             await asyncio.sleep(_METRICS_SECONDS)
-            metrics.healthy(self._running.healthy)
+            metrics.healthy(self._running.healthy, self._running.asleep)
             metrics.settings_refused(self._settings.refused is not None)
             snapshot, views = await self._running.snapshot(), await self._running.adapter_views()
             self._views = views
@@ -152,7 +152,7 @@ class DriverDeployment:
         """What this replica has to do now."""
         return await self._running.load()
 
-    async def adapters(self, command: AdapterCommand) -> AdapterReport:
+    async def adapters(self, command: EngineCommand) -> AdapterReport:
         """Execute an admin command about adapters on this replica."""
         replica = serve.get_replica_context().replica_id.unique_id
         return msgspec.structs.replace(await self._running.adapters(command), replica=replica)
@@ -161,7 +161,7 @@ class DriverDeployment:
         """The files of a pushed version, for another node; None if this node lacks them."""
         return await self._running.pushed_content(digest)
 
-    async def _execute_saved(self, command: AdapterCommand) -> AdapterReport:
+    async def _execute_saved(self, command: EngineCommand) -> AdapterReport:
         """Execute a saved command; a push whose files this node lacks is fetched from another."""
         report = await self._running.adapters(command)
         if isinstance(command, PushAdapter) and report.lacks_files:

@@ -39,6 +39,16 @@ def common(capacities: Sequence[Capacity]) -> Capacity:
     )
 
 
+def capacity_changes(before: Capacity, after: Capacity) -> str:
+    """What new ranks can hold, where the ranks before them held another number."""
+    counts = ("num_blocks", "adapter_pages", "adapter_slots", "host_bytes")
+    return ", ".join(
+        f"{name} {new} (before: {old})"
+        for name in counts
+        if (new := getattr(after, name)) != (old := getattr(before, name))
+    )
+
+
 def _tokens(capacity: Capacity) -> str:
     """Tokens of a block in each KV group, and how many of the last ones a group keeps."""
     groups = []
@@ -58,9 +68,9 @@ TIERS: dict[AdapterState, AdapterTier] = {
 
 
 def engine_load(
-    config: EngineConfig, snapshot: Snapshot, adapters: Mapping[str, AdapterView]
+    config: EngineConfig, snapshot: Snapshot, adapters: Mapping[str, AdapterView], asleep: bool
 ) -> EngineLoad:
-    """A replica's work; adapters: by clients' names."""
+    """A replica's work; adapters: by clients' names; asleep: its ranks have ended."""
     return EngineLoad(
         model=config.model.served_name,
         queued=snapshot.queued,
@@ -77,6 +87,7 @@ def engine_load(
             AdapterDemand(name, TIERS[view.state], view.running, view.waiting)
             for name, view in adapters.items()
         ],
+        asleep=asleep,
     )
 
 

@@ -18,7 +18,6 @@ from configs.wire.adapters import AdapterError, AdapterReference
 from configs.wire.tasks import TaskKind
 from configs.wire.templates import TemplateSource
 from deployments.contract import (
-    AdapterCommand,
     AdapterInfo,
     AdapterReport,
     Completion,
@@ -42,15 +41,19 @@ from deployments.driver.adapters.staging import AdapterStaging
 from deployments.driver.adapters.tasks import AdapterTasks
 from deployments.driver.description import common, engine_load, model_name, startup_info
 from deployments.driver.ingress_events import IngressDispatch
-from deployments.driver.loop import EngineLoop, LoopSettings, RankGroup
+from deployments.driver.loop import EngineLoop
 from deployments.driver.loop_handle import LoopHandle
+from deployments.driver.loop_settings import LoopSettings
+from deployments.driver.rank_start import RankGroup
 from deployments.driver.request_handler import RequestHandler
 from deployments.driver.request_runner import RequestRunner
 from deployments.driver.routing.policy import ReplicaReport
+from deployments.driver.sleep import SleepGate
 from deployments.driver.streaming.connections import FrameSender, IngressConnections
 from deployments.driver.streaming.early_submit import EarlySubmits
 from deployments.driver.streaming.streams import Streams, unavailable
 from deployments.driver.usage import AdapterUsage
+from deployments.engine_commands import EngineCommand, SleepEngine, WakeEngine
 from deployments.observability.steps import StepLog
 from deployments.observability.tracing import DRIVER, request_span
 from deployments.rank.messages import LoadReport
@@ -107,7 +110,9 @@ class DriverEngine:
             AdapterTasks(folder, self._directory),
             model_name(config.model, folder),
         )
-        self.early_submits = EarlySubmits(requests, self._streams, handle)
+        waiting = config.limits.max_queued
+        self._gate = SleepGate(requests, handle, config.sleep.requests, waiting)
+        self.early_submits = EarlySubmits(self._gate, self._streams, handle)
         events = IngressDispatch(self._runner, self.early_submits, self._streams)
         self._connections = IngressConnections(sender, events, replica)
 
@@ -139,6 +144,7 @@ class DriverEngine:
 
     async def stop(self) -> None:
         """End the loop and the ranks; open requests end as unavailable."""
+        self._gate.close()
         end = self._handle.stop if self._handle.started else self._group.stop
         await asyncio.get_running_loop().run_in_executor(None, end)
         # Only now: the loop has ended, so no event can follow.
@@ -154,8 +160,13 @@ class DriverEngine:
 
     @property
     def healthy(self) -> bool:
-        """Whether the ranks serve; False while new ones start."""
+        """Whether the ranks serve, or sleep; False while lost ones are replaced."""
         return self._handle.started and self._handle.loop.healthy
+
+    @property
+    def asleep(self) -> bool:
+        """Whether the ranks have ended until they are woken."""
+        return self._handle.asleep
 
     @property
     def ranks(self) -> list[LoadReport]:
@@ -219,10 +230,12 @@ class DriverEngine:
         """End a sequence after `at` generated tokens: the ingress matched a stop string."""
         self._runner.finish(request_id, index, at)
 
-    async def adapters(self, command: AdapterCommand) -> AdapterReport:
+    async def adapters(self, command: EngineCommand) -> AdapterReport:
         """Execute an admin command about adapters."""
         if self.failure is not None:
             return AdapterReport("", failure=unavailable(self.failure))
+        if isinstance(command, SleepEngine | WakeEngine):
+            return await self._gate.run(command)
         return await self._control.run(command)
 
     async def pushed_content(self, digest: str) -> PushedContent | None:
@@ -256,7 +269,7 @@ class DriverEngine:
 
         views: adapters, as seen last. load: open requests.
         """
-        ready = self.healthy and self.failure is None
+        ready = self.healthy and self.failure is None and not self._gate.asleep
         pinned = self._adapters.pins.names
         return self._reporter.report(views, pinned, load, ready, time.monotonic())
 
@@ -269,7 +282,7 @@ class DriverEngine:
             label if name.revision is None else f"{label}@{name.revision}": named[name]
             for name, label in labels.items()
         }
-        return engine_load(self._config, snapshot, adapters)
+        return engine_load(self._config, snapshot, adapters, self._handle.asleep)
 
     async def describe(self) -> EngineInfo:
         """What is served, for validation and /info."""
@@ -296,6 +309,7 @@ class DriverEngine:
             adapters=await self._listing(),
             healthy=self.healthy,
             task=task,
+            asleep=self._gate.asleep,
         )
 
     async def _listing(self) -> list[AdapterInfo]:

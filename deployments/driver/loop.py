@@ -6,19 +6,28 @@ ranks never wait for this thread.
 """
 
 import logging
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Protocol
 
-from configs.engine import RecoveryConfig
-from configs.wire.adapters import AdapterKey, AdapterRefusal, FetchedAdapter
-from configs.wire.plan import StepPlan, StepResult
-from deployments.driver.description import common
-from deployments.driver.rank_replies import Pending, RowSums, collect, oldest, staging_event
+from configs.wire.adapters import AdapterKey, AdapterRefusal
+from configs.wire.plan import StepPlan
+from configs.wire.sleep import SleepMode
+from deployments.driver.description import capacity_changes, common
+from deployments.driver.loop_settings import LoopSettings
+from deployments.driver.rank_replies import (
+    Pending,
+    RowSums,
+    collect,
+    oldest,
+    reported_fault,
+    staging_event,
+)
+from deployments.driver.rank_start import RankGroup, RankStart
+from deployments.driver.sleep_orders import Done, SleepOrders
 from deployments.observability.adapter_records import LoadStage
 from deployments.rank.messages import (
     Loaded,
@@ -40,43 +49,11 @@ from scheduler.scheduler import Scheduler
 _STEPS_AHEAD = 2
 _IDLE_SECONDS = 60.0
 _SHORTEST_WAIT_SECONDS = 0.001
-_START_ATTEMPTS = 2
 
 Command = Callable[[Scheduler, float], Sequence[Event] | None]
 """Runs between two steps; takes the time and may return events to emit."""
 
 logger = logging.getLogger("loray.driver.loop")
-
-
-class RankGroup(Protocol):
-    """Starts and kills the ranks (`RayRanks`)."""
-
-    def start(self) -> tuple[RankLinks, list[LoadReport]]:
-        """Start every rank; RanksLost when that fails."""
-        ...
-
-    def stop(self) -> None:
-        """Kill every rank."""
-        ...
-
-
-@dataclass(frozen=True)
-class LoopSettings:
-    """The loop's recovery limits and its callbacks, which it calls on its own thread.
-
-    fetched: an adapter's files; KeyError if it was forgotten.
-    emit: takes events.
-    fail: ends all open requests with a message.
-    applied: takes each plan and its result.
-    loaded: takes each stage of an adapter's load and its seconds.
-    """
-
-    recovery: RecoveryConfig
-    fetched: Callable[[AdapterKey], FetchedAdapter]
-    emit: Callable[[Sequence[Event]], None]
-    fail: Callable[[str], None]
-    applied: Callable[[StepPlan, StepResult], None]
-    loaded: Callable[[LoadStage, float], None]
 
 
 class EngineLoop:
@@ -108,9 +85,11 @@ class EngineLoop:
         self._num_attempts = 0
         self._row_sums = RowSums()
         self._stopping = False
-        self._starter: threading.Thread | None = None
+        self._starter: RankStart | None = None
+        self._orders = SleepOrders()
         self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
         self.healthy = True
+        self.asleep = False
         self.num_rebuilds = 0
         self.failure: str | None = None
 
@@ -134,8 +113,23 @@ class EngineLoop:
             self._thread.join(timeout=30.0)
         self._group.stop()
         if self._starter is not None:
-            self._starter.join(timeout=30.0)
+            self._starter.abandon(timeout_s=30.0)
             self._group.stop()  # The ranks that it may have started meanwhile.
+
+    def sleep(self, mode: SleepMode, done: Done) -> None:
+        """End the ranks until `wake`, when the mode allows it; call it from a command."""
+        if self.asleep:
+            done("")
+            return
+        self._orders.sleep(mode, done)
+        if mode is SleepMode.ABORT:
+            self._settings.fail("the server goes to sleep: send the request again later")
+
+    def wake(self, done: Done) -> None:
+        """Start ranks that sleep; call it from a command. A fault leaves them asleep."""
+        self._orders.wake(done)
+        if not self.asleep:
+            self._orders.woken()
 
     def _run(self) -> None:
         try:
@@ -161,6 +155,9 @@ class EngineLoop:
         self._posted.clear()
         # Commands first: a cancelled request must not be planned again.
         self._run_commands()
+        if self._may_sleep():
+            self._sleep()
+            return
         self._request_staging(self._links)
         self._launch(self._links)
         self._request_matchers(self._links)
@@ -241,7 +238,7 @@ class EngineLoop:
         self._emit(self._scheduler.handle_adapter_event(failed))
 
     def _launch(self, links: RankLinks) -> None:
-        while len(self._in_flight) < _STEPS_AHEAD:
+        while len(self._in_flight) < _STEPS_AHEAD and self._orders.mode is not SleepMode.KEEP:
             plan = self._scheduler.schedule(time.monotonic())
             if plan.empty:
                 return
@@ -307,45 +304,70 @@ class EngineLoop:
 
     def _rebuild(self, loss: str) -> None:
         """Kill all ranks and start new ones; running requests wait again, with their tokens."""
-        logger.error("the ranks are lost (%s); rebuilding them", self._reported_fault() or loss)
+        assert self._links is not None
+        fault = reported_fault(self._links) or loss
+        logger.error("the ranks are lost (%s); rebuilding them", fault)
         self.healthy = False
-        self._links = None
-        # Plans of the old epoch: `group_lost` frees what they name.
-        self._in_flight.clear()
-        self._staging.clear()
-        self._loading.clear()
-        self._preparing.clear()
-        self._group.stop()
+        self._stop_ranks()
         self._report_ended(self._scheduler.group_lost())
         began = time.monotonic()
-        self._links = self._restart(began)
-        if self._links is not None:
-            self._apply_capacity()
+        start = self._start_ranks(began + self._settings.recovery.recovery_timeout_s)
+        if start.result is not None:
+            self._use(start.result)
+            self.num_rebuilds += 1
             self.healthy = True
             logger.info("the ranks are back after %.1f s", time.monotonic() - began)
+        elif not self._stopping:
+            self.failure = f"the ranks did not come back: {start.fault}"
+            self._stopping = True
+            self._settings.fail(self.failure)
 
-    def _reported_fault(self) -> str | None:
-        """The fault that a rank reported before its connection closed, if any."""
-        assert self._links is not None
-        with suppress(RanksLost):
-            for report in self._links.receive(0.0):
-                if isinstance(report, RankBroken):
-                    return f"rank-{report.rank}: {report.message}"
-        return None
+    def _may_sleep(self) -> bool:
+        """Whether a sleep is wanted and can begin: no plan is in flight, and no request is open."""
+        mode = self._orders.mode
+        if mode is None or self._in_flight:
+            return False
+        seen = self._scheduler.snapshot()
+        return mode is SleepMode.KEEP or not seen.running + seen.queued + seen.draining
 
-    def _apply_capacity(self) -> None:
-        """Give the scheduler the new ranks' capacity: they measured the free memory again."""
+    def _sleep(self) -> None:
+        """End the ranks, and run commands until new ones have started."""
+        self._stop_ranks()
+        self._report_ended(self._scheduler.group_lost(wanted=True))
+        self._group.await_ends()
+        logger.info("asleep: the ranks have ended")
+        self.asleep = True
+        self._orders.slept()
+        while self.asleep and not self._stopping:
+            self._run_posted(_IDLE_SECONDS)
+            if self._orders.waking:
+                self._wake()
+
+    def _wake(self) -> None:
+        """Start new ranks; if they do not start, the sleep goes on."""
+        start = self._start_ranks(math.inf)
+        if start.result is not None:
+            self._use(start.result)
+            self.asleep = False
+            logger.info("awake: new ranks have started")
+        self._orders.woken("" if start.result is not None else start.fault or "it is shutting down")
+
+    def _stop_ranks(self) -> None:
+        self._links = None
+        # Plans of the old epoch: `group_lost` frees what they name.
+        for pending in (self._in_flight, self._staging, self._loading, self._preparing):
+            pending.clear()
+        self._group.stop()
+
+    def _use(self, started: tuple[RankLinks, list[LoadReport]]) -> None:
+        """Go on with new ranks; the scheduler gets their capacity, as they measured it again."""
+        self._links, self.reports = started
         capacity = common([report.capacity for report in self.reports])
         before, self._capacity = self._capacity, capacity
         if capacity == before:
             return
-        counts = ("num_blocks", "adapter_pages", "adapter_slots", "host_bytes")
-        changes = [
-            f"{name} {new} (before: {old})"
-            for name in counts
-            if (new := getattr(capacity, name)) != (old := getattr(before, name))
-        ]
-        logger.warning("the ranks came back with other memory: %s", ", ".join(changes))
+        changes = capacity_changes(before, capacity)
+        logger.warning("the ranks came back with other memory: %s", changes)
         self._report_ended(self._scheduler.regroup(capacity))
 
     def _report_ended(self, events: Sequence[RequestEvent]) -> None:
@@ -357,44 +379,20 @@ class EngineLoop:
             logger.warning("lost again: %d requests run in isolation, the others wait", isolated)
         self._emit(events)
 
-    def _restart(self, began: float) -> RankLinks | None:
-        """Start the group in a thread, while this one runs commands (cancels above all)."""
-        started: list[tuple[RankLinks, list[LoadReport]]] = []
-        failures: list[str] = []
-        ended = threading.Event()
+    def _start_ranks(self, deadline: float) -> RankStart:
+        """Start the group in a thread, while this one runs commands (cancels above all).
 
-        def start() -> None:
-            for _ in range(_START_ATTEMPTS):
-                if self._stopping:
-                    break
-                try:
-                    started.append(self._group.start())
-                except Exception as error:
-                    # The next attempt starts from nothing, whatever the fault was.
-                    logger.exception("the ranks did not start")
-                    self._group.stop()
-                    failures.append(f"{type(error).__name__}: {error}")
-                    continue
-                break
-            ended.set()
-            self._posted.set()
-
-        starter = threading.Thread(target=start, name="restart-ranks", daemon=True)
-        starter.start()
-        self._starter = starter
-        deadline = began + self._settings.recovery.recovery_timeout_s
-        while starter.is_alive() and not (ended.is_set() or self._stopping):
+        deadline: by the monotonic clock; after it open requests end.
+        """
+        start = self._starter = RankStart(self._group, self._posted.set)
+        while start.running and not self._stopping:
             if time.monotonic() > deadline:
                 self._settings.fail("the ranks were lost and are not back yet: try again")
-            self._posted.wait(timeout=max(0.05, min(1.0, deadline - time.monotonic())))
-            self._posted.clear()
-            self._run_commands()
-        if not started and not self._stopping:
-            self.failure = f"the ranks did not come back: {failures[-1]}"
-            self._stopping = True
-            self._settings.fail(self.failure)
-        if not started:
-            return None
-        links, self.reports = started[0]
-        self.num_rebuilds += 1
-        return links
+            self._run_posted(max(0.05, min(1.0, deadline - time.monotonic())))
+        return start
+
+    def _run_posted(self, timeout_s: float) -> None:
+        """Wait for commands, and run them."""
+        self._posted.wait(timeout_s)
+        self._posted.clear()
+        self._run_commands()

@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from configs.wire.sleep import SleepMode
 from deployments.driver.loop import Command, EngineLoop
 from scheduler.scheduler import Scheduler
 
@@ -52,6 +53,11 @@ class LoopHandle:
         return self._loop
 
     @property
+    def asleep(self) -> bool:
+        """Whether the ranks have ended until they are woken."""
+        return self._loop is not None and self._loop.asleep
+
+    @property
     def failure(self) -> str | None:
         """Why this replica cannot serve any more; None while it can."""
         return self._loop.failure if self._loop is not None else "not started"
@@ -62,11 +68,27 @@ class LoopHandle:
 
     async def ask(self, query: Callable[[Scheduler], T]) -> T:
         """The result of `query`, run between two steps; LoopFailed once the loop failed."""
+        return await self._reply(lambda scheduler, reply: reply(query(scheduler)))
+
+    async def sleep(self, mode: SleepMode) -> str:
+        """End the ranks; returns why they do not sleep, "" if they do. LoopFailed as in `ask`."""
+        return await self._reply(lambda _, reply: self.loop.sleep(mode, reply))
+
+    async def wake(self) -> str:
+        """Start the ranks; returns why they sleep on, "" if they run. LoopFailed as in `ask`."""
+        return await self._reply(lambda _, reply: self.loop.wake(reply))
+
+    async def _reply(self, command: Callable[[Scheduler, Callable[[T], None]], None]) -> T:
+        """What a command on the engine loop's thread replies."""
         if self.failure is not None:
             raise LoopFailed(self.failure)
         result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._queries.add(result)
-        self.post(lambda scheduler, now: self.call_soon(_resolve, result, query(scheduler)))
+
+        def reply(value: T) -> None:
+            self.call_soon(_resolve, result, value)
+
+        self.post(lambda scheduler, now: command(scheduler, reply))
         try:
             return await result
         finally:

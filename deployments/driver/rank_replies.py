@@ -3,6 +3,7 @@
 import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -11,12 +12,14 @@ from msgspec.structs import replace
 
 from configs.wire.adapters import AdapterKey, AdapterRefusal, AdapterShape, FetchedAdapter
 from deployments.rank.messages import (
+    RankBroken,
     StageAnswer,
     Staged,
     StageDeferred,
     StageFailed,
     StageNeedsSums,
 )
+from deployments.rank.transport import RankLinks, RanksLost
 from scheduler.events import AdapterFailed, AdapterStaged
 
 MAX_SUMS_BYTES = 2**26
@@ -85,3 +88,12 @@ class RowSums:
         while len(self._sums) > 1 and sum(map(len, self._sums.values())) > MAX_SUMS_BYTES:
             self._sums.popitem(last=False)
         return True
+
+
+def reported_fault(links: RankLinks) -> str | None:
+    """The fault that a rank reported before its connection closed, if any."""
+    with suppress(RanksLost):
+        for report in links.receive(0.0):
+            if isinstance(report, RankBroken):
+                return f"rank-{report.rank}: {report.message}"
+    return None

@@ -15,7 +15,7 @@ from deployments.ingress import embeddings
 from deployments.ingress.access.gate import KeyGate
 from deployments.ingress.access.keys import Keys
 from deployments.ingress.admin import adapters as control
-from deployments.ingress.admin import probes, pushes
+from deployments.ingress.admin import probes, pushes, sleeping
 from deployments.ingress.anthropic import routes as anthropic
 from deployments.ingress.batches.store import BatchStore
 from deployments.ingress.generation.draining import DrainGate, ReplicaDrain
@@ -79,6 +79,7 @@ def build_app(
     app.include_router(probes.routes(engine, page))
     app.include_router(control.routes(engine))
     app.include_router(pushes.routes(engine))
+    app.include_router(sleeping.routes(engine))
     app.include_router(responses.routes(engine))
     app.include_router(embeddings.routes(engine))
     app.include_router(scores.routes(engine))

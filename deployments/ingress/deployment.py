@@ -20,7 +20,6 @@ from configs.wire.templates import TemplateSource
 from deployments.admin_commands import AdminStore, AdminStoreError, save
 from deployments.admin_store import RayAdminStore, store_name
 from deployments.contract import (
-    AdapterCommand,
     AdapterReport,
     Completion,
     EngineInfo,
@@ -31,6 +30,7 @@ from deployments.contract import (
     ReplyAddress,
 )
 from deployments.early_submit import replica_listener
+from deployments.engine_commands import EngineCommand
 from deployments.frames import FrameReceiver
 from deployments.ingress.access.keys import is_loopback
 from deployments.ingress.access.peers import ReplicaCount
@@ -94,7 +94,7 @@ class HandleDriver:
         """Report to the driver where a stop string ended a sequence."""
         self._receiver.finish(request_id, index, at)
 
-    async def adapters(self, command: AdapterCommand) -> list[AdapterReport]:
+    async def adapters(self, command: EngineCommand) -> list[AdapterReport]:
         """Execute a command on every replica and save it; replicas that die have no report."""
         try:
             response = self._handle.broadcast("adapters", command)

@@ -20,7 +20,8 @@ GAUGES = {
     "loray_cache_blocks": "Blocks of the KV cache.",
     "loray_free_cache_blocks": "KV cache blocks that no request holds.",
     "loray_prefix_cache_blocks": "KV cache blocks that the prefix cache can find.",
-    "loray_healthy": "1 while the ranks serve, 0 while they are rebuilt.",
+    "loray_healthy": "1 while the ranks serve or sleep, 0 while they are rebuilt.",
+    "loray_asleep": "1 while the ranks have ended until POST /wake_up, else 0.",
     "loray_user_config_refused": "1 if the last user_config could not be applied, else 0.",
 }
 
@@ -94,8 +95,9 @@ class EngineMetrics:
         self._raise_to("loray_overdue_looks", overdue)
         self._observe(steps)
 
-    def healthy(self, healthy: bool) -> None:
-        """Set whether the ranks serve."""
+    def healthy(self, healthy: bool, asleep: bool) -> None:
+        """Set whether the ranks serve, or sleep."""
+        self._gauges["loray_asleep"].set(1 if asleep else 0)
         self._gauges["loray_healthy"].set(1 if healthy else 0)
 
     def settings_refused(self, refused: bool) -> None:

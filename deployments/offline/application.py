@@ -8,7 +8,7 @@ from fastapi import FastAPI
 from configs.engine import EngineConfig
 from deployments.contract import ReplyAddress
 from deployments.driver.engine import DriverEngine
-from deployments.driver.loop import RankGroup
+from deployments.driver.rank_start import RankGroup
 from deployments.frames import FrameReceiver
 from deployments.ingress.app import build_app
 from deployments.ingress.generation.engine import IngressSettings

@@ -3,7 +3,6 @@
 from configs.wire.adapters import AdapterReference
 from configs.wire.templates import TemplateSource
 from deployments.contract import (
-    AdapterCommand,
     AdapterReport,
     Completion,
     EngineInfo,
@@ -13,6 +12,7 @@ from deployments.contract import (
     ReplyAddress,
 )
 from deployments.driver.engine import DriverEngine
+from deployments.engine_commands import EngineCommand
 
 
 class EngineDriver:
@@ -47,6 +47,6 @@ class EngineDriver:
         """What is served."""
         return await self._engine.describe()
 
-    async def adapters(self, command: AdapterCommand) -> list[AdapterReport]:
+    async def adapters(self, command: EngineCommand) -> list[AdapterReport]:
         """Execute an admin command."""
         return [await self._engine.adapters(command)]

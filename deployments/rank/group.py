@@ -68,7 +68,7 @@ class RayRanks:
             )
             store = ray.get(self._actors[0].open_store.remote(size, timeout_s), timeout=timeout_s)
             logger.info("%d ranks started in %.1f s, loading", size, time.monotonic() - began)
-            self._await_ends()
+            self.await_ends()
             measured = [actor.measure.remote(store, timeout_s) for actor in self._actors]
             num_blocks = min(ray.get(measured, timeout=timeout_s))
             allocated = [actor.allocate.remote(num_blocks) for actor in self._actors]
@@ -90,7 +90,7 @@ class RayRanks:
         self._ending += [_kill_process(node, pid) for node, pid in self._processes]
         self._actors, self._processes = [], []
 
-    def _await_ends(self) -> None:
+    def await_ends(self) -> None:
         """Wait until killed ranks have freed their memory: new ones measure what is free."""
         ending, self._ending = self._ending, []
         deadline = time.monotonic() + _ENDING_SECONDS

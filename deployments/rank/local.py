@@ -50,6 +50,9 @@ class LocalRanks:
         self._threads.clear()
         self._hosts = []
 
+    def await_ends(self) -> None:
+        """Return at once: `stop` has waited."""
+
     def check(self) -> None:
         """Assert every rank's invariants while no step and no adapter's copy is in flight."""
         for host in self._hosts:

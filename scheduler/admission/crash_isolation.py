@@ -75,9 +75,9 @@ class CrashIsolation:
             self._admission.remove(request)
 
     def ranks_lost(
-        self, ran: Sequence[Request], moved: Sequence[AdapterKey]
+        self, ran: Sequence[Request], moved: Sequence[AdapterKey], wanted: bool = False
     ) -> dict[Request, RanksFailure]:
-        """Put all running requests back into their queues and count the loss.
+        """Put all running requests back into their queues and count the loss, unless `wanted`.
 
         ran: the requests that held batch slots. moved: the adapters that were being staged or
         loaded. If that involves no request, any of those that waited may be the cause. Returns the
@@ -95,6 +95,8 @@ class CrashIsolation:
         for request in ran:
             request.rewind()
             self.enqueue(request)
+        if wanted:
+            return {}
         involved = involved or waited
         for request in involved:
             request.count_loss(alone=len(involved) == 1)

@@ -135,3 +135,28 @@ def test_an_ingress_dies_and_comes_back(served: Served, answers: Answers) -> Non
     reply, expected, _ = struck(served, answers, lambda: None)
     assert reply == expected
     assert present_ranks(served) == ranks, "the ranks were touched"
+
+
+def test_a_server_sleeps_and_its_streams_go_on_when_it_wakes(
+    served: Served, answers: Answers
+) -> None:
+    ranks = present_ranks(served)
+    [question] = longest_questions(answers, 1)
+
+    async def play() -> str | StreamError:
+        async with httpx.AsyncClient(base_url=served.url, timeout=PATIENCE_SECONDS) as client:
+            begun = asyncio.Event()
+            story = stream_text(client, served.url, HELD_MODEL, question, begun.set)
+            stream = asyncio.create_task(story)
+            await asyncio.wait_for(begun.wait(), PATIENCE_SECONDS)
+            assert (await client.post("/sleep?level=2&mode=keep")).status_code == 200
+            assert are_gone(ranks), "the device's memory is in use"
+            assert (await client.get("/is_sleeping")).json() == {"is_sleeping": True}
+            refused = await client.post("/generate", json={"inputs": question})
+            assert (refused.status_code, "retry-after" in refused.headers) == (503, True)
+            assert (await client.post("/wake_up")).status_code == 200
+            assert (await client.get("/is_sleeping")).json() == {"is_sleeping": False}
+            return await stream
+
+    assert asyncio.run(play()) == answers[HELD_MODEL][question]["raw"]
+    assert not set(present_ranks(served)) & set(ranks)

@@ -22,10 +22,16 @@ class AdapterStaging:
                 future.set_result(event)
 
     async def stage(self, key: AdapterKey) -> None:
-        """Have all ranks stage an adapter that the caller holds; AdapterError if one cannot."""
+        """Have all ranks stage an adapter that the caller holds; AdapterError if one cannot.
+
+        Ranks that sleep stage it when they wake, and nothing waits for that.
+        """
+        if self._handle.asleep:
+            self._want(key)
+            return
         future: asyncio.Future[AdapterArrived] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(key, []).append(future)
-        self._handle.post(lambda scheduler, now: scheduler.handle_adapter_event(AdapterWanted(key)))
+        self._want(key)
         try:
             async with asyncio.timeout(self._timeout_s):
                 arrived = await future
@@ -37,3 +43,6 @@ class AdapterStaging:
             ) from error
         if arrived.failure is not None:
             raise AdapterError(arrived.failure.refusal, arrived.failure.message)
+
+    def _want(self, key: AdapterKey) -> None:
+        self._handle.post(lambda scheduler, now: scheduler.handle_adapter_event(AdapterWanted(key)))

@@ -15,7 +15,6 @@ from starlette.responses import PlainTextResponse, Response
 from configs.wire.adapters import AdapterReference, AdapterSource, parse_reference
 from configs.wire.merging import MergeStrategy, SignMethod
 from deployments.contract import (
-    AdapterCommand,
     AdapterReport,
     AdapterStatus,
     AdapterTier,
@@ -28,6 +27,7 @@ from deployments.contract import (
     UnnameAdapter,
     UnpinAdapter,
 )
+from deployments.engine_commands import EngineCommand
 from deployments.ingress.access.keys import require
 from deployments.ingress.adapter_names.references import full_name, parse_source
 from deployments.ingress.generation.engine import EngineClient
@@ -150,7 +150,7 @@ class AllReplicas:
         self.engine = engine
         self.source = engine.settings.default_source
 
-    async def run(self, command: AdapterCommand) -> list[AdapterReply]:
+    async def run(self, command: EngineCommand) -> list[AdapterReply]:
         """The adapters that the command is about; raises the first failure."""
         return self.rows(await self.engine.adapters(command))
 
@@ -160,7 +160,7 @@ class AllReplicas:
         return _rows(reports, self.source)
 
     async def run_for(
-        self, name: str, command: Callable[[AdapterReference], AdapterCommand]
+        self, name: str, command: Callable[[AdapterReference], EngineCommand]
     ) -> Response:
         """Run the command for the adapter of this name and reply with its row."""
         rows = await self.run(command(_reference(name, self.source)))

@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from configs.wire.sampling import Pooling, Sampling, Stopping
 from configs.wire.tasks import TaskKind
-from deployments.contract import GenerateRequest, SequenceRequest
+from deployments.contract import EngineInfo, GenerateRequest, SequenceRequest
 from deployments.ingress.access.keys import require
 from deployments.ingress.generation.engine import EngineClient, GenerationJob
 from deployments.ingress.generation.replies import collect
@@ -43,7 +43,10 @@ def routes(engine: EngineClient, page: Page) -> APIRouter:
     @router.get("/health")
     @router.get("/ping")
     async def health() -> Response:
-        if await _healthy(engine):
+        info = await _info(engine)
+        if info is not None and info.healthy:
+            if info.asleep:
+                return json_response({"status": "sleeping"})
             return Response(media_type="text/plain")
         return json_response({"error": "unhealthy", "error_type": "healthcheck"}, 503)
 
@@ -70,11 +73,12 @@ def routes(engine: EngineClient, page: Page) -> APIRouter:
     return router
 
 
-async def _healthy(engine: EngineClient) -> bool:
+async def _info(engine: EngineClient) -> EngineInfo | None:
+    """What is served; None if no driver answers."""
     try:
-        return (await engine.info()).healthy
+        return await engine.info()
     except RequestError:
-        return False
+        return None
 
 
 async def _generate(engine: EngineClient) -> None:

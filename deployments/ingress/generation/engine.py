@@ -17,7 +17,6 @@ from configs.model import ReasoningParser, ToolParser
 from configs.version import VERSION
 from configs.wire.adapters import AdapterSource
 from deployments.contract import (
-    AdapterCommand,
     AdapterReport,
     EngineInfo,
     ErrorKind,
@@ -26,6 +25,7 @@ from deployments.contract import (
     SequenceRequest,
 )
 from deployments.driver_interface import Driver
+from deployments.engine_commands import EngineCommand
 from deployments.ingress.access.quotas import Clock, Replicas, alone
 from deployments.ingress.chat_templates.selection import ChatTemplates
 from deployments.ingress.generation.adapter_templates import AdapterTemplates
@@ -203,9 +203,16 @@ class EngineClient:
         for call in self._calls:
             call.fail(error())
 
-    async def adapters(self, command: AdapterCommand) -> list[AdapterReport]:
+    async def adapters(self, command: EngineCommand) -> list[AdapterReport]:
         """Execute an admin command on every driver replica."""
         return await self._driver.adapters(command)
+
+    async def sleeping(self) -> bool:
+        """Whether the ranks of all driver replicas sleep; RequestError if none answers."""
+        loads = await self._driver.loads()
+        if not loads:
+            raise RequestError(ErrorKind.UNAVAILABLE, "no driver answers now: try again")
+        return all(load.asleep for load in loads)
 
     async def _refresh(self) -> ServedModel:
         num_before = self._num_refreshes

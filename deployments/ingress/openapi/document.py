@@ -15,6 +15,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from deployments.ingress.admin.adapters import AdapterReply, AdaptersReply
+from deployments.ingress.admin.sleeping import SleepingReply
 from deployments.ingress.anthropic.reply_types import MessageEvent, MessageReply, TokenCount
 from deployments.ingress.batches.records import BatchRecord, FileRecord
 from deployments.ingress.embeddings import EmbeddingsReply, EmbedReply
@@ -80,6 +81,7 @@ REPLIES: Mapping[str, Any] = {
     "post /v1/embeddings": EmbeddingsReply,
     "get /v1/models": ModelsReply,
     "get /v1/models/{id}": ModelReply,
+    "get /is_sleeping": SleepingReply,
     "get /v1/adapters": AdaptersReply,
     "post /v1/adapters": AdapterReply,
     "post /v1/push_lora_adapter": AdapterReply,

@@ -171,7 +171,7 @@ def _work(worker: Worker) -> None:
 
 
 class FakeGroup:
-    """`deployments.driver.loop.RankGroup` over threads; ranks can be killed and starts failed."""
+    """`driver.rank_start.RankGroup` over threads; ranks can be killed and starts failed."""
 
     def __init__(self, num_ranks: int = 2, capacity: Capacity | None = None) -> None:
         self.num_ranks = num_ranks
@@ -218,6 +218,9 @@ class FakeGroup:
                 self._links.close()
         for thread in threads:
             thread.join(HELD_SECONDS)
+
+    def await_ends(self) -> None:
+        assert not self._threads, "the ranks live"
 
     def kill(self, rank: int) -> None:
         """As SIGKILL does: the rank's socket closes."""

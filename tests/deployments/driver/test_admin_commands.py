@@ -11,7 +11,6 @@ from configs.runtime import RuntimeConfig
 from configs.wire.adapters import AdapterReference, AdapterSource
 from deployments.admin_commands import AdminCommands, AdminStoreError, save
 from deployments.contract import (
-    AdapterCommand,
     AdapterReport,
     AdapterStatus,
     ErrorKind,
@@ -25,6 +24,7 @@ from deployments.contract import (
     UnpinAdapter,
 )
 from deployments.driver.engine import DriverEngine
+from deployments.engine_commands import EngineCommand
 from tests.deployments.driver.fake_ranks import FakeGroup, continuation
 from tests.deployments.driver.routing.stories import (
     NOWHERE,
@@ -64,11 +64,11 @@ def local(name: str) -> AdapterReference:
     return AdapterReference(AdapterSource.LOCAL, name)
 
 
-def name(alias: str, meaning: str, move: bool = False) -> AdapterCommand:
+def name(alias: str, meaning: str, move: bool = False) -> EngineCommand:
     return NameAdapter(local(alias), local(meaning), replace=move)
 
 
-def unname(alias: str) -> AdapterCommand:
+def unname(alias: str) -> EngineCommand:
     return UnnameAdapter(local(alias))
 
 
@@ -89,7 +89,7 @@ def two_replicas(root: Path, story: Replicas) -> None:
     play(root, outer)
 
 
-async def bring(store: MemoryStore, engine: DriverEngine, *commands: AdapterCommand) -> None:
+async def bring(store: MemoryStore, engine: DriverEngine, *commands: EngineCommand) -> None:
     """Run commands on all replicas, here one, and save them, as an ingress does."""
     for each in commands:
         report = await engine.adapters(each)
@@ -265,7 +265,7 @@ def test_unreadable_entries_of_another_version_are_kept(caplog: pytest.LogCaptur
     store = MemoryStore()
     store.entries = {"x": b"\xff", "y": msgspec.msgpack.encode({"action": "fly"})}
 
-    async def run(command: AdapterCommand) -> AdapterReport:
+    async def run(command: EngineCommand) -> AdapterReport:
         raise AssertionError("no command can be read")
 
     asyncio.run(AdminCommands(store, run).follow())

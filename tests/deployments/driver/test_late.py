@@ -20,7 +20,8 @@ from configs.wire.plan import StepResult
 from configs.wire.sampling import Sampling, Stopping
 from deployments.driver.adapters.versions import Versions
 from deployments.driver.engine import DriverEngine
-from deployments.driver.loop import EngineLoop, LoopSettings
+from deployments.driver.loop import EngineLoop
+from deployments.driver.loop_settings import LoopSettings
 from deployments.rank.messages import Loaded, RunStep, Stage, Staged, StepDone
 from scheduler.adapters.resident import AdapterState
 from scheduler.admission.limits import Limits

@@ -13,7 +13,8 @@ from configs.engine import RecoveryConfig
 from configs.wire.adapters import AdapterKey, AdapterRefusal, AdapterShape, FetchedAdapter
 from configs.wire.plan import StepPlan, StepResult
 from configs.wire.sampling import FinishReason, Sampling, Stopping
-from deployments.driver.loop import EngineLoop, LoopSettings
+from deployments.driver.loop import EngineLoop
+from deployments.driver.loop_settings import LoopSettings
 from deployments.rank.messages import (
     Command,
     Loaded,
@@ -59,6 +60,9 @@ class HandRank:
     def stop(self) -> None:
         self.links.close()
         self.end.close()
+
+    def await_ends(self) -> None:
+        pass
 
     def hear(self, kind: type[C]) -> C:
         """The next command to the rank, which must be of this kind."""

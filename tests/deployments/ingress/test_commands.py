@@ -9,13 +9,8 @@ from ray.exceptions import ActorUnavailableError
 
 from configs.wire.adapters import AdapterReference, AdapterSource
 from deployments.admin_commands import AdminStoreError
-from deployments.contract import (
-    AdapterCommand,
-    AdapterReport,
-    ErrorKind,
-    Failed,
-    PinAdapter,
-)
+from deployments.contract import AdapterReport, ErrorKind, Failed, PinAdapter
+from deployments.engine_commands import EngineCommand
 from deployments.frames import FrameReceiver
 from deployments.ingress.deployment import HandleDriver
 from deployments.ingress.http.errors import RequestError
@@ -31,7 +26,7 @@ class Handle:
     def __init__(self, *replies: object) -> None:
         self.replies = replies
 
-    def broadcast(self, method: str, command: AdapterCommand) -> "Handle":
+    def broadcast(self, method: str, command: EngineCommand) -> "Handle":
         assert method == "adapters"
         return self
 

@@ -9,7 +9,6 @@ import torch
 from configs.wire.adapters import AdapterReference, AdapterSource
 from configs.wire.sampling import Sampling, Stopping
 from deployments.contract import (
-    AdapterCommand,
     GenerateRequest,
     LoadAdapter,
     PinAdapter,
@@ -17,6 +16,7 @@ from deployments.contract import (
     UnpinAdapter,
 )
 from deployments.driver.engine import DriverEngine
+from deployments.engine_commands import EngineCommand
 from deployments.observability.steps import StepRecord
 from deployments.rank.local import LocalRanks
 from tests.checkpoints import AdapterRecipe, write_adapter, write_llama
@@ -46,7 +46,7 @@ async def come_and_go(engine: DriverEngine) -> None:
     index = 0
     while True:
         reference = AdapterReference(AdapterSource.LOCAL, f"a{index % NUM_ADAPTERS}")
-        commands: list[AdapterCommand] = [
+        commands: list[EngineCommand] = [
             PinAdapter(reference),
             LoadAdapter(reference),
             UnpinAdapter(reference),

@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from configs.runtime import AdapterShare
 from configs.wire.adapters import AdapterKey, AdapterShape
 from configs.wire.plan import StepPlan
-from configs.wire.sampling import Stopping
+from configs.wire.sampling import Sampling, Stopping
 from scheduler.admission.limits import Limits, Overloaded
 from scheduler.events import AdapterPinned, AdapterUnloaded, ClientCancelled, RanksFailure
+from scheduler.request import Request
+from scheduler.scheduler import Scheduler
 from tests.scheduler.fragile import Breaks, FragileStage, PlannedRow
 from tests.scheduler.small import arrive, capacity, story
 from tests.scheduler.stage import Client
@@ -317,3 +319,20 @@ def test_only_an_adapter_that_does_not_fit_the_new_ranks_is_refused() -> None:
     assert large.ended is not None
     assert "9 pages" in str(large.ended.ending)
     assert small.ended is not None
+
+
+def test_ranks_that_were_stopped_on_purpose_blame_no_request() -> None:
+    scheduler = Scheduler(Limits(max_running=1), ROOMY)
+    for number in range(3):
+        scheduler.add(Request(("r", number), [1, 2], Sampling(), Stopping(3)), 0.0)
+    for epoch in range(1, 6):
+        assert scheduler.schedule(0.0).joins
+        scheduler.check()
+        assert scheduler.group_lost(wanted=True) == []
+        seen = scheduler.snapshot()
+        assert (scheduler.epoch, seen.queued, seen.isolated) == (epoch, 3, 0)
+    scheduler.check()
+    assert scheduler.group_lost() == []
+    scheduler.schedule(0.0)
+    assert scheduler.group_lost() == []
+    assert scheduler.snapshot().isolated

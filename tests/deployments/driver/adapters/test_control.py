@@ -12,7 +12,6 @@ from configs.runtime import RuntimeConfig
 from configs.wire.adapters import AdapterReference, AdapterSource
 from configs.wire.merging import MergeRule
 from deployments.contract import (
-    AdapterCommand,
     AdapterStatus,
     ErrorKind,
     Failed,
@@ -25,6 +24,7 @@ from deployments.contract import (
     UnpinAdapter,
 )
 from deployments.driver.engine import DriverEngine
+from deployments.engine_commands import EngineCommand
 from tests.deployments.driver.fake_ranks import FakeGroup, continuation
 from tests.deployments.driver.routing.stories import (
     NOWHERE,
@@ -42,14 +42,14 @@ def local(name: str) -> AdapterReference:
     return AdapterReference(AdapterSource.LOCAL, name)
 
 
-async def done(engine: DriverEngine, command: AdapterCommand) -> AdapterStatus:
+async def done(engine: DriverEngine, command: EngineCommand) -> AdapterStatus:
     report = await engine.adapters(command)
     assert report.failure is None, report.failure
     [status] = report.adapters
     return status
 
 
-async def refused(engine: DriverEngine, command: AdapterCommand) -> Failed:
+async def refused(engine: DriverEngine, command: EngineCommand) -> Failed:
     report = await engine.adapters(command)
     assert report.failure is not None
     return report.failure
@@ -256,7 +256,7 @@ def test_folders_are_named_only_under_the_roots(root: Path) -> None:
     (root / "adapters" / "link").symlink_to(root)
 
     async def story(engine: DriverEngine, group: FakeGroup) -> None:
-        def name(folder: Path | str) -> AdapterCommand:
+        def name(folder: Path | str) -> EngineCommand:
             return NameAdapter(local("x"), str(folder))
 
         outside = (root, "/etc", inside / ".." / ".." / "adapters", root / "adapters" / "link")

@@ -9,7 +9,6 @@ from configs.wire.adapters import AdapterReference
 from configs.wire.sampling import FinishReason, Sampling, Stopping
 from configs.wire.templates import TemplateSource
 from deployments.contract import (
-    AdapterCommand,
     AdapterReport,
     Cancelled,
     Completion,
@@ -26,6 +25,7 @@ from deployments.contract import (
     TokenFrame,
     TokenRun,
 )
+from deployments.engine_commands import EngineCommand
 from deployments.ingress.generation.calls import EngineCall, Event, events
 from deployments.ingress.generation.frames import RequestInboxes
 from deployments.ingress.http.errors import RequestError
@@ -65,7 +65,7 @@ class Scripted:
         if self.failing_finish:
             raise ConnectionError("the driver is gone")
 
-    async def adapters(self, command: AdapterCommand) -> list[AdapterReport]:
+    async def adapters(self, command: EngineCommand) -> list[AdapterReport]:
         raise NotImplementedError
 
     async def chat_template(

@@ -7,7 +7,6 @@ import pytest
 from configs.wire.adapters import AdapterReference
 from configs.wire.templates import TemplateSource
 from deployments.contract import (
-    AdapterCommand,
     AdapterReport,
     Completion,
     EngineInfo,
@@ -17,6 +16,7 @@ from deployments.contract import (
     GenerateRequest,
     ReplyAddress,
 )
+from deployments.engine_commands import EngineCommand
 from deployments.ingress.generation.engine import EngineClient, IngressSettings
 from deployments.ingress.generation.frames import RequestInboxes
 from deployments.ingress.http.errors import RequestError
@@ -34,7 +34,7 @@ class SilentDriver:
     async def finish(self, request_id: str, index: int, at: int) -> None:
         raise AssertionError("no call should come so far")
 
-    async def adapters(self, command: AdapterCommand) -> list[AdapterReport]:
+    async def adapters(self, command: EngineCommand) -> list[AdapterReport]:
         raise NotImplementedError
 
     async def chat_template(
