@@ -7,7 +7,7 @@ SERVES := $(VENV)/.ready
 READY := $(VENV)/.ready-dev
 
 .PHONY: setup serve test test-gpu check fmt parity sweep families bench soak kills test-gateways lock \
-	image-steps clean
+	test-clients image-steps clean
 
 setup: $(READY)
 
@@ -83,6 +83,11 @@ $(GATEWAYS)/.ready: Makefile
 test-gateways: $(READY) $(GATEWAYS)/.ready
 	$(BIN)/python -m pytest tests/deployments/test_litellm.py
 
+# Clients' own test suites before the demo, unmodified, in environments of their own: some minutes.
+# ARGS: names of suites (tests/client_suites/suites.yaml).
+test-clients: $(READY)
+	$(BIN)/python -m tests.client_suites $(ARGS)
+
 # deploy/constraints.txt anew: the versions in the images.
 lock: $(READY)
 	$(PIP) --quiet --dry-run --ignore-installed --report $(VENV)/report.json ".[gpu,padded,s3,batches,otlp]"
@@ -95,4 +100,4 @@ image-steps: $(READY)
 	$(BIN)/python -m tests.deploy.containerfile $(IMAGE_ROOT) $(BINDS)
 
 clean:
-	rm -rf $(VENV) $(GATEWAYS) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(GATEWAYS) .venv-clients .mypy_cache .ruff_cache .pytest_cache .hypothesis

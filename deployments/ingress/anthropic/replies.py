@@ -110,7 +110,7 @@ class MessageWriter:
             self._blanks = ""
             call = {
                 "type": "tool_use",
-                "id": self._answers.call_id("toolu_"),
+                "id": self._answers.call_id(part, "toolu_"),
                 "name": part.name,
                 "input": {},
             }

@@ -144,7 +144,7 @@ class ResponseWriter:
             return
         if isinstance(part, CallStart):
             self._close_item("completed")
-            self._open_item(_call(part.name, self._answers.call_id()))
+            self._open_item(_call(part.name, self._answers.call_id(part)))
             return
         kind, item = ("message", _message) if isinstance(part, TextDelta) else _REASONING
         if self._item is None or self._item["type"] != kind:

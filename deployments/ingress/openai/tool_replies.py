@@ -88,8 +88,12 @@ class PartsChatWriter(ChatWriter):
             message["function_call"] = functions[0]
         elif functions:
             message["tool_calls"] = [
-                {"id": self._answers.call_id(), "type": "function", "function": function}
-                for function in functions
+                {
+                    "id": self._answers.call_id(CallStart(at, function["name"])),
+                    "type": "function",
+                    "function": function,
+                }
+                for at, function in enumerate(functions)
             ]
         written["finish_reason"] = self._reason(choice.reason, len(functions))
         return written
@@ -104,7 +108,7 @@ class PartsChatWriter(ChatWriter):
         if isinstance(part, CallStart):
             call: dict[str, object] = {"name": part.name, "arguments": ""}
             if not self._legacy:
-                call = {"index": part.call, "id": self._answers.call_id(), "type": "function",
+                call = {"index": part.call, "id": self._answers.call_id(part), "type": "function",
                         "function": call}  # fmt: skip
         else:
             call = {"arguments": part.text}

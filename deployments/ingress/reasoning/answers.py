@@ -31,10 +31,10 @@ class AnswerFormat:
         """Whether answers are text and nothing else."""
         return self.tooling is None and self.reasoning is None
 
-    def call_id(self, prefix: str = "call_") -> str:
-        """A new id for a call."""
+    def call_id(self, call: CallStart, prefix: str = "call_") -> str:
+        """The id of a call of an answer."""
         assert self.tooling is not None, "a call without tools"
-        return self.tooling.call_id(prefix)
+        return self.tooling.call_id(call, prefix)
 
     def reader(self) -> "AnswerReader":
         """A reader for one answer."""

@@ -47,7 +47,9 @@ async def chat(
     adapter = adapter_of(body, served.info, engine.settings.default_source)
     template = await _template(body, engine, served, caller, adapter)
     wanted = await body.constraint()
-    tool_format = tooling(toolbox, template, engine.settings.tool_parser, bool(wanted))
+    past_calls = sum(len(message.tool_calls or ()) for message in body.messages)
+    parser = engine.settings.tool_parser
+    tool_format = tooling(toolbox, template, parser, bool(wanted), past_calls)
     markers = tool_format.format.markers if tool_format is not None else frozenset()
     marker_ids = served.tokenizer.added(markers)
     constraint = await engine.compiler.compiled(

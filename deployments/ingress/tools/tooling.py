@@ -13,7 +13,7 @@ from deployments.ingress.chat_templates.message_forms import text_of
 from deployments.ingress.chat_templates.template import TemplateText
 from deployments.ingress.http.errors import invalid
 from deployments.ingress.tools.formats import FORCED, FORMATS, TRACES, CallFormat
-from deployments.ingress.tools.parsers import CallReader
+from deployments.ingress.tools.parsers import CallReader, CallStart
 from deployments.ingress.tools.schema import Function, Toolbox
 
 _INTRODUCTION = """You can call functions. These are the functions, as JSON:
@@ -35,10 +35,16 @@ Messages = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """The tools of one request, and the format of their calls."""
+    """The tools of one request, and the format of their calls.
+
+    parser: the format of the template, whose ids calls get; required calls have another `format`.
+    past_calls: calls in the conversation so far.
+    """
 
     toolbox: Toolbox
     format: CallFormat
+    parser: ToolParser = ToolParser.HERMES
+    past_calls: int = 0
 
     def reader(self) -> CallReader:
         """A reader for one answer."""
@@ -46,11 +52,14 @@ class ToolFormat:
         schemas = {function.name: _properties(function) for function in functions}
         return CallReader(self.format, [*schemas], self.toolbox.parallel, schemas)
 
-    def call_id(self, prefix: str = "call_") -> str:
-        """A new id for a call."""
+    def call_id(self, call: CallStart, prefix: str = "call_") -> str:
+        """The id of a call of an answer."""
         # Mistral's templates require nine letters and digits.
-        if self.format is FORMATS[ToolParser.MISTRAL]:
+        if self.parser is ToolParser.MISTRAL:
             return "".join(secrets.choice(_SHORT) for _ in range(9))
+        # Kimi's write the id as the head of the call; it counts the conversation's calls.
+        if self.parser is ToolParser.KIMI:
+            return f"functions.{call.name}:{self.past_calls + call.call}"
         return f"{prefix}{secrets.token_hex(12)}"
 
 
@@ -64,22 +73,25 @@ def tooling(
     template: TemplateText | None,
     parser: ToolParser,
     constrained: bool = False,
+    past_calls: int = 0,
 ) -> ToolFormat | None:
     """The format of this model's calls for these tools; None without tools.
 
     constrained: the answer must be an object where it is no call.
+    past_calls: calls in the conversation so far.
     """
     if toolbox is None:
         return None
+    written = _parser(template, parser)
     if toolbox.forced:
-        return ToolFormat(toolbox, FORCED)
-    format = FORMATS[_parser(template, parser)]
+        return ToolFormat(toolbox, FORCED, written, past_calls)
+    format = FORMATS[written]
     strict = any(function.strict for function in toolbox.callable)
     if format.constrained or not (strict or constrained):
-        return ToolFormat(toolbox, format)
+        return ToolFormat(toolbox, format, written, past_calls)
     hermes = FORMATS[ToolParser.HERMES]
     if format.begins == hermes.begins:  # The mask makes the model go on with an object.
-        return ToolFormat(toolbox, hermes)
+        return ToolFormat(toolbox, hermes, written, past_calls)
     kind = "strict functions" if strict else "a format of the answer"
     message = f"{kind} beside calls that may be made cannot be served in this model's format"
     raise invalid(f"{message}: set `tool_choice` to required or none", toolbox.param)

@@ -1,6 +1,7 @@
 """Tools in prompts, by the chat template, and the format of calls that follows from it."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from configs.model import ToolParser
 from deployments.ingress.chat_templates.template import ChatTemplate
 from deployments.ingress.http.errors import RequestError
 from deployments.ingress.tools.formats import FORMATS, TRACES
+from deployments.ingress.tools.parsers import CallStart
 from deployments.ingress.tools.schema import Function, Toolbox
 from deployments.ingress.tools.tooling import tooling
 from tests.deployments.ingress.conftest import Server
@@ -135,6 +137,21 @@ def test_which_format_is_used(source: str, parser: ToolParser, expected: ToolPar
     found = tooling(toolbox, ChatTemplate(source, {}), parser)
     assert found is not None
     assert found.format is FORMATS[expected]
+
+
+@pytest.mark.parametrize("forced", [False, True])
+def test_ids_are_as_the_template_wants_them_back(forced: bool) -> None:
+    """Kimi's writes the id as the head of the call, Mistral's takes nine letters and digits."""
+    function = Function(name="f")
+    toolbox = Toolbox((function,), (function,), forced=forced, parallel=True, legacy=False)
+    for source, expected in (
+        ("<|tool_calls_section_begin|>", "functions.f:3"), ("[TOOL_CALLS]", r"[0-9A-Za-z]{9}"),
+        ("<tool_call>", "call_[0-9a-f]{24}"),
+    ):  # fmt: skip
+        template = ChatTemplate("{{ tools }} " + source, {})
+        found = tooling(toolbox, template, ToolParser.AUTO, past_calls=2)
+        assert found is not None
+        assert re.fullmatch(expected, found.call_id(CallStart(1, "f")))
 
 
 def test_strict_calls_in_a_format_without_a_grammar() -> None:
