@@ -129,6 +129,8 @@ def _constraint(
     if tool_format is None:
         return constraint
     toolbox = tool_format.toolbox
+    if toolbox.forced and constraint.param == "response_format":
+        constraint = Constraint()  # It is about the text, and such an answer has none.
     if constraint and (toolbox.forced or not constraint.json_schema):
         cannot = "tools that must be called" if toolbox.forced else "tools: only JSON can"
         raise invalid(f"`{constraint.param}` cannot be combined with {cannot}", constraint.param)

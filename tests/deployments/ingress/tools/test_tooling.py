@@ -168,8 +168,8 @@ def test_legacy_functions(http: httpx.Client, driver: FakeDriver) -> None:
         ({"tools": TOOLS, "tool_choice": {"type": "custom"}}, "tool_choice", "name a function"),
         ({"tools": TOOLS, "functions": [TIME]}, "functions", "cannot be combined"),
         ({"tools": TOOLS, "guided_regex": "a"}, "guided_regex", "only JSON can"),
-        ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}},
-         "response_format", "cannot be combined with tools that must be called"),
+        ({"tools": TOOLS, "tool_choice": "required", "guided_json": {"type": "object"}},
+         "guided_json", "cannot be combined with tools that must be called"),
         ({"tools": TOOLS, "tool_choice": "required", "ignore_eos": True}, "tool_choice",
          "cannot be combined"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}],
@@ -233,3 +233,16 @@ def test_half_surrogate_pairs_break_nothing(http: httpx.Client) -> None:
             )
             reply = http.post(CHAT, content=body, headers={"content-type": "application/json"})
             assert reply.status_code in (200, 400), (function, reply.text)
+
+
+def test_a_format_of_the_text_changes_no_required_calls(
+    http: httpx.Client, driver: FakeDriver
+) -> None:
+    driver.replies[None] = json.dumps([CALL])
+    required = {"tools": TOOLS, "tool_choice": "required", "messages": HELLO}
+    post(http, CHAT, **required)
+    plain = driver.requests[-1].sequences[0].sampling
+    post(http, CHAT, **required, response_format={"type": "json_object"})
+    formatted = driver.requests[-1].sequences[0].sampling
+    assert plain.constraint
+    assert (formatted.grammar, formatted.json_schema) == (plain.grammar, plain.json_schema)
