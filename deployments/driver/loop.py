@@ -156,7 +156,7 @@ class EngineLoop:
         # Commands first: a cancelled request must not be planned again.
         self._run_commands()
         if self._may_sleep():
-            self._sleep()
+            self._run_asleep()
             return
         self._request_staging(self._links)
         self._launch(self._links)
@@ -330,7 +330,7 @@ class EngineLoop:
         seen = self._scheduler.snapshot()
         return mode is SleepMode.KEEP or not seen.running + seen.queued + seen.draining
 
-    def _sleep(self) -> None:
+    def _run_asleep(self) -> None:
         """End the ranks, and run commands until new ones have started."""
         self._stop_ranks()
         self._report_ended(self._scheduler.group_lost(wanted=True))

@@ -72,7 +72,7 @@ class SleepGate:
         """Execute a command; one that is older than the last one changes nothing."""
         try:
             if isinstance(command, SleepEngine):
-                fault = await self._sleep(command)
+                fault = await self._fall_asleep(command)
             else:
                 fault = await self._wake(command)
         except LoopFailed as error:
@@ -84,7 +84,7 @@ class SleepGate:
         self._closed = True
         self._open.set()
 
-    async def _sleep(self, command: SleepEngine) -> str:
+    async def _fall_asleep(self, command: SleepEngine) -> str:
         if command.sent_at <= self._sent_at:
             return ""
         self._sent_at = command.sent_at
