@@ -179,6 +179,7 @@ def test_a_lost_ingress_is_not_noticed_by_the_requests_of_another(root: Path) ->
                 [await lost.start("127.0.0.1"), await other.start("127.0.0.1")]
             )
         ]
+        await until(engine, lambda s: s.running + s.queued == 2)  # Else one may take all steps.
         group.gate.let(20)
         await until_true(lambda: bool(heard))
         await lost.close()
