@@ -40,6 +40,8 @@ from tests.modeling.scheduled import Ranks
 from tests.modeling.stepping import Asked
 from tests.oracle import NUM_TOKENS, Truth, prompt_logits, truth
 
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT's, of biases
+
 INVOCATION = [7, 21, 7]
 """It overlaps itself, so that only a search for the last one is right."""
 

@@ -30,7 +30,7 @@ TWO_RANKS = Setting("llama_dora", "gqa", 2, ["dora"])
 BIASED = Setting("gpt2_dora", "plain", 2, ["dora"])
 ADDED = Setting("llama_dora", "gqa", 2, ["biased"])
 
-pytestmark = pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed")
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT's, of biases
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

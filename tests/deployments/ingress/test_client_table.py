@@ -73,11 +73,8 @@ def document(url: str) -> set[str]:
 def _table() -> dict[str, dict[str, str]]:
     """The cells by route and client."""
     part = PAGE.read_text("utf-8").partition("\n## Clients\n")[2].partition("\n## ")[0]
-    rows = [
-        [cell.strip() for cell in line.strip("|").split("|")]
-        for line in part.splitlines()
-        if line.startswith("|")
-    ]
+    lines = part[part.index("|") :].partition("\n\n")[0].splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     head, _, *body = rows
     routes = {re.sub("`", "", row[0]): row[1:] for row in body}
     assert len(routes) == len(body)
