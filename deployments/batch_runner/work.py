@@ -1,6 +1,7 @@
 """One batch from its input to its output, in steps that an end of the process may interrupt."""
 
 import asyncio
+import copy
 import io
 import logging
 import secrets
@@ -21,6 +22,7 @@ from deployments.ingress.batches.lines import (
 from deployments.ingress.batches.records import (
     ENDED,
     BatchErrors,
+    BatchRecord,
     BatchStatus,
     LineFault,
     OpenBatch,
@@ -200,16 +202,18 @@ class BatchWork:
         """Write the results since the last part."""
         finished, self._finished = self._finished, []
         if finished:
-            writing = asyncio.to_thread(self._write_part, b"".join(finished))
+            # A copy: what is counted meanwhile is not in this part.
+            record = copy.deepcopy(self._record)
+            writing = asyncio.to_thread(self._write_part, b"".join(finished), record)
             self._writes.append(asyncio.create_task(writing))
         # A thread goes on when the task that waits for it is cancelled, so others wait for it too.
         await asyncio.shield(asyncio.gather(*self._writes))
         self._writes.clear()
 
-    def _write_part(self, finished: bytes) -> None:
+    def _write_part(self, finished: bytes, record: BatchRecord) -> None:
         name = f"{time.time_ns():020d}-{secrets.token_hex(4)}"
         self._store.storage.write(f"{parts_of(self._entry)}/{name}", finished)
-        self._store.save_batch(self._entry.owner, self._record)
+        self._store.save_batch(self._entry.owner, record)
 
     def _results(self) -> Iterator[tuple[int, bool, bytes]]:
         """Number, success and result of each finished line, once."""

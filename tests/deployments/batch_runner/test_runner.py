@@ -14,6 +14,7 @@ from configs.api import ApiConfig, KeyConfig
 from deployments.batch_runner import work
 from deployments.contract import ErrorKind, Failed
 from deployments.ingress.batches.lines import raw_lines
+from deployments.ingress.batches.records import BatchRecord
 from deployments.ingress.batches.store import owner_of
 from tests.deployments.batch_runner.world import OWNER, World, in_a_hurry, line, when
 from tests.s3_server import s3_server
@@ -239,9 +240,9 @@ def test_no_result_is_lost_while_its_part_is_still_written(
 ) -> None:
     write = work.BatchWork._write_part
 
-    def slowly(self: work.BatchWork, finished: bytes) -> None:
+    def slowly(self: work.BatchWork, finished: bytes, record: BatchRecord) -> None:
         time.sleep(0.2)
-        write(self, finished)
+        write(self, finished, record)
 
     monkeypatch.setattr(work.BatchWork, "_write_part", slowly)
 
