@@ -4,7 +4,12 @@ from collections.abc import Iterable, Sequence
 
 from modeling.adapters.faults import refuse
 from modeling.adapters.peft_config import LoraPlan
-from modeling.adapters.projection import ModulePosition, Projection, ProjectionKind
+from modeling.adapters.projection import (
+    ModulePosition,
+    Projection,
+    ProjectionKind,
+    in_foreign_code,
+)
 
 
 def check_activation(
@@ -20,7 +25,7 @@ def check_activation(
     """
     if not plan.invocation:
         return
-    if not all(projection.can_adapt_ends for projection in projections):
+    if in_foreign_code(projections):
         refuse(
             "alora_invocation_tokens: activated LoRA is not served over this model, which runs in "
             "transformers' own code; retrain it as plain LoRA"

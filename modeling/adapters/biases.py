@@ -13,8 +13,13 @@ from torch import Tensor
 from modeling.adapters.faults import refuse
 from modeling.adapters.peft_config import LoraPlan
 from modeling.adapters.peft_ends import PREFIX
-from modeling.adapters.peft_tensors import check_finite, check_outputs
-from modeling.adapters.projection import ModulePosition, Projection, ProjectionKind
+from modeling.adapters.peft_tensors import check_finite, check_type
+from modeling.adapters.projection import (
+    ModulePosition,
+    Projection,
+    ProjectionKind,
+    in_foreign_code,
+)
 from sharding.tensor_file import TensorFile
 
 
@@ -48,7 +53,7 @@ class BiasTensors:
         if plan.lora_bias:
             for module in modules.keys() - self.added.keys():
                 refuse(f"lora_bias=True, but the file holds no {_of_b(module)}: save it again")
-        if self.names and not all(projection.can_adapt_ends for projection in projections):
+        if self.names and in_foreign_code(projections):
             refuse(
                 "biases are not served over this model, which runs in transformers' own code: "
                 'retrain with lora_bias=false and bias="none"'
@@ -62,7 +67,12 @@ class BiasTensors:
                     f"{key} is the bias of no adapted linear module inside the layers; retrain "
                     'with bias="lora_only", or merge the adapter into the base model'
                 )
-            check_outputs(file, key, projection)
+            check_type(key, file.dtype(key))
+            if file.shape(key) != (projection.out_features,):
+                refuse(
+                    f"{key} has shape {list(file.shape(key))}, this model's {projection.name} has "
+                    f"{projection.out_features} outputs: the adapter is for another base model"
+                )
             if key in self.replaced.values() and not projection.has_bias:
                 refuse(f"{key}: this model's {projection.name} has no bias")
 

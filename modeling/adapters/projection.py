@@ -1,5 +1,6 @@
 """A projection: a linear map of every layer that adapters may change, and this rank's cut."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -148,6 +149,11 @@ class Projection:
     def local_outputs(self) -> int:
         """Return the width of this rank's slice of B."""
         return width(self.outputs)
+
+
+def in_foreign_code(projections: Sequence[Projection]) -> bool:
+    """Return whether the model runs in transformers' own code, so that few changes are served."""
+    return not all(projection.can_adapt_ends for projection in projections)
 
 
 def select_columns(rows: Tensor, segments: Segments) -> Tensor:
