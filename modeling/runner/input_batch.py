@@ -237,9 +237,10 @@ class InputBatch:
     ) -> tuple[list[int], list[int]]:
         """The rows' adapters and lengths; a row in which one becomes active is two runs."""
         slots, lengths = self._adapter_slots[batch_slots], ends - starts
-        before = np.clip(self._active_from[batch_slots] - starts, 0, lengths)
-        if not before.any():
+        active_from = self._active_from[batch_slots]
+        if not (active_from > starts).any():
             return slots.tolist(), lengths.tolist()
+        before = np.clip(active_from - starts, 0, lengths)
         runs = np.stack((np.full_like(slots, -1), slots), axis=1).ravel()
         counts = np.stack((before, lengths - before), axis=1).ravel()
         used = counts > 0
