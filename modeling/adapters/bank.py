@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import starmap
 from types import MappingProxyType
 
 import torch
@@ -96,7 +97,8 @@ class DeviceAdapter:
         self._pools = pools
         self._pages = pages
         self._ranks: list[list[int]] = staged.ranks.tolist()
-        self._output_rows = staged.output_rows
+        own = zip(pools, pages, staged.output_rows, strict=True)
+        self._output_rows = tuple(starmap(_rows_in_pool, own))
         self.changes_outputs = any(rows.changes_outputs for rows in staged.output_rows)
         self._views: dict[tuple[int, int], Factors] = {}
 
@@ -127,15 +129,21 @@ class DeviceAdapter:
 
         Layer l's are 8 l rows behind.
         """
-        layers, pages = self._pools[projection].bt.shape[1], self._pages[projection]
-        own = (divmod(row, PAGE_ROWS) for row in self._output_rows[projection])
-        found = (-1 if page < 0 else pages[page] * layers * PAGE_ROWS + row for page, row in own)
-        return OutputRows(*found)
+        return self._output_rows[projection]
 
     def matrix(self, projection: int) -> Tensor:
         """Return a whole embedding or head, [rows of the pool, hidden]: a view of its page."""
         (page,) = self._pages[projection]
         return self._pools[projection].a[page].flatten(0, 1)
+
+
+def _rows_in_pool(pool: Pool, pages: list[int], rows: OutputRows) -> OutputRows:
+    """Return where an adapter's output rows are in a pool."""
+    layers = pool.bt.shape[1]
+    own = (divmod(row, PAGE_ROWS) for row in rows)
+    return OutputRows(
+        *(-1 if page < 0 else pages[page] * layers * PAGE_ROWS + row for page, row in own)
+    )
 
 
 def _rows(pool: Tensor, pages: list[int], layer: int) -> Tensor:
@@ -155,8 +163,8 @@ class AdapterBank:
     thread that launches steps: they order copies and kernels.
 
     page_table: int32 [slots, projections, pages of max_rank], on the device.
-    ranks: int32 [slots, projections, layers], on the device. Pools and tables keep their addresses,
-    so that CUDA graphs may use them.
+    ranks: int32 [slots, projections, layers], on the device.
+    Pools and tables keep their addresses, so that CUDA graphs may use them.
     """
 
     def __init__(
@@ -166,9 +174,12 @@ class AdapterBank:
         dtype: torch.dtype,
         device: torch.device,
         base: Mapping[str, BaseRows] = MappingProxyType({}),
-        bases: Mapping[ModulePosition, BaseLinear] = MappingProxyType({}),
+        base_linears: Mapping[ModulePosition, BaseLinear] = MappingProxyType({}),
     ) -> None:
-        """Allocate the pools; `dtype` is the model's. base, bases: as in `HostAdapterCache`."""
+        """Allocate the pools; `dtype` is the model's.
+
+        base, base_linears: as in `HostAdapterCache`.
+        """
         self.projections = tuple(projections)
         self.size = size
         self.pools = tuple(
@@ -193,7 +204,9 @@ class AdapterBank:
         self._slot_of_page: list[dict[int, int]] = [{} for _ in self.projections]
         self._device_copies = DeviceCopies(device)
         copies = HostCacheSize(self.pool_pages, size.max_rank, size.host_bytes if size.slots else 0)
-        self._host_cache = HostAdapterCache(self.projections, copies, dtype, on_cuda, base, bases)
+        self._host_cache = HostAdapterCache(
+            self.projections, copies, dtype, on_cuda, base, base_linears
+        )
 
     @property
     def pool_pages(self) -> tuple[int, ...]:
@@ -236,9 +249,10 @@ class AdapterBank:
             # The slot's host tables are still the source of its last copy. The wait is long over,
             # unless a slot is loaded twice at once.
             self._copy_of_slot[slot].wait()
+        adapter = DeviceAdapter(self.pools, table, staged)
         with self._device_copies.copy(slot, self._assign(slot, table)) as copied:
             self._copy(staged, slot, table)
-        self._loaded[slot] = adapter = DeviceAdapter(self.pools, table, staged)
+        self._loaded[slot] = adapter
         self._changing = (self._changing - {slot}) | ({slot} if adapter.changes_outputs else set())
         self._copy_of_slot[slot] = self._last_copy[key] = copied
         return copied
@@ -266,7 +280,7 @@ class AdapterBank:
 
     def changes_outputs(self, slots: Sequence[int]) -> bool:
         """Return whether some adapter of these slots (-1: base) scales outputs or adds a bias."""
-        return not self._changing.isdisjoint(slots)
+        return bool(self._changing) and not self._changing.isdisjoint(slots)
 
     def check(self) -> None:
         """Assert that all pages are in their pools and that host memory holds the staged adapters.
@@ -292,6 +306,7 @@ class AdapterBank:
             for page, index in zip(pages, part, strict=True):
                 page.a.copy_to(pool.a[index].flatten(0, 1))
                 page.bt.copy_to(pool.bt[index].flatten(0, 1))
+
         rows = self._host_table[slot].zero_()
         for projection, row, part in zip(self.projections, rows, table, strict=True):
             if projection.kind is not ProjectionKind.SCORE:  # No kernel reads its pages.

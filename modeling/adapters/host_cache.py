@@ -139,15 +139,16 @@ class HostAdapterCache:
         dtype: torch.dtype,
         pinned: bool,
         base: Mapping[str, BaseRows] = MappingProxyType({}),
-        bases: Mapping[ModulePosition, BaseLinear] = MappingProxyType({}),
+        base_linears: Mapping[ModulePosition, BaseLinear] = MappingProxyType({}),
     ) -> None:
         """Allocate the pool.
 
-        pinned: for copies to a CUDA device. base: as in `open_adapter`. bases: as in `RowNorms`.
+        pinned: for copies to a CUDA device. base: as in `open_adapter`. base_linears: as in
+        `RowNorms`.
         """
         self._base = base
-        self._bases = bases
-        self._norms = RowNorms(projections, bases)
+        self._base_linears = base_linears
+        self._norms = RowNorms(projections, base_linears)
         self._projections = tuple(projections)
         self._size = size
         self._dtype = dtype
@@ -326,21 +327,22 @@ class HostAdapterCache:
             a = select_columns(stack.a, projection.inputs).to(self._dtype)
             bt = select_columns(stack.b.transpose(1, 2), projection.outputs)
             behind = output_rows[stack.projection]
-            scales = None
+            changes = None
             if stack.magnitudes is not None:
                 scales = self._norms.scales(stack, sums)
                 # y = c (W x) + c (B A x): B takes the scale here, W x when it is computed.
                 bt = bt * scales.unsqueeze(1)
+                # Less 1, as it is near 1: half precision keeps more of it so.
+                changes = (scales - 1).to(self._dtype)
             bt = bt.to(self._dtype)
             for index in range(-(-a.shape[1] // PAGE_ROWS)):
                 rows = slice(index * PAGE_ROWS, (index + 1) * PAGE_ROWS)
                 own[index].a.write_layers(stack.layers, a[:, rows])
                 own[index].bt.write_layers(stack.layers, bt[:, rows])
-            if scales is not None:
-                # Less 1, as it is near 1: half precision keeps more of it so.
-                _write_row(own, behind.scale, stack.layers, scales - 1)
+            if changes is not None:
+                _write_row(own, behind.scale, stack.layers, changes)
             if behind.bias >= 0:
-                added = added_bias(stack, projection, self._bases)
+                added = added_bias(stack, projection, self._base_linears, changes)
                 _write_row(own, behind.bias, stack.layers, added)
         for matrix in adapter.read_matrices():
             index = matrix.position.projection

@@ -36,7 +36,7 @@ class AdapterColumnLinear(nn.Module):
             adapter_data.product(y, x, weight, self._layer, self._targets)
         else:
             y = self.base(x)
-        adapter_data.add(y, x, self._layer, self._targets, self.base.bias)
+        adapter_data.add(y, x, self._layer, self._targets)
         return y
 
     @property
@@ -77,7 +77,7 @@ class AdapterRowLinear(nn.Module):
             adapter_data.product(y, x, weight, self._layer, self._targets)
         else:
             y = self.base.partial(x)
-        adapter_data.add(y, x, self._layer, self._targets, self.base.bias)
+        adapter_data.add(y, x, self._layer, self._targets)
         return y
 
     @property

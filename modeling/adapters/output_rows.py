@@ -1,4 +1,12 @@
-"""Rows behind the LoRA rank rows of Bt: what adapters do to a module's outputs beside B A x."""
+"""Rows behind the LoRA rank rows of Bt: what adapters do to a module's outputs beside B A x.
+
+    y[t, o + j] += c[t, j] y[t, o + j] + d[t, j]
+
+y: the base product with the base layer's bias b. c: DoRA's scale m / ||W + B A|| less 1
+(arXiv:2402.09353). d: what the adapter's biases add, less c b, because DoRA leaves b as it is. B
+has the scale since it was staged, so the product B A x is added as any other's. A row-parallel
+layer's y is this rank's summand: it scales as the sum does, and one rank has d.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -19,8 +27,8 @@ from modeling.adapters.stacks import LoraStack
 class OutputRows(NamedTuple):
     """The rows of one projection's Bt, the same in all layers; -1 where there is none.
 
-    scale: of the outputs' scales less 1 (DoRA).
-    bias: of what is added to the outputs.
+    scale: c.
+    bias: d.
     """
 
     scale: int = -1
@@ -40,18 +48,23 @@ def output_rows(
     projections: Sequence[Projection], most: Sequence[int], scaled: bool, biased: bool
 ) -> tuple[OutputRows, ...]:
     """Return the rows of each projection; most: its largest rank, 0 without factors."""
-    return tuple(
-        OutputRows(rank if scaled else -1, rank + scaled if biased else -1)
-        if rank and projection.kind is ProjectionKind.LINEAR
-        else OutputRows()
-        for projection, rank in zip(projections, most, strict=True)
-    )
+    found = []
+    for projection, rank in zip(projections, most, strict=True):
+        own = OutputRows()
+        if rank and projection.kind is ProjectionKind.LINEAR:
+            has_bias = biased or (scaled and projection.has_bias)
+            own = OutputRows(rank if scaled else -1, rank + scaled if has_bias else -1)
+        found.append(own)
+    return tuple(found)
 
 
 def added_bias(
-    stack: LoraStack, projection: Projection, bases: Mapping[ModulePosition, BaseLinear]
+    stack: LoraStack,
+    projection: Projection,
+    base_linears: Mapping[ModulePosition, BaseLinear],
+    scales: Tensor | None,
 ) -> Tensor:
-    """Return what a stack's biases add on this rank, float32 [layers, this rank's out].
+    """Return d on this rank, float32 [layers, this rank's out]; scales: c, as it is kept.
 
     Of a row-parallel module one rank adds it, or the sum would have it several times.
     """
@@ -61,8 +74,12 @@ def added_bias(
         return found
     if stack.biases is not None:
         found += select_columns(stack.biases, projection.outputs)
-    for index, bias in stack.base_biases.items():
-        base = bases[ModulePosition(stack.projection, stack.layers[index])].bias
+    for index, layer in enumerate(stack.layers if projection.has_bias else ()):
+        base = base_linears[ModulePosition(stack.projection, layer)].bias
         assert base is not None, f"{projection.name} has no bias"
-        found[index] += select_columns(bias, projection.outputs) - base.float().cpu()
+        own = base.float().cpu()
+        if index in stack.base_biases:
+            found[index] += select_columns(stack.base_biases[index], projection.outputs) - own
+        if scales is not None:
+            found[index] -= scales[index].float() * own
     return found

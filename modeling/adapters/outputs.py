@@ -1,12 +1,4 @@
-"""Steps with adapters that scale the base model's outputs (DoRA, arXiv:2402.09353), or add a bias.
-
-    y[t, o + j] += c[t, j] (y[t, o + j] - b[o + j]) + d[t, j]
-
-c: the scale m / ||W + B A|| less 1. b: the base layer's bias, which DoRA leaves as it is. d: what
-the adapter's biases add. B has the scale since it was staged, so the kernels then add its product
-as any other's. A row-parallel layer's y is this rank's summand: it scales as the sum does, and one
-rank has d.
-"""
+"""Steps with adapters that change the base model's outputs by the rows of `output_rows.py`."""
 
 from collections.abc import Iterator, Sequence
 
@@ -45,14 +37,7 @@ class OutputAdapters:
         """Is never called: `has_product` returns False."""
         raise NotImplementedError
 
-    def add(
-        self,
-        y: Tensor,
-        x: Tensor,
-        layer: int,
-        targets: tuple[OutputSlice, ...],
-        bias: Tensor | None = None,
-    ) -> None:
+    def add(self, y: Tensor, x: Tensor, layer: int, targets: tuple[OutputSlice, ...]) -> None:
         """Scale y [tokens, out] and add biases where adapters do, then add all deltas."""
         for target in targets:
             scaled, biased = self._rows(target.projection)
@@ -61,8 +46,7 @@ class OutputAdapters:
             if scaled is not None:
                 tokens, rows = scaled
                 whole = y[tokens, columns]
-                product = whole if bias is None else whole - bias[columns]
-                y[tokens, columns] = torch.addcmul(whole, pool[rows + layer * PAGE_ROWS], product)
+                y[tokens, columns] = torch.addcmul(whole, pool[rows + layer * PAGE_ROWS], whole)
             if biased is not None:
                 tokens, rows = biased
                 y[tokens, columns] += pool[rows + layer * PAGE_ROWS]

@@ -4,8 +4,8 @@
 
 t: token; r: rank row of t's adapter, r < rank(t); row(t, r): the pool row that the adapter's
 page table names. Tokens of the base model (slot -1) are left untouched. The scaling is already
-in B. DoRA scales y, without its bias, before anything is added (`outputs.py`). x: [tokens, in];
-A pool: [pages, layers, 8, in]; Bt pool: [pages, layers, 8, out].
+in B. DoRA and biases change y before anything is added (`output_rows.py`). x: [tokens, in]; A pool:
+[pages, layers, 8, in]; Bt pool: [pages, layers, 8, out].
 Several projections that share the input x add into column ranges of one y.
 """
 
@@ -52,16 +52,6 @@ class AdapterData(Protocol):
         """
         ...
 
-    def add(
-        self,
-        y: Tensor,
-        x: Tensor,
-        layer: int,
-        targets: tuple[OutputSlice, ...],
-        bias: Tensor | None = None,
-    ) -> None:
-        """Add the deltas of `targets` at `layer` to y [tokens, out]; x: [tokens, in].
-
-        bias: the part of y that no adapter scales, [out]; None without one.
-        """
+    def add(self, y: Tensor, x: Tensor, layer: int, targets: tuple[OutputSlice, ...]) -> None:
+        """Add the deltas of `targets` at `layer` to y [tokens, out]; x: [tokens, in]."""
         ...

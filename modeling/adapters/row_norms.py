@@ -41,11 +41,11 @@ class RowNorms:
     """This rank's weights, and what adapters' norms need of them; for any thread."""
 
     def __init__(
-        self, projections: Sequence[Projection], bases: Mapping[ModulePosition, BaseLinear]
+        self, projections: Sequence[Projection], base_linears: Mapping[ModulePosition, BaseLinear]
     ) -> None:
-        """bases: this rank's part of each linear map that adapters may change."""
+        """base_linears: this rank's part of each linear map that adapters may change."""
         self._projections = tuple(projections)
-        self._bases = bases
+        self._base_linears = base_linears
         self._squares: dict[ModulePosition, Tensor] = {}
 
     def scales(self, stack: LoraStack, sums: SummedRows) -> Tensor:
@@ -86,7 +86,7 @@ class RowNorms:
         """||W||^2 + 2 (W A^T) . B over this rank's columns, of one module: float32 [local out]."""
         projection = self._projections[stack.projection]
         position = ModulePosition(stack.projection, stack.layers[index])
-        weight = self._bases[position].weight
+        weight = self._base_linears[position].weight
         a = select_columns(stack.a[index].float(), projection.inputs)
         b = select_columns(stack.b[index].t(), projection.outputs)
         with _beside_steps(weight.device):

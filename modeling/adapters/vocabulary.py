@@ -116,16 +116,9 @@ class VocabularyAdapters:
         """Compute the base product of a layer's projections; see `AdapterData`."""
         self._layers.product(y, x, weight, layer, targets)
 
-    def add(
-        self,
-        y: Tensor,
-        x: Tensor,
-        layer: int,
-        targets: tuple[OutputSlice, ...],
-        bias: Tensor | None = None,
-    ) -> None:
+    def add(self, y: Tensor, x: Tensor, layer: int, targets: tuple[OutputSlice, ...]) -> None:
         """Add the deltas of a layer's projections; see `AdapterData`."""
-        self._layers.add(y, x, layer, targets, bias)
+        self._layers.add(y, x, layer, targets)
 
     def embed(self, y: Tensor, local_ids: Tensor, foreign: Tensor | None) -> None:
         """Change y [tokens, hidden] by this rank's part of A, or of W'; see `local_ids`."""

@@ -7,8 +7,8 @@ import pytest
 from torch import Tensor
 
 from modeling.adapters import host_cache, output_rows
-from modeling.adapters.outputs import OutputAdapters
-from modeling.adapters.product import OutputSlice
+from modeling.adapters.bank import DeviceAdapter
+from modeling.adapters.output_rows import OutputRows
 from modeling.adapters.projection import BaseLinear, ModulePosition, Projection
 from modeling.adapters.row_norms import RowNorms
 from modeling.adapters.stacks import LoraStack
@@ -23,6 +23,8 @@ OTHERS = [
     ("opt_dora", "projected"),
     ("gpt_neox_dora", "parallel"),
 ]
+
+Linears = Mapping[ModulePosition, BaseLinear]
 
 MIXED = ["dora", BASE, "plain", "some", "biased", "trained"]
 ALONE = Setting("llama_dora", "gqa", 1, ["dora"])
@@ -59,7 +61,7 @@ def test_under_the_scheduler(world: World, ranks: int) -> None:
 
 
 def test_magnitudes_left_out(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(OutputAdapters, "_rows", lambda self, projection: [None, None])
+    monkeypatch.setattr(DeviceAdapter, "output_rows", lambda self, projection: OutputRows())
     expect_mismatch(world, ALONE)
 
 
@@ -83,19 +85,14 @@ def test_norms_of_own_columns(world: World, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_bias_scaled(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    add = OutputAdapters.add
+    """The base layer's bias is scaled as its product is."""
 
-    def whole(
-        self: OutputAdapters,
-        y: Tensor,
-        x: Tensor,
-        layer: int,
-        targets: tuple[OutputSlice, ...],
-        bias: Tensor | None = None,
-    ) -> None:
-        add(self, y, x, layer, targets)
+    def added(
+        stack: LoraStack, projection: Projection, base_linears: Linears, scales: Tensor | None
+    ) -> Tensor:
+        return output_rows.added_bias(stack, projection, base_linears, None)
 
-    monkeypatch.setattr(OutputAdapters, "add", whole)
+    monkeypatch.setattr(host_cache, "added_bias", added)
     expect_mismatch(world, BIASED)
 
 
@@ -103,10 +100,10 @@ def test_bias_on_every_rank(world: World, monkeypatch: pytest.MonkeyPatch) -> No
     """A bias of a row-parallel module is added by each rank that has some of its columns."""
 
     def every(
-        stack: LoraStack, projection: Projection, bases: Mapping[ModulePosition, BaseLinear]
+        stack: LoraStack, projection: Projection, base_linears: Linears, scales: Tensor | None
     ) -> Tensor:
         whole = replace(projection, in_features=projection.local_inputs)
-        return output_rows.added_bias(stack, whole, bases)
+        return output_rows.added_bias(stack, whole, base_linears, scales)
 
     monkeypatch.setattr(host_cache, "added_bias", every)
     expect_mismatch(world, ADDED)

@@ -48,12 +48,12 @@ def tensors(rank: int = 4) -> Tensors:
 
 def bank(down: Projection = DOWN) -> AdapterBank:
     (columns,) = (torch.cat([torch.arange(*cut) for cut in down.inputs]),)
-    bases = {
+    base_linears = {
         ModulePosition(0, 1): BaseLinear(weight(UP)),
         ModulePosition(1, 1): BaseLinear(weight(DOWN)[:, columns]),
     }
     size = BankSize(pages=12, slots=4, max_rank=8, host_bytes=2**20)
-    return AdapterBank((UP, down), size, torch.float32, torch.device("cpu"), {}, bases)
+    return AdapterBank((UP, down), size, torch.float32, torch.device("cpu"), {}, base_linears)
 
 
 def check(loaded: AdapterBank, saved: Tensors, index: int, projection: Projection) -> None:
@@ -93,8 +93,6 @@ def test_norms_are_those_of_the_adapted_weights(
     load(own, shape)
     check(own, saved, 0, UP)
     check(own, saved, 1, DOWN)
-    assert own.changes_outputs([-1, 0])
-    assert not own.changes_outputs([-1])
 
 
 def test_ranks_add_their_columns(tmp_path: Path) -> None:
@@ -172,9 +170,9 @@ def test_where_it_is_not_served(tmp_path: Path, changes: dict[str, Any], words: 
 def test_a_row_without_a_norm(tmp_path: Path) -> None:
     saved = tensors()
     own = bank()
-    bases = dict(own._host_cache._norms._bases)
-    bases[ModulePosition(0, 1)] = BaseLinear(torch.zeros(10, 6))
-    own._host_cache._norms._bases = bases
+    base_linears = dict(own._host_cache._norms._base_linears)
+    base_linears[ModulePosition(0, 1)] = BaseLinear(torch.zeros(10, 6))
+    own._host_cache._norms._base_linears = base_linears
     saved[f"{PREFIX}up.lora_B.weight"].zero_()
     folder = write_lora(tmp_path, saved, use_dora=True)
     with pytest.raises(AdapterError, match="a row of the adapted up is zero"):

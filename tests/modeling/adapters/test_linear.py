@@ -35,14 +35,7 @@ class DenseDeltas:
     ) -> None:
         raise AssertionError
 
-    def add(
-        self,
-        y: Tensor,
-        x: Tensor,
-        layer: int,
-        targets: tuple[OutputSlice, ...],
-        bias: Tensor | None = None,
-    ) -> None:
+    def add(self, y: Tensor, x: Tensor, layer: int, targets: tuple[OutputSlice, ...]) -> None:
         assert layer == self.layer
         for target in targets:
             a, b = self.slices[target.projection]

@@ -178,14 +178,7 @@ class Recorder:
     ) -> None:
         raise AssertionError
 
-    def add(
-        self,
-        y: Tensor,
-        x: Tensor,
-        layer: int,
-        targets: tuple[OutputSlice, ...],
-        bias: Tensor | None = None,
-    ) -> None:
+    def add(self, y: Tensor, x: Tensor, layer: int, targets: tuple[OutputSlice, ...]) -> None:
         for target in targets:
             projection = self.model.projections[target.projection]
             assert x.shape[1] == projection.local_inputs

@@ -144,14 +144,7 @@ class LateAdapters:
     ) -> None:
         raise AssertionError
 
-    def add(
-        self,
-        y: Tensor,
-        x: Tensor,
-        layer: int,
-        targets: tuple[OutputSlice, ...],
-        bias: Tensor | None = None,
-    ) -> None:
+    def add(self, y: Tensor, x: Tensor, layer: int, targets: tuple[OutputSlice, ...]) -> None:
         assert sum(self.rows[1]) == len(x)
         reference_batch(self.bank, *self.rows).add(y, x, layer, targets)
 
@@ -159,14 +152,7 @@ class LateAdapters:
 class BaseAlone(LateAdapters):
     """A step's data without any tiles."""
 
-    def add(
-        self,
-        y: Tensor,
-        x: Tensor,
-        layer: int,
-        targets: tuple[OutputSlice, ...],
-        bias: Tensor | None = None,
-    ) -> None:
+    def add(self, y: Tensor, x: Tensor, layer: int, targets: tuple[OutputSlice, ...]) -> None:
         pass
 
 

@@ -102,14 +102,7 @@ class GatheredAdapters:
     ) -> None:
         raise AssertionError
 
-    def add(
-        self,
-        y: Tensor,
-        x: Tensor,
-        layer: int,
-        targets: tuple[OutputSlice, ...],
-        bias: Tensor | None = None,
-    ) -> None:
+    def add(self, y: Tensor, x: Tensor, layer: int, targets: tuple[OutputSlice, ...]) -> None:
         of_token = self.slots[: len(x)]
         slots = of_token.clamp(min=0)
         for target in targets:
