@@ -2,23 +2,31 @@
 
     python -m benchmarks.push /tmp/push --shape llama-200m --rank 128
 
-Serves a model of the shape with random weights in this process, without Ray, and pushes versions of
-one adapter in place, by a form and by shared memory in turn. llama3-8b needs a GPU; its adapters of
-rank 16 have 84 MB, as those of llama-200m of rank 128 have 80. One JSON line: medians and worst, in
-milliseconds. `served`: until the push was answered, when every rank has staged it. `first_token`:
-until the first token of a request that was sent right after it, which also loads the adapter.
+Serves a model of the shape with random weights in this process, without Ray; another one pushes
+versions of one adapter in place, by a form and by shared memory in turn. llama3-8b needs a GPU; its
+adapters of rank 16 have 84 MB, as those of llama-200m of rank 128 have 80. With --url it pushes to
+a server that runs, which must serve this shape; --sleep has that one sleep and wake too.
+
+One JSON line: medians and worst, in milliseconds. `served`: until the push was answered, when every
+rank has staged it. `first_token`: until the first token of a request that was sent right after it,
+which also loads the adapter. `free_gb`: of the GPU, as this process sees it before, in and after
+the sleep.
 """
 
 import argparse
 import json
+import multiprocessing
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
 
 import httpx
+import torch
 
 from benchmarks.local import served
 from benchmarks.workload import SHAPES, write_adapter, write_model
@@ -29,6 +37,8 @@ from configs.wire.adapters import AdapterSource
 
 PATIENCE_S = 600.0
 _NAME = "policy"
+_PATH = "/v1/push_lora_adapter"
+_SEND_BYTES = 1 << 20
 
 
 class PushClient:
@@ -49,7 +59,11 @@ class PushClient:
             "adapter_config": json.dumps(self._config),
         }
         files = {"adapter_model": ("adapter_model.safetensors", weights)}
-        return _row(self.http.post("/v1/push_lora_adapter", data=fields, files=files))
+        form = self.http.build_request("POST", _PATH, data=fields, files=files)
+        body = form.read()
+        # httpx sends the parts of a form by 64 kB, which takes longer than all the rest.
+        pieces = (body[at : at + _SEND_BYTES] for at in range(0, len(body), _SEND_BYTES))
+        return _row(self.http.post(_PATH, content=pieces, headers=form.headers))
 
     def push_shared(self, memory: SharedMemory, size: int) -> dict[str, Any]:
         """Send a version that lies in shared memory; returns the adapter's row."""
@@ -60,7 +74,7 @@ class PushClient:
             "shared_memory": memory.name,
             "size": size,
         }
-        return _row(self.http.post("/v1/push_lora_adapter", json=body))
+        return _row(self.http.post(_PATH, json=body))
 
     def complete(self, prompt: Any, max_tokens: int, **fields: Any) -> dict[str, Any]:
         """A completion of the adapter's present version."""
@@ -80,8 +94,9 @@ def version_of(weights: bytes, number: int) -> bytes:
     return weights[:-2] + (number % 128).to_bytes(2, "little")
 
 
-def measure(client: PushClient, weights: bytes, versions: int) -> dict[str, Any]:
+def measure(url: str, config: dict[str, Any], weights: bytes, versions: int) -> dict[str, Any]:
     """Push versions by turns; one is pushed before, so that nothing is the first of its kind."""
+    client = PushClient(url, _NAME, config)
     took: dict[str, list[float]] = {}
     memory = SharedMemory(create=True, size=len(weights))
     try:
@@ -106,6 +121,22 @@ def measure(client: PushClient, weights: bytes, versions: int) -> dict[str, Any]
         name: {"median": round(statistics.median(times), 1), "worst": round(max(times), 1)}
         for name, times in took.items()
     }
+
+
+def measure_sleep(url: str) -> dict[str, Any]:
+    """Have a server on this GPU sleep and wake; returns seconds and free memory."""
+    free, took = [_free_gb()], []
+    with httpx.Client(base_url=url, timeout=PATIENCE_S) as http:
+        for path in ("/sleep", "/wake_up"):
+            began = time.perf_counter()
+            http.post(path).raise_for_status()
+            took.append(round(time.perf_counter() - began, 1))
+            free.append(_free_gb())
+    return {"sleep_s": took[0], "wake_s": took[1], "free_gb": free}
+
+
+def _free_gb() -> float:
+    return round(torch.cuda.mem_get_info()[0] / 1e9, 2)
 
 
 def engine_config(folder: Path, options: argparse.Namespace) -> EngineConfig:
@@ -136,15 +167,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", choices=[each.value for each in Device], default="cpu")
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--push-folder", default=PushConfig().folder)
+    parser.add_argument("--url", help="of a server; without it one is started here")
+    parser.add_argument("--sleep", action="store_true", help="measure sleep and wake of --url")
     parsed = parser.parse_args(arguments)
     write_model(parsed.folder, parsed.shape)
     adapter = parsed.folder / "pushed" / "adapter"
     write_adapter(adapter, parsed.shape, parsed.rank, seed=1)
     weights = (adapter / "adapter_model.safetensors").read_bytes()
     config = json.loads((adapter / "adapter_config.json").read_text())
-    with served(engine_config(parsed.folder, parsed)) as url:
-        figures = measure(PushClient(url, _NAME, config), weights, parsed.versions)
+    push = partial(measure, config=config, weights=weights, versions=parsed.versions)
+    figures = push(parsed.url) if parsed.url else _measure_served(parsed, push)
+    if parsed.sleep:
+        figures |= measure_sleep(parsed.url)
     print(json.dumps({"bytes": len(weights), "device": parsed.device, **figures}))
+
+
+def _measure_served(
+    parsed: argparse.Namespace, push: Callable[[str], dict[str, Any]]
+) -> dict[str, Any]:
+    # A trainer has a process of its own: in the server's it would take turns with its threads.
+    spawn = multiprocessing.get_context("spawn")
+    with (
+        served(engine_config(parsed.folder, parsed)) as url,
+        ProcessPoolExecutor(1, mp_context=spawn) as trainer,
+    ):
+        return trainer.submit(push, url).result()
 
 
 if __name__ == "__main__":

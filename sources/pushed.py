@@ -8,7 +8,7 @@ import hashlib
 import os
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +25,10 @@ SHARED_MEMORY = Path("/dev/shm")
 
 _WEIGHTS_NAME = "adapter_model.safetensors"
 _DIGEST_BYTES = 20
-_PIECE_BYTES = 4 << 20
+_THREADS = 4
+PIECE_BYTES = 1 << 20
+"""Bytes of weights that one thread copies and hashes at a time."""
+
 _PREFIX = "pushed:"
 
 
@@ -40,36 +43,61 @@ def is_pushed(origin: str) -> bool:
 
 
 class IncomingWeights:
-    """A weights file that is being written; it has no name, so it ends with its process."""
+    """A weights file that is being written; it has no name, so it ends with its process.
+
+    Its digest is that of the digests of its pieces, so that several threads can hash it.
+    """
 
     def __init__(self, folder: Path, name: str, max_bytes: int) -> None:
         """name: the adapter's, for messages. max_bytes: of the file."""
         self._descriptor = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        self._digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-        # Hashing takes as long as copying: side by side they take half of the time.
-        self._hashing = ThreadPoolExecutor(1, thread_name_prefix="push-digest")
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="push")
+        self._digests: list[bytes] = []
         self._name = name
         self._max_bytes = max_bytes
         self.size = 0
 
-    def write(self, piece: bytes | bytearray | memoryview) -> None:
-        """Append bytes; AdapterError beyond the limit or the memory of the node."""
-        self.size += len(piece)
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Append bytes, as `copy` does."""
+
+        def read(buffer: memoryview, offset: int) -> None:
+            buffer[:] = whole[offset : offset + len(buffer)]
+
+        with memoryview(data) as whole:
+            self.copy(read, len(whole))
+
+    def copy(self, read: Callable[[memoryview, int], None], size: int) -> None:
+        """Append `size` bytes; AdapterError beyond the limit or the memory of the node.
+
+        read: fills a buffer from an offset of the source on; threads call it side by side. Only
+        the last call may append other than whole pieces.
+        """
+        begin = self.size
+        assert begin % PIECE_BYTES == 0, begin
+        self.size += size
         check_size(self.size, self._name, self._max_bytes)
-        hashed = self._hashing.submit(self._digest.update, piece)
-        rest = memoryview(piece)
-        try:
-            while rest:
-                rest = rest[os.write(self._descriptor, rest) :]
-        except OSError as error:
-            _refuse_full(self._name, self.size, error)
-        finally:
-            hashed.result()
+
+        offsets = range(0, size, PIECE_BYTES)
+
+        def keep(lane: int) -> list[bytes]:
+            buffer = memoryview(bytearray(PIECE_BYTES))
+            digests = []
+            for first in offsets[lane::_THREADS]:
+                # A copy: what is hashed is what is kept, whatever writes to the source meanwhile.
+                piece = buffer[: min(PIECE_BYTES, size - first)]
+                read(piece, first)
+                self._put(piece, begin + first)
+                digests.append(hashlib.blake2b(piece, digest_size=_DIGEST_BYTES).digest())
+            return digests
+
+        lanes = list(self._threads.map(keep, range(_THREADS)))
+        self._digests += [lanes[k % _THREADS][k // _THREADS] for k in range(len(offsets))]
 
     def digest(self, config: bytes) -> str:
         """The digest of the adapter with this adapter_config.json."""
-        digest = hashlib.blake2b(self._digest.digest(), digest_size=_DIGEST_BYTES)
-        digest.update(config)
+        digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+        for part in (self.size.to_bytes(8, "little"), *self._digests, config):
+            digest.update(part)
         return digest.hexdigest()
 
     def link(self, path: Path) -> None:
@@ -80,8 +108,16 @@ class IncomingWeights:
 
     def close(self) -> None:
         """Free the memory, unless the file has a name."""
-        self._hashing.shutdown()
+        self._threads.shutdown(cancel_futures=True)
         os.close(self._descriptor)
+
+    def _put(self, piece: memoryview, offset: int) -> None:
+        try:
+            while piece:
+                written = os.pwrite(self._descriptor, piece, offset)
+                piece, offset = piece[written:], offset + written
+        except OSError as error:
+            _refuse_full(self._name, self.size, error)
 
 
 class PushedFiles:
@@ -237,14 +273,9 @@ def read_shared_memory(segment: str, size: int | None, into: IncomingWeights, na
     if "/" in segment or segment in ("", ".", ".."):
         message = f"`shared_memory` must be a segment's plain name, not {segment!r}"
         raise AdapterError(AdapterRefusal.UNSUPPORTED, message)
-    buffer = memoryview(bytearray(_PIECE_BYTES))
     try:
         with RegularFile(SHARED_MEMORY / segment, SHARED_MEMORY) as file:
-            end = file.size if size is None else size
-            for first in range(0, end, _PIECE_BYTES):
-                piece = buffer[: min(_PIECE_BYTES, end - first)]
-                file.read_into(piece, first)
-                into.write(piece)
+            into.copy(file.read_into, file.size if size is None else size)
     except OSError as error:
         message = f"adapter {name!r}: shared memory {segment!r} cannot be read: {error}"
         refuse(AdapterRefusal.UNAVAILABLE, message, error)

@@ -1,6 +1,7 @@
 """The folder of pushed adapters belongs to one user of the machine."""
 
 import os
+import random
 import stat
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 
 from configs.adapters import PushConfig
 from configs.wire.adapters import AdapterError
-from sources.pushed import PushedFiles
+from sources.pushed import PIECE_BYTES, PushedFiles
 
 CONFIG, WEIGHTS = b"{}", b"weights"
 
@@ -38,6 +39,21 @@ def test_each_user_has_a_folder_of_its_own_that_others_cannot_read(tmp_path: Pat
     pushed.release(digest, forget=True)
     pushed.clear()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_that_arrive_in_pieces_are_those_that_arrive_at_once(tmp_path: Path) -> None:
+    weights = random.Random(1).randbytes(6 * PIECE_BYTES + 5)
+    pushed = PushedFiles(PushConfig(folder=str(tmp_path / "pushed")), 2 * len(weights))
+    digest = pushed.store_content("policy", CONFIG, weights)
+    with pushed.incoming("policy") as pieces:
+        for begin, end in ((0, 1), (1, 6), (6, 7)):
+            pieces.write(weights[begin * PIECE_BYTES : end * PIECE_BYTES])
+        assert pieces.digest(CONFIG) == digest
+    for end in (len(weights) - 1, 6 * PIECE_BYTES, 0):
+        with pushed.incoming("policy") as fewer:
+            fewer.write(weights[:end])
+            assert fewer.digest(CONFIG) != digest
+    assert pushed.content(digest) == (CONFIG, weights)
 
 
 def test_a_folder_of_another_user_is_refused_and_left_alone(theirs: Path) -> None:

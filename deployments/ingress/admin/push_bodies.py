@@ -15,12 +15,12 @@ from starlette.requests import Request
 
 from deployments.ingress.http.errors import invalid
 from sources.base import MAX_CONFIG_BYTES
-from sources.pushed import IncomingWeights, read_shared_memory
+from sources.pushed import PIECE_BYTES, IncomingWeights, read_shared_memory
 
 if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks
 
-_WRITE_BYTES = 4 << 20
+_WRITE_BYTES = 4 * PIECE_BYTES
 _MAX_FIELD_BYTES = MAX_CONFIG_BYTES
 _MAX_HEADER_BYTES = 4096
 _MAX_PARTS = 16
@@ -86,23 +86,23 @@ async def _from_form(request: Request, boundary: bytes, weights: IncomingWeights
         try:
             async for piece in request.stream():
                 parser.write(piece)
-                if len(parts.weights) >= _WRITE_BYTES:
-                    await write(parts.take_weights())
+                if parts.num_bytes >= _WRITE_BYTES:
+                    await write(parts.take_pieces())
             parser.finalize()
         except FormParserError as error:
             raise invalid(f"the form is damaged: {error}") from error
-        await write(parts.take_weights())
+        await write(parts.take_rest())
     return parts.form()
 
 
 @asynccontextmanager
 async def _writing(
     weights: IncomingWeights,
-) -> AsyncIterator[Callable[[bytearray], "asyncio.Future[None]"]]:
+) -> AsyncIterator[Callable[[memoryview], "asyncio.Future[None]"]]:
     """A function that writes in a thread, one piece after another, while the next is received."""
     writing: asyncio.Task[None] | None = None
 
-    async def write(piece: bytearray) -> None:
+    async def write(piece: memoryview) -> None:
         nonlocal writing
         if writing is not None:
             await writing
@@ -120,10 +120,11 @@ async def _writing(
 
 
 class _Parts:
-    """The parts of a form, as its parser reports them."""
+    """The parts of a form, as its parser reports them; num_bytes: of weights that are here."""
 
     def __init__(self) -> None:
-        self.weights = bytearray()
+        self.num_bytes = 0
+        self._weights: list[memoryview] = []
         self._fields: dict[str, bytearray] = {}
         self._name = ""
         self._header = bytearray()
@@ -141,9 +142,18 @@ class _Parts:
             "on_part_data": self._data,
         }
 
-    def take_weights(self) -> bytearray:
-        """The weights that arrived since the last call."""
-        taken, self.weights = self.weights, bytearray()
+    def take_pieces(self) -> memoryview:
+        """The whole pieces of the weights that arrived since the last call."""
+        rest = self.num_bytes % PIECE_BYTES
+        taken = self.take_rest()
+        end = len(taken) - rest
+        self._weights, self.num_bytes = [taken[end:]], rest
+        return taken[:end]
+
+    def take_rest(self) -> memoryview:
+        """All weights that arrived since the last call."""
+        taken = memoryview(b"".join(self._weights))
+        self._weights, self.num_bytes = [], 0
         return taken
 
     def form(self) -> PushForm:
@@ -188,7 +198,8 @@ class _Parts:
 
     def _data(self, data: bytes, start: int, end: int) -> None:
         if self._name == WEIGHTS:
-            self.weights += memoryview(data)[start:end]
+            self._weights.append(memoryview(data)[start:end])
+            self.num_bytes += end - start
         else:
             _append(self._fields[self._name], data[start:end], _MAX_FIELD_BYTES, self._name)
 
