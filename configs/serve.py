@@ -55,11 +55,13 @@ class BasesConfig(Config):
 
     models: the settings of each base by its name, which clients send as `model`. The first serves
     requests that name none. Its deployment is Driver-NAME.
+    batches: of all bases; a batch's lines may name any of them.
     observability, ingress_cpus, request_timeout_s, max_ongoing_requests: of the shared ingress;
     those of an entry are for its drivers.
     """
 
     models: dict[Annotated[str, Field(pattern=_NAME)], ServeConfig] = Field(min_length=1)
+    batches: BatchesConfig = BatchesConfig()
     observability: ObservabilityConfig = ObservabilityConfig()
     ingress_cpus: NonNegativeFloat = 1.0
     request_timeout_s: PositiveFloat = 600.0
@@ -71,16 +73,35 @@ class BasesConfig(Config):
             if name in _ROUTES:
                 raise ValueError(f"models: `{name}` is the name of a route: choose another")
             if self.models[name].batches.storage is not None:
-                raise ValueError(f"models.{name}.batches: one base model alone can have batches")
+                raise ValueError(f"models.{name}.batches: set `batches` beside `models`")
         names = [each.engine.model.name for each in self.models.values() if each.engine.model.name]
         if len(set(names)) < len(names):
             raise ValueError("models: two bases have the same engine.model.name")
+        if self.batches.storage is not None:
+            self._require_same_keys()
         return self
 
+    def _require_same_keys(self) -> None:
+        """Refuse two keys of one name: files and batches belong to a key's name."""
+        seen: dict[str, tuple[str | None, str | None]] = {}
+        for base, settings in self.models.items():
+            for key in settings.api.keys:
+                if seen.setdefault(key.name, (key.env, key.sha256)) != (key.env, key.sha256):
+                    raise ValueError(
+                        f"models.{base}.api.keys: `{key.name}` is another key of another base: "
+                        "with `batches`, give each key a name of its own"
+                    )
+
+    @property
+    def has_quotas(self) -> bool:
+        """Whether any key of any base has a quota."""
+        return any(each.api.has_quotas for each in self.models.values())
+
     def named(self) -> dict[str, ServeConfig]:
-        """Each base's settings, with its name as that of its model."""
+        """Each base's settings, with its name as that of its model, and with the batches."""
+        batches = {"batches": self.batches}
         return {
-            name: each.model_copy(update={"engine": _with_name(each.engine, name)})
+            name: each.model_copy(update=batches | {"engine": _with_name(each.engine, name)})
             for name, each in self.models.items()
         }
 

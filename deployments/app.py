@@ -35,10 +35,7 @@ def build(config: ServeConfig) -> Application:
     ingress = _ingress(IngressDeployment, config)
     if config.batches.storage is None:
         return ingress.bind(config, driver)
-    batches = serve.deployment(BatchesDeployment, name="Batches").options(
-        ray_actor_options={"num_cpus": config.ingress_cpus}, **_shared(config)
-    )
-    return ingress.bind(config, driver, batches.bind(config, driver))
+    return ingress.bind(config, driver, _batches(config).bind(config, driver))
 
 
 def build_bases(config: BasesConfig) -> Application:
@@ -52,7 +49,10 @@ def build_bases(config: BasesConfig) -> Application:
     drivers = {
         name: _driver(base, f"Driver-{name}").bind(base, name) for name, base in bases.items()
     }
-    return _ingress(BasesIngressDeployment, config).bind(config, drivers)
+    ingress = _ingress(BasesIngressDeployment, config)
+    if config.batches.storage is None:
+        return ingress.bind(config, drivers)
+    return ingress.bind(config, drivers, _batches(config).bind(config, drivers))
 
 
 def _driver(config: ServeConfig, name: str) -> Deployment:
@@ -71,6 +71,12 @@ def _ingress(kind: type[Any], config: ServeConfig | BasesConfig) -> Deployment:
         # Serve reads the variable as a process begins.
         ray_actor_options={"num_cpus": config.ingress_cpus, "runtime_env": {"env_vars": CALLBACK}},
         **_shared(config),
+    )
+
+
+def _batches(config: ServeConfig | BasesConfig) -> Deployment:
+    return serve.deployment(BatchesDeployment, name="Batches").options(
+        ray_actor_options={"num_cpus": config.ingress_cpus}, **_shared(config)
     )
 
 

@@ -69,8 +69,8 @@ class IncomingWeights:
     def copy(self, read: Callable[[memoryview, int], None], size: int) -> None:
         """Append `size` bytes; AdapterError beyond the limit or the memory of the node.
 
-        read: fills a buffer from an offset of the source on; threads call it side by side. Only
-        the last call may append other than whole pieces.
+        read: reads into a buffer from an offset of the source on; threads call it side by side.
+        Only the last call may append other than whole pieces.
         """
         begin = self.size
         assert begin % PIECE_BYTES == 0, begin
@@ -79,10 +79,10 @@ class IncomingWeights:
 
         offsets = range(0, size, PIECE_BYTES)
 
-        def keep(lane: int) -> list[bytes]:
+        def keep(thread: int) -> list[bytes]:
             buffer = memoryview(bytearray(PIECE_BYTES))
             digests = []
-            for first in offsets[lane::_THREADS]:
+            for first in offsets[thread::_THREADS]:
                 # A copy: what is hashed is what is kept, whatever writes to the source meanwhile.
                 piece = buffer[: min(PIECE_BYTES, size - first)]
                 read(piece, first)
@@ -90,8 +90,8 @@ class IncomingWeights:
                 digests.append(hashlib.blake2b(piece, digest_size=_DIGEST_BYTES).digest())
             return digests
 
-        lanes = list(self._threads.map(keep, range(_THREADS)))
-        self._digests += [lanes[k % _THREADS][k // _THREADS] for k in range(len(offsets))]
+        kept = list(self._threads.map(keep, range(_THREADS)))
+        self._digests += [kept[k % _THREADS][k // _THREADS] for k in range(len(offsets))]
 
     def digest(self, config: bytes) -> str:
         """The digest of the adapter with this adapter_config.json."""

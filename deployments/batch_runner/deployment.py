@@ -8,7 +8,7 @@ from functools import partial
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from configs.serve import ServeConfig
+from configs.serve import BasesConfig, ServeConfig
 from deployments.batch_runner.requests import sender
 from deployments.batch_runner.runner import BatchRunner
 from deployments.ingress.batches.store import BatchStore
@@ -23,18 +23,32 @@ class BatchesDeployment:
 
     _task: asyncio.Task[None] | None = None
 
-    async def __init__(self, config: ServeConfig, driver: DeploymentHandle) -> None:  # type: ignore[misc]
-        """Open the storage, and go on with the batches that have not ended."""
+    async def __init__(  # type: ignore[misc]
+        self,
+        config: ServeConfig | BasesConfig,
+        drivers: DeploymentHandle | dict[str, DeploymentHandle],
+    ) -> None:
+        """Open the storage, and go on with the batches that have not ended.
+
+        drivers: that of the base, or those of several bases by their names.
+        """
         hand_logs_to_serve()
         store = BatchStore(config.batches)
         await asyncio.to_thread(lambda: store.storage)
         logger.info("batches are kept in %s", config.batches.storage)
-        front = IngressFront(watches=config.api.has_quotas)
         application = serve.get_replica_context().app_name
-        app = front.app(config, driver, application, front.lifespan)
+        if isinstance(config, BasesConfig):
+            assert isinstance(drivers, dict), "one for each base"
+            front = IngressFront(watches=config.has_quotas)
+            app = front.bases(config, drivers, application)
+            most = max(each.api.max_body_bytes for each in config.models.values())
+        else:
+            front = IngressFront(watches=config.api.has_quotas)
+            app = front.app(config, drivers, application, front.lifespan)
+            most = config.api.max_body_bytes
         self._life = AsyncExitStack()
         await self._life.enter_async_context(app.router.lifespan_context(app))
-        self._runner = BatchRunner(store, partial(sender, app), config.api.max_body_bytes)
+        self._runner = BatchRunner(store, partial(sender, app), most)
         self._task = asyncio.create_task(self._runner.run())
 
     async def wake(self) -> None:

@@ -41,6 +41,7 @@ def sender(app: FastAPI, key: str) -> SendRequest:
         raise UnknownKey(key)
 
     async def granted(scope: Scope, receive: Receive, send: Send) -> None:
+        # A front of several bases replaces it by the same key's permissions for the base.
         await app({**scope, "state": {"grant": grant}}, receive, send)
 
     # An exception of the application is a reply of status 500, as it is for other clients.

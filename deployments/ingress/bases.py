@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments.contract import EngineInfo, ErrorKind
-from deployments.ingress.access.keys import Keys, api_key
+from deployments.ingress.access.keys import Grant, Keys, api_key
 from deployments.ingress.adapter_names.references import listed_name
 from deployments.ingress.admin.probes import MEASURED
 from deployments.ingress.app import Lifespan
@@ -34,6 +34,8 @@ HEADER = "x-loray-model"
 _MODELS, _HEALTH = "/v1/models", frozenset({"/health", "/ping"})
 _ADMIN = ("/v1/adapters", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 _PUSH = "/v1/push_lora_adapter"
+# All bases have the same files and batches.
+_STORED = ("/v1/files", "/v1/batches")
 _REFRESH_SECONDS = 5.0
 
 
@@ -56,6 +58,8 @@ def build_front(apps: Mapping[str, FastAPI], lifespan: Lifespan | None = None) -
     front = FastAPI(lifespan=whole, docs_url=None, redoc_url=None, openapi_url=None)
     # One set of metrics counts the requests of all bases.
     front.state.metrics = first.state.metrics.total
+    front.state.bases = dict(apps)
+    front.state.keys = _BatchKeys(apps)
     front.add_middleware(BaseDispatch, apps=apps)
     return front
 
@@ -110,7 +114,7 @@ class BaseDispatch:
         engines = {name: each.state.engine for name, each in apps.items()}
         self._directory = BaseDirectory(engines)
         self._measured = {MEASURED: tuple(engines.values())}
-        self._keys: list[Keys] = [each.state.keys for each in apps.values()]
+        self._keys: dict[str, Keys] = {name: each.state.keys for name, each in apps.items()}
         limits = [_settings(each).api for each in apps.values()]
         self._reading = BodyLimit(
             self._by_body,
@@ -128,7 +132,7 @@ class BaseDispatch:
         try:
             base, scope = self._by_address(scope)
             if base is not None:
-                await self._apps[base](scope, receive, send)
+                await self._pass(base, scope, receive, send)
             else:
                 await self._without_address(scope, receive, send)
         except RequestError as error:
@@ -157,6 +161,8 @@ class BaseDispatch:
             await (await self._health(scope))(scope, receive, send)
         elif method in ("GET", "HEAD") and path.startswith(f"{_MODELS}/"):
             await self._model(scope, path.removeprefix(f"{_MODELS}/"), receive, send)
+        elif path.startswith(_STORED):
+            await self._apps[self._base_of_key(scope)](scope, receive, send)
         elif self._has_model(scope, path):
             await self._reading(scope, receive, send)
         else:
@@ -169,7 +175,28 @@ class BaseDispatch:
         if path == _PUSH or path.startswith(_ADMIN):
             return False
         presented = api_key(Request(scope))
-        return any(keys.grant(presented) is not None for keys in self._keys)
+        return _batch_key(scope) is not None or any(
+            keys.grant(presented) is not None for keys in self._keys.values()
+        )
+
+    def _base_of_key(self, scope: Scope) -> str:
+        """A base that knows the caller's key, if any does; else one that needs none, or any."""
+        presented = api_key(Request(scope))
+        grants = {name: keys.grant(presented) for name, keys in self._keys.items()}
+        allowed = {name: grant for name, grant in grants.items() if grant is not None}
+        known = (name for name, grant in allowed.items() if grant.known)
+        return next(known, next(iter(allowed), self._first))
+
+    async def _pass(self, base: str, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on; one of a batch gets its key's permissions for this base."""
+        key = _batch_key(scope)
+        if key is not None:
+            grant = self._keys[base].of_batch(key)
+            if grant is None:
+                message = f"the batch's API key is none of `{base}`'s"
+                raise RequestError(ErrorKind.UNAUTHORIZED, message)
+            scope = {**scope, "state": {**scope["state"], "grant": grant}}
+        await self._apps[base](scope, receive, send)
 
     async def _by_body(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send a request whose body was read to the base that `model` names."""
@@ -180,7 +207,7 @@ class BaseDispatch:
         base, name = found or (self._first, model)
         if name is not None and name != model:
             body = _with_model(body, name)
-        await self._apps[base](scope, replaying(body, receive), send)
+        await self._pass(base, scope, replaying(body, receive), send)
 
     async def _model(self, scope: Scope, id: str, receive: Receive, send: Send) -> None:
         base, name = await self._directory.find(id) or (self._first, id)
@@ -210,6 +237,24 @@ class BaseDispatch:
         replies = await asyncio.gather(*(_reply_of(app, scope) for app in self._apps.values()))
         status, body = min(replies)
         return Response(body, status, media_type="application/json" if body else "text/plain")
+
+
+class _BatchKeys:
+    """The keys of all bases, for batches (`Keys.of_batch`)."""
+
+    def __init__(self, apps: Mapping[str, FastAPI]) -> None:
+        self._apps = apps
+
+    def of_batch(self, name: str) -> Grant | None:
+        """The permissions of a batch for some base that has a key of this name."""
+        grants = (app.state.keys.of_batch(name) for app in self._apps.values())
+        return next((grant for grant in grants if grant is not None), None)
+
+
+def _batch_key(scope: Scope) -> str | None:
+    """The name of the key of a batch whose request this is; None for a request from elsewhere."""
+    grant = scope.get("state", {}).get("grant")
+    return grant.name if isinstance(grant, Grant) else None
 
 
 async def _look(engine: EngineClient) -> None:

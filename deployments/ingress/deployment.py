@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, nullcontext
 from functools import cached_property, partial
 
@@ -205,6 +205,27 @@ class IngressFront:
             wake,
         )
 
+    def bases(
+        self,
+        config: BasesConfig,
+        drivers: Mapping[str, DeploymentHandle],
+        application: str,
+        wake: Callable[[], None] = lambda: None,
+    ) -> FastAPI:
+        """The API of several base models, by their names: one that chooses among theirs."""
+        metrics = RequestMetrics()
+        apps = {
+            name: self.app(
+                base,
+                drivers[name],
+                store_name(application, name),
+                metrics=metrics,
+                wake=wake,
+            )
+            for name, base in config.named().items()
+        }
+        return build_front(apps, self.lifespan)
+
 
 def _settings(config: ServeConfig, peers: ReplicaCount) -> IngressSettings:
     engine = config.engine
@@ -226,6 +247,16 @@ def _settings(config: ServeConfig, peers: ReplicaCount) -> IngressSettings:
     )
 
 
+def _waker(batches: DeploymentHandle | None) -> Callable[[], None]:
+    """What has the runner look at the batches; it also looks from time to time."""
+
+    def wake() -> None:
+        if batches is not None:
+            batches.wake.remote()
+
+    return wake
+
+
 @serve.ingress(None)
 class IngressDeployment:
     """The Serve deployment; any number of replicas."""
@@ -241,7 +272,7 @@ class IngressDeployment:
         logger.info("http front: %s", proxy_mode())
         self._config = config
         self._driver = driver
-        self._batches = batches
+        self._wake = _waker(batches)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Build the API; its lifespan binds the address for frames."""
@@ -252,11 +283,6 @@ class IngressDeployment:
         )
         return self._app
 
-    def _wake(self) -> None:
-        """Have the runner look at the batches; it also looks from time to time."""
-        if self._batches is not None:
-            self._batches.wake.remote()
-
     async def drain(self, seconds: float) -> None:
         """Refuse new requests, and end the running ones within so many seconds."""
         await self._app.state.drain.run(seconds)
@@ -266,25 +292,27 @@ class IngressDeployment:
 class BasesIngressDeployment:
     """The Serve deployment in front of several base models; any number of replicas."""
 
-    def __init__(self, config: BasesConfig, drivers: dict[str, DeploymentHandle]) -> None:
-        """drivers: by the names of the bases."""
+    def __init__(
+        self,
+        config: BasesConfig,
+        drivers: dict[str, DeploymentHandle],
+        batches: DeploymentHandle | None = None,
+    ) -> None:
+        """drivers: by the names of the bases. batches: as in `IngressDeployment`."""
         hand_logs_to_serve()
         logger.info("http front: %s", proxy_mode())
-        self._bases = config.named()
+        self._config = config
         self._drivers = drivers
+        self._wake = _waker(batches)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Build the API of each base, and the one that chooses among them."""
-        front = IngressFront(watches=any(each.api.has_quotas for each in self._bases.values()))
-        metrics, application = RequestMetrics(), serve.get_replica_context().app_name
-        self._apps = {
-            name: front.app(
-                base, self._drivers[name], store_name(application, name), metrics=metrics
-            )
-            for name, base in self._bases.items()
-        }
-        return build_front(self._apps, front.lifespan)
+        front = IngressFront(watches=self._config.has_quotas)
+        application = serve.get_replica_context().app_name
+        self._app = front.bases(self._config, self._drivers, application, self._wake)
+        return self._app
 
     async def drain(self, seconds: float) -> None:
         """Refuse new requests, and end the running ones within so many seconds."""
-        await asyncio.gather(*(app.state.drain.run(seconds) for app in self._apps.values()))
+        apps = self._app.state.bases.values()
+        await asyncio.gather(*(app.state.drain.run(seconds) for app in apps))

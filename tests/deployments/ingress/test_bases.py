@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from starlette.testclient import TestClient
 
 from configs.api import ApiConfig
+from configs.batches import BatchesConfig
 from configs.serve import BasesConfig
 from configs.wire.adapters import AdapterReference, AdapterSource
 from deployments.contract import AdapterInfo, EngineLoad, ReplyAddress
@@ -28,7 +29,9 @@ PATHS = ("/v1/completions", "/v1/embeddings", "/v1/messages/count_tokens")
 class Bases:
     """Two bases over fake drivers: each has the adapter `poet`, and one of its own."""
 
-    def __init__(self, folder: Path, **apis: ApiConfig) -> None:
+    def __init__(
+        self, folder: Path, batches: BatchesConfig | None = None, **apis: ApiConfig
+    ) -> None:
         tokenizer = write_tokenizer(folder)
         metrics = RequestMetrics()
         self.drivers: dict[str, FakeDriver] = {}
@@ -44,7 +47,9 @@ class Bases:
             inboxes = RequestInboxes()
             driver.deliver = inboxes.deliver
             settings = IngressSettings(
-                default_source=AdapterSource.LOCAL, api=apis.get(name, ApiConfig())
+                default_source=AdapterSource.LOCAL,
+                api=apis.get(name, ApiConfig()),
+                batches=batches or BatchesConfig(),
             )
             self.apps[name] = build_app(
                 driver, inboxes, lambda: ReplyAddress("127.0.0.1", 1, "hush"), settings,
@@ -175,7 +180,7 @@ def test_each_base_has_its_own_keys(tmp_path: Path) -> None:
         ),
         "large": ApiConfig.model_validate({"keys": [key]}),
     }
-    bases = Bases(tmp_path, **apis)
+    bases = Bases(tmp_path, None, **apis)
 
     def ask(http: TestClient, model: str, key: str) -> Any:
         body = {"model": model, "prompt": "x", "max_tokens": 1}
@@ -203,3 +208,22 @@ def test_names_of_bases() -> None:
     same = {"engine": {"model": {"id": "org/x", "name": "same"}}}
     with pytest.raises(ValidationError, match="the same engine"):
         BasesConfig.model_validate({"models": {"a": same, "b": same}})
+
+
+def test_batches_are_of_all_bases_and_of_keys_by_their_names() -> None:
+    keyed = {
+        name: {
+            "engine": {"model": {"id": name}},
+            "api": {"keys": [{"name": "clients", "env": f"KEY_{name}"}]},
+        }
+        for name in ("a", "b")
+    }
+    batches = {"storage": "/batches"}
+    with pytest.raises(ValidationError, match="give each key a name of its own"):
+        BasesConfig.model_validate({"models": keyed, "batches": batches})
+    BasesConfig.model_validate({"models": keyed})
+    alone = {"engine": {"model": {"id": "a"}}}
+    named = BasesConfig.model_validate({"models": {"a": alone}, "batches": batches}).named()
+    assert named["a"].batches.storage == "/batches"
+    with pytest.raises(ValidationError, match="beside `models`"):
+        BasesConfig.model_validate({"models": {"a": alone | {"batches": batches}}})
