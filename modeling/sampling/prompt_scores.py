@@ -215,7 +215,8 @@ _JOINS: dict[Pooling, Callable[[Tensor, Tensor], Tensor]] = {
 def _part(states: Tensor, pooling: Pooling) -> Tensor:
     """What a chunk's states [n, width] add: float32 [width], of the mean the sum."""
     if pooling is Pooling.CLS:
-        return states[0].float()
+        # A copy: the next step writes its hidden states to the same memory.
+        return states[0].to(torch.float32, copy=True)
     # In float32: chunks of any size then give nearly the same mean.
     return states.float().sum(dim=0) if pooling is Pooling.MEAN else states.amax(dim=0).float()
 

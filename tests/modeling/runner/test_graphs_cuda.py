@@ -165,8 +165,10 @@ def test_one_step_ahead_is_step_by_step(wide: Any) -> None:
     join = RequestJoin(2, [5, 9, 33], 3, -1, Sampling())
 
     def batches() -> list[ForwardBatch]:
-        first = ForwardBatch([join], [StepRow(2, 0, 3, [9, 3], True)])
-        return [first, *(ForwardBatch([], [StepRow(2, 3 + i, 1, [], True)]) for i in range(20))]
+        first = ForwardBatch([join], [StepRow(2, 0, 3, [9], True)])
+        blocks = {BLOCK_SIZE: [3]}
+        rows = [StepRow(2, at, 1, blocks.get(at, []), True) for at in range(3, 23)]
+        return [first, *(ForwardBatch([], [row]) for row in rows)]
 
     slow = [runner.step(batch).wait().tokens for batch in batches()]
     flying = [runner.step(batch) for batch in batches()]

@@ -166,3 +166,19 @@ def test_beside_captured_steps(world: World) -> None:
     requests = questions(given, 1, rejoins_at=2)
     check_answers(model, given, requests, generate(runner, requests, NUM_BLOCKS, BLOCK_SIZE))
     assert 0 < runner.num_captured < runner.num_steps
+
+
+@pytest.mark.parametrize("pooling", [Pooling.MEAN, Pooling.MAX, Pooling.CLS, Pooling.LAST])
+def test_a_part_outlives_the_memory_of_its_step(pooling: Pooling) -> None:
+    """Captured steps write their hidden states to the same memory, one after the other."""
+    reader = prompts.PromptReader(VOCAB, CPU, prompts.no_heads)
+    states = torch.randn(7, 5, generator=torch.Generator().manual_seed(1))
+    hidden = torch.empty(4, 5)
+    found = None
+    for start, end in ((0, 4), (4, 7)):
+        hidden[: end - start] = states[start:end]
+        row = prompts.PromptRow(0, 3, 0, 0, start, end, 7, Sampling(pooling=pooling))
+        found = reader.read([row], hidden, torch.zeros(0), lambda *_: torch.zeros(0)).vectors
+        hidden[:] = torch.nan if start == 0 else hidden
+    assert found is not None
+    torch.testing.assert_close(found[0], prompts.pooled(states, pooling))
