@@ -64,6 +64,9 @@ def allows(patterns: Sequence[str] | None, source: str, id: str) -> bool:
     return patterns is None or any(fnmatchcase(f"{source}:{id}", one) for one in patterns)
 
 
+MAX_INVOCATION = 256
+"""Most tokens of an activated adapter's invocation; published ones have a dozen."""
+
 NEVER_ACTIVE = 2**62
 """A position that no request reaches."""
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from configs.reading import read_text
-from configs.wire.adapters import AdapterRefusal
+from configs.wire.adapters import MAX_INVOCATION, AdapterRefusal
 from modeling.adapters.faults import Faults, refuse
 from modeling.adapters.patterns import MatchBudget, PatternError
 from modeling.adapters.peft_kinds import files_advice, init_advice, is_peft_newer, tuner_advice
@@ -76,9 +76,6 @@ NEWER_ADVICE = (
 HARMLESS_INITS = frozenset({"gaussian", "eva", "orthogonal", "mica"})
 """Kinds of init_lora_weights that leave the base weights as they were (peft/tuners/lora/layer.py);
 the others subtract from them, so that A and B alone do not give the trained model."""
-
-MAX_INVOCATION = 256
-"""Most tokens of an activated adapter's invocation; published ones have a dozen."""
 
 MAX_PATTERNS = 4096
 """Most keys of a rank_pattern or alpha_pattern: enough for every module of a very large model."""

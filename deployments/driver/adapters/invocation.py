@@ -5,21 +5,28 @@ from pathlib import Path
 from typing import Any
 
 from configs.reading import read_text
-from sources.base import CONFIG_NAME, MAX_CONFIG_BYTES
+from configs.wire.adapters import MAX_INVOCATION, AdapterRefusal
+from sources.base import CONFIG_NAME, MAX_CONFIG_BYTES, refuse
 
 FIELD = "alora_invocation_tokens"
-MAX_TOKENS = 256
 
 
 def invocation_of(folder: Path) -> tuple[int, ...]:
     """The tokens of an adapter's folder; () for all others.
 
-    A field that is wrong gives () too: the ranks check the whole file and refuse it.
+    A field that is wrong gives () too: the ranks check the whole file and refuse it. Raises
+    AdapterError where the file cannot be read: () would activate the adapter everywhere.
     """
     try:
         config: Any = json.loads(read_text(folder / CONFIG_NAME, MAX_CONFIG_BYTES))
         tokens = config.get(FIELD) or []
-    except (OSError, ValueError, AttributeError, RecursionError):
+    except OSError as error:
+        refuse(
+            AdapterRefusal.UNAVAILABLE,
+            f"{CONFIG_NAME} cannot be read: {error.strerror or error}; try again",
+            error,
+        )
+    except (ValueError, AttributeError, RecursionError):
         return ()
     is_right = isinstance(tokens, list) and all(type(each) is int for each in tokens)
-    return tuple(tokens) if is_right and len(tokens) <= MAX_TOKENS else ()
+    return tuple(tokens) if is_right and len(tokens) <= MAX_INVOCATION else ()

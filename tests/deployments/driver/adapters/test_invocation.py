@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from configs.wire.adapters import AdapterError, AdapterRefusal
 from deployments.driver.adapters.invocation import invocation_of
 
 
@@ -30,6 +31,12 @@ def test_the_tokens_or_nothing(tmp_path: Path, value: object, expected: tuple[in
 
 @pytest.mark.parametrize("text", ["[]", "{", "3", "[" * 100_000])
 def test_a_config_that_is_none(tmp_path: Path, text: str) -> None:
-    assert invocation_of(tmp_path) == ()
     (tmp_path / "adapter_config.json").write_text(text)
     assert invocation_of(tmp_path) == ()
+
+
+def test_a_config_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    # Without its invocation the adapter would be active from the first token on.
+    with pytest.raises(AdapterError, match="cannot be read") as refused:
+        invocation_of(tmp_path)
+    assert refused.value.refusal is AdapterRefusal.UNAVAILABLE
