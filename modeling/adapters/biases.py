@@ -13,7 +13,7 @@ from torch import Tensor
 from modeling.adapters.faults import refuse
 from modeling.adapters.peft_config import LoraPlan
 from modeling.adapters.peft_ends import PREFIX
-from modeling.adapters.peft_tensors import check_finite, check_type
+from modeling.adapters.peft_tensors import check_finite, check_outputs
 from modeling.adapters.projection import (
     ModulePosition,
     Projection,
@@ -67,12 +67,7 @@ class BiasTensors:
                     f"{key} is the bias of no adapted linear module inside the layers; retrain "
                     'with bias="lora_only", or merge the adapter into the base model'
                 )
-            check_type(key, file.dtype(key))
-            if file.shape(key) != (projection.out_features,):
-                refuse(
-                    f"{key} has shape {list(file.shape(key))}, this model's {projection.name} has "
-                    f"{projection.out_features} outputs: the adapter is for another base model"
-                )
+            check_outputs(file, key, projection)
             if key in self.replaced.values() and not projection.has_bias:
                 refuse(f"{key}: this model's {projection.name} has no bias")
 

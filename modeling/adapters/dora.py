@@ -7,7 +7,7 @@ from torch import Tensor
 from modeling.adapters.faults import refuse
 from modeling.adapters.peft_config import LoraPlan
 from modeling.adapters.peft_ends import PREFIX
-from modeling.adapters.peft_tensors import check_finite, check_type
+from modeling.adapters.peft_tensors import check_finite, check_outputs
 from modeling.adapters.projection import (
     ModulePosition,
     Projection,
@@ -52,12 +52,7 @@ def check_magnitudes(
 def _check(file: TensorFile, key: str, projection: Projection) -> None:
     if key not in file.keys():  # noqa: SIM118 - not a dictionary
         refuse(f"use_dora=True, but the file holds no {key}: save the adapter again")
-    check_type(key, file.dtype(key))
-    if file.shape(key) != (projection.out_features,):
-        refuse(
-            f"{key} has shape {list(file.shape(key))}, this model's {projection.name} has "
-            f"{projection.out_features} outputs: the adapter is for another base model"
-        )
+    check_outputs(file, key, projection)
 
 
 def read_magnitudes(file: TensorFile, modules: Sequence[str]) -> Tensor:

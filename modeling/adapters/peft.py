@@ -245,8 +245,9 @@ def _check_file(
     with faults.gather():
         _check_targets(adapter, known)
     with faults.gather():
-        has_whole = bool(adapter.ends.matrices) or adapter.score is not None
         adapter.biases.check(file, plan, adapter.modules, known, projections)
+    with faults.gather():
+        has_whole = bool(adapter.ends.matrices) or adapter.score is not None
         check_activation(plan, adapter.projections, adapter.modules.values(), has_whole)
     faults.check()
     return adapter

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from modeling.adapters.faults import refuse
 from modeling.adapters.projection import Projection
+from sharding.tensor_file import TensorFile
 
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
@@ -36,6 +37,16 @@ def check_shape(key: str, shape: tuple[int, ...], is_a: bool, projection: Projec
         refuse(
             f"adapter for another base model: {key} has {found} {'inputs' if is_a else 'outputs'}, "
             f"this model's {projection.name} has {size}"
+        )
+
+
+def check_outputs(file: TensorFile, key: str, projection: Projection) -> None:
+    """Compare a vector, [out], with the model's size; refuses no floats."""
+    check_type(key, file.dtype(key))
+    if file.shape(key) != (projection.out_features,):
+        refuse(
+            f"{key} has shape {list(file.shape(key))}, this model's {projection.name} has "
+            f"{projection.out_features} outputs: the adapter is for another base model"
         )
 
 

@@ -77,6 +77,17 @@ def test_what_is_refused(tmp_path: Path, words: str) -> None:
         open_adapter(folder, (end, DOWN), 8)
 
 
+def test_two_faults_are_both_named(tmp_path: Path) -> None:
+    folder = write(
+        tmp_path, {**TRAINED, "alora_invocation_tokens": [5]}, **{OF_BASE: torch.ones(9)}
+    )
+    with pytest.raises(AdapterError) as refused:
+        open_adapter(folder, (replace(BIASED, can_adapt_ends=False), DOWN), 8)
+    found = "; ".join(refused.value.reasons)
+    assert "biases are not served over this model" in found
+    assert "activated LoRA is not served over this model" in found
+
+
 def test_biases_are_not_merged(tmp_path: Path) -> None:
     plain = write_lora(tmp_path / "plain", factors(UP, [4]))
     biased = write(tmp_path / "biased", ADDED, **{OF_B: torch.ones(10)})
