@@ -13,6 +13,14 @@ from typing import Self
 SAFETENSORS_LENGTH_BYTES = 8
 MAX_SAFETENSORS_HEADER_BYTES = 64 << 20
 
+_VOCABULARIES = (
+    "tokenizer.json",
+    "vocab.json",
+    "vocab.txt",
+    "*.model",
+    "*.tiktoken",
+    "tekken.json",
+)
 _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
@@ -98,6 +106,11 @@ class RegularFile:
             opened = Path(os.readlink(f"/proc/self/fd/{self.descriptor}"))
             if not opened.is_relative_to(within):
                 raise OutsideRoot(f"{self.name} is a link to a file outside {within}")
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether a folder has a tokenizer's vocabulary, in any of its formats."""
+    return any(path.is_file() for name in _VOCABULARIES for path in folder.glob(name))
 
 
 def read_text(path: Path, max_bytes: int, within: Path | None = None) -> str:

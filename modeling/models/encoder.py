@@ -96,7 +96,7 @@ class Encoder:
 
     @torch.inference_mode()
     def _linears(self) -> list[LinearModule]:
-        """Run two rows to see which modules adapters may change."""
+        """Run the rows of the probe to see which modules adapters may change."""
         calls = ModuleCalls(self.model)
         rows = [RequestJoin(i, ids, len(ids), -1, Sampling()) for i, ids in enumerate(_PROBE)]
         with calls.watch():

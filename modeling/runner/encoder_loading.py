@@ -17,6 +17,7 @@ from transformers import (
 from configs.architectures.encoders import EncoderArchitecture
 from configs.architectures.select import load_architecture
 from configs.model import LoadFormat, ModelConfig, Quantize
+from configs.reading import has_tokenizer
 from modeling.models.encoder import Encoder
 from modeling.runner.loading import LoadedWeights
 from modeling.runner.padded_loading import read_model_config, weights_dtype
@@ -61,7 +62,7 @@ def load_encoder_weights(config: ModelConfig, device: torch.device) -> LoadedEnc
     model.requires_grad_(False).train(False)
     # torch types it for plain modules only.
     move: Any = model.to
-    encoder = Encoder(move(device), _takes_types(folder), device)
+    encoder = Encoder(move(device), _takes_types(folder, config.trust_remote_code), device)
     return LoadedEncoderWeights(
         dtype=encoder.dtype,
         bytes_read=sum(path.stat().st_size for path in folder.glob("*.safetensors")),
@@ -97,11 +98,21 @@ def _read(config: ModelConfig, folder: Path, architecture: EncoderArchitecture) 
     return loaded
 
 
-def _takes_types(folder: Path) -> bool:
-    """Whether the folder's tokenizer gives the model token types."""
-    try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, KeyError, TypeError, ImportError):
-        # A folder without a tokenizer serves ids.
+def _takes_types(folder: Path, trusts: bool) -> bool:
+    """Whether the folder's tokenizer gives the model token types.
+
+    trusts: whether the folder's Python files may be run. A folder without a tokenizer serves ids
+    alone. ValueError says why one cannot be read.
+    """
+    if not has_tokenizer(folder):
         return False
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=trusts)
+    # The library that reads it raises Exception itself.
+    except Exception as error:
+        reason = " ".join(f"{error}".strip().splitlines()[:1])
+        raise ValueError(
+            f"the tokenizer in {folder} cannot be read ({reason}), and it says whether the model "
+            "takes token types: correct its files, or remove them all to serve ids alone"
+        ) from error
     return "token_type_ids" in tokenizer.model_input_names

@@ -15,6 +15,8 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer
 
+from configs.reading import has_tokenizer
+
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[3])
 _START = (
     f"import sys; sys.path.insert(0, {_PACKAGE_ROOT!r}); "
@@ -22,14 +24,6 @@ _START = (
 )
 # Vocabularies of a million tokens take a minute on a busy machine.
 _LONGEST_S = 600.0
-_VOCABULARIES = (
-    "tokenizer.json",
-    "vocab.json",
-    "vocab.txt",
-    "*.model",
-    "*.tiktoken",
-    "tekken.json",
-)
 _SAVE = "save one with AutoTokenizer.from_pretrained(model).save_pretrained(folder)"
 _IN_PYTHON = ("__call__", "_encode_plus", "_decode", "decode", "clean_up_tokenization")
 _SAME_IN_EFFECT = {"CodeGenTokenizer": ("decode",)}
@@ -66,7 +60,7 @@ def convert(folder: Path, trust_remote_code: bool = False) -> Converted:
 
     FileNotFoundError if there is none; ValueError with the reason if it cannot be served.
     """
-    if not any(path.is_file() for name in _VOCABULARIES for path in folder.glob(name)):
+    if not has_tokenizer(folder):
         raise FileNotFoundError(
             f"{folder} has no tokenizer.json: a fast tokenizer is required; {_SAVE}"
         )

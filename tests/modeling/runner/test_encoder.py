@@ -159,3 +159,12 @@ def test_a_checkpoint_that_lacks_a_head_is_refused(tmp_path: Path) -> None:
     (model / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=r"lacks bert\.pooler\.dense\.bias"):
         runner_of(model)
+
+
+def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    # It says whether the model takes token types, so without it scores might be wrong.
+    model = write_encoder(tmp_path / "model", "bert", num_labels=1)
+    write_word_tokenizer(model)
+    (model / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"the tokenizer in .* cannot be read"):
+        load_runner(config_of(model), SingleRank(), CPU, False)
