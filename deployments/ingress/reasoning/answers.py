@@ -49,9 +49,8 @@ class AnswerFormat:
         """A reader of channels; calls: reads those in the text, if they are not messages."""
         toolbox = self.tooling.toolbox if self.tooling is not None and calls is None else None
         names = [function.name for function in toolbox.callable] if toolbox is not None else []
-        reader = HarmonyReader(names, toolbox is None or toolbox.parallel, self.start)
-        if self.reasoning is None:
-            reader.join_reasoning()
+        parallel, joins = toolbox is None or toolbox.parallel, self.reasoning is None
+        reader = HarmonyReader(names, parallel, self.start, joins)
         return AnswerReader(reader, calls, self.shows_reasoning)
 
 

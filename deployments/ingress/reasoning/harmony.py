@@ -24,10 +24,16 @@ _MAX_HEADER = 1024
 class HarmonyReader:
     """Reads one answer: analysis is reasoning, messages to functions are calls, others are text."""
 
-    def __init__(self, names: Sequence[str], parallel: bool, start: Start) -> None:
-        """names: of the functions; a call of another one stays text."""
+    def __init__(
+        self, names: Sequence[str], parallel: bool, start: Start, joins_reasoning: bool = False
+    ) -> None:
+        """names: of the functions; a call of another one stays text.
+
+        joins_reasoning: whether the reasoning is text like any other.
+        """
         self._names = frozenset(names)
         self._parallel = parallel
+        self._joins_reasoning = joins_reasoning
         self._state: Callable[[], bool] = self._header
         self._add: Callable[[str], None] = self._add_text
         if start is not Start.EITHER:
@@ -37,14 +43,11 @@ class HarmonyReader:
         self._parts: list[AnswerPart] = []
         self.num_calls = 0
 
-    def join_reasoning(self) -> None:
-        """Let the reasoning be text like any other; before any text."""
-        self._add_reasoning = self._add_text  # type: ignore[method-assign]
-
     @property
     def reasoning(self) -> bool:
         """Whether the answer is in its reasoning."""
-        return self._state == self._body and self._add == self._add_reasoning
+        is_analysis = self._state == self._body and self._add == self._add_reasoning
+        return is_analysis and not self._joins_reasoning
 
     def push(self, text: str) -> list[AnswerPart]:
         """Add text; returns the parts that are certain now."""
@@ -113,7 +116,7 @@ class HarmonyReader:
 
     def _add_reasoning(self, text: str) -> None:
         if text:
-            self._parts.append(ReasoningDelta(text))
+            self._parts.append(TextDelta(text) if self._joins_reasoning else ReasoningDelta(text))
 
     def _add_arguments(self, text: str) -> None:
         if text:

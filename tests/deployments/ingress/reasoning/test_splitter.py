@@ -11,6 +11,7 @@ from deployments.ingress.reasoning.answers import Answer
 from deployments.ingress.reasoning.formats import FORMATS, Start, reasoning_format
 from deployments.ingress.reasoning.harmony import HarmonyReader
 from deployments.ingress.reasoning.splitter import Splitter
+from deployments.ingress.tools.parsers import TextDelta
 
 THINK, HARMONY = FORMATS[ReasoningParser.THINK], FORMATS[ReasoningParser.HARMONY]
 SPLIT = [one for one in FORMATS.values() if not one.channels]
@@ -100,6 +101,17 @@ def test_channels(text: str, reasoning: str, shown: str, calls: list[str]) -> No
         assert (got.reasoning, got.text) == (reasoning, shown)
         assert [call.name + call.arguments for call in got.calls] == calls
     assert len(read(HarmonyReader(["f"], False, Start.EITHER), text).calls) == min(1, len(calls))
+
+
+@pytest.mark.parametrize("start", Start)
+def test_channels_without_reasoning(start: Start) -> None:
+    reader = HarmonyReader([], True, start, joins_reasoning=True)
+    begin = "" if start is Start.REASONING else "<|channel|>analysis<|message|>"
+    if start is Start.TEXT:
+        begin = f"<|end|>{begin}"
+    assert reader.push(f"{begin}Hm.") == [TextDelta("Hm.")]
+    assert not reader.reasoning, "its tokens would be counted as reasoning"
+    assert reader.push(f"<|end|>{FINAL}Paris.") == [TextDelta("Paris.")]
 
 
 _SCRAPS = st.sampled_from(
