@@ -28,7 +28,7 @@ class Driver(Protocol):
         ...
 
     async def adapters(self, command: EngineCommand) -> list[AdapterReport]:
-        """Have every driver replica execute a command; one report from each."""
+        """Have every driver replica execute an admin command; one report from each."""
         ...
 
     async def chat_template(

@@ -153,7 +153,7 @@ class DriverDeployment:
         return await self._running.load()
 
     async def adapters(self, command: EngineCommand) -> AdapterReport:
-        """Execute an admin command about adapters on this replica."""
+        """Execute an admin command on this replica: about adapters, or to sleep or wake."""
         replica = serve.get_replica_context().replica_id.unique_id
         return msgspec.structs.replace(await self._running.adapters(command), replica=replica)
 

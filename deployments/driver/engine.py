@@ -231,7 +231,7 @@ class DriverEngine:
         self._runner.finish(request_id, index, at)
 
     async def adapters(self, command: EngineCommand) -> AdapterReport:
-        """Execute an admin command about adapters."""
+        """Execute an admin command: about adapters, or to sleep or wake."""
         if self.failure is not None:
             return AdapterReport("", failure=unavailable(self.failure))
         if isinstance(command, SleepEngine | WakeEngine):

@@ -48,5 +48,5 @@ class EngineDriver:
         return await self._engine.describe()
 
     async def adapters(self, command: EngineCommand) -> list[AdapterReport]:
-        """Execute an admin command."""
+        """Execute an admin command: about adapters, or to sleep or wake."""
         return [await self._engine.adapters(command)]
