@@ -22,6 +22,8 @@ SERVED_NOTES: Mapping[str, str] = {
     "; the others change the base weights and are refused",
     "ensure_weight_tying": "both ends must be in the file, and say the same",
     "target_modules": "the file may adapt no module that this and the next leave out; not guessed",
+    "target_parameters": "weights of linear modules, of embedding and head; not in merges; "
+    "parameters of experts are refused",
     "exclude_modules": "as PEFT matches it",
     "alora_invocation_tokens": "from the prompt's last invocation on, the base model before; 256 "
     "tokens at most; not in merges, with embedding or head, or over padded models",

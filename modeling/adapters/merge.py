@@ -33,7 +33,8 @@ from torch.nn.functional import pad
 from configs.wire.adapters import AdapterError, FetchedAdapter
 from configs.wire.merging import MergeRule, MergeStrategy, SignMethod
 from modeling.adapters.faults import refuse
-from modeling.adapters.peft import PeftAdapter, open_adapter, reading
+from modeling.adapters.peft import open_adapter
+from modeling.adapters.peft_adapter import PeftAdapter, reading
 from modeling.adapters.peft_ends import Matrix
 from modeling.adapters.peft_tensors import check_finite
 from modeling.adapters.projection import BaseRows, ModulePosition, Projection
@@ -188,6 +189,8 @@ def _check_factors_alone(adapter: PeftAdapter) -> None:
         )
     if adapter.plan.invocation:
         refuse("it is an activated adapter (aLoRA), which PEFT does not merge: use it alone")
+    if adapter.plan.parameters.names:
+        refuse("target_parameters: PEFT does not merge adapters of bare parameters: use it alone")
     if adapter.plan.use_dora:
         refuse("use_dora=True: magnitudes of DoRA cannot be merged, PEFT drops them: use it alone")
     if adapter.is_biased:

@@ -18,14 +18,21 @@ from configs.wire.adapters import MAX_INVOCATION, AdapterRefusal
 from modeling.adapters.faults import Faults, refuse
 from modeling.adapters.patterns import MatchBudget, PatternError
 from modeling.adapters.peft_kinds import files_advice, init_advice, is_peft_newer, tuner_advice
-from modeling.adapters.targets import PatternTable, Targets, read_targets
+from modeling.adapters.targets import Modules, PatternTable, Targets, read_targets
 from sources.base import CONFIG_NAME, MAX_CONFIG_BYTES
 
 SERVED = frozenset(
     {"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"}
     | {"init_lora_weights", "ensure_weight_tying", "modules_to_save", "alora_invocation_tokens"}
     | {"use_dora", "bias", "lora_bias"}
-    | {"target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "task_type"}
+    | {
+        "target_modules",
+        "target_parameters",
+        "exclude_modules",
+        "layers_to_transform",
+        "layers_pattern",
+        "task_type",
+    }
 )
 
 IGNORED: Mapping[str, str] = {
@@ -52,7 +59,6 @@ IGNORED: Mapping[str, str] = {
 
 REFUSED: Mapping[str, str] = {
     "trainable_token_indices": "merge the trained tokens into the base model",
-    "target_parameters": "adapt modules (target_modules) instead of bare parameters",
     "layer_replication": "save the replicated model as a base model of its own",
     "megatron_config": "save the adapter without Megatron layers",
     "use_qalora": "convert the adapter to plain LoRA",
@@ -77,6 +83,13 @@ HARMLESS_INITS = frozenset({"gaussian", "eva", "orthogonal", "mica"})
 """Kinds of init_lora_weights that leave the base weights as they were (peft/tuners/lora/layer.py);
 the others subtract from them, so that A and B alone do not give the trained model."""
 
+WEIGHT = ".weight"
+
+WITHOUT_PARAMETERS = (
+    *("use_dora", "lora_bias", "fan_in_fan_out", "alora_invocation_tokens", "ensure_weight_tying"),
+)
+"""Fields that PEFT does not take together with target_parameters, or not as the field says."""
+
 MAX_PATTERNS = 4096
 """Most keys of a rank_pattern or alpha_pattern: enough for every module of a very large model."""
 
@@ -94,6 +107,7 @@ class LoraPlan:
     ensure_weight_tying: an adapted embedding and head were trained as one weight.
     modules_to_save: ends of the paths of modules that the file holds whole.
     targets: which modules are adapted.
+    parameters: which are adapted as bare parameters, by ends of the parameters' paths.
     invocation: the tokens that activate an adapter (aLoRA, arXiv:2504.12397): it changes the model
     from their last occurrence in a prompt on; () for adapters that always do.
     use_dora: whether a magnitude scales each output row (DoRA, arXiv:2402.09353).
@@ -112,6 +126,7 @@ class LoraPlan:
     ensure_weight_tying: bool
     modules_to_save: tuple[str, ...]
     targets: Targets
+    parameters: Modules
     invocation: tuple[int, ...]
     use_dora: bool
     bias: str
@@ -124,19 +139,29 @@ class LoraPlan:
     def rank_of(self, module: str) -> int:
         """Return the rank of a module, named by its path in the base model."""
         if module not in self._ranks:
-            found = _find("rank_pattern", self.rank_pattern, module)
+            found = _find("rank_pattern", self.rank_pattern, self._key(module))
             self._ranks[module] = self.rank if found is None else found
         return self._ranks[module]
 
     def scaling_of(self, module: str) -> float:
         """Return alpha / r of a module, or alpha / sqrt(r) with rsLoRA (arXiv:2312.03732)."""
-        found = _find("alpha_pattern", self.alpha_pattern, module)
+        found = _find("alpha_pattern", self.alpha_pattern, self._key(module))
         alpha = self.alpha if found is None else found
         rank = self.rank_of(module)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
+    def is_parameter(self, module: str) -> bool:
+        """Return whether a module's weight is adapted as a bare parameter."""
+        return self.parameters.include(module + WEIGHT, False)
+
+    def _key(self, module: str) -> str:
+        """Return the path that PEFT compares with patterns."""
+        return module + WEIGHT if self.is_parameter(module) else module
+
     def left_out_by(self, module: str, is_linear: bool) -> str | None:
         """Return the field by which PEFT leaves a module out; None for one that is adapted."""
+        if self.is_parameter(module):
+            return None
         try:
             return self.targets.left_out_by(module, is_linear)
         except PatternError as error:
@@ -216,6 +241,7 @@ def _plan(fields: Mapping[str, object], faults: Faults) -> LoraPlan:
         ),
         "modules_to_save": lambda: _names("modules_to_save", fields.get("modules_to_save")),
         "targets": lambda: _targets(fields, effort),
+        "parameters": lambda: _parameters(fields),
         "bias": lambda: _bias(fields.get("bias")),
         "lora_bias": lambda: _flag("lora_bias", fields.get("lora_bias")),
         "use_dora": lambda: _flag("use_dora", fields.get("use_dora")),
@@ -337,3 +363,14 @@ def _targets(fields: Mapping[str, object], effort: MatchBudget) -> Targets:
         return read_targets(fields, effort)
     except ValueError as error:
         refuse(str(error))
+
+
+def _parameters(fields: Mapping[str, object]) -> Modules:
+    names = _names("target_parameters", fields.get("target_parameters"))
+    for other in WITHOUT_PARAMETERS if names else ():
+        if not _is_inert(fields.get(other)):
+            refuse(
+                f"{other}={_short(fields[other])} beside target_parameters: PEFT has no such "
+                "adapters; name modules in target_modules instead"
+            )
+    return Modules(frozenset(names))

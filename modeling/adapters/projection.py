@@ -98,6 +98,7 @@ class Projection:
     aliases: other path templates by which adapters may name the module.
     can_adapt_ends: whether a server can adapt embedding and head of its model at all.
     has_bias: whether the base model's map has a bias.
+    stored_transposed: whether transformers' module keeps its weight as [in, out] (Conv1D).
 
     A whole matrix [token ids, hidden] is one page of its pool: each 8 of its rows count as a layer,
     and `inputs` is the hidden size. A classification head [labels, hidden] takes a page for each 8
@@ -116,6 +117,7 @@ class Projection:
     aliases: tuple[str, ...] = ()
     can_adapt_ends: bool = True
     has_bias: bool = False
+    stored_transposed: bool = False
 
     @property
     def base_rows(self) -> BaseRows:

@@ -200,6 +200,7 @@ def _projection(name: str, module: str, group: Sequence[LinearModule]) -> Projec
         outputs=((0, outputs),),
         num_layers=len(group),
         can_adapt_ends=False,
+        stored_transposed=isinstance(group[0].module, Conv1D),
     )
 
 

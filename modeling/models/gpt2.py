@@ -4,6 +4,7 @@ The class names, constructors and the outer `forward` are LoRAX's. Weights are C
 [in, out]; the fused c_attn is cut for each of q, k and v by heads, and so is its adapters' B.
 """
 
+from dataclasses import replace
 from enum import IntEnum
 
 from torch import Tensor, nn
@@ -60,12 +61,13 @@ def gpt2_projections(config: GPT2Architecture, group: TensorParallel) -> tuple[P
     layer, count = f"{PEFT_PREFIX}.h.{{layer}}", config.num_layers
     fused = fused_qkv(heads, hidden)
     every = whole(hidden)
-    return (
+    found = (
         Projection("c_attn", f"{layer}.attn.c_attn", hidden, 3 * hidden, every, fused, count),
         Projection("attn.c_proj", f"{layer}.attn.c_proj", hidden, hidden, heads, every, count),
         Projection("c_fc", f"{layer}.mlp.c_fc", hidden, size, every, inner, count),
         Projection("mlp.c_proj", f"{layer}.mlp.c_proj", size, hidden, inner, every, count),
     )
+    return tuple(replace(each, stored_transposed=True) for each in found)
 
 
 class FlashGPT2Attention(nn.Module):

@@ -23,7 +23,8 @@ from configs.reading import DamagedFile
 from configs.wire.adapters import AdapterError
 from modeling.adapters.host_cache import PAGE_ROWS
 from modeling.adapters.output_rows import output_rows
-from modeling.adapters.peft import FACTOR, PeftAdapter, open_adapter
+from modeling.adapters.peft import FACTOR, open_adapter
+from modeling.adapters.peft_adapter import PeftAdapter
 from modeling.adapters.peft_config import read_fields
 from modeling.adapters.peft_kinds import kind_name
 from modeling.adapters.peft_names import WEIGHTS_NAME

@@ -165,6 +165,30 @@ def _dora(recipe: AdapterRecipe) -> dict[str, AdapterRecipe]:
     }
 
 
+def _parameters(*names: str, beside: int = 1) -> dict[str, AdapterRecipe]:
+    """Adapters of bare parameters, and a plain one of the same modules.
+
+    parameters: all of them, of which one has a rank of its own. some: the first in one layer,
+    beside so many modules.
+    """
+    modules = tuple(name.removesuffix(".weight") for name in names)
+    ranks: dict[str, Any] = {"rank_pattern": {names[1]: 7, modules[0]: 9}}
+    ranks |= {"alpha_pattern": {names[2]: 3}}
+    plain = {"fan_in_fan_out": not beside}
+    bare = AdapterRecipe(target_modules=(), seed=71, extra={"target_parameters": [*names], **ranks})
+    return {
+        "plain": AdapterRecipe(target_modules=modules, seed=72, extra=plain),
+        "parameters": bare,
+        "some": replace(
+            bare,
+            seed=73,
+            target_modules=modules[1 : 1 + beside],
+            use_rslora=True,
+            extra={"target_parameters": [f"1.{names[0]}"]},
+        ),
+    }
+
+
 @dataclass(frozen=True)
 class Family:
     """One kind of model: how to write a tiny one of a variant, and an adapter for it."""
@@ -201,6 +225,30 @@ FAMILIES: dict[str, Family] = {
     "opt_dora": Family(write_opt, _dora(OPT_DORA)),
     "gpt_neox_dora": Family(write_gpt_neox, _dora(GPT_NEOX_ADAPTERS["r4"])),
     "generic_dora": Family(write_generic, _dora(GENERIC_ADAPTERS["r8"])),
+    "llama_parameters": Family(
+        write_llama,
+        _parameters("self_attn.o_proj.weight", "self_attn.v_proj.weight", "mlp.up_proj.weight"),
+    ),
+    "ends_parameters": Family(
+        write_llama,
+        {
+            "bare": AdapterRecipe(
+                target_modules=("q_proj",),
+                std=0.2,
+                seed=74,
+                extra={"target_parameters": ["embed_tokens.weight", "lm_head.weight"]},
+            )
+        },
+    ),
+    "gpt2_parameters": Family(
+        write_gpt2,
+        # PEFT has none of both over Conv1D.
+        _parameters("attn.c_proj.weight", "attn.c_attn.weight", "mlp.c_fc.weight", beside=0),
+    ),
+    "generic_parameters": Family(
+        write_generic,
+        _parameters("self_attn.o_proj.weight", "self_attn.v_proj.weight", "mlp.up_proj.weight"),
+    ),
     "gpt_neox_copies": Family(write_gpt_neox, _copies(("query_key_value", "dense_h_to_4h"))),
 }
 """Another model is another row; its adapters name its own modules."""

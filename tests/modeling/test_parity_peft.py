@@ -69,6 +69,13 @@ SERVED: dict[str, dict[str, Any]] = {
     "no biases to train": {"bias": "all"},
     "a bias of B": {"lora_bias": True},
     "no ends to tie": {"ensure_weight_tying": True, "modules_to_save": []},
+    "bare parameters": {
+        "target_parameters": ["mlp.up_proj.weight", "1.self_attn.k_proj.weight"],
+        # PEFT compares a parameter's whole path with patterns, and nothing else with its name.
+        "rank_pattern": {"up_proj": 7, "k_proj.weight": 3},
+        "layers_to_transform": 0,
+        "exclude_modules": ["k_proj"],
+    },
     "another backward pass": {"velora_config": lora.VeloraConfig(num_groups=4, init_type="random")},
 }
 """Changes of a plain config whose results are PEFT's."""
@@ -76,7 +83,6 @@ SERVED: dict[str, dict[str, Any]] = {
 REFUSED: dict[str, dict[str, Any]] = {
     "trainable_token_indices": {"trainable_token_indices": [1, 2]},
     "trainable_token_indices=.*embed": {"trainable_token_indices": {"embed_tokens": [1, 2]}},
-    "target_parameters": {"target_modules": [], "target_parameters": ["mlp.up_proj.weight"]},
     "use_qalora": {"use_qalora": True, "qalora_group_size": 4},
     "layer_replication": {"layer_replication": [[0, 2], [1, 2]]},
     "init_lora_weights='pissa'": {"init_lora_weights": "pissa"},
@@ -177,6 +183,8 @@ def test_every_field_is_tried() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
+# PEFT looks for patterns of parameters among modules, and warns that it found none.
+@pytest.mark.filterwarnings("ignore:The following rank_pattern keys:RuntimeWarning")
 def test_what_is_served(tmp_path: Path, llama: Path) -> None:
     check_served(llama, [save(tmp_path / n, llama, plain(**case)) for n, case in SERVED.items()])
 

@@ -152,10 +152,13 @@ def test_a_fault_of_a_part_is_reported_with_its_name(tmp_path: Path) -> None:
     good = write_lora(tmp_path / "good", factors(UP, [4]))
     magnitudes = {"base_model.model.model.layers.0.up.lora_magnitude_vector": torch.ones(10)}
     dora = write_lora(tmp_path / "dora", factors(UP, [4]) | magnitudes, use_dora=True)
+    bare = {"target_modules": [], "target_parameters": ["up.weight"]}
+    bare_part = write_lora(tmp_path / "bare", factors(UP, [4]), **bare)
     wide = write_lora(tmp_path / "wide", factors(UP, [9]), r=9)
     broken = write_lora(tmp_path / "broken", {k: t / 0 for k, t in factors(UP, [4]).items()})
     for part, words, kind in (
         (dora, "use_dora=True: magnitudes of DoRA cannot be merged", AdapterRefusal.UNSUPPORTED),
+        (bare_part, "PEFT does not merge adapters of bare", AdapterRefusal.UNSUPPORTED),
         (wide, "rank 9", AdapterRefusal.TOO_LARGE),
         (broken, "not finite", AdapterRefusal.UNSUPPORTED),
     ):

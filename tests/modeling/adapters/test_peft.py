@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from configs.wire.adapters import AdapterError, AdapterRefusal
-from modeling.adapters import peft
+from modeling.adapters import peft_adapter
 from modeling.adapters.peft import open_adapter
 from modeling.adapters.projection import ModulePosition
 from tests.modeling.adapters.lora_files import DOWN, UP, factors, write_lora
@@ -71,7 +71,7 @@ def test_stacks_of_any_size_are_equal(tmp_path: Path, monkeypatch: pytest.Monkey
     folder = write_lora(tmp_path, tensors, rank_pattern={"layers.2.up": 9})
     found = []
     for numbers in (1, 80, 2**19):
-        monkeypatch.setattr(peft, "STACK_NUMBERS", numbers)
+        monkeypatch.setattr(peft_adapter, "STACK_NUMBERS", numbers)
         adapter = open_adapter(folder, PROJECTIONS, 64)
         found.append([len(stack.layers) for stack in adapter.stacks()])
         for module, (key_a, key_b) in zip(adapter.read(), pairs(tensors), strict=True):
@@ -114,6 +114,14 @@ def test_the_vocabulary_is_refused_with_its_own_reason(tmp_path: Path, key: str)
     error = refusal(write_lora(tmp_path, {**factors(UP, [4]), key: torch.ones(4, 6)}))
     assert key in error.message
     assert "vocabulary" in error.message
+
+
+def test_a_parameter_of_experts_is_refused_with_its_own_reason(tmp_path: Path) -> None:
+    key = "base_model.model.model.layers.0.mlp.experts.base_layer.lora_A.weight"
+    saved = {**factors(UP, [4]), key: torch.ones(8, 6)}
+    folder = write_lora(tmp_path, saved, target_parameters=["experts.down_proj"])
+    with pytest.raises(AdapterError, match=f"target_parameters: {key} adapts no linear module"):
+        open_adapter(folder, PROJECTIONS, 8)
 
 
 @pytest.mark.parametrize("side", ["A", "B"])

@@ -22,6 +22,7 @@ from modeling.adapters.peft_config import (
     MAX_PATTERNS,
     REFUSED,
     SERVED,
+    WITHOUT_PARAMETERS,
 )
 from modeling.adapters.peft_kinds import PROMPTS, is_peft_newer
 from tests.modeling.adapters.lora_files import parse_config, read_config
@@ -109,9 +110,17 @@ def test_an_invocation_is_a_list_of_tokens(value: object) -> None:
     assert parse_config(PLAIN).invocation == ()
 
 
+@pytest.mark.parametrize("other", WITHOUT_PARAMETERS)
+def test_parameters_go_beside_no_field_that_peft_refuses(other: str) -> None:
+    value: object = [5] if other == "alora_invocation_tokens" else True
+    named = {"target_parameters": ["up_proj.weight"], other: value}
+    assert f"{other}={value} beside target_parameters" in refusal(**named).message
+    assert "must be a list of names" in refusal(target_parameters="up_proj.weight").message
+    parse_config({**PLAIN, **named, "target_parameters": []})
+
+
 SET: dict[str, object] = {
     "trainable_token_indices": [5],
-    "target_parameters": ["experts.up"],
     "layer_replication": [[0, 4], [2, 6]],
     "megatron_config": {"a": 1},
     "use_qalora": True,

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from configs.wire.adapters import AdapterError, AdapterRefusal
-from modeling.adapters.peft import PeftAdapter, open_adapter
+from modeling.adapters.peft import open_adapter
+from modeling.adapters.peft_adapter import PeftAdapter
 from modeling.adapters.projection import ModulePosition, Projection, ProjectionKind
 from tests.modeling.adapters.lora_files import UP, factors, write_lora
 

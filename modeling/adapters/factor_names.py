@@ -1,0 +1,49 @@
+"""The names of a module's factors in a PEFT file, and how the factors lie there."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from modeling.adapters.peft_config import LoraPlan
+from modeling.adapters.peft_ends import PREFIX
+from modeling.adapters.projection import Projection, ProjectionKind
+from sharding.tensor_file import TensorFile
+
+_LINEAR = (".lora_A.weight", ".lora_B.weight")
+_EMBEDDING = (".lora_embedding_A", ".lora_embedding_B")
+
+
+@dataclass(frozen=True)
+class FactorNames:
+    """The tensors that hold A [r, in] and B [out, r] of a module.
+
+    flipped: both lie transposed. PEFT makes the factors of a parameter [rows, columns] as A [r,
+    columns] and B [rows, r] (`ParamWrapper`). Where the parameter is the transposed weight, [in,
+    out], B's tensor holds the transposed A, and A's the transposed B.
+    """
+
+    a: str
+    b: str
+    flipped: bool = False
+
+    def shapes(self, file: TensorFile) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the shapes of A and B."""
+        step = -1 if self.flipped else 1
+        return file.shape(self.a)[::step], file.shape(self.b)[::step]
+
+    def read(self, file: TensorFile) -> tuple[Tensor, Tensor]:
+        """Return A and B in float32."""
+        found = file.get_tensor(self.a).float(), file.get_tensor(self.b).float()
+        return (found[0].t(), found[1].t()) if self.flipped else found
+
+
+def factor_names(module: str, projection: Projection, plan: LoraPlan) -> FactorNames:
+    """Return the names of a module's factors; module: its path in the base model."""
+    is_embedding = projection.kind is ProjectionKind.EMBEDDING
+    if not plan.is_parameter(module):
+        a, b = _EMBEDDING if is_embedding else _LINEAR
+        return FactorNames(PREFIX + module + a, PREFIX + module + b)
+    a, b = (PREFIX + module + suffix for suffix in _LINEAR)
+    if is_embedding or projection.stored_transposed:
+        return FactorNames(b, a, flipped=True)
+    return FactorNames(a, b)

@@ -1,0 +1,152 @@
+"""A PEFT adapter's files that passed all checks, read stack by stack."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from configs.reading import DamagedFile
+from configs.wire.adapters import AdapterRefusal
+from modeling.adapters.biases import BiasTensors
+from modeling.adapters.dora import read_magnitudes
+from modeling.adapters.factor_names import FactorNames, factor_names
+from modeling.adapters.faults import refuse
+from modeling.adapters.peft_config import LoraPlan
+from modeling.adapters.peft_ends import EndTensors, Matrix
+from modeling.adapters.peft_names import WEIGHTS_NAME
+from modeling.adapters.peft_score import ScoreTensor
+from modeling.adapters.peft_tensors import check_finite
+from modeling.adapters.projection import ModulePosition, Projection
+from modeling.adapters.stacks import LoraModule, LoraStack
+from sharding.tensor_file import TensorFile
+
+STACK_NUMBERS = 2**19
+"""Most elements of a stack's factor, 2 MiB in float32: malloc returns much larger blocks to the
+system at each free, and every stack would pay for new pages."""
+
+
+@dataclass(frozen=True)
+class PeftAdapter:
+    """An adapter that passed all checks.
+
+    file: open, holds the tensors.
+    plan: ranks and scalings.
+    modules: the adapted modules' positions by path.
+    projections: the model's.
+    ends: tensors of embedding and head besides factors.
+    score: its classification head; None without one.
+    biases: those in the file.
+    """
+
+    file: TensorFile
+    plan: LoraPlan
+    modules: dict[str, ModulePosition]
+    projections: tuple[Projection, ...]
+    ends: EndTensors = field(default_factory=EndTensors)
+    score: ScoreTensor | None = None
+    biases: BiasTensors = field(default_factory=BiasTensors)
+
+    @property
+    def other_names(self) -> set[str]:
+        """Return the names of all tensors that are no factors."""
+        score = set() if self.score is None else {self.score.key}
+        return self.ends.names | self.biases.names | score
+
+    @property
+    def is_scaled(self) -> bool:
+        """Return whether it scales outputs (DoRA)."""
+        return self.plan.use_dora
+
+    @property
+    def is_biased(self) -> bool:
+        """Return whether it adds to outputs whatever the inputs are."""
+        return bool(self.biases.names)
+
+    @property
+    def ranks(self) -> dict[ModulePosition, int]:
+        """Return each adapted position's true rank.
+
+        A whole matrix, which has none, counts as 1; a classification head's is its labels' number.
+        """
+        whole = dict.fromkeys(self.ends.matrices.values(), 1)
+        if self.score is not None:
+            whole[self.score.position] = self.score.num_labels
+        return whole | {at: self.plan.rank_of(name) for name, at in self.modules.items()}
+
+    def read(self) -> Iterator[LoraModule]:
+        """Yield the modules one by one; refuses values that are not finite."""
+        for stack in self.stacks():
+            yield from stack.modules()
+
+    def stacks(self) -> Iterator[LoraStack]:
+        """Yield the modules in stacks: one call of torch serves many modules."""
+        with reading():
+            self.ends.check_copies(self.file)
+        for (index, rank, _), group in itertools.groupby(self.modules, self._kind):
+            projection, names = self.projections[index], list(group)
+            widest = max(projection.in_features, projection.out_features)
+            count = max(1, STACK_NUMBERS // (rank * widest))
+            for first in range(0, len(names), count):
+                yield self._stack(index, names[first : first + count])
+
+    def names(self, module: str) -> FactorNames:
+        """Return the names of a module's factors."""
+        return factor_names(module, self.projections[self.modules[module].projection], self.plan)
+
+    def _kind(self, module: str) -> tuple[int, int, bool]:
+        """Return a module's projection, rank and lie, which the modules of a stack share."""
+        index, rank = self.modules[module].projection, self.plan.rank_of(module)
+        return index, rank, self.names(module).flipped
+
+    def _stack(self, index: int, names: Sequence[str]) -> LoraStack:
+        factors_of = [self.names(name) for name in names]
+        keys_a, keys_b = [each.a for each in factors_of], [each.b for each in factors_of]
+        with reading():
+            a, b = self.file.stack(keys_a), self.file.stack(keys_b)
+        if factors_of[0].flipped:
+            a, b = a.transpose(1, 2), b.transpose(1, 2)
+        if a.dtype is torch.float64:
+            a = a.float()
+        scales = [self.plan.scaling_of(name) for name in names]
+        # The scaling is folded in here, in float32, before B is rounded to the pools' type.
+        b = b.float() * torch.tensor(scales).view(-1, 1, 1)
+        for keys, factors in ((keys_a, a), (keys_b, b)):
+            # One sum for the whole stack; only if it is not finite, a look at each tensor.
+            if not torch.isfinite(factors.sum(dtype=torch.float32)):
+                for key, factor in zip(keys, factors, strict=True):
+                    check_finite(key, factor)
+        layers = tuple(self.modules[name].layer for name in names)
+        with reading():
+            magnitudes = read_magnitudes(self.file, names) if self.plan.use_dora else None
+            biases, base_biases = self.biases.read(self.file, names, scales)
+        return LoraStack(index, layers, a, b, magnitudes, biases, base_biases)
+
+    def factors(self, module: str) -> tuple[Tensor, Tensor]:
+        """Return A [r, in] and B [out, r] of a module in float32; refuses values not finite."""
+        names = self.names(module)
+        with reading():
+            a, b = names.read(self.file)
+        check_finite(names.a, a)
+        check_finite(names.b, b)
+        return a, b
+
+    def read_matrices(self) -> Iterator[Matrix]:
+        """Yield this rank's rows of whole embeddings and heads; refuses values not finite."""
+        with reading():
+            if self.score is not None:
+                yield self.score.read(self.file)
+            yield from self.ends.read(self.file, self.projections)
+
+
+@contextmanager
+def reading() -> Iterator[None]:
+    """Refuse a file that cannot be read, or that is written to while it is read."""
+    try:
+        yield
+    except DamagedFile as error:
+        refuse(f"{WEIGHTS_NAME} cannot be read: {error}; save or upload it again")
+    except OSError as error:
+        refuse(f"{WEIGHTS_NAME} cannot be read: {error}; try again", AdapterRefusal.UNAVAILABLE)
