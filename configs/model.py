@@ -25,13 +25,15 @@ class LoadFormat(StrEnum):
 
 
 class Quantize(StrEnum):
-    """Round the weights to 8 or 4 bits at load, by bitsandbytes; the values are LoRAX's.
+    """Round the weights to 8 or 4 bits at load; the values are LoRAX's.
 
-    In 8 bits an answer depends on its batch: which columns of the inputs are not rounded depends
-    on all rows together.
+    FP8: e4m3, with a scale for each output; activations have one for each token. The others are
+    those of bitsandbytes: in 8 bits a padded model's answer depends on its batch, as which columns
+    of the inputs are not rounded depends on all rows together.
     """
 
     NONE = "none"
+    FP8 = "fp8"
     BITSANDBYTES = "bitsandbytes"
     BITSANDBYTES_NF4 = "bitsandbytes-nf4"
 
@@ -86,7 +88,7 @@ class ModelConfig(Config):
     else in it is unpickled.
     trust_remote_code: run the Python files of the model's repository, for architectures that
     transformers does not have.
-    quantize: such models run in transformers' code, on one rank.
+    quantize: a checkpoint that is quantised says so itself.
     dynamic_rope_length: with dynamic rope, every sequence is computed as transformers computes one
     of this length; None: of the model's own length, and longer sequences are refused.
     tool_parser: how tool calls are found in answers.

@@ -13,7 +13,7 @@ from configs.reading import DamagedFile, read_text
 from sharding.extents import CPU
 from sharding.pickled_file import PickledFile, UnreadablePickle
 from sharding.slicing import Segments, width
-from sharding.tensor_file import FLOAT_TYPES, TensorFile
+from sharding.tensor_file import FLOAT_TYPES, STORED_TYPES, TensorFile
 
 _SAFETENSORS = "model.safetensors"
 _PICKLED = "pytorch_model.bin"
@@ -21,6 +21,8 @@ _MAX_INDEX_BYTES = 256 << 20
 
 _DTYPES = FLOAT_TYPES | {str(dtype): dtype for dtype in FLOAT_TYPES.values()}
 """By the names of safetensors and of torch."""
+
+_STORED = STORED_TYPES | {str(dtype): dtype for dtype in STORED_TYPES.values()}
 
 
 class CheckpointError(ValueError):
@@ -51,6 +53,20 @@ class TensorSource(Protocol):
         device: where the caller needs it; a source may return it elsewhere.
         Raises CheckpointError when there is no such tensor or its shape differs.
         """
+        ...
+
+    def read_stored(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        cut: tuple[Segments, ...],
+        device: torch.device = CPU,
+    ) -> Tensor:
+        """`read` a tensor that may be of no float type."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the whole tensor's shape; CheckpointError when there is no such tensor."""
         ...
 
 
@@ -105,6 +121,11 @@ class Checkpoint:
             raise CheckpointError(f"tensor {name!r} is stored as {stored}, which is not supported")
         return _DTYPES[stored]
 
+    def is_float(self, name: str) -> bool:
+        """Return whether a tensor is stored in a type that models compute in."""
+        file, key = self._tensor(name)
+        return file.dtype(key) in _DTYPES
+
     def read(
         self,
         name: str,
@@ -114,14 +135,27 @@ class Checkpoint:
     ) -> Tensor:
         """Read the cut and no bytes beyond its rows; segments of a dimension are concatenated.
 
-        Raises CheckpointError when there is no such tensor, its shape differs, or its file was
-        written to since it was opened.
+        Raises CheckpointError when there is no such tensor, its shape differs, it is of no float
+        type, or its file was written to since it was opened.
         """
-        found = self.shape(name)
-        if found != shape:
-            raise CheckpointError(f"tensor {name!r} has shape {found}, the model needs {shape}")
+        self._check(name, shape)
         self.dtype(name)  # Refuses types that no model has, before any byte is read.
+        return self.read_stored(name, shape, cut, device)
+
+    def read_stored(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        cut: tuple[Segments, ...],
+        device: torch.device = CPU,
+    ) -> Tensor:
+        """`read` a tensor that may be of no float type."""
+        self._check(name, shape)
         file, key = self._tensor(name)
+        if file.dtype(key) not in _STORED:
+            raise CheckpointError(
+                f"tensor {name!r} is stored as {file.dtype(key)}, which no format has"
+            )
         try:
             piece = file.read(key, cut, device)
         except OSError as error:
@@ -131,6 +165,11 @@ class Checkpoint:
             ) from error
         self.bytes_read += piece.nbytes
         return piece
+
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+        found = self.shape(name)
+        if found != shape:
+            raise CheckpointError(f"tensor {name!r} has shape {found}, the model needs {shape}")
 
     def _tensor(self, name: str) -> tuple[_File, str]:
         """Return the file that holds a tensor, and its name there."""
@@ -224,6 +263,20 @@ class DummySource:
 
     def names(self) -> None:
         """Return None: a tensor of any name can be made."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Raise CheckpointError: a tensor of any shape can be made."""
+        raise CheckpointError(f"dummy weights have no tensor {name!r} of a shape of its own")
+
+    def read_stored(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        cut: tuple[Segments, ...],
+        device: torch.device = CPU,
+    ) -> Tensor:
+        """Raise CheckpointError: quantised values are made of random weights, see `read`."""
+        raise CheckpointError(f"dummy weights have no quantised tensor {name!r}")
 
     def read(
         self,

@@ -1,13 +1,14 @@
 """Tensor-parallel linear layers, each built straight from the checkpoint's slices."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from sharding.linear_weight import DenseWeight, LinearPart, LinearWeight
 from sharding.loader import Weights
-from sharding.slicing import Segments, width
+from sharding.slicing import Segments, whole, width
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,31 @@ class ColumnPart:
     name: str
     out_features: int
     rows: Segments
+
+
+def read_dense(weights: Weights, parts: Sequence[LinearPart]) -> DenseWeight:
+    """Read maps that share their input as one matrix, in the type that is computed in."""
+    if len(parts) == 1:
+        return DenseWeight(_read_part(weights, parts[0]).contiguous())
+    heights = [part.local_shape[0] for part in parts]
+    matrix = weights.empty(sum(heights), parts[0].local_shape[1])
+    # Part by part into the one matrix: no second copy of them all is in memory.
+    for own, part in zip(torch.split(matrix, heights), parts, strict=True):
+        own.copy_(_read_part(weights, part))
+    return DenseWeight(matrix)
+
+
+def _read_part(weights: Weights, part: LinearPart) -> Tensor:
+    name = f"{part.name}.weight"
+    if part.stored_transposed:
+        return weights.read(name, part.shape[::-1], rows=part.columns, columns=part.rows).t()
+    return weights.read(name, part.shape, rows=part.rows, columns=part.columns)
+
+
+def _read_stored(weights: Weights, parts: Sequence[LinearPart]) -> LinearWeight:
+    if weights.linear_format is None:
+        return read_dense(weights, parts)
+    return weights.linear_format.read(weights, parts)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -41,23 +67,33 @@ class ColumnParallelLinear(nn.Module):
         super().__init__()
         self.sizes = sizes = [width(part.rows) for part in parts]
         self.offsets = tuple(sum(sizes[:i]) for i in range(len(sizes)))
-        self.weight = nn.Parameter(weights.empty(sum(sizes), in_features), requires_grad=False)
+        self.stored = _read_stored(
+            weights,
+            [
+                LinearPart(
+                    part.name,
+                    (part.out_features, in_features),
+                    part.rows,
+                    whole(in_features),
+                    stored_transposed,
+                )
+                for part in parts
+            ],
+        )
         self.bias = nn.Parameter(weights.empty(sum(sizes)), requires_grad=False) if bias else None
-        for part, offset, size in zip(parts, self.offsets, sizes, strict=True):
-            shape = (part.out_features, in_features)
-            own = slice(offset, offset + size)
-            name = f"{part.name}.weight"
-            self.weight[own] = (
-                weights.read(name, shape[::-1], columns=part.rows).t()
-                if stored_transposed
-                else weights.read(name, shape, rows=part.rows)
-            )
-            if self.bias is not None:
-                self.bias[own] = weights.read(f"{part.name}.bias", shape[:1], rows=part.rows)
+        if self.bias is not None:
+            for own, part in zip(torch.split(self.bias, sizes), parts, strict=True):
+                own.copy_(weights.read(f"{part.name}.bias", (part.out_features,), rows=part.rows))
+
+    @property
+    def matrix(self) -> Tensor | None:
+        """Return the weight [local_out, in] where it is kept as it is; None if quantised."""
+        return self.stored.matrix if isinstance(self.stored, DenseWeight) else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[tokens, in] to [tokens, local_out]."""
-        return F.linear(x, self.weight, self.bias)
+        y: Tensor = self.stored(x, self.bias)
+        return y
 
 
 class RowParallelLinear(nn.Module):
@@ -78,32 +114,29 @@ class RowParallelLinear(nn.Module):
         """
         super().__init__()
         self._group = weights.group
-        matrix = (
-            weights.read(f"{name}.weight", shape[::-1], rows=columns).t().contiguous()
-            if stored_transposed
-            else weights.read(f"{name}.weight", shape, columns=columns)
-        )
-        self.weight = nn.Parameter(matrix, requires_grad=False)
+        part = LinearPart(name, shape, whole(shape[0]), columns, stored_transposed)
+        self.stored = _read_stored(weights, [part])
         # Added on rank 0 alone, or the sum over ranks would have it several times.
         self.has_bias = bias
         whole_bias = weights.parameter(f"{name}.bias", shape[:1]) if bias else None
         self.bias = whole_bias if weights.group.rank == 0 else None
 
+    @property
+    def matrix(self) -> Tensor | None:
+        """Return the weight [out, local_in] where it is kept as it is; None if quantised."""
+        return self.stored.matrix if isinstance(self.stored, DenseWeight) else None
+
     def partial(self, x: Tensor) -> Tensor:
         """[tokens, local_in] to this rank's summand of [tokens, out]; the bias is in rank 0's."""
         # Computed into the memory that the ranks sum, where there is any: no copy is needed.
-        out = self.output_buffer(x)
-        if out is None:
-            return F.linear(x, self.weight, self.bias)
-        if self.bias is None:
-            return torch.mm(x, self.weight.t(), out=out)
-        return torch.addmm(self.bias, x, self.weight.t(), out=out)
+        y: Tensor = self.stored(x, self.bias, self.output_buffer(x))
+        return y
 
     def output_buffer(self, x: Tensor) -> Tensor | None:
         """Return memory [tokens, out] for x's partial product that is summed without a copy."""
         if x.dim() != 2:
             return None
-        return self._group.output_buffer((len(x), len(self.weight)), x.dtype)
+        return self._group.output_buffer((len(x), self.stored.shape[0]), x.dtype)
 
     def reduce(self, partial: Tensor) -> Tensor:
         """Sum the ranks' summands."""

@@ -2,13 +2,15 @@
 
 import logging
 import re
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Sequence, Set
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from sharding.checkpoint import CheckpointError, TensorSource
 from sharding.group import TensorParallel
+from sharding.linear_weight import LinearPart, LinearWeight
 from sharding.progress import Progress
 from sharding.slicing import Segments, whole
 
@@ -21,6 +23,7 @@ class Weights:
     """A checkpoint as one rank reads it.
 
     group: its rank and size say how layers cut themselves. dtype, device: of returned tensors.
+    linear_format: reads linear maps; None where they are stored as they are kept.
     """
 
     def __init__(
@@ -29,8 +32,10 @@ class Weights:
         group: TensorParallel,
         dtype: torch.dtype,
         device: torch.device,
+        linear_format: "LinearFormat | None" = None,
     ) -> None:
         self.group = group
+        self.linear_format = linear_format
         self.dtype = dtype
         self.device = device
         self._source = source
@@ -58,18 +63,28 @@ class Weights:
         checkpoint's name may lack the first part, as in checkpoints of a model without its head;
         transformers loads those too (base_model_prefix).
         """
-        assert columns is None or len(shape) == 2, (name, shape)
-        wanted = (rows, columns, *(None for _ in shape))[: len(shape)]
-        cut = tuple(
-            whole(size) if segments is None else segments
-            for size, segments in zip(shape, wanted, strict=True)
-        )
-        found = self._find(name) or name
-        self._used.add(found)
-        piece = self._source.read(found, shape, cut, self.device)
-        self._bytes += piece.nbytes
-        self._progress.add(f"{self._bytes / GIGA:.1f} GB")
-        return piece.to(self.device, dtype or self.dtype)
+        piece = self._source.read(self._use(name), shape, _cut(shape, rows, columns), self.device)
+        return self._count(piece).to(self.device, dtype or self.dtype)
+
+    def read_stored(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        rows: Segments | None = None,
+        columns: Segments | None = None,
+    ) -> Tensor:
+        """`read` in the type that the checkpoint has, which may be no float type."""
+        cut = _cut(shape, rows, columns)
+        piece = self._source.read_stored(self._use(name), shape, cut, self.device)
+        return self._count(piece).to(self.device)
+
+    def stored_shape(self, name: str) -> tuple[int, ...]:
+        """Return a tensor's shape in the files; CheckpointError when there is no such tensor."""
+        return self._source.shape(self._find(name) or name)
+
+    def leave(self, *names: str) -> None:
+        """Count tensors as read that say nothing more."""
+        self._used.update(found for name in names if (found := self._find(name)) is not None)
 
     def names(self) -> frozenset[str]:
         """Return the names of the checkpoint's tensors; none for a source that makes them."""
@@ -110,6 +125,17 @@ class Weights:
                 f"the model does not use {len(left)} tensors of the checkpoint: {shown}"
             )
 
+    def _use(self, name: str) -> str:
+        """Return the checkpoint's name of a tensor, which now counts as read."""
+        found = self._find(name) or name
+        self._used.add(found)
+        return found
+
+    def _count(self, piece: Tensor) -> Tensor:
+        self._bytes += piece.nbytes
+        self._progress.add(f"{self._bytes / GIGA:.1f} GB")
+        return piece
+
     def _find(self, name: str) -> str | None:
         """Return the checkpoint's name of a tensor; None if it has none, or makes all tensors."""
         names = self._names or frozenset()
@@ -119,6 +145,26 @@ class Weights:
                 if each in names:
                     return each
         return None
+
+
+class LinearFormat(Protocol):
+    """How linear maps are stored, and in which form they are kept."""
+
+    def read(self, weights: Weights, parts: Sequence[LinearPart]) -> LinearWeight:
+        """Read maps that share their input: one weight, with a part's rows below another's."""
+        ...
+
+
+def _cut(
+    shape: tuple[int, ...], rows: Segments | None, columns: Segments | None
+) -> tuple[Segments, ...]:
+    """Return the segments of each dimension; None: all of it."""
+    assert columns is None or len(shape) == 2, shape
+    wanted = (rows, columns, *(None for _ in shape))[: len(shape)]
+    return tuple(
+        whole(size) if segments is None else segments
+        for size, segments in zip(shape, wanted, strict=True)
+    )
 
 
 def idle_biases(left: Iterable[str], used: Set[str]) -> set[str]:

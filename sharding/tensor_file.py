@@ -32,7 +32,16 @@ FLOAT_TYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
-"""The types that can be read, by the format's names."""
+"""The types that numbers of a model have, by the format's names."""
+
+STORED_TYPES = FLOAT_TYPES | {
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+}
+"""The types that can be read: quantised weights have the others."""
 
 _BITS = {
     4: ("F4",),
@@ -55,7 +64,7 @@ class _Entry(msgspec.Struct):
 
 
 class TensorFile:
-    """Tensors by name; those of the float types can be read.
+    """Tensors by name; those of STORED_TYPES can be read.
 
     Format: 8 bytes with the header's length, a JSON header, the tensors without gaps
     (https://huggingface.co/docs/safetensors).
@@ -140,7 +149,7 @@ class TensorFile:
     def _extent(self, key: str) -> Extent:
         entry = self._entries[key]
         begin = self._begin + entry.data_offsets[0]
-        return Extent(begin, FLOAT_TYPES[entry.dtype], tuple(entry.shape))
+        return Extent(begin, STORED_TYPES[entry.dtype], tuple(entry.shape))
 
     def _whole(self, dtype: torch.dtype) -> Tensor:
         """Return all tensor data as numbers of one type; a rest of fewer bytes is left out."""

@@ -7,6 +7,7 @@ from typing import Any, Literal, Self
 from pydantic import NonNegativeInt, PositiveInt
 
 from configs.base import Config
+from configs.quantisation import Quantisation
 from configs.rope_sets import RopeSets
 
 
@@ -53,6 +54,7 @@ class ModelArchitecture(Config):
     is_text_stack: whether the checkpoint is of a larger model; its decoder alone is served.
     num_labels: of its classification head, which stands in place of the vocabulary's; 0: it has
     none.
+    quantisation: of the checkpoint's linear maps; None: they are not quantised.
     """
 
     architecture: str
@@ -65,6 +67,7 @@ class ModelArchitecture(Config):
     checkpoint_dtype: Literal["float32", "float16", "bfloat16"] | None = None
     is_text_stack: bool = False
     num_labels: NonNegativeInt = 0
+    quantisation: Quantisation | None = None
 
     @property
     def stretches(self) -> bool:
@@ -127,26 +130,10 @@ def refuse_quantised(config: Mapping[str, Any]) -> None:
     """Refuse a checkpoint of quantised weights by its method's name."""
     if config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method", "unknown")
-        raise ArchitectureError(f"quantization_config ({method}) is not supported")
-
-
-def _scales_alone(quantization: Mapping[str, Any]) -> bool:
-    """Whether it has nothing but scales of an fp8 cache, one for keys and one for values.
-
-    compressed-tensors writes it so. The weights are as they were; the scales are read where such
-    a cache is configured.
-    """
-    cache = {"symmetric": True, "dynamic": False, **(quantization.get("kv_cache_scheme") or {})}
-    wanted = {"num_bits": 8, "type": "float", "strategy": "tensor"}
-    return (
-        quantization.get("quant_method") == "compressed-tensors"
-        and not quantization.get("config_groups")
-        and not quantization.get("sparsity_config")
-        and not quantization.get("transform_config")
-        and cache["symmetric"] is True
-        and cache["dynamic"] is False
-        and all(cache.get(key) == value for key, value in wanted.items())
-    )
+        raise ArchitectureError(
+            f"quantization_config ({method}) is not supported in transformers' own code, only for "
+            "paged models: take the unquantised checkpoint"
+        )
 
 
 _ANYWHERE: dict[str, tuple[Any, ...]] = {
@@ -161,12 +148,10 @@ _ANYWHERE: dict[str, tuple[Any, ...]] = {
 
 
 def refuse_unserved(name: str, config: Mapping[str, Any], length: int | None) -> None:
-    """Refuse quantised weights and what transformers heeds in any model, but nothing here does.
+    """Refuse what transformers heeds in any model, but nothing here does.
 
     length: the longest sequence, where all layers see all of it; None where windows are computed.
     """
-    if not _scales_alone(config.get("quantization_config") or {}):
-        refuse_quantised(config)
     for key, neutral in _ANYWHERE.items():
         if config.get(key) not in neutral:
             raise ArchitectureError(f"{key} ({config[key]}) is not supported for {name}")

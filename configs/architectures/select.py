@@ -14,9 +14,14 @@ from configs.architectures import (
     sentence_transformers,
     text_stack,
 )
-from configs.architectures.base import ArchitectureError, ModelArchitecture, token_ids
+from configs.architectures.base import (
+    ArchitectureError,
+    ModelArchitecture,
+    refuse_quantised,
+    token_ids,
+)
+from configs.architectures.quantisation import parse_quantisation
 from configs.architectures.rope import RotaryArchitecture
-from configs.model import Quantize
 from configs.wire.sampling import Pooling
 from configs.wire.tasks import ModelTask, TaskKind
 
@@ -79,6 +84,17 @@ def parse_architecture(config: Mapping[str, Any]) -> ModelArchitecture:
 
     A causal language model of no family here is a GenericArchitecture, or a PaddedArchitecture.
     """
+    quantisation = parse_quantisation(config)
+    found = _parse({key: config[key] for key in config if key != "quantization_config"})
+    if isinstance(found, padded.PaddedArchitecture):
+        refuse_quantised(config)
+    if quantisation is None:
+        return found
+    return found.model_copy(update={"quantisation": quantisation})
+
+
+def _parse(config: Mapping[str, Any]) -> ModelArchitecture:
+    """Normalise what config.json says, but for quantised weights."""
     names = _names(config)
     for name in names:
         if name in FAMILIES:
@@ -162,13 +178,9 @@ def _of_decoder(path: Path, key: str) -> Any:
     return (fields.get("text_config") or {}).get(key) if own is None else own
 
 
-def padded_reason(architecture: ModelArchitecture, quantize: Quantize) -> str | None:
+def padded_reason(architecture: ModelArchitecture) -> str | None:
     """Why a model runs in transformers' padded code; None for one that is paged."""
-    if isinstance(architecture, padded.PaddedArchitecture):
-        return architecture.reason
-    if quantize is not Quantize.NONE:
-        return f"model.quantize is {quantize.value}"
-    return None
+    return architecture.reason if isinstance(architecture, padded.PaddedArchitecture) else None
 
 
 def _read(folder: Path) -> dict[str, Any]:

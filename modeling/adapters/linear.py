@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from modeling.adapters.product import AdapterData, OutputSlice
 from modeling.adapters.projection import BaseLinear, ModulePosition
 from sharding.linear import ColumnParallelLinear, RowParallelLinear
+from sharding.linear_weight import WeightRows
 
 
 class AdapterColumnLinear(nn.Module):
@@ -29,9 +30,14 @@ class AdapterColumnLinear(nn.Module):
         if adapter_data is None:
             plain: Tensor = self.base(x)
             return plain
-        weight = self.base.weight
-        # One launch computes the base product and x A^T, as both read x; it adds no bias.
-        if self.base.bias is None and adapter_data.has_product(x, weight, self._targets):
+        weight = self.base.matrix
+        # One launch computes the base product and x A^T, as both read x; it adds no bias. Quantised
+        # weights have a product of their own, and the adapter reads x before it is quantised.
+        if (
+            weight is not None
+            and self.base.bias is None
+            and adapter_data.has_product(x, weight, self._targets)
+        ):
             y = x.new_empty(len(x), len(weight))
             adapter_data.product(y, x, weight, self._layer, self._targets)
         else:
@@ -47,8 +53,9 @@ class AdapterColumnLinear(nn.Module):
     def bases(self) -> Iterator[tuple[ModulePosition, BaseLinear]]:
         """Yield this rank's rows of each map."""
         for target, size in zip(self._targets, self.base.sizes, strict=True):
-            own, bias = slice(target.offset, target.offset + size), self.base.bias
-            base = BaseLinear(self.base.weight[own], None if bias is None else bias[own])
+            start, stop, bias = target.offset, target.offset + size, self.base.bias
+            rows = WeightRows(self.base.stored, start, stop)
+            base = BaseLinear(rows, None if bias is None else bias[start:stop])
             yield ModulePosition(target.projection, self._layer), base
 
 
@@ -69,8 +76,12 @@ class AdapterRowLinear(nn.Module):
         """[tokens, local_in] to this rank's summand of [tokens, out], deltas included."""
         if adapter_data is None:
             return self.base.partial(x)
-        weight = self.base.weight
-        if self.base.bias is None and adapter_data.has_product(x, weight, self._targets):
+        weight = self.base.matrix
+        if (
+            weight is not None
+            and self.base.bias is None
+            and adapter_data.has_product(x, weight, self._targets)
+        ):
             # Memory that the ranks sum without a copy, where there is any.
             buffer = self.base.output_buffer(x)
             y = x.new_empty(len(x), len(weight)) if buffer is None else buffer
@@ -88,7 +99,7 @@ class AdapterRowLinear(nn.Module):
     def bases(self) -> Iterator[tuple[ModulePosition, BaseLinear]]:
         """Yield this rank's columns of the map."""
         position = ModulePosition(self._targets[0].projection, self._layer)
-        yield position, BaseLinear(self.base.weight, self.base.bias)
+        yield position, BaseLinear(self.base.stored, self.base.bias)
 
     def forward(self, x: Tensor, adapter_data: AdapterData | None) -> Tensor:
         """[tokens, local_in] to [tokens, out], the same on every rank."""

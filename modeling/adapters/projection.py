@@ -7,6 +7,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from sharding.linear_weight import LinearWeight, WeightRows
 from sharding.slicing import Segments, width
 
 
@@ -74,11 +75,11 @@ class BaseRows:
 class BaseLinear:
     """This rank's part of one linear map that adapters may change.
 
-    weight: [local out, local in].
+    weight: [local out, local in]; rows of quantised weights are made as they are read.
     bias: [local out]; None without one, and where another rank adds it.
     """
 
-    weight: Tensor
+    weight: Tensor | LinearWeight | WeightRows
     bias: Tensor | None = None
 
 

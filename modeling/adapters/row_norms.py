@@ -19,6 +19,7 @@ from configs.wire.adapters import AdapterNeedsSums
 from modeling.adapters.faults import refuse
 from modeling.adapters.projection import BaseLinear, ModulePosition, Projection, select_columns
 from modeling.adapters.stacks import LoraStack
+from sharding.linear_weight import LinearWeight, WeightRows
 
 BLOCK_NUMBERS = 2**22
 """Most elements of W that are read at once: a float32 copy of a block takes 16 MiB."""
@@ -98,10 +99,11 @@ class RowNorms:
         return self._squares[position] + 2 * (products * b.t()).sum(-1)
 
 
-def _blocks(weight: Tensor) -> Iterator[Tensor]:
+def _blocks(weight: Tensor | LinearWeight | WeightRows) -> Iterator[Tensor]:
     """Yield some rows of a weight after the other, in float32."""
-    for rows in torch.split(weight, max(1, BLOCK_NUMBERS // weight.shape[1])):
-        yield rows.float()
+    height = max(1, BLOCK_NUMBERS // weight.shape[1])
+    for first in range(0, weight.shape[0], height):
+        yield weight[first : first + height].float()
 
 
 def _beside_steps(device: torch.device) -> AbstractContextManager[object]:

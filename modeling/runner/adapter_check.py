@@ -93,7 +93,7 @@ def adaptable(config: EngineConfig) -> tuple[Projection, ...]:
     compared with the base model's.
     """
     architecture = load_architecture(fetch_model_config(config.model))
-    if padded_reason(architecture, config.model.quantize) is not None:
+    if padded_reason(architecture) is not None:
         return _padded(config, architecture).projections
     if config.adapters.vocabulary or isinstance(architecture, GenericArchitecture):
         fetch_model(config.model)
@@ -111,7 +111,7 @@ def base_tensors(config: EngineConfig, folder: Path) -> Mapping[str, BaseRows]:
     except (DamagedFile, OSError):
         return {}
     architecture = load_architecture(fetch_model(config.model))
-    if padded_reason(architecture, config.model.quantize) is not None:
+    if padded_reason(architecture) is not None:
         return _padded(config, architecture).base_tensors()
     return load_model(config, SingleRank(), CPU).model.base_tensors()
 

@@ -20,6 +20,7 @@ from modeling.attention.kv_cache import FP8, CacheScales
 from modeling.attention.scales import stored_scales
 from modeling.models.base import PagedModel
 from modeling.models.select import build_model
+from modeling.quantisation.formats import linear_format
 from sharding.checkpoint import Checkpoint, DummySource, open_checkpoint
 from sharding.group import TensorParallel
 from sharding.loader import Weights
@@ -81,7 +82,8 @@ def load_model(config: EngineConfig, group: TensorParallel, device: torch.device
         dtype = _dtype(config.model.dtype, architecture, stored_dtype(source, folder))
         if config.cache.dtype is CacheDType.FP8:
             scales = stored_scales(source, architecture.num_layers)
-    model = build_model(architecture, Weights(source, group, dtype, device))
+    form = linear_format(architecture.quantisation, config.model.quantize)
+    model = build_model(architecture, Weights(source, group, dtype, device, form))
     if config.adapters.enabled and config.adapters.vocabulary:
         model.adapt_vocabulary(whole_ends=config.adapters.vocabulary_copies > 0)
     if config.adapters.enabled:
@@ -133,11 +135,11 @@ def _dtype(wanted: DType, architecture: ModelArchitecture, stored: torch.dtype) 
 
 
 def stored_dtype(source: Checkpoint, folder: Path) -> torch.dtype:
-    """Return the type of the checkpoint's first tensor."""
+    """Return the type of the checkpoint's first tensor, but for those that are quantised."""
     names = sorted(source.names())
     if not names:
         raise ValueError(f"{folder}: the checkpoint holds no tensors")
-    return source.dtype(names[0])
+    return source.dtype(next((name for name in names if source.is_float(name)), names[0]))
 
 
 def torch_dtype(name: str) -> torch.dtype:

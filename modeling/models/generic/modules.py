@@ -8,6 +8,12 @@ from modeling.adapters.linear import AdapterColumnLinear, AdapterRowLinear
 from modeling.adapters.vocabulary import embed_adapted, logits_adapted
 from modeling.models.generic.step import CurrentStep
 from sharding.embedding import ParallelHead, VocabParallelEmbedding
+from sharding.linear import ColumnParallelLinear, RowParallelLinear
+
+
+def _typed(base: ColumnParallelLinear | RowParallelLinear) -> Tensor:
+    """Return the weight; of a quantised one nothing but the type that it is computed in."""
+    return base.stored[:0] if base.matrix is None else base.matrix
 
 
 class GenericLinear(nn.Module):
@@ -21,7 +27,7 @@ class GenericLinear(nn.Module):
     @property
     def weight(self) -> Tensor:
         """This rank's part of the base weight; some modules read its type."""
-        return self.linear.base.weight
+        return _typed(self.linear.base)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., this rank's in] to [..., this rank's out]."""
@@ -72,7 +78,7 @@ class MergedPart(nn.Module):
     def weight(self) -> Tensor:
         """This rank's rows of the base weight."""
         start, stop, *_ = self._columns
-        return self.merged.linear.base.weight[start:stop]
+        return _typed(self.merged.linear.base)[start:stop]
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] to [..., this rank's out]."""

@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 
 from configs.architectures.select import load_architecture, padded_reason
-from configs.model import Quantize
 from configs.wire.sampling import Sampling
 from modeling.adapters.projection import Projection
 from modeling.runner.load_paged import load_paged
@@ -84,7 +83,7 @@ class PagedServer:
 
 def server(model: Path, *, padded: bool) -> PagedServer | PaddedServer:
     """Start what serves the model; padded: as if it were quantised, which no paged model can be."""
-    if padded or padded_reason(load_architecture(model), Quantize.NONE) is not None:
+    if padded or padded_reason(load_architecture(model)) is not None:
         return PaddedServer(model)
     return PagedServer(model)
 

@@ -1,0 +1,215 @@
+"""How a checkpoint's linear maps are quantised: `quantization_config` of config.json."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from configs.architectures.base import ArchitectureError
+from configs.quantisation import Activations, Quantisation, WeightFormat
+
+SERVED = (
+    "compressed-tensors (fp8 weights with fp8 or unquantised activations, and packed integers of "
+    "4 or 8 bits), fp8 in blocks, gptq and awq of 4 or 8 bits, bitsandbytes of 4 or 8 bits"
+)
+
+
+def parse_quantisation(config: Mapping[str, Any]) -> Quantisation | None:
+    """Read `quantization_config`; None for weights as they are.
+
+    ArchitectureError names what is not served, and what is.
+    """
+    given = config.get("quantization_config")
+    if not given or _scales_alone(given):
+        return None
+    method = given.get("quant_method", "unknown")
+    if method not in _METHODS:
+        raise _refused(method, "this method")
+    try:
+        return _METHODS[method](given)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, ArchitectureError):
+            raise
+        raise _refused(method, f"{type(error).__name__} {error}") from error
+
+
+def _refused(method: str, what: str) -> ArchitectureError:
+    return ArchitectureError(
+        f"quantization_config ({method}): {what} is not supported; served are {SERVED}"
+    )
+
+
+def _only(given: Mapping[str, Any], method: str, wanted: Mapping[str, tuple[Any, ...]]) -> None:
+    """Refuse keys with other values than those wanted; a key that is absent passes."""
+    for key, values in wanted.items():
+        if key in given and given[key] not in values:
+            raise _refused(method, f"{key} {given[key]!r}")
+
+
+def _scales_alone(quantization: Mapping[str, Any]) -> bool:
+    """Whether it has nothing but scales of an fp8 cache, one for keys and one for values.
+
+    compressed-tensors writes it so. The weights are as they were; the scales are read where such
+    a cache is configured.
+    """
+    return (
+        quantization.get("quant_method") == "compressed-tensors"
+        and not quantization.get("config_groups")
+        and not quantization.get("sparsity_config")
+        and not quantization.get("transform_config")
+        and _is_scale_of_cache(quantization.get("kv_cache_scheme") or {})
+    )
+
+
+def _is_scale_of_cache(scheme: Mapping[str, Any]) -> bool:
+    cache = {"symmetric": True, "dynamic": False, **scheme}
+    wanted = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+    return (
+        cache["symmetric"] is True
+        and cache["dynamic"] is False
+        and all(cache.get(key) == value for key, value in wanted.items())
+    )
+
+
+_COMPRESSED = "compressed-tensors"
+
+
+def _compressed(given: Mapping[str, Any]) -> Quantisation:
+    """Read what the package compressed-tensors writes: one scheme for all quantised layers."""
+    _only(given, _COMPRESSED, {"quantization_status": ("compressed", None)})
+    sparsity = given.get("sparsity_config") or {}
+    if sparsity.get("format", "dense") != "dense":
+        raise _refused(_COMPRESSED, f"sparsity_config {sparsity['format']}")
+    if given.get("transform_config"):
+        raise _refused(_COMPRESSED, "transform_config")
+    cache = given.get("kv_cache_scheme")
+    if cache and not _is_scale_of_cache(cache):
+        raise _refused(_COMPRESSED, "kv_cache_scheme of another kind than a scale for each layer")
+    schemes = [_scheme(group) for group in given["config_groups"].values()]
+    if not schemes or any(scheme != schemes[0] for scheme in schemes):
+        raise _refused(_COMPRESSED, "config_groups of several schemes, or of none,")
+    return schemes[0]
+
+
+def _scheme(group: Mapping[str, Any]) -> Quantisation:
+    """Read one of config_groups."""
+    weights, inputs = group.get("weights"), group.get("input_activations")
+    if not weights or group.get("output_activations"):
+        raise _refused(_COMPRESSED, "a scheme without weights, or with output_activations,")
+    _only(weights, _COMPRESSED, {"dynamic": (False, None)})
+    kind, bits, strategy = weights["type"], weights["num_bits"], weights["strategy"]
+    if kind == "float" and bits == 8 and weights.get("symmetric", True):
+        if strategy == "block":
+            rows, columns = weights["block_structure"]
+            return Quantisation(
+                method=_COMPRESSED,
+                format=WeightFormat.FP8_BLOCKS,
+                block=(rows, columns),
+                activations=_activations(inputs, columns),
+            )
+        if strategy in ("tensor", "channel"):
+            return Quantisation(
+                method=_COMPRESSED, format=WeightFormat.FP8, activations=_activations(inputs, None)
+            )
+    if kind == "int" and bits in (4, 8) and strategy in ("group", "channel") and not inputs:
+        return Quantisation(
+            method=_COMPRESSED,
+            format=WeightFormat.PACKED,
+            bits=bits,
+            group_size=weights.get("group_size") if strategy == "group" else None,
+            symmetric=weights.get("symmetric", True),
+        )
+    raise _refused(
+        _COMPRESSED,
+        f"weights of {kind} with {bits} bits by {strategy}"
+        + (f" and activations of {inputs['num_bits']} bits" if inputs else ""),
+    )
+
+
+def _activations(inputs: Mapping[str, Any] | None, group: int | None) -> Activations:
+    """Read input_activations; group: inputs that share a scale, where weights have blocks."""
+    if not inputs:
+        return Activations.NONE
+    found = {key: inputs.get(key) for key in ("type", "num_bits", "strategy", "dynamic")}
+    symmetric = inputs.get("symmetric", True)
+    if symmetric and found["type"] == "float" and found["num_bits"] == 8:
+        how = found["strategy"], bool(found["dynamic"])
+        if how == ("token", True) and group is None:
+            return Activations.TOKEN
+        if how == ("tensor", False):
+            return Activations.STATIC
+        if how == ("group", True) and inputs.get("group_size") == group:
+            return Activations.GROUP
+    # One scale for a whole batch would let a request change its neighbours.
+    raise _refused(_COMPRESSED, f"input_activations {found}")
+
+
+def _fp8(given: Mapping[str, Any]) -> Quantisation:
+    """Read what DeepSeek and Qwen publish, and transformers writes."""
+    _only(given, "fp8", {"fmt": ("e4m3", None), "scale_fmt": ("float", None)})
+    block = given.get("weight_block_size")
+    scheme = given.get("activation_scheme", "dynamic")
+    if scheme not in ("dynamic", "static") or (block is None and scheme == "dynamic"):
+        raise _refused("fp8", f"activation_scheme {scheme} with weight_block_size {block}")
+    activations = Activations.STATIC if scheme == "static" else Activations.GROUP
+    if block is None:
+        return Quantisation(method="fp8", format=WeightFormat.FP8, activations=activations)
+    rows, columns = block
+    return Quantisation(
+        method="fp8",
+        format=WeightFormat.FP8_BLOCKS,
+        block=(rows, columns),
+        activations=activations,
+    )
+
+
+def _group_size(given: Mapping[str, Any]) -> int | None:
+    size = given.get("group_size", given.get("q_group_size", 128))
+    return None if size is None or size <= 0 else int(size)
+
+
+def _gptq(given: Mapping[str, Any]) -> Quantisation:
+    formats = ("gptq", "gptq_v2", None)
+    wanted = {"bits": (4, 8), "checkpoint_format": formats, "lm_head": (False, None)}
+    _only(given, "gptq", {**wanted, "dynamic": (None, {}), "is_marlin_format": (False, None)})
+    return Quantisation(
+        method="gptq",
+        format=WeightFormat.GPTQ,
+        bits=given["bits"],
+        group_size=_group_size(given),
+        symmetric=False,
+        offset_zeros=given.get("checkpoint_format") != "gptq_v2",
+    )
+
+
+def _awq(given: Mapping[str, Any]) -> Quantisation:
+    formats = ("gemm", "GEMM", "gemm_v2", None)
+    wanted = {"bits": (4, 8), "w_bit": (4, 8), "version": formats, "format": formats}
+    _only(given, "awq", {**wanted, "zero_point": (True, None)})
+    return Quantisation(
+        method="awq",
+        format=WeightFormat.AWQ,
+        bits=given.get("bits", given.get("w_bit")),
+        group_size=_group_size(given),
+        symmetric=False,
+    )
+
+
+def _bitsandbytes(given: Mapping[str, Any]) -> Quantisation:
+    _only(given, "bitsandbytes", {"llm_int8_has_fp16_weight": (False, None)})
+    if given.get("load_in_4bit"):
+        _only(given, "bitsandbytes", {"bnb_4bit_quant_storage": ("uint8", None)})
+        return Quantisation(method="bitsandbytes", format=WeightFormat.NF4, bits=4)
+    return Quantisation(
+        method="bitsandbytes",
+        format=WeightFormat.INT8,
+        activations=Activations.TOKEN,
+        threshold=given.get("llm_int8_threshold", 6.0) or None,
+    )
+
+
+_METHODS: dict[str, Callable[[Mapping[str, Any]], Quantisation]] = {
+    _COMPRESSED: _compressed,
+    "fp8": _fp8,
+    "gptq": _gptq,
+    "awq": _awq,
+    "bitsandbytes": _bitsandbytes,
+}

@@ -1,0 +1,60 @@
+"""How linear maps are quantised: their weights, and what is multiplied with them."""
+
+from enum import StrEnum
+
+from pydantic import PositiveFloat, PositiveInt
+
+from configs.base import Config
+
+
+class WeightFormat(StrEnum):
+    """How the weights are stored.
+
+    FP8: e4m3, with a scale for each output or for the matrix. FP8_BLOCKS: with one for each block.
+    PACKED: integers of compressed-tensors. GPTQ, AWQ: integers of these. NF4: 4 bits of
+    bitsandbytes, INT8: its 8 bits.
+    """
+
+    FP8 = "fp8"
+    FP8_BLOCKS = "fp8_blocks"
+    PACKED = "packed"
+    GPTQ = "gptq"
+    AWQ = "awq"
+    NF4 = "nf4"
+    INT8 = "int8"
+
+
+class Activations(StrEnum):
+    """How a layer's inputs are quantised.
+
+    NONE: not at all. TOKEN: with a scale for each token. GROUP: with one for some inputs of each
+    token. STATIC: with the checkpoint's.
+    """
+
+    NONE = "none"
+    TOKEN = "token"
+    GROUP = "group"
+    STATIC = "static"
+
+
+class Quantisation(Config):
+    """How linear maps are quantised.
+
+    method: the name of it in config.json.
+    bits: of an integer.
+    group_size: inputs that share a scale; None: all of an output.
+    symmetric: whether there are no zero points.
+    block: outputs and inputs that share a scale of FP8_BLOCKS.
+    offset_zeros: whether GPTQ's zero points are stored less 1.
+    threshold: INT8 leaves inputs from this size on unquantised.
+    """
+
+    method: str
+    format: WeightFormat
+    activations: Activations = Activations.NONE
+    bits: PositiveInt = 8
+    group_size: PositiveInt | None = None
+    symmetric: bool = True
+    block: tuple[PositiveInt, PositiveInt] | None = None
+    offset_zeros: bool = True
+    threshold: PositiveFloat | None = None

@@ -1,0 +1,60 @@
+"""Activations in fp8 (e4m3): with scales of a token, of some inputs of a token, or of the model.
+
+    stored = round(x / scale), scale = largest |x| / 448
+
+in float32, as compressed-tensors computes it. A token's scales come from the token alone, so a row
+never depends on its neighbours. Where a layer's inputs are cut over ranks, each rank has scales of
+its own.
+"""
+
+import torch
+from torch import Tensor
+
+FP8 = torch.float8_e4m3fn
+LARGEST = 448.0
+"""The largest number of e4m3."""
+
+_SMALLEST = torch.finfo(torch.float32).eps
+"""The scale of zeros."""
+
+
+def scales_of(largest: Tensor) -> Tensor:
+    """Return the scales of numbers whose largest absolute values these are."""
+    scales = largest.float() / LARGEST
+    return torch.where(scales == 0, _SMALLEST, scales)
+
+
+def to_fp8(x: Tensor, scales: Tensor) -> Tensor:
+    """Return x / scales in fp8; numbers that are too large become the largest."""
+    return (x.float() / scales).clamp(-LARGEST, LARGEST).to(FP8)
+
+
+def by_token(x: Tensor) -> tuple[Tensor, Tensor]:
+    """[tokens, in] to fp8 of that shape and float32 scales [tokens, 1]."""
+    scales = scales_of(x.abs().amax(dim=-1, keepdim=True))
+    return to_fp8(x, scales), scales
+
+
+def by_group(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """[tokens, in] to fp8 of that shape and float32 scales [tokens, in / group]."""
+    parts = x.reshape(*x.shape[:-1], -1, group)
+    scales = scales_of(parts.abs().amax(dim=-1))
+    return to_fp8(parts, scales[..., None]).flatten(-2), scales
+
+
+def rounded_by_token(x: Tensor) -> Tensor:
+    """Return x in its own type, rounded as `by_token` does."""
+    codes, scales = by_token(x)
+    return (codes.float() * scales).to(x.dtype)
+
+
+def rounded_by_group(x: Tensor, group: int) -> Tensor:
+    """Return x in its own type, rounded as `by_group` does."""
+    codes, scales = by_group(x, group)
+    parts = codes.float().view(*scales.shape, group) * scales[..., None]
+    return parts.flatten(-2).to(x.dtype)
+
+
+def rounded(x: Tensor, scale: Tensor) -> Tensor:
+    """Return x in its own type, rounded to fp8 with a given scale."""
+    return (to_fp8(x, scale).float() * scale).to(x.dtype)

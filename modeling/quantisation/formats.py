@@ -1,0 +1,133 @@
+"""Which form linear maps are kept in: as a checkpoint has them, or rounded while it is read."""
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from configs.model import Quantize
+from configs.quantisation import Quantisation, WeightFormat
+from modeling.quantisation.base import join
+from modeling.quantisation.bits_and_bytes import (
+    check_blocks,
+    read_four_bits,
+    read_int8,
+    round_int8,
+    round_nf4,
+)
+from modeling.quantisation.fp8 import round_rows
+from modeling.quantisation.stored_fp8 import SCALES, read_fp8, read_fp8_blocks
+from modeling.quantisation.stored_integers import read_awq, read_gptq, read_packed
+from sharding.linear import read_dense
+from sharding.linear_weight import LinearPart, LinearWeight
+from sharding.loader import LinearFormat, Weights
+from sharding.slicing import width
+
+Reader = Callable[[Weights, LinearPart, Quantisation], LinearWeight]
+
+_STORED: dict[WeightFormat, tuple[Reader, tuple[str, ...]]] = {
+    WeightFormat.FP8: (read_fp8, SCALES),
+    WeightFormat.FP8_BLOCKS: (read_fp8_blocks, SCALES),
+    WeightFormat.PACKED: (read_packed, ("weight_packed",)),
+    WeightFormat.GPTQ: (read_gptq, ("qweight",)),
+    WeightFormat.AWQ: (read_awq, ("qweight",)),
+    WeightFormat.NF4: (read_four_bits, ("weight.absmax",)),
+    WeightFormat.INT8: (read_int8, ("SCB",)),
+}
+"""How to read a format, and the tensors that show that a map is stored in it."""
+
+FP8_SIZES = 16
+"""GPUs multiply fp8 matrices whose sizes are multiples of it; others stay as they are."""
+
+
+class StoredFormat:
+    """Maps as a checkpoint has them; those that it did not quantise stay as they are."""
+
+    def __init__(self, how: Quantisation) -> None:
+        self._how = how
+        self._read, self._marks = _STORED[how.format]
+
+    def read(self, weights: Weights, parts: Sequence[LinearPart]) -> LinearWeight:
+        """Read maps that share their input."""
+        stored = [self._is_stored(weights, part) for part in parts]
+        if not any(stored):
+            return read_dense(weights, parts)
+        pairs = zip(parts, stored, strict=True)
+        return join([self._part(weights, part) if own else read_dense(weights, [part])
+                     for part, own in pairs])  # fmt: skip
+
+    def _part(self, weights: Weights, part: LinearPart) -> LinearWeight:
+        return self._read(weights, part, self._how)
+
+    def _is_stored(self, weights: Weights, part: LinearPart) -> bool:
+        return any(weights.lists(f"{part.name}.{mark}") for mark in self._marks)
+
+
+class Fp8AtLoad:
+    """fp8 weights with a scale for each output, and activations with one for each token."""
+
+    def read(self, weights: Weights, parts: Sequence[LinearPart]) -> LinearWeight:
+        """Read maps that share their input, and round them."""
+        dense = read_dense(weights, parts)
+        if any(size % FP8_SIZES for part in parts for size in part.shape):
+            return dense
+        return round_rows(dense.matrix, _largest(weights, parts, dense.matrix), weights.dtype)
+
+
+class Nf4AtLoad:
+    """4 bits of bitsandbytes."""
+
+    def read(self, weights: Weights, parts: Sequence[LinearPart]) -> LinearWeight:
+        """Read maps that share their input, and round them."""
+        for part in parts:
+            check_blocks(part)
+        return round_nf4(read_dense(weights, parts).matrix, weights.dtype)
+
+
+class Int8AtLoad:
+    """8 bits of bitsandbytes."""
+
+    def read(self, weights: Weights, parts: Sequence[LinearPart]) -> LinearWeight:
+        """Read maps that share their input, and round them."""
+        matrix = read_dense(weights, parts).matrix
+        return round_int8(matrix, _largest(weights, parts, matrix), weights.dtype)
+
+
+_AT_LOAD: dict[Quantize, Callable[[], LinearFormat]] = {
+    Quantize.FP8: Fp8AtLoad,
+    Quantize.BITSANDBYTES: Int8AtLoad,
+    Quantize.BITSANDBYTES_NF4: Nf4AtLoad,
+}
+
+_SAME = {
+    Quantize.FP8: (WeightFormat.FP8, WeightFormat.FP8_BLOCKS),
+    Quantize.BITSANDBYTES: (WeightFormat.INT8,),
+    Quantize.BITSANDBYTES_NF4: (WeightFormat.NF4,),
+}
+"""What a checkpoint may be, where the setting asks for the same."""
+
+
+def linear_format(stored: Quantisation | None, quantize: Quantize) -> LinearFormat | None:
+    """Return how linear maps are read; None where they stay as they are.
+
+    stored: of the checkpoint. quantize: the setting; ValueError if it asks for something else.
+    """
+    if stored is None:
+        return None if quantize is Quantize.NONE else _AT_LOAD[quantize]()
+    if quantize is not Quantize.NONE and stored.format not in _SAME[quantize]:
+        raise ValueError(
+            f"model.quantize: {quantize.value}: the checkpoint is quantised already "
+            f"({stored.method}), which is read from its config.json: set quantize to none"
+        )
+    return StoredFormat(stored)
+
+
+def _largest(weights: Weights, parts: Sequence[LinearPart], matrix: Tensor) -> Tensor:
+    """Return each row's largest absolute value, float32 [out], of all ranks' columns.
+
+    All ranks call it together where columns are cut, so that all round as one rank does.
+    """
+    largest = matrix.abs().amax(dim=1).float()
+    if all(width(part.columns) == part.shape[1] for part in parts):
+        return largest
+    ranks = weights.group.all_gather(largest).view(weights.group.size, -1)
+    return ranks.amax(dim=0)

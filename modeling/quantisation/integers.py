@@ -1,0 +1,133 @@
+"""Weights of 4 or 8 bits with a scale for some inputs of an output: GPTQ, AWQ and others.
+
+    W[o, i] = (code[o, i] - zero[o, g(i)]) * scale[o, g(i)]
+
+or table[code] * scale where codes stand for other numbers than themselves (bitsandbytes).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from modeling.quantisation.base import QuantisedWeight
+from sharding.linear_weight import LinearWeight
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Which inputs of a matrix [out, in] share a scale.
+
+    scales: [out, groups].
+    zeros: uint8 [out, groups]; None where `middle` is every zero point, or there is none.
+    group_of: int64 [in], the group of each input.
+    size: inputs of each group, where these are whole and in order; None where they are not.
+    middle: the zero point of all.
+    """
+
+    scales: Tensor
+    zeros: Tensor | None
+    group_of: Tensor
+    size: int | None
+    middle: int = 0
+
+
+def local_groups(scales: Tensor, zeros: Tensor | None, group_of: Tensor, middle: int) -> Groups:
+    """Keep the groups of this rank's inputs; scales, zeros: of all groups, [out, groups].
+
+    group_of: int64 [this rank's inputs], in all groups.
+    """
+    used, own = torch.unique(group_of, return_inverse=True)
+    size, rest = divmod(len(own), max(len(used), 1))
+    regular = torch.arange(len(own), device=own.device) // max(size, 1)
+    return Groups(
+        scales[:, used].contiguous(),
+        None if zeros is None else zeros[:, used].contiguous(),
+        own,
+        size if not rest and torch.equal(own, regular) else None,
+        middle,
+    )
+
+
+def pack(codes: Tensor) -> Tensor:
+    """Put two codes of 4 bits into a byte, the first one low: uint8 [out, in] to [out, in / 2]."""
+    return codes[:, 0::2] | (codes[:, 1::2] << 4)
+
+
+def unpack(packed: Tensor) -> Tensor:
+    """Undo `pack`."""
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+
+
+class IntegerWeight(QuantisedWeight):
+    """Codes, and what groups of them share.
+
+    codes: uint8 [out, in / 2] of 4 bits, see `pack`, or [out, in] of 8.
+    """
+
+    def __init__(
+        self,
+        codes: Tensor,
+        groups: Groups,
+        bits: int,
+        dtype: torch.dtype,
+        table: Tensor | None = None,
+    ) -> None:
+        """codes: uint8 [out, in], not packed. table: [2 ** bits], what a code stands for."""
+        super().__init__((codes.shape[0], codes.shape[1]), dtype)
+        is_packed = bits == 4 and codes.shape[1] % 2 == 0
+        self.is_packed = is_packed
+        self.bits = bits
+        self.codes = self.keep(pack(codes) if is_packed else codes)
+        self.scales = self.keep(groups.scales)
+        self.zeros = None if groups.zeros is None else self.keep(groups.zeros)
+        self.group_of = self.keep(groups.group_of)
+        self.table = None if table is None else self.keep(table)
+        self._groups = groups
+
+    @property
+    def form(self) -> str:
+        """Return its name."""
+        kind = "integers" if self.table is None else "bitsandbytes"
+        return f"{kind} of {self.bits} bits"
+
+    def joined(self, others: Sequence[LinearWeight]) -> Self | None:
+        """Return one weight of all rows, where all share their groups of inputs."""
+        parts = self.with_alike(others)
+        if not parts or not all(self._grouped_like(part) for part in parts):
+            return None
+        zeros = [part.zeros for part in parts if part.zeros is not None]
+        groups = replace(
+            self._groups,
+            scales=torch.cat([part.scales for part in parts]),
+            zeros=torch.cat(zeros) if zeros else None,
+        )
+        codes = torch.cat([part._unpacked(slice(None)) for part in parts])
+        return type(self)(codes, groups, self.bits, self.dtype, self.table)
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        """Return some rows in `dtype`."""
+        codes, scales = self._unpacked(rows), self.scales[rows]
+        if self.table is not None:
+            values = self.table[codes.long()]
+        elif self.zeros is None:
+            values = (codes.to(torch.int16) - self._groups.middle).to(scales.dtype)
+        else:
+            zeros = self.zeros[rows].to(torch.int16)[:, self.group_of]
+            values = (codes.to(torch.int16) - zeros).to(scales.dtype)
+        return (values * scales[:, self.group_of]).to(self.dtype)
+
+    def _unpacked(self, rows: slice) -> Tensor:
+        return unpack(self.codes[rows]) if self.is_packed else self.codes[rows]
+
+    def _grouped_like(self, other: "IntegerWeight") -> bool:
+        return (
+            self.bits == other.bits
+            and (self.zeros is None) == (other.zeros is None)
+            and self._groups.middle == other._groups.middle
+            and (self.table is None) == (other.table is None)
+            and (self.table is None or torch.equal(self.table, other.table))
+            and torch.equal(self.group_of, other.group_of)
+        )

@@ -1,0 +1,97 @@
+"""Reads fp8 weights of checkpoints: compressed-tensors', and those that DeepSeek and Qwen publish.
+
+weight                       e4m3 [out, in]
+weight_scale                 one, [out, 1], or one for each block   (compressed-tensors)
+weight_scale_inv             the same, of the method fp8; it multiplies too
+input_scale, activation_scale    of static activations, in the same order
+"""
+
+import torch
+from torch import Tensor
+
+from configs.quantisation import Activations, Quantisation
+from modeling.quantisation.fp8 import BlockFp8Weight, Fp8Weight
+from modeling.quantisation.integers import local_groups
+from sharding.checkpoint import CheckpointError
+from sharding.linear_weight import LinearPart
+from sharding.loader import Weights
+from sharding.slicing import Segments
+
+SCALES = ("weight_scale", "weight_scale_inv")
+"""What a quantised map has beside its weight."""
+
+_INPUT_SCALES = ("input_scale", "activation_scale")
+
+
+def read_fp8(weights: Weights, part: LinearPart, how: Quantisation) -> Fp8Weight:
+    """Read a map whose weights have a scale for each output, or one for all."""
+    scales = _number(weights, part, SCALES).flatten()
+    own = scales.expand(part.shape[0]) if len(scales) == 1 else scales
+    if len(own) != part.shape[0]:
+        raise CheckpointError(
+            f"{part.name} has {len(own)} weight scales for {part.shape[0]} outputs: they must be "
+            "one, or one for each output"
+        )
+    rows = indices(part.rows, weights.device)
+    scale = _input_scale(weights, part, how)
+    codes = _codes(weights, part)
+    return Fp8Weight(codes, own[rows][:, None], how.activations, weights.dtype, scale)
+
+
+def read_fp8_blocks(weights: Weights, part: LinearPart, how: Quantisation) -> BlockFp8Weight:
+    """Read a map whose weights have a scale for each block of outputs and inputs."""
+    assert how.block is not None
+    height, wide = how.block
+    scales = _number(weights, part, SCALES)
+    wanted = -(-part.shape[0] // height), -(-part.shape[1] // wide)
+    if tuple(scales.shape) != wanted:
+        raise CheckpointError(
+            f"{part.name} has {tuple(scales.shape)} weight scales, its blocks of {height} by "
+            f"{wide} need {wanted}"
+        )
+    by_row = scales[indices(part.rows, weights.device) // height]
+    groups = local_groups(by_row, None, indices(part.columns, weights.device) // wide, 0)
+    if how.activations is Activations.GROUP and groups.size != wide and len(part.columns) > 0:
+        raise ValueError(
+            f"{part.name}: its inputs, {part.columns} of {part.shape[1]} on this rank, are not "
+            f"whole groups of {wide}, which the checkpoint's activations are rounded in: set "
+            "tensor_parallel to a number that cuts between groups"
+        )
+    return BlockFp8Weight(
+        _codes(weights, part),
+        groups.scales,
+        groups.group_of,
+        wide,
+        how.activations,
+        weights.dtype,
+        _input_scale(weights, part, how),
+    )
+
+
+def indices(segments: Segments, device: torch.device) -> Tensor:
+    """Return the indices of segments, int64."""
+    return torch.cat([torch.arange(start, stop, device=device) for start, stop in segments])
+
+
+def _codes(weights: Weights, part: LinearPart) -> Tensor:
+    codes = weights.read_stored(f"{part.name}.weight", part.shape, part.rows, part.columns)
+    if codes.dtype is not torch.float8_e4m3fn:
+        raise CheckpointError(f"{part.name}.weight is stored as {codes.dtype}, not as fp8 e4m3")
+    return codes.contiguous()
+
+
+def _number(weights: Weights, part: LinearPart, names: tuple[str, ...]) -> Tensor:
+    """Read the first tensor of these names that there is, whole, in float32."""
+    for name in (f"{part.name}.{end}" for end in names):
+        if weights.lists(name):
+            return weights.read(name, weights.stored_shape(name), dtype=torch.float32)
+    raise CheckpointError(f"the checkpoint has no tensor {part.name}.{names[0]}")
+
+
+def _input_scale(weights: Weights, part: LinearPart, how: Quantisation) -> Tensor | None:
+    if how.activations is not Activations.STATIC:
+        return None
+    scale = _number(weights, part, _INPUT_SCALES).flatten()
+    if len(scale) != 1 or not bool(scale > 0):
+        raise CheckpointError(f"{part.name}: the scale of its inputs is not one positive number")
+    return scale
