@@ -14,14 +14,14 @@ FP8 = torch.float8_e4m3fn
 LARGEST = 448.0
 """The largest number of e4m3."""
 
-_SMALLEST = torch.finfo(torch.float32).eps
+SMALLEST = torch.finfo(torch.float32).eps
 """The scale of zeros."""
 
 
 def scales_of(largest: Tensor) -> Tensor:
     """Return the scales of numbers whose largest absolute values these are."""
     scales = largest.float() / LARGEST
-    return torch.where(scales == 0, _SMALLEST, scales)
+    return torch.where(scales == 0, SMALLEST, scales)
 
 
 def to_fp8(x: Tensor, scales: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Weights of bitsandbytes in 4 and 8 bits, rounded at load by the package or read as it stored them.
+"""Weights of bitsandbytes in 4 and 8 bits, rounded at load or read as the package stored them.
 
 In 4 bits 64 inputs of an output share a scale, and activations are not rounded. In 8 bits
 (LLM.int8(), arXiv:2208.07339) an output has one scale, and each token's inputs are rounded too, but

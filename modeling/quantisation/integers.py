@@ -98,7 +98,7 @@ class IntegerWeight(QuantisedWeight):
         parts = self.with_alike(others)
         if not parts or not all(self._grouped_like(part) for part in parts):
             return None
-        zeros = [part.zeros for part in parts if part.zeros is not None]
+        zeros: list[Tensor] = [part.zeros for part in parts if part.zeros is not None]
         groups = replace(
             self._groups,
             scales=torch.cat([part.scales for part in parts]),
@@ -127,7 +127,10 @@ class IntegerWeight(QuantisedWeight):
             self.bits == other.bits
             and (self.zeros is None) == (other.zeros is None)
             and self._groups.middle == other._groups.middle
-            and (self.table is None) == (other.table is None)
-            and (self.table is None or torch.equal(self.table, other.table))
+            and _same(self.table, other.table)
             and torch.equal(self.group_of, other.group_of)
         )
+
+
+def _same(mine: Tensor | None, theirs: Tensor | None) -> bool:
+    return mine is theirs if mine is None or theirs is None else torch.equal(mine, theirs)
