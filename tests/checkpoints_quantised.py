@@ -1,7 +1,5 @@
 """Tiny quantised checkpoints, written by the formats' own packages."""
 
-import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from compressed_tensors.quantization import (
     preset_name_to_scheme,
 )
 from compressed_tensors.quantization.utils import calculate_qparams
-from torch import Tensor, nn
+from torch import nn
 
 from tests.checkpoints import load_oracle
 

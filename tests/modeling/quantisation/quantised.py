@@ -1,0 +1,115 @@
+"""Quantised models beside transformers + PEFT over the same weights and activations.
+
+The oracle is transformers' own model of the checkpoint, with the format's own package. Where inputs
+are cut over ranks each rank rounds its own; the oracle is then told to round them in so many parts,
+by the package's function too.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from compressed_tensors.quantization.lifecycle.forward import forward_quantize
+from peft import PeftModel
+from torch import Tensor, nn
+
+from configs.model import ModelConfig, Quantize
+from tests.checkpoints import load_oracle, oracle_answer
+from tests.modeling.parity import answers_by_hand, engine_config
+from tests.modeling.stepping import Asked
+from tests.ranks import run_in_memory
+
+NUM_TOKENS = 8
+MIN_MARGIN = 0.005
+"""By which each token leads: a number that rounds the other way moves logits by less."""
+
+ROW_PARALLEL = ("o_proj", "down_proj")
+
+Rounding = Callable[[nn.Module, Tensor], Tensor]
+"""From a module and some of its inputs to these as they count in its product."""
+
+
+def as_stored(module: Any, x: Tensor) -> Tensor:
+    """Round as the package does for the module."""
+    rounded: Tensor = forward_quantize(
+        module, x, "input", module.quantization_scheme.input_activations
+    )
+    return rounded
+
+
+def decompressed(folder: Path) -> Any:
+    """transformers' model of a checkpoint of compressed-tensors; its first step unpacks it."""
+    model = load_oracle(folder)
+    model(torch.tensor([[1]]))
+    return model
+
+
+def round_in_parts(model: nn.Module, ranks: int, rounding: Rounding = as_stored) -> None:
+    """Let modules whose inputs are cut round each rank's part of them by itself."""
+    for name, module in model.named_modules():
+        if name.rsplit(".", 1)[-1] in ROW_PARALLEL:
+            made: Any = module
+            made.quantization_enabled = False
+            module.register_forward_pre_hook(partial(_in_parts, ranks, rounding))
+
+
+def _in_parts(ranks: int, rounding: Rounding, module: nn.Module, given: tuple[Tensor]) -> Tensor:
+    return torch.cat([rounding(module, part) for part in given[0].chunk(ranks, -1)], dim=-1)
+
+
+def answers(
+    folder: Path,
+    adapters: Sequence[Path],
+    ranks: int,
+    prompts: Sequence[Sequence[int]],
+    **model: Any,
+) -> list[list[int]]:
+    """Serve the prompts in one batch: the base model's, then each adapter's; on all ranks alike.
+
+    model: settings of the model.
+    """
+    requests = [
+        Asked(prompt, NUM_TOKENS, slot=slot - 1, chunk=5, joins_at=slot)
+        for slot, prompt in enumerate(prompts)
+    ]
+    config = engine_config(folder, model=ModelConfig(id=str(folder), **model))
+    found = run_in_memory(ranks, partial(answers_by_hand, config, list(adapters), requests))
+    assert all(rank == found[0] for rank in found)
+    return [answer.tokens for answer in found[0]]
+
+
+def truths(model: Any, adapters: Sequence[Path]) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts and what follows them, of the base model and of each adapter."""
+    told = [clear_answer(model, 7)]
+    for index, adapter in enumerate(adapters):
+        adapted: Any = PeftModel.from_pretrained(model, str(adapter)).eval()
+        told.append(clear_answer(adapted, 9 + 2 * index))
+        model = adapted.unload()
+    prompts, tokens = zip(*told, strict=True)
+    return list(prompts), list(tokens)
+
+
+def clear_answer(model: Any, length: int) -> tuple[list[int], list[int]]:
+    """A prompt and its continuation, of which every token leads by MIN_MARGIN."""
+    for seed in range(40):
+        generator = torch.Generator().manual_seed(seed)
+        prompt: list[int] = torch.randint(3, 96, (length,), generator=generator).tolist()
+        tokens, logits = oracle_answer(model, prompt, NUM_TOKENS)
+        best = logits.topk(2).values
+        if float((best[:, 0] - best[:, 1]).min()) >= MIN_MARGIN and len(set(tokens)) > 2:
+            return prompt, tokens
+    raise AssertionError("no prompt leads to clear tokens: choose another seed")
+
+
+def compare(folder: Path, adapters: Sequence[Path], oracle: Any, ranks: int, **model: Any) -> None:
+    """Assert that the model serves the oracle's tokens, with and without adapters."""
+    prompts, tokens = truths(oracle, adapters)
+    found = answers(folder, adapters, ranks, prompts, **model)
+    assert found == tokens
+    base = answers(folder, [], ranks, prompts[1:2], **model)
+    assert base[0] != tokens[1], "the adapter changes nothing"
+
+
+FP8 = Quantize.FP8
