@@ -14,7 +14,8 @@ from modeling.quantisation.bits_and_bytes import (
     round_int8,
     round_nf4,
 )
-from modeling.quantisation.fp8 import round_rows
+from modeling.quantisation.fp8 import round_blocks, round_rows
+from modeling.quantisation.integers import round_groups
 from modeling.quantisation.stored_fp8 import SCALES, read_fp8, read_fp8_blocks
 from modeling.quantisation.stored_integers import read_awq, read_gptq, read_packed
 from sharding.linear import read_dense
@@ -104,6 +105,43 @@ _SAME = {
     Quantize.BITSANDBYTES_NF4: (WeightFormat.NF4,),
 }
 """What a checkpoint may be, where the setting asks for the same."""
+
+
+class IntegersOfDummies:
+    """Integers of random weights, which no checkpoint stored."""
+
+    def __init__(self, how: Quantisation) -> None:
+        self._how = how
+
+    def read(self, weights: Weights, parts: Sequence[LinearPart]) -> LinearWeight:
+        """Make maps that share their input, and round them."""
+        matrix = read_dense(weights, parts).matrix
+        return round_groups(matrix, self._how.bits, self._how.group_size)
+
+
+class BlocksOfDummies:
+    """fp8 in blocks, of random weights."""
+
+    def __init__(self, how: Quantisation) -> None:
+        assert how.block is not None
+        self._how, self._block = how, how.block
+
+    def read(self, weights: Weights, parts: Sequence[LinearPart]) -> LinearWeight:
+        """Make maps that share their input, and round them."""
+        return round_blocks(read_dense(weights, parts).matrix, self._block, self._how.activations)
+
+
+def format_of_dummies(stored: Quantisation | None, quantize: Quantize) -> LinearFormat | None:
+    """`linear_format` of random weights, which are rounded as the checkpoint's would be."""
+    if stored is None:
+        return linear_format(None, quantize)
+    made: dict[WeightFormat, Callable[[], LinearFormat]] = {
+        WeightFormat.FP8: Fp8AtLoad,
+        WeightFormat.FP8_BLOCKS: lambda: BlocksOfDummies(stored),
+        WeightFormat.NF4: Nf4AtLoad,
+        WeightFormat.INT8: Int8AtLoad,
+    }
+    return made.get(stored.format, lambda: IntegersOfDummies(stored))()
 
 
 def linear_format(stored: Quantisation | None, quantize: Quantize) -> LinearFormat | None:

@@ -141,3 +141,20 @@ def round_rows(matrix: Tensor, largest: Tensor, dtype: torch.dtype) -> Fp8Weight
         rows = slice(first, first + height)
         codes[rows] = to_fp8(matrix[rows], scales[rows])
     return Fp8Weight(codes, scales, Activations.TOKEN, dtype)
+
+
+def round_blocks(
+    matrix: Tensor, block: tuple[int, int], activations: Activations
+) -> BlockFp8Weight:
+    """Round a matrix [out, in] to fp8 with a scale for each block of outputs and inputs."""
+    height, wide = block
+    group_of = torch.arange(matrix.shape[1], device=matrix.device) // wide
+    codes = torch.empty(matrix.shape, dtype=FP8, device=matrix.device)
+    scales = []
+    for first in range(0, len(matrix), height):
+        rows = matrix[first : first + height]
+        largest = torch.stack([part.abs().amax() for part in torch.split(rows, wide, dim=1)])
+        own = scales_of(largest)
+        codes[first : first + height] = to_fp8(rows, own[group_of])
+        scales.append(own.expand(len(rows), -1))
+    return BlockFp8Weight(codes, torch.cat(scales), group_of, wide, activations, matrix.dtype)

@@ -134,3 +134,18 @@ class IntegerWeight(QuantisedWeight):
 
 def _same(mine: Tensor | None, theirs: Tensor | None) -> bool:
     return mine is theirs if mine is None or theirs is None else torch.equal(mine, theirs)
+
+
+def round_groups(matrix: Tensor, bits: int, size: int | None) -> IntegerWeight:
+    """Round a matrix [out, in] to the nearest integers, with scales of `size` inputs."""
+    size = matrix.shape[1] if size is None else size
+    group_of = torch.arange(matrix.shape[1], device=matrix.device) // size
+    parts = torch.split(matrix, size, dim=1)
+    middle = 2 ** (bits - 1)
+    scales = torch.stack([part.abs().amax(dim=1) for part in parts], dim=1) / (middle - 1)
+    rounded = [
+        torch.round(part / scales[:, index, None].clamp(min=torch.finfo(matrix.dtype).tiny))
+        for index, part in enumerate(parts)
+    ]
+    codes = (torch.cat(rounded, dim=1) + middle).clamp(0, 2 * middle - 1).to(torch.uint8)
+    return IntegerWeight(codes, local_groups(scales, None, group_of, middle), bits, matrix.dtype)

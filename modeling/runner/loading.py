@@ -20,7 +20,7 @@ from modeling.attention.kv_cache import FP8, CacheScales
 from modeling.attention.scales import stored_scales
 from modeling.models.base import PagedModel
 from modeling.models.select import build_model
-from modeling.quantisation.formats import linear_format
+from modeling.quantisation.formats import format_of_dummies, linear_format
 from sharding.checkpoint import Checkpoint, DummySource, open_checkpoint
 from sharding.group import TensorParallel
 from sharding.loader import Weights
@@ -72,7 +72,8 @@ def load_model(config: EngineConfig, group: TensorParallel, device: torch.device
     architecture = load_architecture(folder).with_rope_length(config.model.dynamic_rope_length)
     source: Checkpoint | DummySource
     scales = None
-    if config.model.load_format is LoadFormat.DUMMY:
+    is_dummy = config.model.load_format is LoadFormat.DUMMY
+    if is_dummy:
         dtype = _dtype(config.model.dtype, architecture, torch.float32)
         source = DummySource(device, dtype)
     else:
@@ -82,7 +83,8 @@ def load_model(config: EngineConfig, group: TensorParallel, device: torch.device
         dtype = _dtype(config.model.dtype, architecture, stored_dtype(source, folder))
         if config.cache.dtype is CacheDType.FP8:
             scales = stored_scales(source, architecture.num_layers)
-    form = linear_format(architecture.quantisation, config.model.quantize)
+    chosen = format_of_dummies if is_dummy else linear_format
+    form = chosen(architecture.quantisation, config.model.quantize)
     model = build_model(architecture, Weights(source, group, dtype, device, form))
     if config.adapters.enabled and config.adapters.vocabulary:
         model.adapt_vocabulary(whole_ends=config.adapters.vocabulary_copies > 0)

@@ -119,6 +119,8 @@ def _check_quantize(config: ModelConfig) -> None:
     what = f"model.quantize: {config.quantize.value}"
     if config.load_format is LoadFormat.DUMMY:
         raise ValueError(f"{what}: dummy weights are not quantised; set load_format or quantize")
+    if config.quantize is Quantize.FP8:
+        raise ValueError(f"{what} is for paged models: set it to bitsandbytes for this one")
     packages = {
         "bitsandbytes": is_bitsandbytes_available(),
         "accelerate": is_accelerate_available(),

@@ -114,7 +114,6 @@ def test_reads_what_transformers_writes(tmp_path: Path, variant: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"quantization_config": {"quant_method": "gptq"}}, r"quantization_config \(gptq\)"),
         ({"hidden_act": "prelu"}, "hidden_act 'prelu'"),
         ({"rope_scaling": {"type": "other", "factor": 2.0}}, "rope type 'other'"),
         ({"intermediate_size": None}, "does not give intermediate_size"),

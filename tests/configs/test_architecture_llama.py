@@ -122,7 +122,6 @@ def test_reads_what_transformers_writes(tmp_path: Path, variant: str) -> None:
         ({"sliding_window": 4096}, r"sliding_window \(4096\)"),
         ({"layer_types": ["full_attention"] * 31}, "layer_types .* not supported for LlamaFor"),
         ({"layer_types": ["sliding_attention"] * 32}, "layer_types .*sliding_attention"),
-        ({"quantization_config": {"quant_method": "gptq"}}, r"quantization_config \(gptq\)"),
         ({"hidden_act": "prelu"}, "hidden_act 'prelu'"),
         ({"vocab_size": None}, "does not give vocab_size"),
         ({"model_type": "mistral"}, "model_type is 'mistral' and not 'llama': correct"),

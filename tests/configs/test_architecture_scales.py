@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
-from configs.architectures import gpt2, llama, padded
-from configs.architectures.base import ArchitectureError
+from configs.architectures import padded
+from configs.architectures.base import ArchitectureError, ModelArchitecture
+from configs.architectures.select import parse_architecture
 
 SCALES: dict[str, Any] = {
     "quant_method": "compressed-tensors",
@@ -36,20 +37,22 @@ LLAMA: dict[str, Any] = {
 }
 
 
-def parse(quantization: dict[str, Any]) -> None:
-    llama.parse("LlamaForCausalLM", {**LLAMA, "quantization_config": quantization})
+def parse(quantization: dict[str, Any], name: str = "LlamaForCausalLM") -> ModelArchitecture:
+    named = {"architectures": [name], "quantization_config": quantization}
+    return parse_architecture({**LLAMA, **named})
 
 
 def test_scales_alone_are_no_quantised_weights() -> None:
-    parse(SCALES)
-    parse({"quant_method": "compressed-tensors", "kv_cache_scheme": SCALES["kv_cache_scheme"]})
-    gpt2.parse("GPT2LMHeadModel", {"quantization_config": SCALES})
+    assert parse(SCALES).quantisation is None
+    scheme = SCALES["kv_cache_scheme"]
+    alone = parse({"quant_method": "compressed-tensors", "kv_cache_scheme": scheme})
+    assert alone.quantisation is None
+    assert parse(SCALES, "GPT2LMHeadModel").quantisation is None
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"quant_method": "fp8"},
         {"config_groups": {"group_0": {"weights": {"num_bits": 8}}}},
         {"sparsity_config": {"format": "dense"}},
         {"transform_config": {"config_groups": {"u": {}}}},
@@ -67,7 +70,7 @@ def test_scales_alone_are_no_quantised_weights() -> None:
     ],
 )
 def test_anything_else_is(changes: dict[str, Any]) -> None:
-    with pytest.raises(ArchitectureError, match="quantization_config"):
+    with pytest.raises(ArchitectureError, match=r"quantization_config \(compressed-tensors\)"):
         parse({**SCALES, **changes})
 
 
