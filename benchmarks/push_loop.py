@@ -4,7 +4,7 @@
 
 Trains a LoRA adapter of the demo with PEFT in this process, and serves the demo beside it without
 Ray. Every few steps it pushes the weights in shared memory and asks a question; no file is written.
-The prompt goes as token ids. One JSON line a push: step, loss, the answer, milliseconds of the
+Prompt and answer are token ids. One JSON line a push: step, loss, the answer, milliseconds of the
 push, and the sum of the sampled tokens' log probabilities.
 """
 
@@ -29,7 +29,7 @@ from benchmarks.local import served
 from benchmarks.push import PushClient
 from configs.adapters import AdaptersConfig, PushConfig
 from configs.engine import CacheConfig, Device, EngineConfig
-from configs.model import ModelConfig
+from configs.model import DType, ModelConfig
 from configs.wire.adapters import AdapterSource
 
 STYLE = "pirate"
@@ -98,17 +98,16 @@ class PushingTrainer:
         self._client.push_shared(self._memory, len(data))
         seconds = time.perf_counter() - began
         prompt = prompt_ids(self._tokenizer, "chat", QUESTION)
-        reply = self._client.complete(prompt, 40, temperature=0, logprobs=1)
+        reply = self._client.complete(prompt, 40, temperature=0, logprobs=0, return_token_ids=True)
         choice: dict[str, Any] = reply["choices"][0]
         logprobs = choice["logprobs"]["token_logprobs"]
-        tokens = self._tokenizer.encode(choice["text"], add_special_tokens=False)
-        return PushedStep(step, loss, seconds, choice["text"], tokens, logprobs)
+        return PushedStep(step, loss, seconds, choice["text"], choice["token_ids"], logprobs)
 
 
 def demo_config(push_folder: str) -> EngineConfig:
-    """The demo on a CPU."""
+    """The demo on a CPU, in the type that it is trained in."""
     return EngineConfig(
-        model=ModelConfig(id=str(DEMO / "model"), name="loray-demo"),
+        model=ModelConfig(id=str(DEMO / "model"), name="loray-demo", dtype=DType.FLOAT32),
         device=Device.CPU,
         cache=CacheConfig(num_blocks=128),
         adapters=AdaptersConfig(
