@@ -220,10 +220,12 @@ class BaseDispatch:
 
         Where two bases have adapters of one name, the later one's has its base before it.
         """
-        replies = [(base, await _reply_of(app, scope)) for base, app in self._apps.items()]
-        listed = [(base, json.loads(body)) for base, (status, body) in replies if status == 200]
+        replies = await self._replies(scope)
+        listed = [
+            (base, json.loads(body)) for base, (status, body) in replies.items() if status == 200
+        ]
         if not listed:
-            status, body = replies[0][1]
+            status, body = next(iter(replies.values()))
             return Response(body, status, media_type="application/json")
         rows: dict[str, Any] = {}
         for base, reply in listed:
@@ -234,9 +236,27 @@ class BaseDispatch:
 
     async def _health(self, scope: Scope) -> Response:
         """Healthy while any base is: /NAME/health is about one."""
-        replies = await asyncio.gather(*(_reply_of(app, scope) for app in self._apps.values()))
-        status, body = min(replies)
+        status, body = min((await self._replies(scope)).values())
         return Response(body, status, media_type="application/json" if body else "text/plain")
+
+    async def _replies(self, scope: Scope) -> dict[str, tuple[int, bytes]]:
+        """The replies of the bases that answer soon: one that starts or is down delays no other.
+
+        RequestError if none does.
+        """
+        asked = {
+            base: asyncio.create_task(_reply_of(app, scope)) for base, app in self._apps.items()
+        }
+        late: set[asyncio.Task[tuple[int, bytes]]] = set()
+        try:
+            _, late = await asyncio.wait(asked.values(), timeout=_REFRESH_SECONDS)
+        finally:
+            for task in asked.values():
+                task.cancel()
+        replies = {base: task.result() for base, task in asked.items() if task not in late}
+        if not replies:
+            raise RequestError(ErrorKind.UNAVAILABLE, "no base model answers yet: try again")
+        return replies
 
 
 class _BatchKeys:
@@ -258,8 +278,8 @@ def _batch_key(scope: Scope) -> str | None:
 
 
 async def _look(engine: EngineClient) -> None:
-    """Ask a base for its description, but not long where an older one is known: it may be down."""
-    async with asyncio.timeout(None if engine.latest is None else _REFRESH_SECONDS):
+    """Ask a base for its description, but not long: it may start, or be down."""
+    async with asyncio.timeout(_REFRESH_SECONDS):
         await engine.info()
 
 

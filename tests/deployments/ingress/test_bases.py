@@ -1,5 +1,6 @@
 """Several base models behind one address: what names a base, and what all of them answer."""
 
+import asyncio
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +17,10 @@ from configs.batches import BatchesConfig
 from configs.serve import BasesConfig
 from configs.wire.adapters import AdapterReference, AdapterSource
 from deployments.contract import AdapterInfo, EngineLoad, ReplyAddress
+from deployments.ingress import bases as front
 from deployments.ingress.app import build_app
 from deployments.ingress.bases import HEADER, build_front
+from deployments.ingress.generation import engine
 from deployments.ingress.generation.engine import IngressSettings
 from deployments.ingress.generation.frames import RequestInboxes
 from deployments.observability.lorax_metrics import RequestMetrics
@@ -143,6 +146,29 @@ def test_a_new_adapter_is_found_at_its_first_request(bases: Bases, http: TestCli
         app.state.engine._refreshed_at = float("-inf")  # A second has passed.
     assert http.post("/v1/completions", json={"model": "new", "prompt": "x"}).status_code == 200
     assert bases.served() == ("large", local("new"))
+
+
+def test_a_base_that_starts_delays_no_other(
+    bases: Bases, http: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(front, "_REFRESH_SECONDS", 0.2)
+    monkeypatch.setattr(engine, "_DESCRIBE_SECONDS", 1e6)
+    monkeypatch.setattr(bases.drivers["large"], "describe", asyncio.Event().wait)
+    assert [row["id"] for row in http.get("/v1/models").json()["data"]] == [
+        "small",
+        "poet",
+        "pirate",
+    ]
+    assert http.get("/health").status_code == 200
+    assert http.get("/metrics").status_code == 200
+    for model in ("small", "pirate", "unlisted"):
+        body = {"model": model, "prompt": "x", "max_tokens": 1}
+        assert http.post("/v1/completions", json=body).status_code == 200, model
+    monkeypatch.setattr(bases.drivers["small"], "describe", asyncio.Event().wait)
+    for app in bases.apps.values():
+        app.state.engine._refreshed_at = float("-inf")
+    for path in ("/v1/models", "/health"):
+        assert http.get(path).status_code == 503
 
 
 def test_health_and_metrics_are_of_all_bases(bases: Bases, http: TestClient) -> None:
