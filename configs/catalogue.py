@@ -1,5 +1,7 @@
 """A catalogue: the adapters that an operator offers, read again and again while the server runs."""
 
+from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import yaml
@@ -31,13 +33,18 @@ class CatalogueFile(Config):
     adapters: dict[str, CatalogueEntry] = Field(default_factory=dict)
 
 
-def parse_catalogue(text: str) -> dict[str, CatalogueEntry]:
-    """The entries of a file; ValueError if it is not YAML or has other keys."""
+@lru_cache(maxsize=2)
+def parse_catalogue(text: str) -> Mapping[str, CatalogueEntry]:
+    """The entries of a file; ValueError if it is not YAML or has other keys.
+
+    A watched file is read again and again, and a long one takes a second: what was read last is
+    kept.
+    """
     try:
-        content: Any = yaml.safe_load(text)
+        content: Any = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(f"it is not YAML: {error}") from error
-    return dict(CatalogueFile.model_validate({} if content is None else content).adapters)
+    return CatalogueFile.model_validate({} if content is None else content).adapters
 
 
 def as_settings(entries: dict[str, CatalogueEntry]) -> RuntimeConfig:

@@ -1,6 +1,6 @@
 """Read a catalogue: a folder of adapters, a bucket's prefix, or a file that lists adapters."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -89,7 +89,7 @@ def _with_extras(
     return _listing(entries, versions)
 
 
-def _listing(entries: dict[str, CatalogueEntry], versions: dict[str, str]) -> CatalogueListing:
+def _listing(entries: Mapping[str, CatalogueEntry], versions: dict[str, str]) -> CatalogueListing:
     whole = {
         name: entry if entry.adapter else entry.model_copy(update={"adapter": name})
         for name, entry in entries.items()

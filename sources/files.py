@@ -1,6 +1,7 @@
 """An adapter's folder on this node: the fingerprint and the digest of its files."""
 
 import hashlib
+import os
 import stat
 from pathlib import Path
 
@@ -21,9 +22,13 @@ _HASH_BYTES = 1 << 20
 
 def fingerprint(folder: Path) -> Fingerprint:
     """Stat an adapter's files; OSError when one is missing or not a regular file."""
-    templates = [path for name in TEMPLATE_NAMES if (path := folder / name).is_file()]
-    templates += sorted(folder.glob(f"{OTHERS_FOLDER}/*.jinja"))
-    weights = sorted(folder.glob("adapter_model*"))
+    # Catalogues of thousands of folders are looked at every few seconds: one listing for each.
+    names = set(os.listdir(folder))
+    present = (folder / name for name in TEMPLATE_NAMES if name in names)
+    templates = [path for path in present if path.is_file()]
+    if OTHERS_FOLDER in names:
+        templates += sorted(folder.glob(f"{OTHERS_FOLDER}/*.jinja"))
+    weights = [folder / name for name in sorted(names) if name.startswith("adapter_model")]
     if not weights and is_mlx(folder):
         weights = [folder / MLX_NAME]
     paths = [folder / CONFIG_NAME, *weights, *templates]

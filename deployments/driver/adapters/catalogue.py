@@ -74,8 +74,11 @@ class CatalogueWatcher:
         await self._apply(settings.model_copy(update={"pinned_adapters": tuple(pins)}))
         known, self._known = self._known, listing
         await self._refresh(known, listing)
+        offered = {self._reference(listing, name) for name in listing.entries}
         for name in known.entries.keys() - listing.entries.keys():
-            await self._remove(self._reference(known, name))
+            reference = self._reference(known, name)
+            if reference not in offered:  # Else it has another name.
+                await self._remove(reference)
             logger.info("the catalogue has adapter %s no more", name)
 
     async def _refresh(self, known: CatalogueListing, listing: CatalogueListing) -> None:
@@ -91,11 +94,13 @@ class CatalogueWatcher:
                     await self._fetch_fault(reference)
 
     async def _remove(self, reference: AdapterReference) -> None:
-        """Unload an adapter that has left; its requests end on it."""
+        """Unload and forget an adapter that has left; its requests end on it."""
         self._adapters.directory.lookups.forget(reference)
         key: AdapterKey | None = self._adapters.serving(reference)
         if key is not None:
-            await self._execute(UnloadAdapter(reference))
+            report = await self._execute(UnloadAdapter(reference))
+            if report.failure is None:  # Else the operator has pinned it.
+                self._adapters.forget(reference)
 
     async def _fetch_fault(self, reference: AdapterReference) -> str | None:
         """Fetch the present version; why it cannot be, None if it was."""
