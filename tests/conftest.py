@@ -1,8 +1,13 @@
 """How the suite runs: nothing is timed, and worker processes share it out by files (`-n 2`)."""
 
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
+
+from deployments.ingress.text import conversion
+from tests.conversions import in_forks
 
 # The same examples each time, and no test asserts a time: a busy machine is no failure.
 settings.register_profile(
@@ -13,6 +18,14 @@ settings.register_profile("explore", settings.get_profile("loray"), derandomize=
 settings.load_profile("loray")
 
 _RAY = "tests/end_to_end/"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _conversions_in_forks() -> Iterator[None]:
+    """Tokenizers are read in forks, in most tests (`tests/conversions.py`)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(conversion, "run", in_forks(conversion.run))
+        yield
 
 
 class ByFile(LoadScopeScheduling):  # type: ignore[misc]

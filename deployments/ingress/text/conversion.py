@@ -65,7 +65,7 @@ def convert(folder: Path, trust_remote_code: bool = False) -> Converted:
             f"{folder} has no tokenizer.json: a fast tokenizer is required; {_SAVE}"
         )
     command = [sys.executable, "-c", _START, str(folder), "trust" if trust_remote_code else ""]
-    done = subprocess.run(command, capture_output=True, timeout=_LONGEST_S, check=False)
+    done = run(command)
     if done.returncode:
         reason = " ".join(done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:])
         if not (folder / "tokenizer.json").is_file():
@@ -75,6 +75,11 @@ def convert(folder: Path, trust_remote_code: bool = False) -> Converted:
     if found.refusal:
         raise ValueError(f"the tokenizer in {folder} is not served: {found.refusal}")
     return found
+
+
+def run(command: Sequence[str]) -> "subprocess.CompletedProcess[bytes]":
+    """Run a command that calls `export`, to its end."""
+    return subprocess.run(command, capture_output=True, timeout=_LONGEST_S, check=False)
 
 
 def export(folder: str, trust: str) -> None:
