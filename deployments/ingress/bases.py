@@ -244,16 +244,16 @@ class BaseDispatch:
 
         RequestError if none does.
         """
-        asked = {
+        sent = {
             base: asyncio.create_task(_reply_of(app, scope)) for base, app in self._apps.items()
         }
         late: set[asyncio.Task[tuple[int, bytes]]] = set()
         try:
-            _, late = await asyncio.wait(asked.values(), timeout=_REFRESH_SECONDS)
+            _, late = await asyncio.wait(sent.values(), timeout=_REFRESH_SECONDS)
         finally:
-            for task in asked.values():
+            for task in sent.values():
                 task.cancel()
-        replies = {base: task.result() for base, task in asked.items() if task not in late}
+        replies = {base: task.result() for base, task in sent.items() if task not in late}
         if not replies:
             raise RequestError(ErrorKind.UNAVAILABLE, "no base model answers yet: try again")
         return replies

@@ -173,6 +173,7 @@ class EngineClient:
         self._calls: WeakSet[EngineCall] = WeakSet()
         self._ended: Callable[[], RequestError] | None = None
         self._unreadable: str | None = None
+        self._reading: asyncio.Task[ModelTokenizer] | None = None
 
     @property
     def latest(self) -> EngineInfo | None:
@@ -250,8 +251,12 @@ class EngineClient:
         if self._served is not None:
             return self._served.tokenizer
         if self._unreadable is None:
+            if self._reading is None:
+                # It takes seconds, and a caller that leaves must not make the next one begin anew.
+                work = asyncio.to_thread(self.settings.read_text, info.tokenizer)
+                self._reading = asyncio.create_task(work)
             try:
-                return await asyncio.to_thread(self.settings.read_text, info.tokenizer)
+                return await asyncio.shield(self._reading)
             except (OSError, ValueError, subprocess.TimeoutExpired) as fault:
                 logger.exception("the tokenizer cannot be read: no text can be served")
                 self._unreadable = str(fault)

@@ -1,4 +1,5 @@
 import asyncio
+import threading
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from deployments.ingress.generation.engine import EngineClient, IngressSettings
 from deployments.ingress.generation.frames import RequestInboxes
 from deployments.ingress.http.errors import RequestError
 from deployments.ingress.text.tokenizer import ModelTokenizer
-from tests.deployments.ingress.conftest import Clock
+from tests.deployments.ingress.conftest import PATIENCE, Clock
 from tests.fakes import FakeDriver, engine_info, write_tokenizer
 
 
@@ -50,6 +51,32 @@ def test_a_failed_description_is_requested_again(driver: FakeDriver) -> None:
         assert caught.value.kind is ErrorKind.UNAVAILABLE
         driver.broken = None
         assert (await engine.served()).info == driver.info
+
+    asyncio.run(story())
+
+
+def test_callers_that_leave_do_not_have_the_tokenizer_read_again(
+    driver: FakeDriver,
+) -> None:
+    may_end = threading.Event()
+    read: list[str] = []
+
+    def reading(folder: str) -> ModelTokenizer:
+        read.append(folder)
+        may_end.wait(PATIENCE)
+        return ModelTokenizer.load(folder)
+
+    async def story() -> None:
+        settings = IngressSettings(clock=Clock(), read_text=reading)
+        engine = EngineClient(
+            driver, RequestInboxes(), lambda: ReplyAddress("h", 1, "hush"), settings
+        )
+        for _ in range(2):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(engine.info(), 0.05)
+        may_end.set()
+        assert await engine.info() is driver.info
+        assert len(read) == 1
 
     asyncio.run(story())
 
