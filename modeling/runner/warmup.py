@@ -13,6 +13,10 @@ WIDEST = Sampling(
 )  # fmt: skip
 """Parameters that need the most memory."""
 
+DRAWN = Sampling(temperature=1.0, top_k=5, top_p=0.9, typical_p=0.9)
+PENALISED = Sampling(repetition_penalty=1.1)
+"""Parameters that take the sampler's paths over the model's own logits, and those of the best."""
+
 TOKENS = (64, 512)
 """Tokens of warm-up steps beside the most: kernels differ for few, some and many tokens."""
 
@@ -33,7 +37,8 @@ def warmup_batches(
 
     All rows read and write the dummy block, so the results mean nothing.
     """
-    for tokens in sorted({min(n, max_step_tokens) for n in (*TOKENS, max_step_tokens)}):
+    counts = sorted({min(n, max_step_tokens) for n in (*TOKENS, max_step_tokens)})
+    for tokens in counts:
         longest = size.max_total_tokens - 1
         num_rows = min(max(2, -(-tokens // longest)), size.max_running, tokens)
         length = min(tokens // num_rows, longest)
@@ -44,13 +49,17 @@ def warmup_batches(
             more = [dummy_block] * (size.blocks(length + 1) - size.blocks(length))
             decode = StepRow(0, length, 1, more, True)
             yield ForwardBatch(first.joins[1:], [decode, *first.rows[1:]])
+        if tokens == counts[0]:
+            yield _prefill(blocks, length, slots[0], DRAWN, Sampling())
+            yield _prefill(blocks, length, slots[0], PENALISED)
 
 
 def _prefill(
-    blocks: Sequence[list[int]], length: int, slot: int, sampling: Sampling
+    blocks: Sequence[list[int]], length: int, slot: int, *sampling: Sampling
 ) -> ForwardBatch:
-    """As many new requests as there are block tables, all of one length."""
+    """As many new requests as there are block tables, all of one length; parameters by turns."""
+    own = (sampling * len(blocks))[: len(blocks)]
     return ForwardBatch(
-        joins=[RequestJoin(i, [0] * length, length, slot, sampling) for i in range(len(blocks))],
-        rows=[StepRow(i, 0, length, own, True) for i, own in enumerate(blocks)],
+        joins=[RequestJoin(i, [0] * length, length, slot, each) for i, each in enumerate(own)],
+        rows=[StepRow(i, 0, length, table, True) for i, table in enumerate(blocks)],
     )

@@ -15,8 +15,10 @@ from torch.nn.functional import pad
 from configs.wire.sampling import Sampling
 from modeling.sampling.bad_words import BadWords, bad_words, exclude
 from modeling.sampling.history import TokenHistory
+from modeling.sampling.kernels.select import sampling_kernels
+from modeling.sampling.rows import Allowed, Penalties, Watermarks
 from modeling.sampling.watermark import GREEN_BONUS, green
-from modeling.transfer import floats, ints, to_device
+from modeling.transfer import ints, pack_to_device, to_device
 
 _LARGEST_REPETITION = 1e30
 """Penalties beyond it, or below its inverse, are clamped so that logits stay finite."""
@@ -32,47 +34,6 @@ class Biases:
     rows: Tensor
     ids: Tensor
     values: Tensor
-
-
-@dataclass(frozen=True)
-class Penalties:
-    """The rows with penalties; each tensor but `buffer` is [p] for p rows.
-
-    rows: int64 indices into the step's sampling rows.
-    buffer: as in TokenHistory.
-    starts, lengths, prompt_lengths: int64; a row's tokens in `buffer`, the prompt first.
-    longest: the largest length.
-    repetition, frequency, presence: float32; 1, 0 and 0 are off.
-    """
-
-    rows: Tensor
-    buffer: Tensor
-    starts: Tensor
-    lengths: Tensor
-    prompt_lengths: Tensor
-    longest: int
-    repetition: Tensor
-    frequency: Tensor
-    presence: Tensor
-
-
-@dataclass(frozen=True)
-class Watermarks:
-    """The rows with a watermark: int64 indices, and the tokens before their next one, [w]."""
-
-    rows: Tensor
-    previous: Tensor
-
-
-@dataclass(frozen=True)
-class Allowed:
-    """Rows with a mask: int64 indices [g], and a bit for each token, int32 [g, words].
-
-    Tokens beyond the bits are not allowed.
-    """
-
-    rows: Tensor
-    words: Tensor
 
 
 @dataclass(frozen=True)
@@ -145,16 +106,21 @@ def _penalties(
         return None
     penalised = [params[row] for row in rows]
     lengths = np.array(positions, dtype=np.int64)[rows]
+    factors = [(_bounded(p.repetition_penalty), p.frequency_penalty, p.presence_penalty)
+               for p in penalised]  # fmt: skip
+    own, starts, ends, prompts, repetition, frequency, presence = pack_to_device(
+        [
+            np.array(rows, dtype=np.int64),
+            history.targets[rows] - lengths,
+            lengths,
+            history.prompt_lengths[rows],
+            *np.array(factors, dtype=np.float32).T,
+        ],
+        device,
+    )
+    longest = int(lengths.max())
     return Penalties(
-        rows=ints(rows, device),
-        buffer=history.buffer,
-        starts=to_device(history.targets[rows] - lengths, device),
-        lengths=to_device(lengths, device),
-        prompt_lengths=to_device(history.prompt_lengths[rows], device),
-        longest=int(lengths.max()),
-        repetition=floats([_bounded(p.repetition_penalty) for p in penalised], device),
-        frequency=floats([p.frequency_penalty for p in penalised], device),
-        presence=floats([p.presence_penalty for p in penalised], device),
+        own, history.buffer, starts, ends, prompts, longest, repetition, frequency, presence
     )
 
 
@@ -203,20 +169,29 @@ def adjust(logits: Tensor, changes: Adjustments) -> Tensor:
     ids, grammar.
     """
     result = logits.to(torch.float32, copy=True)
+    kernels = sampling_kernels(logits.device)
+    penalise, mark, allow = (
+        (_penalise_rows, _mark, _allow)
+        if kernels is None
+        else (kernels.penalise, kernels.mark, kernels.allow)
+    )
     if changes.biases is not None:
         _bias(result, changes.biases)
-    penalties = changes.penalties
-    if penalties is not None:
-        result[penalties.rows] = _penalise(result[penalties.rows], penalties)
-    marked = changes.watermarks
-    if marked is not None:
-        result[marked.rows] += GREEN_BONUS * green(marked.previous, logits.shape[-1])
+    if changes.penalties is not None:
+        penalise(result, changes.penalties)
+    if changes.watermarks is not None:
+        mark(result, changes.watermarks)
     if changes.bad_words is not None:
         exclude(result, changes.bad_words)
     for allowed in (changes.listed, changes.allowed):
         if allowed is not None:
-            _allow(result, allowed)
+            allow(result, allowed)
     return result
+
+
+def _mark(logits: Tensor, marked: Watermarks) -> None:
+    """Raise the green tokens; changes `logits`."""
+    logits[marked.rows] += GREEN_BONUS * green(marked.previous, logits.shape[-1])
 
 
 def _allow(logits: Tensor, allowed: Allowed) -> None:
@@ -235,6 +210,11 @@ def _bias(logits: Tensor, biases: Biases) -> None:
     last = logits.shape[-1] - 1
     values = biases.values.masked_fill(biases.ids > last, 0.0)
     logits.index_put_((biases.rows, biases.ids.clamp(max=last)), values, accumulate=True)
+
+
+def _penalise_rows(logits: Tensor, penalties: Penalties) -> None:
+    """Penalise the tokens that rows have already; changes `logits`."""
+    logits[penalties.rows] = _penalise(logits[penalties.rows], penalties)
 
 
 def _penalise(logits: Tensor, penalties: Penalties) -> Tensor:

@@ -9,6 +9,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from modeling.sampling.exact import minus_log1m
+
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 """2**64 / golden ratio: the increment of splitmix64 (Steele et al., OOPSLA 2014)."""
 
@@ -35,13 +37,13 @@ def noise_keys(
 def exponential_noise(keys: Tensor, vocab_size: int) -> Tensor:
     """Return exponential noise of mean one: int32 keys [n, 2] to float32 [n, vocab_size], all > 0.
 
-    E = -log1p(-v), v = (h + 0.5) / 2**32 with h the hash of (key, vocabulary id).
+    E = -ln(1 - v), v = (h + 0.5) / 2**32 with h the hash of (key, vocabulary id).
     """
     h = vocabulary_hash(keys, vocab_size).to(torch.float32)
     # Signed to unsigned. A small h, where the smallest noise lives, stays exact in float32.
     v = (torch.where(h < 0, h + 2.0**32, h) + 0.5) * 2.0**-32
-    # float32 rounds the largest v to 1, and log1p(-1) is infinite.
-    return -torch.log1p(-v.clamp_(max=1 - 2.0**-24))
+    # float32 rounds the largest v to 1, and ln 0 is infinite.
+    return minus_log1m(v.clamp_(max=1 - 2.0**-24))
 
 
 def vocabulary_hash(keys: Tensor, vocab_size: int) -> Tensor:

@@ -5,28 +5,19 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from configs.wire.sampling import Sampling
 from modeling.sampling.adjustments import Adjustments, adjustments
 from modeling.sampling.history import TokenHistory
 from modeling.sampling.noise import noise_keys
-from modeling.sampling.warpers import LARGEST_TEMPERATURE, FilteredRows, filtered_rows
-from modeling.transfer import floats, ints, to_device
-
-
-@dataclass(frozen=True)
-class RandomRows:
-    """The rows with a temperature; each tensor is [m] for m rows.
-
-    rows: int64 indices into the step's sampling rows. temperature: float32, > 0.
-    keys: int32 [m, 2], see noise_keys. filtered: None where no row drops tokens.
-    """
-
-    rows: Tensor
-    temperature: Tensor
-    keys: Tensor
-    filtered: FilteredRows | None
+from modeling.sampling.rows import RandomRows
+from modeling.sampling.warpers import (
+    LARGEST_TEMPERATURE,
+    SMALLEST_TEMPERATURE,
+    FilteredRows,
+    filter_columns,
+)
+from modeling.transfer import pack_to_device
 
 
 @dataclass(frozen=True)
@@ -67,16 +58,34 @@ def sampling_tensors(
     if not rows:
         return SamplingTensors(None, num_top, adjusted)
     random_params = [params[index] for index in rows]
-    keys = noise_keys(
-        np.array([p.seed for p in random_params], dtype=np.uint64),
-        np.array([positions[index] for index in rows], dtype=np.int64),
-    )
-    random = RandomRows(
-        rows=ints(rows, device),
-        temperature=floats(
-            [min(p.temperature, LARGEST_TEMPERATURE) for p in random_params], device
-        ),
-        keys=to_device(keys, device),
-        filtered=filtered_rows(random_params, device),
-    )
+    random = _random_rows(rows, random_params, [positions[index] for index in rows], device)
     return SamplingTensors(random, num_top, adjusted)
+
+
+def _random_rows(
+    rows: Sequence[int], params: Sequence[Sampling], positions: Sequence[int], device: torch.device
+) -> RandomRows:
+    """Gather the random rows' parameters, in one transfer."""
+    seeds = np.array([p.seed for p in params], dtype=np.uint64)
+    temperature = np.array([p.temperature for p in params])
+    at = [index for index, p in enumerate(params) if p.filtered]
+    filters = np.full(len(params), -1, dtype=np.int32)
+    filters[at] = np.arange(len(at))
+    filtered = [params[index] for index in at]
+    own, inverse, keys, owners, filtered_at, top_k, top_p, least, typical_p = pack_to_device(
+        [
+            np.array(rows, dtype=np.int64),
+            (1 / temperature.clip(SMALLEST_TEMPERATURE, LARGEST_TEMPERATURE)).astype(np.float32),
+            noise_keys(seeds, np.array(positions, dtype=np.int64)),
+            filters,
+            np.array(at, dtype=np.int64),
+            *filter_columns(filtered),
+        ],
+        device,
+    )
+    found = None
+    if at:
+        ranks = any(p.top_k or p.top_p < 1 for p in filtered)
+        typical = any(p.typical_p < 1 for p in filtered)
+        found = FilteredRows(filtered_at, top_k, top_p, least, typical_p, ranks, typical)
+    return RandomRows(own, inverse, keys, owners, found)

@@ -20,10 +20,12 @@ GREEN_BONUS = 2.0
 KEY = 15485863
 """The watermark's key: LoRAX's, the millionth prime."""
 
+GREEN_LIMIT = int((GREEN_SHARE - 0.5) * 2**32)
+"""Hashes are signed words: those below this one are GREEN_SHARE of all."""
+
 
 def green(previous: Tensor, vocab_size: int) -> Tensor:
     """Return which tokens are green after `previous`: int64 [n] to bool [n, vocab_size]."""
     key = previous.to(torch.int32)
     keys = torch.stack([key, torch.full_like(key, KEY)], dim=-1)
-    # Hashes are signed words: those below this one are GREEN_SHARE of all.
-    return vocabulary_hash(keys, vocab_size) < int((GREEN_SHARE - 0.5) * 2**32)
+    return vocabulary_hash(keys, vocab_size) < GREEN_LIMIT

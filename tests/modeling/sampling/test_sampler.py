@@ -105,7 +105,8 @@ def test_only_filtered_rows_are_sorted() -> None:
     assert random.filtered is not None
     assert random.rows.tolist() == [1, 2]
     assert random.filtered.rows.tolist() == [1]
-    assert random.filtered.top_p is None
+    assert random.filters.tolist() == [-1, 0]
+    assert not random.filtered.typical
 
 
 def test_logprobs_are_those_of_the_model() -> None:

@@ -1,0 +1,141 @@
+"""Rows' logits over their temperature, and the best of the kept ones with noise, in Triton.
+
+A row is cut into parts of `width` columns, a program each. A second launch compares the parts.
+"""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from modeling.sampling.kernels.triton_exact import exponential_noise, least_log_noise, log
+
+Pointer = Any
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def warped(
+    logits: "Pointer", peaks: "Pointer", parts: "Any", ids: "Any", inside: "Any", inverse: "Any",
+    spread: tl.constexpr,
+) -> "Any":  # fmt: skip
+    """A row's logits at `ids`, its largest one taken off, times `inverse`.
+
+    logits, peaks: of the row; peaks are its parts' largest logits. spread: a power of two that
+    holds the parts. What is not `inside` is minus infinity.
+    """
+    part = tl.arange(0, spread)
+    peak = tl.max(tl.load(peaks + part, mask=part < parts, other=-float("inf")), axis=0)
+    x = tl.load(logits + ids, mask=inside, other=-float("inf")).to(tl.float32)
+    return (x - peak) * inverse
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def magnitude(x: "Any") -> "Any":
+    """The bits of |x|: integers in the order of the magnitudes."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def comes_before(key: "Any", id: "Any", last_key: "Any", last_id: "Any") -> "Any":
+    """Whether (key, id) is not behind (last_key, last_id)."""
+    return (key < last_key) | ((key == last_key) & (id <= last_id))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def peaks_kernel(
+    logits: "Pointer", rows: "Pointer", peaks: "Pointer", vocab: "Any", stride: "Any",
+    width: tl.constexpr,
+) -> None:  # fmt: skip
+    """Program (random row, part): the part's largest logit."""
+    row = tl.load(rows + tl.program_id(0)).to(tl.int64)
+    ids = tl.program_id(1) * width + tl.arange(0, width)
+    x = tl.load(logits + row * stride + ids, mask=ids < vocab, other=-float("inf"))
+    at = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+    tl.store(peaks + at, tl.max(x.to(tl.float32), axis=0))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def best_kernel(
+    logits: "Pointer", scores: "Pointer", ids_of_scores: "Pointer", vocab: "Any", stride: "Any",
+    width: tl.constexpr,
+) -> None:  # fmt: skip
+    """Program (row, part): the part's largest logit and its id."""
+    row = tl.program_id(0).to(tl.int64)
+    ids = tl.program_id(1) * width + tl.arange(0, width)
+    x = tl.load(logits + row * stride + ids, mask=ids < vocab, other=-float("inf"))
+    best, at = tl.max(x.to(tl.float32), axis=0, return_indices=True)
+    out = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+    tl.store(scores + out, best)
+    tl.store(ids_of_scores + out, tl.program_id(1) * width + at)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def draw_kernel(
+    logits: "Pointer", rows: "Pointer", peaks: "Pointer", inverse: "Pointer", keys: "Pointer",
+    filters: "Pointer", cuts: "Pointer", least: "Pointer", moments: "Pointer", scores: "Pointer",
+    ids_of_scores: "Pointer", vocab: "Any", stride: "Any",
+    width: tl.constexpr, spread: tl.constexpr,
+) -> None:  # fmt: skip
+    """Program (random row, part): the part's best x - ln E among kept tokens, and its id.
+
+    cuts: int32 [filtered rows, 4]: the last kept (key, id) by likelihood, and by surprise.
+    moments: int64 [filtered rows, 2], see `middle`.
+    """
+    own = tl.program_id(0)
+    parts = tl.num_programs(1)
+    ids = tl.program_id(1) * width + tl.arange(0, width)
+    row = tl.load(rows + own).to(tl.int64)
+    scale = tl.load(inverse + own)
+    x = warped(logits + row * stride, peaks + own * parts, parts, ids, ids < vocab, scale, spread)
+    kept = x > -float("inf")
+    filter = tl.load(filters + own)
+    if filter >= 0:
+        kept &= is_kept(x, ids, cuts + filter * 4, least + filter)
+        key = magnitude(-x - middle(moments + filter * 2))
+        last = cuts + filter * 4 + 2
+        kept &= comes_before(key, ids, tl.load(last), tl.load(last + 1))
+    first_key, second_key = tl.load(keys + own * 2), tl.load(keys + own * 2 + 1)
+    # Exact scores are only computed of tokens that may be the best by a bound: of one
+    # or two. Their noise takes as long as all else.
+    bounds = x * 0.999999 - least_log_noise(first_key, second_key, ids)
+    bounds = tl.where(kept, bounds, -float("inf"))
+    top, at = tl.max(bounds, axis=0, return_indices=True)
+    score, token = tl.full([], -float("inf"), tl.float32), tl.program_id(1) * width + at * 0
+    while (top > -float("inf")) & (top >= score):
+        id = tl.program_id(1) * width + at
+        value = tl.max(tl.where(ids == id, x, -float("inf")), axis=0)
+        value -= log(exponential_noise(first_key, second_key, id))
+        if (value > score) | ((value == score) & (id < token)):
+            score, token = value, id
+        bounds = tl.where(ids == id, -float("inf"), bounds)
+        top, at = tl.max(bounds, axis=0, return_indices=True)
+    out = own * parts + tl.program_id(1)
+    tl.store(scores + out, score)
+    tl.store(ids_of_scores + out, token)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def is_kept(x: "Any", ids: "Any", cut: "Pointer", least: "Pointer") -> "Any":
+    """Whether tokens stay after top-k, top-p and min-p. cut: the row's last (key, id)."""
+    before = comes_before(magnitude(x), ids, tl.load(cut), tl.load(cut + 1))
+    return before & (x >= tl.load(least))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def middle(moments: "Pointer") -> "Any":
+    """The mean surprise of a row, from its sums of weights and of weights times surprise."""
+    parts, total = tl.load(moments), tl.load(moments + 1)
+    return (total.to(tl.float64) / parts.to(tl.float64)).to(tl.float32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def choose_kernel(
+    scores: "Pointer", ids: "Pointer", rows: "Pointer", tokens: "Pointer", parts: "Any",
+    spread: tl.constexpr,
+) -> None:  # fmt: skip
+    """Program (random row): its best part's token, the lowest id of equals, into `tokens`."""
+    own = tl.program_id(0)
+    part = tl.arange(0, spread)
+    found = tl.load(scores + own * parts + part, mask=part < parts, other=-float("inf"))
+    token = tl.load(ids + own * parts + tl.argmax(found, axis=0))
+    tl.store(tokens + tl.load(rows + own), token.to(tl.int64))

@@ -1,0 +1,153 @@
+"""The launches that draw a step's random rows' tokens."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from modeling.sampling.kernels.triton_cuts import (
+    BINS,
+    LAST,
+    bracket_kernel,
+    count_kernel,
+    cut_kernel,
+    gather_kernel,
+    moments_kernel,
+)
+from modeling.sampling.kernels.triton_draw import (
+    best_kernel,
+    choose_kernel,
+    draw_kernel,
+    peaks_kernel,
+)
+from modeling.sampling.kernels.triton_exact import EXACT
+from modeling.sampling.rows import RandomRows
+from modeling.sampling.warpers import FilteredRows
+
+WIDTH = 4096
+"""Columns of a part."""
+
+CANDIDATES = 2048
+"""Tokens that one step of a bisection reads at once."""
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """What all launches over one step's logits share.
+
+    logits: [n, vocab]. peaks: float32 [m, parts], the random rows' largest logits by part.
+    """
+
+    logits: Tensor
+    random: RandomRows
+    peaks: Tensor
+
+    @property
+    def parts(self) -> int:
+        """How many parts a row has."""
+        return self.peaks.shape[1]
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """The logits' columns, and elements from row to row."""
+        return self.logits.shape[1], self.logits.stride(0)
+
+    @property
+    def rows(self) -> tuple[Tensor, ...]:
+        """What the kernels read of the random rows."""
+        return self.logits, self.random.rows, self.peaks, self.random.inverse
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """What kernels that read parts are compiled for."""
+        spread = triton.next_power_of_2(self.parts)
+        return {"width": WIDTH, "spread": spread, **EXACT}
+
+
+@dataclass(frozen=True)
+class _Cuts:
+    """Where the filtered rows' kept tokens end; see draw_kernel."""
+
+    ends: Tensor
+    moments: Tensor
+
+
+def best(logits: Tensor) -> Tensor:
+    """Return each row's best token, int64 [n], of logits [n, vocab]."""
+    count, vocab = logits.shape
+    parts = triton.cdiv(vocab, WIDTH)
+    scores = torch.empty(count, parts, dtype=torch.float32, device=logits.device)
+    ids = torch.empty_like(scores, dtype=torch.int32)
+    tokens = torch.empty(count, dtype=torch.int64, device=logits.device)
+    best_kernel[count, parts](logits, scores, ids, vocab, logits.stride(0), width=WIDTH)
+    rows = torch.arange(count, device=logits.device)
+    spread = triton.next_power_of_2(parts)
+    choose_kernel[(count,)](scores, ids, rows, tokens, parts, spread=spread, num_warps=1)
+    return tokens
+
+
+def draw(logits: Tensor, random: RandomRows, tokens: Tensor) -> None:
+    """Draw the random rows' tokens from logits [n, vocab] into `tokens`, int64 [n]."""
+    vocab, count = logits.shape[1], len(random.rows)
+    parts = triton.cdiv(vocab, WIDTH)
+    peaks = torch.empty(count, parts, dtype=torch.float32, device=logits.device)
+    launch = _Launch(logits, random, peaks)
+    grid = (count, parts)
+    peaks_kernel[grid](logits, random.rows, peaks, *launch.sizes, width=WIDTH)
+    cuts = _cuts(launch, random.filtered)
+    least = random.inverse if random.filtered is None else random.filtered.least
+    scores, ids = torch.empty_like(peaks), torch.empty_like(peaks, dtype=torch.int32)
+    draw_kernel[grid](
+        *launch.rows, random.keys, random.filters, cuts.ends, least, cuts.moments, scores, ids,
+        *launch.sizes, **launch.constants,
+    )  # fmt: skip
+    spread = triton.next_power_of_2(parts)
+    choose_kernel[(count,)](scores, ids, random.rows, tokens, parts, spread=spread, num_warps=1)
+
+
+def _cuts(launch: _Launch, filtered: FilteredRows | None) -> _Cuts:
+    device = launch.logits.device
+    count = 1 if filtered is None else len(filtered.rows)
+    ends = torch.full((count, 4), LAST, dtype=torch.int32, device=device)
+    cuts = _Cuts(ends, torch.ones(count, 2, dtype=torch.int64, device=device))
+    if filtered is None:
+        return cuts
+    if filtered.ranks:
+        _cut(launch, filtered, cuts, typical=False)
+    if filtered.typical:
+        cuts = replace(cuts, moments=torch.zeros_like(cuts.moments))
+        moments_kernel[count, launch.parts](
+            *launch.rows, filtered.rows, cuts.ends, filtered.least, cuts.moments, *launch.sizes,
+            **launch.constants,
+        )  # fmt: skip
+        _cut(launch, filtered, cuts, typical=True)
+    return cuts
+
+
+def _cut(launch: _Launch, filtered: FilteredRows, cuts: _Cuts, typical: bool) -> None:
+    """Find where the filtered rows' tokens end by one order; changes `cuts`."""
+    count, vocab, device = len(filtered.rows), launch.logits.shape[1], launch.logits.device
+    shared = (*launch.rows, filtered.rows, cuts.ends, filtered.least, cuts.moments)
+    kind = {"TYPICAL": typical}
+    share = filtered.typical_p if typical else filtered.top_p
+    counts = torch.zeros(count, BINS, dtype=torch.int32, device=device)
+    plans = torch.empty(count, 4, dtype=torch.int32, device=device)
+    totals = torch.empty(count, 3, dtype=torch.int64, device=device)
+    values = torch.empty(count, vocab, dtype=torch.float32, device=device)
+    candidates = torch.empty(count, vocab, dtype=torch.int32, device=device)
+    grid = (count, launch.parts)
+    count_kernel[grid](
+        *shared, counts, *launch.sizes, bins=BINS, **kind, **launch.constants
+    )  # fmt: skip
+    bracket_kernel[(count,)](
+        counts, filtered.top_k, share, cuts.moments, plans, totals, bins=BINS, num_warps=8, **kind
+    )  # fmt: skip
+    gather_kernel[grid](
+        *shared, plans, totals, values, candidates, *launch.sizes, **kind, **launch.constants
+    )
+    cut_kernel[(count,)](
+        share, cuts.moments, plans, totals, values, candidates, cuts.ends, vocab,
+        block=CANDIDATES, num_warps=8, **kind, **EXACT,
+    )  # fmt: skip
