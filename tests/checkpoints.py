@@ -261,7 +261,7 @@ def write_adapter(folder: Path, model_folder: Path, recipe: AdapterRecipe | None
             elif "lora_" in name:
                 std = recipe.std if "_B" in name else 0.3
                 parameter.normal_(std=std, generator=generator)
-            elif "modules_to_save" in name:
+            elif "modules_to_save" in name or "trainable_tokens_delta" in name:
                 parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
     model.save_pretrained(str(folder), save_embedding_layers=recipe.save_embeddings)
     return folder

@@ -22,6 +22,8 @@ SERVED_NOTES: Mapping[str, str] = {
     "; the others change the base weights and are refused",
     "ensure_weight_tying": "both ends must be in the file, and say the same",
     "target_modules": "the file may adapt no module that this and the next leave out; not guessed",
+    "trainable_token_indices": "of embedding and head; not in merges, with activated LoRA, beside "
+    "factors or a whole matrix of the same module, or over padded models",
     "target_parameters": "weights of linear modules, of embedding and head; not in merges; "
     "parameters of experts are refused",
     "exclude_modules": "as PEFT matches it",

@@ -26,7 +26,9 @@ from modeling.adapters.peft_ends import (
 from modeling.adapters.peft_names import WEIGHTS_NAME, open_tensors
 from modeling.adapters.peft_score import SCORE_KEY, find_score, without_score
 from modeling.adapters.peft_tensors import check_file_rank, check_shape, check_type
+from modeling.adapters.peft_tokens import find_tokens
 from modeling.adapters.projection import (
+    TOKEN_KINDS,
     WHOLE_KINDS,
     BaseRows,
     ModulePosition,
@@ -94,6 +96,8 @@ def _check_file(
     faults, keys = Faults(), file.keys()
     with faults.gather():
         adapter = replace(adapter, score=find_score(file, plan, projections))
+    with faults.gather():
+        adapter = replace(adapter, tokens=find_tokens(file, plan, projections))
     plan = without_score(plan, keys)
     with faults.gather():
         adapter = replace(adapter, ends=find_ends(keys, plan, projections, base))
@@ -112,7 +116,7 @@ def _check_file(
     with faults.gather():
         adapter.biases.check(file, plan, adapter.modules, known, projections)
     with faults.gather():
-        has_whole = bool(adapter.ends.matrices) or adapter.score is not None
+        has_whole = bool(adapter.ends.matrices or adapter.tokens) or adapter.score is not None
         check_activation(plan, adapter.projections, adapter.modules.values(), has_whole)
     faults.check()
     return adapter
@@ -165,7 +169,7 @@ def _match(keys: Iterable[str], adapter: PeftAdapter, faults: Faults) -> dict[st
             missing = names.a if side == "A" else names.b
             with faults.gather():
                 refuse(f"{missing} is missing beside its partner: the file is incomplete")
-    if not found and not adapter.ends.matrices and adapter.score is None and not faults:
+    if not (found or adapter.ends.matrices or adapter.score or adapter.tokens or faults):
         refuse(f"{WEIGHTS_NAME} holds no LoRA tensor: it adapts nothing")
     # In the model's order, so that staging writes the pools in memory order.
     whole = {module for module, sides in found.items() if len(sides) == 2}
@@ -179,7 +183,7 @@ def _names_end(key: str) -> bool:
 def _refuse_tensor(key: str, adapter: PeftAdapter) -> NoReturn:
     known = adapter.modules
     if _names_end(key):
-        has_ends = any(p.kind.of_vocabulary for p in adapter.projections)
+        has_ends = any(p.kind in WHOLE_KINDS for p in adapter.projections)
         can_adapt = all(p.can_adapt_ends for p in adapter.projections)
         advice = "retrain it as LoRA factors alone" if has_ends else SETTING_ADVICE
         refuse(
@@ -258,3 +262,9 @@ def _check_once(adapter: PeftAdapter) -> None:
         if position in taken or PREFIX + module in whole:
             refuse(f"{module} is adapted twice: save the adapter again")
         taken.add(position)
+    projections = adapter.projections
+    kinds = {projections[at.projection].kind for at in (*taken, *adapter.ends.matrices.values())}
+    for each in adapter.tokens:
+        own = {projections[at.projection].kind for at in each.positions}
+        if any({end, WHOLE_KINDS[end]} & kinds and TOKEN_KINDS[end] in own for end in TOKEN_KINDS):
+            refuse(f"{each.key}: PEFT trains no single tokens of a module that it adapts or saves")

@@ -19,6 +19,7 @@ from modeling.adapters.peft_ends import EndTensors, Matrix
 from modeling.adapters.peft_names import WEIGHTS_NAME
 from modeling.adapters.peft_score import ScoreTensor
 from modeling.adapters.peft_tensors import check_finite
+from modeling.adapters.peft_tokens import TokenTensor
 from modeling.adapters.projection import ModulePosition, Projection
 from modeling.adapters.stacks import LoraModule, LoraStack
 from sharding.tensor_file import TensorFile
@@ -39,6 +40,7 @@ class PeftAdapter:
     ends: tensors of embedding and head besides factors.
     score: its classification head; None without one.
     biases: those in the file.
+    tokens: trained rows of embedding and head.
     """
 
     file: TensorFile
@@ -48,12 +50,13 @@ class PeftAdapter:
     ends: EndTensors = field(default_factory=EndTensors)
     score: ScoreTensor | None = None
     biases: BiasTensors = field(default_factory=BiasTensors)
+    tokens: tuple[TokenTensor, ...] = ()
 
     @property
     def other_names(self) -> set[str]:
         """Return the names of all tensors that are no factors."""
         score = set() if self.score is None else {self.score.key}
-        return self.ends.names | self.biases.names | score
+        return self.ends.names | self.biases.names | score | {each.key for each in self.tokens}
 
     @property
     def is_scaled(self) -> bool:
@@ -69,11 +72,13 @@ class PeftAdapter:
     def ranks(self) -> dict[ModulePosition, int]:
         """Return each adapted position's true rank.
 
-        A whole matrix, which has none, counts as 1; a classification head's is its labels' number.
+        A whole matrix, which has none, counts as 1; a classification head's is its labels' number,
+        that of trained rows their tokens' number.
         """
         whole = dict.fromkeys(self.ends.matrices.values(), 1)
         if self.score is not None:
             whole[self.score.position] = self.score.num_labels
+        whole |= {at: len(each.ids) for each in self.tokens for at in each.positions}
         return whole | {at: self.plan.rank_of(name) for name, at in self.modules.items()}
 
     def read(self) -> Iterator[LoraModule]:
@@ -91,6 +96,10 @@ class PeftAdapter:
             count = max(1, STACK_NUMBERS // (rank * widest))
             for first in range(0, len(names), count):
                 yield self._stack(index, names[first : first + count])
+        for each in self.tokens:
+            with reading():
+                found = list(each.stacks(self.file))
+            yield from found
 
     def names(self, module: str) -> FactorNames:
         """Return the names of a module's factors."""

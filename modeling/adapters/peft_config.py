@@ -30,6 +30,7 @@ SERVED = frozenset(
         "target_parameters",
         "exclude_modules",
         "layers_to_transform",
+        "trainable_token_indices",
         "layers_pattern",
         "task_type",
     }
@@ -58,7 +59,6 @@ IGNORED: Mapping[str, str] = {
 }
 
 REFUSED: Mapping[str, str] = {
-    "trainable_token_indices": "merge the trained tokens into the base model",
     "layer_replication": "save the replicated model as a base model of its own",
     "megatron_config": "save the adapter without Megatron layers",
     "use_qalora": "convert the adapter to plain LoRA",
@@ -108,6 +108,7 @@ class LoraPlan:
     modules_to_save: ends of the paths of modules that the file holds whole.
     targets: which modules are adapted.
     parameters: which are adapted as bare parameters, by ends of the parameters' paths.
+    tokens: ids of trained tokens, by the ends of modules' paths; "" is the embedding.
     invocation: the tokens that activate an adapter (aLoRA, arXiv:2504.12397): it changes the model
     from their last occurrence in a prompt on; () for adapters that always do.
     use_dora: whether a magnitude scales each output row (DoRA, arXiv:2402.09353).
@@ -127,6 +128,7 @@ class LoraPlan:
     modules_to_save: tuple[str, ...]
     targets: Targets
     parameters: Modules
+    tokens: Mapping[str, tuple[int, ...]]
     invocation: tuple[int, ...]
     use_dora: bool
     bias: str
@@ -242,6 +244,7 @@ def _plan(fields: Mapping[str, object], faults: Faults) -> LoraPlan:
         "modules_to_save": lambda: _names("modules_to_save", fields.get("modules_to_save")),
         "targets": lambda: _targets(fields, effort),
         "parameters": lambda: _parameters(fields),
+        "tokens": lambda: _tokens(fields.get("trainable_token_indices")),
         "bias": lambda: _bias(fields.get("bias")),
         "lora_bias": lambda: _flag("lora_bias", fields.get("lora_bias")),
         "use_dora": lambda: _flag("use_dora", fields.get("use_dora")),
@@ -374,3 +377,18 @@ def _parameters(fields: Mapping[str, object]) -> Modules:
                 "adapters; name modules in target_modules instead"
             )
     return Modules(frozenset(names))
+
+
+def _tokens(value: object) -> dict[str, tuple[int, ...]]:
+    if _is_inert(value):
+        return {}
+    named: dict[str, Any] = value if isinstance(value, dict) else {"": value}
+    lists = [
+        isinstance(ids, list) and all(type(each) is int for each in ids) for ids in named.values()
+    ]
+    if not all(lists) or (named is value and "" in named):
+        refuse(
+            f"trainable_token_indices={_short(value)} must be a list of token ids, or one by "
+            "the name of each module"
+        )
+    return {name: tuple(ids) for name, ids in named.items() if ids}

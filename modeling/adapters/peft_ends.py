@@ -28,6 +28,7 @@ from sharding.tensor_file import TensorFile
 PREFIX = "base_model.model."
 WEIGHT_SUFFIX = ".weight"
 COPY_SUFFIX = ".base_layer.weight"
+TOKENS_COPY_SUFFIX = ".token_adapter.base_layer.weight"
 COPY_ROWS = 4096
 """How many rows of a copy are compared at once."""
 
@@ -107,7 +108,10 @@ def find_ends(
     ends = [p for p in projections if p.kind in WHOLE_KINDS]
     saved = _saved_ends(plan, ends, all(each.can_adapt_ends for each in projections))
     found = EndTensors()
-    found.copies.update({PREFIX + path: base[path] for path in base if PREFIX + path in keys})
+    for path, rows in base.items():
+        under_tokens = path.removesuffix(WEIGHT_SUFFIX) + TOKENS_COPY_SUFFIX
+        names = (PREFIX + path, PREFIX + under_tokens)
+        found.copies.update({name: rows for name in names if name in keys})
     for end in ends:
         present = _weights(end, keys)
         if end.name in saved:

@@ -17,6 +17,7 @@ class ProjectionKind(Enum):
     LINEAR, EMBEDDING, HEAD: adds factors to a linear map, the embedding or the head.
     WHOLE_EMBEDDING, WHOLE_HEAD: replaces the base weight by a whole matrix.
     SCORE: brings a classification head, a matrix with a row for each label.
+    EMBEDDING_TOKENS, HEAD_TOKENS: replaces some tokens' rows of the base weight.
     """
 
     LINEAR = "linear"
@@ -25,6 +26,8 @@ class ProjectionKind(Enum):
     WHOLE_EMBEDDING = "whole embedding"
     WHOLE_HEAD = "whole head"
     SCORE = "score"
+    EMBEDDING_TOKENS = "tokens of the embedding"
+    HEAD_TOKENS = "tokens of the head"
 
     @property
     def whole(self) -> bool:
@@ -34,7 +37,7 @@ class ProjectionKind(Enum):
     @property
     def has_factors(self) -> bool:
         """Return whether it adds factors, A and B."""
-        return not self.whole and self is not ProjectionKind.SCORE
+        return self in (ProjectionKind.LINEAR, *WHOLE_KINDS)
 
     @property
     def of_vocabulary(self) -> bool:
@@ -47,6 +50,12 @@ WHOLE_KINDS = {
     ProjectionKind.HEAD: ProjectionKind.WHOLE_HEAD,
 }
 """The kind of whole matrix for each kind of embedding or head factors."""
+
+TOKEN_KINDS = {
+    ProjectionKind.EMBEDDING: ProjectionKind.EMBEDDING_TOKENS,
+    ProjectionKind.HEAD: ProjectionKind.HEAD_TOKENS,
+}
+"""The kind of single tokens' rows for each kind of embedding or head factors."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +112,8 @@ class Projection:
 
     A whole matrix [token ids, hidden] is one page of its pool: each 8 of its rows count as a layer,
     and `inputs` is the hidden size. A classification head [labels, hidden] takes a page for each 8
-    labels; its rank is the number of labels.
+    labels; its rank is the number of labels. Tokens' rows [tokens, hidden] take a page for each 8
+    tokens; A has them, Bt the digits of the tokens' ids, and out_features is the vocabulary's size.
     """
 
     name: str

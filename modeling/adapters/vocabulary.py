@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from modeling.adapters.bank import PAGE_ROWS, AdapterBank
 from modeling.adapters.product import AdapterData, OutputSlice, TokenGroup
 from modeling.adapters.projection import WHOLE_KINDS, Projection, ProjectionKind
+from modeling.adapters.token_rows import TokenRows
 from modeling.transfer import to_device
 from sharding.embedding import ParallelHead, VocabParallelEmbedding
 from sharding.slicing import whole
@@ -98,12 +99,14 @@ class VocabularyAdapters:
         """token_slots: each token's adapter slot (-1: base); logit_slots: each logits row's."""
         kinds = {projection.kind: index for index, projection in enumerate(bank.projections)}
         self._layers = layers
-        self._embedding = kinds[ProjectionKind.EMBEDDING]
-        self._head = kinds[ProjectionKind.HEAD]
+        self._embedding = kinds.get(ProjectionKind.EMBEDDING, -1)
+        self._head = kinds.get(ProjectionKind.HEAD, -1)
         self._tokens = _groups(bank, token_slots, self._embedding)
         self._logits = _groups(bank, logit_slots, self._head)
         self._whole_tokens = _matrices(bank, token_slots, kinds.get(ProjectionKind.WHOLE_EMBEDDING))
         self._whole_logits = _matrices(bank, logit_slots, kinds.get(ProjectionKind.WHOLE_HEAD))
+        self._set_tokens = _rows(bank, token_slots, kinds.get(ProjectionKind.EMBEDDING_TOKENS, -1))
+        self._set_logits = _rows(bank, logit_slots, kinds.get(ProjectionKind.HEAD_TOKENS, -1))
         self._num_logits = len(logit_slots)
 
     def has_product(self, x: Tensor, weight: Tensor, targets: tuple[OutputSlice, ...]) -> bool:
@@ -147,6 +150,16 @@ class VocabularyAdapters:
             part = z[:, : factors.bt.shape[1]]  # B is not padded, this rank's logits may be.
             part[group.rows] += x[group.rows] @ factors.a @ factors.bt
 
+    def set_embedded(self, y: Tensor, input_ids: Tensor) -> None:
+        """Set trained tokens in y [tokens, hidden], which is summed over the ranks."""
+        for rows in self._set_tokens:
+            rows.embed(y, input_ids)
+
+    def set_logits(self, z: Tensor, x: Tensor) -> None:
+        """Set trained tokens' logits in z [n, vocab_size], which is gathered from the ranks."""
+        for rows in self._set_logits:
+            rows.logits(z, x)
+
 
 def adapts_vocabulary(bank: AdapterBank, slots: Sequence[int]) -> bool:
     """Whether some adapter of a step (-1: base) changes the embedding or the head."""
@@ -155,8 +168,10 @@ def adapts_vocabulary(bank: AdapterBank, slots: Sequence[int]) -> bool:
 
 
 def _groups(bank: AdapterBank, slots: npt.NDArray[np.int64], projection: int) -> list[TokenGroup]:
-    """The rows of each adapter that has this projection."""
+    """The rows of each adapter that has this projection; -1: of none."""
     groups: list[TokenGroup] = []
+    if projection < 0:
+        return groups
     for slot in np.unique(slots[slots >= 0]).tolist():
         if bank.adapts(slot, projection):
             rows = to_device(np.flatnonzero(slots == slot), bank.page_table.device)
@@ -174,6 +189,12 @@ def _matrices(
     return [(group.rows, group.adapter.matrix(projection)) for group in groups]
 
 
+def _rows(bank: AdapterBank, slots: npt.NDArray[np.int64], projection: int) -> list[TokenRows]:
+    """What each adapter with trained tokens sets."""
+    groups = _groups(bank, slots, projection)
+    return [TokenRows(group.rows, group.adapter, projection) for group in groups]
+
+
 def embed_adapted(
     base: VocabParallelEmbedding, input_ids: Tensor, adapter_data: AdapterData | None
 ) -> Tensor:
@@ -181,7 +202,10 @@ def embed_adapted(
     y = base.partial(input_ids)
     if isinstance(adapter_data, VocabularyAdapters):
         adapter_data.embed(y, *base.local_ids(input_ids))
-    return base.reduce(y)
+    y = base.reduce(y)
+    if isinstance(adapter_data, VocabularyAdapters):
+        adapter_data.set_embedded(y, input_ids)
+    return y
 
 
 def logits_adapted(base: ParallelHead, x: Tensor, adapter_data: AdapterData | None) -> Tensor:
@@ -189,4 +213,7 @@ def logits_adapted(base: ParallelHead, x: Tensor, adapter_data: AdapterData | No
     z = base.partial(x)
     if isinstance(adapter_data, VocabularyAdapters):
         adapter_data.logits(z, x)
-    return base.gather(z)
+    z = base.gather(z)
+    if isinstance(adapter_data, VocabularyAdapters):
+        adapter_data.set_logits(z, x)
+    return z

@@ -88,6 +88,10 @@ class PagedModel(Protocol):
         """Embedding and head by PEFT's paths: adapters' files may hold copies of them."""
         ...
 
+    def token_projections(self) -> tuple[Projection, ...]:
+        """The rows of single tokens, of embedding and head, that adapters may replace."""
+        ...
+
     def adapt_vocabulary(self, whole_ends: bool = False) -> None:
         """Add embedding and head to `projections`; called once, before anything reads those.
 

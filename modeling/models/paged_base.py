@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from configs.architectures.base import ModelArchitecture
+from modeling.adapters.peft_tokens import token_projections
 from modeling.adapters.product import AdapterData
 from modeling.adapters.projection import BaseRows, Projection
 from modeling.adapters.vocabulary import (
@@ -112,6 +113,10 @@ class PagedBase(nn.Module):
         """Let adapters change the embedding and the head too; see `PagedModel`."""
         ends = vocabulary_projections(self._ends, self.embedding, self.lm_head, whole_ends)
         self.projections = (*self.projections, *ends)
+
+    def token_projections(self) -> tuple[Projection, ...]:
+        """What adapters change of single tokens; see `PagedModel`."""
+        return token_projections(vocabulary_projections(self._ends, self.embedding, self.lm_head))
 
     def base_tensors(self) -> Mapping[str, BaseRows]:
         """Embedding and head, each under all of its names; see `PagedModel`."""

@@ -28,6 +28,7 @@ from modeling.adapters.peft_adapter import PeftAdapter
 from modeling.adapters.peft_config import read_fields
 from modeling.adapters.peft_kinds import kind_name
 from modeling.adapters.peft_names import WEIGHTS_NAME
+from modeling.adapters.peft_tokens import ROWS_SUFFIX
 from modeling.adapters.projection import BaseRows, Projection, ProjectionKind
 from modeling.models.select import build_model
 from modeling.runner.loading import load_model, with_other_models
@@ -71,6 +72,7 @@ class AdapterVerdict:
     num_modules: how many modules it adapts.
     rank: the largest of its matrices.
     num_labels: of the classification head that it brings; 0: it brings none.
+    num_tokens: rows of tokens that it sets, of embedding and head together.
     kind: what its config says that it is; "" where that cannot be read.
     unread: fields of its config that no release of PEFT reads.
     cost: None for an adapter that is refused.
@@ -80,6 +82,7 @@ class AdapterVerdict:
     num_modules: int = 0
     rank: int = 0
     num_labels: int = 0
+    num_tokens: int = 0
     kind: str = field(default="", compare=False)
     unread: tuple[str, ...] = field(default=(), compare=False)
     cost: AdapterCost | None = field(default=None, compare=False)
@@ -106,7 +109,7 @@ def base_tensors(config: EngineConfig, folder: Path) -> Mapping[str, BaseRows]:
     """What the adapter of `folder` may hold copies of; read only if it holds more than factors."""
     try:
         with TensorFile(folder / WEIGHTS_NAME) as file:
-            if all(FACTOR in key for key in file.keys()):  # noqa: SIM118
+            if all(FACTOR in key or key.endswith(ROWS_SUFFIX) for key in file.keys()):  # noqa: SIM118
                 return {}
     except (DamagedFile, OSError):
         return {}
@@ -138,13 +141,11 @@ def judge(
     try:
         adapter = open_adapter(folder, projections, config.max_rank, base)
         head = adapter.score
-        ranks = [
-            rank
-            for position, rank in adapter.ranks.items()
-            if head is None or position != head.position
-        ]
+        rows = {at: len(each.ids) for each in adapter.tokens for at in each.positions}
+        others = {*rows, *(() if head is None else [head.position])}
+        ranks = [rank for position, rank in adapter.ranks.items() if position not in others]
         for done, _ in enumerate(adapter.read(), start=1):
-            progress(done, len(ranks))
+            progress(done, len(ranks) + len(rows))
         for _ in adapter.read_matrices():
             pass
     except AdapterError as error:
@@ -154,6 +155,7 @@ def judge(
         num_modules=len(ranks),
         rank=max(ranks, default=0),
         num_labels=0 if head is None else head.num_labels,
+        num_tokens=sum(rows.values()),
         kind=_kind(folder),
         unread=adapter.plan.unread,
         cost=_cost(adapter, projections),

@@ -103,18 +103,19 @@ def load_model(config: EngineConfig, group: TensorParallel, device: torch.device
 def with_other_models(model: PagedModel, architecture: ModelArchitecture) -> tuple[Projection, ...]:
     """Return a model's projections with what adapters of other models over its decoder have.
 
-    Those that classify bring a head; those of a model without any head (FEATURE_EXTRACTION) name
-    its modules without the decoder's own name, those of a larger model with more.
+    Any may replace tokens' rows. Those that classify bring a head; those of a model without any
+    head (FEATURE_EXTRACTION) name its modules without the decoder's own name, those of a larger
+    model with more.
     """
     named, biased = [], biased_projections(cast(nn.Module, model))
-    for index, each in enumerate(model.projections):
+    for index, each in enumerate((*model.projections, *model.token_projections())):
         others: tuple[str, ...] = ()
         if architecture.is_text_stack:
             others += outer_paths(each.module)
-        if each.kind is ProjectionKind.LINEAR:
+        if each.kind in (ProjectionKind.LINEAR, ProjectionKind.EMBEDDING_TOKENS):
             others += (each.module.partition(".")[2],)
         aliases = (*each.aliases, *others)
-        named.append(replace(each, aliases=aliases, has_bias=index in biased))
+        named.append(replace(each, aliases=aliases, has_bias=each.has_bias or index in biased))
     return (*named, score_projection(model.width))
 
 

@@ -189,6 +189,30 @@ def _parameters(*names: str, beside: int = 1) -> dict[str, AdapterRecipe]:
     }
 
 
+def _tokens(
+    *targets: str, ends: tuple[str, str] = ("embed_tokens", "lm_head"), **extra: Any
+) -> dict[str, AdapterRecipe]:
+    """Adapters that set single tokens' rows, and a plain one.
+
+    tokens: a list of many, on several pages. embedding: by name. both: other
+    tokens of the embedding than of the head. head: of the head alone.
+    """
+    plain = AdapterRecipe(target_modules=targets, seed=81, extra=extra)
+
+    def recipe(seed: int, rows: object, targets: tuple[str, ...] = targets) -> AdapterRecipe:
+        fields = {**extra, "trainable_token_indices": rows}
+        return replace(plain, seed=seed, target_modules=targets, extra=fields)
+
+    embedding, head = ends
+    return {
+        "plain": plain,
+        "tokens": recipe(82, [95, *range(3, 90, 3)]),
+        "embedding": recipe(83, {embedding: [*range(2, 90, 2)]}, targets[:1]),
+        "both": recipe(84, {embedding: [7, 5, 11], head: [*range(20, 50)]}, targets[:1]),
+        "head": recipe(85, {head: [*range(0, 90, 4)]}, targets[:1]),
+    }
+
+
 @dataclass(frozen=True)
 class Family:
     """One kind of model: how to write a tiny one of a variant, and an adapter for it."""
@@ -249,6 +273,11 @@ FAMILIES: dict[str, Family] = {
         write_generic,
         _parameters("self_attn.o_proj.weight", "self_attn.v_proj.weight", "mlp.up_proj.weight"),
     ),
+    "llama_tokens": Family(write_llama, _tokens("q_proj", "down_proj")),
+    "gpt2_tokens": Family(
+        write_gpt2, _tokens("c_attn", "mlp.c_proj", ends=("wte", "lm_head"), fan_in_fan_out=True)
+    ),
+    "generic_tokens": Family(write_generic, _tokens("q_proj", "down_proj")),
     "gpt_neox_copies": Family(write_gpt_neox, _copies(("query_key_value", "dense_h_to_4h"))),
 }
 """Another model is another row; its adapters name its own modules."""

@@ -81,8 +81,6 @@ SERVED: dict[str, dict[str, Any]] = {
 """Changes of a plain config whose results are PEFT's."""
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "trainable_token_indices": {"trainable_token_indices": [1, 2]},
-    "trainable_token_indices=.*embed": {"trainable_token_indices": {"embed_tokens": [1, 2]}},
     "use_qalora": {"use_qalora": True, "qalora_group_size": 4},
     "layer_replication": {"layer_replication": [[0, 2], [1, 2]]},
     "init_lora_weights='pissa'": {"init_lora_weights": "pissa"},
@@ -109,6 +107,7 @@ UNTRIED = {
     "megatron_config": "needs Megatron",
     "alora_invocation_tokens": "tests/modeling/test_parity_activated.py",
     "arrow_config": "PEFT refuses it without adapters to route to",
+    "trainable_token_indices": "tests/modeling/test_parity_kinds.py",
 }
 
 OTHERS: dict[str, Any] = {

@@ -19,6 +19,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from configs.architectures.base import ArchitectureError
 from configs.architectures.generic import GenericArchitecture
+from modeling.adapters.peft_tokens import token_projections
 from modeling.adapters.product import AdapterData
 from modeling.adapters.projection import BaseRows, Projection
 from modeling.adapters.vocabulary import EndNames, vocabulary_projections
@@ -124,6 +125,11 @@ class GenericForCausalLM(nn.Module):
         """Let adapters change the embedding and the head too; see `PagedModel`."""
         ends = vocabulary_projections(self._ends, self._embedding.base, self._head.base, whole_ends)
         self.projections = (*self.projections, *ends)
+
+    def token_projections(self) -> tuple[Projection, ...]:
+        """What adapters change of single tokens; see `PagedModel`."""
+        ends = vocabulary_projections(self._ends, self._embedding.base, self._head.base)
+        return token_projections(ends, head_has_bias=self._head.bias is not None)
 
     def base_tensors(self) -> Mapping[str, BaseRows]:
         """Embedding and head, each under all of its names; see `PagedModel`."""

@@ -120,7 +120,6 @@ def test_parameters_go_beside_no_field_that_peft_refuses(other: str) -> None:
 
 
 SET: dict[str, object] = {
-    "trainable_token_indices": [5],
     "layer_replication": [[0, 4], [2, 6]],
     "megatron_config": {"a": 1},
     "use_qalora": True,

@@ -77,7 +77,7 @@ def sweep(root: Path, kind: str, variant: str = "plain", *, padded: bool = False
 
 def _judge(root: Path, model: Path, served: PagedServer | PaddedServer) -> Outcome:
     word = "padded" if isinstance(served, PaddedServer) else "paged"
-    paths = [name for p in served.projections
+    paths = [name for p in served.projections if not p.kind.of_vocabulary
              for layer in range(p.num_layers) for name in p.modules(layer)]  # fmt: skip
     targets = tuple(dict.fromkeys(path.rsplit(".", 1)[-1] for path in paths))
     left_out = sorted(set(linears(model)) - set(paths))
